@@ -66,9 +66,12 @@ def _error(found: Tensor, exact: Tensor) -> float:
 def main(device: MeasuredDeviceOption = None, json: JsonOption = None) -> None:
     """Measure the error of ring context parallelism in bf16 against the number of ranks."""
     chosen = default_device(device)
-    backends = ("triton", "aten") if chosen == "cuda" else ("aten",)
+    backends: tuple[str, ...] = ("aten",)
+    if chosen == "cuda":
+        hopper = torch.cuda.get_device_capability()[0] == 9
+        backends = (*(("gluon",) if hopper else ()), "triton", "aten")
     title = "relative RMS error against float64 (bf16, causal, zigzag, S=4096, 4/2 heads, D=128)"
-    publish("accuracy", chosen, [(title, measure_accuracy(chosen, backends, (1, 2, 4, 8, 16, 32)))], json)
+    publish("accuracy", chosen, [(title, measure_accuracy(chosen, backends, (1, 2, 4, 8, 16, 32, 64)))], json)
 
 
 app = make_app(main)

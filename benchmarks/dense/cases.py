@@ -16,7 +16,6 @@ from attnmesh.core.masks import Causal, Mask
 from attnmesh.plan.blocks import Patch
 
 _K = 1024
-_LONGEST_TRIED = 32 * _K
 
 
 class Part(enum.StrEnum):
@@ -82,11 +81,11 @@ class Case(NamedTuple):
 
     def shortened(self) -> Case:
         """A call that compiles the same kernels."""
-        return self._replace(length=min(self.length, 8 * _K))
+        return self._replace(length=8 * _K)
 
 
 class RingCase(NamedTuple):
-    """One rank of eight of a ring, by the backend `auto` and by ours."""
+    """One rank of eight of a ring, by the backend `auto`."""
 
     part: Part
     length: int
@@ -109,28 +108,29 @@ CASES: tuple[AnyCase, ...] = (
     *(Case(part, mask, 32 * _K) for part in Part for mask in ("window:4096", "documents:2048")),
     *(Case(part, "causal", 8 * _K, **dims) for dims in (_D64, _MLA, _D256) for part in Part),
     *(RingCase(part, 32 * _K) for part in Part),
+    *(Case(part, "causal", 2 * _K) for part in Part),
     *(Case(part, "causal", 128 * _K) for part in Part),
     *(RingCase(part, 16 * _K) for part in Part),
+    *(Case(part, "causal", 32 * _K, **dims) for dims in (_D64, _MLA, _D256) for part in Part),
 )
 
+_LONGEST_TRIED = {Part.FORWARD: 128 * _K, Part.BACKWARD: 32 * _K}
 # Changes to the default tiles of the Gluon kernels, by part and the widths of keys and values: see `GluonTiles` and
 # `BackwardTiles`.
 VARIANTS: dict[tuple[Part, int, int], tuple[dict[str, Any], ...]] = {
-    (_F, 128, 128): ({"dynamic": True}, {"turns": False}, {"keys": 64, "stages": 4}),
-    (_F, 64, 64): ({"dynamic": True}, {"turns": False}, {"attenders": 3, "stages": 2}),
-    (_F, 192, 128): ({"dynamic": True}, {"turns": False}, {"keys": 64, "stages": 3}),
-    (_F, 256, 256): ({"dynamic": True}, {"turns": False}),
-    (_B, 128, 128): (
-        {"bulk": False}, {"paired": False}, {"paired": False, "unrolled": 1},
-        {"section": 1}, {"heads": 1}, {"heads": 2},
-    ),
-    (_B, 64, 64): ({"held": False}, {"stages": 2}, {"unrolled": 4}, {"bulk": False}, {"section": 1}),
+    (_F, 128, 128): ({"section": 1}, {"section": 2}),
+    (_F, 192, 128): ({"keys": 64, "stages": 3}, {"keys": 64, "stages": 4}),
+    (_F, 256, 256): ({"keys": 32, "stages": 4},),
+    (_B, 128, 128): ({"paired": False}, {"paired": False, "stages": 3}, {"shared_keys": True}),
+    (_B, 64, 64): ({"held": False}, {"paired": False}, {"heads": 2}),
+    (_B, 192, 128): ({"shared_keys": True}, {"shared_keys": True, "stages": 4}),
+    (_B, 256, 256): ({"heads": 1}, {"heads": 2}),
 }  # fmt: skip
 
 
 def variants(case: Case) -> tuple[dict[str, Any], ...]:
     """The changes to the default tiles that are tried for a case, with the default first; none at long lengths."""
-    if case.length > _LONGEST_TRIED:
+    if case.length > _LONGEST_TRIED[case.part]:
         return ({},)
     return ({}, *VARIANTS.get((case.part, case.key_dim, case.value_dim), ()))
 

@@ -17,7 +17,7 @@ from attnmesh.cli.output import Rows
 from benchmarks.dense import programs
 from benchmarks.dense.cases import AnyCase, Case, Part, RingCase, random_inputs
 from benchmarks.dense.checks import Expected, expected_backward, expected_forward
-from benchmarks.dense.programs import FLEX, GLUON, STAGE, THEIRS, TRITON, Program, RefusalError
+from benchmarks.dense.programs import FLEX, GLUON, SAME_BITS, STAGE, THEIRS, TRITON, Program, RefusalError
 from benchmarks.dense.workers import NOW, TIME_UP, supervise, supervise_many
 from benchmarks.one_rank import OneRankComm
 from benchmarks.peers import PEERS
@@ -27,7 +27,7 @@ from benchmarks.ring import measure_cuda, rank_program
 _MOST_PROCESSES = 14  # each holds a context on the device
 _SILENCE = 90.0  # seconds: more than any program takes to compile, or a case to be timed
 _COMPILE_SHARE = 1 / 3  # of the time limit; what is not compiled by then is compiled when it is measured
-_BACKENDS = ("auto", "gluon")  # of the ring
+_BACKENDS = ("auto",)  # of the ring
 _TIMING = "timing"
 OK, WRONG, FAILED, CANNOT = "ok", "WRONG", "FAILED", "cannot"
 SUMMARY = "TFLOP/s of visible pairs; ratio: the best of Gluon over the peer that the goal refers to"
@@ -275,7 +275,7 @@ def _compile(
 def summary_row(case: Case, measured: Rows) -> dict[str, object]:
     """One line of the last table."""
     speeds = {str(row["program"]): float(str(row["tflops"])) for row in measured if row["tflops"] != ""}
-    ours = {name: speed for name, speed in speeds.items() if name.startswith(GLUON) and name != STAGE}
+    ours = {name: speed for name, speed in speeds.items() if name.startswith(GLUON) and name not in (STAGE, SAME_BITS)}
     best = max(ours, key=lambda name: ours[name], default="")
     peer = speeds.get(case.peer)
     return {

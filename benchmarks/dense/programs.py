@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.state import State
-from benchmarks.dense.cases import Case, Inputs, mask_mod, variants
+from benchmarks.dense.cases import Case, Inputs, Part, mask_mod, variants
 from benchmarks.dense.checks import Saved
 from benchmarks.peers import PEERS, compile_flex, one_device
 
 aten = torch.ops.aten
 Results = dict[str, Tensor]
 
-FLEX, TRITON, GLUON, STAGE = "FlexAttention", "Triton", "Gluon", "Gluon stage"
+FLEX, TRITON, GLUON, STAGE, SAME_BITS = "FlexAttention", "Triton", "Gluon", "Gluon stage", "Gluon deterministic"
 THEIRS = (*PEERS, FLEX)
+_LONGEST_WITH_ALL = 32 * 1024  # beyond it, a run takes too long for programs that no goal refers to
 
 
 class RefusalError(Exception):
@@ -42,8 +43,12 @@ def names(case: Case, *, with_variants: bool) -> list[str]:
     """The programs of a case, peers first."""
     peers = PEERS if case.causal else (FLEX,)
     tried = variants(case) if with_variants else ({},)
-    stage = [STAGE] if (case.key_dim, case.value_dim) == (128, 128) else []
-    return [*peers, TRITON, *map(label, tried), *stage]
+    if case.length > _LONGEST_WITH_ALL:
+        return [case.peer, *map(label, tried)]
+    others = [STAGE] if (case.key_dim, case.value_dim) == (128, 128) else []
+    if others and case.part is Part.BACKWARD:
+        others.append(SAME_BITS)
+    return [*peers, TRITON, *map(label, tried), *others]
 
 
 def label(variant: dict[str, Any]) -> str:
@@ -86,7 +91,7 @@ def _build_forward(name: str, case: Case, x: Inputs) -> Program:
             lambda: forward(state=state, out_dtype=torch.float32)._asdict(),
             begin=lambda: (state.out.zero_(), state.lse.fill_(-torch.inf)),
         )
-    tiles = gluon.TILES[case.key_dim, case.value_dim]._replace(**_variant(name, case))
+    tiles = gluon.pick_tiles(case.key_dim, case.value_dim)._replace(**_variant(name, case))
     return Program(lambda: forward(state=None, out_dtype=x.q.dtype, tiles=tiles)._asdict())
 
 
@@ -118,6 +123,8 @@ def _build_backward(name: str, case: Case, x: Inputs, saved: Saved) -> Program:
             return _named(totals, "d")
 
         return Program(stage, begin=lambda: [total.zero_() for total in totals])
+    if name == SAME_BITS:
+        return Program(partial(whole, gluon.backward, deterministic=True))
     tiles = gluon.BackwardTiles.pick(x.q, x.v)._replace(**_variant(name, case))
     return Program(partial(whole, gluon.backward, tiles=tiles))
 
@@ -143,8 +150,8 @@ def _gluon_backward(x: Inputs) -> Any:
     from attnmesh.ops.dense import gluon_backward
 
     _need_hopper(x)
-    if not gluon_backward.supports(x.q, x.k, x.v):
-        raise RefusalError(f"its kernel does not take head_dim {x.q.shape[-1]} (keys) and {x.v.shape[-1]} (values)")
+    if (why := gluon_backward.refusal(x.q, x.v)) is not None:
+        raise RefusalError(why)
     return gluon_backward
 
 

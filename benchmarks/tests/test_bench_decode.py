@@ -13,6 +13,7 @@ from attnmesh.calibration import timing
 from attnmesh.ops.storage import STORAGES, Quantized, values_of
 from benchmarks.decode import cases as decode_cases
 from benchmarks.decode import jax as decode_jax
+from benchmarks.decode import latent as decode_latent
 from benchmarks.decode import measure as decode
 from benchmarks.decode import measure as decode_parts
 from benchmarks.decode import peers as decode_peers
@@ -445,3 +446,16 @@ def test_a_run_on_a_gpu_goes_through_every_part(monkeypatch, without_a_gpu):
     assert all(sections.values())
     assert compiled
     assert list(dict(decode_parts.measure_decode("cuda", [Part.TOKENS]))) == [decode_parts.FLOOR, decode_parts.TOKENS]
+
+
+def test_latent_floors_and_checks(monkeypatch, capsys):
+    shape = decode_latent.Latent(128, 128, 4096)
+    assert shape.flops == 2 * 1088 * 128 * 128 * 4096
+    assert shape.bytes == 128 * 4096 * 1152
+    monkeypatch.setattr(decode_latent, "BACKENDS", ("cpu",))
+    assert set(decode_latent.random_run(decode_latent.Latent(2, 3, 65), "cpu")) == {"cpu"}
+    decode_latent.check("cpu", (20, 65))
+    assert capsys.readouterr().out.count("error of out") == 4
+    monkeypatch.setattr(decode_latent, "relative_error", lambda actual, exact: torch.nan)
+    with pytest.raises(SystemExit, match="cpu is wrong"):
+        decode_latent.check("cpu", (20, 65))

@@ -80,8 +80,9 @@ def score_terms(softcap: bool, alibi: bool, heads: int, q_len: int, kv_len: int,
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor, dtype: torch.dtype, terms: ScoreTerms = PLAIN
-) -> State:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor, dtype: torch.dtype, terms: ScoreTerms = PLAIN,
+    sinks: Tensor | None = None,
+) -> State:  # fmt: skip
     """The definition, differentiable: rows that see nothing give 0 and -inf, and no gradient."""
     group = q.shape[1] // k.shape[1]
     q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(group, 1), v.to(dtype).repeat_interleave(group, 1)
@@ -91,6 +92,10 @@ def dense(
     if terms.slopes is not None:
         distance = (terms.q_positions[:, None] - terms.k_positions).abs()
         scores = scores - terms.slopes.to(dtype)[:, None, None] * distance.to(dtype)
+    if sinks is not None:  # one more key, of value 0; a sink of -inf is none
+        column = sinks.to(dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        seen = torch.cat([seen.expand(scores.shape), column > -torch.inf], -1)
+        scores, v = torch.cat([scores, column], -1), torch.cat([v, torch.zeros_like(v[:, :, :1])], 2)
     some = seen.any(-1)
     # Rows that see nothing get finite scores here and are cut off after, which keeps NaN out of autograd.
     scores = scores.masked_fill(~seen & some[..., None], -torch.inf)

@@ -1,6 +1,6 @@
-"""Compile kernels for Hopper on a machine without a GPU.
+"""Compile kernels for a GPU on a machine without one.
 
-A subprocess runs the launchers with a driver that reports "sm_90", stops each launch after its compilation, and reads
+A subprocess runs the launchers with a driver that reports that GPU, stops each launch after its compilation, and reads
 the machine code. (A subprocess, because Triton interprets kernels in the tests' own process.)
 """
 
@@ -15,16 +15,25 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-SHARED_MEMORY = 227 * 1024  # of one program on sm_90
+# Compute capability (Ampere, Ada, Hopper, Blackwell) -> bytes of shared memory of one program.
+SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+TENSOR_MEMORY = 512  # columns of one program on sm_100
 
 
 def compiled_for_hopper(test_file: str, cases: list[tuple], processes: int = 2) -> list[dict]:
+    """`compiled` for sm_90."""
+    return compiled(test_file, {90: cases}, processes)
+
+
+def compiled(test_file: str, cases: dict[int, list[tuple]], processes: int = 2) -> list[dict]:
     """Run `launch(*case)` of a test file for every case; returns the resources of each kernel that was launched.
 
-    Compiling takes all the time, and test machines have two cores: more processes do not help.
+    `cases` are those of each compute capability. Compiling takes all the time, and test machines have two cores: more
+    processes do not help.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    shares = [cases[i::processes] for i in range(min(processes, len(cases)))]
+    every = [(target, case) for target, of_target in cases.items() for case in of_target]
+    shares = [every[i::processes] for i in range(min(processes, len(every)))]
     runs = [
         subprocess.Popen(
             [sys.executable, __file__, test_file, json.dumps(share)],
@@ -40,8 +49,8 @@ def compiled_for_hopper(test_file: str, cases: list[tuple], processes: int = 2) 
     kernels = [json.loads(line) for line in lines]
     for kernel in kernels:
         kernel["case"] = tuple(kernel["case"])
-    launched = [kernel["case"] for kernel in kernels]
-    assert all(case in launched for case in cases), "a case launched nothing"
+    launched = [(kernel["target"], kernel["case"]) for kernel in kernels]
+    assert all(one in launched for one in every), "a case launched nothing"
     return kernels
 
 
@@ -55,10 +64,12 @@ def tolerated_spills(kernel: dict) -> int:
 
 
 def assert_fit(kernels: list[dict], tolerated: Callable[[dict], int] = tolerated_spills) -> None:
-    misfits = [
-        kernel for kernel in kernels if kernel["spilled"] > tolerated(kernel) or kernel["shared"] > SHARED_MEMORY
-    ]
+    misfits = [kernel for kernel in kernels if kernel["spilled"] > tolerated(kernel) or not fits(kernel)]
     assert not misfits, "\n".join(map(str, misfits))
+
+
+def fits(kernel: dict) -> bool:
+    return kernel["shared"] <= SHARED_MEMORY[kernel["target"]] and kernel["tensor memory"] <= TENSOR_MEMORY
 
 
 def count(kernel: dict, pattern: str) -> int:
@@ -66,29 +77,32 @@ def count(kernel: dict, pattern: str) -> int:
     return sum(n for name, n in kernel["instructions"].items() if re.match(pattern, name))
 
 
-def compile_launches(test_file: str, cases: list[list]) -> None:
+def compile_launches(test_file: str, cases: list[tuple[int, list]]) -> None:
     """Print a line of JSON for every kernel; runs in the subprocess."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    class Hopper:
+    from attnmesh.ops import gpu
+
+    class Driver:
         """A GPU driver, as far as compiling needs one."""
 
-        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-        get_current_device = staticmethod(lambda: 0)
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", target, 32))
+        get_current_device = staticmethod(lambda: target)  # Triton keeps the kernels of each device
         get_current_stream = staticmethod(lambda device: 0)
 
     def compile_only(kernel, *args, warmup, **options):
         binary = launch(kernel, *args, warmup=True, **options)
-        report = {"case": case, "kernel": kernel.fn.__name__} | resources(binary, disassemble=kernel.is_gluon())
-        print(json.dumps(report), flush=True)
+        report = {"case": case, "kernel": kernel.fn.__name__, "target": target}
+        print(json.dumps(report | resources(binary, disassemble=kernel.is_gluon())), flush=True)
 
-    driver.set_active(Hopper())
+    driver.set_active(Driver())
     launch, JITFunction.run = JITFunction.run, compile_only
     sys.path[:0] = [str(Path(test_file).parent), str(Path(__file__).parents[1])]
     launcher = importlib.import_module(Path(test_file).stem)
-    for case in cases:
+    for target, case in cases:
+        gpu.WITHOUT_GPU = gpu.GPU(target, SHARED_MEMORY[target])
         launcher.launch(*case)
 
 
@@ -103,10 +117,35 @@ def resources(binary, *, disassemble: bool) -> dict:
         "registers": registers,
         "spilled": stack + local,  # kernels have no arrays or calls of their own: what lies there was spilled
         "shared": binary.metadata.shared,
+        "tensor memory": binary.metadata.tmem_size or 0,
         "warps": binary.metadata.num_warps,
         "wgmma": "wgmma.mma_async" in binary.asm["ptx"],
+        "overwritten": overwritten_operands(code),
         "instructions": Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([\w.]+)", code, re.MULTILINE)),
     }
+
+
+def overwritten_operands(code: str) -> list[str]:
+    """The registers that products of a loop read as they were before it, and that the loop overwrites.
+
+    ptxas 12.8 may do so with an operand that has one use in the loop: every turn but the first is then wrong.
+    """
+    lines = code.splitlines()
+    labels = {line[:-1]: i for i, line in enumerate(lines) if re.fullmatch(r"\.L_x_\d+:", line)}
+    found = set()
+    for end, line in enumerate(lines):
+        # Without a condition: back from where a barrier is waited for, or to the next function of a warp.
+        begin = labels.get("".join(re.findall(r"@!?U?P\d+ BRA .*`\((\.L_x_\d+)\)", line)), end)
+        written: set[int] = set()
+        before: set[int] = set()  # operands that come from before the loop
+        for instruction in lines[begin:end]:
+            if product := re.search(r"HGMMA\S+ R\d+, R(\d+), gdesc", instruction):
+                before |= set(range(int(product[1]), int(product[1]) + 4)) - written
+            elif write := re.search(r"\*/\s+(?:@!?U?P\d+\s+)?(?!ST|RED|ATOM)([\w.]+) R(\d+)", instruction):
+                size = {"LDS.64": 2, "LDS.128": 4, "LDSM.16.M88.4": 4, "LDSM.16.MT88.4": 4}.get(write[1], 1)
+                written |= set(range(int(write[2]), int(write[2]) + size))
+        found |= {f"R{register}" for register in before & written}
+    return sorted(found)
 
 
 def tool(name: str, *args: str) -> str:

@@ -13,9 +13,9 @@ from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 SHAPE = (2, 3, 10, 4)
 
 
-def accumulator(dtype: torch.dtype = torch.float32) -> StateAccumulator:
+def accumulator(dtype: torch.dtype = torch.float32, **how: object) -> StateAccumulator:
     """For queries that are wider than the values."""
-    return StateAccumulator(torch.empty(*SHAPE[:3], 7, dtype=dtype), SHAPE[3])
+    return StateAccumulator(torch.empty(*SHAPE[:3], 7, dtype=dtype), SHAPE[3], **how)
 
 
 def state(
@@ -43,10 +43,10 @@ def spread(part: State, row: int, sequence: int = 0) -> State:
 
 def summed(parts: list[tuple], dtype: torch.dtype = torch.float32, sinks: Tensor | None = None) -> State:
     """The sum of parts (state, row) or (state, row, sequence)."""
-    total = accumulator(dtype)
+    total = accumulator(dtype, sinks=sinks)
     for part, *at in parts:
         total.add(copied(part), *at)
-    return total.finish(dtype, sinks)
+    return total.finish(dtype)
 
 
 def assert_same(found: State, expected: State) -> None:
@@ -146,12 +146,27 @@ def test_sinks_join_before_out_is_rounded(count, dtype):
     assert_rounded_once(found.out, exact.out)
     torch.testing.assert_close(found.lse.double(), exact.lse, rtol=1e-6, atol=1e-6)
     into = State(torch.empty(SHAPE, dtype=dtype), torch.empty_like(found.lse))
-    total = accumulator(dtype)
+    total = accumulator(dtype, sinks=sinks)
     for part in parts:
         total.add(copied(part))
-    total.finish_into(into, sinks)
+    total.finish_into(into)
     assert torch.equal(into.out, found.out)
     assert torch.equal(into.lse, found.lse)
+
+
+def test_what_the_last_call_completes_is_the_result():
+    """A kernel has merged the sinks and the parts before: they do not count again."""
+    total, result = accumulator(torch.float16, sinks=torch.ones(SHAPE[1])), state(dtype=torch.float16)
+    total.add(state())
+    with pytest.raises(AssertionError, match="another call follows"):
+        total.complete(result)
+    total.last_call = True
+    total.complete(result)
+    into = State(torch.empty(SHAPE, dtype=torch.float16), torch.empty(SHAPE[:3]))
+    total.finish_into(into)
+    for found in (into, total.finish(torch.float16)):
+        assert torch.equal(found.out, result.out)
+        assert torch.equal(found.lse, result.lse)
 
 
 def test_many_bf16_parts_round_once():

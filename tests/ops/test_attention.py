@@ -454,7 +454,7 @@ def test_the_choice_can_be_asked_why():
     assert str(choice).splitlines() == [
         f"aten: {choice.reason}",
         "  triton cannot: its kernels take head_dim 16 to 576, not 8",
-        "  gluon cannot: its kernel needs a Hopper GPU (compute capability 9.0)",
+        "  gluon cannot: its kernels need a Hopper GPU (compute capability 9.0)",
     ]
     assert explain_attention(q, k, v, backend="reference").backend == "reference"
 

@@ -7,7 +7,7 @@ import torch
 
 from attnmesh import Causal, Documents, SlidingWindow, attention, explain_attention
 from attnmesh.core.masks import BlockCausal, Global, Prefix
-from attnmesh.ops.dense import cost
+from attnmesh.ops.dense import cost, dispatch
 from attnmesh.ops.dense.call import Call, Scores
 from attnmesh.plan.blocks import Patch
 from attnmesh.testing.attention import random_inputs
@@ -15,9 +15,12 @@ from attnmesh.testing.attention import random_inputs
 LENGTH = 32768
 
 
-def estimate(mask, length: int = LENGTH) -> cost.Estimate:
-    q = torch.empty(1, 32, length, 128, device="meta")
-    return cost.estimate(Call(q, q, q, Patch(mask, (range(length),), (range(length),)), Scores(1.0)))
+BACKENDS = ("gluon", "triton", "aten")
+
+
+def call(mask, length: int = LENGTH, width: int = 128) -> Call:
+    q = torch.empty(1, 32, length, width, device="meta")
+    return Call(q, q, q, Patch(mask, (range(length),), (range(length),)), Scores(1.0))
 
 
 @pytest.fixture(autouse=True)
@@ -30,17 +33,82 @@ def processors(monkeypatch):
 
 @pytest.mark.parametrize("mask", [Prefix(8192), BlockCausal(1024), Causal() & Documents([16384] * 2)], ids=str)
 def test_a_launch_for_each_of_a_few_large_blocks(mask):
-    found = estimate(mask)
+    found = cost.estimate(call(mask), ("triton", "aten"))
     assert found.blocks > 1
-    assert found.aten < found.triton
+    assert found.fastest == "aten"
+    assert cost.estimate(call(mask), BACKENDS).fastest == "gluon"
 
 
 @pytest.mark.parametrize("mask", [BlockCausal(256), Causal() & Documents([256] * 128)], ids=["blocks", "documents"])
 def test_one_launch_for_many_small_blocks(mask):
-    found = estimate(mask)
+    found = cost.estimate(call(mask), ("triton", "aten"))
     assert found.blocks >= 128
-    assert found.triton < found.aten
-    assert str(found).startswith(f"about {1e6 * found.aten:.0f} us in {found.blocks} launches of torch's kernels")
+    assert found.fastest == "triton"
+    aten, triton = (1e6 * found.seconds[name] for name in ("aten", "triton"))
+    assert str(found) == (
+        f"about {triton:.0f} us in Triton's kernel, {aten:.0f} us in {found.blocks} launches of torch's kernels"
+    )
+
+
+def test_empty_columns_of_a_tile_take_time():
+    gluon = {width: cost.estimate(call(Causal(), width=width), ("gluon",)).seconds["gluon"] for width in (16, 64)}
+    assert gluon[16] == pytest.approx(gluon[64])
+    assert cost.estimate(call(Causal(), width=16), BACKENDS).fastest == "aten"
+    assert cost.estimate(call(Causal(), width=64), BACKENDS).fastest == "gluon"
+
+
+def test_rates_are_those_of_the_nearest_shape():
+    for widths, lengths in cost._RATES.items():
+        for length, measured in lengths.items():
+            assert cost.rates(*widths, length, backward=False) == measured.forward
+            assert cost.rates(*widths, length, backward=True) == measured.backward
+    assert cost.rates(120, 128, 9000, backward=True) == cost._RATES[128, 128][8192].backward
+    assert cost.rates(512, 512, 10**6, backward=False) == cost.rates(*max(cost._RATES), 10**6, backward=False)
+
+
+class Serves:
+    """A backend that refuses what it is told to."""
+
+    def __init__(self, forward=None, backward=None):
+        self.refusals = forward, backward
+
+    def refusal(self, call):
+        return self.refusals[0]
+
+    def backward_refusal(self, call, *, grad_lse=False):
+        return self.refusals[1] or ("no gradient of lse" if grad_lse else None)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """`call` as if it were on a GPU, for which these backends are there."""
+
+    def make(**backends):
+        every = {name: Serves("not here", "not here") for name in (*BACKENDS, "torch")} | backends
+        monkeypatch.setattr(dispatch, "_FUSED", every)
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+
+    return make
+
+
+def test_the_fastest_kernel_forward_and_backward(on_hopper, monkeypatch):
+    rates = {8192: cost._Measured(cost.Rates(500, 400, 600), cost.Rates(500, 300, 480))}
+    monkeypatch.setattr(cost, "_RATES", {(128, 128): rates})
+    on_hopper(gluon=Serves(), triton=Serves(), aten=Serves())
+    assert dispatch.choose(call(Causal()), "auto").backend == "gluon"
+    choice = dispatch.choose_backward(call(Causal()), "auto")
+    assert choice.backend == "aten"
+    assert "launch of torch's kernels" in choice.reason
+
+
+def test_a_mask_by_bounds_has_the_faster_kernel_that_serves_it(on_hopper):
+    window = call(SlidingWindow(700))
+    on_hopper(gluon=Serves(backward="too wide"), triton=Serves())
+    assert dispatch.choose(window, "auto").backend == "gluon"
+    assert dispatch.choose_backward(window, "auto").backend == "triton"
+    assert dispatch.choose_backward(window, "auto").refusals[0] == ("gluon", "too wide")
+    with pytest.raises(ValueError, match="backend='gluon' cannot serve this backward: too wide"):
+        dispatch.choose_backward(window, "gluon")
 
 
 @pytest.mark.parametrize("mask", [Documents([8] * 128), SlidingWindow(40), Causal() & SlidingWindow(700)], ids=str)

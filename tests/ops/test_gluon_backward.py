@@ -1,6 +1,8 @@
 """The backward for Hopper in Gluon: emulated against float64 autograd, compiled, and run where there is such a GPU."""
 
+import json
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -108,8 +110,11 @@ def test_heads_and_lengths(mask, q_len, kv_len, heads):
 
 @pytest.mark.parametrize(
     ("mask", "widths"),
-    mostly_slow(list(product(["causal", "union"], [(128, 128), (64, 128), (128, 64), (96, 96), (32, 80)])), 9),
-)
+    mostly_slow(list(product(["causal", "union"], [
+        (192, 128), (128, 128), (64, 128), (128, 64), (96, 96), (32, 80), (256, 256), (192, 192), (136, 120),
+        (128, 256), (256, 40),
+    ])), 6),
+)  # fmt: skip
 def test_widths(mask, widths):
     torch.manual_seed(0)
     Case(mask, 100, 140, (2, 1), *widths).check(emulation())
@@ -123,10 +128,10 @@ def test_bf16_and_softcap():
 @pytest.mark.parametrize(
     "tiles",
     mostly_slow([(tiles,) for tiles in [
-        BackwardTiles(unrolled=1, paired=False), BackwardTiles(unrolled=4, stages=4), BackwardTiles(stages=3),
-        BackwardTiles(rows=128, paired=False), BackwardTiles(heads=1), BackwardTiles(heads=2, section=3),
-        BackwardTiles(section=1), BackwardTiles(held=True),
-    ]], 8),
+        BackwardTiles(paired=False), BackwardTiles(stages=4), BackwardTiles(stages=3), BackwardTiles(heads=1),
+        BackwardTiles(heads=2, paired=False), BackwardTiles(held=True), BackwardTiles(shared_keys=True),
+        BackwardTiles(stages=4, heads=2, shared_keys=True),
+    ]], 7),
 )  # fmt: skip
 def test_tiles(tiles):
     torch.manual_seed(0)
@@ -134,8 +139,12 @@ def test_tiles(tiles):
 
 
 @pytest.mark.parametrize(
-    ("mask", "tiles"), mostly_slow([("causal", None), ("union", None), ("causal", BackwardTiles(heads=1))], 3)
-)
+    ("mask", "tiles"),
+    mostly_slow([
+        ("causal", None), ("union", None), ("causal", BackwardTiles(heads=1)),
+        ("causal", BackwardTiles(shared_keys=True)), ("union", BackwardTiles(shared_keys=True)),
+    ], 5),
+)  # fmt: skip
 def test_overwrites_in_any_dtype(mask, tiles):
     torch.manual_seed(0)
     case = Case(mask, 150, 400)  # causal: nobody sees the last keys
@@ -160,14 +169,15 @@ def test_in_parts_that_add_up():
     case.compare(grads)
 
 
-def test_deterministic_and_single_gradients():
+@pytest.mark.parametrize("tiles", mostly_slow([(None,), (BackwardTiles(shared_keys=True),)], 2))
+def test_deterministic_and_single_gradients(tiles):
     torch.manual_seed(0)
     case = Case("causal")
-    case.check(emulation(), deterministic=True)
+    case.check(emulation(), tiles=tiles, deterministic=True)
     whole = case.sums()
     for i, truth in enumerate(case.truth):
         grads = [x.clone() if i == j else None for j, x in enumerate(whole)]
-        case.run(emulation(), grads)
+        case.run(emulation(), grads, tiles=tiles)
         assert relative(grads[i] - whole[i], truth) < 5e-4
 
 
@@ -184,34 +194,64 @@ def test_nothing_to_add():
 
 PLANTED = {
     "nobody waits for the queries": (
-        "mbarrier.wait(q_ready.index(stage), turn)\n", "pass\n"),
+        "mbarrier.wait(barriers.q_ready.index(stage), turn)\n", "pass\n"),
     "nobody waits for the next queries": (
-        "mbarrier.wait(q_ready.index(following), ((step + 1) // STAGES) & 1)", "pass"),
-    "ds of the last pair is overwritten": ("mbarrier.wait(ds_free.index(0), (step // 2 & 1) ^ 1)", "pass"),
-    "nobody waits for grad_out": ("mbarrier.wait(grad_out_ready.index(stage), turn)", "pass"),
-    "nobody waits for the values": ("mbarrier.wait(v_ready.index(0), 0)", "pass"),
-    "the loader overwrites queries": ("mbarrier.wait(q_free.index(stage), turn ^ 1)", "pass"),
+        "mbarrier.wait(barriers.q_ready.index(following), ((step + 1) // STAGES) & 1)", "pass"),
+    "ds of the last pair is overwritten": ("mbarrier.wait(barriers.ds_free.index(0), (step // 2 & 1) ^ 1)", "pass"),
+    "nobody waits for grad_out": (
+        "mbarrier.wait(barriers.grad_out_ready.index(stage), turn)\n                grad", "grad"),
+    "nobody waits for the values": (
+        "if SHAPE.scores:\n        mbarrier.wait(barriers.v_ready.index(0), 0)", "if SHAPE.scores:\n        pass"),
+    "the loader overwrites queries": ("mbarrier.wait(barriers.q_free.index(stage), turn ^ 1)", "pass"),
     "the loader expects too few bytes": (
-        "q_ready.index(stage), ROWS * K_WIDTH * 2)", "q_ready.index(stage), ROWS * 2)"),
+        "q_ready.index(stage), q.block_type.nbytes * SHAPE.k_blocks)", "q_ready.index(stage), 128)"),
     "queries are given back too soon": (
-        "acc_k = warpgroup_mma_wait(0, [acc_k])\n",
-        "mbarrier.arrive(q_free.index(step % STAGES), count=1)\n        acc_k = warpgroup_mma_wait(0, [acc_k])\n"),
+        "drift = drift * 2\n        # The",
+        "mbarrier.arrive(barriers.q_free.index(step % STAGES), count=1)\n        # The"),
     "queries are not given back": (
-        "mbarrier.arrive(q_free.index((step + STAGES - 1) % STAGES), count=1)", "pass"),
+        "mbarrier.arrive(barriers.q_free.index((step + STAGES - 1) % STAGES), count=1)", "pass"),
     "ds is read before the other has written it": (
-        "mbarrier.wait(ds_ready.index(at), (step // 2) & 1)", "pass"),
-    "ds is not fenced": ("fence_async_shared()\n                at = 0", "at = 0"),
+        "mbarrier.wait(barriers.ds_ready.index(at), (step // 2) & 1)", "pass"),
+    "ds is not fenced": ("fence_async_shared()\n                    at = 0", "at = 0"),
     "ds has one stage": ("ds_stage = step % 2\n", "ds_stage = step % 2 * 0\n"),
     "scores are used too early": (
-        "products, acc_k = warpgroup_mma_wait(1, [products, acc_k])", "products = warpgroup_mma_wait(3, [products])"),
-    "grad_q is used too early": ("warpgroup_mma_wait(1, [part, acc_v])", "warpgroup_mma_wait(2, [part, acc_v])"),
-    "grad_q is overwritten before it is added": ("mbarrier.wait(grad_q_free.index(HALF), (step & 1) ^ 1)", "pass"),
-    "grad_q is added before it is written": ("mbarrier.wait(grad_q_ready.index(half), step & 1)", "pass"),
-    "grad_q is given back too soon": ("tma.store_wait(1 - half)\n", "pass\n"),
-    "grad_q is not fenced": ("store(part * scale)\n                    fence_async_shared()", "store(part * scale)"),
+        "UNDER_WAY: gl.constexpr = V_BLOCKS", "UNDER_WAY: gl.constexpr = 2 * V_BLOCKS"),
+    "grad_q is used too early": (
+        "- i) + K_BLOCKS, (parts[i],) + acc_v)", "- i) + K_BLOCKS + 1, (parts[i],) + acc_v)"),
+    "grad_q is overwritten before it is added": (
+        "mbarrier.wait(barriers.grad_q_free.index(HALF), (uses & 1) ^ 1)", "pass"),
+    "grad_q is added before it is written": ("mbarrier.wait(barriers.grad_q_ready.index(HALF), uses & 1)", "pass"),
+    "grad_q is given back too soon": ("tma.store_wait(UNDER_WAY)\n", "pass\n"),
+    "grad_q is not fenced": (
+        "store(part * scale)\n                        fence_async_shared()", "store(part * scale)"),
     "the last keys need no mask": ("edge = gl.where(key_begin + KEYS > kv_len, 0, edge)", "pass"),
-    "a tile too many needs no mask": ("inner = gl.cdiv(full_begin, ROWS) * ROWS", "inner = full_begin // ROWS * ROWS"),
+    "a tile too many needs no mask": (
+        "inner = gl.cdiv(full_begin, _TILE) * _TILE", "inner = full_begin // _TILE * _TILE"),
     "heads of the group are left out": ("kv_head = stream // splits % kv_heads", "kv_head = stream * 0"),
+}  # fmt: skip
+
+
+PLANTED_WITH_SHARED_KEYS = {
+    "grad_out of the other is overwritten": (
+        "mbarrier.wait(barriers.grad_out_free.index(0), (step & 1) ^ 1)", "pass"),
+    "grad_out is given back too soon": (
+        "row_delta = memory.delta.index(0)",
+        "mbarrier.arrive(barriers.grad_out_free.index(0), count=1)\n        row_delta = memory.delta.index(0)"),
+    "nobody waits for grad_out": ("mbarrier.wait(barriers.grad_out_ready.index(HALF), turns & 1)", "pass"),
+    "nobody waits for the queries": ("mbarrier.wait(barriers.q_ready.index(stage), step // STAGES & 1)", "pass"),
+    "sums are used too early": ("1 if i + 1 < K_BLOCKS else 0, (part,) + acc_k", "2, (part,) + acc_k"),
+    "grad_q is used too early": ("1 if i + 1 < K_BLOCKS else 0, [part]", "2, [part]"),
+    "ds is not fenced": ("memory.ds.index(HALF).store(ds)\n            fence_async_shared()",
+                         "memory.ds.index(HALF).store(ds)"),
+    "grad_q is overwritten before it is added": (
+        "mbarrier.wait(barriers.grad_q_free.index(HALF), (turns * K_BLOCKS + i & 1) ^ 1)", "pass"),
+    "grad_q is given back too soon": (
+        "_give_back(barriers, 1, 0)\n            else", "_give_back(barriers, 1, 1)\n            else"),
+    "sums of the other are read too early": ("mbarrier.wait(barriers.ds_ready.index(0), i & 1)", "pass"),
+    "sums are overwritten before they are added": ("mbarrier.wait(barriers.ds_free.index(0), i - 1 & 1)", "pass"),
+    "sums overwrite grad_q": (
+        "mbarrier.wait(barriers.grad_q_free.index(1), (work.steps // 2 * K_BLOCKS & 1) ^ 1)", "pass"),
+    "one step instead of two": ("next_row(next_row(row, work), work)", "next_row(row, work)"),
 }  # fmt: skip
 
 
@@ -220,10 +260,20 @@ def test_the_emulation_finds_planted_faults(fault):
     torch.manual_seed(0)
     case = Case("causal", 300, 150, (4, 2))
     case.lse -= 200.0 * (fault == "the last keys need no mask")  # exp2 of it is infinite
+    _find(case, PLANTED[fault])
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", PLANTED_WITH_SHARED_KEYS)
+def test_the_emulation_finds_faults_with_shared_keys(fault):
+    torch.manual_seed(0)
+    _find(Case("causal", 300, 150, (2, 1), 192), PLANTED_WITH_SHARED_KEYS[fault])
+
+
+def _find(case: Case, planted: tuple[str, str]) -> None:
     def many_times():  # a race is lost sooner or later
         for seed in range(20):
-            case.check(emulation(seed, PLANTED[fault]))
+            case.check(emulation(seed, planted))
 
     with pytest.raises(AssertionError):
         many_times()
@@ -246,25 +296,47 @@ def launch(visibility: str, dtype: str, head_dim: int, value_dim: int, how: dict
 
 
 def assert_sound(kernels: list[dict]) -> None:
-    kernels = [kernel for kernel in kernels if kernel["kernel"] == "_backward_kernel"]
-    # What is spilled at width 128 are addresses and counters, of which a step loads a few while products run.
+    kernels = [kernel for kernel in kernels if kernel["kernel"] == "backward_kernel"]
+    # What is spilled from width 128 on are addresses and counters, of which a step loads a few while products run.
     assert_fit(kernels, lambda kernel: 0 if max(kernel["case"][2:4]) <= 64 else 96)
     for kernel in kernels:
-        how = kernel["case"][4]
-        needs_q = how.get("needs_q", True)
-        unrolled = how.get("unrolled", 2) if needs_q else 1
-        # Products are under way together: the compiler did not add a wait after each. Scores, grad_weights and grad_v
-        # are waited for in each step, grad_q in one of two, and grad_k at the end of each turn, by two differentiators.
-        assert count(kernel, "HGMMA") >= 2 * unrolled * 4 * 4
-        assert count(kernel, "WARPGROUP.DEPBAR") == 2 * (3 * unrolled + 1 + (unrolled // 2 if needs_q else 0))
-        assert (count(kernel, "UTMAREDG") > 0) == needs_q
+        assert not kernel["overwritten"], kernel["case"]
+    for case in {json.dumps(kernel["case"]): kernel["case"] for kernel in kernels}.values():
+        launches = [kernel for kernel in kernels if kernel["case"] == case]
+        waits, adds = ([count(kernel, x) for kernel in launches] for x in ("WARPGROUP.DEPBAR", "UTMAREDG"))
+        needs_q = case[4].get("needs_q", True)
+        assert [n > 0 for n in adds] == [False] * (len(adds) - 1) + [needs_q]
+        assert waits == [2 * n for n in expected_waits(needs_q=needs_q, key_dim=case[2], value_dim=case[3], **case[4])]
+
+
+def expected_waits(
+    *, needs_q: bool, key_dim: int, value_dim: int, paired: bool = True, shared_keys: bool = False, **_: Any
+) -> list[int]:
+    """The waits for products in the loop of each launch: the compiler added none, so that they are under way together.
+
+    In each step for scores, for grad_weights and for grad_v, once for each block of grad_q, and at the end of a turn.
+    """
+    steps = 2 if needs_q and paired else 1
+    if key_dim + value_dim <= 256 and not shared_keys:
+        return [3 * steps + 1 + (needs_q and paired)]
+    of_values, blocks = 2 + 1, (key_dim + 63) // 64 if key_dim > 128 else 1
+    if shared_keys:
+        return [of_values, 2 + (blocks if needs_q else 1)]
+    return [of_values, 2 * steps + 1 + (blocks if needs_q else 0)]
+
+
+@pytest.mark.timeout(600)
+def test_the_kernel_of_a_whole_call_compiles():
+    assert_sound(compiled_for_hopper(__file__, [("causal", "bfloat16", 128, 128, {"overwrite": True})]))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_usual_kernels_compile():
     assert_sound(compiled_for_hopper(__file__, [
-        ("causal", "bfloat16", 128, 128, {}), ("bounds", "bfloat16", 128, 128, {}), ("causal", "bfloat16", 64, 64, {}),
+        ("causal", "bfloat16", 128, 128, {}), ("bounds", "bfloat16", 128, 128, {}),
+        ("causal", "bfloat16", 64, 64, {"stages": 4, "held": True}), ("causal", "bfloat16", 192, 128, {}),
+        ("causal", "bfloat16", 256, 256, {"shared_keys": True}),
     ]))  # fmt: skip
 
 
@@ -277,7 +349,15 @@ def test_all_kernels_compile():
         *((visibility, "bfloat16", *widths, how)
           for visibility in ("full", "causal", "bounds")
           for widths in ((128, 128), (64, 64), (96, 96), (64, 128))
-          for how in ({"needs_q": False}, {"overwrite": True}, {"heads": 1})),
+          for how in ({"needs_q": False}, {"overwrite": True}, {"heads": 1}, {"paired": False})),
+        *((visibility, "bfloat16", 64, 64, {"held": True, "stages": 4, **how})
+          for visibility in ("full", "causal", "bounds")
+          for how in ({"needs_q": False}, {"overwrite": True}, {"softcap": 30.0})),
+        *((visibility, "bfloat16", *widths, {"shared_keys": True, **how})
+          for visibility in ("full", "bounds")
+          for widths in ((192, 192), (256, 256), (192, 128))
+          for how in ({"stages": 4 if widths[0] == 192 else 2}, {"needs_q": False})),
+        ("bounds", "float16", 192, 128, {"softcap": 30.0}),
     ]))  # fmt: skip
 
 
@@ -287,22 +367,24 @@ NO_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability()[
 @pytest.mark.cuda
 @pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("widths", [(128, 128), (64, 64), (96, 96), (64, 128)])
+@pytest.mark.parametrize("widths", [(128, 128), (64, 64), (96, 96), (64, 128), (192, 128), (192, 192), (256, 256)])
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_kernel_on_hopper(device, mask, widths, dtype):
     torch.manual_seed(0)
     case = Case(mask, 777, 1001 if mask == "full" else 777, (8, 2), *widths, batch=2, dtype=dtype, device=device)
-    assert gluon_backward.supports(case.q, case.k, case.v, terms=case.terms)
-    for tiles in (None, BackwardTiles(heads=1, section=3), BackwardTiles(stages=2)):
+    assert gluon_backward.refusal(case.q, case.v, terms=case.terms) is None
+    narrow = (BackwardTiles(heads=1), BackwardTiles(paired=False)) if max(widths) <= 128 else ()
+    for tiles in (None, BackwardTiles(shared_keys=True), *narrow):
         case.check(gluon_backward, tiles=tiles)
     case.check(gluon_backward, deterministic=True)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
-def test_deterministic_on_hopper(device):
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_deterministic_on_hopper(device, head_dim):
     torch.manual_seed(0)
-    case = Case("causal", 2000, 2000, (8, 2), 128, dtype=torch.bfloat16, device=device)
+    case = Case("causal", 2000, 2000, (8, 2), head_dim, dtype=torch.bfloat16, device=device)
     results = []
     for _ in range(5):
         results.append([torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (case.q, case.k, case.v)])

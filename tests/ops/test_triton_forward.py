@@ -116,6 +116,31 @@ def test_continues_from_a_state(device, dtype, in_place):
     assert_close(result, dense(q, k, v, 0.2, visible, torch.float64), dense(q, k, v, 0.2, visible, dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", ["causal", "slices"])
+def test_sinks_join_the_last_keys(device, mask, dtype):
+    """From no state and from one, also where a row sees nothing, and for sinks far above and below the scores."""
+    q, k, v = inputs(device, dtype, (4, 2), 26, 26)
+    seen, visible = mask_case(mask, 26, 26, 1, device)
+    sinks = torch.tensor([0.5, -torch.inf, 40.0, -3.0], device=device)
+    how = {"scale": 0.2, "tiles": TILES, "out_dtype": dtype}
+    truth, plain = (dense(q, k, v, 0.2, visible, x, sinks=sinks) for x in (torch.float64, dtype))
+    assert_close(forward(q, k, v, **seen, state=None, sinks=sinks.to(dtype), **how), truth, plain)
+    before = forward(q, k, v, **seen, state=None, **how | {"out_dtype": torch.float32})
+    none = torch.zeros(1, 1, 26, dtype=torch.int32, device=device)
+    assert_close(forward(q, k, v, causal=False, bounds=(none, none), state=before, sinks=sinks, **how), truth, plain)
+
+
+def test_an_infinite_sink_has_all_the_weight(device):
+    q, k, v = inputs(device, torch.float32, (2, 1), 5, 5)
+    for bounds in (None, (torch.zeros(1, 1, 5, dtype=torch.int32, device=device),) * 2):
+        sinks = torch.full((2,), torch.inf, device=device)
+        how = {"scale": 0.2, "causal": False, "state": None, "out_dtype": torch.float32, "tiles": TILES}
+        out, lse = forward(q, k, v, **how, bounds=bounds, sinks=sinks)
+        assert (out == 0).all()
+        assert (lse == torch.inf).all()
+
+
 def test_no_keys_and_no_rows(device):
     q, k, v = inputs(device, torch.float32, q_len=5, kv_len=0)
     empty = forward(q, k, v, scale=1.0, causal=False, bounds=None, state=None, out_dtype=torch.float32, tiles=TILES)

@@ -155,6 +155,26 @@ def test_the_gradient_of_sinks_is_what_the_queries_of_the_rank_contribute(schedu
     run_virtual(4, rank)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "mask"),
+    [
+        pytest.param(schedule, mask, marks=[pytest.mark.slow] * (schedule != "ring"))  # Triton's interpreter is slow
+        for schedule, mask in product(SCHEDULES, [Causal(), Padding([11]) & SlidingWindow(3)])
+    ],
+    ids=str,
+)
+def test_the_kernel_of_the_last_stage_adds_the_sinks(schedule, mask, device, monkeypatch):
+    """Once, whatever that stage sees; there is no pass over the result for them."""
+    pytest.importorskip("triton")
+    monkeypatch.delattr("attnmesh.ops.merge.add_sinks")
+    monkeypatch.setattr("attnmesh.ops.merge._use_triton", lambda x: False)
+    inputs = random_inputs(13, heads=(2, 1), batch=1, dtype=torch.float16, device=device)
+    sinks = torch.tensor([0.5, 20.0], device=device)
+    ranks = ranks_of(schedule, 2 if "+" not in schedule else 4)
+    found = virtual_results(inputs=inputs, mask=mask, layout=Zigzag(), backend="triton", sinks=sinks, **ranks)
+    assert_attention_close(found, inputs, mask, sinks=sinks)
+
+
 @every_schedule
 def test_rows_without_keys_have_the_sink_and_unseen_rows_may_hold_nan(schedule):
     mask, how = Padding([LENGTH - 8, LENGTH]) & Causal(), terms("all")

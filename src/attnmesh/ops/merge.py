@@ -36,20 +36,24 @@ class StateAccumulator:
 
     `width` is that of `out`: the head dim of the values. Takes ownership of the tensors it is given. A part with an lse
     of -inf must have `out = 0`: a single part is returned as it is. `parts` is the number of parts to come, if known:
-    the last ones are then merged and rounded in one pass. With `one_call` a single call of a backend makes the whole
-    result, which a kernel may round itself.
+    the last ones are then merged and rounded in one pass.
+
+    `sinks` [H] are scores of keys without a value. They are merged once, before `out` is rounded, and `lse` has them.
+    While `last_call` is set, no other call of a backend follows. A kernel may then merge the state so far and the sinks
+    itself, for all rows, and `complete` the result in the dtype of q, which saves a pass over it.
     """
 
     def __init__(
         self, q: Tensor, width: int, streams: StreamPair = SINGLE_STREAM, parts: int | None = None,
-        *, one_call: bool = False,
+        *, sinks: Tensor | None = None, last_call: bool = False,
     ) -> None:  # fmt: skip
         self._q, self._streams, self._parts_left = q, streams, parts
-        self.one_call = one_call
+        self.sinks, self.last_call = sinks, last_call
         self._shape = torch.Size((*q.shape[:3], width))
         self._dtype = accumulation_dtype(q.dtype)
         self._total: State | None = None
         self._pending: list[Part[State]] = []
+        self._result: State | None = None
 
     def add(self, part: State, row: int = 0, sequence: int = 0) -> None:
         """Merges a partial state of rows `row`, `row + 1`, ... of sequences `sequence`, `sequence + 1`, ..."""
@@ -77,49 +81,55 @@ class StateAccumulator:
         """Replaces the total with a state that a kernel has continued."""
         self._total = total
 
-    def finish(self, dtype: torch.dtype, sinks: Tensor | None = None) -> State:
-        """Returns the merged state with `out` in `dtype` and `lse` in the accumulation dtype.
+    def complete(self, result: State) -> None:
+        """Takes the result of the last call, which has the sinks and everything that was added before."""
+        assert self.last_call, "another call follows, whose part would be missing"
+        self._result = result
 
-        `sinks` [H] are scores of keys without a value: they are merged before `out` is rounded, and `lse` has them.
-        """
-        if sinks is None and self._total is None and len(self._pending) == 1:
+    def finish(self, dtype: torch.dtype) -> State:
+        """Returns the merged state, with the sinks: `out` in `dtype` and `lse` in the accumulation dtype."""
+        if self._result is not None:
+            return State(self._result.out.to(dtype), self._result.lse)
+        if self.sinks is None and self._total is None and len(self._pending) == 1:
             only = self._pending[0].value
             if only.out.shape == self._shape:
                 return State(only.out.to(dtype), only.lse)
-        if self._finishes_in_triton(sinks):
+        if self._finishes_in_triton():
             lse = torch.empty(self._shape[:3], dtype=self._dtype, device=self._q.device)
             result = State(empty_out(self._q, self._shape, dtype), lse)
-            self.finish_into(result, sinks)
+            self.finish_into(result)
             return result
         total = self.total()
-        if sinks is not None:
-            total = add_sinks(total, sinks[:, None])
+        if self.sinks is not None:
+            total = add_sinks(total, self.sinks[:, None])
         return State(total.out.to(dtype), total.lse)
 
-    def finish_into(self, result: State, sinks: Tensor | None = None) -> None:
-        """Writes the merged state to `result`, which may be strided. `sinks` as in `finish`."""
-        if self._finishes_in_triton(sinks):
+    def finish_into(self, result: State) -> None:
+        """Writes the merged state, with the sinks, to `result`, which may be strided."""
+        if self._finishes_in_triton():
             with self._streams.exclusive():
                 total, parts = self._total, self._pending
                 if not parts:
                     total, parts = None, [Part(self.total())]
-                scores = None if sinks is None else sinks.contiguous()
+                scores = None if self.sinks is None else self.sinks.contiguous()
                 _triton().accumulate(total, parts, result.out.dtype, self._shape, result, scores)
                 self._pending = []
             return
-        state = self.finish(result.out.dtype, sinks)
+        state = self.finish(result.out.dtype)
         result.out.copy_(state.out)
         result.lse.copy_(state.lse)
 
-    def _finishes_in_triton(self, sinks: Tensor | None) -> bool:
+    def _finishes_in_triton(self) -> bool:
         """Whether a kernel has something to merge, on a device that it runs on."""
-        return _use_triton(self._q) and (bool(self._pending) or sinks is not None)
+        merges = self._result is None and (bool(self._pending) or self.sinks is not None)
+        return merges and _use_triton(self._q)
 
 
 class GradAccumulator:
     """Sums partial gradients, each covering some rows of some sequences of `like` [B, H, S, D].
 
-    `parts` and `one_call` are as in `StateAccumulator`.
+    `parts` is as in `StateAccumulator`. With `one_call` a single call of a backend makes the whole sum, which a kernel
+    may round itself.
     """
 
     @classmethod

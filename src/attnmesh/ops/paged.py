@@ -89,16 +89,18 @@ def paged_attention(
     A block outside the pool is never read. On the CPU `check_calls` raises ValueError; on a GPU out and lse of the
     sequence are NaN.
     """
-    total = StateAccumulator(q, values_of(kv.v).shape[3])
+    total = StateAccumulator(q, values_of(kv.v).shape[3], sinks=sinks)
     invalid = torch.zeros(q.shape[0], dtype=torch.bool, device=q.device)
-    for keys, patch in _parts(mask, positions, kv.positions_per_part(q.dtype)):
+    parts = list(_parts(mask, positions, kv.positions_per_part(q.dtype)))
+    for at, (keys, patch) in enumerate(parts):
+        total.last_call = at == len(parts) - 1
         call = Call(q, *kv.read(keys, q.dtype), patch, scores)
         chosen = choose_fused(call, backend)
         with kernel_span(recorder, "attention", chosen, call):
             chosen.forward(call, total)
         if q.is_cuda:
             invalid |= kv.invalid(keys).any(1)
-    out, lse = total.finish(q.dtype, sinks)
+    out, lse = total.finish(q.dtype)
     if q.is_cuda:
         out.masked_fill_(invalid[:, None, None, None], torch.nan)
         lse.masked_fill_(invalid[:, None, None], torch.nan)

@@ -42,6 +42,11 @@ class Ring(Executor):
         """The executor over all ranks."""
         return cls(ring_plan(config.shards), config.backend, config.groups.all_ranks)
 
+    @property
+    def computes(self) -> bool:
+        """Whether this rank's queries see any key of the ring."""
+        return any(stage.patch.blocks for stage in self.stages)
+
     def calls(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> list[Call]:
         """The call of every stage that computes."""
         return [Call(q, k, v, stage.patch, scores) for stage in self.stages if stage.patch.blocks]
@@ -53,9 +58,9 @@ class Ring(Executor):
         ring = _RingPass(self, q, k, v, scores)
         backends = self._backends(ring.calls, q, v, scores)
         streams, parts = _two_streams(ring.calls, backends, self.comm)
-        total = StateAccumulator(q, v.shape[3], streams, parts)
-        ring.forward(total, backends, streams)
-        return total.finish(q.dtype, sinks), (q, k, v)
+        total = StateAccumulator(q, v.shape[3], streams, parts, sinks=sinks)
+        ring.forward(total, backends, streams, last=True)
+        return total.finish(q.dtype), (q, k, v)
 
     def backward(
         self, saved: tuple[Tensor, ...], result: Result, scores: Scores, needs_grad: Sequence[bool]
@@ -71,10 +76,12 @@ class Ring(Executor):
         ring.backward(result, grads, backends, streams)
         return grads
 
-    def forward_into(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, total: StateAccumulator) -> None:
-        """Once around the ring, merging into a state to which other rings contribute as well."""
+    def forward_into(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, total: StateAccumulator, *, last: bool
+    ) -> None:  # fmt: skip
+        """Once around the ring, merging into a state to which other rings contribute as well, this one as the last."""
         ring = _RingPass(self, q, k, v, scores)
-        ring.forward(total, self._backends(ring.calls, q, v, scores), SINGLE_STREAM)
+        ring.forward(total, self._backends(ring.calls, q, v, scores), SINGLE_STREAM, last=last)
 
     def backward_into(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, result: Result, grads: Grads) -> None:
         """The backward of `forward_into`: adds to gradients to which other rings contribute as well."""
@@ -113,12 +120,16 @@ class _RingPass:
             for at, stage in enumerate(self._stages)
         ]
 
-    def forward(self, total: StateAccumulator, backends: Sequence[Backend | None], streams: StreamPair) -> None:
+    def forward(
+        self, total: StateAccumulator, backends: Sequence[Backend | None], streams: StreamPair, *, last: bool
+    ) -> None:  # fmt: skip
         recorder = self._ring.comm.recorder
+        last_computing = max((at for at, call in enumerate(self.calls) if call), default=0)
         for at, (call, backend) in enumerate(zip(self.calls, backends, strict=True)):
             streams.wait_for_last_block()  # it reads the buffer into which the next K and V are received
             pending = self._exchange.start(at)  # the next K and V are in flight while these are computed
             if call and backend:
+                total.last_call = last and at == last_computing
                 with streams.next_stream(), kernel_span(recorder, "attention", backend, call):
                     backend.forward(call, total)
             pending.wait()

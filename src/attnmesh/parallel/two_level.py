@@ -40,12 +40,14 @@ class TwoLevelRing(Executor):
     ) -> tuple[State, tuple[Tensor, ...]]:
         """One inner ring per outer stage, over the K and V that the node holds at that stage."""
         exchange = self._exchange(k, v)
-        total = StateAccumulator(q, v.shape[3])
-        for at, ring in enumerate(self._rings()):
+        total = StateAccumulator(q, v.shape[3], sinks=sinks)
+        rings = self._rings()
+        last_computing = max((at for at, ring in enumerate(rings) if ring.computes), default=0)
+        for at, ring in enumerate(rings):
             pending = exchange.start(at)  # the next node's K and V are in flight during the inner ring
-            ring.forward_into(q, *exchange.visible_kv(at), scores, total)
+            ring.forward_into(q, *exchange.visible_kv(at), scores, total, last=at == last_computing)
             pending.wait()
-        return total.finish(q.dtype, sinks), (q, k, v)
+        return total.finish(q.dtype), (q, k, v)
 
     def backward(
         self, saved: tuple[Tensor, ...], result: Result, scores: Scores, needs_grad: Sequence[bool]

@@ -14,6 +14,7 @@ from helpers.gluon import emulated
 
 pytest.importorskip("triton")
 
+from attnmesh.ops import gpu
 from attnmesh.ops.sparse import gluon_distribution, triton_distribution
 from attnmesh.ops.sparse.triton_distribution import DistributionTiles
 
@@ -163,7 +164,7 @@ def test_without_rows_or_slots(name, device):
 @pytest.mark.parametrize("rooms", [(227, 64, 64, 2), (163, 32, 64, 2), (99, 32, 16, 2)], ids=str)
 def test_tiles_fit_the_shared_memory(rooms, monkeypatch):
     room, keys, heads, stages = rooms
-    monkeypatch.setattr(triton_distribution, "SHARED_MEMORY", room * 1024)
+    monkeypatch.setattr(gpu, "WITHOUT_GPU", gpu.GPU(90, room * 1024))
     q = torch.empty(1, 128, 576, dtype=torch.bfloat16)
     assert triton_distribution.pick_tiles(q, 128, 576) == DistributionTiles(keys, heads, 8, stages)
 

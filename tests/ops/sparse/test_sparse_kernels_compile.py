@@ -9,11 +9,12 @@ from itertools import product
 import pytest
 import torch
 
-from helpers.triton_compile import assert_fit, compiled_for_hopper, count, tolerated_spills
+from helpers.triton_compile import assert_fit, compiled, compiled_for_hopper, count, fits, tolerated_spills
 
 pytest.importorskip("triton")
 
 from attnmesh import paged_indexer_topk, paged_sparse_decode_attention, unpack_index_keys, unpack_latent
+from attnmesh.ops import gpu
 from attnmesh.ops.sparse import (
     gluon_distribution,
     gluon_forward,
@@ -22,7 +23,7 @@ from attnmesh.ops.sparse import (
     triton_distribution,
     triton_forward,
 )
-from attnmesh.ops.sparse.triton_indexer import scores_at
+from attnmesh.ops.sparse.triton_indexer import pick_topk_tiles, scores_at
 from attnmesh.ops.sparse.triton_indexer_backward import dense_scores_backward, scores_at_backward
 from attnmesh.ops.sparse.triton_topk import topk
 
@@ -163,6 +164,28 @@ def test_the_usual_kernels_compile():
     assert best["shared"] <= HALF_OF_IT
     assert best["warps"] == 4
     assert best["spilled"] <= 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("target", [80, 89, 100])
+def test_the_usual_kernels_compile_for_other_gpus(target):
+    cases = [
+        ("forward triton", "bfloat16", 128, 576, 512), ("distribution triton", "bfloat16", 128, 576, 128),
+        ("backward", "bfloat16", 128, 576, 512, False, True), ("indexer topk", "bfloat16", 64, 128, 2048),
+        ("indexer atomic", "bfloat16", 64, 128, 2048), ("indexer dense", "bfloat16", 64, 128, 2048),
+    ]  # fmt: skip
+    kernels = compiled(__file__, {target: cases})
+    assert all(fits(kernel) for kernel in kernels), kernels
+
+
+@pytest.mark.parametrize(("head_dim", "room", "rows", "stages"), [
+    (128, 227, 4, 3), (128, 163, 4, 3), (128, 99, 4, 2), (256, 227, 2, 3), (256, 99, 2, 2), (128, 64, 2, 2),
+])  # fmt: skip
+def test_tiles_of_the_topk_fit_the_shared_memory(head_dim, room, rows, stages, monkeypatch):
+    monkeypatch.setattr(gpu, "WITHOUT_GPU", gpu.GPU(80, room * 1024))
+    tiles = pick_topk_tiles(torch.empty(1, 64, head_dim, dtype=torch.bfloat16), KEYS)
+    assert (tiles.rows, tiles.stages) == (rows, stages)
 
 
 SWEEPS = {

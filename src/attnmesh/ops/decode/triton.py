@@ -1,13 +1,13 @@
 """Decode in Triton, host side: one launch attends over splits of the keys, a second merges the splits.
 
 Tile sizes follow fixed rules rather than autotuning: the order of the sums, and so the result, must not depend on a
-timing. Measured on an H200 (docs/benchmarks.md); tests/ops/test_triton_compiles.py checks that none spills on sm_90.
+timing. Tuned on an H200 (docs/benchmarks.md); tests/ops/test_triton_compiles.py checks that none spills on sm_90.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +17,14 @@ from attnmesh.core.optional import installed, require
 from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES, error_record, raise_device_error
+from attnmesh.ops.gpu import gpu_of
 from attnmesh.ops.storage import Quantized, Stored, values_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 1024
 _LOG2_E = 1.4426950408889634
 _NO_SPLIT = 2**30  # longer than any sequence; the sum of two still fits 32 bits
+_RESERVED = 2048  # bytes of shared memory for reductions
 _SEQUENCES_PER_LAUNCH = 1024  # every program reads the lengths of all of them
 
 
@@ -66,7 +68,28 @@ def pick_tiles(call: DecodeCall) -> DecodeTiles:
         # bfp8 multiplies each value by its power of two; the tiles of 16-bit caches leave more registers for that.
         table = _SIXTEEN_BITS if isinstance(call.k, Tensor) or call.k.storage == "bfp8" else _EIGHT_BITS
     width = max(call.q.shape[3], call.value_dim)
-    return next(tiles for limit, tiles in table.items() if width <= limit)
+    tiles = next(tiles for limit, tiles in table.items() if width <= limit)
+    while _shared_memory(tiles, call) > gpu_of(call.q.device).shared_memory:
+        if tiles.stages > 2:
+            tiles = tiles._replace(stages=tiles.stages - 1)
+        elif tiles.keys > 16:
+            tiles = tiles._replace(keys=tiles.keys // 2)
+        elif tiles.rows > 8:
+            tiles = tiles._replace(rows=tiles.rows // 2)
+        else:
+            break  # Triton raises OutOfResources
+    return tiles
+
+
+def _shared_memory(tiles: DecodeTiles, call: DecodeCall) -> int:
+    """Bytes of the queries, the weights, and the keys and values of all stages but the one in registers.
+
+    With one stage keys and values take turns, as they are multiplied: dequantized.
+    """
+    q_size, size = call.q.element_size(), values_of(call.k).element_size()
+    widths = sum(_blocks(call.q.shape[3])), power_of_two(call.value_dim)
+    loaded = sum(widths) * (tiles.stages - 1) * size if tiles.stages > 1 else max(widths) * q_size
+    return tiles.rows * (widths[0] + tiles.keys) * q_size + tiles.keys * loaded + _RESERVED
 
 
 def _reads_pairs(call: DecodeCall) -> bool:
@@ -126,6 +149,12 @@ def pick_merge_tile(splits: int, rows: int, value_dim: int, fixed: bool) -> Merg
     return MergeTile(splits, max(1, min(rows, cells // columns)), columns)
 
 
+def _blocks(head_dim: int) -> tuple[int, int]:
+    """The columns of the tiles of a key: a power of two, and the rest or 0."""
+    main = max(16, 1 << (head_dim.bit_length() - 1))
+    return main, max(16, power_of_two(head_dim - main)) if head_dim > main else 0
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
@@ -165,71 +194,111 @@ class Triton:
             for first in range(0, batch, _SEQUENCES_PER_LAUNCH):
                 some = slice(first, first + _SEQUENCES_PER_LAUNCH)
                 part = call if batch <= _SEQUENCES_PER_LAUNCH else _sequences(call, some)
-                _launch(part, State(state.out[some], state.lse[some]), tiles or pick_tiles(call), first)
+                self._launch(part, State(state.out[some], state.lse[some]), tiles, first)
         return state
+
+    def _launch(self, call: DecodeCall, state: State, tiles: DecodeTiles | None, first_sequence: int) -> None:
+        _launch(call, state, tiles or pick_tiles(call), first_sequence)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the kernels that attend over splits, and the one that merges them, have in common."""
+
+    call: DecodeCall
+    q: Tensor
+    rows: int  # of a tile
+    heads: int  # tiles of rows of all kv heads
+    owners: int  # sequences, or 1 if they share a cache and are rows of one tile
+    shares: int
+    fixed: bool
+    sources: tuple[Any, ...]  # table and its stride, cur_pos, key range
+    sinks: Tensor | None
+    written: tuple[Any, ...]  # out and lse with their strides
+    parts: tuple[Tensor, Tensor]  # out and lse of splits
+    numbers: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(cls, call: DecodeCall, state: State, tiles: DecodeTiles) -> Launch:
+        """The schedule of a call, and the buffers that it needs."""
+        q = call.q if call.q.stride(-1) == 1 else call.q.contiguous()
+        key_range = (None, None) if call.key_range is None else tuple(x.contiguous() for x in call.key_range)
+        batch, _, tokens, _ = q.shape
+        # Sequences that share a cache are rows of one tile, which reads the cache once. Not with fixed splits, whose
+        # tiles must not depend on the batch, nor with a window: keys between two windows may hold anything.
+        shared = call.shared and call.splits.size is None and call.window is None
+        rows = call.group * tokens * (batch if shared else 1)
+        row_tile = min(max(8, power_of_two(rows)), tiles.rows)
+        heads = call.kv_heads * -(-rows // row_tile)
+        owners = 1 if shared else batch
+
+        fixed = call.splits.size is not None or call.splits.max_count == 1
+        unit = min(call.splits.size or _NO_SPLIT, _NO_SPLIT) if fixed else tiles.keys
+        units = owners * -(-call.capacity // unit)
+        shares = max(1, min(units, count_shares(owners, heads, tiles.resident * multiprocessors(q.device))))
+        partials = heads * (units if fixed else 2 * shares)
+        part_out = torch.empty(partials, row_tile, call.value_dim, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(partials, row_tile, dtype=torch.float32, device=q.device)
+
+        table: tuple[Tensor | None, int] = (None, 0)
+        if call.table is not None:
+            slots = call.table if call.table.stride(1) == 1 else call.table.contiguous()
+            table = (slots, 0 if slots.shape[0] == 1 else slots.stride(0))
+        # The window is limited so that differences fit 32 bits.
+        window = None if call.window is None else min(call.window, max(1, call.capacity))
+        num_blocks = values_of(call.k).shape[0]
+        with torch.cuda.device_of(q):
+            early = _starts_early(q.device)
+        return cls(
+            call, q, row_tile, heads, owners, shares, fixed,
+            (*table, call.cur_pos.contiguous(), *key_range),
+            None if call.sinks is None else call.sinks.contiguous(),
+            (state.out, state.out.stride()[:3], state.lse, state.lse.stride()),
+            (part_out, part_lse),
+            (batch, call.kv_heads, num_blocks, call.capacity, window, shares, None if fixed else call.splits.max_count),
+            {
+                "TOKENS": tokens, "GROUP": call.group, "ROWS": row_tile, "DV": call.value_dim,
+                "BLOCK_SIZE": call.block_size if call.paged else 0, "UNIT": unit, "FIXED": fixed, "SHARED": shared,
+                "BATCH": power_of_two(batch), "EARLY": early,
+            },
+        )  # fmt: skip
+
+    def merge(self, first_sequence: int) -> None:
+        """Launches the kernel that merges the splits and records errors, of sequences from `first_sequence` on."""
+        call, device = self.call, self.q.device
+        part = pick_merge_tile(self.shares // self.owners + 2, self.rows, call.value_dim, self.fixed)
+        _kernel("merge")[(self.owners * self.heads, self.rows // part.rows, -(-call.value_dim // part.columns))](
+            *self.parts, *self.sources, self.sinks, *self.written, error_record(device), first_sequence, *self.numbers,
+            **self.constants, SPLITS=part.splits, SOME_ROWS=part.rows, COLUMNS=part.columns, num_warps=4,
+            **({"launch_pdl": True} if self.constants["EARLY"] else {}),
+        )  # fmt: skip
 
 
 def _launch(call: DecodeCall, state: State, tiles: DecodeTiles, first_sequence: int) -> None:
-    q = call.q if call.q.stride(-1) == 1 else call.q.contiguous()
-    cur_pos = call.cur_pos.contiguous()
-    sinks = None if call.sinks is None else call.sinks.contiguous()
-    key_range = (None, None) if call.key_range is None else tuple(x.contiguous() for x in call.key_range)
-    batch, _, tokens, head_dim = q.shape
-    # Sequences that share a cache are rows of one tile, which reads the cache once. Not with fixed splits, whose tiles
-    # must not depend on the batch, nor with a window: keys between two windows may hold anything.
-    shared = call.shared and call.splits.size is None and call.window is None
-    rows = call.group * tokens * (batch if shared else 1)
-    row_tile = min(max(8, power_of_two(rows)), tiles.rows)
-    heads = call.kv_heads * -(-rows // row_tile)
-    owners = 1 if shared else batch
-
-    fixed = call.splits.size is not None or call.splits.max_count == 1
-    unit = min(call.splits.size or _NO_SPLIT, _NO_SPLIT) if fixed else tiles.keys
-    units = owners * -(-call.capacity // unit)
-    shares = max(1, min(units, count_shares(owners, heads, tiles.resident * _multiprocessors(q.device))))
-    max_splits = None if fixed else call.splits.max_count
-    partials = heads * (units if fixed else 2 * shares)
-    part_out = torch.empty(partials, row_tile, call.value_dim, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(partials, row_tile, dtype=torch.float32, device=q.device)
-
+    launch = Launch.of(call, state, tiles)
+    q, constants = launch.q, launch.constants
+    head_dim, block_size, unit = q.shape[3], constants["BLOCK_SIZE"], constants["UNIT"]
     words = _reads_pairs(call)
     k, *k_parts = _parts(call, call.k, words)
     v, *v_parts = _parts(call, call.v, words)
     mask, tree = (_as_bytes(x) for x in (call.mask, call.tree))
-    main = max(16, 1 << (head_dim.bit_length() - 1))
-    tail = max(16, power_of_two(head_dim - main)) if head_dim > main else 0
-    block_size = call.block_size if call.paged else 0
+    main, tail = _blocks(head_dim)
     with torch.cuda.device_of(q):
-        early = _starts_early(q.device)
-    table: tuple[Tensor | None, int] = (None, 0)
-    if call.table is not None:
-        slots = call.table if call.table.stride(1) == 1 else call.table.contiguous()
-        table = (slots, 0 if slots.shape[0] == 1 else slots.stride(0))
-    written = (state.out, state.out.stride()[:3], state.lse, state.lse.stride())
-    window = None if call.window is None else min(call.window, max(1, call.capacity))  # so that differences fit 32 bits
-    numbers = (batch, call.kv_heads, k.shape[0], call.capacity, window, shares, max_splits)
-    common: dict[str, Any] = {
-        "TOKENS": tokens, "GROUP": call.group, "ROWS": row_tile, "DV": call.value_dim, "BLOCK_SIZE": block_size,
-        "UNIT": unit, "FIXED": fixed, "SHARED": shared, "BATCH": power_of_two(batch), "EARLY": early,
-    }  # fmt: skip
-    with torch.cuda.device_of(q):
-        _kernel("split")[(shares * heads,)](
-            q, q.stride()[:3], k, v, *k_parts, *v_parts, *table, cur_pos, *key_range,
+        _kernel("split")[(launch.shares * launch.heads,)](
+            q, q.stride()[:3], k, v, *k_parts, *v_parts, *launch.sources,
             mask, _broadcast_strides(mask, 4), 0 if mask is None else mask.shape[3],
-            tree, _broadcast_strides(tree, 3), sinks, *written, part_out, part_lse, *numbers, call.scale * _LOG2_E,
-            **common, KEYS=tiles.keys, D=head_dim, MAIN=main, TAIL=tail, BLOCK_DV=max(16, power_of_two(call.value_dim)),
-            STORAGE="plain" if isinstance(call.k, Tensor) else call.k.storage, PAIRED=words, V_IN_K=_v_in_k(call, main),
+            tree, _broadcast_strides(tree, 3), launch.sinks, *launch.written, *launch.parts, *launch.numbers,
+            call.scale * _LOG2_E,
+            **constants, KEYS=tiles.keys, D=head_dim, MAIN=main, TAIL=tail,
+            BLOCK_DV=max(16, power_of_two(call.value_dim)),
+            STORAGE="plain" if isinstance(call.k, Tensor) else call.k.storage, PAIRED=words,
+            V_IN_K=v_in_k(call) and call.value_dim == main,  # narrower keys are padded rather than read
             COMPILED=not _interpreted(),
             ALIGNED=unit % tiles.keys == 0 and (tiles.keys % max(block_size, 1) == 0 or block_size % tiles.keys == 0),
             WIDE=max(_reach(call.k), _reach(call.v)) >= 2**31, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
-        part = pick_merge_tile(shares // owners + 2, row_tile, call.value_dim, fixed)
-        _kernel("merge")[(owners * heads, row_tile // part.rows, -(-call.value_dim // part.columns))](
-            part_out, part_lse, *table, cur_pos, *key_range, sinks, *written,
-            error_record(q.device), first_sequence, *numbers,
-            **common, SPLITS=part.splits, SOME_ROWS=part.rows, COLUMNS=part.columns, num_warps=4,
-            **({"launch_pdl": True} if early else {}),
-        )  # fmt: skip
+        launch.merge(first_sequence)
 
 
 def _sequences(call: DecodeCall, some: slice) -> DecodeCall:
@@ -296,7 +365,7 @@ def _broadcast_strides(x: Tensor | None, ndim: int) -> tuple[int, ...]:
     return tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def _v_in_k(call: DecodeCall, main: int) -> bool:
+def v_in_k(call: DecodeCall) -> bool:
     """Whether the values are the first columns of the keys (MLA): they are then read once."""
     k, v = call.k, call.v
     return (
@@ -304,7 +373,7 @@ def _v_in_k(call: DecodeCall, main: int) -> bool:
         and isinstance(v, Tensor)
         and k.data_ptr() == v.data_ptr()
         and k.stride() == v.stride()
-        and v.shape[3] == main <= k.shape[3]  # narrower keys are padded rather than read
+        and v.shape[3] <= k.shape[3]
     )
 
 
@@ -320,22 +389,14 @@ def _extent(x: Tensor) -> int:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """The multiprocessors of a GPU; 2 elsewhere, so that interpreted kernels have several shares."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-@functools.cache
 def _starts_early(device: torch.device) -> bool:
-    """Whether the merge kernel may start while the split kernel runs (programmatic dependent launch, from Hopper on).
-
-    `device` must be current.
-    """
-    if _interpreted():
-        return False
-    from triton.runtime import driver
-
-    target = driver.active.get_current_target()
-    return bool(target.backend == "cuda" and target.arch >= 90)
+    """Whether the merge kernel may start while the split kernel runs: programmatic dependent launch, from Hopper on."""
+    return torch.version.hip is None and gpu_of(device).capability >= 90 and not _interpreted()
 
 
 def _interpreted() -> bool:

@@ -14,7 +14,7 @@ from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_bool
 from attnmesh.ops.dense import cost, reference
 from attnmesh.ops.dense.call import Call, Result, Scores
-from attnmesh.ops.dense.dispatch import Choice, choose, choose_fused, forward, gradients, prepared
+from attnmesh.ops.dense.dispatch import Choice, choose, choose_backward, choose_fused, forward, gradients, prepared
 from attnmesh.ops.dense.operator import compiled_attention
 from attnmesh.ops.merge import StateAccumulator
 from attnmesh.plan.blocks import Visibility
@@ -65,7 +65,7 @@ def attention(
             longer prompt is `q_positions=torch.arange(start, start + Sq)`. On CUDA, pass CPU tensors (or None) to allow
             the fastest kernels: reading positions back from the device would stall it.
         return_lse: also return the float32 lse [B,Hq,Sq], natural log. It is differentiable.
-        backend: "auto", "aten", "triton", "gluon" (Hopper; gradients by Triton's kernels), "torch" or "reference". A
+        backend: "auto", "aten", "triton", "gluon" (Hopper), "torch" or "reference". A
             backend that cannot serve the call raises ValueError. `explain_attention` returns what "auto" chooses and
             why.
     """
@@ -117,7 +117,10 @@ def explain_attention(
     """
     call = prepared(q, k, v, mask, scale, softcap, sinks, alibi_slopes, q_positions, k_positions).call
     choice = choose(call, backend)
-    return replace(choice, reason=f"{choice.reason} ({cost.described(call)})")
+    reason = f"{choice.reason} ({cost.described(call)})"
+    if choice.backend != "reference" and (back := choose_backward(call, backend)).backend != choice.backend:
+        reason += f"; gradients by {back.backend}: {back.reason}"
+    return replace(choice, reason=reason)
 
 
 class _Attention(torch.autograd.Function):

@@ -54,9 +54,9 @@ class Aten:
             return "on CUDA it serves full and square causal blocks, and this mask has other partial blocks"
         return None
 
-    def backward_refusal(self, call: Call, result: Result) -> str | None:
-        """The reason why this backend cannot serve the backward; None if it can."""
-        if call.q.is_cuda and result.grad_lse is not None:
+    def backward_refusal(self, call: Call, *, grad_lse: bool = False) -> str | None:
+        """The reason why this backend cannot serve the backward, with or without a gradient of lse; None if it can."""
+        if call.q.is_cuda and grad_lse:
             return "cuDNN and FlashAttention-2 do not accept a gradient of the lse"
         if call.q.is_cuda and torch.are_deterministic_algorithms_enabled():
             return "cuDNN accumulates dq in no fixed order, and torch.use_deterministic_algorithms is on"

@@ -47,10 +47,10 @@ def forward(
         return _empty_state_for(calls)
     if len(assigned) == 1:
         call, chosen = assigned[0]
-        total = StateAccumulator(call.q, call.v.shape[3])
+        total = StateAccumulator(call.q, call.v.shape[3], sinks=sinks, last_call=True)
         with kernel_span(recorder, "attention", chosen, call):
             chosen.forward(call, total)
-        return total.finish(call.q.dtype, sinks)
+        return total.finish(call.q.dtype)
     streams = StreamPair(enabled=True) if on_two_streams else SINGLE_STREAM
     whole = _empty_state_for([call for call, _ in assigned])
     ends = accumulate(call.q.shape[2] for call, _ in assigned)
@@ -59,10 +59,10 @@ def forward(
         rows = slice(end - call.q.shape[2], end)
         with streams.next_stream():
             parts = len(call.visibility.blocks) if on_two_streams else None
-            total = StateAccumulator(call.q, call.v.shape[3], parts=parts)
+            total = StateAccumulator(call.q, call.v.shape[3], parts=parts, sinks=sinks, last_call=True)
             with kernel_span(recorder, "attention", chosen, call):
                 chosen.forward(call, total)
-            total.finish_into(State(whole.out[:, :, rows], whole.lse[:, :, rows]), sinks)
+            total.finish_into(State(whole.out[:, :, rows], whole.lse[:, :, rows]))
     streams.join()
     return whole
 

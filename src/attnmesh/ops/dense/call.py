@@ -174,8 +174,8 @@ class Backend(Protocol):
     def refusal(self, call: Call) -> str | None:
         """The reason why this backend cannot serve the forward; None if it can."""
 
-    def backward_refusal(self, call: Call, result: Result) -> str | None:
-        """The reason why this backend cannot serve the backward; None if it can."""
+    def backward_refusal(self, call: Call, *, grad_lse: bool = False) -> str | None:
+        """The reason why this backend cannot serve the backward, with or without a gradient of lse; None if it can."""
 
     def forward(self, call: Call, total: StateAccumulator) -> None:
         """Merges the attention of this call into `total`."""

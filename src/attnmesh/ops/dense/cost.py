@@ -1,14 +1,16 @@
-"""Estimates by which backends are chosen, and the rows that share a mask.
+"""Estimates by which backends are chosen on CUDA, and the rows that share a mask.
 
-On CUDA, torch's kernels are the fastest per visible pair, but they take one launch per block, and each block returns a
-partial result that is merged: many small blocks leave the device idle. One Triton launch serves all blocks.
+torch's kernels take one launch per block, and each block returns a partial result that is merged: many small blocks
+leave the device idle. One launch of a kernel of our own, Gluon on Hopper or Triton, serves all blocks.
 On the CPU, torch's flash kernel was faster than matrix products under every mask.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,49 +18,106 @@ from torch import Tensor
 from attnmesh.ops.dense.call import Call
 from attnmesh.plan.blocks import Block, Kind, Patch, Visibility
 
-# Of a forward on an H200 with bf16, 32 query heads and head_dim 128. Only their ratios matter for the choice.
-_ATEN_FLOPS, _TRITON_FLOPS = 600e12, 480e12
+
+class Rates(NamedTuple):
+    """TFLOP/s on visible pairs of each backend; 0 where it does not serve the widths."""
+
+    aten: float
+    triton: float
+    gluon: float
+
+
+class _Measured(NamedTuple):
+    forward: Rates
+    backward: Rates
+
+
+# By the widths of keys and values, then by the number of positions: bf16, causal, `python -m benchmarks.dense` on one
+# H200. Other shapes have the rates of the nearest one. Only their ratios matter for the choice.
+_RATES: dict[tuple[int, int], dict[int, _Measured]] = {
+    (64, 64): {
+        8192: _Measured(Rates(418, 367, 438), Rates(399, 244, 446)),
+    },
+    (128, 128): {
+        8192: _Measured(Rates(521, 448, 599), Rates(459, 322, 489)),
+        32768: _Measured(Rates(570, 504, 628), Rates(521, 376, 507)),
+    },
+}
+_GLUON_WIDTHS = (64, 96, 128, 192, 256)  # of its tiles: other head dims take the next one
 _LAUNCH = 10e-6  # seconds of a launch that does nothing
 _BANDWIDTH = 4e12
 _MERGE_BYTES = 24  # per element of a partial out: what blocks of 1,024 to 8,192 rows cost beyond their FLOPs
 _TILE_ROWS = 128  # of one program: a block with few programs does not fill the device
+_LABELS = {"aten": "torch's kernels", "triton": "Triton's kernel", "gluon": "Gluon's kernel"}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The number of blocks, and seconds of the forward on either backend."""
+    """The number of blocks, and the seconds of each backend."""
 
     blocks: int
-    aten: float
-    triton: float
+    seconds: Mapping[str, float]
+
+    @property
+    def fastest(self) -> str:
+        """The backend that takes the least time."""
+        return min(self.seconds, key=lambda name: self.seconds[name])
 
     def __str__(self) -> str:
-        aten, triton = 1e6 * self.aten, 1e6 * self.triton
-        return f"about {aten:.0f} us in {self.blocks} launches of torch's kernels, {triton:.0f} us in Triton's"
+        ordered = sorted(self.seconds.items(), key=lambda item: item[1])
+        launches = f"in {self.blocks} launch{'' if self.blocks == 1 else 'es'} of "
+        return "about " + ", ".join(
+            f"{1e6 * seconds:.0f} us {launches if name == 'aten' else 'in '}{_LABELS[name]}"
+            for name, seconds in ordered
+        )
 
 
-def estimate(call: Call) -> Estimate:
-    """The estimate for a call on CUDA whose blocks are all FULL or CAUSAL."""
+def estimate(call: Call, backends: Collection[str], *, backward: bool = False) -> Estimate:
+    """The estimate for a call on CUDA, by some of "aten", "triton" and "gluon".
+
+    The blocks must be FULL or CAUSAL, with "aten".
+    """
     batch, heads, _, width = call.q.shape
-    return _estimate(call.visibility, batch, heads, width, call.v.shape[3], call.q.device)  # type: ignore[arg-type]
+    shape = (batch, heads, width, call.v.shape[3])
+    return _estimate(call.visibility, shape, call.q.device, tuple(backends), backward)  # type: ignore[arg-type]
 
 
-@lru_cache(maxsize=128)
+def rates(width: int, value_width: int, length: int, *, backward: bool) -> Rates:
+    """The rates of the nearest shape that was measured."""
+    widths = min(_RATES, key=lambda at: (abs(at[0] - width) + abs(at[1] - value_width), at))
+    lengths = _RATES[widths]
+    measured = lengths[min(lengths, key=lambda at: (max(at, length) / max(1, min(at, length)), at))]
+    return measured.backward if backward else measured.forward
+
+
+@lru_cache(maxsize=256)
 def _estimate(
-    visibility: Visibility, batch: int, heads: int, width: int, value_width: int, device: torch.device
-) -> Estimate:
+    visibility: Visibility, shape: tuple[int, int, int, int], device: torch.device, backends: tuple[str, ...],
+    backward: bool,
+) -> Estimate:  # fmt: skip
+    batch, heads, width, value_width = shape
     blocks = visibility.blocks
-    flops = 2 * (width + value_width) * heads  # per pair of one sequence
+    columns = 3 * width + 2 * value_width if backward else width + value_width
+    flops = 2 * columns * heads  # per pair of one sequence
     processors = torch.cuda.get_device_properties(device).multi_processor_count
+    rows = max((block.q.stop for block in blocks), default=0)
+    speed = rates(width, value_width, rows, backward=backward)
+    padded = sum(next((tile for tile in _GLUON_WIDTHS if tile >= d), d) for d in (width, value_width))
+    speed = speed._replace(gluon=speed.gluon * (width + value_width) / padded)
     pairs, aten = 0, 0.0
     for block in blocks:
         sequences = batch if block.sequences is None else len(block.sequences)
         programs = sequences * heads * -(-len(block.q) // _TILE_ROWS)
         count = _pairs(block) * sequences
         pairs += count
-        merged = _MERGE_BYTES * sequences * heads * len(block.q) * value_width
-        aten += _LAUNCH + count * flops / (_ATEN_FLOPS * min(1.0, programs / processors)) + merged / _BANDWIDTH
-    return Estimate(len(blocks), aten, _LAUNCH + pairs * flops / _TRITON_FLOPS)
+        aten += _LAUNCH + count * flops / (1e12 * (speed.aten or 1.0) * min(1.0, programs / processors))
+        if len(blocks) > 1:
+            aten += _MERGE_BYTES * sequences * heads * len(block.q) * value_width / _BANDWIDTH
+    one_launch = {
+        name: _LAUNCH + pairs * flops / (1e12 * (rate or 1.0)) for name, rate in speed._asdict().items()
+    }  # fmt: skip
+    seconds = one_launch | {"aten": aten}
+    return Estimate(len(blocks), {name: seconds[name] for name in backends})
 
 
 def _pairs(block: Block) -> int:

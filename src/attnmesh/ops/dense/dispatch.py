@@ -37,8 +37,8 @@ from attnmesh.plan.blocks import Block, Kind, Patch, bounds_of, stacked_bounds, 
 
 BACKENDS = ("auto", "aten", "triton", "gluon", "torch", "reference")
 
-_TRITON, _TORCH = Triton(), TorchTiles()
-_FUSED: dict[str, Backend] = {"aten": Aten(), "triton": _TRITON, "gluon": Gluon(), "torch": _TORCH}
+_FUSED: dict[str, Backend] = {"aten": Aten(), "triton": Triton(), "gluon": Gluon(), "torch": TorchTiles()}
+_KERNELS = ("gluon", "aten", "triton")  # among which "auto" chooses on CUDA; the first of equals
 
 # Every pair of runs is planned; beyond this many, row bounds alone are cheaper than a plan.
 _MAX_RUN_PAIRS = 256
@@ -58,30 +58,36 @@ class Choice:
 
 
 def choose(call: Call, backend: str) -> Choice:
-    """The backend for a call. One requested by name that cannot serve it, or none that can, raises ValueError."""
+    """The backend for a forward. One requested by name that cannot serve it, or none that can, raises ValueError."""
     check_choice("backend", backend, BACKENDS)
     if backend == "reference":
         return Choice("reference", "requested by name", ())
-    refusals = {name: fused.refusal(call) for name, fused in _FUSED.items()}
+    return _choose(call, backend, {name: fused.refusal(call) for name, fused in _FUSED.items()}, backward=False)
+
+
+def choose_backward(call: Call, backend: str, *, grad_lse: bool = False) -> Choice:
+    """The backend for a backward: with "auto" not always that of the forward."""
+    refusals = {name: fused.backward_refusal(call, grad_lse=grad_lse) for name, fused in _FUSED.items()}
+    return _choose(call, backend, refusals, backward=True)
+
+
+def _choose(call: Call, backend: str, refusals: dict[str, str | None], *, backward: bool) -> Choice:
     unsupported = tuple((name, why) for name, why in refusals.items() if why is not None)
     if backend != "auto":
         if refusals[backend] is not None:
-            raise ValueError(f"backend={backend!r} cannot serve this call: {refusals[backend]}")
-        reason = "requested by name" + ("; gradients by Triton's kernels" if backend == "gluon" else "")
-        return Choice(backend, reason, unsupported)
+            this = "backward" if backward else "call"
+            raise ValueError(f"backend={backend!r} cannot serve this {this}: {refusals[backend]}")
+        return Choice(backend, "requested by name", unsupported)
+    served = [name for name in _KERNELS if refusals[name] is None] if call.q.is_cuda else []
+    if "aten" in served:
+        costs = cost.estimate(call, served, backward=backward)
+        return Choice(costs.fastest, f"the fastest kernel for these blocks: {costs}", unsupported)
+    if served:
+        rates = cost.rates(call.q.shape[3], call.v.shape[3], call.q.shape[2], backward=backward)
+        fastest = max(served, key=lambda name: rates._asdict()[name])
+        return Choice(fastest, "one launch serves this mask by row bounds", unsupported)
     if refusals["aten"] is None:
-        if not call.q.is_cuda:
-            return Choice("aten", "torch's flash kernel is the fastest on the CPU", unsupported)
-        if len(call.visibility.blocks) <= 1 or refusals["triton"] is not None:
-            return Choice(
-                "aten", "torch's fused kernels are the fastest for a full or square causal block", unsupported
-            )
-        costs = cost.estimate(call)
-        if costs.aten <= costs.triton:
-            return Choice("aten", f"a launch per block costs less: {costs}", unsupported)
-        return Choice("triton", f"one launch of Triton's kernel costs less: {costs}", unsupported)
-    if refusals["triton"] is None and call.q.is_cuda:
-        return Choice("triton", "one launch serves this mask by row bounds", unsupported)
+        return Choice("aten", "torch's flash kernel is the fastest on the CPU", unsupported)
     if refusals["torch"] is None:
         return Choice("torch", "no fused kernel serves this call", unsupported)
     raise ValueError("no backend serves this call: " + "; ".join(f"{name}: {why}" for name, why in unsupported))
@@ -96,21 +102,15 @@ def choose_fused(call: Call, backend: str) -> Backend:
 
 
 def choose_fused_backward(call: Call, result: Result, backend: str) -> Backend:
-    """The backend for the backward of a call: that of the forward if possible; with "auto", else Triton."""
-    forward = choose_fused(call, backend)
-    why = forward.backward_refusal(call, result)
-    if why is None:
-        return forward
-    if backend == "auto":
-        return _TRITON if call.q.is_cuda and _TRITON.backward_refusal(call, result) is None else _TORCH
-    raise ValueError(f"backend={forward.name!r} cannot serve this backward: {why}")
+    """The backend for the backward of a call."""
+    return _FUSED[choose_backward(call, backend, grad_lse=result.grad_lse is not None).backend]
 
 
 def forward(call: Call, sinks: Tensor | None, backend: str) -> State:
     """The state of a call, with the sinks, in the dtype of q."""
-    total = StateAccumulator(call.q, call.v.shape[3], one_call=sinks is None)
+    total = StateAccumulator(call.q, call.v.shape[3], sinks=sinks, last_call=True)
     choose_fused(call, backend).forward(call, total)
-    return total.finish(call.q.dtype, sinks)
+    return total.finish(call.q.dtype)
 
 
 def gradients(

@@ -1,40 +1,53 @@
-"""Backend on the library's forward kernel for Hopper, written in Gluon. The backward is that of the Triton backend."""
+"""Backend on the library's kernels for Hopper, written in Gluon: the calls of the Triton backend, at more speed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import torch
 
 from attnmesh.core.optional import installed, require
-from attnmesh.core.validation import warn_caller
+from attnmesh.core.state import State
 from attnmesh.ops.dense.call import Call
 from attnmesh.ops.dense.triton import Triton
-from attnmesh.ops.merge import StateAccumulator
 
 
 class Gluon(Triton):
-    """Backend on the kernel in `gluon_forward`, and for gradients on those in `triton_backward`."""
+    """Backend on the kernels in `gluon_forward` and `gluon_backward`.
+
+    The order in which gradients of queries are summed differs between runs, unless `torch.use_deterministic_algorithms`
+    is on.
+    """
 
     name = "gluon"
 
     def refusal(self, call: Call) -> str | None:
         """The reason why this backend cannot serve the forward; None if it can."""
+        return self._reason(call, "forward")
+
+    def backward_refusal(self, call: Call, *, grad_lse: bool = False) -> str | None:
+        """The reason why this backend cannot serve the backward, with or without a gradient of lse; None if it can."""
+        return self._reason(call, "backward")
+
+    def _reason(self, call: Call, part: str) -> str | None:
         if not installed("triton"):
             return "triton is not installed (pip install 'attnmesh[triton]')"
         if not call.q.is_cuda or torch.cuda.get_device_capability(call.q.device)[0] != 9:
-            return "its kernel needs a Hopper GPU (compute capability 9.0)"
+            return "its kernels need a Hopper GPU (compute capability 9.0)"
         if call.scores.alibi_slopes is not None:
-            return "its kernel does not take alibi_slopes"
-        reason: str | None = self._forward().refusal(call.q, call.v)
+            return "its kernels do not take alibi_slopes"
+        reason: str | None = _kernels(part).refusal(call.q, call.v)
         return reason
 
-    def forward(self, call: Call, total: StateAccumulator) -> None:
-        """Merges the attention of this call into `total`."""
-        warn_caller(
-            'backend="gluon" has been tested in an emulator only, not on a GPU: compare it with backend="triton"'
-        )
-        super().forward(call, total)
+    def _forward(self) -> Callable[..., State]:
+        kernel: Callable[..., State] = _kernels("forward").forward
+        return kernel
 
-    def _forward(self) -> ModuleType:
-        return require("attnmesh.ops.dense.gluon_forward", extra="triton")
+    def _backward(self) -> Callable[..., None]:
+        return partial(_kernels("backward").backward, deterministic=torch.are_deterministic_algorithms_enabled())
+
+
+def _kernels(part: str) -> ModuleType:
+    return require(f"attnmesh.ops.dense.gluon_{part}", extra="triton")

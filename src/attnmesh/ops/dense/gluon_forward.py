@@ -5,9 +5,9 @@ rows of one head, or of a few heads that share a KV head. Its warps have two rol
 
 - one warp, the loader, decides which keys an item needs and lets the copy engine (TMA) fetch queries, keys and values
   into shared memory, a few tiles ahead;
-- two or three groups of four warps, the attenders, have 64 of the rows each. An attender starts the products of the
-  queries with the next tile of keys before those of the weights with this tile of values, and computes the softmax
-  while the tensor cores work. Attenders take turns, so that one computes its softmax under the products of another.
+- two groups of four warps, the attenders, have 64 of the rows each. An attender starts the products of the queries
+  with the next tile of keys before those of the weights with this tile of values, and computes the softmax while the
+  tensor cores work. Attenders take turns, so that one computes its softmax under the products of the other.
 
 Synchronization: the barriers of a stage of keys (or values) are `ready`, which the copy engine completes, and `free`,
 at which every attender arrives. Queries have the same pair per attender. What the loader found out about an item and
@@ -16,8 +16,8 @@ all items: stage `step % STAGES` is used for the `step // STAGES`-th time; waiti
 succeeds at once. At the end of the work a record has item -1.
 
 Masks are those of the Triton kernels (see `triton_tiles`): in each part, a row attends to one interval of keys. Tiles
-of keys that all rows see need no mask, those that no row sees are not loaded. Positions beyond the ends of q, k and v
-read as zero, by the copy engine, and are masked.
+of keys that all rows see need no mask, those that no row sees are not loaded. The copy engine reads zeros beyond the
+ends of q, k and v: rows there are masked, and columns there fill a tile that is wider than the head dim.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -41,29 +41,27 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import loadable
+from attnmesh.ops.dense.gluon_items import (
+    ATTENDERS,
+    RECORD,
+    Sizes,
+    key_phases,
+    locate,
+    publish,
+    read,
+    visible_keys,
+)
 from attnmesh.ops.dense.gluon_online_softmax import ROWS, initial, operand, rescale, softmax, store_state
 from attnmesh.ops.dense.triton_tiles import LENGTHS, PLAIN, Bounds, ScoreTerms, blocks_of, row_strides
 from attnmesh.ops.merge import empty_out
 
 # Lengths and heads, and the strides of what has one element per row: each would recompile for another alignment.
 _NOT_SPECIALIZED = [
-    *LENGTHS, "q_heads", "group", "items", "scale", "softcap", "part_stride", "sequence_stride",
+    *LENGTHS, "q_heads", "group", "items", "section", "scale", "softcap", "part_stride", "sequence_stride",
     *(f"{name}_{dim}" for name in ("state_lse", "lse") for dim in ("batch", "head", "row")),
 ]  # fmt: skip
 _ROWS = gl.constexpr(ROWS)
-_SPAN = gl.constexpr(256)  # at least the rows of a tile
-_RECORD = gl.constexpr(8)  # integers of a work record: item, begin, inner, edge, stop
-
-
-class Sizes(NamedTuple):
-    """The lengths, the query heads, those of a group, and the work items."""
-
-    q_len: Any
-    kv_len: Any
-    q_heads: Any
-    group: Any
-    items: Any
-    counter: Any  # of the items taken, if programs take them when they are free
+_ATTENDERS, _RECORD = gl.constexpr(ATTENDERS), gl.constexpr(RECORD)
 
 
 class Shape(NamedTuple):
@@ -72,13 +70,11 @@ class Shape(NamedTuple):
     causal: Any
     parts: Any  # of the mask by bounds; 0 without
     pack: Any  # heads of a tile
-    attenders: Any
     keys: Any
     stages: Any
-    turns: Any
-    dynamic: Any
     v_main: Any  # columns of the blocks of values
     v_rest: Any
+    v_dim: Any  # those that exist
 
 
 class Memory(NamedTuple):
@@ -105,37 +101,45 @@ class Barriers(NamedTuple):
 
 
 class GluonTiles(NamedTuple):
-    """The tiles of one program: attenders of 64 rows each, keys per tile, stages of keys and values in flight."""
+    """Keys per tile, how many tiles of keys and of values are in flight, and the order of the items.
 
-    attenders: int
+    Items of `section` KV heads come together, the longest first (None: of all heads): they share keys in the L2 cache.
+    """
+
     keys: int
     stages: int
-    turns: bool = True  # attenders take turns
-    dynamic: bool = False  # a program takes its next item when it is free, instead of a fixed share
+    section: int | None = None
 
 
-# By the widths of keys and values.
+# By the widths of keys and values, ascending: the first that is as wide serves a call.
 TILES = {
-    (64, 64): GluonTiles(2, 128, 3),
-    (96, 96): GluonTiles(2, 128, 2),
-    (128, 128): GluonTiles(2, 128, 2),
-    (192, 128): GluonTiles(2, 128, 2),
-    (192, 192): GluonTiles(2, 64, 2),
-    (256, 256): GluonTiles(2, 64, 2),
+    (64, 64): GluonTiles(128, 3),
+    (96, 96): GluonTiles(128, 2),
+    (128, 128): GluonTiles(128, 2),
+    (192, 128): GluonTiles(128, 2),
+    (192, 192): GluonTiles(64, 2),
+    (256, 256): GluonTiles(64, 2),
 }
+_WIDTHS = sorted({width for widths in TILES for width in widths})
 # Registers per thread; the first attender has what is left.
-_ATTENDER_OF_TWO, _LOADER_OF_TWO = gl.constexpr(232), gl.constexpr(40)
-_ATTENDER_OF_THREE, _LOADER_OF_THREE = gl.constexpr(160), gl.constexpr(32)
+_ATTENDER_REGISTERS, _LOADER_REGISTERS = gl.constexpr(232), gl.constexpr(40)
 
 
 def refusal(q: Tensor, v: Tensor) -> str | None:
     """The reason why the kernel cannot serve these queries and values; None if it can."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"its kernel takes fp16 and bf16, not {q.dtype}"
-    if (q.shape[-1], v.shape[-1]) not in TILES:
-        widths = ", ".join(f"{d}/{d_v}" if d != d_v else str(d) for d, d_v in TILES)
-        return f"its kernel takes head_dim {widths}, not {q.shape[-1]} (keys) and {v.shape[-1]} (values)"
+    if any(x.shape[-1] % 8 or x.shape[-1] > _WIDTHS[-1] for x in (q, v)):
+        return (
+            f"its kernel takes head_dim 8, 16, 24, ..., {_WIDTHS[-1]}, not {q.shape[-1]} (keys) and {v.shape[-1]} "
+            "(values)"
+        )
     return None
+
+
+def pick_tiles(key_dim: int, value_dim: int) -> GluonTiles:
+    """The tiles for keys and values of these widths."""
+    return next(tiles for (d, d_v), tiles in TILES.items() if d >= key_dim and d_v >= value_dim)
 
 
 def forward(
@@ -149,10 +153,11 @@ def forward(
     state: State | None,
     out_dtype: torch.dtype,
     terms: ScoreTerms = PLAIN,
+    sinks: Tensor | None = None,
     tiles: GluonTiles | None = None,
     pack: int | None = None,
 ) -> State:
-    """`triton_forward.forward` for 16-bit inputs of the widths in `TILES`, on Hopper.
+    """`triton_forward.forward` for 16-bit inputs on Hopper, without slopes; see `refusal`.
 
     `pack` is the number of heads of a group that share a tile; by default 1, or more where rows are few.
     """
@@ -173,33 +178,36 @@ def forward(
     if kv_len == 0:  # the copy engine takes no empty tensor
         k, v = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (k, v))
 
-    tiles = tiles or TILES[key_dim, value_dim]
-    pack = pack or _packed_heads(q_heads // kv_heads, q_len, tiles)
+    tiles = tiles or pick_tiles(key_dim, value_dim)
+    pack = pack or _packed_heads(q_heads // kv_heads, q_len)
     rows = ROWS // pack
     visible = Bounds.of(bounds)
     state_out, state_lse = state or (None, None)
     state_strides, out_strides = row_strides(state_out=state_out, out=result.out)
-    key_blocks, value_blocks = blocks_of(key_dim), blocks_of(value_dim)
+    key_blocks, value_blocks = (blocks_of(next(width for width in _WIDTHS if width >= d)) for d in (key_dim, value_dim))
     q_blocks = _descriptors(q, pack, rows, key_blocks)
     k_blocks = _descriptors(k, 1, tiles.keys, key_blocks)
     v_blocks = _descriptors(v, 1, tiles.keys, value_blocks)
-    items = triton.cdiv(q_len, tiles.attenders * rows) * batch * (q_heads // pack)
-    counter = torch.zeros((), dtype=torch.int32, device=q.device) if tiles.dynamic else None
+    head_tiles = batch * (q_heads // pack)
+    items = triton.cdiv(q_len, ATTENDERS * rows) * head_tiles
+    section = head_tiles if tiles.section is None else tiles.section * (q_heads // kv_heads // pack)
     with torch.cuda.device_of(q):
         _forward_kernel[(min(items, _processors(q)),)](
             *q_blocks, *k_blocks, *v_blocks, visible.first, visible.end, *visible.strides,
             state_out, state_strides, state_lse, *((0, 0, 0) if state_lse is None else state_lse.stride()),
-            result.out, out_strides, result.lse, *result.lse.stride(),
-            q_len, kv_len, q_heads, q_heads // kv_heads, items, counter, scale, terms.softcap,
-            SHAPE=Shape(causal, 0 if bounds is None else visible.parts, pack, *tiles, *value_blocks), num_warps=4,
+            result.out, out_strides, result.lse, *result.lse.stride(), None if sinks is None else sinks.contiguous(),
+            q_len, kv_len, q_heads, q_heads // kv_heads, items, section, scale, terms.softcap,
+            SHAPE=Shape(
+                causal, 0 if bounds is None else visible.parts, pack, tiles.keys, tiles.stages, *value_blocks, value_dim
+            ), num_warps=4,
         )  # fmt: skip
     return result
 
 
-def _packed_heads(group: int, q_len: int, tiles: GluonTiles) -> int:
+def _packed_heads(group: int, q_len: int) -> int:
     """As many heads of a group in a tile as keep it from being empty, at most 8: eight rows lie in one swizzle."""
     pack = 1
-    while pack < 8 and group % (2 * pack) == 0 and 2 * pack * q_len <= tiles.attenders * ROWS:
+    while pack < 8 and group % (2 * pack) == 0 and 2 * pack * q_len <= ATTENDERS * ROWS:
         pack *= 2
     return pack
 
@@ -229,62 +237,52 @@ def _processors(q: Tensor) -> int:
 def _forward_kernel(
     q_main, q_rest, k_main, k_rest, v_main, v_rest, first, end, part_stride, sequence_stride,
     state_out, state_out_strides, state_lse, state_lse_batch, state_lse_head, state_lse_row,
-    out, out_strides, lse, lse_batch, lse_head, lse_row,
-    q_len, kv_len, q_heads, group, items, counter, scale, softcap,
+    out, out_strides, lse, lse_batch, lse_head, lse_row, sinks,
+    q_len, kv_len, q_heads, group, items, section, scale, softcap,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    ATTENDERS: gl.constexpr = SHAPE.attenders
     STAGES: gl.constexpr = SHAPE.stages
-    queries = _allocate(q_main, q_rest, ATTENDERS)
+    queries = _allocate(q_main, q_rest, _ATTENDERS)
     keys = _allocate(k_main, k_rest, STAGES)
     values = _allocate(v_main, v_rest, STAGES)
     work = gl.allocate_shared_memory(gl.int32, [2, _RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     once: gl.constexpr = mbarrier.MBarrierLayout()
     work_ready = gl.allocate_shared_memory(gl.int64, [2, 1], once)
     work_free = gl.allocate_shared_memory(gl.int64, [2, 1], once)
-    q_ready = gl.allocate_shared_memory(gl.int64, [ATTENDERS, 1], once)
-    q_free = gl.allocate_shared_memory(gl.int64, [ATTENDERS, 1], once)
-    turn = gl.allocate_shared_memory(gl.int64, [ATTENDERS, 1], once)
+    q_ready = gl.allocate_shared_memory(gl.int64, [_ATTENDERS, 1], once)
+    q_free = gl.allocate_shared_memory(gl.int64, [_ATTENDERS, 1], once)
+    turn = gl.allocate_shared_memory(gl.int64, [_ATTENDERS, 1], once)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
     for record in gl.static_range(2):
         mbarrier.init(work_ready.index(record), count=1)
-        mbarrier.init(work_free.index(record), count=ATTENDERS)
-    for attender in gl.static_range(ATTENDERS):
+        mbarrier.init(work_free.index(record), count=_ATTENDERS)
+    for attender in gl.static_range(_ATTENDERS):
         mbarrier.init(q_ready.index(attender), count=1)
         mbarrier.init(q_free.index(attender), count=1)
         mbarrier.init(turn.index(attender), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(stage), count=1)
         mbarrier.init(v_ready.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=ATTENDERS)
-        mbarrier.init(v_free.index(stage), count=ATTENDERS)
+        mbarrier.init(k_free.index(stage), count=_ATTENDERS)
+        mbarrier.init(v_free.index(stage), count=_ATTENDERS)
     fence_async_shared()
 
     memory = Memory(queries, keys, values, work)
     barriers = Barriers(work_ready, work_free, q_ready, q_free, turn, k_ready, k_free, v_ready, v_free)
     mask = (first, end, (part_stride, sequence_stride))
     before = (state_out, state_out_strides, state_lse, (state_lse_batch, state_lse_head, state_lse_row))
-    after = (out, out_strides, lse, (lse_batch, lse_head, lse_row))
-    sizes = Sizes(q_len, kv_len, q_heads, group, items, counter)
+    after = (out, out_strides, lse, (lse_batch, lse_head, lse_row), sinks)
+    sizes = Sizes(q_len, kv_len, q_heads, group, items, section)
     q_blocks, k_blocks, v_blocks = (q_main, q_rest), (k_main, k_rest), (v_main, v_rest)
-    if ATTENDERS == 2:
-        gl.warp_specialize(
-            [(_attend, (0, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
-             (_attend, (1, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
-             (_load, (q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE))],
-            [4, 1], [_ATTENDER_OF_TWO, _LOADER_OF_TWO],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [(_attend, (0, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
-             (_attend, (1, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
-             (_attend, (2, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
-             (_load, (q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE))],
-            [4, 4, 1], [_ATTENDER_OF_THREE, _ATTENDER_OF_THREE, _LOADER_OF_THREE],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [(_attend, (0, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
+         (_attend, (1, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
+         (_load, (q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE))],
+        [4, 1], [_ATTENDER_REGISTERS, _LOADER_REGISTERS],
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -304,20 +302,9 @@ def _allocate_block(block, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _locate(item, sizes, SHAPE: gl.constexpr):
-    """The first row, head and sequence of an item: the last rows first, which usually have the most keys."""
-    TILE: gl.constexpr = SHAPE.attenders * _ROWS // SHAPE.pack
-    tile_count = (sizes.q_len + TILE - 1) // TILE
-    columns = sizes.items // tile_count
-    head_tiles = sizes.q_heads // SHAPE.pack
-    column = item % columns
-    return (tile_count - 1 - item // columns) * TILE, column % head_tiles * SHAPE.pack, column // head_tiles
-
-
-@gluon.jit
 def _load(q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE: gl.constexpr):
     """Publishes a record for each item of this program and each part of its mask, and fetches what the part needs."""
-    TILE: gl.constexpr = SHAPE.attenders * _ROWS // SHAPE.pack
+    TILE: gl.constexpr = _ATTENDERS * _ROWS // SHAPE.pack
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
     PARTS: gl.constexpr = 1 if SHAPE.parts == 0 else SHAPE.parts
@@ -327,19 +314,13 @@ def _load(q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE: gl
     program, programs = gl.program_id(0), gl.num_programs(0)
     wave, item = 0, program
     while item < sizes.items:
-        if SHAPE.dynamic:
-            following = programs + gl.atomic_add(sizes.counter, 1, sem="relaxed")
-        else:
-            # Items become shorter: in every other wave in the opposite order, so that all programs get the same share.
-            wave += 1
-            following = wave * programs + gl.where(wave % 2 == 0, program, programs - 1 - program)
-        row_begin, head, batch = _locate(item, sizes, SHAPE)
+        row_begin, head, batch = locate(item, sizes, SHAPE)
         row_stop = gl.minimum(row_begin + TILE, sizes.q_len)
         kv_head = head // sizes.group
         fetched = served  # and one more as soon as the queries are fetched, which needs a key to be seen
         for part in range(PARTS):
-            begin, inner, edge, stop = _key_phases(mask, part, batch, row_begin, row_stop, sizes, SHAPE)
-            _publish(memory.work, barriers, record, item, begin, inner, edge, stop)
+            begin, inner, edge, stop = key_phases(mask, part, batch, row_begin, row_stop, sizes, SHAPE)
+            publish(memory.work, barriers, record, item, begin, inner, edge, stop)
             record += 1
             for tile in range((stop - begin + KEYS - 1) // KEYS):
                 at = begin + tile * KEYS
@@ -359,8 +340,10 @@ def _load(q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE: gl
                 last = begin + (stop - begin - 1) // KEYS * KEYS
                 _fetch(v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, last, step - 1, STAGES)
         served = fetched
-        item = following
-    _publish(memory.work, barriers, record, -1, 0, 0, 0, 0)
+        # Items become shorter: in every other wave in the opposite order, so that all programs get the same share.
+        wave += 1
+        item = wave * programs + gl.where(wave % 2 == 0, program, programs - 1 - program)
+    publish(memory.work, barriers, record, -1, 0, 0, 0, 0)
 
 
 @gluon.jit
@@ -374,8 +357,7 @@ def _fetch(blocks, memory, ready, free, batch, head, row, step, STAGES: gl.const
 @gluon.jit
 def _fetch_queries(blocks, memory, barriers, batch, head, row_begin, served, SHAPE: gl.constexpr):
     """The same for the queries of every attender."""
-    ATTENDERS: gl.constexpr = SHAPE.attenders
-    for attender in gl.static_range(ATTENDERS):
+    for attender in gl.static_range(_ATTENDERS):
         mbarrier.wait(barriers.q_free.index(attender), (served & 1) ^ 1)
         row = row_begin + attender * (_ROWS // SHAPE.pack)
         _copy(blocks, memory, barriers.q_ready.index(attender), [batch, head, row, 0], attender)
@@ -393,60 +375,11 @@ def _copy(blocks, memory, ready, coord, stage):
 
 
 @gluon.jit
-def _publish(work, barriers, record, item, begin, inner, edge, stop):
-    """Writes the next work record, as soon as all attenders have read the one before the last."""
-    place = record % 2
-    mbarrier.wait(barriers.work_free.index(place), (record // 2 & 1) ^ 1)
-    field = gl.arange(0, _RECORD, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    values = gl.where(field == 0, item, gl.where(field == 1, begin, gl.where(field == 2, inner, gl.where(
-        field == 3, edge, stop))))  # fmt: skip
-    work.index(place).store(values.to(gl.int32))
-    mbarrier.arrive(barriers.work_ready.index(place), count=1)
-
-
-@gluon.jit
-def _key_phases(mask, part, batch, row_begin, row_stop, sizes, SHAPE: gl.constexpr):
-    """The keys [begin, stop) that rows [row_begin, row_stop) see; all of them see [inner, edge), in whole tiles."""
-    KEYS: gl.constexpr = SHAPE.keys
-    if SHAPE.parts > 0:
-        first, end = _at_part(mask, part, batch)
-        begin, full_begin = gl.load(first + row_begin), gl.load(first + (row_stop - 1))
-        full_end, stop = gl.load(end + row_begin), gl.load(end + (row_stop - 1))
-        if (begin == full_end) | (full_begin == stop):
-            # The first or the last row is empty. Its bounds may be far from those of the other rows.
-            rows = row_begin + gl.arange(0, _SPAN, layout=gl.BlockedLayout([1], [32], [1], [0]))
-            real = rows < row_stop
-            row_first = gl.load(first + rows, mask=real, other=0)
-            row_end = gl.load(end + rows, mask=real, other=0)
-            some = row_first < row_end
-            begin = gl.min(gl.where(some, row_first, sizes.kv_len), 0)
-            stop = gl.max(gl.where(some, row_end, 0), 0)
-    elif SHAPE.causal:
-        begin, full_begin = row_begin * 0, row_begin * 0
-        full_end, stop = row_begin + 1, row_stop
-    else:
-        begin, full_begin = row_begin * 0, row_begin * 0
-        full_end, stop = sizes.kv_len, sizes.kv_len
-    begin = begin // KEYS * KEYS
-    inner = gl.maximum(gl.minimum((full_begin + KEYS - 1) // KEYS * KEYS, stop), begin)
-    edge = gl.maximum(gl.minimum(full_end, stop) // KEYS * KEYS, inner)
-    return begin, inner, edge, gl.maximum(stop, begin)
-
-
-@gluon.jit
-def _at_part(mask, part, batch):
-    """The bounds of one part of the mask of one sequence."""
-    offset = part.to(gl.int64) * mask[2][0] + batch.to(gl.int64) * mask[2][1]
-    return mask[0] + offset, mask[1] + offset
-
-
-@gluon.jit
 def _attend(INDEX: gl.constexpr, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE: gl.constexpr):
     """The attention of 64 rows of every item, from the state before to the state after."""
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
     PARTS: gl.constexpr = 1 if SHAPE.parts == 0 else SHAPE.parts
-    ATTENDERS: gl.constexpr = SHAPE.attenders
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.v_main, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
@@ -456,9 +389,9 @@ def _attend(INDEX: gl.constexpr, memory, barriers, mask, before, after, sizes, s
     turns = 0  # of this attender so far
     record = 0  # records so far
     served = 0  # items so far that see any key
-    item, begin, inner, edge, stop = _read(memory.work, barriers, record)
+    item, begin, inner, edge, stop = read(memory.work, barriers, record)
     while item >= 0:
-        row_begin, head, batch = _locate(item, sizes, SHAPE)
+        row_begin, head, batch = locate(item, sizes, SHAPE)
         row_begin += INDEX * APART
         within = gl.arange(0, _ROWS, layout=down)
         rows = row_begin + within % APART
@@ -467,11 +400,11 @@ def _attend(INDEX: gl.constexpr, memory, barriers, mask, before, after, sizes, s
         seen = served
         for part in range(PARTS):
             if part > 0:
-                item, begin, inner, edge, stop = _read(memory.work, barriers, record)
+                item, begin, inner, edge, stop = read(memory.work, barriers, record)
             mbarrier.arrive(barriers.work_free.index(record % 2), count=1)
             record += 1
             if stop > begin:
-                row_first, row_end = _visible_keys(mask, part, batch, rows, sizes, SHAPE)
+                row_first, row_end = visible_keys(mask, part, batch, rows, sizes, SHAPE)
                 mbarrier.wait(barriers.q_ready.index(INDEX), served & 1)
                 seen = served + 1
 
@@ -485,19 +418,17 @@ def _attend(INDEX: gl.constexpr, memory, barriers, mask, before, after, sizes, s
                 weights, decay, total, peak = softmax(
                     scores, total, peak, begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
                 )
-                acc = rescale(acc, decay)
+                acc = rescale(acc, decay, True)
                 weights = operand(weights, memory, wide)
                 for key_begin in range(begin + KEYS, stop, KEYS):
                     next_stage = (step + 1) % STAGES
-                    if SHAPE.turns:
-                        mbarrier.wait(barriers.turn.index(INDEX), (turns & 1) ^ FIRST)
+                    mbarrier.wait(barriers.turn.index(INDEX), (turns & 1) ^ FIRST)
                     mbarrier.wait(barriers.k_ready.index(next_stage), (step + 1) // STAGES & 1)
                     scores = _score(memory, INDEX, next_stage, KEYS, grid)
                     mbarrier.wait(barriers.v_ready.index(stage), phase)
                     sums = _add_values(acc, weights, memory, stage)
-                    if SHAPE.turns:
-                        mbarrier.arrive(barriers.turn.index((INDEX + 1) % ATTENDERS), count=1)
-                        turns += 1
+                    mbarrier.arrive(barriers.turn.index(1 - INDEX), count=1)
+                    turns += 1
                     scores = warpgroup_mma_wait(1 if SHAPE.v_rest == 0 else 2, [scores])
                     mbarrier.arrive(barriers.k_free.index(next_stage), count=1)
                     next_weights, decay, total, peak = softmax(
@@ -522,36 +453,7 @@ def _attend(INDEX: gl.constexpr, memory, barriers, mask, before, after, sizes, s
             mbarrier.arrive(barriers.q_free.index(INDEX), count=1)
         served = seen
         store_state(after, acc, total, peak, batch, head, row_begin, sizes, SHAPE, down)
-        item, begin, inner, edge, stop = _read(memory.work, barriers, record)
-
-
-@gluon.jit
-def _read(work, barriers, record):
-    """The fields of a work record: item, begin, inner, edge, stop."""
-    place = record % 2
-    mbarrier.wait(barriers.work_ready.index(place), record // 2 & 1)
-    layout: gl.constexpr = gl.BlockedLayout([_RECORD], [32], [4], [0])  # each thread has all fields
-    values = work.index(place).load(layout)
-    field = gl.arange(0, _RECORD, layout=layout)
-    return (
-        gl.sum(gl.where(field == 0, values, 0), 0), gl.sum(gl.where(field == 1, values, 0), 0),
-        gl.sum(gl.where(field == 2, values, 0), 0), gl.sum(gl.where(field == 3, values, 0), 0),
-        gl.sum(gl.where(field == 4, values, 0), 0),
-    )  # fmt: skip
-
-
-@gluon.jit
-def _visible_keys(mask, part, batch, rows, sizes, SHAPE: gl.constexpr):
-    """The keys [first, end) that each row sees; none for rows beyond the last."""
-    real = rows < sizes.q_len
-    if SHAPE.parts > 0:
-        first, end = _at_part(mask, part, batch)
-        row_first = gl.load(first + rows, mask=real, other=0)
-        row_end = gl.load(end + rows, mask=real, other=0)
-    else:
-        row_first = rows * 0
-        row_end = gl.where(real, rows + 1 if SHAPE.causal else sizes.kv_len, 0)
-    return row_first, row_end
+        item, begin, inner, edge, stop = read(memory.work, barriers, record)
 
 
 @gluon.jit

@@ -57,25 +57,29 @@ def operand(weights, memory, wide: gl.constexpr):
 
 
 @gluon.jit
-def rescale(acc, factor):
-    """The rows of all blocks times a factor."""
-    main = _times(acc[0], factor)
+def rescale(acc, factor, SELECT: gl.constexpr = False):
+    """The rows of all blocks times a factor. If SELECT, a factor of 0 makes 0 of anything: an empty state holds NaN."""
+    main = _times(acc[0], factor, SELECT)
     if len(acc) > 1:
-        result = (main, _times(acc[1], factor))
+        result = (main, _times(acc[1], factor, SELECT))
     else:
         result = (main,)
     return result
 
 
 @gluon.jit
-def _times(block, factor):
+def _times(block, factor, SELECT: gl.constexpr):
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block.shape[1], 16])
-    return block * gl.convert_layout(factor, gl.SliceLayout(1, grid))[:, None]
+    column = gl.convert_layout(factor, gl.SliceLayout(1, grid))[:, None]
+    product = block * column
+    if SELECT:
+        product = gl.where(column != 0.0, product, 0.0)
+    return product
 
 
 @gluon.jit
 def initial(before, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: gl.constexpr):
-    """The carry of the state before: (acc, total, peak)."""
+    """The carry of the state before: (acc, total, peak). Where total is 0, acc may be anything."""
     state_out, out_strides, state_lse, lse_strides = before
     if state_out is None:
         total = gl.zeros([_ROWS], gl.float32, down)
@@ -89,10 +93,11 @@ def initial(before, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: gl
         place, real = _places(lse_strides, batch, head, row_begin, sizes, SHAPE, down)
         peak = gl.load(state_lse + place, mask=real, other=float("-inf")) * _LOG2_E
         total = gl.where(peak == float("-inf"), 0.0, 1.0)
-        main = _load_block(state_out, out_strides, total, batch, head, row_begin, sizes, SHAPE, 0, SHAPE.v_main)
+        # Not needed before the first softmax. To select the rows by `total` would be to wait for it here.
+        main = _load_block(state_out, out_strides, batch, head, row_begin, sizes, SHAPE, 0, SHAPE.v_main)
         if SHAPE.v_rest > 0:
             acc = (main, _load_block(
-                state_out, out_strides, total, batch, head, row_begin, sizes, SHAPE, SHAPE.v_main, SHAPE.v_rest
+                state_out, out_strides, batch, head, row_begin, sizes, SHAPE, SHAPE.v_main, SHAPE.v_rest
             ))  # fmt: skip
         else:
             acc = (main,)
@@ -118,38 +123,71 @@ def _places(strides, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: g
 
 @gluon.jit
 def _load_block(
-    state_out, strides, total, batch, head, row_begin, sizes, SHAPE: gl.constexpr, column_begin, WIDTH: gl.constexpr
+    state_out,
+    strides,
+    batch,
+    head,
+    row_begin,
+    sizes,
+    SHAPE: gl.constexpr,
+    column_begin: gl.constexpr,
+    WIDTH: gl.constexpr,
 ):
-    """A block of the output so far. That of an empty state does not count: it may hold anything."""
+    """A block of the output so far."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
     place, real = _places(strides, batch, head, row_begin, sizes, SHAPE, down)
-    real &= gl.convert_layout(total, down) > 0.0
     column = column_begin + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, grid))
-    return gl.load(state_out + place[:, None] + column[None, :], mask=real[:, None], other=0.0)
+    mask = _inside(real, column, column_begin + WIDTH, SHAPE.v_dim)
+    return gl.load(state_out + place[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@gluon.jit
+def _inside(real, column, END: gl.constexpr, WIDTH: gl.constexpr):
+    """Which elements of a block that ends at column END exist: those of real rows, in the first WIDTH columns."""
+    mask = real[:, None]
+    if END > WIDTH:
+        mask = mask & (column < WIDTH)[None, :]
+    return mask
 
 
 @gluon.jit
 def store_state(after, acc, total, peak, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: gl.constexpr):
-    """Writes the carry as a state."""
-    out, out_strides, lse, lse_strides = after
+    """Writes the carry as a state, with the sinks."""
+    out, out_strides, lse, lse_strides, sinks = after
+    if sinks is not None:
+        heads = head + gl.arange(0, _ROWS, layout=down) // (_ROWS // SHAPE.pack)
+        total, peak, decay = _with_sink(total, peak, gl.load(sinks + heads).to(gl.float32) * _LOG2_E)
+        acc = rescale(acc, decay, True)
     place, real = _places(lse_strides, batch, head, row_begin, sizes, SHAPE, down)
-    # A row without keys has total 0 and peak -inf: out 0 * 1, lse -inf + -inf.
+    # A row without keys has total 0 and peak -inf: out 0, lse -inf + -inf.
     gl.store(lse + place, (peak + gl.log2(total)) / _LOG2_E, mask=real)
-    acc = rescale(acc, 1.0 / gl.where(total == 0.0, 1.0, total))
+    acc = rescale(acc, gl.where(total == 0.0, 0.0, 1.0 / total), True)
     _store_block(out, out_strides, acc[0], batch, head, row_begin, sizes, SHAPE, 0)
     if SHAPE.v_rest > 0:
         _store_block(out, out_strides, acc[1], batch, head, row_begin, sizes, SHAPE, SHAPE.v_main)
 
 
 @gluon.jit
-def _store_block(out, strides, block, batch, head, row_begin, sizes, SHAPE: gl.constexpr, column_begin):
+def _with_sink(total, peak, sink):
+    """The carry with one more key, of score `sink` in base 2 and value 0, and the decay of what was before."""
+    new_peak = gl.maximum(peak, sink)
+    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    # An infinite sink has all the weight: subtract nothing, since inf - inf would be NaN.
+    weight = gl.exp2(gl.where(sink == float("inf"), 0.0, sink - shift))
+    decay = gl.exp2(peak - shift)
+    return total * decay + weight, new_peak, decay
+
+
+@gluon.jit
+def _store_block(out, strides, block, batch, head, row_begin, sizes, SHAPE: gl.constexpr, column_begin: gl.constexpr):
     WIDTH: gl.constexpr = block.shape[1]
     lines: gl.constexpr = _lines(WIDTH, out.dtype.element_ty == gl.float32)
     block = gl.convert_layout(block.to(out.dtype.element_ty), lines)
     place, real = _places(strides, batch, head, row_begin, sizes, SHAPE, gl.SliceLayout(1, lines))
     column = column_begin + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, lines))
-    gl.store(out + place[:, None] + column[None, :], block, mask=real[:, None])
+    mask = _inside(real, column, column_begin + WIDTH, SHAPE.v_dim)
+    gl.store(out + place[:, None] + column[None, :], block, mask=mask)
 
 
 @triton.constexpr_function

@@ -38,8 +38,8 @@ class TorchTiles:
         """The reason why this backend cannot serve the forward; None if it can."""
         return None if call.q.dtype in _DTYPES else f"it takes fp16, bf16, fp32 and fp64, not {call.q.dtype}"
 
-    def backward_refusal(self, call: Call, result: Result) -> str | None:
-        """The reason why this backend cannot serve the backward; None if it can."""
+    def backward_refusal(self, call: Call, *, grad_lse: bool = False) -> str | None:
+        """The reason why this backend cannot serve the backward, with or without a gradient of lse; None if it can."""
         return self.refusal(call)
 
     def forward(self, call: Call, total: StateAccumulator) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,25 +35,31 @@ class Triton:
             return "it needs a GPU (or TRITON_INTERPRET=1 set before triton is imported)"
         return None
 
-    def backward_refusal(self, call: Call, result: Result) -> str | None:
-        """The reason why this backend cannot serve the backward; None if it can."""
+    def backward_refusal(self, call: Call, *, grad_lse: bool = False) -> str | None:
+        """The reason why this backend cannot serve the backward, with or without a gradient of lse; None if it can."""
         return self.refusal(call)
 
-    def _forward(self) -> ModuleType:
-        return require("attnmesh.ops.dense.triton_forward", extra="triton")
+    def _forward(self) -> Callable[..., State]:
+        kernel: Callable[..., State] = require("attnmesh.ops.dense.triton_forward", extra="triton").forward
+        return kernel
+
+    def _backward(self) -> Callable[..., None]:
+        kernel: Callable[..., None] = require("attnmesh.ops.dense.triton_backward", extra="triton").backward
+        return kernel
 
     def forward(self, call: Call, total: StateAccumulator) -> None:
         """Merges the attention of this call into `total`."""
-        kernel = self._forward().forward
-        call, blocks = _launches(call, zero_rows=False)  # the kernel selects scores of rows without keys away
+        # The kernel continues the state it is given, so that partial results never round to bf16. It selects scores of
+        # rows without keys away. The last call covers all rows: they are rounded, and have sinks.
+        kernel = self._forward()
+        call, blocks = _launches(call, zero_rows=False, all_rows=total.last_call)
         for block in blocks:
             q, k, v = _sliced(call, block)
-            whole = len(block.q) == call.q.shape[2]
-            if whole and total.one_call:
-                total.add(kernel(q, k, v, **_arguments(call, block), state=None, out_dtype=q.dtype))
+            if total.last_call:
+                how = {"state": total.flush(), "out_dtype": q.dtype, "sinks": total.sinks}
+                total.complete(kernel(q, k, v, **_arguments(call, block), **how))
                 continue
-            # The kernel continues the state it is given, so that partial results never round to bf16.
-            state = total.flush() if whole else total.total()
+            state = total.flush() if len(block.q) == call.q.shape[2] else total.total()
             if state is not None:
                 rows = slice(block.q.start, block.q.stop)
                 state = State(state.out[:, :, rows], state.lse[:, :, rows])
@@ -66,7 +72,7 @@ class Triton:
 
     def backward(self, call: Call, result: Result, grads: Grads) -> None:
         """Adds the gradients of this call to `grads`."""
-        kernel = require("attnmesh.ops.dense.triton_backward", extra="triton").backward
+        kernel = self._backward()
         call, blocks = _launches(call, zero_rows=True)
         every = (grads.q, call.q, "q"), (grads.k, call.k, "k"), (grads.v, call.v, "v")
         wanted = {name: (grad, x) for grad, x, name in every if grad is not None}
@@ -90,17 +96,20 @@ class Triton:
                     grad.add(sums[name])
 
 
-def _launches(call: Call, *, zero_rows: bool) -> tuple[Call, tuple[Block, ...]]:
+def _launches(call: Call, *, zero_rows: bool, all_rows: bool = False) -> tuple[Call, tuple[Block, ...]]:
     """A block without a mask as it is; any others as one launch over all rows and the keys that blocks include.
 
-    A call that needs a mask is returned without the NaN that unseen keys (and rows without keys) may hold.
+    With `all_rows` a block of some of the rows needs a mask, too. A call with other masks is returned without the NaN
+    that unseen keys (and rows without keys) may hold.
     """
     blocks = call.visibility.blocks
     masked = [block for block in blocks if block.kind is Kind.PARTIAL or block.sequences is not None]
-    if len(blocks) <= 1 and not masked:
+    rows = range(call.q.shape[2])
+    if len(blocks) > 1 or masked:
+        call = call.with_unseen_zeroed(zero_rows=zero_rows)
+    elif not all_rows or all(block.q == rows for block in blocks):
         return call, blocks
-    whole = Block(range(call.q.shape[2]), key_hull(blocks), Kind.PARTIAL)
-    return call.with_unseen_zeroed(zero_rows=zero_rows), (whole,)
+    return call, (Block(rows, key_hull(blocks), Kind.PARTIAL),)
 
 
 def _sliced(call: Call, block: Block) -> Any:

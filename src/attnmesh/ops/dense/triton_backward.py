@@ -127,14 +127,14 @@ def backward(
     }  # fmt: skip
     with torch.cuda.device_of(q):
         if grad_q is not None:
-            tiles = query_tiles or pick_tiles(GRAD_QUERY_TILES, q, v)
+            tiles = query_tiles or pick_tiles(GRAD_QUERY_TILES, q, v, held=("q", "grad_out"))
             _grad_query_kernel[(triton.cdiv(q_len, tiles.rows) * batch * q_heads,)](
                 *inputs, visible.first, visible.end, visible.strides, grad_q, grad_q_strides, *sizes,
                 **options, CAUSAL=causal, ROWS=tiles.rows, KEYS=tiles.keys,
                 num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
         if grad_k is not None or grad_v is not None:
-            tiles = key_tiles or pick_tiles(GRAD_KEY_TILES, q, v)
+            tiles = key_tiles or pick_tiles(GRAD_KEY_TILES, q, v, held=("k", "v"))
             programs = triton.cdiv(kv_len, tiles.keys) * batch * kv_heads
             splits = _MAX_SPLITS if visible.parts > 1 else 1
             if splits > 1 and overwrite:  # splits add to float32
@@ -162,7 +162,7 @@ def backward(
 
 def _key_targets(grad_k: Tensor | None, grad_v: Tensor | None) -> list[tuple[Tensor | None, Tensor | None]]:
     """What each launch computes: both gradients, or one after the other where the tile of both would not fit."""
-    if grad_k is None or grad_v is None or {grad_k.shape[-1], grad_v.shape[-1]} != {256}:
+    if grad_k is None or grad_v is None or not 192 < max(grad_k.shape[-1], grad_v.shape[-1]) <= 256:
         return [(grad_k, grad_v)]
     return [(grad_k, None), (None, grad_v)]
 

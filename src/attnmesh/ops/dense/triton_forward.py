@@ -61,6 +61,7 @@ def forward(
     state: State | None,
     out_dtype: torch.dtype,
     terms: ScoreTerms = PLAIN,
+    sinks: Tensor | None = None,
     tiles: DenseTiles | None = None,
 ) -> State:
     """Attention of q [B, Hq, Sq, D] over k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv], merged with `state`.
@@ -68,7 +69,8 @@ def forward(
     Row i attends to all keys, or to keys j <= i if `causal` (Sq == Sk), or, with `bounds = (first, end)`, to the keys
     first[p, b, i] <= j < end[p, b, i] of every part p: int32 [parts, B or 1, Sq], both non-decreasing along the rows,
     the parts of a row disjoint. `state` is float32; it is overwritten with the result if `out_dtype` is float32, else
-    the result is new. A row that attends to no key has out 0 and lse -inf.
+    the result is new. `sinks` [Hq] are scores of one more key per head, whose value is 0. A row that attends to no key
+    has out 0, and the sink or -inf as its lse.
     """
     batch, q_heads, q_len, key_dim = q.shape
     kv_heads, kv_len, value_dim = v.shape[1:]
@@ -86,7 +88,7 @@ def forward(
 
     visible = Bounds.of(bounds)
     state_out, state_lse = state or (None, None)
-    tiles = tiles or pick_tiles(FORWARD_TILES if bounds is None else BOUNDED_FORWARD_TILES, q, v)
+    tiles = tiles or pick_tiles(FORWARD_TILES if bounds is None else BOUNDED_FORWARD_TILES, q, v, held=("q",))
     q_strides, k_strides, v_strides, state_strides, out_strides = row_strides(
         q=q, k=k, v=v, state_out=state_out, out=result.out
     )
@@ -96,7 +98,7 @@ def forward(
             q, q_strides, k, k_strides, v, v_strides, visible.first, visible.end, visible.strides,
             state_out, state_strides, state_lse, (0, 0, 0) if state_lse is None else state_lse.stride(),
             result.out, out_strides, result.lse, result.lse.stride(),
-            q_len, kv_len, q_heads, q_heads // kv_heads, scale, *terms,
+            None if sinks is None else sinks.contiguous(), q_len, kv_len, q_heads, q_heads // kv_heads, scale, *terms,
             CAUSAL=causal, PARTS=visible.parts, D=key_dim, K_BLOCKS=blocks_of(key_dim), DV=value_dim,
             V_BLOCKS=blocks_of(value_dim), ROWS=tiles.rows, KEYS=tiles.keys,
             num_warps=tiles.warps, num_stages=tiles.stages,
@@ -108,7 +110,7 @@ def forward(
 def _forward_kernel(
     q, q_strides, k, k_strides, v, v_strides, first, end, bounds_strides,
     state_out, state_out_strides, state_lse, state_lse_strides,
-    out, out_strides, lse, lse_strides,
+    out, out_strides, lse, lse_strides, sinks,
     q_len, kv_len, q_heads, group, scale, softcap, slopes, q_positions, k_positions,
     CAUSAL: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
     V_BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -160,6 +162,9 @@ def _forward_kernel(
                 scale, softcap, slope, row_positions, k_positions, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
             )  # fmt: skip
 
+    if sinks is not None:
+        total, peak, decay = _with_sink(total, peak, tl.load(sinks + head).to(tl.float32) * _LOG2_E)
+        acc = scale_tile(acc, decay[:, None], V_BLOCKS)
     # A row without keys has total 0 and peak -inf: out 0 / 1, lse -inf + -inf.
     result = scale_tile(acc, 1.0 / tl.where(total == 0.0, 1.0, total)[:, None], V_BLOCKS)
     store_tile(at_head(out, out_strides, batch, head), out_strides[2], row_begin, q_len, result, ROWS, DV, V_BLOCKS)
@@ -205,3 +210,14 @@ def _attend(
     total = total * decay + tl.sum(weights, 1)
     acc = add_product(scale_tile(acc, decay[:, None], V_BLOCKS), weights, v_tile, V_BLOCKS)
     return acc, total, new_peak
+
+
+@triton.jit
+def _with_sink(total, peak, sink):
+    """The carry with one more key, of score `sink` in base 2 and value 0, and the decay of what was before."""
+    new_peak = tl.maximum(peak, sink)
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    decay = tl.exp2(peak - shift)
+    # An infinite sink has all the weight: subtract nothing, since inf - inf would be NaN.
+    weight = tl.exp2(tl.where(sink == float("inf"), 0.0, sink - shift))
+    return total * decay + weight, new_peak, decay

@@ -22,11 +22,14 @@ the next power of two: 192 = 128 + 64, 576 = 512 + 64. Tiles are tuples of one o
 # Kernels are Triton's language, not Python's: its names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+import functools
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from attnmesh.ops.gpu import GPU, HOPPER, gpu_of
 
 LENGTHS = ["q_len", "kv_len"]  # not specialized: the blocks of a ring have many lengths, and each would recompile
 LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, which the hardware supports natively
@@ -44,8 +47,9 @@ class DenseTiles(NamedTuple):
 
 # (width, bytes per element) -> tiles, where the width is that of keys or values, whichever is wider, rounded up to one
 # of WIDTHS. Fixed rather than autotuned: the order of the sums, and so the result, must not depend on a timing.
-# tests/ops/test_triton_compiles.py checks that none spills on sm_90. float32 runs without tensor cores (tf32 would not
-# be float32): a thread then keeps whole rows of both operands of a product in registers, which requires small tiles.
+# Tuned on an H200; tests/ops/test_triton_compiles.py checks that none spills on sm_90. `pick_tiles` reduces them for
+# devices with less shared memory. float32 runs without tensor cores (tf32 would not be float32): a thread then keeps
+# whole rows of both operands of a product in registers, which requires small tiles.
 WIDTHS = (64, 128, 192, 256, 576)
 FORWARD_TILES = {
     (64, 2): DenseTiles(128, 64, 4, 3),
@@ -86,6 +90,12 @@ GRAD_KEY_TILES = {
     (256, 4): DenseTiles(16, 16, 8, 1),
     (576, 4): DenseTiles(16, 16, 8, 1),
 }
+# Instead of the backward's 16-bit tiles of width 192, which exceed Blackwell's memory, by the tensors that are held.
+TENSOR_MEMORY_TILES: dict[tuple[str, ...], DenseTiles] = {
+    ("q", "grad_out"): DenseTiles(128, 32, 8, 2),
+    ("k", "v"): DenseTiles(16, 128, 8, 2),
+}
+_RESERVED = 2048  # bytes of shared memory for reductions
 
 
 def padded(head_dim: int) -> int:
@@ -103,15 +113,50 @@ def blocks_of(width: int) -> tuple[int, int]:
     return (main, rest) if main + rest < whole else (whole, 0)
 
 
-def pick_tiles(table: dict[tuple[int, int], DenseTiles], q: Tensor, v: Tensor) -> DenseTiles:
-    """The entry of `table` for the widths of keys and values and for the dtype."""
-    width = max(q.shape[-1], v.shape[-1])
-    if width > WIDTHS[-1]:
+def pick_tiles(
+    table: dict[tuple[int, int], DenseTiles], q: Tensor, v: Tensor, *, held: tuple[str, ...]
+) -> DenseTiles:  # fmt: skip
+    """The entry of `table` for the widths of keys and values and for the dtype, reduced until it fits the device.
+
+    `held` are the tensors of which a program holds one tile while it reads tile after tile of the others.
+    """
+    widths = q.shape[-1], v.shape[-1]
+    if max(widths) > WIDTHS[-1]:
         raise ValueError(
-            f"head_dim must be at most {WIDTHS[-1]} for the Triton kernels, got {q.shape[-1]} (keys) and "
-            f"{v.shape[-1]} (values)"
+            f"head_dim must be at most {WIDTHS[-1]} for the Triton kernels, got {widths[0]} (keys) and "
+            f"{widths[1]} (values)"
         )
-    return table[next(at for at in WIDTHS if at >= width), q.element_size()]
+    width, size, gpu = next(at for at in WIDTHS if at >= max(widths)), q.element_size(), gpu_of(q.device)
+    if gpu.tensor_memory and (width, size) == (192, 2) and held in TENSOR_MEMORY_TILES:
+        return TENSOR_MEMORY_TILES[held]
+    tiles = table[width, size]
+    return tiles if gpu.shared_memory >= HOPPER.shared_memory else _fitted(tiles, *widths, size, held, gpu)
+
+
+@functools.cache
+def _fitted(tiles: DenseTiles, key_dim: int, value_dim: int, size: int, held: tuple[str, ...], gpu: GPU) -> DenseTiles:
+    """The tiles with fewer stages, then with fewer rows or keys, whichever are more, until they fit."""
+    key_blocks, value_blocks = blocks_of(key_dim), blocks_of(value_dim)
+    both = sum(key_blocks) + sum(value_blocks)
+    columns = sum(key_blocks) if held == ("q",) else both
+    least = 4 if size == 4 else 16  # tensor cores multiply 16 rows at a time
+    many, few, row_terms = ("keys", "rows", 16) if held == ("k", "v") else ("rows", "keys", 0)
+    while True:
+        kept, read = getattr(tiles, many), getattr(tiles, few)
+        # Of what is read, one stage is in registers. So are the weights of a product whose rows are at least as many as
+        # its columns: each warp then multiplies whole rows. Otherwise warps exchange them through shared memory.
+        exchanged = 0 if size == 2 and kept >= max(*key_blocks, *value_blocks) else kept * read * size
+        needed = kept * columns * size + max(1, tiles.stages - 1) * read * (both * size + row_terms) + exchanged
+        if needed + _RESERVED <= gpu.shared_memory:
+            return tiles
+        if tiles.stages > 2:
+            tiles = tiles._replace(stages=tiles.stages - 1)
+        elif read >= kept and read > 16:
+            tiles = tiles._replace(**{few: read // 2})
+        elif kept > least:
+            tiles = tiles._replace(**{many: kept // 2})
+        else:
+            return tiles  # Triton raises OutOfResources
 
 
 class Bounds(NamedTuple):

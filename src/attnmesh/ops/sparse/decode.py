@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor
 
@@ -16,39 +14,20 @@ from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
 from attnmesh.ops.sparse import torch_backend
 from attnmesh.ops.sparse.arguments import RowBounds
 from attnmesh.ops.sparse.attention import MAX_DEFAULT_D_V
-from attnmesh.ops.sparse.paged import PagedKeys, check_per_row, check_pool, check_shard, check_table, refuse_gradient
+from attnmesh.ops.sparse.paged import (
+    PagedKeys,
+    SparseDecodeCall,
+    check_per_row,
+    check_pool,
+    check_shard,
+    check_table,
+    refuse_gradient,
+)
 from attnmesh.ops.storage import Stored
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_GATHERED = 1 << 22  # elements of the keys gathered at a time
 _BACKENDS = ("auto", "torch", "triton")
-
-
-@dataclass(frozen=True)
-class SparseDecodeCall:
-    """Validated arguments: q [B, T, H, D], indices int32 [B, T, topk], counts [B, T] (None: all)."""
-
-    q: Tensor
-    keys: PagedKeys
-    indices: Tensor
-    counts: Tensor | None
-    scale: float
-    d_v: int
-    sinks: Tensor | None
-    split_size: int | None
-    out_dtype: torch.dtype
-
-    @property
-    def used(self) -> Tensor:
-        """Which entries of `indices` are among the counted, bool [B, T, topk]."""
-        slot = torch.arange(self.indices.shape[2], device=self.indices.device)
-        if self.counts is None:
-            return torch.ones_like(self.indices, dtype=torch.bool)
-        return slot < self.counts[..., None]
-
-    def without_sinks(self, q: Tensor) -> SparseDecodeCall:
-        """The call for other queries of the same tokens, without sinks."""
-        return replace(self, q=q, sinks=None)
 
 
 def paged_sparse_decode_attention(

@@ -1,4 +1,4 @@
-"""Keys of the sparse functions in the blocks of a paged cache: where an index is stored, and reading it.
+"""Keys of the sparse functions in the blocks of a paged cache: where an index is stored, reading it, and calls over it.
 
 An index is a position of its sequence, which the block table maps to a slot of the pool (block * block_size + offset),
 or it is a slot already. Negative indices are padding. An index that is in no block is a fault: it is never read, and is
@@ -7,7 +7,7 @@ reported as `device_errors` describes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -100,6 +100,33 @@ class PagedKeys:
         values = as_bytes[blocks, offsets].view(torch.float8_e4m3fn)
         rope = None if self.pool.rope is None else self.pool.rope[blocks, offsets]
         return dequantize(Quantized(values, self.pool.scales[blocks, offsets], rope), dtype, head_axis=-2)[..., 0, :]
+
+
+@dataclass(frozen=True)
+class SparseDecodeCall:
+    """Validated arguments: q [B, T, H, D], indices int32 [B, T, topk], counts [B, T] (None: all)."""
+
+    q: Tensor
+    keys: PagedKeys
+    indices: Tensor
+    counts: Tensor | None
+    scale: float
+    d_v: int
+    sinks: Tensor | None
+    split_size: int | None
+    out_dtype: torch.dtype
+
+    @property
+    def used(self) -> Tensor:
+        """Which entries of `indices` are among the counted, bool [B, T, topk]."""
+        slot = torch.arange(self.indices.shape[2], device=self.indices.device)
+        if self.counts is None:
+            return torch.ones_like(self.indices, dtype=torch.bool)
+        return slot < self.counts[..., None]
+
+    def without_sinks(self, q: Tensor) -> SparseDecodeCall:
+        """The call for other queries of the same tokens, without sinks."""
+        return replace(self, q=q, sinks=None)
 
 
 def check_pool(name: str, pool: object, q: Tensor, quantized: str) -> Stored:

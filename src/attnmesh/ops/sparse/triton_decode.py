@@ -29,10 +29,10 @@ from torch import Tensor
 from attnmesh.core.merge import add_sinks
 from attnmesh.core.state import State
 from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_device_error
+from attnmesh.ops.gpu import gpu_of
 from attnmesh.ops.sparse import gluon_forward, triton_forward
-from attnmesh.ops.sparse.decode import SparseDecodeCall
-from attnmesh.ops.sparse.paged import PagedKeys
-from attnmesh.ops.sparse.triton_forward import LOG2_E, ForwardTiles, pick_tiles, shared_memory, split_width
+from attnmesh.ops.sparse.paged import PagedKeys, SparseDecodeCall
+from attnmesh.ops.sparse.triton_forward import LOG2_E, ForwardTiles, pick_tiles, split_width
 from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
 
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -94,7 +94,9 @@ def _tiles(call: SparseDecodeCall) -> ForwardTiles:
     heads = min(64, max(16, int(triton.next_power_of_2(call.q.shape[2]))))
     if isinstance(call.keys.pool, Tensor):
         main, tail = split_width(call.keys.width)
-        return pick_tiles(heads, main, main + tail, call.q.dtype, separate=False, limit=shared_memory(call.q))
+        return pick_tiles(
+            heads, main, main + tail, call.q.dtype, separate=False, limit=gpu_of(call.q.device).shared_memory
+        )
     return _QUANTIZED
 
 

@@ -8,13 +8,14 @@ summed in several passes over the keys, each of which adds to the output of the 
 # Kernels are written in Triton's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
-from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from attnmesh.ops.gpu import gpu_of
 
 LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, as the hardware does
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -47,8 +48,7 @@ MAX_HEADS = 64  # per pass
 # float32 runs without tensor cores, and a thread holds whole rows of both operands: small tiles, columns in steps.
 WIDE_TILES = DistributionTiles(32, 16, 4, 2)
 STEPS = {4: 32}  # bytes per element -> columns per step; others take all columns at once
-SHARED_MEMORY = 227 * 1024  # of Hopper, where there is no device
-RESERVED = 4096  # of it, for indices and reductions
+RESERVED = 4096  # bytes of shared memory for indices and reductions
 PROGRAMS = 1024  # few rows are split into about this many programs
 
 
@@ -103,14 +103,8 @@ def pick_tiles(q: Tensor, group: int, width: int) -> DistributionTiles:
     heads = min(max(16, triton.next_power_of_2(group)), MAX_HEADS)
     warps = 8 if width > 256 else 4  # addresses of wide rows would fill the registers of fewer threads
     choices = [DistributionTiles(keys, min(heads, most), warps, stages) for keys, most, stages in TILES]
-    limit = shared_memory(q.device.index) if q.is_cuda else SHARED_MEMORY
-    return next((tiles for tiles in choices if tiles.shared_memory(width) <= limit - RESERVED), choices[-1])
-
-
-@cache
-def shared_memory(device: int) -> int:
-    """Bytes of shared memory per program."""
-    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+    limit = gpu_of(q.device).shared_memory - RESERVED
+    return next((tiles for tiles in choices if tiles.shared_memory(width) <= limit), choices[-1])
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)

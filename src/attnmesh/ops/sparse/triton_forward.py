@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnmesh.ops.gpu import gpu_of
+
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)
 NOT_SPECIALIZED = ["heads", "k_offset", "scale_log2", "topk"]
@@ -69,7 +71,7 @@ def forward(
     value_main, value_tail = (main, tail if d_v > main else 0) if v is None else split_width(d_v)
     if tiles is None:
         width = main + tail + (0 if v is None else value_main + value_tail)
-        tiles = pick_tiles(heads, main, width, q.dtype, separate=v is not None, limit=shared_memory(q))
+        tiles = pick_tiles(heads, main, width, q.dtype, separate=v is not None, limit=gpu_of(q.device).shared_memory)
     with torch.cuda.device_of(q):
         _forward_kernel[(s_q * triton.cdiv(heads, tiles.heads),)](
             q, q.stride(0), q.stride(1), k, k.stride(0), v, 0 if v is None else v.stride(0),
@@ -111,13 +113,6 @@ def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separat
         else:
             break
     return tiles
-
-
-def shared_memory(x: Tensor) -> int:
-    """Bytes of shared memory per program on the device of x."""
-    if not x.is_cuda:
-        return 227 * 1024
-    return int(getattr(torch.cuda.get_device_properties(x.device), "shared_memory_per_block_optin", 48 * 1024))
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnmesh.ops.gpu import gpu_of
+
 MAX_HEAD_DIM = 256
 
 
@@ -82,7 +84,18 @@ def pick_topk_tiles(iq: Tensor, s_kv: int) -> IndexerTiles:
     """Tiles of the top-k: no more rows than fill a product or fit in shared memory beside the keys."""
     tiles, heads = TOPK[iq.element_size()], head_tile(iq.shape[1])
     rows = min(tiles.rows, MAX_COLUMNS // heads, max(1, 4 * 128 // padded(iq.shape[2])))
-    return tiles._replace(rows=rows if iq.shape[1] <= heads and s_kv <= LONG_ROW else 1)
+    tiles = tiles._replace(rows=rows if iq.shape[1] <= heads and s_kv <= LONG_ROW else 1)
+    row_bytes = padded(iq.shape[2]) * iq.element_size()
+    while tiles.rows * heads * row_bytes + (tiles.stages - 1) * tiles.keys * row_bytes + (tiles.rows + 1) * 1024 > (
+        gpu_of(iq.device).shared_memory
+    ):
+        if tiles.stages > 2:
+            tiles = tiles._replace(stages=tiles.stages - 1)
+        elif tiles.rows > 1:
+            tiles = tiles._replace(rows=tiles.rows // 2)
+        else:
+            break  # Triton raises OutOfResources
+    return tiles
 
 
 def pick_grad_tiles(iq: Tensor) -> IndexerTiles:

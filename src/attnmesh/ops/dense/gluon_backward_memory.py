@@ -1,0 +1,231 @@
+"""What a program of the backward in Gluon has in shared memory, and the two warps that fill and empty it.
+
+The loader copies keys and values, and then a tile of q and grad_out and the terms of its rows for every step, some
+steps ahead. The adder lets the copy engine (TMA) add finished tiles of grad_q to memory. A stage `step % STAGES` is
+used for the `step // STAGES`-th time; barriers are waited for by the parity of that, and waiting for the phase before
+the first succeeds at once.
+"""
+
+# Kernels are written in Gluon's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from attnmesh.ops.dense.gluon_tma import async_add_shared_to_global
+from attnmesh.ops.dense.triton_tiles import LOG2_E
+
+TILE = 64  # rows of a step, and keys of a differentiator: the rows of one matrix instruction
+_TILE, _LOG2_E = gl.constexpr(TILE), gl.constexpr(LOG2_E)
+
+
+class Memory(NamedTuple):
+    """Shared memory: tiles of keys and values; of rows and their terms, by stage; of ds and finished grad_q."""
+
+    k: Any
+    v: Any
+    q: Any
+    grad_out: Any
+    lse: Any
+    delta: Any
+    bounds: Any
+    ds: Any
+    grad_q: Any
+
+
+class Barriers(NamedTuple):
+    """The barriers of the tiles: `ready` to be read, `free` to be written."""
+
+    k_ready: Any
+    v_ready: Any
+    q_ready: Any
+    q_free: Any  # and grad_out, unless the differentiators share keys
+    grad_out_ready: Any
+    grad_out_free: Any  # if the differentiators share keys
+    ds_ready: Any
+    ds_free: Any
+    grad_q_ready: Any
+    grad_q_free: Any
+
+
+class Work(NamedTuple):
+    """What a program computes: the gradients of 64 or 128 keys, from some rows of some heads, in steps of 64 rows."""
+
+    batch: Any
+    kv_head: Any
+    key_begin: Any
+    head: Any  # the first of the query heads
+    head_end: Any
+    begin: Any  # rows [begin, stop) see some key; those of [inner, edge) see all of them, and need no mask
+    inner: Any
+    edge: Any
+    stop: Any
+    steps: Any
+    q_len: Any
+    kv_len: Any
+
+
+class Shape(NamedTuple):
+    """The constants of a kernel."""
+
+    needs_q: Any
+    scores: Any  # the gradient of the scores is needed, for grad_q or grad_k
+    values: Any  # grad_v is needed
+    shared_keys: Any  # by both differentiators
+    bounded: Any
+    causal: Any
+    atomic: Any  # other programs add to the same keys
+    overwrite: Any
+    d: Any
+    k_block: Any  # columns of a block of queries and keys, and the blocks of a tile
+    k_blocks: Any
+    dv: Any
+    v_block: Any
+    v_blocks: Any
+    q_block: Any  # columns of grad_q that are exchanged at once, and how often
+    q_rounds: Any
+    stages: Any
+    grad_out_stages: Any
+    unrolled: Any
+    paired: Any
+    held: Any
+
+
+@gluon.jit
+def load(q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE: gl.constexpr):
+    """Copies keys and values once, and then the rows of every step."""
+    STAGES: gl.constexpr = SHAPE.stages
+    lse, lse_strides, delta, delta_strides, first, end, bounds_stride = row_terms
+    near = gl.arange(0, _TILE, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    batch, head, row = work.batch, work.head, work.begin
+    lse_head = lse + batch.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
+    delta_head = delta + batch.to(gl.int64) * delta_strides[0] + head.to(gl.int64) * delta_strides[1]
+    HALVES: gl.constexpr = 1 if SHAPE.shared_keys else 2
+    mbarrier.expect(barriers.k_ready.index(0), HALVES * k.block_type.nbytes * SHAPE.k_blocks)
+    for half in gl.static_range(HALVES):
+        keys = work.key_begin + half * _TILE
+        _copy(k, batch, work.kv_head, keys, memory.k, half, barriers.k_ready.index(0), SHAPE.k_blocks)
+    for step in range(work.steps):
+        stage = step % STAGES
+        turn = (step // STAGES) & 1
+        rows = row + near
+        real = rows < work.q_len
+        row_lse = gl.load(lse_head + rows * lse_strides[2], mask=real, other=float("-inf"))
+        row_delta = gl.load(delta_head + rows * delta_strides[2], mask=real, other=0.0)
+        empty = row_lse == float("-inf")
+        mbarrier.wait(barriers.q_free.index(stage), turn ^ 1)
+        mbarrier.expect(barriers.q_ready.index(stage), q.block_type.nbytes * SHAPE.k_blocks)
+        _copy(q, batch, head, row, memory.q, stage, barriers.q_ready.index(stage), SHAPE.k_blocks)
+        # Rows without keys have weights of 0.
+        memory.lse.index(stage).store(gl.where(empty, float("inf"), row_lse * _LOG2_E))
+        if SHAPE.bounded:
+            row_first = gl.load(first + batch.to(gl.int64) * bounds_stride + rows, mask=real, other=0)
+            row_end = gl.load(end + batch.to(gl.int64) * bounds_stride + rows, mask=real, other=0)
+            memory.bounds.index(2 * stage).store(row_first)
+            memory.bounds.index(2 * stage + 1).store(gl.minimum(row_end, work.kv_len))
+        mbarrier.arrive(barriers.q_ready.index(stage), count=1)
+        if SHAPE.scores and step == 0:
+            mbarrier.expect(barriers.v_ready.index(0), HALVES * v.block_type.nbytes * SHAPE.v_blocks)
+            for half in gl.static_range(HALVES):
+                keys = work.key_begin + half * _TILE
+                _copy(v, batch, work.kv_head, keys, memory.v, half, barriers.v_ready.index(0), SHAPE.v_blocks)
+        at = step % SHAPE.grad_out_stages
+        ready = barriers.grad_out_ready.index(stage)
+        if SHAPE.shared_keys:
+            # One stage, which the differentiators read in turn: each has a barrier, since neither waits for all phases.
+            mbarrier.wait(barriers.grad_out_free.index(0), (step & 1) ^ 1)
+            ready = barriers.grad_out_ready.index(step % 2)
+        mbarrier.expect(ready, grad_out.block_type.nbytes * SHAPE.v_blocks)
+        _copy(grad_out, batch, head, row, memory.grad_out, at, ready, SHAPE.v_blocks)
+        memory.delta.index(at).store(gl.where(empty, 0.0, row_delta))
+        mbarrier.arrive(ready, count=1)
+        # The next rows, or the first rows of the next head.
+        row = row + _TILE
+        if row >= work.stop:
+            head = head + 1
+            row = gl.where(head < work.head_end, work.begin, work.q_len)  # no rows, to make the steps even
+            lse_head += lse_strides[1]
+            delta_head += delta_strides[1]
+
+
+@gluon.jit
+def _copy(x, batch, head, row, memory, tile, ready, BLOCKS: gl.constexpr):
+    """Lets the copy engine fetch a tile, block by block of columns."""
+    block: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    WIDTH: gl.constexpr = memory.shape[2]
+    for i in gl.static_range(BLOCKS):
+        there = memory.index(tile * BLOCKS + i)._reinterpret(x.dtype, [1, 1, _TILE, WIDTH], block)
+        tma.async_copy_global_to_shared(x, [batch, head, row, i * WIDTH], ready, there)
+
+
+@gluon.jit
+def add_rows(grad_q, memory, barriers, work, SHAPE: gl.constexpr):
+    """Adds what the differentiators leave in shared memory to grad_q, by the copy engine."""
+    WIDTH: gl.constexpr = SHAPE.q_block
+    ROUNDS: gl.constexpr = SHAPE.q_rounds
+    if grad_q is not None:
+        head, row = work.head, work.begin
+        for step in range(work.steps // 2 if SHAPE.paired else work.steps):
+            # The rows of both halves: of two steps, or the same.
+            next_head, next_row = next_rows(head, row, work)
+            other_head, other_row = (next_head, next_row) if SHAPE.paired else (head, row)
+            if SHAPE.shared_keys:
+                # One after the other: then one differentiator multiplies while the other gets rid of its results.
+                for i in gl.static_range(ROUNDS):
+                    _add_block(grad_q, memory, barriers, work.batch, head, row, i * WIDTH, step * ROUNDS + i, 0)
+                    _give_back(barriers, 0, 0)
+                for i in gl.static_range(ROUNDS):
+                    _add_block(
+                        grad_q, memory, barriers, work.batch, other_head, other_row, i * WIDTH, step * ROUNDS + i, 1
+                    )
+                    _give_back(barriers, 1, 0)
+            else:
+                for i in gl.static_range(ROUNDS):
+                    column = i * WIDTH if SHAPE.paired else WIDTH
+                    _add_block(grad_q, memory, barriers, work.batch, head, row, i * WIDTH, step * ROUNDS + i, 0)
+                    _add_block(
+                        grad_q, memory, barriers, work.batch, other_head, other_row, column, step * ROUNDS + i, 1
+                    )
+                    _give_back(barriers, 0, 1)
+                    _give_back(barriers, 1, 0)
+            if SHAPE.paired:
+                head, row = next_rows(next_head, next_row, work)
+            else:
+                head, row = next_head, next_row
+
+
+@gluon.jit
+def _add_block(grad_q, memory, barriers, batch, head, row, column, uses, HALF: gl.constexpr):
+    block: gl.constexpr = gl.NVMMASharedLayout(128, 32, 4)
+    WIDTH: gl.constexpr = memory.grad_q.shape[2]
+    mbarrier.wait(barriers.grad_q_ready.index(HALF), uses & 1)
+    tile = memory.grad_q.index(HALF)._reinterpret(gl.float32, [1, 1, _TILE, WIDTH], block)
+    async_add_shared_to_global(grad_q, [batch, head, row, column], tile)
+
+
+@gluon.jit
+def _give_back(barriers, HALF: gl.constexpr, UNDER_WAY: gl.constexpr):
+    tma.store_wait(UNDER_WAY)
+    mbarrier.arrive(barriers.grad_q_free.index(HALF), count=1)
+
+
+@gluon.jit
+def next_rows(head, row, work):
+    """The next rows, or the first of the next head; after the last head, rows that do not exist."""
+    row = row + _TILE
+    if row >= work.stop:
+        head = head + 1
+        row = gl.where(head < work.head_end, work.begin, work.q_len)
+    return head, row
+
+
+@gluon.jit
+def next_row(row, work):
+    """The next rows, or the first of the next head."""
+    row = row + _TILE
+    if row >= work.stop:
+        row = work.begin
+    return row

@@ -1,0 +1,122 @@
+"""The work of a persistent program in Gluon: its items, the keys that each needs, and the records that say so.
+
+An item is a tile of query rows of one head, or of a few heads that share a KV head. One warp decides which keys an item
+needs and publishes a record for each part of the mask, which the other warps read. See `gluon_forward`.
+"""
+
+# Kernels are written in Gluon's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from attnmesh.ops.dense.gluon_online_softmax import ROWS
+
+ATTENDERS = 2  # groups of warps, with ROWS rows each
+_TILE_ROWS = gl.constexpr(ATTENDERS * ROWS)
+RECORD = 8  # integers of a record: item, begin, inner, edge, stop
+_RECORD = gl.constexpr(RECORD)
+
+
+class Sizes(NamedTuple):
+    """The lengths, the query heads, those of a group, the work items, and the head tiles of a section."""
+
+    q_len: Any
+    kv_len: Any
+    q_heads: Any
+    group: Any
+    items: Any
+    section: Any
+
+
+@gluon.jit
+def locate(item, sizes, SHAPE: gl.constexpr):
+    """The first row, head and sequence of an item. In a section the last rows come first: most have the most keys."""
+    TILE: gl.constexpr = _TILE_ROWS // SHAPE.pack
+    tile_count = (sizes.q_len + TILE - 1) // TILE
+    within = item % (sizes.section * tile_count)
+    begin = item // (sizes.section * tile_count) * sizes.section
+    section = gl.minimum(sizes.section, sizes.items // tile_count - begin)
+    head_tile = begin + within % section
+    heads = sizes.q_heads // SHAPE.pack
+    return (tile_count - 1 - within // section) * TILE, head_tile % heads * SHAPE.pack, head_tile // heads
+
+
+@gluon.jit
+def key_phases(mask, part, batch, row_begin, row_stop, sizes, SHAPE: gl.constexpr):
+    """The keys [begin, stop) that rows [row_begin, row_stop) see; all of them see [inner, edge), in whole tiles."""
+    KEYS: gl.constexpr = SHAPE.keys
+    if SHAPE.parts > 0:
+        first, end = _at_part(mask, part, batch)
+        begin, full_begin = gl.load(first + row_begin), gl.load(first + (row_stop - 1))
+        full_end, stop = gl.load(end + row_begin), gl.load(end + (row_stop - 1))
+        if (begin == full_end) | (full_begin == stop):
+            # The first or the last row is empty. Its bounds may be far from those of the other rows.
+            rows = row_begin + gl.arange(0, _TILE_ROWS, layout=gl.BlockedLayout([1], [32], [1], [0]))
+            real = rows < row_stop
+            row_first = gl.load(first + rows, mask=real, other=0)
+            row_end = gl.load(end + rows, mask=real, other=0)
+            some = row_first < row_end
+            begin = gl.min(gl.where(some, row_first, sizes.kv_len), 0)
+            stop = gl.max(gl.where(some, row_end, 0), 0)
+    elif SHAPE.causal:
+        begin, full_begin = row_begin * 0, row_begin * 0
+        full_end, stop = row_begin + 1, row_stop
+    else:
+        begin, full_begin = row_begin * 0, row_begin * 0
+        full_end, stop = sizes.kv_len, sizes.kv_len
+    begin = begin // KEYS * KEYS
+    inner = gl.maximum(gl.minimum((full_begin + KEYS - 1) // KEYS * KEYS, stop), begin)
+    edge = gl.maximum(gl.minimum(full_end, stop) // KEYS * KEYS, inner)
+    return begin, inner, edge, gl.maximum(stop, begin)
+
+
+@gluon.jit
+def visible_keys(mask, part, batch, rows, sizes, SHAPE: gl.constexpr):
+    """The keys [first, end) that each row sees; none for rows beyond the last."""
+    real = rows < sizes.q_len
+    if SHAPE.parts > 0:
+        first, end = _at_part(mask, part, batch)
+        row_first = gl.load(first + rows, mask=real, other=0)
+        row_end = gl.load(end + rows, mask=real, other=0)
+    else:
+        row_first = rows * 0
+        row_end = gl.where(real, rows + 1 if SHAPE.causal else sizes.kv_len, 0)
+    return row_first, row_end
+
+
+@gluon.jit
+def _at_part(mask, part, batch):
+    """The bounds of one part of the mask of one sequence."""
+    offset = part.to(gl.int64) * mask[2][0] + batch.to(gl.int64) * mask[2][1]
+    return mask[0] + offset, mask[1] + offset
+
+
+@gluon.jit
+def publish(work, barriers, record, item, begin, inner, edge, stop):
+    """Writes the next work record, as soon as all attenders have read the one before the last."""
+    place = record % 2
+    mbarrier.wait(barriers.work_free.index(place), (record // 2 & 1) ^ 1)
+    field = gl.arange(0, _RECORD, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    values = gl.where(field == 0, item, gl.where(field == 1, begin, gl.where(field == 2, inner, gl.where(
+        field == 3, edge, stop))))  # fmt: skip
+    work.index(place).store(values.to(gl.int32))
+    mbarrier.arrive(barriers.work_ready.index(place), count=1)
+
+
+@gluon.jit
+def read(work, barriers, record):
+    """The fields of a work record: item, begin, inner, edge, stop."""
+    place = record % 2
+    mbarrier.wait(barriers.work_ready.index(place), record // 2 & 1)
+    layout: gl.constexpr = gl.BlockedLayout([_RECORD], [32], [4], [0])  # each thread has all fields
+    values = work.index(place).load(layout)
+    field = gl.arange(0, _RECORD, layout=layout)
+    return (
+        gl.sum(gl.where(field == 0, values, 0), 0), gl.sum(gl.where(field == 1, values, 0), 0),
+        gl.sum(gl.where(field == 2, values, 0), 0), gl.sum(gl.where(field == 3, values, 0), 0),
+        gl.sum(gl.where(field == 4, values, 0), 0),
+    )  # fmt: skip

@@ -1,0 +1,35 @@
+"""The GPU that a kernel is launched on, as far as its tiles depend on it."""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+
+class GPU(NamedTuple):
+    """A compute capability, 90 for 9.0, and the bytes of shared memory that one program may use."""
+
+    capability: int
+    shared_memory: int
+
+    @property
+    def tensor_memory(self) -> bool:
+        """Whether products accumulate in tensor memory: on Blackwell, except for the GPUs of 12.0."""
+        return 100 <= self.capability < 120
+
+
+HOPPER = GPU(90, 227 * 1024)
+WITHOUT_GPU = HOPPER  # assumed for tensors in host memory, where kernels are interpreted
+
+
+def gpu_of(device: torch.device) -> GPU:
+    """The GPU of a device."""
+    return _gpu_of(device) if device.type == "cuda" else WITHOUT_GPU
+
+
+@functools.cache
+def _gpu_of(device: torch.device) -> GPU:
+    properties: Any = torch.cuda.get_device_properties(device)  # its type lacks shared_memory_per_block_optin
+    return GPU(
+        10 * properties.major + properties.minor, int(getattr(properties, "shared_memory_per_block_optin", 48 * 1024))
+    )

@@ -1,0 +1,233 @@
+"""The MLA decode kernel for Hopper against float64: emulated, on a Hopper GPU, and compiled."""
+
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from attnmesh import check_decode_errors
+from attnmesh.core.state import State
+from attnmesh.ops.decode import gluon_latent
+from attnmesh.testing.decode import DecodeProblem, random_decode
+from helpers.decode import assert_decode_close
+from helpers.gluon import emulated, mostly_slow
+from helpers.triton_compile import assert_fit, compiled_for_hopper, count
+
+
+def latent(positions: list[int], **how: object) -> DecodeProblem:
+    """A call over a latent cache; everything that may not be read is NaN."""
+    how = {"group": 16, "kv_heads": 1, "block_size": 64, "dtype": torch.float16, "at": "int32"} | how
+    return random_decode(positions, dims=(576, 512), v_in_k=True, **how)
+
+
+def run(kernel: ModuleType, problem: DecodeProblem) -> State:
+    call = problem.call()
+    assert kernel.refusal(call) is None
+    state = State(*(x.fill_(torch.nan) for x in call.empty_state()))
+    kernel.launch(call, state, 0)
+    return state
+
+
+def assert_right(kernel: ModuleType, problem: DecodeProblem) -> State:
+    state = run(kernel, problem)
+    assert_decode_close(state, problem)
+    return state
+
+
+CASES = [
+    ([130, 0, 63, 64, 200], {}),
+    ([130, -1, 64], {"group": 128}),
+    ([70, 300], {"group": 40, "tokens": 3}),
+    ([5, 190], {"group": 16, "tokens": 8, "sinks": True}),
+    ([200, 150], {"window": 70, "tokens": 2}),
+    ([200, 3, 129], {"window": 7, "sinks": True}),
+    ([250, 90, 170], {"key_range": "intervals", "tokens": 4}),
+    ([300, 70], {"split_size": 128}),
+    ([300, 70], {"split_size": 100, "window": 150, "sinks": True}),
+    ([500], {"max_splits": 3}),
+    ([500, 20], {"max_splits": 1}),
+    ([150, 90], {"block_size": 16}),
+    ([150, 300], {"block_size": 32, "tokens": 2}),
+    ([150, 300], {"block_size": 128}),
+    ([150, 300], {"block_size": 256, "share": "blocks"}),
+    ([100, 70], {"kv_heads": 2}),
+    ([100, 70], {"kv_heads": 2, "memory": "layer inside", "out_dtype": torch.float32}),
+    ([100, 70], {"scale": -0.05}),
+    ([-1, -1], {"sinks": True}),
+]
+
+
+@pytest.mark.parametrize(("positions", "how"), mostly_slow(CASES, 20))
+def test_against_float64(positions, how):
+    assert_right(emulated(gluon_latent), latent(positions, **how))
+
+
+@pytest.mark.slow
+def test_under_hostile_schedules():
+    problem = latent([330, 100], tokens=2)
+    for seed in range(30):
+        assert_right(emulated(gluon_latent, seed), problem)
+
+
+@pytest.mark.slow
+def test_bits_of_a_sequence_depend_on_that_sequence_only():
+    problem = latent([300, 70, 129], split_size=64, sinks=True)
+    together = run(emulated(gluon_latent), problem)
+    for i in range(3):
+        alone = run(emulated(gluon_latent, seed=i), problem.sequence(i))
+        assert torch.equal(alone.out, together.out[i : i + 1])
+        assert torch.equal(alone.lse, together.lse[i : i + 1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("value", "how"), [(10_000, {"split_size": 64}), (-1, {}), (-(2**31), {"max_splits": 1})])
+def test_an_entry_outside_the_pool(value, how):
+    problem = latent([100, 200], **how)
+    table = problem.table.clone()
+    table[1, 2] = value
+    found = run(emulated(gluon_latent), replace(problem, table=table))
+    with pytest.raises(ValueError, match=rf"block_table\[1, 2\] is {value}, outside the pool"):
+        check_decode_errors()
+    assert found.out[1].isnan().all()
+    assert found.lse[1].isnan().all()
+    exact = problem.exact()
+    torch.testing.assert_close(found.out[0].double(), exact.out[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found.lse[0].double(), exact.lse[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_position_past_the_table():
+    problem = latent([100, 200])
+    call = replace(problem.call(), cur_pos=torch.tensor([10**6, 200], dtype=torch.int32))
+    state = call.empty_state()
+    emulated(gluon_latent).launch(call, state, 0)
+    with pytest.raises(ValueError, match=r"cur_pos\[0\] is 1000000, beyond the cache"):
+        check_decode_errors()
+    assert state.out[0].isnan().all()
+    assert state.out[1].isfinite().all()
+
+
+PLANTED = {
+    "keys are read before they arrive": (
+        "mbarrier.wait(barriers.k_ready.index(slot), (4 * step + quarter) // _QUARTERS & 1)", "pass",
+    ),
+    "the first keys are read before they arrive": (
+        "mbarrier.wait(barriers.k_ready.index(slot), 4 * step // _QUARTERS & 1)", "pass",
+    ),
+    "a tail is read before it arrives": (
+        "mbarrier.wait(barriers.tail_ready.index(slot), step // _TAILS & 1)", "pass",
+    ),
+    "keys are overwritten while they are read": (
+        "mbarrier.wait(barriers.k_free.index(slot), ((4 * step + quarter) // _QUARTERS & 1) ^ 1)", "pass",
+    ),
+    "the loader waits for a turn too many": ("// _QUARTERS & 1) ^ 1", "// _QUARTERS & 1)"),
+    "keys are given back too early": (
+        "left = warpgroup_mma_wait(1, [left])\n                mbarrier.arrive(barriers.k_free.index(near), count=1)",
+        "mbarrier.arrive(barriers.k_free.index(near), count=1)\n                left = warpgroup_mma_wait(1, [left])",
+    ),
+    "averagers do not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(slot), turn)", "pass"),
+    "averagers do not wait for the decay": ("mbarrier.wait(barriers.decay_ready.index(slot), turn)", "pass"),
+    "no fence shows the weights": ("fence_async_shared()\n    mbarrier.arrive", "mbarrier.arrive"),
+    "sums are not rescaled": ("left = left * decay[:, None]", "pass"),
+    "results are overwritten": ("mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)", "pass"),
+    "results are read before they are there": ("mbarrier.wait(barriers.result_ready.index(0), done & 1)", "pass"),
+    "scores are used before they are done": ("wait(0, [following])", "wait(1, [following])"),
+    "keys past the end are not cleared": ("_clear(memory.k, step, key, item)", "pass"),
+    "the last key is not seen": ("column < (row_end - key)", "column < (row_end - key - 1)"),
+    "fewer bytes are expected than come": ("nbytes * PIECES", "nbytes * PIECES // 2"),
+    "the second share begins late": ("at = share * total // shares", "at = (share * total + 1) // shares"),
+    "a split is written elsewhere": ("gl.where(item.starts, 1, 0)", "gl.where(item.starts, 0, 1)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", mostly_slow([(fault,) for fault in PLANTED], 10))
+def test_the_emulation_finds_planted_faults(fault):
+    problem = latent([330, 130, 77], scale=0.3)
+
+    def many_times():  # a race is lost sooner or later
+        for seed in range(12):
+            assert_right(emulated(gluon_latent, seed, PLANTED[fault]), problem)
+
+    with pytest.raises(AssertionError):
+        many_times()
+
+
+def test_what_it_refuses():
+    def reason(**how: object) -> str | None:
+        return gluon_latent.refusal(latent([70, 40], **how).call())
+
+    assert reason() is None
+    assert "mask" in reason(key_range="bool b")
+    assert "mask" in reason(key_range="tree", tokens=2)
+    assert "share_cache" in reason(share="cache")
+    assert "block_size" in reason(block_size=8)
+    assert "fp16 and bf16" in reason(dtype=torch.float32)
+    problem = latent([70, 40])
+    assert "v_pool as k_pool" in gluon_latent.refusal(replace(problem, v=problem.v.clone()).call())
+    assert "v_pool as k_pool" in gluon_latent.refusal(replace(problem, v=problem.v[..., :256]).call())
+    quantized = random_decode([70], dims=(576, 512), storage="fp8", block_size=64, dtype=torch.float16)
+    assert "v_pool as k_pool" in gluon_latent.refusal(quantized.call())
+
+
+def test_no_other_gpu_serves_it():
+    with pytest.raises(ValueError, match="backend='gluon' cannot serve this call"):
+        latent([70], device="cpu").run("gluon")
+
+
+NO_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.filterwarnings("ignore:.*not on a GPU")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("positions", "how"), [*CASES, ([9000, 3000, 4095, 17], {"group": 128})])
+def test_on_hopper(positions, how, dtype):
+    problem = latent(positions, **how, dtype=dtype, device="cuda")
+    assert_decode_close(problem.run("gluon"), problem)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.filterwarnings("ignore:.*not on a GPU")
+def test_the_same_bits_again_and_again_on_hopper():
+    """A result that moves is a race."""
+    problem = latent([5000 + 7 * i for i in range(40)], group=128, dtype=torch.bfloat16, device="cuda")
+    first = problem.run("gluon")
+    for _ in range(20):
+        again = problem.run("gluon")
+        assert torch.equal(again.out, first.out)
+        assert torch.equal(again.lse, first.lse)
+
+
+def launch(group: int, tokens: int, dtype: str, block_size: int, how: dict) -> None:
+    """A case, in the process that compiles."""
+    problem = latent([200, 70], group=group, tokens=tokens, dtype=getattr(torch, dtype), block_size=block_size, **how)
+    call = problem.call()
+    gluon_latent.launch(call, call.empty_state(), 0)
+
+
+COMPILED = [
+    (128, 1, "bfloat16", 64, {}),
+    (16, 1, "float16", 64, {"sinks": True, "max_splits": 4}),
+    (16, 8, "bfloat16", 16, {"window": 100, "sinks": True}),
+    (64, 3, "bfloat16", 256, {"key_range": "intervals", "split_size": 100}),
+    (128, 2, "float16", 128, {"split_size": 64, "out_dtype": None}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_compiles_for_hopper():
+    kernels = compiled_for_hopper(__file__, COMPILED)
+    # What the scorer pushes out are addresses of the queries.
+    assert_fit(kernels, lambda kernel: 400 if kernel["kernel"] == "_attend_kernel" else 8)
+    for kernel in kernels:
+        if kernel["kernel"] == "_attend_kernel":
+            # All products of a tile are under way at once. Where the compiler cannot allow that, it waits for each.
+            assert count(kernel, "HGMMA") == 2 * 36 + 2 * 8
+            assert count(kernel, "WARPGROUP.DEPBAR") == 6
+            assert count(kernel, "UTMALDG") == 9 * max(1, 64 // kernel["case"][3])
