@@ -97,6 +97,25 @@ def test_prefill_and_decode_on_different_processes():
     assert 0 < both <= prefill
 
 
+needs_deepseek = pytest.mark.skipif(
+    not installed("transformers") or importlib.util.find_spec("transformers.models.deepseek_v32") is None,
+    reason="Transformers has no DeepSeek-V3.2",
+)
+
+
+@pytest.mark.slow
+@needs_deepseek
+@pytest.mark.parametrize("storage", ["fp32", "fp8_ds_mla"])
+def test_sparse_mla_over_virtual_ranks_and_processes(storage):
+    options = ("--storage", storage, "--tokens", 12)
+    virtual, processes = run_example("generate_with_sparse_mla", "--ranks", 2, *options), run_example(
+        "generate_with_sparse_mla", *options, torchrun=2
+    )  # fmt: skip
+    assert virtual == processes
+    assert f"2 ranks, {storage}: equal to the tokens of a single rank" in virtual
+    assert ("equal to the tokens of Transformers" in virtual) == (storage == "fp32")
+
+
 # Odd lengths, so that the shards differ; short for bfloat16, which is slow on some CPUs.
 # Observed: 2e-7 and 1e-3. Wrong positions or labels are off by 2e-2 and more, in either precision.
 @pytest.mark.slow

@@ -20,7 +20,7 @@ PAGES = {
     "layouts": 1,
     "decode": 3,
     "sharded-generation": 6,
-    "sparse-attention": 4,
+    "sparse-attention": 7,
     "debugging": 1,
     "planning": 1,
     "cluster": 1,

@@ -42,9 +42,11 @@ from attnmesh.ops.decode.device_errors import check_decode_errors
 from attnmesh.ops.dense.api import attention, explain_attention
 from attnmesh.ops.sparse.arguments import SparseMask, TopKIndices, canonicalize, convert_lse
 from attnmesh.ops.sparse.attention import attention_distribution, sparse_attention
+from attnmesh.ops.sparse.decode import paged_sparse_decode_attention
 from attnmesh.ops.sparse.indexer import indexer_scores_at, indexer_topk
 from attnmesh.ops.sparse.indexer_loss import indexer_kl_loss
-from attnmesh.ops.storage import Quantized, quantize
+from attnmesh.ops.sparse.paged_indexer import paged_indexer_topk
+from attnmesh.ops.storage import Quantized, quantize, unpack_index_keys, unpack_latent
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.block import AttentionBlock
 from attnmesh.parallel.decode.exchange import Exchange
@@ -55,6 +57,7 @@ from attnmesh.parallel.reshard.files import load_cache, save_cache
 from attnmesh.parallel.reshard.prefill import PrefillKV
 from attnmesh.parallel.sdpa import attention_context_parallel
 from attnmesh.parallel.sparse.api import SparseParallel
+from attnmesh.parallel.sparse.decode import SparseDecode
 from attnmesh.plan.decode import DecodeSharding
 
 if TYPE_CHECKING:
@@ -101,6 +104,7 @@ __all__ = [
     "ShardedCache",
     "Slices",
     "SlidingWindow",
+    "SparseDecode",
     "SparseMask",
     "SparseParallel",
     "State",
@@ -129,6 +133,8 @@ __all__ = [
     "load_model",
     "merge",
     "paged_decode_attention",
+    "paged_indexer_topk",
+    "paged_sparse_decode_attention",
     "quantize",
     "recommend_sharding",
     "register_attention",
@@ -140,6 +146,8 @@ __all__ = [
     "shard_inputs",
     "shard_model",
     "sparse_attention",
+    "unpack_index_keys",
+    "unpack_latent",
 ]
 
 

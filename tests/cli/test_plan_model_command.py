@@ -185,7 +185,7 @@ def test_more_devices_than_can_share_the_heads_is_no_plan():
         ("--batch", "0", "0 is not in the range"),
         ("--ranks-per-node", "0", "0 is not in the range"),
         ("--rails", "0", "0 is not in the range"),
-        ("--storage", "fp4", "storage must be one of bf16, fp16, fp32, fp8, int8, bfp8, got 'fp4'"),
+        ("--storage", "fp4", "bfp8, fp8_token, fp8_ds_mla, got 'fp4'"),
         ("--hardware-file", "no_such.toml", "--hardware-file must be an existing file, got no_such.toml"),
     ],
 )

@@ -60,6 +60,20 @@ def _paged() -> Arguments:
     }  # fmt: skip
 
 
+def _paged_sparse(**more: Any) -> Arguments:
+    return {
+        "q": rows(2, 2, 2, 16), "pool": rows(4, 4, 1, 16), "block_table": torch.tensor([[0, 1], [2, 3]]).int(),
+        "indices": torch.tensor([[[0, 5, -1]] * 2] * 2, dtype=torch.int32), "scale": 0.5, **more,
+    }  # fmt: skip
+
+
+def _paged_index() -> Arguments:
+    return {
+        "iq": rows(2, 2, 2, 16), "pool": am.quantize(rows(4, 4, 1, 16), "fp8_token"), "w": rows(2, 2, 2), "topk": 3,
+        "block_table": torch.tensor([[0, 1], [2, 3]]).int(),
+    }  # fmt: skip
+
+
 def _indices() -> Tensor:
     return torch.tensor([[0, 1, -1]] * 6, dtype=torch.int32)
 
@@ -117,6 +131,11 @@ def _sizes() -> Arguments:
         "layers": 1, "num_blocks": 8, "block_size": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 16, "storage": "fp8",
         "device": "cpu", "max_length": 16, "k_scale": 1.0, "v_scale": torch.ones(2),
     }  # fmt: skip
+
+
+def _latent_sizes() -> Arguments:
+    sizes = {"kv_heads": 1, "head_dim": 144, "value_dim": 128, "index_dim": 8, "storage": "fp8_ds_mla", "latent": True}
+    return {**_sizes(), **sizes, "k_scale": None, "v_scale": None}
 
 
 def _new(cache: am.BlockCache) -> Any:
@@ -305,6 +324,18 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
         lambda: {**_paged(), "into": am.State(torch.empty(2, 4, 2, 16), torch.empty(2, 4, 2))},
         lambda: {**_paged(), "cur_pos": torch.tensor([5, 6], dtype=torch.int32), "backend": "reference"},
     ],
+    "paged_sparse_decode_attention": [
+        lambda: _paged_sparse(sinks=rows(2), counts=torch.ones(2, 2, dtype=torch.int32), d_v=8),
+        lambda: _paged_sparse(
+            q=rows(2, 2, 2, 144), pool=am.quantize(rows(4, 4, 1, 144), "fp8_ds_mla"), block_table=None, split_size=16,
+            out_dtype=torch.float32, return_max_logits=True,
+        ),
+    ],
+    "paged_indexer_topk": [
+        lambda: {**_paged_index(), "cur_pos": [5, 6]},
+        lambda: {**_paged_index(), "cur_pos": torch.tensor([5, 6]), "relu": False, "scale": 0.5},
+        lambda: {**_paged_index(), "key_range": (torch.zeros(2, 2, dtype=torch.int32),) * 2, "cur_pos": None},
+    ],
     "quantize": [
         lambda: {"x": rows(2, 2, 8, 16), "storage": "fp8", "scale": torch.ones(2), "head_axis": 1},
         lambda: {"x": rows(2, 2, 8, 16), "storage": "int8"},
@@ -318,8 +349,12 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
         lambda: {"values": torch.zeros(2, 2, 8, 16, dtype=torch.int8), "scales": torch.ones(2, 2, 8)},
         lambda: {"values": torch.zeros(2, 16, dtype=torch.int8), "scales": torch.ones(2, 1, dtype=torch.int8)},
         lambda: {"values": torch.zeros(2, 16).to(torch.float8_e4m3fn), "scales": torch.ones(())},
+        lambda: {"values": torch.zeros(2, 128).to(torch.float8_e4m3fn), "scales": torch.ones(2, 1),
+                 "rope": torch.ones(2, 4, dtype=torch.bfloat16)},
     ],
-    "BlockCache": [lambda: {**_sizes(), "max_sequences": 2}],
+    "unpack_latent": [lambda: {"cache": torch.zeros(2, 4, 1, 656, dtype=torch.uint8), "rope_dim": 64}],
+    "unpack_index_keys": [lambda: {"cache": torch.zeros(2, 4 * 132, dtype=torch.uint8), "block_size": 4}],
+    "BlockCache": [lambda: {**_sizes(), "max_sequences": 2}, lambda: {**_latent_sizes(), "max_sequences": 2}],
     "BlockCache.allocate": [lambda cache: {"prompt": [1, 2, 3], "cache_key": "a"}, lambda cache: {"prompt": 3}],
     "BlockCache.find_prefix": [lambda cache: {"prompt": [1, 2, 3], "cache_key": "a"}],
     "BlockCache.append": [
@@ -455,6 +490,9 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
                  "k_start": torch.zeros(6, dtype=torch.int64), "k_end": torch.ones(6, dtype=torch.int64)},
     ],
     "SparseParallel": [lambda: {"tp": SoloComm(), "cp": SoloComm(), "length": 6, "key_length": 6}],
+    "SparseDecode": [lambda: {"cp": None, "interleave": 2, "heads": [2], "check_indices": False}],
+    "SparseDecode.indexer_topk": [lambda decode: {**_paged_index(), "cur_pos": [5, 6]}],
+    "SparseDecode.attention": [lambda decode: _paged_sparse(sinks=rows(2), d_v=8)],
     "SparseParallel.sparse_attention": [lambda parallel: _sparse(d_v=8, sinks=rows(2))],
     "SparseParallel.attention_distribution": [lambda parallel: _distribution()],
     "SparseParallel.indexer_topk": [lambda parallel: _indexer(topk=2)],
@@ -572,6 +610,8 @@ COLLECTIVE: dict[str, Callable[[am.Comm], tuple[Any, Arguments]]] = {
     "AttentionBlock": _block_on_ranks,
     "AttentionBlock.__call__": _on_ranks,
     "SparseParallel.sparse_attention": _sparse_on_ranks(lambda: _sparse(d_v=8)),
+    "SparseDecode.indexer_topk": lambda comm: (am.SparseDecode(comm), {**_paged_index(), "cur_pos": [5, 6]}),
+    "SparseDecode.attention": lambda comm: (am.SparseDecode(comm), _paged_sparse(d_v=8)),
     "SparseParallel.attention_distribution": _sparse_on_ranks(_distribution),
     "SparseParallel.indexer_topk": _sparse_on_ranks(lambda: _indexer(topk=2)),
     "SparseParallel.indexer_scores_at": _sparse_on_ranks(lambda: _indexer(indices=_indices())),
@@ -614,6 +654,7 @@ NOT_FUZZED = {
     "Intervals.key_ranges": "called by kernels with positions that were checked",
     "SparseMask.bounds": "called by kernels with the sizes of tensors that were checked",
     "BlockCache.append_with": "called by ShardedCache; `append` checks the same arguments",
+    "BlockCache.index_keys": "as `keys`, of a cache with an indexer",
     "BlockCache.restore": "called by reshard with the sequences of another cache",
     "ShardedCache.restore": "called by reshard with the sequences of another cache",
     "PrefillKV.read": "called by reshard with the pieces of its plan",

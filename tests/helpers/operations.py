@@ -346,11 +346,53 @@ SPARSE: dict[str, tuple[tuple[str, ...], Callable[[Tensors, str], Tensors], tupl
 }  # fmt: skip
 
 
+def _paged_latents(random: Random) -> Tensors:
+    return {
+        "q": random.normal(2, 2, 3, 24), "pool": random.normal(7, 4, 1, 24), "w": random.normal(2, 2, 3),
+        "table": torch.tensor([[5, 0, 3], [1, 6, 2]], dtype=torch.int32), "counts": random.integers(0, 10, 2, 2),
+        "sinks": random.normal(3), "indices": random.integers(-1, 12, 2, 2, 9),
+    }  # fmt: skip
+
+
+def _paged_sparse(x: Tensors, backend: str) -> Tensors:
+    out, lse, largest = am.paged_sparse_decode_attention(
+        x["q"], x["pool"], x["table"], x["indices"], scale=0.3, d_v=20, counts=x["counts"], sinks=x["sinks"],
+        return_max_logits=True, backend=backend,
+    )  # fmt: skip
+    return {"out": out, "lse": lse, "largest": largest}
+
+
+def _paged_topk(x: Tensors, backend: str) -> Tensors:
+    top = am.paged_indexer_topk(x["q"], x["pool"], x["table"], x["w"], 4, cur_pos=[10, 6], backend=backend)
+    return {"indices": top.indices, "scores": top.scores, "lengths": top.lengths}
+
+
+def _sparse_decode(x: Tensors, backend: str) -> Tensors:
+    """Select and attend as a group of one rank does."""
+    decode = am.SparseDecode()
+    pool, table = x["pool"], x["table"]
+    top = decode.indexer_topk(x["q"], pool, table, x["w"], 4, cur_pos=[10, 6], backend=backend)
+    how = {"scale": 0.3, "counts": x["counts"], "sinks": x["sinks"], "backend": backend}
+    out, lse = decode.attention(x["q"], pool, table, x["indices"], **how)
+    return {"indices": top.indices, "out": out, "lse": lse}
+
+
 def sparse_operations(backend: str) -> list[Operation]:
     """Return the sparse operations with this backend."""
+    paged = {
+        "paged sparse decode": (("paged_sparse_decode_attention",), _paged_sparse),
+        "paged top-k": (("paged_indexer_topk",), _paged_topk),
+        "sparse decode": (("SparseDecode.indexer_topk", "SparseDecode.attention"), _sparse_decode),
+    }
     return [
-        Operation(f"{name} {backend}", covers, _some(*inputs), run, grads, backend, "torch")
-        for name, (inputs, run, grads, covers) in SPARSE.items()
+        *(
+            Operation(f"{name} {backend}", covers, _some(*inputs), run, grads, backend, "torch")
+            for name, (inputs, run, grads, covers) in SPARSE.items()
+        ),
+        *(
+            Operation(f"{name} {backend}", covers, _paged_latents, run, (), backend, "torch", ("pool",))
+            for name, (covers, run) in paged.items()
+        ),
     ]
 
 

@@ -235,7 +235,7 @@ def test_float64_is_for_references():
 
 
 F8, I8, F16, F32 = torch.float8_e4m3fn, torch.int8, torch.float16, torch.float32
-KNOWN = "storage must be one of bf16, fp16, fp32, fp8, int8, bfp8, got"
+KNOWN = "storage must be one of bf16, fp16, fp32, fp8, int8, bfp8, fp8_token, fp8_ds_mla, got"
 
 
 @pytest.mark.parametrize(
@@ -248,8 +248,8 @@ KNOWN = "storage must be one of bf16, fp16, fp32, fp8, int8, bfp8, got"
         ("got a tensor of torch.int8", lambda: storage_of(torch.zeros(1, dtype=I8))),
         ("values must be float8_e4m3fn or int8, got torch.float32", lambda: made(F32, [4, 16], [4])),
         ("values must be float8_e4m3fn or int8, got torch.float8_e5m2", lambda: made(torch.float8_e5m2, [4], [])),
-        ("must be float32 [] or [kv heads], got torch.float32 [2, 4]", lambda: made(F8, [2, 4, 16], [2, 4])),
-        ("must be float32 [] or [kv heads], got torch.float16 []", lambda: made(F8, [4, 16], [], F16)),
+        ("must be float32 [] or [kv heads] (fp8) or [2, 4] (fp8_token), got", lambda: made(F8, [2, 4, 16], [2, 3])),
+        ("or [4] (fp8_token), got torch.float16 []", lambda: made(F8, [4, 16], [], F16)),
         ("float32 [2, 4], one per token and head, got torch.float32 [2]", lambda: made(I8, [2, 4, 16], [2])),
         ("float32 [2, 4], one per token and head, got torch.float32 []", lambda: made(I8, [2, 4, 16], [])),
         ("or int8 [2, 4, 2] (bfp8), got torch.int8 [2, 4, 3]", lambda: made(I8, [2, 4, 32], [2, 4, 3], I8)),

@@ -10,10 +10,27 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.ranges import InterleavedShard
-from attnmesh.core.validation import check_device, check_index, check_positive, check_type, shown
+from attnmesh.core.validation import (
+    check_bool,
+    check_choice,
+    check_device,
+    check_index,
+    check_positive,
+    check_tensor,
+    check_type,
+    shown,
+)
 from attnmesh.kv_cache.block_manager import BlockLayout, BlockManager
 from attnmesh.kv_cache.block_pool import BlockPool, CacheStats, root_hash
-from attnmesh.kv_cache.pools import DeviceTables, fp8_scale, make_pools, write_tokens
+from attnmesh.kv_cache.pools import (
+    DeviceTables,
+    Pools,
+    fp8_scale,
+    make_index_pools,
+    make_pools,
+    write_rows,
+    write_tokens,
+)
 from attnmesh.kv_cache.sequence import (
     NewTokens,
     Sequence,
@@ -24,7 +41,7 @@ from attnmesh.kv_cache.sequence import (
     new_ids,
     prompt_ids,
 )
-from attnmesh.ops.storage import Stored, check_storage
+from attnmesh.ops.storage import LATENT_GROUP, PLAIN, STORAGES, Stored, check_storage, storage_of
 
 _MAX_BLOCK_SIZE = 256  # the largest that paged decode reads
 _UNSHARDED = InterleavedShard()
@@ -43,6 +60,11 @@ class BlockCache:
 
     `storage` is bf16, fp16, fp32, fp8, int8 or bfp8. `k_scale` and `v_scale` (a number, [] or [kv_heads], default 1)
     are for fp8: values are saturated at 448 times the scale. `device` is torch's default device if it is None.
+
+    With `latent` (multi-head latent attention) one vector per token is stored: there is one kv head, and the values are
+    the first `value_dim` features of the keys. `storage` is then bf16, fp16, fp32 or fp8_ds_mla, the 656 bytes per
+    token of DeepSeek-V3.2 for head_dim=576. `index_dim` adds an indexer's keys of that width in the same blocks,
+    `index_keys(layer)`: in `storage`, or for fp8_ds_mla in fp8_token.
 
     With a `shard`, the positions of every sequence are sharded over ranks, and this cache stores those of one rank.
     Prompts, ids, `max_length` and a sequence's `length` remain those of the whole sequence; `cur_pos` and the slots are
@@ -70,8 +92,11 @@ class BlockCache:
         k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None,
         shard: InterleavedShard = _UNSHARDED,
+        latent: bool = False,
+        index_dim: int | None = None,
     ) -> None:
-        value_dim = head_dim if value_dim is None else value_dim
+        if value_dim is None:
+            value_dim = _latent_width(storage, head_dim) or head_dim
         check_positive(
             layers=layers, num_blocks=num_blocks, block_size=block_size, kv_heads=kv_heads, head_dim=head_dim,
             value_dim=value_dim, max_sequences=max_sequences, max_length=max_length,
@@ -81,8 +106,7 @@ class BlockCache:
         check_type("shard", shard, InterleavedShard)
         if device is not None:
             check_device("device", device)
-        check_storage(storage, head_dim)
-        check_storage(storage, value_dim)
+        _check_storage(storage, latent, kv_heads, head_dim, value_dim, index_dim)
         self._layers, self._max_length = layers, max_length
         self._heads, self._dim, self._value_dim = kv_heads, head_dim, value_dim
         self._layout = BlockLayout(shard, block_size)
@@ -93,7 +117,9 @@ class BlockCache:
         k_scale = fp8_scale("k_scale", k_scale, storage, kv_heads, device)
         v_scale = fp8_scale("v_scale", v_scale, storage, kv_heads, device)
         self._keys = make_pools((*shape, head_dim), storage, k_scale, device)
-        self._values = make_pools((*shape, value_dim), storage, v_scale, device)
+        self._values = None if latent else make_pools((*shape, value_dim), storage, v_scale, device)
+        self._index_dim = index_dim
+        self._index = None if index_dim is None else make_index_pools(shape[:3], index_dim, storage, device)
         self._num_blocks, self._max_sequences = num_blocks, max_sequences
         self._lookups = self._hits = 0
         self._forget()
@@ -109,9 +135,26 @@ class BlockCache:
         return self._keys.layers[layer]
 
     def values(self, layer: int) -> Stored:
-        """The pool of a layer's values, [num_blocks, block_size, kv_heads, value_dim]."""
+        """The pool of a layer's values, [num_blocks, block_size, kv_heads, value_dim]; of latents, a view of the keys.
+
+        Raises ValueError for fp8_ds_mla: what reads its keys knows that they contain the values.
+        """
         check_index("layer", layer, self._layers)
-        return self._values.layers[layer]
+        if self._values is not None:
+            return self._values.layers[layer]
+        keys = self._keys.layers[layer]
+        if not isinstance(keys, Tensor):
+            raise ValueError(
+                f"a cache of storage {storage_of(keys)!r} has no pool of values: they are in keys({layer})"
+            )
+        return keys[..., : self._value_dim]
+
+    def index_keys(self, layer: int) -> Stored:
+        """The pool of a layer's index keys, [num_blocks, block_size, 1, index_dim]."""
+        check_index("layer", layer, self._layers)
+        if self._index is None:
+            raise ValueError("a cache has index keys only if it was made with index_dim, got None")
+        return self._index.layers[layer]
 
     @property
     def free_rows(self) -> int:
@@ -122,9 +165,13 @@ class BlockCache:
     def stored_tensors(self) -> tuple[Tensor, ...]:
         """All that is stored per token, [layers, num_blocks, block_size, kv_heads, ...]: keys, values, their scales.
 
-        fp8 scales are not stored per token, and not among them.
+        fp8 scales are not stored per token, and not among them. Index keys in fp8_token are [layers, num_blocks, ...].
         """
-        return (*self._keys.tensors, *self._values.tensors)
+        return tuple(x for pools in self._pools for x in pools.tensors)
+
+    @property
+    def _pools(self) -> list[Pools]:
+        return [pools for pools in (self._keys, self._values, self._index) if pools is not None]
 
     @property
     def layout(self) -> BlockLayout:
@@ -187,8 +234,8 @@ class BlockCache:
             placed, source, target, extra = sent.split([len(places), len(sources), len(targets), len(numbers)])
             slots = placed.view(len(sequences), count)
             if sources:
-                self._keys.copy_blocks(source, target)
-                self._values.copy_blocks(source, target)
+                for pools in self._pools:
+                    pools.copy_blocks(source, target)
         new = NewTokens(slots, sequences, set(range(self._layers)), self._owner)
         for sequence, begin in zip(sequences, begins, strict=True):
             sequence.pending[new] = begin
@@ -203,17 +250,35 @@ class BlockCache:
         sequences, count, _ = self._check_append(sequences, tokens)
         self._manager.check_append(sequences, count)
 
-    def write(self, layer: int, new: NewTokens, k: Tensor, v: Tensor) -> None:
+    def write(
+        self, layer: int, new: NewTokens, k: Tensor, v: Tensor | None = None, index_k: Tensor | None = None
+    ) -> None:
         """Write one layer of new tokens: k [n, kv_heads, T, head_dim] and v [n, kv_heads, T, value_dim], any strides.
 
-        Each layer is written once. After the last one, full blocks are available to other prompts. On the meta device
-        k and v are ignored.
+        Of latents there is no v; `index_k` [n, 1, T, index_dim] is given where the cache has index keys. Each layer is
+        written once. After the last one, full blocks are available to other prompts. On the meta device the tensors are
+        ignored.
         """
         self._check_unwritten(new, layer)
         if not self._tables.is_meta:
-            check_new_kv(new.slots, k, v, self._heads, self._dim, self._value_dim)
-            write_tokens(self.keys(layer), self.values(layer), new.slots, k, v)
+            check_tensor("k", k)
+            self._check_new("v", v, self._values is not None)
+            self._check_new("index_k", index_k, self._index is not None)
+            check_new_kv(new.slots, self._heads, k=(k, self._dim), v=(v, self._value_dim))
+            check_new_kv(new.slots, 1, index_k=(index_k, self._index_dim or 0))
+            if v is None:
+                write_rows(self.keys(layer), new.slots, k)
+            else:
+                write_tokens(self.keys(layer), self.values(layer), new.slots, k, v)
+            if index_k is not None:
+                write_rows(self.index_keys(layer), new.slots, index_k)
         self.mark_written(new, layer)
+
+    def _check_new(self, name: str, x: object, stored: bool) -> None:
+        """Raise ValueError unless a tensor of new tokens is given exactly if it is stored."""
+        if (x is not None) != stored:
+            wanted = "a tensor" if stored else "None, for this cache does not store it"
+            raise ValueError(f"{name} must be {wanted}, got {shown(x)}")
 
     def mark_written(self, new: NewTokens, layer: int | None = None) -> None:
         """Record that the slots of one layer, or of all unwritten layers, were filled by other means than `write`."""
@@ -308,6 +373,38 @@ class BlockCache:
         if sequence.owner is not self._owner:
             of = "was freed" if sequence.owner is None else "belongs to another cache, or was ended by clear()"
             raise ValueError(f"{sequence} {of}")
+
+
+def _latent_width(storage: str, head_dim: int) -> int | None:
+    """The width of the values in a latent of `head_dim` features, where the storage type determines it."""
+    return head_dim // LATENT_GROUP * LATENT_GROUP if storage == "fp8_ds_mla" and isinstance(head_dim, int) else None
+
+
+def _check_storage(
+    storage: str, latent: bool, kv_heads: int, head_dim: int, value_dim: int, index_dim: int | None
+) -> None:
+    """Raise ValueError unless a cache can store keys, values and index keys of these widths."""
+    check_bool(latent=latent)
+    check_choice("storage", storage, (*PLAIN, "fp8_ds_mla") if latent else STORAGES)
+    check_storage(storage, head_dim)
+    if not latent:
+        check_storage(storage, value_dim)
+    elif kv_heads != 1 or value_dim > head_dim:
+        raise ValueError(
+            f"a latent cache has one kv head, whose values are among its {head_dim} features, got kv_heads={kv_heads} "
+            f"and value_dim={value_dim}"
+        )
+    elif value_dim != (_latent_width(storage, head_dim) or value_dim):
+        raise ValueError(
+            f"value_dim must be {_latent_width(storage, head_dim)} for storage {storage!r} and head_dim={head_dim}, "
+            f"got {value_dim}"
+        )
+    if index_dim is not None:
+        check_positive(index_dim=index_dim)
+        if not latent:
+            raise ValueError(f"index_dim must be None unless latent=True, got {index_dim}")
+        if storage not in PLAIN and index_dim % 4:
+            raise ValueError(f"index_dim must be a multiple of 4 for storage {storage!r}, got {index_dim}")
 
 
 @lru_cache

@@ -12,7 +12,19 @@ from torch import Tensor
 
 from attnmesh.core.optional import require
 from attnmesh.core.validation import check_number, check_tensor, shown
-from attnmesh.ops.storage import BFP_GROUP, PLAIN, Quantized, Stored, quantize, storage_of, values_of
+from attnmesh.ops.storage import (
+    BFP_GROUP,
+    LATENT_GROUP,
+    PLAIN,
+    Quantized,
+    Stored,
+    bytes_per_token,
+    quantize,
+    storage_of,
+    unpack_index_keys,
+    unpack_latent,
+    values_of,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -45,6 +57,10 @@ def make_pools(shape: tuple[int, int, int, int, int], storage: str, scale: Tenso
         else:
             plain = torch.zeros(shape, dtype=PLAIN[storage], device=device)
         return Pools((plain,), tuple(plain))
+    if storage == "fp8_ds_mla":
+        *front, dim = shape
+        raw = torch.zeros((*front, int(bytes_per_token(storage, dim))), dtype=torch.uint8, device=device)
+        return Pools((raw,), tuple(unpack_latent(x, dim % LATENT_GROUP) for x in raw))
     if storage == "fp8":
         raw = torch.zeros(shape, dtype=torch.uint8, device=device)  # as bytes: torch cannot index fp8 on the CPU
         return Pools((raw,), tuple(Quantized(x.view(torch.float8_e4m3fn), scale) for x in raw))
@@ -57,6 +73,15 @@ def make_pools(shape: tuple[int, int, int, int, int], storage: str, scale: Tenso
         groups = (*front, heads, block_size, dim // BFP_GROUP)
         scales = torch.zeros(groups, dtype=torch.int8, device=device).transpose(2, 3)
     return Pools((values, scales), tuple(Quantized(*both) for both in zip(values, scales, strict=True)))
+
+
+def make_index_pools(shape: tuple[int, int, int], dim: int, storage: str, device: torch.device) -> Pools:
+    """Empty pools of an indexer's keys for [layers, num_blocks, block_size], with one head of `dim` features."""
+    if storage in PLAIN:
+        return make_pools((*shape, 1, dim), storage, torch.empty(0, dtype=torch.float32, device=device), device)
+    layers, num_blocks, block_size = shape
+    raw = torch.zeros((layers, num_blocks, block_size * (dim + 4)), dtype=torch.uint8, device=device)
+    return Pools((raw,), tuple(unpack_index_keys(x, block_size) for x in raw))
 
 
 def fp8_scale(name: str, scale: float | Tensor | None, storage: str, kv_heads: int, device: torch.device) -> Tensor:
@@ -155,6 +180,14 @@ def write_tokens(keys: Stored, values: Stored, slots: Tensor, k: Tensor, v: Tens
     _write(values, slots, v)
 
 
+def write_rows(pool: Stored, slots: Tensor, x: Tensor) -> None:
+    """Write x [n, 1, T, D] to `slots` [n, T] of one pool with one head: latents, or an indexer's keys."""
+    if slots.is_cuda:
+        _triton().write_rows(pool, slots, x)
+    else:
+        _write(pool, slots, x)
+
+
 def _write(pool: Stored, slots: Tensor, x: Tensor) -> None:
     if slots.numel() == 1 and isinstance(pool, Tensor):  # a decode step: no index tensors
         block, offset = divmod(int(slots), pool.shape[1])
@@ -176,6 +209,8 @@ def _write(pool: Stored, slots: Tensor, x: Tensor) -> None:
     pool.values.view(as_bytes)[index] = new.values.view(as_bytes)
     if scale is None:
         pool.scales[index] = new.scales
+    if pool.rope is not None and new.rope is not None:
+        pool.rope[index] = new.rope
 
 
 def _triton() -> Any:

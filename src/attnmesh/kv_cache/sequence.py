@@ -162,10 +162,12 @@ def check_prompt_ids(sequence: Sequence, given: array[int]) -> None:
             raise ValueError(f"token {at} of {sequence} is {got}, but the prompt it was allocated with has {expected}")
 
 
-def check_new_kv(slots: Tensor, k: Tensor, v: Tensor, kv_heads: int, head_dim: int, value_dim: int) -> None:
-    """Raise ValueError unless keys and values are [n, kv_heads, T, D] for slots [n, T]."""
+def check_new_kv(slots: Tensor, kv_heads: int, **given: tuple[Tensor | None, int]) -> None:
+    """Raise ValueError unless each of the given tensors is [n, kv_heads, T, D] for slots [n, T], or None."""
     n, tokens = slots.shape
-    for name, x, dim in (("k", k, head_dim), ("v", v, value_dim)):
+    for name, (x, dim) in given.items():
+        if x is None:
+            continue
         check_tensor(name, x)
         if x.shape != (n, kv_heads, tokens, dim):
             raise ValueError(f"{name} must be [{n}, {kv_heads}, {tokens}, {dim}], got {list(x.shape)}")

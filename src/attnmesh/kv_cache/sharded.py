@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.call_log import CallLog, text_digest
-from attnmesh.core.validation import check_bool, check_index, check_positive, check_type, shown
+from attnmesh.core.validation import (
+    check_bool,
+    check_choice,
+    check_index,
+    check_positive,
+    check_tensor,
+    check_type,
+    shown,
+)
 from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.block_pool import CacheFull, CacheStats
 from attnmesh.kv_cache.cache import BlockCache
@@ -29,7 +37,7 @@ from attnmesh.kv_cache.sequence import (
     new_ids,
 )
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
-from attnmesh.ops.storage import Stored, check_storage
+from attnmesh.ops.storage import STORAGES, Stored, check_storage
 from attnmesh.plan.decode import DecodeSharding
 
 _Appended = tuple[list[Sequence], int | abc.Sequence[abc.Sequence[int]]]  # sequences and their new tokens
@@ -165,6 +173,7 @@ class ShardedCache:
             batch=batch, kv_heads=kv_heads, num_blocks=num_blocks, block_size=block_size, max_length=max_length,
             layers=layers, head_dim=head_dim, value_dim=head_dim if value_dim is None else value_dim,
         )  # fmt: skip
+        check_choice("storage", storage, STORAGES)
         check_storage(storage, head_dim)
         sharding.check_heads(kv_heads * sharding.ranks, kv_heads)  # valid for any number of query heads
         shard, heads = sharding.position_shard(rank), sharding.kv_heads(rank, kv_heads)
@@ -309,7 +318,8 @@ class ShardedCache:
         those that other ranks store are skipped.
         """
         self.check_step(step, layer)
-        check_new_kv(step.slots, k, v, *self._shape)
+        heads, dim, value_dim = self._shape
+        check_new_kv(step.slots, heads, k=(check_tensor("k", k), dim), v=(check_tensor("v", v), value_dim))
         write_tokens(self.keys(layer), self.values(layer), step.slots, k, v)
         self._mark_written(step, layer)
 

@@ -21,7 +21,18 @@ from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.norm_rope import Norm
 from attnmesh.ops.block.stages import ProjectedKV
 from attnmesh.ops.dense.triton_tiles import padded
-from attnmesh.ops.storage import BFP_BITS, BFP_GROUP, FP8_MAX, INT8_MAX, Quantized, Stored, storage_of, values_of
+from attnmesh.ops.storage import (
+    BFP_BITS,
+    BFP_GROUP,
+    FP8_MAX,
+    INT8_MAX,
+    LATENT_GROUP,
+    SMALLEST_AMAX,
+    Quantized,
+    Stored,
+    storage_of,
+    values_of,
+)
 
 # Triton kernels have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -34,6 +45,7 @@ _FP8_MAX = tl.constexpr(FP8_MAX)
 _INT8_MAX = tl.constexpr(INT8_MAX)
 _BFP_GROUP = tl.constexpr(BFP_GROUP)
 _BFP_BITS = tl.constexpr(BFP_BITS)
+_SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
 # Added and subtracted again, it rounds what is below 2**22 to an integer, halves to even: beyond it a float32 has no
 # fraction. (The libraries' `rint` does not exist in the interpreter.)
 _ROUNDER = tl.constexpr(1.5 * 2**23)
@@ -61,7 +73,7 @@ def pool_pointers(pool: Stored) -> tuple[Tensor, tuple[int, ...], Tensor | None,
     if isinstance(pool, Tensor):
         return pool, pool.stride(), None, (0,)
     assert isinstance(pool, Quantized)
-    if pool.storage == "fp8":
+    if pool.values.dtype == torch.float8_e4m3fn:
         return pool.values.view(torch.uint8), pool.values.stride(), pool.scales, pool.scales.stride() or (0,)
     return pool.values, pool.values.stride(), pool.scales, pool.scales.stride()
 
@@ -144,6 +156,69 @@ def store_heads(
         tl.store(address[:, None] + group[None, :] * scales_strides[3], exponent.to(tl.int8), mask=real)
     else:
         tl.store(target, wide.to(pool.dtype.element_ty), mask=mask)
+
+
+def write_rows(pool: Stored, slots: Tensor, x: Tensor) -> None:
+    """Write x [n, 1, T, D] of any strides to `slots` [n, T] of a pool with one head; slots below 0 are skipped."""
+    if not slots.numel():
+        return
+    tokens, dim = x.shape[2:]
+    storage = storage_of(pool)
+    group, rope = dim, None
+    if isinstance(pool, Quantized):
+        group, rope = (LATENT_GROUP if storage == "fp8_ds_mla" else padded(max(dim, 16))), pool.rope
+    values, strides, scales, scale_strides = pool_pointers(pool)
+    width = values.shape[-1]
+    with torch.cuda.device_of(slots):
+        _write_rows_kernel[(slots.numel(),)](
+            slots, slots.stride(), tokens, values_of(pool).shape[1], x, x.stride(),
+            values, strides[:2], scales, (*scale_strides[:2], scale_strides[-1]),
+            rope, (0, 0) if rope is None else rope.stride()[:2],
+            STORAGE=storage, WIDTH=width, BLOCK=padded(max(width, 16)), GROUP=group, REST=dim - width,
+            BLOCK_REST=padded(max(dim - width, 1)), num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _write_rows_kernel(
+    slots, slot_strides, tokens, block_size, x, x_strides, pool, strides, scales, scale_strides, rope, rope_strides,
+    STORAGE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    sequence = (tl.program_id(0) // tokens).to(tl.int64)
+    token = (tl.program_id(0) % tokens).to(tl.int64)
+    slot = tl.load(slots + sequence * slot_strides[0] + token * slot_strides[1])
+    if slot >= 0:
+        block, offset = slot // block_size, slot % block_size
+        row = x + sequence * x_strides[0] + token * x_strides[2]
+        column = tl.arange(0, BLOCK)
+        given = tl.load(row + column * x_strides[3], mask=column < WIDTH, other=0.0)
+        target = pool + block * strides[0] + offset * strides[1] + column
+        if STORAGE == "fp8_token" or STORAGE == "fp8_ds_mla":
+            GROUPS: tl.constexpr = BLOCK // GROUP
+            grouped = tl.reshape(given.to(tl.float32), (GROUPS, GROUP))
+            scale = _power_of_two_scale(tl.max(tl.abs(grouped), 1))
+            codes = tl.reshape(_e4m3(tl.div_rn(grouped, tl.broadcast_to(scale[:, None], grouped.shape))), (BLOCK,))
+            tl.store(target, codes, mask=column < WIDTH)
+            group = tl.arange(0, GROUPS)
+            at = scales + block * scale_strides[0] + offset * scale_strides[1] + group * scale_strides[2]
+            tl.store(at, scale, mask=group * GROUP < WIDTH)
+        else:
+            tl.store(target, given.to(tl.float32).to(pool.dtype.element_ty), mask=column < WIDTH)
+        if rope is not None:
+            column = tl.arange(0, BLOCK_REST)
+            rest = tl.load(row + (WIDTH + column) * x_strides[3], mask=column < REST, other=0.0).to(tl.float32)
+            target = rope + block * rope_strides[0] + offset * rope_strides[1] + column
+            tl.store(target, rest.to(rope.dtype.element_ty), mask=column < REST)
+
+
+@triton.jit
+def _power_of_two_scale(peak):
+    """The smallest power of two that divides `peak` to at most 448, at least 2**-13: as `quantize` computes it."""
+    peak = tl.maximum(tl.div_rn(peak, tl.full(peak.shape, _FP8_MAX, tl.float32)), _SMALLEST_AMAX)
+    bits = peak.to(tl.int32, bitcast=True)
+    exponent = tl.minimum((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32), 255)
+    return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

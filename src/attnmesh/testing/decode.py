@@ -213,9 +213,10 @@ def random_key_ranges(positions: Sequence[int], tokens: int, seed: int = 0) -> t
 
 def poison_cache(pool: Stored) -> None:
     """Fill the memory of a cache with values that spoil every result that reads them."""
-    if isinstance(pool, Quantized) and pool.storage == "fp8":
-        pool = pool.values.view(torch.int8)  # as bytes, which can be filled on every device
-    change_stored(lambda x: x.fill_(_poison(x.dtype)), pool)
+    for x in (pool,) if isinstance(pool, Tensor) else (pool.values, pool.scales, pool.rope):
+        if x is not None and (isinstance(pool, Tensor) or x is pool.values or pool.storage != "fp8"):
+            x = x.view(torch.int8) if x.dtype == torch.float8_e4m3fn else x  # bytes can be filled on every device
+            x.fill_(_poison(x.dtype))
 
 
 def change_stored(change: Callable[[Tensor], Tensor], stored: Stored) -> Stored:
@@ -223,7 +224,8 @@ def change_stored(change: Callable[[Tensor], Tensor], stored: Stored) -> Stored:
     if isinstance(stored, Tensor):
         return change(stored)
     values = change(stored.values)
-    return Quantized(values, stored.scales.to(values.device) if stored.storage == "fp8" else change(stored.scales))
+    scales = stored.scales.to(values.device) if stored.storage == "fp8" else change(stored.scales)
+    return Quantized(values, scales, None if stored.rope is None else change(stored.rope))
 
 
 def _poison(dtype: torch.dtype) -> float:

@@ -14,6 +14,7 @@ from attnmesh.verify.decode import cache_modes, decode_modes
 from attnmesh.verify.generation import generation_modes
 from attnmesh.verify.mode import Mode, Outcome
 from attnmesh.verify.sparse import sparse_modes, sparse_parallel_modes
+from attnmesh.verify.sparse_decode import sparse_decode_modes
 
 
 def modes(comm: Comm, device: str) -> list[Mode]:
@@ -25,6 +26,7 @@ def modes(comm: Comm, device: str) -> list[Mode]:
         *generation_modes(comm),
         *sparse_modes(),
         *sparse_parallel_modes(comm),
+        *sparse_decode_modes(comm),
     ]
 
 

@@ -18,6 +18,7 @@ from helpers.sparse import (
     AttentionCase,
     check_backend,
     device_of,
+    mask_on,
     random_attention,
     with_dtypes,
 )
@@ -391,3 +392,29 @@ def test_any_call_is_right(data):
         ),
         "torch",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sink", [False, True])
+def test_largest_scores(backend, sink):
+    """Of the valid slots, without sinks; out, lse and their gradients stay what they are."""
+    case = random_attention(mask="everything", sink=sink)
+    inputs = [x.to(device_of(backend)).requires_grad_() for x in (case.q, case.kv)]
+    how = {"scale": case.scale, "mask": mask_on(case.mask, device_of(backend)), "backend": backend}
+    sinks = None if case.sink is None else case.sink.to(device_of(backend))
+    indices = case.indices.to(device_of(backend))
+    out, lse, attn_sum, largest = sparse_attention(
+        *inputs, indices, sinks=sinks, return_attn_sum=True, return_max_logits=True, **how
+    )
+    assert not largest.requires_grad
+    scores = torch.einsum("ihd,jd->ihj", case.q.double(), case.kv.double()) * case.scale
+    exact = scores.masked_fill(case.times[:, None] == 0, -torch.inf).amax(-1)
+    assert (exact == -torch.inf).any()
+    torch.testing.assert_close(largest.cpu().double(), exact, rtol=1e-5, atol=1e-5)
+    plain = sparse_attention(*inputs, indices, sinks=sinks, return_attn_sum=True, **how)
+    for x, y in zip((out, lse, attn_sum), plain, strict=True):
+        assert torch.equal(x, y)
+    grads, expected = (
+        torch.autograd.grad([x[0].sum(), x[1][x[1].isfinite()].sum()], inputs) for x in ((out, lse), plain)
+    )
+    assert all(torch.equal(x, y) for x, y in zip(grads, expected, strict=True))

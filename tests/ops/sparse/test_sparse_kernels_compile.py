@@ -13,8 +13,16 @@ from helpers.triton_compile import assert_fit, compiled, compiled_for_hopper, co
 
 pytest.importorskip("triton")
 
+from attnmesh import paged_indexer_topk, paged_sparse_decode_attention, unpack_index_keys, unpack_latent
 from attnmesh.ops import gpu
-from attnmesh.ops.sparse import gluon_distribution, gluon_forward, triton_backward, triton_distribution, triton_forward
+from attnmesh.ops.sparse import (
+    gluon_distribution,
+    gluon_forward,
+    triton_backward,
+    triton_decode,
+    triton_distribution,
+    triton_forward,
+)
 from attnmesh.ops.sparse.triton_indexer import pick_topk_tiles, scores_at
 from attnmesh.ops.sparse.triton_indexer_backward import dense_scores_backward, scores_at_backward
 from attnmesh.ops.sparse.triton_topk import topk
@@ -71,7 +79,36 @@ def indexer(what, dtype, heads, dim, slots):
         dense_scores_backward(iq, ik[:slots], w, 0, NOTHING, NOTHING, grad, **how)
 
 
-LAUNCHERS = {"forward": forward, "distribution": distribution, "backward": backward, "indexer": indexer}
+def decode(what, dtype, heads, d, split_size=None):
+    """Sparse decode from a pool in blocks of 64: plain, in DeepSeek-V3.2's bytes, or by the prefill's kernel."""
+    triton_decode._prefill_is_faster = lambda call: what == "decode gathered" or dtype == torch.float32
+    pool = torch.empty(32, 64, 1, d, dtype=dtype) if what == "decode plain" else unpack_latent(
+        torch.zeros(32, 64, 1, 656, dtype=torch.uint8)
+    )  # fmt: skip
+    paged_sparse_decode_attention(
+        torch.empty(2, 1, heads, d, dtype=dtype), pool, torch.zeros(2, 32, dtype=torch.int32),
+        torch.zeros(2, 1, 2048, dtype=torch.int32), scale=0.1, sinks=torch.zeros(heads), split_size=split_size,
+        counts=torch.zeros(2, 1, dtype=torch.int32), backend="triton",
+    )  # fmt: skip
+
+
+def paged(_, dtype, heads, dim, slots, tokens):
+    """The top-k of a decode step over fp8 keys in blocks of 64."""
+    pool = unpack_index_keys(torch.zeros(32, 64 * (dim + 4), dtype=torch.uint8), 64)
+    paged_indexer_topk(
+        torch.empty(2, tokens, heads, dim, dtype=dtype), pool, torch.zeros(2, 32, dtype=torch.int32),
+        torch.empty(2, tokens, heads), slots, cur_pos=[-1, -1], backend="triton",
+    )  # fmt: skip
+
+
+LAUNCHERS = {
+    "paged": paged,
+    "decode": decode,
+    "forward": forward,
+    "distribution": distribution,
+    "backward": backward,
+    "indexer": indexer,
+}
 
 
 def launch(what: str, dtype: str, heads: int, d: int, *how) -> None:
@@ -83,7 +120,7 @@ def spills(kernel: dict) -> int:
     what = kernel["case"][0]
     if "gluon" in what or "distribution" in what:
         return 0
-    if what == "forward triton":
+    if what == "forward triton" or kernel["kernel"] == "_forward_kernel":
         return 48  # six addresses in the widest tile: still the fastest
     if kernel["kernel"] == "_topk_kernel":
         return 256  # the products need all registers, and what is pushed out belongs to the selection, which is short
@@ -157,6 +194,14 @@ SWEEPS = {
         *(("forward triton", "bfloat16", h, 576, 512) for h in (128, 16)),
         ("backward", "bfloat16", 128, 576, 512, False, False), ("backward", "bfloat16", 16, 576, 512, False, True),
         *((what, "bfloat16", 64, 128, 2048) for what in INDEXER),
+    ],
+    "decode": [
+        *((f"decode {kind}", dtype, heads, 576) for kind in ("plain", "fp8") for heads in (16, 32, 128)
+          for dtype in ("bfloat16", "float16")),
+        ("decode fp8", "bfloat16", 128, 576, 4096), ("decode fp8", "float32", 16, 576),
+        ("decode plain", "bfloat16", 5, 96), ("decode gathered", "bfloat16", 128, 576),
+        *(("paged topk", dtype, 64, 128, 2048, tokens)
+          for dtype, tokens in (("bfloat16", 1), ("float16", 2), ("bfloat16", 4), ("float32", 1))),
     ],
     "forward": [
         *(("forward gluon", dtype, 64, d, 512, False, out)

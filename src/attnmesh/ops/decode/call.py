@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_bool, check_number, check_tensor, shown
-from attnmesh.ops.storage import Quantized, Stored, storage_of, values_of
+from attnmesh.ops.storage import SPARSE_STORAGES, STORAGES, Quantized, Stored, storage_of, values_of
 
 MAX_DECODE_TOKENS = 8  # queries per sequence: more is prefill, which `attention` computes
 _INTEGERS = (torch.int32, torch.int64)
@@ -261,6 +261,13 @@ def _check_tensors(q: Tensor, k: Stored, v: Stored, table: Tensor | None, caches
 
 def check_storages(q: Tensor, k: Stored, v: Stored, caches: tuple[str, str], axis: int) -> None:
     """Raise ValueError unless caches named `caches` fit q and each other; `axis` is their dimension of kv heads."""
+    storages = storage_of(k, caches[0]), storage_of(v, caches[1])
+    for name, storage in zip(caches, storages, strict=True):
+        if storage in SPARSE_STORAGES:
+            raise ValueError(
+                f"{name} must be stored as one of {', '.join(STORAGES)} for dense attention, got {storage} (which "
+                f"paged_sparse_decode_attention and paged_indexer_topk read)"
+            )
     k_values, v_values = values_of(k), values_of(v)
     if k_values.shape[:3] != v_values.shape[:3]:
         raise ValueError(
@@ -274,7 +281,6 @@ def check_storages(q: Tensor, k: Stored, v: Stored, caches: tuple[str, str], axi
     heads, kv_heads = q.shape[1], k_values.shape[axis]
     if not heads or not kv_heads or heads % kv_heads:
         raise ValueError(f"q_heads must be a multiple of kv_heads, got q_heads={heads} and kv_heads={kv_heads}")
-    storages = storage_of(k, caches[0]), storage_of(v, caches[1])
     if storages[0] != storages[1]:
         raise ValueError(f"{' and '.join(caches)} must have the same storage type, got {storages[0]} and {storages[1]}")
     for name, x in zip(caches, (k, v), strict=True):

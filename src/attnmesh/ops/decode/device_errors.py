@@ -13,6 +13,7 @@ from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.storage import values_of
 
 MAX_SEQUENCES = 65536  # that the record has space for
+INDEX_FAULT = 1 << 62  # marks the word of an index outside the cache
 
 _records: dict[torch.device, Tensor] = {}
 
@@ -78,6 +79,8 @@ def raise_device_error(device: torch.device) -> None:
     record.zero_()
     if word < 0:
         what = f"cur_pos[{sequence}] is {-1 - word}, beyond the cache"
+    elif word & INDEX_FAULT:
+        what = f"indices[{sequence}] contain {word - INDEX_FAULT}, beyond the cache"
     else:
         slot, entry = (word >> 32) - 1, word & 0xFFFFFFFF
         entry -= (entry >> 31) << 32  # sign extension

@@ -15,7 +15,7 @@ from attnmesh.ops.sparse import arguments
 from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, check_base, convert_lse
 from attnmesh.ops.sparse.backend import Backend, select_backend
 
-_MAX_DEFAULT_D_V = 512  # the latent of an MLA key; the features after it encode the position
+MAX_DEFAULT_D_V = 512  # the latent of an MLA key; the features after it encode the position
 
 
 class AttentionCall(NamedTuple):
@@ -47,6 +47,7 @@ def sparse_attention(
     mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
     sinks: Tensor | None = None,
     return_attn_sum: bool = False,
+    return_max_logits: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, ...]:
@@ -63,6 +64,8 @@ def sparse_attention(
         mask: further conditions for a slot to be valid.
         sinks: [heads]; scores of one more key per head, which has no value.
         return_attn_sum: also return the `attention_distribution` of the call.
+        return_max_logits: also return, last, the largest scaled score of every head, float32 [s_q, heads], without
+            sinks; -inf without a valid slot. It has no gradient.
         deterministic: compute the gradients of kv and v with the same bits in every run, which is slower on a GPU.
         backend: "auto", "torch" or "triton".
 
@@ -72,13 +75,15 @@ def sparse_attention(
 
     Gradients flow to q, kv, v and sinks, from out and from lse, so states over parts of the keys can be merged.
     """
-    check_bool(return_attn_sum=return_attn_sum)
+    check_bool(return_attn_sum=return_attn_sum, return_max_logits=return_max_logits)
     call = attention_call(q, kv, indices, scale, d_v, v, mask, deterministic, backend)
     arguments.check_sinks(sinks, call.q)
-    out, lse = _SparseAttention.apply(call.q, call.k, call.v, sinks, call)  # type: ignore[no-untyped-call]
+    out, lse, *largest = _SparseAttention.apply(  # type: ignore[no-untyped-call]
+        call.q, call.k, call.v, sinks, call, return_max_logits
+    )
     if not return_attn_sum:
-        return out, lse
-    return out, lse, distribution(call, lse.detach(), call.q.shape[1])[0]
+        return (out, lse, *largest)
+    return (out, lse, distribution(call, lse.detach(), call.q.shape[1])[0], *largest)
 
 
 def attention_distribution(
@@ -158,7 +163,7 @@ def attention_call(
             raise ValueError(f"v must have {k.shape[0]} rows, one per key, got {v.shape[0]}")
         d_v = v.shape[1]
     elif d_v is None:
-        d_v = min(width, _MAX_DEFAULT_D_V)
+        d_v = min(width, MAX_DEFAULT_D_V)
     elif d_v > width:
         raise ValueError(f"d_v must be at most the width of a key, {width}, got {d_v}")
     bounds = arguments.mask_bounds(mask, q, k.shape[0] if s_kv is None else s_kv, indices.shape[1])
@@ -170,12 +175,12 @@ def attention_call(
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None, call: AttentionCall
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None, call: AttentionCall, max_logits: bool
+    ) -> tuple[Tensor, ...]:
         wide = accumulation_dtype(q.dtype)
-        out, lse = call.backend.forward(
+        out, lse, *largest = call.backend.forward(
             q, k, v, call.indices, call.bounds, scale=call.scale, d_v=call.d_v,
-            dtype=q.dtype if sinks is None else wide,
+            dtype=q.dtype if sinks is None else wide, max_logits=max_logits,
         )  # fmt: skip
         if sinks is not None:
             out, lse = add_sinks(State(out, lse), sinks)
@@ -183,11 +188,12 @@ class _SparseAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.call = call.without_tensors()
         ctx.set_materialize_grads(False)
-        return out, lse
+        ctx.mark_non_differentiable(*largest)
+        return (out, lse, *largest)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         call: AttentionCall = ctx.call
         if d_out is None:
@@ -199,7 +205,7 @@ class _SparseAttention(torch.autograd.Function):
             deterministic=call.deterministic, dtype=q.dtype,
         )  # fmt: skip
         d_sinks = None if sinks is None else sink_gradient(sinks, lse, delta).to(sinks.dtype)
-        return d_q, d_k.to(k.dtype), None if d_v is None else d_v.to(k.dtype), d_sinks, None
+        return d_q, d_k.to(k.dtype), None if d_v is None else d_v.to(k.dtype), d_sinks, None, None
 
 
 def softmax_delta(backend: Backend, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Tensor:

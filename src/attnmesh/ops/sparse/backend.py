@@ -25,9 +25,9 @@ class Backend(Protocol):
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, bounds: RowBounds,
-        *, scale: float, d_v: int, dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """`out` [s_q, heads, d_v] of `dtype`, and `lse` [s_q, heads]."""
+        *, scale: float, d_v: int, dtype: torch.dtype, max_logits: bool = False,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """`out` [s_q, heads, d_v] of `dtype`, `lse` [s_q, heads] and, with `max_logits`, the largest score like lse."""
         ...
 
     def backward(

@@ -74,22 +74,24 @@ def forward(
     k_offset: int,
     scale: float,
     out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    max_logits: bool = False,
+) -> tuple[Tensor, ...]:
     """`triton_forward.forward` for arguments that satisfy `supports`."""
     assert v is None
     s_q, heads, d = q.shape
     out = torch.empty(s_q, heads, d_v, dtype=out_dtype, device=q.device)
     lse = torch.empty(s_q, heads, dtype=torch.float32, device=q.device)
+    top = torch.empty_like(lse) if max_logits else None
     if out.numel() == 0:
-        return out, lse
+        return (out, lse) if top is None else (out, lse, top)
     with torch.cuda.device_of(q):
         items = s_q * triton.cdiv(heads, HEADS)
         _forward_kernel[(min(items, _processors(q)),)](
-            q, q.stride(0), q.stride(1), k, k.stride(0), indices, indices.stride(0), lo, hi, slots, out, lse,
+            q, q.stride(0), q.stride(1), k, k.stride(0), indices, indices.stride(0), lo, hi, slots, out, lse, top,
             items, heads, indices.shape[1], k_offset, scale * LOG2_E,
             TAILED=d > D_V, NARROW_OUT=out_dtype.itemsize == 2, HEADS=HEADS, KEYS=KEYS, num_warps=4,
         )  # fmt: skip
-    return out, lse
+    return (out, lse) if top is None else (out, lse, top)
 
 
 def _processors(q: Tensor) -> int:
@@ -99,7 +101,7 @@ def _processors(q: Tensor) -> int:
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def _forward_kernel(
-    q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, slots, out, lse,
+    q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, slots, out, lse, top,
     items, heads, topk, k_offset, scale_log2,
     TAILED: gl.constexpr, NARROW_OUT: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
@@ -143,7 +145,7 @@ def _forward_kernel(
         [
             (_score, (q_main, q_tail, k_main, k_tail, bias, decay, share,
                       q_ready, q_free, front_ready, back_ready, decay_ready, weights_ready, share_ready, share_free,
-                      slots, items, topk, scale_log2, lse, heads, TAILED, HEADS, KEYS)),
+                      slots, items, topk, scale_log2, lse, top, heads, TAILED, HEADS, KEYS)),
             (_average, (k_main, k_tail, decay, share, decay_ready, weights_ready, share_ready, share_free,
                         front_free, back_free, slots, items, topk, out, heads, 0, NARROW_OUT, HEADS, KEYS)),
             (_average, (k_main, k_tail, decay, share, decay_ready, weights_ready, share_ready, share_free,
@@ -241,7 +243,7 @@ def _gather(
 def _score(
     q_main, q_tail, k_main, k_tail, bias, decay, share,
     q_ready, q_free, front_ready, back_ready, decay_ready, weights_ready, share_ready, share_free,
-    slots, items, topk, scale_log2, lse, heads, TAILED: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr,
+    slots, items, topk, scale_log2, lse, top, heads, TAILED: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     """Scores, running maximum, weights and their sum; at the end the log-sum-exp."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -255,6 +257,7 @@ def _score(
         row, head_begin, slot_count = _item(item, slots, topk, heads, HEADS)
         tiles = (slot_count + KEYS - 1) // KEYS
         peak = gl.full([HEADS], float("-inf"), gl.float32, down)
+        largest = peak  # `peak` lags behind it by up to _SLACK
         total = gl.full([HEADS], 0.0, gl.float32, down)
         mbarrier.wait(q_ready.index(0), served & 1, pred=tiles > 0)
         # As many of the queries as fit in registers: shared memory bandwidth limits the products.
@@ -282,6 +285,8 @@ def _score(
 
             scores = scores * scale_log2 + tile_bias[None, :]
             highest = gl.max(scores, 1)
+            if top is not None:
+                largest = gl.maximum(largest, highest)
             new_peak = gl.where(highest > peak + _SLACK, highest, peak)
             # No valid key yet: subtract 0, because -inf - -inf is NaN.
             shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -306,6 +311,8 @@ def _score(
         mbarrier.arrive(share_ready.index(0), count=1)
         head = head_begin + gl.arange(0, HEADS, layout=down)
         gl.store(lse + row * heads + head, (peak + gl.log2(total)) / _LOG2_E, mask=head < heads)
+        if top is not None:
+            gl.store(top + row * heads + head, largest / _LOG2_E, mask=head < heads)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
 
 

@@ -53,6 +53,34 @@ def attend(q: Tensor, k: Tensor, v: Tensor, times: Tensor, scale: float, sinks: 
     return State(out, torch.where(has_mass, torch.where(has_mass, total, 1.0).log(), -torch.inf))
 
 
+def paged_attend(
+    q: Tensor, keys: Tensor, table: Tensor | None, indices: Tensor, scale: float, d_v: int,
+    counts: Tensor | None = None, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Out [B, T, H, d_v], lse and largest score [B, T, H], token by token, over a dequantized pool [blocks, size, D].
+
+    Indices [B, T, topk] are positions, or slots without a `table`; negative ones and those past `counts` are ignored.
+    """
+    size = keys.shape[1]
+    outs, lses, tops = [], [], []
+    for b, (sequence, rows) in enumerate(zip(q, indices.tolist(), strict=True)):
+        for t, (query, row) in enumerate(zip(sequence, rows, strict=True)):
+            given = [i for i in row[: None if counts is None else max(0, int(counts[b, t]))] if i >= 0]
+            blocks = [i // size if table is None else int(table[b, i // size]) for i in given]
+            k = (
+                torch.stack([keys[block, i % size] for block, i in zip(blocks, given, strict=True)])
+                if given
+                else keys[0, :0]
+            )
+            scores = query @ k.T * scale
+            every = scores if sinks is None else torch.cat([scores, sinks[:, None].to(scores)], 1)
+            lse = torch.logsumexp(every, 1) if every.shape[1] else every.new_full(every.shape[:1], -torch.inf)
+            outs.append(torch.exp(scores - lse[:, None]) @ k[:, :d_v])
+            lses.append(lse)
+            tops.append(scores.amax(1) if given else torch.full_like(lse, -torch.inf))
+    return tuple(torch.stack(x).unflatten(0, q.shape[:2]) for x in (outs, lses, tops))
+
+
 def distribution(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
     """The probability of every key per head, [heads, s_q, s_kv]."""
     scores = torch.einsum("ihd,jd->hij", q, k) * scale

@@ -88,21 +88,22 @@ def _keys_at(k: Tensor, at: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, bounds: RowBounds,
-    *, scale: float, d_v: int, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    *, scale: float, d_v: int, dtype: torch.dtype, max_logits: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """`Backend.forward`."""
     s_q, heads, _ = q.shape
     out = q.new_empty(s_q, heads, d_v, dtype=dtype)
-    lse = q.new_empty(s_q, heads, dtype=accumulation_dtype(q.dtype))
+    lse, largest = (q.new_empty(s_q, heads, dtype=accumulation_dtype(q.dtype)) for _ in range(2))
     for part, values in _gather_keys_and_values(q, k, v, indices, bounds, d_v):
         s = _scores(q, part, scale)
         top = s.amax(-1, keepdim=True)
+        largest[part.rows] = top.squeeze(-1)
         top = top.masked_fill(top == -torch.inf, 0.0)
         p = torch.exp(s - top)
         total = p.sum(-1, keepdim=True)
         out[part.rows] = torch.matmul(p, values.keys) / total.masked_fill(total == 0, 1.0)
         lse[part.rows] = (top + total.log()).squeeze(-1)
-    return out, lse
+    return (out, lse, largest) if max_logits else (out, lse)
 
 
 def backward(

@@ -47,19 +47,22 @@ def forward(
     k_offset: int,
     scale: float,
     out_dtype: torch.dtype,
+    max_logits: bool = False,
     tiles: ForwardTiles | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Attention of q [s_q, h, d] over the keys of `indices` [s_q, topk]: out [s_q, h, d_v] and lse [s_q, h].
 
     Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key is row indices[i, j] - k_offset
     of k [s_kv, d], its value the same row of v, or the first d_v columns of the key if v is None. Keys of no valid slot
-    may hold any values. lse is natural, float32; a row without a valid slot has out 0 and lse -inf.
+    may hold any values. lse is natural, float32; a row without a valid slot has out 0 and lse -inf. With `max_logits`
+    the third result is the largest scaled score [s_q, h], float32.
     """
     s_q, heads, d = q.shape
     out = torch.empty(s_q, heads, d_v, dtype=out_dtype, device=q.device)
     lse = torch.empty(s_q, heads, dtype=torch.float32, device=q.device)
+    top = torch.empty_like(lse) if max_logits else None
     if out.numel() == 0:
-        return out, lse
+        return (out, lse) if top is None else (out, lse, top)
     main, tail = split_width(d)
     if (
         v is None and 2 * d_v <= main
@@ -72,12 +75,12 @@ def forward(
     with torch.cuda.device_of(q):
         _forward_kernel[(s_q * triton.cdiv(heads, tiles.heads),)](
             q, q.stride(0), q.stride(1), k, k.stride(0), v, 0 if v is None else v.stride(0),
-            indices, indices.stride(0), lo, hi, slots, out, lse,
+            indices, indices.stride(0), lo, hi, slots, out, lse, top,
             heads, indices.shape[1], k_offset, scale * LOG2_E,
             D=d, MAIN=main, TAIL=tail, D_V=d_v, VALUE_MAIN=value_main, VALUE_TAIL=value_tail,
             HEADS=tiles.heads, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
-    return out, lse
+    return (out, lse) if top is None else (out, lse, top)
 
 
 def split_width(width: int) -> tuple[int, int]:
@@ -114,7 +117,7 @@ def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separat
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def _forward_kernel(
-    q, q_row, q_head, k, k_row, v, v_row, indices, indices_row, lo, hi, slots, out, lse,
+    q, q_row, q_head, k, k_row, v, v_row, indices, indices_row, lo, hi, slots, out, lse, top,
     heads, topk, k_offset, scale_log2,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     D_V: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_TAIL: tl.constexpr,
@@ -188,3 +191,5 @@ def _forward_kernel(
         column = VALUE_MAIN + tl.arange(0, VALUE_TAIL)[None, :]
         tl.store(out_rows + column, (acc_tail * share).to(out.dtype.element_ty), mask=real & (column < D_V))
     tl.store(lse + row * heads + head, (peak + tl.log2(total)) / _LOG2_E, mask=head < heads)
+    if top is not None:
+        tl.store(top + row * heads + head, peak / _LOG2_E, mask=head < heads)

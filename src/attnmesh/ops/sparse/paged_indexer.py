@@ -1,0 +1,204 @@
+"""`paged_indexer_topk`: the exact top-k keys of a decode step, from an indexer's keys in a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.optional import installed
+from attnmesh.core.state import accumulation_dtype
+from attnmesh.core.validation import check_bool, check_choice, check_number, check_positive, check_tensor, shown
+from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
+from attnmesh.ops.sparse import torch_backend
+from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices
+from attnmesh.ops.sparse.decode import check_tokens
+from attnmesh.ops.sparse.paged import PagedKeys, check_per_row, check_pool, check_table, refuse_gradient
+from attnmesh.ops.storage import Stored
+
+KeyRange = tuple[Tensor, Tensor]
+_BLOCK_SIZE = 4096  # keys that are scored at a time on a CPU
+
+
+def paged_indexer_topk(
+    iq: Tensor,
+    pool: Stored,
+    block_table: Tensor,
+    w: Tensor,
+    topk: int,
+    *,
+    cur_pos: Sequence[int] | Tensor | None = None,
+    key_range: KeyRange | None = None,
+    scale: float = 1.0,
+    relu: bool = True,
+    backend: str = "auto",
+) -> TopKIndices:
+    """The exact top-k keys of the new tokens of a decode step: `indices` int32 [B, T, topk], positions in the cache.
+
+    As `indexer_topk`: ascending, then -1; of equal scores the lowest position; a key whose score is NaN is never
+    selected; `scores` [B, T, topk] and `lengths` [B, T]. There is no gradient.
+
+    Args:
+        iq: [B, T, heads, D], the queries of T new tokens of each of B sequences.
+        pool: [num_blocks, block_size, 1, D], the `index_keys` of a `BlockCache`: in the dtype of iq, or fp8_token.
+        block_table: int32 [B, blocks]; position p of sequence b is in block `block_table[b, p // block_size]`.
+        w: [B, T, heads], the weights of the heads.
+        cur_pos: position of the last of the T tokens of each sequence, a list or a tensor on the device of iq; token t
+            selects among the positions up to its own. -1 skips a sequence.
+        key_range: (first, end), integers [B, T] each, instead: token t of sequence b selects among
+            `first[b, t] <= p < end[b, t]`, as needed where the cache holds only a part of the sequence.
+        scale, relu: as in `indexer_topk`.
+        backend: "auto", "torch" or "triton".
+
+    Only keys that some token selects among are read. A block outside the pool, or a position beyond the table, is never
+    read. On the CPU it raises ValueError. On a GPU the sequence selects nothing, and a later decode call, or
+    `check_decode_errors()`, raises the ValueError.
+    """
+    return select(indexer_step(iq, pool, block_table, w, topk, cur_pos, key_range, scale, relu, backend))
+
+
+class IndexerStep(NamedTuple):
+    """Validated arguments: tokens select among the keys [first, end), [B, T] each."""
+
+    iq: Tensor
+    keys: PagedKeys
+    w: Tensor
+    topk: int
+    first: Tensor
+    end: Tensor
+    scale: float
+    relu: bool
+    backend: str
+
+
+def indexer_step(
+    iq: Tensor, pool: Stored, block_table: Tensor, w: Tensor, topk: int, cur_pos: Sequence[int] | Tensor | None,
+    key_range: KeyRange | None, scale: float, relu: bool, backend: str,
+) -> IndexerStep:  # fmt: skip
+    """Validates the arguments. Does not read tensors on a device."""
+    iq = check_tokens("iq", iq)
+    keys = PagedKeys(check_pool("pool", pool, iq, "fp8_token"), check_table(block_table, iq))
+    check_positive(topk=topk)
+    check_bool(relu=relu)
+    bounds = _bounds(cur_pos, key_range, iq)
+    return IndexerStep(
+        iq, keys, _check_weights(w, iq), topk, *bounds, check_number("scale", scale), relu, _choose(iq, backend)
+    )
+
+
+def select(step: IndexerStep) -> TopKIndices:
+    """The top-k of a validated call."""
+    if step.backend == "torch":
+        return _on_torch(step)
+    from attnmesh.ops.sparse import triton_topk
+
+    return triton_topk.paged_topk(
+        step.iq, step.keys, step.w, step.topk, step.first, step.end, scale=step.scale, relu=step.relu
+    )
+
+
+def slots_read(step: IndexerStep) -> tuple[Tensor, Tensor]:
+    """The slots of the positions that each sequence reads, [B, longest], and their ends. Raises ValueError for a fault.
+
+    Reads tensors on the host: for the CPU.
+    """
+    iq, keys, batch = step.iq, step.keys, step.iq.shape[0]
+    first, end = step.first.clamp(min=0), step.end
+    begins = torch.where(first < end, first, torch.iinfo(torch.int32).max).amin(1)
+    ends = torch.where(first < end, end, 0).amax(1)
+    longest = int(ends.max()) if batch else 0
+    assert keys.table is not None
+    capacity = keys.table.shape[1] * keys.block_size
+    for sequence in (ends > capacity).nonzero():
+        raise ValueError(
+            f"cur_pos, or the end of key_range, of sequence {int(sequence)} needs position {int(ends[sequence]) - 1}, "
+            f"but the block table has space for {capacity}"
+        )
+    positions = torch.arange(longest, dtype=torch.int32, device=iq.device)[None, None]
+    read = (positions >= begins[:, None, None]) & (positions < ends[:, None, None])
+    return keys.slots(positions.expand(batch, 1, -1), read)[:, 0], ends
+
+
+def _on_torch(step: IndexerStep) -> TopKIndices:
+    """Sequence by sequence, over its keys in order: the bits are those of `indexer_topk` over the same keys."""
+    iq, keys, w, topk, first, end, scale, relu, _ = step
+    batch, tokens = iq.shape[:2]
+    slots, ends = slots_read(step)
+    first = first.clamp(min=0)
+    wide = accumulation_dtype(iq.dtype)
+    found = []
+    for b in range(batch):
+        length = int(ends[b])
+        own = keys.gather(slots[b, :length], wide).masked_fill(slots[b, :length, None] < 0, 0.0)
+        bounds = RowBounds(first[b].int(), end[b].clamp(0, length).int(), torch.full_like(first[b], topk).int(), 0)
+        with torch.no_grad(), torch.autocast(iq.device.type, enabled=False):
+            found.append(
+                torch_backend.topk(iq[b], own, w[b], topk, bounds, scale=scale, relu=relu, block_size=_BLOCK_SIZE)
+            )
+    if not found:
+        scores = iq.new_empty(0, tokens, topk, dtype=wide)
+        return TopKIndices(scores.int(), scores, scores[..., 0].int())
+    indices, scores, lengths = (torch.stack(each) for each in zip(*found, strict=True))
+    return TopKIndices(indices, scores, lengths)
+
+
+def _choose(iq: Tensor, backend: str) -> str:
+    check_choice("backend", backend, ("auto", "torch", "triton"))
+    refusal = None
+    if not installed("triton"):
+        refusal = "Triton is not installed"
+    elif iq.dtype == torch.float64:
+        refusal = "it computes in float32, and iq is float64"
+    elif iq.shape[0] > MAX_SEQUENCES:
+        refusal = f"it takes up to {MAX_SEQUENCES} sequences, got {iq.shape[0]}"
+    elif iq.shape[3] > 256:
+        refusal = f"its head dim is at most 256, got {iq.shape[3]}"
+    if backend == "triton" and refusal is not None:
+        raise ValueError(f"backend='triton' cannot serve this call: {refusal}")
+    return "triton" if backend == "triton" or (backend == "auto" and iq.is_cuda and refusal is None) else "torch"
+
+
+def _check_weights(w: object, iq: Tensor) -> Tensor:
+    w = check_tensor("w", w, f"{list(iq.shape[:3])}, one weight per token and head")
+    if w.shape != iq.shape[:3] or not w.is_floating_point() or w.device != iq.device:
+        raise ValueError(f"w must be floating point {list(iq.shape[:3])} on {iq.device}, got {shown(w)}")
+    refuse_gradient("w", w)
+    return w
+
+
+def _bounds(cur_pos: object, key_range: object, iq: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys [first, end) of every token, integers [B, T]. Does not read tensors on a device."""
+    batch, tokens = iq.shape[:2]
+    if (cur_pos is None) == (key_range is None):
+        raise ValueError(
+            f"exactly one of cur_pos and key_range must be given, got cur_pos={shown(cur_pos)} and "
+            f"key_range={shown(key_range)}"
+        )
+    if key_range is not None:
+        if not isinstance(key_range, tuple) or len(key_range) != 2:
+            raise ValueError(f"key_range must be a tuple of two tensors, (first, end), got {shown(key_range)}")
+        first, end = (
+            check_per_row(f"key_range {name}", x, iq) for name, x in zip(("first", "end"), key_range, strict=True)
+        )
+        return first, end
+    if isinstance(cur_pos, Tensor):
+        if (
+            cur_pos.dtype not in (torch.int32, torch.int64)
+            or list(cur_pos.shape) != [batch]
+            or cur_pos.device != iq.device
+        ):
+            raise ValueError(f"cur_pos must be int32 or int64 [{batch}] on {iq.device}, got {shown(cur_pos)}")
+        last = check_tensor("cur_pos", cur_pos).long()
+    else:
+        if not isinstance(cur_pos, Sequence) or len(cur_pos) != batch or not all(type(at) is int for at in cur_pos):
+            raise ValueError(f"cur_pos must be {batch} integers, one per sequence, got {shown(cur_pos)}")
+        if any(not -1 <= at < 2**31 - 1 for at in cur_pos):
+            raise ValueError(f"cur_pos must be positions below {2**31 - 1}, or -1, got {shown(cur_pos)}")
+        if iq.is_cuda and torch.cuda.is_current_stream_capturing():  # a replay would copy from freed memory
+            raise ValueError("cur_pos must be a tensor on the device while a CUDA graph is captured, got a list")
+        last = torch.tensor(list(cur_pos), dtype=torch.int64, device="cpu").to(iq.device, non_blocking=True)
+    end = last[:, None] + torch.arange(2 - tokens, 2, device=iq.device)
+    end = torch.where(last[:, None] < 0, 0, end)
+    return torch.zeros_like(end), end

@@ -1,0 +1,492 @@
+"""Sparse decode over a paged cache of latents in Triton.
+
+`_locate_kernel` maps the indices of a token to slots of the pool, without padding and keys of other ranks, and finds
+faults. Then there are two ways to attend:
+
+- `_attend_kernel` attends over some slots of a token for some of its heads, and `_merge_kernel` merges the states where
+  the slots of a token are split among programs. A key is read once per tile of heads: its first columns are also the
+  value. An fp8_ds_mla key is dequantized in registers, in float32, and rounded to the dtype of q.
+- Where many heads and tokens fill the GPU, and for fp8_ds_mla with float32 queries, the kernel of sparse prefill
+  attends: over the pool itself if it is plain, otherwise over keys that `_gather_kernel` has dequantized to a
+  workspace, once for all heads.
+
+Tiles follow fixed rules, so results do not depend on timings; tests/ops/sparse/test_sparse_kernels_compile.py checks
+that they fit sm_90.
+"""
+
+# Kernels are written in Triton's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnmesh.core.merge import add_sinks
+from attnmesh.core.state import State
+from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_device_error
+from attnmesh.ops.gpu import gpu_of
+from attnmesh.ops.sparse import gluon_forward, triton_forward
+from attnmesh.ops.sparse.paged import PagedKeys, SparseDecodeCall
+from attnmesh.ops.sparse.triton_forward import LOG2_E, ForwardTiles, pick_tiles, split_width
+from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
+
+_LOG2_E = tl.constexpr(LOG2_E)
+_INDEX_FAULT = tl.constexpr(INDEX_FAULT)
+_GROUP = tl.constexpr(LATENT_GROUP)
+# More heads per tile push values out of the registers, which also hold the keys in float32 and the next tile. One
+# stage: the kernel loads ahead itself, since the compiler does not where a load feeds two products.
+_QUANTIZED = ForwardTiles(16, 32, 8, 1)
+_LOCATED = 1024  # indices that a program maps at a time
+_GATHERED = 32  # slots that a program dequantizes
+_WORKSPACE = 512 << 20  # bytes of dequantized keys
+_MERGED_HEADS = 4
+_NOT_SPECIALIZED = ["tokens", "topk", "num_blocks", "table_width", "heads", "span", "splits", "scale_log2"]
+
+
+def run(
+    call: SparseDecodeCall, *, tiles: ForwardTiles | None = None, as_prefill: bool | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Out, lse and largest scores of a call. Raises errors that earlier calls have recorded.
+
+    `as_prefill`: whether the kernel of sparse prefill attends; by default where it is faster.
+    """
+    q, device = call.q, call.q.device
+    raise_device_error(device)
+    batch, tokens, heads, _ = q.shape
+    out = torch.empty(batch, tokens, heads, call.d_v, dtype=call.out_dtype, device=device)
+    lse, top = (torch.empty(batch, tokens, heads, dtype=torch.float32, device=device) for _ in range(2))
+    if not out.numel():
+        return out, lse, top
+    with torch.cuda.device_of(q):
+        slots, lengths = locate(call.keys, call.indices, call.counts)
+        if _prefill_is_faster(call) if as_prefill is None else as_prefill:
+            _attend_as_prefill(call, slots, lengths, (out, lse, top))
+        else:
+            _attend(call, slots, lengths, (out, lse, top), tiles or _tiles(call))
+    return out, lse, top
+
+
+def locate(keys: PagedKeys, indices: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The slots of the indices [B, T, topk]: int32 [B * T, topk], and their number per token, -1 for a fault.
+
+    Padding is left out; the order is kept. Entries past the number are undefined.
+    """
+    batch, tokens, topk = indices.shape
+    slots = torch.empty(batch * tokens, topk, dtype=torch.int32, device=indices.device)
+    lengths = torch.empty(batch * tokens, dtype=torch.int32, device=indices.device)
+    table, shard = keys.table, keys.shard
+    _locate_kernel[(batch * tokens,)](
+        indices, indices.stride(), counts, (0, 0) if counts is None else counts.stride(),
+        table, (0, 0) if table is None else table.stride(), slots, lengths, error_record(indices.device),
+        tokens, topk, keys.num_blocks, 0 if table is None else table.shape[1],
+        RANKS=1 if shard is None else shard.ranks, RANK=0 if shard is None else shard.rank,
+        INTERLEAVE=1 if shard is None else shard.interleave, BLOCK_SIZE=keys.block_size, BLOCK=_LOCATED, num_warps=4,
+    )  # fmt: skip
+    return slots, lengths
+
+
+def _tiles(call: SparseDecodeCall) -> ForwardTiles:
+    heads = min(64, max(16, int(triton.next_power_of_2(call.q.shape[2]))))
+    if isinstance(call.keys.pool, Tensor):
+        main, tail = split_width(call.keys.width)
+        return pick_tiles(
+            heads, main, main + tail, call.q.dtype, separate=False, limit=gpu_of(call.q.device).shared_memory
+        )
+    return _QUANTIZED
+
+
+def _attend(
+    call: SparseDecodeCall, slots: Tensor, lengths: Tensor, results: tuple[Tensor, ...], tiles: ForwardTiles
+) -> None:
+    q = call.q
+    batch, tokens, heads, _ = q.shape
+    rows, topk = batch * tokens, call.indices.shape[2]
+    head_tiles = triton.cdiv(heads, tiles.heads)
+    span = call.split_size or _span(rows * head_tiles, topk, tiles.keys, q.device)
+    splits = triton.cdiv(topk, span)
+    parts: tuple[Any, ...] = (None, None, None)
+    if splits > 1:
+        parts = (
+            torch.empty(rows, splits, heads, call.d_v, dtype=torch.float32, device=q.device),
+            *(torch.empty(rows, splits, heads, dtype=torch.float32, device=q.device) for _ in range(2)),
+        )
+    sinks, sizes = None if call.sinks is None else call.sinks.contiguous(), _pool_sizes(call.keys)
+    _attend_kernel[(rows * splits * head_tiles,)](
+        q, q.stride()[:3], *_pool_arguments(call.keys), slots, lengths, sinks, *results, *parts,
+        tokens, heads, topk, span, splits, call.scale * LOG2_E,
+        **sizes, D_V=call.d_v, VALUE_TAIL=sizes["TAIL"] if not sizes["REST"] and call.d_v > sizes["MAIN"] else 0,
+        HEADS=tiles.heads, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(rows, triton.cdiv(heads, _MERGED_HEADS))](
+            *parts, lengths, sinks, *results, heads, span, splits,
+            D_V=call.d_v, HEADS=_MERGED_HEADS, COLUMNS=max(16, int(triton.next_power_of_2(call.d_v))), num_warps=4,
+        )  # fmt: skip
+
+
+def _span(programs: int, topk: int, keys: int, device: torch.device) -> int:
+    """The number of slots of one program: all of a token's, or fewer where few programs would leave the GPU idle."""
+    wanted = max(1, _processors(device) // programs)
+    tiles = triton.cdiv(topk, keys)
+    return int(triton.cdiv(tiles, min(wanted, max(1, tiles // 2)))) * keys
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+def _prefill_is_faster(call: SparseDecodeCall) -> bool:
+    """Whether there are more heads than a tile of `_attend_kernel` has, and tokens enough for the prefill's kernel."""
+    if call.q.dtype == torch.float32 and isinstance(call.keys.pool, Quantized):
+        return True  # without tensor cores, both operands of a product are in registers, too
+    rows, heads = call.q.shape[0] * call.q.shape[1], call.q.shape[2]
+    enough = 2 * rows * triton.cdiv(heads, gluon_forward.HEADS) >= _processors(call.q.device)
+    return call.q.is_cuda and call.split_size is None and heads > 32 and enough
+
+
+def _attend_as_prefill(call: SparseDecodeCall, slots: Tensor, lengths: Tensor, results: tuple[Tensor, ...]) -> None:
+    """Some tokens at a time, so that the workspace stays small."""
+    q, topk, width = call.q.flatten(0, 1), call.indices.shape[2], call.keys.width
+    q = q if q.stride(0) % 16 == 0 else q.contiguous()
+    flat = _flat_pool(call.keys)
+    rows = len(q) if flat is not None else max(1, min(len(q), _WORKSPACE // (topk * width * q.element_size())))
+    workspace = q.new_empty(0) if flat is not None else q.new_empty(rows * topk, width)
+    for start in range(0, len(q), rows):
+        some = slice(start, start + rows)
+        keys, indices, counts = flat, slots[some], lengths[some]
+        if keys is None:
+            keys = workspace[: len(counts) * topk]
+            _gather(call.keys, indices, counts, keys)
+            indices = torch.arange(len(keys), dtype=torch.int32, device=q.device).view(-1, topk)
+        low = torch.zeros_like(counts)
+        prefill = gluon_forward if gluon_forward.supports(q[some], keys, None, d_v=call.d_v) else triton_forward
+        state = prefill.forward(
+            q[some], keys, None, indices, low, torch.full_like(low, len(keys)), counts, d_v=call.d_v, k_offset=0,
+            scale=call.scale, out_dtype=call.out_dtype if call.sinks is None else torch.float32, max_logits=True,
+        )  # fmt: skip
+        out, lse, top = state
+        if call.sinks is not None:
+            out, lse = add_sinks(State(out, lse), call.sinks)
+        fault = counts < 0
+        for result, part in zip(results, (out, lse, top), strict=True):
+            part = part.to(result.dtype).masked_fill_(fault.view(-1, *[1] * (part.ndim - 1)), torch.nan)
+            result.flatten(0, 1)[some] = part
+
+
+def _flat_pool(keys: PagedKeys) -> Tensor | None:
+    """A plain pool as [slots, D], if its blocks follow one another."""
+    pool = keys.pool
+    if not isinstance(pool, Tensor) or pool.stride(0) != pool.shape[1] * pool.stride(1):
+        return None
+    return pool.as_strided((pool.shape[0] * pool.shape[1], pool.shape[3]), (pool.stride(1), 1))
+
+
+def _gather(keys: PagedKeys, slots: Tensor, lengths: Tensor, target: Tensor) -> None:
+    """Write the keys of slots [rows, topk] to rows of `target` [rows * topk, D], dequantized."""
+    rows, topk = slots.shape
+    _gather_kernel[(rows, triton.cdiv(topk, _GATHERED))](
+        *_pool_arguments(keys), slots, slots.stride(0), lengths, target, target.stride(0), topk,
+        **_pool_sizes(keys), KEYS=_GATHERED, num_warps=4,
+    )  # fmt: skip
+
+
+def _pool_arguments(keys: PagedKeys) -> tuple[Any, ...]:
+    """The values, scales and rope part of a pool and their strides, as kernels take them."""
+    values, scales, rope = values_of(keys.pool), None, None
+    scale_strides, rope_strides = (0, 0, 0), (0, 0)
+    if isinstance(keys.pool, Quantized):
+        assert keys.pool.rope is not None
+        values, scales, rope = values.view(torch.uint8), keys.pool.scales, keys.pool.rope
+        scale_strides = (scales.stride(0), scales.stride(1), scales.stride(3))
+        rope_strides = (rope.stride(0), rope.stride(1))
+    return values, values.stride()[:2], scales, scale_strides, rope, rope_strides
+
+
+def _pool_sizes(keys: PagedKeys) -> dict[str, int]:
+    """The features of values and of the rope part, and the widths of the two column tiles of a key."""
+    if isinstance(keys.pool, Quantized):
+        assert keys.pool.rope is not None
+        width, rest = keys.pool.values.shape[-1], keys.pool.rope.shape[-1]
+        main, tail = int(triton.next_power_of_2(width)), max(16, int(triton.next_power_of_2(rest)))
+    else:
+        width, rest = keys.width, 0
+        main, tail = split_width(width)
+    return {"D": width, "REST": rest, "MAIN": main, "TAIL": tail, "BLOCK_SIZE": keys.block_size}
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def _locate_kernel(
+    indices, index_strides, counts, count_strides, table, table_strides, slots, lengths, errors,
+    tokens, topk, num_blocks, table_width,
+    RANKS: tl.constexpr, RANK: tl.constexpr, INTERLEAVE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token."""
+    row = tl.program_id(0)
+    sequence = (row // tokens).to(tl.int64)
+    token = (row % tokens).to(tl.int64)
+    count = topk
+    if counts is not None:
+        given = tl.load(counts + sequence * count_strides[0] + token * count_strides[1])
+        count = tl.minimum(tl.maximum(given, 0), topk).to(tl.int32)
+    source = indices + sequence * index_strides[0] + token * index_strides[1]
+    target = slots + row.to(tl.int64) * topk
+    written = tl.zeros((), tl.int32)
+    fault = tl.zeros((BLOCK,), tl.int64)
+    for begin in range(0, count, BLOCK):
+        j = begin + tl.arange(0, BLOCK)
+        index = tl.load(source + j.to(tl.int64) * index_strides[2], mask=j < count, other=-1)
+        used = index >= 0
+        position = index
+        if RANKS > 1:
+            used = used & (index // INTERLEAVE % RANKS == RANK)
+            position = index // (RANKS * INTERLEAVE) * INTERLEAVE + index % INTERLEAVE
+        entry = position // BLOCK_SIZE
+        block = entry
+        named = index.to(tl.int64) | _INDEX_FAULT
+        if table is not None:
+            inside = used & (entry < table_width)
+            block = tl.load(
+                table + sequence * table_strides[0] + entry.to(tl.int64) * table_strides[1], mask=inside, other=0
+            )
+            word = ((entry + 1).to(tl.int64) << 32) | (block.to(tl.int64) & 0xFFFFFFFF)
+            named = tl.where(inside, word, named)
+            valid = inside & (block >= 0) & (block < num_blocks)
+        else:
+            valid = used & (block < num_blocks)
+        fault = tl.maximum(fault, tl.where(used & ~valid, named, 0))
+        at = written + tl.cumsum(valid.to(tl.int32), 0) - 1
+        tl.store(target + at, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=valid)
+        written += tl.sum(valid.to(tl.int32), 0)
+    worst = tl.max(fault, 0)
+    if worst != 0:
+        written = tl.full((), -1, tl.int32)
+        tl.store(errors + 1 + sequence, worst)
+        tl.store(errors, tl.full((), 1, tl.int64))
+    tl.store(lengths + row, written)
+
+
+@triton.jit
+def _fetch(
+    pool, strides, scales, scale_strides, rope, rope_strides, slot, valid,
+    D: tl.constexpr, REST: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """The codes [KEYS, MAIN], scales and rope part of the fp8_ds_mla keys in some slots; 0 where not valid."""
+    block = (slot // BLOCK_SIZE).to(tl.int64)
+    offset = (slot % BLOCK_SIZE).to(tl.int64)
+    there = valid[:, None]
+    main = tl.arange(0, MAIN)[None, :]
+    codes = tl.load(pool + (block * strides[0] + offset * strides[1])[:, None] + main, mask=there & (main < D), other=0)
+    group = tl.arange(0, MAIN // _GROUP)[None, :]
+    scale_rows = scales + (block * scale_strides[0] + offset * scale_strides[1])[:, None]
+    steps = tl.load(scale_rows + group * scale_strides[2], mask=there & (group < D // _GROUP), other=0.0)
+    tail = tl.arange(0, TAIL)[None, :]
+    rope_rows = rope + (block * rope_strides[0] + offset * rope_strides[1])[:, None]
+    rest = tl.load(rope_rows + tail, mask=there & (tail < REST), other=0.0)
+    return codes, steps, rest
+
+
+@triton.jit
+def _dequantize(codes, steps, DTYPE: tl.constexpr, MAIN: tl.constexpr, KEYS: tl.constexpr):
+    """The values of codes [KEYS, MAIN], rounded once."""
+    wide = tl.reshape(codes, (KEYS, MAIN // _GROUP, _GROUP)).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return tl.reshape((wide.to(tl.float32) * steps[:, :, None]).to(DTYPE), (KEYS, MAIN))
+
+
+@triton.jit
+def _load_plain(
+    pool, strides, slot, valid, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """The plain keys in some slots as two tiles, [KEYS, MAIN] and [KEYS, TAIL]; 0 where not valid."""
+    block = (slot // BLOCK_SIZE).to(tl.int64)
+    offset = (slot % BLOCK_SIZE).to(tl.int64)
+    rows = pool + (block * strides[0] + offset * strides[1])[:, None]
+    main = tl.arange(0, MAIN)[None, :]
+    k_main = tl.load(rows + main, mask=valid[:, None] & (main < D), other=0.0)
+    k_tail = k_main
+    if TAIL > 0:
+        tail = MAIN + tl.arange(0, TAIL)[None, :]
+        k_tail = tl.load(rows + tail, mask=valid[:, None] & (tail < D), other=0.0)
+    return k_main, k_tail
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def _gather_kernel(
+    pool, strides, scales, scale_strides, rope, rope_strides, slots, slots_row, lengths, target, target_row, topk,
+    D: tl.constexpr, REST: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """KEYS slots of one token; those past its length are not written."""
+    row = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
+    valid = j < tl.load(lengths + row)
+    slot = tl.load(slots + row * slots_row + j, mask=valid, other=0)
+    if REST > 0:
+        codes, steps, k_tail = _fetch(
+            pool, strides, scales, scale_strides, rope, rope_strides, slot, valid, D, REST, MAIN, TAIL, BLOCK_SIZE
+        )  # fmt: skip
+        k_main = _dequantize(codes, steps, target.dtype.element_ty, MAIN, KEYS)
+    else:
+        k_main, k_tail = _load_plain(pool, strides, slot, valid, D, MAIN, TAIL, BLOCK_SIZE)
+    rows = target + (row * topk + j)[:, None] * target_row
+    main = tl.arange(0, MAIN)[None, :]
+    tl.store(rows + main, k_main, mask=valid[:, None] & (main < D))
+    if TAIL > 0:
+        tail = tl.arange(0, TAIL)[None, :]
+        BEGIN: tl.constexpr = D if REST > 0 else MAIN
+        LIMIT: tl.constexpr = REST if REST > 0 else D - MAIN
+        tl.store(rows + BEGIN + tail, k_tail.to(target.dtype.element_ty), mask=valid[:, None] & (tail < LIMIT))
+
+
+@triton.jit
+def _add_sink(lse, sinks, head, real):
+    """The lse (base 2) with the sinks of the heads, and the weight of what it was without them."""
+    sink = tl.load(sinks + head, mask=real, other=float("-inf")).to(tl.float32) * _LOG2_E
+    most = tl.maximum(lse, sink)
+    shift = tl.where(tl.abs(most) == float("inf"), 0.0, most)
+    both = shift + tl.log2(tl.exp2(lse - shift) + tl.exp2(sink - shift))
+    infinite = most == float("inf")
+    both = tl.where(infinite, most, tl.where(most == float("-inf"), most, both))
+    half = tl.where(sink == float("inf"), tl.where(lse == float("inf"), 0.5, 0.0), 1.0)
+    weight = tl.where(infinite, half, tl.exp2(lse - tl.where(most == float("-inf"), 0.0, both)))
+    return both, weight
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def _attend_kernel(
+    q, q_strides, pool, strides, scales, scale_strides, rope, rope_strides, slots, lengths, sinks,
+    out, lse, top, part_out, part_lse, part_top, tokens, heads, topk, span, splits, scale_log2,
+    D: tl.constexpr, REST: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, D_V: tl.constexpr,
+    VALUE_TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """One token, one tile of heads, `span` of its slots. Neighboring programs share the slots: their keys are in L2."""
+    head_tiles = tl.cdiv(heads, HEADS)
+    row = (tl.program_id(0) // (head_tiles * splits)).to(tl.int64)
+    split = tl.program_id(0) // head_tiles % splits
+    head = tl.program_id(0) % head_tiles * HEADS + tl.arange(0, HEADS)
+    real = (head < heads)[:, None]
+    length = tl.load(lengths + row)
+    begin = split * span
+    end = tl.minimum(begin + span, length)
+
+    main = tl.arange(0, MAIN)[None, :]
+    q_tile = q + row // tokens * q_strides[0] + row % tokens * q_strides[1] + head[:, None].to(tl.int64) * q_strides[2]
+    q_main = tl.load(q_tile + main, mask=real & (main < D), other=0.0)
+    if TAIL > 0:
+        tail = tl.arange(0, TAIL)[None, :]
+        TAIL_BEGIN: tl.constexpr = D if REST > 0 else MAIN  # of the tail among the features
+        LIMIT: tl.constexpr = REST if REST > 0 else D - MAIN
+        q_tail = tl.load(q_tile + TAIL_BEGIN + tail, mask=real & (tail < LIMIT), other=0.0)
+
+    # The running state: `acc / total` is the output, `peak + log2(total)` the lse in base 2.
+    acc = tl.zeros((HEADS, MAIN), tl.float32)
+    if VALUE_TAIL > 0:
+        acc_tail = tl.zeros((HEADS, VALUE_TAIL), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    peak = tl.full((HEADS,), float("-inf"), tl.float32)
+    row_slots = slots + row * topk
+    if (
+        REST > 0
+    ):  # the keys of a tile are loaded before those of the one before are multiplied, their slots still earlier
+        j = begin + tl.arange(0, KEYS)
+        slot = tl.load(row_slots + j, mask=j < end, other=0)
+        codes, steps, rest = _fetch(
+            pool, strides, scales, scale_strides, rope, rope_strides, slot, j < end, D, REST, MAIN, TAIL, BLOCK_SIZE
+        )  # fmt: skip
+        slot = tl.load(row_slots + j + KEYS, mask=j + KEYS < end, other=0)
+    for first in range(begin, end, KEYS):
+        j = first + tl.arange(0, KEYS)
+        valid = j < end
+        if REST > 0:
+            k_main, k_tail = _dequantize(codes, steps, q.dtype.element_ty, MAIN, KEYS), rest.to(q.dtype.element_ty)
+            codes, steps, rest = _fetch(
+                pool, strides, scales, scale_strides, rope, rope_strides, slot, j + KEYS < end,
+                D, REST, MAIN, TAIL, BLOCK_SIZE,
+            )  # fmt: skip
+            slot = tl.load(row_slots + j + 2 * KEYS, mask=j + 2 * KEYS < end, other=0)
+        else:
+            slot = tl.load(row_slots + j, mask=valid, other=0)
+            k_main, k_tail = _load_plain(pool, strides, slot, valid, D, MAIN, TAIL, BLOCK_SIZE)
+        scores = tl.dot(q_main, tl.trans(k_main), input_precision="ieee")
+        if TAIL > 0:
+            scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
+        scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(peak - shift)
+        total = total * decay + tl.sum(weights, 1)
+        peak = new_peak
+        weights = weights.to(k_main.dtype)
+        acc = tl.dot(weights, k_main, acc * decay[:, None], input_precision="ieee")
+        if VALUE_TAIL > 0:
+            acc_tail = tl.dot(weights, k_tail, acc_tail * decay[:, None], input_precision="ieee")
+
+    share = 1.0 / tl.where(total == 0.0, 1.0, total)
+    log_sum = peak + tl.log2(total)
+    at = row * heads + head
+    if part_out is not None:
+        at = (row * splits + split) * heads + head
+        tl.store(part_lse + at, log_sum, mask=head < heads)
+        tl.store(part_top + at, peak, mask=head < heads)
+        target = part_out
+    else:
+        if sinks is not None:
+            log_sum, weight = _add_sink(log_sum, sinks, head, head < heads)
+            share *= weight
+        spoiled = tl.where(length < 0, float("nan"), 0.0)
+        share += spoiled
+        tl.store(lse + at, log_sum / _LOG2_E + spoiled, mask=head < heads)
+        tl.store(top + at, peak / _LOG2_E + spoiled, mask=head < heads)
+        target = out
+    out_rows = target + at[:, None] * D_V
+    tl.store(out_rows + main, (acc * share[:, None]).to(target.dtype.element_ty), mask=real & (main < D_V))
+    if VALUE_TAIL > 0:
+        column = MAIN + tl.arange(0, VALUE_TAIL)[None, :]
+        tl.store(out_rows + column, (acc_tail * share[:, None]).to(target.dtype.element_ty), mask=real & (column < D_V))
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def _merge_kernel(
+    part_out, part_lse, part_top, lengths, sinks, out, lse, top, heads, span, splits,
+    D_V: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one token: the states of its splits, in order."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    real = head < heads
+    column = tl.arange(0, COLUMNS)[None, :]
+    length = tl.load(lengths + row)
+    count = tl.minimum(tl.cdiv(tl.maximum(length, 0), span), splits)
+    peak = tl.full((HEADS,), float("-inf"), tl.float32)
+    largest = peak
+    for split in range(count):
+        at = (row * splits + split) * heads + head
+        peak = tl.maximum(peak, tl.load(part_lse + at, mask=real, other=float("-inf")))
+        largest = tl.maximum(largest, tl.load(part_top + at, mask=real, other=float("-inf")))
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    acc = tl.zeros((HEADS, COLUMNS), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    for split in range(count):
+        at = (row * splits + split) * heads + head
+        weight = tl.exp2(tl.load(part_lse + at, mask=real, other=float("-inf")) - shift)
+        total += weight
+        part = tl.load(part_out + at[:, None] * D_V + column, mask=real[:, None] & (column < D_V), other=0.0)
+        acc += part * weight[:, None]
+    share = 1.0 / tl.where(total == 0.0, 1.0, total)
+    log_sum = peak + tl.log2(tl.where(total == 0.0, 1.0, total))
+    if sinks is not None:
+        log_sum, weight = _add_sink(log_sum, sinks, head, real)
+        share *= weight
+    spoiled = tl.where(length < 0, float("nan"), 0.0)
+    share += spoiled
+    at = row * heads + head
+    tl.store(lse + at, log_sum / _LOG2_E + spoiled, mask=real)
+    tl.store(top + at, largest / _LOG2_E + spoiled, mask=real)
+    value = (acc * share[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at[:, None] * D_V + column, value, mask=real[:, None] & (column < D_V))
