@@ -118,13 +118,11 @@ _LONGEST_TRIED = {Part.FORWARD: 128 * _K, Part.BACKWARD: 32 * _K}
 # Changes to the default tiles of the Gluon kernels, by part and the widths of keys and values: see `GluonTiles` and
 # `BackwardTiles`.
 VARIANTS: dict[tuple[Part, int, int], tuple[dict[str, Any], ...]] = {
-    (_F, 128, 128): ({"section": 1}, {"section": 2}),
+    (_F, 128, 128): ({"section": 8},),
     (_F, 192, 128): ({"keys": 64, "stages": 3}, {"keys": 64, "stages": 4}),
     (_F, 256, 256): ({"keys": 32, "stages": 4},),
-    (_B, 128, 128): ({"paired": False}, {"paired": False, "stages": 3}, {"shared_keys": True}),
-    (_B, 64, 64): ({"held": False}, {"paired": False}, {"heads": 2}),
-    (_B, 192, 128): ({"shared_keys": True}, {"shared_keys": True, "stages": 4}),
-    (_B, 256, 256): ({"heads": 1}, {"heads": 2}),
+    (_B, 128, 128): ({"paired": True}, {"paired": False}),
+    (_B, 256, 256): ({"heads": 2},),
 }  # fmt: skip
 
 

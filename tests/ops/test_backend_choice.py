@@ -58,12 +58,13 @@ def test_empty_columns_of_a_tile_take_time():
 
 
 def test_rates_are_those_of_the_nearest_shape():
-    for widths, lengths in cost._RATES.items():
-        for length, measured in lengths.items():
-            assert cost.rates(*widths, length, backward=False) == measured.forward
-            assert cost.rates(*widths, length, backward=True) == measured.backward
-    assert cost.rates(120, 128, 9000, backward=True) == cost._RATES[128, 128][8192].backward
-    assert cost.rates(512, 512, 10**6, backward=False) == cost.rates(*max(cost._RATES), 10**6, backward=False)
+    for backward, table in ((False, cost._FORWARD), (True, cost._BACKWARD)):
+        for widths, lengths in table.items():
+            for length, measured in lengths.items():
+                assert cost.rates(*widths, length, backward=backward) == measured
+    assert cost.rates(120, 128, 9000, backward=True) == cost._BACKWARD[128, 128][8192]
+    assert cost.rates(128, 128, 4096, backward=True) == cost._BACKWARD[128, 128][8192]  # the larger of two as near
+    assert cost.rates(512, 512, 10**6, backward=False) == cost._FORWARD[256, 256][8192]
 
 
 class Serves:
@@ -92,8 +93,8 @@ def on_hopper(monkeypatch):
 
 
 def test_the_fastest_kernel_forward_and_backward(on_hopper, monkeypatch):
-    rates = {8192: cost._Measured(cost.Rates(500, 400, 600), cost.Rates(500, 300, 480))}
-    monkeypatch.setattr(cost, "_RATES", {(128, 128): rates})
+    monkeypatch.setattr(cost, "_FORWARD", {(128, 128): {8192: cost.Rates(500, 400, 600)}})
+    monkeypatch.setattr(cost, "_BACKWARD", {(128, 128): {8192: cost.Rates(500, 300, 480)}})
     on_hopper(gluon=Serves(), triton=Serves(), aten=Serves())
     assert dispatch.choose(call(Causal()), "auto").backend == "gluon"
     choice = dispatch.choose_backward(call(Causal()), "auto")

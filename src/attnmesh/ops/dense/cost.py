@@ -27,21 +27,24 @@ class Rates(NamedTuple):
     gluon: float
 
 
-class _Measured(NamedTuple):
-    forward: Rates
-    backward: Rates
-
-
 # By the widths of keys and values, then by the number of positions: bf16, causal, `python -m benchmarks.dense` on one
 # H200. Other shapes have the rates of the nearest one. Only their ratios matter for the choice.
-_RATES: dict[tuple[int, int], dict[int, _Measured]] = {
-    (64, 64): {
-        8192: _Measured(Rates(418, 367, 438), Rates(399, 244, 446)),
-    },
+_FORWARD: dict[tuple[int, int], dict[int, Rates]] = {
+    (64, 64): {8192: Rates(411, 366, 435)},
     (128, 128): {
-        8192: _Measured(Rates(521, 448, 599), Rates(459, 322, 489)),
-        32768: _Measured(Rates(570, 504, 628), Rates(521, 376, 507)),
+        2048: Rates(386, 323, 536),
+        8192: Rates(533, 463, 623),
+        32768: Rates(594, 504, 631),
+        131072: Rates(543, 492, 536),
     },
+    (192, 128): {8192: Rates(0, 434, 623)},
+    (256, 256): {8192: Rates(551, 499, 621)},
+}
+_BACKWARD: dict[tuple[int, int], dict[int, Rates]] = {
+    (64, 64): {8192: Rates(390, 244, 450)},
+    (128, 128): {2048: Rates(321, 192, 275), 8192: Rates(478, 324, 497), 32768: Rates(535, 378, 521)},
+    (192, 128): {8192: Rates(0, 296, 354)},
+    (256, 256): {8192: Rates(383, 201, 294)},
 }
 _GLUON_WIDTHS = (64, 96, 128, 192, 256)  # of its tiles: other head dims take the next one
 _LAUNCH = 10e-6  # seconds of a launch that does nothing
@@ -84,10 +87,9 @@ def estimate(call: Call, backends: Collection[str], *, backward: bool = False) -
 
 def rates(width: int, value_width: int, length: int, *, backward: bool) -> Rates:
     """The rates of the nearest shape that was measured."""
-    widths = min(_RATES, key=lambda at: (abs(at[0] - width) + abs(at[1] - value_width), at))
-    lengths = _RATES[widths]
-    measured = lengths[min(lengths, key=lambda at: (max(at, length) / max(1, min(at, length)), at))]
-    return measured.backward if backward else measured.forward
+    table = _BACKWARD if backward else _FORWARD
+    lengths = table[min(table, key=lambda at: (abs(at[0] - width) + abs(at[1] - value_width), at))]
+    return lengths[min(lengths, key=lambda at: (max(at, length) / max(1, min(at, length)), -at))]
 
 
 @lru_cache(maxsize=256)
@@ -100,8 +102,10 @@ def _estimate(
     columns = 3 * width + 2 * value_width if backward else width + value_width
     flops = 2 * columns * heads  # per pair of one sequence
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    rows = max((block.q.stop for block in blocks), default=0)
-    speed = rates(width, value_width, rows, backward=backward)
+    length = max((block.q.stop for block in blocks), default=0)
+    if not any(block.kind is Kind.CAUSAL for block in blocks):
+        length *= 2  # the rates are those of causal calls, in which the processors with few keys wait for the others
+    speed = rates(width, value_width, length, backward=backward)
     padded = sum(next((tile for tile in _GLUON_WIDTHS if tile >= d), d) for d in (width, value_width))
     speed = speed._replace(gluon=speed.gluon * (width + value_width) / padded)
     pairs, aten = 0, 0.0

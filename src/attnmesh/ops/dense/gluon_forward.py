@@ -103,7 +103,8 @@ class Barriers(NamedTuple):
 class GluonTiles(NamedTuple):
     """Keys per tile, how many tiles of keys and of values are in flight, and the order of the items.
 
-    Items of `section` KV heads come together, the longest first (None: of all heads): they share keys in the L2 cache.
+    Items of `section` KV heads come together, the longest first: they share keys in the L2 cache. None: of all heads,
+    or of one where the call is causal and long.
     """
 
     keys: int
@@ -121,6 +122,7 @@ TILES = {
     (256, 256): GluonTiles(64, 2),
 }
 _WIDTHS = sorted({width for widths in TILES for width in widths})
+_LONG = 32768  # rows, from which the keys of all heads do not stay in the L2 cache
 # Registers per thread; the first attender has what is left.
 _ATTENDER_REGISTERS, _LOADER_REGISTERS = gl.constexpr(232), gl.constexpr(40)
 
@@ -190,7 +192,8 @@ def forward(
     v_blocks = _descriptors(v, 1, tiles.keys, value_blocks)
     head_tiles = batch * (q_heads // pack)
     items = triton.cdiv(q_len, ATTENDERS * rows) * head_tiles
-    section = head_tiles if tiles.section is None else tiles.section * (q_heads // kv_heads // pack)
+    kv_section = tiles.section or (1 if causal and q_len >= _LONG else None)
+    section = head_tiles if kv_section is None else kv_section * (q_heads // kv_heads // pack)
     with torch.cuda.device_of(q):
         _forward_kernel[(min(items, _processors(q)),)](
             *q_blocks, *k_blocks, *v_blocks, visible.first, visible.end, *visible.strides,
