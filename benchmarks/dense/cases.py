@@ -121,7 +121,7 @@ VARIANTS: dict[tuple[Part, int, int], tuple[dict[str, Any], ...]] = {
     (_F, 128, 128): ({"section": 8},),
     (_F, 192, 128): ({"keys": 64, "stages": 3}, {"keys": 64, "stages": 4}),
     (_F, 256, 256): ({"keys": 32, "stages": 4},),
-    (_B, 128, 128): ({"paired": True}, {"paired": False}),
+    (_B, 128, 128): ({"paired": False},),
     (_B, 256, 256): ({"heads": 2},),
 }  # fmt: skip
 

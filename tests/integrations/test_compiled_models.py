@@ -82,6 +82,7 @@ def test_padded_rows_on_one_device():
     assert_one_graph(llama(), [on_one_device(attention_mask=mask) for mask in masks])
 
 
+@pytest.mark.slow
 def test_packed_and_padded_rows_over_ranks():
     cp = ContextParallel(SoloComm())
     calls = [

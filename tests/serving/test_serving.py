@@ -412,6 +412,7 @@ def serve_on_process(comm, how):
     return comm.rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sharding", [DecodeSharding(cp=2), pytest.param(DecodeSharding(kvdp=2), marks=pytest.mark.slow)]
 )

@@ -140,6 +140,7 @@ def on_processes(comm: Comm) -> list[list[float]]:
     return [x.tolist() for x in step(comm, Problem(), 2, (3, 3))]
 
 
+@pytest.mark.slow
 def test_two_processes():
     ranks = [[torch.tensor(x) for x in rank] for rank in run_processes(2, on_processes)]
     for rank in ranks:

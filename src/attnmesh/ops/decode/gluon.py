@@ -31,7 +31,8 @@ class Gluon(Triton):
     def run(self, call: DecodeCall, into: State | None = None, tiles: DecodeTiles | None = None) -> State:
         """Out and lse, in two launches per 1024 sequences. Raises errors that earlier calls have recorded."""
         warn_caller(
-            'backend="gluon" has been compared with float64 on a GPU in a few cases only: compare it with backend="triton"'
+            'backend="gluon" has been compared with float64 on a GPU in a few cases only: '
+            'compare it with backend="triton"'
         )
         return super().run(call, into, tiles)
 
