@@ -138,6 +138,7 @@ def test_overwrites_gradients_in_any_dtype(device, mask):
         assert relative(mine, exact) <= 2 * relative(plain, exact)
 
 
+@pytest.mark.slow
 def test_keys_in_parts_add_up(device):
     """With the lse and delta of the whole softmax, parts of the keys give the same as all of them."""
     case = Case(device, torch.float32, "union", (2, 1), 33, 48)

@@ -167,6 +167,7 @@ def test_the_graph_for_many_windows_and_lengths_is_the_same():
     assert counter.frame_count == 2  # one for the first numbers, one for any
 
 
+@pytest.mark.slow
 def test_dynamic_shapes():
     counter = CompileCounterWithBackend("aot_eager")
     one = layer(ContextParallel())

@@ -221,6 +221,7 @@ def test_a_scale_of_ones_own():
         assert_attention_close(by_value(inputs, 3, scale=scale), inputs, Causal(), scale=scale)
 
 
+@pytest.mark.slow
 def test_triton_kernels_serve_it_too(device):
     for run, ring_size, q_offset, mask, pairs in (
         (with_a_group, 2, 0, Causal(), 1),

@@ -138,6 +138,7 @@ def on_some_ranks(comm: Comm) -> str:
     return "right"
 
 
+@pytest.mark.slow
 def test_a_mesh_over_some_of_the_ranks():
     assert run_processes(5, on_some_ranks) == [*["right"] * 4, "raised"]
 

@@ -90,6 +90,7 @@ def test_completions_are_those_of_the_model_alone(client, alone):
     assert complete(client, max_tokens=3).choices[0].text == alone(max_new_tokens=3).text
 
 
+@pytest.mark.slow
 def test_samples_differ_and_a_seed_repeats_them(client, alone):
     prompts = [PROMPT, "c b a"]
     found = complete(client, prompts, n=3, **SAMPLED)
