@@ -94,7 +94,8 @@ def test_a_second_signal_ends_it_at_once(model):
         with urllib.request.urlopen(call, timeout=60) as answer:
             answer.readline()
             command.signal(signal.SIGTERM)
-            answer.readline()
+            for _ in range(40):  # two signals at the same time may be one
+                answer.readline()
             command.signal(signal.SIGTERM)
             found = command.wait(30)
         assert (found.code, found.left) == (143, [])
