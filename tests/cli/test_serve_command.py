@@ -49,7 +49,7 @@ def test_keys_that_are_refused(model, tmp_path, key):
 
 
 def test_a_cache_that_does_not_fit_is_refused(model, monkeypatch):
-    monkeypatch.setattr("attnmesh.cli.serve.free_memory", lambda device: 2**30)
+    monkeypatch.setattr("attnmesh.cli.language_model.free_memory", lambda device: 2**30)
     ran = run_command("serve", "--model", model, "--ranks", 1, "--cache-tokens", "10M")
     assert_refused(ran, "of KV cache) on cpu, which has", "reduce --cache-tokens")
 

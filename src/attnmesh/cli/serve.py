@@ -8,13 +8,19 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
 from attnmesh.cli import output
 from attnmesh.cli.errors import Terminated
+from attnmesh.cli.language_model import (
+    DtypeOption,
+    LanguageModelOption,
+    check_fits,
+    check_language_model,
+    models_per_device,
+)
 from attnmesh.cli.options import (
     Device,
     DeviceOption,
@@ -32,8 +38,7 @@ from attnmesh.core.files import read_text
 from attnmesh.core.optional import require
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_timeout
-from attnmesh.generation.engine import check_generation, kv_bytes_per_token
-from attnmesh.integrations.checkpoint import ModelError, free_memory, readable_gib
+from attnmesh.generation.engine import kv_bytes_per_token
 from attnmesh.integrations.checkpoint_folder import weight_bytes
 from attnmesh.integrations.loading import load_config_and_tokenizer, load_model, model_folder
 from attnmesh.plan.decode import DecodeSharding
@@ -47,13 +52,10 @@ _MIN_KEY = 16  # characters
 
 
 def serve_command(
-    model: Annotated[
-        Path | None,
-        typer.Option(show_default="SmolLM2-135M-Instruct", help="Folder written by save_pretrained, or a GGUF file."),
-    ] = None,
+    model: LanguageModelOption = None,
     ranks: RanksOption = None,
     device: DeviceOption = Device.CPU,
-    dtype: Annotated[Precision, typer.Option(help="Dtype of weights, activations and KV cache.")] = Precision.FP32,
+    dtype: DtypeOption = Precision.FP32,
     host: Annotated[str, typer.Option(help="Address to listen on. One that others reach requires a key.")] = _LOCAL[0],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     api_key_file: Annotated[
@@ -123,11 +125,15 @@ def serve_command(
         )
     folder = model_folder(model)
     config, _ = load_config_and_tokenizer(folder)
-    _check_model(folder, config)
+    check_language_model(folder, config)
     positions = getattr(config, "max_position_embeddings", None) or _DEFAULT_CACHE
     tokens = cache_tokens or min(positions, _DEFAULT_CACHE)
-    copies = 1 if virtual else int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    _check_memory(folder, config, tokens, device.value, dtype.dtype, world, copies, own_gpus=not share_gpu)
+    check_fits(
+        folder, device.value, weight_bytes(folder, dtype.dtype),
+        -(-tokens // world) * kv_bytes_per_token(config, dtype.dtype),
+        models_per_device(device.value, world, shared=virtual, share_gpu=share_gpu),
+        advice=f"; reduce --cache-tokens {tokens} or the ranks",
+    )  # fmt: skip
     default_name = "SmolLM2-135M-Instruct" if model is None else model.resolve().name
     with tempfile.TemporaryDirectory() as name:
         settings = ServerSettings(
@@ -183,26 +189,3 @@ def _api_key(file: Path | None) -> str | None:
     if key is not None and (len(key) < _MIN_KEY or not key.isascii() or not key.isprintable() or " " in key):
         raise ValueError(f"{source} must have at least {_MIN_KEY} printable ASCII characters without spaces")
     return key
-
-
-def _check_model(folder: Path, config: Any) -> None:
-    try:
-        check_generation(config, ", ".join(config.architectures or ()) or str(folder))
-    except ValueError as error:
-        raise ModelError(f"{folder}: {error}") from None
-
-
-def _check_memory(
-    folder: Path, config: Any, tokens: int, device: str, dtype: torch.dtype, world: int, copies: int, *, own_gpus: bool
-) -> None:
-    """Raise ValueError if the ranks of this machine do not fit on the devices that they share."""
-    if device == "cuda" and own_gpus:
-        copies = -(-copies // torch.cuda.device_count())
-    weights, kv_cache = weight_bytes(folder, dtype), -(-tokens // world) * kv_bytes_per_token(config, dtype)
-    free = free_memory(torch.device(device))
-    if free is not None and copies * (weights + kv_cache) > free:
-        each = f"{readable_gib(weights)} of weights and {readable_gib(kv_cache)} of KV cache"
-        raise ValueError(
-            f"{folder} does not fit: {copies} x ({each}) on {device}, which has {readable_gib(free)} free; reduce "
-            f"--cache-tokens {tokens} or the ranks"
-        )

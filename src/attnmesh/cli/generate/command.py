@@ -27,6 +27,7 @@ from attnmesh.cli.generate.job import (
     tokenize_prompts,
 )
 from attnmesh.cli.generate.sharding import ShardingChoice, choose_sharding
+from attnmesh.cli.language_model import DtypeOption, LanguageModelOption, check_language_model, models_per_device
 from attnmesh.cli.options import (
     Device,
     DeviceOption,
@@ -46,14 +47,11 @@ from attnmesh.core.layouts import LAYOUTS
 from attnmesh.core.optional import require
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_timeout
-from attnmesh.generation.engine import check_attention, check_generation
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
 from attnmesh.integrations.checkpoint import ModelError
 from attnmesh.integrations.loading import load_config_and_tokenizer, load_model, model_folder, needs_conversion
-from attnmesh.integrations.weight_splits import check_sharded_model
-from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.counts import MAX_LENGTH
 from attnmesh.report.data import MOST_RANKS
 
@@ -62,13 +60,10 @@ PREFILL_CHUNK = {"cpu": 512, "cuda": 8192}
 
 
 def generate_command(
-    model: Annotated[
-        Path | None,
-        typer.Option(show_default="SmolLM2-135M-Instruct", help="Folder written by save_pretrained, or a GGUF file."),
-    ] = None,
+    model: LanguageModelOption = None,
     ranks: RanksOption = None,
     device: DeviceOption = Device.CPU,
-    dtype: Annotated[Precision, typer.Option(help="Dtype of weights, activations and KV cache.")] = Precision.FP32,
+    dtype: DtypeOption = Precision.FP32,
     prompt: Annotated[str | None, typer.Option(help="Text to read.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="File with the text to read.")] = None,
     questions: Annotated[
@@ -133,7 +128,7 @@ def generate_command(
     display = Display(visible=int(os.environ.get("RANK", "0")) == 0)
     folder, config, tokenizer = _prepare_model(model, display)
     chosen = choose_sharding(sharding, tp, kvdp, cp, config, world)
-    _check_model(folder, config, chosen)
+    check_language_model(folder, config, chosen)
     job = Job(
         folder=folder,
         device=device.value,
@@ -149,8 +144,8 @@ def generate_command(
         sharding=chosen,
     )
     check_job(job, config, world)
-    shares_weights = virtual and chosen is None
-    check_memory(job, config, world, copies=_models_per_device(device.value, world, shares_weights, share_gpu))
+    shared = virtual and chosen is None
+    check_memory(job, config, world, models_per_device(device.value, world, shared=shared, share_gpu=share_gpu))
     kind = "torchrun" if launch.under_torchrun() else "virtual" if virtual else "process"
     divided = "" if chosen is None else f" Weights and KV cache: {chosen}."
     display.note(
@@ -196,26 +191,6 @@ def _prepare_model(model: Path | None, display: Display) -> tuple[Path, Any, Any
         folder = model_folder(model)
         config, tokenizer = load_config_and_tokenizer(folder)
     return folder, config, tokenizer
-
-
-def _check_model(folder: Path, config: Any, sharding: DecodeSharding | None) -> None:
-    name = ", ".join(config.architectures or ()) or str(folder)
-    try:
-        if sharding is None:
-            check_generation(config, name)
-        else:
-            check_attention(config, name)
-            check_sharded_model(config, name, sharding)
-    except ValueError as error:
-        raise ModelError(f"{folder}: {error}") from None
-
-
-def _models_per_device(device: str, world: int, virtual: bool, share_gpu: bool) -> int:
-    """How many ranks load a model, or a part of it, on the same device. Virtual ranks share a whole one."""
-    if virtual:
-        return 1
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if launch.under_torchrun() else world
-    return -(-local // torch.cuda.device_count()) if device == "cuda" and not share_gpu else local
 
 
 def _run(job: Job, ranks: int | None, virtual: bool, share_gpu: bool, timeout: float) -> Result | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnmesh.cli.language_model import check_fits
 from attnmesh.core.files import read_text
 from attnmesh.core.layouts import Layout
 from attnmesh.core.optional import require
@@ -18,7 +19,7 @@ from attnmesh.core.text import counted
 from attnmesh.generation.engine import kv_bytes_per_token, min_prefill_chunk
 from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
-from attnmesh.integrations.checkpoint import free_memory, readable_gib, translated_errors
+from attnmesh.integrations.checkpoint import translated_errors
 from attnmesh.integrations.checkpoint_folder import weight_bytes
 from attnmesh.integrations.loading import load_config_and_tokenizer, load_model
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
@@ -132,19 +133,13 @@ def check_job(job: Job, config: Any, ranks: int) -> None:
         )
 
 
-def check_memory(job: Job, config: Any, ranks: int, *, copies: int) -> None:
+def check_memory(job: Job, config: Any, ranks: int, copies: int) -> None:
     """Raise ValueError if `copies` ranks with a model each, or a part of it, do not fit on the device they share."""
-    device = torch.device(job.device)
     weights = weight_bytes(job.folder, job.dtype)
     kv_cache = -(-job.capacity // job.position_ranks(ranks)) * kv_bytes_per_token(config, job.dtype)
     if job.sharding is not None:  # at least: norms, keys and values are on several ranks
         weights, kv_cache = weights // job.sharding.ranks, kv_cache // job.sharding.tp
-    free = free_memory(device)
-    if free is not None and copies * (weights + kv_cache) > free:
-        each = f"{readable_gib(weights)} of weights and {readable_gib(kv_cache)} of KV cache"
-        raise ValueError(
-            f"{job.folder} does not fit: {copies} x ({each}) on {device}, which has {readable_gib(free)} free"
-        )
+    check_fits(job.folder, job.device, weights, kv_cache, copies)
 
 
 @dataclass(frozen=True)
