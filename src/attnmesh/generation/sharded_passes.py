@@ -11,6 +11,7 @@ its sequences and positions.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -73,7 +74,7 @@ class HeadRanks:
 
 
 @dataclass(frozen=True)
-class _HeadShardedPass(CachePass):
+class _HeadShardedPass(CachePass, ABC):
     """A pass over rows of sequences, those of KVDP rank 0 first. `slots` [rows of this rank, T] are in its cache."""
 
     heads: HeadRanks
@@ -99,13 +100,15 @@ class _HeadShardedPass(CachePass):
         end = list(accumulate(self.rows))[kvdp]
         return slice(end - self.rows[kvdp], end)
 
+    @abstractmethod
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        raise NotImplementedError
+        """Write the keys and values of this rank to its cache."""
 
+    @abstractmethod
     def _attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        raise NotImplementedError
+        """The output of this rank's query heads, over what the caches of all ranks hold."""
 
     def _over_cache(self, q: Tensor, over_own: Callable[[Tensor], Tensor]) -> Tensor:
         """Exchange heads for sequences, let `over_own` attend, [B_own, h_c, T, D] from [B_own, H, T, D], and back."""
