@@ -267,6 +267,51 @@ def test_the_emulation_finds_planted_faults(fault):
         many_times()
 
 
+PLANTED_IN_STATES = {
+    "the state is read before it arrives": ("mbarrier.wait(barriers.state_ready.index(INDEX), count & 1)", "pass"),
+    "the loader overwrites a state": ("mbarrier.wait(barriers.state_free.index(attender), count & 1)", "pass"),
+    "a tile is given back before it is stored": (
+        "tma.store_wait(0)\n        mbarrier.arrive(barriers.state_free", "mbarrier.arrive(barriers.state_free",
+    ),
+    "nobody gives the tile back": ("mbarrier.arrive(barriers.state_free.index(INDEX), count=1)", "pass"),
+    "the copy engine does not see the new state": ("fence_async_shared()\n        tma", "tma"),
+    "a new state overwrites one that is being stored": (
+        "if SHAPE.state == _NEW:\n            tma.store_wait(0)", "if False:\n            tma.store_wait(0)",
+    ),
+    "the last store is not waited for": ("if SHAPE.staged:\n        tma.store_wait(0)", "pass"),
+    "what an empty state holds counts": ("rescale((main,), weight, True)", "rescale((main,), weight)"),
+    "the lse of the state is that of other rows": ("* _LOG2_E\n    return result", "* _LOG2_E + 1\n    return result"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", mostly_slow([(fault,) for fault in PLANTED_IN_STATES], 3))
+def test_the_emulation_finds_planted_faults_in_states(fault):
+    q, k, v = inputs((2, 1), 500, 200)
+
+    def many_times():
+        for seed in range(12):
+            state, truth = continued(
+                emulated(gluon_forward, seed, PLANTED_IN_STATES[fault]), q, k, v, "random", 3, tiles=SMALL
+            )
+            assert relative(state.out, truth.out) < 2e-3
+            assert relative(state.lse, truth.lse) < 1e-6
+
+    with pytest.raises(AssertionError):
+        many_times()
+
+
+def test_a_state_that_the_copy_engine_cannot_load():
+    q, k, v = inputs((2, 1), 100, 90)
+    state = State(torch.randn(1, 2, 100, 67)[..., 1:65], torch.randn(1, 2, 100))
+    assert not gluon_forward.is_loadable(state.out)
+    copy = State(state.out.contiguous(), state.lse.clone())
+    how = {"scale": 0.2, "causal": False, "bounds": None, "out_dtype": torch.float32, "tiles": SMALL}
+    here = emulated(gluon_forward).forward(q, k, v, **how, state=state)
+    there = emulated(gluon_forward).forward(q, k, v, **how, state=copy)
+    torch.testing.assert_close(here.out, there.out)
+    torch.testing.assert_close(here.lse, there.lse)
+
+
 def test_what_it_refuses():
     q, v = (torch.empty(1, 1, 4, d, dtype=torch.bfloat16) for d in (192, 128))
     assert gluon_forward.refusal(q, v) is None
