@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnmesh.ops.dense import triton_backward
-from attnmesh.ops.dense.call import loadable
+from attnmesh.ops.dense.call import is_loadable, loadable
 from attnmesh.ops.dense.gluon_backward_kernel import backward_kernel
 from attnmesh.ops.dense.gluon_backward_memory import TILE, Shape
 from attnmesh.ops.dense.triton_tiles import PLAIN, Bounds, ScoreTerms, padded
@@ -94,6 +94,7 @@ def backward(
     grad_k: Tensor | None = None,
     grad_v: Tensor | None = None,
     overwrite: bool = False,
+    overwrite_keys: bool = False,
     terms: ScoreTerms = PLAIN,
     deterministic: bool = False,
     tiles: BackwardTiles | None = None,
@@ -103,6 +104,7 @@ def backward(
     Programs add to grad_q in the order in which they come. If `deterministic`, a second pass, in Triton, computes it.
     """
     tiles = tiles or BackwardTiles.pick(q, v)
+    overwrite_keys |= overwrite
     if deterministic:
         common: dict[str, Any] = {
             "scale": scale,
@@ -116,29 +118,33 @@ def backward(
     if grad_q is grad_k is grad_v is None:
         return
     if q.numel() == 0 or k.numel() == 0:
-        for grad in (grad_q, grad_k, grad_v) if overwrite else ():
-            if grad is not None:
+        for grad, written in ((grad_q, overwrite), (grad_k, overwrite_keys), (grad_v, overwrite_keys)):
+            if grad is not None and written:
                 grad.zero_()
         return
     q, k, v, grad_out = (loadable(x) for x in (q, k, v, grad_out))
-    once = overwrite and tiles.heads is None and (bounds is None or bounds[0].shape[0] == 1)
+    once = overwrite_keys and tiles.heads is None and (bounds is None or bounds[0].shape[0] == 1)
     sum_q = None if grad_q is None else _sums(grad_q, overwrite, once=False)
-    sum_k, sum_v = (None if grad is None else _sums(grad, overwrite, once) for grad in (grad_k, grad_v))
+    sum_k, sum_v = (None if grad is None else _sums(grad, overwrite_keys, once) for grad in (grad_k, grad_v))
     with torch.cuda.device_of(q):
         for sums in _separate(q, v, sum_q, sum_k, sum_v, tiles):
             _launch(q, k, v, grad_out, lse, delta, *sums, scale, causal, bounds, terms.softcap, once, tiles)
-    for grad, total in ((grad_q, sum_q), (grad_k, sum_k), (grad_v, sum_v)):
+    for grad, total, written in (
+        (grad_q, sum_q, overwrite), (grad_k, sum_k, overwrite_keys), (grad_v, sum_v, overwrite_keys),
+    ):  # fmt: skip
         if grad is not None and total is not None and grad is not total:
-            if overwrite:
+            if written:
                 grad.copy_(total)
             else:
                 grad.add_(total)
 
 
 def _sums(grad: Tensor, overwrite: bool, once: bool) -> Tensor:
-    """Where the kernel adds: to the gradient itself if it writes `once`, or adds and the copy engine can."""
-    if once or (not overwrite and loadable(grad) is grad):
+    """Where the kernel adds: to the gradient itself if it writes `once`, or if the copy engine can add to it."""
+    if once:
         return grad
+    if grad.dtype == torch.float32 and is_loadable(grad):
+        return grad.zero_() if overwrite else grad
     return torch.zeros(grad.shape, dtype=torch.float32, device=grad.device)
 
 

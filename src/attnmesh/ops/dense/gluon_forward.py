@@ -177,7 +177,7 @@ def forward(
     batch, q_heads, q_len, key_dim = q.shape
     kv_heads, kv_len, value_dim = v.shape[1:]
     in_place = state is not None and out_dtype == torch.float32
-    if in_place:
+    if state is not None and in_place:
         result = state
     else:
         result = State(
