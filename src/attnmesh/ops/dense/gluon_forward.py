@@ -16,7 +16,7 @@ all items: stage `step % STAGES` is used for the `step // STAGES`-th time; waiti
 succeeds at once. At the end of the work a record has row -1.
 
 A state that is continued joins an item at its end: until then it has time to arrive. Where shared memory has room, each
-attender has a float32 tile there. The loader fetches the state into it, the attender replaces it by the new one, and
+attender has a float32 tile there. The loader fetches the state into it, the attender replaces it by the result, and
 the copy engine stores that while the next item begins (barriers `state_ready` and `state_free`).
 
 Masks are those of the Triton kernels (see `triton_tiles`): in each part, a row attends to one interval of keys. Tiles
@@ -56,7 +56,16 @@ from attnmesh.ops.dense.gluon_items import (
     visible_keys,
 )
 from attnmesh.ops.dense.gluon_online_softmax import ROWS, initial, operand, rescale, softmax
-from attnmesh.ops.dense.gluon_state import IN_PLACE, NEW, OTHER, join_state, load_lse, release, store_state
+from attnmesh.ops.dense.gluon_state import (
+    IN_PLACE,
+    NEW,
+    OTHER,
+    allocate_tiles,
+    join_state,
+    load_lse,
+    release,
+    store_state,
+)
 from attnmesh.ops.dense.triton_tiles import LENGTHS, PLAIN, Bounds, ScoreTerms, blocks_of, row_strides
 from attnmesh.ops.merge import empty_out
 
@@ -81,7 +90,7 @@ class Shape(NamedTuple):
     v_rest: Any
     v_dim: Any  # those that exist
     state: Any  # NEW, IN_PLACE or OTHER
-    staged: Any  # whether float32 tiles pass through shared memory
+    staged: Any  # whether the tiles of states and results pass through shared memory
 
 
 class Memory(NamedTuple):
@@ -202,16 +211,20 @@ def forward(
     q_blocks = _descriptors(q, pack, rows, key_blocks)
     k_blocks = _descriptors(k, 1, tiles.keys, key_blocks)
     v_blocks = _descriptors(v, 1, tiles.keys, value_blocks)
-    wide = result.out if out_dtype == torch.float32 else state_out
-    staged = wide is not None and is_loadable(wide) and _has_room(tiles, sum(key_blocks), sum(value_blocks))
-    state_blocks = _descriptors(wide, pack, rows, value_blocks) if staged else [None, None]
+    # A call without states writes its 16-bit result from registers.
+    staged = (state is not None or out_dtype == torch.float32) and _has_room(tiles, sum(key_blocks), sum(value_blocks))
+    staged = staged and is_loadable(result.out) and (state is None or is_loadable(state.out))
+    out_blocks = _descriptors(result.out, pack, rows, value_blocks) if staged else [None, None]
+    state_blocks = [None, None]
+    if staged and state is not None:
+        state_blocks = out_blocks if in_place else _descriptors(state.out, pack, rows, value_blocks)
     head_tiles = batch * (q_heads // pack)
     items = triton.cdiv(q_len, ATTENDERS * rows) * head_tiles
     kv_section = tiles.section or (1 if causal and q_len >= _LONG else None)
     section = head_tiles if kv_section is None else kv_section * (q_heads // kv_heads // pack)
     with torch.cuda.device_of(q):
         _forward_kernel[(min(items, _processors(q)),)](
-            *q_blocks, *k_blocks, *v_blocks, *state_blocks, visible.first, visible.end, *visible.strides,
+            *q_blocks, *k_blocks, *v_blocks, *state_blocks, *out_blocks, visible.first, visible.end, *visible.strides,
             state_out, state_strides, state_lse, *((0, 0, 0) if state_lse is None else state_lse.stride()),
             result.out, out_strides, result.lse, *result.lse.stride(), None if sinks is None else sinks.contiguous(),
             q_len, kv_len, q_heads, q_heads // kv_heads, items, section, scale, terms.softcap,
@@ -261,7 +274,8 @@ def _processors(q: Tensor) -> int:
 
 @gluon.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _forward_kernel(
-    q_main, q_rest, k_main, k_rest, v_main, v_rest, state_main, state_rest, first, end, part_stride, sequence_stride,
+    q_main, q_rest, k_main, k_rest, v_main, v_rest, state_main, state_rest, out_main, out_rest,
+    first, end, part_stride, sequence_stride,
     state_out, state_out_strides, state_lse, state_lse_batch, state_lse_head, state_lse_row,
     out, out_strides, lse, lse_batch, lse_head, lse_row, sinks,
     q_len, kv_len, q_heads, group, items, section, scale, softcap,
@@ -273,7 +287,7 @@ def _forward_kernel(
     values = _allocate(v_main, v_rest, STAGES)
     states = None
     if SHAPE.staged:
-        states = _allocate(state_main, state_rest, _ATTENDERS)
+        states = allocate_tiles(out_main, out_rest, _ATTENDERS)
     work = gl.allocate_shared_memory(gl.int32, [2, _RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     once: gl.constexpr = mbarrier.MBarrierLayout()
     work_ready = gl.allocate_shared_memory(gl.int64, [2, 1], once)
@@ -312,10 +326,10 @@ def _forward_kernel(
     after = (out, out_strides, lse, (lse_batch, lse_head, lse_row), sinks)
     sizes = Sizes(q_len, kv_len, q_heads, group, items, section)
     q_blocks, k_blocks, v_blocks = (q_main, q_rest), (k_main, k_rest), (v_main, v_rest)
-    state_blocks = (state_main, state_rest)
+    state_blocks, out_blocks = (state_main, state_rest), (out_main, out_rest)
     gl.warp_specialize(
-        [(_attend, (0, memory, barriers, mask, before, after, state_blocks, sizes, scale, softcap, SHAPE)),
-         (_attend, (1, memory, barriers, mask, before, after, state_blocks, sizes, scale, softcap, SHAPE)),
+        [(_attend, (0, memory, barriers, mask, before, after, out_blocks, sizes, scale, softcap, SHAPE)),
+         (_attend, (1, memory, barriers, mask, before, after, out_blocks, sizes, scale, softcap, SHAPE)),
          (_load, (q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, sizes, SHAPE))],
         [4, 1], [_ATTENDER_REGISTERS, _LOADER_REGISTERS],
     )  # fmt: skip
@@ -420,7 +434,7 @@ def _copy(blocks, memory, ready, coord, stage):
 
 @gluon.jit
 def _attend(
-    INDEX: gl.constexpr, memory, barriers, mask, before, after, state_blocks, sizes, scale, softcap,
+    INDEX: gl.constexpr, memory, barriers, mask, before, after, out_blocks, sizes, scale, softcap,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """The attention of 64 rows of every item, from the state before to the state after."""
@@ -515,7 +529,7 @@ def _attend(
                 before, after, memory.state, state_lse, acc, total, peak, INDEX, batch, head, row_begin, sizes, SHAPE
             )
         store_state(
-            after, state_blocks, memory.state, acc, total, peak, INDEX, batch, head, row_begin, sizes, SHAPE, down
+            after, out_blocks, memory.state, acc, total, peak, INDEX, batch, head, row_begin, sizes, SHAPE, down
         )
         count += 1
         tile_begin, head, batch, begin, inner, edge, stop = read(memory.work, barriers, record)
