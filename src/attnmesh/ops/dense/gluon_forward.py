@@ -7,7 +7,8 @@ rows of one head, or of a few heads that share a KV head. Its warps have two rol
   into shared memory, a few tiles ahead;
 - two groups of four warps, the attenders, have 64 of the rows each. An attender starts the products of the queries
   with the next tile of keys before those of the weights with this tile of values, and computes the softmax while the
-  tensor cores work. Attenders take turns, so that one computes its softmax under the products of the other.
+  tensor cores work. Attenders take turns, so that one computes its softmax under the products of the other. The scores
+  of the next item's first tile are computed while an item ends.
 
 Synchronization: the barriers of a stage of keys (or values) are `ready`, which the copy engine completes, and `free`,
 at which every attender arrives. Queries have the same pair per attender. What the loader found out about an item and
@@ -54,6 +55,7 @@ from attnmesh.ops.dense.gluon_items import (
     publish,
     read,
     visible_keys,
+    visible_parts,
 )
 from attnmesh.ops.dense.gluon_online_softmax import ROWS, initial, operand, rescale, softmax
 from attnmesh.ops.dense.gluon_state import (
@@ -61,10 +63,9 @@ from attnmesh.ops.dense.gluon_state import (
     NEW,
     OTHER,
     allocate_tiles,
-    join_state,
+    finish_state,
     load_lse,
     release,
-    store_state,
 )
 from attnmesh.ops.dense.triton_tiles import LENGTHS, PLAIN, Bounds, ScoreTerms, blocks_of, row_strides
 from attnmesh.ops.merge import empty_out
@@ -357,10 +358,8 @@ def _load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, si
     TILE: gl.constexpr = _ATTENDERS * _ROWS // SHAPE.pack
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
-    PARTS: gl.constexpr = 1 if SHAPE.parts == 0 else SHAPE.parts
     step = 0  # tiles of keys so far, of all items
     record = 0  # records so far
-    served = 0  # items so far that see any key
     count = 0  # items so far
     program, programs = gl.program_id(0), gl.num_programs(0)
     wave, item = 0, program
@@ -368,29 +367,31 @@ def _load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, si
         row_begin, head, batch = locate(item, sizes, SHAPE)
         row_stop = gl.minimum(row_begin + TILE, sizes.q_len)
         kv_head = head // sizes.group
-        fetched = served  # and one more as soon as the queries are fetched, which needs a key to be seen
-        for part in range(PARTS):
+        first_part, last_part = visible_parts(mask, batch, row_begin, row_stop, sizes, SHAPE)
+        for part in range(first_part, last_part + 1):
             begin, inner, edge, stop = key_phases(mask, part, batch, row_begin, row_stop, sizes, SHAPE)
-            publish(memory.work, barriers, record, (row_begin, head, batch, begin, inner, edge, stop))
-            record += 1
-            for tile in range((stop - begin + KEYS - 1) // KEYS):
-                at = begin + tile * KEYS
-                _fetch(k_blocks, memory.k, barriers.k_ready, barriers.k_free, batch, kv_head, at, step, STAGES)
-                # After the first keys, which may arrive while the last products still read the queries before.
-                if fetched == served:
-                    _fetch_queries(q_blocks, memory.q, barriers, batch, head, row_begin, served, SHAPE)
-                    fetched += 1
-                # The values of a tile are needed after the keys of the next one.
-                if tile > 0:
-                    _fetch(
-                        v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, at - KEYS, step - 1,
-                        STAGES,
-                    )  # fmt: skip
-                step += 1
+            # An item has a tile of keys, even if its rows see none of them.
+            if first_part == last_part:
+                stop = gl.maximum(stop, begin + 1)
             if stop > begin:
+                flags = 2 * part + gl.where(part == last_part, 1, 0)
+                publish(memory.work, barriers, record, (row_begin, head, batch, begin, inner, edge, stop, flags))
+                record += 1
+                for tile in range((stop - begin + KEYS - 1) // KEYS):
+                    at = begin + tile * KEYS
+                    _fetch(k_blocks, memory.k, barriers.k_ready, barriers.k_free, batch, kv_head, at, step, STAGES)
+                    # After the first keys, which may arrive while the last products still read the queries before.
+                    if (part == first_part) & (tile == 0):
+                        _fetch_queries(q_blocks, memory.q, barriers, batch, head, row_begin, count, SHAPE)
+                    # The values of a tile are needed after the keys of the next one.
+                    if tile > 0:
+                        _fetch(
+                            v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, at - KEYS, step - 1,
+                            STAGES,
+                        )  # fmt: skip
+                    step += 1
                 last = begin + (stop - begin - 1) // KEYS * KEYS
                 _fetch(v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, last, step - 1, STAGES)
-        served = fetched
         # Not sooner: the state before may still be stored, which must not hold up the keys.
         if SHAPE.staged and SHAPE.state != _NEW:
             for attender in gl.static_range(_ATTENDERS):
@@ -401,7 +402,7 @@ def _load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, si
         # Items become shorter: in every other wave in the opposite order, so that all programs get the same share.
         wave += 1
         item = wave * programs + gl.where(wave % 2 == 0, program, programs - 1 - program)
-    publish(memory.work, barriers, record, (-1, 0, 0, 0, 0, 0, 0))
+    publish(memory.work, barriers, record, (-1, 0, 0, 0, 0, 0, 0, 0))
 
 
 @gluon.jit
@@ -413,10 +414,10 @@ def _fetch(blocks, memory, ready, free, batch, head, row, step, STAGES: gl.const
 
 
 @gluon.jit
-def _fetch_queries(blocks, memory, barriers, batch, head, row_begin, served, SHAPE: gl.constexpr):
+def _fetch_queries(blocks, memory, barriers, batch, head, row_begin, count, SHAPE: gl.constexpr):
     """The same for the queries of every attender."""
     for attender in gl.static_range(_ATTENDERS):
-        mbarrier.wait(barriers.q_free.index(attender), (served & 1) ^ 1)
+        mbarrier.wait(barriers.q_free.index(attender), (count & 1) ^ 1)
         row = row_begin + attender * (_ROWS // SHAPE.pack)
         _copy(blocks, memory, barriers.q_ready.index(attender), [batch, head, row, 0], attender)
 
@@ -440,7 +441,7 @@ def _attend(
     """The attention of 64 rows of every item, from the state before to the state after."""
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
-    PARTS: gl.constexpr = 1 if SHAPE.parts == 0 else SHAPE.parts
+    ONE_PART: gl.constexpr = SHAPE.parts <= 1
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.v_main, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
@@ -449,90 +450,88 @@ def _attend(
     step = 0  # tiles of keys so far, of all items
     turns = 0  # of this attender so far
     record = 0  # records so far
-    served = 0  # items so far that see any key
     count = 0  # items so far
-    tile_begin, head, batch, begin, inner, edge, stop = read(memory.work, barriers, record)
+    within = gl.arange(0, _ROWS, layout=down)
+    # The carry: `acc / total` is the output so far, `peak + log2(total)` its log-sum-exp in base 2.
+    acc, total, peak = initial(SHAPE, down)
+    opens = True  # whether the part is the first of its item
+    tile_begin, head, batch, begin, inner, edge, stop, flags = read(memory.work, barriers, record)
+    if tile_begin >= 0:
+        mbarrier.wait(barriers.q_ready.index(INDEX), 0)
+        mbarrier.wait(barriers.k_ready.index(0), 0)
+    scores = warpgroup_mma_wait(0, [_score(memory, INDEX, 0, KEYS, grid)])
     while tile_begin >= 0:
+        # The products with the first tile of keys are done.
+        stage = step % STAGES
+        phase = step // STAGES & 1
+        mbarrier.arrive(barriers.k_free.index(stage), count=1)
+        mbarrier.arrive(barriers.work_free.index(record % 2), count=1)
+        record += 1
         row_begin = tile_begin + INDEX * APART
-        within = gl.arange(0, _ROWS, layout=down)
-        rows = row_begin + within % APART
-        # The carry: `acc / total` is the output so far, `peak + log2(total)` its log-sum-exp in base 2.
-        acc, total, peak = initial(SHAPE, down)
+        row_first, row_end = visible_keys(mask, flags // 2, batch, row_begin + within % APART, sizes, SHAPE)
         # Not needed before the end of the item.
         state_lse = load_lse(before, after, batch, head, row_begin, sizes, SHAPE, down)
-        seen = served
-        if PARTS > 1:
-            release(barriers, INDEX, SHAPE)
-        for part in range(PARTS):
-            if part > 0:
-                tile_begin, head, batch, begin, inner, edge, stop = read(memory.work, barriers, record)
-            mbarrier.arrive(barriers.work_free.index(record % 2), count=1)
-            record += 1
-            if stop > begin:
-                row_first, row_end = visible_keys(mask, part, batch, rows, sizes, SHAPE)
-                mbarrier.wait(barriers.q_ready.index(INDEX), served & 1)
-                seen = served + 1
-
-                # The first tile has no products of weights and values to overlap with.
-                stage = step % STAGES
-                phase = step // STAGES & 1
-                mbarrier.wait(barriers.k_ready.index(stage), phase)
-                scores = _score(memory, INDEX, stage, KEYS, grid)
-                if PARTS == 1:
-                    release(barriers, INDEX, SHAPE)
-                scores = warpgroup_mma_wait(0, [scores])
-                mbarrier.arrive(barriers.k_free.index(stage), count=1)
-                weights, decay, total, peak = softmax(
-                    scores, total, peak, begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
-                )
-                if PARTS > 1:
-                    acc = rescale(acc, decay)
-                weights = operand(weights, memory, wide)
-                for key_begin in range(begin + KEYS, stop, KEYS):
-                    next_stage = (step + 1) % STAGES
-                    mbarrier.wait(barriers.turn.index(INDEX), (turns & 1) ^ FIRST)
-                    mbarrier.wait(barriers.k_ready.index(next_stage), (step + 1) // STAGES & 1)
-                    scores = _score(memory, INDEX, next_stage, KEYS, grid)
-                    mbarrier.wait(barriers.v_ready.index(stage), phase)
-                    sums = _add_values(acc, weights, memory, stage)
-                    mbarrier.arrive(barriers.turn.index(1 - INDEX), count=1)
-                    turns += 1
-                    scores = warpgroup_mma_wait(1 if SHAPE.v_rest == 0 else 2, [scores])
-                    mbarrier.arrive(barriers.k_free.index(next_stage), count=1)
-                    next_weights, decay, total, peak = softmax(
-                        scores, total, peak, key_begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
-                    )
-                    # Succeeds at once. Without it, the compiler moves the softmax after the end of the products.
-                    mbarrier.wait(barriers.v_ready.index(stage), phase)
-                    acc = _finish(sums, weights)
-                    mbarrier.arrive(barriers.v_free.index(stage), count=1)
-                    acc = rescale(acc, decay)
-                    weights = operand(next_weights, memory, wide)
-                    step += 1
-                    stage = next_stage
-                    phase = step // STAGES & 1
-                if PARTS == 1:
-                    mbarrier.arrive(barriers.q_free.index(INDEX), count=1)
-                mbarrier.wait(barriers.v_ready.index(stage), phase)
-                acc = _finish(_add_values(acc, weights, memory, stage), weights)
-                mbarrier.arrive(barriers.v_free.index(stage), count=1)
-                step += 1
-            elif PARTS == 1:
-                release(barriers, INDEX, SHAPE)
-        if (PARTS > 1) & (seen > served):
-            mbarrier.arrive(barriers.q_free.index(INDEX), count=1)
-        served = seen
-        if SHAPE.state != _NEW:
-            if SHAPE.staged:
-                mbarrier.wait(barriers.state_ready.index(INDEX), count & 1)
-            acc, total, peak = join_state(
-                before, after, memory.state, state_lse, acc, total, peak, INDEX, batch, head, row_begin, sizes, SHAPE
-            )
-        store_state(
-            after, out_blocks, memory.state, acc, total, peak, INDEX, batch, head, row_begin, sizes, SHAPE, down
+        weights, decay, total, peak = softmax(
+            scores, total, peak, begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
         )
-        count += 1
-        tile_begin, head, batch, begin, inner, edge, stop = read(memory.work, barriers, record)
+        if not ONE_PART:
+            acc = rescale(acc, decay)
+        weights = operand(weights, memory, wide)
+        if ONE_PART or opens:
+            release(barriers, INDEX, SHAPE)
+        for key_begin in range(begin + KEYS, stop, KEYS):
+            next_stage = (step + 1) % STAGES
+            mbarrier.wait(barriers.turn.index(INDEX), (turns & 1) ^ FIRST)
+            mbarrier.wait(barriers.k_ready.index(next_stage), (step + 1) // STAGES & 1)
+            scores = _score(memory, INDEX, next_stage, KEYS, grid)
+            mbarrier.wait(barriers.v_ready.index(stage), phase)
+            sums = _add_values(acc, weights, memory, stage)
+            mbarrier.arrive(barriers.turn.index(1 - INDEX), count=1)
+            turns += 1
+            scores = warpgroup_mma_wait(1 if SHAPE.v_rest == 0 else 2, [scores])
+            mbarrier.arrive(barriers.k_free.index(next_stage), count=1)
+            next_weights, decay, total, peak = softmax(
+                scores, total, peak, key_begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
+            )
+            # Succeeds at once. Without it, the compiler moves the softmax after the end of the products.
+            mbarrier.wait(barriers.v_ready.index(stage), phase)
+            acc = _finish(sums, weights, 0)
+            mbarrier.arrive(barriers.v_free.index(stage), count=1)
+            acc = rescale(acc, decay)
+            weights = operand(next_weights, memory, wide)
+            step += 1
+            stage = next_stage
+            phase = step // STAGES & 1
+        # The last values, and the first keys of the next part or item: their scores are computed while this one ends.
+        closes = ONE_PART or flags % 2 == 1
+        if closes:
+            mbarrier.arrive(barriers.q_free.index(INDEX), count=1)
+            count += 1
+        next_begin, next_head, next_batch, begin, inner, edge, stop, flags = read(memory.work, barriers, record)
+        mbarrier.wait(barriers.v_ready.index(stage), phase)
+        sums = _add_values(acc, weights, memory, stage)
+        step += 1
+        if next_begin >= 0:
+            mbarrier.wait(barriers.q_ready.index(INDEX), count & 1)
+            mbarrier.wait(barriers.k_ready.index(step % STAGES), step // STAGES & 1)
+        # Of nothing at the end of the work: a condition would keep the products from overlapping.
+        scores = _score(memory, INDEX, step % STAGES, KEYS, grid)
+        acc = _finish(sums, weights, len(memory.k))
+        mbarrier.arrive(barriers.v_free.index(stage), count=1)
+        if not ONE_PART:
+            scores = warpgroup_mma_wait(0, [scores])
+        if closes:
+            if SHAPE.staged and SHAPE.state != _NEW:
+                mbarrier.wait(barriers.state_ready.index(INDEX), (count & 1) ^ 1)
+            finish_state(
+                before, after, out_blocks, memory.state, state_lse, acc, total, peak, INDEX, batch, head, row_begin,
+                sizes, SHAPE, down,
+            )  # fmt: skip
+            acc, total, peak = initial(SHAPE, down)
+        opens = closes
+        if ONE_PART:
+            scores = warpgroup_mma_wait(0, [scores])
+        tile_begin, head, batch = next_begin, next_head, next_batch
     if SHAPE.staged:
         tma.store_wait(0)
 
@@ -570,12 +569,12 @@ def _add_values(acc, weights, memory, stage):
 
 
 @gluon.jit
-def _finish(sums, weights):
-    """Waits for all products. Until then the weights have to stay in their registers."""
+def _finish(sums, weights, PENDING: gl.constexpr):
+    """Waits for all products but the last PENDING ones. Until then the weights have to stay in their registers."""
     if len(sums) > 1:
-        main, rest, _ = warpgroup_mma_wait(0, [sums[0], sums[1], weights])
+        main, rest, _ = warpgroup_mma_wait(PENDING, [sums[0], sums[1], weights])
         result = (main, rest)
     else:
-        main, _ = warpgroup_mma_wait(0, [sums[0], weights])
+        main, _ = warpgroup_mma_wait(PENDING, [sums[0], weights])
         result = (main,)
     return result

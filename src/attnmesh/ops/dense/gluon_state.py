@@ -62,66 +62,72 @@ def release(barriers, INDEX: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def join_state(
-    before, after, memory, state_lse, acc, total, peak, INDEX: gl.constexpr, batch, head, row_begin, sizes,
-    SHAPE: gl.constexpr,
+def finish_state(
+    before, after, out_blocks, memory, state_lse, acc, total, peak, INDEX: gl.constexpr, batch, head, row_begin, sizes,
+    SHAPE: gl.constexpr, down: gl.constexpr,
 ):  # fmt: skip
-    """The carry with the state before."""
-    new_peak = gl.maximum(peak, state_lse)
-    # No key at all: subtract 0, since -inf - -inf would be NaN.
-    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    decay, weight = gl.exp2(peak - shift), gl.exp2(state_lse - shift)
-    acc = rescale(acc, decay, True)
-    out, strides = (after[0], after[1]) if SHAPE.state == _IN_PLACE else (before[0], before[1])
+    """Writes the carry as a state, with the state before and the sinks."""
+    out, out_strides, lse, lse_strides, sinks = after
+    factor, state_factor = gl.full([_ROWS], 1.0, gl.float32, down), gl.full([_ROWS], 0.0, gl.float32, down)
+    if SHAPE.state != _NEW:
+        new_peak = gl.maximum(peak, state_lse)
+        # No key at all: subtract 0, since -inf - -inf would be NaN.
+        shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+        factor, state_factor = gl.exp2(peak - shift), gl.exp2(state_lse - shift)
+        total, peak = total * factor + state_factor, new_peak
+    if sinks is not None:
+        heads = head + gl.arange(0, _ROWS, layout=down) // (_ROWS // SHAPE.pack)
+        total, peak, decay = _with_sink(total, peak, gl.load(sinks + heads).to(gl.float32) * _LOG2_E)
+        factor, state_factor = factor * decay, state_factor * decay
+    place, real = _places(lse_strides, batch, head, row_begin, sizes, SHAPE, down)
+    # A row without keys has total 0 and peak -inf: out 0, lse -inf + -inf.
+    gl.store(lse + place, (peak + gl.log2(total)) / _LOG2_E, mask=real)
+    share = gl.where(total == 0.0, 0.0, 1.0 / total)
+    acc = rescale(acc, factor * share, True)
+    if SHAPE.state != _NEW:
+        where, strides = (out, out_strides) if SHAPE.state == _IN_PLACE else (before[0], before[1])
+        rows = (where, strides, batch, head, row_begin)
+        # An empty state may hold NaN.
+        state = rescale(_state_blocks(rows, memory, INDEX, sizes, SHAPE), state_factor * share, True)
+        if SHAPE.v_rest > 0:
+            acc = (acc[0] + state[0], acc[1] + state[1])
+        else:
+            acc = (acc[0] + state[0],)
+    if SHAPE.staged:
+        if SHAPE.state == _NEW:
+            tma.store_wait(0)
+        coord = [batch, head, row_begin, 0]
+        main = _result(memory[0], out_blocks[0], INDEX)
+        _write_block(main, acc[0])
+        if SHAPE.v_rest > 0:
+            rest = _result(memory[1], out_blocks[1], INDEX)
+            _write_block(rest, acc[1])
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_blocks[0], coord, main)
+        if SHAPE.v_rest > 0:
+            tma.async_copy_shared_to_global(out_blocks[1], coord, rest)
+    else:
+        _store_block(out, out_strides, acc[0], batch, head, row_begin, sizes, SHAPE, 0)
+        if SHAPE.v_rest > 0:
+            _store_block(out, out_strides, acc[1], batch, head, row_begin, sizes, SHAPE, SHAPE.v_main)
+
+
+@gluon.jit
+def _state_blocks(rows, memory, INDEX: gl.constexpr, sizes, SHAPE: gl.constexpr):
+    """The output so far, from shared or global memory."""
+    out, strides, batch, head, row_begin = rows
     if SHAPE.staged:
         main = _read_block(memory[0], INDEX)
     else:
         main = _load_block(out, strides, batch, head, row_begin, sizes, SHAPE, 0, SHAPE.v_main)
+    result = (main,)
     if SHAPE.v_rest > 0:
         if SHAPE.staged:
             rest = _read_block(memory[1], INDEX)
         else:
             rest = _load_block(out, strides, batch, head, row_begin, sizes, SHAPE, SHAPE.v_main, SHAPE.v_rest)
-        # An empty state may hold NaN.
-        joined = rescale((main, rest), weight, True)
-        acc = (acc[0] + joined[0], acc[1] + joined[1])
-    else:
-        joined = rescale((main,), weight, True)
-        acc = (acc[0] + joined[0],)
-    return acc, total * decay + weight, new_peak
-
-
-@gluon.jit
-def store_state(
-    after, blocks, memory, acc, total, peak, INDEX: gl.constexpr, batch, head, row_begin, sizes, SHAPE: gl.constexpr,
-    down: gl.constexpr,
-):  # fmt: skip
-    """Writes the carry as a state, with the sinks."""
-    out, out_strides, lse, lse_strides, sinks = after
-    if sinks is not None:
-        heads = head + gl.arange(0, _ROWS, layout=down) // (_ROWS // SHAPE.pack)
-        total, peak, decay = _with_sink(total, peak, gl.load(sinks + heads).to(gl.float32) * _LOG2_E)
-        acc = rescale(acc, decay, True)
-    place, real = _places(lse_strides, batch, head, row_begin, sizes, SHAPE, down)
-    # A row without keys has total 0 and peak -inf: out 0, lse -inf + -inf.
-    gl.store(lse + place, (peak + gl.log2(total)) / _LOG2_E, mask=real)
-    acc = rescale(acc, gl.where(total == 0.0, 0.0, 1.0 / total), True)
-    if SHAPE.staged:
-        if SHAPE.state == _NEW:
-            tma.store_wait(0)
-        _write_block(_result(memory[0], blocks[0], INDEX), acc[0])
-        if SHAPE.v_rest > 0:
-            _write_block(_result(memory[1], blocks[1], INDEX), acc[1])
-        fence_async_shared()
-        tma.async_copy_shared_to_global(blocks[0], [batch, head, row_begin, 0], _result(memory[0], blocks[0], INDEX))
-        if SHAPE.v_rest > 0:
-            tma.async_copy_shared_to_global(
-                blocks[1], [batch, head, row_begin, 0], _result(memory[1], blocks[1], INDEX)
-            )
-    else:
-        _store_block(out, out_strides, acc[0], batch, head, row_begin, sizes, SHAPE, 0)
-        if SHAPE.v_rest > 0:
-            _store_block(out, out_strides, acc[1], batch, head, row_begin, sizes, SHAPE, SHAPE.v_main)
+        result = (main, rest)
+    return result
 
 
 @gluon.jit
