@@ -28,6 +28,7 @@ ends of q, k and v: rows there are masked, and columns there fill a tile that is
 # Kernels are written in Gluon's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -46,17 +47,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import is_loadable, loadable
-from attnmesh.ops.dense.gluon_items import (
-    ATTENDERS,
-    RECORD,
-    Sizes,
-    key_phases,
-    locate,
-    publish,
-    read,
-    visible_keys,
-    visible_parts,
-)
+from attnmesh.ops.dense.gluon_items import ATTENDERS, RECORD, Sizes, read, visible_keys
+from attnmesh.ops.dense.gluon_loader import load
 from attnmesh.ops.dense.gluon_online_softmax import ROWS, initial, operand, rescale, softmax
 from attnmesh.ops.dense.gluon_state import (
     IN_PLACE,
@@ -254,18 +246,23 @@ def _has_room(tiles: GluonTiles, key_dim: int, value_dim: int) -> bool:
 def _descriptors(x: Tensor, heads: int, rows: int, blocks: tuple[int, int]) -> list[Any]:
     """The copy engine's view of x [B, H, S, D], in tiles of `rows` rows of `heads` heads, for each block of columns."""
     x = loadable(x)
+    shape, size = x.shape, x.element_size()
     # A dimension of size 1 is never stepped along, but its stride would have to be aligned.
-    strides = [x.shape[3] if n == 1 else stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    strides = [shape[3] if n == 1 else stride for n, stride in zip(shape[:3], x.stride(), strict=False)]
     found: list[Any] = []
     for begin, width in ((0, blocks[0]), (blocks[0], blocks[1])):
-        size = x.element_size()
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, size * width), element_bitwidth=8 * size, rank=4)
-        found.append(
-            TensorDescriptor(
-                x[..., begin:], [*x.shape[:3], x.shape[3] - begin], [*strides, 1], [1, heads, rows, width], layout
-            ) if width else None
-        )  # fmt: skip
+        if width == 0:
+            found.append(None)
+            continue
+        part = x[..., begin:] if begin else x
+        block, layout = [1, heads, rows, width], _layout(size, width)
+        found.append(TensorDescriptor(part, [*shape[:3], shape[3] - begin], [*strides, 1], block, layout))
     return found
+
+
+@cache
+def _layout(size: int, width: int) -> Any:
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, size * width), element_bitwidth=8 * size, rank=4)
 
 
 def _processors(q: Tensor) -> int:
@@ -331,7 +328,7 @@ def _forward_kernel(
     gl.warp_specialize(
         [(_attend, (0, memory, barriers, mask, before, after, out_blocks, sizes, scale, softcap, SHAPE)),
          (_attend, (1, memory, barriers, mask, before, after, out_blocks, sizes, scale, softcap, SHAPE)),
-         (_load, (q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, sizes, SHAPE))],
+         (load, (q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, sizes, SHAPE))],
         [4, 1], [_ATTENDER_REGISTERS, _LOADER_REGISTERS],
     )  # fmt: skip
 
@@ -350,87 +347,6 @@ def _allocate(main, rest, STAGES: gl.constexpr):
 def _allocate_block(block, STAGES: gl.constexpr):
     shape: gl.constexpr = [STAGES] + block.block_type.shape  # noqa: RUF005 - Gluon has no starred elements
     return gl.allocate_shared_memory(block.dtype, shape, block.layout)
-
-
-@gluon.jit
-def _load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, sizes, SHAPE: gl.constexpr):
-    """Publishes a record for each item of this program and each part of its mask, and fetches what the part needs."""
-    TILE: gl.constexpr = _ATTENDERS * _ROWS // SHAPE.pack
-    KEYS: gl.constexpr = SHAPE.keys
-    STAGES: gl.constexpr = SHAPE.stages
-    step = 0  # tiles of keys so far, of all items
-    record = 0  # records so far
-    count = 0  # items so far
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    wave, item = 0, program
-    while item < sizes.items:
-        row_begin, head, batch = locate(item, sizes, SHAPE)
-        row_stop = gl.minimum(row_begin + TILE, sizes.q_len)
-        kv_head = head // sizes.group
-        first_part, last_part = visible_parts(mask, batch, row_begin, row_stop, sizes, SHAPE)
-        for part in range(first_part, last_part + 1):
-            begin, inner, edge, stop = key_phases(mask, part, batch, row_begin, row_stop, sizes, SHAPE)
-            # An item has a tile of keys, even if its rows see none of them.
-            if first_part == last_part:
-                stop = gl.maximum(stop, begin + 1)
-            if stop > begin:
-                flags = 2 * part + gl.where(part == last_part, 1, 0)
-                publish(memory.work, barriers, record, (row_begin, head, batch, begin, inner, edge, stop, flags))
-                record += 1
-                for tile in range((stop - begin + KEYS - 1) // KEYS):
-                    at = begin + tile * KEYS
-                    _fetch(k_blocks, memory.k, barriers.k_ready, barriers.k_free, batch, kv_head, at, step, STAGES)
-                    # After the first keys, which may arrive while the last products still read the queries before.
-                    if (part == first_part) & (tile == 0):
-                        _fetch_queries(q_blocks, memory.q, barriers, batch, head, row_begin, count, SHAPE)
-                    # The values of a tile are needed after the keys of the next one.
-                    if tile > 0:
-                        _fetch(
-                            v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, at - KEYS, step - 1,
-                            STAGES,
-                        )  # fmt: skip
-                    step += 1
-                last = begin + (stop - begin - 1) // KEYS * KEYS
-                _fetch(v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, last, step - 1, STAGES)
-        # Not sooner: the state before may still be stored, which must not hold up the keys.
-        if SHAPE.staged and SHAPE.state != _NEW:
-            for attender in gl.static_range(_ATTENDERS):
-                mbarrier.wait(barriers.state_free.index(attender), count & 1)
-                row = row_begin + attender * (_ROWS // SHAPE.pack)
-                _copy(state_blocks, memory.state, barriers.state_ready.index(attender), [batch, head, row, 0], attender)
-        count += 1
-        # Items become shorter: in every other wave in the opposite order, so that all programs get the same share.
-        wave += 1
-        item = wave * programs + gl.where(wave % 2 == 0, program, programs - 1 - program)
-    publish(memory.work, barriers, record, (-1, 0, 0, 0, 0, 0, 0, 0))
-
-
-@gluon.jit
-def _fetch(blocks, memory, ready, free, batch, head, row, step, STAGES: gl.constexpr):
-    """Lets the copy engine fetch the tile of keys or values that begins at `row`, as soon as its stage is free."""
-    stage = step % STAGES
-    mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
-    _copy(blocks, memory, ready.index(stage), [batch, head, row, 0], stage)
-
-
-@gluon.jit
-def _fetch_queries(blocks, memory, barriers, batch, head, row_begin, count, SHAPE: gl.constexpr):
-    """The same for the queries of every attender."""
-    for attender in gl.static_range(_ATTENDERS):
-        mbarrier.wait(barriers.q_free.index(attender), (count & 1) ^ 1)
-        row = row_begin + attender * (_ROWS // SHAPE.pack)
-        _copy(blocks, memory, barriers.q_ready.index(attender), [batch, head, row, 0], attender)
-
-
-@gluon.jit
-def _copy(blocks, memory, ready, coord, stage):
-    if blocks[1] is None:
-        mbarrier.expect(ready, blocks[0].block_type.nbytes)
-    else:
-        mbarrier.expect(ready, blocks[0].block_type.nbytes + blocks[1].block_type.nbytes)
-    tma.async_copy_global_to_shared(blocks[0], coord, ready, memory[0].index(stage))
-    if blocks[1] is not None:
-        tma.async_copy_global_to_shared(blocks[1], coord, ready, memory[1].index(stage))
 
 
 @gluon.jit
