@@ -83,7 +83,7 @@ def decode_attention(
             token without a key: out 0, lse -inf (or its sink).
         out_dtype: torch.float32 returns the unrounded out, for states that will be merged; the dtype of q by default.
         return_lse: also return the float32 lse [B,Hq,T], natural log.
-        backend: "auto", "triton", "gluon", "cpu", "reference". A backend that cannot serve the call raises ValueError.
+        backend: "auto", "gluon", "triton", "cpu", "reference". A backend that cannot serve the call raises ValueError.
     """
     call = build_call(
         q, k_cache, v_cache, None, cur_pos=cur_pos, mask=mask, tree=tree, scale=scale, window=window, sinks=sinks,
@@ -218,8 +218,8 @@ class Reference:
         return state if into is None else State(into.out.copy_(state.out), into.lse.copy_(state.lse))
 
 
-# "auto" takes the first that serves a call: never Gluon, whose calls Triton serves, too.
-_BACKENDS: tuple[Backend, ...] = (Cpu(), Triton(), Gluon(), Reference())
+# "auto" takes the first that serves a call.
+_BACKENDS: tuple[Backend, ...] = (Cpu(), Gluon(), Triton(), Reference())
 _NAMES = ("auto", *(known.name for known in _BACKENDS))
 
 
