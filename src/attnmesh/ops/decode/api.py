@@ -134,7 +134,7 @@ def paged_decode_attention(
     Position p of sequence b is in block `block_table[b, p // block_size]` at offset `p % block_size`. The table is
     int32 [B, slots], padded with -1; blocks may be in any order and shared between sequences. Slots beyond cur_pos,
     before a window or outside a `key_range` are not read. With `share_cache` the table has one row, which all sequences
-    read.
+    read. A latent pool of storage `fp8_ds_mla` is passed as both: the values are its features before the rope part.
 
     `into` is a `State` of preallocated tensors that results are written to, and that is returned: out [B,Hq,T,Dv] in
     the dtype of q or float32, lse [B,Hq,T] in float32. Strides are arbitrary except that the last dimension of out is
