@@ -24,6 +24,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 1024
 _LOG2_E = 1.4426950408889634
 _NO_SPLIT = 2**30  # longer than any sequence; the sum of two still fits 32 bits
+_GROUPED = ("bfp8", "fp8_ds_mla")
 _RESERVED = 2048  # bytes of shared memory for reductions
 _SEQUENCES_PER_LAUNCH = 1024  # every program reads the lengths of all of them
 
@@ -65,8 +66,8 @@ def pick_tiles(call: DecodeCall) -> DecodeTiles:
     if call.q.dtype == torch.float32:
         table = _FLOAT32
     else:
-        # bfp8 multiplies each value by its power of two; the tiles of 16-bit caches leave more registers for that.
-        table = _SIXTEEN_BITS if isinstance(call.k, Tensor) or call.k.storage == "bfp8" else _EIGHT_BITS
+        # Storages with groups of values multiply each by its scale; the tiles of 16-bit caches leave registers for it.
+        table = _SIXTEEN_BITS if isinstance(call.k, Tensor) or call.k.storage in _GROUPED else _EIGHT_BITS
     width = max(call.q.shape[3], call.value_dim)
     tiles = next(tiles for limit, tiles in table.items() if width <= limit)
     while _shared_memory(tiles, call) > gpu_of(call.q.device).shared_memory:
@@ -94,7 +95,7 @@ def _shared_memory(tiles: DecodeTiles, call: DecodeCall) -> int:
 
 def _reads_pairs(call: DecodeCall) -> bool:
     """Whether pairs of values of an 8-bit cache are read as 16-bit words: faster, needs even widths and strides."""
-    if isinstance(call.k, Tensor) or call.k.storage == "bfp8" or call.q.dtype == torch.float32:
+    if isinstance(call.k, Tensor) or call.k.storage in _GROUPED or call.q.dtype == torch.float32:
         return False
     values = [values_of(x) for x in (call.k, call.v)]
     head_dim, value_dim = call.q.shape[3], call.value_dim
@@ -174,13 +175,16 @@ class Triton:
             return f"its kernels take head_dim up to {_MAX_HEAD_DIM}, not {width}"
         if values_of(call.k).stride(-1) != 1 or values_of(call.v).stride(-1) != 1:
             return "its kernels take caches whose last dimension is contiguous"
+        rope = rope_of(call.k)
+        if rope is not None and (rope.stride(-1) != 1 or call.value_dim != power_of_two(call.value_dim)):
+            return "its kernels take fp8_ds_mla caches of a power of two of values and a contiguous rope part"
         if call.q.shape[0] > MAX_SEQUENCES:
             return f"its kernels take up to {MAX_SEQUENCES} sequences, not {call.q.shape[0]}"
         if not installed("triton"):
             return "triton is not installed (pip install 'attnmesh[triton]')"
         if not call.q.is_cuda and not _interpreted():
             return "it needs a GPU (or TRITON_INTERPRET=1 set before triton is imported)"
-        fp8 = isinstance(call.k, Quantized) and call.k.storage == "fp8"
+        fp8 = isinstance(call.k, Quantized) and call.k.storage in ("fp8", "fp8_ds_mla")
         if call.q.is_cuda and fp8 and torch.cuda.get_device_capability(call.q.device) < (8, 9):
             return "its kernels need compute capability 8.9 to read fp8 caches"
         return None
@@ -281,7 +285,9 @@ def _launch(call: DecodeCall, state: State, tiles: DecodeTiles, first_sequence: 
     head_dim, block_size, unit = q.shape[3], constants["BLOCK_SIZE"], constants["UNIT"]
     words = _reads_pairs(call)
     k, *k_parts = _parts(call, call.k, words)
-    v, *v_parts = _parts(call, call.v, words)
+    # Of a latent cache, whose values are in the keys, the kernel gets the rope part in place of the values.
+    rope = rope_of(call.v)
+    v, *v_parts = _parts(call, call.v if rope is None else rope, words)
     mask, tree = (_as_bytes(x) for x in (call.mask, call.tree))
     main, tail = _blocks(head_dim)
     with torch.cuda.device_of(q):
@@ -368,7 +374,7 @@ def _broadcast_strides(x: Tensor | None, ndim: int) -> tuple[int, ...]:
 def v_in_k(call: DecodeCall) -> bool:
     """Whether the values are the first columns of the keys (MLA): they are then read once."""
     k, v = call.k, call.v
-    return (
+    return rope_of(k) is not None or (
         isinstance(k, Tensor)
         and isinstance(v, Tensor)
         and k.data_ptr() == v.data_ptr()
@@ -377,10 +383,15 @@ def v_in_k(call: DecodeCall) -> bool:
     )
 
 
+def rope_of(stored: Stored) -> Tensor | None:
+    """The rope part of a cache that is stored as `fp8_ds_mla`; None for others."""
+    return stored.rope if isinstance(stored, Quantized) else None
+
+
 def _reach(stored: Stored) -> int:
     """The largest offset from the beginning of a cache or of its scales."""
-    parts = (stored,) if isinstance(stored, Tensor) else (stored.values, stored.scales)
-    return max(_extent(x) for x in parts)
+    parts = (stored,) if isinstance(stored, Tensor) else (stored.values, stored.scales, stored.rope)
+    return max(_extent(x) for x in parts if x is not None)
 
 
 def _extent(x: Tensor) -> int:
