@@ -138,11 +138,13 @@ def test_tiles(tiles):
 
 
 @pytest.mark.parametrize(
-    ("length", "causal", "heads"), [(1024, True, 1), (2048, True, 2), (4096, True, None), (2048, False, None)]
-)
-def test_few_programs_divide_the_heads_of_a_group(monkeypatch, length, causal, heads):
+    ("length", "width", "causal", "heads"),
+    [(1024, 128, True, 1), (2048, 128, True, 2), (4096, 128, True, None), (2048, 128, False, None),
+     (4096, 256, True, 2), (8192, 256, True, None)],
+)  # fmt: skip
+def test_few_programs_divide_the_heads_of_a_group(monkeypatch, length, width, causal, heads):
     monkeypatch.setattr(gluon_backward, "_processors", lambda q: 132)
-    q, v = (torch.empty(1, n, length, 128, dtype=torch.bfloat16, device="meta") for n in (32, 8))
+    q, v = (torch.empty(1, n, length, width, dtype=torch.bfloat16, device="meta") for n in (32, 8))
     assert BackwardTiles.pick(q, v, causal=causal).heads == heads
 
 
