@@ -253,14 +253,14 @@ def _load_queries(q, q_strides, memory, sequence, place, grid: gl.constexpr, SHA
     rows = q + row_offsets(q_strides, sequence, head, token)[:, None]
     column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, lines))[None, :]
     tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, lines))[None, :]
-    # All are on their way before the first is needed.
+    # As many as fit are on their way before the first is needed.
     first = load_signed(rows + column, is_row, SHAPE)
     last = load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE)
     second = load_signed(rows + (column + _QUARTER), is_row, SHAPE)
     third = load_signed(rows + (column + 2 * _QUARTER), is_row, SHAPE)
-    fourth = load_signed(rows + (column + 3 * _QUARTER), is_row, SHAPE)
     memory.q.index(0).store(first)
     memory.q_tail.store(last)
+    fourth = load_signed(rows + (column + 3 * _QUARTER), is_row, SHAPE)
     first = memory.q.index(0).load(operand)
     gl.thread_barrier()  # all warps have read it
     memory.q.index(0).store(second)
