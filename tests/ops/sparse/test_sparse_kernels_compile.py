@@ -189,6 +189,12 @@ def test_tiles_of_the_topk_fit_the_shared_memory(head_dim, room, rows, stages, m
     assert (tiles.rows, tiles.stages) == (rows, stages)
 
 
+@pytest.mark.parametrize(("queries", "s_kv", "rows"), [(1, 65536, 4), (1, 65537, 1), (64, 131072, 4)])
+def test_few_long_rows_are_scored_one_by_one(queries, s_kv, rows, monkeypatch):
+    monkeypatch.setattr(gpu, "WITHOUT_GPU", gpu.GPU(90, 227 * 1024))
+    assert pick_topk_tiles(torch.empty(queries, 64, 128, dtype=torch.bfloat16), s_kv).rows == rows
+
+
 SWEEPS = {
     "usual": [
         *((f"distribution {kind}", "bfloat16", h, 576, h) for kind in ("gluon", "triton") for h in (128, 16)),
