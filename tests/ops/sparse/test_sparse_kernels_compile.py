@@ -213,6 +213,7 @@ SWEEPS = {
     "forward": [
         *(("forward gluon", dtype, 64, d, 512, False, out, sinks)
           for dtype, d, out, sinks in product(("bfloat16", "float16"), (512, 576), ("float16", "float32"), (0, 1))),
+        ("forward triton", "bfloat16", 128, 576, 512, False, "bfloat16", 1),
         *(("forward triton", dtype, heads, d, d_v, separate, dtype)
           for dtype, heads in (("bfloat16", 16), ("bfloat16", 32), ("bfloat16", 128), ("float32", 16))
           for d, d_v in ((64, 64), (128, 128), (192, 128), (256, 256), (320, 256), (512, 512), (576, 512))
