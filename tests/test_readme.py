@@ -18,7 +18,7 @@ PAGES = {
     "context-parallelism": 7,
     "masks": 15,
     "layouts": 1,
-    "decode": 3,
+    "decode": 4,
     "sharded-generation": 6,
     "sparse-attention": 7,
     "debugging": 1,

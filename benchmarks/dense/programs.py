@@ -125,7 +125,7 @@ def _build_backward(name: str, case: Case, x: Inputs, saved: Saved) -> Program:
         return Program(stage, begin=lambda: [total.zero_() for total in totals])
     if name == SAME_BITS:
         return Program(partial(whole, gluon.backward, deterministic=True))
-    tiles = gluon.BackwardTiles.pick(x.q, x.v)._replace(**_variant(name, case))
+    tiles = gluon.BackwardTiles.pick(x.q, x.v, causal=x.causal)._replace(**_variant(name, case))
     return Program(partial(whole, gluon.backward, tiles=tiles))
 
 

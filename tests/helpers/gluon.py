@@ -158,7 +158,8 @@ class Shared:
         self.dtype, self.shape = x.dtype, x.shape
 
     def view(self, change):
-        return Shared(self.machine, change(self.x), change(self.hidden))
+        same = self.hidden.shape == self.x.shape  # else it is that of a tile of larger elements
+        return Shared(self.machine, change(self.x), change(self.hidden) if same else self.hidden)
 
     def index(self, i):
         assert 0 <= i < len(self.x)
@@ -174,8 +175,12 @@ class Shared:
         return self.view(lambda x: x.view(shape))
 
     def _reinterpret(self, dtype, shape, layout):
-        assert dtype.itemsize == self.dtype.itemsize
-        return Shared(self.machine, self.x.view(dtype).view(shape), self.hidden.view(shape))
+        """The first bytes as another tile, of elements that are not larger."""
+        count = math.prod(shape)
+        hidden = self.hidden.view(-1)[: count * dtype.itemsize // self.dtype.itemsize]
+        if dtype.itemsize == self.dtype.itemsize:
+            hidden = hidden.view(shape)
+        return Shared(self.machine, self.x.view(-1).view(dtype)[:count].view(shape), hidden)
 
     def load(self, layout) -> Tensor:
         self.machine.pause()

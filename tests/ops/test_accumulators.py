@@ -284,3 +284,32 @@ def test_a_gradient_sum_of_nothing_is_zero():
     before = target.clone()
     filled([]).add_to(target)
     assert torch.equal(target, before)
+
+
+@pytest.mark.parametrize("overwritten", [True, False])
+def test_a_kernel_computes_a_gradient_sum_in_the_memory_that_is_given(overwritten):
+    memory = torch.full(SHAPE, torch.nan)
+    total = GradAccumulator(torch.empty(SHAPE, dtype=torch.bfloat16), memory=lambda: memory)
+    assert total.empty
+    assert not total.in_memory
+    where = total.total(overwritten=overwritten)
+    assert where is memory
+    assert total.in_memory
+    assert where.isnan().all() if overwritten else (where == 0).all()
+    where.fill_(2.0)
+    assert total.total() is memory  # and is not overwritten any more
+    total.add(torch.ones(SHAPE))
+    assert not total.in_memory  # until the part is added
+    assert (total.finish() == 3).all()
+
+
+def test_parts_do_not_use_the_memory_that_is_given():
+    def memory() -> Tensor:
+        raise AssertionError("memory that no kernel asked for")
+
+    total = GradAccumulator(torch.empty(SHAPE), memory=memory)
+    target = torch.ones(SHAPE)
+    total.add(torch.ones(SHAPE))
+    assert not total.in_memory
+    total.add_to(target)
+    assert (target == 2).all()

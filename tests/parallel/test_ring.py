@@ -23,6 +23,7 @@ from attnmesh.comm.base import Finished, Pending
 from attnmesh.ops.dense import aten
 from attnmesh.ops.dense.dispatch import choose_fused, choose_fused_backward
 from attnmesh.parallel import ring
+from attnmesh.parallel.executor import copy_rows
 from attnmesh.plan.ring import ring_plan
 from attnmesh.plan.shards import shards
 from attnmesh.testing.attention import (
@@ -91,7 +92,7 @@ def test_a_scale_of_ones_own_goes_around():
 @pytest.mark.parametrize(("layout", "mask"), [(Zigzag(), Causal()), (Contiguous(), SlidingWindow(5, 1))])
 def test_triton_kernels_go_around(layout, mask, device):
     inputs = random_inputs(19, batch=1, heads=(2, 1), device=device)
-    assert_attention_close(virtual_results(2, inputs, mask, layout, backend="triton"), inputs, mask)
+    assert_attention_close(virtual_results(3, inputs, mask, layout, backend="triton"), inputs, mask)
 
 
 def test_double_precision_goes_around():
@@ -435,3 +436,14 @@ def test_positions_are_those_of_the_shard():
         assert torch.equal(cp.positions(17), cp.shard(torch.arange(17), 0))
 
     run_virtual(3, rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("width", "begin"), [(64, 0), (64, 8), (64, 1), (3, 0), (8, 0)])
+def test_rows_are_copied_whatever_their_alignment(dtype, width, begin):
+    source = torch.randn(2, 5, 3, 80).to(dtype).transpose(1, 2)[..., begin : begin + width]
+    memory = torch.zeros(5, 2, 3, 2 * width, dtype=dtype)
+    target = memory.permute(1, 2, 0, 3)[..., width:]
+    copy_rows(target, source)
+    assert torch.equal(target, source)
+    assert (memory[..., :width] == 0).all()

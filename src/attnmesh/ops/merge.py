@@ -8,7 +8,7 @@ the same memory, which does not grow with the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -129,7 +129,8 @@ class GradAccumulator:
     """Sums partial gradients, each covering some rows of some sequences of `like` [B, H, S, D].
 
     `parts` is as in `StateAccumulator`. With `one_call` a single call of a backend makes the whole sum, which a kernel
-    may round itself.
+    may round itself. `memory` returns where kernels compute the sum: a tensor of the accumulation dtype with any
+    content.
     """
 
     @classmethod
@@ -140,11 +141,13 @@ class GradAccumulator:
         return accumulator
 
     def __init__(
-        self, like: Tensor, streams: StreamPair = SINGLE_STREAM, parts: int | None = None, *, one_call: bool = False
-    ) -> None:
+        self, like: Tensor, streams: StreamPair = SINGLE_STREAM, parts: int | None = None, *, one_call: bool = False,
+        memory: Callable[[], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         self._like, self._streams, self._parts_left = like, streams, parts
-        self.one_call = one_call
+        self.one_call, self._memory = one_call, memory
         self._total: Tensor | None = None
+        self._given: Tensor | None = None
         self._pending: list[Part[Tensor]] = []
 
     def add(self, part: Tensor, row: int = 0, sequence: int = 0) -> None:
@@ -154,10 +157,29 @@ class GradAccumulator:
         if self._parts_left != 0 and len(self._pending) >= _max_pending(self._total):
             self.total()
 
-    def total(self) -> Tensor:
-        """Returns the sum so far in the accumulation dtype; a kernel may add to it in place."""
-        if self._pending or self._total is None:
-            self._total = self._summed(accumulation_dtype(self._like.dtype))
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has been added."""
+        return self._total is None and not self._pending
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the whole sum is in the memory that was given."""
+        return self._total is not None and self._total is self._given and not self._pending
+
+    def total(self, *, overwritten: bool = False) -> Tensor:
+        """Returns the sum so far in the accumulation dtype; a kernel may add to it in place.
+
+        An empty one is zero, or anything if it is `overwritten`.
+        """
+        dtype = accumulation_dtype(self._like.dtype)
+        if self.empty and self._memory is not None:
+            self._given = self._memory()
+            self._total = self._given if overwritten else self._given.zero_()
+        elif self.empty and overwritten:
+            self._total = torch.empty(self._like.shape, dtype=dtype, device=self._like.device)
+        elif self._pending or self._total is None:
+            self._total = self._summed(dtype)
         return self._total
 
     def add_to(self, target: Tensor) -> None:

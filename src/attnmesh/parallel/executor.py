@@ -205,8 +205,21 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     """A message of tensors [B, H, rows, width], which may differ in width."""
     message = torch.empty(tensors[0].shape[2], *row_shape(tensors), dtype=tensors[0].dtype, device=tensors[0].device)
     for part, x in zip(unpack(message, tensors), tensors, strict=True):
-        part.copy_(x)
+        copy_rows(part, x)
     return message
+
+
+def copy_rows(target: Tensor, source: Tensor) -> None:
+    """Copies rows [..., width], 16 bytes at a time where both are aligned: torch copies strided rows by elements."""
+    step = 16 // source.element_size()
+    if all(
+        x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and not any(n % step for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+        for x in (target, source)
+    ):
+        target, source = target.view(torch.complex128), source.view(torch.complex128)
+    target.copy_(source)
 
 
 def message_rows(message: Tensor, rows: Ranges) -> Tensor:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm, Pending
@@ -18,7 +20,7 @@ from attnmesh.ops.dense.call import Backend, Call, Grads, Result, Scores, contig
 from attnmesh.ops.dense.dispatch import choose_fused, choose_fused_backward
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
-from attnmesh.parallel.executor import Executor, ExecutorConfig, message_rows, row_shape, two_buffers, unpack
+from attnmesh.parallel.executor import Executor, ExecutorConfig, copy_rows, message_rows, row_shape, two_buffers, unpack
 from attnmesh.plan.ring import RingPlan, Stage, Transfer, Transfers, ring_plan
 
 
@@ -145,9 +147,11 @@ class _RingPass:
             streams.wait_for_last_block()
             pending = self._exchange.start(at)
             kv_grads: tuple[GradAccumulator | None, ...] = own  # gradients of this rank's own K and V stay here
+            if at > 0:  # those of other ranks' K and V are sent on with them
+                kv_grads = (None, None)
             if call and backend:
-                if at > 0:  # gradients of other ranks' K and V are sent on with them
-                    kv_grads = grads_like(own, (call.k, call.v))
+                if at > 0 and grad_return is not None:
+                    kv_grads = grad_return.accumulators(at, (call.k, call.v))
                 with streams.next_stream(), kernel_span(recorder, "attention backward", backend, call):
                     backend.backward(call, result, replace(grads, k=kv_grads[0], v=kv_grads[1]))
             pending.wait()
@@ -200,14 +204,15 @@ class KVExchange:
         for target, x in zip(unpack(packed, self._own), self._own, strict=True):
             begin = 0
             for run in rows:
-                target[:, :, begin : begin + len(run)].copy_(x[:, :, run.start : run.stop])
+                copy_rows(target[:, :, begin : begin + len(run)], x[:, :, run.start : run.stop])
                 begin += len(run)
 
 
 class GradReturn:
     """Gradients of K and V on their way back to the owners, float32, in two buffers: one to send, one to receive.
 
-    A third one receives gradients of this rank's own K and V, which are added to `own`.
+    A third one receives gradients of this rank's own K and V, which are added to `own`. Kernels compute a stage's in
+    a fourth one, laid out alike: one addition of whole rows adds it to what arrived.
     """
 
     def __init__(
@@ -219,7 +224,28 @@ class GradReturn:
         self._buffers = two_buffers(comm, rows, self._kv, dtype)
         rows = max(sum(transfer.size for transfer in stage.own_returned) for stage in stages)
         self._returned = comm.buffer((rows, *row_shape(self._kv)), dtype=dtype, device=k.device)
+        self._computed: Tensor | None = None
         self._pending: list[tuple[Pending, Transfers]] = []
+
+    def accumulators(self, at: int, tensors: Sequence[Tensor]) -> tuple[GradAccumulator | None, ...]:
+        """Accumulators for the gradients of stage `at`, for those that are needed. One call computes both."""
+        return tuple(
+            None if grad is None else GradAccumulator(x, memory=partial(self._memory, at, i))
+            for i, (grad, x) in enumerate(zip(self._own, tensors, strict=True))
+        )
+
+    def _memory(self, at: int, i: int) -> Tensor:
+        """Where kernels compute the gradient of K (0) or V (1) of stage `at`: where it is sent from, if possible."""
+        rows = size(self._stages[at].keys)
+        if self._first(at):
+            return unpack(self._buffers[at % 2][:rows], self._kv)[i]
+        if self._computed is None:
+            self._computed = torch.empty_like(self._buffers[0])
+        return unpack(self._computed[:rows], self._kv)[i]
+
+    def _first(self, at: int) -> bool:
+        """Whether the buffer of a stage was never used, and this rank is the first to add to its gradients."""
+        return at <= 2 and not self._stages[at].received
 
     def add(self, at: int, grads: Sequence[GradAccumulator | None]) -> None:
         """Add this rank's gradients of stage `at` to those that arrived from earlier ranks."""
@@ -227,9 +253,17 @@ class GradReturn:
         stage = self._stages[at]
         if not stage.keys:
             return
-        buffer = self._buffers[at % 2][: size(stage.keys)]
+        rows = size(stage.keys)
+        buffer = self._buffers[at % 2][:rows]
+        needed = [grad for grad in grads if grad is not None]
+        in_memory = bool(needed) and all(grad.in_memory for grad in needed)
+        if in_memory and self._first(at):
+            return
         for run in difference(rows_of(stage.keys), tuple(run for transfer in stage.received for run in transfer.to)):
             buffer[run.start : run.stop].zero_()
+        if in_memory and self._computed is not None:
+            buffer += self._computed[:rows]
+            return
         for target, grad in zip(unpack(buffer, self._kv), grads, strict=True):
             if grad is not None:
                 grad.add_to(target)
@@ -273,13 +307,6 @@ def packed_rows(transfers: Transfers) -> Iterator[tuple[Transfer, slice]]:
     for transfer in transfers:
         yield transfer, slice(begin, begin + transfer.size)
         begin += transfer.size
-
-
-def grads_like(
-    needed: Sequence[GradAccumulator | None], tensors: Sequence[Tensor]
-) -> tuple[GradAccumulator | None, ...]:
-    """New accumulators for gradients of tensors, for those that are needed."""
-    return tuple(None if grad is None else GradAccumulator(x) for grad, x in zip(needed, tensors, strict=True))
 
 
 def _two_streams(

@@ -12,7 +12,7 @@ from attnmesh.ops.dense.call import Call, Grads, Result, Scores, contiguous_last
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.parallel.executor import Executor, ExecutorConfig
 from attnmesh.parallel.node_groups import NodeGroups
-from attnmesh.parallel.ring import GradReturn, KVExchange, Ring, grads_like
+from attnmesh.parallel.ring import GradReturn, KVExchange, Ring
 from attnmesh.plan.ring import Stage
 from attnmesh.plan.two_level import TwoLevelPlan, two_level_plan
 
@@ -63,7 +63,9 @@ class TwoLevelRing(Executor):
         for at, ring in enumerate(self._rings()):
             pending = exchange.start(at)
             kv = exchange.visible_kv(at)
-            kv_grads = own if at == 0 else grads_like(own, kv)
+            kv_grads: tuple[GradAccumulator | None, ...] = own
+            if at > 0:
+                kv_grads = tuple(None if x is None else GradAccumulator(y) for x, y in zip(own, kv, strict=True))
             ring.backward_into(q, *kv, scores, result, Grads(grads.q, *kv_grads))
             pending.wait()
             if grad_return is not None and at > 0:

@@ -163,6 +163,7 @@ def random_decode(
     k_stored = _stored(k, storage, dtype)
     v_stored = _columns(k_stored, dims[1]) if v_in_k else _stored(v, storage, dtype)
     valid_k, valid_v = (dequantize(x, torch.float64).to(device) for x in (k_stored, v_stored))
+    valid_v = valid_v[..., : dims[1]]
 
     # In memory: only what is live, poison everywhere else.
     table = pages = None
@@ -261,6 +262,8 @@ def _columns(stored: Stored, count: int) -> Stored:
     """Return the first columns, in the same memory."""
     if isinstance(stored, Tensor):
         return stored[..., :count]
+    if stored.rope is not None:
+        return stored  # the values of a latent cache are those before the rope part
     scales = stored.scales[..., : count // 16] if stored.storage == "bfp8" else stored.scales
     return Quantized(stored.values[..., :count], scales)
 

@@ -10,7 +10,10 @@ pytest.importorskip("triton")
 
 from attnmesh import check_decode_errors
 from attnmesh.core.state import State
-from attnmesh.ops.decode import gluon_latent
+from attnmesh.ops.decode import gluon, gluon_latent
+from attnmesh.ops.decode.api import choose
+from attnmesh.ops.decode.call import DecodeCall
+from attnmesh.ops.gpu import GPU
 from attnmesh.testing.decode import DecodeProblem, random_decode
 from helpers.decode import assert_decode_close
 from helpers.gluon import emulated, mostly_slow
@@ -172,9 +175,36 @@ def test_what_it_refuses():
     assert "v_pool as k_pool" in gluon_latent.refusal(quantized.call())
 
 
-def test_no_other_gpu_serves_it():
-    with pytest.raises(ValueError, match="backend='gluon' cannot serve this call"):
+def test_no_other_gpu_serves_it(monkeypatch):
+    with pytest.raises(ValueError, match="backend='gluon' cannot serve this call: its kernel needs a Hopper GPU"):
         latent([70], device="cpu").run("gluon")
+    call = on_a_gpu(latent([70]), monkeypatch, capability=80)
+    assert choose(call, "auto").name == "triton"
+    with pytest.raises(ValueError, match="needs a Hopper GPU"):
+        choose(call, "gluon")
+
+
+def test_auto_takes_it_for_the_calls_that_it_serves(monkeypatch):
+    assert choose(on_a_gpu(latent([70]), monkeypatch), "auto").name == "gluon"
+    assert choose(on_a_gpu(latent([70]), monkeypatch), "triton").name == "triton"
+    assert choose(on_a_gpu(latent([70], key_range="tree", tokens=2), monkeypatch), "auto").name == "triton"
+    narrow = random_decode([70], dims=(128, 128), block_size=64, dtype=torch.float16)
+    assert choose(on_a_gpu(narrow, monkeypatch), "auto").name == "triton"
+
+
+def on_a_gpu(problem: DecodeProblem, monkeypatch, capability: int = 90) -> DecodeCall:
+    """The call as if its tensors were on a GPU."""
+    monkeypatch.setattr(gluon, "gpu_of", lambda device: GPU(capability, 227 * 1024))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(capability, 10))
+    call = problem.call()
+    return replace(call, q=call.q.as_subclass(OnGPU))
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that reports a GPU."""
+
+    is_cuda = True
+    device = torch.device("cuda", 0)
 
 
 NO_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9
@@ -182,7 +212,6 @@ NO_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability()[
 
 @pytest.mark.cuda
 @pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.filterwarnings("ignore:.*in a few cases only")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("positions", "how"), [*CASES, ([9000, 3000, 4095, 17], {"group": 128})])
 def test_on_hopper(positions, how, dtype):
@@ -192,7 +221,45 @@ def test_on_hopper(positions, how, dtype):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.filterwarnings("ignore:.*in a few cases only")
+@pytest.mark.parametrize("value", [10_000, -1, -(2**31)])
+@pytest.mark.parametrize("how", [{}, {"split_size": 64}, {"max_splits": 1}], ids=str)
+def test_an_entry_outside_the_pool_on_hopper(how, value):
+    problem = latent([100, 500, 200], group=128, dtype=torch.bfloat16, device="cuda", sinks=True, **how)
+    table = problem.table.clone()
+    table[1, 2] = value
+    found, right = replace(problem, table=table).run("gluon"), problem.run("gluon")
+    with pytest.raises(ValueError, match=rf"block_table\[1, 2\] is {value}, outside the pool"):
+        check_decode_errors()
+    assert found.out[1].isnan().all()
+    assert found.lse[1].isnan().all()
+    assert torch.equal(found.out[[0, 2]], right.out[[0, 2]])
+    assert torch.equal(found.lse[[0, 2]], right.lse[[0, 2]])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("how", [{}, {"split_size": 128}, {"window": 100, "tokens": 2}], ids=str)
+def test_a_captured_step_replays_with_new_positions_and_tables_on_hopper(how):
+    steps = [[3, 17, 40], [310, 0, 5], [-1, 100, 250], [319, 319, 319]]
+    shape = {"group": 64, "dtype": torch.bfloat16, "device": "cuda", "capacity": 320, "sinks": True, **how}
+    *drawn, held = (latent(step, seed=2 * i, **shape) for i, step in enumerate(steps))
+    held.run("gluon")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = held.run("gluon")
+    for problem in drawn:
+        held.q.copy_(problem.q)
+        held.table.copy_(problem.table)
+        held.k[: len(problem.k)].copy_(problem.k)
+        for name in ("cur_pos", "sinks"):
+            held.options[name].copy_(problem.options[name])
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_decode_close(State(out, lse), problem)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
 def test_the_same_bits_again_and_again_on_hopper():
     """A result that moves is a race."""
     problem = latent([5000 + 7 * i for i in range(40)], group=128, dtype=torch.bfloat16, device="cuda")

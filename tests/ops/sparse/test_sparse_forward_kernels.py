@@ -59,14 +59,18 @@ def counted(case: dict) -> Tensor:
 
 
 def truth(case: dict) -> tuple[Tensor, Tensor]:
-    """Out and lse in float64, row by row over the keys that count."""
+    """Out and lse in float64, row by row over the keys that count, and a key without a value for the sink."""
     v = case["k"][:, : case["d_v"]] if case["v"] is None else case["v"]
     outs, lses = [], []
     for q, names, counts in zip(case["q"].double(), case["indices"], counted(case), strict=True):
         keys = names[counts].long() - case["k_offset"]
         scores = case["scale"] * q @ case["k"][keys].double().T
+        values = v[keys].double()
+        if case.get("sinks") is not None:
+            scores = torch.cat([scores, case["sinks"].double()[:, None]], 1)
+            values = torch.cat([values, values.new_zeros(1, case["d_v"])])
         lses.append(scores.logsumexp(1))
-        outs.append(scores.softmax(1) @ v[keys].double())
+        outs.append(scores.softmax(1).nan_to_num(0.0) @ values)  # a sink of +inf takes all, one of -inf alone nothing
     return torch.stack(outs), torch.stack(lses)
 
 
@@ -102,7 +106,8 @@ def assert_right(case: dict, kernel=triton_forward, tolerance: float | None = No
     torch.testing.assert_close(lse.double(), true_lse, rtol=1e-5, atol=2e-5)
     empty = ~counted(case).any(1)
     assert (out[empty] == 0).all()
-    assert (lse[empty] == -torch.inf).all()
+    if case.get("sinks") is None:
+        assert (lse[empty] == -torch.inf).all()
 
 
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if torch.cuda.is_available() else [])]
@@ -161,6 +166,22 @@ def test_slots_that_do_not_count(device, dtype, k_offset):
     take_slots_away(case)
     poison(case)
     assert_right(case)
+
+
+def with_sinks(case: dict) -> dict:
+    """Sinks below and above the scores, without any weight, with all of it, and in steps of two in memory."""
+    heads = case["q"].shape[1]
+    sinks = torch.linspace(-9, 9, 2 * heads, device=case["q"].device)[::2]
+    sinks[0], sinks[1 % heads], sinks[2 % heads] = -torch.inf, torch.inf, 70.0
+    return case | {"sinks": sinks}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sinks(device, dtype):
+    case = with_sinks(problem(device, dtype, 8, 100, 64, 64, rows=13))
+    take_slots_away(case)
+    poison(case)
+    assert_right(case | {"max_logits": True})
 
 
 def test_one_row_of_names_for_all_queries(device):
@@ -260,7 +281,7 @@ def test_the_hopper_kernel_under_hostile_schedules(heads, topk, d, out_dtype, se
         rising(case)
         take_slots_away(case)
         poison(case)
-        case |= {"out_dtype": out_dtype, "max_logits": seed % 2 == 0}
+        case = (with_sinks(case) if seed % 3 == 0 else case) | {"out_dtype": out_dtype, "max_logits": seed % 2 == 0}
         assert_right(case, emulated(gluon_forward, seed), tolerance=1e-2)
 
 
@@ -275,12 +296,13 @@ PLANTED = {
     "nobody gives the front back": ("mbarrier.arrive(front_free.index(stage), count=1)", "pass"),
     "the queries are overwritten too soon": ("mbarrier.wait(q_free.index(0), (served & 1) ^ 1)", "pass"),
     "the shares are overwritten too soon": ("mbarrier.wait(share_free.index(0), (done & 1) ^ 1)", "pass"),
+    "the sums do not decay before sinks": ("total = total * kept +", "total = total +"),
 }
 
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_the_emulation_finds_planted_faults(fault):
-    case = problem("cpu", torch.float16, 16, 200, 512, 512, rows=9, s_kv=400)
+    case = with_sinks(problem("cpu", torch.float16, 16, 200, 512, 512, rows=9, s_kv=400))
     case["slots"][3:] = 10  # three programs: a long item each, and two short ones that come soon after one another
     assert Path(gluon_forward.__file__).read_text().count(PLANTED[fault][0]) == 1
 
@@ -309,6 +331,7 @@ def test_the_hopper_kernel(device, dtype, heads, topk, d):
     assert gluon_forward.supports(case["q"], case["k"], None, d_v=512)
     assert_right(case, gluon_forward)
     assert_right(case | {"out_dtype": torch.float32}, gluon_forward)
+    assert_right(with_sinks(case) | {"max_logits": True}, gluon_forward)
 
 
 @pytest.mark.cuda

@@ -36,12 +36,13 @@ def rows(*of_each: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(ROWS, *of_each, dtype=dtype)
 
 
-def forward(what, dtype, heads, d, d_v, separate=False, out_dtype="bfloat16"):
+def forward(what, dtype, heads, d, d_v, separate=False, out_dtype="bfloat16", sinks=False):
     v = torch.empty(KEYS, d_v, dtype=dtype) if separate else None
     module = {"forward triton": triton_forward, "forward gluon": gluon_forward}[what]
     module.forward(
         rows(heads, d, dtype=dtype), torch.empty(KEYS, d, dtype=dtype), v, rows(128, dtype=torch.int32),
         NOTHING, NOTHING, NOTHING, d_v=d_v, k_offset=0, scale=0.1, out_dtype=getattr(torch, out_dtype),
+        sinks=torch.empty(heads) if sinks else None, max_logits=sinks,
     )  # fmt: skip
 
 
@@ -204,8 +205,8 @@ SWEEPS = {
           for dtype, tokens in (("bfloat16", 1), ("float16", 2), ("bfloat16", 4), ("float32", 1))),
     ],
     "forward": [
-        *(("forward gluon", dtype, 64, d, 512, False, out)
-          for dtype, d, out in product(("bfloat16", "float16"), (512, 576), ("float16", "float32"))),
+        *(("forward gluon", dtype, 64, d, 512, False, out, sinks)
+          for dtype, d, out, sinks in product(("bfloat16", "float16"), (512, 576), ("float16", "float32"), (0, 1))),
         *(("forward triton", dtype, heads, d, d_v, separate, dtype)
           for dtype, heads in (("bfloat16", 16), ("bfloat16", 32), ("bfloat16", 128), ("float32", 16))
           for d, d_v in ((64, 64), (128, 128), (192, 128), (256, 256), (320, 256), (512, 512), (576, 512))

@@ -83,7 +83,7 @@ def decode_attention(
             token without a key: out 0, lse -inf (or its sink).
         out_dtype: torch.float32 returns the unrounded out, for states that will be merged; the dtype of q by default.
         return_lse: also return the float32 lse [B,Hq,T], natural log.
-        backend: "auto", "triton", "gluon", "cpu", "reference". A backend that cannot serve the call raises ValueError.
+        backend: "auto", "gluon", "triton", "cpu", "reference". A backend that cannot serve the call raises ValueError.
     """
     call = build_call(
         q, k_cache, v_cache, None, cur_pos=cur_pos, mask=mask, tree=tree, scale=scale, window=window, sinks=sinks,
@@ -134,7 +134,7 @@ def paged_decode_attention(
     Position p of sequence b is in block `block_table[b, p // block_size]` at offset `p % block_size`. The table is
     int32 [B, slots], padded with -1; blocks may be in any order and shared between sequences. Slots beyond cur_pos,
     before a window or outside a `key_range` are not read. With `share_cache` the table has one row, which all sequences
-    read.
+    read. A latent pool of storage `fp8_ds_mla` is passed as both: the values are its features before the rope part.
 
     `into` is a `State` of preallocated tensors that results are written to, and that is returned: out [B,Hq,T,Dv] in
     the dtype of q or float32, lse [B,Hq,T] in float32. Strides are arbitrary except that the last dimension of out is
@@ -218,8 +218,8 @@ class Reference:
         return state if into is None else State(into.out.copy_(state.out), into.lse.copy_(state.lse))
 
 
-# "auto" takes the first that serves a call: never Gluon, whose calls Triton serves, too.
-_BACKENDS: tuple[Backend, ...] = (Cpu(), Triton(), Gluon(), Reference())
+# "auto" takes the first that serves a call.
+_BACKENDS: tuple[Backend, ...] = (Cpu(), Gluon(), Triton(), Reference())
 _NAMES = ("auto", *(known.name for known in _BACKENDS))
 
 

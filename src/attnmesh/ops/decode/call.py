@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_bool, check_number, check_tensor, shown
-from attnmesh.ops.storage import SPARSE_STORAGES, STORAGES, Quantized, Stored, storage_of, values_of
+from attnmesh.ops.storage import SPARSE_STORAGES, STORAGES, Quantized, Stored, storage_of, values_of, width_of
 
 MAX_DECODE_TOKENS = 8  # queries per sequence: more is prefill, which `attention` computes
 _INTEGERS = (torch.int32, torch.int64)
@@ -32,7 +32,7 @@ class DecodeCall:
     """T queries per sequence, at positions `cur_pos - T + 1 .. cur_pos`, over the keys 0 .. cur_pos of its cache.
 
     `k` and `v` are caches [B or 1, Hkv, L, D], or pools [blocks, block_size, Hkv, D] with a block `table` [B or 1,
-    slots].
+    slots]. One latent pool of `fp8_ds_mla` is both: its values are the features before the rope part.
 
     - By default a query attends to the keys up to its own position.
     - `tree` [B or 1, T, T]: to the keys before the T new tokens, and to the new tokens that its row selects.
@@ -155,7 +155,7 @@ def build_call(
     """Validates the arguments of a decode call; raises ValueError. Does not read tensors on a device."""
     caches = ("k_cache", "v_cache") if table is None else ("k_pool", "v_pool")
     _check_tensors(q, k, v, table, caches)
-    check_storages(q, k, v, caches, axis=1 if table is None else 2)
+    check_storages(q, k, v, caches, axis=1 if table is None else 2, latent=table is not None)
     if share_cache is not False and share_cache is not True:
         check_bool(share_cache=share_cache)  # raises
     _check_batch(
@@ -242,6 +242,8 @@ def _check_tensors(q: Tensor, k: Stored, v: Stored, table: Tensor | None, caches
         _refuse_gradient(name, whole)
         if isinstance(x, Quantized):
             _refuse_gradient(f"the scales of {name}", x.scales)
+            if x.rope is not None:
+                _refuse_gradient(f"the rope part of {name}", x.rope)
     if not q.dtype.is_floating_point:
         raise ValueError(f"q must be floating point, got {q.dtype}")
     if not 1 <= q.shape[2] <= MAX_DECODE_TOKENS:
@@ -259,13 +261,19 @@ def _check_tensors(q: Tensor, k: Stored, v: Stored, table: Tensor | None, caches
             raise ValueError(f"block_size must be 1 to 256, got {values_of(k).shape[1]} in {caches[0]}")
 
 
-def check_storages(q: Tensor, k: Stored, v: Stored, caches: tuple[str, str], axis: int) -> None:
-    """Raise ValueError unless caches named `caches` fit q and each other; `axis` is their dimension of kv heads."""
+def check_storages(
+    q: Tensor, k: Stored, v: Stored, caches: tuple[str, str], axis: int, *, latent: bool = False
+) -> None:
+    """Raise ValueError unless caches named `caches` fit q and each other; `axis` is their dimension of kv heads.
+
+    `latent`: they may be one `fp8_ds_mla` cache, whose values are the features before the rope part.
+    """
     storages = storage_of(k, caches[0]), storage_of(v, caches[1])
+    allowed = (*STORAGES, "fp8_ds_mla") if latent else STORAGES
     for name, storage in zip(caches, storages, strict=True):
-        if storage in SPARSE_STORAGES:
+        if storage in SPARSE_STORAGES and storage not in allowed:
             raise ValueError(
-                f"{name} must be stored as one of {', '.join(STORAGES)} for dense attention, got {storage} (which "
+                f"{name} must be stored as one of {', '.join(allowed)} for dense attention, got {storage} (which "
                 f"paged_sparse_decode_attention and paged_indexer_topk read)"
             )
     k_values, v_values = values_of(k), values_of(v)
@@ -274,8 +282,8 @@ def check_storages(q: Tensor, k: Stored, v: Stored, caches: tuple[str, str], axi
             f"{' and '.join(caches)} must have the same shape up to head_dim, got {tuple(k_values.shape)} and "
             f"{tuple(v_values.shape)}"
         )
-    if k_values.shape[3] != q.shape[3]:
-        raise ValueError(f"q and {caches[0]} must have the same head_dim, got {q.shape[3]} and {k_values.shape[3]}")
+    if width_of(k) != q.shape[3]:
+        raise ValueError(f"q and {caches[0]} must have the same head_dim, got {q.shape[3]} and {width_of(k)}")
     if not v_values.shape[3]:
         raise ValueError(f"the head_dim of {caches[1]} must be at least 1, got 0")
     heads, kv_heads = q.shape[1], k_values.shape[axis]
@@ -283,6 +291,11 @@ def check_storages(q: Tensor, k: Stored, v: Stored, caches: tuple[str, str], axi
         raise ValueError(f"q_heads must be a multiple of kv_heads, got q_heads={heads} and kv_heads={kv_heads}")
     if storages[0] != storages[1]:
         raise ValueError(f"{' and '.join(caches)} must have the same storage type, got {storages[0]} and {storages[1]}")
+    if storages[0] == "fp8_ds_mla" and not _same_memory(k, v):
+        raise ValueError(
+            f"{caches[1]} must be {caches[0]} itself if it is stored as fp8_ds_mla (the values are the features before "
+            f"the rope part), got another cache"
+        )
     for name, x in zip(caches, (k, v), strict=True):
         if isinstance(x, Tensor):
             if x.dtype != q.dtype:
@@ -291,6 +304,17 @@ def check_storages(q: Tensor, k: Stored, v: Stored, caches: tuple[str, str], axi
                 )
         elif x.storage == "fp8" and x.scales.ndim and x.scales.shape[0] != kv_heads:
             raise ValueError(f"{name} must have one fp8 scale per kv head, {kv_heads}, got {x.scales.shape[0]}")
+
+
+def _same_memory(k: Stored, v: Stored) -> bool:
+    return k is v or (
+        isinstance(k, Quantized)
+        and isinstance(v, Quantized)
+        and all(
+            a is not None and b is not None and a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+            for a, b in ((k.values, v.values), (k.scales, v.scales), (k.rope, v.rope))
+        )
+    )
 
 
 def _check_batch(q: Tensor, owner: Tensor, share_cache: bool, name: str) -> None:

@@ -20,6 +20,7 @@ from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.cpu_adjacent import MAX_SINGLE_ROWS, MIN_PART, AdjacentKeys, adjacent_keys
 from attnmesh.ops.decode.cpu_keys import CacheReader, KeyPart, VisibleKeys, split_keys
+from attnmesh.ops.storage import Quantized
 
 T = TypeVar("T")
 
@@ -35,7 +36,11 @@ class Cpu:
 
     def refusal(self, call: DecodeCall) -> str | None:
         """The reason why this backend cannot serve the call; None if it can."""
-        return None if call.q.device.type == "cpu" else f"it computes on the CPU, q is on {call.q.device}"
+        if call.q.device.type != "cpu":
+            return f"it computes on the CPU, q is on {call.q.device}"
+        if isinstance(call.k, Quantized) and call.k.rope is not None:
+            return "it does not read fp8_ds_mla caches"
+        return None
 
     def run(self, call: DecodeCall, into: State | None = None) -> State:
         """Out and lse. Skipped sequences cost nothing."""

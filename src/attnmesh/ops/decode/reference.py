@@ -27,6 +27,7 @@ def run(call: DecodeCall, *, plain: bool = False) -> State:
     used = visible.any(1).any(1)[:, None, :, None]  # [B, 1, N, 1]
     # where, not a product: keys that no row attends to may hold anything.
     k, v = (torch.where(used, rounded(_gathered(call, x, dtype)), 0.0) for x in (call.k, call.v))
+    v = v[..., : call.value_dim]  # those of a latent cache are its first features
 
     heads = q.to(dtype).unflatten(1, (call.kv_heads, group))
     scores = torch.einsum("bhgtd,bhnd->bhgtn", heads, k).flatten(1, 2) * call.scale
@@ -90,4 +91,5 @@ def _gathered(call: DecodeCall, stored: Stored, dtype: torch.dtype) -> Tensor:
     if isinstance(stored, Tensor):
         return ordered(stored).to(dtype)
     scales = stored.scales if stored.storage == "fp8" else ordered(stored.scales)
-    return dequantize(Quantized(ordered(stored.values), scales), dtype)
+    rope = None if stored.rope is None else ordered(stored.rope)
+    return dequantize(Quantized(ordered(stored.values), scales, rope), dtype)

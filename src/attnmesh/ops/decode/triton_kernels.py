@@ -24,6 +24,7 @@ from attnmesh.ops.decode.triton_keys import (
     load_blocks,
     load_exponents,
     load_exponents_transposed,
+    load_latent_scales,
     load_rows,
     load_transposed,
     normalize_to_fp16,
@@ -276,6 +277,8 @@ def split_kernel(
         v_head = head_pointer(v, v_strides, head, sequence, PER_SEQUENCE)
         k_scale_head = k_scales
         v_scale_head = v_scales
+        if STORAGE == "fp8_ds_mla":
+            k_scale_head = head_pointer(k_scales, k_scale_strides, head, sequence, PER_SEQUENCE)
         if (STORAGE == "int8") | (STORAGE == "bfp8"):
             k_scale_head = head_pointer(k_scales, k_scale_strides, head, sequence, PER_SEQUENCE)
             v_scale_head = head_pointer(v_scales, v_scale_strides, head, sequence, PER_SEQUENCE)
@@ -302,12 +305,20 @@ def split_kernel(
             if STORAGE == "bfp8" and not PAIRED:
                 steps = load_bfp_scales(k_scale_head, k_scale_strides, k_powers, valid, 0, D, KEYS, MAIN)
                 k_main = k_main.to(tl.float32) * steps
+            if STORAGE == "fp8_ds_mla":
+                at_scale = key_offsets(blocks, block_offsets, k_scale_strides, WIDE)
+                k_main = k_main.to(tl.float32) * load_latent_scales(
+                    k_scale_head, k_scale_strides, at_scale, valid, KEYS, MAIN
+                )
             k_main = k_main.to(q_main.dtype)
             scores = tl.dot(k_main, q_main, input_precision="ieee")
             if PAIRED:
                 scores = tl.dot(k_odd, q_odd, scores)
             if TAIL > 0:
-                k_tail = load_rows(k_head, k_offsets, valid, MAIN, D, TAIL)
+                if STORAGE == "fp8_ds_mla":  # v is the rope part
+                    k_tail = load_rows(v_head, v_offsets, valid, 0, D - MAIN, TAIL)
+                else:
+                    k_tail = load_rows(k_head, k_offsets, valid, MAIN, D, TAIL)
                 if STORAGE == "bfp8":
                     steps = load_bfp_scales(k_scale_head, k_scale_strides, k_powers, valid, MAIN, D, KEYS, TAIL)
                     k_tail = k_tail.to(tl.float32) * steps

@@ -217,6 +217,14 @@ def unpack_bfp_pairs(words, exponents, COMPILED: tl.constexpr, dtype: tl.constex
 
 
 @triton.jit
+def load_latent_scales(scales, strides, offsets, valid, KEYS: tl.constexpr, WIDTH: tl.constexpr):
+    """The scales of an fp8_ds_mla tile, one per 128 values, broadcast to its values, [keys, WIDTH]."""
+    groups = tl.arange(0, WIDTH // 128)
+    loaded = tl.load(scales + (offsets[:, None] + groups[None, :] * strides[3]), mask=valid[:, None], other=0.0)
+    return tl.broadcast_to(loaded[:, :, None], (KEYS, WIDTH // 128, 128)).reshape(KEYS, WIDTH)
+
+
+@triton.jit
 def unpack_pairs(words, STORAGE: tl.constexpr, COMPILED: tl.constexpr):
     """The lower and the upper value in each 16-bit word of an fp8 or int8 tile, exactly, in fp16.
 

@@ -36,8 +36,13 @@ def aligned(x: Tensor) -> Tensor:
 
 def loadable(x: Tensor) -> Tensor:
     """The tensor itself if Hopper's copy engine (TMA) can load from it, else a contiguous copy."""
+    return x if is_loadable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_loadable(x: Tensor) -> bool:
+    """Whether Hopper's copy engine (TMA) can load from the tensor and store to it."""
     expanded = any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True))
-    return x.contiguous() if expanded or x.stride(-1) != 1 else aligned(x)
+    return not expanded and x.stride(-1) == 1 and _is_aligned(x)
 
 
 def _is_aligned(x: Tensor) -> bool:

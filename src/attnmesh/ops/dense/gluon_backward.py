@@ -1,8 +1,6 @@
 """The backward of attention on Hopper in Gluon: what a call launches.
 
 The kernel is in `gluon_backward_kernel`. It adds to float32 gradients, or overwrites them if one program computes them.
-A warp has room for 256 columns of sums per key: wider keys and values have a launch for grad_v and one for grad_q and
-grad_k, which computes the weights once more.
 """
 
 import math
@@ -15,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnmesh.ops.dense import triton_backward
-from attnmesh.ops.dense.call import loadable
+from attnmesh.ops.dense.call import is_loadable, loadable
 from attnmesh.ops.dense.gluon_backward_kernel import backward_kernel
 from attnmesh.ops.dense.gluon_backward_memory import TILE, Shape
 from attnmesh.ops.dense.triton_tiles import PLAIN, Bounds, ScoreTerms, padded
@@ -23,6 +21,8 @@ from attnmesh.ops.dense.triton_tiles import PLAIN, Bounds, ScoreTerms, padded
 MAX_WIDTH = 256  # of keys and values
 _SHARED_MEMORY = 220 * 1024  # bytes of a program, without the terms of rows
 _FULL = 0.7  # of the processors are enough programs
+_FULL_CAUSAL = 1.9  # programs per processor, which is idle when it has had a long one and no short ones are left
+_MOST_COLUMNS = 256  # of sums per key in registers, besides the scores of 64 rows
 _LONG = 16384  # rows, from which pairs of steps are not faster
 
 
@@ -31,8 +31,8 @@ class BackwardTiles(NamedTuple):
 
     `stages` of q and grad_out in shared memory. A program sums over `heads` query heads of a group (None: all of them;
     else programs add to grad_k and grad_v atomically). `paired`: ds is exchanged once in two steps, and a turn of the
-    loop has two. `held`: keys and values stay in registers. `shared_keys`: a program has 64 keys, and its
-    differentiators divide the rows.
+    loop has two. `held`: keys and values stay in registers. `shared_keys`: a program has 64 keys, of which one
+    differentiator has grad_v and the other grad_k, and `grad_out_stages`; for heads too wide for 128, always.
     """
 
     stages: int = 2
@@ -40,24 +40,30 @@ class BackwardTiles(NamedTuple):
     paired: bool = True
     held: bool = False
     shared_keys: bool = False
+    grad_out_stages: int = 1
 
     @classmethod
-    def pick(cls, q: Tensor, v: Tensor) -> "BackwardTiles":
+    def pick(cls, q: Tensor, v: Tensor, *, causal: bool = False) -> "BackwardTiles":
         """What was fastest on an H200 for the head dims and lengths."""
         batch, q_heads, q_len, _ = q.shape
         kv_heads, kv_len, _ = v.shape[1:]
         key_width, value_width = _width(q), _width(v)
-        shared_keys = key_width + value_width > 256 and (key_width > 192 or value_width > 128)
-        # Few keys: programs divide the heads of a group, until most processors have one.
+        shared_keys = _too_wide(key_width, value_width)
+        # Few keys: programs divide the heads of a group, until most processors have one, or two that are not equal.
         programs = batch * kv_heads * triton.cdiv(kv_len, TILE if shared_keys else 2 * TILE)
-        group, enough = q_heads // kv_heads, _FULL * _processors(q)
+        group, enough = q_heads // kv_heads, (_FULL_CAUSAL if causal else _FULL) * _processors(q)
         splits = next((n for n in range(1, group) if group % n == 0 and n * programs >= enough), group)
         heads = None if splits == 1 else group // splits
         if shared_keys:
-            return cls(stages=4 if key_width <= 192 else 2, heads=heads, shared_keys=True)
+            return cls(heads=heads, shared_keys=True, grad_out_stages=2 if key_width + value_width <= 384 else 1)
         if max(key_width, value_width) == 64:
             return cls(stages=4, heads=heads, held=True)
         return cls(heads=heads, paired=q_len < _LONG or key_width > 128)
+
+
+def _too_wide(key_width: int, value_width: int) -> bool:
+    """Whether registers and shared memory do not hold 128 keys."""
+    return key_width + value_width > _MOST_COLUMNS and (key_width > 192 or value_width > 128)
 
 
 def _processors(q: Tensor) -> int:
@@ -94,6 +100,7 @@ def backward(
     grad_k: Tensor | None = None,
     grad_v: Tensor | None = None,
     overwrite: bool = False,
+    overwrite_keys: bool = False,
     terms: ScoreTerms = PLAIN,
     deterministic: bool = False,
     tiles: BackwardTiles | None = None,
@@ -102,7 +109,8 @@ def backward(
 
     Programs add to grad_q in the order in which they come. If `deterministic`, a second pass, in Triton, computes it.
     """
-    tiles = tiles or BackwardTiles.pick(q, v)
+    tiles = tiles or BackwardTiles.pick(q, v, causal=causal)
+    overwrite_keys |= overwrite
     if deterministic:
         common: dict[str, Any] = {
             "scale": scale,
@@ -116,40 +124,34 @@ def backward(
     if grad_q is grad_k is grad_v is None:
         return
     if q.numel() == 0 or k.numel() == 0:
-        for grad in (grad_q, grad_k, grad_v) if overwrite else ():
-            if grad is not None:
+        for grad, written in ((grad_q, overwrite), (grad_k, overwrite_keys), (grad_v, overwrite_keys)):
+            if grad is not None and written:
                 grad.zero_()
         return
     q, k, v, grad_out = (loadable(x) for x in (q, k, v, grad_out))
-    once = overwrite and tiles.heads is None and (bounds is None or bounds[0].shape[0] == 1)
+    once = overwrite_keys and tiles.heads is None and (bounds is None or bounds[0].shape[0] == 1)
     sum_q = None if grad_q is None else _sums(grad_q, overwrite, once=False)
-    sum_k, sum_v = (None if grad is None else _sums(grad, overwrite, once) for grad in (grad_k, grad_v))
+    sum_k, sum_v = (None if grad is None else _sums(grad, overwrite_keys, once) for grad in (grad_k, grad_v))
     with torch.cuda.device_of(q):
-        for sums in _separate(q, v, sum_q, sum_k, sum_v, tiles):
-            _launch(q, k, v, grad_out, lse, delta, *sums, scale, causal, bounds, terms.softcap, once, tiles)
-    for grad, total in ((grad_q, sum_q), (grad_k, sum_k), (grad_v, sum_v)):
+        sums = sum_q, sum_k, sum_v
+        _launch(q, k, v, grad_out, lse, delta, *sums, scale, causal, bounds, terms.softcap, once, tiles)
+    for grad, total, written in (
+        (grad_q, sum_q, overwrite), (grad_k, sum_k, overwrite_keys), (grad_v, sum_v, overwrite_keys),
+    ):  # fmt: skip
         if grad is not None and total is not None and grad is not total:
-            if overwrite:
+            if written:
                 grad.copy_(total)
             else:
                 grad.add_(total)
 
 
 def _sums(grad: Tensor, overwrite: bool, once: bool) -> Tensor:
-    """Where the kernel adds: to the gradient itself if it writes `once`, or adds and the copy engine can."""
-    if once or (not overwrite and loadable(grad) is grad):
+    """Where the kernel adds: to the gradient itself if it writes `once`, or if the copy engine can add to it."""
+    if once:
         return grad
+    if grad.dtype == torch.float32 and is_loadable(grad):
+        return grad.zero_() if overwrite else grad
     return torch.zeros(grad.shape, dtype=torch.float32, device=grad.device)
-
-
-def _separate(
-    q: Tensor, v: Tensor, grad_q: Tensor | None, grad_k: Tensor | None, grad_v: Tensor | None, tiles: BackwardTiles
-) -> list[tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """What each launch computes: grad_v first where it does not fit in registers together with grad_k."""
-    together = _width(q) + _width(v) <= 256 and not tiles.shared_keys
-    if together or grad_v is None or grad_q is grad_k is None:
-        return [(grad_q, grad_k, grad_v)]
-    return [(None, None, grad_v), (grad_q, grad_k, None)]
 
 
 def _launch(
@@ -165,21 +167,24 @@ def _launch(
     splits = q_heads // kv_heads // members
     streams = batch * kv_heads * splits
     needs_q, scores = grad_q is not None, grad_q is not None or grad_k is not None
-    shared_keys = tiles.shared_keys and scores
-    paired = tiles.paired or shared_keys
-    key_block, key_blocks = _blocks(key_dim)
-    value_block, value_blocks = _blocks(value_dim)
+    widths = _width(q), _width(v)
+    shared_keys = scores and (tiles.shared_keys or _too_wide(*widths))
+    halved = scores and grad_v is not None and not shared_keys and sum(widths) > _MOST_COLUMNS
+    paired = tiles.paired or shared_keys or halved
+    narrow = TILE if shared_keys or halved else 2 * TILE
+    key_block, key_blocks = _blocks(key_dim, narrow)
+    value_block, value_blocks = _blocks(value_dim, narrow)
     query_block = key_block if paired else key_block // 2
-    unrolled = 2 if shared_keys or (paired and (needs_q or not scores)) else 1
+    unrolled = 2 if paired and not shared_keys and (needs_q or not scores) else 1
     keys = TILE if shared_keys else 2 * TILE
-    stages = tiles.stages if scores else _stages_of_values(_width(q), _width(v))
+    stages = tiles.stages if scores else _stages_of_values(*widths)
     # With one use in a turn of the loop, ptxas 12.8 gives the registers of what is held to other values.
-    held = tiles.held and tiles.paired and needs_q and not shared_keys
+    held = tiles.held and tiles.paired and needs_q and not shared_keys and not halved
     shape = Shape(
-        needs_q, scores, grad_v is not None, shared_keys, bounds is not None, causal,
+        needs_q, scores, grad_v is not None, shared_keys, halved, bounds is not None, causal,
         splits > 1, overwrite,
         key_dim, key_block, key_blocks, value_dim, value_block, value_blocks, query_block, key_blocks,
-        stages, 1 if shared_keys else stages, unrolled, paired, held,
+        stages, tiles.grad_out_stages if shared_keys else stages, unrolled, paired, held,
     )  # fmt: skip
     blocks = (
         _descriptor(q, key_block), _descriptor(grad_out, value_block),
@@ -203,9 +208,9 @@ def _stages_of_values(key_width: int, value_width: int) -> int:
     return 4 if 4 * TILE * key_width + 4 * 2 * TILE * (key_width + value_width) < _SHARED_MEMORY else 2
 
 
-def _blocks(head_dim: int) -> tuple[int, int]:
+def _blocks(head_dim: int, most: int = 2 * TILE) -> tuple[int, int]:
     """The columns of a block of a tile, a power of two, and how many there are."""
-    return (64, triton.cdiv(head_dim, 64)) if head_dim > 128 else (max(64, padded(head_dim)), 1)
+    return (TILE, triton.cdiv(head_dim, TILE)) if head_dim > most else (max(TILE, padded(head_dim)), 1)
 
 
 def _width(x: Tensor) -> int:

@@ -17,21 +17,23 @@ grad_q sums over all keys: the differentiators exchange ds in shared memory. In 
 of the rows of one step with k; else each multiplies the ds of every step with half of the columns of k. The scores of
 the next rows are computed behind these products, so that the tensor cores have work while weights and sums are.
 
-Shared memory does not hold 128 keys and values of head_dim 256. There the differentiators share 64 keys, and each has
-every other step for itself: nothing is exchanged, one multiplies while the other computes weights, and in the end they
-add up their grad_k. A tile wider than 128 is in blocks of 64 columns, and finished grad_q leaves registers by block.
+Wide heads leave less room (`gluon_backward_wide`). Their tiles are in blocks of 64 columns, and finished grad_q leaves
+registers by block. Up to 320 columns of sums (192/128), differentiators have the scores of 32 rows at a time. Beyond,
+shared memory does not hold 128 keys: the differentiators share 64. One computes the weights and has grad_v; the other
+gets the weights in float32 through shared memory, computes ds and has grad_k; each has half of the columns of grad_q.
+One computes weights while the other multiplies.
 
-The least cycles of a tile of 64 keys and 64 rows on one processor: for the five products alone, for those that are
-computed (the scores twice, where grad_v has a launch of its own), and of shared memory at 128 bytes per cycle
-(operands, ds, what is loaded, and grad_q, written and read):
+The least cycles of a tile of 64 keys and 64 rows on one processor, for the five products, and of shared memory at 128
+bytes per cycle (operands, weights and ds, what is loaded, and grad_q, written and read), and the bytes that a processor
+adds to grad_q, which the L2 sums up:
 
-========  =============  ========  =============
-head_dim  five products  computed  shared memory
-========  =============  ========  =============
-128       1280           1280      1400
-192/128   1660           2050      2500
-256       2560           3070      4400
-========  =============  ========  =============
+========  ========  =============  ===============
+head_dim  products  shared memory  bytes of grad_q
+========  ========  =============  ===============
+128       1280      1400           16 KiB
+192/128   1660      2270           24 KiB
+256       2560      3780           64 KiB
+========  ========  =============  ===============
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -47,11 +49,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnmesh.ops.dense.gluon_backward_memory import TILE, Barriers, Memory, Work, add_rows, load, next_row
-from attnmesh.ops.dense.gluon_online_softmax import tanh
-from attnmesh.ops.dense.triton_tiles import LOG2_E
+from attnmesh.ops.dense.gluon_backward_memory import (
+    TILE,
+    Barriers,
+    Memory,
+    Work,
+    add_blocks,
+    add_rows,
+    load,
+    next_row,
+)
+from attnmesh.ops.dense.gluon_backward_steps import add_products, add_sums, finish, score, weights_of, zero_blocks
+from attnmesh.ops.dense.gluon_backward_wide import differentiate_by_half, differentiate_keys, differentiate_values
 
-_TILE, _LOG2_E = gl.constexpr(TILE), gl.constexpr(LOG2_E)
+_TILE = gl.constexpr(TILE)
 _DIFFERENTIATOR, _OTHER = gl.constexpr(240), gl.constexpr(24)  # registers per thread, of 504
 
 
@@ -61,7 +72,7 @@ def backward_kernel(
     grad_k, grad_k_strides, grad_v, grad_v_strides,
     q_len, kv_len, kv_heads, splits, members, streams, scale, softcap, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """One program: the gradients of 128 keys, from one part of the mask."""
+    """One program: the gradients of 64 or 128 keys, from one part of the mask."""
     STAGES: gl.constexpr = SHAPE.stages
     UNROLLED: gl.constexpr = SHAPE.unrolled
     K_BLOCK: gl.constexpr = SHAPE.k_block
@@ -69,7 +80,7 @@ def backward_kernel(
     K_BLOCKS: gl.constexpr = SHAPE.k_blocks
     V_BLOCKS: gl.constexpr = SHAPE.v_blocks
     Q_BLOCK: gl.constexpr = SHAPE.q_block
-    HALVES: gl.constexpr = 1 if SHAPE.shared_keys else 2
+    HALVES: gl.constexpr = 1 if SHAPE.shared_keys else 2  # tiles of 64 keys
     # The tiles of all heads, longest first.
     tile_count = gl.cdiv(kv_len, HALVES * _TILE)
     stream = gl.program_id(0) % streams
@@ -88,21 +99,24 @@ def backward_kernel(
                 keys = key_begin + half * _TILE
                 if grad_k is not None:
                     for block in gl.static_range(K_BLOCKS):
-                        _add(grad_k, grad_k_strides, nothing, work, keys, block * K_BLOCK, SHAPE.d, SHAPE, grid)
+                        add_sums(grad_k, grad_k_strides, nothing, work, keys, block * K_BLOCK, SHAPE.d, SHAPE, grid)
                 if grad_v is not None:
                     nothing = gl.zeros([_TILE, V_BLOCK], gl.float32, grid)
                     for block in gl.static_range(V_BLOCKS):
-                        _add(grad_v, grad_v_strides, nothing, work, keys, block * V_BLOCK, SHAPE.dv, SHAPE, grid)
+                        add_sums(grad_v, grad_v_strides, nothing, work, keys, block * V_BLOCK, SHAPE.dv, SHAPE, grid)
         return
 
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    weight_tile: gl.constexpr = None
+    if SHAPE.shared_keys:
+        quads: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])  # the eight columns that four threads hold
+        weight_tile = gl.allocate_shared_memory(gl.float32, [1, _TILE, _TILE], quads)
     ds_tiles: gl.constexpr = None
     grad_q_tiles: gl.constexpr = None
     if grad_q is not None:
         # Of both differentiators, of two steps if they exchange them.
-        ds_tiles = gl.allocate_shared_memory(q.dtype, [2 * HALVES, _TILE, _TILE], wide)
-    if grad_q is not None or SHAPE.shared_keys:
+        ds_tiles = gl.allocate_shared_memory(q.dtype, [1 if SHAPE.shared_keys else 4, _TILE, _TILE], wide)
         floats: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
         grad_q_tiles = gl.allocate_shared_memory(gl.float32, [2, _TILE, Q_BLOCK], floats)
     v_tiles: gl.constexpr = None
@@ -116,6 +130,7 @@ def backward_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, _TILE], flat),
         gl.allocate_shared_memory(gl.float32, [STAGES, _TILE], flat),
         gl.allocate_shared_memory(gl.int32, [2 * STAGES, _TILE], flat),
+        weight_tile,
         ds_tiles,
         grad_q_tiles,
     )
@@ -124,6 +139,7 @@ def backward_kernel(
         gl.allocate_shared_memory(gl.int64, [1, 1], once), gl.allocate_shared_memory(gl.int64, [1, 1], once),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], once), gl.allocate_shared_memory(gl.int64, [STAGES, 1], once),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], once), gl.allocate_shared_memory(gl.int64, [STAGES, 1], once),
+        gl.allocate_shared_memory(gl.int64, [1, 1], once), gl.allocate_shared_memory(gl.int64, [1, 1], once),
         gl.allocate_shared_memory(gl.int64, [2, 1], once), gl.allocate_shared_memory(gl.int64, [1, 1], once),
         gl.allocate_shared_memory(gl.int64, [2, 1], once), gl.allocate_shared_memory(gl.int64, [2, 1], once),
     )  # fmt: skip
@@ -132,8 +148,10 @@ def backward_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(barriers.q_ready.index(stage), count=2)  # the copies and, once, the terms of the rows
         mbarrier.init(barriers.grad_out_ready.index(stage), count=2)
-        mbarrier.init(barriers.grad_out_free.index(stage), count=1)
-        mbarrier.init(barriers.q_free.index(stage), count=HALVES)
+        mbarrier.init(barriers.grad_out_free.index(stage), count=2 if SHAPE.values else 1)
+        mbarrier.init(barriers.q_free.index(stage), count=2)
+    mbarrier.init(barriers.weights_ready.index(0), count=1)
+    mbarrier.init(barriers.weights_free.index(0), count=1)
     mbarrier.init(barriers.ds_free.index(0), count=HALVES)
     for stage in gl.static_range(2):
         mbarrier.init(barriers.ds_ready.index(stage), count=HALVES)
@@ -145,8 +163,17 @@ def backward_kernel(
     grads = (grad_k, grad_k_strides, grad_v, grad_v_strides)
     if SHAPE.shared_keys:
         gl.warp_specialize(
-            [(_differentiate_rows, (0, memory, barriers, work, grads, scale, softcap, SHAPE)),
-             (_differentiate_rows, (1, memory, barriers, work, grads, scale, softcap, SHAPE)),
+            [(differentiate_values, (memory, barriers, work, grads, scale, softcap, SHAPE)),
+             (differentiate_keys, (memory, barriers, work, grads, scale, SHAPE)),
+             (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
+             (add_blocks, (0, grad_q, memory, barriers, work, SHAPE)),
+             (add_blocks, (1, grad_q, memory, barriers, work, SHAPE))],
+            [4, 1, 1, 1], [_DIFFERENTIATOR, _OTHER, _OTHER, _OTHER],
+        )  # fmt: skip
+    elif SHAPE.halved:
+        gl.warp_specialize(
+            [(differentiate_by_half, (0, memory, barriers, work, grads, scale, softcap, SHAPE)),
+             (differentiate_by_half, (1, memory, barriers, work, grads, scale, softcap, SHAPE)),
              (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
              (add_rows, (grad_q, memory, barriers, work, SHAPE))],
             [4, 1, 1], [_DIFFERENTIATOR, _OTHER, _OTHER],
@@ -201,8 +228,8 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
     across: gl.constexpr = gl.SliceLayout(0, score_grid)
 
     my_keys = work.key_begin + HALF * _TILE
-    acc_k = _zero_blocks(K_BLOCK, K_BLOCKS if SHAPE.scores else 0, k_grid)
-    acc_v = _zero_blocks(V_BLOCK, V_BLOCKS if SHAPE.values else 0, v_grid)
+    acc_k = zero_blocks(K_BLOCK, K_BLOCKS if SHAPE.scores else 0, k_grid)
+    acc_v = zero_blocks(V_BLOCK, V_BLOCKS if SHAPE.values else 0, v_grid)
     no_grad_q = gl.zeros([_TILE, Q_BLOCK], gl.float32, q_grid)
     row = work.begin
     # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
@@ -223,12 +250,12 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
             turn = (step // STAGES) & 1
             if within == 0:
                 mbarrier.wait(barriers.q_ready.index(stage), turn)
-                products = _score(
+                products = score(
                     my_k, HALF if PAIRED else drift + HALF, memory.q, stage, K_BLOCKS, SHAPE.held, score_grid
                 )
             if SHAPE.scores:
                 mbarrier.wait(barriers.grad_out_ready.index(stage), turn)
-                grad_weights = _score(
+                grad_weights = score(
                     my_v, HALF if PAIRED else drift + HALF, memory.grad_out, stage, V_BLOCKS, SHAPE.held, score_grid
                 )
             row_lse = memory.lse.index(stage).load(across)
@@ -244,14 +271,14 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                     acc_v = finished[1:]
                 products = finished[0]
                 mbarrier.arrive(barriers.q_free.index((step + STAGES - 1) % STAGES), count=1)
-            weights, capped = _weights(
+            weights, capped = weights_of(
                 products, row_lse, row, stage, my_keys, memory, work, scale, softcap, SHAPE, score_grid
             )
             if SHAPE.values:
                 if not SHAPE.scores:
                     mbarrier.wait(barriers.grad_out_ready.index(stage), turn)
                 left = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, v_grid, 2))
-                acc_v = _add_products(acc_v, left, memory.grad_out, stage, V_BLOCKS)
+                acc_v = add_products(acc_v, left, memory.grad_out, stage, V_BLOCKS)
             if SHAPE.scores:
                 row_delta = memory.delta.index(stage).load(across)
                 grad_weights = warpgroup_mma_wait(V_BLOCKS if SHAPE.values else 0, [grad_weights])
@@ -272,7 +299,7 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                     mbarrier.arrive(barriers.ds_ready.index(at), count=1)
                     mbarrier.wait(barriers.ds_ready.index(at), (step // 2) & 1)
                     if PAIRED and SHAPE.values:
-                        acc_v = _finish(0, acc_v)
+                        acc_v = finish(0, acc_v)
                     parts = ()
                     for i in gl.static_range(ROUNDS):
                         part = no_grad_q
@@ -284,7 +311,7 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                             part = warpgroup_mma(left, right, part, use_acc=half > 0, is_async=True)
                         parts = parts + (part,)
                 ds = gl.convert_layout(ds, gl.DotOperandLayout(0, k_grid, 2))
-                acc_k = _add_products(acc_k, ds, memory.q, stage, K_BLOCKS)
+                acc_k = add_products(acc_k, ds, memory.q, stage, K_BLOCKS)
                 if SHAPE.needs_q and (within % 2 == 1 or not PAIRED):
                     for i in gl.static_range(ROUNDS):
                         if SHAPE.values and i == 0:
@@ -301,197 +328,28 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                         fence_async_shared()
                         mbarrier.arrive(barriers.grad_q_ready.index(HALF), count=1)
                 elif SHAPE.values and not SHAPE.needs_q:
-                    acc_v = _finish(K_BLOCKS, acc_v)
+                    acc_v = finish(K_BLOCKS, acc_v)
             if within + 1 < UNROLLED:
                 following = (step + 1) % STAGES
                 mbarrier.wait(barriers.q_ready.index(following), ((step + 1) // STAGES) & 1)
-                products = _score(
+                products = score(
                     my_k, HALF if PAIRED else drift + HALF, memory.q, following, K_BLOCKS, SHAPE.held, score_grid
                 )
                 if SHAPE.scores and SHAPE.values and SHAPE.needs_q:
-                    acc_v = _finish(2 * K_BLOCKS, acc_v)
+                    acc_v = finish(2 * K_BLOCKS, acc_v)
             row = next_row(row, work)
         drift = drift * 2
         # The compiler would serialize products that are under way from one turn to the next.
         if SHAPE.scores:
-            acc_k = _finish(0, acc_k)
+            acc_k = finish(0, acc_k)
         else:
-            acc_v = _finish(0, acc_v)
+            acc_v = finish(0, acc_v)
         mbarrier.arrive(barriers.q_free.index((origin + turns * UNROLLED + UNROLLED - 1) % STAGES), count=1)
 
     if grad_k is not None:
         for i in gl.static_range(K_BLOCKS):
             sums = acc_k[i] * scale
-            _add(grad_k, grad_k_strides, sums, work, my_keys, i * K_BLOCK, SHAPE.d, SHAPE, k_grid)
+            add_sums(grad_k, grad_k_strides, sums, work, my_keys, i * K_BLOCK, SHAPE.d, SHAPE, k_grid)
     if grad_v is not None:
         for i in gl.static_range(V_BLOCKS):
-            _add(grad_v, grad_v_strides, acc_v[i], work, my_keys, i * V_BLOCK, SHAPE.dv, SHAPE, v_grid)
-
-
-@gluon.jit
-def _differentiate_rows(HALF: gl.constexpr, memory, barriers, work, grads, scale, softcap, SHAPE: gl.constexpr):
-    """The gradients of 64 keys from every other step, without grad_v, and those of the queries of these steps."""
-    STAGES: gl.constexpr = SHAPE.stages
-    K_BLOCK: gl.constexpr = SHAPE.k_block
-    K_BLOCKS: gl.constexpr = SHAPE.k_blocks
-    V_BLOCKS: gl.constexpr = SHAPE.v_blocks
-    dtype: gl.constexpr = memory.k.dtype
-    grad_k, grad_k_strides, _, _ = grads
-    score_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16])
-    k_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K_BLOCK, 16])
-    across: gl.constexpr = gl.SliceLayout(0, score_grid)
-
-    acc_k = _zero_blocks(K_BLOCK, K_BLOCKS, k_grid)
-    no_grad_q = gl.zeros([_TILE, K_BLOCK], gl.float32, k_grid)
-    row = work.begin
-    if HALF == 1:
-        row = next_row(row, work)
-    # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
-    origin = gl.minimum(work.q_len, 0)
-    drift = origin
-    mbarrier.wait(barriers.k_ready.index(0), 0)
-    mbarrier.wait(barriers.v_ready.index(0), 0)
-    for turns in range(work.steps // 2):
-        step = origin + 2 * turns + HALF
-        stage = step % STAGES
-        mbarrier.wait(barriers.q_ready.index(stage), step // STAGES & 1)
-        products = _score(memory.k, drift, memory.q, stage, K_BLOCKS, False, score_grid)
-        mbarrier.wait(barriers.grad_out_ready.index(HALF), turns & 1)
-        grad_weights = _score(memory.v, drift, memory.grad_out, drift, V_BLOCKS, False, score_grid)
-        row_lse = memory.lse.index(stage).load(across)
-        products = warpgroup_mma_wait(V_BLOCKS, [products])
-        weights, capped = _weights(
-            products, row_lse, row, stage, work.key_begin, memory, work, scale, softcap, SHAPE, score_grid
-        )
-        row_delta = memory.delta.index(0).load(across)
-        grad_weights = warpgroup_mma_wait(0, [grad_weights])
-        mbarrier.arrive(barriers.grad_out_free.index(0), count=1)
-        grad_scores = weights * (grad_weights - row_delta[None, :])
-        if softcap is not None:
-            grad_scores = grad_scores * (1.0 - capped * capped)
-        ds = grad_scores.to(dtype)
-        if SHAPE.needs_q:
-            memory.ds.index(HALF).store(ds)
-            fence_async_shared()
-        ds = gl.convert_layout(ds, gl.DotOperandLayout(0, k_grid, 2))
-        acc_k = _add_products(acc_k, ds, memory.q, stage, K_BLOCKS)
-        if SHAPE.needs_q:
-            # One block of grad_q is multiplied while the block before goes to shared memory.
-            left = memory.ds.index(drift + HALF).permute([1, 0])
-            part = warpgroup_mma(left, memory.k.index(drift), no_grad_q, use_acc=False, is_async=True)
-            for i in gl.static_range(K_BLOCKS):
-                following = part
-                if i + 1 < K_BLOCKS:
-                    right = memory.k.index(drift + i + 1)
-                    following = warpgroup_mma(left, right, no_grad_q, use_acc=False, is_async=True)
-                if i == 0:
-                    finished = warpgroup_mma_wait(1 if i + 1 < K_BLOCKS else 0, (part,) + acc_k)
-                    part = finished[0]
-                    acc_k = finished[1:]
-                    mbarrier.arrive(barriers.q_free.index(stage), count=1)
-                else:
-                    part = warpgroup_mma_wait(1 if i + 1 < K_BLOCKS else 0, [part])
-                mbarrier.wait(barriers.grad_q_free.index(HALF), (turns * K_BLOCKS + i & 1) ^ 1)
-                memory.grad_q.index(HALF).store(part * scale)
-                fence_async_shared()
-                mbarrier.arrive(barriers.grad_q_ready.index(HALF), count=1)
-                part = following
-        else:
-            acc_k = _finish(0, acc_k)
-            mbarrier.arrive(barriers.q_free.index(stage), count=1)
-        row = next_row(next_row(row, work), work)
-        drift = drift * 2
-    # The first adds up the sums of both, one block at a time through the memory of the second's grad_q.
-    for i in gl.static_range(K_BLOCKS):
-        if HALF == 1:
-            if i > 0:
-                mbarrier.wait(barriers.ds_free.index(0), i - 1 & 1)
-            elif SHAPE.needs_q:
-                mbarrier.wait(barriers.grad_q_free.index(1), (work.steps // 2 * K_BLOCKS & 1) ^ 1)
-            memory.grad_q.index(1).store(acc_k[i])
-            mbarrier.arrive(barriers.ds_ready.index(0), count=1)
-        else:
-            mbarrier.wait(barriers.ds_ready.index(0), i & 1)
-            sums = (acc_k[i] + memory.grad_q.index(1).load(k_grid)) * scale
-            mbarrier.arrive(barriers.ds_free.index(0), count=1)
-            if grad_k is not None:
-                _add(grad_k, grad_k_strides, sums, work, work.key_begin, i * K_BLOCK, SHAPE.d, SHAPE, k_grid)
-
-
-@gluon.jit
-def _weights(
-    products, row_lse, row, stage, key_begin, memory, work, scale, softcap, SHAPE: gl.constexpr, grid: gl.constexpr
-):
-    """The weights of 64 keys for the rows of a stage, and the tanh of the scores if they are capped."""
-    across: gl.constexpr = gl.SliceLayout(0, grid)
-    capped = products
-    if softcap is not None:
-        capped = tanh(products * (scale / softcap))
-        weights = gl.exp2(capped * (softcap * _LOG2_E) - row_lse[None, :])
-    else:
-        weights = gl.exp2(products * (scale * _LOG2_E) - row_lse[None, :])
-    if (row < work.inner) | (row >= work.edge):
-        key = key_begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, grid))[:, None]
-        if SHAPE.bounded:
-            row_first = memory.bounds.index(2 * stage).load(across)[None, :]
-            row_end = memory.bounds.index(2 * stage + 1).load(across)[None, :]
-            weights = gl.where((key >= row_first) & (key < row_end), weights, 0.0)
-        elif SHAPE.causal:
-            last = gl.minimum(row + gl.arange(0, _TILE, layout=across), work.kv_len - 1)[None, :]
-            weights = gl.where(key <= last, weights, 0.0)
-        else:
-            weights = gl.where(key < work.kv_len, weights, 0.0)
-    return weights, capped
-
-
-@gluon.jit
-def _zero_blocks(WIDTH: gl.constexpr, BLOCKS: gl.constexpr, grid: gl.constexpr):
-    result = ()
-    for _ in gl.static_range(BLOCKS):
-        result = result + (gl.zeros([_TILE, WIDTH], gl.float32, grid),)
-    return result
-
-
-@gluon.jit
-def _score(left, tile, right, stage, BLOCKS: gl.constexpr, HELD: gl.constexpr, grid: gl.constexpr):
-    """Starts the products of 64 keys, or values, with the rows of a stage, over all blocks of columns."""
-    result = gl.zeros([_TILE, _TILE], gl.float32, grid)
-    for i in gl.static_range(BLOCKS):
-        rows = right.index(stage * BLOCKS + i).permute([1, 0])
-        if HELD:
-            result = warpgroup_mma(left, rows, result, use_acc=False, is_async=True)
-        else:
-            result = warpgroup_mma(left.index(tile * BLOCKS + i), rows, result, use_acc=i > 0, is_async=True)
-    return result
-
-
-@gluon.jit
-def _add_products(acc, left, right, stage, BLOCKS: gl.constexpr):
-    """Starts acc + left @ right, for each block of columns."""
-    result = ()
-    for i in gl.static_range(BLOCKS):
-        result = result + (warpgroup_mma(left, right.index(stage * BLOCKS + i), acc[i], is_async=True),)
-    return result
-
-
-@gluon.jit
-def _finish(UNDER_WAY: gl.constexpr, sums):
-    """Waits until at most so many products are under way, those of the sums not among them."""
-    finished = warpgroup_mma_wait(UNDER_WAY, sums)
-    return (finished,) if len(sums) == 1 else finished
-
-
-@gluon.jit
-def _add(grad, strides, x, work, key_begin, column_begin, D: gl.constexpr, SHAPE: gl.constexpr, grid: gl.constexpr):
-    """Adds to some columns of the gradients of 64 keys, or overwrites them."""
-    key = key_begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, grid))
-    column = column_begin + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, grid))[None, :]
-    of_head = grad + work.batch.to(gl.int64) * strides[0] + work.kv_head.to(gl.int64) * strides[1]
-    places = (of_head + key.to(gl.int64) * strides[2])[:, None] + column
-    real = (key < work.kv_len)[:, None] & (column < D)
-    if SHAPE.atomic:
-        gl.atomic_add(places, x, mask=real, sem="relaxed")
-    elif SHAPE.overwrite:
-        gl.store(places, x.to(grad.dtype.element_ty), mask=real)
-    else:
-        gl.store(places, gl.load(places, mask=real, other=0.0) + x, mask=real)
+            add_sums(grad_v, grad_v_strides, acc_v[i], work, my_keys, i * V_BLOCK, SHAPE.dv, SHAPE, v_grid)

@@ -32,6 +32,7 @@ class Memory(NamedTuple):
     lse: Any
     delta: Any
     bounds: Any
+    weights: Any  # if the differentiators share keys
     ds: Any
     grad_q: Any
 
@@ -45,6 +46,8 @@ class Barriers(NamedTuple):
     q_free: Any  # and grad_out, unless the differentiators share keys
     grad_out_ready: Any
     grad_out_free: Any  # if the differentiators share keys
+    weights_ready: Any
+    weights_free: Any
     ds_ready: Any
     ds_free: Any
     grad_q_ready: Any
@@ -75,6 +78,7 @@ class Shape(NamedTuple):
     scores: Any  # the gradient of the scores is needed, for grad_q or grad_k
     values: Any  # grad_v is needed
     shared_keys: Any  # by both differentiators
+    halved: Any  # the scores of half of the rows of a step at a time
     bounded: Any
     causal: Any
     atomic: Any  # other programs add to the same keys
@@ -133,11 +137,9 @@ def load(q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE: gl.constex
                 keys = work.key_begin + half * _TILE
                 _copy(v, batch, work.kv_head, keys, memory.v, half, barriers.v_ready.index(0), SHAPE.v_blocks)
         at = step % SHAPE.grad_out_stages
-        ready = barriers.grad_out_ready.index(stage)
+        ready = barriers.grad_out_ready.index(at)
         if SHAPE.shared_keys:
-            # One stage, which the differentiators read in turn: each has a barrier, since neither waits for all phases.
-            mbarrier.wait(barriers.grad_out_free.index(0), (step & 1) ^ 1)
-            ready = barriers.grad_out_ready.index(step % 2)
+            mbarrier.wait(barriers.grad_out_free.index(at), (step // SHAPE.grad_out_stages & 1) ^ 1)
         mbarrier.expect(ready, grad_out.block_type.nbytes * SHAPE.v_blocks)
         _copy(grad_out, batch, head, row, memory.grad_out, at, ready, SHAPE.v_blocks)
         memory.delta.index(at).store(gl.where(empty, 0.0, row_delta))
@@ -172,29 +174,35 @@ def add_rows(grad_q, memory, barriers, work, SHAPE: gl.constexpr):
             # The rows of both halves: of two steps, or the same.
             next_head, next_row = next_rows(head, row, work)
             other_head, other_row = (next_head, next_row) if SHAPE.paired else (head, row)
-            if SHAPE.shared_keys:
-                # One after the other: then one differentiator multiplies while the other gets rid of its results.
-                for i in gl.static_range(ROUNDS):
-                    _add_block(grad_q, memory, barriers, work.batch, head, row, i * WIDTH, step * ROUNDS + i, 0)
-                    _give_back(barriers, 0, 0)
-                for i in gl.static_range(ROUNDS):
-                    _add_block(
-                        grad_q, memory, barriers, work.batch, other_head, other_row, i * WIDTH, step * ROUNDS + i, 1
-                    )
-                    _give_back(barriers, 1, 0)
-            else:
-                for i in gl.static_range(ROUNDS):
-                    column = i * WIDTH if SHAPE.paired else WIDTH
-                    _add_block(grad_q, memory, barriers, work.batch, head, row, i * WIDTH, step * ROUNDS + i, 0)
-                    _add_block(
-                        grad_q, memory, barriers, work.batch, other_head, other_row, column, step * ROUNDS + i, 1
-                    )
-                    _give_back(barriers, 0, 1)
-                    _give_back(barriers, 1, 0)
+            for i in gl.static_range(ROUNDS):
+                column = i * WIDTH if SHAPE.paired else WIDTH
+                _add_block(grad_q, memory, barriers, work.batch, head, row, i * WIDTH, step * ROUNDS + i, 0)
+                _add_block(grad_q, memory, barriers, work.batch, other_head, other_row, column, step * ROUNDS + i, 1)
+                _give_back(barriers, 0, 1)
+                _give_back(barriers, 1, 0)
             if SHAPE.paired:
                 head, row = next_rows(next_head, next_row, work)
             else:
                 head, row = next_head, next_row
+
+
+@gluon.jit
+def add_blocks(HALF: gl.constexpr, grad_q, memory, barriers, work, SHAPE: gl.constexpr):
+    """Adds the blocks of columns of one differentiator, where they share keys."""
+    WIDTH: gl.constexpr = SHAPE.q_block
+    FIRST: gl.constexpr = HALF * (SHAPE.k_blocks // 2)
+    ROUNDS: gl.constexpr = SHAPE.k_blocks - FIRST if HALF == 1 else SHAPE.k_blocks // 2
+    if grad_q is not None and ROUNDS > 0:
+        head, row = work.head, work.begin
+        for step in range(work.steps + 1 - HALF):
+            # The first has a step more: it begins with rows that do not exist.
+            real = gl.where(step + HALF > 0, row, work.q_len)
+            for i in gl.static_range(ROUNDS):
+                column = (FIRST + i) * WIDTH
+                _add_block(grad_q, memory, barriers, work.batch, head, real, column, step * ROUNDS + i, HALF)
+                _give_back(barriers, HALF, 0)
+            if step + HALF > 0:
+                head, row = next_rows(head, row, work)
 
 
 @gluon.jit

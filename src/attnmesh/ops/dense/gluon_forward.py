@@ -7,13 +7,18 @@ rows of one head, or of a few heads that share a KV head. Its warps have two rol
   into shared memory, a few tiles ahead;
 - two groups of four warps, the attenders, have 64 of the rows each. An attender starts the products of the queries
   with the next tile of keys before those of the weights with this tile of values, and computes the softmax while the
-  tensor cores work. Attenders take turns, so that one computes its softmax under the products of the other.
+  tensor cores work. Attenders take turns, so that one computes its softmax under the products of the other. The scores
+  of the next item's first tile are computed while an item ends.
 
 Synchronization: the barriers of a stage of keys (or values) are `ready`, which the copy engine completes, and `free`,
 at which every attender arrives. Queries have the same pair per attender. What the loader found out about an item and
 a part of its mask goes through `work`, two records long. All are waited for by the parity of their phase, counted over
 all items: stage `step % STAGES` is used for the `step // STAGES`-th time; waiting for the phase before the first
-succeeds at once. At the end of the work a record has item -1.
+succeeds at once. At the end of the work a record has row -1.
+
+A state that is continued joins an item at its end: until then it has time to arrive. Where shared memory has room, each
+attender has a float32 tile there. The loader fetches the state into it, the attender replaces it by the result, and
+the copy engine stores that while the next item begins (barriers `state_ready` and `state_free`).
 
 Masks are those of the Triton kernels (see `triton_tiles`): in each part, a row attends to one interval of keys. Tiles
 of keys that all rows see need no mask, those that no row sees are not loaded. The copy engine reads zeros beyond the
@@ -23,6 +28,7 @@ ends of q, k and v: rows there are masked, and columns there fill a tile that is
 # Kernels are written in Gluon's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -40,18 +46,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnmesh.core.state import State
-from attnmesh.ops.dense.call import loadable
-from attnmesh.ops.dense.gluon_items import (
-    ATTENDERS,
-    RECORD,
-    Sizes,
-    key_phases,
-    locate,
-    publish,
-    read,
-    visible_keys,
+from attnmesh.ops.dense.call import is_loadable, loadable
+from attnmesh.ops.dense.gluon_items import ATTENDERS, RECORD, Sizes, read, visible_keys
+from attnmesh.ops.dense.gluon_loader import load
+from attnmesh.ops.dense.gluon_online_softmax import ROWS, initial, operand, rescale, softmax
+from attnmesh.ops.dense.gluon_state import (
+    IN_PLACE,
+    NEW,
+    OTHER,
+    allocate_tiles,
+    finish_state,
+    load_lse,
+    release,
 )
-from attnmesh.ops.dense.gluon_online_softmax import ROWS, initial, operand, rescale, softmax, store_state
 from attnmesh.ops.dense.triton_tiles import LENGTHS, PLAIN, Bounds, ScoreTerms, blocks_of, row_strides
 from attnmesh.ops.merge import empty_out
 
@@ -61,7 +68,7 @@ _NOT_SPECIALIZED = [
     *(f"{name}_{dim}" for name in ("state_lse", "lse") for dim in ("batch", "head", "row")),
 ]  # fmt: skip
 _ROWS = gl.constexpr(ROWS)
-_ATTENDERS, _RECORD = gl.constexpr(ATTENDERS), gl.constexpr(RECORD)
+_ATTENDERS, _RECORD, _NEW = gl.constexpr(ATTENDERS), gl.constexpr(RECORD), gl.constexpr(NEW)
 
 
 class Shape(NamedTuple):
@@ -75,6 +82,8 @@ class Shape(NamedTuple):
     v_main: Any  # columns of the blocks of values
     v_rest: Any
     v_dim: Any  # those that exist
+    state: Any  # NEW, IN_PLACE or OTHER
+    staged: Any  # whether the tiles of states and results pass through shared memory
 
 
 class Memory(NamedTuple):
@@ -83,6 +92,7 @@ class Memory(NamedTuple):
     q: Any
     k: Any
     v: Any
+    state: Any  # None if not staged
     work: Any
 
 
@@ -98,6 +108,8 @@ class Barriers(NamedTuple):
     k_free: Any
     v_ready: Any
     v_free: Any
+    state_ready: Any
+    state_free: Any
 
 
 class GluonTiles(NamedTuple):
@@ -122,6 +134,7 @@ TILES = {
     (256, 256): GluonTiles(64, 2),
 }
 _WIDTHS = sorted({width for widths in TILES for width in widths})
+_SHARED_BYTES = 226 * 1024  # for tiles; the rest of 227 KiB is for barriers and records
 _LONG = 32768  # rows, from which the keys of all heads do not stay in the L2 cache
 # Registers per thread; the first attender has what is left.
 _ATTENDER_REGISTERS, _LOADER_REGISTERS = gl.constexpr(232), gl.constexpr(40)
@@ -165,7 +178,8 @@ def forward(
     """
     batch, q_heads, q_len, key_dim = q.shape
     kv_heads, kv_len, value_dim = v.shape[1:]
-    if state is not None and out_dtype == torch.float32:
+    in_place = state is not None and out_dtype == torch.float32
+    if state is not None and in_place:
         result = state
     else:
         result = State(
@@ -184,24 +198,32 @@ def forward(
     pack = pack or _packed_heads(q_heads // kv_heads, q_len)
     rows = ROWS // pack
     visible = Bounds.of(bounds)
-    state_out, state_lse = state or (None, None)
+    state_out, state_lse = (None, None) if state is None or in_place else state
     state_strides, out_strides = row_strides(state_out=state_out, out=result.out)
     key_blocks, value_blocks = (blocks_of(next(width for width in _WIDTHS if width >= d)) for d in (key_dim, value_dim))
     q_blocks = _descriptors(q, pack, rows, key_blocks)
     k_blocks = _descriptors(k, 1, tiles.keys, key_blocks)
     v_blocks = _descriptors(v, 1, tiles.keys, value_blocks)
+    # A call without states writes its 16-bit result from registers.
+    staged = (state is not None or out_dtype == torch.float32) and _has_room(tiles, sum(key_blocks), sum(value_blocks))
+    staged = staged and is_loadable(result.out) and (state is None or is_loadable(state.out))
+    out_blocks = _descriptors(result.out, pack, rows, value_blocks) if staged else [None, None]
+    state_blocks = [None, None]
+    if staged and state is not None:
+        state_blocks = out_blocks if in_place else _descriptors(state.out, pack, rows, value_blocks)
     head_tiles = batch * (q_heads // pack)
     items = triton.cdiv(q_len, ATTENDERS * rows) * head_tiles
     kv_section = tiles.section or (1 if causal and q_len >= _LONG else None)
     section = head_tiles if kv_section is None else kv_section * (q_heads // kv_heads // pack)
     with torch.cuda.device_of(q):
         _forward_kernel[(min(items, _processors(q)),)](
-            *q_blocks, *k_blocks, *v_blocks, visible.first, visible.end, *visible.strides,
+            *q_blocks, *k_blocks, *v_blocks, *state_blocks, *out_blocks, visible.first, visible.end, *visible.strides,
             state_out, state_strides, state_lse, *((0, 0, 0) if state_lse is None else state_lse.stride()),
             result.out, out_strides, result.lse, *result.lse.stride(), None if sinks is None else sinks.contiguous(),
             q_len, kv_len, q_heads, q_heads // kv_heads, items, section, scale, terms.softcap,
             SHAPE=Shape(
-                causal, 0 if bounds is None else visible.parts, pack, tiles.keys, tiles.stages, *value_blocks, value_dim
+                causal, 0 if bounds is None else visible.parts, pack, tiles.keys, tiles.stages, *value_blocks,
+                value_dim, NEW if state is None else IN_PLACE if in_place else OTHER, staged,
             ), num_warps=4,
         )  # fmt: skip
     return result
@@ -215,20 +237,32 @@ def _packed_heads(group: int, q_len: int) -> int:
     return pack
 
 
+def _has_room(tiles: GluonTiles, key_dim: int, value_dim: int) -> bool:
+    """Whether shared memory holds a float32 tile of every attender besides the queries, keys and values."""
+    halves = ATTENDERS * ROWS * key_dim + tiles.stages * tiles.keys * (key_dim + value_dim)
+    return 2 * halves + 4 * ATTENDERS * ROWS * value_dim <= _SHARED_BYTES
+
+
 def _descriptors(x: Tensor, heads: int, rows: int, blocks: tuple[int, int]) -> list[Any]:
     """The copy engine's view of x [B, H, S, D], in tiles of `rows` rows of `heads` heads, for each block of columns."""
     x = loadable(x)
+    shape, size = x.shape, x.element_size()
     # A dimension of size 1 is never stepped along, but its stride would have to be aligned.
-    strides = [x.shape[3] if n == 1 else stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    strides = [shape[3] if n == 1 else stride for n, stride in zip(shape[:3], x.stride(), strict=False)]
     found: list[Any] = []
     for begin, width in ((0, blocks[0]), (blocks[0], blocks[1])):
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=4)
-        found.append(
-            TensorDescriptor(
-                x[..., begin:], [*x.shape[:3], x.shape[3] - begin], [*strides, 1], [1, heads, rows, width], layout
-            ) if width else None
-        )  # fmt: skip
+        if width == 0:
+            found.append(None)
+            continue
+        part = x[..., begin:] if begin else x
+        block, layout = [1, heads, rows, width], _layout(size, width)
+        found.append(TensorDescriptor(part, [*shape[:3], shape[3] - begin], [*strides, 1], block, layout))
     return found
+
+
+@cache
+def _layout(size: int, width: int) -> Any:
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, size * width), element_bitwidth=8 * size, rank=4)
 
 
 def _processors(q: Tensor) -> int:
@@ -238,7 +272,8 @@ def _processors(q: Tensor) -> int:
 
 @gluon.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _forward_kernel(
-    q_main, q_rest, k_main, k_rest, v_main, v_rest, first, end, part_stride, sequence_stride,
+    q_main, q_rest, k_main, k_rest, v_main, v_rest, state_main, state_rest, out_main, out_rest,
+    first, end, part_stride, sequence_stride,
     state_out, state_out_strides, state_lse, state_lse_batch, state_lse_head, state_lse_row,
     out, out_strides, lse, lse_batch, lse_head, lse_row, sinks,
     q_len, kv_len, q_heads, group, items, section, scale, softcap,
@@ -248,6 +283,9 @@ def _forward_kernel(
     queries = _allocate(q_main, q_rest, _ATTENDERS)
     keys = _allocate(k_main, k_rest, STAGES)
     values = _allocate(v_main, v_rest, STAGES)
+    states = None
+    if SHAPE.staged:
+        states = allocate_tiles(out_main, out_rest, _ATTENDERS)
     work = gl.allocate_shared_memory(gl.int32, [2, _RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     once: gl.constexpr = mbarrier.MBarrierLayout()
     work_ready = gl.allocate_shared_memory(gl.int64, [2, 1], once)
@@ -259,6 +297,8 @@ def _forward_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
+    state_ready = gl.allocate_shared_memory(gl.int64, [_ATTENDERS, 1], once)
+    state_free = gl.allocate_shared_memory(gl.int64, [_ATTENDERS, 1], once)
     for record in gl.static_range(2):
         mbarrier.init(work_ready.index(record), count=1)
         mbarrier.init(work_free.index(record), count=_ATTENDERS)
@@ -266,6 +306,8 @@ def _forward_kernel(
         mbarrier.init(q_ready.index(attender), count=1)
         mbarrier.init(q_free.index(attender), count=1)
         mbarrier.init(turn.index(attender), count=1)
+        mbarrier.init(state_ready.index(attender), count=1)
+        mbarrier.init(state_free.index(attender), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(stage), count=1)
         mbarrier.init(v_ready.index(stage), count=1)
@@ -273,17 +315,20 @@ def _forward_kernel(
         mbarrier.init(v_free.index(stage), count=_ATTENDERS)
     fence_async_shared()
 
-    memory = Memory(queries, keys, values, work)
-    barriers = Barriers(work_ready, work_free, q_ready, q_free, turn, k_ready, k_free, v_ready, v_free)
+    memory = Memory(queries, keys, values, states, work)
+    barriers = Barriers(
+        work_ready, work_free, q_ready, q_free, turn, k_ready, k_free, v_ready, v_free, state_ready, state_free
+    )
     mask = (first, end, (part_stride, sequence_stride))
     before = (state_out, state_out_strides, state_lse, (state_lse_batch, state_lse_head, state_lse_row))
     after = (out, out_strides, lse, (lse_batch, lse_head, lse_row), sinks)
     sizes = Sizes(q_len, kv_len, q_heads, group, items, section)
     q_blocks, k_blocks, v_blocks = (q_main, q_rest), (k_main, k_rest), (v_main, v_rest)
+    state_blocks, out_blocks = (state_main, state_rest), (out_main, out_rest)
     gl.warp_specialize(
-        [(_attend, (0, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
-         (_attend, (1, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
-         (_load, (q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE))],
+        [(_attend, (0, memory, barriers, mask, before, after, out_blocks, sizes, scale, softcap, SHAPE)),
+         (_attend, (1, memory, barriers, mask, before, after, out_blocks, sizes, scale, softcap, SHAPE)),
+         (load, (q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, sizes, SHAPE))],
         [4, 1], [_ATTENDER_REGISTERS, _LOADER_REGISTERS],
     )  # fmt: skip
 
@@ -305,84 +350,14 @@ def _allocate_block(block, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _load(q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE: gl.constexpr):
-    """Publishes a record for each item of this program and each part of its mask, and fetches what the part needs."""
-    TILE: gl.constexpr = _ATTENDERS * _ROWS // SHAPE.pack
-    KEYS: gl.constexpr = SHAPE.keys
-    STAGES: gl.constexpr = SHAPE.stages
-    PARTS: gl.constexpr = 1 if SHAPE.parts == 0 else SHAPE.parts
-    step = 0  # tiles of keys so far, of all items
-    record = 0  # records so far
-    served = 0  # items so far that see any key
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    wave, item = 0, program
-    while item < sizes.items:
-        row_begin, head, batch = locate(item, sizes, SHAPE)
-        row_stop = gl.minimum(row_begin + TILE, sizes.q_len)
-        kv_head = head // sizes.group
-        fetched = served  # and one more as soon as the queries are fetched, which needs a key to be seen
-        for part in range(PARTS):
-            begin, inner, edge, stop = key_phases(mask, part, batch, row_begin, row_stop, sizes, SHAPE)
-            publish(memory.work, barriers, record, item, begin, inner, edge, stop)
-            record += 1
-            for tile in range((stop - begin + KEYS - 1) // KEYS):
-                at = begin + tile * KEYS
-                _fetch(k_blocks, memory.k, barriers.k_ready, barriers.k_free, batch, kv_head, at, step, STAGES)
-                # After the first keys, which may arrive while the last products still read the queries before.
-                if fetched == served:
-                    _fetch_queries(q_blocks, memory.q, barriers, batch, head, row_begin, served, SHAPE)
-                    fetched += 1
-                # The values of a tile are needed after the keys of the next one.
-                if tile > 0:
-                    _fetch(
-                        v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, at - KEYS, step - 1,
-                        STAGES,
-                    )  # fmt: skip
-                step += 1
-            if stop > begin:
-                last = begin + (stop - begin - 1) // KEYS * KEYS
-                _fetch(v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, last, step - 1, STAGES)
-        served = fetched
-        # Items become shorter: in every other wave in the opposite order, so that all programs get the same share.
-        wave += 1
-        item = wave * programs + gl.where(wave % 2 == 0, program, programs - 1 - program)
-    publish(memory.work, barriers, record, -1, 0, 0, 0, 0)
-
-
-@gluon.jit
-def _fetch(blocks, memory, ready, free, batch, head, row, step, STAGES: gl.constexpr):
-    """Lets the copy engine fetch the tile of keys or values that begins at `row`, as soon as its stage is free."""
-    stage = step % STAGES
-    mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
-    _copy(blocks, memory, ready.index(stage), [batch, head, row, 0], stage)
-
-
-@gluon.jit
-def _fetch_queries(blocks, memory, barriers, batch, head, row_begin, served, SHAPE: gl.constexpr):
-    """The same for the queries of every attender."""
-    for attender in gl.static_range(_ATTENDERS):
-        mbarrier.wait(barriers.q_free.index(attender), (served & 1) ^ 1)
-        row = row_begin + attender * (_ROWS // SHAPE.pack)
-        _copy(blocks, memory, barriers.q_ready.index(attender), [batch, head, row, 0], attender)
-
-
-@gluon.jit
-def _copy(blocks, memory, ready, coord, stage):
-    if blocks[1] is None:
-        mbarrier.expect(ready, blocks[0].block_type.nbytes)
-    else:
-        mbarrier.expect(ready, blocks[0].block_type.nbytes + blocks[1].block_type.nbytes)
-    tma.async_copy_global_to_shared(blocks[0], coord, ready, memory[0].index(stage))
-    if blocks[1] is not None:
-        tma.async_copy_global_to_shared(blocks[1], coord, ready, memory[1].index(stage))
-
-
-@gluon.jit
-def _attend(INDEX: gl.constexpr, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE: gl.constexpr):
+def _attend(
+    INDEX: gl.constexpr, memory, barriers, mask, before, after, out_blocks, sizes, scale, softcap,
+    SHAPE: gl.constexpr,
+):  # fmt: skip
     """The attention of 64 rows of every item, from the state before to the state after."""
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
-    PARTS: gl.constexpr = 1 if SHAPE.parts == 0 else SHAPE.parts
+    ONE_PART: gl.constexpr = SHAPE.parts <= 1
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.v_main, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
@@ -391,72 +366,90 @@ def _attend(INDEX: gl.constexpr, memory, barriers, mask, before, after, sizes, s
     step = 0  # tiles of keys so far, of all items
     turns = 0  # of this attender so far
     record = 0  # records so far
-    served = 0  # items so far that see any key
-    item, begin, inner, edge, stop = read(memory.work, barriers, record)
-    while item >= 0:
-        row_begin, head, batch = locate(item, sizes, SHAPE)
-        row_begin += INDEX * APART
-        within = gl.arange(0, _ROWS, layout=down)
-        rows = row_begin + within % APART
-        # The carry: `acc / total` is the output so far, `peak + log2(total)` its log-sum-exp in base 2.
-        acc, total, peak = initial(before, batch, head, row_begin, sizes, SHAPE, down)
-        seen = served
-        for part in range(PARTS):
-            if part > 0:
-                item, begin, inner, edge, stop = read(memory.work, barriers, record)
-            mbarrier.arrive(barriers.work_free.index(record % 2), count=1)
-            record += 1
-            if stop > begin:
-                row_first, row_end = visible_keys(mask, part, batch, rows, sizes, SHAPE)
-                mbarrier.wait(barriers.q_ready.index(INDEX), served & 1)
-                seen = served + 1
-
-                # The first tile has no products of weights and values to overlap with.
-                stage = step % STAGES
-                phase = step // STAGES & 1
-                mbarrier.wait(barriers.k_ready.index(stage), phase)
-                scores = _score(memory, INDEX, stage, KEYS, grid)
-                scores = warpgroup_mma_wait(0, [scores])
-                mbarrier.arrive(barriers.k_free.index(stage), count=1)
-                weights, decay, total, peak = softmax(
-                    scores, total, peak, begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
-                )
-                acc = rescale(acc, decay, True)
-                weights = operand(weights, memory, wide)
-                for key_begin in range(begin + KEYS, stop, KEYS):
-                    next_stage = (step + 1) % STAGES
-                    mbarrier.wait(barriers.turn.index(INDEX), (turns & 1) ^ FIRST)
-                    mbarrier.wait(barriers.k_ready.index(next_stage), (step + 1) // STAGES & 1)
-                    scores = _score(memory, INDEX, next_stage, KEYS, grid)
-                    mbarrier.wait(barriers.v_ready.index(stage), phase)
-                    sums = _add_values(acc, weights, memory, stage)
-                    mbarrier.arrive(barriers.turn.index(1 - INDEX), count=1)
-                    turns += 1
-                    scores = warpgroup_mma_wait(1 if SHAPE.v_rest == 0 else 2, [scores])
-                    mbarrier.arrive(barriers.k_free.index(next_stage), count=1)
-                    next_weights, decay, total, peak = softmax(
-                        scores, total, peak, key_begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
-                    )
-                    # Succeeds at once. Without it, the compiler moves the softmax after the end of the products.
-                    mbarrier.wait(barriers.v_ready.index(stage), phase)
-                    acc = _finish(sums, weights)
-                    mbarrier.arrive(barriers.v_free.index(stage), count=1)
-                    acc = rescale(acc, decay)
-                    weights = operand(next_weights, memory, wide)
-                    step += 1
-                    stage = next_stage
-                    phase = step // STAGES & 1
-                if PARTS == 1:
-                    mbarrier.arrive(barriers.q_free.index(INDEX), count=1)
-                mbarrier.wait(barriers.v_ready.index(stage), phase)
-                acc = _finish(_add_values(acc, weights, memory, stage), weights)
-                mbarrier.arrive(barriers.v_free.index(stage), count=1)
-                step += 1
-        if (PARTS > 1) & (seen > served):
+    count = 0  # items so far
+    within = gl.arange(0, _ROWS, layout=down)
+    # The carry: `acc / total` is the output so far, `peak + log2(total)` its log-sum-exp in base 2.
+    acc, total, peak = initial(SHAPE, down)
+    opens = True  # whether the part is the first of its item
+    tile_begin, head, batch, begin, inner, edge, stop, flags = read(memory.work, barriers, record)
+    if tile_begin >= 0:
+        mbarrier.wait(barriers.q_ready.index(INDEX), 0)
+        mbarrier.wait(barriers.k_ready.index(0), 0)
+    scores = warpgroup_mma_wait(0, [_score(memory, INDEX, 0, KEYS, grid)])
+    while tile_begin >= 0:
+        # The products with the first tile of keys are done.
+        stage = step % STAGES
+        phase = step // STAGES & 1
+        mbarrier.arrive(barriers.k_free.index(stage), count=1)
+        mbarrier.arrive(barriers.work_free.index(record % 2), count=1)
+        record += 1
+        row_begin = tile_begin + INDEX * APART
+        row_first, row_end = visible_keys(mask, flags // 2, batch, row_begin + within % APART, sizes, SHAPE)
+        # Not needed before the end of the item.
+        state_lse = load_lse(before, after, batch, head, row_begin, sizes, SHAPE, down)
+        weights, decay, total, peak = softmax(
+            scores, total, peak, begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
+        )
+        if not ONE_PART:
+            acc = rescale(acc, decay)
+        weights = operand(weights, memory, wide)
+        if ONE_PART or opens:
+            release(barriers, INDEX, SHAPE)
+        for key_begin in range(begin + KEYS, stop, KEYS):
+            next_stage = (step + 1) % STAGES
+            mbarrier.wait(barriers.turn.index(INDEX), (turns & 1) ^ FIRST)
+            mbarrier.wait(barriers.k_ready.index(next_stage), (step + 1) // STAGES & 1)
+            scores = _score(memory, INDEX, next_stage, KEYS, grid)
+            mbarrier.wait(barriers.v_ready.index(stage), phase)
+            sums = _add_values(acc, weights, memory, stage)
+            mbarrier.arrive(barriers.turn.index(1 - INDEX), count=1)
+            turns += 1
+            scores = warpgroup_mma_wait(1 if SHAPE.v_rest == 0 else 2, [scores])
+            mbarrier.arrive(barriers.k_free.index(next_stage), count=1)
+            next_weights, decay, total, peak = softmax(
+                scores, total, peak, key_begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
+            )
+            # Succeeds at once. Without it, the compiler moves the softmax after the end of the products.
+            mbarrier.wait(barriers.v_ready.index(stage), phase)
+            acc = _finish(sums, weights, 0)
+            mbarrier.arrive(barriers.v_free.index(stage), count=1)
+            acc = rescale(acc, decay)
+            weights = operand(next_weights, memory, wide)
+            step += 1
+            stage = next_stage
+            phase = step // STAGES & 1
+        # The last values, and the first keys of the next part or item: their scores are computed while this one ends.
+        closes = ONE_PART or flags % 2 == 1
+        if closes:
             mbarrier.arrive(barriers.q_free.index(INDEX), count=1)
-        served = seen
-        store_state(after, acc, total, peak, batch, head, row_begin, sizes, SHAPE, down)
-        item, begin, inner, edge, stop = read(memory.work, barriers, record)
+            count += 1
+        next_begin, next_head, next_batch, begin, inner, edge, stop, flags = read(memory.work, barriers, record)
+        mbarrier.wait(barriers.v_ready.index(stage), phase)
+        sums = _add_values(acc, weights, memory, stage)
+        step += 1
+        if next_begin >= 0:
+            mbarrier.wait(barriers.q_ready.index(INDEX), count & 1)
+            mbarrier.wait(barriers.k_ready.index(step % STAGES), step // STAGES & 1)
+        # Of nothing at the end of the work: a condition would keep the products from overlapping.
+        scores = _score(memory, INDEX, step % STAGES, KEYS, grid)
+        acc = _finish(sums, weights, len(memory.k))
+        mbarrier.arrive(barriers.v_free.index(stage), count=1)
+        if not ONE_PART:
+            scores = warpgroup_mma_wait(0, [scores])
+        if closes:
+            if SHAPE.staged and SHAPE.state != _NEW:
+                mbarrier.wait(barriers.state_ready.index(INDEX), (count & 1) ^ 1)
+            finish_state(
+                before, after, out_blocks, memory.state, state_lse, acc, total, peak, INDEX, batch, head, row_begin,
+                sizes, SHAPE, down,
+            )  # fmt: skip
+            acc, total, peak = initial(SHAPE, down)
+        opens = closes
+        if ONE_PART:
+            scores = warpgroup_mma_wait(0, [scores])
+        tile_begin, head, batch = next_begin, next_head, next_batch
+    if SHAPE.staged:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -492,12 +485,12 @@ def _add_values(acc, weights, memory, stage):
 
 
 @gluon.jit
-def _finish(sums, weights):
-    """Waits for all products. Until then the weights have to stay in their registers."""
+def _finish(sums, weights, PENDING: gl.constexpr):
+    """Waits for all products but the last PENDING ones. Until then the weights have to stay in their registers."""
     if len(sums) > 1:
-        main, rest, _ = warpgroup_mma_wait(0, [sums[0], sums[1], weights])
+        main, rest, _ = warpgroup_mma_wait(PENDING, [sums[0], sums[1], weights])
         result = (main, rest)
     else:
-        main, _ = warpgroup_mma_wait(0, [sums[0], weights])
+        main, _ = warpgroup_mma_wait(PENDING, [sums[0], weights])
         result = (main,)
     return result

@@ -76,20 +76,26 @@ class Triton:
         call, blocks = _launches(call, zero_rows=True)
         every = (grads.q, call.q, "q"), (grads.k, call.k, "k"), (grads.v, call.v, "v")
         wanted = {name: (grad, x) for grad, x, name in every if grad is not None}
-        # The only call writes its gradients in their dtype; others add to float32.
+        # The only call writes its gradients in their dtype; others add to float32, or write the first part of a sum.
         overwrite = all(grad.one_call for grad, _ in wanted.values())
+        first = not overwrite and len(blocks) == 1 and len(blocks[0].k) == call.k.shape[2] and len(wanted) > 1
+        first = first and all(grad.empty for name, (grad, _) in wanted.items() if name != "q")
         for block in blocks:
             q, k, v = _sliced(call, block)
             rows, keys = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
             whole = len(block.q) == call.q.shape[2] and len(block.k) == call.k.shape[2]
             sums = {
-                name: grad.total() if not overwrite else torch.empty_like(x) if whole else torch.zeros_like(x)
+                name: grad.total(overwritten=first and name != "q")
+                if not overwrite
+                else torch.empty_like(x)
+                if whole
+                else torch.zeros_like(x)
                 for name, (grad, x) in wanted.items()
             }
             parts = {f"grad_{name}": x[:, :, rows if name == "q" else keys] for name, x in sums.items()}
             kernel(
                 q, k, v, result.grad_out[:, :, rows], result.lse[:, :, rows], result.delta[:, :, rows],
-                **_arguments(call, block), **parts, overwrite=overwrite,
+                **_arguments(call, block), **parts, overwrite=overwrite, overwrite_keys=first,
             )  # fmt: skip
             if overwrite:
                 for name, (grad, _) in wanted.items():

@@ -93,6 +93,7 @@ def backward(
     grad_k: Tensor | None = None,
     grad_v: Tensor | None = None,
     overwrite: bool = False,
+    overwrite_keys: bool = False,
     terms: ScoreTerms = PLAIN,
     query_tiles: DenseTiles | None = None,
     key_tiles: DenseTiles | None = None,
@@ -100,14 +101,16 @@ def backward(
 ) -> None:
     """Adds the gradients of attention to the float32 `grad_q`, `grad_k` and `grad_v`; None is not computed.
 
-    With `overwrite` the gradients are written instead, to tensors of any dtype. Shapes and visibility are those of
+    With `overwrite` the gradients are written instead, to tensors of any dtype; with `overwrite_keys` those of keys and
+    values are. Shapes and visibility are those of
     `forward`. `lse` and `delta` [B, Hq, Sq] are of the whole softmax over all keys on all ranks. A row whose lse is
     -inf contributes nothing. With several parts, a key tile that more than `steps_per_split` row tiles attend to is
     split among programs, which add to its gradients in a fixed order.
     """
+    overwrite_keys |= overwrite
     if q.numel() == 0 or k.numel() == 0:
-        for grad in (grad_q, grad_k, grad_v) if overwrite else ():
-            if grad is not None:
+        for grad, written in ((grad_q, overwrite), (grad_k, overwrite_keys), (grad_v, overwrite_keys)):
+            if grad is not None and written:
                 grad.zero_()
         return
     batch, q_heads, q_len, key_dim = q.shape
@@ -123,24 +126,24 @@ def backward(
     sizes = (q_len, kv_len, q_heads, q_heads // kv_heads, scale, *terms)
     options = {
         "PARTS": visible.parts, "D": key_dim, "K_BLOCKS": blocks_of(key_dim), "DV": value_dim,
-        "V_BLOCKS": blocks_of(value_dim), "OVERWRITE": overwrite,
+        "V_BLOCKS": blocks_of(value_dim),
     }  # fmt: skip
     with torch.cuda.device_of(q):
         if grad_q is not None:
             tiles = query_tiles or pick_tiles(GRAD_QUERY_TILES, q, v, held=("q", "grad_out"))
             _grad_query_kernel[(triton.cdiv(q_len, tiles.rows) * batch * q_heads,)](
                 *inputs, visible.first, visible.end, visible.strides, grad_q, grad_q_strides, *sizes,
-                **options, CAUSAL=causal, ROWS=tiles.rows, KEYS=tiles.keys,
+                **options, OVERWRITE=overwrite, CAUSAL=causal, ROWS=tiles.rows, KEYS=tiles.keys,
                 num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
         if grad_k is not None or grad_v is not None:
             tiles = key_tiles or pick_tiles(GRAD_KEY_TILES, q, v, held=("k", "v"))
             programs = triton.cdiv(kv_len, tiles.keys) * batch * kv_heads
             splits = _MAX_SPLITS if visible.parts > 1 else 1
-            if splits > 1 and overwrite:  # splits add to float32
+            once = overwrite_keys and splits == 1
+            if overwrite_keys and not once:  # splits add to float32
                 sums = [None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in (grad_k, grad_v)]
                 grad_k_strides, grad_v_strides = row_strides(grad_k=sums[0], grad_v=sums[1])
-                options["OVERWRITE"] = False
             else:
                 sums = [grad_k, grad_v]
             if bounds is None:
@@ -152,7 +155,7 @@ def backward(
                 _grad_key_kernel[(programs * splits,)](
                     *inputs, visible.first, visible.end, visible.strides, rows_per_tile, turns,
                     keys, grad_k_strides, values, grad_v_strides, *sizes,
-                    **options, SPLITS=splits, STEPS=steps_per_split, ROWS=tiles.rows, KEYS=tiles.keys,
+                    **options, OVERWRITE=once, SPLITS=splits, STEPS=steps_per_split, ROWS=tiles.rows, KEYS=tiles.keys,
                     num_warps=tiles.warps, num_stages=tiles.stages,
                 )  # fmt: skip
             for grad, total in zip((grad_k, grad_v), sums, strict=True):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnmesh.core.merge import add_sinks, sink_gradient
-from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.core.merge import sink_gradient
+from attnmesh.core.state import accumulation_dtype
 from attnmesh.core.validation import check_bool, check_number, check_positive
 from attnmesh.ops.sparse import arguments
 from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, check_base, convert_lse
@@ -177,14 +177,10 @@ class _SparseAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None, call: AttentionCall, max_logits: bool
     ) -> tuple[Tensor, ...]:
-        wide = accumulation_dtype(q.dtype)
         out, lse, *largest = call.backend.forward(
-            q, k, v, call.indices, call.bounds, scale=call.scale, d_v=call.d_v,
-            dtype=q.dtype if sinks is None else wide, max_logits=max_logits,
+            q, k, v, call.indices, call.bounds, scale=call.scale, d_v=call.d_v, dtype=q.dtype, sinks=sinks,
+            max_logits=max_logits,
         )  # fmt: skip
-        if sinks is not None:
-            out, lse = add_sinks(State(out, lse), sinks)
-            out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.call = call.without_tensors()
         ctx.set_materialize_grads(False)

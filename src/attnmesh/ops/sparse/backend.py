@@ -25,9 +25,12 @@ class Backend(Protocol):
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, bounds: RowBounds,
-        *, scale: float, d_v: int, dtype: torch.dtype, max_logits: bool = False,
+        *, scale: float, d_v: int, dtype: torch.dtype, sinks: Tensor | None = None, max_logits: bool = False,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """`out` [s_q, heads, d_v] of `dtype`, `lse` [s_q, heads] and, with `max_logits`, the largest score like lse."""
+        """`out` [s_q, heads, d_v] of `dtype`, `lse` [s_q, heads] and, with `max_logits`, the largest score like lse.
+
+        `sinks` [heads] are part of out and lse, not of the largest score.
+        """
         ...
 
     def backward(

@@ -74,6 +74,7 @@ def forward(
     k_offset: int,
     scale: float,
     out_dtype: torch.dtype,
+    sinks: Tensor | None = None,
     max_logits: bool = False,
 ) -> tuple[Tensor, ...]:
     """`triton_forward.forward` for arguments that satisfy `supports`."""
@@ -82,13 +83,14 @@ def forward(
     out = torch.empty(s_q, heads, d_v, dtype=out_dtype, device=q.device)
     lse = torch.empty(s_q, heads, dtype=torch.float32, device=q.device)
     top = torch.empty_like(lse) if max_logits else None
+    sinks = None if sinks is None else sinks.contiguous()
     if out.numel() == 0:
         return (out, lse) if top is None else (out, lse, top)
     with torch.cuda.device_of(q):
         items = s_q * triton.cdiv(heads, HEADS)
         _forward_kernel[(min(items, _processors(q)),)](
-            q, q.stride(0), q.stride(1), k, k.stride(0), indices, indices.stride(0), lo, hi, slots, out, lse, top,
-            items, heads, indices.shape[1], k_offset, scale * LOG2_E,
+            q, q.stride(0), q.stride(1), k, k.stride(0), indices, indices.stride(0), lo, hi, slots, sinks, out, lse,
+            top, items, heads, indices.shape[1], k_offset, scale * LOG2_E,
             TAILED=d > D_V, NARROW_OUT=out_dtype.itemsize == 2, HEADS=HEADS, KEYS=KEYS, num_warps=4,
         )  # fmt: skip
     return (out, lse) if top is None else (out, lse, top)
@@ -101,7 +103,7 @@ def _processors(q: Tensor) -> int:
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def _forward_kernel(
-    q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, slots, out, lse, top,
+    q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, slots, sinks, out, lse, top,
     items, heads, topk, k_offset, scale_log2,
     TAILED: gl.constexpr, NARROW_OUT: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
@@ -145,7 +147,7 @@ def _forward_kernel(
         [
             (_score, (q_main, q_tail, k_main, k_tail, bias, decay, share,
                       q_ready, q_free, front_ready, back_ready, decay_ready, weights_ready, share_ready, share_free,
-                      slots, items, topk, scale_log2, lse, top, heads, TAILED, HEADS, KEYS)),
+                      slots, items, topk, scale_log2, sinks, lse, top, heads, TAILED, HEADS, KEYS)),
             (_average, (k_main, k_tail, decay, share, decay_ready, weights_ready, share_ready, share_free,
                         front_free, back_free, slots, items, topk, out, heads, 0, NARROW_OUT, HEADS, KEYS)),
             (_average, (k_main, k_tail, decay, share, decay_ready, weights_ready, share_ready, share_free,
@@ -243,9 +245,10 @@ def _gather(
 def _score(
     q_main, q_tail, k_main, k_tail, bias, decay, share,
     q_ready, q_free, front_ready, back_ready, decay_ready, weights_ready, share_ready, share_free,
-    slots, items, topk, scale_log2, lse, top, heads, TAILED: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr,
+    slots, items, topk, scale_log2, sinks, lse, top, heads,
+    TAILED: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Scores, running maximum, weights and their sum; at the end the log-sum-exp."""
+    """Scores, running maximum, weights and their sum; at the end the log-sum-exp, with the sink of each head."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
     across: gl.constexpr = gl.SliceLayout(0, grid)
@@ -305,11 +308,19 @@ def _score(
         if tiles > 0:
             mbarrier.arrive(q_free.index(0), count=1)
             served += 1
+        head = head_begin + gl.arange(0, HEADS, layout=down)
+        kept = 1.0
+        if sinks is not None:
+            sink = gl.load(sinks + head, mask=head < heads, other=0.0).to(gl.float32) * _LOG2_E
+            highest = gl.maximum(peak, sink)
+            shift = gl.where(highest == float("-inf"), 0.0, highest)
+            kept = gl.exp2(peak - shift)
+            total = total * kept + gl.where(sink == shift, 1.0, gl.exp2(sink - shift))  # also if both are +inf
+            peak = highest
         # A row without a valid slot has total 0 and peak -inf: out 0 * 1, lse -inf + -inf.
         mbarrier.wait(share_free.index(0), (done & 1) ^ 1)
-        share.store(1.0 / gl.where(total == 0.0, 1.0, total))
+        share.store(kept / gl.where(total == 0.0, 1.0, total))
         mbarrier.arrive(share_ready.index(0), count=1)
-        head = head_begin + gl.arange(0, HEADS, layout=down)
         gl.store(lse + row * heads + head, (peak + gl.log2(total)) / _LOG2_E, mask=head < heads)
         if top is not None:
             gl.store(top + row * heads + head, largest / _LOG2_E, mask=head < heads)

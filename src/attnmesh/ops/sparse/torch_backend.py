@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnmesh.core.state import accumulation_dtype
+from attnmesh.core.merge import add_sinks
+from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices, sort_by_key
 
 _MAX_GATHERED = 1 << 22  # elements of the keys gathered at a time
@@ -88,7 +89,7 @@ def _keys_at(k: Tensor, at: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, bounds: RowBounds,
-    *, scale: float, d_v: int, dtype: torch.dtype, max_logits: bool = False,
+    *, scale: float, d_v: int, dtype: torch.dtype, sinks: Tensor | None = None, max_logits: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`Backend.forward`."""
     s_q, heads, _ = q.shape
@@ -101,8 +102,9 @@ def forward(
         top = top.masked_fill(top == -torch.inf, 0.0)
         p = torch.exp(s - top)
         total = p.sum(-1, keepdim=True)
-        out[part.rows] = torch.matmul(p, values.keys) / total.masked_fill(total == 0, 1.0)
-        lse[part.rows] = (top + total.log()).squeeze(-1)
+        mean = torch.matmul(p, values.keys) / total.masked_fill(total == 0, 1.0)
+        state = State(mean, (top + total.log()).squeeze(-1))
+        out[part.rows], lse[part.rows] = state if sinks is None else add_sinks(state, sinks)
     return (out, lse, largest) if max_logits else (out, lse)
 
 

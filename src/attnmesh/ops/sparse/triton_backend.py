@@ -23,13 +23,13 @@ class Triton:
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, bounds: RowBounds,
-        *, scale: float, d_v: int, dtype: torch.dtype, max_logits: bool = False,
+        *, scale: float, d_v: int, dtype: torch.dtype, sinks: Tensor | None = None, max_logits: bool = False,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """`Backend.forward`."""
         forward = gluon_forward.forward if gluon_forward.supports(q, k, v, d_v=d_v) else triton_forward.forward
         return forward(
             q, k, v, indices, bounds.lo, bounds.hi, bounds.slots, d_v=d_v, k_offset=bounds.k_offset, scale=scale,
-            out_dtype=dtype, max_logits=max_logits,
+            out_dtype=dtype, sinks=sinks, max_logits=max_logits,
         )  # fmt: skip
 
     def backward(

@@ -26,8 +26,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.core.merge import add_sinks
-from attnmesh.core.state import State
 from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_device_error
 from attnmesh.ops.gpu import gpu_of
 from attnmesh.ops.sparse import gluon_forward, triton_forward
@@ -168,13 +166,10 @@ def _attend_as_prefill(call: SparseDecodeCall, slots: Tensor, lengths: Tensor, r
         prefill = gluon_forward if gluon_forward.supports(q[some], keys, None, d_v=call.d_v) else triton_forward
         state = prefill.forward(
             q[some], keys, None, indices, low, torch.full_like(low, len(keys)), counts, d_v=call.d_v, k_offset=0,
-            scale=call.scale, out_dtype=call.out_dtype if call.sinks is None else torch.float32, max_logits=True,
+            scale=call.scale, out_dtype=call.out_dtype, sinks=call.sinks, max_logits=True,
         )  # fmt: skip
-        out, lse, top = state
-        if call.sinks is not None:
-            out, lse = add_sinks(State(out, lse), call.sinks)
         fault = counts < 0
-        for result, part in zip(results, (out, lse, top), strict=True):
+        for result, part in zip(results, state, strict=True):
             part = part.to(result.dtype).masked_fill_(fault.view(-1, *[1] * (part.ndim - 1)), torch.nan)
             result.flatten(0, 1)[some] = part
 

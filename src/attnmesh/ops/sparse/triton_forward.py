@@ -47,6 +47,7 @@ def forward(
     k_offset: int,
     scale: float,
     out_dtype: torch.dtype,
+    sinks: Tensor | None = None,
     max_logits: bool = False,
     tiles: ForwardTiles | None = None,
 ) -> tuple[Tensor, ...]:
@@ -54,13 +55,15 @@ def forward(
 
     Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key is row indices[i, j] - k_offset
     of k [s_kv, d], its value the same row of v, or the first d_v columns of the key if v is None. Keys of no valid slot
-    may hold any values. lse is natural, float32; a row without a valid slot has out 0 and lse -inf. With `max_logits`
-    the third result is the largest scaled score [s_q, h], float32.
+    may hold any values. lse is natural, float32; a row without a valid slot has out 0 and lse -inf. `sinks` [h] are
+    scores of one more key per head, without a value, for every row. With `max_logits` the third result is the largest
+    scaled score [s_q, h] without sinks, float32.
     """
     s_q, heads, d = q.shape
     out = torch.empty(s_q, heads, d_v, dtype=out_dtype, device=q.device)
     lse = torch.empty(s_q, heads, dtype=torch.float32, device=q.device)
     top = torch.empty_like(lse) if max_logits else None
+    sinks = None if sinks is None else sinks.contiguous()
     if out.numel() == 0:
         return (out, lse) if top is None else (out, lse, top)
     main, tail = split_width(d)
@@ -75,7 +78,7 @@ def forward(
     with torch.cuda.device_of(q):
         _forward_kernel[(s_q * triton.cdiv(heads, tiles.heads),)](
             q, q.stride(0), q.stride(1), k, k.stride(0), v, 0 if v is None else v.stride(0),
-            indices, indices.stride(0), lo, hi, slots, out, lse, top,
+            indices, indices.stride(0), lo, hi, slots, sinks, out, lse, top,
             heads, indices.shape[1], k_offset, scale * LOG2_E,
             D=d, MAIN=main, TAIL=tail, D_V=d_v, VALUE_MAIN=value_main, VALUE_TAIL=value_tail,
             HEADS=tiles.heads, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
@@ -117,7 +120,7 @@ def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separat
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def _forward_kernel(
-    q, q_row, q_head, k, k_row, v, v_row, indices, indices_row, lo, hi, slots, out, lse, top,
+    q, q_row, q_head, k, k_row, v, v_row, indices, indices_row, lo, hi, slots, sinks, out, lse, top,
     heads, topk, k_offset, scale_log2,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     D_V: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_TAIL: tl.constexpr,
@@ -182,8 +185,18 @@ def _forward_kernel(
                 v_tail = tl.load(v_rows + column, mask=valid[:, None] & (column < D_V), other=0.0)
                 acc_tail = tl.dot(weights, v_tail, acc_tail * decay[:, None], input_precision="ieee")
 
+    if top is not None:
+        tl.store(top + row * heads + head, peak / _LOG2_E, mask=head < heads)
+    kept = 1.0
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=head < heads, other=0.0).to(tl.float32) * _LOG2_E
+        highest = tl.maximum(peak, sink)
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        kept = tl.exp2(peak - shift)
+        total = total * kept + tl.where(sink == shift, 1.0, tl.exp2(sink - shift))  # also if both are +inf
+        peak = highest
     # A row without a valid slot has total 0 and peak -inf: out 0 / 1, lse -inf + -inf.
-    share = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
+    share = (kept / tl.where(total == 0.0, 1.0, total))[:, None]
     out_rows = out + (row * heads + head[:, None]) * D_V
     column = tl.arange(0, VALUE_MAIN)[None, :]
     tl.store(out_rows + column, (acc * share).to(out.dtype.element_ty), mask=real & (column < D_V))
@@ -191,5 +204,3 @@ def _forward_kernel(
         column = VALUE_MAIN + tl.arange(0, VALUE_TAIL)[None, :]
         tl.store(out_rows + column, (acc_tail * share).to(out.dtype.element_ty), mask=real & (column < D_V))
     tl.store(lse + row * heads + head, (peak + tl.log2(total)) / _LOG2_E, mask=head < heads)
-    if top is not None:
-        tl.store(top + row * heads + head, peak / _LOG2_E, mask=head < heads)

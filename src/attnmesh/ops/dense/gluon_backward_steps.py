@@ -1,0 +1,102 @@
+"""What a step of the backward in Gluon is made of: products that start and end, weights, and sums that are added."""
+
+# Kernels are written in Gluon's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# ruff: noqa: RUF005 - Gluon has no starred elements
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from attnmesh.ops.dense.gluon_backward_memory import TILE
+from attnmesh.ops.dense.gluon_online_softmax import tanh
+from attnmesh.ops.dense.triton_tiles import LOG2_E
+
+_TILE, _LOG2_E = gl.constexpr(TILE), gl.constexpr(LOG2_E)
+
+
+@gluon.jit
+def weights_of(
+    products, row_lse, row, stage, key_begin, memory, work, scale, softcap, SHAPE: gl.constexpr, grid: gl.constexpr,
+    FIRST: gl.constexpr = 0, ROWS: gl.constexpr = TILE,
+):  # fmt: skip
+    """The weights of 64 keys for (some of) the rows of a stage, and the tanh of the scores if they are capped."""
+    across: gl.constexpr = gl.SliceLayout(0, grid)
+    capped = products
+    if softcap is not None:
+        capped = tanh(products * (scale / softcap))
+        weights = gl.exp2(capped * (softcap * _LOG2_E) - row_lse[None, :])
+    else:
+        weights = gl.exp2(products * (scale * _LOG2_E) - row_lse[None, :])
+    if (row < work.inner) | (row >= work.edge):
+        key = key_begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, grid))[:, None]
+        if SHAPE.bounded:
+            row_first = memory.bounds.index(2 * stage).slice(FIRST, ROWS).load(across)[None, :]
+            row_end = memory.bounds.index(2 * stage + 1).slice(FIRST, ROWS).load(across)[None, :]
+            weights = gl.where((key >= row_first) & (key < row_end), weights, 0.0)
+        elif SHAPE.causal:
+            last = gl.minimum(row + FIRST + gl.arange(0, ROWS, layout=across), work.kv_len - 1)[None, :]
+            weights = gl.where(key <= last, weights, 0.0)
+        else:
+            weights = gl.where(key < work.kv_len, weights, 0.0)
+    return weights, capped
+
+
+@gluon.jit
+def zero_blocks(WIDTH: gl.constexpr, BLOCKS: gl.constexpr, grid: gl.constexpr):
+    """Sums of no rows, for each block of columns."""
+    result = ()
+    for _ in gl.static_range(BLOCKS):
+        result = result + (gl.zeros([_TILE, WIDTH], gl.float32, grid),)
+    return result
+
+
+@gluon.jit
+def score(
+    left, tile, right, stage, BLOCKS: gl.constexpr, HELD: gl.constexpr, grid: gl.constexpr,
+    FIRST: gl.constexpr = 0, ROWS: gl.constexpr = TILE,
+):  # fmt: skip
+    """Starts the products of 64 keys, or values, with (some of) the rows of a stage, over all blocks of columns."""
+    result = gl.zeros([_TILE, ROWS], gl.float32, grid)
+    for i in gl.static_range(BLOCKS):
+        rows = right.index(stage * BLOCKS + i).slice(FIRST, ROWS).permute([1, 0])
+        if HELD:
+            result = warpgroup_mma(left, rows, result, use_acc=False, is_async=True)
+        else:
+            result = warpgroup_mma(left.index(tile * BLOCKS + i), rows, result, use_acc=i > 0, is_async=True)
+    return result
+
+
+@gluon.jit
+def add_products(
+    acc, left, right, stage, BLOCKS: gl.constexpr, FIRST: gl.constexpr = 0, ROWS: gl.constexpr = TILE
+):  # fmt: skip
+    """Starts acc + left @ right, for each block of columns."""
+    result = ()
+    for i in gl.static_range(BLOCKS):
+        rows = right.index(stage * BLOCKS + i).slice(FIRST, ROWS)
+        result = result + (warpgroup_mma(left, rows, acc[i], is_async=True),)
+    return result
+
+
+@gluon.jit
+def finish(UNDER_WAY: gl.constexpr, sums):
+    """Waits until at most so many products are under way, those of the sums not among them."""
+    finished = warpgroup_mma_wait(UNDER_WAY, sums)
+    return (finished,) if len(sums) == 1 else finished
+
+
+@gluon.jit
+def add_sums(grad, strides, x, work, key_begin, column_begin, D: gl.constexpr, SHAPE: gl.constexpr, grid: gl.constexpr):
+    """Adds to some columns of the gradients of 64 keys, or overwrites them."""
+    key = key_begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, grid))
+    column = column_begin + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, grid))[None, :]
+    of_head = grad + work.batch.to(gl.int64) * strides[0] + work.kv_head.to(gl.int64) * strides[1]
+    places = (of_head + key.to(gl.int64) * strides[2])[:, None] + column
+    real = (key < work.kv_len)[:, None] & (column < D)
+    if SHAPE.atomic:
+        gl.atomic_add(places, x, mask=real, sem="relaxed")
+    elif SHAPE.overwrite:
+        gl.store(places, x.to(grad.dtype.element_ty), mask=real)
+    else:
+        gl.store(places, gl.load(places, mask=real, other=0.0) + x, mask=real)

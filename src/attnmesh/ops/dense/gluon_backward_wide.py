@@ -1,0 +1,277 @@
+"""The differentiators of the backward in Gluon for wide heads, whose sums leave less room in registers."""
+
+# Kernels are written in Gluon's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# ruff: noqa: RUF005 - Gluon has no starred elements
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attnmesh.ops.dense.gluon_backward_memory import TILE, next_row
+from attnmesh.ops.dense.gluon_backward_steps import add_products, add_sums, finish, score, weights_of, zero_blocks
+
+_TILE = gl.constexpr(TILE)
+
+
+@gluon.jit
+def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, scale, softcap, SHAPE: gl.constexpr):
+    """The gradients of 64 keys, with the scores of 32 rows at a time, and grad_q of every other step."""
+    STAGES: gl.constexpr = SHAPE.stages
+    K_BLOCK: gl.constexpr = SHAPE.k_block
+    K_BLOCKS: gl.constexpr = SHAPE.k_blocks
+    V_BLOCK: gl.constexpr = SHAPE.v_block
+    V_BLOCKS: gl.constexpr = SHAPE.v_blocks
+    ROWS: gl.constexpr = _TILE // 2
+    dtype: gl.constexpr = memory.k.dtype
+    grad_k, grad_k_strides, grad_v, grad_v_strides = grads
+    score_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    k_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K_BLOCK, 16])
+    v_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_BLOCK, 16])
+    across: gl.constexpr = gl.SliceLayout(0, score_grid)
+
+    my_keys = work.key_begin + HALF * _TILE
+    acc_k = zero_blocks(K_BLOCK, K_BLOCKS, k_grid)
+    acc_v = zero_blocks(V_BLOCK, V_BLOCKS, v_grid)
+    no_grad_q = gl.zeros([_TILE, K_BLOCK], gl.float32, k_grid)
+    row = work.begin
+    # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
+    origin = gl.minimum(work.q_len, 0)
+    drift = origin
+    mbarrier.wait(barriers.k_ready.index(0), 0)
+    mbarrier.wait(barriers.v_ready.index(0), 0)
+    for turn in range(work.steps):
+        step = origin + turn
+        stage = step % STAGES
+        second = step & 1  # of a pair
+        mbarrier.wait(barriers.q_ready.index(stage), step // STAGES & 1)
+        mbarrier.wait(barriers.grad_out_ready.index(stage), step // STAGES & 1)
+        for half in gl.static_range(2):
+            products = score(memory.k, drift + HALF, memory.q, stage, K_BLOCKS, False, score_grid, half * ROWS, ROWS)
+            grad_weights = score(
+                memory.v, drift + HALF, memory.grad_out, stage, V_BLOCKS, False, score_grid, half * ROWS, ROWS
+            )
+            row_lse = memory.lse.index(stage).slice(half * ROWS, ROWS).load(across)
+            products = warpgroup_mma_wait(V_BLOCKS, [products])
+            weights, capped = weights_of(
+                products, row_lse, row, stage, my_keys, memory, work, scale, softcap, SHAPE, score_grid,
+                half * ROWS, ROWS,
+            )  # fmt: skip
+            row_delta = memory.delta.index(stage).slice(half * ROWS, ROWS).load(across)
+            grad_weights = warpgroup_mma_wait(0, [grad_weights])
+            grad_scores = weights * (grad_weights - row_delta[None, :])
+            if softcap is not None:
+                grad_scores = grad_scores * (1.0 - capped * capped)
+            ds = grad_scores.to(dtype)
+            if SHAPE.needs_q:
+                if half == 0:
+                    # Both have multiplied the ds of the last pair; in a second step, this is known.
+                    mbarrier.wait(barriers.ds_free.index(0), (step // 2 + 1) & 1)
+                memory.ds.index(2 * second + HALF).slice(half * ROWS, ROWS, dim=1).store(ds)
+            # grad_v not before ds: there are no registers for the weights in both precisions.
+            left = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, v_grid, 2))
+            acc_v = add_products(acc_v, left, memory.grad_out, stage, V_BLOCKS, half * ROWS, ROWS)
+            ds = gl.convert_layout(ds, gl.DotOperandLayout(0, k_grid, 2))
+            acc_k = add_products(acc_k, ds, memory.q, stage, K_BLOCKS, half * ROWS, ROWS)
+            finished = warpgroup_mma_wait(0, acc_k + acc_v)
+            acc_k = finished[:K_BLOCKS]
+            acc_v = finished[K_BLOCKS:]
+        mbarrier.arrive(barriers.q_free.index(stage), count=1)
+        row = next_row(row, work)
+        if SHAPE.needs_q:  # noqa: SIM102 - known to the compiler, unlike the step
+            if second == 1:
+                fence_async_shared()
+                mbarrier.arrive(barriers.ds_ready.index(0), count=1)
+                mbarrier.wait(barriers.ds_ready.index(0), step // 2 & 1)
+                for i in gl.static_range(K_BLOCKS):
+                    part = _exchanged(memory, drift, HALF, i, K_BLOCKS, no_grad_q)
+                    part = warpgroup_mma_wait(0, [part])
+                    if i == K_BLOCKS - 1:
+                        mbarrier.arrive(barriers.ds_free.index(0), count=1)
+                    mbarrier.wait(barriers.grad_q_free.index(HALF), (step // 2 * K_BLOCKS + i & 1) ^ 1)
+                    memory.grad_q.index(HALF).store(part * scale)
+                    fence_async_shared()
+                    mbarrier.arrive(barriers.grad_q_ready.index(HALF), count=1)
+        drift = drift * 2
+    if grad_k is not None:
+        for i in gl.static_range(K_BLOCKS):
+            sums = acc_k[i] * scale
+            add_sums(grad_k, grad_k_strides, sums, work, my_keys, i * K_BLOCK, SHAPE.d, SHAPE, k_grid)
+    if grad_v is not None:
+        for i in gl.static_range(V_BLOCKS):
+            add_sums(grad_v, grad_v_strides, acc_v[i], work, my_keys, i * V_BLOCK, SHAPE.dv, SHAPE, v_grid)
+
+
+@gluon.jit
+def _exchanged(memory, drift, HALF: gl.constexpr, BLOCK: gl.constexpr, K_BLOCKS: gl.constexpr, nothing):
+    """Starts a block of columns of grad_q for the rows of one of two steps: ds of both differentiators, times k."""
+    part = nothing
+    for half in gl.static_range(2):
+        left = memory.ds.index(2 * (drift + HALF) + half).permute([1, 0])
+        right = memory.k.index((drift + half) * K_BLOCKS + BLOCK)
+        part = warpgroup_mma(left, right, part, use_acc=half > 0, is_async=True)
+    return part
+
+
+@gluon.jit
+def differentiate_values(memory, barriers, work, grads, scale, softcap, SHAPE: gl.constexpr):
+    """The weights of 64 keys, which the other differentiator gets, their grad_v, and some columns of grad_q.
+
+    grad_q is that of the step before: its ds is ready while the weights are computed.
+    """
+    STAGES: gl.constexpr = SHAPE.stages
+    GRAD_OUT_STAGES: gl.constexpr = SHAPE.grad_out_stages
+    K_BLOCKS: gl.constexpr = SHAPE.k_blocks
+    V_BLOCK: gl.constexpr = SHAPE.v_block
+    V_BLOCKS: gl.constexpr = SHAPE.v_blocks
+    ROUNDS: gl.constexpr = K_BLOCKS // 2 if SHAPE.needs_q else 0
+    dtype: gl.constexpr = memory.k.dtype
+    _, _, grad_v, grad_v_strides = grads
+    score_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16])
+    v_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_BLOCK, 16])
+    across: gl.constexpr = gl.SliceLayout(0, score_grid)
+
+    acc_v = zero_blocks(V_BLOCK, V_BLOCKS if SHAPE.values else 0, v_grid)
+    row = work.begin
+    # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
+    origin = gl.minimum(work.q_len, 0)
+    drift = origin
+    mbarrier.wait(barriers.k_ready.index(0), 0)
+    for turn in range(work.steps):
+        step = origin + turn
+        stage = step % STAGES
+        mbarrier.wait(barriers.q_ready.index(stage), step // STAGES & 1)
+        products = score(memory.k, drift, memory.q, stage, K_BLOCKS, False, score_grid)
+        row_lse = memory.lse.index(stage).load(across)
+        parts = ()
+        if ROUNDS > 0:
+            mbarrier.wait(barriers.ds_ready.index(0), step & 1)
+            parts = _start_grad_q(memory, drift, 0, 1, SHAPE)
+        products = warpgroup_mma_wait(1 if ROUNDS > 0 else 0, [products])
+        weights, capped = weights_of(
+            products, row_lse, row, stage, work.key_begin, memory, work, scale, softcap, SHAPE, score_grid
+        )
+        mbarrier.arrive(barriers.q_free.index(stage), count=1)
+        if ROUNDS == 0:  # else the other has used them, since its ds is ready
+            mbarrier.wait(barriers.weights_free.index(0), (step & 1) ^ 1)
+        if softcap is not None:
+            memory.weights.index(0).store(weights * (1.0 - capped * capped))
+        else:
+            memory.weights.index(0).store(weights)
+        mbarrier.arrive(barriers.weights_ready.index(0), count=1)
+        if ROUNDS > 1:
+            parts = parts + _start_grad_q(memory, drift, 1, ROUNDS - 1, SHAPE)
+        if SHAPE.values:
+            at = step % GRAD_OUT_STAGES
+            mbarrier.wait(barriers.grad_out_ready.index(at), step // GRAD_OUT_STAGES & 1)
+            left = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, v_grid, 2))
+            acc_v = add_products(acc_v, left, memory.grad_out, at, V_BLOCKS)
+        if ROUNDS > 0:
+            _finish_grad_q(parts, 0, ROUNDS, V_BLOCKS if SHAPE.values else 0, step, memory, barriers, scale)
+        if SHAPE.values:
+            acc_v = finish(0, acc_v)
+            mbarrier.arrive(barriers.grad_out_free.index(step % GRAD_OUT_STAGES), count=1)
+        row = next_row(row, work)
+        drift = drift * 2
+    if ROUNDS > 0:
+        mbarrier.wait(barriers.ds_ready.index(0), work.steps & 1)
+        parts = _start_grad_q(memory, drift, 0, ROUNDS, SHAPE)
+        _finish_grad_q(parts, 0, ROUNDS, 0, work.steps, memory, barriers, scale)
+    if grad_v is not None:
+        for i in gl.static_range(V_BLOCKS):
+            add_sums(grad_v, grad_v_strides, acc_v[i], work, work.key_begin, i * V_BLOCK, SHAPE.dv, SHAPE, v_grid)
+
+
+@gluon.jit
+def differentiate_keys(memory, barriers, work, grads, scale, SHAPE: gl.constexpr):
+    """The ds of 64 keys, which the other differentiator gets, their grad_k, and the other columns of grad_q."""
+    STAGES: gl.constexpr = SHAPE.stages
+    GRAD_OUT_STAGES: gl.constexpr = SHAPE.grad_out_stages
+    K_BLOCK: gl.constexpr = SHAPE.k_block
+    K_BLOCKS: gl.constexpr = SHAPE.k_blocks
+    V_BLOCKS: gl.constexpr = SHAPE.v_blocks
+    FIRST: gl.constexpr = K_BLOCKS // 2 if SHAPE.needs_q else 0
+    ROUNDS: gl.constexpr = K_BLOCKS - FIRST
+    dtype: gl.constexpr = memory.k.dtype
+    grad_k, grad_k_strides, _, _ = grads
+    score_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16])
+    k_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K_BLOCK, 16])
+    across: gl.constexpr = gl.SliceLayout(0, score_grid)
+
+    acc_k = zero_blocks(K_BLOCK, K_BLOCKS, k_grid)
+    origin = gl.minimum(work.q_len, 0)
+    drift = origin
+    if FIRST > 0:
+        # The other multiplies the ds of the step before: of none, in the first.
+        memory.ds.index(0).store(gl.zeros([_TILE, _TILE], dtype, score_grid))
+        fence_async_shared()
+        mbarrier.arrive(barriers.ds_ready.index(0), count=1)
+    mbarrier.wait(barriers.v_ready.index(0), 0)
+    mbarrier.wait(barriers.k_ready.index(0), 0)
+    for turn in range(work.steps):
+        step = origin + turn
+        stage = step % STAGES
+        at = step % GRAD_OUT_STAGES
+        mbarrier.wait(barriers.grad_out_ready.index(at), step // GRAD_OUT_STAGES & 1)
+        grad_weights = score(memory.v, drift, memory.grad_out, at, V_BLOCKS, False, score_grid)
+        row_delta = memory.delta.index(at).load(across)
+        grad_weights = warpgroup_mma_wait(0, [grad_weights])
+        mbarrier.arrive(barriers.grad_out_free.index(at), count=1)
+        mbarrier.wait(barriers.weights_ready.index(0), step & 1)
+        weights = memory.weights.index(0).load(score_grid)
+        if FIRST == 0:
+            mbarrier.arrive(barriers.weights_free.index(0), count=1)
+        ds = (weights * (grad_weights - row_delta[None, :])).to(dtype)
+        parts = ()
+        if SHAPE.needs_q:
+            if FIRST > 0:
+                mbarrier.wait(barriers.ds_free.index(0), step & 1)
+            memory.ds.index(0).store(ds)
+            fence_async_shared()
+            mbarrier.arrive(barriers.ds_ready.index(0), count=1)
+            parts = _start_grad_q(memory, drift, FIRST, ROUNDS, SHAPE)
+        mbarrier.wait(barriers.q_ready.index(stage), step // STAGES & 1)
+        ds = gl.convert_layout(ds, gl.DotOperandLayout(0, k_grid, 2))
+        acc_k = add_products(acc_k, ds, memory.q, stage, K_BLOCKS)
+        if SHAPE.needs_q:
+            _finish_grad_q(parts, 1, ROUNDS, K_BLOCKS, step, memory, barriers, scale)
+        acc_k = finish(0, acc_k)
+        mbarrier.arrive(barriers.q_free.index(stage), count=1)
+        drift = drift * 2
+    if grad_k is not None:
+        for i in gl.static_range(K_BLOCKS):
+            sums = acc_k[i] * scale
+            add_sums(grad_k, grad_k_strides, sums, work, work.key_begin, i * K_BLOCK, SHAPE.d, SHAPE, k_grid)
+
+
+@gluon.jit
+def _start_grad_q(memory, drift, FIRST: gl.constexpr, ROUNDS: gl.constexpr, SHAPE: gl.constexpr):
+    """Starts ds @ k for some blocks of columns."""
+    K_BLOCK: gl.constexpr = SHAPE.k_block
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K_BLOCK, 16])
+    nothing = gl.zeros([_TILE, K_BLOCK], gl.float32, grid)
+    parts = ()
+    for i in gl.static_range(ROUNDS):
+        left, right = memory.ds.index(drift).permute([1, 0]), memory.k.index(drift + FIRST + i)
+        parts = parts + (warpgroup_mma(left, right, nothing, use_acc=False, is_async=True),)
+    return parts
+
+
+@gluon.jit
+def _finish_grad_q(
+    parts, HALF: gl.constexpr, ROUNDS: gl.constexpr, BEHIND: gl.constexpr, uses, memory, barriers, scale
+):  # fmt: skip
+    """Brings the blocks to shared memory, one after the other, while `BEHIND` later products are under way."""
+    for i in gl.static_range(ROUNDS):
+        part = warpgroup_mma_wait(ROUNDS - 1 - i + BEHIND, [parts[i]])
+        if HALF == 0 and i == ROUNDS - 1:
+            mbarrier.arrive(barriers.ds_free.index(0), count=1)
+        mbarrier.wait(barriers.grad_q_free.index(HALF), (uses * ROUNDS + i & 1) ^ 1)
+        memory.grad_q.index(HALF).store(part * scale)
+        fence_async_shared()
+        mbarrier.arrive(barriers.grad_q_ready.index(HALF), count=1)

@@ -1,0 +1,97 @@
+"""The loader of the dense forward in Gluon: one warp that decides which keys an item needs and lets the copy engine
+fetch queries, keys, values and states into shared memory, a few tiles ahead. See `gluon_forward`.
+"""
+
+# Kernels are written in Gluon's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from attnmesh.ops.dense.gluon_items import ATTENDERS, key_phases, locate, publish, visible_parts
+from attnmesh.ops.dense.gluon_online_softmax import ROWS
+from attnmesh.ops.dense.gluon_state import NEW
+
+_ROWS, _ATTENDERS, _NEW = gl.constexpr(ROWS), gl.constexpr(ATTENDERS), gl.constexpr(NEW)
+
+
+@gluon.jit
+def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, sizes, SHAPE: gl.constexpr):
+    """Publishes a record for each item of this program and each part of its mask, and fetches what the part needs."""
+    TILE: gl.constexpr = _ATTENDERS * _ROWS // SHAPE.pack
+    KEYS: gl.constexpr = SHAPE.keys
+    STAGES: gl.constexpr = SHAPE.stages
+    step = 0  # tiles of keys so far, of all items
+    record = 0  # records so far
+    count = 0  # items so far
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    wave, item = 0, program
+    while item < sizes.items:
+        row_begin, head, batch = locate(item, sizes, SHAPE)
+        row_stop = gl.minimum(row_begin + TILE, sizes.q_len)
+        kv_head = head // sizes.group
+        first_part, last_part = visible_parts(mask, batch, row_begin, row_stop, sizes, SHAPE)
+        for part in range(first_part, last_part + 1):
+            begin, inner, edge, stop = key_phases(mask, part, batch, row_begin, row_stop, sizes, SHAPE)
+            # An item has a tile of keys, even if its rows see none of them.
+            if first_part == last_part:
+                stop = gl.maximum(stop, begin + 1)
+            if stop > begin:
+                flags = 2 * part + gl.where(part == last_part, 1, 0)
+                publish(memory.work, barriers, record, (row_begin, head, batch, begin, inner, edge, stop, flags))
+                record += 1
+                for tile in range((stop - begin + KEYS - 1) // KEYS):
+                    at = begin + tile * KEYS
+                    _fetch(k_blocks, memory.k, barriers.k_ready, barriers.k_free, batch, kv_head, at, step, STAGES)
+                    # After the first keys, which may arrive while the last products still read the queries before.
+                    if (part == first_part) & (tile == 0):
+                        _fetch_queries(q_blocks, memory.q, barriers, batch, head, row_begin, count, SHAPE)
+                    # The values of a tile are needed after the keys of the next one.
+                    if tile > 0:
+                        _fetch(
+                            v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, at - KEYS, step - 1,
+                            STAGES,
+                        )  # fmt: skip
+                    step += 1
+                last = begin + (stop - begin - 1) // KEYS * KEYS
+                _fetch(v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, last, step - 1, STAGES)
+        # Not sooner: the state before may still be stored, which must not hold up the keys.
+        if SHAPE.staged and SHAPE.state != _NEW:
+            for attender in gl.static_range(_ATTENDERS):
+                mbarrier.wait(barriers.state_free.index(attender), count & 1)
+                row = row_begin + attender * (_ROWS // SHAPE.pack)
+                _copy(state_blocks, memory.state, barriers.state_ready.index(attender), [batch, head, row, 0], attender)
+        count += 1
+        # Items become shorter: in every other wave in the opposite order, so that all programs get the same share.
+        wave += 1
+        item = wave * programs + gl.where(wave % 2 == 0, program, programs - 1 - program)
+    publish(memory.work, barriers, record, (-1, 0, 0, 0, 0, 0, 0, 0))
+
+
+@gluon.jit
+def _fetch(blocks, memory, ready, free, batch, head, row, step, STAGES: gl.constexpr):
+    """Lets the copy engine fetch the tile of keys or values that begins at `row`, as soon as its stage is free."""
+    stage = step % STAGES
+    mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
+    _copy(blocks, memory, ready.index(stage), [batch, head, row, 0], stage)
+
+
+@gluon.jit
+def _fetch_queries(blocks, memory, barriers, batch, head, row_begin, count, SHAPE: gl.constexpr):
+    """The same for the queries of every attender."""
+    for attender in gl.static_range(_ATTENDERS):
+        mbarrier.wait(barriers.q_free.index(attender), (count & 1) ^ 1)
+        row = row_begin + attender * (_ROWS // SHAPE.pack)
+        _copy(blocks, memory, barriers.q_ready.index(attender), [batch, head, row, 0], attender)
+
+
+@gluon.jit
+def _copy(blocks, memory, ready, coord, stage):
+    if blocks[1] is None:
+        mbarrier.expect(ready, blocks[0].block_type.nbytes)
+    else:
+        mbarrier.expect(ready, blocks[0].block_type.nbytes + blocks[1].block_type.nbytes)
+    tma.async_copy_global_to_shared(blocks[0], coord, ready, memory[0].index(stage))
+    if blocks[1] is not None:
+        tma.async_copy_global_to_shared(blocks[1], coord, ready, memory[1].index(stage))

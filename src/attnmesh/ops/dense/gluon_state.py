@@ -1,0 +1,221 @@
+"""The state of a work item in Gluon: how the one before joins what the item computed, and how the result is stored.
+
+A state is `out` and `lse`; `gluon_online_softmax` describes the carry. The state before is that of other keys of the
+same rows. Tiles pass through shared memory if they are staged: the copy engine fetches the state before and stores the
+result. Else threads load and store their own elements.
+"""
+
+# Kernels are written in Gluon's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from attnmesh.ops.dense.gluon_online_softmax import ROWS, rescale
+from attnmesh.ops.dense.triton_tiles import LOG2_E
+
+NEW, IN_PLACE, OTHER = 0, 1, 2  # no state before, one that the result replaces, or one in memory of its own
+_NEW, _IN_PLACE = gl.constexpr(NEW), gl.constexpr(IN_PLACE)
+_ROWS, _LOG2_E = gl.constexpr(ROWS), gl.constexpr(LOG2_E)
+
+
+@gluon.jit
+def allocate_tiles(main, rest, COUNT: gl.constexpr):
+    """Shared memory for the blocks of some float32 tiles, given those of the result."""
+    if rest is None:
+        result = (_allocate(main, COUNT),)
+    else:
+        result = (_allocate(main, COUNT), _allocate(rest, COUNT))
+    return result
+
+
+@gluon.jit
+def _allocate(block, COUNT: gl.constexpr):
+    shape: gl.constexpr = [COUNT] + block.block_type.shape  # noqa: RUF005 - Gluon has no starred elements
+    return gl.allocate_shared_memory(gl.float32, shape, _floats(block.block_type.shape[3]))
+
+
+@triton.constexpr_function
+def _floats(width):
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 4 * width), element_bitwidth=32, rank=4)
+
+
+@gluon.jit
+def load_lse(before, after, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: gl.constexpr):
+    """The lse of the state before, in base 2; -inf for rows beyond the last."""
+    result = None
+    if SHAPE.state != _NEW:
+        lse, strides = (after[2], after[3]) if SHAPE.state == _IN_PLACE else (before[2], before[3])
+        place, real = _places(strides, batch, head, row_begin, sizes, SHAPE, down)
+        result = gl.load(lse + place, mask=real, other=float("-inf")) * _LOG2_E
+    return result
+
+
+@gluon.jit
+def release(barriers, INDEX: gl.constexpr, SHAPE: gl.constexpr):
+    """Gives the tile of the state before to the loader, as soon as the copy engine has read the last one."""
+    if SHAPE.staged and SHAPE.state != _NEW:
+        tma.store_wait(0)
+        mbarrier.arrive(barriers.state_free.index(INDEX), count=1)
+
+
+@gluon.jit
+def finish_state(
+    before, after, out_blocks, memory, state_lse, acc, total, peak, INDEX: gl.constexpr, batch, head, row_begin, sizes,
+    SHAPE: gl.constexpr, down: gl.constexpr,
+):  # fmt: skip
+    """Writes the carry as a state, with the state before and the sinks."""
+    out, out_strides, lse, lse_strides, sinks = after
+    factor, state_factor = gl.full([_ROWS], 1.0, gl.float32, down), gl.full([_ROWS], 0.0, gl.float32, down)
+    if SHAPE.state != _NEW:
+        new_peak = gl.maximum(peak, state_lse)
+        # No key at all: subtract 0, since -inf - -inf would be NaN.
+        shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+        factor, state_factor = gl.exp2(peak - shift), gl.exp2(state_lse - shift)
+        total, peak = total * factor + state_factor, new_peak
+    if sinks is not None:
+        heads = head + gl.arange(0, _ROWS, layout=down) // (_ROWS // SHAPE.pack)
+        total, peak, decay = _with_sink(total, peak, gl.load(sinks + heads).to(gl.float32) * _LOG2_E)
+        factor, state_factor = factor * decay, state_factor * decay
+    place, real = _places(lse_strides, batch, head, row_begin, sizes, SHAPE, down)
+    # A row without keys has total 0 and peak -inf: out 0, lse -inf + -inf.
+    gl.store(lse + place, (peak + gl.log2(total)) / _LOG2_E, mask=real)
+    share = gl.where(total == 0.0, 0.0, 1.0 / total)
+    acc = rescale(acc, factor * share, True)
+    if SHAPE.state != _NEW:
+        where, strides = (out, out_strides) if SHAPE.state == _IN_PLACE else (before[0], before[1])
+        rows = (where, strides, batch, head, row_begin)
+        # An empty state may hold NaN.
+        state = rescale(_state_blocks(rows, memory, INDEX, sizes, SHAPE), state_factor * share, True)
+        if SHAPE.v_rest > 0:
+            acc = (acc[0] + state[0], acc[1] + state[1])
+        else:
+            acc = (acc[0] + state[0],)
+    if SHAPE.staged:
+        if SHAPE.state == _NEW:
+            tma.store_wait(0)
+        coord = [batch, head, row_begin, 0]
+        main = _result(memory[0], out_blocks[0], INDEX)
+        _write_block(main, acc[0])
+        if SHAPE.v_rest > 0:
+            rest = _result(memory[1], out_blocks[1], INDEX)
+            _write_block(rest, acc[1])
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_blocks[0], coord, main)
+        if SHAPE.v_rest > 0:
+            tma.async_copy_shared_to_global(out_blocks[1], coord, rest)
+    else:
+        _store_block(out, out_strides, acc[0], batch, head, row_begin, sizes, SHAPE, 0)
+        if SHAPE.v_rest > 0:
+            _store_block(out, out_strides, acc[1], batch, head, row_begin, sizes, SHAPE, SHAPE.v_main)
+
+
+@gluon.jit
+def _state_blocks(rows, memory, INDEX: gl.constexpr, sizes, SHAPE: gl.constexpr):
+    """The output so far, from shared or global memory."""
+    out, strides, batch, head, row_begin = rows
+    if SHAPE.staged:
+        main = _read_block(memory[0], INDEX)
+    else:
+        main = _load_block(out, strides, batch, head, row_begin, sizes, SHAPE, 0, SHAPE.v_main)
+    result = (main,)
+    if SHAPE.v_rest > 0:
+        if SHAPE.staged:
+            rest = _read_block(memory[1], INDEX)
+        else:
+            rest = _load_block(out, strides, batch, head, row_begin, sizes, SHAPE, SHAPE.v_main, SHAPE.v_rest)
+        result = (main, rest)
+    return result
+
+
+@gluon.jit
+def _read_block(memory, INDEX: gl.constexpr):
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, memory.shape[4], 16])
+    return memory.index(INDEX).reshape([_ROWS, memory.shape[4]]).load(grid)
+
+
+@gluon.jit
+def _result(memory, block, INDEX: gl.constexpr):
+    """The tile of an attender as one of the result, which takes as many bytes or half of them."""
+    return memory.index(INDEX)._reinterpret(block.dtype, block.block_type.shape, block.layout)
+
+
+@gluon.jit
+def _write_block(tile, block):
+    tile.reshape([_ROWS, tile.shape[3]]).store(block.to(tile.dtype))
+
+
+@gluon.jit
+def _places(strides, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: gl.constexpr):
+    """The offsets of this attender's rows in a tensor [B, H, S, ...], and which of them exist."""
+    APART: gl.constexpr = _ROWS // SHAPE.pack  # rows of one head
+    within = gl.arange(0, _ROWS, layout=down)
+    row = row_begin + within % APART
+    heads = head + within // APART
+    return batch.to(gl.int64) * strides[0] + heads.to(gl.int64) * strides[1] + row.to(gl.int64) * strides[
+        2
+    ], row < sizes.q_len
+
+
+@gluon.jit
+def _load_block(
+    state_out,
+    strides,
+    batch,
+    head,
+    row_begin,
+    sizes,
+    SHAPE: gl.constexpr,
+    column_begin: gl.constexpr,
+    WIDTH: gl.constexpr,
+):
+    """A block of the output so far."""
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    down: gl.constexpr = gl.SliceLayout(1, grid)
+    place, real = _places(strides, batch, head, row_begin, sizes, SHAPE, down)
+    column = column_begin + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, grid))
+    mask = _inside(real, column, column_begin + WIDTH, SHAPE.v_dim)
+    return gl.load(state_out + place[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@gluon.jit
+def _inside(real, column, END: gl.constexpr, WIDTH: gl.constexpr):
+    """Which elements of a block that ends at column END exist: those of real rows, in the first WIDTH columns."""
+    mask = real[:, None]
+    if END > WIDTH:
+        mask = mask & (column < WIDTH)[None, :]
+    return mask
+
+
+@gluon.jit
+def _with_sink(total, peak, sink):
+    """The carry with one more key, of score `sink` in base 2 and value 0, and the decay of what was before."""
+    new_peak = gl.maximum(peak, sink)
+    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    # An infinite sink has all the weight: subtract nothing, since inf - inf would be NaN.
+    weight = gl.exp2(gl.where(sink == float("inf"), 0.0, sink - shift))
+    decay = gl.exp2(peak - shift)
+    return total * decay + weight, new_peak, decay
+
+
+@gluon.jit
+def _store_block(out, strides, block, batch, head, row_begin, sizes, SHAPE: gl.constexpr, column_begin: gl.constexpr):
+    WIDTH: gl.constexpr = block.shape[1]
+    lines: gl.constexpr = _lines(WIDTH, out.dtype.element_ty == gl.float32)
+    block = gl.convert_layout(block.to(out.dtype.element_ty), lines)
+    place, real = _places(strides, batch, head, row_begin, sizes, SHAPE, gl.SliceLayout(1, lines))
+    column = column_begin + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, lines))
+    mask = _inside(real, column, column_begin + WIDTH, SHAPE.v_dim)
+    gl.store(out + place[:, None] + column[None, :], block, mask=mask)
+
+
+@triton.constexpr_function
+def _lines(width, wide):
+    """The layout in which results are stored: that of the products if wide, else 16 bytes per lane."""
+    if wide:
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, n] for n in (32, 64, 128) if n < width]
+    lanes, warps = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [ROWS, width])
