@@ -1,15 +1,15 @@
-"""`python -m benchmarks.decode.latent`: MLA decode, the Gluon kernel against the Triton kernel in one run on Hopper.
+"""`python -m benchmarks.decode.latent`: MLA decode, the Gluon kernels against the Triton kernel in one run on Hopper.
 
 First both are compared with float64 on ragged sequences, while processes compile the kernels of all shapes. Then each
 shape is timed, and a line printed as soon as it is known: microseconds with a cold L2, operations per second and bytes
-per second. Neither floor can be passed: 2 * (576 + 512) operations per query row and key, and 1152 bytes per key.
+per second. Neither floor can be passed: 2 * (576 + 512) operations per query row and key, and 1152 bytes per key, or
+656 in `fp8_ds_mla`.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import time
-import warnings
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attnmesh.calibration.timing import Run, cold, measured_floor, reason
 from attnmesh.ops.decode.api import paged_decode_attention
+from attnmesh.ops.storage import Stored, quantize
 from attnmesh.testing.decode import random_decode
 from benchmarks.common import make_app
 
@@ -37,6 +38,7 @@ class Latent(NamedTuple):
     heads: int
     length: int
     tokens: int = 1
+    fp8: bool = False  # latents in fp8_ds_mla
 
     @property
     def flops(self) -> float:
@@ -46,12 +48,13 @@ class Latent(NamedTuple):
     @property
     def bytes(self) -> float:
         """Bytes of the cache, read once."""
-        return 2.0 * KEY_DIM * self.batch * self.length
+        return (656.0 if self.fp8 else 2.0 * KEY_DIM) * self.batch * self.length
 
 
 SHAPES = (
     Latent(128, 128, 4096), Latent(128, 16, 4096), Latent(128, 128, 32768), Latent(128, 16, 32768),
     Latent(1, 128, 131072), Latent(1, 16, 131072), Latent(128, 64, 8192), Latent(128, 128, 4096, tokens=2),
+    Latent(128, 16, 32768, fp8=True), Latent(1, 16, 131072, fp8=True), Latent(128, 128, 4096, fp8=True),
 )  # fmt: skip
 
 
@@ -60,10 +63,12 @@ def random_run(shape: Latent, device: str) -> dict[str, Run]:
     slots = -(-shape.length // BLOCK_SIZE)
     q = torch.randn(shape.batch, shape.heads, shape.tokens, KEY_DIM, device=device, dtype=torch.bfloat16)
     pool = torch.randn(shape.batch * slots, BLOCK_SIZE, 1, KEY_DIM, device=device, dtype=torch.bfloat16)
+    cache: Stored = quantize(pool, "fp8_ds_mla") if shape.fp8 else pool
+    values = cache if shape.fp8 else pool[..., :VALUE_DIM]
     table = torch.randperm(shape.batch * slots, device=device).view(shape.batch, slots).int()
     last = torch.full((shape.batch,), shape.length - 1, dtype=torch.int32, device=device)
     attend = partial(
-        paged_decode_attention, q, pool, pool[..., :VALUE_DIM], table, cur_pos=last, scale=SCALE
+        paged_decode_attention, q, cache, values, table, cur_pos=last, scale=SCALE
     )  # fmt: skip
     return {name: partial(attend, backend=name) for name in BACKENDS}
 
@@ -78,7 +83,7 @@ def check(device: str, positions: tuple[int, ...] = (1000, 77, -1, 640, 63, 64))
     """Compare both backends with float64, and require an error at most twice that of the plain computation."""
     for how in (
         {"group": 128}, {"group": 16, "tokens": 4, "sinks": True, "window": 300}, {"group": 16, "split_size": 192},
-        {"group": 64, "key_range": "intervals", "tokens": 2},
+        {"group": 64, "key_range": "intervals", "tokens": 2}, {"group": 16, "storage": "fp8_ds_mla"},
     ):  # fmt: skip
         problem = random_decode(
             positions, dims=(KEY_DIM, VALUE_DIM), kv_heads=1, v_in_k=True, block_size=BLOCK_SIZE,
@@ -96,7 +101,6 @@ def check(device: str, positions: tuple[int, ...] = (1000, 77, -1, 640, 63, 64))
 
 def run_once(shape: Latent, backend: str) -> None:
     """Leave the kernels of a shape in Triton's cache on disk; in a process of its own."""
-    warnings.simplefilter("ignore")
     random_run(shape, "cuda")[backend]()
     torch.cuda.synchronize()
 
@@ -106,7 +110,6 @@ def main(
     checks: Annotated[bool, typer.Option(help="Compare with float64 first.")] = True,
 ) -> None:
     """Measure MLA decode steps."""
-    warnings.simplefilter("ignore")
     start = time.monotonic()
     work = list(product(SHAPES, BACKENDS))
     with ProcessPoolExecutor(len(work), mp_context=multiprocessing.get_context("spawn")) as processes:

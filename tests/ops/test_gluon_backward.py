@@ -138,6 +138,17 @@ def test_tiles(tiles):
 
 
 @pytest.mark.parametrize(
+    ("length", "width", "causal", "heads"),
+    [(1024, 128, True, 1), (2048, 128, True, 2), (4096, 128, True, None), (2048, 128, False, None),
+     (4096, 256, True, 2), (8192, 256, True, None)],
+)  # fmt: skip
+def test_few_programs_divide_the_heads_of_a_group(monkeypatch, length, width, causal, heads):
+    monkeypatch.setattr(gluon_backward, "_processors", lambda q: 132)
+    q, v = (torch.empty(1, n, length, width, dtype=torch.bfloat16, device="meta") for n in (32, 8))
+    assert BackwardTiles.pick(q, v, causal=causal).heads == heads
+
+
+@pytest.mark.parametrize(
     ("mask", "tiles"),
     mostly_slow([
         ("causal", None), ("union", None), ("causal", BackwardTiles(heads=1)),
@@ -332,10 +343,17 @@ def launch(visibility: str, dtype: str, head_dim: int, value_dim: int, how: dict
     )  # fmt: skip
 
 
+def tolerated_spills(kernel: dict) -> int:
+    """From width 128 on, bytes of addresses and counters, of which a step loads a few while products run."""
+    _, _, key_dim, value_dim, how = kernel["case"]
+    if max(key_dim, value_dim) <= 64:
+        return 0
+    return 136 if "softcap" in how and key_dim + value_dim > 256 else 96
+
+
 def assert_sound(kernels: list[dict]) -> None:
     kernels = [kernel for kernel in kernels if kernel["kernel"] == "backward_kernel"]
-    # What is spilled from width 128 on are addresses and counters, of which a step loads a few while products run.
-    assert_fit(kernels, lambda kernel: 0 if max(kernel["case"][2:4]) <= 64 else 96)
+    assert_fit(kernels, tolerated_spills)
     for kernel in kernels:
         assert not kernel["overwritten"], kernel["case"]
         case, waits, adds = (kernel["case"], *(count(kernel, x) for x in ("WARPGROUP.DEPBAR", "UTMAREDG")))

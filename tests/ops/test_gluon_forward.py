@@ -218,40 +218,38 @@ def test_under_hostile_schedules(tiles, seeds):
 
 PLANTED = {
     "the first turn never comes": ("(turns & 1) ^ FIRST", "turns & 1"),
-    "an attender does not wait for its queries": ("mbarrier.wait(barriers.q_ready.index(INDEX), count & 1)", "pass"),
-    "an attender does not wait for the first keys": (
-        "mbarrier.wait(barriers.k_ready.index(step % STAGES), step // STAGES & 1)", "pass",
-    ),
+    "an attender does not wait for its queries": ("mbarrier.wait(barriers.q_ready.index(INDEX), served & 1)", "pass"),
+    "an attender does not wait for the first keys": ("mbarrier.wait(barriers.k_ready.index(stage), phase)", "pass"),
     "an attender does not wait for the next keys": (
         "mbarrier.wait(barriers.k_ready.index(next_stage), (step + 1) // STAGES & 1)", "pass",
     ),
     "an attender does not wait for the values": (
-        "mbarrier.wait(barriers.v_ready.index(stage), phase)\n            sums", "sums",
+        "mbarrier.wait(barriers.v_ready.index(stage), phase)\n                    sums", "sums",
     ),
     "the scores are read too early": ("1 if SHAPE.v_rest == 0 else 2, [scores]", "2, [scores]"),
     "keys are given back before they are read": (
         "scores = _score(memory, INDEX, next_stage, KEYS, grid)\n",
         "scores = _score(memory, INDEX, next_stage, KEYS, grid)\n"
-        "            mbarrier.arrive(barriers.k_free.index(next_stage), count=1)\n",
+        "                    mbarrier.arrive(barriers.k_free.index(next_stage), count=1)\n",
     ),
     "values are given back before they are read": (
-        "acc = _finish(sums, weights, 0)\n            mbarrier.arrive(barriers.v_free.index(stage), count=1)",
-        "mbarrier.arrive(barriers.v_free.index(stage), count=1)\n            acc = _finish(sums, weights, 0)",
+        "acc = _finish(sums, weights)\n                    mbarrier.arrive(barriers.v_free.index(stage), count=1)",
+        "mbarrier.arrive(barriers.v_free.index(stage), count=1)\n                    acc = _finish(sums, weights)",
     ),
     "queries are given back before they are read": (
-        "count += 1\n        next_begin",
-        "mbarrier.arrive(barriers.q_free.index(INDEX), count=1)\n            count += 1\n        next_begin",
+        "seen = served + 1\n",
+        "seen = served + 1\n                mbarrier.arrive(barriers.q_free.index(INDEX), count=1)\n",
     ),
-    "the last sums are not waited for": ("wait(PENDING, [sums[0], weights])", "wait(PENDING + 1, [sums[0], weights])"),
+    "the last sums are not waited for": ("wait(0, [sums[0], weights])", "wait(1, [sums[0], weights])"),
     "the loader does not wait for a free stage": ("mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)", "pass"),
     "the loader waits for a turn too many": ("(step // STAGES & 1) ^ 1)", "step // STAGES & 1)"),
-    "the loader overwrites the queries": ("mbarrier.wait(barriers.q_free.index(attender), (count & 1) ^ 1)", "pass"),
+    "the loader overwrites the queries": ("mbarrier.wait(barriers.q_free.index(attender), (served & 1) ^ 1)", "pass"),
     "the loader overwrites a record": ("mbarrier.wait(barriers.work_free.index(place), (record // 2 & 1) ^ 1)", "pass"),
     "nobody gives records back": ("mbarrier.arrive(barriers.work_free.index(record % 2), count=1)", "pass"),
     "fewer bytes are expected than come": ("blocks[0].block_type.nbytes)", "blocks[0].block_type.nbytes // 2)"),
-    "the loader forgets the first values": ("if tile > 0:", "if tile > 1:"),
+    "the loader forgets the last values": ("if stop > begin:\n                last", "if False:\n                last"),
     "the edge of a mask is off by one": ("key < (row_end - key_begin)", "key <= (row_end - key_begin)"),
-    "the carry is not rescaled": ("acc = rescale(acc, decay)\n            weights", "weights"),
+    "the carry is not rescaled": ("acc = rescale(acc, decay)\n                    weights", "weights"),
 }  # fmt: skip
 
 
@@ -264,17 +262,13 @@ def test_the_emulation_finds_planted_faults(fault):
             kernel = emulated(gluon_forward, seed, PLANTED[fault])
             assert_right(kernel, q, k, v, "causal", tiles=SMALL)
             assert_right(kernel, *inputs((2, 1), 600, 100), "slices", tiles=SMALL)  # with rows that see nothing
-            # Several parts of an item, of one tile each, and loads far ahead.
-            assert_right(kernel, *inputs((2, 1), 130, 100), "union", tiles=SMALL._replace(stages=4))
 
     with pytest.raises(AssertionError):
         many_times()
 
 
 PLANTED_IN_STATES = {
-    "the state is read before it arrives": (
-        "mbarrier.wait(barriers.state_ready.index(INDEX), (count & 1) ^ 1)", "pass",
-    ),
+    "the state is read before it arrives": ("mbarrier.wait(barriers.state_ready.index(INDEX), count & 1)", "pass"),
     "the loader overwrites a state": ("mbarrier.wait(barriers.state_free.index(attender), count & 1)", "pass"),
     "a tile is given back before it is stored": (
         "tma.store_wait(0)\n        mbarrier.arrive(barriers.state_free", "mbarrier.arrive(barriers.state_free",
@@ -285,7 +279,7 @@ PLANTED_IN_STATES = {
         "if SHAPE.state == _NEW:\n            tma.store_wait(0)", "if False:\n            tma.store_wait(0)",
     ),
     "the last store is not waited for": ("if SHAPE.staged:\n        tma.store_wait(0)", "pass"),
-    "what an empty state holds counts": ("state_factor * share, True)", "state_factor * share)"),
+    "what an empty state holds counts": ("rescale((main,), weight, True)", "rescale((main,), weight)"),
     "the lse of the state is that of other rows": ("* _LOG2_E\n    return result", "* _LOG2_E + 1\n    return result"),
 }  # fmt: skip
 

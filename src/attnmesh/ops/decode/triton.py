@@ -176,7 +176,7 @@ def pick_merge_tile(splits: int, rows: int, value_dim: int, fixed: bool) -> Merg
 
     With a fixed split size the tile must not depend on the number of splits, which would change the order of the sums.
     """
-    splits = 16 if fixed else min(max(4, power_of_two(splits)), _MAX_MERGED_SPLITS)
+    splits = 16 if fixed else min(max(2, power_of_two(splits)), _MAX_MERGED_SPLITS)
     cells = 4096 // splits
     columns = min(max(16, power_of_two(value_dim)), cells)
     return MergeTile(splits, max(1, min(rows, cells // columns)), columns)

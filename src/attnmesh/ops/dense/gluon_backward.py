@@ -22,6 +22,7 @@ MAX_WIDTH = 256  # of keys and values
 _SHARED_MEMORY = 220 * 1024  # bytes of a program, without the terms of rows
 _FULL = 0.7  # of the processors are enough programs
 _FULL_CAUSAL = 1.9  # programs per processor, which is idle when it has had a long one and no short ones are left
+_FULL_CAUSAL_SHARED = 4.0  # of 64 keys
 _MOST_COLUMNS = 256  # of sums per key in registers, besides the scores of 64 rows
 _LONG = 16384  # rows, from which pairs of steps are not faster
 
@@ -51,7 +52,8 @@ class BackwardTiles(NamedTuple):
         shared_keys = _too_wide(key_width, value_width)
         # Few keys: programs divide the heads of a group, until most processors have one, or two that are not equal.
         programs = batch * kv_heads * triton.cdiv(kv_len, TILE if shared_keys else 2 * TILE)
-        group, enough = q_heads // kv_heads, (_FULL_CAUSAL if causal else _FULL) * _processors(q)
+        full = (_FULL_CAUSAL_SHARED if shared_keys else _FULL_CAUSAL) if causal else _FULL
+        group, enough = q_heads // kv_heads, full * _processors(q)
         splits = next((n for n in range(1, group) if group % n == 0 and n * programs >= enough), group)
         heads = None if splits == 1 else group // splits
         if shared_keys:

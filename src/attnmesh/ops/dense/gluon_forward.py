@@ -7,8 +7,7 @@ rows of one head, or of a few heads that share a KV head. Its warps have two rol
   into shared memory, a few tiles ahead;
 - two groups of four warps, the attenders, have 64 of the rows each. An attender starts the products of the queries
   with the next tile of keys before those of the weights with this tile of values, and computes the softmax while the
-  tensor cores work. Attenders take turns, so that one computes its softmax under the products of the other. The scores
-  of the next item's first tile are computed while an item ends.
+  tensor cores work. Attenders take turns, so that one computes its softmax under the products of the other.
 
 Synchronization: the barriers of a stage of keys (or values) are `ready`, which the copy engine completes, and `free`,
 at which every attender arrives. Queries have the same pair per attender. What the loader found out about an item and
@@ -17,7 +16,7 @@ all items: stage `step % STAGES` is used for the `step // STAGES`-th time; waiti
 succeeds at once. At the end of the work a record has row -1.
 
 A state that is continued joins an item at its end: until then it has time to arrive. Where shared memory has room, each
-attender has a float32 tile there. The loader fetches the state into it, the attender replaces it by the result, and
+attender has a float32 tile there. The loader fetches the state into it, the attender replaces it by the new one, and
 the copy engine stores that while the next item begins (barriers `state_ready` and `state_free`).
 
 Masks are those of the Triton kernels (see `triton_tiles`): in each part, a row attends to one interval of keys. Tiles
@@ -50,15 +49,7 @@ from attnmesh.ops.dense.call import is_loadable, loadable
 from attnmesh.ops.dense.gluon_items import ATTENDERS, RECORD, Sizes, read, visible_keys
 from attnmesh.ops.dense.gluon_loader import load
 from attnmesh.ops.dense.gluon_online_softmax import ROWS, initial, operand, rescale, softmax
-from attnmesh.ops.dense.gluon_state import (
-    IN_PLACE,
-    NEW,
-    OTHER,
-    allocate_tiles,
-    finish_state,
-    load_lse,
-    release,
-)
+from attnmesh.ops.dense.gluon_state import IN_PLACE, NEW, OTHER, join_state, load_lse, release, store_state
 from attnmesh.ops.dense.triton_tiles import LENGTHS, PLAIN, Bounds, ScoreTerms, blocks_of, row_strides
 from attnmesh.ops.merge import empty_out
 
@@ -83,7 +74,7 @@ class Shape(NamedTuple):
     v_rest: Any
     v_dim: Any  # those that exist
     state: Any  # NEW, IN_PLACE or OTHER
-    staged: Any  # whether the tiles of states and results pass through shared memory
+    staged: Any  # whether float32 tiles pass through shared memory
 
 
 class Memory(NamedTuple):
@@ -204,20 +195,16 @@ def forward(
     q_blocks = _descriptors(q, pack, rows, key_blocks)
     k_blocks = _descriptors(k, 1, tiles.keys, key_blocks)
     v_blocks = _descriptors(v, 1, tiles.keys, value_blocks)
-    # A call without states writes its 16-bit result from registers.
-    staged = (state is not None or out_dtype == torch.float32) and _has_room(tiles, sum(key_blocks), sum(value_blocks))
-    staged = staged and is_loadable(result.out) and (state is None or is_loadable(state.out))
-    out_blocks = _descriptors(result.out, pack, rows, value_blocks) if staged else [None, None]
-    state_blocks = [None, None]
-    if staged and state is not None:
-        state_blocks = out_blocks if in_place else _descriptors(state.out, pack, rows, value_blocks)
+    wide = result.out if out_dtype == torch.float32 else state_out
+    staged = wide is not None and is_loadable(wide) and _has_room(tiles, sum(key_blocks), sum(value_blocks))
+    state_blocks = _descriptors(wide, pack, rows, value_blocks) if wide is not None and staged else [None, None]
     head_tiles = batch * (q_heads // pack)
     items = triton.cdiv(q_len, ATTENDERS * rows) * head_tiles
     kv_section = tiles.section or (1 if causal and q_len >= _LONG else None)
     section = head_tiles if kv_section is None else kv_section * (q_heads // kv_heads // pack)
     with torch.cuda.device_of(q):
         _forward_kernel[(min(items, _processors(q)),)](
-            *q_blocks, *k_blocks, *v_blocks, *state_blocks, *out_blocks, visible.first, visible.end, *visible.strides,
+            *q_blocks, *k_blocks, *v_blocks, *state_blocks, visible.first, visible.end, *visible.strides,
             state_out, state_strides, state_lse, *((0, 0, 0) if state_lse is None else state_lse.stride()),
             result.out, out_strides, result.lse, *result.lse.stride(), None if sinks is None else sinks.contiguous(),
             q_len, kv_len, q_heads, q_heads // kv_heads, items, section, scale, terms.softcap,
@@ -248,7 +235,7 @@ def _descriptors(x: Tensor, heads: int, rows: int, blocks: tuple[int, int]) -> l
     x = loadable(x)
     shape, size = x.shape, x.element_size()
     # A dimension of size 1 is never stepped along, but its stride would have to be aligned.
-    strides = [shape[3] if n == 1 else stride for n, stride in zip(shape[:3], x.stride(), strict=False)]
+    strides = [shape[3] if n == 1 else stride for n, stride in zip(shape[:3], x.stride()[:3], strict=True)]
     found: list[Any] = []
     for begin, width in ((0, blocks[0]), (blocks[0], blocks[1])):
         if width == 0:
@@ -272,8 +259,7 @@ def _processors(q: Tensor) -> int:
 
 @gluon.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _forward_kernel(
-    q_main, q_rest, k_main, k_rest, v_main, v_rest, state_main, state_rest, out_main, out_rest,
-    first, end, part_stride, sequence_stride,
+    q_main, q_rest, k_main, k_rest, v_main, v_rest, state_main, state_rest, first, end, part_stride, sequence_stride,
     state_out, state_out_strides, state_lse, state_lse_batch, state_lse_head, state_lse_row,
     out, out_strides, lse, lse_batch, lse_head, lse_row, sinks,
     q_len, kv_len, q_heads, group, items, section, scale, softcap,
@@ -285,7 +271,7 @@ def _forward_kernel(
     values = _allocate(v_main, v_rest, STAGES)
     states = None
     if SHAPE.staged:
-        states = allocate_tiles(out_main, out_rest, _ATTENDERS)
+        states = _allocate(state_main, state_rest, _ATTENDERS)
     work = gl.allocate_shared_memory(gl.int32, [2, _RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     once: gl.constexpr = mbarrier.MBarrierLayout()
     work_ready = gl.allocate_shared_memory(gl.int64, [2, 1], once)
@@ -324,10 +310,10 @@ def _forward_kernel(
     after = (out, out_strides, lse, (lse_batch, lse_head, lse_row), sinks)
     sizes = Sizes(q_len, kv_len, q_heads, group, items, section)
     q_blocks, k_blocks, v_blocks = (q_main, q_rest), (k_main, k_rest), (v_main, v_rest)
-    state_blocks, out_blocks = (state_main, state_rest), (out_main, out_rest)
+    state_blocks = (state_main, state_rest)
     gl.warp_specialize(
-        [(_attend, (0, memory, barriers, mask, before, after, out_blocks, sizes, scale, softcap, SHAPE)),
-         (_attend, (1, memory, barriers, mask, before, after, out_blocks, sizes, scale, softcap, SHAPE)),
+        [(_attend, (0, memory, barriers, mask, before, after, state_blocks, sizes, scale, softcap, SHAPE)),
+         (_attend, (1, memory, barriers, mask, before, after, state_blocks, sizes, scale, softcap, SHAPE)),
          (load, (q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, sizes, SHAPE))],
         [4, 1], [_ATTENDER_REGISTERS, _LOADER_REGISTERS],
     )  # fmt: skip
@@ -351,13 +337,13 @@ def _allocate_block(block, STAGES: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    INDEX: gl.constexpr, memory, barriers, mask, before, after, out_blocks, sizes, scale, softcap,
+    INDEX: gl.constexpr, memory, barriers, mask, before, after, state_blocks, sizes, scale, softcap,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """The attention of 64 rows of every item, from the state before to the state after."""
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
-    ONE_PART: gl.constexpr = SHAPE.parts <= 1
+    PARTS: gl.constexpr = 1 if SHAPE.parts == 0 else SHAPE.parts
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.v_main, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
@@ -366,88 +352,90 @@ def _attend(
     step = 0  # tiles of keys so far, of all items
     turns = 0  # of this attender so far
     record = 0  # records so far
+    served = 0  # items so far that see any key
     count = 0  # items so far
-    within = gl.arange(0, _ROWS, layout=down)
-    # The carry: `acc / total` is the output so far, `peak + log2(total)` its log-sum-exp in base 2.
-    acc, total, peak = initial(SHAPE, down)
-    opens = True  # whether the part is the first of its item
-    tile_begin, head, batch, begin, inner, edge, stop, flags = read(memory.work, barriers, record)
-    if tile_begin >= 0:
-        mbarrier.wait(barriers.q_ready.index(INDEX), 0)
-        mbarrier.wait(barriers.k_ready.index(0), 0)
-    scores = warpgroup_mma_wait(0, [_score(memory, INDEX, 0, KEYS, grid)])
+    tile_begin, head, batch, begin, inner, edge, stop = read(memory.work, barriers, record)
     while tile_begin >= 0:
-        # The products with the first tile of keys are done.
-        stage = step % STAGES
-        phase = step // STAGES & 1
-        mbarrier.arrive(barriers.k_free.index(stage), count=1)
-        mbarrier.arrive(barriers.work_free.index(record % 2), count=1)
-        record += 1
         row_begin = tile_begin + INDEX * APART
-        row_first, row_end = visible_keys(mask, flags // 2, batch, row_begin + within % APART, sizes, SHAPE)
+        within = gl.arange(0, _ROWS, layout=down)
+        rows = row_begin + within % APART
+        # The carry: `acc / total` is the output so far, `peak + log2(total)` its log-sum-exp in base 2.
+        acc, total, peak = initial(SHAPE, down)
         # Not needed before the end of the item.
         state_lse = load_lse(before, after, batch, head, row_begin, sizes, SHAPE, down)
-        weights, decay, total, peak = softmax(
-            scores, total, peak, begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
-        )
-        if not ONE_PART:
-            acc = rescale(acc, decay)
-        weights = operand(weights, memory, wide)
-        if ONE_PART or opens:
+        seen = served
+        if PARTS > 1:
             release(barriers, INDEX, SHAPE)
-        for key_begin in range(begin + KEYS, stop, KEYS):
-            next_stage = (step + 1) % STAGES
-            mbarrier.wait(barriers.turn.index(INDEX), (turns & 1) ^ FIRST)
-            mbarrier.wait(barriers.k_ready.index(next_stage), (step + 1) // STAGES & 1)
-            scores = _score(memory, INDEX, next_stage, KEYS, grid)
-            mbarrier.wait(barriers.v_ready.index(stage), phase)
-            sums = _add_values(acc, weights, memory, stage)
-            mbarrier.arrive(barriers.turn.index(1 - INDEX), count=1)
-            turns += 1
-            scores = warpgroup_mma_wait(1 if SHAPE.v_rest == 0 else 2, [scores])
-            mbarrier.arrive(barriers.k_free.index(next_stage), count=1)
-            next_weights, decay, total, peak = softmax(
-                scores, total, peak, key_begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
-            )
-            # Succeeds at once. Without it, the compiler moves the softmax after the end of the products.
-            mbarrier.wait(barriers.v_ready.index(stage), phase)
-            acc = _finish(sums, weights, 0)
-            mbarrier.arrive(barriers.v_free.index(stage), count=1)
-            acc = rescale(acc, decay)
-            weights = operand(next_weights, memory, wide)
-            step += 1
-            stage = next_stage
-            phase = step // STAGES & 1
-        # The last values, and the first keys of the next part or item: their scores are computed while this one ends.
-        closes = ONE_PART or flags % 2 == 1
-        if closes:
+        for part in range(PARTS):
+            if part > 0:
+                tile_begin, head, batch, begin, inner, edge, stop = read(memory.work, barriers, record)
+            mbarrier.arrive(barriers.work_free.index(record % 2), count=1)
+            record += 1
+            if stop > begin:
+                row_first, row_end = visible_keys(mask, part, batch, rows, sizes, SHAPE)
+                mbarrier.wait(barriers.q_ready.index(INDEX), served & 1)
+                seen = served + 1
+
+                # The first tile has no products of weights and values to overlap with.
+                stage = step % STAGES
+                phase = step // STAGES & 1
+                mbarrier.wait(barriers.k_ready.index(stage), phase)
+                scores = _score(memory, INDEX, stage, KEYS, grid)
+                if PARTS == 1:
+                    release(barriers, INDEX, SHAPE)
+                scores = warpgroup_mma_wait(0, [scores])
+                mbarrier.arrive(barriers.k_free.index(stage), count=1)
+                weights, decay, total, peak = softmax(
+                    scores, total, peak, begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
+                )
+                if PARTS > 1:
+                    acc = rescale(acc, decay)
+                weights = operand(weights, memory, wide)
+                for key_begin in range(begin + KEYS, stop, KEYS):
+                    next_stage = (step + 1) % STAGES
+                    mbarrier.wait(barriers.turn.index(INDEX), (turns & 1) ^ FIRST)
+                    mbarrier.wait(barriers.k_ready.index(next_stage), (step + 1) // STAGES & 1)
+                    scores = _score(memory, INDEX, next_stage, KEYS, grid)
+                    mbarrier.wait(barriers.v_ready.index(stage), phase)
+                    sums = _add_values(acc, weights, memory, stage)
+                    mbarrier.arrive(barriers.turn.index(1 - INDEX), count=1)
+                    turns += 1
+                    scores = warpgroup_mma_wait(1 if SHAPE.v_rest == 0 else 2, [scores])
+                    mbarrier.arrive(barriers.k_free.index(next_stage), count=1)
+                    next_weights, decay, total, peak = softmax(
+                        scores, total, peak, key_begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
+                    )
+                    # Succeeds at once. Without it, the compiler moves the softmax after the end of the products.
+                    mbarrier.wait(barriers.v_ready.index(stage), phase)
+                    acc = _finish(sums, weights)
+                    mbarrier.arrive(barriers.v_free.index(stage), count=1)
+                    acc = rescale(acc, decay)
+                    weights = operand(next_weights, memory, wide)
+                    step += 1
+                    stage = next_stage
+                    phase = step // STAGES & 1
+                if PARTS == 1:
+                    mbarrier.arrive(barriers.q_free.index(INDEX), count=1)
+                mbarrier.wait(barriers.v_ready.index(stage), phase)
+                acc = _finish(_add_values(acc, weights, memory, stage), weights)
+                mbarrier.arrive(barriers.v_free.index(stage), count=1)
+                step += 1
+            elif PARTS == 1:
+                release(barriers, INDEX, SHAPE)
+        if (PARTS > 1) & (seen > served):
             mbarrier.arrive(barriers.q_free.index(INDEX), count=1)
-            count += 1
-        next_begin, next_head, next_batch, begin, inner, edge, stop, flags = read(memory.work, barriers, record)
-        mbarrier.wait(barriers.v_ready.index(stage), phase)
-        sums = _add_values(acc, weights, memory, stage)
-        step += 1
-        if next_begin >= 0:
-            mbarrier.wait(barriers.q_ready.index(INDEX), count & 1)
-            mbarrier.wait(barriers.k_ready.index(step % STAGES), step // STAGES & 1)
-        # Of nothing at the end of the work: a condition would keep the products from overlapping.
-        scores = _score(memory, INDEX, step % STAGES, KEYS, grid)
-        acc = _finish(sums, weights, len(memory.k))
-        mbarrier.arrive(barriers.v_free.index(stage), count=1)
-        if not ONE_PART:
-            scores = warpgroup_mma_wait(0, [scores])
-        if closes:
-            if SHAPE.staged and SHAPE.state != _NEW:
-                mbarrier.wait(barriers.state_ready.index(INDEX), (count & 1) ^ 1)
-            finish_state(
-                before, after, out_blocks, memory.state, state_lse, acc, total, peak, INDEX, batch, head, row_begin,
-                sizes, SHAPE, down,
-            )  # fmt: skip
-            acc, total, peak = initial(SHAPE, down)
-        opens = closes
-        if ONE_PART:
-            scores = warpgroup_mma_wait(0, [scores])
-        tile_begin, head, batch = next_begin, next_head, next_batch
+        served = seen
+        if SHAPE.state != _NEW:
+            if SHAPE.staged:
+                mbarrier.wait(barriers.state_ready.index(INDEX), count & 1)
+            acc, total, peak = join_state(
+                before, after, memory.state, state_lse, acc, total, peak, INDEX, batch, head, row_begin, sizes, SHAPE
+            )
+        store_state(
+            after, state_blocks, memory.state, acc, total, peak, INDEX, batch, head, row_begin, sizes, SHAPE, down
+        )
+        count += 1
+        tile_begin, head, batch, begin, inner, edge, stop = read(memory.work, barriers, record)
     if SHAPE.staged:
         tma.store_wait(0)
 
@@ -485,12 +473,12 @@ def _add_values(acc, weights, memory, stage):
 
 
 @gluon.jit
-def _finish(sums, weights, PENDING: gl.constexpr):
-    """Waits for all products but the last PENDING ones. Until then the weights have to stay in their registers."""
+def _finish(sums, weights):
+    """Waits for all products. Until then the weights have to stay in their registers."""
     if len(sums) > 1:
-        main, rest, _ = warpgroup_mma_wait(PENDING, [sums[0], sums[1], weights])
+        main, rest, _ = warpgroup_mma_wait(0, [sums[0], sums[1], weights])
         result = (main, rest)
     else:
-        main, _ = warpgroup_mma_wait(PENDING, [sums[0], weights])
+        main, _ = warpgroup_mma_wait(0, [sums[0], weights])
         result = (main,)
     return result

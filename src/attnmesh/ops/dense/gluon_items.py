@@ -17,7 +17,7 @@ from attnmesh.ops.dense.gluon_online_softmax import ROWS
 
 ATTENDERS = 2  # groups of warps, with ROWS rows each
 _TILE_ROWS = gl.constexpr(ATTENDERS * ROWS)
-RECORD = 8  # integers of a record: row, head, batch, begin, inner, edge, stop, and 2 * part + whether it is the last
+RECORD = 8  # integers of a record: row, head, batch, begin, inner, edge, stop; one is not used
 _RECORD = gl.constexpr(RECORD)
 
 
@@ -43,21 +43,6 @@ def locate(item, sizes, SHAPE: gl.constexpr):
     head_tile = begin + within % section
     heads = sizes.q_heads // SHAPE.pack
     return (tile_count - 1 - within // section) * TILE, head_tile % heads * SHAPE.pack, head_tile // heads
-
-
-@gluon.jit
-def visible_parts(mask, batch, row_begin, row_stop, sizes, SHAPE: gl.constexpr):
-    """The first and the last part in which a row sees a key; (0, 0) if there is none."""
-    first, last = row_begin * 0, row_begin * 0
-    if SHAPE.parts > 1:
-        first += SHAPE.parts
-        for part in range(SHAPE.parts):
-            begin, _, _, stop = key_phases(mask, part, batch, row_begin, row_stop, sizes, SHAPE)
-            if stop > begin:
-                first = gl.minimum(first, part)
-                last = gl.maximum(last, part)
-        first = gl.minimum(first, last)
-    return first, last
 
 
 @gluon.jit
@@ -125,7 +110,7 @@ def publish(work, barriers, record, fields):
 
 @gluon.jit
 def read(work, barriers, record):
-    """The fields of a work record."""
+    """The fields of a work record: row, head, batch, begin, inner, edge, stop."""
     place = record % 2
     mbarrier.wait(barriers.work_ready.index(place), record // 2 & 1)
     layout: gl.constexpr = gl.BlockedLayout([_RECORD], [32], [4], [0])  # each thread has all fields
@@ -135,5 +120,5 @@ def read(work, barriers, record):
         gl.sum(gl.where(field == 0, values, 0), 0), gl.sum(gl.where(field == 1, values, 0), 0),
         gl.sum(gl.where(field == 2, values, 0), 0), gl.sum(gl.where(field == 3, values, 0), 0),
         gl.sum(gl.where(field == 4, values, 0), 0), gl.sum(gl.where(field == 5, values, 0), 0),
-        gl.sum(gl.where(field == 6, values, 0), 0), gl.sum(gl.where(field == 7, values, 0), 0),
+        gl.sum(gl.where(field == 6, values, 0), 0),
     )  # fmt: skip

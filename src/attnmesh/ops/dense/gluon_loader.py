@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from attnmesh.ops.dense.gluon_items import ATTENDERS, key_phases, locate, publish, visible_parts
+from attnmesh.ops.dense.gluon_items import ATTENDERS, key_phases, locate, publish
 from attnmesh.ops.dense.gluon_online_softmax import ROWS
 from attnmesh.ops.dense.gluon_state import NEW
 
@@ -22,8 +22,10 @@ def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, siz
     TILE: gl.constexpr = _ATTENDERS * _ROWS // SHAPE.pack
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
+    PARTS: gl.constexpr = 1 if SHAPE.parts == 0 else SHAPE.parts
     step = 0  # tiles of keys so far, of all items
     record = 0  # records so far
+    served = 0  # items so far that see any key
     count = 0  # items so far
     program, programs = gl.program_id(0), gl.num_programs(0)
     wave, item = 0, program
@@ -31,31 +33,29 @@ def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, siz
         row_begin, head, batch = locate(item, sizes, SHAPE)
         row_stop = gl.minimum(row_begin + TILE, sizes.q_len)
         kv_head = head // sizes.group
-        first_part, last_part = visible_parts(mask, batch, row_begin, row_stop, sizes, SHAPE)
-        for part in range(first_part, last_part + 1):
+        fetched = served  # and one more as soon as the queries are fetched, which needs a key to be seen
+        for part in range(PARTS):
             begin, inner, edge, stop = key_phases(mask, part, batch, row_begin, row_stop, sizes, SHAPE)
-            # An item has a tile of keys, even if its rows see none of them.
-            if first_part == last_part:
-                stop = gl.maximum(stop, begin + 1)
+            publish(memory.work, barriers, record, (row_begin, head, batch, begin, inner, edge, stop))
+            record += 1
+            for tile in range((stop - begin + KEYS - 1) // KEYS):
+                at = begin + tile * KEYS
+                _fetch(k_blocks, memory.k, barriers.k_ready, barriers.k_free, batch, kv_head, at, step, STAGES)
+                # After the first keys, which may arrive while the last products still read the queries before.
+                if fetched == served:
+                    _fetch_queries(q_blocks, memory.q, barriers, batch, head, row_begin, served, SHAPE)
+                    fetched += 1
+                # The values of a tile are needed after the keys of the next one.
+                if tile > 0:
+                    _fetch(
+                        v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, at - KEYS, step - 1,
+                        STAGES,
+                    )  # fmt: skip
+                step += 1
             if stop > begin:
-                flags = 2 * part + gl.where(part == last_part, 1, 0)
-                publish(memory.work, barriers, record, (row_begin, head, batch, begin, inner, edge, stop, flags))
-                record += 1
-                for tile in range((stop - begin + KEYS - 1) // KEYS):
-                    at = begin + tile * KEYS
-                    _fetch(k_blocks, memory.k, barriers.k_ready, barriers.k_free, batch, kv_head, at, step, STAGES)
-                    # After the first keys, which may arrive while the last products still read the queries before.
-                    if (part == first_part) & (tile == 0):
-                        _fetch_queries(q_blocks, memory.q, barriers, batch, head, row_begin, count, SHAPE)
-                    # The values of a tile are needed after the keys of the next one.
-                    if tile > 0:
-                        _fetch(
-                            v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, at - KEYS, step - 1,
-                            STAGES,
-                        )  # fmt: skip
-                    step += 1
                 last = begin + (stop - begin - 1) // KEYS * KEYS
                 _fetch(v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, last, step - 1, STAGES)
+        served = fetched
         # Not sooner: the state before may still be stored, which must not hold up the keys.
         if SHAPE.staged and SHAPE.state != _NEW:
             for attender in gl.static_range(_ATTENDERS):
@@ -66,7 +66,7 @@ def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, siz
         # Items become shorter: in every other wave in the opposite order, so that all programs get the same share.
         wave += 1
         item = wave * programs + gl.where(wave % 2 == 0, program, programs - 1 - program)
-    publish(memory.work, barriers, record, (-1, 0, 0, 0, 0, 0, 0, 0))
+    publish(memory.work, barriers, record, (-1, 0, 0, 0, 0, 0, 0))
 
 
 @gluon.jit
@@ -78,10 +78,10 @@ def _fetch(blocks, memory, ready, free, batch, head, row, step, STAGES: gl.const
 
 
 @gluon.jit
-def _fetch_queries(blocks, memory, barriers, batch, head, row_begin, count, SHAPE: gl.constexpr):
+def _fetch_queries(blocks, memory, barriers, batch, head, row_begin, served, SHAPE: gl.constexpr):
     """The same for the queries of every attender."""
     for attender in gl.static_range(_ATTENDERS):
-        mbarrier.wait(barriers.q_free.index(attender), (count & 1) ^ 1)
+        mbarrier.wait(barriers.q_free.index(attender), (served & 1) ^ 1)
         row = row_begin + attender * (_ROWS // SHAPE.pack)
         _copy(blocks, memory, barriers.q_ready.index(attender), [batch, head, row, 0], attender)
 

@@ -1,8 +1,8 @@
 """The state of a work item in Gluon: how the one before joins what the item computed, and how the result is stored.
 
 A state is `out` and `lse`; `gluon_online_softmax` describes the carry. The state before is that of other keys of the
-same rows. Tiles pass through shared memory if they are staged: the copy engine fetches the state before and stores the
-result. Else threads load and store their own elements.
+same rows. Float32 tiles pass through shared memory if they are staged: the copy engine fetches the state before and
+stores the new one. Else threads load and store their own elements.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -19,27 +19,6 @@ from attnmesh.ops.dense.triton_tiles import LOG2_E
 NEW, IN_PLACE, OTHER = 0, 1, 2  # no state before, one that the result replaces, or one in memory of its own
 _NEW, _IN_PLACE = gl.constexpr(NEW), gl.constexpr(IN_PLACE)
 _ROWS, _LOG2_E = gl.constexpr(ROWS), gl.constexpr(LOG2_E)
-
-
-@gluon.jit
-def allocate_tiles(main, rest, COUNT: gl.constexpr):
-    """Shared memory for the blocks of some float32 tiles, given those of the result."""
-    if rest is None:
-        result = (_allocate(main, COUNT),)
-    else:
-        result = (_allocate(main, COUNT), _allocate(rest, COUNT))
-    return result
-
-
-@gluon.jit
-def _allocate(block, COUNT: gl.constexpr):
-    shape: gl.constexpr = [COUNT] + block.block_type.shape  # noqa: RUF005 - Gluon has no starred elements
-    return gl.allocate_shared_memory(gl.float32, shape, _floats(block.block_type.shape[3]))
-
-
-@triton.constexpr_function
-def _floats(width):
-    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 4 * width), element_bitwidth=32, rank=4)
 
 
 @gluon.jit
@@ -62,89 +41,74 @@ def release(barriers, INDEX: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def finish_state(
-    before, after, out_blocks, memory, state_lse, acc, total, peak, INDEX: gl.constexpr, batch, head, row_begin, sizes,
-    SHAPE: gl.constexpr, down: gl.constexpr,
+def join_state(
+    before, after, memory, state_lse, acc, total, peak, INDEX: gl.constexpr, batch, head, row_begin, sizes,
+    SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Writes the carry as a state, with the state before and the sinks."""
+    """The carry with the state before."""
+    new_peak = gl.maximum(peak, state_lse)
+    # No key at all: subtract 0, since -inf - -inf would be NaN.
+    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    decay, weight = gl.exp2(peak - shift), gl.exp2(state_lse - shift)
+    acc = rescale(acc, decay, True)
+    out, strides = (after[0], after[1]) if SHAPE.state == _IN_PLACE else (before[0], before[1])
+    if SHAPE.staged:
+        main = _read_block(memory[0], INDEX, _lines(SHAPE.v_main, True))
+    else:
+        main = _load_block(out, strides, batch, head, row_begin, sizes, SHAPE, 0, SHAPE.v_main)
+    if SHAPE.v_rest > 0:
+        if SHAPE.staged:
+            rest = _read_block(memory[1], INDEX, _lines(SHAPE.v_rest, True))
+        else:
+            rest = _load_block(out, strides, batch, head, row_begin, sizes, SHAPE, SHAPE.v_main, SHAPE.v_rest)
+        # An empty state may hold NaN.
+        joined = rescale((main, rest), weight, True)
+        acc = (acc[0] + joined[0], acc[1] + joined[1])
+    else:
+        joined = rescale((main,), weight, True)
+        acc = (acc[0] + joined[0],)
+    return acc, total * decay + weight, new_peak
+
+
+@gluon.jit
+def store_state(
+    after, blocks, memory, acc, total, peak, INDEX: gl.constexpr, batch, head, row_begin, sizes, SHAPE: gl.constexpr,
+    down: gl.constexpr,
+):  # fmt: skip
+    """Writes the carry as a state, with the sinks."""
     out, out_strides, lse, lse_strides, sinks = after
-    factor, state_factor = gl.full([_ROWS], 1.0, gl.float32, down), gl.full([_ROWS], 0.0, gl.float32, down)
-    if SHAPE.state != _NEW:
-        new_peak = gl.maximum(peak, state_lse)
-        # No key at all: subtract 0, since -inf - -inf would be NaN.
-        shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-        factor, state_factor = gl.exp2(peak - shift), gl.exp2(state_lse - shift)
-        total, peak = total * factor + state_factor, new_peak
     if sinks is not None:
         heads = head + gl.arange(0, _ROWS, layout=down) // (_ROWS // SHAPE.pack)
         total, peak, decay = _with_sink(total, peak, gl.load(sinks + heads).to(gl.float32) * _LOG2_E)
-        factor, state_factor = factor * decay, state_factor * decay
+        acc = rescale(acc, decay, True)
     place, real = _places(lse_strides, batch, head, row_begin, sizes, SHAPE, down)
     # A row without keys has total 0 and peak -inf: out 0, lse -inf + -inf.
     gl.store(lse + place, (peak + gl.log2(total)) / _LOG2_E, mask=real)
-    share = gl.where(total == 0.0, 0.0, 1.0 / total)
-    acc = rescale(acc, factor * share, True)
-    if SHAPE.state != _NEW:
-        where, strides = (out, out_strides) if SHAPE.state == _IN_PLACE else (before[0], before[1])
-        rows = (where, strides, batch, head, row_begin)
-        # An empty state may hold NaN.
-        state = rescale(_state_blocks(rows, memory, INDEX, sizes, SHAPE), state_factor * share, True)
-        if SHAPE.v_rest > 0:
-            acc = (acc[0] + state[0], acc[1] + state[1])
-        else:
-            acc = (acc[0] + state[0],)
-    if SHAPE.staged:
+    acc = rescale(acc, gl.where(total == 0.0, 0.0, 1.0 / total), True)
+    if SHAPE.staged and out.dtype.element_ty == gl.float32:
         if SHAPE.state == _NEW:
             tma.store_wait(0)
-        coord = [batch, head, row_begin, 0]
-        main = _result(memory[0], out_blocks[0], INDEX)
-        _write_block(main, acc[0])
+        _write_block(memory[0], acc[0], INDEX)
         if SHAPE.v_rest > 0:
-            rest = _result(memory[1], out_blocks[1], INDEX)
-            _write_block(rest, acc[1])
+            _write_block(memory[1], acc[1], INDEX)
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_blocks[0], coord, main)
+        tma.async_copy_shared_to_global(blocks[0], [batch, head, row_begin, 0], memory[0].index(INDEX))
         if SHAPE.v_rest > 0:
-            tma.async_copy_shared_to_global(out_blocks[1], coord, rest)
+            tma.async_copy_shared_to_global(blocks[1], [batch, head, row_begin, 0], memory[1].index(INDEX))
     else:
-        _store_block(out, out_strides, acc[0], batch, head, row_begin, sizes, SHAPE, 0)
+        _store_block(out, out_strides, memory, acc, INDEX, 0, batch, head, row_begin, sizes, SHAPE, 0)
         if SHAPE.v_rest > 0:
-            _store_block(out, out_strides, acc[1], batch, head, row_begin, sizes, SHAPE, SHAPE.v_main)
+            _store_block(out, out_strides, memory, acc, INDEX, 1, batch, head, row_begin, sizes, SHAPE, SHAPE.v_main)
 
 
 @gluon.jit
-def _state_blocks(rows, memory, INDEX: gl.constexpr, sizes, SHAPE: gl.constexpr):
-    """The output so far, from shared or global memory."""
-    out, strides, batch, head, row_begin = rows
-    if SHAPE.staged:
-        main = _read_block(memory[0], INDEX)
-    else:
-        main = _load_block(out, strides, batch, head, row_begin, sizes, SHAPE, 0, SHAPE.v_main)
-    result = (main,)
-    if SHAPE.v_rest > 0:
-        if SHAPE.staged:
-            rest = _read_block(memory[1], INDEX)
-        else:
-            rest = _load_block(out, strides, batch, head, row_begin, sizes, SHAPE, SHAPE.v_main, SHAPE.v_rest)
-        result = (main, rest)
-    return result
+def _read_block(memory, INDEX: gl.constexpr, layout: gl.constexpr):
+    return memory.index(INDEX).reshape([_ROWS, memory.shape[4]]).load(layout)
 
 
 @gluon.jit
-def _read_block(memory, INDEX: gl.constexpr):
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, memory.shape[4], 16])
-    return memory.index(INDEX).reshape([_ROWS, memory.shape[4]]).load(grid)
-
-
-@gluon.jit
-def _result(memory, block, INDEX: gl.constexpr):
-    """The tile of an attender as one of the result, which takes as many bytes or half of them."""
-    return memory.index(INDEX)._reinterpret(block.dtype, block.block_type.shape, block.layout)
-
-
-@gluon.jit
-def _write_block(tile, block):
-    tile.reshape([_ROWS, tile.shape[3]]).store(block.to(tile.dtype))
+def _write_block(memory, block, INDEX: gl.constexpr):
+    memory.index(INDEX).reshape([_ROWS, memory.shape[4]]).store(block)
 
 
 @gluon.jit
@@ -201,10 +165,17 @@ def _with_sink(total, peak, sink):
 
 
 @gluon.jit
-def _store_block(out, strides, block, batch, head, row_begin, sizes, SHAPE: gl.constexpr, column_begin: gl.constexpr):
-    WIDTH: gl.constexpr = block.shape[1]
+def _store_block(
+    out, strides, memory, acc, INDEX: gl.constexpr, BLOCK: gl.constexpr, batch, head, row_begin, sizes,
+    SHAPE: gl.constexpr, column_begin: gl.constexpr,
+):  # fmt: skip
+    WIDTH: gl.constexpr = acc[BLOCK].shape[1]
     lines: gl.constexpr = _lines(WIDTH, out.dtype.element_ty == gl.float32)
-    block = gl.convert_layout(block.to(out.dtype.element_ty), lines)
+    if SHAPE.staged:  # no shared memory is left for a change of layout but this
+        _write_block(memory[BLOCK], acc[BLOCK], INDEX)
+        block = _read_block(memory[BLOCK], INDEX, lines).to(out.dtype.element_ty)
+    else:
+        block = gl.convert_layout(acc[BLOCK].to(out.dtype.element_ty), lines)
     place, real = _places(strides, batch, head, row_begin, sizes, SHAPE, gl.SliceLayout(1, lines))
     column = column_begin + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, lines))
     mask = _inside(real, column, column_begin + WIDTH, SHAPE.v_dim)

@@ -1,0 +1,212 @@
+"""What the Gluon kernels of MLA decode share: the copies of keys, the rows of queries, the places of results."""
+
+# Kernels are written in Gluon's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attnmesh.ops.decode.call import DecodeCall
+from attnmesh.ops.decode.gluon_schedule import KEYS
+from attnmesh.ops.decode.triton import rope_of, v_in_k
+from attnmesh.ops.storage import values_of
+
+D_V, D_TAIL = 512, 64
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+LOG2_E = 1.4426950408889634
+_KEYS, _QUARTER, _TAIL = gl.constexpr(KEYS), gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
+_LOG2_E, _LN_2 = gl.constexpr(LOG2_E), gl.constexpr(0.6931471805599453)
+
+
+class Shape(NamedTuple):
+    """The constants of a kernel."""
+
+    tokens: Any
+    group: Any
+    rows: Any  # per tile, in the buffers of splits
+    tile: Any  # rows of a tile in registers
+    block_size: Any
+    piece: Any  # keys per copy
+    unit: Any
+    fixed: Any
+    sign: Any  # of the scale: 1, -1 or 0, multiplied into the queries
+    fp8: Any  # the latent is stored in 8 bits, with a scale per quarter
+    ring: Any  # quarters of keys in shared memory
+    raw: Any  # quarters in 8 bits
+
+
+class Place(NamedTuple):
+    """The tile of rows of this program, and its share."""
+
+    head: Any
+    head_tile: Any
+    heads: Any
+    row_begin: Any
+    share: Any
+
+
+class Results(NamedTuple):
+    """Where results are written: of whole sequences, and of splits."""
+
+    out: Any
+    out_strides: Any
+    lse: Any
+    lse_strides: Any
+    part_out: Any
+    part_lse: Any
+    sinks: Any
+
+
+def refusal(call: DecodeCall) -> str | None:
+    """The reason why the kernels cannot serve these tensors; None if they can."""
+    k, rope = values_of(call.k), rope_of(call.k)
+    if not v_in_k(call) or (call.q.shape[3], call.value_dim) != (D_V + D_TAIL, D_V):
+        return f"its kernels take k_pool of head_dim {D_V + D_TAIL}, and v_pool as k_pool[..., :{D_V}]"
+    if not call.paged or call.block_size not in BLOCK_SIZES:
+        return f"its kernels take pools of block_size {', '.join(map(str, BLOCK_SIZES))}"
+    if call.mask is not None or call.tree is not None or call.shared:
+        return "its kernels take no mask, tree or share_cache"
+    if call.q.dtype != torch.bfloat16 and (call.q.dtype != torch.float16 or rope is not None):
+        return f"its kernels take fp16 and bf16, bf16 only with fp8_ds_mla, not {call.q.dtype}"
+    whole = aligned(k) if rope is None else aligned(k, rope)
+    return None if whole else "its kernels take pools whose rows are aligned to 16 bytes, not empty ones"
+
+
+def aligned(*pools: Tensor) -> bool:
+    """Whether the copy engine can read these pools."""
+    return all(
+        x.numel() and x.data_ptr() % 16 == 0 and not any(n * x.itemsize % 16 for n in x.stride()[:3]) for x in pools
+    )
+
+
+def shape_of(call: DecodeCall, rows: int, tile: int, unit: int, fixed: bool, ring: int, raw: int = 0) -> Shape:
+    """The constants for tiles of `tile` rows, of which `rows` are in the buffers of splits."""
+    return Shape(
+        call.q.shape[2], call.group, rows, tile, call.block_size, min(KEYS, call.block_size), unit, fixed,
+        (call.scale > 0) - (call.scale < 0), rope_of(call.k) is not None,
+        ring, raw,
+    )  # fmt: skip
+
+
+def descriptors(call: DecodeCall, piece: int) -> tuple[Any, Any]:
+    """The copy engine's views of the pool: quarters of the values, and the tail."""
+    k, rope = values_of(call.k), rope_of(call.k)
+    tail = k[..., D_V:] if rope is None else rope
+    return descriptor(k[..., :D_V], D_V // 4, piece), descriptor(tail, D_TAIL, piece)
+
+
+def descriptor(pool: Tensor, width: int, piece: int) -> Any:
+    """The copy engine's view of a pool as [Hkv, blocks, block_size, columns]; blocks of `piece` tokens and `width`."""
+    pool = pool.permute(2, 0, 1, 3)
+    # A dimension of size 1 is never stepped along, but its stride would have to be aligned.
+    strides = [D_V if n == 1 else stride for n, stride in zip(pool.shape[:3], pool.stride()[:3], strict=True)]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * pool.itemsize, rank=4)
+    return TensorDescriptor(pool, list(pool.shape), [*strides, 1], [1, 1, piece, width], layout)
+
+
+@gluon.jit
+def blocks_of(table_row, key, item, SHAPE: gl.constexpr):
+    """The blocks of a tile of keys. Those past the item are outside the pool."""
+    places = ()
+    for piece in gl.static_range(_KEYS // SHAPE.piece):
+        begin = key + piece * SHAPE.piece
+        places = places + (gl.load(table_row + begin // SHAPE.block_size, mask=begin < item.stop, other=-1),)  # noqa: RUF005
+    return places
+
+
+@gluon.jit
+def fetch(blocks, memory, ready, places, key, column, place, SHAPE: gl.constexpr):
+    """Some columns of a tile of keys, one block after another. Blocks outside the pool are read as 0."""
+    PIECES: gl.constexpr = _KEYS // SHAPE.piece
+    mbarrier.expect(ready, blocks.block_type.nbytes * PIECES)
+    for piece in gl.static_range(PIECES):
+        offset = (key + piece * SHAPE.piece) % SHAPE.block_size
+        into = memory.slice(piece * SHAPE.piece, SHAPE.piece, dim=2)
+        tma.async_copy_global_to_shared(blocks, [place.head, places[piece], offset, column], ready, into)
+
+
+@gluon.jit
+def locate_rows(place, layout: gl.constexpr, SHAPE: gl.constexpr):
+    """Whether the rows of this program exist, their query heads, and their tokens."""
+    row = place.row_begin + gl.arange(0, SHAPE.tile, layout=layout)
+    return row < SHAPE.group * SHAPE.tokens, place.head * SHAPE.group + row // SHAPE.tokens, row % SHAPE.tokens
+
+
+@gluon.jit
+def row_offsets(strides, sequence, head, token):
+    """The offsets of rows in a tensor [sequences, query heads, tokens, ...]."""
+    return sequence.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1] + token.to(gl.int64) * strides[2]
+
+
+@gluon.jit
+def split_row(position, item, place, SHAPE: gl.constexpr):
+    """The first row of an item in the buffers of splits."""
+    if SHAPE.fixed:
+        slot = position.at
+    else:
+        slot = 2 * place.share.to(gl.int64) + gl.where(item.starts, 1, 0)
+    return (slot * place.heads + place.head_tile) * SHAPE.rows
+
+
+@gluon.jit
+def load_signed(pointers, is_row, SHAPE: gl.constexpr):
+    """Queries, times the sign of the scale."""
+    values = gl.load(pointers, mask=is_row[:, None], other=0.0)
+    if SHAPE.sign == 1:
+        return values
+    else:  # noqa: RET505, a constant condition
+        return (values * SHAPE.sign).to(values.dtype)
+
+
+@gluon.jit
+def matrix(memory, slot):
+    """A slot of keys as a matrix."""
+    return memory.index(slot).reshape([_KEYS, memory.shape[4]])
+
+
+@gluon.jit
+def clear_outside(memory, step, key, item, SHAPE: gl.constexpr):
+    """Keys outside of the item become 0, in the columns that are values."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    at = key + gl.arange(0, _KEYS, layout=gl.SliceLayout(1, lines))
+    inside = ((at >= item.first) & (at < item.stop))[:, None]
+    for quarter in gl.static_range(4):
+        tile = matrix(memory, (4 * step + quarter) % SHAPE.ring)
+        for part in gl.static_range(2):
+            some = tile.slice(part * (_QUARTER // 2), _QUARTER // 2, dim=1)
+            values = some.load(lines)
+            some.store(gl.where(inside, values, gl.zeros([_KEYS, _QUARTER // 2], values.dtype, lines)))
+
+
+@gluon.jit
+def finish_rows(
+    peak, total, results, position, item, place, FIRST: gl.constexpr, is_row, head, token, layout: gl.constexpr,
+    SHAPE: gl.constexpr,
+):  # fmt: skip
+    """Writes the lse of an item, of a whole sequence or of a split; returns the factor of its sums.
+
+    FIRST is the place of the first row in the buffers of splits.
+    """
+    if item.starts & item.ends:
+        # A sink is one more key without a value. A row without any key has total 0 and peak -inf.
+        sink = gl.full([SHAPE.tile], float("-inf"), gl.float32, layout)
+        if results.sinks is not None:
+            sink = gl.load(results.sinks + head, mask=is_row, other=float("-inf")).to(gl.float32) * _LOG2_E
+        top = gl.maximum(peak, sink)
+        shift = gl.where(top == float("-inf"), 0.0, top)
+        decay = gl.exp2(peak - shift)
+        total = total * decay + gl.exp2(gl.where(sink == float("inf"), 0.0, sink - shift))
+        factor = decay / gl.where(total == 0.0, 1.0, total)
+        row = row_offsets(results.lse_strides, position.sequence, head, token)
+        gl.store(results.lse + row, (shift + gl.log2(total)) * _LN_2, mask=is_row)
+    else:
+        factor = 1.0 / gl.where(total == 0.0, 1.0, total)
+        row = split_row(position, item, place, SHAPE) + FIRST + gl.arange(0, SHAPE.tile, layout=layout)
+        gl.store(results.part_lse + row, peak + gl.log2(total), mask=is_row)
+    return factor

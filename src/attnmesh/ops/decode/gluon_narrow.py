@@ -1,0 +1,429 @@
+"""MLA decode on Hopper for few rows (query heads and tokens) per KV head, and for latents in 8 bits.
+
+With 32 rows or fewer the bytes of the keys take longer than all products. Here keys are the rows of the matrix
+instructions, and the queries are their columns: 16 or 32 instead of 64, so that the products take half of the time and
+an eighth or a fourth of the registers that `gluon_latent` needs, and little shared memory is left to the queries.
+
+Tiles, copies and schedule are those of `gluon_latent`; the groups of warps are
+
+- the loader (one warp);
+- the converter, for `fp8_ds_mla` only (eight warps): multiplies values by their scales and writes them in 16 bits, a
+  quarter at a time, from a ring of bytes that the loader fills to the ring of keys;
+- the scorer: products of keys and queries, running maximum, weights;
+- the averager: adds values times weights, for all output columns.
+
+Tails and weights have rings of three and no barriers for being free. Both rings of quarters together hold at most 14:
+when the last quarter of a tile is copied, the averager has given back quarters of the tile three before, whose scores
+and tail are thus done. When the scorer has the keys of a tile, the averager is done with the weights three before.
+"""
+
+# Kernels are written in Gluon's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from attnmesh.core.state import State
+from attnmesh.ops.decode.call import DecodeCall
+from attnmesh.ops.decode.gluon_common import (
+    D_TAIL,
+    D_V,
+    LOG2_E,
+    Place,
+    Results,
+    blocks_of,
+    clear_outside,
+    descriptors,
+    fetch,
+    finish_rows,
+    load_signed,
+    locate_rows,
+    matrix,
+    row_offsets,
+    shape_of,
+    split_row,
+)
+from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
+from attnmesh.ops.decode.triton import DecodeTiles, Launch
+from attnmesh.ops.storage import Quantized
+
+ROWS = 32  # of a tile, at most
+TILES = DecodeTiles(rows=ROWS, keys=KEYS, warps=4, stages=2, resident=1)
+_KEYS, _QUARTER, _TAIL = gl.constexpr(KEYS), gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
+_TAILS = gl.constexpr(3)
+_SLACK = gl.constexpr(8.0)  # weights may grow to 2**_SLACK before the sums are rescaled
+_CONVERTER, _LOADER = gl.constexpr(80), gl.constexpr(24)  # registers per thread
+NOT_SPECIALIZED = [
+    "num_blocks", "batch", "capacity", "window", "shares", "max_splits", "scale_log2", "table_stride",
+]  # fmt: skip
+
+
+class Memory(NamedTuple):
+    """Shared memory."""
+
+    q: Any  # quarters
+    q_tail: Any
+    k: Any
+    tails: Any
+    raw: Any  # quarters in 8 bits
+    weights: Any
+    decay: Any  # factor of the sums so far after a new maximum
+    weight: Any  # of the sums at the end of an item
+
+
+class Barriers(NamedTuple):
+    """The barriers of quarters, tails, weights and results."""
+
+    k_ready: Any
+    k_free: Any
+    raw_ready: Any
+    raw_free: Any
+    tail_ready: Any
+    weights_ready: Any
+    result_ready: Any
+    result_free: Any
+
+
+class Keys(NamedTuple):
+    """Where keys come from."""
+
+    main: Any
+    tail: Any
+    num_blocks: Any
+    scales: Any
+    scale_strides: Any
+    table: Any
+    table_stride: Any
+
+
+def launch(call: DecodeCall, state: State, first_sequence: int) -> None:
+    """Out and lse of a call without a `refusal`, in two launches."""
+    shared = Launch.of(call, state, TILES)
+    q, constants = shared.q, shared.constants
+    table, table_stride, cur_pos, first, end = shared.sources
+    batch, kv_heads, num_blocks, capacity, window, shares, max_splits = shared.numbers
+    scales = call.k.scales if isinstance(call.k, Quantized) else None
+    tile = max(16, shared.rows)
+    # What the queries leave of shared memory.
+    rings = (11 if tile == 16 else 9, 1) if scales is None else (8, 6 if tile == 16 else 3)
+    shape = shape_of(call, shared.rows, tile, constants["UNIT"], constants["FIXED"], *rings)
+    with torch.cuda.device_of(q):
+        _attend_kernel[(shared.shares * shared.heads,)](
+            *descriptors(call, shape.piece), num_blocks,
+            scales, None if scales is None else scales.stride(), q, q.stride()[:3],
+            table, table_stride, cur_pos, first, end, *shared.written, *shared.parts, shared.sinks,
+            batch, kv_heads, capacity, window, shares, max_splits, (abs(call.scale) or 1.0) * LOG2_E,
+            SHAPE=shape, BATCH=constants["BATCH"], EARLY=constants["EARLY"], num_warps=4,
+        )  # fmt: skip
+        shared.merge(first_sequence)
+
+
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+def _attend_kernel(
+    k_main, k_tail, num_blocks, scales, scale_strides, q, q_strides,
+    table, table_stride, cur_pos, range_first, range_end,
+    out, out_strides, lse, lse_strides, part_out, part_lse, sinks,
+    batch, kv_heads, capacity, window, shares, max_splits, scale_log2,
+    SHAPE: gl.constexpr, BATCH: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Attends over this program's share of the keys; writes whole sequences to out, and splits to the buffers."""
+    if EARLY:
+        gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
+    dtype: gl.constexpr = q.dtype.element_ty
+    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    key_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    q_memory = gl.allocate_shared_memory(dtype, [4, SHAPE.tile, _QUARTER], wide)
+    q_tail = gl.allocate_shared_memory(dtype, [SHAPE.tile, _TAIL], wide)
+    keys = gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, _QUARTER], key_layout)
+    tails = gl.allocate_shared_memory(dtype, [_TAILS, 1, 1, _KEYS, _TAIL], key_layout)
+    weights = gl.allocate_shared_memory(dtype, [_TAILS, SHAPE.tile, _KEYS], wide)
+    decay = gl.allocate_shared_memory(gl.float32, [_TAILS, SHAPE.tile], flat)
+    weight = gl.allocate_shared_memory(gl.float32, [SHAPE.tile], flat)
+    raw = keys
+    if SHAPE.fp8:
+        raw = gl.allocate_shared_memory(k_main.dtype, [SHAPE.raw, 1, 1, _KEYS, _QUARTER], k_main.layout)
+
+    RING: gl.constexpr = SHAPE.ring
+    RAW: gl.constexpr = SHAPE.raw
+    once: gl.constexpr = mbarrier.MBarrierLayout()
+    k_ready = gl.allocate_shared_memory(gl.int64, [SHAPE.ring, 1], once)
+    k_free = gl.allocate_shared_memory(gl.int64, [SHAPE.ring, 1], once)
+    raw_ready = gl.allocate_shared_memory(gl.int64, [SHAPE.raw, 1], once)
+    raw_free = gl.allocate_shared_memory(gl.int64, [SHAPE.raw, 1], once)
+    tail_ready = gl.allocate_shared_memory(gl.int64, [_TAILS, 1], once)
+    weights_ready = gl.allocate_shared_memory(gl.int64, [_TAILS, 1], once)
+    result_ready = gl.allocate_shared_memory(gl.int64, [1, 1], once)
+    result_free = gl.allocate_shared_memory(gl.int64, [1, 1], once)
+    for slot in gl.static_range(RING):
+        mbarrier.init(k_ready.index(slot), count=1)
+        mbarrier.init(k_free.index(slot), count=1)
+    for slot in gl.static_range(RAW):
+        mbarrier.init(raw_ready.index(slot), count=1)
+        mbarrier.init(raw_free.index(slot), count=1)
+    for slot in gl.static_range(_TAILS):
+        mbarrier.init(tail_ready.index(slot), count=1)
+        mbarrier.init(weights_ready.index(slot), count=1)
+    mbarrier.init(result_ready.index(0), count=1)
+    mbarrier.init(result_free.index(0), count=1)
+    fence_async_shared()
+
+    sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
+    tiles = (SHAPE.group * SHAPE.tokens + SHAPE.rows - 1) // SHAPE.rows
+    heads = kv_heads * tiles
+    head_tile = gl.program_id(0) % heads
+    share = gl.program_id(0) // heads
+    place = Place(head_tile // tiles, head_tile, heads, head_tile % tiles * SHAPE.rows, share)
+    position = share_of_program(sources, share.to(gl.int64), shares, max_splits, SHAPE.tokens, SHAPE.unit, BATCH)
+    memory = Memory(q_memory, q_tail, keys, tails, raw, weights, decay, weight)
+    barriers = Barriers(k_ready, k_free, raw_ready, raw_free, tail_ready, weights_ready, result_ready, result_free)
+    source = Keys(k_main, k_tail, num_blocks, scales, scale_strides, table, table_stride)
+    results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
+    AVERAGER: gl.constexpr = 144 if SHAPE.tile == 16 else 184
+    if SHAPE.fp8:
+        gl.warp_specialize(
+            [
+                (_score, (q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE)),
+                (_average, (memory, barriers, sources, position, place, results, SHAPE)),
+                (_convert, (source, memory, barriers, sources, position, place, SHAPE)),
+                (_load, (source, memory, barriers, sources, position, place, SHAPE)),
+            ],
+            [4, 8, 1],
+            [AVERAGER, _CONVERTER, _LOADER],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_score, (q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE)),
+                (_average, (memory, barriers, sources, position, place, results, SHAPE)),
+                (_load, (source, memory, barriers, sources, position, place, SHAPE)),
+            ],
+            [4, 1],
+            [AVERAGER, _LOADER],
+        )
+
+
+@gluon.jit
+def _load(source, memory, barriers, sources, position, place, SHAPE: gl.constexpr):
+    """Lets the copy engine fetch the keys of every tile, as soon as there is room: to `raw` if they are in 8 bits."""
+    into = memory.raw if SHAPE.fp8 else memory.k
+    ready = barriers.raw_ready if SHAPE.fp8 else barriers.k_ready
+    free = barriers.raw_free if SHAPE.fp8 else barriers.k_free
+    RING: gl.constexpr = SHAPE.raw if SHAPE.fp8 else SHAPE.ring
+    step = 0  # tiles so far, of all items
+    while position.at < position.stop:
+        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
+        for tile in range(item.tiles):
+            key = item.begin + tile * _KEYS
+            blocks = blocks_of(table_row, key, item, SHAPE)
+            for quarter in gl.static_range(4):
+                at = 4 * step + quarter
+                slot = at % RING
+                mbarrier.wait(free.index(slot), (at // RING & 1) ^ 1)
+                fetch(source.main, into.index(slot), ready.index(slot), blocks, key, quarter * _QUARTER, place, SHAPE)
+            slot = step % _TAILS
+            fetch(source.tail, memory.tails.index(slot), barriers.tail_ready.index(slot), blocks, key, 0, place, SHAPE)
+            step += 1
+        position = after(position, item)
+
+
+@gluon.jit
+def _convert(source, memory, barriers, sources, position, place, SHAPE: gl.constexpr):
+    """Writes the quarters of keys in 16 bits."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0])
+    RAW: gl.constexpr = SHAPE.raw
+    RING: gl.constexpr = SHAPE.ring
+    step = 0  # tiles so far, of all items
+    while position.at < position.stop:
+        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
+        # Read one tile ahead.
+        next0, next1, next2, next3 = _scales(source, table_row, item.begin, item, place, lines, SHAPE)
+        for tile in range(item.tiles):
+            scales = (next0, next1, next2, next3)
+            ahead = item.begin + (tile + 1) * _KEYS
+            next0, next1, next2, next3 = _scales(source, table_row, ahead, item, place, lines, SHAPE)
+            for quarter in gl.static_range(4):
+                at = 4 * step + quarter
+                mbarrier.wait(barriers.raw_ready.index(at % RAW), at // RAW & 1)
+                values = matrix(memory.raw, at % RAW).load(lines)
+                values = values.to(gl.float32) * scales[quarter][:, None]
+                mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)
+                matrix(memory.k, at % RING).store(values.to(memory.k.dtype))
+                fence_async_shared()
+                mbarrier.arrive(barriers.k_ready.index(at % RING), count=1)
+                mbarrier.arrive(barriers.raw_free.index(at % RAW), count=1)
+            step += 1
+        position = after(position, item)
+
+
+@gluon.jit
+def _scales(source, table_row, key, item, place, lines: gl.constexpr, SHAPE: gl.constexpr):
+    """The scales of the quarters of a tile of keys; 0 outside of the item and of the pool."""
+    at = key + gl.arange(0, _KEYS, layout=gl.SliceLayout(1, lines))
+    block = gl.load(table_row + at // SHAPE.block_size, mask=(at >= item.first) & (at < item.stop), other=-1)
+    inside = (block >= 0) & (block < source.num_blocks)
+    row = block.to(gl.int64) * source.scale_strides[0] + at % SHAPE.block_size * source.scale_strides[1]
+    row = source.scales + (row + place.head * source.scale_strides[2])
+    return (
+        gl.load(row, mask=inside, other=0.0),
+        gl.load(row + source.scale_strides[3], mask=inside, other=0.0),
+        gl.load(row + 2 * source.scale_strides[3], mask=inside, other=0.0),
+        gl.load(row + 3 * source.scale_strides[3], mask=inside, other=0.0),
+    )
+
+
+@gluon.jit
+def _score(
+    q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE: gl.constexpr
+):  # fmt: skip
+    """Scores [keys, rows], running maximum, weights and their sum; at the end the log-sum-exp."""
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.tile, 16])
+    across: gl.constexpr = gl.SliceLayout(0, grid)
+    RING: gl.constexpr = SHAPE.ring
+    N: gl.constexpr = SHAPE.tile
+    is_row, head, token = locate_rows(place, across, SHAPE)
+    near = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, grid))[:, None]
+    step = 0  # tiles so far, of all items
+    done = 0  # items so far that have any tile
+    while position.at < position.stop:
+        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        if item.tiles > 0:
+            row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
+            _load_queries(q, q_strides, memory, position.sequence, place, SHAPE)
+            peak = gl.full([SHAPE.tile], float("-inf"), gl.float32, across)
+            total = gl.zeros([_KEYS, N], gl.float32, grid)  # summed over the keys once, at the end
+            for tile in range(item.tiles):
+                key = item.begin + tile * _KEYS
+                slot = step % _TAILS
+                scores = gl.zeros([_KEYS, N], gl.float32, grid)
+                for quarter in gl.static_range(4):
+                    at = 4 * step + quarter
+                    mbarrier.wait(barriers.k_ready.index(at % RING), at // RING & 1)
+                    queries = memory.q.index(quarter).permute([1, 0])
+                    scores = warpgroup_mma(
+                        matrix(memory.k, at % RING), queries, scores, use_acc=quarter > 0, is_async=True
+                    )
+                mbarrier.wait(barriers.tail_ready.index(slot), step // _TAILS & 1)
+                scores = warpgroup_mma(matrix(memory.tails, slot), memory.q_tail.permute([1, 0]), scores, is_async=True)
+                scores = warpgroup_mma_wait(0, [scores])
+
+                if (key < item.inner) | (key + _KEYS > item.edge):
+                    visible = (near >= (row_first - key)[None, :]) & (near < (row_end - key)[None, :])
+                    scores = gl.where(visible, scores, float("-inf"))
+                    if (key < item.first) | (key + _KEYS > item.stop):
+                        clear_outside(memory.k, step, key, item, SHAPE)
+                highest = gl.max(scores, 0) * scale_log2  # which is positive
+                new_peak = gl.where(highest > peak + _SLACK, highest, peak)
+                # No visible key yet: subtract 0, because -inf - -inf is NaN.
+                shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+                decay = gl.exp2(peak - shift)
+                memory.decay.index(slot).store(decay)
+                weights = gl.exp2(scores * scale_log2 - shift[None, :])
+                memory.weights.index(slot).permute([1, 0]).store(weights.to(memory.weights.dtype))
+                fence_async_shared()
+                mbarrier.arrive(barriers.weights_ready.index(slot), count=1)
+                total = total * decay[None, :] + weights
+                peak = new_peak
+                step += 1
+
+            mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
+            sums = gl.sum(total, 0)
+            factor = finish_rows(peak, sums, results, position, item, place, 0, is_row, head, token, across, SHAPE)
+            memory.weight.store(factor)
+            mbarrier.arrive(barriers.result_ready.index(0), count=1)
+            done += 1
+        position = after(position, item)
+
+
+@gluon.jit
+def _load_queries(q, q_strides, memory, sequence, place, SHAPE: gl.constexpr):
+    """Writes the queries to shared memory."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    is_row, head, token = locate_rows(place, gl.SliceLayout(1, lines), SHAPE)
+    rows = q + row_offsets(q_strides, sequence, head, token)[:, None]
+    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, lines))[None, :]
+    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, lines))[None, :]
+    for quarter in gl.static_range(4):
+        memory.q.index(quarter).store(load_signed(rows + (column + quarter * _QUARTER), is_row, SHAPE))
+    memory.q_tail.store(load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _average(memory, barriers, sources, position, place, results, SHAPE: gl.constexpr):
+    """Adds values times weights, [columns, rows]."""
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.tile, 16])
+    across: gl.constexpr = gl.SliceLayout(0, grid)
+    RING: gl.constexpr = SHAPE.ring
+    N: gl.constexpr = SHAPE.tile
+    step = 0  # tiles so far, of all items
+    done = 0  # items so far that have any tile
+    while position.at < position.stop:
+        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        if item.tiles > 0:
+            sums0 = gl.zeros([_QUARTER, N], gl.float32, grid)
+            sums1 = gl.zeros([_QUARTER, N], gl.float32, grid)
+            sums2 = gl.zeros([_QUARTER, N], gl.float32, grid)
+            sums3 = gl.zeros([_QUARTER, N], gl.float32, grid)
+            for _tile in range(item.tiles):
+                slot = step % _TAILS
+                mbarrier.wait(barriers.weights_ready.index(slot), step // _TAILS & 1)
+                decay = memory.decay.index(slot).load(across)[None, :]
+                weights = memory.weights.index(slot).permute([1, 0])
+                sums0 = _add(sums0 * decay, 0, weights, memory, step, SHAPE)
+                sums1 = _add(sums1 * decay, 1, weights, memory, step, SHAPE)
+                sums2 = _add(sums2 * decay, 2, weights, memory, step, SHAPE)
+                sums3 = _add(sums3 * decay, 3, weights, memory, step, SHAPE)
+                sums0 = warpgroup_mma_wait(3, [sums0])
+                mbarrier.arrive(barriers.k_free.index(4 * step % RING), count=1)
+                sums1 = warpgroup_mma_wait(2, [sums1])
+                mbarrier.arrive(barriers.k_free.index((4 * step + 1) % RING), count=1)
+                sums2 = warpgroup_mma_wait(1, [sums2])
+                mbarrier.arrive(barriers.k_free.index((4 * step + 2) % RING), count=1)
+                sums3 = warpgroup_mma_wait(0, [sums3])
+                mbarrier.arrive(barriers.k_free.index((4 * step + 3) % RING), count=1)
+                step += 1
+
+            mbarrier.wait(barriers.result_ready.index(0), done & 1)
+            weight = memory.weight.load(across)[None, :]
+            mbarrier.arrive(barriers.result_free.index(0), count=1)
+            done += 1
+            _store(results, sums0 * weight, 0, position, item, place, grid, SHAPE)
+            _store(results, sums1 * weight, 1, position, item, place, grid, SHAPE)
+            _store(results, sums2 * weight, 2, position, item, place, grid, SHAPE)
+            _store(results, sums3 * weight, 3, position, item, place, grid, SHAPE)
+        position = after(position, item)
+
+
+@gluon.jit
+def _add(sums, QUARTER: gl.constexpr, weights, memory, step, SHAPE: gl.constexpr):
+    """Starts the product of a quarter of the values, transposed, and the weights."""
+    values = matrix(memory.k, (4 * step + QUARTER) % SHAPE.ring).permute([1, 0])
+    return warpgroup_mma(values, weights, sums, is_async=True)
+
+
+@gluon.jit
+def _store(results, sums, QUARTER: gl.constexpr, position, item, place, grid: gl.constexpr, SHAPE: gl.constexpr):
+    """A quarter of the output columns, of a whole sequence or of a split."""
+    across: gl.constexpr = gl.SliceLayout(0, grid)
+    is_row, head, token = locate_rows(place, across, SHAPE)
+    column = QUARTER * _QUARTER + gl.arange(0, _QUARTER, layout=gl.SliceLayout(1, grid))[:, None]
+    if item.starts & item.ends:
+        row = row_offsets(results.out_strides, position.sequence, head, token)
+        gl.store(results.out + row[None, :] + column, sums.to(results.out.dtype.element_ty), mask=is_row[None, :])
+    else:
+        row = (split_row(position, item, place, SHAPE) + gl.arange(0, SHAPE.tile, layout=across)) * (4 * _QUARTER)
+        gl.store(results.part_out + row[None, :] + column, sums, mask=is_row[None, :])
