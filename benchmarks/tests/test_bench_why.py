@@ -2,6 +2,7 @@
 
 import json
 import re
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -127,6 +128,7 @@ def test_committed_figures_follow_the_page_to_dark(name):
     body = text.split("</style>", 1)[1]
     assert set(re.findall(r"#[0-9a-f]{6}", body)) <= ours | set(figures.DARK)
     assert "prefers-color-scheme: dark" in text
+    assert ElementTree.fromstring(text).tag.endswith("svg")
     for light in (figures.PAPER, figures.INK):
         assert f"fill: {light}" in body  # in the form that the rules match
 
@@ -163,6 +165,11 @@ def test_the_numbers_of_the_page(sources):
     assert f"have {out[HALF_SUM]:.1f} times the error of one in out and {dk[HALF_SUM]:.1f} times in" in text
     assert f"{out[HALF_BLOCKS]:.1f} and {dk[HALF_BLOCKS]:.1f} times if only blocks are" in text
     assert max(out[FLOAT32], dk[FLOAT32]) < 1.01
+    measured = {(row["backend"], row["world"]): row for row in sources.accuracy}
+    last = measured["triton", 32]["out"] / measured["triton", 1]["out"]
+    assert f"Triton's kernels have {last:.2f} times the error of one rank in out at 32 ranks" in text
+    aten = max(measured["aten", 8][name] / measured["aten", 1][name] for name in NAMES)
+    assert f"the second policy, too: {aten:.2f} times at 8 ranks" in text
     longer = [row for row in sources.prefill if row["S"] >= 65536 and row["world"] == 8]
     assert min(row[schedule] for row in longer for schedule in ("ring", "allgather", "ulysses")) >= 0.9
     slower = [row["ours / cuDNN"] - 1 for row in sources.decode]
