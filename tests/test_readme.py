@@ -25,6 +25,7 @@ PAGES = {
     "planning": 1,
     "cluster": 1,
     "language-models": 2,
+    "migrating": 8,
 }  # page: number of blocks that run
 
 _BLOCK = re.compile(
