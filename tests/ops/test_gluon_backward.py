@@ -9,7 +9,7 @@ from torch import Tensor
 
 from helpers.dense_kernels import MASKS, dense, mask_case, relative, score_terms
 from helpers.gluon import emulated, mostly_slow
-from helpers.triton_compile import assert_fit, compiled_for_hopper, count
+from helpers.triton_compile import a_few_at_a_time, assert_fit, compiled_for_hopper, count
 
 pytest.importorskip("triton")
 
@@ -394,27 +394,29 @@ def test_the_usual_kernels_compile():
     ]))  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_all_kernels_compile():
-    assert_sound(compiled_for_hopper(__file__, [
-        *((visibility, "float16", *widths, {"softcap": 30.0})
-          for visibility, widths in product(("full", "bounds"), ((64, 64), (32, 48)))),
-        *((visibility, "bfloat16", *widths, how)
-          for visibility in ("full", "causal", "bounds")
-          for widths in ((128, 128), (64, 64), (96, 96), (64, 128))
-          for how in ({"needs_q": False}, {"overwrite": True}, {"heads": 1}, {"paired": False})),
-        *((visibility, "bfloat16", 64, 64, {"held": True, "stages": 4, **how})
-          for visibility in ("full", "causal", "bounds")
-          for how in ({"needs_q": False}, {"overwrite": True}, {"softcap": 30.0})),
-        *((visibility, "bfloat16", *widths, {"shared_keys": True, **how})
-          for visibility in ("full", "bounds")
-          for widths in ((192, 192), (256, 256), (192, 128), (128, 256))
-          for how in ({"grad_out_stages": 2 if sum(widths) <= 384 else 1}, {"needs_q": False})),
-        *((visibility, "bfloat16", 192, 128, how)
-          for visibility in ("full", "causal", "bounds")
-          for how in ({}, {"needs_q": False}, {"overwrite": True}, {"softcap": 30.0}, {"heads": 1})),
-    ]))  # fmt: skip
+ALL = [
+    *((visibility, "float16", *widths, {"softcap": 30.0})
+      for visibility, widths in product(("full", "bounds"), ((64, 64), (32, 48)))),
+    *((visibility, "bfloat16", *widths, how)
+      for visibility in ("full", "causal", "bounds")
+      for widths in ((128, 128), (64, 64), (96, 96), (64, 128))
+      for how in ({"needs_q": False}, {"overwrite": True}, {"heads": 1}, {"paired": False})),
+    *((visibility, "bfloat16", 64, 64, {"held": True, "stages": 4, **how})
+      for visibility in ("full", "causal", "bounds")
+      for how in ({"needs_q": False}, {"overwrite": True}, {"softcap": 30.0})),
+    *((visibility, "bfloat16", *widths, {"shared_keys": True, **how})
+      for visibility in ("full", "bounds")
+      for widths in ((192, 192), (256, 256), (192, 128), (128, 256))
+      for how in ({"grad_out_stages": 2 if sum(widths) <= 384 else 1}, {"needs_q": False})),
+    *((visibility, "bfloat16", 192, 128, how)
+      for visibility in ("full", "causal", "bounds")
+      for how in ({}, {"needs_q": False}, {"overwrite": True}, {"softcap": 30.0}, {"heads": 1})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cases", a_few_at_a_time(ALL))
+def test_all_kernels_compile(cases):
+    assert_sound(compiled_for_hopper(__file__, cases))
 
 
 NO_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9

@@ -15,7 +15,7 @@ from attnmesh.ops.dense.gluon_forward import TILES, GluonTiles
 from attnmesh.ops.dense.triton_tiles import ScoreTerms
 from helpers.dense_kernels import MASKS, dense, mask_case, relative
 from helpers.gluon import emulated, mostly_slow
-from helpers.triton_compile import assert_fit, compiled_for_hopper, count
+from helpers.triton_compile import a_few_at_a_time, assert_fit, compiled_for_hopper, count
 
 SMALL = GluonTiles(keys=64, stages=2)
 
@@ -406,8 +406,7 @@ EVERY = [
 ] + [(128, 128, "bfloat16", "causal", "only", 30.0, 1), (128, 128, "bfloat16", "full", "only", None, 8)]
 
 
-@pytest.mark.parametrize("cases", [USUAL, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["usual", "every"])
-@pytest.mark.timeout(900)
+@pytest.mark.parametrize("cases", [USUAL, *a_few_at_a_time(EVERY)])
 def test_compiles_for_hopper(cases):
     kernels = compiled_for_hopper(__file__, cases)
     assert_fit(kernels, tolerated)
