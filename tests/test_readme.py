@@ -13,7 +13,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+DOCS = ROOT / "docs"
 PAGES = {
+    "index": 1,
+    "tutorials/train": 4,
+    "tutorials/serve": 4,
+    "tutorials/plan": 4,
+    "state": 2,
+    "schedules": 1,
     "training": 3,
     "context-parallelism": 7,
     "masks": 15,
@@ -61,7 +68,7 @@ def test_readme_example_runs(block):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_page_runs_from_top_to_bottom(name, capsys):
-    page = ROOT / "docs" / f"{name}.md"
+    page = DOCS / f"{name}.md"
     blocks = blocks_of(page)
     assert len(blocks) == PAGES[name]
     namespace: dict[str, object] = {"__name__": "__main__"}
@@ -78,11 +85,11 @@ def test_page_runs_from_top_to_bottom(name, capsys):
 
 
 def test_every_page_with_python_is_tested():
-    with_python = {path.stem for path in (ROOT / "docs").glob("*.md") if blocks_of(path)}
+    with_python = {path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md") if blocks_of(path)}
     assert with_python == set(PAGES)
 
 
-@pytest.mark.parametrize("path", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [README, *sorted(DOCS.rglob("*.md"))], ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
         if "://" in target:

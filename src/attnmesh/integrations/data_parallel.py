@@ -23,6 +23,8 @@ from attnmesh.core.validation import check_choice, check_list, check_tensor, che
 from attnmesh.integrations.transformers_models import modules_in_forward
 from attnmesh.parallel.context import ContextParallel
 
+__all__ = ["GradientReduction"]
+
 LOSSES = ("tokens", "mean", "whole")
 
 _reductions: WeakKeyDictionary[nn.Module, GradientReduction] = WeakKeyDictionary()
