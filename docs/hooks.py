@@ -51,8 +51,8 @@ def examples_page() -> str:
 
 
 def report_page(layout: Layout) -> str:
-    """Return the report on causal attention over 4 ranks with a layout, checked against float64."""
+    """Return the report on causal attention over the 4 ranks of a node with a layout, checked against float64."""
     mask, world = Causal(), 4
     shape = Shape(batch=1, q_heads=32, kv_heads=8, head_dim=128, itemsize=2, sum_itemsize=4)
-    outcomes = compare_schedules(world, layout, mask)
-    return page(schedule_report(mask, layout, 131072, world, shape, outcomes=outcomes))
+    outcomes = compare_schedules(world, layout, mask, ranks_per_node=world)
+    return page(schedule_report(mask, layout, 131072, world, shape, ranks_per_node=world, outcomes=outcomes))

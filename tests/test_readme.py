@@ -32,6 +32,16 @@ PAGES = {
     "planning": 1,
     "cluster": 1,
     "language-models": 2,
+    "reference/attention": 1,
+    "reference/masks": 1,
+    "reference/layouts": 1,
+    "reference/context-parallelism": 1,
+    "reference/ranks": 1,
+    "reference/decode": 1,
+    "reference/kv-cache": 1,
+    "reference/sharded-generation": 1,
+    "reference/sparse-attention": 1,
+    "reference/language-models": 1,
 }  # page: number of blocks that run
 
 _BLOCK = re.compile(
