@@ -21,6 +21,7 @@ PAGES = {
     "tutorials/plan": 4,
     "state": 2,
     "schedules": 1,
+    "shardings": 2,
     "training": 3,
     "context-parallelism": 7,
     "masks": 15,
