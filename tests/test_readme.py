@@ -43,6 +43,7 @@ PAGES = {
     "reference/sharded-generation": 1,
     "reference/sparse-attention": 1,
     "reference/language-models": 1,
+    "migrating": 8,
 }  # page: number of blocks that run
 
 _BLOCK = re.compile(

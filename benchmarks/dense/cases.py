@@ -122,7 +122,8 @@ VARIANTS: dict[tuple[Part, int, int], tuple[dict[str, Any], ...]] = {
     (_F, 192, 128): ({"keys": 64, "stages": 3}, {"keys": 64, "stages": 4}),
     (_F, 256, 256): ({"keys": 32, "stages": 4},),
     (_B, 128, 128): ({"paired": False},),
-    (_B, 256, 256): ({"heads": 2},),
+    (_B, 192, 128): ({"shared_keys": True, "stages": 3, "grad_out_stages": 2},),
+    (_B, 256, 256): ({"heads": 4},),
 }  # fmt: skip
 
 

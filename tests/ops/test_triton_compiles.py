@@ -297,7 +297,8 @@ def test_the_decode_kernels_compile():
         ("plain", "float32", 64, 64, 16, PAGED), ("plain", "float32", 128, 128, 16, PAGED),
         ("plain", "float32", 256, 256, 16, PAGED),
         ("fp8", "bfloat16", 128, 128, 32, PAGED), ("int8", "bfloat16", 128, 128, 32, PAGED),
-        ("bfp8", "bfloat16", 128, 128, 32, PAGED),
+        ("bfp8", "bfloat16", 128, 128, 32, PAGED), ("bfp8", "float16", 128, 128, 4, PAGED),
+        ("bfp8", "bfloat16", 64, 64, 32, PAGED), ("bfp8", "bfloat16", 256, 256, 32, PAGED),
     ]  # fmt: skip
     options = [
         {"mask": [2, 1, 4, 64], "tokens": 4}, {"tree": [4, 4], "tokens": 4}, {"window": 9, "split_size": 48},

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmesh import check_decode_errors, decode_attention
+from attnmesh import check_decode_errors, decode_attention, paged_decode_attention
 from attnmesh.ops.decode import device_errors as faults
 from attnmesh.ops.decode.triton import Triton
-from attnmesh.ops.storage import Quantized, quantize
+from attnmesh.ops.storage import Quantized, dequantize, quantize
 from attnmesh.testing.decode import random_decode
 from helpers.decode import CUDA, device_of, problem_for
 
@@ -179,6 +179,20 @@ def test_scales_farther_apart_than_32_bits_reach():
     expected = problem.run("triton")
     found = replace(problem, k=Quantized(problem.k.values, far.copy_(problem.k.scales))).run("triton")
     assert torch.equal(found.out, expected.out)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 192), (64, 80)])
+def test_bfp8_of_any_scale(dims):
+    """Read by words, or by bytes in the last case; with scales that alone are not numbers of fp16."""
+    problem = random_decode([40, 19], dims=dims, storage="bfp8", dtype=torch.float16, block_size=16, device=HERE)
+    for x, low in ((problem.k, -27), (problem.v, -31)):
+        x.scales.copy_(torch.arange(x.scales.numel(), device=HERE).view(x.scales.shape) % 24 + low)
+    q, k, v = problem.q.float(), dequantize(problem.k, torch.float32), dequantize(problem.v, torch.float32)
+    how = {"cur_pos": problem.options["cur_pos"], "backend": "reference"}
+    expected = paged_decode_attention(q, k, v, problem.table, **how)
+    rounded = paged_decode_attention(*(x.half() for x in (q, k, v)), problem.table, **how)
+    found = problem.run("triton").out
+    assert (found - expected).norm() <= 2 * (rounded - expected).norm()
 
 
 @pytest.mark.cuda

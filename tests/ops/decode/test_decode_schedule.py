@@ -6,8 +6,10 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from attnmesh.ops.decode.triton import count_shares, pick_merge_tile  # noqa: E402
+from attnmesh.ops.decode import triton as host  # noqa: E402
+from attnmesh.ops.decode.triton import count_shares, pick_merge_tile, pick_tiles  # noqa: E402
 from attnmesh.ops.decode.triton_schedule import partition, select, units_before  # noqa: E402
+from helpers.decode import problem_for  # noqa: E402
 
 
 @triton.jit
@@ -77,3 +79,12 @@ def test_the_merge_of_fixed_splits_does_not_know_how_many_there_are(pieces):
     assert pick_merge_tile(pieces, 8, 128, fixed=True) == pick_merge_tile(7, 8, 128, fixed=True)
     tile = pick_merge_tile(pieces, 8, 128, fixed=False)
     assert tile.splits * tile.rows * tile.columns <= 4096
+
+
+def test_one_long_sequence_has_more_programs_of_the_same_tile(monkeypatch):
+    monkeypatch.setattr(host, "multiprocessors", lambda device: 2)
+    how = {"dims": (128, 128), "kv_heads": 1, "block_size": 16}
+    long = problem_for("triton", [5], capacity=2**14, **how).call()
+    short, two = problem_for("triton", [5], capacity=2**13, **how), problem_for("triton", [5, 6], capacity=2**14, **how)
+    assert pick_tiles(long)[3:] == (2, 3)
+    assert pick_tiles(short.call()) == pick_tiles(two.call()) == pick_tiles(long)._replace(stages=3, resident=2)

@@ -189,6 +189,12 @@ def test_tiles_of_the_topk_fit_the_shared_memory(head_dim, room, rows, stages, m
     assert (tiles.rows, tiles.stages) == (rows, stages)
 
 
+@pytest.mark.parametrize(("queries", "s_kv", "rows"), [(1, 65536, 4), (1, 65537, 1), (64, 131072, 4)])
+def test_few_long_rows_are_scored_one_by_one(queries, s_kv, rows, monkeypatch):
+    monkeypatch.setattr(gpu, "WITHOUT_GPU", gpu.GPU(90, 227 * 1024))
+    assert pick_topk_tiles(torch.empty(queries, 64, 128, dtype=torch.bfloat16), s_kv).rows == rows
+
+
 SWEEPS = {
     "usual": [
         *((f"distribution {kind}", "bfloat16", h, 576, h) for kind in ("gluon", "triton") for h in (128, 16)),
@@ -207,6 +213,7 @@ SWEEPS = {
     "forward": [
         *(("forward gluon", dtype, 64, d, 512, False, out, sinks)
           for dtype, d, out, sinks in product(("bfloat16", "float16"), (512, 576), ("float16", "float32"), (0, 1))),
+        ("forward triton", "bfloat16", 128, 576, 512, False, "bfloat16", 1),
         *(("forward triton", dtype, heads, d, d_v, separate, dtype)
           for dtype, heads in (("bfloat16", 16), ("bfloat16", 32), ("bfloat16", 128), ("float32", 16))
           for d, d_v in ((64, 64), (128, 128), (192, 128), (256, 256), (320, 256), (512, 512), (576, 512))

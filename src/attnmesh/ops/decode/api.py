@@ -15,7 +15,7 @@ from attnmesh.ops.decode import reference
 from attnmesh.ops.decode.call import Backend, DecodeCall, build_call, check_into
 from attnmesh.ops.decode.cpu import Cpu
 from attnmesh.ops.decode.device_errors import check_positions
-from attnmesh.ops.decode.gluon import Gluon
+from attnmesh.ops.decode.gluon import Gluon, GluonGQA
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.storage import Stored, values_of
 
@@ -83,7 +83,8 @@ def decode_attention(
             token without a key: out 0, lse -inf (or its sink).
         out_dtype: torch.float32 returns the unrounded out, for states that will be merged; the dtype of q by default.
         return_lse: also return the float32 lse [B,Hq,T], natural log.
-        backend: "auto", "gluon", "triton", "cpu", "reference". A backend that cannot serve the call raises ValueError.
+        backend: "auto", "gluon", "gluon_gqa", "triton", "cpu", "reference". One that cannot serve the call raises
+            ValueError.
     """
     call = build_call(
         q, k_cache, v_cache, None, cur_pos=cur_pos, mask=mask, tree=tree, scale=scale, window=window, sinks=sinks,
@@ -218,8 +219,8 @@ class Reference:
         return state if into is None else State(into.out.copy_(state.out), into.lse.copy_(state.lse))
 
 
-# "auto" takes the first that serves a call.
-_BACKENDS: tuple[Backend, ...] = (Cpu(), Gluon(), Triton(), Reference())
+# "auto" takes the first that serves a call: never GluonGQA, whose calls Triton serves, too.
+_BACKENDS: tuple[Backend, ...] = (Cpu(), Gluon(), Triton(), GluonGQA(), Reference())
 _NAMES = ("auto", *(known.name for known in _BACKENDS))
 
 

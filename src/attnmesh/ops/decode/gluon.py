@@ -10,14 +10,17 @@ from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.triton import DecodeTiles, Triton, rope_of
 from attnmesh.ops.gpu import gpu_of
 
+_FEW_ROWS = 16
+
 
 class Gluon(Triton):
     """Backend for paged MLA: keys of 576 columns, of which the first 512 are the values.
 
-    `gluon_latent` serves latents in 16 bits, `gluon_narrow` those in 8 bits.
+    `gluon_narrow` serves few rows (query heads and tokens of a KV head) and latents in 8 bits, `gluon_latent` others.
     """
 
     name = "gluon"
+    _checks = "common"  # the module that knows what the kernels take
 
     def refusal(self, call: DecodeCall) -> str | None:
         """The reason why this backend cannot serve the call; None if it can."""
@@ -25,11 +28,22 @@ class Gluon(Triton):
             return "its kernels need a Hopper GPU (compute capability 9.0)"
         refused = super().refusal(call)
         if refused is None:
-            refused = _module("common").refusal(call)
+            refused = _module(self._checks).refusal(call)
         return refused
 
     def _launch(self, call: DecodeCall, state: State, tiles: DecodeTiles | None, first_sequence: int) -> None:
-        _module("latent" if rope_of(call.k) is None else "narrow").launch(call, state, first_sequence)
+        narrow = rope_of(call.k) is not None or call.group * call.q.shape[2] <= _FEW_ROWS
+        _module("narrow" if narrow else "latent").launch(call, state, first_sequence)
+
+
+class GluonGQA(Gluon):
+    """Backend for paged GQA with many rows (query heads and tokens) per KV head, on `gluon_grouped`."""
+
+    name = "gluon_gqa"
+    _checks = "grouped"
+
+    def _launch(self, call: DecodeCall, state: State, tiles: DecodeTiles | None, first_sequence: int) -> None:
+        _module("grouped").launch(call, state, first_sequence)
 
 
 def _module(name: str) -> ModuleType:

@@ -52,6 +52,8 @@ _EIGHT_BITS = {
     256: DecodeTiles(32, 32, 4, 3, 2),
     1024: DecodeTiles(32, 32, 8, 2, 1),
 }
+# Powers of two take registers.
+_BFP8 = _EIGHT_BITS | {256: DecodeTiles(16, 32, 4, 3, 2)}
 # float32 runs without tensor cores (tf32 would not be float32): a thread then keeps much of both operands in registers.
 _FLOAT32 = {
     64: DecodeTiles(16, 16, 4, 2, 2),
@@ -62,14 +64,21 @@ _FLOAT32 = {
 
 
 def pick_tiles(call: DecodeCall) -> DecodeTiles:
-    """The tiles of a call. They depend on shapes and dtypes, not on the number or the lengths of the sequences."""
+    """The tiles of a call: rows and keys by shapes and dtypes, not by the number or the lengths of the sequences."""
     if call.q.dtype == torch.float32:
         table = _FLOAT32
+    elif isinstance(call.k, Tensor):
+        table = _SIXTEEN_BITS
+    elif call.k.storage in _GROUPED and not _reads_pairs(call):
+        table = _SIXTEEN_BITS  # each value is multiplied by the scale of its group, which takes registers
+    elif call.k.storage == "bfp8":
+        table = _BFP8
     else:
-        # Storages with groups of values multiply each by its scale; the tiles of 16-bit caches leave registers for it.
-        table = _SIXTEEN_BITS if isinstance(call.k, Tensor) or call.k.storage in _GROUPED else _EIGHT_BITS
+        table = _EIGHT_BITS
     width = max(call.q.shape[3], call.value_dim)
     tiles = next(tiles for limit, tiles in table.items() if width <= limit)
+    if table is _SIXTEEN_BITS and 64 < width <= 128 and _is_one_long_sequence(call, tiles):
+        tiles = tiles._replace(stages=2, resident=3)
     while _shared_memory(tiles, call) > gpu_of(call.q.device).shared_memory:
         if tiles.stages > 2:
             tiles = tiles._replace(stages=tiles.stages - 1)
@@ -80,6 +89,17 @@ def pick_tiles(call: DecodeCall) -> DecodeTiles:
         else:
             break  # Triton raises OutOfResources
     return tiles
+
+
+def _is_one_long_sequence(call: DecodeCall, tiles: DecodeTiles) -> bool:
+    """Whether three programs per multiprocessor have 32 tiles each: 5% faster than two with more tiles in flight.
+
+    For several sequences it is not: three programs would divide them where two do not.
+    """
+    keys = call.capacity if call.window is None else min(call.capacity, call.window)
+    programs = 3 * multiprocessors(call.q.device)
+    one = call.paged and call.q.shape[0] == 1 and call.group * call.q.shape[2] <= 8
+    return one and keys * call.kv_heads >= 32 * tiles.keys * programs
 
 
 def _shared_memory(tiles: DecodeTiles, call: DecodeCall) -> int:
@@ -95,16 +115,28 @@ def _shared_memory(tiles: DecodeTiles, call: DecodeCall) -> int:
 
 def _reads_pairs(call: DecodeCall) -> bool:
     """Whether pairs of values of an 8-bit cache are read as 16-bit words: faster, needs even widths and strides."""
-    if isinstance(call.k, Tensor) or call.k.storage in _GROUPED or call.q.dtype == torch.float32:
+    if isinstance(call.k, Tensor) or isinstance(call.v, Tensor) or call.q.dtype == torch.float32:
         return False
-    values = [values_of(x) for x in (call.k, call.v)]
-    head_dim, value_dim = call.q.shape[3], call.value_dim
+    if call.k.storage == "fp8_ds_mla":
+        return False
+    head_dim, value_dim, width = call.q.shape[3], call.value_dim, 32
+    if call.k.storage == "bfp8":  # its scales are read by four; the widest tiles have no registers for it
+        if max(head_dim, value_dim) > 256 or not all(
+            x.scales.stride(3) == 1 and _divisible(x.scales, 4) for x in (call.k, call.v)
+        ):
+            return False
+        width = 64
     return (
-        head_dim >= 32
+        head_dim >= width
         and power_of_two(head_dim) == head_dim
-        and value_dim % 32 == 0
-        and all(stride % 2 == 0 for x in values for stride in (*x.stride()[:3], x.storage_offset(), x.data_ptr()))
+        and value_dim % width == 0
+        and all(_divisible(x.values, 2) for x in (call.k, call.v))
     )
+
+
+def _divisible(x: Tensor, n: int) -> bool:
+    """Whether the last dimension of a tensor of bytes can be read n bytes at a time."""
+    return all(stride % n == 0 for stride in (*x.stride()[:3], x.storage_offset(), x.data_ptr()))
 
 
 @functools.cache
@@ -283,22 +315,24 @@ def _launch(call: DecodeCall, state: State, tiles: DecodeTiles, first_sequence: 
     launch = Launch.of(call, state, tiles)
     q, constants = launch.q, launch.constants
     head_dim, block_size, unit = q.shape[3], constants["BLOCK_SIZE"], constants["UNIT"]
+    storage = "plain" if isinstance(call.k, Tensor) else call.k.storage
     words = _reads_pairs(call)
     k, *k_parts = _parts(call, call.k, words)
     # Of a latent cache, whose values are in the keys, the kernel gets the rope part in place of the values.
     rope = rope_of(call.v)
     v, *v_parts = _parts(call, call.v if rope is None else rope, words)
+    shifts = _scale_shifts(q.device) if words and storage == "bfp8" else None
     mask, tree = (_as_bytes(x) for x in (call.mask, call.tree))
     main, tail = _blocks(head_dim)
     with torch.cuda.device_of(q):
         _kernel("split")[(launch.shares * launch.heads,)](
-            q, q.stride()[:3], k, v, *k_parts, *v_parts, *launch.sources,
+            q, q.stride()[:3], k, v, *k_parts, *v_parts, shifts, *launch.sources,
             mask, _broadcast_strides(mask, 4), 0 if mask is None else mask.shape[3],
             tree, _broadcast_strides(tree, 3), launch.sinks, *launch.written, *launch.parts, *launch.numbers,
             call.scale * _LOG2_E,
             **constants, KEYS=tiles.keys, D=head_dim, MAIN=main, TAIL=tail,
             BLOCK_DV=max(16, power_of_two(call.value_dim)),
-            STORAGE="plain" if isinstance(call.k, Tensor) else call.k.storage, PAIRED=words,
+            STORAGE=storage, PAIRED=words,
             V_IN_K=v_in_k(call) and call.value_dim == main,  # narrower keys are padded rather than read
             COMPILED=not _interpreted(),
             ALIGNED=unit % tiles.keys == 0 and (tiles.keys % max(block_size, 1) == 0 or block_size % tiles.keys == 0),
@@ -358,7 +392,15 @@ def _parts(
     scales = stored.scales
     if stored.storage == "fp8":
         return values, strides(values), scales, (scales.stride(0) if scales.ndim else 0, 0, 0, 0)
+    if words and stored.storage == "bfp8":
+        scales = scales.view(torch.int32)
     return values, strides(values), scales, (*strides(scales), scales.stride(3) if scales.ndim == 4 else 0)
+
+
+@functools.cache
+def _scale_shifts(device: torch.device) -> Tensor:
+    """What moves each of the four scales in a word of a bfp8 cache to its upper end."""
+    return torch.tensor([24, 16, 8, 0], dtype=torch.int32, device=device)
 
 
 def _as_bytes(x: Tensor | None) -> Tensor | None:

@@ -22,12 +22,15 @@ from attnmesh.ops.decode.triton_keys import (
     key_offsets,
     load_bfp_scales,
     load_blocks,
+    load_exponents,
+    load_exponents_transposed,
     load_latent_scales,
     load_rows,
     load_transposed,
     normalize_to_fp16,
     offsets_in_block,
     split_pairs,
+    unpack_bfp_pairs,
     unpack_pairs,
 )
 from attnmesh.ops.decode.triton_schedule import (
@@ -186,7 +189,7 @@ def _record_error(errors, sequence, word):
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def split_kernel(
-    q, q_strides, k, v, k_strides, k_scales, k_scale_strides, v_strides, v_scales, v_scale_strides,
+    q, q_strides, k, v, k_strides, k_scales, k_scale_strides, v_strides, v_scales, v_scale_strides, scale_shifts,
     table, table_stride, cur_pos, range_first, range_end, mask, mask_strides, mask_width, tree, tree_strides, sinks,
     out, out_strides, lse, lse_strides, part_out, part_lse,
     batch, kv_heads, num_blocks, capacity, window, shares, max_splits, scale_log2,
@@ -254,9 +257,12 @@ def split_kernel(
             value_scale = tl.load(v_scales + head * v_scale_strides[0])
 
         if PAIRED:
-            q_main, row_scale = normalize_to_fp16(q_main)
+            if STORAGE == "bfp8":
+                shifts = tl.load(scale_shifts + tl.arange(0, 4))
+            else:
+                q_main, row_scale = normalize_to_fp16(q_main)
+                score_scale *= row_scale[None, :]
             q_main, q_odd = split_pairs(q_main, MAIN // 2, ROWS)
-            score_scale *= row_scale[None, :]
         # The carry: `acc / sum(denominator)` is the output so far, `peak + log2(sum(denominator))` its lse in base 2.
         acc = tl.zeros((BLOCK_DV // 2 if PAIRED else BLOCK_DV, ROWS), tl.float32)
         acc_odd = acc
@@ -284,14 +290,19 @@ def split_kernel(
             valid = in_bounds(blocks, keys, first, key_stop, num_blocks, BOUNDED, BLOCK_SIZE)
             k_offsets = key_offsets(blocks, block_offsets, k_strides, WIDE)
             v_offsets = key_offsets(blocks, block_offsets, v_strides, WIDE)
-            if PAIRED:
-                k_main, k_odd = unpack_pairs(
-                    load_rows(k_head, k_offsets, valid, 0, D // 2, MAIN // 2), STORAGE, COMPILED
-                )
-            else:
-                k_main = load_rows(k_head, k_offsets, valid, 0, D, MAIN)
             if STORAGE == "bfp8":
                 k_powers = key_offsets(blocks, block_offsets, k_scale_strides, WIDE)
+            if PAIRED:
+                words = load_rows(k_head, k_offsets, valid, 0, D // 2, MAIN // 2)
+                if STORAGE == "bfp8":
+                    powers = load_exponents(k_scale_head, k_powers, valid, shifts, D, MAIN)
+                    powers = tl.broadcast_to(powers[:, :, :, None], (KEYS, MAIN // 64, 4, 8)).reshape(KEYS, MAIN // 2)
+                    k_main, k_odd = unpack_bfp_pairs(words, powers, COMPILED, q_main.dtype)
+                else:
+                    k_main, k_odd = unpack_pairs(words, STORAGE, COMPILED)
+            else:
+                k_main = load_rows(k_head, k_offsets, valid, 0, D, MAIN)
+            if STORAGE == "bfp8" and not PAIRED:
                 steps = load_bfp_scales(k_scale_head, k_scale_strides, k_powers, valid, 0, D, KEYS, MAIN)
                 k_main = k_main.to(tl.float32) * steps
             if STORAGE == "fp8_ds_mla":
@@ -350,9 +361,14 @@ def split_kernel(
                 if GAPS:
                     v_tile = tl.where(used[None, :], v_tile, 0.0)
             elif PAIRED:
-                v_tile, v_odd = unpack_pairs(
-                    load_transposed(v_head, v_offsets, used, DV // 2, BLOCK_DV // 2), STORAGE, COMPILED
-                )
+                words = load_transposed(v_head, v_offsets, used, DV // 2, BLOCK_DV // 2)
+                if STORAGE == "bfp8":
+                    v_powers = key_offsets(blocks, block_offsets, v_scale_strides, WIDE)
+                    powers = load_exponents_transposed(v_scale_head, v_powers, used, shifts, DV, BLOCK_DV)
+                    powers = tl.broadcast_to(powers[:, :, None, :], (BLOCK_DV // 64, 4, 8, KEYS))
+                    v_tile, v_odd = unpack_bfp_pairs(words, powers.reshape(BLOCK_DV // 2, KEYS), COMPILED, q_main.dtype)
+                else:
+                    v_tile, v_odd = unpack_pairs(words, STORAGE, COMPILED)
                 acc_odd = tl.dot(v_odd, weights, acc_odd * decay[None, :])
             else:
                 v_tile = load_transposed(v_head, v_offsets, used, DV, BLOCK_DV)

@@ -30,6 +30,37 @@ _INT8_HALVES = tl.constexpr("""{
     sub.rn.f16x2 $0, low, offset;
     sub.rn.f16x2 $1, high, offset;
 }""")
+# The same times powers of two, $3 and then $4: one of them alone may be beyond fp16 where the product is not.
+_BFP_FP16_HALVES = tl.constexpr("""{
+    .reg .b32 flipped, low, high, offset;
+    mov.b32 offset, 0x64806480;
+    xor.b32 flipped, $2, 0x80808080;
+    prmt.b32 low, flipped, 0x64646464, 0x4240;
+    prmt.b32 high, flipped, 0x64646464, 0x4341;
+    sub.rn.f16x2 low, low, offset;
+    sub.rn.f16x2 high, high, offset;
+    mul.rn.f16x2 low, low, $3;
+    mul.rn.f16x2 high, high, $3;
+    mul.rn.f16x2 $0, low, $4;
+    mul.rn.f16x2 $1, high, $4;
+}""")
+# The lower seven bits of an int8 are the last ones of 128 + themselves in bf16, its sign is that of 128 + 128.
+# (fma alone: bf16 has no other arithmetic before sm_90.)
+_BFP_BF16_HALVES = tl.constexpr("""{
+    .reg .b32 low, high, bits, sign, minus_one, minus_zero;
+    mov.b32 minus_one, 0xbf80bf80;
+    mov.b32 minus_zero, 0x80008000;
+    prmt.b32 low, $2, 0x43434343, 0x4240;
+    prmt.b32 high, $2, 0x43434343, 0x4341;
+    and.b32 bits, low, 0xff7fff7f;
+    and.b32 sign, low, 0xff80ff80;
+    fma.rn.bf16x2 low, sign, minus_one, bits;
+    fma.rn.bf16x2 $0, low, $3, minus_zero;
+    and.b32 bits, high, 0xff7fff7f;
+    and.b32 sign, high, 0xff80ff80;
+    fma.rn.bf16x2 high, sign, minus_one, bits;
+    fma.rn.bf16x2 $1, high, $3, minus_zero;
+}""")
 
 
 @triton.jit
@@ -129,6 +160,60 @@ def load_bfp_scales(
     powers = tl.load(scales + (offsets[:, None] + groups[None, :] * strides[3]), mask=inside, other=0).to(tl.int32)
     steps = ((powers + 127) << 23).to(tl.float32, bitcast=True)  # 2 ** power, exactly
     return tl.broadcast_to(steps[:, :, None], (KEYS, WIDTH // 16, 16)).reshape(KEYS, WIDTH)
+
+
+@triton.jit
+def load_exponents(scales, offsets, valid, shifts, D: tl.constexpr, WIDTH: tl.constexpr):
+    """The exponents of a bfp8 tile, [keys, WIDTH // 64, 4].
+
+    Four are read at a time: fewer bytes could not be read ahead of their use. `shifts` tell them apart. (They come from
+    memory because the compiler would not convert a tile of numbers that it computes to the layout of a product.)
+    """
+    words = tl.arange(0, WIDTH // 64)
+    inside = valid[:, None] & (words < D // 64)[None, :]
+    exponents = tl.load(scales + (offsets[:, None] + words[None, :]), mask=inside, other=0)
+    return (exponents[:, :, None] << shifts[None, None, :]) >> 24
+
+
+@triton.jit
+def load_exponents_transposed(scales, offsets, valid, shifts, D: tl.constexpr, WIDTH: tl.constexpr):
+    """The same, [WIDTH // 64, 4, keys]."""
+    words = tl.arange(0, WIDTH // 64)
+    inside = valid[None, :] & (words < D // 64)[:, None]
+    exponents = tl.load(scales + (offsets[None, :] + words[:, None]), mask=inside, other=0)
+    return (exponents[:, None, :] << shifts[None, :, None]) >> 24
+
+
+@triton.jit
+def power_of_two(exponent, dtype: tl.constexpr):
+    """2 ** exponent in bf16, exactly, or in fp16, limited to its normal numbers."""
+    if dtype == tl.bfloat16:
+        bits = (exponent + 127) << 7
+    else:
+        bits = (tl.minimum(tl.maximum(exponent, -14), 15) + 15) << 10
+    return bits.to(tl.int16).to(dtype, bitcast=True)
+
+
+@triton.jit
+def unpack_bfp_pairs(words, exponents, COMPILED: tl.constexpr, dtype: tl.constexpr):
+    """The lower and the upper value in each 16-bit word of a bfp8 tile, rounded to `dtype`."""
+    first = power_of_two(exponents, dtype)
+    rest = power_of_two(exponents - tl.minimum(tl.maximum(exponents, -14), 15), dtype)
+    if not COMPILED:
+        low, high = (words & 0xFF).to(tl.uint8), ((words >> 8) & 0xFF).to(tl.uint8)
+        low, high = low.to(tl.int8, bitcast=True).to(dtype), high.to(tl.int8, bitcast=True).to(dtype)
+        low, high = low * first, high * first
+        if dtype == tl.float16:
+            low, high = low * rest, high * rest
+    elif dtype == tl.float16:
+        low, high = tl.inline_asm_elementwise(
+            _BFP_FP16_HALVES, "=r,=r,r,r,r", [words, first, rest], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _BFP_BF16_HALVES, "=r,=r,r,r", [words, first], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    return low, high
 
 
 @triton.jit

@@ -185,8 +185,7 @@ def _forward_kernel(
                 v_tail = tl.load(v_rows + column, mask=valid[:, None] & (column < D_V), other=0.0)
                 acc_tail = tl.dot(weights, v_tail, acc_tail * decay[:, None], input_precision="ieee")
 
-    if top is not None:
-        tl.store(top + row * heads + head, peak / _LOG2_E, mask=head < heads)
+    largest = peak
     kept = 1.0
     if sinks is not None:
         sink = tl.load(sinks + head, mask=head < heads, other=0.0).to(tl.float32) * _LOG2_E
@@ -204,3 +203,5 @@ def _forward_kernel(
         column = VALUE_MAIN + tl.arange(0, VALUE_TAIL)[None, :]
         tl.store(out_rows + column, (acc_tail * share).to(out.dtype.element_ty), mask=real & (column < D_V))
     tl.store(lse + row * heads + head, (peak + tl.log2(total)) / _LOG2_E, mask=head < heads)
+    if top is not None:
+        tl.store(top + row * heads + head, largest / _LOG2_E, mask=head < heads)

@@ -48,7 +48,7 @@ MAX_HEADS = 128  # of a product; more heads are summed block by block
 MAX_GRAD_HEADS = 64  # at a time: their gradients stay in registers
 MAX_GRAD_COLUMNS = 128  # of the gradients of queries and keys, likewise; wider heads take two programs
 DENSE_KEY_PROGRAMS = 256  # about as many as run at a time; with fewer tiles of keys the rows are split
-LONG_ROW = 65536  # keys; the workspace of the top-k holds few such rows, so they are scored one at a time
+LONG_ROW = 65536  # keys; selecting from such a row takes long, so the workspace of the top-k must hold many
 SPAN = 1024  # keys that one program of the top-k scores at a time
 
 
@@ -84,7 +84,9 @@ def pick_topk_tiles(iq: Tensor, s_kv: int) -> IndexerTiles:
     """Tiles of the top-k: no more rows than fill a product or fit in shared memory beside the keys."""
     tiles, heads = TOPK[iq.element_size()], head_tile(iq.shape[1])
     rows = min(tiles.rows, MAX_COLUMNS // heads, max(1, 4 * 128 // padded(iq.shape[2])))
-    tiles = tiles._replace(rows=rows if iq.shape[1] <= heads and s_kv <= LONG_ROW else 1)
+    # Of a few long rows each is scored by itself: there is work for all programs, and none for rows that are not there.
+    together = iq.shape[1] <= heads and (s_kv <= LONG_ROW or iq.shape[0] >= 64)
+    tiles = tiles._replace(rows=rows if together else 1)
     row_bytes = padded(iq.shape[2]) * iq.element_size()
     while tiles.rows * heads * row_bytes + (tiles.stages - 1) * tiles.keys * row_bytes + (tiles.rows + 1) * 1024 > (
         gpu_of(iq.device).shared_memory

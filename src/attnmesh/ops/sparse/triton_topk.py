@@ -39,6 +39,7 @@ from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_d
 from attnmesh.ops.sparse.arguments import TopKIndices
 from attnmesh.ops.sparse.paged import PagedKeys
 from attnmesh.ops.sparse.triton_indexer import (
+    LONG_ROW,
     MAX_COLUMNS,
     SPAN,
     TOPK,
@@ -56,6 +57,7 @@ from attnmesh.ops.storage import Quantized, values_of
 
 _MEMORY_FRACTION = 0.09  # size of the workspace, relative to inputs and outputs
 _MIN_WORKSPACE = 4 << 20
+_LONG_WORKSPACE = 64 << 20  # of long rows: 120 of 128k keys are selected from at a time
 _MAX_CANDIDATES = 8192  # in registers; selection is slower for a top-k of more than 4096
 _PAGED_WORKSPACE = 256 << 20  # at most: few rows of a decode step, each as long as the block table allows
 _MIN_SPAN = 256
@@ -88,7 +90,8 @@ def topk(
     s_q, s_kv = iq.shape[0], ik.shape[0]
     if workspace is None:
         read = sum(x.numel() * x.element_size() for x in (iq, ik, w)) + s_q * (8 * topk + 4)
-        workspace = max(_MIN_WORKSPACE, int(_MEMORY_FRACTION * read))
+        least = _LONG_WORKSPACE if s_kv > LONG_ROW else _MIN_WORKSPACE
+        workspace = max(least, int(_MEMORY_FRACTION * read))
     tiles = tiles or pick_topk_tiles(iq, s_kv)
     keys = (ik, (0, ik.stride(0)), None, (0, 0), None, (0, 0), None, 1, s_kv)
     return _launch(iq, keys, 0, s_kv, w, topk, lo, hi, scale, relu, tiles, span, block, workspace, programs)

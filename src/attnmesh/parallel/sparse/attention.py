@@ -55,11 +55,12 @@ class _Attention(torch.autograd.Function):
             local = slots(shard)
             part = State(*call.backend.forward(
                 q, shard.tensors[0], None if v is None else shard.tensors[1], local.indices, local.bounds,
-                scale=call.scale, d_v=call.d_v, dtype=q.dtype if keys.single and sinks is None else wide,
+                scale=call.scale, d_v=call.d_v, dtype=q.dtype if keys.single else wide,
+                sinks=sinks if keys.single else None,
             ))  # fmt: skip
             state = part if state is None else merge([state, part])
         assert state is not None
-        out, lse = state if sinks is None else add_sinks(state, sinks)
+        out, lse = state if sinks is None or keys.single else add_sinks(state, sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.rest = call.without_tensors(), sharding

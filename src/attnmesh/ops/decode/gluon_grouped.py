@@ -1,0 +1,345 @@
+"""Decode over a paged cache on Hopper for many rows (query heads and tokens) per KV head: GQA with large groups.
+
+A row of the matrix instructions is a query head and token of the KV head, 64 in a group of warps. Two groups of warps
+multiply queries and keys, keep the running maximum, and add weights times values, all in registers:
+
+- with at most 64 rows, both have the same rows and take the tiles of 64 keys in turns; at the end of an item the second
+  hands its sums to the first (`halves` is 1);
+- with up to 128 rows each has 64 of them and sees all tiles (`halves` is 2): every key is read once for all rows.
+
+One more warp lets the copy engine (TMA) fetch keys and values, by the block table, into rings of tiles. Tiles of keys
+and of values are `ready` when they have arrived and `free` when the groups that read them are done. Barriers are waited
+for by the parity of their phase, counted over all items. See `gluon_latent` for keys outside of an item.
+"""
+
+# Kernels are written in Gluon's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from attnmesh.core.state import State
+from attnmesh.ops.decode.call import DecodeCall
+from attnmesh.ops.decode.gluon_common import (
+    BLOCK_SIZES,
+    LOG2_E,
+    Place,
+    Results,
+    aligned,
+    blocks_of,
+    descriptor,
+    fetch,
+    finish_rows,
+    load_signed,
+    locate_rows,
+    matrix,
+    row_offsets,
+    shape_of,
+    split_row,
+)
+from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
+from attnmesh.ops.decode.triton import DecodeTiles, Launch
+from attnmesh.ops.storage import Quantized, values_of
+
+HEAD_DIMS = (64, 128)
+MIN_ROWS = 16
+_ROWS, _KEYS = gl.constexpr(64), gl.constexpr(KEYS)
+_SLACK = gl.constexpr(8.0)  # weights may grow to 2**_SLACK before the sums are rescaled
+_SECOND, _LOADER = gl.constexpr(232), gl.constexpr(24)  # registers per thread
+NOT_SPECIALIZED = ["batch", "capacity", "window", "shares", "max_splits", "scale_log2", "table_stride"]
+
+
+class Memory(NamedTuple):
+    """Shared memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    sums: Any  # of the second group, and their maxima and totals
+    peak: Any
+    total: Any
+
+
+class Barriers(NamedTuple):
+    """The barriers of tiles, and of the results of the second group."""
+
+    k_ready: Any
+    k_free: Any
+    v_ready: Any
+    v_free: Any
+    cleared: Any
+    sums_ready: Any
+    sums_free: Any
+
+
+def refusal(call: DecodeCall) -> str | None:
+    """The reason why the kernel cannot serve these tensors; None if it can."""
+    head_dim, rows = call.q.shape[3], call.group * call.q.shape[2]
+    if isinstance(call.k, Quantized) or isinstance(call.v, Quantized):
+        return "its kernel takes plain caches"
+    if head_dim not in HEAD_DIMS or call.value_dim != head_dim or rows < MIN_ROWS:
+        dims = " and ".join(map(str, HEAD_DIMS))
+        return f"its kernel takes head_dim {dims}, and {MIN_ROWS} or more query heads and tokens per KV head"
+    if not call.paged or call.block_size not in BLOCK_SIZES:
+        return f"its kernel takes pools of block_size {', '.join(map(str, BLOCK_SIZES))}"
+    if call.mask is not None or call.tree is not None or call.shared:
+        return "its kernel takes no mask, tree or share_cache"
+    if call.q.dtype not in (torch.float16, torch.bfloat16):
+        return f"its kernel takes fp16 and bf16, not {call.q.dtype}"
+    return (
+        None if aligned(call.k, call.v) else "its kernel takes pools whose rows are aligned to 16 bytes, not empty ones"
+    )
+
+
+def launch(call: DecodeCall, state: State, first_sequence: int) -> None:
+    """Out and lse of a call without a `refusal`, in two launches."""
+    halves = 1 if call.group * call.q.shape[2] <= 64 else 2
+    shared = Launch.of(call, state, DecodeTiles(rows=64 * halves, keys=KEYS, warps=4, stages=2, resident=1))
+    q, constants = shared.q, shared.constants
+    table, table_stride, cur_pos, first, end = shared.sources
+    batch, kv_heads, _, capacity, window, shares, max_splits = shared.numbers
+    head_dim = q.shape[3]
+    # Even, so that all tiles in a place are read by one group of warps, which never waits for a phase too far ahead.
+    ring = (4 if halves == 1 else 6) * (128 // head_dim)
+    shape = shape_of(call, shared.rows, 64, constants["UNIT"], constants["FIXED"], ring)
+    with torch.cuda.device_of(q):
+        _attend_kernel[(shared.shares * shared.heads,)](
+            descriptor(values_of(call.k), head_dim, shape.piece), descriptor(values_of(call.v), head_dim, shape.piece),
+            q, q.stride()[:3],
+            table, table_stride, cur_pos, first, end, *shared.written, *shared.parts, shared.sinks,
+            batch, kv_heads, capacity, window, shares, max_splits, (abs(call.scale) or 1.0) * LOG2_E,
+            SHAPE=shape, D=head_dim, HALVES=halves, BATCH=constants["BATCH"], EARLY=constants["EARLY"], num_warps=4,
+        )  # fmt: skip
+        shared.merge(first_sequence)
+
+
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+def _attend_kernel(
+    k_blocks, v_blocks, q, q_strides, table, table_stride, cur_pos, range_first, range_end,
+    out, out_strides, lse, lse_strides, part_out, part_lse, sinks,
+    batch, kv_heads, capacity, window, shares, max_splits, scale_log2,
+    SHAPE: gl.constexpr, D: gl.constexpr, HALVES: gl.constexpr, BATCH: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Attends over this program's share of the keys; writes whole sequences to out, and splits to the buffers."""
+    if EARLY:
+        gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
+    dtype: gl.constexpr = q.dtype.element_ty
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    q_memory = gl.allocate_shared_memory(dtype, [2, _ROWS, D], gl.NVMMASharedLayout(128, 16, 2))
+    keys = gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, D], k_blocks.layout)
+    values = gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, D], v_blocks.layout)
+    sums = gl.allocate_shared_memory(gl.float32, [_ROWS if HALVES == 1 else 1, D], plain)
+    peak = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
+    total = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
+
+    RING: gl.constexpr = SHAPE.ring
+    once: gl.constexpr = mbarrier.MBarrierLayout()
+    k_ready = gl.allocate_shared_memory(gl.int64, [RING, 1], once)
+    k_free = gl.allocate_shared_memory(gl.int64, [RING, 1], once)
+    v_ready = gl.allocate_shared_memory(gl.int64, [RING, 1], once)
+    v_free = gl.allocate_shared_memory(gl.int64, [RING, 1], once)
+    cleared = gl.allocate_shared_memory(gl.int64, [1, 1], once)
+    sums_ready = gl.allocate_shared_memory(gl.int64, [1, 1], once)
+    sums_free = gl.allocate_shared_memory(gl.int64, [1, 1], once)
+    for slot in gl.static_range(RING):
+        mbarrier.init(k_ready.index(slot), count=1)
+        mbarrier.init(k_free.index(slot), count=HALVES)
+        mbarrier.init(v_ready.index(slot), count=1)
+        mbarrier.init(v_free.index(slot), count=HALVES)
+    mbarrier.init(cleared.index(0), count=2)
+    mbarrier.init(sums_ready.index(0), count=1)
+    mbarrier.init(sums_free.index(0), count=1)
+    fence_async_shared()
+
+    sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
+    tiles = (SHAPE.group * SHAPE.tokens + HALVES * _ROWS - 1) // (HALVES * _ROWS)
+    heads = kv_heads * tiles
+    head_tile = gl.program_id(0) % heads
+    share = gl.program_id(0) // heads
+    place = Place(head_tile // tiles, head_tile, heads, head_tile % tiles * (HALVES * _ROWS), share)
+    position = share_of_program(sources, share.to(gl.int64), shares, max_splits, SHAPE.tokens, SHAPE.unit, BATCH)
+    memory = Memory(q_memory, keys, values, sums, peak, total)
+    barriers = Barriers(k_ready, k_free, v_ready, v_free, cleared, sums_ready, sums_free)
+    results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
+    gl.warp_specialize(
+        [
+            (
+                _attend, (
+                    0, q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE, D, HALVES,
+                ),
+            ),
+            (
+                _attend, (
+                    1, q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE, D, HALVES,
+                ),
+            ),
+            (_load, (k_blocks, v_blocks, table, table_stride, memory, barriers, sources, position, place, SHAPE)),
+        ],
+        [4, 1],
+        [_SECOND, _LOADER],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load(k_blocks, v_blocks, table, table_stride, memory, barriers, sources, position, place, SHAPE: gl.constexpr):
+    """Lets the copy engine fetch the keys and values of every tile, as soon as there is room."""
+    RING: gl.constexpr = SHAPE.ring
+    step = 0  # tiles so far, of all items
+    while position.at < position.stop:
+        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        table_row = table + position.sequence.to(gl.int64) * table_stride
+        for tile in range(item.tiles):
+            key = item.begin + tile * _KEYS
+            blocks = blocks_of(table_row, key, item, SHAPE)
+            slot = step % RING
+            before = (step // RING & 1) ^ 1
+            mbarrier.wait(barriers.k_free.index(slot), before)
+            fetch(k_blocks, memory.k.index(slot), barriers.k_ready.index(slot), blocks, key, 0, place, SHAPE)
+            mbarrier.wait(barriers.v_free.index(slot), before)
+            fetch(v_blocks, memory.v.index(slot), barriers.v_ready.index(slot), blocks, key, 0, place, SHAPE)
+            step += 1
+        position = after(position, item)
+
+
+@gluon.jit
+def _attend(
+    PART: gl.constexpr, q, q_strides, memory, barriers, sources, position, place, results, scale_log2,
+    SHAPE: gl.constexpr, D: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
+    """Attends with 64 rows over all tiles or, with one half, over every second."""
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    down: gl.constexpr = gl.SliceLayout(1, grid)
+    RING: gl.constexpr = SHAPE.ring
+    if HALVES == 2:
+        place = Place(place.head, place.head_tile, place.heads, place.row_begin + PART * _ROWS, place.share)
+    is_row, head, token = locate_rows(place, down, SHAPE)
+    column = gl.arange(0, _KEYS, layout=gl.SliceLayout(0, grid))[None, :]
+    step = 0  # tiles so far, of all items
+    done = 0  # items so far that have any tile
+    clears = 0  # tiles so far that are partly outside of their item
+    while position.at < position.stop:
+        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        if item.tiles > 0:
+            row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
+            _load_queries(q, q_strides, memory.q.index(PART), position.sequence, place, SHAPE, D)
+            peak = gl.full([_ROWS], float("-inf"), gl.float32, down)
+            total = gl.full([_ROWS], 0.0, gl.float32, down)
+            sums = gl.zeros([_ROWS, D], gl.float32, wide)
+            # Of one half: the tiles whose place in the ring, which is even, is always this group's.
+            first = (step + PART) % 2 * (2 - HALVES)
+            for tile in range(first, item.tiles, 3 - HALVES):
+                key = item.begin + tile * _KEYS
+                slot = (step + tile) % RING
+                turn = (step + tile) // RING & 1
+                mbarrier.wait(barriers.k_ready.index(slot), turn)
+                scores = gl.zeros([_ROWS, _KEYS], gl.float32, grid)
+                scores = warpgroup_mma(
+                    memory.q.index(PART), matrix(memory.k, slot).permute([1, 0]), scores, use_acc=False, is_async=True
+                )
+                scores = warpgroup_mma_wait(0, [scores])
+                mbarrier.arrive(barriers.k_free.index(slot), count=1)
+                mbarrier.wait(barriers.v_ready.index(slot), turn)
+                if (key < item.inner) | (key + _KEYS > item.edge):
+                    visible = (column >= (row_first - key)[:, None]) & (column < (row_end - key)[:, None])
+                    scores = gl.where(visible, scores, float("-inf"))
+                    if (key < item.first) | (key + _KEYS > item.stop):
+                        tile_part = matrix(memory.v, slot).slice(PART * (HALVES - 1) * (D // 2), D // HALVES, dim=1)
+                        _clear_outside(tile_part, key, item, D // HALVES)
+                        if HALVES == 2:  # each clears half of the columns
+                            mbarrier.arrive(barriers.cleared.index(0), count=1)
+                            mbarrier.wait(barriers.cleared.index(0), clears & 1)
+                            clears += 1
+                highest = gl.max(scores, 1) * scale_log2  # which is positive
+                new_peak = gl.where(highest > peak + _SLACK, highest, peak)
+                # No visible key yet: subtract 0, because -inf - -inf is NaN.
+                shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+                decay = gl.exp2(peak - shift)
+                weights = gl.exp2(scores * scale_log2 - shift[:, None])
+                total = total * decay + gl.sum(weights, 1)
+                peak = new_peak
+                operand = gl.convert_layout(weights.to(memory.v.dtype), gl.DotOperandLayout(0, wide, 2))
+                sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, wide))[:, None]
+                sums = warpgroup_mma(operand, matrix(memory.v, slot), sums, is_async=True)
+                sums = warpgroup_mma_wait(0, [sums])
+                mbarrier.arrive(barriers.v_free.index(slot), count=1)
+            step += item.tiles
+
+            if HALVES == 2:
+                factor = finish_rows(
+                    peak, total, results, position, item, place, PART * _ROWS, is_row, head, token, down, SHAPE
+                )
+                _store(results, sums, factor, PART * _ROWS, position, item, place, wide, SHAPE, D)
+            elif PART == 1:
+                mbarrier.wait(barriers.sums_free.index(0), (done & 1) ^ 1)
+                memory.sums.store(sums)
+                memory.peak.store(peak)
+                memory.total.store(total)
+                mbarrier.arrive(barriers.sums_ready.index(0), count=1)
+            else:
+                mbarrier.wait(barriers.sums_ready.index(0), done & 1)
+                other = memory.peak.load(down)
+                top = gl.maximum(peak, other)
+                shift = gl.where(top == float("-inf"), 0.0, top)
+                mine, theirs = gl.exp2(peak - shift), gl.exp2(other - shift)
+                total = total * mine + memory.total.load(down) * theirs
+                sums = sums * gl.convert_layout(mine, gl.SliceLayout(1, wide))[:, None]
+                sums += memory.sums.load(wide) * gl.convert_layout(theirs, gl.SliceLayout(1, wide))[:, None]
+                mbarrier.arrive(barriers.sums_free.index(0), count=1)
+                factor = finish_rows(top, total, results, position, item, place, 0, is_row, head, token, down, SHAPE)
+                _store(results, sums, factor, 0, position, item, place, wide, SHAPE, D)
+            done += 1
+        position = after(position, item)
+
+
+@gluon.jit
+def _load_queries(q, q_strides, memory, sequence, place, SHAPE: gl.constexpr, D: gl.constexpr):
+    """Writes the queries to shared memory."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    is_row, head, token = locate_rows(place, gl.SliceLayout(1, lines), SHAPE)
+    rows = q + row_offsets(q_strides, sequence, head, token)[:, None]
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, lines))[None, :]
+    memory.store(load_signed(rows + column, is_row, SHAPE))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _clear_outside(tile, key, item, D: gl.constexpr):
+    """Values outside of the item become 0."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    at = key + gl.arange(0, _KEYS, layout=gl.SliceLayout(1, lines))
+    inside = ((at >= item.first) & (at < item.stop))[:, None]
+    values = tile.load(lines)
+    tile.store(gl.where(inside, values, gl.zeros([_KEYS, D], values.dtype, lines)))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _store(
+    results, sums, factor, FIRST: gl.constexpr, position, item, place, wide: gl.constexpr, SHAPE: gl.constexpr,
+    D: gl.constexpr,
+):  # fmt: skip
+    """The output of 64 rows, of a whole sequence or of a split."""
+    down: gl.constexpr = gl.SliceLayout(1, wide)
+    sums = sums * gl.convert_layout(factor, down)[:, None]
+    is_row, head, token = locate_rows(place, down, SHAPE)
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, wide))[None, :]
+    if item.starts & item.ends:
+        row = row_offsets(results.out_strides, position.sequence, head, token)
+        gl.store(results.out + row[:, None] + column, sums.to(results.out.dtype.element_ty), mask=is_row[:, None])
+    else:
+        row = (split_row(position, item, place, SHAPE) + FIRST + gl.arange(0, _ROWS, layout=down)) * D
+        gl.store(results.part_out + row[:, None] + column, sums, mask=is_row[:, None])
