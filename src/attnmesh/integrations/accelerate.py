@@ -22,6 +22,8 @@ from attnmesh.integrations.trainer import patch_sft_trainer, patch_trainer
 from attnmesh.parallel.executor import BACKENDS
 from attnmesh.plan.schedules import SCHEDULES
 
+__all__ = ["TESTED", "disable", "enable"]
+
 TESTED = {"accelerate": "1.15", "transformers": "5.22", "trl": "1.16"}
 """The versions whose private functions `enable()` replaces."""
 

@@ -23,6 +23,8 @@ from attnmesh.core.validation import check_choice, check_list, check_tensor, che
 from attnmesh.integrations.transformers_models import modules_in_forward
 from attnmesh.parallel.context import ContextParallel
 
+__all__ = ["GradientReduction"]
+
 LOSSES = ("tokens", "mean", "whole")
 
 _reductions: WeakKeyDictionary[nn.Module, GradientReduction] = WeakKeyDictionary()
@@ -39,12 +41,12 @@ class GradientReduction:
         cp: the ranks that share a sequence.
         losses: what the losses of the ranks are.
 
-            tokens  shares of the mean over the tokens of all data ranks: gradients are summed over all ranks. Pass
-                    `num_items_in_batch=reduction.num_items(labels)` to `shard_inputs`.
-            mean    shares of the mean over the tokens of their data rank: gradients are summed over the ranks of `cp`
-                    and averaged over data ranks.
-            whole   every rank computes the whole loss of its data rank (from `gather_log_probs` or `unshard`), or
-                    scales its loss itself: gradients are averaged over all ranks, as DDP and FSDP2 do.
+            - `"tokens"`: shares of the mean over the tokens of all data ranks: gradients are summed over all ranks.
+              Pass `num_items_in_batch=reduction.num_items(labels)` to `shard_inputs`.
+            - `"mean"`: shares of the mean over the tokens of their data rank: gradients are summed over the ranks of
+              `cp` and averaged over data ranks.
+            - `"whole"`: every rank computes the whole loss of its data rank (from `gather_log_probs` or `unshard`), or
+              scales its loss itself: gradients are averaged over all ranks, as DDP and FSDP2 do.
 
     A wrapped model that is trained on inputs of `shard_inputs` without a GradientReduction raises ValueError.
     """

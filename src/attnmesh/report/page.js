@@ -14,11 +14,18 @@
   };
   at("theme").addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; labelTheme(); draw(); });
   system.addEventListener("change", () => { labelTheme(); draw(); });
+  window.addEventListener("message", ({ source, data: sent }) => {  // from a page that embeds this one
+    if (source !== window.parent || !["light", "dark"].includes(sent?.theme)) return;
+    root.dataset.theme = sent.theme;
+    labelTheme();
+    draw();
+  });
   labelTheme();
   if (!data) return;
 
-  // The selection. Group and step -1: all of them.
-  const chosen = { schedule: data.selected, group: -1, step: -1, color: "rank", order: "sequence", heads: 0, tile: null };
+  // The selection. Group and step -1: all of them. A link can name a schedule: report.html#ring
+  const linked = data.schedules.find(({ name }) => `#${name}` === location.hash);
+  const chosen = { schedule: linked ? linked.name : data.selected, group: -1, step: -1, color: "rank", order: "sequence", heads: 0, tile: null };
 
   // Rows of tables and drawings: a group is one rank, or a node where there are many ranks.
   const ranks = [...Array(data.world).keys()];
