@@ -158,6 +158,11 @@ class GradAccumulator:
             self.total()
 
     @property
+    def shape(self) -> torch.Size:
+        """The shape of the sum."""
+        return self._like.shape
+
+    @property
     def empty(self) -> bool:
         """Whether nothing has been added."""
         return self._total is None and not self._pending

@@ -78,8 +78,9 @@ class Triton:
         wanted = {name: (grad, x) for grad, x, name in every if grad is not None}
         # The only call writes its gradients in their dtype; others add to float32, or write the first part of a sum.
         overwrite = all(grad.one_call for grad, _ in wanted.values())
-        first = not overwrite and len(blocks) == 1 and len(blocks[0].k) == call.k.shape[2] and len(wanted) > 1
-        first = first and all(grad.empty for name, (grad, _) in wanted.items() if name != "q")
+        keys_wanted = [(grad, x) for name, (grad, x) in wanted.items() if name != "q"]
+        first = not overwrite and len(blocks) == 1 and len(blocks[0].k) == call.k.shape[2]
+        first = first and all(grad.empty and grad.shape == x.shape for grad, x in keys_wanted)
         for block in blocks:
             q, k, v = _sliced(call, block)
             rows, keys = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
