@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Ranks are processes of their own: without byte code, each would compile all modules again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo verify test test-all test-slow lint bench rehearse clean
+.PHONY: help demo verify test test-all test-slow lint bench package rehearse clean
 
 help:
 	@echo "make demo       answer questions about this project's documentation with a language model on 4 processes"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-slow  run the tests marked slow"
 	@echo "make lint       check style and types"
 	@echo "make bench      measure the efficiency of ring attention (python -m benchmarks.ring)"
+	@echo "make package    build the distributions and test the wheel in an environment without extras"
 	@echo "make rehearse   run training, prefill and generation on nodes that are network namespaces (needs root, Linux)"
 	@echo "make clean      remove .venv"
 
@@ -53,6 +54,9 @@ lint: $(READY)
 
 bench: $(READY)
 	$(VENV)/bin/python -m benchmarks.ring
+
+package: $(READY)
+	$(VENV)/bin/python -m pytest tests/test_package.py
 
 rehearse: $(READY)
 	$(VENV)/bin/python -m benchmarks.rehearsal
