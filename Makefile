@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Ranks are processes of their own: without byte code, each would compile all modules again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo verify test test-all test-slow lint docs bench rehearse clean
+.PHONY: help demo verify test test-all test-slow lint docs bench package rehearse clean
 
 help:
 	@echo "make demo       answer questions about this project's documentation with a language model on 4 processes"
@@ -17,6 +17,7 @@ help:
 	@echo "make lint       check style and types"
 	@echo "make docs       build the documentation site, build/site/index.html"
 	@echo "make bench      measure the efficiency of ring attention (python -m benchmarks.ring)"
+	@echo "make package    build the distributions and test the wheel in an environment without extras"
 	@echo "make rehearse   run training, prefill and generation on nodes that are network namespaces (needs root, Linux)"
 	@echo "make clean      remove .venv"
 
@@ -59,6 +60,9 @@ docs: $(READY)
 
 bench: $(READY)
 	$(VENV)/bin/python -m benchmarks.ring
+
+package: $(READY)
+	$(VENV)/bin/python -m pytest tests/test_package.py
 
 rehearse: $(READY)
 	$(VENV)/bin/python -m benchmarks.rehearsal

@@ -9,6 +9,7 @@ from importlib import metadata
 
 import pytest
 import torch
+import typer.completion
 
 from attnmesh.cli import output
 from helpers.cli import assert_refused, run
@@ -42,6 +43,29 @@ def test_help_lists_the_commands():
     shown = run().output
     assert all(command[0] in shown for command in COMMANDS)
     assert "bench" not in shown
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_a_script_for_the_shell(shell, monkeypatch):
+    # typer offers the shell's name as an argument only where it does not look for the shell that runs it
+    monkeypatch.setattr(typer.completion, "_get_shell_name", lambda: shell)
+    shown = run("--show-completion").output
+    assert f"_ATTNMESH_COMPLETE=complete_{shell}" in shown
+    assert "attnmesh" in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("attnmesh ver", ["verify"]),
+        ("attnmesh plan ", ["prefill", "decode"]),
+        ("attnmesh verify --dev", ["--device"]),
+        ("attnmesh verify --device c", ["cpu", "cuda"]),
+    ],
+)
+def test_the_shell_completes_commands_options_and_values(line, completed):
+    words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+    assert run(env={"_ATTNMESH_COMPLETE": "complete_bash", **words}).output.split() == completed
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -8,6 +8,9 @@ from torch.distributed import HashStore
 
 from attnmesh.comm import Comm, CommError, run_virtual
 from attnmesh.comm.agreement import AgreementStore, Signature, disagreement
+from attnmesh.core.docs import see
+
+DISAGREE = see("debugging.md#ranks-disagree")
 
 
 def errors_of(world, program):
@@ -48,19 +51,20 @@ def test_lists_tuples_and_sizes_compare_equal():
     ],
 )
 def test_a_different_value_is_an_error_on_every_rank(values, words):
-    assert errors_of(3, lambda comm: comm.agree("ring", {"value": values[comm.rank], "same": 1})) == [words] * 3
+    errors = errors_of(3, lambda comm: comm.agree("ring", {"value": values[comm.rank], "same": 1}))
+    assert errors == [words + DISAGREE] * 3
 
 
 def test_a_value_that_only_some_ranks_have():
     values = [{"a": 1}, {"a": 1, "b": 2}]
     words = "op: ranks disagree: b is (not given) on rank 0 but 2 on rank 1"
-    assert errors_of(2, lambda comm: comm.agree("op", values[comm.rank])) == [words] * 2
+    assert errors_of(2, lambda comm: comm.agree("op", values[comm.rank])) == [words + DISAGREE] * 2
 
 
 def test_different_operations():
     names = ["ring", "gather"]
     words = "ranks called different operations: ring(n=1) on rank 0 but gather(n=1) on rank 1"
-    assert errors_of(2, lambda comm: comm.agree(names[comm.rank], {"n": 1})) == [words] * 2
+    assert errors_of(2, lambda comm: comm.agree(names[comm.rank], {"n": 1})) == [words + DISAGREE] * 2
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
@@ -149,7 +153,7 @@ class LostStore:
 
 def test_a_lost_store_is_a_comm_error():
     store = AgreementStore(LostStore(), rank=1, world=2)
-    lost = r"the group's store is lost: its process, .* has ended \(Connection reset by peer\)$"
+    lost = r"the group's store is lost: its process, .* has ended \(Connection reset by peer\)\. See "
     with pytest.raises(CommError, match=lost):
         store.compare(Signature("op", {}), timeout=1)
     store.report_failure("nobody can hear this")
@@ -181,6 +185,6 @@ def test_a_signature_withdrawn_while_it_is_read_is_ignored(monkeypatch):
 
     other_gives_up()
     other._set(other._signature_key(1, 1), signature.to_json())
-    late = r"^ranks? .*2 did not arrive within 0.2 s \[rank 0 was about to start ring\(n=1\)\]$"
+    late = r"^ranks? .*2 did not arrive within 0.2 s \[rank 0 was about to start ring\(n=1\)\]\. See "
     with pytest.raises(CommError, match=late):
         AgreementStore(Interrupted(store, other_gives_up), 0, 3).compare(signature, timeout=0.2)

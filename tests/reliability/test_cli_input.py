@@ -307,7 +307,7 @@ def test_a_file_that_exists_is_not_touched_by_a_run_that_fails(folder):
         (MemoryError(), 1, "MemoryError: "),
         (KeyError("x"), 1, "KeyError: 'x'"),
         (AssertionError(), 1, "AssertionError: "),
-        (CommError("rank 1 of 2 failed"), 1, "rank 1 of 2 failed$"),
+        (CommError("rank 1 of 2 failed"), 1, r"rank 1 of 2 failed\. See docs/debugging\.md#commerror$"),
         (ValueError("x" * 10_000), 2, "x{1000}"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), 2, "'utf-8' codec"),
         (OSError(28, "No space left on device"), 2, r"\[Errno 28\] No space left on device"),

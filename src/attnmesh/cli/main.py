@@ -20,7 +20,6 @@ from attnmesh.cli.verify import verify_command
 app = typer.Typer(
     cls=CommandGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Exact attention over a mesh of devices.",
 )

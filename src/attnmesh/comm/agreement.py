@@ -12,8 +12,11 @@ from typing import TypeVar
 from attnmesh.comm.group_store import CommError, FailureNotices
 from attnmesh.comm.liveness import liveness
 from attnmesh.core.call_log import LoggedCall, alternatives, format_ranks, ranks_by_value
+from attnmesh.core.docs import see, with_link
 
 T = TypeVar("T")
+
+_DISAGREE = "debugging.md#ranks-disagree"
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,12 @@ def disagreement(signatures: Mapping[int, Signature], global_ranks: Sequence[int
     if errors:
         operation = signatures[next(rank for rank in ranks if signatures[rank].error is not None)].operation
         named = (f"{error} (on {format_ranks(by, global_ranks)})" for error, by in errors.items())
-        return f"{operation}: {'; '.join(named)}"
+        return with_link(f"{operation}: {'; '.join(named)}")
 
     operations = {rank: signatures[rank].operation for rank in ranks}
     if len(set(operations.values())) > 1:
         calls = {rank: str(signatures[rank]) for rank in ranks}
-        return f"ranks called different operations: {alternatives(calls, global_ranks)}"
+        return f"ranks called different operations: {alternatives(calls, global_ranks)}{see(_DISAGREE)}"
 
     names = dict.fromkeys(name for rank in ranks for name in signatures[rank].values)
     differing = []
@@ -72,7 +75,7 @@ def disagreement(signatures: Mapping[int, Signature], global_ranks: Sequence[int
         if len(set(values.values())) > 1:
             differing.append(f"{name} is {alternatives(values, global_ranks)}")
     if differing:
-        return f"{operations[ranks[0]]}: ranks disagree: " + "; ".join(differing)
+        return f"{operations[ranks[0]]}: ranks disagree: {'; '.join(differing)}{see(_DISAGREE)}"
     return None
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from attnmesh.core.call_log import alternatives, format_ranks
+from attnmesh.core.docs import with_link, without_link
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -17,8 +18,8 @@ class CommError(RuntimeError):
     """A peer died, raised, or did not arrive in time. The comm cannot be used any more."""
 
     def __init__(self, message: str, causes: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.causes = tuple(causes) or (message,)
+        super().__init__(with_link(message, "debugging.md#commerror"))
+        self.causes = tuple(causes) or (without_link(message),)
         """What happened first, in words that hold on every rank and in every group."""
 
 

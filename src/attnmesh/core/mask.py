@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnmesh.core.docs import see
 from attnmesh.core.intervals import (
     Intersection,
     Intervals,
@@ -305,6 +306,7 @@ def check_mask(name: str, mask: object) -> None:
             ". A mask depends on positions only: write any mask of positions as rectangles, Slices([(queries, keys, "
             "kind), ...]), and one per sequence of the batch as PerSequence([mask, ...])"
         )
+    hint += see("masks.md#masks-and-scores")
     raise ValueError(f"{name} must be an attnmesh mask (Full(), Causal(), ...), got {shown(mask)}{hint}")
 
 

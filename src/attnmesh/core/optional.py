@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 from types import ModuleType
 
+from attnmesh.core.docs import see
+
 
 def require(module: str, *, extra: str) -> ModuleType:
     """Imports `module`; raises ModuleNotFoundError that names the extra of attnmesh to install."""
@@ -13,7 +15,8 @@ def require(module: str, *, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
-            f"{missing.name} is not installed; this needs the extra {extra!r}: pip install 'attnmesh[{extra}]'",
+            f"{missing.name} is not installed; this needs the extra {extra!r}: pip install 'attnmesh[{extra}]'"
+            f"{see('features.md#extras')}",
             name=missing.name,
         ) from missing
 

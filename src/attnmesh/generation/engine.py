@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, comm_from
 from attnmesh.core import ranges
+from attnmesh.core.docs import explained_in
 from attnmesh.core.layouts import Layout, Zigzag
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.text import counted
@@ -25,7 +26,7 @@ from attnmesh.core.validation import check_count, check_positive
 from attnmesh.generation.norms import use_one_call
 from attnmesh.generation.passes import CachePass, DecodeGraphs, DecodePass, PrefillPass
 from attnmesh.generation.tensor_parallel import TensorParallel
-from attnmesh.integrations.transformers_models import check_config, check_model
+from attnmesh.integrations.transformers_models import MODELS_PAGE, check_config, check_model
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sequence import NewTokens
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
@@ -450,6 +451,7 @@ class Engine:
         return comm.all_gather(x.contiguous() if comm.rank == rank else x.new_empty(0), shapes)[rank]
 
 
+@explained_in(MODELS_PAGE)
 def check_generation(config: Any, name: str) -> None:
     """Raise ValueError unless models of this configuration can generate over a sharded KV cache, with whole weights."""
     check_attention(config, name)
@@ -463,6 +465,7 @@ def check_generation(config: Any, name: str) -> None:
         raise ValueError(f"model_type must be one of {', '.join(MODELS)} to generate, got {kind!r} ({name})")
 
 
+@explained_in(MODELS_PAGE)
 def check_attention(config: Any, name: str) -> None:
     """Raise ValueError unless the layers of such models can attend over a sharded KV cache."""
     check_config(config, name)

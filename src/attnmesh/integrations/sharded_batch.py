@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
+from attnmesh.core.docs import explained_in
 from attnmesh.core.layouts import Balanced
 from attnmesh.core.mask_encoding import traced_mask
 from attnmesh.core.masks import Causal, Mask
@@ -332,6 +333,7 @@ def gather_log_probs(inputs: Mapping[str, Any], logits: Tensor) -> Tensor:
     return mesh.unshard(-nll.view(labels.shape))
 
 
+@explained_in("training.md#packed-and-padded-batches")
 def _checked_pass(
     cp: ContextParallel,
     input_ids: Tensor,

@@ -20,10 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnmesh.core.docs import see
 from attnmesh.core.validation import shown
 
 NAME = "attnmesh"
 """The `attn_implementation`."""
+MODELS_PAGE = "language-models.md#which-models"
+"""Of the documentation: what is served, and what is refused."""
 
 SERVED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 """The `layer_types` that are served."""
@@ -51,11 +54,11 @@ def check_config(config: Any, name: str | None = None) -> None:
         if layer not in SERVED_LAYERS and layer not in _TOKENWISE_LAYERS:
             raise ValueError(
                 f"{name}: layer_types must be {', '.join(SERVED_LAYERS)}, as other layers that mix tokens would see "
-                f"one rank's tokens only, got {', '.join(sorted(set(layers or ())))}"
+                f"one rank's tokens only, got {', '.join(sorted(set(layers or ())))}{see(MODELS_PAGE)}"
             )
     refusal = _refusal(type(config), layers is not None)
     if refusal:
-        raise ValueError(f"{name}: {refusal}")
+        raise ValueError(f"{name}: {refusal}{see(MODELS_PAGE)}")
 
 
 def check_model(model: Any) -> None:
@@ -69,10 +72,12 @@ def check_model(model: Any) -> None:
     if implementation != NAME:
         raise ValueError(
             f"attn_implementation of the model must be {NAME!r} (load it with attn_implementation={NAME!r} or call "
-            f"model.set_attn_implementation({NAME!r})), got {implementation!r}"
+            f"model.set_attn_implementation({NAME!r})), got {implementation!r}{see(MODELS_PAGE)}"
         )
     for path, mixer in _mixers(model) if isinstance(model, nn.Module) else ():
-        raise ValueError(f"{name}: layers must mix tokens in their attention only, got {path}, a {mixer}")
+        raise ValueError(
+            f"{name}: layers must mix tokens in their attention only, got {path}, a {mixer}{see(MODELS_PAGE)}"
+        )
 
 
 def changing_rotary(config: Any) -> tuple[str, int] | None:

@@ -19,6 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 
+from attnmesh.core.docs import see
+
 
 @dataclass(frozen=True)
 class CacheStats:
@@ -49,7 +51,7 @@ class CacheFull(RuntimeError):  # noqa: N818 - a state one waits out, not a mist
             limit = f"{free} are free and {cached} can be evicted of num_blocks={total}"
         else:
             limit = f"all of max_sequences={total} are in use"
-        super().__init__(f"the cache is full: {needed} more {resource} needed, {limit}")
+        super().__init__(f"the cache is full: {needed} more {resource} needed, {limit}{see('decode.md#a-full-cache')}")
         self.resource, self.needed, self.free, self.cached, self.total = resource, needed, free, cached, total
 
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
 from attnmesh.core.compiling import not_compiled
+from attnmesh.core.docs import explained_in, see
 from attnmesh.core.layouts import Layout, Zigzag, check_layout, dimension
 from attnmesh.core.mask import And
 from attnmesh.core.masks import Causal, Mask, check_mask
@@ -102,8 +103,7 @@ class ContextParallel(ExecutorFactory):
         ranks_per_node: int | None = None,
     ) -> None:
         check_layout("layout", layout)
-        check_choice("schedule", schedule, ("auto", *SCHEDULES))
-        check_choice("backend", backend, BACKENDS)
+        _check_names(schedule, backend)
         self._groups = node_groups(group, ranks_per_node)
         self.comm = self._groups.all_ranks
         self.layout, self.schedule, self.backend = layout, schedule, backend
@@ -360,8 +360,14 @@ class ContextParallel(ExecutorFactory):
         if rows != expected:
             raise ValueError(
                 f"with {name}={length} under {layout} rank {self.rank} of {self.world} holds {expected} of {length} "
-                f"{what}, but its shard has {rows}"
+                f"{what}, but its shard has {rows}{see('context-parallelism.md#shard-a-sequence')}"
             )
+
+
+@explained_in("context-parallelism.md#select-a-schedule")
+def _check_names(schedule: str, backend: str) -> None:
+    check_choice("schedule", schedule, ("auto", *SCHEDULES))
+    check_choice("backend", backend, BACKENDS)
 
 
 def _described(x: Tensor | None) -> tuple[object, ...] | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
+from attnmesh.core.docs import explained_in
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.core.validation import (
     MAX_RANKS,
@@ -93,6 +94,7 @@ class DecodeSharding:
 
     # Heads.
 
+    @explained_in("sharded-generation.md#errors")
     def check_heads(self, q_heads: int, kv_heads: int) -> None:
         """Raise ValueError unless these heads can be sharded this way."""
         check_count("q_heads", q_heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attnmesh.core.docs import see
 from attnmesh.core.validation import check_bool, check_choice, check_type
 from attnmesh.plan.allgather import ALLGATHER
 from attnmesh.plan.program import Ints, Load, Program, program_loads
@@ -35,7 +36,9 @@ def check_schedule(schedule: str, shards: Shards, ranks_per_node: int) -> None:
     """Raise ValueError if the schedule cannot serve."""
     why = refusal(schedule, shards, ranks_per_node)
     if why is not None:
-        raise ValueError(f"schedule={schedule!r} cannot serve this: {why}")
+        raise ValueError(
+            f"schedule={schedule!r} cannot serve this: {why}{see('context-parallelism.md#select-a-schedule')}"
+        )
 
 
 def program(schedule: str, workload: Workload, *, backward: bool) -> Program:

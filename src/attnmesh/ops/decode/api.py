@@ -9,6 +9,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from attnmesh.core.docs import explained_in
 from attnmesh.core.state import State
 from attnmesh.core.validation import check_bool, check_choice, check_tensor
 from attnmesh.ops.decode import reference
@@ -224,11 +225,13 @@ _BACKENDS: tuple[Backend, ...] = (Cpu(), Gluon(), Triton(), GluonGQA(), Referenc
 _NAMES = ("auto", *(known.name for known in _BACKENDS))
 
 
+@explained_in("decode.md#backends")
 def check_backend(backend: str) -> None:
     """Raises ValueError unless `backend` is \"auto\" or the name of a backend."""
     check_choice("backend", backend, _NAMES)
 
 
+@explained_in("decode.md#backends")
 def choose(call: DecodeCall, backend: str) -> Backend:
     """The backend for a call: by name, or the first that serves it. Raises ValueError if it cannot."""
     check_backend(backend)

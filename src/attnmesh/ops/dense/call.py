@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from attnmesh.core.docs import explained_in
 from attnmesh.core.mask import Mask
 from attnmesh.core.merge import sink_gradient
 from attnmesh.core.optional import installed, require
@@ -197,6 +198,7 @@ def of_sequences(x: Tensor, sequences: range | None) -> Tensor:
     return x if sequences is None else x[sequences.start : sequences.stop]
 
 
+@explained_in("masks.md#head-shapes-and-scores")
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
     """Raise ValueError for invalid inputs of attention. The width of v may differ from that of q and k."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -230,6 +232,7 @@ _MAX_HEADS = 256
 """More heads than any model has."""
 
 
+@explained_in("masks.md#head-shapes-and-scores")
 def check_dim_order(q: Tensor, k: Tensor, length: int, key_length: int) -> None:
     """Raise ValueError, or warn, if q and k seem to be [batch, seq, heads, head_dim], as FlashAttention has them.
 

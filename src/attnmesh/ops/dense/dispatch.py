@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core import ranges
+from attnmesh.core.docs import explained_in
 from attnmesh.core.intervals import Intervals
 from attnmesh.core.mask import sequence_intervals
 from attnmesh.core.masks import Mask, check_mask
@@ -57,6 +58,7 @@ class Choice:
         return f"{self.backend}: {self.reason}{others}"
 
 
+@explained_in("masks.md#attention-on-one-device")
 def choose(call: Call, backend: str) -> Choice:
     """The backend for a forward. One requested by name that cannot serve it, or none that can, raises ValueError."""
     check_choice("backend", backend, BACKENDS)
@@ -65,6 +67,7 @@ def choose(call: Call, backend: str) -> Choice:
     return _choose(call, backend, {name: fused.refusal(call) for name, fused in _FUSED.items()}, backward=False)
 
 
+@explained_in("masks.md#attention-on-one-device")
 def choose_backward(call: Call, backend: str, *, grad_lse: bool = False) -> Choice:
     """The backend for a backward: with "auto" not always that of the forward."""
     refusals = {name: fused.backward_refusal(call, grad_lse=grad_lse) for name, fused in _FUSED.items()}
