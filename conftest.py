@@ -194,8 +194,8 @@ SAMPLED_FUNCTIONS = {
 
 
 # Folders of which every other case stays, of functions that still have at least so many.
-HALVED_FOLDERS = ("ops", "parallel", "plan", "generation", "kv_cache")
-LEAST_CASES = 4
+HALVED_FOLDERS = ("ops", "parallel", "plan", "generation", "kv_cache", "integrations", "comm")
+LEAST_CASES = 3
 
 
 @pytest.hookimpl(tryfirst=True)
