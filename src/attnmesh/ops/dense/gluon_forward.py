@@ -17,7 +17,8 @@ succeeds at once. At the end of the work a record has row -1.
 
 A state that is continued joins an item at its end: until then it has time to arrive. Where shared memory has room, each
 attender has a float32 tile there. The loader fetches the state into it, the attender replaces it by the new one, and
-the copy engine stores that while the next item begins (barriers `state_ready` and `state_free`).
+the copy engine stores that while the next item begins (barriers `state_ready` and `state_free`). Where values are wider
+than 128 and there is no room, an item begins with its state.
 
 Masks are those of the Triton kernels (see `triton_tiles`): in each part, a row attends to one interval of keys. Tiles
 of keys that all rows see need no mask, those that no row sees are not loaded. The copy engine reads zeros beyond the
@@ -49,7 +50,7 @@ from attnmesh.ops.dense.call import is_loadable, loadable
 from attnmesh.ops.dense.gluon_items import ATTENDERS, RECORD, Sizes, read, visible_keys
 from attnmesh.ops.dense.gluon_loader import load
 from attnmesh.ops.dense.gluon_online_softmax import ROWS, initial, operand, rescale, softmax
-from attnmesh.ops.dense.gluon_state import IN_PLACE, NEW, OTHER, join_state, load_lse, release, store_state
+from attnmesh.ops.dense.gluon_state import IN_PLACE, NEW, OTHER, join_state, load_lse, load_state, release, store_state
 from attnmesh.ops.dense.triton_tiles import LENGTHS, PLAIN, Bounds, ScoreTerms, blocks_of, row_strides
 from attnmesh.ops.merge import empty_out
 
@@ -349,6 +350,8 @@ def _attend(
     down: gl.constexpr = gl.SliceLayout(1, grid)
     FIRST: gl.constexpr = 1 if INDEX == 0 else 0
     APART: gl.constexpr = _ROWS // SHAPE.pack  # rows of one head
+    # From the state instead of from nothing: registers do not hold both in the end.
+    CONTINUES: gl.constexpr = SHAPE.state != _NEW and not SHAPE.staged and SHAPE.v_main + SHAPE.v_rest > 128
     step = 0  # tiles of keys so far, of all items
     turns = 0  # of this attender so far
     record = 0  # records so far
@@ -361,8 +364,12 @@ def _attend(
         rows = row_begin + within % APART
         # The carry: `acc / total` is the output so far, `peak + log2(total)` its log-sum-exp in base 2.
         acc, total, peak = initial(SHAPE, down)
-        # Not needed before the end of the item.
-        state_lse = load_lse(before, after, batch, head, row_begin, sizes, SHAPE, down)
+        state_lse = None
+        if CONTINUES:
+            acc, total, peak = load_state(before, after, batch, head, row_begin, sizes, SHAPE, down)
+        elif SHAPE.state != _NEW:
+            # Not needed before the end of the item.
+            state_lse = load_lse(before, after, batch, head, row_begin, sizes, SHAPE, down)
         seen = served
         if PARTS > 1:
             release(barriers, INDEX, SHAPE)
@@ -388,8 +395,8 @@ def _attend(
                 weights, decay, total, peak = softmax(
                     scores, total, peak, begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
                 )
-                if PARTS > 1:
-                    acc = rescale(acc, decay)
+                if PARTS > 1 or CONTINUES:
+                    acc = rescale(acc, decay, CONTINUES)  # an empty state may hold NaN
                 weights = operand(weights, memory, wide)
                 for key_begin in range(begin + KEYS, stop, KEYS):
                     next_stage = (step + 1) % STAGES
@@ -425,7 +432,7 @@ def _attend(
         if (PARTS > 1) & (seen > served):
             mbarrier.arrive(barriers.q_free.index(INDEX), count=1)
         served = seen
-        if SHAPE.state != _NEW:
+        if SHAPE.state != _NEW and not CONTINUES:
             if SHAPE.staged:
                 mbarrier.wait(barriers.state_ready.index(INDEX), count & 1)
             acc, total, peak = join_state(

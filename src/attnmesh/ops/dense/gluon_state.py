@@ -41,6 +41,21 @@ def release(barriers, INDEX: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def load_state(before, after, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: gl.constexpr):
+    """The carry of the state before: (acc, total, peak). Where total is 0, acc may be anything."""
+    peak = load_lse(before, after, batch, head, row_begin, sizes, SHAPE, down)
+    total = gl.where(peak == float("-inf"), 0.0, 1.0)
+    out, strides = (after[0], after[1]) if SHAPE.state == _IN_PLACE else (before[0], before[1])
+    main = _load_block(out, strides, batch, head, row_begin, sizes, SHAPE, 0, SHAPE.v_main)
+    if SHAPE.v_rest > 0:
+        rest = _load_block(out, strides, batch, head, row_begin, sizes, SHAPE, SHAPE.v_main, SHAPE.v_rest)
+        acc = (main, rest)
+    else:
+        acc = (main,)
+    return acc, total, peak
+
+
+@gluon.jit
 def join_state(
     before, after, memory, state_lse, acc, total, peak, INDEX: gl.constexpr, batch, head, row_begin, sizes,
     SHAPE: gl.constexpr,
