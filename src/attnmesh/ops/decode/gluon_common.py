@@ -111,6 +111,15 @@ def descriptor(pool: Tensor, width: int, piece: int) -> Any:
 
 
 @gluon.jit
+def place_of_program(kv_heads, ROWS: gl.constexpr, SHAPE: gl.constexpr):
+    """The tile and share of this program: the tiles of all heads come first, then the shares."""
+    tiles = (SHAPE.group * SHAPE.tokens + ROWS - 1) // ROWS
+    heads = kv_heads * tiles
+    head_tile = gl.program_id(0) % heads
+    return Place(head_tile // tiles, head_tile, heads, head_tile % tiles * ROWS, gl.program_id(0) // heads)
+
+
+@gluon.jit
 def blocks_of(table_row, key, item, SHAPE: gl.constexpr):
     """The blocks of a tile of keys. Those past the item are outside the pool."""
     places = ()

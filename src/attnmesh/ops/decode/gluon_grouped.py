@@ -43,6 +43,7 @@ from attnmesh.ops.decode.gluon_common import (
     load_signed,
     locate_rows,
     matrix,
+    place_of_program,
     row_offsets,
     shape_of,
     split_row,
@@ -163,12 +164,8 @@ def _attend_kernel(
     fence_async_shared()
 
     sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    tiles = (SHAPE.group * SHAPE.tokens + HALVES * _ROWS - 1) // (HALVES * _ROWS)
-    heads = kv_heads * tiles
-    head_tile = gl.program_id(0) % heads
-    share = gl.program_id(0) // heads
-    place = Place(head_tile // tiles, head_tile, heads, head_tile % tiles * (HALVES * _ROWS), share)
-    position = share_of_program(sources, share.to(gl.int64), shares, max_splits, SHAPE.tokens, SHAPE.unit, BATCH)
+    place = place_of_program(kv_heads, HALVES * _ROWS, SHAPE)
+    position = share_of_program(sources, place.share.to(gl.int64), shares, max_splits, SHAPE.tokens, SHAPE.unit, BATCH)
     memory = Memory(q_memory, keys, values, sums, peak, total)
     barriers = Barriers(k_ready, k_free, v_ready, v_free, cleared, sums_ready, sums_free)
     results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)

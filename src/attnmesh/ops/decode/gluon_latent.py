@@ -54,7 +54,6 @@ from attnmesh.ops.decode.gluon_common import (
     D_TAIL,
     D_V,
     LOG2_E,
-    Place,
     Results,
     blocks_of,
     clear_outside,
@@ -64,6 +63,7 @@ from attnmesh.ops.decode.gluon_common import (
     load_signed,
     locate_rows,
     matrix,
+    place_of_program,
     row_offsets,
     shape_of,
     split_row,
@@ -164,12 +164,8 @@ def _attend_kernel(
     fence_async_shared()
 
     sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    tiles = (SHAPE.group * SHAPE.tokens + _ROWS - 1) // _ROWS
-    heads = kv_heads * tiles
-    head_tile = gl.program_id(0) % heads
-    share = gl.program_id(0) // heads
-    place = Place(head_tile // tiles, head_tile, heads, head_tile % tiles * _ROWS, share)
-    position = share_of_program(sources, share.to(gl.int64), shares, max_splits, SHAPE.tokens, SHAPE.unit, BATCH)
+    place = place_of_program(kv_heads, _ROWS, SHAPE)
+    position = share_of_program(sources, place.share.to(gl.int64), shares, max_splits, SHAPE.tokens, SHAPE.unit, BATCH)
     memory = Memory(q_memory, q_tail, keys, tails, decay, weight)
     barriers = Barriers(k_ready, k_free, tail_ready, scored, weights_ready, result_ready, result_free)
     results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)

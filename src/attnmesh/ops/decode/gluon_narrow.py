@@ -39,7 +39,6 @@ from attnmesh.ops.decode.gluon_common import (
     D_TAIL,
     D_V,
     LOG2_E,
-    Place,
     Results,
     blocks_of,
     clear_outside,
@@ -49,6 +48,7 @@ from attnmesh.ops.decode.gluon_common import (
     load_signed,
     locate_rows,
     matrix,
+    place_of_program,
     row_offsets,
     shape_of,
     split_row,
@@ -179,12 +179,8 @@ def _attend_kernel(
     fence_async_shared()
 
     sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    tiles = (SHAPE.group * SHAPE.tokens + SHAPE.rows - 1) // SHAPE.rows
-    heads = kv_heads * tiles
-    head_tile = gl.program_id(0) % heads
-    share = gl.program_id(0) // heads
-    place = Place(head_tile // tiles, head_tile, heads, head_tile % tiles * SHAPE.rows, share)
-    position = share_of_program(sources, share.to(gl.int64), shares, max_splits, SHAPE.tokens, SHAPE.unit, BATCH)
+    place = place_of_program(kv_heads, SHAPE.rows, SHAPE)
+    position = share_of_program(sources, place.share.to(gl.int64), shares, max_splits, SHAPE.tokens, SHAPE.unit, BATCH)
     memory = Memory(q_memory, q_tail, keys, tails, raw, weights, decay, weight)
     barriers = Barriers(k_ready, k_free, raw_ready, raw_free, tail_ready, weights_ready, result_ready, result_free)
     source = Keys(k_main, k_tail, num_blocks, scales, scale_strides, table, table_stride)

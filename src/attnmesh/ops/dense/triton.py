@@ -84,15 +84,12 @@ class Triton:
         for block in blocks:
             q, k, v = _sliced(call, block)
             rows, keys = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
-            whole = len(block.q) == call.q.shape[2] and len(block.k) == call.k.shape[2]
-            sums = {
-                name: grad.total(overwritten=first and name != "q")
-                if not overwrite
-                else torch.empty_like(x)
-                if whole
-                else torch.zeros_like(x)
-                for name, (grad, x) in wanted.items()
-            }
+            if overwrite:
+                whole = len(block.q) == call.q.shape[2] and len(block.k) == call.k.shape[2]
+                new = torch.empty_like if whole else torch.zeros_like
+                sums = {name: new(x) for name, (_, x) in wanted.items()}
+            else:
+                sums = {name: grad.total(overwritten=first and name != "q") for name, (grad, _) in wanted.items()}
             parts = {f"grad_{name}": x[:, :, rows if name == "q" else keys] for name, x in sums.items()}
             kernel(
                 q, k, v, result.grad_out[:, :, rows], result.lse[:, :, rows], result.delta[:, :, rows],
