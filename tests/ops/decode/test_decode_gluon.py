@@ -174,9 +174,9 @@ PLANTED_NARROW = {
     "keys are read before they arrive": ("mbarrier.wait(barriers.k_ready.index(at % RING), at // RING & 1)", "pass"),
     "bytes are read before they arrive": ("mbarrier.wait(barriers.raw_ready.index(at % RAW), at // RAW & 1)", "pass"),
     "keys are overwritten while they are read": (
-        "mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)", "pass",
+        "mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)\n                matrix", "matrix",
     ),
-    "bytes are overwritten while they are read": ("mbarrier.wait(free.index(slot), (at // RING & 1) ^ 1)", "pass"),
+    "bytes are overwritten while they are read": ("pred=before >= 0", "pred=before < 0"),
     "a tail is read before it arrives": (
         "mbarrier.wait(barriers.tail_ready.index(slot), step // _TAILS & 1)", "pass",
     ),
@@ -191,8 +191,10 @@ PLANTED_NARROW = {
     ),
     "keys are given back too early": ("warpgroup_mma_wait(2, [sums1])", "warpgroup_mma_wait(3, [sums1])"),
     "sums are not rescaled": ("sums2 * decay", "sums2 * 1.0"),
-    "the scales of another quarter": ("scales[quarter]", "scales[quarter // 2]"),
-    "scales of the tile before": ("(tile + 1) * _KEYS", "tile * _KEYS"),
+    "the scales of another quarter": ("scales.slice(quarter, 1", "scales.slice(quarter // 2, 1"),
+    "scales are read before they arrive": (
+        "mbarrier.wait(barriers.scales_ready.index(slot), step // _TAILS & 1)", "pass",
+    ),
     "results are overwritten": ("mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)", "pass"),
     "results are read before they are there": ("mbarrier.wait(barriers.result_ready.index(0), done & 1)", "pass"),
     "keys past the end are not cleared": ("clear_outside(memory.k, step, key, item, SHAPE)", "pass"),
@@ -291,7 +293,8 @@ def test_an_entry_outside_the_pool_on_hopper(how, value):
     problem = latent([100, 500, 200], **{"dtype": torch.bfloat16, "device": "cuda", "sinks": True} | how)
     table = problem.table.clone()
     table[1, 2] = value
-    found, right = replace(problem, table=table).run("gluon"), problem.run("gluon")
+    right = problem.run("gluon")  # first: a call raises what an earlier one has found
+    found = replace(problem, table=table).run("gluon")
     with pytest.raises(ValueError, match=rf"block_table\[1, 2\] is {value}, outside the pool"):
         check_decode_errors()
     assert found.out[1].isnan().all()

@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.gluon_schedule import KEYS
 from attnmesh.ops.decode.triton import rope_of, v_in_k
-from attnmesh.ops.storage import values_of
+from attnmesh.ops.storage import LATENT_GROUP, values_of
 
 D_V, D_TAIL = 512, 64
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -74,7 +74,7 @@ def refusal(call: DecodeCall) -> str | None:
         return "its kernels take no mask, tree or share_cache"
     if call.q.dtype != torch.bfloat16 and (call.q.dtype != torch.float16 or rope is not None):
         return f"its kernels take fp16 and bf16, bf16 only with fp8_ds_mla, not {call.q.dtype}"
-    whole = aligned(k) if rope is None else aligned(k, rope)
+    whole = aligned(k) if rope is None else aligned(k, rope, call.k.scales)
     return None if whole else "its kernels take pools whose rows are aligned to 16 bytes, not empty ones"
 
 
@@ -106,8 +106,14 @@ def descriptor(pool: Tensor, width: int, piece: int) -> Any:
     pool = pool.permute(2, 0, 1, 3)
     # A dimension of size 1 is never stepped along, but its stride would have to be aligned.
     strides = [D_V if n == 1 else stride for n, stride in zip(pool.shape[:3], pool.stride()[:3], strict=True)]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * pool.itemsize, rank=4)
+    swizzle = min(128, width * pool.itemsize) if width * pool.itemsize >= 32 else 0
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * pool.itemsize, rank=4)
     return TensorDescriptor(pool, list(pool.shape), [*strides, 1], [1, 1, piece, width], layout)
+
+
+def scale_descriptor(scales: Tensor, piece: int) -> Any:
+    """The copy engine's view of the scales [blocks, block_size, Hkv, 4] of a pool."""
+    return descriptor(scales, D_V // LATENT_GROUP, piece)
 
 
 @gluon.jit

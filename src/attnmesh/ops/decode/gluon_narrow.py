@@ -50,6 +50,7 @@ from attnmesh.ops.decode.gluon_common import (
     matrix,
     place_of_program,
     row_offsets,
+    scale_descriptor,
     shape_of,
     split_row,
 )
@@ -64,7 +65,7 @@ _TAILS = gl.constexpr(3)
 _SLACK = gl.constexpr(8.0)  # weights may grow to 2**_SLACK before the sums are rescaled
 _CONVERTER, _LOADER = gl.constexpr(80), gl.constexpr(24)  # registers per thread
 NOT_SPECIALIZED = [
-    "num_blocks", "batch", "capacity", "window", "shares", "max_splits", "scale_log2", "table_stride",
+    "batch", "capacity", "window", "shares", "max_splits", "scale_log2", "table_stride",
 ]  # fmt: skip
 
 
@@ -76,6 +77,7 @@ class Memory(NamedTuple):
     k: Any
     tails: Any
     raw: Any  # quarters in 8 bits
+    scales: Any  # of the quarters of a tile
     weights: Any
     decay: Any  # factor of the sums so far after a new maximum
     weight: Any  # of the sums at the end of an item
@@ -87,7 +89,7 @@ class Barriers(NamedTuple):
     k_ready: Any
     k_free: Any
     raw_ready: Any
-    raw_free: Any
+    scales_ready: Any
     tail_ready: Any
     weights_ready: Any
     result_ready: Any
@@ -99,9 +101,7 @@ class Keys(NamedTuple):
 
     main: Any
     tail: Any
-    num_blocks: Any
     scales: Any
-    scale_strides: Any
     table: Any
     table_stride: Any
 
@@ -111,16 +111,16 @@ def launch(call: DecodeCall, state: State, first_sequence: int) -> None:
     shared = Launch.of(call, state, TILES)
     q, constants = shared.q, shared.constants
     table, table_stride, cur_pos, first, end = shared.sources
-    batch, kv_heads, num_blocks, capacity, window, shares, max_splits = shared.numbers
+    batch, kv_heads, _, capacity, window, shares, max_splits = shared.numbers
     scales = call.k.scales if isinstance(call.k, Quantized) else None
     tile = max(16, shared.rows)
     # What the queries leave of shared memory.
-    rings = (11 if tile == 16 else 9, 1) if scales is None else (8, 6 if tile == 16 else 3)
+    rings = (11 if tile == 16 else 9, 1) if scales is None else ((8, 5) if tile == 16 else (7, 4))
     shape = shape_of(call, shared.rows, tile, constants["UNIT"], constants["FIXED"], *rings)
     with torch.cuda.device_of(q):
         _attend_kernel[(shared.shares * shared.heads,)](
-            *descriptors(call, shape.piece), num_blocks,
-            scales, None if scales is None else scales.stride(), q, q.stride()[:3],
+            *descriptors(call, shape.piece), None if scales is None else scale_descriptor(scales, shape.piece),
+            q, q.stride()[:3],
             table, table_stride, cur_pos, first, end, *shared.written, *shared.parts, shared.sinks,
             batch, kv_heads, capacity, window, shares, max_splits, (abs(call.scale) or 1.0) * LOG2_E,
             SHAPE=shape, BATCH=constants["BATCH"], EARLY=constants["EARLY"], num_warps=4,
@@ -130,7 +130,7 @@ def launch(call: DecodeCall, state: State, first_sequence: int) -> None:
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def _attend_kernel(
-    k_main, k_tail, num_blocks, scales, scale_strides, q, q_strides,
+    k_main, k_tail, k_scales, q, q_strides,
     table, table_stride, cur_pos, range_first, range_end,
     out, out_strides, lse, lse_strides, part_out, part_lse, sinks,
     batch, kv_heads, capacity, window, shares, max_splits, scale_log2,
@@ -151,8 +151,10 @@ def _attend_kernel(
     decay = gl.allocate_shared_memory(gl.float32, [_TAILS, SHAPE.tile], flat)
     weight = gl.allocate_shared_memory(gl.float32, [SHAPE.tile], flat)
     raw = keys
+    scales = decay
     if SHAPE.fp8:
         raw = gl.allocate_shared_memory(k_main.dtype, [SHAPE.raw, 1, 1, _KEYS, _QUARTER], k_main.layout)
+        scales = gl.allocate_shared_memory(gl.float32, [_TAILS, 1, 1, _KEYS, 4], k_scales.layout)
 
     RING: gl.constexpr = SHAPE.ring
     RAW: gl.constexpr = SHAPE.raw
@@ -160,7 +162,7 @@ def _attend_kernel(
     k_ready = gl.allocate_shared_memory(gl.int64, [SHAPE.ring, 1], once)
     k_free = gl.allocate_shared_memory(gl.int64, [SHAPE.ring, 1], once)
     raw_ready = gl.allocate_shared_memory(gl.int64, [SHAPE.raw, 1], once)
-    raw_free = gl.allocate_shared_memory(gl.int64, [SHAPE.raw, 1], once)
+    scales_ready = gl.allocate_shared_memory(gl.int64, [_TAILS, 1], once)
     tail_ready = gl.allocate_shared_memory(gl.int64, [_TAILS, 1], once)
     weights_ready = gl.allocate_shared_memory(gl.int64, [_TAILS, 1], once)
     result_ready = gl.allocate_shared_memory(gl.int64, [1, 1], once)
@@ -170,8 +172,8 @@ def _attend_kernel(
         mbarrier.init(k_free.index(slot), count=1)
     for slot in gl.static_range(RAW):
         mbarrier.init(raw_ready.index(slot), count=1)
-        mbarrier.init(raw_free.index(slot), count=1)
     for slot in gl.static_range(_TAILS):
+        mbarrier.init(scales_ready.index(slot), count=1)
         mbarrier.init(tail_ready.index(slot), count=1)
         mbarrier.init(weights_ready.index(slot), count=1)
     mbarrier.init(result_ready.index(0), count=1)
@@ -181,9 +183,9 @@ def _attend_kernel(
     sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
     place = place_of_program(kv_heads, SHAPE.rows, SHAPE)
     position = share_of_program(sources, place.share.to(gl.int64), shares, max_splits, SHAPE.tokens, SHAPE.unit, BATCH)
-    memory = Memory(q_memory, q_tail, keys, tails, raw, weights, decay, weight)
-    barriers = Barriers(k_ready, k_free, raw_ready, raw_free, tail_ready, weights_ready, result_ready, result_free)
-    source = Keys(k_main, k_tail, num_blocks, scales, scale_strides, table, table_stride)
+    memory = Memory(q_memory, q_tail, keys, tails, raw, scales, weights, decay, weight)
+    barriers = Barriers(k_ready, k_free, raw_ready, scales_ready, tail_ready, weights_ready, result_ready, result_free)
+    source = Keys(k_main, k_tail, k_scales, table, table_stride)
     results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
     AVERAGER: gl.constexpr = 144 if SHAPE.tile == 16 else 184
     if SHAPE.fp8:
@@ -191,7 +193,7 @@ def _attend_kernel(
             [
                 (_score, (q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE)),
                 (_average, (memory, barriers, sources, position, place, results, SHAPE)),
-                (_convert, (source, memory, barriers, sources, position, place, SHAPE)),
+                (_convert, (memory, barriers, sources, position, SHAPE)),
                 (_load, (source, memory, barriers, sources, position, place, SHAPE)),
             ],
             [4, 8, 1],
@@ -212,10 +214,8 @@ def _attend_kernel(
 @gluon.jit
 def _load(source, memory, barriers, sources, position, place, SHAPE: gl.constexpr):
     """Lets the copy engine fetch the keys of every tile, as soon as there is room: to `raw` if they are in 8 bits."""
-    into = memory.raw if SHAPE.fp8 else memory.k
-    ready = barriers.raw_ready if SHAPE.fp8 else barriers.k_ready
-    free = barriers.raw_free if SHAPE.fp8 else barriers.k_free
-    RING: gl.constexpr = SHAPE.raw if SHAPE.fp8 else SHAPE.ring
+    RING: gl.constexpr = SHAPE.ring
+    RAW: gl.constexpr = SHAPE.raw
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
         item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
@@ -223,61 +223,56 @@ def _load(source, memory, barriers, sources, position, place, SHAPE: gl.constexp
         for tile in range(item.tiles):
             key = item.begin + tile * _KEYS
             blocks = blocks_of(table_row, key, item, SHAPE)
+            slot = step % _TAILS
             for quarter in gl.static_range(4):
                 at = 4 * step + quarter
-                slot = at % RING
-                mbarrier.wait(free.index(slot), (at // RING & 1) ^ 1)
-                fetch(source.main, into.index(slot), ready.index(slot), blocks, key, quarter * _QUARTER, place, SHAPE)
-            slot = step % _TAILS
+                if SHAPE.fp8:
+                    # Bytes are read for the last time before their keys are ready.
+                    before = at - RAW
+                    mbarrier.wait(
+                        barriers.k_ready.index((before + RING) % RING), (before // RING) & 1, pred=before >= 0
+                    )
+                    if quarter == 0:
+                        into = memory.scales.index(slot)
+                        fetch(source.scales, into, barriers.scales_ready.index(slot), blocks, key, 0, place, SHAPE)
+                    into, ready = memory.raw.index(at % RAW), barriers.raw_ready.index(at % RAW)
+                else:
+                    mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)
+                    into, ready = memory.k.index(at % RING), barriers.k_ready.index(at % RING)
+                fetch(source.main, into, ready, blocks, key, quarter * _QUARTER, place, SHAPE)
             fetch(source.tail, memory.tails.index(slot), barriers.tail_ready.index(slot), blocks, key, 0, place, SHAPE)
             step += 1
         position = after(position, item)
 
 
 @gluon.jit
-def _convert(source, memory, barriers, sources, position, place, SHAPE: gl.constexpr):
-    """Writes the quarters of keys in 16 bits."""
+def _convert(memory, barriers, sources, position, SHAPE: gl.constexpr):
+    """Writes the quarters of keys in 16 bits.
+
+    Scales come by the copy engine: a fence between writes and products also waits for loads of the same threads.
+    """
     lines: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0])
     RAW: gl.constexpr = SHAPE.raw
     RING: gl.constexpr = SHAPE.ring
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
         item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
-        table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
-        # Read one tile ahead.
-        next0, next1, next2, next3 = _scales(source, table_row, item.begin, item, place, lines, SHAPE)
-        for tile in range(item.tiles):
-            scales = (next0, next1, next2, next3)
-            ahead = item.begin + (tile + 1) * _KEYS
-            next0, next1, next2, next3 = _scales(source, table_row, ahead, item, place, lines, SHAPE)
+        for _tile in range(item.tiles):
+            slot = step % _TAILS
+            mbarrier.wait(barriers.scales_ready.index(slot), step // _TAILS & 1)
+            scales = matrix(memory.scales, slot)
             for quarter in gl.static_range(4):
                 at = 4 * step + quarter
+                scale = scales.slice(quarter, 1, dim=1).load(lines)
                 mbarrier.wait(barriers.raw_ready.index(at % RAW), at // RAW & 1)
                 values = matrix(memory.raw, at % RAW).load(lines)
-                values = values.to(gl.float32) * scales[quarter][:, None]
+                values = values.to(gl.float32) * scale
                 mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)
                 matrix(memory.k, at % RING).store(values.to(memory.k.dtype))
                 fence_async_shared()
                 mbarrier.arrive(barriers.k_ready.index(at % RING), count=1)
-                mbarrier.arrive(barriers.raw_free.index(at % RAW), count=1)
             step += 1
         position = after(position, item)
-
-
-@gluon.jit
-def _scales(source, table_row, key, item, place, lines: gl.constexpr, SHAPE: gl.constexpr):
-    """The scales of the quarters of a tile of keys; 0 outside of the item and of the pool."""
-    at = key + gl.arange(0, _KEYS, layout=gl.SliceLayout(1, lines))
-    block = gl.load(table_row + at // SHAPE.block_size, mask=(at >= item.first) & (at < item.stop), other=-1)
-    inside = (block >= 0) & (block < source.num_blocks)
-    row = block.to(gl.int64) * source.scale_strides[0] + at % SHAPE.block_size * source.scale_strides[1]
-    row = source.scales + (row + place.head * source.scale_strides[2])
-    return (
-        gl.load(row, mask=inside, other=0.0),
-        gl.load(row + source.scale_strides[3], mask=inside, other=0.0),
-        gl.load(row + 2 * source.scale_strides[3], mask=inside, other=0.0),
-        gl.load(row + 3 * source.scale_strides[3], mask=inside, other=0.0),
-    )
 
 
 @gluon.jit
