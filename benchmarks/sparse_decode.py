@@ -137,13 +137,14 @@ def _attention(case: Case, device: str) -> Rows:
         from attnmesh.ops.sparse.triton_forward import ForwardTiles
 
         ways |= {
-            "in place": lambda call: triton_decode.run(call, as_prefill=False),
-            "as prefill": lambda call: triton_decode.run(call, as_prefill=True),
+            way.value: (lambda call, way=way: triton_decode.run(call, way=way))
+            for way in triton_decode.Way
+            if way is not triton_decode.Way.GLUON or case.storage != "plain"
         }
         if case.storage != "plain":
             more = {"in place, 64 keys": (16, 64, 8, 1), "in place, 16 keys": (16, 16, 4, 1)}
             ways |= {
-                name: (lambda call, t=tiles: triton_decode.run(call, as_prefill=False, tiles=ForwardTiles(*t)))
+                name: (lambda call, t=tiles: triton_decode.run(call, way=triton_decode.Way.IN_PLACE, tiles=ForwardTiles(*t)))
                 for name, tiles in more.items()
             }
     times = _times({name: (lambda way=way: way(call)[0]) for name, way in ways.items()}, device)

@@ -248,7 +248,7 @@ class Kernel:
         return self.function(*args)
 
     def __getitem__(self, grid):
-        def launch(*args, num_warps, maxnreg=None, num_stages=None, **constants):
+        def launch(*args, num_warps, maxnreg=None, num_stages=None, launch_pdl=False, **constants):
             args = [Pointer.to(x) if isinstance(x, Tensor) else x for x in args]
             for program in range(grid[0]):
                 self.machine.program, self.machine.programs = program, grid[0]
@@ -491,6 +491,8 @@ class Machine:
                 async_copy_global_to_shared=self.copy, mbarrier_arrive=self.arrive_when_copied
             ),
             "fence_async_shared": self.fence,
+            "gdc_launch_dependents": lambda: None,  # launches run one after another here
+            "gdc_wait": lambda: None,
             "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": self.wait_for_products,
         }

@@ -353,9 +353,11 @@ def test_softcap_and_sinks_on_hopper():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.parametrize("stages", range(1, 9))
-def test_states_are_continued_on_hopper(stages):
-    q, k, v = inputs((8, 2), 1000, 1000, 128, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("widths", "stages"), [((128, 128), n) for n in range(1, 9)] + [(widths, n) for widths in WIDTHS for n in (2, 5)]
+)
+def test_states_are_continued_on_hopper(widths, stages):
+    q, k, v = inputs((8, 2), 1000, 1000, *widths, device="cuda", dtype=torch.bfloat16)
     sinks = torch.tensor(SINKS, device="cuda")
     state, truth = continued(gluon_forward, q, k, v, "random", stages, sinks)
     once, _ = continued(gluon_forward, q, k, v, "random", 1, sinks)

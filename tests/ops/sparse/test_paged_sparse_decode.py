@@ -176,7 +176,7 @@ def test_the_prefill_kernel_attends(storage, monkeypatch):
     triton_decode = pytest.importorskip("attnmesh.ops.sparse.triton_decode")
     case = random_case((40, 0, 30), topk=21, dtype=torch.float16, storage=storage, sinks=True, counts=True, seed=7)
     monkeypatch.setattr(triton_decode, "_WORKSPACE", 2 * 21 * 144 * 2)
-    monkeypatch.setattr(triton_decode, "_prefill_is_faster", lambda call: True)
+    monkeypatch.setattr(triton_decode, "fastest_way", lambda call: triton_decode.Way.AS_PREFILL)
     case.check("triton")
     broken = replace(case, table=torch.where(case.table < 0, case.table, 10**6))
     out, lse, top = run_unpoisoned(broken, "triton")

@@ -82,7 +82,8 @@ def indexer(what, dtype, heads, dim, slots):
 
 def decode(what, dtype, heads, d, split_size=None):
     """Sparse decode from a pool in blocks of 64: plain, in DeepSeek-V3.2's bytes, or by the prefill's kernel."""
-    triton_decode._prefill_is_faster = lambda call: what == "decode gathered" or dtype == torch.float32
+    way = {"decode gathered": "as prefill", "decode gluon": "gluon"}.get(what, "in place")
+    triton_decode.fastest_way = lambda call: triton_decode.Way("as prefill" if dtype == torch.float32 else way)
     pool = torch.empty(32, 64, 1, d, dtype=dtype) if what == "decode plain" else unpack_latent(
         torch.zeros(32, 64, 1, 656, dtype=torch.uint8)
     )  # fmt: skip

@@ -247,11 +247,8 @@ def _load(source, memory, barriers, sources, position, place, SHAPE: gl.constexp
 
 @gluon.jit
 def _convert(memory, barriers, sources, position, SHAPE: gl.constexpr):
-    """Writes the quarters of keys in 16 bits.
-
-    Scales come by the copy engine: a fence between writes and products also waits for loads of the same threads.
-    """
-    lines: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0])
+    """Writes the quarters of keys in 16 bits."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])  # 16 bytes per lane in 16 bits
     RAW: gl.constexpr = SHAPE.raw
     RING: gl.constexpr = SHAPE.ring
     step = 0  # tiles so far, of all items

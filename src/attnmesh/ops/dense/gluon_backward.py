@@ -202,6 +202,7 @@ def _launch(
             grad_k, no_strides if grad_k is None else grad_k.stride()[:3],
             grad_v, no_strides if grad_v is None else grad_v.stride()[:3],
             q_len, kv_len, kv_heads, splits, members, streams, scale, softcap, SHAPE=shape, num_warps=4,
+            launch_pdl=True,
         )  # fmt: skip
 
 

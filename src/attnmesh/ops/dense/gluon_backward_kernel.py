@@ -48,6 +48,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.dense.gluon_backward_memory import (
     TILE,
@@ -73,6 +74,8 @@ def backward_kernel(
     q_len, kv_len, kv_heads, splits, members, streams, scale, softcap, SHAPE: gl.constexpr,
 ):  # fmt: skip
     """One program: the gradients of 64 or 128 keys, from one part of the mask."""
+    gdc_launch_dependents()  # the next kernel may be launched: if it reads these results, it waits for the end itself
+    gdc_wait()
     STAGES: gl.constexpr = SHAPE.stages
     UNROLLED: gl.constexpr = SHAPE.unrolled
     K_BLOCK: gl.constexpr = SHAPE.k_block

@@ -44,6 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import is_loadable, loadable
@@ -212,7 +213,7 @@ def forward(
             SHAPE=Shape(
                 causal, 0 if bounds is None else visible.parts, pack, tiles.keys, tiles.stages, *value_blocks,
                 value_dim, NEW if state is None else IN_PLACE if in_place else OTHER, staged,
-            ), num_warps=4,
+            ), num_warps=4, launch_pdl=True,
         )  # fmt: skip
     return result
 
@@ -266,6 +267,7 @@ def _forward_kernel(
     q_len, kv_len, q_heads, group, items, section, scale, softcap,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
+    gdc_launch_dependents()  # the next stage of a ring may be launched: it waits for the end of this one itself
     STAGES: gl.constexpr = SHAPE.stages
     queries = _allocate(q_main, q_rest, _ATTENDERS)
     keys = _allocate(k_main, k_rest, STAGES)
@@ -312,6 +314,7 @@ def _forward_kernel(
     sizes = Sizes(q_len, kv_len, q_heads, group, items, section)
     q_blocks, k_blocks, v_blocks = (q_main, q_rest), (k_main, k_rest), (v_main, v_rest)
     state_blocks = (state_main, state_rest)
+    gdc_wait()
     gl.warp_specialize(
         [(_attend, (0, memory, barriers, mask, before, after, state_blocks, sizes, scale, softcap, SHAPE)),
          (_attend, (1, memory, barriers, mask, before, after, state_blocks, sizes, scale, softcap, SHAPE)),

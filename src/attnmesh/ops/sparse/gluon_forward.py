@@ -88,7 +88,7 @@ def forward(
         return (out, lse) if top is None else (out, lse, top)
     with torch.cuda.device_of(q):
         items = s_q * triton.cdiv(heads, HEADS)
-        _forward_kernel[(min(items, _processors(q)),)](
+        _forward_kernel[(min(items, processors(q)),)](
             q, q.stride(0), q.stride(1), k, k.stride(0), indices, indices.stride(0), lo, hi, slots, sinks, out, lse,
             top, items, heads, indices.shape[1], k_offset, scale * LOG2_E,
             TAILED=d > D_V, NARROW_OUT=out_dtype.itemsize == 2, HEADS=HEADS, KEYS=KEYS, num_warps=4,
@@ -96,7 +96,7 @@ def forward(
     return (out, lse) if top is None else (out, lse, top)
 
 
-def _processors(q: Tensor) -> int:
+def processors(q: Tensor) -> int:
     # Three in the emulation, so that a program has several items.
     return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 3
 
@@ -367,12 +367,12 @@ def _average(
         mbarrier.arrive(share_free.index(0), count=1)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
         out_row = out + row * heads * (4 * _QUARTER)
-        _write(out_row, front * scale, PART * _QUARTER, head_begin, heads, NARROW_OUT, HEADS, grid)
-        _write(out_row, back * scale, (2 + PART) * _QUARTER, head_begin, heads, NARROW_OUT, HEADS, grid)
+        write_columns(out_row, front * scale, PART * _QUARTER, head_begin, heads, NARROW_OUT, HEADS, grid)
+        write_columns(out_row, back * scale, (2 + PART) * _QUARTER, head_begin, heads, NARROW_OUT, HEADS, grid)
 
 
 @gluon.jit
-def _write(out, result, column_begin, head_begin, heads, NARROW: gl.constexpr, HEADS: gl.constexpr, grid: gl.constexpr):
+def write_columns(out, result, column_begin, head_begin, heads, NARROW: gl.constexpr, HEADS: gl.constexpr, grid: gl.constexpr):
     result = result.to(out.dtype.element_ty)
     if NARROW:
         # Four lanes exchange pairs of columns until each has eight in a row: 16-byte stores, without shared memory,

@@ -1,11 +1,12 @@
 """Sparse decode over a paged cache of latents in Triton.
 
 `_locate_kernel` maps the indices of a token to slots of the pool, without padding and keys of other ranks, and finds
-faults. Then there are two ways to attend:
+faults. Then there are three ways to attend:
 
 - `_attend_kernel` attends over some slots of a token for some of its heads, and `_merge_kernel` merges the states where
   the slots of a token are split among programs. A key is read once per tile of heads: its first columns are also the
   value. An fp8_ds_mla key is dequantized in registers, in float32, and rounded to the dtype of q.
+- On Hopper with more than 32 heads over fp8_ds_mla, the kernel in `gluon_decode` attends in the same way.
 - Where many heads and tokens fill the GPU, and for fp8_ds_mla with float32 queries, the kernel of sparse prefill
   attends: over the pool itself if it is plain, otherwise over keys that `_gather_kernel` has dequantized to a
   workspace, once for all heads.
@@ -18,6 +19,7 @@ that they fit sm_90.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 
+import enum
 import functools
 from typing import Any
 
@@ -28,7 +30,7 @@ from torch import Tensor
 
 from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_device_error
 from attnmesh.ops.gpu import gpu_of
-from attnmesh.ops.sparse import gluon_forward, triton_forward
+from attnmesh.ops.sparse import gluon_decode, gluon_forward, triton_forward
 from attnmesh.ops.sparse.paged import PagedKeys, SparseDecodeCall
 from attnmesh.ops.sparse.triton_forward import LOG2_E, ForwardTiles, pick_tiles, split_width
 from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
@@ -46,12 +48,20 @@ _MERGED_HEADS = 4
 _NOT_SPECIALIZED = ["tokens", "topk", "num_blocks", "table_width", "heads", "span", "splits", "scale_log2"]
 
 
+class Way(enum.StrEnum):
+    """Which kernel attends."""
+
+    IN_PLACE = "in place"
+    GLUON = "gluon"
+    AS_PREFILL = "as prefill"
+
+
 def run(
-    call: SparseDecodeCall, *, tiles: ForwardTiles | None = None, as_prefill: bool | None = None
+    call: SparseDecodeCall, *, tiles: ForwardTiles | None = None, way: Way | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Out, lse and largest scores of a call. Raises errors that earlier calls have recorded.
 
-    `as_prefill`: whether the kernel of sparse prefill attends; by default where it is faster.
+    `way` and `tiles` are by default what is fastest.
     """
     q, device = call.q, call.q.device
     raise_device_error(device)
@@ -62,8 +72,11 @@ def run(
         return out, lse, top
     with torch.cuda.device_of(q):
         slots, lengths = locate(call.keys, call.indices, call.counts)
-        if _prefill_is_faster(call) if as_prefill is None else as_prefill:
+        way = way or fastest_way(call)
+        if way is Way.AS_PREFILL:
             _attend_as_prefill(call, slots, lengths, (out, lse, top))
+        elif way is Way.GLUON:
+            _attend_in_gluon(call, slots, lengths, (out, lse, top))
         else:
             _attend(call, slots, lengths, (out, lse, top), tiles or _tiles(call))
     return out, lse, top
@@ -107,12 +120,7 @@ def _attend(
     head_tiles = triton.cdiv(heads, tiles.heads)
     span = call.split_size or _span(rows * head_tiles, topk, tiles.keys, q.device)
     splits = triton.cdiv(topk, span)
-    parts: tuple[Any, ...] = (None, None, None)
-    if splits > 1:
-        parts = (
-            torch.empty(rows, splits, heads, call.d_v, dtype=torch.float32, device=q.device),
-            *(torch.empty(rows, splits, heads, dtype=torch.float32, device=q.device) for _ in range(2)),
-        )
+    parts = _parts(call, splits) if splits > 1 else (None, None, None)
     sinks, sizes = None if call.sinks is None else call.sinks.contiguous(), _pool_sizes(call.keys)
     _attend_kernel[(rows * splits * head_tiles,)](
         q, q.stride()[:3], *_pool_arguments(call.keys), slots, lengths, sinks, *results, *parts,
@@ -121,10 +129,38 @@ def _attend(
         HEADS=tiles.heads, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if splits > 1:
-        _merge_kernel[(rows, triton.cdiv(heads, _MERGED_HEADS))](
-            *parts, lengths, sinks, *results, heads, span, splits,
-            D_V=call.d_v, HEADS=_MERGED_HEADS, COLUMNS=max(16, int(triton.next_power_of_2(call.d_v))), num_warps=4,
-        )  # fmt: skip
+        _merge(call, parts, lengths, sinks, results, span)
+
+
+def _attend_in_gluon(call: SparseDecodeCall, slots: Tensor, lengths: Tensor, results: tuple[Tensor, ...]) -> None:
+    q, pool, topk = call.q.flatten(0, 1), call.keys.pool, call.indices.shape[2]
+    assert isinstance(pool, Quantized)
+    programs = len(q) * triton.cdiv(q.shape[1], gluon_decode.HEADS)
+    span = call.split_size or _span(programs, topk, gluon_decode.KEYS, q.device)
+    splits = triton.cdiv(topk, span)
+    sinks = None if call.sinks is None else call.sinks.contiguous()
+    parts = _parts(call, splits) if splits > 1 else results
+    gluon_decode.attend(q, pool, slots, lengths, sinks, parts, span=span, splits=splits, scale=call.scale)
+    if splits > 1:
+        _merge(call, parts, lengths, sinks, results, span)
+
+
+def _parts(call: SparseDecodeCall, splits: int) -> tuple[Tensor, ...]:
+    """Out, lse and largest scores of the splits of every token."""
+    rows, heads = call.q.shape[0] * call.q.shape[1], call.q.shape[2]
+    out = torch.empty(rows, splits, heads, call.d_v, dtype=torch.float32, device=call.q.device)
+    return out, torch.empty_like(out[..., 0]), torch.empty_like(out[..., 0])
+
+
+def _merge(
+    call: SparseDecodeCall, parts: tuple[Any, ...], lengths: Tensor, sinks: Tensor | None, results: tuple[Tensor, ...],
+    span: int,
+) -> None:  # fmt: skip
+    rows, splits, heads, d_v = parts[0].shape
+    _merge_kernel[(rows, triton.cdiv(heads, _MERGED_HEADS))](
+        *parts, lengths, sinks, *results, heads, span, splits,
+        D_V=d_v, HEADS=_MERGED_HEADS, COLUMNS=max(16, int(triton.next_power_of_2(d_v))), num_warps=4,
+    )  # fmt: skip
 
 
 def _span(programs: int, topk: int, keys: int, device: torch.device) -> int:
@@ -139,13 +175,15 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
-def _prefill_is_faster(call: SparseDecodeCall) -> bool:
-    """Whether there are more heads than a tile of `_attend_kernel` has, and tokens enough for the prefill's kernel."""
+def fastest_way(call: SparseDecodeCall) -> Way:
+    """Gluon and the prefill's kernel for more heads than a tile of `_attend_kernel` has; the latter for many tokens."""
     if call.q.dtype == torch.float32 and isinstance(call.keys.pool, Quantized):
-        return True  # without tensor cores, both operands of a product are in registers, too
+        return Way.AS_PREFILL  # without tensor cores, both operands of a product are in registers, too
     rows, heads = call.q.shape[0] * call.q.shape[1], call.q.shape[2]
+    if heads > 32 and gluon_decode.supports(call.q.flatten(0, 1), call.keys.pool, d_v=call.d_v):
+        return Way.GLUON
     enough = 2 * rows * triton.cdiv(heads, gluon_forward.HEADS) >= _processors(call.q.device)
-    return call.q.is_cuda and call.split_size is None and heads > 32 and enough
+    return Way.AS_PREFILL if call.q.is_cuda and call.split_size is None and heads > 32 and enough else Way.IN_PLACE
 
 
 def _attend_as_prefill(call: SparseDecodeCall, slots: Tensor, lengths: Tensor, results: tuple[Tensor, ...]) -> None:

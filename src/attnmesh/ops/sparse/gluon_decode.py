@@ -1,0 +1,465 @@
+"""Sparse decode over latents in `fp8_ds_mla` on Hopper in Gluon: 512 values in 8 bits and 64 of the rope part.
+
+Items and the groups of warps are those of `gluon_forward`, with 64 heads of one token, or of a part of its slots, but
+for the first:
+
+- the gatherer copies values in 8 bits, their scales and the rope part into shared memory, a tile ahead, multiplies
+  values by their scales and writes them in 16 bits, a quarter of the columns at a time;
+- the scorer and the two averagers are those of `gluon_forward`.
+
+Synchronization: quarter `at` is in slot `at % RING`, and as bytes in slot `at % 4`. The gatherer overwrites bytes once
+all of its warps have read them, which they report together. A quarter is free when its averager has multiplied it, a
+tail (later the weights) when both have.
+"""
+
+# Kernels are written in Gluon's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attnmesh.ops.sparse.gluon_forward import D_V, HEADS, KEYS, LOG2_E, processors, write_columns
+from attnmesh.ops.storage import Quantized
+
+_LOG2_E = gl.constexpr(LOG2_E)
+_HEADS, _KEYS = gl.constexpr(HEADS), gl.constexpr(KEYS)
+_QUARTER, _TAIL = gl.constexpr(D_V // 4), gl.constexpr(64)
+_RING = gl.constexpr(6)  # quarters of keys that fit beside the queries and a tile in 8 bits
+_SLACK = gl.constexpr(8.0)  # weights may grow to 2**_SLACK before the sums are rescaled
+_AVERAGER, _GATHERER = gl.constexpr(160), gl.constexpr(80)  # registers per thread; the scorer has the rest of 512
+_GATHERERS = gl.constexpr(128)  # threads, each of which reports its own copies
+NOT_SPECIALIZED = ["items", "heads", "span", "splits", "topk", "scale_log2"]
+
+
+class Results(NamedTuple):
+    """Where results are written: of tokens, or of parts of their slots (with logarithms to base 2)."""
+
+    out: Any
+    lse: Any
+    top: Any
+    sinks: Any
+
+
+class Memory(NamedTuple):
+    """Shared memory."""
+
+    q: Any  # quarters
+    q_tail: Any
+    k: Any  # quarters
+    tail: Any  # of two tiles, and then the weights [HEADS, KEYS]
+    raw: Any  # quarters in 8 bits
+    scales: Any  # of two tiles
+    decay: Any  # factor of the sums so far after a new maximum
+    share: Any  # 1 / sum of weights, at the end
+
+
+class Barriers(NamedTuple):
+    """The barriers of queries, quarters, tails, weights and shares."""
+
+    q_ready: Any
+    q_free: Any
+    raw_ready: Any
+    k_ready: Any
+    k_free: Any
+    tail_ready: Any
+    tail_free: Any
+    decay_ready: Any
+    weights_ready: Any
+    share_ready: Any
+    share_free: Any
+
+
+class Work(NamedTuple):
+    """The slots of all tokens, and how they are divided into items."""
+
+    slots: Any
+    lengths: Any
+    topk: Any
+    span: Any
+    splits: Any
+    heads: Any
+    items: Any
+
+
+class Item(NamedTuple):
+    """64 heads of some slots of a token."""
+
+    row: Any
+    part: Any  # number of the part among those of all tokens
+    head_begin: Any
+    begin: Any  # of its slots
+    count: Any
+    tiles: Any
+    fault: Any  # whether an index of the token is outside of the cache
+
+
+def supports(q: Tensor, pool: object, *, d_v: int) -> bool:
+    """Whether the kernel can serve the call: latents of 512 and a rope part of 64, rows at 16 bytes, on Hopper."""
+    if not isinstance(pool, Quantized) or pool.rope is None:
+        return False
+    parts = (q, pool.values, pool.scales, pool.rope)
+    return (
+        d_v == D_V
+        and q.dtype == torch.bfloat16
+        and (pool.values.shape[-1], pool.rope.shape[-1]) == (D_V, 64)
+        and all(x.data_ptr() % 16 == 0 and all(n * x.itemsize % 16 == 0 for n in x.stride()[:2]) for x in parts)
+        and pool.scales.stride(3) == 1
+        and q.is_cuda
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+    )
+
+
+def attend(
+    q: Tensor, pool: Quantized, slots: Tensor, lengths: Tensor, sinks: Tensor | None, results: tuple[Tensor, ...],
+    *, span: int, splits: int, scale: float,
+) -> None:  # fmt: skip
+    """Out, lse and largest score of q [rows, heads, 576] over `slots` [rows, topk], in parts of `span` slots.
+
+    The results are [rows, heads, ...], or [rows, splits, heads, ...] in float32 with logarithms to base 2.
+    """
+    assert pool.rope is not None
+    rows, heads, _ = q.shape
+    items = rows * splits * triton.cdiv(heads, HEADS)
+    with torch.cuda.device_of(q):
+        _attend_kernel[(min(items, processors(q)),)](
+            q, _steps(q), pool.values, _steps(pool.values), pool.scales, _steps(pool.scales), pool.rope, _steps(pool.rope),
+            slots, lengths, *results, sinks,
+            items, heads, span, splits, slots.shape[1], scale * LOG2_E,
+            BLOCK_SIZE=pool.values.shape[1], SPLIT=splits > 1, NARROW_OUT=results[0].dtype.itemsize == 2, num_warps=4,
+        )  # fmt: skip
+
+
+def _steps(x: Tensor) -> tuple[int, int]:
+    """The first two strides in units of 16 bytes, which the compiler must know to divide them."""
+    return x.stride(0) * x.itemsize // 16, x.stride(1) * x.itemsize // 16
+
+
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+def _attend_kernel(
+    q, q_steps, pool, pool_steps, scales, scale_steps, rope, rope_steps, slots, lengths, out, lse, top, sinks,
+    items, heads, span, splits, topk, scale_log2,
+    BLOCK_SIZE: gl.constexpr, SPLIT: gl.constexpr, NARROW_OUT: gl.constexpr,
+):  # fmt: skip
+    """Processes every num_programs-th item. Neighboring programs share a token: its keys are in L2 for the second."""
+    dtype: gl.constexpr = q.dtype.element_ty
+    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    bytes_layout: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+    scale_layout: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
+    memory = Memory(
+        gl.allocate_shared_memory(dtype, [4, _HEADS, _QUARTER], wide),
+        gl.allocate_shared_memory(dtype, [_HEADS, _TAIL], wide),
+        gl.allocate_shared_memory(dtype, [_RING, _KEYS, _QUARTER], wide),
+        gl.allocate_shared_memory(dtype, [2, _KEYS, _TAIL], wide),
+        gl.allocate_shared_memory(pool.dtype.element_ty, [4, _KEYS, _QUARTER], bytes_layout),
+        gl.allocate_shared_memory(gl.float32, [2, _KEYS, 4], scale_layout),
+        gl.allocate_shared_memory(gl.float32, [2, _HEADS], flat),
+        gl.allocate_shared_memory(gl.float32, [_HEADS], flat),
+    )
+    once: gl.constexpr = mbarrier.MBarrierLayout()
+    barriers = Barriers(
+        gl.allocate_shared_memory(gl.int64, [1, 1], once),
+        gl.allocate_shared_memory(gl.int64, [1, 1], once),
+        gl.allocate_shared_memory(gl.int64, [4, 1], once),
+        gl.allocate_shared_memory(gl.int64, [_RING, 1], once),
+        gl.allocate_shared_memory(gl.int64, [_RING, 1], once),
+        gl.allocate_shared_memory(gl.int64, [2, 1], once),
+        gl.allocate_shared_memory(gl.int64, [2, 1], once),
+        gl.allocate_shared_memory(gl.int64, [2, 1], once),
+        gl.allocate_shared_memory(gl.int64, [2, 1], once),
+        gl.allocate_shared_memory(gl.int64, [1, 1], once),
+        gl.allocate_shared_memory(gl.int64, [1, 1], once),
+    )
+    mbarrier.init(barriers.q_ready.index(0), count=_GATHERERS)
+    mbarrier.init(barriers.q_free.index(0), count=1)
+    mbarrier.init(barriers.share_ready.index(0), count=1)
+    mbarrier.init(barriers.share_free.index(0), count=2)
+    for slot in gl.static_range(4):
+        mbarrier.init(barriers.raw_ready.index(slot), count=_GATHERERS)
+    for slot in gl.static_range(_RING):
+        mbarrier.init(barriers.k_ready.index(slot), count=1)
+        mbarrier.init(barriers.k_free.index(slot), count=1)
+    for stage in gl.static_range(2):
+        mbarrier.init(barriers.tail_ready.index(stage), count=_GATHERERS)
+        mbarrier.init(barriers.tail_free.index(stage), count=2)
+        mbarrier.init(barriers.decay_ready.index(stage), count=1)
+        mbarrier.init(barriers.weights_ready.index(stage), count=1)
+    fence_async_shared()
+
+    work = Work(slots, lengths, topk, span, splits, heads, items)
+    results = Results(out, lse, top, sinks)
+    source = Source(pool, pool_steps, scales, scale_steps, rope, rope_steps)
+    gl.warp_specialize(
+        [
+            (_score, (memory, barriers, work, results, scale_log2, SPLIT)),
+            (_average, (memory, barriers, work, out, 0, NARROW_OUT)),
+            (_average, (memory, barriers, work, out, 1, NARROW_OUT)),
+            (_gather, (q, q_steps, source, memory, barriers, work, BLOCK_SIZE)),
+        ],
+        [4, 4, 4],
+        [_AVERAGER, _AVERAGER, _GATHERER],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _item(number, work):
+    """An item by its number."""
+    head_tiles = (work.heads + _HEADS - 1) // _HEADS
+    part = number // head_tiles
+    row = part // work.splits
+    length = gl.load(work.lengths + row)
+    begin = part % work.splits * work.span
+    count = gl.maximum(gl.minimum(begin + work.span, length) - begin, 0)
+    tiles = (count + _KEYS - 1) // _KEYS
+    return Item(row.to(gl.int64), part.to(gl.int64), number % head_tiles * _HEADS, begin, count, tiles, length < 0)
+
+
+class Source(NamedTuple):
+    """The pool, with strides in units of 16 bytes."""
+
+    codes: Any  # the values in 8 bits
+    code_steps: Any
+    scales: Any
+    scale_steps: Any
+    rope: Any
+    rope_steps: Any
+
+
+@gluon.jit
+def _gather(
+    q, q_steps, source, memory, barriers, work, BLOCK_SIZE: gl.constexpr
+):  # fmt: skip
+    """Copies the queries of each item and, tile by tile, the keys of its slots, and converts them; 0 past the last."""
+    grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # eight lanes copy 128 bytes of a row
+    down: gl.constexpr = gl.SliceLayout(1, grid)
+    step = 0  # tiles so far, of all items
+    served = 0  # items so far that have any tile
+    for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
+        item = _item(number, work)
+        if item.tiles > 0:
+            row_slots = work.slots + item.row * work.topk + item.begin
+            j = gl.arange(0, _KEYS, layout=down)
+            slot = gl.load(row_slots + j, mask=j < item.count, other=-1)
+            _copy_scales(source, memory, step, slot, BLOCK_SIZE)
+            for quarter in gl.static_range(4):
+                _copy_values(source, memory, barriers, quarter, slot, BLOCK_SIZE)
+            _copy_tail(source, memory, barriers, step, slot, BLOCK_SIZE)
+            _copy_queries(q, q_steps, memory, barriers, item, work, served, grid)
+            served += 1
+            j = j + _KEYS
+            slot = gl.load(row_slots + j, mask=j < item.count, other=-1)
+            for tile in range(item.tiles):
+                # Load the slots after the next early, so that the copies do not wait for them.
+                j = j + _KEYS
+                after = gl.load(row_slots + j, mask=j < item.count, other=-1)
+                for quarter in gl.static_range(4):
+                    _convert(memory, barriers, step, quarter)
+                    if tile + 1 < item.tiles:
+                        if quarter == 0:
+                            _copy_scales(source, memory, step + 1, slot, BLOCK_SIZE)
+                        _copy_values(source, memory, barriers, quarter, slot, BLOCK_SIZE)
+                if tile + 1 < item.tiles:
+                    _copy_tail(source, memory, barriers, step + 1, slot, BLOCK_SIZE)
+                slot = after
+                step += 1
+
+
+@gluon.jit
+def _convert(memory, barriers, step, quarter: gl.constexpr):
+    """Writes a quarter of a tile in 16 bits."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])  # 16 bytes per lane in 16 bits
+    HALF: gl.constexpr = _KEYS // 2
+    at = 4 * step + quarter
+    mbarrier.wait(barriers.raw_ready.index(quarter), step & 1)
+    mbarrier.wait(barriers.k_free.index(at % _RING), (at // _RING & 1) ^ 1)
+    for half in gl.static_range(2):
+        scale = memory.scales.index(step % 2).slice(half * HALF, HALF, dim=0).slice(quarter, 1, dim=1).load(lines)
+        values = memory.raw.index(quarter).slice(half * HALF, HALF, dim=0).load(lines)
+        values = (values.to(gl.float32) * scale).to(memory.k.dtype)
+        memory.k.index(at % _RING).slice(half * HALF, HALF, dim=0).store(values)
+    fence_async_shared()  # writes and products access shared memory through different proxies
+    mbarrier.arrive(barriers.k_ready.index(at % _RING), count=1)
+
+
+@gluon.jit
+def _rows(pointer, steps, slot, UNIT: gl.constexpr, grid: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """The addresses of the rows of some slots, as a column, and which of them exist. 16 bytes are UNIT elements."""
+    slot = gl.convert_layout(slot, gl.SliceLayout(1, grid))
+    row = (slot // BLOCK_SIZE).to(gl.int64) * steps[0] + slot % BLOCK_SIZE * steps[1]
+    return pointer + row[:, None] * UNIT, (slot >= 0)[:, None]
+
+
+@gluon.jit
+def _copy_scales(source, memory, step, slot, BLOCK_SIZE: gl.constexpr):
+    grid: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    rows, valid = _rows(source.scales, source.scale_steps, slot, 4, grid, BLOCK_SIZE)
+    column = gl.arange(0, 4, layout=gl.SliceLayout(0, grid))[None, :]
+    async_copy.async_copy_global_to_shared(memory.scales.index(step % 2), rows + column, mask=valid)
+
+
+@gluon.jit
+def _copy_values(source, memory, barriers, quarter: gl.constexpr, slot, BLOCK_SIZE: gl.constexpr):
+    """A quarter of the values in 8 bits; they are ready together with what these threads have copied before."""
+    grid: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    rows, valid = _rows(source.codes, source.code_steps, slot, 16, grid, BLOCK_SIZE)
+    column = quarter * _QUARTER + gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, grid))[None, :]
+    async_copy.async_copy_global_to_shared(memory.raw.index(quarter), rows + column, mask=valid)
+    async_copy.mbarrier_arrive(barriers.raw_ready.index(quarter), increment_count=False)
+
+
+@gluon.jit
+def _copy_tail(source, memory, barriers, step, slot, BLOCK_SIZE: gl.constexpr):
+    """The rope part of a tile."""
+    grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows, valid = _rows(source.rope, source.rope_steps, slot, 8, grid, BLOCK_SIZE)
+    column = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, grid))[None, :]
+    mbarrier.wait(barriers.tail_free.index(step % 2), (step // 2 & 1) ^ 1)
+    async_copy.async_copy_global_to_shared(memory.tail.index(step % 2), rows + column, mask=valid)
+    async_copy.mbarrier_arrive(barriers.tail_ready.index(step % 2), increment_count=False)
+
+
+@gluon.jit
+def _copy_queries(q, q_steps, memory, barriers, item, work, served, grid: gl.constexpr):
+    """After the first keys, which may arrive while the scores of the last item still read its queries."""
+    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, grid))[None, :]
+    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, grid))[None, :]
+    head = item.head_begin + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, grid))
+    real = (head < work.heads)[:, None]
+    rows = q + (item.row * q_steps[0] + head.to(gl.int64) * q_steps[1])[:, None] * 8
+    mbarrier.wait(barriers.q_free.index(0), (served & 1) ^ 1)
+    for quarter in gl.static_range(4):
+        async_copy.async_copy_global_to_shared(
+            memory.q.index(quarter), rows + (column + quarter * _QUARTER), mask=real
+        )
+    async_copy.async_copy_global_to_shared(memory.q_tail, rows + (tail + 4 * _QUARTER), mask=real)
+    async_copy.mbarrier_arrive(barriers.q_ready.index(0), increment_count=False)
+
+
+@gluon.jit
+def _score(memory, barriers, work, results, scale_log2, SPLIT: gl.constexpr):
+    """Scores, running maximum, weights and their sum; at the end the log-sum-exp, with the sink of each head."""
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
+    down: gl.constexpr = gl.SliceLayout(1, grid)
+    near = gl.arange(0, _KEYS, layout=gl.SliceLayout(0, grid))[None, :]
+    step = 0  # tiles so far, of all items
+    served = 0  # items so far that have any tile
+    done = 0  # items so far
+    for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
+        item = _item(number, work)
+        peak = gl.full([_HEADS], float("-inf"), gl.float32, down)
+        largest = peak  # `peak` lags behind it by up to _SLACK
+        total = gl.full([_HEADS], 0.0, gl.float32, down)
+        mbarrier.wait(barriers.q_ready.index(0), served & 1, pred=item.tiles > 0)
+        for tile in range(item.tiles):
+            stage = step % 2
+            scores = gl.zeros([_HEADS, _KEYS], gl.float32, grid)
+            for quarter in gl.static_range(4):
+                at = 4 * step + quarter
+                mbarrier.wait(barriers.k_ready.index(at % _RING), at // _RING & 1)
+                if quarter == 0:
+                    fence_async_shared()  # the queries were copied through another proxy
+                keys = memory.k.index(at % _RING).permute([1, 0])
+                scores = warpgroup_mma(memory.q.index(quarter), keys, scores, use_acc=quarter > 0, is_async=True)
+            mbarrier.wait(barriers.tail_ready.index(stage), step // 2 & 1)
+            fence_async_shared()
+            scores = warpgroup_mma(memory.q_tail, memory.tail.index(stage).permute([1, 0]), scores, is_async=True)
+            scores = warpgroup_mma_wait(0, [scores]) * scale_log2
+            step += 1
+
+            if (tile + 1) * _KEYS > item.count:
+                scores = gl.where(near < item.count - tile * _KEYS, scores, float("-inf"))
+            highest = gl.max(scores, 1)
+            largest = gl.maximum(largest, highest)
+            new_peak = gl.where(highest > peak + _SLACK, highest, peak)
+            # A score of -inf, or no key yet: subtract 0, because -inf - -inf is NaN.
+            shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+            tile_decay = gl.exp2(peak - shift)
+            memory.decay.index(stage).store(tile_decay)
+            # The averagers rescale while the weights are computed. Arriving also synchronizes the warps of this group:
+            # none writes weights over the tail of the keys while another still multiplies with it.
+            mbarrier.arrive(barriers.decay_ready.index(stage), count=1)
+            weights = gl.exp2(scores - shift[:, None])
+            memory.tail.index(stage).store(weights.to(memory.tail.dtype))
+            fence_async_shared()
+            mbarrier.arrive(barriers.weights_ready.index(stage), count=1)
+            total = total * tile_decay + gl.sum(weights, 1)
+            peak = new_peak
+
+        if item.tiles > 0:
+            mbarrier.arrive(barriers.q_free.index(0), count=1)
+            served += 1
+        head = item.head_begin + gl.arange(0, _HEADS, layout=down)
+        real = head < work.heads
+        kept = 1.0
+        if not SPLIT and results.sinks is not None:
+            sink = gl.load(results.sinks + head, mask=real, other=0.0).to(gl.float32) * _LOG2_E
+            highest = gl.maximum(peak, sink)
+            shift = gl.where(highest == float("-inf"), 0.0, highest)
+            kept = gl.exp2(peak - shift)
+            total = total * kept + gl.where(sink == shift, 1.0, gl.exp2(sink - shift))  # also if both are +inf
+            peak = highest
+        # Without a key total is 0 and peak -inf: out 0 * 1, lse -inf + -inf.
+        share = kept / gl.where(total == 0.0, 1.0, total)
+        unit = 1.0 if SPLIT else 1.0 / _LOG2_E
+        spoiled = gl.where(item.fault, float("nan"), 0.0)
+        mbarrier.wait(barriers.share_free.index(0), (done & 1) ^ 1)
+        memory.share.store(share + spoiled)
+        mbarrier.arrive(barriers.share_ready.index(0), count=1)
+        at = item.part * work.heads + head
+        gl.store(results.lse + at, (peak + gl.log2(total)) * unit + spoiled, mask=real)
+        gl.store(results.top + at, largest * unit + spoiled, mask=real)
+        done += 1  # noqa: SIM113 - Gluon has no enumerate
+
+
+@gluon.jit
+def _average(memory, barriers, work, out, PART: gl.constexpr, NARROW_OUT: gl.constexpr):
+    """Adds weights times keys to two quarters of the output columns, one of the front and one of the back."""
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _QUARTER, 16])
+    down: gl.constexpr = gl.SliceLayout(1, grid)
+    step = 0  # tiles so far, of all items
+    done = 0  # items so far
+    for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
+        item = _item(number, work)
+        front = gl.zeros([_HEADS, _QUARTER], gl.float32, grid)
+        back = gl.zeros([_HEADS, _QUARTER], gl.float32, grid)
+        for _tile in range(item.tiles):
+            stage = step % 2
+            turn = step // 2 & 1
+            near = (4 * step + PART) % _RING
+            far = (4 * step + 2 + PART) % _RING
+            step += 1
+            mbarrier.wait(barriers.decay_ready.index(stage), turn)
+            tile_decay = memory.decay.index(stage).load(down)
+            # Rarely taken; otherwise 128 multiplications per thread would precede the matrix products of every tile.
+            if gl.min(tile_decay, 0) < 1.0:
+                front = front * tile_decay[:, None]
+                back = back * tile_decay[:, None]
+            mbarrier.wait(barriers.weights_ready.index(stage), turn)
+            weights = memory.tail.index(stage)
+            front = warpgroup_mma(weights, memory.k.index(near), front, is_async=True)
+            back = warpgroup_mma(weights, memory.k.index(far), back, is_async=True)
+            front = warpgroup_mma_wait(1, [front])
+            mbarrier.arrive(barriers.k_free.index(near), count=1)
+            back = warpgroup_mma_wait(0, [back])
+            mbarrier.arrive(barriers.k_free.index(far), count=1)
+            mbarrier.arrive(barriers.tail_free.index(stage), count=1)
+
+        mbarrier.wait(barriers.share_ready.index(0), done & 1)
+        scale = memory.share.load(down)[:, None]
+        mbarrier.arrive(barriers.share_free.index(0), count=1)
+        done += 1  # noqa: SIM113 - Gluon has no enumerate
+        rows = out + item.part * work.heads * (4 * _QUARTER)
+        write_columns(rows, front * scale, PART * _QUARTER, item.head_begin, work.heads, NARROW_OUT, _HEADS, grid)
+        write_columns(rows, back * scale, (2 + PART) * _QUARTER, item.head_begin, work.heads, NARROW_OUT, _HEADS, grid)

@@ -1,0 +1,130 @@
+"""The Hopper kernel of sparse decode over fp8_ds_mla against float64: emulated, and on a Hopper GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnmesh import check_decode_errors
+from attnmesh.ops.sparse import gluon_decode, triton_decode
+from helpers.gluon import emulated
+from test_paged_sparse_decode import Case, random_case, run_unpoisoned
+
+WIDTHS = {"dim": 576, "storage": "fp8_ds_mla"}
+CASES = {
+    "one tile": {"heads": 5, "topk": 40, "lengths": (50, 0, 9)},
+    "several tiles, two tiles of heads": {"heads": 70, "topk": 200, "lengths": (300, 90, 260), "counts": True, "seed": 1},
+    "slots and sinks": {"heads": 64, "topk": 130, "lengths": (150, 70), "slots": True, "sinks": True, "seed": 3},
+    "one index": {"heads": 1, "topk": 1, "lengths": (1,), "tokens": 1},
+}
+
+
+def by_gluon(monkeypatch: pytest.MonkeyPatch, seed: int = 0, planted: tuple[str, str] | None = None) -> None:
+    """Let the emulated kernel attend."""
+    monkeypatch.setattr(triton_decode, "gluon_decode", emulated(gluon_decode, seed, planted))
+    monkeypatch.setattr(triton_decode, "fastest_way", lambda call: triton_decode.Way.GLUON)
+
+
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 12), marks=pytest.mark.slow)], ids=["one", "many"])
+@pytest.mark.parametrize("name", CASES)
+def test_under_hostile_schedules(name, seeds, monkeypatch):
+    for seed in seeds:
+        by_gluon(monkeypatch, seed)
+        case = random_case(dtype=torch.float16, **WIDTHS | CASES[name])
+        replace(case, scale=0.6 if seed % 2 else case.scale).check("triton")
+
+
+@pytest.mark.parametrize("split_size", [64, pytest.param(70, marks=pytest.mark.slow)])
+def test_splits(split_size, monkeypatch):
+    by_gluon(monkeypatch)
+    case = random_case((150, 0, 90), heads=9, topk=140, tokens=1, sinks=True, counts=True, dtype=torch.float16, **WIDTHS)
+    case.check("triton", split_size=split_size)
+    case.check("triton", split_size=split_size, out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("split_size", [None, pytest.param(32, marks=pytest.mark.slow)])
+def test_faults(split_size, monkeypatch):
+    by_gluon(monkeypatch)
+    case = random_case((40, 30), topk=50, dtype=torch.float16, sinks=True, **WIDTHS)
+    case.table[1, 0] = 10**6
+    out, lse, top = run_unpoisoned(case, "triton", **({} if split_size is None else {"split_size": split_size}))
+    with pytest.raises(ValueError, match="is 1000000, outside the pool"):
+        check_decode_errors()
+    for x in (out, lse, top):
+        assert x[1].isnan().all()
+        assert not x[0].isnan().any()
+
+
+PLANTED = {
+    "bytes are read before they arrive": ("mbarrier.wait(barriers.raw_ready.index(quarter), step & 1)", "pass"),
+    "keys are overwritten while they are read": (
+        "mbarrier.wait(barriers.k_free.index(at % _RING), (at // _RING & 1) ^ 1)", "pass",
+    ),
+    "keys are not fenced": ("fence_async_shared()  # writes and products", "pass  # writes and products"),
+    "tails are overwritten while they are read": (
+        "mbarrier.wait(barriers.tail_free.index(step % 2), (step // 2 & 1) ^ 1)", "pass",
+    ),
+    "tails are read before they arrive": ("mbarrier.wait(barriers.tail_ready.index(stage), step // 2 & 1)", "pass"),
+    "queries are not fenced": ("fence_async_shared()  # the queries", "pass  # the queries"),
+    "queries are overwritten too soon": ("mbarrier.wait(barriers.q_free.index(0), (served & 1) ^ 1)", "pass"),
+    "weights are not fenced": (
+        "to(memory.tail.dtype))\n            fence_async_shared()", "to(memory.tail.dtype))",
+    ),
+    "averagers do not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(stage), turn)", "pass"),
+    "scores are read too early": ("wait(0, [scores]) * scale", "wait(1, [scores]) * scale"),
+    "keys are given back too early": (
+        "front = warpgroup_mma_wait(1, [front])\n            mbarrier.arrive(barriers.k_free.index(near), count=1)",
+        "mbarrier.arrive(barriers.k_free.index(near), count=1)\n            front = warpgroup_mma_wait(1, [front])",
+    ),
+    "scales of the tile before": ("memory, step + 1, slot, BLOCK_SIZE)\n                        _copy_values",
+                                  "memory, step, slot, BLOCK_SIZE)\n                        _copy_values"),
+    "sums are not rescaled": ("memory.decay.index(stage).load(down)", "memory.decay.index(stage).load(down) * 0 + 1"),
+    "slots past the last count": ("item.count - tile * _KEYS", "item.count - tile * _KEYS + 1"),
+    "shares are overwritten too soon": ("mbarrier.wait(barriers.share_free.index(0), (done & 1) ^ 1)", "pass"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(x, marks=[pytest.mark.slow] if i % 8 else []) for i, x in enumerate(PLANTED)]
+)
+def test_the_emulation_finds_planted_faults(fault, monkeypatch):
+    case = random_case((300, 40, 9), heads=16, topk=260, tokens=3, dtype=torch.float16, **WIDTHS)
+    case = replace(case, scale=0.6)  # the largest score grows from tile to tile
+    case.indices[:, 1:, 20:] = -1  # a long item each for three programs, and short ones that come soon after
+
+    def many_times():  # a race is lost sooner or later
+        for seed in range(12):
+            by_gluon(monkeypatch, seed, PLANTED[fault])
+            case.check("triton")
+
+    with pytest.raises(AssertionError):
+        many_times()
+
+
+NO_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9
+ON_HOPPER = {
+    "one sequence": {"heads": 128, "topk": 2048, "lengths": (3000,), "tokens": 1},
+    "a batch": {"heads": 128, "topk": 1000, "lengths": (1500, 0, 90, 1024), "tokens": 2, "counts": True, "seed": 1},
+    "slots and sinks": {"heads": 70, "topk": 130, "lengths": (150, 70), "slots": True, "sinks": True, "seed": 3},
+    "few heads": {"heads": 5, "topk": 333, "lengths": (700, 700), "sinks": True},
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("name", ON_HOPPER)
+def test_on_hopper(name, monkeypatch):
+    monkeypatch.setattr(triton_decode, "fastest_way", lambda call: triton_decode.Way.GLUON)
+    case = random_case(dtype=torch.bfloat16, **WIDTHS | ON_HOPPER[name])
+    for how in ({}, {"split_size": 128}, {"out_dtype": torch.float32}):
+        case.check("triton", **how)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
+def test_the_same_bits_again_and_again_on_hopper():
+    """A result that moves is a race: more items than the GPU has processors, many times."""
+    case: Case = random_case((900,) * 80, heads=128, topk=800, tokens=2, dtype=torch.bfloat16, **WIDTHS)
+    first = run_unpoisoned(case, "triton")
+    for _ in range(20):
+        assert all(torch.equal(x, y) for x, y in zip(run_unpoisoned(case, "triton"), first, strict=True))
