@@ -144,7 +144,11 @@ def _attention(case: Case, device: str) -> Rows:
         if case.storage != "plain":
             more = {"in place, 64 keys": (16, 64, 8, 1), "in place, 16 keys": (16, 16, 4, 1)}
             ways |= {
-                name: (lambda call, t=tiles: triton_decode.run(call, way=triton_decode.Way.IN_PLACE, tiles=ForwardTiles(*t)))
+                name: (
+                    lambda call, t=tiles: triton_decode.run(
+                        call, way=triton_decode.Way.IN_PLACE, tiles=ForwardTiles(*t)
+                    )
+                )
                 for name, tiles in more.items()
             }
     times = _times({name: (lambda way=way: way(call)[0]) for name, way in ways.items()}, device)

@@ -23,8 +23,6 @@ import pytest
 import torch
 from torch import Tensor
 
-THREADS = 128  # of a group of four warps, each of which reports its own copies
-
 
 def mostly_slow(cases: list[tuple], every: int) -> list:
     """The cases as parameters, of which all but each `every`-th are slow: an emulated launch takes a second."""
@@ -307,6 +305,8 @@ class Machine:
     def warp_specialize(self, functions, warps, registers):
         assert len(warps) == len(registers) == len(functions) - 1
         groups = [Group(*function) for function in functions]
+        for group, count in zip(groups, (4, *warps), strict=True):  # kernels are launched with four
+            group.threads = 32 * count
         # Each group, and the memory, has its own pace: now one runs ahead, now another.
         pace = {x: self.random.choice((0.02, 1.0, 1.0, 5.0)) for x in (*groups, self.land)}
         while not any(group.failure for group in groups):
@@ -360,7 +360,7 @@ class Machine:
     def arrive_when_copied(self, barrier: Barrier, increment_count=True):
         assert not increment_count, "only arrivals that the barrier counts already are emulated"
         self.pause()
-        self.landing.append((self.current.copies, barrier))
+        self.landing.append((self.current.copies, barrier, self.current.threads))
         self.current.copies = []
 
     def load_block(self, descriptor: Descriptor, coord, barrier: Barrier, shared: Shared, pred=True):
@@ -393,10 +393,10 @@ class Machine:
             barrier.receive(shared.x.numel() * shared.x.element_size())
             return
         # The copies of threads arrive in order.
-        copies, barrier = self.landing.pop(next(i for i, each in enumerate(self.landing) if len(each) == 2))
+        copies, barrier, threads = self.landing.pop(next(i for i, each in enumerate(self.landing) if len(each) == 3))
         for shared, pointer, mask in copies:
             shared.fill(pointer.read(mask))
-        barrier.arrive(THREADS)
+        barrier.arrive(threads)  # each reports its own copies
 
     def add(self, pointer: Pointer, x, mask=None, sem=None, scope=None):
         self.pause()

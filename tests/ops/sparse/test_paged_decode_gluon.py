@@ -4,16 +4,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_paged_sparse_decode import Case, random_case, run_unpoisoned
 
 from attnmesh import check_decode_errors
 from attnmesh.ops.sparse import gluon_decode, triton_decode
 from helpers.gluon import emulated
-from test_paged_sparse_decode import Case, random_case, run_unpoisoned
 
 WIDTHS = {"dim": 576, "storage": "fp8_ds_mla"}
 CASES = {
     "one tile": {"heads": 5, "topk": 40, "lengths": (50, 0, 9)},
-    "several tiles, two tiles of heads": {"heads": 70, "topk": 200, "lengths": (300, 90, 260), "counts": True, "seed": 1},
+    "several tiles, two tiles of heads": {
+        "heads": 70,
+        "topk": 200,
+        "lengths": (300, 90, 260),
+        "counts": True,
+        "seed": 1,
+    },
     "slots and sinks": {"heads": 64, "topk": 130, "lengths": (150, 70), "slots": True, "sinks": True, "seed": 3},
     "one index": {"heads": 1, "topk": 1, "lengths": (1,), "tokens": 1},
 }
@@ -37,7 +43,9 @@ def test_under_hostile_schedules(name, seeds, monkeypatch):
 @pytest.mark.parametrize("split_size", [64, pytest.param(70, marks=pytest.mark.slow)])
 def test_splits(split_size, monkeypatch):
     by_gluon(monkeypatch)
-    case = random_case((150, 0, 90), heads=9, topk=140, tokens=1, sinks=True, counts=True, dtype=torch.float16, **WIDTHS)
+    case = random_case(
+        (150, 0, 90), heads=9, topk=140, tokens=1, sinks=True, counts=True, dtype=torch.float16, **WIDTHS
+    )
     case.check("triton", split_size=split_size)
     case.check("triton", split_size=split_size, out_dtype=torch.float32)
 
@@ -89,7 +97,8 @@ PLANTED = {
 )
 def test_the_emulation_finds_planted_faults(fault, monkeypatch):
     case = random_case((300, 40, 9), heads=16, topk=260, tokens=3, dtype=torch.float16, **WIDTHS)
-    case = replace(case, scale=0.6)  # the largest score grows from tile to tile
+    if "rescaled" in fault:
+        case = replace(case, scale=0.6)  # the largest score grows from tile to tile
     case.indices[:, 1:, 20:] = -1  # a long item each for three programs, and short ones that come soon after
 
     def many_times():  # a race is lost sooner or later

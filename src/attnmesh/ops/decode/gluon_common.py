@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.gluon_schedule import KEYS
 from attnmesh.ops.decode.triton import rope_of, v_in_k
-from attnmesh.ops.storage import LATENT_GROUP, values_of
+from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
 
 D_V, D_TAIL = 512, 64
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -66,6 +66,7 @@ class Results(NamedTuple):
 def refusal(call: DecodeCall) -> str | None:
     """The reason why the kernels cannot serve these tensors; None if they can."""
     k, rope = values_of(call.k), rope_of(call.k)
+    pools = (k, call.k.scales, call.k.rope) if isinstance(call.k, Quantized) else (k,)
     if not v_in_k(call) or (call.q.shape[3], call.value_dim) != (D_V + D_TAIL, D_V):
         return f"its kernels take k_pool of head_dim {D_V + D_TAIL}, and v_pool as k_pool[..., :{D_V}]"
     if not call.paged or call.block_size not in BLOCK_SIZES:
@@ -74,7 +75,7 @@ def refusal(call: DecodeCall) -> str | None:
         return "its kernels take no mask, tree or share_cache"
     if call.q.dtype != torch.bfloat16 and (call.q.dtype != torch.float16 or rope is not None):
         return f"its kernels take fp16 and bf16, bf16 only with fp8_ds_mla, not {call.q.dtype}"
-    whole = aligned(k) if rope is None else aligned(k, rope, call.k.scales)
+    whole = aligned(*(x for x in pools if x is not None))
     return None if whole else "its kernels take pools whose rows are aligned to 16 bytes, not empty ones"
 
 

@@ -38,8 +38,8 @@ _HEADS, _KEYS = gl.constexpr(HEADS), gl.constexpr(KEYS)
 _QUARTER, _TAIL = gl.constexpr(D_V // 4), gl.constexpr(64)
 _RING = gl.constexpr(6)  # quarters of keys that fit beside the queries and a tile in 8 bits
 _SLACK = gl.constexpr(8.0)  # weights may grow to 2**_SLACK before the sums are rescaled
-_AVERAGER, _GATHERER = gl.constexpr(160), gl.constexpr(80)  # registers per thread; the scorer has the rest of 512
-_GATHERERS = gl.constexpr(128)  # threads, each of which reports its own copies
+_AVERAGER, _GATHERER = gl.constexpr(160), gl.constexpr(40)  # registers per thread; the scorer has the rest of 512
+_GATHERERS = gl.constexpr(256)  # threads, each of which reports its own copies
 NOT_SPECIALIZED = ["items", "heads", "span", "splits", "topk", "scale_log2"]
 
 
@@ -134,8 +134,8 @@ def attend(
     items = rows * splits * triton.cdiv(heads, HEADS)
     with torch.cuda.device_of(q):
         _attend_kernel[(min(items, processors(q)),)](
-            q, _steps(q), pool.values, _steps(pool.values), pool.scales, _steps(pool.scales), pool.rope, _steps(pool.rope),
-            slots, lengths, *results, sinks,
+            q, _steps(q), pool.values, _steps(pool.values), pool.scales, _steps(pool.scales),
+            pool.rope, _steps(pool.rope), slots, lengths, *results, sinks,
             items, heads, span, splits, slots.shape[1], scale * LOG2_E,
             BLOCK_SIZE=pool.values.shape[1], SPLIT=splits > 1, NARROW_OUT=results[0].dtype.itemsize == 2, num_warps=4,
         )  # fmt: skip
@@ -208,7 +208,7 @@ def _attend_kernel(
             (_average, (memory, barriers, work, out, 1, NARROW_OUT)),
             (_gather, (q, q_steps, source, memory, barriers, work, BLOCK_SIZE)),
         ],
-        [4, 4, 4],
+        [4, 4, 8],
         [_AVERAGER, _AVERAGER, _GATHERER],
     )  # fmt: skip
 
@@ -242,7 +242,7 @@ def _gather(
     q, q_steps, source, memory, barriers, work, BLOCK_SIZE: gl.constexpr
 ):  # fmt: skip
     """Copies the queries of each item and, tile by tile, the keys of its slots, and converts them; 0 past the last."""
-    grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # eight lanes copy 128 bytes of a row
+    grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])  # eight lanes copy 128 bytes of a row
     down: gl.constexpr = gl.SliceLayout(1, grid)
     step = 0  # tiles so far, of all items
     served = 0  # items so far that have any tile
@@ -279,7 +279,7 @@ def _gather(
 @gluon.jit
 def _convert(memory, barriers, step, quarter: gl.constexpr):
     """Writes a quarter of a tile in 16 bits."""
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])  # 16 bytes per lane in 16 bits
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])  # 16 bytes per lane in 16 bits
     HALF: gl.constexpr = _KEYS // 2
     at = 4 * step + quarter
     mbarrier.wait(barriers.raw_ready.index(quarter), step & 1)
@@ -303,7 +303,7 @@ def _rows(pointer, steps, slot, UNIT: gl.constexpr, grid: gl.constexpr, BLOCK_SI
 
 @gluon.jit
 def _copy_scales(source, memory, step, slot, BLOCK_SIZE: gl.constexpr):
-    grid: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    grid: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0])
     rows, valid = _rows(source.scales, source.scale_steps, slot, 4, grid, BLOCK_SIZE)
     column = gl.arange(0, 4, layout=gl.SliceLayout(0, grid))[None, :]
     async_copy.async_copy_global_to_shared(memory.scales.index(step % 2), rows + column, mask=valid)
@@ -312,7 +312,7 @@ def _copy_scales(source, memory, step, slot, BLOCK_SIZE: gl.constexpr):
 @gluon.jit
 def _copy_values(source, memory, barriers, quarter: gl.constexpr, slot, BLOCK_SIZE: gl.constexpr):
     """A quarter of the values in 8 bits; they are ready together with what these threads have copied before."""
-    grid: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    grid: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0])
     rows, valid = _rows(source.codes, source.code_steps, slot, 16, grid, BLOCK_SIZE)
     column = quarter * _QUARTER + gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, grid))[None, :]
     async_copy.async_copy_global_to_shared(memory.raw.index(quarter), rows + column, mask=valid)
@@ -322,7 +322,7 @@ def _copy_values(source, memory, barriers, quarter: gl.constexpr, slot, BLOCK_SI
 @gluon.jit
 def _copy_tail(source, memory, barriers, step, slot, BLOCK_SIZE: gl.constexpr):
     """The rope part of a tile."""
-    grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     rows, valid = _rows(source.rope, source.rope_steps, slot, 8, grid, BLOCK_SIZE)
     column = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, grid))[None, :]
     mbarrier.wait(barriers.tail_free.index(step % 2), (step // 2 & 1) ^ 1)
@@ -340,9 +340,7 @@ def _copy_queries(q, q_steps, memory, barriers, item, work, served, grid: gl.con
     rows = q + (item.row * q_steps[0] + head.to(gl.int64) * q_steps[1])[:, None] * 8
     mbarrier.wait(barriers.q_free.index(0), (served & 1) ^ 1)
     for quarter in gl.static_range(4):
-        async_copy.async_copy_global_to_shared(
-            memory.q.index(quarter), rows + (column + quarter * _QUARTER), mask=real
-        )
+        async_copy.async_copy_global_to_shared(memory.q.index(quarter), rows + (column + quarter * _QUARTER), mask=real)
     async_copy.async_copy_global_to_shared(memory.q_tail, rows + (tail + 4 * _QUARTER), mask=real)
     async_copy.mbarrier_arrive(barriers.q_ready.index(0), increment_count=False)
 

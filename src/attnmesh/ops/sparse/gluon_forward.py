@@ -97,6 +97,7 @@ def forward(
 
 
 def processors(q: Tensor) -> int:
+    """The multiprocessors of q's GPU, each of which runs one program."""
     # Three in the emulation, so that a program has several items.
     return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 3
 
@@ -372,7 +373,10 @@ def _average(
 
 
 @gluon.jit
-def write_columns(out, result, column_begin, head_begin, heads, NARROW: gl.constexpr, HEADS: gl.constexpr, grid: gl.constexpr):
+def write_columns(
+    out, result, column_begin, head_begin, heads, NARROW: gl.constexpr, HEADS: gl.constexpr, grid: gl.constexpr
+):
+    """Writes a quarter of the output columns of some heads of a row."""
     result = result.to(out.dtype.element_ty)
     if NARROW:
         # Four lanes exchange pairs of columns until each has eight in a row: 16-byte stores, without shared memory,

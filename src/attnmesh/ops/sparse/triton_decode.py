@@ -135,8 +135,8 @@ def _attend(
 def _attend_in_gluon(call: SparseDecodeCall, slots: Tensor, lengths: Tensor, results: tuple[Tensor, ...]) -> None:
     q, pool, topk = call.q.flatten(0, 1), call.keys.pool, call.indices.shape[2]
     assert isinstance(pool, Quantized)
-    programs = len(q) * triton.cdiv(q.shape[1], gluon_decode.HEADS)
-    span = call.split_size or _span(programs, topk, gluon_decode.KEYS, q.device)
+    programs = len(q) * triton.cdiv(q.shape[1], gluon_forward.HEADS)
+    span = call.split_size or _span(programs, topk, gluon_forward.KEYS, q.device)
     splits = triton.cdiv(topk, span)
     sinks = None if call.sinks is None else call.sinks.contiguous()
     parts = _parts(call, splits) if splits > 1 else results
