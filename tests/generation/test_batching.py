@@ -118,16 +118,16 @@ def test_every_answer_is_that_of_the_request_alone(world, sharding, expected, mo
     "sharding",
     [
         DecodeSharding(tp=2),
-        DecodeSharding(kvdp=2, cp=2),
-        *(
-            pytest.param(each, marks=pytest.mark.slow)
-            for each in (
-                DecodeSharding(cp=2), DecodeSharding(kvdp=3), DecodeSharding(tp=4), DecodeSharding(2, 2), DecodeSharding(2, 1, 3)
-            )
-        ),
+        DecodeSharding(kvdp=2),
+        pytest.param(DecodeSharding(cp=2), marks=pytest.mark.slow),
+        pytest.param(DecodeSharding(kvdp=3), marks=pytest.mark.slow),
+        pytest.param(DecodeSharding(tp=4), marks=pytest.mark.slow),
+        pytest.param(DecodeSharding(tp=2, kvdp=2), marks=pytest.mark.slow),
+        pytest.param(DecodeSharding(kvdp=2, cp=2), marks=pytest.mark.slow),
+        pytest.param(DecodeSharding(tp=2, cp=3), marks=pytest.mark.slow),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_every_answer_with_sharded_weights(sharding, expected, monkeypatch):
     """Requests that join, leave, are preempted and share prefixes, where all ranks compute all of them together."""
     for module in ("engine", "batching"):
