@@ -53,7 +53,7 @@ def plan(tmp_path, name, ranks, context, memory):
     ("name", "ranks", "context", "memory", "expected"),
     [
         ("llama-3.1-8b", 4, 8 * K, 20, "TP4"),
-        ("qwen3-235b-a22b", 8, 128 * K, 80, "TP8"),
+        pytest.param("qwen3-235b-a22b", 8, 128 * K, 80, "TP8", marks=pytest.mark.slow),
         ("qwen3-235b-a22b", 8, 1024 * K, 98, "TP4-CP2"),  # TP8 keeps every kv head twice
         ("gpt-oss-20b", 16, 1024 * K, 7, "TP8-CP2"),  # TP16 would fit if windows were all that is cached
         ("llama-3.1-70b", 8, 8 * K, 15, None),
@@ -70,7 +70,7 @@ def test_plan_and_auto_agree(tmp_path, name, ranks, context, memory, expected):
         assert str(auto(name, ranks, context, memory).choose()[0]) == expected
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-235b-a22b", "mistral-7b", "gpt-oss-20b"])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-235b-a22b", "gpt-oss-20b"])
 def test_the_plans_memory_is_that_of_the_ranks(tmp_path, name):
     _, planned = plan(tmp_path, name, 8, 128 * K, 1000)
     for option in planned["plans"]:

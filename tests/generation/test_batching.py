@@ -118,7 +118,7 @@ def test_every_answer_is_that_of_the_request_alone(world, sharding, expected, mo
     "sharding",
     [
         DecodeSharding(tp=2),
-        DecodeSharding(kvdp=2),
+        pytest.param(DecodeSharding(kvdp=2), marks=pytest.mark.slow),
         pytest.param(DecodeSharding(cp=2), marks=pytest.mark.slow),
         pytest.param(DecodeSharding(kvdp=3), marks=pytest.mark.slow),
         pytest.param(DecodeSharding(tp=4), marks=pytest.mark.slow),
