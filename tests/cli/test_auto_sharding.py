@@ -12,9 +12,11 @@ transformers = pytest.importorskip("transformers")
 from attnmesh.cli.auto_sharding import AutoSharding  # noqa: E402
 from attnmesh.cli.language_model import DeviceMemory  # noqa: E402
 from attnmesh.generation.rank_memory import ShardedMemory  # noqa: E402
+from attnmesh.integrations.weight_splits import SHARDED_MODELS  # noqa: E402
 from attnmesh.plan.decode import DecodeSharding  # noqa: E402
 from attnmesh.planner.models import read  # noqa: E402
 from helpers.cli import run  # noqa: E402
+from helpers.models import attnmesh_model  # noqa: E402
 
 FOLDER = Path(read.__file__).parent
 K = 1024
@@ -90,6 +92,17 @@ def test_plans_that_do_not_run_as_they_are_are_marked(tmp_path):
     two = run("plan", "decode", "--model", "llama-3.1-8b", "--length", "8k", "--batch", 2, "--ranks", 2, "--json")
     marked = {option["plan"]: option["not_run_here"] for option in json.loads(two.stdout)["plans"]}
     assert (marked["2 x TP1"], marked["TP2"]) == ("run as 2 commands", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SHARDED_MODELS)
+def test_every_model_that_can_be_sharded_has_a_choice(kind):
+    config = attnmesh_model(kind).config
+    held = ShardedMemory(config, torch.float32, cache_tokens=300, max_sequences=3)
+    available = DeviceMemory("cpu", 2, stated=10**9)
+    sharding, why = AutoSharding(Path("m"), config, torch.float32, 2, 3, 100, held, available).choose()
+    assert sharding.ranks == 2
+    assert why.startswith("the fastest of 3 that fit, ")
 
 
 def test_what_does_not_fit_is_reported_in_bytes_and_with_enough_ranks():

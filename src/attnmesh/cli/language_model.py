@@ -14,7 +14,9 @@ from attnmesh.cli.options import Precision
 from attnmesh.comm import launch
 from attnmesh.core.text import counted
 from attnmesh.generation.engine import check_attention, check_generation
-from attnmesh.integrations.checkpoint import ModelError, free_memory, total_memory
+from attnmesh.integrations.checkpoint import ModelError, free_memory, quiet_transformers, total_memory
+from attnmesh.integrations.checkpoint_folder import stored_tensors
+from attnmesh.integrations.completeness import declared_model
 from attnmesh.integrations.weight_splits import check_sharded_model
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.units import readable_bytes
@@ -39,11 +41,14 @@ def check_language_model(folder: Path, config: Any, sharding: DecodeSharding | N
             check_sharded_model(config, name, sharding)
     except ValueError as error:
         raise ModelError(f"{folder}: {error}") from None
+    if sharding is not None:
+        with quiet_transformers():
+            declared_model(config, len(stored_tensors(folder)), folder)  # its sizes are computed from it
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory of a device that several ranks may share."""
+    """The memory of a device, and the ranks that share it."""
 
     device: str
     ranks: int  # that load a model, or a part of it, on the same device

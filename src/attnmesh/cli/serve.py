@@ -33,7 +33,15 @@ from attnmesh.cli.options import (
     check_share_gpu,
     length_argument,
 )
-from attnmesh.cli.sharding import CpOption, KvdpOption, MemoryOption, ShardingOption, TpOption, given_sharding
+from attnmesh.cli.sharding import (
+    CpOption,
+    KvdpOption,
+    MemoryOption,
+    ShardingOption,
+    TpOption,
+    given_sharding,
+    sharding_note,
+)
 from attnmesh.comm import launch
 from attnmesh.core.files import read_text
 from attnmesh.core.optional import require
@@ -142,20 +150,18 @@ def serve_command(
     available = device_memory(
         device.value, world, shared=virtual and not shard_weights, share_gpu=share_gpu, stated=memory
     )
-    advice = f"; reduce --cache-tokens {tokens} or the ranks"
+    advice, why = f"; reduce --cache-tokens {tokens} or the ranks", ""
     if shard_weights:
         held = ShardedMemory(config, dtype.dtype, cache_tokens=tokens, max_sequences=max_sequences)
         if divided is None:
-            # The sequences fill the cache of a group together.
-            each = max(1, tokens // max_sequences)
-            auto = AutoSharding(folder, config, dtype.dtype, world, max_sequences, each, held, available)
-            divided, why = auto.choose()
-            how = f" Weights and KV cache: {divided}, {why}."
-        else:
-            how = f" Weights and KV cache: {divided}."
-        available.check_fits(folder, held.of(divided).weights, held.of(divided).kv_cache, advice)
+            divided, why = AutoSharding(
+                folder, config, dtype.dtype, world, batch=max_sequences, context=max(1, tokens // max_sequences),
+                rank_memory=held, device_memory=available,
+            ).choose()  # fmt: skip
+        of_rank = held.of(divided)
+        available.check_fits(folder, of_rank.weights, of_rank.kv_cache, advice)
     else:
-        divided, how = _groups(groups, max_sequences, world), ""
+        divided = _groups(groups, max_sequences, world)
         kv_cache = -(-tokens // divided.cp) * kv_bytes_per_token(config, dtype.dtype)
         available.check_fits(folder, weight_bytes(folder, dtype.dtype), kv_cache, advice)
     default_name = "SmolLM2-135M-Instruct" if model is None else model.resolve().name
@@ -169,6 +175,7 @@ def serve_command(
         is_shared = virtual and not shard_weights
         shared = load_model(folder, device=device.value, dtype=dtype.dtype) if is_shared else None
         _on_signals(settings)
+        how = f" {sharding_note(divided, why)}" if shard_weights else ""
         output.console(stderr=True).print(
             f"Loading {settings.app.model_name} on {counted(world, 'rank')}, {device.value}.{how}", soft_wrap=True
         )

@@ -72,6 +72,11 @@ def given_sharding(
     return chosen
 
 
+def sharding_note(sharding: DecodeSharding, why: str) -> str:
+    """A sentence about the sharding that is used."""
+    return f"Weights and KV cache: {sharding}, {why}." if why else f"Weights and KV cache: {sharding}."
+
+
 def not_run_here(model: ModelConfig, storage: str) -> list[str]:
     """Why `attnmesh generate` and `Generator` cannot run a planned decode as it is estimated; empty if they can."""
     reasons = []

@@ -42,7 +42,15 @@ from attnmesh.cli.options import (
     check_output_file,
     check_share_gpu,
 )
-from attnmesh.cli.sharding import CpOption, KvdpOption, MemoryOption, ShardingOption, TpOption, given_sharding
+from attnmesh.cli.sharding import (
+    CpOption,
+    KvdpOption,
+    MemoryOption,
+    ShardingOption,
+    TpOption,
+    given_sharding,
+    sharding_note,
+)
 from attnmesh.comm import Comm, launch
 from attnmesh.core.layouts import LAYOUTS
 from attnmesh.core.optional import require
@@ -143,13 +151,15 @@ def generate_command(
     available = device_memory(device.value, world, shared=shared, share_gpu=share_gpu, stated=memory)
     why = ""
     if sharding is not None:
-        auto = AutoSharding(folder, config, job.dtype, world, 1, job.capacity, job.rank_memory(config), available)
-        chosen, why = auto.choose()
+        chosen, why = AutoSharding(
+            folder, config, job.dtype, world, batch=1, context=job.capacity, rank_memory=job.rank_memory(config),
+            device_memory=available,
+        ).choose()  # fmt: skip
         job = replace(job, sharding=chosen)
     check_job(job, config, world)
     check_memory(job, config, world, available)
     kind = "torchrun" if launch.under_torchrun() else "virtual" if virtual else "process"
-    divided = "" if chosen is None else f" Weights and KV cache: {chosen}{f', {why}' if why else ''}."
+    divided = "" if chosen is None else f" {sharding_note(chosen, why)}"
     display.note(
         f"Prompt of {len(job.prompts[0]):,} tokens on {counted(world, f'{kind} rank')}, {device.value}.{divided}"
     )
