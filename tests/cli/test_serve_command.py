@@ -12,7 +12,10 @@ import pytest
 for name in ("transformers", "openai", "fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(name)
 
-from helpers.cli import assert_refused  # noqa: E402
+from attnmesh.generation.generator import generate  # noqa: E402
+from attnmesh.integrations.loading import load_model  # noqa: E402
+from attnmesh.plan.decode import DecodeSharding  # noqa: E402
+from helpers.cli import assert_refused, words  # noqa: E402
 from helpers.cli import run as run_command  # noqa: E402
 from helpers.commands import ATTNMESH, TORCHRUN, Command  # noqa: E402
 from helpers.serving import write_model  # noqa: E402
@@ -27,7 +30,17 @@ def model(tmp_path_factory):
     ("options", "message"),
     [
         (("--host", "0.0.0.0"), "--host must be one of 127.0.0.1, ::1, localhost without a key"),
-        (("--ranks", 3, "--kvdp", 2), "--kvdp must divide the 3 ranks, got 2"),
+        (("--ranks", 3, "--groups", 2), "--groups must divide the 3 ranks, got 2"),
+        (("--groups", 2, "--tp", 2), "--groups is for whole weights on every rank, got --groups 2"),
+        (("--ranks", 3, "--kvdp", 2), "--tp x --kvdp x --cp must be the number of ranks, 3, got --kvdp 2"),
+        (("--cp", 4, "--sharding", "auto"), "--sharding auto chooses all of --tp, --kvdp and --cp, got --cp 4"),
+        (("--ranks", 3, "--tp", 3), "tp must divide the kv heads or be a multiple of them, got tp=3"),
+        (("--ranks", 5, "--sharding", "auto"), "over 5 ranks: it has 4 query heads and 2 kv heads"),
+        (
+            ("--sharding", "auto", "--memory", "1MB", "--cache-tokens", "1M"),
+            "per rank (19.07 kB of weights, 67.24 MB of KV cache",
+        ),
+        (("--tp", 2, "--memory", "1MB", "--cache-tokens", "1M"), "and --memory is 1 MB; reduce --cache-tokens"),
         (("--model", "/no/model"), "/no/model"),
         (("--port", 65536), "65536"),
         (("--cache-tokens", "many"), "many"),
@@ -52,6 +65,52 @@ def test_a_cache_that_does_not_fit_is_refused(model, monkeypatch):
     monkeypatch.setattr("attnmesh.cli.language_model.free_memory", lambda device: 2**30)
     ran = run_command("serve", "--model", model, "--ranks", 1, "--cache-tokens", "10M")
     assert_refused(ran, "of KV cache) on cpu, which has", "reduce --cache-tokens")
+    ran = run_command("serve", "--model", model, "--ranks", 4, "--cache-tokens", "3M")  # four groups, each with as many
+    assert_refused(ran, "4 x (", "805.3 MB of KV cache) on cpu, which has")
+
+
+@pytest.mark.parametrize(
+    ("options", "sharding", "said"),
+    [
+        (("--groups", 2), DecodeSharding(kvdp=2, cp=2), ""),
+        ((), DecodeSharding(kvdp=4), ""),
+        (("--tp", 2, "--kvdp", 2), DecodeSharding(tp=2, kvdp=2), "Weights and KV cache: TP2-KVDP2."),
+        (("--sharding", "auto"), DecodeSharding(tp=4), "Weights and KV cache: TP4, the fastest of 6 that fit"),
+        (
+            ("--sharding", "auto", "--memory", "110kB", "--max-sequences", 1),
+            DecodeSharding(tp=2, cp=2),
+            "Weights and KV cache: TP2-CP2, the fastest of 2 that fit, 77.44 kB of 110 kB",
+        ),
+    ],
+)
+def test_how_the_ranks_divide_the_model(model, monkeypatch, options, sharding, said):
+    calls = []
+    monkeypatch.setattr("attnmesh.comm.launch.run", lambda serve, ranks, **how: calls.append(how))
+    monkeypatch.setattr("attnmesh.cli.serve._on_signals", lambda settings: None)
+    ran = run_command("serve", "--model", model, "--ranks", 4, "--virtual", "--cache-tokens", 600, *options)
+    assert ran.exit_code == 0, ran.output
+    (how,) = calls
+    assert how["settings"].sharding == sharding
+    assert how["settings"].shard_weights == (how["shared_model"] is None) == bool(said)
+    assert said in words(ran.output)
+
+
+@pytest.mark.slow
+def test_a_sharded_model_answers(model):
+    options = ("--port", 0, "--served-model-name", "m", "--ranks", 2, "--sharding", "auto", "--memory", "1GiB")
+    with Command(*ATTNMESH, "serve", "--model", model, *options) as command:
+        url = re.search(r"http://\S+", command.line())[0]
+        body = json.dumps(
+            {"model": "m", "prompt": "a b c", "max_tokens": 9, "min_tokens": 9, "temperature": 0}
+        ).encode()
+        call = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
+        answer = json.loads(urllib.request.urlopen(call, timeout=60).read())
+        command.signal(signal.SIGTERM)
+        found = command.wait(60)
+        assert (found.code, found.left) == (0, [])
+    loaded, tokenizer = load_model(model)
+    tokens = generate(loaded, tokenizer, ["a b c"], max_new_tokens=9, stop=[])
+    assert answer["choices"][0]["text"] == "".join(token.text for token in tokens)
 
 
 @pytest.mark.slow

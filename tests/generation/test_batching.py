@@ -41,23 +41,28 @@ REQUESTS = [
 ]
 
 
-def make(comm=None, sharding=None, model=None, **how):
+def make(comm=None, sharding=None, model=None, *, shard_weights=False, **how):
     how = {"cache_tokens": 72, "max_sequences": 4, "step_tokens": 16, **how}
     model = attnmesh_model("llama") if model is None else model
+    if shard_weights:
+        model = am.shard_model(model, sharding, comm)
     return Generator(model, None, comm, sharding=sharding, **how)
 
 
 def check_blocks(generator):
     """The scheduler's count of blocks is that of the cache."""
-    scheduler, engine = generator._batch.scheduler, generator.engine
-    own = scheduler.caches[generator._ranks.computed[0]]
-    assert own.used[engine.comm.rank] == engine.cache.stats().used
-    assert sorted(each.ids for each in own.sequences) == sorted(each.ids for each in engine.sequences)
+    scheduler, engine, ranks = generator._batch.scheduler, generator.engine, generator._ranks
+    for group in ranks.computed:
+        scheduled, in_engine = scheduler.caches[group], ranks.in_engine(group)
+        if in_engine == engine.own_group:
+            assert scheduled.used[engine.position_ranks.rank] == engine.cache.stats().used
+        sequences = [each for each in engine.sequences if each.group == in_engine]
+        assert sorted(each.ids for each in scheduled.sequences) == sorted(each.ids for each in sequences)
 
 
-def answers(comm=None, sharding=None):
+def answers(comm=None, sharding=None, shard_weights=False):
     """Submit requests at different steps, and cancel one that is not in the list."""
-    generator = make(comm, sharding)
+    generator = make(comm, sharding, shard_weights=shard_weights)
     handles, steps, cancelled, events = [], 0, None, []
     while len(handles) < len(REQUESTS) or generator.num_unfinished:
         for at, prompt, most, sampling in REQUESTS[len(handles) :]:
@@ -109,10 +114,36 @@ def test_every_answer_is_that_of_the_request_alone(world, sharding, expected, mo
     assert found[0][1].preemptions > 0 or sharding.kvdp > 1 or world > 2  # more ranks have more room
 
 
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        DecodeSharding(tp=2),
+        pytest.param(DecodeSharding(kvdp=2), marks=pytest.mark.slow),
+        pytest.param(DecodeSharding(cp=2), marks=pytest.mark.slow),
+        pytest.param(DecodeSharding(kvdp=3), marks=pytest.mark.slow),
+        pytest.param(DecodeSharding(tp=4), marks=pytest.mark.slow),
+        pytest.param(DecodeSharding(tp=2, kvdp=2), marks=pytest.mark.slow),
+        pytest.param(DecodeSharding(kvdp=2, cp=2), marks=pytest.mark.slow),
+        pytest.param(DecodeSharding(tp=2, cp=3), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_every_answer_with_sharded_weights(sharding, expected, monkeypatch):
+    """Requests that join, leave, are preempted and share prefixes, where all ranks compute all of them together."""
+    for module in ("engine", "batching"):
+        monkeypatch.setattr(f"attnmesh.generation.{module}.BLOCK_SIZE", 8 // sharding.cp)
+    found = on_virtual_ranks(sharding.ranks, lambda comm: answers(comm, sharding, shard_weights=True))
+    assert all(ids == expected for ids, _ in found)
+    assert all(stats.reused_tokens for _, stats in found)
+    assert len({stats.preemptions for _, stats in found}) == 1
+    assert found[0][1].preemptions > 0 or sharding.kvdp * sharding.cp > 1
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)])
-def test_every_answer_over_processes(sharding, expected):
-    assert [ids for ids, _ in run_processes(2, answers, sharding)] == [expected] * 2
+@pytest.mark.parametrize("shard_weights", [False, True])
+@pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)], ids=str)
+def test_every_answer_over_processes(sharding, shard_weights, expected):
+    assert [ids for ids, _ in run_processes(2, answers, sharding, shard_weights)] == [expected] * 2
 
 
 def test_streams_of_several_requests_may_be_read_in_any_order(expected):

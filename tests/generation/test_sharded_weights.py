@@ -7,6 +7,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.generation.generator import Generator
+from attnmesh.generation.rank_memory import ShardedMemory
 from attnmesh.integrations.sharded_model import sharded_weights
 from attnmesh.integrations.transformers_attention import register_attention
 from helpers.models import (
@@ -257,3 +258,34 @@ def test_it_works_on_after_an_interruption_and_after_invalid_logits():
 
     expected = [greedy_tokens("llama", prompt, MOST) for prompt in prompts]
     assert on_virtual_ranks(2, rank) == [(expected, expected)] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "sharding"),
+    [
+        ("llama", am.DecodeSharding(tp=2, kvdp=1, cp=3)),
+        ("gpt_oss", am.DecodeSharding(kvdp=2, cp=2)),
+        ("qwen3_moe", am.DecodeSharding(tp=4)),  # more than kv heads
+        ("deepseek_v3", am.DecodeSharding(tp=3)),
+        *(
+            pytest.param(kind, each, marks=pytest.mark.slow) for kind in KINDS
+            for each in (am.DecodeSharding(tp=2), am.DecodeSharding(cp=3), am.DecodeSharding(2, 3, 1))
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_memory_of_a_rank_is_known_before_it_loads(kind, sharding):
+    settings = {"cache_tokens": 500, "max_sequences": 5, "prefill_chunk": 37}
+    model = attnmesh_model(kind)
+    known = ShardedMemory(model.config, torch.float32, **settings).of(sharding)
+
+    def rank(comm):
+        generator = generator_of(model, comm, sharding, **settings)
+        caches = [generator.engine.cache.keys, generator.engine.cache.values]
+        tensors = [pool(layer) for pool in caches for layer in range(model.config.num_hidden_layers)]
+        weights = {id(x): x for x in generator.model.state_dict(keep_vars=True).values()}
+        return sum(x.nbytes for x in weights.values()), sum(x.nbytes for x in tensors)
+
+    held = on_virtual_ranks(sharding.ranks, rank)
+    assert known.weights == max(weights for weights, _ in held)
+    assert {known.kv_cache} == {kv_cache for _, kv_cache in held}

@@ -93,7 +93,8 @@ class Server:
 @contextmanager
 def virtual_server(model: Path, folder: Path, ranks: int = 2, **changes: Any):
     """A server on virtual ranks."""
-    how, shared = settings(model, folder, **changes), load_model(model)
+    how = settings(model, folder, **changes)
+    shared = None if how.shard_weights else load_model(model)
     server = Server(folder, how, lambda: am.run_virtual(ranks, partial(serve, settings=how, shared_model=shared)))
     try:
         yield server

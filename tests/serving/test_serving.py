@@ -408,20 +408,9 @@ def test_a_failure_ends_the_server_and_its_answers(model, tmp_path, monkeypatch)
         assert isinstance(server.error, ZeroDivisionError)
 
 
-def serve_on_process(comm, how):
-    serve(comm, settings=how)
-    return comm.rank
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "sharding", [DecodeSharding(cp=2), pytest.param(DecodeSharding(kvdp=2), marks=pytest.mark.slow)]
-)
-def test_a_server_over_processes(model, tmp_path, alone, sharding):
-    how = settings(model, tmp_path, sharding=sharding)
-    ranks = []
-    server = Server(tmp_path, how, lambda: ranks.extend(run_processes(2, serve_on_process, how, timeout=200)))
-    client, prompts = server.client(), [f"{word} a b c {word}" for word in "abcd"]
+def check_answers(client, alone):
+    """Answers of concurrent requests are those of the model alone; after one that is refused and one that is left."""
+    prompts = [f"{word} a b c {word}" for word in "abcd"]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda prompt: complete(client, prompt).choices[0].text, prompts))
     assert found == [alone(prompt).text for prompt in prompts]
@@ -431,6 +420,37 @@ def test_a_server_over_processes(model, tmp_path, alone, sharding):
     next(iter(answers))
     answers.close()
     assert "".join(chunk.choices[0].text for chunk in complete(client, stream=True)) == alone().text
+    sampled = complete(client, **SAMPLED)
+    assert sampled.choices[0].text == alone(sampling=Sampling(1.0, 0.9, seed=5)).text
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        DecodeSharding(tp=2),
+        pytest.param(DecodeSharding(cp=3), marks=pytest.mark.slow),
+        pytest.param(DecodeSharding(tp=2, kvdp=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_server_with_sharded_weights(model, tmp_path, alone, sharding):
+    with virtual_server(model, tmp_path, sharding.ranks, sharding=sharding, shard_weights=True) as server:
+        check_answers(server.client(), alone)
+
+
+def serve_on_process(comm, how):
+    serve(comm, settings=how)
+    return comm.rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard_weights", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)], ids=str)
+def test_a_server_over_processes(model, tmp_path, alone, sharding, shard_weights):
+    how = settings(model, tmp_path, sharding=sharding, shard_weights=shard_weights)
+    ranks = []
+    server = Server(tmp_path, how, lambda: ranks.extend(run_processes(2, serve_on_process, how, timeout=200)))
+    check_answers(server.client(), alone)
     server.stop()
     assert (ranks, server.error) == ([0, 1], None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,10 +12,14 @@ import typer
 
 from attnmesh.cli.options import Precision
 from attnmesh.comm import launch
+from attnmesh.core.text import counted
 from attnmesh.generation.engine import check_attention, check_generation
-from attnmesh.integrations.checkpoint import ModelError, free_memory, readable_gib
+from attnmesh.integrations.checkpoint import ModelError, free_memory, quiet_transformers, total_memory
+from attnmesh.integrations.checkpoint_folder import stored_tensors
+from attnmesh.integrations.completeness import declared_model
 from attnmesh.integrations.weight_splits import check_sharded_model
 from attnmesh.plan.decode import DecodeSharding
+from attnmesh.planner.units import readable_bytes
 
 LanguageModelOption = Annotated[
     Path | None,
@@ -36,21 +41,67 @@ def check_language_model(folder: Path, config: Any, sharding: DecodeSharding | N
             check_sharded_model(config, name, sharding)
     except ValueError as error:
         raise ModelError(f"{folder}: {error}") from None
+    if sharding is not None:
+        with quiet_transformers():
+            declared_model(config, len(stored_tensors(folder)), folder)  # its sizes are computed from it
 
 
-def models_per_device(device: str, world: int, *, shared: bool, share_gpu: bool) -> int:
-    """The number of ranks that load a model, or a part of it, on the same device: one if ranks have a `shared` one."""
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of a device, and the ranks that share it."""
+
+    device: str
+    ranks: int  # that load a model, or a part of it, on the same device
+    stated: int | None = None  # bytes per rank, where they are given
+
+    @property
+    def planned(self) -> int:
+        """Bytes per rank to choose a sharding for.
+
+        Under torchrun every process chooses: not by what is free, which may differ between them.
+        """
+        if self.stated is not None:
+            return self.stated
+        return (total_memory(torch.device(self.device)) if launch.under_torchrun() else self._free) // self.ranks
+
+    @property
+    def _free(self) -> int:
+        free = free_memory(torch.device(self.device))
+        assert free is not None, "a CPU or CUDA device"
+        return free
+
+    def check_fits(self, folder: Path, weights: int, kv_cache: int, advice: str = "") -> None:
+        """Raise ValueError if ranks with so many bytes each do not fit."""
+        each = f"{readable_bytes(weights)} of weights and {readable_bytes(kv_cache)} of KV cache"
+        if self.stated is not None:
+            if weights + kv_cache > self.stated:
+                raise ValueError(
+                    f"{folder} does not fit: a rank has {each}, and --memory is {readable_bytes(self.stated)}{advice}"
+                )
+            return
+        if self.ranks * (weights + kv_cache) > self._free:
+            raise ValueError(
+                f"{folder} does not fit: {self.ranks} x ({each}) on {self.device}, which has "
+                f"{readable_bytes(self._free)} free{advice}"
+            )
+
+    def __str__(self) -> str:
+        if self.stated is not None:
+            return "--memory"
+        kind = "of" if launch.under_torchrun() else "free on"
+        return f"{kind} {self.device}, divided by {counted(self.ranks, 'rank')}"
+
+
+def device_memory(device: str, world: int, *, shared: bool, share_gpu: bool, stated: int | None) -> DeviceMemory:
+    """The memory of the devices that the ranks use, where `shared` ranks have one model."""
+    local = local_ranks(world)
     if shared:
-        return 1
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if launch.under_torchrun() else world
-    return -(-local // torch.cuda.device_count()) if device == "cuda" and not share_gpu else local
+        return DeviceMemory(device, 1, stated)
+    return DeviceMemory(
+        device, -(-local // torch.cuda.device_count()) if device == "cuda" and not share_gpu else local, stated
+    )
 
 
-def check_fits(folder: Path, device: str, weights: int, kv_cache: int, copies: int, advice: str = "") -> None:
-    """Raise ValueError if `copies` ranks with so many bytes each do not fit on the device that they share."""
-    free = free_memory(torch.device(device))
-    if free is not None and copies * (weights + kv_cache) > free:
-        each = f"{readable_gib(weights)} of weights and {readable_gib(kv_cache)} of KV cache"
-        raise ValueError(
-            f"{folder} does not fit: {copies} x ({each}) on {device}, which has {readable_gib(free)} free{advice}"
-        )
+def local_ranks(world: int) -> int:
+    """The number of ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world)) if launch.under_torchrun() else world

@@ -6,6 +6,7 @@ import enum
 import functools
 import operator
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,21 @@ def length_argument(text: str | int) -> int:
         return check_count("a length", parse_length(str(text)), most=MAX_LENGTH)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+_BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kMGT]i?)?B", re.IGNORECASE)
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def bytes_argument(text: str | int) -> int:
+    """The bytes that a size such as 20GiB, 80GB or 500MB gives; typer.BadParameter if it is invalid."""
+    found = _BYTES.fullmatch(str(text).strip())
+    if found is not None:
+        unit = (found[2] or "").lower()
+        nbytes = int(float(found[1]) * (1024 if unit.endswith("i") else 1000) ** _UNITS[unit.removesuffix("i")])
+        if 0 < nbytes < 2**62:
+            return nbytes
+    raise typer.BadParameter(f"a size must be above 0 with a unit, such as 20GiB, 80GB or 500MB, got {shown(text)}")
 
 
 LENGTH_HELP = "Tokens in the whole sequence, such as 100000, 128k or 1M."

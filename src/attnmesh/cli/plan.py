@@ -12,7 +12,6 @@ import typer
 
 from attnmesh.cli import output
 from attnmesh.cli.errors import CommandGroup
-from attnmesh.cli.generate.sharding import not_run_here
 from attnmesh.cli.options import (
     BatchOption,
     ClusterNodeOption,
@@ -24,14 +23,17 @@ from attnmesh.cli.options import (
     ModelOption,
     OptionalLengthOption,
     RailsOption,
+    bytes_argument,
     describe_cluster,
     resolve_cluster,
 )
 from attnmesh.cli.plan_tables import fitting_advice, ranking_facts, show_ranking, show_sharding
+from attnmesh.cli.sharding import RunHere, not_run_here
 from attnmesh.core.text import counted
 from attnmesh.ops.storage import bytes_per_token
 from attnmesh.planner.counts import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_RANKS, MAX_TOKENS
 from attnmesh.planner.decode import DecodeRequest, decode_memory, decode_ranking, shardings
+from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.models.config import ModelConfig
 from attnmesh.planner.models.read import model as known_model
 from attnmesh.planner.models.read import read_config
@@ -45,6 +47,16 @@ plan_app = typer.Typer(
 RequiredRanksOption = Annotated[int, typer.Option("--ranks", min=1, max=MAX_RANKS, help="Number of ranks (devices).")]
 StorageOption = Annotated[
     str, typer.Option("--storage", help="Storage type of the KV cache: bf16, fp16, fp32, fp8, int8 or bfp8.")
+]
+DeviceMemoryOption = Annotated[
+    int | None,
+    typer.Option(
+        "--memory",
+        parser=bytes_argument,
+        metavar="SIZE",
+        show_default="that of the hardware",
+        help="Memory per rank, such as 20GiB, with --model.",
+    ),
 ]
 AllOption = Annotated[bool, typer.Option("--all", help="Show all plans, not only the best twelve.")]
 
@@ -60,6 +72,7 @@ def plan_prefill(
     links: LinksOption = None,
     ranks_per_node: ClusterNodeOption = None,
     rails: RailsOption = None,
+    memory: DeviceMemoryOption = None,
     storage: StorageOption = "bf16",
     show_all: AllOption = False,
     as_json: JsonFlag = False,
@@ -69,7 +82,7 @@ def plan_prefill(
     Exits with 1 if no plan fits into memory, and reports what would fit.
     """
     chosen = known_model(model)
-    cluster = resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file)
+    cluster = _with_memory(resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file), memory)
     task = PrefillRequest(chosen, length, batch, ranks, cluster, _bytes_per_number(storage, chosen))
     with output.status(f"ranking plans for {chosen.name} on {counted(ranks, 'rank')}"):
         ranking = prefill_ranking(task)
@@ -122,6 +135,7 @@ def plan_decode(
     links: LinksOption = None,
     ranks_per_node: ClusterNodeOption = None,
     rails: RailsOption = None,
+    memory: DeviceMemoryOption = None,
     tokens: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, help="New tokens per sequence and step.")] = 1,
     storage: StorageOption = "bf16",
     show_all: AllOption = False,
@@ -140,6 +154,8 @@ def plan_decode(
     if model is not None or on_cluster:
         cluster = resolve_cluster("h200" if hardware is None else hardware, links, ranks_per_node, rails, hardware_file)
     if model is None:
+        if memory is not None:
+            raise ValueError(f"--memory requires --model, got {memory} bytes")
         heads = _heads(config, q_heads, kv_heads, head_dim, hidden)
         with output.status(f"comparing shardings over {counted(ranks, 'rank')}"):
             show_sharding(
@@ -152,6 +168,7 @@ def plan_decode(
     assert cluster is not None
     chosen = known_model(model)
     number = _bytes_per_number(storage, chosen)
+    cluster = _with_memory(cluster, memory)
     task = DecodeRequest(chosen, length, batch, ranks, cluster, tokens, number)
     with output.status(f"ranking plans for {chosen.name} on {counted(ranks, 'rank')}"):
         ranking = decode_ranking(task)
@@ -165,8 +182,12 @@ def plan_decode(
     title = f"one decode step of {_sequences(batch)} with {length:,} tokens in the KV cache, {chosen.name}"
     _print_ranking(
         ranking, title, describe_cluster(cluster, ranks), tokens=batch * tokens, show_all=show_all, as_json=as_json,
-        not_run=not_run_here(chosen, storage),
+        not_run=not_run_here(chosen, storage), run_here=RunHere(task, ranking, storage),
     )  # fmt: skip
+
+
+def _with_memory(cluster: Cluster, memory: int | None) -> Cluster:
+    return cluster if memory is None else replace(cluster, device=replace(cluster.device, memory=float(memory)))
 
 
 def _with_advice(
@@ -179,16 +200,16 @@ def _with_advice(
 
 def _print_ranking(
     ranking: Ranking, title: str, cluster: str, *, tokens: int, show_all: bool, as_json: bool,
-    not_run: Sequence[str] | None = None,
+    not_run: Sequence[str] = (), run_here: RunHere | None = None,
 ) -> None:  # fmt: skip
-    """Print the ranking, and why `attnmesh generate` cannot run its plans as estimated; exit with 1 if none fits."""
+    """Print the ranking, and what of it `attnmesh generate` and `attnmesh serve` run; exit with 1 if nothing fits."""
     if as_json:
-        facts = {"workload": title, "cluster": cluster, **ranking_facts(ranking)}
-        print(json.dumps(facts if not_run is None else {**facts, "not_run": not_run}, indent=2))
+        facts = {"workload": title, "cluster": cluster, **ranking_facts(ranking, run_here)}
+        print(json.dumps(facts if run_here is None else {**facts, "not_run": not_run}, indent=2))
     else:
         console = output.console()
-        show_ranking(console, ranking, title, cluster, tokens=tokens, show_all=show_all)
-        for reason in not_run or ():
+        show_ranking(console, ranking, title, cluster, tokens=tokens, show_all=show_all, run_here=run_here)
+        for reason in not_run:
             console.print(f"attnmesh generate does not run these plans as estimated: {reason}.", soft_wrap=True)
     if ranking.best is None:
         raise typer.Exit(1)

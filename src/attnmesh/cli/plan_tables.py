@@ -9,12 +9,13 @@ from dataclasses import astuple
 from rich.console import Console
 
 from attnmesh.cli import output
+from attnmesh.cli.sharding import RunHere
 from attnmesh.core.text import counted
 from attnmesh.ops.storage import bytes_per_token
 from attnmesh.planner.counts import MAX_RANKS
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.models.config import ModelConfig
-from attnmesh.planner.ranking import RESERVED_MEMORY, Memory, Option, Ranking
+from attnmesh.planner.ranking import Memory, Option, Ranking, usable_memory
 from attnmesh.planner.recommend import ShardingOption, compare_shardings, recommend_sharding
 from attnmesh.planner.units import readable_bytes, readable_seconds
 
@@ -24,7 +25,10 @@ _WIDE_COLUMNS = ("weights", "KV cache", "bottleneck")
 _MEDIUM_COLUMNS = ("bytes sent",)
 
 
-def show_ranking(console: Console, ranking: Ranking, title: str, cluster: str, *, tokens: int, show_all: bool) -> None:
+def show_ranking(
+    console: Console, ranking: Ranking, title: str, cluster: str, *, tokens: int, show_all: bool,
+    run_here: RunHere | None = None,
+) -> None:  # fmt: skip
     """Print the best plan and why it is the best, then the table. `tokens` is what the plans process in their time."""
     best = ranking.best
     if best is None:
@@ -34,11 +38,15 @@ def show_ranking(console: Console, ranking: Ranking, title: str, cluster: str, *
         memory = f"{readable_bytes(best.memory.total)} of {readable_bytes(ranking.device_memory)} per rank"
         console.print(f"{best.name}: {readable_seconds(best.seconds)}, {rate}, {memory}", style="bold")
         console.print(_reason(best, ranking))
+        if run_here is not None:
+            console.print(_runs(run_here, best, ranking), soft_wrap=True)
     console.print(cluster)
-    show_plans(console, title, ranking, show_all=show_all)
+    show_plans(console, title, ranking, show_all=show_all, run_here=run_here)
 
 
-def show_plans(console: Console, title: str, ranking: Ranking, *, show_all: bool) -> None:
+def show_plans(
+    console: Console, title: str, ranking: Ranking, *, show_all: bool, run_here: RunHere | None = None
+) -> None:
     """Print the plans, best first, with the time and memory of each and the reason for its rank."""
     shown = ranking.options if show_all else ranking.options[:SHOWN]
     rows = [
@@ -50,7 +58,7 @@ def show_plans(console: Console, title: str, ranking: Ranking, *, show_all: bool
             "KV cache": readable_bytes(option.memory.cache),
             "bytes sent": readable_bytes(option.sent),
             "bottleneck": option.bottleneck,
-            "reason": ranking.why(option),
+            "reason": _why(option, ranking, run_here),
         }
         for option in shown
     ]
@@ -65,7 +73,7 @@ def show_plans(console: Console, title: str, ranking: Ranking, *, show_all: bool
         console.print(f"{name}: {why}", style="dim")
 
 
-def ranking_facts(ranking: Ranking) -> dict[str, object]:
+def ranking_facts(ranking: Ranking, run_here: RunHere | None = None) -> dict[str, object]:
     """The ranking as JSON data."""
 
     def facts(option: Option) -> dict[str, object]:
@@ -84,16 +92,35 @@ def ranking_facts(ranking: Ranking) -> dict[str, object]:
             "fits": option.fits(ranking.device_memory),
             "bottleneck": option.bottleneck,
             "reason": ranking.why(option),
+            **({} if run_here is None else {"not_run_here": run_here.problems[option.name]}),
         }
 
     best = ranking.best
+    runs = {} if run_here is None else {"best_run_here": None if run_here.best is None else run_here.best.name}
     return {
         "best": None if best is None else best.name,
+        **runs,
         "plans": [facts(option) for option in ranking.options],
         "refused": ranking.refused,
         "device_memory": ranking.device_memory,
         "advice": ranking.advice,
     }
+
+
+def _runs(run_here: RunHere, best: Option, ranking: Ranking) -> str:
+    """Which plan `--sharding auto` would take on this hardware."""
+    ours = run_here.best
+    if ours is None:
+        return "attnmesh generate and attnmesh serve run none of these plans."
+    slower = "" if ours == best else f" ({ranking.why(ours)})"
+    return f"attnmesh generate and attnmesh serve with --sharding auto run {ours.name}{slower}."
+
+
+def _why(option: Option, ranking: Ranking, run_here: RunHere | None) -> str:
+    why = ranking.why(option)
+    if run_here is None or not option.fits(ranking.device_memory) or not run_here.problems[option.name]:
+        return why
+    return f"{why}; {run_here.problems[option.name]}"
 
 
 def _reason(best: Option, ranking: Ranking) -> str:
@@ -122,18 +149,19 @@ def fitting_advice(
         return f"No plan for {counted(ranks, 'rank')}: {why}. At most {counted(most, 'rank')} can be used."
     parts = {"weights": needed.weights, "KV cache": needed.cache, "activations": needed.working}
     largest = max(parts, key=lambda part: parts[part])
-    usable = (1 - RESERVED_MEMORY) * ranking.device_memory
+    usable = usable_memory(ranking.device_memory)
     advice = [
         f"No plan fits: the smallest needs {readable_bytes(needed.total)} per rank ({largest}: "
         f"{readable_bytes(parts[largest])}), and {readable_bytes(usable)} are usable."
     ]
-    advice.append(_enough_ranks(ranks, least_memory, usable))
+    advice.append(enough_ranks(ranks, least_memory, usable))
     if kv_itemsize > 1 and needed.cache > needed.weights:
         advice.append("An 8-bit KV cache (--storage fp8) takes half the memory.")
     return " ".join(advice)
 
 
-def _enough_ranks(ranks: int, least_memory: Callable[[int], Memory | None], usable: float) -> str:
+def enough_ranks(ranks: int, least_memory: Callable[[int], Memory | None], usable: float) -> str:
+    """How many ranks would be enough, if more than `ranks` are; the arguments are as for `fitting_advice`."""
     most = None
     for n in _larger_clusters(ranks):
         needed = least_memory(n)

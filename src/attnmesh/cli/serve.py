@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attnmesh.cli import output
+from attnmesh.cli.auto_sharding import AutoSharding
 from attnmesh.cli.errors import Terminated
 from attnmesh.cli.language_model import (
     DtypeOption,
     LanguageModelOption,
-    check_fits,
     check_language_model,
-    models_per_device,
+    device_memory,
 )
 from attnmesh.cli.options import (
     Device,
@@ -33,12 +33,23 @@ from attnmesh.cli.options import (
     check_share_gpu,
     length_argument,
 )
+from attnmesh.cli.sharding import (
+    CpOption,
+    KvdpOption,
+    MemoryOption,
+    ShardingOption,
+    TpOption,
+    given_sharding,
+    sharding_note,
+)
 from attnmesh.comm import launch
 from attnmesh.core.files import read_text
 from attnmesh.core.optional import require
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_timeout
 from attnmesh.generation.engine import kv_bytes_per_token
+from attnmesh.generation.generator import recommended_groups
+from attnmesh.generation.rank_memory import ShardedMemory
 from attnmesh.integrations.checkpoint_folder import weight_bytes
 from attnmesh.integrations.loading import load_config_and_tokenizer, load_model, model_folder
 from attnmesh.plan.decode import DecodeSharding
@@ -79,12 +90,17 @@ def serve_command(
     max_sequences: Annotated[
         int, typer.Option(min=1, max=4096, help="Requests that are computed at a time, over all groups.")
     ] = 8,
-    kvdp: Annotated[
+    sharding: ShardingOption = None,
+    tp: TpOption = None,
+    kvdp: KvdpOption = None,
+    cp: CpOption = None,
+    memory: MemoryOption = None,
+    groups: Annotated[
         int | None,
         typer.Option(
             min=1,
             show_default="by cost",
-            help="Number of groups of ranks that have requests of their own; the ranks of a group share each sequence.",
+            help="Where every rank has all weights, the number of groups of ranks that have requests of their own.",
         ),
     ] = None,
     step_tokens: Annotated[
@@ -116,7 +132,10 @@ def serve_command(
     check_share_gpu(share_gpu, device.value, virtual)
     check_timeout(timeout)
     world = launch.world_size(ranks, virtual=virtual)
-    sharding = None if kvdp is None else _sharding(kvdp, world)
+    divided = given_sharding(sharding, tp, kvdp, cp, world)
+    shard_weights = divided is not None or sharding is not None
+    if groups is not None and shard_weights:
+        raise ValueError(f"--groups is for whole weights on every rank, got --groups {groups} with a sharding")
     key = _api_key(api_key_file)
     if key is None and host not in _LOCAL:
         raise ValueError(
@@ -125,27 +144,40 @@ def serve_command(
         )
     folder = model_folder(model)
     config, _ = load_config_and_tokenizer(folder)
-    check_language_model(folder, config)
+    check_language_model(folder, config, DecodeSharding() if sharding else divided)
     positions = getattr(config, "max_position_embeddings", None) or _DEFAULT_CACHE
     tokens = cache_tokens or min(positions, _DEFAULT_CACHE)
-    check_fits(
-        folder, device.value, weight_bytes(folder, dtype.dtype),
-        -(-tokens // world) * kv_bytes_per_token(config, dtype.dtype),
-        models_per_device(device.value, world, shared=virtual, share_gpu=share_gpu),
-        advice=f"; reduce --cache-tokens {tokens} or the ranks",
-    )  # fmt: skip
+    available = device_memory(
+        device.value, world, shared=virtual and not shard_weights, share_gpu=share_gpu, stated=memory
+    )
+    advice, why = f"; reduce --cache-tokens {tokens} or the ranks", ""
+    if shard_weights:
+        held = ShardedMemory(config, dtype.dtype, cache_tokens=tokens, max_sequences=max_sequences)
+        if divided is None:
+            divided, why = AutoSharding(
+                folder, config, dtype.dtype, world, batch=max_sequences, context=max(1, tokens // max_sequences),
+                rank_memory=held, device_memory=available,
+            ).choose()  # fmt: skip
+        of_rank = held.of(divided)
+        available.check_fits(folder, of_rank.weights, of_rank.kv_cache, advice)
+    else:
+        divided = _groups(groups, max_sequences, world)
+        kv_cache = -(-tokens // divided.cp) * kv_bytes_per_token(config, dtype.dtype)
+        available.check_fits(folder, weight_bytes(folder, dtype.dtype), kv_cache, advice)
     default_name = "SmolLM2-135M-Instruct" if model is None else model.resolve().name
     with tempfile.TemporaryDirectory() as name:
         settings = ServerSettings(
             model=folder, device=device.value, dtype=dtype.dtype, folder=Path(name),
             app=AppSettings(served_model_name or default_name, key, max_body_mib * 2**20), host=host, port=port,
-            cache_tokens=tokens, max_sequences=max_sequences, max_queue=max_queue, grace=grace, sharding=sharding,
-            step_tokens=step_tokens, announce=_announce,
+            cache_tokens=tokens, max_sequences=max_sequences, max_queue=max_queue, grace=grace, sharding=divided,
+            shard_weights=shard_weights, step_tokens=step_tokens, announce=_announce,
         )  # fmt: skip
-        shared = load_model(folder, device=device.value, dtype=dtype.dtype) if virtual else None
+        is_shared = virtual and not shard_weights
+        shared = load_model(folder, device=device.value, dtype=dtype.dtype) if is_shared else None
         _on_signals(settings)
+        how = f" {sharding_note(divided, why)}" if shard_weights else ""
         output.console(stderr=True).print(
-            f"Loading {settings.app.model_name} on {counted(world, 'rank')}, {device.value}.", soft_wrap=True
+            f"Loading {settings.app.model_name} on {counted(world, 'rank')}, {device.value}.{how}", soft_wrap=True
         )
         launch.run(
             serve, ranks, device=device.value, virtual=virtual, share_gpu=share_gpu, timeout=timeout,
@@ -176,10 +208,13 @@ def _on_signals(settings: ServerSettings) -> None:
     signal.signal(signal.SIGTERM, handler(Terminated))
 
 
-def _sharding(kvdp: int, world: int) -> DecodeSharding:
-    if world % kvdp:
-        raise ValueError(f"--kvdp must divide the {world} ranks, got {kvdp}")
-    return DecodeSharding(kvdp=kvdp, cp=world // kvdp)
+def _groups(groups: int | None, max_sequences: int, world: int) -> DecodeSharding:
+    """The sharding of the KV cache where every rank has all weights."""
+    if groups is None:
+        return recommended_groups(max_sequences, world)
+    if world % groups:
+        raise ValueError(f"--groups must divide the {world} ranks, got {groups}")
+    return DecodeSharding(kvdp=groups, cp=world // groups)
 
 
 def _api_key(file: Path | None) -> str | None:

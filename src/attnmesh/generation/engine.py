@@ -27,6 +27,7 @@ from attnmesh.generation.norms import use_one_call
 from attnmesh.generation.passes import CachePass, DecodeGraphs, DecodePass, PrefillPass
 from attnmesh.generation.tensor_parallel import TensorParallel
 from attnmesh.integrations.transformers_models import MODELS_PAGE, check_config, check_model
+from attnmesh.integrations.weight_splits import cached_width, heads_of
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sequence import NewTokens
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
@@ -113,14 +114,13 @@ class Engine:
             raise ValueError(
                 f"layout must give every one of {counted(world, 'rank')} a part of the sequence, got {layout}"
             )
-        # A shorter sequence may give a rank one or two tokens more than the longest does; decode adds at most one.
-        self.capacity = max(self._tokens_per_rank([0] * world, 0, cache_tokens, 0)) + _SPARE_TOKENS
+        self.capacity = rank_capacity(layout, world, cache_tokens, self.prefill_chunk)
         plain = {dtype: name for name, dtype in PLAIN.items()}
         if weight.dtype not in plain:
             raise ValueError(f"model must be of dtype {', '.join(map(str, plain))}, got {weight.dtype}")
         kv_heads, head_dim = self._cached_heads()
         self.cache = BlockCache(
-            layers=config.num_hidden_layers, num_blocks=_num_blocks(self.capacity) + 4 * max_sequences,
+            layers=config.num_hidden_layers, num_blocks=cache_blocks(self.capacity, max_sequences),
             block_size=BLOCK_SIZE, kv_heads=kv_heads, head_dim=head_dim, storage=plain[weight.dtype],
             device=weight.device, max_sequences=max_sequences, max_length=self.capacity,
         )  # fmt: skip
@@ -144,7 +144,7 @@ class Engine:
 
     def _cached_heads(self) -> tuple[int, int]:
         """The kv heads that this rank caches, and their width."""
-        return _kv_heads(self.model.config), _head_dim(self.model.config)
+        return heads_of(self.model.config).kv, cached_width(self.model.config)
 
     def _prepare_steps(self) -> None:
         """Decide how decode steps run."""
@@ -319,18 +319,11 @@ class Engine:
 
     def shard(self, counts: Sequence[int], new: range) -> list[Ranges]:
         """The new positions that each rank stores, where the ranks store `counts` positions before them."""
-        world = self.position_ranks.world
-        if len(new) < min_prefill_chunk(world):
-            return interleave(new, world)
-        if new.start:  # every rank attends for all queries over its keys: balance the keys, whatever the layout
-            return balance(new, counts)
-        return [self.context.layout.ranges(len(new), world, rank) for rank in range(world)]
+        return _shard_chunk(self.context.layout, counts, new)
 
     def _tokens_per_rank(self, counts: Sequence[int], begin: int, length: int, max_new_tokens: int) -> list[int]:
         """The tokens per rank after prefill from `begin` (with `counts` per rank) to `length`, and all new tokens."""
-        for at in range(begin, length, self.prefill_chunk):
-            parts = self.shard(counts, range(at, min(length, at + self.prefill_chunk)))
-            counts = [count + ranges.size(part) for count, part in zip(counts, parts, strict=True)]
+        counts = _prefilled(self.context.layout, counts, range(begin, length), self.prefill_chunk)
         return [count + -(-max_new_tokens // self.position_ranks.world) for count in counts]
 
     def _room_for(
@@ -484,9 +477,20 @@ def min_prefill_chunk(world: int) -> int:
     return _MIN_TOKENS_PER_RANK * world
 
 
+def rank_capacity(layout: Layout, world: int, cache_tokens: int, prefill_chunk: int) -> int:
+    """The most tokens that one of `world` ranks stores of sequences with `cache_tokens` tokens together."""
+    # A shorter sequence may give a rank one or two tokens more than the longest does; decode adds at most one.
+    return max(_prefilled(layout, [0] * world, range(cache_tokens), prefill_chunk)) + _SPARE_TOKENS
+
+
+def cache_blocks(capacity: int, max_sequences: int) -> int:
+    """The blocks of a rank's cache for `capacity` tokens: sequences do not fill their last blocks."""
+    return _num_blocks(capacity) + 4 * max_sequences
+
+
 def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Bytes of the keys and values of one token in all layers of a model."""
-    return 2 * int(config.num_hidden_layers) * _kv_heads(config) * _head_dim(config) * dtype.itemsize
+    return 2 * int(config.num_hidden_layers) * heads_of(config).kv * cached_width(config) * dtype.itemsize
 
 
 @torch.no_grad()
@@ -500,14 +504,22 @@ def _logits(model: Any, cache_pass: CachePass, ids: Tensor, positions: Tensor, k
     return logits
 
 
-def _kv_heads(config: Any) -> int:
-    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return heads
+def _shard_chunk(layout: Layout, counts: Sequence[int], new: range) -> list[Ranges]:
+    """The new positions that each rank stores, where the ranks store `counts` positions before them."""
+    world = len(counts)
+    if len(new) < min_prefill_chunk(world):
+        return interleave(new, world)
+    if new.start:  # every rank attends for all queries over its keys: balance the keys, whatever the layout
+        return balance(new, counts)
+    return [layout.ranges(len(new), world, rank) for rank in range(world)]
 
 
-def _head_dim(config: Any) -> int:
-    dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return dim
+def _prefilled(layout: Layout, counts: Sequence[int], new: range, chunk: int) -> Sequence[int]:
+    """The tokens per rank, `counts` before, after the prefill of `new` positions in chunks."""
+    for at in range(new.start, new.stop, chunk):
+        parts = _shard_chunk(layout, counts, range(at, min(new.stop, at + chunk)))
+        counts = [count + ranges.size(part) for count, part in zip(counts, parts, strict=True)]
+    return counts
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

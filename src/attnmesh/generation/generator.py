@@ -442,7 +442,7 @@ def _sharding(
         if sharding not in (None, weights.sharding):
             raise ValueError(f"sharding must be that of the model, {weights.sharding}, or None, got {sharding}")
         return weights.sharding
-    chosen = _recommended(sequences, comm.world) if sharding is None else sharding
+    chosen = recommended_groups(sequences, comm.world) if sharding is None else sharding
     if chosen.tp != 1 or chosen.ranks != comm.world:
         raise ValueError(
             f"sharding must be kvdp x cp = {comm.world} ranks and tp = 1 for a model that every rank has (shard it "
@@ -451,7 +451,8 @@ def _sharding(
     return chosen
 
 
-def _recommended(sequences: int, ranks: int) -> DecodeSharding:
+def recommended_groups(sequences: int, ranks: int) -> DecodeSharding:
+    """The sharding of so many sequences over ranks that have all weights each."""
     from attnmesh.planner.recommend import recommend_sharding
 
     # Every rank has all weights, so no kv heads are divided: as with a single kv head.

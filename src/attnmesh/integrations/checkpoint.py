@@ -125,6 +125,13 @@ def free_memory(device: torch.device) -> int | None:
     return None
 
 
+def total_memory(device: torch.device) -> int:
+    """The bytes of a CPU or CUDA device, free or not."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def readable_gib(count: int) -> str:
     """Bytes as GiB, to be printed."""
     return f"{count / 2**30:,.2f} GiB"
@@ -136,4 +143,4 @@ def _free_ram() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return total_memory(torch.device("cpu"))

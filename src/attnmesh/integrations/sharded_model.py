@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +34,7 @@ from attnmesh.integrations.weight_splits import check_sharded_model, heads_of, w
 from attnmesh.parallel.decode.ranks import DecodeRanks, decode_ranks
 from attnmesh.parallel.node_groups import comm_named
 from attnmesh.plan.decode import DecodeSharding
-from attnmesh.plan.weights import Split, WeightPart
+from attnmesh.plan.weights import Split, WeightPart, weight_part
 
 _ATTRIBUTE = "_attnmesh_weights"
 
@@ -163,6 +165,26 @@ def shard_model(model: Any, sharding: DecodeSharding, comm: Comm | None = None) 
     sharded = check_on_all_ranks(all_ranks, "shard_model weights", build, force=True)
     sharded.generation_config = copy.deepcopy(model.generation_config)
     return sharded
+
+
+class WeightSizes:
+    """The weights of a model and how they are divided, without memory for them."""
+
+    def __init__(self, config: Any) -> None:
+        model = _meta_model(config)
+        splits = weight_splits(model)
+        unique = {id(tensor): (name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+        kinds = [((tuple(tensor.shape), splits[name]), name) for name, tensor in unique.values()]
+        self._heads, self._counts, self._names = heads_of(config), Counter(kind for kind, _ in kinds), dict(kinds)
+
+    def largest_part(self, sharding: DecodeSharding) -> int:
+        """The elements of the rank that holds most. Raises ValueError if a tensor cannot be divided this way."""
+        held = [0] * sharding.ranks
+        for (shape, split), count in self._counts.items():
+            for rank in range(sharding.ranks):
+                part = weight_part(self._names[shape, split], shape, split, sharding, rank, self._heads)
+                held[rank] += count * prod(part.shape)
+        return max(held)
 
 
 def build_sharded(config: Any, ranks: DecodeRanks, sharding: DecodeSharding, source: WeightSource, like: Tensor) -> Any:

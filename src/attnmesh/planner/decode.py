@@ -221,10 +221,7 @@ class DecodeRequest:
 def decode_ranking(request: DecodeRequest) -> Ranking:
     """All plans, the fastest that fits first."""
     check_type("request", request, DecodeRequest)
-    options = [
-        _option(request, replicas, sharding, f"{replicas} x {sharding}" if replicas > 1 else str(sharding))
-        for replicas, sharding in shardings(request)
-    ]
+    options = [decode_option(request, replicas, sharding) for replicas, sharding in shardings(request)]
     refused = {}
     if not options:
         heads = f"{request.model.q_heads} query heads and a batch of {request.batch}"
@@ -257,7 +254,8 @@ def shardings(request: DecodeRequest) -> Iterator[tuple[int, DecodeSharding]]:
                     yield replicas, DecodeSharding(tp, kvdp, ranks // tp // kvdp)
 
 
-def _option(request: DecodeRequest, replicas: int, sharding: DecodeSharding, name: str) -> Option:
+def decode_option(request: DecodeRequest, replicas: int, sharding: DecodeSharding) -> Option:
+    """What it costs to divide the devices into replicas, and each of these by a sharding."""
     sequences = request.batch // replicas
     cluster = request.cluster
     if replicas > 1:  # which share the nodes
@@ -279,7 +277,8 @@ def _option(request: DecodeRequest, replicas: int, sharding: DecodeSharding, nam
         parts["LM head"] = head
     memory = decode_memory(request, sharding, sequences)
     bottleneck = max(bottlenecks, key=lambda reason: bottlenecks[reason])
-    return Option(name, sum(parts.values()), memory, sent, bottleneck, parts)
+    name = f"{replicas} x {sharding}" if replicas > 1 else str(sharding)
+    return Option(name, sum(parts.values()), memory, sent, bottleneck, parts, sharding, replicas)
 
 
 def _kernel_bound(layer: DecodeLayer, sharding: DecodeSharding, device: Device) -> str:

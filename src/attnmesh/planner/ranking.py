@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.units import readable_bytes, readable_seconds
 
 RESERVED_MEMORY = 0.1
@@ -11,6 +12,11 @@ RESERVED_MEMORY = 0.1
 
 TIE = 0.005
 """Relative difference in time up to which two options are called a tie."""
+
+
+def usable_memory(device_memory: float) -> float:
+    """The bytes of a device that a plan may take."""
+    return (1 - RESERVED_MEMORY) * device_memory
 
 
 @dataclass(frozen=True)
@@ -37,10 +43,12 @@ class Option:
     sent: float  # bytes per rank, the maximum over ranks
     bottleneck: str
     parts: dict[str, float] = field(default_factory=dict)  # seconds by what they are spent on
+    sharding: DecodeSharding | None = None  # of each replica, in plans for decode
+    replicas: int = 1
 
     def fits(self, device_memory: float) -> bool:
         """Whether it fits into a device with this much memory."""
-        return self.memory.total <= (1 - RESERVED_MEMORY) * device_memory
+        return self.memory.total <= usable_memory(device_memory)
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ class Ranking:
     def why(self, option: Option) -> str:
         """Why an option is the best, or why it is slower."""
         if not option.fits(self.device_memory):
-            return f"does not fit in {readable_bytes((1 - RESERVED_MEMORY) * self.device_memory)}"
+            return f"does not fit in {readable_bytes(usable_memory(self.device_memory))}"
         best = self.best
         assert best is not None, "an option fits"
         if option == best:

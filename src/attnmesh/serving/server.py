@@ -45,6 +45,7 @@ class ServerSettings:
     max_queue: int
     grace: float
     sharding: DecodeSharding | None = None
+    shard_weights: bool = False  # whether it divides the weights, too; otherwise every rank has all of them
     step_tokens: int | None = None
     announce: Callable[[str], None] = field(default=print)
 
@@ -59,9 +60,9 @@ class ServerSettings:
 
 
 def serve(comm: Comm, *, settings: ServerSettings, shared_model: tuple[Any, Any] | None = None) -> None:
-    """Serve until the file `stop` exists. `shared_model` is the model and tokenizer of virtual ranks."""
+    """Serve until the file `stop` exists. `shared_model` is the whole model of virtual ranks, and its tokenizer."""
     listening = _listen(settings.host, settings.port) if comm.rank == 0 else None
-    model, tokenizer = shared_model or _load(settings)
+    model, tokenizer = shared_model or _load(settings, comm)
     generator = Generator(
         model, tokenizer, comm, cache_tokens=settings.cache_tokens, max_sequences=settings.max_sequences,
         sharding=settings.sharding, step_tokens=settings.step_tokens,
@@ -128,8 +129,10 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _load(settings: ServerSettings) -> tuple[Any, Any]:
+def _load(settings: ServerSettings, comm: Comm) -> tuple[Any, Any]:
     device = f"cuda:{torch.cuda.current_device()}" if settings.device == "cuda" else settings.device
+    if settings.shard_weights:
+        return load_model(settings.model, device=device, dtype=settings.dtype, sharding=settings.sharding, comm=comm)
     return load_model(settings.model, device=device, dtype=settings.dtype)
 
 

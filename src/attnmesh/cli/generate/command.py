@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import astuple, fields
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ import typer
 from torch import Tensor
 
 from attnmesh.cli import output
+from attnmesh.cli.auto_sharding import AutoSharding
 from attnmesh.cli.generate.display import Display, rank_table, summary, verdict, write_generation_report
 from attnmesh.cli.generate.job import (
     Answer,
@@ -26,8 +27,7 @@ from attnmesh.cli.generate.job import (
     read_document,
     tokenize_prompts,
 )
-from attnmesh.cli.generate.sharding import ShardingChoice, choose_sharding
-from attnmesh.cli.language_model import DtypeOption, LanguageModelOption, check_language_model, models_per_device
+from attnmesh.cli.language_model import DtypeOption, LanguageModelOption, check_language_model, device_memory
 from attnmesh.cli.options import (
     Device,
     DeviceOption,
@@ -42,6 +42,15 @@ from attnmesh.cli.options import (
     check_output_file,
     check_share_gpu,
 )
+from attnmesh.cli.sharding import (
+    CpOption,
+    KvdpOption,
+    MemoryOption,
+    ShardingOption,
+    TpOption,
+    given_sharding,
+    sharding_note,
+)
 from attnmesh.comm import Comm, launch
 from attnmesh.core.layouts import LAYOUTS
 from attnmesh.core.optional import require
@@ -52,6 +61,7 @@ from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
 from attnmesh.integrations.checkpoint import ModelError
 from attnmesh.integrations.loading import load_config_and_tokenizer, load_model, model_folder, needs_conversion
+from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.counts import MAX_LENGTH
 from attnmesh.report.data import MOST_RANKS
 
@@ -84,17 +94,11 @@ def generate_command(
     check: Annotated[
         bool, typer.Option("--check", help="Also generate in a single process with Transformers, and compare.")
     ] = False,
-    sharding: Annotated[
-        ShardingChoice | None,
-        typer.Option(help="auto: divide weights and KV cache over the ranks as `plan decode` recommends."),
-    ] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="Ranks that divide the KV heads; divides the weights.")] = None,
-    kvdp: Annotated[
-        int | None, typer.Option(min=1, help="Ranks that divide the sequences; divides the weights.")
-    ] = None,
-    cp: Annotated[
-        int | None, typer.Option(min=1, help="Ranks that divide the positions of a sequence; divides the weights.")
-    ] = None,
+    sharding: ShardingOption = None,
+    tp: TpOption = None,
+    kvdp: KvdpOption = None,
+    cp: CpOption = None,
+    memory: MemoryOption = None,
     layout: LayoutOption = LayoutName.ZIGZAG,
     prefill_chunk: Annotated[
         int | None,
@@ -127,8 +131,8 @@ def generate_command(
     document = read_document(prompt, prompt_file)
     display = Display(visible=int(os.environ.get("RANK", "0")) == 0)
     folder, config, tokenizer = _prepare_model(model, display)
-    chosen = choose_sharding(sharding, tp, kvdp, cp, config, world)
-    check_language_model(folder, config, chosen)
+    chosen = given_sharding(sharding, tp, kvdp, cp, world)
+    check_language_model(folder, config, DecodeSharding() if sharding else chosen)
     job = Job(
         folder=folder,
         device=device.value,
@@ -143,11 +147,19 @@ def generate_command(
         keep_logits=check,
         sharding=chosen,
     )
+    shared = virtual and chosen is None and sharding is None
+    available = device_memory(device.value, world, shared=shared, share_gpu=share_gpu, stated=memory)
+    why = ""
+    if sharding is not None:
+        chosen, why = AutoSharding(
+            folder, config, job.dtype, world, batch=1, context=job.capacity, rank_memory=job.rank_memory(config),
+            device_memory=available,
+        ).choose()  # fmt: skip
+        job = replace(job, sharding=chosen)
     check_job(job, config, world)
-    shared = virtual and chosen is None
-    check_memory(job, config, world, models_per_device(device.value, world, shared=shared, share_gpu=share_gpu))
+    check_memory(job, config, world, available)
     kind = "torchrun" if launch.under_torchrun() else "virtual" if virtual else "process"
-    divided = "" if chosen is None else f" Weights and KV cache: {chosen}."
+    divided = "" if chosen is None else f" {sharding_note(chosen, why)}"
     display.note(
         f"Prompt of {len(job.prompts[0]):,} tokens on {counted(world, f'{kind} rank')}, {device.value}.{divided}"
     )

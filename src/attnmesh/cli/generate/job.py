@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.cli.language_model import check_fits
+from attnmesh.cli.language_model import DeviceMemory
 from attnmesh.core.files import read_text
 from attnmesh.core.layouts import Layout
 from attnmesh.core.optional import require
 from attnmesh.core.text import counted
 from attnmesh.generation.engine import kv_bytes_per_token, min_prefill_chunk
+from attnmesh.generation.rank_memory import ShardedMemory
 from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
 from attnmesh.integrations.checkpoint import translated_errors
@@ -49,6 +50,12 @@ class Job:
     def capacity(self) -> int:
         """Tokens of the longest prompt and its answer, with drafts that are rejected."""
         return max(map(len, self.prompts)) + self.max_new_tokens + MAX_DECODE_TOKENS
+
+    def rank_memory(self, config: Any) -> ShardedMemory:
+        """What ranks hold where the weights are divided."""
+        return ShardedMemory(
+            config, self.dtype, cache_tokens=self.capacity, layout=self.layout, prefill_chunk=self.prefill_chunk
+        )
 
     def position_ranks(self, ranks: int) -> int:
         """How many of `ranks` ranks share the positions of a sequence."""
@@ -133,13 +140,14 @@ def check_job(job: Job, config: Any, ranks: int) -> None:
         )
 
 
-def check_memory(job: Job, config: Any, ranks: int, copies: int) -> None:
-    """Raise ValueError if `copies` ranks with a model each, or a part of it, do not fit on the device they share."""
-    weights = weight_bytes(job.folder, job.dtype)
-    kv_cache = -(-job.capacity // job.position_ranks(ranks)) * kv_bytes_per_token(config, job.dtype)
-    if job.sharding is not None:  # at least: norms, keys and values are on several ranks
-        weights, kv_cache = weights // job.sharding.ranks, kv_cache // job.sharding.tp
-    check_fits(job.folder, job.device, weights, kv_cache, copies)
+def check_memory(job: Job, config: Any, ranks: int, memory: DeviceMemory) -> None:
+    """Raise ValueError if ranks with a model each, or a part of it, do not fit on the device that they share."""
+    if job.sharding is None:
+        kv_cache = -(-job.capacity // ranks) * kv_bytes_per_token(config, job.dtype)
+        memory.check_fits(job.folder, weight_bytes(job.folder, job.dtype), kv_cache)
+    else:
+        held = job.rank_memory(config).of(job.sharding)
+        memory.check_fits(job.folder, held.weights, held.kv_cache)
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,16 @@ def read_model_config(path: Path | str, name: str | None = None) -> ModelConfig:
     path = check_path("path", path)
     if name is not None:
         check_type("name", name, str, "a string")
-    fields = _read(path)
-    latent = _latent(fields)
+    return _model(_read(path), name or path.parent.name or "the model")
+
+
+def model_from_config(values: Mapping[str, object], path: Path) -> ModelConfig:
+    """The configuration of a model from the values of a config file with all defaults; `path` is for error messages."""
+    return _model(_Fields(values, path), path.parent.name or "the model")
+
+
+def _model(fields: _Fields, name: str) -> ModelConfig:
+    path, latent = fields.path, _latent(fields)
     heads = _heads(fields, latent)
     return ModelConfig(
         heads.q_heads,
@@ -81,7 +89,7 @@ def read_model_config(path: Path | str, name: str | None = None) -> ModelConfig:
         heads.head_dim,
         heads.hidden,
         heads.layers,
-        name=name or path.parent.name or "the model",
+        name=name,
         vocab_size=fields.optional("vocab_size"),
         intermediate_size=fields.optional("intermediate_size"),
         tied_embeddings=fields.flag(
