@@ -263,7 +263,6 @@ def test_after_a_wrong_call_the_right_one_is_served():
 
 
 WRONG_STEPS = {
-    "too many tokens": (lambda ready: ready.next(9), "1 to 8 new tokens per sequence, got 9"),
     "a step that is not the latest": (
         lambda ready: (ready.next(1)[0], ready.cache, (ready.last[2], ready.next(1))[0]),
         "must be the latest of this cache",

@@ -1,4 +1,4 @@
-"""`AttentionBlock`: the attention of one layer in a decode step, over a KV cache that is sharded over ranks.
+"""`AttentionBlock`: the attention of one layer over a KV cache that is sharded over ranks, in decode and prefill steps.
 
     X [B, T, hidden]                                    on every rank, all sequences
     RMSNorm, fused QKV projection                       this rank's query heads and kv heads
@@ -13,6 +13,9 @@
 
 Every stage but the QKV projection and the attention is optional. New tokens are written before any rank attends: the
 rank that owns a position stores it, and it is attended to there, once.
+
+A step of more tokens than a decode kernel takes is a prefill (`PrefillRows`): the same stages for the rows of the step
+alone, some tokens at a time, with the dense kernels of `attention` over the cache.
 """
 
 from __future__ import annotations
@@ -36,9 +39,11 @@ from attnmesh.ops.block.norm_rope import rms_norm
 from attnmesh.ops.block.stages import ProjectedKV
 from attnmesh.ops.decode.api import check_backend
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
+from attnmesh.ops.paged import PagedKV
 from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.decode.core import DecodeAttention, LocalKV, StateExchange
 from attnmesh.parallel.decode.exchange import Exchange, HeadExchange
+from attnmesh.parallel.decode.prefill_rows import PrefillRows
 from attnmesh.parallel.decode.ranks import DecodeRanks, all_ranks_of, decode_ranks
 from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, KvRows
 
@@ -56,7 +61,7 @@ class AttentionBlock:
     `kv_rows="own"` projects K and V for this rank's sequences only: less compute, one more launch; "auto" does so where
     it is faster. `split_size` makes the bits of attention over given queries and keys independent of the batch and of
     `cp` (projections and the all-reduce have an order of their own). The interleave must be a multiple of it, and it a
-    multiple of the cache's block_size. `backend` is as for `paged_decode_attention`.
+    multiple of the cache's block_size. `backend` is as for `paged_decode_attention`, and for steps of up to 8 tokens.
     """
 
     @not_compiled("an AttentionBlock is constructed outside of a compiled graph")
@@ -123,11 +128,13 @@ class AttentionBlock:
     def __call__(
         self, x: Tensor, cache: ShardedCache, step: Step, *, layer: int = 0, update_cache: bool = True
     ) -> Tensor:
-        """Attention for the new tokens of a step: x [batch, T, hidden], T = 1..8, to [batch, T, hidden] on every rank.
+        """Attention for the new tokens of a step: x [batch, T, hidden] to [batch, T, hidden] on every rank, any T.
 
-        Rows that are not in the step are skipped, and return the output bias (or 0). Without an output projection the
-        result is the attention of this rank's query heads, [batch, q, T, head_dim]. The new keys and values are written
-        first; with `update_cache=False` they must be written already.
+        Up to 8 tokens per sequence are a decode step. More are computed as a prefill, in memory that does not grow with
+        the cache nor, but for x and the result, with T. Rows that are not in the step are skipped, and return the
+        output bias (or 0). Without an output projection the result is the attention of this rank's query heads, [batch,
+        q, T, head_dim]. The new keys and values are written first; with `update_cache=False` they must be written
+        already.
         """
 
         def check_arguments() -> tuple[None, SharedValues]:
@@ -136,21 +143,62 @@ class AttentionBlock:
         log = cache.log if isinstance(cache, ShardedCache) else None
         check_on_all_ranks(self._ranks, "AttentionBlock call", check_arguments, state=log)
         with propagate_failure(self._ranks), torch.autocast(x.device.type, enabled=False):
-            out = self._attend(x, cache, step, layer, update_cache)
+            attend = self._decode if step.tokens <= MAX_DECODE_TOKENS else self._prefill
+            out = attend(x, cache, step, layer, update_cache)
         if update_cache:  # only now: after a failure, the step can be written again
             cache.mark_written(step, layer)
         return out
 
-    def _attend(self, x: Tensor, cache: ShardedCache, step: Step, layer: int, update_cache: bool) -> Tensor:
-        """The call, once its arguments are checked."""
-        heads_in, heads_out = self._head_exchanges(len(x))
-        buffer = self._project(x, cache, step, layer, update_cache, heads_in.parts)
-        q = heads_in.gather_heads(buffer, step.tokens, self.config.head_dim)
-        if not self._exchange.replicate_q:
-            q = self._states.gather_heads(q)
+    def _decode(self, x: Tensor, cache: ShardedCache, step: Step, layer: int, update_cache: bool) -> Tensor:
+        """A step of a few tokens, once its arguments are checked."""
+        rows = tuple(len(self.sharding.sequences(peer, len(x))) for peer in self.sharding.kvdp_peers(self.rank))
+        heads_in, heads_out = self._head_exchanges(rows)
+        slots = step.slots if update_cache else None
+        buffer = self._project(x, cache, layer, cache.rows, step.positions, slots, heads_in.parts)
+        q = self._gather_heads(heads_in, buffer, step.tokens)
         kv = LocalKV(cache.keys(layer), cache.values(layer), cache.block_table, step.cur_pos, step.key_range)
-        out = self._attention(q.transpose(0, 1), kv, self._combine(x))
-        return self._project_output(heads_out.scatter_heads(out))
+        out = self._attention(q, kv, self._combine(x))
+        heads = heads_out.scatter_heads(out)
+        return heads.transpose(1, 2) if self.weights.out is None else self._project_output(heads)
+
+    def _prefill(self, x: Tensor, cache: ShardedCache, step: Step, layer: int, update_cache: bool) -> Tensor:
+        """A step of many tokens, once its arguments are checked: the rows of the step, some tokens at a time.
+
+        Tokens are written before later ones attend, so a chunk needs none of the chunks after it.
+        """
+        rows = PrefillRows.of(step, cache)
+        result: Tensor | None = None
+        for chunk in rows.chunks(step.tokens):
+            heads = self._prefill_chunk(rows.select(x, chunk), cache, rows, chunk, layer, update_cache)
+            tokens = F.pad(heads.flatten(0, 1), (0, 0, 0, 0, 0, 1))  # one of zeros: for rows that are not in the step
+            if self.weights.out is not None:
+                tokens = self._project_output(tokens)
+            if result is None:
+                result = tokens[-1].expand(cache.batch, step.tokens, *tokens.shape[1:]).clone()
+            result[rows.index, chunk] = tokens[:-1].unflatten(0, heads.shape[:2])
+        assert result is not None  # a step has tokens
+        return result if self.weights.out is not None else result.transpose(1, 2)
+
+    def _prefill_chunk(
+        self, x: Tensor, cache: ShardedCache, rows: PrefillRows, chunk: slice, layer: int, update_cache: bool
+    ) -> Tensor:
+        """The attention of this rank's query heads for some tokens of a prefill, [rows, tokens, q, D]."""
+        heads_in, heads_out = self._head_exchanges(rows.counts)
+        slots = rows.slots[:, chunk] if update_cache and rows.own else None
+        buffer = self._project(x, cache, layer, rows.own, rows.positions[:, chunk], slots, 1)
+        buffer = rows.by_rank(buffer, heads_in, x.shape[1], self.config.head_dim)
+        q = self._gather_heads(heads_in, buffer, x.shape[1])
+        if rows.own:
+            kv = PagedKV(cache.keys(layer), cache.values(layer), rows.block_table, shard=cache.local.layout.shard)
+            out = self._attention.prefill(q, [begin + chunk.start for begin in rows.begins], kv, self._combine(x))
+        else:  # nor have the ranks that would merge with this one
+            out = x.new_empty(0, sum(heads_out.heads), *q.shape[2:])
+        return heads_out.scatter_heads(out)
+
+    def _gather_heads(self, heads_in: HeadExchange, buffer: Tensor, tokens: int) -> Tensor:
+        """Queries of all heads that attend here, [B_own, H, T, D], from the send buffer."""
+        q = heads_in.gather_heads(buffer, tokens, self.config.head_dim)
+        return (q if self._exchange.replicate_q else self._states.gather_heads(q)).transpose(0, 1)
 
     def _combine(self, x: Tensor) -> Combine:
         if self._exchange.cp != "auto" or self.sharding.cp == 1 or self._settings.split_size is not None:
@@ -162,25 +210,23 @@ class AttentionBlock:
         )
         return self._exchange.combine(self.sharding, shape, x.device.type)
 
-    def _head_exchanges(self, batch: int) -> tuple[HeadExchange, HeadExchange]:
-        """KVDP in and out. The heads differ where queries are replicated."""
-        rows = tuple(len(self.sharding.sequences(peer, batch)) for peer in self.sharding.kvdp_peers(self.rank))
+    def _head_exchanges(self, rows: tuple[int, ...]) -> tuple[HeadExchange, HeadExchange]:
+        """KVDP in and out, of `rows[d]` sequences of KVDP rank d. The heads differ where queries are replicated."""
         comm, collective = self._ranks.kvdp, self._exchange.kvdp
         heads_in, heads_out = self._heads_in, self._heads_out
         return HeadExchange(comm, rows, heads_in, collective), HeadExchange(comm, rows, heads_out, collective)
 
     def _project(
-        self, x: Tensor, cache: ShardedCache, step: Step, layer: int, update_cache: bool, parts: int
-    ) -> Tensor:
-        """The send buffer with the queries of all sequences. Writes the new keys and values to the cache."""
+        self, x: Tensor, cache: ShardedCache, layer: int, own: range, positions: Tensor, slots: Tensor | None,
+        parts: int,
+    ) -> Tensor:  # fmt: skip
+        """The send buffer with the queries of all rows of x. Writes K and V of rows `own` to `slots`, if given."""
         weights = self.weights
         if self.config.norm is not None:
             x = rms_norm(x, weights.norm, self.config.norm)
-        q, kv = self._project_qkv(x, cache.rows)
-        new = None
-        if update_cache:
-            new = ProjectedKV(kv, cache.rows, step.slots, cache.keys(layer), cache.values(layer))
-        return prepare(q, step.positions, new, self.config, weights, parts)
+        q, kv = self._project_qkv(x, own)
+        new = None if slots is None else ProjectedKV(kv, own, slots, cache.keys(layer), cache.values(layer))
+        return prepare(q, positions, new, self.config, weights, parts)
 
     def _project_qkv(self, x: Tensor, own: range) -> tuple[Tensor, Tensor]:
         """Q of all rows, and K and V of all rows or of this rank's."""
@@ -196,12 +242,9 @@ class AttentionBlock:
         q_bias, kv_bias = (None, None) if bias is None else (bias[:width], bias[width:])
         return F.linear(x, weight[:width], q_bias), F.linear(x[own.start : own.stop], weight[width:], kv_bias)
 
-    def _project_output(self, out: Tensor) -> Tensor:
-        """The output projection of this rank's heads [B, T, q, D], summed over all ranks."""
-        weights = self.weights
-        if weights.out is None:
-            return out.transpose(1, 2)
-        part = F.linear(out.flatten(2), weights.out, weights.out_bias)
+    def _project_output(self, heads: Tensor) -> Tensor:
+        """The output projection of this rank's heads [..., q, D], summed over all ranks: [..., hidden]."""
+        part = F.linear(heads.flatten(-2), self.weights.out, self.weights.out_bias)  # type: ignore[arg-type]
         return part if self.sharding.ranks == 1 else self._ranks.all_ranks.all_reduce(part, reuse=True)
 
 
@@ -279,8 +322,11 @@ def _check_call(
         raise ValueError(
             f"x must have the weights' dtype and device, {weight.dtype} on {weight.device}, got {x.dtype} on {x.device}"
         )
-    if step.tokens > MAX_DECODE_TOKENS:
-        raise ValueError(f"step must have 1 to {MAX_DECODE_TOKENS} new tokens per sequence, got {step.tokens}")
+    if step.tokens > MAX_DECODE_TOKENS and settings.split_size is not None:
+        raise ValueError(
+            f"step must have 1 to {MAX_DECODE_TOKENS} new tokens per sequence with split_size, whose bits a prefill "
+            f"does not reproduce, got {step.tokens} tokens and split_size={settings.split_size}"
+        )
     _check_cache(settings, cache, rank, weight)
     cache.check_step(step, layer, written=not update_cache)
     return {
