@@ -324,6 +324,13 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
         lambda: {**_paged(), "into": am.State(torch.empty(2, 4, 2, 16), torch.empty(2, 4, 2))},
         lambda: {**_paged(), "cur_pos": torch.tensor([5, 6], dtype=torch.int32), "backend": "reference"},
     ],
+    "paged_prefill_attention": [
+        lambda: {**_paged(), "q": rows(2, 4, 5, 16), "sinks": rows(4), "window": 3},
+        lambda: {
+            **_paged(), **{pool: am.quantize(rows(4, 4, 2, 16), "int8") for pool in ("k_pool", "v_pool")},
+            "cur_pos": torch.tensor([5, -1], dtype=torch.int32), "backend": "torch",
+        },
+    ],
     "paged_sparse_decode_attention": [
         lambda: _paged_sparse(sinks=rows(2), counts=torch.ones(2, 2, dtype=torch.int32), d_v=8),
         lambda: _paged_sparse(

@@ -56,8 +56,8 @@ def paged_prefill_attention(
     Args:
         cur_pos: position of the last of the T tokens of each sequence. Token t is at `cur_pos - T + 1 + t` and attends
             to the keys up to its own position. A sequence with fewer than T tokens has them in its last rows: rows
-            before position 0 have out 0 and lse -inf (with sinks, the sink). -1 skips a sequence. The host needs the
-            numbers: it waits for a tensor on a GPU.
+            before position 0 have out 0 and lse -inf (or their sink). -1 skips a sequence: out 0, lse -inf. The host
+            needs the numbers: it waits for a tensor on a GPU.
         scale: multiplies the scores; 1 / sqrt(D) by default.
         window: number of last keys up to a token's own position, itself included, that it attends to.
         sinks: [Hq] scores of keys without a value.
@@ -76,14 +76,14 @@ def paged_prefill_attention(
         check_calls(_rows(q, some, positions), (positions,), kv.sequences(some), mask, scores, backend)
     out = q.new_zeros(*q.shape[:3], values_of(v_pool).shape[3])
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
-    if sinks is not None:
-        lse.copy_(sinks[:, None])
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for positions, some in groups:
             state = paged_attention(
                 contiguous_last_dim(_rows(q, some, positions)), (positions,), kv.sequences(some), mask=mask,
                 scores=scores, sinks=sinks, backend=backend,
             )  # fmt: skip
+            if sinks is not None:
+                lse[some.start : some.stop] = sinks[:, None]
             _rows(out, some, positions).copy_(state.out)
             _rows(lse, some, positions).copy_(state.lse)
     return (out, lse) if return_lse else out
