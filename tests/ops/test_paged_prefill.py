@@ -224,3 +224,35 @@ def test_blocks_of_interleaved_keys_are_every_visible_pair_once(ranks, interleav
             assert torch.equal(
                 torch.zeros(len(keys), dtype=torch.bool) if unseen is None else unseen[0], ~visible.any(0)
             )
+
+
+@pytest.mark.parametrize("backend", ["aten", "torch", "triton"])
+def test_states_over_the_keys_of_every_rank_merge_to_the_whole(backend, monkeypatch):
+    """Each rank holds some keys of a sequence, in blocks of its own, and reads a few of them at a time."""
+    monkeypatch.setattr(paged, "_PART_BYTES", 1 << 12)
+    q, pools, table, exact = problem([45], 14)
+    mask, positions = SlidingWindow(24), range(31, 45)
+    states = []
+    for rank in range(2):
+        shard = InterleavedShard(2, rank, 3)
+        own = torch.cat([torch.arange(run.start, run.stop, run.step) for run in shard.ranges(45)]).sort().values
+        at = table[0, own // BLOCK].long(), own % BLOCK
+        blocks = -(-len(own) // BLOCK)
+        stored = [torch.full((blocks + 1, BLOCK, KV_HEADS, DIM), torch.nan) for _ in pools]
+        for mine, pool in zip(stored, pools, strict=True):
+            mine[1:].view(-1, KV_HEADS, DIM)[: len(own)] = pool[at]
+        kv = paged.PagedKV(*stored, torch.arange(1, blocks + 1, dtype=torch.int32)[None], shard=shard)
+        scores = paged.Scores(DIM**-0.5)
+        states.append(
+            paged.paged_attention(q, (positions,), kv, mask=mask, scores=scores, backend=backend, rounded=False)
+        )
+    whole = am.merge(states)
+    truth = expected(q, exact, [45], 25)
+    torch.testing.assert_close(whole.out.double(), truth[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(whole.lse.double(), truth[1], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="mask must be one interval per query"):
+        paged.paged_attention(q, (positions,), kv, mask=mask | am.Global(2), scores=scores)
+
+
+def test_the_kernels_of_gpus():
+    assert_exact([20, 13, 5], 13, window=11, sinks=True, backend="triton")
