@@ -413,6 +413,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
                  "original_length": 8192},
     ],
     "Rope.on": [lambda rope: {"device": torch.device("cpu")}],
+    "Rope.cos_sin": [lambda rope: {"positions": torch.tensor([[0, 1, 2]])}],
     "Rope.rotate": [lambda rope: {"x": rows(1, 2, 3, 8), "positions": torch.tensor([[0, 1, 2]])}],
     "AttentionConfig": [
         lambda: {"hidden": 24, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "norm": Norm(1e-6), "rope": Rope.plain(8),
@@ -424,7 +425,10 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "AttentionWeights.whole": [_linear_weights],
     "AttentionBlock": [_block],
     "AttentionBlock.make_cache": [lambda block: _make_cache()],
-    "AttentionBlock.__call__": [_block_call],
+    "AttentionBlock.__call__": [
+        _block_call,
+        lambda block: {**_block_call(block), "cos_sin": (rows(2, 2, 4), rows(2, 2, 4))},
+    ],
     "DecodeSharding": [lambda: {"tp": 2, "kvdp": 2, "cp": 2, "interleave": 4}],
     "DecodeSharding.check_heads": [lambda sharding: {"q_heads": 16, "kv_heads": 2}],
     "DecodeSharding.cp_heads": [lambda sharding: {"rank": 1, "q_heads": 16}],

@@ -201,3 +201,25 @@ def test_fixed_splits_refuse_a_prefill_on_every_rank_and_write_nothing():
     for message, unchanged in am.run_virtual(2, rank):
         assert re.search(r"step must have 1 to 8 new tokens .* got 9 tokens and split_size=4", message), message
         assert unchanged
+
+
+def test_given_cosines_and_sines_rotate_all_layers_of_a_step():
+    """In a decode step and in a prefill: those of the positions, and of positions of one's own."""
+    config, weights = random_block(8, 2)
+    x = random_sequences(2, LENGTH, config)
+    shifted = torch.arange(LENGTH) + 7  # all by as much: relative positions, and so the outputs, stay
+
+    def rank(comm):
+        block = shard_block(config, weights, am.DecodeSharding(1, 2, 2), comm)
+        runner = BlockRunner(block, poisoned_cache(block, BATCH, LENGTH), x).allocate(0, 1)
+        for which, tokens in (((0, 1), 21), ((1,), 3), ((0, 1), 1), ((0,), 14)):
+            starts = {i: runner.sequences[i].length for i in which}
+            at = torch.full((BATCH, tokens), -1)
+            for i, start in starts.items():
+                at[runner.sequences[i].row] = shifted[start : start + tokens]
+            runner.feed(which, tokens, cos_sin=config.rope.cos_sin(at))
+        return runner.outputs
+
+    for seen in am.run_virtual(4, rank):
+        assert_outputs_close(seen, reference_block(config, weights, x))
+        assert fed_lengths(seen) == [36, 25]

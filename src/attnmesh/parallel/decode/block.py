@@ -31,11 +31,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.compiling import not_compiled
-from attnmesh.core.validation import check_bool, check_choice, check_count, check_tensor, check_type
+from attnmesh.core.validation import check_bool, check_choice, check_count, check_tensor, check_type, shown
 from attnmesh.kv_cache.prepare import prepare
 from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
-from attnmesh.ops.block.norm_rope import rms_norm
+from attnmesh.ops.block.norm_rope import CosSin, rms_norm
 from attnmesh.ops.block.stages import ProjectedKV
 from attnmesh.ops.decode.api import check_backend
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
@@ -126,8 +126,9 @@ class AttentionBlock:
 
     @torch.no_grad()
     def __call__(
-        self, x: Tensor, cache: ShardedCache, step: Step, *, layer: int = 0, update_cache: bool = True
-    ) -> Tensor:
+        self, x: Tensor, cache: ShardedCache, step: Step, *, layer: int = 0, update_cache: bool = True,
+        cos_sin: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attention for the new tokens of a step: x [batch, T, hidden] to [batch, T, hidden] on every rank, any T.
 
         Up to 8 tokens per sequence are a decode step. More are computed as a prefill, in memory that does not grow with
@@ -135,33 +136,42 @@ class AttentionBlock:
         output bias (or 0). Without an output projection the result is the attention of this rank's query heads, [batch,
         q, T, head_dim]. The new keys and values are written first; with `update_cache=False` they must be written
         already.
+
+        `cos_sin` are cosines and sines of the new tokens, [batch, T, rope.dim / 2] each, instead of those that follow
+        from their positions and the frequencies: computed once for all layers (`Rope.cos_sin`), or of another rotary
+        embedding, such as one of several axes.
         """
 
         def check_arguments() -> tuple[None, SharedValues]:
-            return None, _check_call(self._settings, self.weights.qkv, self.rank, x, cache, step, layer, update_cache)
+            shared = _check_call(self._settings, self.weights.qkv, self.rank, x, cache, step, layer, update_cache)
+            return None, shared | _check_cos_sin(self.config, x, cos_sin)
 
         log = cache.log if isinstance(cache, ShardedCache) else None
         check_on_all_ranks(self._ranks, "AttentionBlock call", check_arguments, state=log)
         with propagate_failure(self._ranks), torch.autocast(x.device.type, enabled=False):
             attend = self._decode if step.tokens <= MAX_DECODE_TOKENS else self._prefill
-            out = attend(x, cache, step, layer, update_cache)
+            out = attend(x, cache, step, layer, update_cache, None if cos_sin is None else CosSin(*cos_sin))
         if update_cache:  # only now: after a failure, the step can be written again
             cache.mark_written(step, layer)
         return out
 
-    def _decode(self, x: Tensor, cache: ShardedCache, step: Step, layer: int, update_cache: bool) -> Tensor:
+    def _decode(
+        self, x: Tensor, cache: ShardedCache, step: Step, layer: int, update_cache: bool, cos_sin: CosSin | None
+    ) -> Tensor:
         """A step of a few tokens, once its arguments are checked."""
         rows = tuple(len(self.sharding.sequences(peer, len(x))) for peer in self.sharding.kvdp_peers(self.rank))
         heads_in, heads_out = self._head_exchanges(rows)
         slots = step.slots if update_cache else None
-        buffer = self._project(x, cache, layer, cache.rows, step.positions, slots, heads_in.parts)
+        buffer = self._project(x, cache, layer, cache.rows, step.positions, slots, heads_in.parts, cos_sin)
         q = self._gather_heads(heads_in, buffer, step.tokens)
         kv = LocalKV(cache.keys(layer), cache.values(layer), cache.block_table, step.cur_pos, step.key_range)
         out = self._attention(q, kv, self._combine(x))
         heads = heads_out.scatter_heads(out)
         return heads.transpose(1, 2) if self.weights.out is None else self._project_output(heads)
 
-    def _prefill(self, x: Tensor, cache: ShardedCache, step: Step, layer: int, update_cache: bool) -> Tensor:
+    def _prefill(
+        self, x: Tensor, cache: ShardedCache, step: Step, layer: int, update_cache: bool, cos_sin: CosSin | None
+    ) -> Tensor:
         """A step of many tokens, once its arguments are checked: the rows of the step, some tokens at a time.
 
         Tokens are written before later ones attend, so a chunk needs none of the chunks after it.
@@ -169,7 +179,8 @@ class AttentionBlock:
         rows = PrefillRows.of(step, cache)
         result: Tensor | None = None
         for chunk in rows.chunks(step.tokens):
-            heads = self._prefill_chunk(rows.select(x, chunk), cache, rows, chunk, layer, update_cache)
+            angles = None if cos_sin is None else CosSin(*(rows.select(each, chunk) for each in cos_sin))
+            heads = self._prefill_chunk(rows.select(x, chunk), cache, rows, chunk, layer, update_cache, angles)
             tokens = F.pad(heads.flatten(0, 1), (0, 0, 0, 0, 0, 1))  # one of zeros: for rows that are not in the step
             if self.weights.out is not None:
                 tokens = self._project_output(tokens)
@@ -180,12 +191,13 @@ class AttentionBlock:
         return result if self.weights.out is not None else result.transpose(1, 2)
 
     def _prefill_chunk(
-        self, x: Tensor, cache: ShardedCache, rows: PrefillRows, chunk: slice, layer: int, update_cache: bool
-    ) -> Tensor:
+        self, x: Tensor, cache: ShardedCache, rows: PrefillRows, chunk: slice, layer: int, update_cache: bool,
+        cos_sin: CosSin | None,
+    ) -> Tensor:  # fmt: skip
         """The attention of this rank's query heads for some tokens of a prefill, [rows, tokens, q, D]."""
         heads_in, heads_out = self._head_exchanges(rows.counts)
         slots = rows.slots[:, chunk] if update_cache and rows.own else None
-        buffer = self._project(x, cache, layer, rows.own, rows.positions[:, chunk], slots, 1)
+        buffer = self._project(x, cache, layer, rows.own, rows.positions[:, chunk], slots, 1, cos_sin)
         buffer = rows.by_rank(buffer, heads_in, x.shape[1], self.config.head_dim)
         q = self._gather_heads(heads_in, buffer, x.shape[1])
         if rows.own:
@@ -218,7 +230,7 @@ class AttentionBlock:
 
     def _project(
         self, x: Tensor, cache: ShardedCache, layer: int, own: range, positions: Tensor, slots: Tensor | None,
-        parts: int,
+        parts: int, cos_sin: CosSin | None,
     ) -> Tensor:  # fmt: skip
         """The send buffer with the queries of all rows of x. Writes K and V of rows `own` to `slots`, if given."""
         weights = self.weights
@@ -226,7 +238,7 @@ class AttentionBlock:
             x = rms_norm(x, weights.norm, self.config.norm)
         q, kv = self._project_qkv(x, own)
         new = None if slots is None else ProjectedKV(kv, own, slots, cache.keys(layer), cache.values(layer))
-        return prepare(q, positions, new, self.config, weights, parts)
+        return prepare(q, positions, new, self.config, weights, parts, cos_sin)
 
     def _project_qkv(self, x: Tensor, own: range) -> tuple[Tensor, Tensor]:
         """Q of all rows, and K and V of all rows or of this rank's."""
@@ -334,6 +346,21 @@ def _check_call(
         "num_blocks": cache.num_blocks, "max_length": cache.max_length, "storage": cache.storage,
         "device": x.device.type,
     }  # fmt: skip
+
+
+def _check_cos_sin(config: AttentionConfig, x: Tensor, cos_sin: object) -> SharedValues:
+    """Raise ValueError unless `cos_sin` is None or fits the tokens of x; returns what must be equal on all ranks."""
+    if cos_sin is None:
+        return {"cos_sin": None}
+    if config.rope is None:
+        raise ValueError(f"cos_sin must be None, since config.rope is None, got {shown(cos_sin)}")
+    if not isinstance(cos_sin, tuple) or len(cos_sin) != 2:
+        raise ValueError(f"cos_sin must be a tuple of two tensors, cosines and sines, got {shown(cos_sin)}")
+    shape = (*x.shape[:2], config.rope.dim // 2)
+    for name, each in zip(("cos", "sin"), cos_sin, strict=True):
+        if check_tensor(name, each).shape != shape or not each.is_floating_point() or each.device != x.device:
+            raise ValueError(f"{name} must be floating point {list(shape)} on {x.device}, got {shown(each)}")
+    return {"cos_sin": cos_sin[0].dtype}
 
 
 def _check_cache(settings: _Settings, cache: ShardedCache, rank: int, weight: Tensor) -> None:
