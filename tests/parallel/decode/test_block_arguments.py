@@ -233,7 +233,7 @@ WRONG_CALLS = {
     "cosines alone": ({"cos_sin": (torch.ones(2, 2, 4),)}, "cos_sin must be a tuple of two tensors, cosines and sines"),
     "cosines of other tokens": (
         {"cos_sin": (torch.ones(2, 2, 4), torch.ones(2, 1, 4))},
-        r"sin must be floating point \[2, 2, 4\] on cpu, got .*\[2, 1, 4\]",
+        r"cos_sin\[1\] must be floating point \[2, 2, 4\] on cpu, got .*\[2, 1, 4\]",
     ),
     "cosines on one rank": ({"cos_sin": (torch.ones(2, 2, 4),) * 2}, "ranks disagree: cos_sin"),
     "keys that are not there": ({"update_cache": False}, "layer 0 of this step is not written yet"),

@@ -52,8 +52,8 @@ def _stages(
     if config.norm_before_rope is not None:
         wide = rms_norm(wide, before, config.norm_before_rope)
     if config.rope is not None:
-        given = isinstance(positions, CosSin)
-        wide = rotated(wide, config.rope, positions) if given else config.rope.rotate(wide, positions)
+        rope = config.rope
+        wide = rotated(wide, rope, positions) if isinstance(positions, CosSin) else rope.rotate(wide, positions)
     if config.norm_after_rope is not None:
         wide = rms_norm(wide, after, config.norm_after_rope)
     return wide.to(x.dtype)

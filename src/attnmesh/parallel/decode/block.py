@@ -357,7 +357,7 @@ def _check_cos_sin(config: AttentionConfig, x: Tensor, cos_sin: object) -> Share
     if not isinstance(cos_sin, tuple) or len(cos_sin) != 2:
         raise ValueError(f"cos_sin must be a tuple of two tensors, cosines and sines, got {shown(cos_sin)}")
     shape = (*x.shape[:2], config.rope.dim // 2)
-    for name, each in zip(("cos", "sin"), cos_sin, strict=True):
+    for name, each in (("cos_sin[0]", cos_sin[0]), ("cos_sin[1]", cos_sin[1])):
         if check_tensor(name, each).shape != shape or not each.is_floating_point() or each.device != x.device:
             raise ValueError(f"{name} must be floating point {list(shape)} on {x.device}, got {shown(each)}")
     return {"cos_sin": cos_sin[0].dtype}
