@@ -12,7 +12,8 @@ import torch
 import attnmesh as am
 from attnmesh.comm import SoloComm
 from attnmesh.ops import paged
-from attnmesh.parallel.decode import prefill_rows
+from attnmesh.parallel.decode import prefill
+from attnmesh.parallel.decode.exchange import HeadExchange
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
 from helpers.blocks import (
     assert_outputs_close,
@@ -81,12 +82,12 @@ def test_prefill_in_every_factorisation(world):
 @pytest.mark.parametrize("sharding", [(1, 1, 1, 1), (1, 2, 2, 3)])
 def test_chunks_and_parts_of_a_few_tokens(sharding, monkeypatch):
     """The pieces that bound memory do not show: here 16 tokens of all rows, and one block of keys, at a time."""
-    monkeypatch.setattr(prefill_rows, "_CHUNK_TOKENS", 16)
+    monkeypatch.setattr(prefill, "_CHUNK_TOKENS", 16)
     monkeypatch.setattr(paged, "_PART_BYTES", 1)
     assert_exact(am.DecodeSharding(*sharding), {"window": 13, "sinks": True, "out": sharding[1] == 1})
 
 
-@pytest.mark.parametrize("storage", ["int8", "fp8", "bfp8"])
+@pytest.mark.parametrize("storage", ["int8", *(pytest.param(x, marks=pytest.mark.slow) for x in ("fp8", "bfp8"))])
 def test_quantized_storage(storage):
     for sharding in ((1, 1, 1, 1), (1, 2, 2, 3)):
         kind = {"sinks": True, "window": 9, "rope": None}
@@ -98,7 +99,7 @@ def test_quantized_storage(storage):
     [
         {"exchange": am.Exchange(kvdp="all_gather", cp="reduce_scatter")},
         {"exchange": am.Exchange(cp="all_reduce", replicate_q=True), "kv_rows": "own"},
-        {"kv_rows": "all"},
+        pytest.param({"kv_rows": "all"}, marks=pytest.mark.slow),
     ],
 )
 def test_every_exchange(options):
@@ -129,8 +130,8 @@ def test_the_cache_has_the_bits_of_token_by_token_decode(sharding, storage):
 
     def rank(comm):
         block = shard_block(config, weights, sharding, comm)
-        at_once = fed(block, x, [((0, 1), 17), ((2,), 23)], storage=storage)
-        one_by_one = fed(block, x, [((0, 1), 1)] * 17 + [((2,), 1)] * 23, storage=storage)
+        at_once = fed(block, x, [((0, 1), 9), ((2,), 12)], storage=storage)
+        one_by_one = fed(block, x, [((0, 1), 1)] * 9 + [((2,), 1)] * 12, storage=storage)
         for mine, theirs in zip(pools_of(at_once.cache), pools_of(one_by_one.cache), strict=True):
             assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
         torch.testing.assert_close(at_once.outputs, one_by_one.outputs, rtol=2e-5, atol=2e-5, equal_nan=True)
@@ -223,3 +224,19 @@ def test_given_cosines_and_sines_rotate_all_layers_of_a_step():
     for seen in am.run_virtual(4, rank):
         assert_outputs_close(seen, reference_block(config, weights, x))
         assert fed_lengths(seen) == [36, 25]
+
+
+@pytest.mark.parametrize("storage", [None, "fp8"])
+def test_the_first_tokens_of_sequences_attend_without_a_message(storage, monkeypatch):
+    """By query heads, of which ranks have different numbers for a kv head, and without keys of other ranks."""
+
+    def refuse(*args):
+        raise AssertionError("queries were exchanged")
+
+    monkeypatch.setattr(HeadExchange, "gather_heads", refuse)
+    kind = {"sinks": True, "window": 9, "rope": None if storage else "halves"}
+    dtype = torch.float64 if storage else torch.float32
+    steps = [((0, 1, 2), 40)]
+    assert_exact(am.DecodeSharding(1, 2, 2, 3), kind, steps, dtype, 1e-5, storage, heads=(6, 2))
+    with pytest.raises(AssertionError, match="queries were exchanged"):
+        assert_exact(am.DecodeSharding(1, 2, 1), kind, [*steps, ((1,), 9)], dtype, 1e-5, storage)

@@ -36,14 +36,14 @@ from attnmesh.kv_cache.prepare import prepare
 from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.norm_rope import CosSin, rms_norm
-from attnmesh.ops.block.stages import ProjectedKV
+from attnmesh.ops.block.stages import ProjectedKV, keys_and_values
 from attnmesh.ops.decode.api import check_backend
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.paged import PagedKV
 from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.decode.core import DecodeAttention, LocalKV, StateExchange
 from attnmesh.parallel.decode.exchange import Exchange, HeadExchange
-from attnmesh.parallel.decode.prefill_rows import PrefillRows
+from attnmesh.parallel.decode.prefill import PrefillRows, as_stored, by_heads, kv_heads_of
 from attnmesh.parallel.decode.ranks import DecodeRanks, all_ranks_of, decode_ranks
 from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, KvRows
 
@@ -59,7 +59,7 @@ class AttentionBlock:
     any order: `decode_rank` returns the rank whose weights a process needs.
 
     `kv_rows="own"` projects K and V for this rank's sequences only: less compute, one more launch; "auto" does so where
-    it is faster. `split_size` makes the bits of attention over given queries and keys independent of the batch and of
+    it is faster. (The first tokens of a prefill need all of them.) `split_size` makes the bits of attention over given queries and keys independent of the batch and of
     `cp` (projections and the all-reduce have an order of their own). The interleave must be a multiple of it, and it a
     multiple of the cache's block_size. `backend` is as for `paged_decode_attention`, and for steps of up to 8 tokens.
     """
@@ -162,7 +162,8 @@ class AttentionBlock:
         rows = tuple(len(self.sharding.sequences(peer, len(x))) for peer in self.sharding.kvdp_peers(self.rank))
         heads_in, heads_out = self._head_exchanges(rows)
         slots = step.slots if update_cache else None
-        buffer = self._project(x, cache, layer, cache.rows, step.positions, slots, heads_in.parts, cos_sin)
+        parts, kv_rows = heads_in.parts, self._settings.kv_rows
+        buffer, _ = self._project(x, cache, layer, cache.rows, step.positions, slots, parts, cos_sin, kv_rows)
         q = self._gather_heads(heads_in, buffer, step.tokens)
         kv = LocalKV(cache.keys(layer), cache.values(layer), cache.block_table, step.cur_pos, step.key_range)
         out = self._attention(q, kv, self._combine(x))
@@ -195,17 +196,36 @@ class AttentionBlock:
         cos_sin: CosSin | None,
     ) -> Tensor:  # fmt: skip
         """The attention of this rank's query heads for some tokens of a prefill, [rows, tokens, q, D]."""
-        heads_in, heads_out = self._head_exchanges(rows.counts)
         slots = rows.slots[:, chunk] if update_cache and rows.own else None
-        buffer = self._project(x, cache, layer, rows.own, rows.positions[:, chunk], slots, 1, cos_sin)
+        positions, first = rows.positions[:, chunk], rows.fresh and chunk.start == 0
+        first = first and self.sharding.kvdp * self.sharding.cp > 1 and not self._exchange.replicate_q
+        kv_rows = "all" if first else self._settings.kv_rows
+        buffer, kv = self._project(x, cache, layer, rows.own, positions, slots, 1, cos_sin, kv_rows)
+        if first:
+            q = buffer.view(-1, *x.shape[:2], self.config.head_dim).transpose(0, 1)
+            return self._first_tokens(q, kv, positions if cos_sin is None else cos_sin, cache, layer)
+        heads_in, heads_out = self._head_exchanges(rows.counts)
         buffer = rows.by_rank(buffer, heads_in, x.shape[1], self.config.head_dim)
         q = self._gather_heads(heads_in, buffer, x.shape[1])
         if rows.own:
-            kv = PagedKV(cache.keys(layer), cache.values(layer), rows.block_table, shard=cache.local.layout.shard)
-            out = self._attention.prefill(q, [begin + chunk.start for begin in rows.begins], kv, self._combine(x))
+            pools = PagedKV(cache.keys(layer), cache.values(layer), rows.block_table, shard=cache.local.layout.shard)
+            out = self._attention.prefill(q, [begin + chunk.start for begin in rows.begins], pools, self._combine(x))
         else:  # nor have the ranks that would merge with this one
             out = x.new_empty(0, sum(heads_out.heads), *q.shape[2:])
         return heads_out.scatter_heads(out)
+
+    def _first_tokens(
+        self, q: Tensor, kv: Tensor, positions: Tensor | CosSin, cache: ShardedCache, layer: int
+    ) -> Tensor:
+        """The attention of this rank's query heads [n, q, T, D] over the projected kv alone, [n, T, q, D]."""
+        config, sinks = self.config, self.weights.sinks
+        own = self.sharding.q_heads(self.rank, config.q_heads)
+        per_kv, first = config.q_heads // config.kv_heads, self.sharding.kv_heads(self.rank, config.kv_heads).start
+        both = keys_and_values(kv, positions, config, self.weights)
+        pools = cache.keys(layer), cache.values(layer)
+        k, v = (kv_heads_of(as_stored(x, pool), own, per_kv, first) for x, pool in zip(both, pools, strict=True))
+        own_sinks = None if sinks is None else sinks[own.start : own.stop]
+        return by_heads(q, k, v, scale=config.scale, window=config.window, sinks=own_sinks)
 
     def _gather_heads(self, heads_in: HeadExchange, buffer: Tensor, tokens: int) -> Tensor:
         """Queries of all heads that attend here, [B_own, H, T, D], from the send buffer."""
@@ -230,20 +250,22 @@ class AttentionBlock:
 
     def _project(
         self, x: Tensor, cache: ShardedCache, layer: int, own: range, positions: Tensor, slots: Tensor | None,
-        parts: int, cos_sin: CosSin | None,
-    ) -> Tensor:  # fmt: skip
-        """The send buffer with the queries of all rows of x. Writes K and V of rows `own` to `slots`, if given."""
+        parts: int, cos_sin: CosSin | None, kv_rows: KvRows,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The send buffer with the queries of all rows of x, and the projected K and V.
+
+        Writes K and V of rows `own` to `slots`, if given.
+        """
         weights = self.weights
         if self.config.norm is not None:
             x = rms_norm(x, weights.norm, self.config.norm)
-        q, kv = self._project_qkv(x, own)
+        q, kv = self._project_qkv(x, own, kv_rows)
         new = None if slots is None else ProjectedKV(kv, own, slots, cache.keys(layer), cache.values(layer))
-        return prepare(q, positions, new, self.config, weights, parts, cos_sin)
+        return prepare(q, positions, new, self.config, weights, parts, cos_sin), kv
 
-    def _project_qkv(self, x: Tensor, own: range) -> tuple[Tensor, Tensor]:
+    def _project_qkv(self, x: Tensor, own: range, kv_rows: KvRows) -> tuple[Tensor, Tensor]:
         """Q of all rows, and K and V of all rows or of this rank's."""
         weight, bias, width = self.weights.qkv, self.weights.qkv_bias, self._q_width
-        kv_rows = self._settings.kv_rows
         if kv_rows == "auto":
             kv_rows = _faster_kv_rows(
                 (len(x) - len(own)) * x.shape[1], (len(weight) - width) * weight.shape[1], x.device.type

@@ -1,20 +1,30 @@
-"""`PrefillRows`: the rows of a batch that a prefill step has, and the chunks of tokens that it is computed in.
+"""The prefill steps of an `AttentionBlock`: `PrefillRows`, its rows and chunks, and `by_heads`, its first tokens.
 
 A decode step computes all rows of the batch, which keeps shapes fixed. In a prefill step that would be most of the
-work: it usually has one sequence. So rows that are not in the step are left out, and each KVDP rank attends for as many
-rows as it stores of the others.
+work: it usually has one sequence. So rows that are not in the step are left out.
+
+Tokens after cached ones attend where their sequence is stored, as in a decode step. The first tokens of a sequence need
+no cache: every rank has projected their keys and values for its kv heads, and attends for its own query heads. Nothing
+is sent, and under KVDP all ranks share the work on a single sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from attnmesh.core.masks import Mask
 from attnmesh.kv_cache.sharded import ShardedCache, Step
+from attnmesh.ops.dense.call import Call, resolve_scores
+from attnmesh.ops.dense.dispatch import forward
+from attnmesh.ops.paged_prefill import prefill_mask
+from attnmesh.ops.storage import Stored, dequantize, quantize, storage_of
 from attnmesh.parallel.decode.exchange import HeadExchange
+from attnmesh.plan.blocks import Patch
 
 _CHUNK_TOKENS = 8192  # of all rows: products are as fast as they get, and activations take tens of megabytes
 
@@ -35,6 +45,7 @@ class PrefillRows:
     slots: Tensor
     block_table: Tensor
     whole: bool  # whether these are all rows of the batch
+    fresh: bool  # whether no row, of any rank, has tokens before this step
 
     @classmethod
     def of(cls, step: Step, cache: ShardedCache) -> PrefillRows:
@@ -51,6 +62,7 @@ class PrefillRows:
             index, tuple(kvdp_ranks.count(peer) for peer in range(cache.sharding.kvdp)), own,
             [sequence.length - step.tokens for sequence in stored], step.positions[index], step.slots[local],
             cache.block_table[local], len(rows) == cache.batch,
+            all(sequence.length == step.tokens for sequence in sequences),
         )  # fmt: skip
 
     def chunks(self, tokens: int) -> Iterator[slice]:
@@ -69,3 +81,36 @@ class PrefillRows:
             return buffer
         q = buffer.view(-1, len(self.index), tokens, dim)
         return torch.cat([part.reshape(-1) for part in q.split(self.counts, 1)])
+
+
+def by_heads(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """Causal attention of the first T tokens of sequences, [B, T, h, D]: q [B, h, T, D] over its kv heads' k and v."""
+    call = Call(q, k, v, _square(prefill_mask(window), q.shape[2]), resolve_scores(q, scale, None, None))
+    return forward(call, sinks, "auto").out.transpose(1, 2)
+
+
+@lru_cache(maxsize=16)
+def _square(mask: Mask, tokens: int) -> Patch:
+    # Cached: every layer of a model uses the same, and a patch caches its blocks.
+    return Patch(mask, (range(tokens),), (range(tokens),))
+
+
+def as_stored(x: Tensor, pool: Stored) -> Tensor:
+    """x [B, Hkv, T, D] as a reader of the pool will see it: rounded to its storage type."""
+    if isinstance(pool, Tensor):
+        return x
+    scale = pool.scales if pool.storage == "fp8" else None
+    return dequantize(quantize(x, storage_of(pool), scale=scale), x.dtype)
+
+
+def kv_heads_of(x: Tensor, heads: range, per_kv: int, first: int) -> Tensor:
+    """The kv heads that query heads attend to, from x [B, Hkv, T, D] of the kv heads from `first` on.
+
+    Repeated where they serve unequal numbers of query heads.
+    """
+    used = [head // per_kv - first for head in heads]
+    if len({used.count(head) for head in used}) == 1:  # as many query heads for each
+        return x[:, used[0] : used[-1] + 1]
+    return x[:, used]
