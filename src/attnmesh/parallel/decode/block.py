@@ -59,9 +59,10 @@ class AttentionBlock:
     any order: `decode_rank` returns the rank whose weights a process needs.
 
     `kv_rows="own"` projects K and V for this rank's sequences only: less compute, one more launch; "auto" does so where
-    it is faster. (The first tokens of a prefill need all of them.) `split_size` makes the bits of attention over given queries and keys independent of the batch and of
-    `cp` (projections and the all-reduce have an order of their own). The interleave must be a multiple of it, and it a
-    multiple of the cache's block_size. `backend` is as for `paged_decode_attention`, and for steps of up to 8 tokens.
+    it is faster. (The first tokens of a prefill need those of all sequences.) `split_size` makes the bits of attention
+    over given queries and keys independent of the batch and of `cp` (projections and the all-reduce have an order of
+    their own). The interleave must be a multiple of it, and it a multiple of the cache's block_size. `backend` is as
+    for `paged_decode_attention`, and for steps of up to 8 tokens.
     """
 
     @not_compiled("an AttentionBlock is constructed outside of a compiled graph")
