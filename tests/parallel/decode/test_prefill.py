@@ -154,6 +154,31 @@ def test_rows_that_are_not_in_the_step_return_the_bias():
     assert all(am.run_virtual(2, rank))
 
 
+def test_rows_that_are_not_in_the_step_may_be_left_out():
+    """Of x, of the cosines and of the result; the others are in the order of their rows."""
+    config, weights = random_block(8, 2)
+    x = random_sequences(3, LENGTH, config)
+    truth = reference_block(config, weights, x)
+
+    def rank(comm):
+        block = shard_block(config, weights, am.DecodeSharding(1, 2, 1), comm)
+        cache = poisoned_cache(block, BATCH, LENGTH)
+        sequences = [cache.allocate(LENGTH) for _ in range(3)]
+        for begin, which in ((0, (2, 0)), (17, (2, 0)), (0, (1,))):
+            ordered = sorted(which, key=lambda i: sequences[i].row)
+            step = cache.append([sequences[i] for i in which], 17)
+            rows = torch.arange(begin, begin + 17).expand(len(which), -1)
+            out = block(x[ordered, begin : begin + 17], cache, step, cos_sin=config.rope.cos_sin(rows))
+            assert_outputs_close(out, truth[ordered, begin : begin + 17])
+        with pytest.raises(
+            ValueError, match=r"= \[4, 9, 24\], or \[2, 9, 24\] for the rows of the step, got \[3, 9, 24\]"
+        ):
+            block(x[:, :9], cache, cache.append(sequences[:2], 9))
+        return True
+
+    assert all(am.run_virtual(2, rank))
+
+
 def test_a_prompt_that_continues_a_cached_prefix():
     config, weights = random_block(8, 2)
     x = random_sequences(2, LENGTH, config)

@@ -134,11 +134,12 @@ class AttentionBlock:
 
         Up to 8 tokens per sequence are a decode step. More are computed as a prefill, in memory that does not grow with
         the cache nor, but for x and the result, with T. Rows that are not in the step are skipped, and return the
-        output bias (or 0). Without an output projection the result is the attention of this rank's query heads, [batch,
-        q, T, head_dim]. The new keys and values are written first; with `update_cache=False` they must be written
-        already.
+        output bias (or 0). The x of a prefill may leave them out: its rows, and those of the result, are then those of
+        the step in ascending order. Without an output projection the result is the attention of this rank's query
+        heads, [batch, q, T, head_dim]. The new keys and values are written first; with `update_cache=False` they must
+        be written already.
 
-        `cos_sin` are cosines and sines of the new tokens, [batch, T, rope.dim / 2] each, instead of those that follow
+        `cos_sin` are cosines and sines of the tokens of x, [batch, T, rope.dim / 2] each, instead of those that follow
         from their positions and the frequencies: computed once for all layers (`Rope.cos_sin`), or of another rotary
         embedding, such as one of several axes.
         """
@@ -187,8 +188,8 @@ class AttentionBlock:
             if self.weights.out is not None:
                 tokens = self._project_output(tokens)
             if result is None:
-                result = tokens[-1].expand(cache.batch, step.tokens, *tokens.shape[1:]).clone()
-            result[rows.index, chunk] = tokens[:-1].unflatten(0, heads.shape[:2])
+                result = tokens[-1].expand(len(x), step.tokens, *tokens.shape[1:]).clone()
+            rows.put(result, chunk, tokens[:-1].unflatten(0, heads.shape[:2]))
         assert result is not None  # a step has tokens
         return result if self.weights.out is not None else result.transpose(1, 2)
 
@@ -351,8 +352,11 @@ def _check_call(
     check_type("step", step, Step, "what append of the cache returned")
     check_bool(update_cache=update_cache)
     shape = (cache.batch, step.tokens, settings.config.hidden)
-    if tuple(check_tensor("x", x, "[batch, tokens, hidden]").shape) != shape:
-        raise ValueError(f"x must be [batch, tokens, hidden] = {list(shape)}, got {list(x.shape)}")
+    some = (len(step.sequences), *shape[1:])  # without the rows that are not in the step
+    prefill = step.tokens > MAX_DECODE_TOKENS
+    if tuple(check_tensor("x", x, "[batch, tokens, hidden]").shape) not in ((shape, some) if prefill else (shape,)):
+        wanted = f"{list(shape)}, or {list(some)} for the rows of the step," if prefill else f"{list(shape)},"
+        raise ValueError(f"x must be [batch, tokens, hidden] = {wanted} got {list(x.shape)}")
     if x.dtype != weight.dtype or x.device != weight.device:
         raise ValueError(
             f"x must have the weights' dtype and device, {weight.dtype} on {weight.device}, got {x.dtype} on {x.device}"

@@ -44,7 +44,6 @@ class PrefillRows:
     positions: Tensor
     slots: Tensor
     block_table: Tensor
-    whole: bool  # whether these are all rows of the batch
     fresh: bool  # whether no row, of any rank, has tokens before this step
 
     @classmethod
@@ -61,7 +60,7 @@ class PrefillRows:
         return cls(
             index, tuple(kvdp_ranks.count(peer) for peer in range(cache.sharding.kvdp)), own,
             [sequence.length - step.tokens for sequence in stored], step.positions[index], step.slots[local],
-            cache.block_table[local], len(rows) == cache.batch,
+            cache.block_table[local],
             all(sequence.length == step.tokens for sequence in sequences),
         )  # fmt: skip
 
@@ -72,8 +71,12 @@ class PrefillRows:
             yield slice(start, min(start + size, tokens))
 
     def select(self, x: Tensor, chunk: slice) -> Tensor:
-        """Some tokens of these rows of x [batch, T, hidden]."""
-        return x[:, chunk] if self.whole else x[self.index, chunk]
+        """Some tokens of these rows of x [batch or n, T, ...]."""
+        return x[:, chunk] if len(x) == len(self.index) else x[self.index, chunk]
+
+    def put(self, x: Tensor, chunk: slice, new: Tensor) -> None:
+        """Set what `select` returns to `new` [n, tokens, ...]."""
+        x[slice(None) if len(x) == len(self.index) else self.index, chunk] = new
 
     def by_rank(self, buffer: Tensor, exchange: HeadExchange, tokens: int, dim: int) -> Tensor:
         """A buffer [q, n, tokens, dim] as `exchange` sends it: the rows of each KVDP rank contiguous."""
