@@ -43,7 +43,7 @@ from attnmesh.ops.paged import PagedKV
 from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.decode.core import DecodeAttention, LocalKV, StateExchange
 from attnmesh.parallel.decode.exchange import Exchange, HeadExchange
-from attnmesh.parallel.decode.prefill import PrefillRows, as_stored, by_heads, kv_heads_of
+from attnmesh.parallel.decode.prefill import PrefillRows, StepTokens, as_stored, by_heads, kv_heads_of
 from attnmesh.parallel.decode.ranks import DecodeRanks, all_ranks_of, decode_ranks
 from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, KvRows
 
@@ -163,9 +163,8 @@ class AttentionBlock:
         """A step of a few tokens, once its arguments are checked."""
         rows = tuple(len(self.sharding.sequences(peer, len(x))) for peer in self.sharding.kvdp_peers(self.rank))
         heads_in, heads_out = self._head_exchanges(rows)
-        slots = step.slots if update_cache else None
-        parts, kv_rows = heads_in.parts, self._settings.kv_rows
-        buffer, _ = self._project(x, cache, layer, cache.rows, step.positions, slots, parts, cos_sin, kv_rows)
+        tokens = StepTokens(x, step.positions, cache.rows, step.slots if update_cache else None, cos_sin)
+        buffer, _ = self._project(tokens, cache, layer, heads_in.parts, self._settings.kv_rows)
         q = self._gather_heads(heads_in, buffer, step.tokens)
         kv = LocalKV(cache.keys(layer), cache.values(layer), cache.block_table, step.cur_pos, step.key_range)
         out = self._attention(q, kv, self._combine(x))
@@ -182,48 +181,43 @@ class AttentionBlock:
         rows = PrefillRows.of(step, cache)
         result: Tensor | None = None
         for chunk in rows.chunks(step.tokens):
-            angles = None if cos_sin is None else CosSin(*(rows.select(each, chunk) for each in cos_sin))
-            heads = self._prefill_chunk(rows.select(x, chunk), cache, rows, chunk, layer, update_cache, angles)
-            tokens = F.pad(heads.flatten(0, 1), (0, 0, 0, 0, 0, 1))  # one of zeros: for rows that are not in the step
+            tokens = rows.tokens(x, cos_sin, chunk, write=update_cache)
+            heads = self._prefill_chunk(tokens, cache, layer, rows, chunk.start)
+            out = F.pad(heads.flatten(0, 1), (0, 0, 0, 0, 0, 1))  # a token of zeros: for rows that are not in the step
             if self.weights.out is not None:
-                tokens = self._project_output(tokens)
+                out = self._project_output(out)
             if result is None:
-                result = tokens[-1].expand(len(x), step.tokens, *tokens.shape[1:]).clone()
-            rows.put(result, chunk, tokens[:-1].unflatten(0, heads.shape[:2]))
+                result = out[-1].expand(len(x), step.tokens, *out.shape[1:]).clone()
+            rows.put(result, chunk, out[:-1].unflatten(0, heads.shape[:2]))
         assert result is not None  # a step has tokens
         return result if self.weights.out is not None else result.transpose(1, 2)
 
     def _prefill_chunk(
-        self, x: Tensor, cache: ShardedCache, rows: PrefillRows, chunk: slice, layer: int, update_cache: bool,
-        cos_sin: CosSin | None,
-    ) -> Tensor:  # fmt: skip
-        """The attention of this rank's query heads for some tokens of a prefill, [rows, tokens, q, D]."""
-        slots = rows.slots[:, chunk] if update_cache and rows.own else None
-        positions, first = rows.positions[:, chunk], rows.fresh and chunk.start == 0
-        first = first and self.sharding.kvdp * self.sharding.cp > 1 and not self._exchange.replicate_q
-        kv_rows = "all" if first else self._settings.kv_rows
-        buffer, kv = self._project(x, cache, layer, rows.own, positions, slots, 1, cos_sin, kv_rows)
-        if first:
-            q = buffer.view(-1, *x.shape[:2], self.config.head_dim).transpose(0, 1)
-            return self._first_tokens(q, kv, positions if cos_sin is None else cos_sin, cache, layer)
+        self, tokens: StepTokens, cache: ShardedCache, layer: int, rows: PrefillRows, start: int
+    ) -> Tensor:
+        """The attention of this rank's query heads for tokens `start`, ... of a prefill, [rows, tokens, q, D]."""
+        x, dim = tokens.x, self.config.head_dim
+        sharded = self.sharding.kvdp * self.sharding.cp > 1
+        if sharded and rows.fresh and start == 0 and not self._exchange.replicate_q:
+            buffer, kv = self._project(tokens, cache, layer, 1, "all")
+            return self._first_tokens(buffer.view(-1, *x.shape[:2], dim).transpose(0, 1), kv, tokens, cache, layer)
+        buffer, _ = self._project(tokens, cache, layer, 1, self._settings.kv_rows)
         heads_in, heads_out = self._head_exchanges(rows.counts)
-        buffer = rows.by_rank(buffer, heads_in, x.shape[1], self.config.head_dim)
-        q = self._gather_heads(heads_in, buffer, x.shape[1])
+        q = self._gather_heads(heads_in, rows.by_rank(buffer, heads_in, x.shape[1], dim), x.shape[1])
         if rows.own:
             pools = PagedKV(cache.keys(layer), cache.values(layer), rows.block_table, shard=cache.local.layout.shard)
-            out = self._attention.prefill(q, [begin + chunk.start for begin in rows.begins], pools, self._combine(x))
+            out = self._attention.prefill(q, [begin + start for begin in rows.begins], pools, self._combine(x))
         else:  # nor have the ranks that would merge with this one
             out = x.new_empty(0, sum(heads_out.heads), *q.shape[2:])
         return heads_out.scatter_heads(out)
 
-    def _first_tokens(
-        self, q: Tensor, kv: Tensor, positions: Tensor | CosSin, cache: ShardedCache, layer: int
-    ) -> Tensor:
+    def _first_tokens(self, q: Tensor, kv: Tensor, tokens: StepTokens, cache: ShardedCache, layer: int) -> Tensor:
         """The attention of this rank's query heads [n, q, T, D] over the projected kv alone, [n, T, q, D]."""
         config, sinks = self.config, self.weights.sinks
         own = self.sharding.q_heads(self.rank, config.q_heads)
         per_kv, first = config.q_heads // config.kv_heads, self.sharding.kv_heads(self.rank, config.kv_heads).start
-        both = keys_and_values(kv, positions, config, self.weights)
+        angles = tokens.positions if tokens.cos_sin is None else tokens.cos_sin
+        both = keys_and_values(kv, angles, config, self.weights)
         pools = cache.keys(layer), cache.values(layer)
         k, v = (kv_heads_of(as_stored(x, pool), own, per_kv, first) for x, pool in zip(both, pools, strict=True))
         own_sinks = None if sinks is None else sinks[own.start : own.stop]
@@ -251,14 +245,10 @@ class AttentionBlock:
         return HeadExchange(comm, rows, heads_in, collective), HeadExchange(comm, rows, heads_out, collective)
 
     def _project(
-        self, x: Tensor, cache: ShardedCache, layer: int, own: range, positions: Tensor, slots: Tensor | None,
-        parts: int, cos_sin: CosSin | None, kv_rows: KvRows,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The send buffer with the queries of all rows of x, and the projected K and V.
-
-        Writes K and V of rows `own` to `slots`, if given.
-        """
-        weights = self.weights
+        self, tokens: StepTokens, cache: ShardedCache, layer: int, parts: int, kv_rows: KvRows
+    ) -> tuple[Tensor, Tensor]:
+        """The send buffer with the queries of all rows, and the projected K and V. Writes those of this rank's rows."""
+        weights, (x, positions, own, slots, cos_sin) = self.weights, tokens
         if self.config.norm is not None:
             x = rms_norm(x, weights.norm, self.config.norm)
         q, kv = self._project_qkv(x, own, kv_rows)

@@ -1,4 +1,4 @@
-"""The prefill steps of an `AttentionBlock`: `PrefillRows`, its rows and chunks, and `by_heads`, its first tokens.
+"""The prefill steps of an `AttentionBlock`: `PrefillRows`, their rows and chunks, and `by_heads`, their first tokens.
 
 A decode step computes all rows of the batch, which keeps shapes fixed. In a prefill step that would be most of the
 work: it usually has one sequence. So rows that are not in the step are left out.
@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnmesh.core.masks import Mask
 from attnmesh.kv_cache.sharded import ShardedCache, Step
+from attnmesh.ops.block.norm_rope import CosSin
 from attnmesh.ops.dense.call import Call, resolve_scores
 from attnmesh.ops.dense.dispatch import forward
 from attnmesh.ops.paged_prefill import prefill_mask
@@ -27,6 +29,20 @@ from attnmesh.parallel.decode.exchange import HeadExchange
 from attnmesh.plan.blocks import Patch
 
 _CHUNK_TOKENS = 8192  # of all rows: products are as fast as they get, and activations take tens of megabytes
+
+
+class StepTokens(NamedTuple):
+    """The tokens that a block computes at a time, of a decode step or of a chunk of a prefill.
+
+    `x` [n, T, hidden] and `positions` [n, T]. Of its rows, this rank stores `own`, and writes their K and V to `slots`
+    [own, T], unless there are none. `cos_sin` [n, T, ...] replace those of the positions.
+    """
+
+    x: Tensor
+    positions: Tensor
+    own: range
+    slots: Tensor | None
+    cos_sin: CosSin | None
 
 
 @dataclass(frozen=True)
@@ -70,13 +86,18 @@ class PrefillRows:
         for start in range(0, tokens, size):
             yield slice(start, min(start + size, tokens))
 
-    def select(self, x: Tensor, chunk: slice) -> Tensor:
-        """Some tokens of these rows of x [batch or n, T, ...]."""
-        return x[:, chunk] if len(x) == len(self.index) else x[self.index, chunk]
+    def tokens(self, x: Tensor, cos_sin: CosSin | None, chunk: slice, *, write: bool) -> StepTokens:
+        """A chunk of the tokens of these rows, from x [batch or n, T, hidden]."""
+        slots = self.slots[:, chunk] if write and self.own else None
+        angles = None if cos_sin is None else CosSin(*(each[self._rows_of(each), chunk] for each in cos_sin))
+        return StepTokens(x[self._rows_of(x), chunk], self.positions[:, chunk], self.own, slots, angles)
 
     def put(self, x: Tensor, chunk: slice, new: Tensor) -> None:
-        """Set what `select` returns to `new` [n, tokens, ...]."""
-        x[slice(None) if len(x) == len(self.index) else self.index, chunk] = new
+        """Set a chunk of the tokens of these rows of x [batch or n, T, ...] to `new` [n, tokens, ...]."""
+        x[self._rows_of(x), chunk] = new
+
+    def _rows_of(self, x: Tensor) -> Tensor | slice:
+        return slice(None) if len(x) == len(self.index) else self.index
 
     def by_rank(self, buffer: Tensor, exchange: HeadExchange, tokens: int, dim: int) -> Tensor:
         """A buffer [q, n, tokens, dim] as `exchange` sends it: the rows of each KVDP rank contiguous."""
