@@ -13,7 +13,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from attnmesh import BlockCache, Causal, attention, check_decode_errors, paged_decode_attention, quantize
+from attnmesh import (
+    BlockCache,
+    Causal,
+    attention,
+    check_decode_errors,
+    paged_decode_attention,
+    paged_prefill_attention,
+    quantize,
+)
 from attnmesh.ops.storage import dequantize
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -25,7 +33,7 @@ parser.add_argument("--tokens", type=int, default=24, help="new tokens of the lo
 args = parser.parse_args()
 
 VOCABULARY, HEADS, KV_HEADS, DIM = 100, 8, 2, 32
-MAX_TOKENS = 8  # per sequence and decode call
+MAX_DECODE_TOKENS = 8  # per sequence and call of paged_decode_attention
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 torch.manual_seed(0)
 embedding = torch.randn(VOCABULARY, HEADS * DIM, device=device)
@@ -50,22 +58,20 @@ cache = BlockCache(
 
 
 def step(sequences, tokens):
-    """Append T tokens, up to 8, to each of n sequences, and return the logits [n, T, VOCABULARY] after each."""
+    """Append T tokens to each of n sequences, and return the logits [n, T, VOCABULARY] after each."""
     new = cache.append(sequences, tokens)  # raises CacheFull, without any change, if no blocks are free
     q, k, v = project(torch.tensor(tokens, device=device))
     rows = torch.tensor([sequence.row for sequence in sequences], device=device)
     cache.write(0, new, k, v)  # before attention, since a token attends to itself
-    out = paged_decode_attention(
-        q, cache.keys(0), cache.values(0), cache.block_table[rows], cur_pos=cache.cur_pos[rows]
-    )
+    attend = paged_decode_attention if q.shape[2] <= MAX_DECODE_TOKENS else paged_prefill_attention
+    out = attend(q, cache.keys(0), cache.values(0), cache.block_table[rows], cur_pos=cache.cur_pos[rows])
     return logits(out)
 
 
 def prefill(prompt):
     """A sequence with the prompt and the logits after it. Only tokens that are not in the cache are computed."""
     sequence = cache.allocate(prompt)
-    for begin in range(sequence.cached, len(prompt), MAX_TOKENS):
-        logits_after = step([sequence], [prompt[begin : begin + MAX_TOKENS]])
+    logits_after = step([sequence], [prompt[sequence.cached :]])
     return sequence, logits_after[0, -1]
 
 

@@ -29,7 +29,6 @@ from attnmesh import (
 )
 
 VOCABULARY, Q_HEADS, KV_HEADS, MAX_LENGTH = 128, 8, 2, 256
-MAX_TOKENS = 8  # per sequence and step
 
 
 def small_llama(device: torch.device) -> LlamaForCausalLM:
@@ -67,7 +66,7 @@ class ShardedLlama:
 
     @torch.no_grad()
     def step(self, cache: ShardedCache, sequences: list, tokens: list[list[int]]) -> Tensor:
-        """Append up to 8 tokens to each sequence and return the logits [batch, VOCABULARY] after the last one."""
+        """Append as many tokens to each sequence and return the logits [batch, VOCABULARY] after the last one."""
         step = cache.append(sequences, tokens)  # raises CacheFull on every rank if no blocks are free
         ids = torch.zeros(cache.batch, step.tokens, dtype=torch.long)  # rows that are not in the step are ignored
         for sequence, new in zip(sequences, tokens, strict=True):
@@ -85,8 +84,7 @@ def generate(llama: ShardedLlama, prompts: list[list[int]], count: int) -> tuple
     sequences, answers = [], []
     for prompt in prompts:
         sequence = cache.allocate(prompt)
-        for begin in range(sequence.cached, len(prompt), MAX_TOKENS):
-            logits = llama.step(cache, [sequence], [prompt[begin : begin + MAX_TOKENS]])
+        logits = llama.step(cache, [sequence], [prompt[sequence.cached :]])  # all that is not cached, in one step
         sequences.append(sequence)
         answers.append([int(logits[sequence.row].argmax())])
     cached = [sequence.cached for sequence in sequences]

@@ -40,6 +40,7 @@ from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.ops.decode.api import decode_attention, paged_decode_attention
 from attnmesh.ops.decode.device_errors import check_decode_errors
 from attnmesh.ops.dense.api import attention, explain_attention
+from attnmesh.ops.paged_prefill import paged_prefill_attention
 from attnmesh.ops.sparse.arguments import SparseMask, TopKIndices, canonicalize, convert_lse
 from attnmesh.ops.sparse.attention import attention_distribution, sparse_attention
 from attnmesh.ops.sparse.decode import paged_sparse_decode_attention
@@ -134,6 +135,7 @@ __all__ = [
     "merge",
     "paged_decode_attention",
     "paged_indexer_topk",
+    "paged_prefill_attention",
     "paged_sparse_decode_attention",
     "quantize",
     "recommend_sharding",

@@ -324,6 +324,13 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
         lambda: {**_paged(), "into": am.State(torch.empty(2, 4, 2, 16), torch.empty(2, 4, 2))},
         lambda: {**_paged(), "cur_pos": torch.tensor([5, 6], dtype=torch.int32), "backend": "reference"},
     ],
+    "paged_prefill_attention": [
+        lambda: {**_paged(), "q": rows(2, 4, 5, 16), "sinks": rows(4), "window": 3},
+        lambda: {
+            **_paged(), **{pool: am.quantize(rows(4, 4, 2, 16), "int8") for pool in ("k_pool", "v_pool")},
+            "cur_pos": torch.tensor([5, -1], dtype=torch.int32), "backend": "torch",
+        },
+    ],
     "paged_sparse_decode_attention": [
         lambda: _paged_sparse(sinks=rows(2), counts=torch.ones(2, 2, dtype=torch.int32), d_v=8),
         lambda: _paged_sparse(
@@ -406,6 +413,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
                  "original_length": 8192},
     ],
     "Rope.on": [lambda rope: {"device": torch.device("cpu")}],
+    "Rope.cos_sin": [lambda rope: {"positions": torch.tensor([[0, 1, 2]])}],
     "Rope.rotate": [lambda rope: {"x": rows(1, 2, 3, 8), "positions": torch.tensor([[0, 1, 2]])}],
     "AttentionConfig": [
         lambda: {"hidden": 24, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "norm": Norm(1e-6), "rope": Rope.plain(8),
@@ -417,7 +425,10 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "AttentionWeights.whole": [_linear_weights],
     "AttentionBlock": [_block],
     "AttentionBlock.make_cache": [lambda block: _make_cache()],
-    "AttentionBlock.__call__": [_block_call],
+    "AttentionBlock.__call__": [
+        _block_call,
+        lambda block: {**_block_call(block), "cos_sin": (rows(2, 2, 4), rows(2, 2, 4))},
+    ],
     "DecodeSharding": [lambda: {"tp": 2, "kvdp": 2, "cp": 2, "interleave": 4}],
     "DecodeSharding.check_heads": [lambda sharding: {"q_heads": 16, "kv_heads": 2}],
     "DecodeSharding.cp_heads": [lambda sharding: {"rank": 1, "q_heads": 16}],

@@ -143,8 +143,8 @@ def block_from_layer(module, sharding, comm, **options):
     return am.AttentionBlock(config, weights, sharding, comm, **options)
 
 
-def generate(block, x, prompts, steps, *, tokens=1, cache=None, storage=None):
-    """Feed x [B, L, hidden]: prompts of these lengths, then `steps` steps of `tokens` tokens per sequence.
+def generate(block, x, prompts, steps, *, tokens=1, cache=None, storage=None, most=8):
+    """Feed x [B, L, hidden]: prompts of these lengths, at most `most` tokens per step, then `steps` steps of `tokens`.
 
     Returns the outputs [B, L, hidden] of all positions fed, NaN elsewhere.
     """
@@ -152,4 +152,4 @@ def generate(block, x, prompts, steps, *, tokens=1, cache=None, storage=None):
     if cache is None:
         blocks = batch * -(-longest // 4)
         cache = block.make_cache(batch=batch, num_blocks=blocks, block_size=4, max_length=longest, storage=storage)
-    return BlockRunner(block, cache, x).generate(prompts, steps, tokens)
+    return BlockRunner(block, cache, x).generate(prompts, steps, tokens, most)

@@ -218,6 +218,17 @@ def _paged(x: Tensors, backend: str) -> Tensors:
     return {"out": out, "lse": lse, "into.out": into.out, "into.lse": into.lse}
 
 
+def _prefill_pages(random: Random) -> Tensors:
+    return _pages(random) | {"q": random.normal(3, 2, 11, 16)}
+
+
+def _paged_prefill(x: Tensors, backend: str) -> Tensors:
+    out, lse = am.paged_prefill_attention(
+        x["q"], x["k"], x["v"], x["table"], cur_pos=x["cur_pos"], return_lse=True, backend=backend
+    )
+    return {"out": out, "lse": lse}
+
+
 def _quantized(storage: str) -> Any:
     """Decode over quantized caches, whose values and scales have strides of their own."""
 
@@ -422,6 +433,7 @@ def public_operations(device: str = "cpu") -> list[Operation]:
     return [
         *(operation for name in names for operation in dense_operations(name)),
         *(operation for name in decode for operation in decode_operations(name)),
+        Operation("paged prefill", ("paged_prefill_attention",), _prefill_pages, _paged_prefill, (), "auto", "torch"),
         *sparse_operations("torch" if device == "cpu" else "auto"),
         *state_operations(),
         *rank_operations(),

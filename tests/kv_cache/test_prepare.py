@@ -361,3 +361,20 @@ def test_what_does_not_fit_is_refused():
     refuses(r"kv must be \[4 or 2, 2, 64\].*got \[3, 2, 64\]", kv=step.kv[:3])
     refuses(r"kv must be \[4 or 2, 2, 64\].*got \[4, 2, 48\]", kv=step.kv[..., :48])
     refuses(r"slots must be \[2, 2\], got \[1, 2\]", slots=step.slots[:1])
+
+
+@WAYS
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_given_cosines_and_sines(way, layout, device):
+    """Those of other positions rotate as the positions themselves do, whatever the step's positions are."""
+    config, weights = stages(16, layout=layout, rotary=12, device=device)
+    step = Step(3, 2, 16, dtype=torch.float32, device=device)
+    other = torch.randint(0, 50, step.positions.shape, device=device)
+    by_position, by_angle = (pool("fp32", 2, 16, device) for _ in range(2))
+    expected = way(step.q, other, step.new(by_position), config, weights, 2)
+    message = way(step.q, step.positions, step.new(by_angle), config, weights, 2, config.rope.cos_sin(other))
+    real = ~step.padding[:, None, :, None].expand(4, 3, 2, 16)
+    mine, theirs = (message_to_heads(each, step, 2)[real] for each in (message, expected))
+    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    for x, y in zip(memory(by_angle), memory(by_position), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6, equal_nan=True)

@@ -31,6 +31,7 @@ from attnmesh.ops.dense.api import attention, attention_state
 from attnmesh.parallel.decode.core import DecodeAttention, LocalKV, StateExchange, pack_state
 from attnmesh.parallel.decode.exchange import HeadExchange
 from attnmesh.parallel.decode.positions import LocalPositions, key_range
+from attnmesh.parallel.decode.prefill import kv_heads_of
 from attnmesh.parallel.decode.ranks import DecodeRanks
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.weights import Heads
@@ -192,7 +193,8 @@ class ShardedPrefillPass(_HeadShardedPass):
     ) -> Tensor:
         if self.begin == 0:
             own = self.heads.own
-            k, v = (_kv_of(x, own, self.heads) for x in (k, v))
+            per_kv = self.heads.heads.q // self.heads.heads.kv
+            k, v = (kv_heads_of(x, own, per_kv, self.heads.kv.start) for x in (k, v))
             return attention(
                 q, k, v, mask=mask, scale=scale, sinks=None if sinks is None else sinks[own.start : own.stop]
             )
@@ -210,13 +212,3 @@ class ShardedPrefillPass(_HeadShardedPass):
         """The tokens that this rank stores, [1, Hkv, n, D]: one copy out of the blocks."""
         assert isinstance(pool, Tensor)
         return pool[self.blocks].flatten(0, 1)[: ranges.size(self.stored)].transpose(0, 1).unsqueeze(0)
-
-
-def _kv_of(x: Tensor, own: range, heads: HeadRanks) -> Tensor:
-    """The kv heads that query heads attend to, from those of the TP rank [1, Hkv, n, D]; repeated where uneven."""
-    per_kv = heads.heads.q // heads.heads.kv
-    used = [head // per_kv - heads.kv.start for head in own]
-    counts = {used.count(head) for head in used}
-    if len(counts) == 1:  # as many query heads for each
-        return x[:, used[0] : used[-1] + 1]
-    return x[:, used]

@@ -16,32 +16,36 @@ from torch import Tensor
 from attnmesh.core.optional import require
 from attnmesh.kv_cache.pools import write_tokens
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.norm_rope import CosSin
 from attnmesh.ops.block.stages import ProjectedKV, keys_and_values, queries
 from attnmesh.ops.storage import values_of
 
 
 def prepare(
     q: Tensor, positions: Tensor, new: ProjectedKV | None, config: AttentionConfig, weights: AttentionWeights,
-    parts: int,
+    parts: int, cos_sin: CosSin | None = None,
 ) -> Tensor:  # fmt: skip
     """The flat send buffer of the queries q [B, T, q*D], in q's dtype. Writes the new keys and values to the cache.
 
     Positions are integers [B, T]. A position below 0 marks a row that is not in the step: its part of the buffer is
-    undefined. Keys are rounded to the dtype of their projection, then stored as by `write_tokens`. Without `new`,
-    nothing is written. On a GPU this is one kernel launch.
+    undefined. `cos_sin`, [B, T, rope.dim / 2] each, replace those that rotary embedding computes from positions. Keys
+    are rounded to the dtype of their projection, then stored as by `write_tokens`. Without `new`, nothing is written.
+    On a GPU this is one kernel launch.
     """
     _check(q, positions, new, config, parts)
     if q.is_cuda:
-        buffer: Tensor = _triton().prepare(q, positions, new, config, weights, parts)
+        buffer: Tensor = _triton().prepare(q, positions, new, config, weights, parts, cos_sin)
         return buffer
     if new is not None:
-        _write(new, positions, config, weights)
-    return _send_buffer(queries(q, positions, config, weights), parts)
+        own = slice(new.rows.start, new.rows.stop)
+        at = positions[own] if cos_sin is None else CosSin(*(x[own] for x in cos_sin))
+        _write(new, at, config, weights)
+    return _send_buffer(queries(q, positions if cos_sin is None else cos_sin, config, weights), parts)
 
 
-def _write(new: ProjectedKV, positions: Tensor, config: AttentionConfig, weights: AttentionWeights) -> None:
+def _write(new: ProjectedKV, positions: Tensor | CosSin, config: AttentionConfig, weights: AttentionWeights) -> None:
     kv = new.kv[new.first : new.first + len(new.rows)]
-    k, v = keys_and_values(kv, positions[new.rows.start : new.rows.stop], config, weights)
+    k, v = keys_and_values(kv, positions, config, weights)
     write_tokens(new.keys, new.values, new.slots, k, v)
 
 

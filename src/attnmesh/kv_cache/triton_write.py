@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
-from attnmesh.ops.block.norm_rope import Norm
+from attnmesh.ops.block.norm_rope import CosSin, Norm
 from attnmesh.ops.block.stages import ProjectedKV
 from attnmesh.ops.dense.triton_tiles import padded
 from attnmesh.ops.storage import (
@@ -245,7 +245,7 @@ def _e4m3(x):
 
 def prepare(
     q: Tensor, positions: Tensor, new: ProjectedKV | None, config: AttentionConfig, weights: AttentionWeights,
-    parts: int,
+    parts: int, cos_sin: CosSin | None = None,
 ) -> Tensor:  # fmt: skip
     """As `attnmesh.kv_cache.prepare.prepare`, which validates the arguments."""
     batch, tokens, width = q.shape
@@ -264,7 +264,7 @@ def prepare(
     with torch.cuda.device_of(q):
         _prepare_kernel[grid](
             q, q.stride(), buffer, positions, positions.stride(), batch, tokens, parts, heads,
-            None if rope is None else rope.on(q.device),
+            None if rope is None else rope.on(q.device), *_angles(cos_sin),
             *(None if weight is None else weight.contiguous() for weight in norms), kv_heads, *_cache_arguments(new),
             EPS_BEFORE=_eps(config.norm_before_rope), EPS_AFTER=_eps(config.norm_after_rope),
             ROTARY=0 if rope is None else rope.dim, PAIRS=rope is not None and rope.layout == "pairs",
@@ -272,6 +272,14 @@ def prepare(
             D=dim, BLOCK_D=block_d, HEADS=tile, num_warps=4,
         )  # fmt: skip
     return buffer
+
+
+def _angles(cos_sin: CosSin | None) -> tuple[Any, ...]:
+    """Cosines, sines and the strides of their rows and tokens; None where the kernel computes them."""
+    if cos_sin is None:
+        return None, None, (0, 0)
+    cos, sin = (x.contiguous() for x in cos_sin)
+    return cos, sin, cos.stride()[:2]
 
 
 def _cache_arguments(new: ProjectedKV | None) -> tuple[Any, ...]:
@@ -292,7 +300,7 @@ def _eps(norm: Norm | None) -> float | None:
 @triton.jit(do_not_specialize=["batch", "tokens", "parts", "rows_start", "rows_stop", "kv_first"])
 def _prepare_kernel(
     q, q_strides, buffer, positions, position_strides, batch, tokens, parts, q_heads, frequencies,
-    q_before, q_after, k_before, k_after, kv_heads,
+    cosines, sines, angle_strides, q_before, q_after, k_before, k_after, kv_heads,
     kv, kv_strides, rows_start, rows_stop, kv_first, slots, slot_strides, block_size,
     keys, keys_strides, key_scales, key_scales_strides, values, values_strides, value_scales, value_scales_strides,
     STORAGE: tl.constexpr, EPS_BEFORE: tl.constexpr, EPS_AFTER: tl.constexpr,
@@ -304,11 +312,14 @@ def _prepare_kernel(
     tile = tl.program_id(1)
     q_tiles = tl.cdiv(q_heads, HEADS)
     position = tl.maximum(tl.load(positions + row * position_strides[0] + token * position_strides[1]), 0)
+    if cosines is not None:
+        cosines += row * angle_strides[0] + token * angle_strides[1]
+        sines += row * angle_strides[0] + token * angle_strides[1]
     if tile < q_tiles:
         head = tile * HEADS + tl.arange(0, HEADS)
         x = q + row * q_strides[0] + token * q_strides[1]
         rotated = _norm_rope_norm(
-            x, q_strides[2], head, q_heads, position, frequencies, q_before, q_after,
+            x, q_strides[2], head, q_heads, position, frequencies, cosines, sines, q_before, q_after,
             EPS_BEFORE, EPS_AFTER, ROTARY, PAIRS, FACTOR, D, BLOCK_D,
         )  # fmt: skip
         _store_queries(rotated, buffer, row, token, head, q_heads, batch, tokens, parts, D, BLOCK_D)
@@ -322,7 +333,7 @@ def _prepare_kernel(
                 if tile < q_tiles + kv_tiles:
                     head = (tile - q_tiles) * HEADS + tl.arange(0, HEADS)
                     rotated = _norm_rope_norm(
-                        x, kv_strides[2], head, kv_heads, position, frequencies, k_before, k_after,
+                        x, kv_strides[2], head, kv_heads, position, frequencies, cosines, sines, k_before, k_after,
                         EPS_BEFORE, EPS_AFTER, ROTARY, PAIRS, FACTOR, D, BLOCK_D,
                     )  # fmt: skip
                     rotated = rotated.to(kv.dtype.element_ty).to(tl.float32)
@@ -340,7 +351,7 @@ def _prepare_kernel(
 
 @triton.jit
 def _norm_rope_norm(
-    x, stride, head, heads, position, frequencies, before, after,
+    x, stride, head, heads, position, frequencies, cosines, sines, before, after,
     EPS_BEFORE: tl.constexpr, EPS_AFTER: tl.constexpr, ROTARY: tl.constexpr, PAIRS: tl.constexpr,
     FACTOR: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -361,9 +372,14 @@ def _norm_rope_norm(
         other = _load(x, stride, head, heads, partner, D)
         if EPS_BEFORE is not None:
             other = _apply_weight(other * shrink, before, partner, D)
-        angle = position.to(tl.float32) * tl.load(frequencies + pair, mask=rotates, other=0.0)
-        cos = tl.where(rotates, tl.cos(angle) * FACTOR, 1.0)
-        sin = tl.where(rotates, tl.where(lower, -tl.sin(angle), tl.sin(angle)) * FACTOR, 0.0)
+        if cosines is not None:
+            cos = tl.load(cosines + pair, mask=rotates, other=1.0).to(tl.float32)
+            sin = tl.load(sines + pair, mask=rotates, other=0.0).to(tl.float32)
+        else:
+            angle = position.to(tl.float32) * tl.load(frequencies + pair, mask=rotates, other=0.0)
+            cos = tl.where(rotates, tl.cos(angle) * FACTOR, 1.0)
+            sin = tl.where(rotates, tl.sin(angle) * FACTOR, 0.0)
+        sin = tl.where(lower, -sin, sin)
         wide = wide * cos[None, :] + other * sin[None, :]
     if EPS_AFTER is not None:
         shrink = tl.rsqrt(tl.sum(wide * wide, 1) / D + EPS_AFTER)[:, None]

@@ -1,20 +1,21 @@
 """Attention of many queries over a paged KV cache on one device, as in the prefill of a prompt that continues a prefix.
 
 Attention over a disjoint union of keys is the merge of the states over its parts. So K and V are gathered from the
-pools, and dequantized, for a part of the positions at a time, and a prefix of any length needs the memory of one part.
+pools, and dequantized, for a part of the keys at a time, and a prefix of any length needs the memory of one part. The
+dense kernels of `attention` compute each part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from attnmesh.core.masks import Mask
-from attnmesh.core.ranges import Ranges
+from attnmesh.core.mask import IntervalMask, Mask
+from attnmesh.core.ranges import InterleavedShard, Ranges
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_number, check_tensor, check_type, shown
 from attnmesh.ops.decode.call import check_storages
@@ -22,23 +23,27 @@ from attnmesh.ops.dense.call import Call, Scores, kernel_span
 from attnmesh.ops.dense.dispatch import choose_fused
 from attnmesh.ops.merge import StateAccumulator
 from attnmesh.ops.storage import Quantized, Stored, dequantize, values_of
-from attnmesh.plan.blocks import Patch
+from attnmesh.plan.blocks import Patch, Visibility
+from attnmesh.plan.interleaved import InterleavedPatch
 from attnmesh.trace.recorder import Recorder
 
 _PART_BYTES = 64 << 20  # of gathered K and V: long enough that merging a state costs little beside computing it
+_UNSHARDED = InterleavedShard()
 
 
 @dataclass(frozen=True)
 class PagedKV:
     """Pools k [num_blocks, block_size, Hkv, D] and v [..., Dv], and a block table int32 [B, slots].
 
-    Position p of sequence b is in block `block_table[b, p // block_size]` at offset `p % block_size`.
+    Position p of sequence b is in block `block_table[b, p // block_size]` at offset `p % block_size`. With a `shard`
+    that is the place of `shard.position(p)`: this is then the cache of one of several ranks.
     """
 
     k: Stored
     v: Stored
     block_table: Tensor
     first: int = 0  # the number of the first sequence, for messages
+    shard: InterleavedShard = _UNSHARDED
 
     @property
     def block_size(self) -> int:
@@ -50,9 +55,10 @@ class PagedKV:
         """Maximum number of positions per sequence."""
         return self.block_table.shape[1] * self.block_size
 
-    def sequence(self, i: int) -> PagedKV:
-        """The cache of sequence i alone."""
-        return PagedKV(self.k, self.v, self.block_table[i : i + 1], self.first + i)
+    def sequences(self, some: range) -> PagedKV:
+        """The cache of some sequences."""
+        table = self.block_table[some.start : some.stop]
+        return PagedKV(self.k, self.v, table, self.first + some.start, self.shard)
 
     def blocks(self, keys: range) -> Tensor:
         """The entries of the block table for some positions, [B, n]."""
@@ -82,32 +88,34 @@ class PagedKV:
 
 def paged_attention(
     q: Tensor, positions: Ranges, kv: PagedKV, *, mask: Mask, scores: Scores, sinks: Tensor | None = None,
-    backend: str = "auto", recorder: Recorder | None = None,
+    backend: str = "auto", recorder: Recorder | None = None, rounded: bool = True,
 ) -> State:  # fmt: skip
     """The state of q [B,Hq,n,D], the queries at `positions`, over the keys that they attend to. No autograd.
 
-    A block outside the pool is never read. On the CPU `check_calls` raises ValueError; on a GPU out and lse of the
-    sequence are NaN.
+    Out has the dtype of q, or the accumulation dtype if it is not `rounded`. A block outside the pool is never read. On
+    the CPU `check_calls` raises ValueError; on a GPU out and lse of the sequence are NaN.
     """
     total = StateAccumulator(q, values_of(kv.v).shape[3], sinks=sinks)
     invalid = torch.zeros(q.shape[0], dtype=torch.bool, device=q.device)
-    parts = list(_parts(mask, positions, kv.positions_per_part(q.dtype)))
+    parts = _parts(mask, positions, kv.shard, kv.positions_per_part(q.dtype))
     for at, (keys, patch) in enumerate(parts):
-        total.last_call = at == len(parts) - 1
+        total.last_call = rounded and at == len(parts) - 1
         call = Call(q, *kv.read(keys, q.dtype), patch, scores)
         chosen = choose_fused(call, backend)
         with kernel_span(recorder, "attention", chosen, call):
             chosen.forward(call, total)
         if q.is_cuda:
             invalid |= kv.invalid(keys).any(1)
-    out, lse = total.finish(q.dtype)
+    out, lse = total.finish(q.dtype if rounded else accumulation_dtype(q.dtype))
     if q.is_cuda:
         out.masked_fill_(invalid[:, None, None, None], torch.nan)
         lse.masked_fill_(invalid[:, None, None], torch.nan)
     return State(out, lse)
 
 
-def check_paged(q: Tensor, kv: PagedKV, scale: float | None, sinks: Tensor | None = None) -> None:
+def check_paged(
+    q: Tensor, kv: PagedKV, scale: float | None, sinks: Tensor | None = None, pools: tuple[str, str] = ("k", "v")
+) -> None:
     """Raise ValueError for invalid inputs of attention over a paged cache. Does not read tensors on a device."""
     check_tensor("q", q)
     if q.ndim != 4 or not q.dtype.is_floating_point or not q.shape[3]:
@@ -120,7 +128,7 @@ def check_paged(q: Tensor, kv: PagedKV, scale: float | None, sinks: Tensor | Non
         raise ValueError(
             f"block_table must be int32 [{q.shape[0]}, slots] on {q.device}, one row per sequence, got {shown(table)}"
         )
-    for name, stored in (("k", kv.k), ("v", kv.v)):
+    for name, stored in zip(pools, (kv.k, kv.v), strict=True):
         check_type(name, stored, (Tensor, Quantized), "a pool of blocks, a tensor or Quantized, with block_table")
         values = check_tensor(name, values_of(stored))
         if values.ndim != 4 or not values.shape[0] or not values.shape[1]:
@@ -133,7 +141,7 @@ def check_paged(q: Tensor, kv: PagedKV, scale: float | None, sinks: Tensor | Non
         _refuse_gradient(name, values)
         if isinstance(stored, Quantized):
             _refuse_gradient(f"the scales of {name}", stored.scales)
-    check_storages(q, kv.k, kv.v, ("k", "v"), axis=2)
+    check_storages(q, kv.k, kv.v, pools, axis=2)
     if scale is not None:
         check_number("scale", scale)
 
@@ -148,7 +156,7 @@ def _refuse_gradient(name: str, x: Tensor) -> None:
 def check_calls(q: Tensor, positions: Ranges, kv: PagedKV, mask: Mask, scores: Scores, backend: str) -> None:
     """Raise ValueError if no backend serves this `paged_attention` or, on the CPU, if a block is outside the pool."""
     batch, heads = q.shape[0], values_of(kv.k).shape[2]
-    for keys, patch in _parts(mask, positions, kv.positions_per_part(q.dtype)):
+    for keys, patch in _parts(mask, positions, kv.shard, kv.positions_per_part(q.dtype)):
         k, v = (q.new_empty(()).expand(batch, heads, len(keys), values_of(x).shape[3]) for x in (kv.k, kv.v))
         choose_fused(Call(q, k, v, patch, scores), backend)
         if q.device.type != "cpu":  # free to read
@@ -160,17 +168,23 @@ def check_calls(q: Tensor, positions: Ranges, kv: PagedKV, mask: Mask, scores: S
 
 
 @lru_cache(maxsize=128)
-def _parts(mask: Mask, q: Ranges, size: int) -> tuple[tuple[range, Patch], ...]:
-    """The keys that some query attends to, cut at multiples of `size`, each with its patch."""
+def _parts(mask: Mask, q: Ranges, shard: InterleavedShard, size: int) -> tuple[tuple[range, Visibility], ...]:
+    """The keys stored here that some query attends to, cut at multiples of `size`, each part with its visibility."""
     # Cached: every layer of a model uses the same parts, and a patch caches its blocks.
-    return tuple(_cut(mask, q, size))
+    if shard.ranks == 1:
+        seen = Patch(mask, q, (range(q[-1].stop),)).seen if q else ()
+        return tuple((keys, Patch(mask, q, (keys,))) for keys in _cut(seen, size))
+    if not isinstance(mask, IntervalMask) or len(q) > 1:
+        raise ValueError(f"mask must be one interval per query, of consecutive queries, on a shard, got {mask!r}")
+    (run,) = q
+    first, end = shard.length(max(0, mask.key_range(run[0])[0])), shard.length(run.stop)
+    return tuple((keys, InterleavedPatch(mask, run, shard, keys)) for keys in _cut([range(first, end)], size))
 
 
-def _cut(mask: Mask, q: Ranges, size: int) -> Iterator[tuple[range, Patch]]:
-    for seen in Patch(mask, q, (range(q[-1].stop),)).seen if q else ():
-        for start in range(seen.start // size * size, seen.stop, size):
-            keys = range(max(start, seen.start), min(start + size, seen.stop))
-            yield keys, Patch(mask, q, (keys,))
+def _cut(seen: Iterable[range], size: int) -> Iterator[range]:
+    for run in filter(None, seen):
+        for start in range(run.start // size * size, run.stop, size):
+            yield range(max(start, run.start), min(start + size, run.stop))
 
 
 def _gathered(pool: Stored, blocks: Tensor, dtype: torch.dtype) -> Tensor:

@@ -331,7 +331,7 @@ class _CacheShare:
             return
         for i in range(own.shape[0]):
             positions = self._positions(self.q_offsets[i % len(self.q_offsets)])
-            yield own[i : i + 1], positions, self.kv.sequence(i), self.mask.of_sequence(i)
+            yield own[i : i + 1], positions, self.kv.sequences(range(i, i + 1)), self.mask.of_sequence(i)
 
     def _positions(self, q_offset: int) -> Ranges:
         return tuple(range(q_offset + chunk.start, q_offset + chunk.stop) for chunk in self.chunks)

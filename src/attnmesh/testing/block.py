@@ -211,11 +211,14 @@ class BlockRunner:
             self.feed([i], min(most, length - self.sequences[i].length))
         return self
 
-    def generate(self, prompts: Sequence[int], steps: int, tokens: int = 1) -> Tensor:
-        """Feed prompts of these lengths, then `steps` steps of `tokens` tokens per sequence; returns `outputs`."""
+    def generate(self, prompts: Sequence[int], steps: int, tokens: int = 1, most: int = MAX_DECODE_TOKENS) -> Tensor:
+        """Feed prompts of these lengths, then `steps` steps of `tokens` tokens per sequence; returns `outputs`.
+
+        A step of a prompt has at most `most` tokens.
+        """
         self.allocate(*range(len(prompts)), prompts=prompts)
         for i, length in enumerate(prompts):
-            self.feed_until(i, length)
+            self.feed_until(i, length, most)
         for _ in range(steps):
             self.feed(range(len(prompts)), tokens)
         assert self.outputs is not None

@@ -62,6 +62,8 @@ _CASES = (
     _Case("int8", "int8", 1, _SINKS),
     _Case("fp8", "fp8", 3, _NORMS),
     _Case("bfp8", "bfp8", 1, _WINDOW),
+    _Case("prefill", "fp32", _NEW_TOKENS, _SINKS | _WINDOW, interleave=2),
+    _Case("prefill int8", "int8", _NEW_TOKENS, _NORMS),
     _Case("all_gather in and out", "fp32", 3, options={"exchange": Exchange(kvdp="all_gather")}, kvdp=True),
     _Case("own kv rows", "int8", 3, options={"kv_rows": "own"}, kvdp=True),
     _Case("all_to_all out", "bf16", 1, _SINKS, {"exchange": Exchange(cp="all_to_all")}, cp=True),

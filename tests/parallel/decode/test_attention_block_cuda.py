@@ -37,7 +37,8 @@ def error(seen, truth):
 @pytest.mark.parametrize("family", ["qwen3", "gpt-oss"])
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_generates_what_the_module_says(family, sharding, dtype):
+@pytest.mark.parametrize("most", [8, 33, 70])
+def test_generates_what_the_module_says(family, sharding, dtype, most):
     x, truth = inputs(family, dtype)
     sharding = am.DecodeSharding(*sharding, interleave=2)
     bound = 1e-5
@@ -45,7 +46,7 @@ def test_generates_what_the_module_says(family, sharding, dtype):
         plain = layer_outputs(transformers_layer(family, 16, 4, dtype), x.cpu())
         bound = 2 * ((plain.double() - truth).abs().amax() / truth.abs().max()).item()
     for seen in am.run_virtual(
-        sharding.ranks, lambda comm: generate(made(family, sharding, comm, dtype), x, PROMPTS, STEPS)
+        sharding.ranks, lambda comm: generate(made(family, sharding, comm, dtype), x, PROMPTS, STEPS, most=most)
     ):
         assert error(seen, truth) <= bound
 

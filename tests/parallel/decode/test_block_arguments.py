@@ -230,6 +230,12 @@ WRONG_CALLS = {
     "a cache that knows nothing of the step": ({"cache": of}, "must be the latest of this cache"),
     "another layer": ({"layer": 1}, "ranks disagree: layer"),
     "a layer that is not there": ({"layer": 2}, "layer must be 0 to 1, got 2"),
+    "cosines alone": ({"cos_sin": (torch.ones(2, 2, 4),)}, "cos_sin must be a tuple of two tensors, cosines and sines"),
+    "cosines of other tokens": (
+        {"cos_sin": (torch.ones(2, 2, 4), torch.ones(2, 1, 4))},
+        r"cos_sin\[1\] must be floating point \[2, 2, 4\] on cpu, got .*\[2, 1, 4\]",
+    ),
+    "cosines on one rank": ({"cos_sin": (torch.ones(2, 2, 4),) * 2}, "ranks disagree: cos_sin"),
     "keys that are not there": ({"update_cache": False}, "layer 0 of this step is not written yet"),
 }
 
@@ -263,7 +269,6 @@ def test_after_a_wrong_call_the_right_one_is_served():
 
 
 WRONG_STEPS = {
-    "too many tokens": (lambda ready: ready.next(9), "1 to 8 new tokens per sequence, got 9"),
     "a step that is not the latest": (
         lambda ready: (ready.next(1)[0], ready.cache, (ready.last[2], ready.next(1))[0]),
         "must be the latest of this cache",

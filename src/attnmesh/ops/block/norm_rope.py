@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,13 @@ def rms_norm(x: Tensor, weight: Tensor | None, norm: Norm) -> Tensor:
 def widened(x: Tensor) -> Tensor:
     """x in the dtype of the computation: float64 for float64, else float32."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+class CosSin(NamedTuple):
+    """Cosines and sines of the angles of T tokens, [B, T, dim / 2] each, times the factor of the embedding."""
+
+    cos: Tensor
+    sin: Tensor
 
 
 Layout = Literal["halves", "pairs"]
@@ -120,31 +127,51 @@ class Rope:
         Angles are float32 products as in Transformers (float64 for float64); the result is rounded once.
         """
         self._check_rotate(x, positions)
-        wide = widened(x)
-        # From float32 for any x, so that the frequencies are the same.
-        angles = positions.clamp(min=0)[:, None, :, None].to(wide.dtype) * self.on(x.device).to(wide.dtype)
-        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
-        turning, rest = wide[..., : self.dim], wide[..., self.dim :]
-        if self.layout == "halves":
-            a, b = turning.chunk(2, -1)
-            turned = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
-        else:
-            a, b = turning[..., 0::2], turning[..., 1::2]
-            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
-            turned = torch.cat([turned, rest], -1)
-        return turned.to(x.dtype)
+        return rotated(x, self, self._cos_sin(positions, widened(x).dtype))
+
+    def cos_sin(self, positions: Tensor) -> CosSin:
+        """The cosines and sines that integer positions [B, T] rotate by, float32 [B, T, dim / 2] each.
+
+        Computed once, they serve all layers of a step (`cos_sin` of an `AttentionBlock`).
+        """
+        _check_positions(positions)
+        return self._cos_sin(positions, torch.float32)
+
+    def _cos_sin(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
+        # From float32 for any dtype, so that the frequencies are the same.
+        angles = positions.clamp(min=0).unsqueeze(-1).to(dtype) * self.on(positions.device).to(dtype)
+        return CosSin(angles.cos() * self.factor, angles.sin() * self.factor)
 
     def _check_rotate(self, x: Tensor, positions: Tensor) -> None:
         check_tensor("x", x), check_tensor("positions", positions)
         if x.ndim != 4 or x.shape[3] < self.dim or not x.dtype.is_floating_point:
             raise ValueError(f"x must be floating point [B, heads, T, D] with D >= {self.dim}, got {shown(x)}")
-        if positions.shape != (x.shape[0], x.shape[2]) or positions.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"positions must be int32 or int64 [{x.shape[0]}, {x.shape[2]}], one per token of x, got "
-                f"{shown(positions)}"
-            )
+        _check_positions(positions, (x.shape[0], x.shape[2]))
         if positions.device != x.device:
             raise ValueError(f"positions must be on {x.device} like x, got {positions.device}")
+
+
+def rotated(x: Tensor, rope: Rope, cos_sin: CosSin) -> Tensor:
+    """x [B, heads, T, D] rotated by given cosines and sines; the result is rounded once."""
+    wide = widened(x)
+    cos, sin = (each.to(wide.dtype).unsqueeze(1) for each in cos_sin)
+    turning, rest = wide[..., : rope.dim], wide[..., rope.dim :]
+    if rope.layout == "halves":
+        a, b = turning.chunk(2, -1)
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+    else:
+        a, b = turning[..., 0::2], turning[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+        turned = torch.cat([turned, rest], -1)
+    return turned.to(x.dtype)
+
+
+def _check_positions(positions: object, shape: tuple[int, int] | None = None) -> None:
+    tensor = check_tensor("positions", positions)
+    fits = tensor.ndim == 2 if shape is None else tensor.shape == shape
+    if not fits or tensor.dtype not in (torch.int32, torch.int64):
+        wanted = "[B, T]" if shape is None else f"{list(shape)}, one per token of x"
+        raise ValueError(f"positions must be int32 or int64 {wanted}, got {shown(positions)}")
 
 
 def _plain_frequencies(dim: int, theta: float) -> Tensor:

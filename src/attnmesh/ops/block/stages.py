@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
-from attnmesh.ops.block.norm_rope import rms_norm, widened
+from attnmesh.ops.block.norm_rope import CosSin, rms_norm, rotated, widened
 from attnmesh.ops.storage import Stored
 
 
@@ -25,16 +25,16 @@ def split_and_rotate(
     return queries(q, positions, config, weights), k, v
 
 
-def queries(q: Tensor, positions: Tensor, config: AttentionConfig, weights: AttentionWeights) -> Tensor:
-    """The queries only: [B, q, T, D] from q [B, T, q*D]."""
+def queries(q: Tensor, positions: Tensor | CosSin, config: AttentionConfig, weights: AttentionWeights) -> Tensor:
+    """The queries only: [B, q, T, D] from q [B, T, q*D]; cosines and sines may stand for the positions."""
     norms = weights.q_norm_before_rope, weights.q_norm_after_rope
     return _stages(_heads(q, config.head_dim), positions, config, *norms)
 
 
 def keys_and_values(
-    kv: Tensor, positions: Tensor, config: AttentionConfig, weights: AttentionWeights
+    kv: Tensor, positions: Tensor | CosSin, config: AttentionConfig, weights: AttentionWeights
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values only: two tensors [B, kv, T, D] from kv [B, T, 2*kv*D]."""
+    """Keys and values only: two tensors [B, kv, T, D] from kv [B, T, 2*kv*D]; positions as in `queries`."""
     k, v = _heads(kv, config.head_dim).chunk(2, 1)
     norms = weights.k_norm_before_rope, weights.k_norm_after_rope
     return _stages(k, positions, config, *norms), v
@@ -46,13 +46,14 @@ def _heads(x: Tensor, head_dim: int) -> Tensor:
 
 
 def _stages(
-    x: Tensor, positions: Tensor, config: AttentionConfig, before: Tensor | None, after: Tensor | None
+    x: Tensor, positions: Tensor | CosSin, config: AttentionConfig, before: Tensor | None, after: Tensor | None
 ) -> Tensor:
     wide = widened(x)
     if config.norm_before_rope is not None:
         wide = rms_norm(wide, before, config.norm_before_rope)
     if config.rope is not None:
-        wide = config.rope.rotate(wide, positions)
+        rope = config.rope
+        wide = rotated(wide, rope, positions) if isinstance(positions, CosSin) else rope.rotate(wide, positions)
     if config.norm_after_rope is not None:
         wide = rms_norm(wide, after, config.norm_after_rope)
     return wide.to(x.dtype)

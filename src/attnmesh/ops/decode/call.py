@@ -248,7 +248,8 @@ def _check_tensors(q: Tensor, k: Stored, v: Stored, table: Tensor | None, caches
         raise ValueError(f"q must be floating point, got {q.dtype}")
     if not 1 <= q.shape[2] <= MAX_DECODE_TOKENS:
         raise ValueError(
-            f"q must have 1 to {MAX_DECODE_TOKENS} tokens per sequence, got {q.shape[2]} (use attention() for prompts)"
+            f"q must have 1 to {MAX_DECODE_TOKENS} tokens per sequence, got {q.shape[2]} "
+            f" (for prompts: paged_prefill_attention, attention)"
         )
     if not q.shape[3]:
         raise ValueError(f"head_dim must be at least 1, got 0 in q {list(q.shape)}")

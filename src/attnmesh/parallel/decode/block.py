@@ -1,4 +1,4 @@
-"""`AttentionBlock`: the attention of one layer in a decode step, over a KV cache that is sharded over ranks.
+"""`AttentionBlock`: the attention of one layer over a KV cache that is sharded over ranks, in decode and prefill steps.
 
     X [B, T, hidden]                                    on every rank, all sequences
     RMSNorm, fused QKV projection                       this rank's query heads and kv heads
@@ -13,6 +13,9 @@
 
 Every stage but the QKV projection and the attention is optional. New tokens are written before any rank attends: the
 rank that owns a position stores it, and it is attended to there, once.
+
+A step of more tokens than a decode kernel takes is a prefill (`PrefillRows`): the same stages for the rows of the step
+alone, some tokens at a time, with the dense kernels of `attention` over the cache.
 """
 
 from __future__ import annotations
@@ -28,17 +31,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.compiling import not_compiled
-from attnmesh.core.validation import check_bool, check_choice, check_count, check_tensor, check_type
+from attnmesh.core.validation import check_bool, check_choice, check_count, check_tensor, check_type, shown
 from attnmesh.kv_cache.prepare import prepare
 from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
-from attnmesh.ops.block.norm_rope import rms_norm
-from attnmesh.ops.block.stages import ProjectedKV
+from attnmesh.ops.block.norm_rope import CosSin, rms_norm
+from attnmesh.ops.block.stages import ProjectedKV, keys_and_values
 from attnmesh.ops.decode.api import check_backend
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
+from attnmesh.ops.paged import PagedKV
 from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.decode.core import DecodeAttention, LocalKV, StateExchange
 from attnmesh.parallel.decode.exchange import Exchange, HeadExchange
+from attnmesh.parallel.decode.prefill import PrefillRows, StepTokens, as_stored, by_heads, kv_heads_of
 from attnmesh.parallel.decode.ranks import DecodeRanks, all_ranks_of, decode_ranks
 from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, KvRows
 
@@ -54,9 +59,10 @@ class AttentionBlock:
     any order: `decode_rank` returns the rank whose weights a process needs.
 
     `kv_rows="own"` projects K and V for this rank's sequences only: less compute, one more launch; "auto" does so where
-    it is faster. `split_size` makes the bits of attention over given queries and keys independent of the batch and of
-    `cp` (projections and the all-reduce have an order of their own). The interleave must be a multiple of it, and it a
-    multiple of the cache's block_size. `backend` is as for `paged_decode_attention`.
+    it is faster. (The first tokens of a prefill need those of all sequences.) `split_size` makes the bits of attention
+    over given queries and keys independent of the batch and of `cp` (projections and the all-reduce have an order of
+    their own). The interleave must be a multiple of it, and it a multiple of the cache's block_size. `backend` is as
+    for `paged_decode_attention`, and for steps of up to 8 tokens.
     """
 
     @not_compiled("an AttentionBlock is constructed outside of a compiled graph")
@@ -121,36 +127,106 @@ class AttentionBlock:
 
     @torch.no_grad()
     def __call__(
-        self, x: Tensor, cache: ShardedCache, step: Step, *, layer: int = 0, update_cache: bool = True
-    ) -> Tensor:
-        """Attention for the new tokens of a step: x [batch, T, hidden], T = 1..8, to [batch, T, hidden] on every rank.
+        self, x: Tensor, cache: ShardedCache, step: Step, *, layer: int = 0, update_cache: bool = True,
+        cos_sin: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attention for the new tokens of a step: x [batch, T, hidden] to [batch, T, hidden] on every rank, any T.
 
-        Rows that are not in the step are skipped, and return the output bias (or 0). Without an output projection the
-        result is the attention of this rank's query heads, [batch, q, T, head_dim]. The new keys and values are written
-        first; with `update_cache=False` they must be written already.
+        Up to 8 tokens per sequence are a decode step. More are computed as a prefill, in memory that does not grow with
+        the cache nor, but for x and the result, with T. Rows that are not in the step are skipped, and return the
+        output bias (or 0). The x of a prefill may leave them out: its rows, and those of the result, are then those of
+        the step in ascending order. Without an output projection the result is the attention of this rank's query
+        heads, [batch, q, T, head_dim]. The new keys and values are written first; with `update_cache=False` they must
+        be written already.
+
+        `cos_sin` are cosines and sines of the tokens of x, [batch, T, rope.dim / 2] each, instead of those that follow
+        from their positions and the frequencies: computed once for all layers (`Rope.cos_sin`), or of another rotary
+        embedding, such as one of several axes.
         """
 
         def check_arguments() -> tuple[None, SharedValues]:
-            return None, _check_call(self._settings, self.weights.qkv, self.rank, x, cache, step, layer, update_cache)
+            shared = _check_call(self._settings, self.weights.qkv, self.rank, x, cache, step, layer, update_cache)
+            return None, shared | _check_cos_sin(self.config, x, cos_sin)
 
         log = cache.log if isinstance(cache, ShardedCache) else None
         check_on_all_ranks(self._ranks, "AttentionBlock call", check_arguments, state=log)
         with propagate_failure(self._ranks), torch.autocast(x.device.type, enabled=False):
-            out = self._attend(x, cache, step, layer, update_cache)
+            attend = self._decode if step.tokens <= MAX_DECODE_TOKENS else self._prefill
+            out = attend(x, cache, step, layer, update_cache, None if cos_sin is None else CosSin(*cos_sin))
         if update_cache:  # only now: after a failure, the step can be written again
             cache.mark_written(step, layer)
         return out
 
-    def _attend(self, x: Tensor, cache: ShardedCache, step: Step, layer: int, update_cache: bool) -> Tensor:
-        """The call, once its arguments are checked."""
-        heads_in, heads_out = self._head_exchanges(len(x))
-        buffer = self._project(x, cache, step, layer, update_cache, heads_in.parts)
-        q = heads_in.gather_heads(buffer, step.tokens, self.config.head_dim)
-        if not self._exchange.replicate_q:
-            q = self._states.gather_heads(q)
+    def _decode(
+        self, x: Tensor, cache: ShardedCache, step: Step, layer: int, update_cache: bool, cos_sin: CosSin | None
+    ) -> Tensor:
+        """A step of a few tokens, once its arguments are checked."""
+        rows = tuple(len(self.sharding.sequences(peer, len(x))) for peer in self.sharding.kvdp_peers(self.rank))
+        heads_in, heads_out = self._head_exchanges(rows)
+        tokens = StepTokens(x, step.positions, cache.rows, step.slots if update_cache else None, cos_sin)
+        buffer, _ = self._project(tokens, cache, layer, heads_in.parts, self._settings.kv_rows)
+        q = self._gather_heads(heads_in, buffer, step.tokens)
         kv = LocalKV(cache.keys(layer), cache.values(layer), cache.block_table, step.cur_pos, step.key_range)
-        out = self._attention(q.transpose(0, 1), kv, self._combine(x))
-        return self._project_output(heads_out.scatter_heads(out))
+        out = self._attention(q, kv, self._combine(x))
+        heads = heads_out.scatter_heads(out)
+        return heads.transpose(1, 2) if self.weights.out is None else self._project_output(heads)
+
+    def _prefill(
+        self, x: Tensor, cache: ShardedCache, step: Step, layer: int, update_cache: bool, cos_sin: CosSin | None
+    ) -> Tensor:
+        """A step of many tokens, once its arguments are checked: the rows of the step, some tokens at a time.
+
+        Tokens are written before later ones attend, so a chunk needs none of the chunks after it.
+        """
+        rows = PrefillRows.of(step, cache)
+        result: Tensor | None = None
+        for chunk in rows.chunks(step.tokens):
+            tokens = rows.tokens(x, cos_sin, chunk, write=update_cache)
+            heads = self._prefill_chunk(tokens, cache, layer, rows, chunk.start)
+            out = F.pad(heads.flatten(0, 1), (0, 0, 0, 0, 0, 1))  # a token of zeros: for rows that are not in the step
+            if self.weights.out is not None:
+                out = self._project_output(out)
+            if result is None:
+                result = out[-1].expand(len(x), step.tokens, *out.shape[1:]).clone()
+            rows.put(result, chunk, out[:-1].unflatten(0, heads.shape[:2]))
+        assert result is not None  # a step has tokens
+        return result if self.weights.out is not None else result.transpose(1, 2)
+
+    def _prefill_chunk(
+        self, tokens: StepTokens, cache: ShardedCache, layer: int, rows: PrefillRows, start: int
+    ) -> Tensor:
+        """The attention of this rank's query heads for tokens `start`, ... of a prefill, [rows, tokens, q, D]."""
+        x, dim = tokens.x, self.config.head_dim
+        sharded = self.sharding.kvdp * self.sharding.cp > 1
+        if sharded and rows.fresh and start == 0 and not self._exchange.replicate_q:
+            buffer, kv = self._project(tokens, cache, layer, 1, "all")
+            return self._first_tokens(buffer.view(-1, *x.shape[:2], dim).transpose(0, 1), kv, tokens, cache, layer)
+        buffer, _ = self._project(tokens, cache, layer, 1, self._settings.kv_rows)
+        heads_in, heads_out = self._head_exchanges(rows.counts)
+        q = self._gather_heads(heads_in, rows.by_rank(buffer, heads_in, x.shape[1], dim), x.shape[1])
+        if rows.own:
+            pools = PagedKV(cache.keys(layer), cache.values(layer), rows.block_table, shard=cache.local.layout.shard)
+            out = self._attention.prefill(q, [begin + start for begin in rows.begins], pools, self._combine(x))
+        else:  # nor have the ranks that would merge with this one
+            out = x.new_empty(0, sum(heads_out.heads), *q.shape[2:])
+        return heads_out.scatter_heads(out)
+
+    def _first_tokens(self, q: Tensor, kv: Tensor, tokens: StepTokens, cache: ShardedCache, layer: int) -> Tensor:
+        """The attention of this rank's query heads [n, q, T, D] over the projected kv alone, [n, T, q, D]."""
+        config, sinks = self.config, self.weights.sinks
+        own = self.sharding.q_heads(self.rank, config.q_heads)
+        per_kv, first = config.q_heads // config.kv_heads, self.sharding.kv_heads(self.rank, config.kv_heads).start
+        angles = tokens.positions if tokens.cos_sin is None else tokens.cos_sin
+        both = keys_and_values(kv, angles, config, self.weights)
+        pools = cache.keys(layer), cache.values(layer)
+        k, v = (kv_heads_of(as_stored(x, pool), own, per_kv, first) for x, pool in zip(both, pools, strict=True))
+        own_sinks = None if sinks is None else sinks[own.start : own.stop]
+        return by_heads(q, k, v, scale=config.scale, window=config.window, sinks=own_sinks)
+
+    def _gather_heads(self, heads_in: HeadExchange, buffer: Tensor, tokens: int) -> Tensor:
+        """Queries of all heads that attend here, [B_own, H, T, D], from the send buffer."""
+        q = heads_in.gather_heads(buffer, tokens, self.config.head_dim)
+        return (q if self._exchange.replicate_q else self._states.gather_heads(q)).transpose(0, 1)
 
     def _combine(self, x: Tensor) -> Combine:
         if self._exchange.cp != "auto" or self.sharding.cp == 1 or self._settings.split_size is not None:
@@ -162,30 +238,26 @@ class AttentionBlock:
         )
         return self._exchange.combine(self.sharding, shape, x.device.type)
 
-    def _head_exchanges(self, batch: int) -> tuple[HeadExchange, HeadExchange]:
-        """KVDP in and out. The heads differ where queries are replicated."""
-        rows = tuple(len(self.sharding.sequences(peer, batch)) for peer in self.sharding.kvdp_peers(self.rank))
+    def _head_exchanges(self, rows: tuple[int, ...]) -> tuple[HeadExchange, HeadExchange]:
+        """KVDP in and out, of `rows[d]` sequences of KVDP rank d. The heads differ where queries are replicated."""
         comm, collective = self._ranks.kvdp, self._exchange.kvdp
         heads_in, heads_out = self._heads_in, self._heads_out
         return HeadExchange(comm, rows, heads_in, collective), HeadExchange(comm, rows, heads_out, collective)
 
     def _project(
-        self, x: Tensor, cache: ShardedCache, step: Step, layer: int, update_cache: bool, parts: int
-    ) -> Tensor:
-        """The send buffer with the queries of all sequences. Writes the new keys and values to the cache."""
-        weights = self.weights
+        self, tokens: StepTokens, cache: ShardedCache, layer: int, parts: int, kv_rows: KvRows
+    ) -> tuple[Tensor, Tensor]:
+        """The send buffer with the queries of all rows, and the projected K and V. Writes those of this rank's rows."""
+        weights, (x, positions, own, slots, cos_sin) = self.weights, tokens
         if self.config.norm is not None:
             x = rms_norm(x, weights.norm, self.config.norm)
-        q, kv = self._project_qkv(x, cache.rows)
-        new = None
-        if update_cache:
-            new = ProjectedKV(kv, cache.rows, step.slots, cache.keys(layer), cache.values(layer))
-        return prepare(q, step.positions, new, self.config, weights, parts)
+        q, kv = self._project_qkv(x, own, kv_rows)
+        new = None if slots is None else ProjectedKV(kv, own, slots, cache.keys(layer), cache.values(layer))
+        return prepare(q, positions, new, self.config, weights, parts, cos_sin), kv
 
-    def _project_qkv(self, x: Tensor, own: range) -> tuple[Tensor, Tensor]:
+    def _project_qkv(self, x: Tensor, own: range, kv_rows: KvRows) -> tuple[Tensor, Tensor]:
         """Q of all rows, and K and V of all rows or of this rank's."""
         weight, bias, width = self.weights.qkv, self.weights.qkv_bias, self._q_width
-        kv_rows = self._settings.kv_rows
         if kv_rows == "auto":
             kv_rows = _faster_kv_rows(
                 (len(x) - len(own)) * x.shape[1], (len(weight) - width) * weight.shape[1], x.device.type
@@ -196,12 +268,9 @@ class AttentionBlock:
         q_bias, kv_bias = (None, None) if bias is None else (bias[:width], bias[width:])
         return F.linear(x, weight[:width], q_bias), F.linear(x[own.start : own.stop], weight[width:], kv_bias)
 
-    def _project_output(self, out: Tensor) -> Tensor:
-        """The output projection of this rank's heads [B, T, q, D], summed over all ranks."""
-        weights = self.weights
-        if weights.out is None:
-            return out.transpose(1, 2)
-        part = F.linear(out.flatten(2), weights.out, weights.out_bias)
+    def _project_output(self, heads: Tensor) -> Tensor:
+        """The output projection of this rank's heads [..., q, D], summed over all ranks: [..., hidden]."""
+        part = F.linear(heads.flatten(-2), self.weights.out, self.weights.out_bias)  # type: ignore[arg-type]
         return part if self.sharding.ranks == 1 else self._ranks.all_ranks.all_reduce(part, reuse=True)
 
 
@@ -273,14 +342,20 @@ def _check_call(
     check_type("step", step, Step, "what append of the cache returned")
     check_bool(update_cache=update_cache)
     shape = (cache.batch, step.tokens, settings.config.hidden)
-    if tuple(check_tensor("x", x, "[batch, tokens, hidden]").shape) != shape:
-        raise ValueError(f"x must be [batch, tokens, hidden] = {list(shape)}, got {list(x.shape)}")
+    some = (len(step.sequences), *shape[1:])  # without the rows that are not in the step
+    prefill = step.tokens > MAX_DECODE_TOKENS
+    if tuple(check_tensor("x", x, "[batch, tokens, hidden]").shape) not in ((shape, some) if prefill else (shape,)):
+        wanted = f"{list(shape)}, or {list(some)} for the rows of the step," if prefill else f"{list(shape)},"
+        raise ValueError(f"x must be [batch, tokens, hidden] = {wanted} got {list(x.shape)}")
     if x.dtype != weight.dtype or x.device != weight.device:
         raise ValueError(
             f"x must have the weights' dtype and device, {weight.dtype} on {weight.device}, got {x.dtype} on {x.device}"
         )
-    if step.tokens > MAX_DECODE_TOKENS:
-        raise ValueError(f"step must have 1 to {MAX_DECODE_TOKENS} new tokens per sequence, got {step.tokens}")
+    if step.tokens > MAX_DECODE_TOKENS and settings.split_size is not None:
+        raise ValueError(
+            f"step must have 1 to {MAX_DECODE_TOKENS} new tokens per sequence with split_size, whose bits a prefill "
+            f"does not reproduce, got {step.tokens} tokens and split_size={settings.split_size}"
+        )
     _check_cache(settings, cache, rank, weight)
     cache.check_step(step, layer, written=not update_cache)
     return {
@@ -288,6 +363,21 @@ def _check_call(
         "num_blocks": cache.num_blocks, "max_length": cache.max_length, "storage": cache.storage,
         "device": x.device.type,
     }  # fmt: skip
+
+
+def _check_cos_sin(config: AttentionConfig, x: Tensor, cos_sin: object) -> SharedValues:
+    """Raise ValueError unless `cos_sin` is None or fits the tokens of x; returns what must be equal on all ranks."""
+    if cos_sin is None:
+        return {"cos_sin": None}
+    if config.rope is None:
+        raise ValueError(f"cos_sin must be None, since config.rope is None, got {shown(cos_sin)}")
+    if not isinstance(cos_sin, tuple) or len(cos_sin) != 2:
+        raise ValueError(f"cos_sin must be a tuple of two tensors, cosines and sines, got {shown(cos_sin)}")
+    shape = (*x.shape[:2], config.rope.dim // 2)
+    for name, each in (("cos_sin[0]", cos_sin[0]), ("cos_sin[1]", cos_sin[1])):
+        if check_tensor(name, each).shape != shape or not each.is_floating_point() or each.device != x.device:
+            raise ValueError(f"{name} must be floating point {list(shape)} on {x.device}, got {shown(each)}")
+    return {"cos_sin": cos_sin[0].dtype}
 
 
 def _check_cache(settings: _Settings, cache: ShardedCache, rank: int, weight: Tensor) -> None:

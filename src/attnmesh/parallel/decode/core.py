@@ -40,6 +40,8 @@ from attnmesh.ops.decode.api import PagedStep, paged_decode_attention
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
 from attnmesh.ops.dense.api import attention_state
 from attnmesh.ops.merge import merge_packed
+from attnmesh.ops.paged import PagedKV
+from attnmesh.ops.paged_prefill import prefill_state
 from attnmesh.ops.storage import Stored, values_of
 from attnmesh.plan.decode import Combine
 
@@ -116,7 +118,7 @@ class StateExchange:
 
 @dataclass(frozen=True)
 class DecodeAttention:
-    """Attention of a few new tokens per sequence over the positions of all ranks of a CP group.
+    """Attention of new tokens over the positions of all ranks of a CP group: a few per sequence, or `prefill`.
 
     `sinks` [H] are those of all heads that attend here. With `split_size` the bits do not depend on the number of
     ranks; `interleave` is then the number of consecutive positions per rank, a multiple of it.
@@ -147,6 +149,18 @@ class DecodeAttention:
         )  # fmt: skip
         packed = pack_state(state) if packed is None else packed
         return self.states.combine(packed, self.sinks, q.dtype, combine)
+
+    def prefill(self, q: Tensor, begins: Sequence[int], kv: PagedKV, combine: Combine) -> Tensor:
+        """As a call, for any number of new tokens: those of sequence b are at `begins[b]` and the positions after it.
+
+        Dense kernels attend over the cache a part at a time. There are no fixed splits.
+        """
+        sharded = self.states.comm.world > 1
+        state = prefill_state(
+            q, begins, kv, scale=self.scale, window=self.window, sinks=None if sharded else self.sinks,
+            rounded=not sharded,
+        )  # fmt: skip
+        return self.states.combine(pack_state(state), self.sinks, q.dtype, combine) if sharded else state.out
 
     def _with_fixed_splits(self, q: Tensor, kv: LocalKV, size: int) -> Tensor:
         """The same bits for any number of ranks: states of splits of `size` positions, merged in position order.

@@ -1,0 +1,144 @@
+"""`paged_prefill_attention`: any number of new tokens per sequence over a paged KV cache, on one device.
+
+A decode step reads the cache with kernels for a few rows. From a few dozen new tokens on, operations dominate, and the
+dense kernels of `attention` over parts of the cache (`paged_attention`) are faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby, pairwise
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.masks import Causal, Mask, SlidingWindow
+from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.core.validation import check_bool, check_count, check_positive, check_tensor, shown
+from attnmesh.ops.dense.call import check_score_terms, contiguous_last_dim, resolve_scores
+from attnmesh.ops.paged import PagedKV, check_calls, check_paged, paged_attention
+from attnmesh.ops.storage import Stored, values_of
+
+
+@overload
+def paged_prefill_attention(
+    q: Tensor, k_pool: Stored, v_pool: Stored, block_table: Tensor, *, cur_pos: Sequence[int] | Tensor,
+    scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ..., return_lse: Literal[False] = ...,
+    backend: str = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def paged_prefill_attention(
+    q: Tensor, k_pool: Stored, v_pool: Stored, block_table: Tensor, *, cur_pos: Sequence[int] | Tensor,
+    scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ..., return_lse: Literal[True],
+    backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def paged_prefill_attention(
+    q: Tensor,
+    k_pool: Stored,
+    v_pool: Stored,
+    block_table: Tensor,
+    *,
+    cur_pos: Sequence[int] | Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`paged_decode_attention` for any number T of new tokens, at prefill speed: q [B,Hq,T,D] to out [B,Hq,T,Dv].
+
+    The pools, k_pool [num_blocks, block_size, Hkv, D] and v_pool [..., Dv], already contain the new tokens. K and V are
+    gathered through the table, int32 [B, slots], and dequantized, at most 64 MiB at a time. There is no backward. A
+    block outside the pool is never read: it raises ValueError on the CPU, and makes out and lse of the sequence NaN on
+    a GPU.
+
+    Args:
+        cur_pos: position of the last of the T tokens of each sequence. Token t is at `cur_pos - T + 1 + t` and attends
+            to the keys up to its own position. A sequence with fewer than T tokens has them in its last rows: rows
+            before position 0 have out 0 and lse -inf (or their sink). -1 skips a sequence: out 0, lse -inf. The host
+            needs the numbers: it waits for a tensor on a GPU.
+        scale: multiplies the scores; 1 / sqrt(D) by default.
+        window: number of last keys up to a token's own position, itself included, that it attends to.
+        sinks: [Hq] scores of keys without a value.
+        return_lse: also return the float32 lse [B,Hq,T], natural log.
+        backend: as for `attention`, except "reference".
+    """
+    kv = PagedKV(k_pool, v_pool, check_tensor("block_table", block_table, "int32 [batch, slots]"))
+    check_paged(q, kv, scale, sinks, ("k_pool", "v_pool"))
+    check_bool(return_lse=return_lse)
+    check_score_terms(q, None, sinks, None)
+    mask, scores = prefill_mask(window), resolve_scores(q, scale, None, None)
+    tokens = q.shape[2]
+    runs = [range(max(0, last + 1 - tokens), last + 1) for last in _checked_positions(cur_pos, q, kv)]
+    groups = [(positions, some) for positions, some in equal_runs(runs) if positions]
+    for positions, some in groups:
+        check_calls(_rows(q, some, positions), (positions,), kv.sequences(some), mask, scores, backend)
+    out = q.new_zeros(*q.shape[:3], values_of(v_pool).shape[3])
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        for positions, some in groups:
+            state = paged_attention(
+                contiguous_last_dim(_rows(q, some, positions)), (positions,), kv.sequences(some), mask=mask,
+                scores=scores, sinks=sinks, backend=backend,
+            )  # fmt: skip
+            if sinks is not None:
+                lse[some.start : some.stop] = sinks[:, None]
+            _rows(out, some, positions).copy_(state.out)
+            _rows(lse, some, positions).copy_(state.lse)
+    return (out, lse) if return_lse else out
+
+
+def prefill_state(
+    q: Tensor, begins: Sequence[int], kv: PagedKV, *, scale: float | None, window: int | None, sinks: Tensor | None,
+    rounded: bool,
+) -> State:  # fmt: skip
+    """The state of the tokens of checked arguments q [B,Hq,T,D], at `begins[b]` and the positions after it.
+
+    `kv` may be the cache of one rank; out is then to be merged with that of others, and not `rounded`.
+    """
+    tokens, mask, scores = q.shape[2], prefill_mask(window), resolve_scores(q, scale, None, None)
+    states = [
+        paged_attention(
+            contiguous_last_dim(_rows(q, some, positions)), (positions,), kv.sequences(some), mask=mask, scores=scores,
+            sinks=sinks, rounded=rounded,
+        )
+        for positions, some in equal_runs([range(begin, begin + tokens) for begin in begins])
+    ]  # fmt: skip
+    return states[0] if len(states) == 1 else State(*(torch.cat(parts) for parts in zip(*states, strict=True)))
+
+
+def prefill_mask(window: int | None) -> Mask:
+    """The mask of a causal model whose layer may have a window."""
+    if window is None:
+        return Causal()
+    check_positive(window=window)
+    return SlidingWindow(window - 1)
+
+
+def equal_runs(runs: Sequence[range]) -> Iterator[tuple[range, range]]:
+    """Positions, and the consecutive sequences that have them: they share the calls of kernels."""
+    groups = [(positions, len(list(same))) for positions, same in groupby(runs)]
+    edges = accumulate((count for _, count in groups), initial=0)
+    for (positions, _), (start, stop) in zip(groups, pairwise(edges), strict=True):
+        yield positions, range(start, stop)
+
+
+def _rows(x: Tensor, sequences: range, positions: range) -> Tensor:
+    """The last rows of some sequences of x [B, H, T, ...]: those of the given positions."""
+    return x[sequences.start : sequences.stop, :, x.shape[2] - len(positions) :]
+
+
+def _checked_positions(cur_pos: object, q: Tensor, kv: PagedKV) -> list[int]:
+    """The last position of every sequence, from a list or a tensor."""
+    given = cur_pos
+    if isinstance(given, Tensor):
+        check_tensor("cur_pos", given)
+        if given.ndim != 1 or given.dtype not in (torch.int32, torch.int64) or given.is_meta:
+            raise ValueError(f"cur_pos must be a list, or an int32 or int64 tensor [{q.shape[0]}], got {shown(given)}")
+        given = given.tolist()
+    if not isinstance(given, list | tuple) or len(given) != q.shape[0]:
+        raise ValueError(f"cur_pos must have one position for each of {q.shape[0]} sequences, got {shown(cur_pos)}")
+    for i, last in enumerate(given):
+        check_count(f"cur_pos[{i}]", last, least=-1, most=kv.capacity - 1)
+    return list(given)
