@@ -23,10 +23,12 @@ from attnmesh.core.layouts import Layout, Zigzag
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_count, check_positive
+from attnmesh.generation.latents import LatentProjections, latent_widths
 from attnmesh.generation.norms import use_one_call
 from attnmesh.generation.passes import CachePass, DecodeGraphs, DecodePass, PrefillPass
 from attnmesh.generation.tensor_parallel import TensorParallel
 from attnmesh.integrations.transformers_models import MODELS_PAGE, check_config, check_model
+from attnmesh.integrations.weight_splits import heads_of
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sequence import NewTokens
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
@@ -37,7 +39,7 @@ from attnmesh.parallel.decode.positions import LocalPositions, SequenceShards, b
 
 MODELS = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "phi", "phi3", "glm4", "olmo2", "smollm3", "granite",
-    "cohere", "starcoder2", "gpt2", "gpt_oss", "gemma3_text",
+    "cohere", "starcoder2", "gpt2", "gpt_oss", "gemma3_text", "deepseek_v3",
 )  # fmt: skip
 """The `model_type`s whose generated tokens are tested against one process."""
 
@@ -118,12 +120,14 @@ class Engine:
         plain = {dtype: name for name, dtype in PLAIN.items()}
         if weight.dtype not in plain:
             raise ValueError(f"model must be of dtype {', '.join(map(str, plain))}, got {weight.dtype}")
-        kv_heads, head_dim = self._cached_heads()
+        widths, kv_heads = latent_widths(config), self._cached_heads()
         self.cache = BlockCache(
             layers=config.num_hidden_layers, num_blocks=_num_blocks(self.capacity) + 4 * max_sequences,
-            block_size=BLOCK_SIZE, kv_heads=kv_heads, head_dim=head_dim, storage=plain[weight.dtype],
-            device=weight.device, max_sequences=max_sequences, max_length=self.capacity,
+            block_size=BLOCK_SIZE, kv_heads=kv_heads, head_dim=_head_dim(config) if widths is None else widths.cached,
+            value_dim=None if widths is None else widths.latent, latent=widths is not None,
+            storage=plain[weight.dtype], device=weight.device, max_sequences=max_sequences, max_length=self.capacity,
         )  # fmt: skip
+        self._latents = None if widths is None else LatentProjections(model, widths)
         self.sequences: list[EngineSequence] = []
         self.passes = 0
         """Prefill and decode passes so far; the same on every rank."""
@@ -133,7 +137,7 @@ class Engine:
         self._forward = partial(_logits, model)
         self._forward_step: Callable[[Any, Tensor, Tensor], Tensor] = self._forward
         self._prepare_steps()
-        self.kv_bytes_per_token = 2 * config.num_hidden_layers * kv_heads * head_dim * weight.dtype.itemsize
+        self.kv_bytes_per_token = kv_bytes_per_token(config, weight.dtype, kv_heads)
         """Bytes of one token in the cache of this rank, in all layers."""
         self.kv_bytes_per_token_of_all = self.kv_bytes_per_token
         """Bytes of one token with all kv heads."""
@@ -142,9 +146,9 @@ class Engine:
         """Raise ValueError unless this engine serves the model."""
         check_generation(model.config, type(model).__name__)
 
-    def _cached_heads(self) -> tuple[int, int]:
-        """The kv heads that this rank caches, and their width."""
-        return _kv_heads(self.model.config), _head_dim(self.model.config)
+    def _cached_heads(self) -> int:
+        """The number of kv heads that this rank caches."""
+        return heads_of(self.model.config).kv
 
     def _prepare_steps(self) -> None:
         """Decide how decode steps run."""
@@ -376,7 +380,10 @@ class Engine:
             new = self.cache.append([sequence.stored], ranges.size(own))
             sequence.shards.extend(parts)
         blocks = torch.tensor(sequence.stored.blocks, device=self.device)
-        chunk = PrefillPass(self.cache, new.slots, self.context, parts, begin, len(ids), sequence.local.ranges, blocks)
+        chunk = PrefillPass(
+            self.cache, new.slots, self.context, parts, begin, len(ids), sequence.local.ranges, blocks,
+            latents=self._latents,
+        )  # fmt: skip
         positions = ranges.as_tensor(own)
         tokens = torch.tensor(ids, device="cpu")[positions - begin]
         device = self.device
@@ -421,8 +428,9 @@ class Engine:
         """The pass of a decode step with new tokens at these positions, stored in `slots` [B, T]."""
         table, cur_pos = self._tables(sequences)
         return DecodePass(
-            self.cache, slots, self.comm, table, cur_pos, positions, [sequence.local for sequence in sequences]
-        )
+            self.cache, slots, self.comm, table, cur_pos, positions, [sequence.local for sequence in sequences],
+            latents=self._latents,
+        )  # fmt: skip
 
     def _tables(self, sequences: Sequence[EngineSequence]) -> tuple[Tensor, Tensor]:
         """The block table and the last positions of sequences in this rank's cache."""
@@ -456,11 +464,6 @@ def check_generation(config: Any, name: str) -> None:
     """Raise ValueError unless models of this configuration can generate over a sharded KV cache, with whole weights."""
     check_attention(config, name)
     kind = getattr(config, "model_type", None)
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise ValueError(
-            f"{name}: keys and values must have one width over a sharded KV cache, got multi-head latent attention "
-            f"(kv_lora_rank {config.kv_lora_rank})"
-        )
     if kind not in MODELS:
         raise ValueError(f"model_type must be one of {', '.join(MODELS)} to generate, got {kind!r} ({name})")
 
@@ -484,9 +487,12 @@ def min_prefill_chunk(world: int) -> int:
     return _MIN_TOKENS_PER_RANK * world
 
 
-def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of one token in all layers of a model."""
-    return 2 * int(config.num_hidden_layers) * _kv_heads(config) * _head_dim(config) * dtype.itemsize
+def kv_bytes_per_token(config: Any, dtype: torch.dtype, kv_heads: int | None = None) -> int:
+    """Bytes of the keys and values (or latents) of one token in all layers of a model; by default of all kv heads."""
+    widths = latent_widths(config)
+    width = 2 * _head_dim(config) if widths is None else widths.cached
+    heads = heads_of(config).kv if kv_heads is None else kv_heads
+    return int(config.num_hidden_layers) * heads * width * dtype.itemsize
 
 
 @torch.no_grad()
@@ -498,11 +504,6 @@ def _logits(model: Any, cache_pass: CachePass, ids: Tensor, positions: Tensor, k
     )  # fmt: skip
     logits: Tensor = out.logits
     return logits
-
-
-def _kv_heads(config: Any) -> int:
-    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return heads
 
 
 def _head_dim(config: Any) -> int:

@@ -157,6 +157,11 @@ class BlockCache:
         return self._index.layers[layer]
 
     @property
+    def value_dim(self) -> int:
+        """The width of values."""
+        return self._value_dim
+
+    @property
     def free_rows(self) -> int:
         """The number of sequences that can still be allocated."""
         return self._manager.free_rows

@@ -22,6 +22,7 @@ from attnmesh.generation.stats import GenerationStats
 from attnmesh.integrations.checkpoint import translated_errors
 from attnmesh.integrations.checkpoint_folder import weight_bytes
 from attnmesh.integrations.loading import load_config_and_tokenizer, load_model
+from attnmesh.integrations.weight_splits import heads_of
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.plan.decode import DecodeSharding
 
@@ -138,7 +139,7 @@ def check_memory(job: Job, config: Any, ranks: int, copies: int) -> None:
     weights = weight_bytes(job.folder, job.dtype)
     kv_cache = -(-job.capacity // job.position_ranks(ranks)) * kv_bytes_per_token(config, job.dtype)
     if job.sharding is not None:  # at least: norms, keys and values are on several ranks
-        weights, kv_cache = weights // job.sharding.ranks, kv_cache // job.sharding.tp
+        weights, kv_cache = weights // job.sharding.ranks, kv_cache // min(job.sharding.tp, heads_of(config).kv)
     check_fits(job.folder, job.device, weights, kv_cache, copies)
 
 

@@ -52,12 +52,6 @@ def not_run_here(model: ModelConfig, storage: str) -> list[str]:
         reasons.append(f"models of type {model.model_type} are not generated from with sharded weights")
     if model.weight_bits != WeightBits():
         reasons.append("quantized weights are not loaded in parts: store them as bf16, which takes more memory")
-    if model.latent is not None:
-        width = model.q_heads * model.head_dim * 2
-        reasons.append(
-            f"the KV cache has the keys and values of all heads, {width / model.latent.cached:.0f} times the latent "
-            "vectors that are estimated"
-        )
     if storage not in PLAIN:
         reasons.append(f"the KV cache is not stored as {storage}")
     return reasons
