@@ -188,7 +188,9 @@ def test_absorbed_weights_compute_the_attention_of_expanded_heads(dtype):
 def test_expanded_keys_in_the_cache_are_refused():
     """As versions of Transformers cache them that call `update` with keys and values of all heads."""
     projections = LatentProjections(torch.nn.Module(), WIDTHS)
-    with pytest.raises(ValueError, match="must cache a latent of one head and 10 features, got 6 of 12: versions of"):
+    with pytest.raises(
+        ValueError, match="must cache a latent of one head and 10 features, got 6 of 12: older versions of"
+    ):
         projections.vectors(torch.zeros(1, 6, 3, 12), torch.zeros(1, 6, 3, 6))
     with pytest.raises(ValueError, match="must cache a rope of one head and 4 features, got 1 of 6"):
         projections.vectors(torch.zeros(1, 1, 3, 10), torch.zeros(1, 1, 3, 6))

@@ -75,6 +75,6 @@ class LatentProjections:
             if x.shape[1] != 1 or x.shape[3] != width:
                 raise ValueError(
                     f"the model must cache a {name} of one head and {width} features, got {x.shape[1]} of "
-                    f"{x.shape[3]}: versions of Transformers before 5.22 may cache expanded keys and values"
+                    f"{x.shape[3]}: older versions of Transformers cache expanded keys and values"
                 )
         return torch.cat([latent, rope], -1)

@@ -167,7 +167,7 @@ class DecodeAttention:
                 key_range=(first[some], end[some]), split_size=size, into=unpack_state(packed[:, some]),
                 backend=self.backend,
             )  # fmt: skip
-        packed = packed.view(heads, rows, splits, tokens, -1)
+        packed = packed.view(heads, rows, splits, tokens, packed.shape[-1])
         sharded = self.states.comm.world > 1
         states = self.states.all_to_all(packed) if sharded else packed[None]
         runs = states.unflatten(3, (-1, per_run))  # [cp, h, B, runs, splits per run, T, D + 1]
