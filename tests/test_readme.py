@@ -27,7 +27,7 @@ PAGES = {
     "masks": 15,
     "layouts": 1,
     "decode": 4,
-    "sharded-generation": 6,
+    "sharded-generation": 7,
     "sparse-attention": 7,
     "debugging": 1,
     "planning": 1,

@@ -315,6 +315,11 @@ class BlockCache:
         self._tables.upload()
         return sequence
 
+    def mark_restored(self, sequence: Sequence) -> None:
+        """Record that the keys and values of a restored sequence were copied: prompts can reuse its full blocks."""
+        self._check_sequence(sequence)
+        self._manager.cache_full_blocks(sequence)
+
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Keep the first `length` tokens, as after rejected drafts. Blocks reserved for a prompt are freed, too."""
         self._check_sequence(sequence)
