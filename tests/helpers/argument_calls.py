@@ -178,7 +178,10 @@ def _generator() -> Arguments:
 
 
 def _generate() -> Arguments:
-    return {"prompts": [[9, 10, 11, 12], [13, 14, 15]], "max_new_tokens": 1, "sampling": am.Sampling(), "stop": [7]}
+    return {
+        "prompts": [[9, 10, 11, 12], [13, 14, 15]], "max_new_tokens": 1, "sampling": am.Sampling(), "stop": [7],
+        "num_beams": 1,
+    }  # fmt: skip
 
 
 def _submit() -> Arguments:

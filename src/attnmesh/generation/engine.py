@@ -62,6 +62,7 @@ class EngineSequence:
     )  # [vocabulary], for the next token
     max_tokens: int = 0  # tokens that it may grow to
     max_tokens_per_rank: list[int] = field(default_factory=list)
+    max_forks: int = 1  # sequences that it may become, itself included
     active: bool = True  # False once it is only kept for reuse
 
     @property
@@ -164,11 +165,14 @@ class Engine:
         """Compute decode steps tensor-parallel from now on. All ranks must call it."""
         self._step_context = TensorParallel(self.model, self.comm)
 
-    def prefill(self, ids: Sequence[int], max_new_tokens: int = 0, group: int = 0) -> EngineSequence:
+    def prefill(
+        self, ids: Sequence[int], max_new_tokens: int = 0, group: int = 0, max_forks: int = 1
+    ) -> EngineSequence:
         """A sequence that starts with the prompt `ids` and may grow by `max_new_tokens`, with its next `logits`.
 
         The longest common prefix with a cached sequence is not computed again: that sequence is taken over or, while it
-        is active, forked. Inactive sequences are evicted to make room, the oldest first. All this is per `group`.
+        is active, forked. Inactive sequences are evicted to make room, the oldest first. All this is per `group`. There
+        is room to `fork` it into `max_forks` sequences, itself included, that grow as much.
         """
         ids = list(ids)
         if not ids:
@@ -180,12 +184,16 @@ class Engine:
         if cached is None or max(per_rank) > self.capacity:  # too uneven: one rank stores most of the prefix
             cached, begin = None, 0
             per_rank = self._tokens_per_rank([0] * self.position_ranks.world, 0, len(ids), max_new_tokens)
-        evicted = self._room_for(len(ids) + max_new_tokens, per_rank, cached, group)
+        tokens = len(ids) + max_forks * max_new_tokens
+        # A fork copies a block that is partly filled, and begins one.
+        of_fork = -(-max_new_tokens // self.position_ranks.world) + 2 * BLOCK_SIZE
+        per_rank = [count + (max_forks - 1) * of_fork for count in per_rank]
+        evicted = self._room_for(tokens, per_rank, cached, group, max_forks)
         with self._change():
             for inactive in evicted:
                 self.free(inactive)
             sequence = self.start(cached, begin, group)
-            sequence.max_tokens, sequence.max_tokens_per_rank = len(ids) + max_new_tokens, per_rank
+            sequence.max_tokens, sequence.max_tokens_per_rank, sequence.max_forks = tokens, per_rank, max_forks
         while len(sequence.ids) < len(ids):
             self.extend(sequence, ids[len(sequence.ids) : len(sequence.ids) + self.prefill_chunk])
             if self._on_prefill is not None:
@@ -205,6 +213,13 @@ class Engine:
             sequence.active, sequence.reused = True, length
             self.reused_tokens += length
         return sequence
+
+    def fork(self, sequence: EngineSequence) -> EngineSequence:
+        """A second active sequence with the same tokens, which shares their blocks."""
+        with self._change():
+            twin = self._start_from(sequence, sequence.group, keep=True)
+            self.truncate(twin, len(twin.ids))  # with positions of its own
+        return twin
 
     def extend(self, sequence: EngineSequence, ids: list[int]) -> None:
         """Append a chunk of a prompt to a sequence, at most `prefill_chunk` tokens; sets its next `logits`."""
@@ -232,7 +247,7 @@ class Engine:
 
     def release(self, sequence: EngineSequence) -> None:
         """Mark a sequence as finished: it stays cached for reuse until room is needed."""
-        sequence.active, sequence.max_tokens = False, len(sequence.ids)
+        sequence.active, sequence.max_tokens, sequence.max_forks = False, len(sequence.ids), 1
         sequence.max_tokens_per_rank = sequence.shards.counts
 
     def free(self, sequence: EngineSequence) -> None:
@@ -290,12 +305,16 @@ class Engine:
         yield
         self._changes -= 1
 
-    def check_room(self, tokens: Sequence[int], group: int = 0) -> None:
-        """Raise ValueError unless new sequences with so many tokens each fit beside the active ones of a group."""
+    def check_room(self, tokens: Sequence[int], group: int = 0, max_forks: int = 1) -> None:
+        """Raise ValueError unless new sequences with so many tokens each fit beside the active ones of a group.
+
+        Each may become `max_forks` sequences, with so many tokens together.
+        """
         active = [each.max_tokens for each in self.sequences if each.active and each.group == group]
-        if sum(active) + sum(tokens) > self.cache_tokens or len(active) + len(tokens) > self.max_sequences:
+        new = len(tokens) * max_forks
+        if sum(active) + sum(tokens) > self.cache_tokens or len(active) + new > self.max_sequences:
             raise ValueError(
-                f"{sum(tokens)} tokens of {len(tokens)} sequences do not fit beside {sum(active)} of {len(active)} "
+                f"{sum(tokens)} tokens of {new} sequences do not fit beside {sum(active)} of {len(active)} "
                 f"active ones: there is room for cache_tokens={self.cache_tokens} of max_sequences={self.max_sequences}"
             )
 
@@ -338,7 +357,7 @@ class Engine:
         return [count + -(-max_new_tokens // self.position_ranks.world) for count in counts]
 
     def _room_for(
-        self, tokens: int, per_rank: list[int], reused: EngineSequence | None, group: int
+        self, tokens: int, per_rank: list[int], reused: EngineSequence | None, group: int, max_forks: int
     ) -> list[EngineSequence]:
         """The inactive sequences to evict, so that one of so many tokens fits; `reused` is taken over unless active.
 
@@ -353,7 +372,7 @@ class Engine:
             blocks = [[_num_blocks(n) for n in each] for each in all_per_rank]
             return (
                 sum(sequence.max_tokens for sequence in kept) + tokens <= self.cache_tokens
-                and len(kept) < self.max_sequences
+                and sum(sequence.max_forks for sequence in kept) + max_forks <= self.max_sequences
                 and max(map(sum, zip(*blocks, strict=True))) <= self.cache.stats().total
             )
 
