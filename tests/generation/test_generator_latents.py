@@ -19,6 +19,7 @@ from helpers.models import (
     on_virtual_ranks,
     random_ids,
 )
+from helpers.processes import run_processes
 
 MOST = 5
 PROMPTS = [random_ids(n, seed, high=30) * 2 for n, seed in ((9, 1), (16, 2), (5, 4))]
@@ -115,6 +116,18 @@ def test_weights_over_eight_ranks(sharding):
 
     for of_rank in on_virtual_ranks(sharding.ranks, rank):
         assert all(rows == wide_tokens() for rows in of_rank)
+
+
+def on_process(comm):
+    shardings = [am.DecodeSharding(tp=2, kvdp=2), am.DecodeSharding(tp=2, cp=2), am.DecodeSharding(kvdp=2, cp=2)]
+    models = [am.shard_model(wide_model("attnmesh"), sharding, comm) for sharding in shardings]
+    return [answers(Generator(model, None, comm, **SETTINGS)) for model in models]
+
+
+@pytest.mark.slow
+def test_weights_over_processes():
+    for of_rank in run_processes(4, on_process, timeout=240):
+        assert all(rows == wide_tokens() for of_sharding in of_rank for rows in of_sharding)
 
 
 def test_the_cache_has_one_vector_per_token():
