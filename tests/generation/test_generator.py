@@ -424,7 +424,7 @@ def test_the_call_gives_up_its_cache_and_takes_all_options():
         ),
         ([[8, 8, 101]], {}, r"prompts\[0\] must have token ids 0 to 100, got 8 to 101"),
         ([[8, 8, -1]], {}, r"prompts\[0\] must have token ids 0 to 100, got -1 to 8"),
-        (["text"], {}, "prompts must be token ids without a tokenizer, got text"),
+        (["text"], {}, r"prompts\[0\] must be token ids without a tokenizer, got text"),
         ([PROMPTS[0]], {"max_new_tokens": 0}, "max_new_tokens must be a positive integer, got 0"),
         ([PROMPTS[0]], {"max_new_tokens": True}, "max_new_tokens must be a positive integer, got True"),
         ([PROMPTS[0]], {"max_new_tokens": 2.0}, "max_new_tokens must be a positive integer, got 2.0"),
