@@ -5,9 +5,10 @@
     torchrun --nproc-per-node 4 examples/disaggregated.py         # processes: NCCL with one GPU each, or gloo
 
 The prefill ranks compute a batch of prompts by context parallelism, each a zigzag part of every prompt. `reshard` moves
-its keys and values to the decode ranks, which shard them by heads or positions. While these decode, the prefill ranks
-compute the next batch: both meet only to move a cache. The last token of a prompt is left to the decode ranks, so that
-nothing but keys and values moves. At the end a single rank generates the same prompts, and the tokens are compared.
+its keys and values into the cache of the decode ranks, which shard it by heads or positions: the prompts join those
+that are decoded there. While these go on, the prefill ranks compute the next batch: both meet only to move one. A batch
+waits while the cache has no room for it. The last token of a prompt is left to the decode ranks, so that nothing but
+keys and values moves. At the end a single rank generates the same prompts, and the tokens are compared.
 
 The model is the Llama of `generate_over_ranks.py`. Needs `pip install "attnmesh[hf]"`.
 """
@@ -22,11 +23,11 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import attnmesh.comm as comms
 from attnmesh import (
+    CacheFull,
     Comm,
     ContextParallel,
     DecodeSharding,
     PrefillKV,
-    ShardedCache,
     Zigzag,
     comm_from,
     register_attention,
@@ -34,10 +35,11 @@ from attnmesh import (
     run_virtual,
     shard_inputs,
 )
-from generate_over_ranks import MAX_LENGTH, VOCABULARY, ShardedLlama, generate, small_llama
+from generate_over_ranks import VOCABULARY, ShardedLlama, generate, small_llama
 
 Batch = list[list[int]]
 STEPS_PER_MOVE = 5  # decode steps between two moves
+SEQUENCES = 5  # that are decoded together: two batches, so that the third has to wait
 
 
 @torch.no_grad()
@@ -51,24 +53,34 @@ def prefill(model: LlamaForCausalLM, ranks: ContextParallel, prompts: Batch) -> 
 
 
 class Decoding:
-    """A batch of prompts whose answers are decoded."""
+    """The answers that are decoded together, in one cache."""
 
-    def __init__(self, llama: ShardedLlama, cache: ShardedCache, prompts: Batch, count: int) -> None:
-        self._llama, self._cache, self._count = llama, cache, count
-        self._sequences = [cache.sequences[row] for row in range(len(prompts))]
-        self._next = [prompt[-1:] for prompt in prompts]
-        self.answers: Batch = [[] for _ in prompts]
+    def __init__(self, llama: ShardedLlama, count: int) -> None:
+        self._llama, self._count, self.cache = llama, count, llama.make_cache(batch=SEQUENCES)
+        self._running: list[tuple] = []  # a sequence in the cache, its last token, and its answer
 
-    @property
-    def is_finished(self) -> bool:
-        return len(self.answers[0]) == self._count
+    def join(self, sequences: dict, prompts: Batch) -> Batch:
+        """Decode the answers to prompts whose other tokens are cached; they grow with every step."""
+        answers: Batch = [[] for _ in prompts]
+        self._running += [(sequences[row], prompt[-1:], answers[row]) for row, prompt in enumerate(prompts)]
+        return answers
 
     def step(self) -> None:
-        """The next token of every answer."""
-        best = self._llama.step(self._cache, self._sequences, self._next).argmax(-1).tolist()
-        for answer, token in zip(self.answers, best, strict=True):
-            answer.append(token)
-        self._next = [answer[-1:] for answer in self.answers]
+        """The next token of every answer; those that are finished make room."""
+        if not self._running:
+            return
+        sequences, last, answers = map(list, zip(*self._running, strict=True))
+        best = self._llama.step(self.cache, sequences, last).argmax(-1).tolist()
+        for sequence, answer in zip(sequences, answers, strict=True):
+            answer.append(best[sequence.row])
+            if len(answer) == self._count:
+                self.cache.free(sequence)
+        self._running = [(one, answer[-1:], answer) for one, _, answer in self._running if len(answer) < self._count]
+
+    def finish(self) -> None:
+        """Decode all answers to their ends."""
+        while self._running:
+            self.step()
 
 
 def run_rank(
@@ -81,26 +93,26 @@ def run_rank(
     heads = 2 if len(decode_ranks) % 2 == 0 else 1
     sharding = DecodeSharding(tp=heads, cp=len(decode_ranks) // heads)
     context = ContextParallel(own, layout=Zigzag()) if is_prefill else None
-    llama = None if is_prefill else ShardedLlama(models[1], sharding, own)
-    decoding: list[Decoding] = []
-    worked = []
+    decoding = None if is_prefill else Decoding(ShardedLlama(models[1], sharding, own), count)
+    found, worked = [], []
     for batch in batches:
         began = time.monotonic()
         computed = None if context is None else prefill(models[0], context, batch)
-        for _ in range(STEPS_PER_MOVE):
-            for one in decoding:
-                if not one.is_finished:
-                    one.step()
-        worked.append((began, time.monotonic()))
-        # All ranks meet here. The cache is as large as its prompts and answers need.
-        cache = reshard(computed, sharding, comm, ranks=decode_ranks, block_size=4, max_length=MAX_LENGTH,
-                        num_blocks=len(batch) * MAX_LENGTH // 4, device=models[0].device)  # fmt: skip
-        if cache is not None and llama is not None:
-            decoding.append(Decoding(llama, cache, batch, count))
-    for one in decoding:
-        while not one.is_finished:
-            one.step()
-    return [one.answers for one in decoding], worked
+        while True:
+            for _ in range(STEPS_PER_MOVE if decoding is not None else 0):
+                decoding.step()
+            worked.append((began, time.monotonic()))
+            try:  # all ranks meet here
+                joined = reshard(computed, sharding, comm, ranks=decode_ranks, device=models[0].device,
+                                 into=None if decoding is None else decoding.cache)  # fmt: skip
+                break
+            except CacheFull:  # raised on all ranks: decode first, until answers have made room
+                began = time.monotonic()
+        if decoding is not None:
+            found.append(decoding.join(joined, batch))
+    if decoding is not None:
+        decoding.finish()
+    return found, worked
 
 
 def main() -> None:

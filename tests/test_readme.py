@@ -27,7 +27,7 @@ PAGES = {
     "masks": 15,
     "layouts": 1,
     "decode": 5,
-    "sharded-generation": 7,
+    "sharded-generation": 8,
     "sparse-attention": 7,
     "debugging": 1,
     "planning": 1,

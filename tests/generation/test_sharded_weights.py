@@ -85,12 +85,9 @@ def compare(kind, sharding, chunks):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sharding"),
-    [
-        (kind, each) for kind in KINDS for each in all_shardings(6)
-        if kind != "deepseek_v3" or each.tp < 4  # of its 6 kv heads
-    ],
+    [(kind, each) for kind in KINDS for each in all_shardings(6)],
     ids=str,
-)  # fmt: skip
+)
 def test_the_tokens_of_one_process_for_all_models(kind, sharding):
     compare(kind, sharding, chunks=[None, 12])
 

@@ -178,7 +178,10 @@ def _generator() -> Arguments:
 
 
 def _generate() -> Arguments:
-    return {"prompts": [[9, 10, 11, 12], [13, 14, 15]], "max_new_tokens": 1, "sampling": am.Sampling(), "stop": [7]}
+    return {
+        "prompts": [[9, 10, 11, 12], [13, 14, 15]], "max_new_tokens": 1, "sampling": am.Sampling(), "stop": [7],
+        "num_beams": 1,
+    }  # fmt: skip
 
 
 def _submit() -> Arguments:
@@ -394,6 +397,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "reshard": [
         lambda: {"cache": _stored_cache(), "to": SHARDING, "comm": SoloComm(), "ranks": [0], "num_blocks": 8,
                  "block_size": 4, "max_length": 16, "device": "cpu", "message_bytes": 4096},
+        lambda: {"cache": _stored_cache(), "to": SHARDING, "comm": SoloComm(), "into": _stored_cache()},
     ],
     "save_cache": [lambda: {"cache": _stored_cache(), "folder": Path(tempfile.mkdtemp()), "comm": SoloComm()}],
     "load_cache": [
@@ -668,6 +672,8 @@ NOT_FUZZED = {
     "BlockCache.index_keys": "as `keys`, of a cache with an indexer",
     "BlockCache.restore": "called by reshard with the sequences of another cache",
     "ShardedCache.restore": "called by reshard with the sequences of another cache",
+    "BlockCache.mark_restored": "called by reshard with the sequences that it restored",
+    "ShardedCache.mark_restored": "called by reshard with the sequences that it restored",
     "PrefillKV.read": "called by reshard with the pieces of its plan",
     "BlockCache.upload": "called by ShardedCache with its own numbers",
     "ContextParallel.agreed_executor": "the interface of compiled operators, which pass checked options",

@@ -84,12 +84,6 @@ def not_run_here(model: ModelConfig, storage: str) -> list[str]:
         reasons.append(f"models of type {model.model_type} are not generated from with sharded weights")
     if not _is_plain(model.weight_bits):
         reasons.append("quantized weights are not loaded in parts: store them as bf16, which takes more memory")
-    if model.latent is not None:
-        width = model.q_heads * model.head_dim * 2
-        reasons.append(
-            f"the KV cache has the keys and values of all heads, {width / model.latent.cached:.0f} times the latent "
-            "vectors that are estimated"
-        )
     if model.windows:
         reasons.append("the KV cache has all positions in layers with a window, too")
     if storage not in PLAIN:
@@ -113,8 +107,6 @@ class RunHere:
     def _problem(self, option: Option) -> str:
         if not _is_sharded_here(self._request.model):
             return "not supported here"
-        if self._request.model.latent is not None:
-            return "caches all heads here"
         if option.replicas > 1:
             return f"run as {option.replicas} commands"
         assert option.sharding is not None

@@ -23,11 +23,12 @@ from attnmesh.core.layouts import Layout, Zigzag
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_count, check_positive
+from attnmesh.generation.latents import LatentProjections, latent_widths
 from attnmesh.generation.norms import use_one_call
 from attnmesh.generation.passes import CachePass, DecodeGraphs, DecodePass, PrefillPass
 from attnmesh.generation.tensor_parallel import TensorParallel
 from attnmesh.integrations.transformers_models import MODELS_PAGE, check_config, check_model
-from attnmesh.integrations.weight_splits import cached_width, heads_of
+from attnmesh.integrations.weight_splits import heads_of
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sequence import NewTokens
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
@@ -38,7 +39,7 @@ from attnmesh.parallel.decode.positions import LocalPositions, SequenceShards, b
 
 MODELS = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "phi", "phi3", "glm4", "olmo2", "smollm3", "granite",
-    "cohere", "starcoder2", "gpt2", "gpt_oss", "gemma3_text",
+    "cohere", "starcoder2", "gpt2", "gpt_oss", "gemma3_text", "deepseek_v3",
 )  # fmt: skip
 """The `model_type`s whose generated tokens are tested against one process."""
 
@@ -61,6 +62,7 @@ class EngineSequence:
     )  # [vocabulary], for the next token
     max_tokens: int = 0  # tokens that it may grow to
     max_tokens_per_rank: list[int] = field(default_factory=list)
+    max_forks: int = 1  # sequences that it may become, itself included
     active: bool = True  # False once it is only kept for reuse
 
     @property
@@ -118,12 +120,14 @@ class Engine:
         plain = {dtype: name for name, dtype in PLAIN.items()}
         if weight.dtype not in plain:
             raise ValueError(f"model must be of dtype {', '.join(map(str, plain))}, got {weight.dtype}")
-        kv_heads, head_dim = self._cached_heads()
+        widths, kv_heads = latent_widths(config), self._cached_heads()
         self.cache = BlockCache(
             layers=config.num_hidden_layers, num_blocks=cache_blocks(self.capacity, max_sequences),
-            block_size=BLOCK_SIZE, kv_heads=kv_heads, head_dim=head_dim, storage=plain[weight.dtype],
-            device=weight.device, max_sequences=max_sequences, max_length=self.capacity,
+            block_size=BLOCK_SIZE, kv_heads=kv_heads, head_dim=_head_dim(config) if widths is None else widths.cached,
+            value_dim=None if widths is None else widths.latent, latent=widths is not None,
+            storage=plain[weight.dtype], device=weight.device, max_sequences=max_sequences, max_length=self.capacity,
         )  # fmt: skip
+        self._latents = None if widths is None else LatentProjections(model, widths)
         self.sequences: list[EngineSequence] = []
         self.passes = 0
         """Prefill and decode passes so far; the same on every rank."""
@@ -133,7 +137,7 @@ class Engine:
         self._forward = partial(_logits, model)
         self._forward_step: Callable[[Any, Tensor, Tensor], Tensor] = self._forward
         self._prepare_steps()
-        self.kv_bytes_per_token = 2 * config.num_hidden_layers * kv_heads * head_dim * weight.dtype.itemsize
+        self.kv_bytes_per_token = kv_bytes_per_token(config, weight.dtype, kv_heads)
         """Bytes of one token in the cache of this rank, in all layers."""
         self.kv_bytes_per_token_of_all = self.kv_bytes_per_token
         """Bytes of one token with all kv heads."""
@@ -142,9 +146,9 @@ class Engine:
         """Raise ValueError unless this engine serves the model."""
         check_generation(model.config, type(model).__name__)
 
-    def _cached_heads(self) -> tuple[int, int]:
-        """The kv heads that this rank caches, and their width."""
-        return heads_of(self.model.config).kv, cached_width(self.model.config)
+    def _cached_heads(self) -> int:
+        """The number of kv heads that this rank caches."""
+        return heads_of(self.model.config).kv
 
     def _prepare_steps(self) -> None:
         """Decide how decode steps run."""
@@ -160,11 +164,14 @@ class Engine:
         """Compute decode steps tensor-parallel from now on. All ranks must call it."""
         self._step_context = TensorParallel(self.model, self.comm)
 
-    def prefill(self, ids: Sequence[int], max_new_tokens: int = 0, group: int = 0) -> EngineSequence:
+    def prefill(
+        self, ids: Sequence[int], max_new_tokens: int = 0, group: int = 0, max_forks: int = 1
+    ) -> EngineSequence:
         """A sequence that starts with the prompt `ids` and may grow by `max_new_tokens`, with its next `logits`.
 
         The longest common prefix with a cached sequence is not computed again: that sequence is taken over or, while it
-        is active, forked. Inactive sequences are evicted to make room, the oldest first. All this is per `group`.
+        is active, forked. Inactive sequences are evicted to make room, the oldest first. All this is per `group`. There
+        is room to `fork` it into `max_forks` sequences, itself included, that grow as much.
         """
         ids = list(ids)
         if not ids:
@@ -176,12 +183,16 @@ class Engine:
         if cached is None or max(per_rank) > self.capacity:  # too uneven: one rank stores most of the prefix
             cached, begin = None, 0
             per_rank = self._tokens_per_rank([0] * self.position_ranks.world, 0, len(ids), max_new_tokens)
-        evicted = self._room_for(len(ids) + max_new_tokens, per_rank, cached, group)
+        tokens = len(ids) + max_forks * max_new_tokens
+        # A fork copies a block that is partly filled, and begins one.
+        of_fork = -(-max_new_tokens // self.position_ranks.world) + 2 * BLOCK_SIZE
+        per_rank = [count + (max_forks - 1) * of_fork for count in per_rank]
+        evicted = self._room_for(tokens, per_rank, cached, group, max_forks)
         with self._change():
             for inactive in evicted:
                 self.free(inactive)
             sequence = self.start(cached, begin, group)
-            sequence.max_tokens, sequence.max_tokens_per_rank = len(ids) + max_new_tokens, per_rank
+            sequence.max_tokens, sequence.max_tokens_per_rank, sequence.max_forks = tokens, per_rank, max_forks
         while len(sequence.ids) < len(ids):
             self.extend(sequence, ids[len(sequence.ids) : len(sequence.ids) + self.prefill_chunk])
             if self._on_prefill is not None:
@@ -201,6 +212,13 @@ class Engine:
             sequence.active, sequence.reused = True, length
             self.reused_tokens += length
         return sequence
+
+    def fork(self, sequence: EngineSequence) -> EngineSequence:
+        """A second active sequence with the same tokens, which shares their blocks."""
+        with self._change():
+            twin = self._start_from(sequence, sequence.group, keep=True)
+            self.truncate(twin, len(twin.ids))  # with positions of its own
+        return twin
 
     def extend(self, sequence: EngineSequence, ids: list[int]) -> None:
         """Append a chunk of a prompt to a sequence, at most `prefill_chunk` tokens; sets its next `logits`."""
@@ -228,7 +246,7 @@ class Engine:
 
     def release(self, sequence: EngineSequence) -> None:
         """Mark a sequence as finished: it stays cached for reuse until room is needed."""
-        sequence.active, sequence.max_tokens = False, len(sequence.ids)
+        sequence.active, sequence.max_tokens, sequence.max_forks = False, len(sequence.ids), 1
         sequence.max_tokens_per_rank = sequence.shards.counts
 
     def free(self, sequence: EngineSequence) -> None:
@@ -286,12 +304,16 @@ class Engine:
         yield
         self._changes -= 1
 
-    def check_room(self, tokens: Sequence[int], group: int = 0) -> None:
-        """Raise ValueError unless new sequences with so many tokens each fit beside the active ones of a group."""
+    def check_room(self, tokens: Sequence[int], group: int = 0, max_forks: int = 1) -> None:
+        """Raise ValueError unless new sequences with so many tokens each fit beside the active ones of a group.
+
+        Each may become `max_forks` sequences, with so many tokens together.
+        """
         active = [each.max_tokens for each in self.sequences if each.active and each.group == group]
-        if sum(active) + sum(tokens) > self.cache_tokens or len(active) + len(tokens) > self.max_sequences:
+        new = len(tokens) * max_forks
+        if sum(active) + sum(tokens) > self.cache_tokens or len(active) + new > self.max_sequences:
             raise ValueError(
-                f"{sum(tokens)} tokens of {len(tokens)} sequences do not fit beside {sum(active)} of {len(active)} "
+                f"{sum(tokens)} tokens of {new} sequences do not fit beside {sum(active)} of {len(active)} "
                 f"active ones: there is room for cache_tokens={self.cache_tokens} of max_sequences={self.max_sequences}"
             )
 
@@ -327,7 +349,7 @@ class Engine:
         return [count + -(-max_new_tokens // self.position_ranks.world) for count in counts]
 
     def _room_for(
-        self, tokens: int, per_rank: list[int], reused: EngineSequence | None, group: int
+        self, tokens: int, per_rank: list[int], reused: EngineSequence | None, group: int, max_forks: int
     ) -> list[EngineSequence]:
         """The inactive sequences to evict, so that one of so many tokens fits; `reused` is taken over unless active.
 
@@ -342,7 +364,7 @@ class Engine:
             blocks = [[_num_blocks(n) for n in each] for each in all_per_rank]
             return (
                 sum(sequence.max_tokens for sequence in kept) + tokens <= self.cache_tokens
-                and len(kept) < self.max_sequences
+                and sum(sequence.max_forks for sequence in kept) + max_forks <= self.max_sequences
                 and max(map(sum, zip(*blocks, strict=True))) <= self.cache.stats().total
             )
 
@@ -369,7 +391,10 @@ class Engine:
             new = self.cache.append([sequence.stored], ranges.size(own))
             sequence.shards.extend(parts)
         blocks = torch.tensor(sequence.stored.blocks, device=self.device)
-        chunk = PrefillPass(self.cache, new.slots, self.context, parts, begin, len(ids), sequence.local.ranges, blocks)
+        chunk = PrefillPass(
+            self.cache, new.slots, self.context, parts, begin, len(ids), sequence.local.ranges, blocks,
+            latents=self._latents,
+        )  # fmt: skip
         positions = ranges.as_tensor(own)
         tokens = torch.tensor(ids, device="cpu")[positions - begin]
         device = self.device
@@ -414,8 +439,9 @@ class Engine:
         """The pass of a decode step with new tokens at these positions, stored in `slots` [B, T]."""
         table, cur_pos = self._tables(sequences)
         return DecodePass(
-            self.cache, slots, self.comm, table, cur_pos, positions, [sequence.local for sequence in sequences]
-        )
+            self.cache, slots, self.comm, table, cur_pos, positions, [sequence.local for sequence in sequences],
+            latents=self._latents,
+        )  # fmt: skip
 
     def _tables(self, sequences: Sequence[EngineSequence]) -> tuple[Tensor, Tensor]:
         """The block table and the last positions of sequences in this rank's cache."""
@@ -449,11 +475,6 @@ def check_generation(config: Any, name: str) -> None:
     """Raise ValueError unless models of this configuration can generate over a sharded KV cache, with whole weights."""
     check_attention(config, name)
     kind = getattr(config, "model_type", None)
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise ValueError(
-            f"{name}: keys and values must have one width over a sharded KV cache, got multi-head latent attention "
-            f"(kv_lora_rank {config.kv_lora_rank})"
-        )
     if kind not in MODELS:
         raise ValueError(f"model_type must be one of {', '.join(MODELS)} to generate, got {kind!r} ({name})")
 
@@ -488,9 +509,12 @@ def cache_blocks(capacity: int, max_sequences: int) -> int:
     return _num_blocks(capacity) + 4 * max_sequences
 
 
-def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of one token in all layers of a model."""
-    return 2 * int(config.num_hidden_layers) * heads_of(config).kv * cached_width(config) * dtype.itemsize
+def kv_bytes_per_token(config: Any, dtype: torch.dtype, kv_heads: int | None = None) -> int:
+    """Bytes of the keys and values (or latents) of one token in all layers of a model; by default of all kv heads."""
+    widths = latent_widths(config)
+    width = 2 * _head_dim(config) if widths is None else widths.cached
+    heads = heads_of(config).kv if kv_heads is None else kv_heads
+    return int(config.num_hidden_layers) * heads * width * dtype.itemsize
 
 
 @torch.no_grad()
@@ -520,6 +544,11 @@ def _prefilled(layout: Layout, counts: Sequence[int], new: range, chunk: int) ->
         parts = _shard_chunk(layout, counts, range(at, min(new.stop, at + chunk)))
         counts = [count + ranges.size(part) for count, part in zip(counts, parts, strict=True)]
     return counts
+
+
+def _head_dim(config: Any) -> int:
+    dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return dim
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

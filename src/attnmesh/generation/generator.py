@@ -26,6 +26,7 @@ from attnmesh.generation.agreement import (
     report_error,
 )
 from attnmesh.generation.batching import BatchRanks, ContinuousBatch
+from attnmesh.generation.beams import BeamBatch
 from attnmesh.generation.engine import min_prefill_chunk
 from attnmesh.generation.prompt_batch import BatchOptions, PromptBatch
 from attnmesh.generation.prompts import check_prompt, check_tokenizer, eos_tokens, one_prompt, prompt_ids
@@ -131,12 +132,15 @@ class Generator:
         sampling: Sampling = _GREEDY,
         stop: Sequence[int] | None = None,
         speculative: bool = False,
+        num_beams: int = 1,
     ) -> Iterator[Token]:
         """Tokens as they are generated, row by row within a step, the same on every rank.
 
         A prompt is text, or its token ids. A row ends with one of the `stop` tokens, by default the eos tokens of the
         model's generation config, or after `max_new_tokens`. With `speculative`, tokens are drafted by prompt lookup
-        and several are verified per step: fewer steps, the same tokens. `stats` counts the accepted ones.
+        and several are verified per step: fewer steps, the same tokens. `stats` counts the accepted ones. With
+        `num_beams` above 1, the answer is the best that a beam search finds, and tokens come at its end: the beams of a
+        row are as many sequences, which share the prompt.
 
         One call runs at a time: exhaust, close or drop its iterator before the next. Logits that give no probabilities
         (NaN, +inf, or -inf only) raise ValueError. After an interrupted call the generator works on, unless the ranks
@@ -152,13 +156,14 @@ class Generator:
             ends = sorted(eos_tokens(self.model) if stop is None else set(token_ids("stop", stop)))
             check_type("sampling", sampling, Sampling)
             check_bool(speculative=speculative)
-            options = BatchOptions(max_new_tokens, sampling, frozenset(ends), speculative)
+            check_count("num_beams", num_beams, least=1)
+            options = BatchOptions(max_new_tokens, sampling, frozenset(ends), speculative, num_beams)
             rows = prompt_ids(self.tokenizer, prompts)
             self._check(rows, options)
             return (rows, options), {
                 "prompts": f"{len(rows)} of {', '.join(str(len(row)) for row in rows)} tokens {digest(rows)}",
                 "stop": ends, "max_new_tokens": max_new_tokens, "sampling": sampling, "speculative": speculative,
-                "device": self.engine.device.type,
+                "num_beams": num_beams, "device": self.engine.device.type,
             }  # fmt: skip
 
         self._check_in_step()
@@ -344,7 +349,7 @@ class Generator:
 
     def _generate(self, prompts: list[list[int]], options: BatchOptions) -> abc.Generator[Token, None, None]:
         bytes_before = self.comm.traffic.bytes
-        batch = PromptBatch(
+        batch = (PromptBatch if options.num_beams == 1 else BeamBatch)(
             self.engine, self._ranks, options, self.tokenizer, self.stats, self._progress, self._on_logits
         )
         try:
@@ -367,10 +372,18 @@ class Generator:
             self.comm.fail(f"{operation} was interrupted by {type(error).__name__}: {error}")
 
     def _check(self, rows: list[list[int]], options: BatchOptions) -> None:
-        if not 1 <= len(rows) <= self.max_sequences:
-            raise ValueError(f"prompts must be 1 to max_sequences={self.max_sequences}, got {len(rows)}")
+        beams = options.num_beams
+        if not 1 <= len(rows) * beams <= self.max_sequences:
+            of_beams = "" if beams == 1 else f" of num_beams={beams} sequences each"
+            raise ValueError(f"prompts must be 1 to max_sequences={self.max_sequences}, got {len(rows)}{of_beams}")
         new = options.max_new_tokens
         check_positive(max_new_tokens=new)
+        if beams > 1 and (options.speculative or not options.sampling.greedy or options.sampling.has_penalties):
+            raise ValueError(
+                f"num_beams must be 1 with speculative or a sampling that is not greedy or has penalties, got {beams}"
+            )
+        if beams > 1 and self._on_logits is not None:
+            raise ValueError(f"num_beams must be 1 for a Generator with on_logits, got {beams}")
         if options.speculative and (not options.sampling.greedy or options.sampling.has_penalties):
             raise ValueError(
                 f"sampling must be greedy (temperature 0), without penalties, with speculative, got {options.sampling}"
@@ -380,7 +393,8 @@ class Generator:
         # Groups that are computed here only: if one has no room, all ranks raise before any of them starts.
         for group in self._ranks.computed:
             own = [rows[number] for number in self._ranks.rows(len(rows))[group]]
-            self.engine.check_room([len(ids) + new + MAX_DECODE_TOKENS for ids in own], self._ranks.in_engine(group))
+            tokens = [len(ids) + beams * (new + MAX_DECODE_TOKENS) for ids in own]
+            self.engine.check_room(tokens, self._ranks.in_engine(group), beams)
 
     def _update_stats(self) -> None:
         engine, stats = self.engine, self.stats
@@ -401,6 +415,7 @@ def generate(
     sampling: Sampling = _GREEDY,
     stop: Sequence[int] | None = None,
     speculative: bool = False,
+    num_beams: int = 1,
     sharding: DecodeSharding | None = None,
     layout: Layout = Zigzag(),  # noqa: B008  (immutable)
     prefill_chunk: int | None = None,
@@ -412,19 +427,20 @@ def generate(
     comm = comm_named("comm", comm)
 
     def check_arguments() -> tuple[list[list[int]], SharedValues]:
-        check_positive(max_new_tokens=max_new_tokens)
+        check_positive(max_new_tokens=max_new_tokens, num_beams=num_beams)
         check_tokenizer(tokenizer)
         return prompt_ids(tokenizer, prompts), {}
 
     rows = check_on_all_ranks(comm, "generate", check_arguments, force=True)
     generator = Generator(
-        model, tokenizer, comm, max_sequences=max(1, len(rows)), sharding=sharding, layout=layout,
-        cache_tokens=max(1, sum(map(len, rows)) + len(rows) * (max_new_tokens + MAX_DECODE_TOKENS)),
+        model, tokenizer, comm, max_sequences=max(1, len(rows) * num_beams), sharding=sharding, layout=layout,
+        cache_tokens=max(1, sum(map(len, rows)) + len(rows) * num_beams * (max_new_tokens + MAX_DECODE_TOKENS)),
         prefill_chunk=prefill_chunk,
     )  # fmt: skip
     return generator.generate(
-        rows, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, speculative=speculative
-    )
+        rows, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, speculative=speculative,
+        num_beams=num_beams,
+    )  # fmt: skip
 
 
 def _sharding(

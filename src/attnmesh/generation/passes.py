@@ -18,8 +18,9 @@ from attnmesh.comm import Comm
 from attnmesh.core import ranges
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
 from attnmesh.core.ranges import Ranges
+from attnmesh.generation.latents import LatentProjections
 from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.pools import write_tokens
+from attnmesh.kv_cache.pools import write_rows, write_tokens
 from attnmesh.ops.decode.api import PagedStep
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.core import DecodeAttention, LocalKV, StateExchange, prefill_attention
@@ -32,13 +33,30 @@ class CachePass:
 
     cache: BlockCache
     slots: Tensor
+    latents: LatentProjections | None = field(default=None, kw_only=True)  # of a model whose cache has latents
 
     is_compileable: ClassVar[bool] = False  # required by Transformers
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Write keys and values [B, Hkv, T, D]. Returns them as they are: `attend` reads the others from the cache."""
-        write_tokens(self.cache.keys(layer), self.cache.values(layer), self.slots, key, value)
+        """Write keys and values [B, Hkv, T, D]. Returns them as they are: `attend` reads the others from the cache.
+
+        Of a model with latent attention they are latents and the keys' rope parts, one head of each.
+        """
+        if self.slots.numel():
+            k, v = self._stored_here(key), self._stored_here(value)
+            if self.latents is None:
+                write_tokens(self.cache.keys(layer), self.cache.values(layer), self.slots, k, v)
+            else:
+                write_rows(self.cache.keys(layer), self.slots, self.latents.vectors(k, v))
         return key, value
+
+    def _stored_here(self, x: Tensor) -> Tensor:
+        """Those of new keys or values that `slots` are for: all of them."""
+        return x
+
+    def _over_cache(self, layer: int, q: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """The output of q [B, h, T, D], where `attend` attends with its argument to what the cache has."""
+        return attend(q) if self.latents is None else self.latents.attend(layer, q, attend)
 
     def get_mask_sizes(self, query_length: int, layer: int = 0) -> tuple[int, int]:
         """Required by Transformers, for a mask that is never made."""
@@ -76,9 +94,12 @@ class PrefillPass(CachePass):
         if self.begin == 0:
             return self.context.attention(q, k, v, mask=mask, scale=scale, sinks=sinks, length=self.length)
         keys, values = self._stored(self.cache.keys(layer)), self._stored(self.cache.values(layer))
-        return prefill_attention(
-            self.context.comm, q, self.parts, keys, values, self.stored, mask=mask, scale=scale, sinks=sinks
-        )
+        return self._over_cache(
+            layer, q,
+            lambda queries: prefill_attention(
+                self.context.comm, queries, self.parts, keys, values, self.stored, mask=mask, scale=scale, sinks=sinks
+            ),
+        )  # fmt: skip
 
     def _stored(self, pool: object) -> Tensor:
         """The tokens that this rank stores, [1, Hkv, n, D]: one copy out of the blocks."""
@@ -127,7 +148,7 @@ class DecodePass(CachePass):
             states = StateExchange(self.comm, (q.shape[1],) * self.comm.world)  # every rank has all heads
             window = mask.left + 1 if isinstance(mask, SlidingWindow) else None
             attention = self._attentions[layers] = DecodeAttention(states, scale, window, sinks)
-        return attention(q, kv, "all_gather")
+        return self._over_cache(layer, q, lambda queries: attention(queries, kv, "all_gather"))
 
     def _key_range(self, window: int | None) -> tuple[Tensor, Tensor]:
         """The keys stored here that each new token attends to: the same for all layers with this window."""

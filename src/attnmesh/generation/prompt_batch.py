@@ -52,6 +52,7 @@ class BatchOptions:
     sampling: Sampling
     stop: frozenset[int]
     speculative: bool
+    num_beams: int
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,9 @@ class PromptBatch:
             self._report_logits(own, logits, new)
         active, left = own, dict.fromkeys(range(batch), options.max_new_tokens)
         while True:
-            gathered = self._all_gather_tokens(active, new, batch)
-            self._check_tokens(gathered, own)
+            by_row = {row.number: tokens for row, tokens in zip(active, new, strict=True)}
+            gathered = self._all_gather_tokens(by_row, batch, MAX_DECODE_TOKENS)
+            self._check_tokens(gathered, [row.sequence for row in own])
             self.progress.add_step(gathered)
             for row, tokens in zip(active, new, strict=True):
                 row.new += tokens
@@ -98,12 +100,12 @@ class PromptBatch:
             with self._timed("decode_seconds"):
                 new = self._decode_step(active) if active else []
 
-    def _check_tokens(self, new: list[tuple[int, list[int]]], own: list[_Row]) -> None:
+    def _check_tokens(self, new: list[tuple[int, list[int]]], sequences: list[EngineSequence]) -> None:
         """Raise InvalidLogits, on every rank, if any row of any group has invalid logits."""
         rows = [number for number, tokens in new if tokens[-1] == INVALID_TOKEN]
         if rows:
-            for row in own:
-                self.engine.free(row.sequence)  # its keys and values may be invalid, too
+            for sequence in sequences:
+                self.engine.free(sequence)  # its keys and values may be invalid, too
             raise InvalidLogits(
                 f"generate: the logits of row {', '.join(map(str, rows))} have a NaN or +inf, or -inf only, at step "
                 f"{self.progress.steps} (the prompt is step 0): no token can be chosen; check the weights of the "
@@ -162,19 +164,18 @@ class PromptBatch:
             agreed: list[list[int]] = torch.where(invalid, INVALID_TOKEN, received[0]).tolist()
         return agreed
 
-    def _all_gather_tokens(self, active: list[_Row], new: list[list[int]], batch: int) -> list[tuple[int, list[int]]]:
-        """The new tokens of all groups, by row."""
-        by_row = {row.number: tokens for row, tokens in zip(active, new, strict=True)}
+    def _all_gather_tokens(self, by_row: dict[int, list[int]], batch: int, most: int) -> list[tuple[int, list[int]]]:
+        """The new tokens of all groups, at most `most` of each row, by row."""
         across = self.ranks.across_groups
         if across.world == 1:
             return sorted(by_row.items())
         rows = self.ranks.rows(batch)
         own = rows[across.rank]
-        x = torch.full((len(own), MAX_DECODE_TOKENS), _PADDING, dtype=torch.int64, device="cpu")
+        x = torch.full((len(own), most), _PADDING, dtype=torch.int64, device="cpu")
         for number, tokens in by_row.items():
             x[number - own.start, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         with self.engine.exchange(across):
-            gathered = across.all_gather(x.to(self.engine.device), [(len(each), MAX_DECODE_TOKENS) for each in rows])
+            gathered = across.all_gather(x.to(self.engine.device), [(len(each), most) for each in rows])
         unpadded = [
             (number, [token for token in tokens if token != _PADDING])
             for numbers, part in zip(rows, gathered, strict=True)

@@ -19,7 +19,7 @@ from attnmesh.generation.engine import Engine, EngineSequence, check_attention
 from attnmesh.generation.passes import CachePass
 from attnmesh.generation.sharded_passes import HeadRanks, ShardedDecodePass, ShardedPrefillPass
 from attnmesh.integrations.sharded_model import ShardedWeights, sharded_weights
-from attnmesh.integrations.weight_splits import cached_width, check_sharded_model, heads_of
+from attnmesh.integrations.weight_splits import check_sharded_model, heads_of
 from attnmesh.kv_cache.sequence import NewTokens
 
 
@@ -42,8 +42,8 @@ class ShardedEngine(Engine):
         check_attention(model.config, type(model).__name__)
         check_sharded_model(model.config, type(model).__name__, self._weights.sharding)
 
-    def _cached_heads(self) -> tuple[int, int]:
-        return len(self._heads.kv), cached_width(self.model.config)
+    def _cached_heads(self) -> int:
+        return len(self._heads.kv)
 
     def _prepare_steps(self) -> None:
         """Weights are divided already, and graphs with messages of NCCL would outlive the process group."""
@@ -58,7 +58,7 @@ class ShardedEngine(Engine):
         table, cur_pos = self._tables(sequences)
         return ShardedDecodePass(
             self.cache, slots, self._heads, self._rows(sequences), table, cur_pos, [positions[i] for i in own],
-            [sequences[i].local for i in own],
+            [sequences[i].local for i in own], latents=self._latents,
         )  # fmt: skip
 
     def _prefill_chunk(self, sequence: EngineSequence, ids: list[int]) -> Tensor:
@@ -77,6 +77,7 @@ class ShardedEngine(Engine):
             self._heads, self._rows([sequence]), begin, n, (ranges.as_tensor(own) - begin).to(self.device),
             () if stored is None else sequence.local.ranges,
             torch.tensor([] if stored is None else stored.blocks, dtype=torch.int64, device=self.device),
+            latents=self._latents,
         )  # fmt: skip
         world = self.comm.world
         counts = [n * (rank + 1) // world - n * rank // world for rank in range(world)]

@@ -5,8 +5,8 @@ merge their states, and the results return to the ranks of the heads, as in `Att
 rank has the queries, keys and values of its heads for all tokens: the first chunk of a prompt attends by heads, without
 messages, and later chunks over the sharded cache, as a decode step does.
 
-Keys and values are written to the cache by the attention, which gets them for all tokens, and each rank stores those of
-its sequences and positions.
+Every rank has the keys and values of all tokens of the pass, and stores those of its sequences and positions. The
+latents of latent attention are one kv head, which every TP rank has.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from functools import cached_property
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.core import ranges
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
 from attnmesh.core.ranges import Ranges
 from attnmesh.generation.passes import CachePass
-from attnmesh.kv_cache.pools import write_tokens
 from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.dense.api import attention, attention_state
 from attnmesh.parallel.decode.core import DecodeAttention, LocalKV, StateExchange, pack_state
@@ -81,19 +79,13 @@ class _HeadShardedPass(CachePass, ABC):
     heads: HeadRanks
     rows: tuple[int, ...]  # of each KVDP rank
 
-    def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Keys and values as they are: `attend` writes them, once those of latent attention are expanded."""
-        return key, value
-
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None
     ) -> Tensor:
         """The output of this rank's query heads, [B, h, T, Dv], from q [B, h, T, D] and its TP rank's k and v."""
         if not isinstance(mask, (Causal, SlidingWindow)):
             raise ValueError(f"mask must be Causal() or SlidingWindow(), got {mask!r}")
-        padded = F.pad(v, (0, k.shape[-1] - v.shape[-1])) if v.shape[-1] < k.shape[-1] else v
-        self._write(layer, k, padded)
-        return self._attend(layer, q, k, padded, mask, scale, sinks)[..., : v.shape[-1]]
+        return self._attend(layer, q, k, v, mask, scale, sinks)
 
     @property
     def _own_rows(self) -> slice:
@@ -102,17 +94,17 @@ class _HeadShardedPass(CachePass, ABC):
         return slice(end - self.rows[kvdp], end)
 
     @abstractmethod
-    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Write the keys and values of this rank to its cache."""
-
-    @abstractmethod
     def _attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None
     ) -> Tensor:
         """The output of this rank's query heads, over what the caches of all ranks hold."""
 
-    def _over_cache(self, q: Tensor, over_own: Callable[[Tensor], Tensor]) -> Tensor:
-        """Exchange heads for sequences, let `over_own` attend, [B_own, h_c, T, D] from [B_own, H, T, D], and back."""
+    def _over_caches(self, layer: int, q: Tensor, over_own: Callable[[Tensor], Tensor]) -> Tensor:
+        """The output of this rank's query heads, where `over_own` attends for all heads of this rank's sequences."""
+        return self._over_cache(layer, q, lambda queries: self._exchanged(queries, over_own))
+
+    def _exchanged(self, q: Tensor, over_own: Callable[[Tensor], Tensor]) -> Tensor:
+        """Exchange heads for sequences, let `over_own` attend, [B_own, h_c, T, Dv] from [B_own, H, T, D], and back."""
         if self.heads.sharding.ranks == self.heads.sharding.tp:  # this rank's heads attend here
             return over_own(q)
         exchange = HeadExchange(self.heads.ranks.kvdp, self.rows, self.heads.kvdp_heads)
@@ -122,7 +114,7 @@ class _HeadShardedPass(CachePass, ABC):
         if gathered.shape[1]:
             out = over_own(gathered.transpose(0, 1))
         else:  # none of these sequences is cached here, nor by the ranks that would merge with this one
-            out = q.new_empty(0, sum(exchange.heads), tokens, dim)
+            out = q.new_empty(0, sum(exchange.heads), tokens, self.cache.value_dim)
         return exchange.scatter_heads(out).transpose(1, 2)
 
     def _group_sinks(self, sinks: Tensor | None) -> Tensor | None:
@@ -144,10 +136,8 @@ class ShardedDecodePass(_HeadShardedPass):
     _key_ranges: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _steps: list[PagedStep] = field(default_factory=list)  # shared by layers
 
-    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        own = self._own_rows
-        if own.stop > own.start:
-            write_tokens(self.cache.keys(layer), self.cache.values(layer), self.slots, k[own], v[own])
+    def _stored_here(self, x: Tensor) -> Tensor:
+        return x[self._own_rows]
 
     def _attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None
@@ -160,7 +150,7 @@ class ShardedDecodePass(_HeadShardedPass):
             self.cache.keys(layer), self.cache.values(layer), self.block_table, self.cur_pos, self._key_range,
             self._steps[0],
         )  # fmt: skip
-        return self._over_cache(q, lambda own: attend(own, kv, "all_to_all"))
+        return self._over_caches(layer, q, lambda own: attend(own, kv, "all_to_all"))
 
     def _key_range(self, window: int | None) -> tuple[Tensor, Tensor]:
         if window not in self._key_ranges:
@@ -183,22 +173,21 @@ class ShardedPrefillPass(_HeadShardedPass):
     stored: Ranges
     blocks: Tensor
 
-    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        if len(self.own):
-            keys, values = self.cache.keys(layer), self.cache.values(layer)
-            write_tokens(keys, values, self.slots, k[:, :, self.own], v[:, :, self.own])
+    def _stored_here(self, x: Tensor) -> Tensor:
+        return x[:, :, self.own]
 
     def _attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None
     ) -> Tensor:
         if self.begin == 0:
             own = self.heads.own
-            per_kv = self.heads.heads.q // self.heads.heads.kv
-            k, v = (kv_heads_of(x, own, per_kv, self.heads.kv.start) for x in (k, v))
+            if self.latents is None:  # else they were expanded for these heads only
+                per_kv = self.heads.heads.q // self.heads.heads.kv
+                k, v = (kv_heads_of(x, own, per_kv, self.heads.kv.start) for x in (k, v))
             return attention(
                 q, k, v, mask=mask, scale=scale, sinks=None if sinks is None else sinks[own.start : own.stop]
             )
-        return self._over_cache(q, lambda queries: self._over_stored(layer, queries, mask, scale, sinks))
+        return self._over_caches(layer, q, lambda own: self._over_stored(layer, own, mask, scale, sinks))
 
     def _over_stored(self, layer: int, q: Tensor, mask: Mask, scale: float, sinks: Tensor | None) -> Tensor:
         keys, values = (self._read(pool) for pool in (self.cache.keys(layer), self.cache.values(layer)))

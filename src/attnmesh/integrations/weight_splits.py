@@ -20,7 +20,8 @@ SHARDED_MODELS = (
 )  # fmt: skip
 """The `model_type`s that generate with sharded weights."""
 
-_QUERIES, _KEYS_AND_VALUES = ("q_proj", "q_b_proj"), ("k_proj", "v_proj", "kv_b_proj")
+_BY_Q_HEAD = ("q_proj", "q_b_proj", "kv_b_proj")  # the latter belongs to queries and outputs if the cache has latents
+_BY_KV_HEAD = ("k_proj", "v_proj")
 _ATTENTION = {"self_attn.q_proj": "colwise", "self_attn.o_proj": "rowwise"}
 _OWN_PLANS: dict[str, dict[str, str]] = {
     "gpt_oss": {
@@ -46,15 +47,10 @@ def check_sharded_model(config: Any, name: str, sharding: DecodeSharding) -> Non
 
 
 def heads_of(config: Any) -> Heads:
-    """The heads of the model's attention."""
-    return Heads(config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-
-
-def cached_width(config: Any) -> int:
-    """The width of a head in the KV cache: that of keys, which latent attention expands before they are stored."""
+    """The heads of the model's attention: kv heads are those of its KV cache, one if that has latents."""
     if getattr(config, "kv_lora_rank", None) is not None:
-        return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        return Heads(config.num_attention_heads, 1)
+    return Heads(config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def weight_splits(model: Any) -> dict[str, Split | None]:
@@ -88,10 +84,10 @@ def _split(name: str, ndim: int, plan: Mapping[str, str]) -> Split | None:
     projection = layer.rpartition(".")[2]
     match style:
         case "colwise":
-            if is_attention and projection not in (*_QUERIES, *_KEYS_AND_VALUES):
-                names = ", ".join((*_QUERIES, *_KEYS_AND_VALUES))
+            if is_attention and projection not in (*_BY_Q_HEAD, *_BY_KV_HEAD):
+                names = ", ".join((*_BY_Q_HEAD, *_BY_KV_HEAD))
                 raise ValueError(f"{name}: a projection of attention must be one of {names}, got {projection}")
-            return Split(0, "ranks" if not is_attention else "q_heads" if projection in _QUERIES else "kv_heads")
+            return Split(0, "ranks" if not is_attention else "q_heads" if projection in _BY_Q_HEAD else "kv_heads")
         case "rowwise":
             return FIRST_RANK if is_bias else Split(-1, "q_heads" if is_attention else "ranks", aligned=ndim == 3)
         case "packed_colwise" if ndim == 3:

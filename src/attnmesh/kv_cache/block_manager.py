@@ -147,17 +147,15 @@ class BlockManager:
     ) -> Sequence:
         """A sequence of `length` tokens in a given free row, with blocks for `reserved` tokens.
 
-        It starts with the blocks `shared` of another sequence. Its content is that of a cache elsewhere, to be copied
-        by the caller before anything else is done.
+        It starts with the blocks `shared` of another sequence. Its content is that of a cache elsewhere, which the
+        caller copies, and then lets prompts reuse it (`cache_full_blocks`).
         """
         blocks = [*shared, *self._pool.allocate(self._layout.num_blocks(reserved) - len(shared))]
         for block in shared:
             self._pool.acquire(block)
         self._free_rows.remove(row)
         heapq.heapify(self._free_rows)
-        sequence = self._place(row, length, blocks, ids, root, [])
-        self.cache_full_blocks(sequence)
-        return sequence
+        return self._place(row, length, blocks, ids, root, [])
 
     def check_append(self, sequences: tuple[Sequence, ...], count: int) -> list[_TouchedBlock]:
         """The blocks that `count` more tokens per sequence go to; raises CacheFull if there are too few."""

@@ -43,12 +43,14 @@ class CacheStats:
 class CacheFull(RuntimeError):  # noqa: N818 - a state one waits out, not a mistake
     """The cache has no room, and nothing has changed: free a sequence, or wait until one is freed.
 
-    `resource` is "blocks" or "sequences". `free` and `cached` are the blocks that could have been taken.
+    `resource` is "blocks" or "sequences". `free` and `cached` are those that could have been taken.
     """
 
     def __init__(self, resource: str, *, needed: int, free: int, cached: int, total: int) -> None:
         if resource == "blocks":
             limit = f"{free} are free and {cached} can be evicted of num_blocks={total}"
+        elif free:
+            limit = f"{free} of max_sequences={total} are free"
         else:
             limit = f"all of max_sequences={total} are in use"
         super().__init__(f"the cache is full: {needed} more {resource} needed, {limit}{see('decode.md#a-full-cache')}")

@@ -157,6 +157,11 @@ class BlockCache:
         return self._index.layers[layer]
 
     @property
+    def value_dim(self) -> int:
+        """The width of values."""
+        return self._value_dim
+
+    @property
     def free_rows(self) -> int:
         """The number of sequences that can still be allocated."""
         return self._manager.free_rows
@@ -309,6 +314,11 @@ class BlockCache:
         sequence = self._manager.restore(row, length, reserved, ids, root, shared)
         self._tables.upload()
         return sequence
+
+    def mark_restored(self, sequence: Sequence) -> None:
+        """Record that the keys and values of a restored sequence were copied: prompts can reuse its full blocks."""
+        self._check_sequence(sequence)
+        self._manager.cache_full_blocks(sequence)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Keep the first `length` tokens, as after rejected drafts. Blocks reserved for a prompt are freed, too."""

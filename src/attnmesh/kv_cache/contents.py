@@ -9,7 +9,8 @@ Sequences with common blocks (prefixes, forks) are a tree: the first `common` po
 from __future__ import annotations
 
 from array import array
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -128,16 +129,22 @@ class CacheContents:
         placed: list[Placement] = []
         for sequence in self.sequences:
             kvdp_rank = next(peer for peer, own in enumerate(rows) if sequence.row in own)
-            sharers = [
-                (self._shared_blocks(earlier.sequence, sequence, layout), -earlier.sequence.row)
-                for earlier in placed
-                if earlier.kvdp_rank == kvdp_rank and sequence.base != -1
-            ]
-            shared, row = max(sharers, default=(0, 1))
-            placed.append(
-                Placement(sequence, kvdp_rank, -row if shared else -1, shared, layout.num_blocks(sequence.reserved))
-            )
+            placed.append(self.place(sequence, sequence.row, kvdp_rank, placed, layout))
         return placed
+
+    def place(
+        self, sequence: SequenceContents, row: int, kvdp_rank: int, placed: Sequence[Placement], layout: BlockLayout
+    ) -> Placement:
+        """A sequence in a row of a KVDP rank, which shares blocks with those that are `placed` there."""
+        sharers = [
+            (self._shared_blocks(earlier.sequence, sequence, layout), -earlier.sequence.row)
+            for earlier in placed
+            if earlier.kvdp_rank == kvdp_rank and sequence.base != -1
+        ]
+        shared, base = max(sharers, default=(0, 1))
+        return Placement(
+            sequence, row, kvdp_rank, -base if shared else -1, shared, layout.num_blocks(sequence.reserved)
+        )
 
     def _shared_blocks(self, a: SequenceContents, b: SequenceContents, layout: BlockLayout) -> int:
         """The blocks that two sequences can have in common: full ones, or all where both are the same throughout."""
@@ -161,9 +168,9 @@ class CacheContents:
             for rank in range(sharding.ranks)
         ]
 
-    def needs(self, sharding: DecodeSharding, block_size: int) -> list[Part]:
+    def needs(self, sharding: DecodeSharding, block_size: int, placed: Sequence[Placement] | None = None) -> list[Part]:
         """What each rank of a sharding is to hold in blocks of its own: all but the blocks that sequences share."""
-        placed = self.placements(sharding, block_size)
+        placed = self.placements(sharding, block_size) if placed is None else placed
         parts = []
         for rank in range(sharding.ranks):
             shard, kvdp_rank = sharding.position_shard(rank), sharding.place(rank).kvdp
@@ -179,7 +186,7 @@ class CacheContents:
         pieces, at, end = [], placed.sequence, placed.sequence.length
         while begin < end:
             if positions := shard.ranges(end, max(begin, at.common)):
-                pieces.append(Piece(placed.sequence.row, at.row, positions))
+                pieces.append(Piece(placed.row, at.row, positions))
             end = min(end, at.common)
             at = self._by_row[at.base] if at.base != -1 else at
         return pieces
@@ -189,7 +196,7 @@ class CacheContents:
         layout = BlockLayout(InterleavedShard(sharding.cp, 0, sharding.interleave), block_size)
         used = [0] * sharding.kvdp
         for placed in self.placements(sharding, block_size):
-            used[placed.kvdp_rank] += placed.blocks - placed.shared
+            used[placed.kvdp_rank] += placed.new_blocks
         return max(layout.num_blocks(self.max_length), *used)
 
     def make_cache(
@@ -202,24 +209,36 @@ class CacheContents:
             num_blocks=num_blocks, block_size=block_size, device=device, k_scale=_scale(self.k_scale),
             v_scale=_scale(self.v_scale),
         )  # fmt: skip
+        for made in self.restore(cache, self.placements(sharding, block_size)).values():
+            cache.mark_restored(made)
+        return cache
+
+    def restore(self, cache: ShardedCache, placements: Sequence[Placement]) -> dict[int, ShardedSequence]:
+        """New sequences of a cache, by the row of each here, without keys and values. The cache must have room."""
         made: dict[int, ShardedSequence] = {}
-        for placed in self.placements(sharding, block_size):
+        for placed in placements:
             one = placed.sequence
             shared = made[placed.base].sequence.blocks[: placed.shared] if placed.shared else []
             ids, root = array("q", one.ids), bytes.fromhex(one.root)
-            made[one.row] = cache.restore(one.row, one.length, one.reserved, ids, root, shared)
+            made[one.row] = cache.restore(placed.row, one.length, one.reserved, ids, root, shared)
             made[one.row].sequence.cached = one.cached
-        return cache
+        return made
 
 
 class Placement(NamedTuple):
-    """Where a sequence is stored: its KVDP rank, and the number of blocks it shares with the one in row `base`."""
+    """Where a sequence is stored, and the number of blocks it shares with another, which is in row `base` here."""
 
     sequence: SequenceContents
+    row: int
     kvdp_rank: int
     base: int
     shared: int
     blocks: int  # with the shared ones
+
+    @property
+    def new_blocks(self) -> int:
+        """The blocks that are allocated for it."""
+        return self.blocks - self.shared
 
 
 _SIZES = ("batch", "layers", "kv_heads", "head_dim", "value_dim", "max_length")
@@ -258,10 +277,15 @@ def contents_of(cache: ShardedCache) -> CacheContents:
                 base if common else -1, common,
             )
         )  # fmt: skip
+    return replace(sizes_of(cache), sequences=tuple(sequences))
+
+
+def sizes_of(cache: ShardedCache) -> CacheContents:
+    """The sizes of a cache, without sequences."""
     k_scale, v_scale = (_scale_numbers(scale) for scale in cache.scales)
     return CacheContents(
         **{name: getattr(cache, name) for name in _SIZES}, storage=cache.storage, k_scale=k_scale, v_scale=v_scale,
-        sequences=tuple(sequences),
+        sequences=(),
     )  # fmt: skip
 
 

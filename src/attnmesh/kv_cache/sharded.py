@@ -364,6 +364,11 @@ class ShardedCache:
         self._log("restore", row=row, length=length, ids=hash(tuple(ids)))
         return self._sharded(kvdp_rank, sequence)
 
+    def mark_restored(self, sequence: ShardedSequence) -> None:
+        """Record that the keys and values of a restored sequence were copied: prompts can reuse its full blocks."""
+        self._check_sequence(sequence)
+        self._caches[sequence.kvdp_rank].mark_restored(sequence.sequence)
+
     def _log(self, operation: str, **numbers: int | tuple[int, ...]) -> None:
         self.log.add(operation, hash((text_digest(operation), *numbers.values())), numbers)
 

@@ -1,7 +1,8 @@
 """Which part of every weight of a model each rank holds, under a `DecodeSharding`.
 
     query and output projections    the query heads of the rank: all ranks divide them, in rank order
-    key and value projections       the kv heads of the rank's TP rank: KVDP and CP ranks hold the same
+    key and value projections       the kv heads of the rank's TP rank: KVDP and CP ranks hold the same; where the
+                                    cache has latents, what expands them for the query heads of the rank
     MLP, experts, vocabulary        over all ranks, as in Helix; every rank has a part of each expert
     norms, routers                  on every rank
     biases that are added to a sum  on rank 0; the others hold zeros

@@ -142,7 +142,7 @@ class DecodeAttention:
             ).out
         # One token without a window attends to all keys stored here: the kernel needs no range.
         key_range = kv.key_range(self.window) if q.shape[2] > 1 or self.window is not None else None
-        packed = _empty_packed(q) if q.is_cuda else None  # on the CPU, packing a state costs less than views of it
+        packed = _empty_packed(q, kv) if q.is_cuda else None  # on the CPU, packing a state costs less than views of it
         state = kv.paged_step()(
             q, kv.keys, kv.values, scale=self.scale, key_range=key_range, partial=True,
             into=None if packed is None else unpack_state(packed), backend=self.backend,
@@ -168,12 +168,12 @@ class DecodeAttention:
         A split is whole blocks, so the block table can be cut into one row per split. The state of a split depends on
         its keys only, and the merge does not depend on the rank that computed it.
         """
-        rows, heads, tokens, dim = q.shape
+        rows, heads, tokens, _ = q.shape
         table, splits, per_run = self._split_table(kv, size)
         start = torch.arange(0, splits * size, size, dtype=torch.int32, device=q.device)[:, None]
         first, end = ((x[:, None] - start).clamp(0, size).flatten(0, 1) for x in kv.key_range(self.window))
         queries = q.repeat_interleave(splits, 0)
-        packed = _empty_packed(queries)
+        packed = _empty_packed(queries, kv)
         for at in range(0, rows * splits, MAX_SEQUENCES):  # to the kernel, every split is a sequence
             some = slice(at, at + MAX_SEQUENCES)
             paged_decode_attention(
@@ -181,7 +181,7 @@ class DecodeAttention:
                 key_range=(first[some], end[some]), split_size=size, into=unpack_state(packed[:, some]),
                 backend=self.backend,
             )  # fmt: skip
-        packed = packed.view(heads, rows, splits, tokens, dim + 1)
+        packed = packed.view(heads, rows, splits, tokens, packed.shape[-1])
         sharded = self.states.comm.world > 1
         states = self.states.all_to_all(packed) if sharded else packed[None]
         runs = states.unflatten(3, (-1, per_run))  # [cp, h, B, runs, splits per run, T, D + 1]
@@ -256,10 +256,11 @@ def _merge_on_cpu(packed: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> T
     return out[0].transpose(0, 1).to(dtype)
 
 
-def _empty_packed(q: Tensor) -> Tensor:
-    """An empty packed state [H, B, T, D + 1] for queries [B, H, T, D]."""
-    batch, heads, tokens, dim = q.shape
-    return torch.empty(heads, batch, tokens, dim + 1, dtype=accumulation_dtype(q.dtype), device=q.device)
+def _empty_packed(q: Tensor, kv: LocalKV) -> Tensor:
+    """An empty packed state [H, B, T, Dv + 1] for queries [B, H, T, D]."""
+    batch, heads, tokens, _ = q.shape
+    width = values_of(kv.values).shape[-1] + 1
+    return torch.empty(heads, batch, tokens, width, dtype=accumulation_dtype(q.dtype), device=q.device)
 
 
 def _receive_buffer(comm: Comm, shape: tuple[int, ...], like: Tensor) -> Tensor:

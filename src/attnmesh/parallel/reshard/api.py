@@ -1,4 +1,4 @@
-"""`reshard`: move a KV cache from one sharding to another, on the same ranks or on others.
+"""`reshard`: move a KV cache from one sharding to another, on the same ranks or on others, or into a cache there.
 
 Every rank knows which tokens every rank holds before and after (`CacheContents`, `plan_moves`), so no rank has to ask:
 ranks send what others lack, in messages of bounded size, and copy what stays.
@@ -6,9 +6,11 @@ ranks send what others lack, in messages of bounded size, and copy what stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -18,10 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.call_log import alternatives, format_ranks, text_digest
 from attnmesh.core.validation import check_type
+from attnmesh.kv_cache.sequence import ShardedSequence
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.parallel.node_groups import comm_named
 from attnmesh.parallel.reshard.goal import (
     MESSAGE_BYTES,
+    Goal,
     Holders,
     Target,
     cache_holders,
@@ -30,6 +34,7 @@ from attnmesh.parallel.reshard.goal import (
     target_ranks,
 )
 from attnmesh.parallel.reshard.prefill import PrefillKV
+from attnmesh.parallel.reshard.room import Room, room_of
 from attnmesh.parallel.reshard.tokens import CacheTokens, Reader
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.reshard import Move, Part, Piece, plan_moves
@@ -37,18 +42,34 @@ from attnmesh.plan.reshard import Move, Part, Piece, plan_moves
 _INT63 = (1 << 63) - 1
 
 
+Group = Comm | ProcessGroup | DeviceMesh
+
+
+@overload
+def reshard(
+    cache: ShardedCache | PrefillKV | None, to: DecodeSharding, comm: Group | None = ..., *,
+    ranks: Sequence[int] | None = ..., into: None = ..., num_blocks: int | None = ..., block_size: int | None = ...,
+    max_length: int | None = ..., device: torch.device | str | None = ..., message_bytes: int = ...,
+) -> ShardedCache | None: ...  # fmt: skip
+@overload
+def reshard(
+    cache: ShardedCache | PrefillKV | None, to: DecodeSharding, comm: Group | None = ..., *,
+    ranks: Sequence[int] | None = ..., into: ShardedCache, num_blocks: None = ..., block_size: None = ...,
+    max_length: None = ..., device: torch.device | str | None = ..., message_bytes: int = ...,
+) -> dict[int, ShardedSequence]: ...  # fmt: skip
 def reshard(
     cache: ShardedCache | PrefillKV | None,
     to: DecodeSharding,
-    comm: Comm | ProcessGroup | DeviceMesh | None = None,
+    comm: Group | None = None,
     *,
     ranks: Sequence[int] | None = None,
+    into: ShardedCache | None = None,
     num_blocks: int | None = None,
     block_size: int | None = None,
     max_length: int | None = None,
     device: torch.device | str | None = None,
     message_bytes: int = MESSAGE_BYTES,
-) -> ShardedCache | None:
+) -> ShardedCache | dict[int, ShardedSequence] | None:
     """A cache with the same sequences in the same rows, sharded as `to`; None on ranks that are not among `ranks`.
 
     All ranks of `comm` must call it, also those without a part of the cache, which pass None. Rank i of `to` is rank
@@ -59,22 +80,34 @@ def reshard(
     and both caches exist until the caller drops it. Besides them a rank needs `2 * message_bytes`, and indices.
     `block_size` and `max_length` are by default those of the cache, and `num_blocks`, per rank, as many as hold as many
     tokens in total. `device` is that of the cache, or torch's default device on a rank without one.
+
+    With `into`, a cache with the sharding `to` that its ranks pass, the sequences join those that are there, in free
+    rows. Returned are the new sequences by their rows in `cache`, and None on ranks that pass no `into`. Raises
+    CacheFull on every rank if rows or blocks are missing. After any error `into` has the sequences that it had.
     """
     comm = comm_named("comm", comm)
 
     def check_arguments() -> tuple[tuple[Target, Source | None, torch.device], SharedValues]:
         check_type("cache", cache, (ShardedCache, PrefillKV, type(None)), "a ShardedCache, a PrefillKV or None")
         target = Target(to, target_ranks(ranks, to, comm.world), num_blocks, block_size, max_length, message_bytes)
+        if into is not None:
+            _check_into(into, cache, target, comm.rank)
         source = None if cache is None else source_of(cache)
-        on = device_of(None if source is None else source.tokens.device, device)
+        devices = [source.tokens.device] if source is not None else []
+        devices += [into.block_table.device] if into is not None else []
+        if len(set(devices)) > 1:
+            raise ValueError(f"into must be on the device of the cache, {devices[0]}, got {devices[1]}")
+        on = device_of(devices[0] if devices else None, device)
         return (target, source, on), {**target.values(), "device": on.type}
 
     target, source, on = check_on_all_ranks(comm, "reshard", check_arguments, force=True)
     holders, source_ranks = share_holders(comm, source, on)
-    goal = target.goal(holders)  # the same on all ranks: all of them raise, or none
+    room = _share_room(comm, into, target.ranks, on)
+    # The same on all ranks: all of them raise, or none.
+    goal = target.goal(holders) if room is None else room.goal(holders.contents)
     goal.check_message(holders.parts(), message_bytes)
-    with propagate_failure(comm):
-        made = goal.make_cache(target.ranks.index(comm.rank), on) if comm.rank in target.ranks else None
+
+    def move(made: ShardedCache | None) -> None:
         moves = plan_moves(
             _on_ranks(comm.world, source_ranks, holders.parts()),
             _on_ranks(comm.world, target.ranks, goal.needs()),
@@ -82,7 +115,74 @@ def reshard(
         )
         reader, writer = None if source is None else source.tokens, None if made is None else CacheTokens(made)
         _Transfer(comm, reader, writer, lambda move: goal.chunk_tokens(move, message_bytes)).run(moves)
+
+    with propagate_failure(comm):
+        if into is not None:
+            with _joining(into, goal) as joined:
+                move(into)
+            return joined
+        is_new = room is None and comm.rank in target.ranks
+        made = goal.make_cache(target.ranks.index(comm.rank), on) if is_new else None
+        move(made)
     return made
+
+
+# The cache that sequences are moved into.
+
+
+def _check_into(into: object, cache: ShardedCache | PrefillKV | None, target: Target, rank: int) -> None:
+    """Raise ValueError unless sequences can be moved into a cache with these arguments."""
+    check_type("into", into, ShardedCache, "a ShardedCache or None")
+    assert isinstance(into, ShardedCache)
+    if into is cache:
+        raise ValueError("into must be another cache than the one that is moved, got the same")
+    place = target.ranks.index(rank) if rank in target.ranks else None
+    if into.sharding != target.sharding or into.rank != place:
+        raise ValueError(
+            f"into must be the part of rank {place} of {target.sharding!r} on this rank, got that of rank {into.rank} "
+            f"of {into.sharding!r}"
+        )
+    for name in ("num_blocks", "block_size", "max_length"):
+        if getattr(target, name) is not None:
+            raise ValueError(f"{name} must be None with into, whose own it is, got {getattr(target, name)}")
+
+
+def _share_room(comm: Comm, into: ShardedCache | None, ranks: tuple[int, ...], device: torch.device) -> Room | None:
+    """What is free in the cache that sequences are moved into, on every rank; None if there is no such cache."""
+    room = None if into is None else room_of(into)
+    digest = 0 if into is None else (text_digest(repr(room)) ^ into.log.digest) & _INT63
+    header = torch.tensor([into is not None, digest], dtype=torch.int64, device=device)
+    headers = [part.tolist() for part in comm.all_gather(header, [(2,)] * comm.world)]
+    having = [rank for rank in range(comm.world) if headers[rank][0]]
+    if not having:
+        return None
+    if having != sorted(ranks):
+        raise ValueError(
+            f"into must be given on all ranks of the sharding, {format_ranks(sorted(ranks))}, got it on "
+            f"{format_ranks(having)}"
+        )
+    if len({headers[rank][1] for rank in having}) > 1:
+        texts = {rank: f"one of digest {headers[rank][1]:016x}" for rank in having}
+        raise ValueError(
+            "into must be the same, after the same operations, on all its ranks, got "
+            f"{alternatives(texts, comm.global_ranks)}"
+        )
+    text = _broadcast(comm, None if room is None else room.to_text, having, device)
+    return Room.from_text(text) if room is None else room
+
+
+@contextmanager
+def _joining(into: ShardedCache, goal: Goal) -> Iterator[dict[int, ShardedSequence]]:
+    """New sequences, whose keys and values are written within it; without them after an error."""
+    joined = goal.contents.restore(into, goal.placed)
+    try:
+        yield joined
+    except BaseException:
+        for sequence in joined.values():
+            into.free(sequence)
+        raise
+    for sequence in joined.values():
+        into.mark_restored(sequence)
 
 
 # What is moved.
@@ -133,27 +233,27 @@ def share_holders(comm: Comm, source: Source | None, device: torch.device) -> tu
             f"cache must be given for each of its {expected} ranks once, got those of {format_ranks(given)}"
             + (f" without {format_ranks(missing)}" if missing else "")
         )
-    holders = None if source is None else source.holders
-    if len(having) < comm.world:
-        others = [rank for rank in range(comm.world) if rank not in having]
-        holders = _broadcast(comm, holders, having[0], others, device)
-    assert holders is not None
+    text = _broadcast(comm, None if source is None else source.holders.to_text, having, device)
+    holders = Holders.from_text(text) if source is None else source.holders
     return holders, [parts[part] for part in range(expected)]
 
 
-def _broadcast(comm: Comm, holders: Holders | None, root: int, others: list[int], device: torch.device) -> Holders:
-    """The holders of rank `root` on the ranks `others`."""
-    text = holders.to_text() if holders is not None and comm.rank == root else b""
+def _broadcast(comm: Comm, encode: Callable[[], bytes] | None, having: list[int], device: torch.device) -> bytes:
+    """The text of the first of the ranks `having`, on all others; `encode` is None there."""
+    root, others = having[0], [rank for rank in range(comm.world) if rank not in having]
+    if not others:
+        return b""
+    text = encode() if encode is not None and comm.rank == root else b""
     size = torch.tensor([len(text)], dtype=torch.int64, device=device)
     length = int(comm.all_gather(size, [(1,)] * comm.world)[root])
     if comm.rank == root:
         sent = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
         comm.exchange([(sent, rank) for rank in others], []).wait()
-    if holders is not None:
-        return holders
+    if encode is not None:
+        return b""
     received = comm.buffer((length,), dtype=torch.uint8, device=device)
     comm.exchange([], [(received, root)]).wait()
-    return Holders.from_text(received.cpu().numpy().tobytes())
+    return received.cpu().numpy().tobytes()
 
 
 # Messages.

@@ -12,7 +12,7 @@ import torch
 
 from attnmesh.comm import SharedValues
 from attnmesh.core.validation import check_count, check_device, check_list, check_type, shown
-from attnmesh.kv_cache.contents import CacheContents, contents_of
+from attnmesh.kv_cache.contents import CacheContents, Placement, contents_of
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.ops.storage import bytes_per_token
 from attnmesh.parallel.reshard.prefill import PrefillKV
@@ -144,21 +144,23 @@ class Target:
                 f"{self.num_blocks}"
             )
         equal = -(-holders.capacity // (block_size * sharding.kvdp * sharding.cp))
-        return Goal(contents, sharding, self.num_blocks or max(needed, equal), block_size)
+        placed = tuple(contents.placements(sharding, block_size))
+        return Goal(contents, sharding, self.num_blocks or max(needed, equal), block_size, placed)
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The cache that is made."""
+    """The cache that is made, or that sequences are moved into; `placed` are their places there."""
 
     contents: CacheContents
     sharding: DecodeSharding
     num_blocks: int
     block_size: int
+    placed: tuple[Placement, ...]
 
     def needs(self) -> list[Part]:
         """What each rank of the sharding is to hold."""
-        return self.contents.needs(self.sharding, self.block_size)
+        return self.contents.needs(self.sharding, self.block_size, self.placed)
 
     def make_cache(self, rank: int, device: torch.device) -> ShardedCache:
         """A rank's cache, without keys and values."""

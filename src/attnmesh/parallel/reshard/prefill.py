@@ -92,7 +92,7 @@ class PrefillKV:
         """The tokens of pieces, as they are stored."""
         own = ranges.as_tensor(self.layout.ranges(self.length, self.world, self.rank))
         at = [torch.searchsorted(own, ranges.as_tensor(piece.positions)) for piece in pieces]
-        rows = torch.cat([torch.full_like(index, piece.row) for index, piece in zip(at, pieces, strict=True)])
+        rows = torch.cat([torch.full_like(index, piece.content) for index, piece in zip(at, pieces, strict=True)])
         rows, index = rows.to(self.device), torch.cat(at).to(self.device)
         stored = []
         for layers in (self.keys, self.values):

@@ -1,0 +1,173 @@
+"""Beam search: the tokens of Transformers, whatever the ranks; beams share blocks, and leave none behind."""
+
+from functools import cache
+
+import pytest
+import torch
+
+import attnmesh as am
+from attnmesh.generation.beams import BeamSearch, Candidate
+from attnmesh.generation.generator import Generator
+from helpers.models import VOCABULARY, attnmesh_model, generated_rows, on_virtual_ranks, random_ids, transformers_model
+
+PROMPTS = [random_ids(n, seed) for n, seed in ((9, 1), (40, 2), (5, 3))]
+ENDS = list(range(20, 32))  # many: answers of all lengths are found
+
+
+@cache
+def beam_tokens(kind, prompt, beams, most, ends):
+    """The tokens of Transformers' beam search in one process."""
+    ids = torch.tensor([prompt])
+    # As eos_token_id=None in a call is that of the generation config, no token ends an answer by an unknown one.
+    out = transformers_model(kind).generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=beams, max_new_tokens=most,
+        eos_token_id=list(ends) or VOCABULARY + 1, pad_token_id=VOCABULARY + 2,
+    )  # fmt: skip
+    return [token for token in out[0, len(prompt) :].tolist() if token != VOCABULARY + 2]
+
+
+def expected(kind, beams, most, ends, prompts=PROMPTS):
+    return [beam_tokens(kind, tuple(prompt), beams, most, tuple(ends)) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("kind", "beams", "most", "ends"),
+    [
+        ("llama", 3, 8, ENDS),
+        *(
+            pytest.param(kind, beams, most, ends, marks=pytest.mark.slow)
+            for kind in ("llama", "gpt_oss", "mistral", "deepseek_v3")
+            for beams, most, ends in ((2, 12, []), (4, 15, ENDS), (7, 9, ENDS[:2]), (3, 1, ENDS))
+        ),
+    ],
+)
+def test_the_answers_of_transformers(kind, beams, most, ends):
+    wanted = expected(kind, beams, most, ends)
+    generator = Generator(attnmesh_model(kind), cache_tokens=900, max_sequences=3 * beams)
+    for _ in range(2):  # the second time, prompts are cached
+        assert generated_rows(generator, PROMPTS, max_new_tokens=most, stop=ends, num_beams=beams) == wanted
+    greedy = generated_rows(generator, PROMPTS, max_new_tokens=most, stop=ends)
+    assert greedy == expected(kind, 1, most, ends)
+    if most > 1:
+        assert greedy != wanted
+
+
+@pytest.mark.parametrize(
+    ("kind", "sharding", "whole"),
+    [
+        ("llama", am.DecodeSharding(kvdp=2, cp=2), True),
+        pytest.param("llama", am.DecodeSharding(tp=2, kvdp=1, cp=2), False, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", am.DecodeSharding(tp=1, kvdp=2, cp=2), False, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", am.DecodeSharding(kvdp=3), True, marks=pytest.mark.slow),
+        pytest.param("qwen2", am.DecodeSharding(cp=3), True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_over_ranks(kind, sharding, whole):
+    wanted = expected(kind, 3, 12, ENDS)
+
+    def rank(comm):
+        model = attnmesh_model(kind) if whole else am.shard_model(attnmesh_model(kind), sharding, comm)
+        generator = Generator(
+            model, None, comm, cache_tokens=300, max_sequences=12, sharding=sharding, prefill_chunk=16
+        )
+        rows = [generated_rows(generator, PROMPTS, max_new_tokens=12, stop=ENDS, num_beams=3) for _ in range(2)]
+        return rows, generator.stats.reused_tokens
+
+    for rows, reused in on_virtual_ranks(sharding.ranks, rank):
+        assert rows == [wanted, wanted]
+        assert reused > 0
+
+
+def test_beams_share_the_prompt_and_leave_no_blocks_behind():
+    most, beams, prompt = 36, 4, random_ids(100, 5)
+    generator = Generator(attnmesh_model("llama"), cache_tokens=100 + 4 * 44, max_sequences=4)
+    engine, used = generator.engine, []
+    decode = engine.decode
+
+    def counting(sequences, ids):
+        used.append((len(sequences), engine.cache.stats().used))
+        return decode(sequences, ids)
+
+    engine.decode = counting
+    for _ in range(2):
+        rows = generated_rows(generator, [prompt], max_new_tokens=most, stop=[], num_beams=beams)
+        assert rows == expected("llama", beams, most, [], [prompt])
+    assert max(number for number, _ in used) == beams
+    assert max(blocks for _, blocks in used) <= 3 + beams * 3  # full blocks of the prompt, and of each beam its own
+    (kept,) = engine.sequences
+    assert not kept.active
+    assert engine.cache.stats().used == len(kept.stored.blocks)
+    assert am.generate(attnmesh_model("llama"), None, [prompt], max_new_tokens=5, stop=[], num_beams=2)
+
+
+def best_of_all(log_probs, beams, most, ends):
+    """Beam search over fixed log-probabilities per last token, written as one loop over whole answers."""
+    running, finished = [(0.0, (0,))], []
+    while True:
+        length = len(running[0][1])
+        every = sorted(
+            (
+                (score + of_token, (*ids, token))
+                for score, ids in running for token, of_token in enumerate(log_probs[ids[-1]])
+            ),
+            reverse=True,
+        )  # fmt: skip
+        ending = [ids[-1] in ends or length == most for _, ids in every]
+        finished += [(score / length, ids) for (score, ids), end in zip(every[:beams], ending, strict=False) if end]
+        finished = sorted(finished, reverse=True)[:beams]
+        running = [each for each, end in zip(every, ending, strict=True) if not end][:beams]
+        if not running or (len(finished) == beams and running[0][0] / length <= finished[-1][0]):
+            return list(finished[0][1][1:])
+
+
+@pytest.mark.parametrize("beams", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_search_alone(beams, seed):
+    """Over a vocabulary that is so small that all continuations are candidates."""
+    table = torch.log_softmax(3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(seed)).double(), -1)
+    search, last, most, ends = BeamSearch(beams, 6, frozenset({1, 4})), [0] * beams, 6, {1, 4}
+    scores = search.scores
+    while not search.is_finished:
+        total = (torch.tensor(scores).double()[:, None] + table[last]).flatten()
+        values, at = total.topk(min(search.num_candidates, total.numel()))
+        found = [Candidate(value, *divmod(index, 6)) for value, index in zip(values.tolist(), at.tolist(), strict=True)]
+        last = [each.token for each in search.step(found)]
+        scores = search.scores
+    assert search.answer == best_of_all(table.tolist(), beams, most, ends)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 0}, "num_beams must be an integer >= 1, got 0"),
+        ({"num_beams": True}, "num_beams must be an integer >= 1, got True"),
+        ({"num_beams": 5}, "prompts must be 1 to max_sequences=4, got 1 of num_beams=5 sequences each"),
+        ({"num_beams": 2, "speculative": True}, "num_beams must be 1 with speculative or a sampling .* got 2"),
+        ({"num_beams": 2, "sampling": am.Sampling(1.0)}, "num_beams must be 1 with speculative or a sampling .* got 2"),
+        ({"num_beams": 4, "max_new_tokens": 60}, "281 tokens of 4 sequences do not fit .*cache_tokens=150"),
+    ],
+)
+def test_what_is_refused(options, message):
+    generator = Generator(attnmesh_model("llama"), cache_tokens=150, max_sequences=4)
+    with pytest.raises(ValueError, match=message):
+        generator.generate(PROMPTS[:1], **{"max_new_tokens": 5, **options})
+
+
+def test_callbacks_and_invalid_logits():
+    generator = Generator(
+        attnmesh_model("llama"), cache_tokens=150, max_sequences=4, on_logits=lambda row, logits: None
+    )
+    with pytest.raises(ValueError, match="num_beams must be 1 for a Generator with on_logits, got 2"):
+        generator.generate(PROMPTS[:1], num_beams=2)
+
+    def rank(comm):
+        model = am.shard_model(attnmesh_model("llama"), am.DecodeSharding(kvdp=2), comm)
+        generator = Generator(model, None, comm, cache_tokens=150, max_sequences=8)
+        model.model.norm.weight.data.neg_().log_()  # NaN
+        with pytest.raises(ValueError, match="the logits of row 0, 1 have a NaN"):
+            list(generator.generate(PROMPTS[::2], max_new_tokens=4, num_beams=3))
+        model.model.norm.weight.data.copy_(attnmesh_model("llama").model.norm.weight)
+        return generated_rows(generator, PROMPTS[::2], max_new_tokens=4, stop=[], num_beams=3)
+
+    assert on_virtual_ranks(2, rank) == [expected("llama", 3, 4, [], PROMPTS[::2])] * 2
