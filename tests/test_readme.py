@@ -43,6 +43,8 @@ PAGES = {
     "reference/sharded-generation": 1,
     "reference/sparse-attention": 1,
     "reference/language-models": 1,
+    "reference/integrations": 1,
+    "reference/planner": 1,
     "migrating": 8,
 }  # page: number of blocks that run
 

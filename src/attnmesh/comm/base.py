@@ -79,6 +79,13 @@ class Comm(ABC):
 
     No gradient flows through a comm: use it inside the forward and the backward of an autograd Function. Results never
     alias another rank's memory; a rank's own part is returned as is. Messages without elements are not sent.
+
+    Examples:
+        >>> def rank(comm):
+        ...     parts = comm.all_gather(torch.full((comm.rank + 1,), comm.rank), shapes=[(1,), (2,), (3,)])
+        ...     return comm.world, torch.cat(parts).tolist()
+        >>> am.run_virtual(3, rank)[0]
+        (3, [0, 1, 1, 2, 2, 2])
     """
 
     rank: int

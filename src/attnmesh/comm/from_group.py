@@ -16,6 +16,13 @@ def comm_from(group: Comm | dist.ProcessGroup | DeviceMesh | None = None, *, tim
     None is the default process group, or a single rank if torch.distributed is not initialized. `timeout`, in seconds,
     is set on the comm for all its users. Without it, the comm has the timeout that the group was created with, or the
     default group's if that group was created without one.
+
+    Examples:
+        >>> comm = am.comm_from(None, timeout=60)  # torch.distributed is not initialized: a single rank
+        >>> comm.rank, comm.world, comm.timeout
+        (0, 1, 60.0)
+        >>> am.comm_from(comm) is comm
+        True
     """
     seconds = None if timeout is None else check_timeout(timeout)
     comm = _comm_from(group)

@@ -15,7 +15,18 @@ if TYPE_CHECKING:
 
 
 class CommError(RuntimeError):
-    """A peer died, raised, or did not arrive in time. The comm cannot be used any more."""
+    """A peer died, raised, or did not arrive in time. The comm cannot be used any more.
+
+    Examples:
+        >>> def rank(comm):
+        ...     if comm.rank == 0:
+        ...         comm.barrier()  # rank 1 has returned and never arrives
+        >>> try:
+        ...     am.run_virtual(2, rank)
+        ... except am.CommError as error:
+        ...     print(str(error).partition(";")[0])
+        rank 0 was waiting for rank 1 to receive uint8[1] (barrier) and rank 1 to send uint8[1] (barrier)
+    """
 
     def __init__(self, message: str, causes: Sequence[str] = ()) -> None:
         super().__init__(with_link(message, "debugging.md#commerror"))

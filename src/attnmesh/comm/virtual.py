@@ -34,6 +34,10 @@ def run_virtual(world: int, fn: Callable[[Comm], T], *, timeout: float = 300) ->
     The first error on any rank ends the run and is raised here with the rank as a note. A deadlock is detected
     immediately and raised as a CommError that lists what each rank waits for. After `timeout` seconds, ranks that still
     run are abandoned with a CommError.
+
+    Examples:
+        >>> am.run_virtual(3, lambda comm: comm.all_reduce(torch.tensor(comm.rank + 1)).item())
+        [6, 6, 6]
     """
     check_count("world", world, least=1, most=_MAX_THREADS)
     if not callable(fn):

@@ -16,19 +16,25 @@ from attnmesh.core.validation import check_count, shown
 class CustomMask(Mask):
     """A base class for masks: a subclass is a frozen dataclass and defines `key_ranges`, from which all else follows.
 
-        @dataclass(frozen=True)
-        class EveryOtherBlock(CustomMask):
-            size: int
-
-            def key_ranges(self, q):
-                first = q // self.size // 2 * 2 * self.size
-                return first, q + 1
-
     The intervals of consecutive queries may move forward, back, or by any number of positions. Several intervals per
     query are a union of masks (`|`), another mask for each sequence is `PerSequence`. A subclass may also define the
     property `length`, if it is made for one length of sequence: `key_ranges` then gets positions below it only.
 
     Fields must be hashable (numbers, strings, tuples): equal masks share plans, and ranks compare them as text.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class EveryOtherBlock(am.CustomMask):
+        ...     size: int
+        ...     def key_ranges(self, q):
+        ...         return q // self.size // 2 * 2 * self.size, q + 1
+        >>> print(EveryOtherBlock(1).draw(5))
+        # . . . .
+        # # . . .
+        . . # . .
+        . . # # .
+        . . . . #
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> CustomMask:

@@ -30,7 +30,17 @@ _MAX_PAIRS = 2**16  # chunks are listed one by one
 
 
 class Layout(ABC):
-    """The assignment of positions to ranks. Immutable and hashable."""
+    """The assignment of positions to ranks. Immutable and hashable.
+
+    Examples:
+        >>> layout = am.Striped()
+        >>> layout.positions(10, world=4, rank=1)
+        tensor([1, 5, 9])
+        >>> x = torch.arange(10)
+        >>> shards = [layout.shard(x, 0, 4, rank) for rank in range(4)]
+        >>> torch.equal(layout.unshard(shards, 0), x)
+        True
+    """
 
     @abstractmethod
     def _ranges(self, length: int, world: int, rank: int) -> tuple[range, ...]: ...
@@ -89,7 +99,12 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class Contiguous(Layout):
-    """Rank r has the r-th chunk; chunk lengths differ by at most one position, longer chunks first."""
+    """Rank r has the r-th chunk; chunk lengths differ by at most one position, longer chunks first.
+
+    Examples:
+        >>> [am.Contiguous().ranges(10, 4, rank) for rank in range(4)]
+        [(range(0, 3),), (range(3, 6),), (range(6, 8),), (range(8, 10),)]
+    """
 
     def _ranges(self, length: int, world: int, rank: int) -> tuple[range, ...]:
         base, extra = divmod(length, world)
@@ -108,6 +123,12 @@ class Zigzag(Layout):
     Chunk lengths differ by at most one position. If the length is not divisible, the balance depends on which chunks
     are longer: the first chunks if there are at most P longer ones, else all but the first chunks. This is optimal (a
     test tries all alternatives).
+
+    Examples:
+        >>> [am.Zigzag().ranges(16, 3, rank) for rank in range(3)]
+        [(range(0, 2), range(13, 16)), (range(2, 4), range(10, 13)), (range(4, 10),)]
+        >>> am.Zigzag((1, 0)).ranges(16, 2, 0)  # rank 0 has all the work
+        (range(0, 16),)
     """
 
     pairs: int | tuple[int, ...] = 1
@@ -159,7 +180,12 @@ class Zigzag(Layout):
 
 @dataclass(frozen=True)
 class Striped(Layout):
-    """Rank r has positions r, r + world, r + 2 * world, ..."""
+    """Rank r has positions r, r + world, r + 2 * world, ...
+
+    Examples:
+        >>> [am.Striped().positions(10, 4, rank).tolist() for rank in range(4)]
+        [[0, 4, 8], [1, 5, 9], [2, 6], [3, 7]]
+    """
 
     def _ranges(self, length: int, world: int, rank: int) -> tuple[range, ...]:
         return (range(rank, max(rank, length), world),)
@@ -205,6 +231,11 @@ class Balanced(Layout):
 
     Work is within about 1% of the mean, unless the sequence is so short that single positions weigh more than that. It
     is balanced for `mask` only: attention under another mask is as exact, but its work may be imbalanced.
+
+    Examples:
+        >>> layout = am.Balanced(am.Causal())
+        >>> [layout.positions(8, 2, rank).tolist() for rank in range(2)]  # 18 visible pairs each
+        [[2, 3, 4, 5], [0, 1, 6, 7]]
     """
 
     mask: Mask
@@ -305,7 +336,13 @@ def _window(positions: _Positions, taking: int, ranks: int, mean: float) -> rang
 
 @dataclass(frozen=True, init=False, repr=False)
 class Joint(Layout):
-    """Concatenated sequences, given as pairs of (length, layout). The total length is their sum."""
+    """Concatenated sequences, given as pairs of (length, layout). The total length is their sum.
+
+    Examples:
+        >>> layout = am.Joint((4, am.Zigzag()), (3, am.Contiguous()))  # an image and a text, say
+        >>> [layout.positions(7, 2, rank).tolist() for rank in range(2)]
+        [[0, 3, 4, 5], [1, 2, 6]]
+    """
 
     parts: tuple[tuple[int, Layout], ...]
 

@@ -40,7 +40,14 @@ def _is_ours(kind: type) -> bool:
 
 
 class Coverage(enum.Enum):
-    """How much of a range of keys a range of queries attends to."""
+    """How much of a range of keys a range of queries attends to.
+
+    Examples:
+        >>> am.Causal().coverage(range(8, 16), range(0, 8))
+        <Coverage.FULL: 'everything: compute it without a mask'>
+        >>> am.Causal().coverage(range(0, 8), range(8, 16)).name
+        'EMPTY'
+    """
 
     EMPTY = "nothing: skip it"
     FULL = "everything: compute it without a mask"
@@ -52,6 +59,10 @@ class Mask(ABC):
 
     A mask of your own is a subclass of `CustomMask`. A class outside of this package that overrides what plans and
     kernels read raises ValueError when it is defined: several of these must agree, or results are wrong.
+
+    Examples:
+        >>> (am.Causal() & am.Documents([3, 5])).visible(torch.tensor(4), torch.arange(8)).tolist()
+        [False, False, False, True, True, False, False, False]
     """
 
     allows_everything = False

@@ -47,7 +47,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Full(IntervalMask):
-    """Every query attends to every key."""
+    """Every query attends to every key.
+
+    Examples:
+        >>> print(am.Full().draw(3))
+        # # #
+        # # #
+        # # #
+    """
 
     allows_everything = True
 
@@ -63,7 +70,14 @@ class Full(IntervalMask):
 
 @dataclass(frozen=True)
 class Causal(IntervalMask):
-    """A query attends to itself and earlier positions: keys `k <= q`."""
+    """A query attends to itself and earlier positions: keys `k <= q`.
+
+    Examples:
+        >>> print(am.Causal().draw(3))
+        # . .
+        # # .
+        # # #
+    """
 
     def _visible(self, q: Tensor, k: Tensor) -> Tensor:
         return k <= q
@@ -77,7 +91,15 @@ class Causal(IntervalMask):
 
 @dataclass(frozen=True)
 class SlidingWindow(IntervalMask):
-    """A query attends to `left` keys before itself, itself, and `right` keys after: `q - left <= k <= q + right`."""
+    """A query attends to `left` keys before itself, itself, and `right` keys after: `q - left <= k <= q + right`.
+
+    Examples:
+        >>> print(am.SlidingWindow(1, right=1).draw(4))
+        # # . .
+        # # # .
+        . # # #
+        . . # #
+    """
 
     left: int
     right: int = 0
@@ -101,6 +123,13 @@ class Prefix(IntervalMask):
     """The first `n` positions attend to one another in both directions, the others causally: `k < n` or `k <= q`.
 
     Prefix language models, and images before text. For a prefix per document, see `Documents`.
+
+    Examples:
+        >>> print(am.Prefix(2).draw(4))
+        # # . .
+        # # . .
+        # # # .
+        # # # #
     """
 
     n: int
@@ -123,7 +152,15 @@ class Prefix(IntervalMask):
 
 @dataclass(frozen=True)
 class Chunked(IntervalMask):
-    """Chunks of `size` positions: a query attends to itself and earlier positions of its own chunk (Llama 4)."""
+    """Chunks of `size` positions: a query attends to itself and earlier positions of its own chunk (Llama 4).
+
+    Examples:
+        >>> print(am.Chunked(2).draw(4))
+        # . . .
+        # # . .
+        . . # .
+        . . # #
+    """
 
     size: int
 
@@ -148,6 +185,13 @@ class BlockCausal(IntervalMask):
     """Blocks of `size` positions: a query attends to its own block and all blocks before it.
 
     Block diffusion, and video models that generate frame after frame.
+
+    Examples:
+        >>> print(am.BlockCausal(2).draw(4))
+        # # . .
+        # # . .
+        # # # #
+        # # # #
     """
 
     size: int
@@ -175,6 +219,14 @@ class Documents(IntervalMask):
     `lengths` are the lengths of the documents in order; they must add up to the length of the sequence. With
     `prefixes`, one length per document, a document attends causally except for its first positions: so many of them
     attend to one another in both directions.
+
+    Examples:
+        >>> print(am.Documents([2, 3], prefixes=[0, 2]).draw(5))
+        # . . . .
+        # # . . .
+        . . # # .
+        . . # # .
+        . . # # #
     """
 
     lengths: tuple[int, ...]
@@ -262,6 +314,14 @@ class Global(Mask):
     """Every query attends to the first `n` positions; with `both`, these also attend to every position (Longformer).
 
     It allows nothing else: combine it with another mask by `|`, such as `Causal() & (Global(4) | SlidingWindow(1023))`.
+
+    Examples:
+        >>> print((am.Causal() & (am.Global(1) | am.SlidingWindow(1))).draw(5))
+        # . . . .
+        # # . . .
+        # # # . .
+        # . # # .
+        # . . # #
     """
 
     n: int
@@ -300,6 +360,14 @@ class Slices(Mask):
         "bidirectional_causal"  both
 
     A pair that several slices allow counts once. This is MagiAttention's description of masks.
+
+    Examples:
+        >>> print(am.Slices([((0, 3), (0, 3), "causal"), ((3, 5), (1, 3), "full")]).draw(5))
+        # . . . .
+        # # . . .
+        # # # . .
+        . # # . .
+        . # # . .
     """
 
     slices: tuple[Slice, ...]
@@ -356,7 +424,18 @@ class Slices(Mask):
 
 @dataclass(frozen=True, init=False)
 class PerSequence(Mask):
-    """A mask for every sequence of the batch, in order."""
+    """A mask for every sequence of the batch, in order.
+
+    Examples:
+        >>> mask = am.PerSequence([am.Causal(), am.Causal() & am.Documents([1, 3])])
+        >>> mask.sequences, mask.length
+        (2, 4)
+        >>> print(mask.of_sequence(1).draw(4))
+        # . . .
+        . # . .
+        . # # .
+        . # # #
+    """
 
     masks: tuple[Mask, ...]
 
@@ -408,6 +487,14 @@ class Padding(PerSequence):
 
     No query attends to padding, and padding attends to nothing. With `side="left"` the padding comes first, and
     `length`, the padded length, is required. Combine it by `&`: `Causal() & Padding([5, 8])`.
+
+    Examples:
+        >>> mask = am.Causal() & am.Padding([2, 3], side="left", length=4)
+        >>> print(mask.of_sequence(0).draw(4))
+        . . . .
+        . . . .
+        . . # .
+        . . # #
     """
 
     lengths: tuple[int, ...]

@@ -48,6 +48,13 @@ def merge(states: Iterable[State]) -> State:
     Takes any number of states. Associative, commutative and total: rows with `lse = -inf` contribute nothing, whatever
     their `out` holds. Where some states have `lse = +inf`, the result is the mean of their `out`, with `lse = +inf`.
     Differentiable through every `out` and every finite `lse`. The result is float32 (float64 if any input is).
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 2, 10, 8)
+        >>> early = am.State(*am.attention(q, k[:, :, :4], v[:, :, :4], return_lse=True))
+        >>> late = am.State(*am.attention(q, k[:, :, 4:], v[:, :, 4:], return_lse=True))
+        >>> torch.allclose(am.merge([early, late]).out, am.attention(q, k, v), atol=1e-6)
+        True
     """
     given, states = states, check_list("states", states, "states")
     if not states:

@@ -19,6 +19,14 @@ class State(NamedTuple):
     """Attention over a subset of the keys: normalized `out` [..., D] and `lse` [...], natural log.
 
     The identity, for rows that attend to no key, is `(0, -inf)`. An lse of `+inf` (an infinite sink) outweighs others.
+
+    Examples:
+        >>> nothing = am.State.identity((2, 3), dtype=torch.float32)
+        >>> nothing.lse
+        tensor([-inf, -inf])
+        >>> state = am.State(torch.ones(2, 3), torch.zeros(2))
+        >>> torch.equal(am.merge([state, nothing]).out, state.out)
+        True
     """
 
     out: Tensor

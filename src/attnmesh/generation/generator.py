@@ -60,6 +60,15 @@ class Generator:
 
     `on_logits` is called with a row, or the number of a request, and the logits [vocabulary] of each of its new tokens,
     on the ranks of its group.
+
+    Examples:
+        >>> generator = am.Generator(model, cache_tokens=64, max_sequences=2)
+        >>> answer = [token.id for token in generator.generate([[1, 2, 3]], max_new_tokens=4, stop=[])]
+        >>> request = generator.submit([1, 2, 3], max_new_tokens=4, stop=[])
+        >>> while not request.finished:
+        ...     tokens = generator.step()
+        >>> request.ids == answer, generator.stats.generated_tokens
+        (True, 8)
     """
 
     def __init__(
@@ -423,6 +432,15 @@ def generate(
     """Tokens for these prompts, as they are generated, from a model that every rank of `comm` has: see `Generator`.
 
     All ranks must pass the same arguments. Nothing is cached for later prompts: use a `Generator` for that.
+
+    Examples:
+        >>> tokens = list(am.generate(model, None, [[1, 2, 3], [4, 5]], max_new_tokens=2, stop=[]))
+        >>> [token.row for token in tokens]
+        [0, 1, 0, 1]
+        >>> def rank(comm):  # the same tokens over any number of ranks
+        ...     return list(am.generate(model, None, [[1, 2, 3], [4, 5]], comm, max_new_tokens=2, stop=[]))
+        >>> am.run_virtual(2, rank)[1] == tokens
+        True
     """
     comm = comm_named("comm", comm)
 

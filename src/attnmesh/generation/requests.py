@@ -24,9 +24,19 @@ Transformers' `LogitsProcessor`. Both are on the device of the model."""
 
 @dataclass(frozen=True)
 class Token:
-    """A token of a row of the batch, or of the request with this number, and the text that it completes.
+    """One generated token.
 
-    Where they were requested: the natural logarithm of its probability, and the most likely tokens with theirs.
+    Attributes:
+        row: the row of the batch, or the number of the request.
+        id: the token id.
+        text: the text that it completes; "" without a tokenizer, or where a character needs more tokens.
+        logprob: the natural logarithm of its probability, where requested.
+        top_logprobs: the most likely tokens with theirs, where requested.
+
+    Examples:
+        >>> token = next(am.generate(model, None, [[1, 2, 3]], max_new_tokens=1, stop=[]))
+        >>> token.row, token.text, token.logprob  # without a tokenizer there is no text
+        (0, '', None)
     """
 
     row: int
@@ -100,6 +110,14 @@ class Request:
     `finish_reason` is None while it is in progress, then "stop" (a stop token or string), "length" (max_new_tokens),
     "cancelled", or "error" with an `error`. `tokens` has the answer so far, with the stop token; `text` ends before a
     stop string.
+
+    Examples:
+        >>> generator = am.Generator(model, cache_tokens=64)
+        >>> request = generator.submit([1, 2, 3], max_new_tokens=2, stop=[], logprobs=1)
+        >>> [token.id for token in generator.stream(request)] == request.ids
+        True
+        >>> request.finish_reason, request.tokens[0].logprob < 0
+        ('length', True)
     """
 
     number: int

@@ -44,6 +44,17 @@ class Sampling:
     of tokens that the prompt or the answer has; `presence_penalty` is subtracted from logits of tokens that the answer
     has, and `frequency_penalty` once for each time that it has them. The order is that of Transformers: penalties,
     temperature, top_k, top_p of what is left, min_p.
+
+    Examples:
+        >>> sampling = am.Sampling(temperature=0.7, top_p=0.9, seed=1)
+        >>> def sample():
+        ...     return list(am.generate(model, None, [[1, 2]], max_new_tokens=4, stop=[], sampling=sampling))
+        >>> sample() == sample()  # the seed decides
+        True
+        >>> am.Sampling(top_p=1.5)
+        Traceback (most recent call last):
+            ...
+        ValueError: top_p must be above 0 and at most 1, got 1.5
     """
 
     temperature: float = 0.0

@@ -9,9 +9,30 @@ from dataclasses import dataclass
 class GenerationStats:
     """What one rank has computed, sent and stored.
 
-    `kv_bytes` are those that this rank stores, `kv_bytes_unsharded` those that a single device would store.
-    `generated_tokens`, `decode_steps` and `preemptions` are those of this rank's group. A step of submitted requests
-    that computes a part of a prompt counts in `prefill_seconds` as a whole.
+    Attributes:
+        rank: the rank.
+        cached_tokens: tokens whose keys and values this rank stores.
+        kv_bytes: bytes of K and V that this rank stores.
+        kv_bytes_unsharded: bytes that a single device would store.
+        bytes_sent: bytes that this rank has sent.
+        prefill_tokens: tokens of prompts that the ranks have computed together.
+        reused_tokens: tokens of prompts that were in the KV cache already.
+        generated_tokens: tokens of answers of this rank's group.
+        decode_steps: decode steps of this rank's group.
+        preemptions: sequences of this rank's group that were evicted and computed again.
+        draft_tokens: tokens drafted by speculative decoding.
+        accepted_tokens: drafted tokens that were accepted.
+        prefill_seconds: time of prefill; a step that computes a part of a prompt counts as a whole.
+        decode_seconds: time of the other steps.
+
+    Examples:
+        >>> def rank(comm):
+        ...     generator = am.Generator(model, comm=comm, cache_tokens=64)
+        ...     answer = list(generator.generate([list(range(20))], max_new_tokens=4, stop=[]))
+        ...     return generator.stats
+        >>> stats = am.run_virtual(2, rank)
+        >>> [each.cached_tokens for each in stats], [each.generated_tokens for each in stats]
+        ([12, 11], [4, 4])
     """
 
     rank: int

@@ -36,6 +36,11 @@ def enable(*, layout: Layout = Zigzag(), schedule: str = "auto", backend: str = 
     Call it before an `Accelerator`, `TrainingArguments` or a trainer is created. Arguments are those of
     `ContextParallel`; packed and padded batches of a trainer get the layout `Balanced` instead. A second call changes
     the arguments. Raises ValueError for a version of accelerate, Transformers or TRL that was not tested.
+
+    Examples:
+        >>> from attnmesh.integrations import accelerate
+        >>> accelerate.enable(layout=am.Zigzag(), schedule="ring")  # ParallelismConfig(cp_size=N) now uses attnmesh
+        >>> accelerate.disable()
     """
     check_layout("layout", layout)
     check_choice("schedule", schedule, ("auto", *SCHEDULES))
@@ -49,7 +54,12 @@ def enable(*, layout: Layout = Zigzag(), schedule: str = "auto", backend: str = 
 
 
 def disable() -> None:
-    """Restore accelerate, Transformers and TRL. A model that was prepared before keeps attnmesh's attention."""
+    """Restore accelerate, Transformers and TRL. A model that was prepared before keeps attnmesh's attention.
+
+    Examples:
+        >>> from attnmesh.integrations import accelerate
+        >>> accelerate.disable()  # nothing to restore is no error
+    """
     _patches.undo()
 
 

@@ -20,7 +20,15 @@ _LONGEST_REASON = 400  # characters of another library's error
 
 
 class ModelError(ValueError):
-    """A model cannot be loaded."""
+    """A model cannot be loaded.
+
+    Examples:
+        >>> try:
+        ...     am.load_model("no/such/folder")
+        ... except am.ModelError as error:
+        ...     print(error)
+        no/such/folder does not exist: a model is a folder with config.json, or a .gguf file
+    """
 
 
 @contextmanager

@@ -49,6 +49,16 @@ class GradientReduction:
               scales its loss itself: gradients are averaged over all ranks, as DDP and FSDP2 do.
 
     A wrapped model that is trained on inputs of `shard_inputs` without a GradientReduction raises ValueError.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> from attnmesh.integrations.data_parallel import GradientReduction
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun starts more ranks
+        >>> wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        >>> reduction = GradientReduction(wrapped, am.ContextParallel())
+        >>> reduction.data_ranks, reduction.num_items(torch.tensor([[5, 6, -100]])).item()  # 5 has no token before it
+        (1, 1)
+        >>> dist.destroy_process_group()
     """
 
     def __init__(self, model: nn.Module, cp: ContextParallel, losses: str = "tokens") -> None:

@@ -73,6 +73,11 @@ def load_model(
 
     Raises ModelError if the model cannot be loaded completely and exactly: before any weights are loaded if they are
     too few or do not fit. Code that comes with a model is not run.
+
+    Examples:
+        >>> loaded, tokenizer = am.load_model(folder)  # that save_pretrained of a model and of its tokenizer wrote
+        >>> loaded.config.model_type, loaded.training
+        ('llama', False)
     """
     target = _device(device)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

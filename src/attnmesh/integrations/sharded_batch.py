@@ -266,6 +266,17 @@ def shard_inputs(
     The model's loss is this rank's share of the mean over the labels of all ranks: the sum over all ranks of their
     losses is the loss, and that of their gradients is the gradient. A rank without labels has the loss 0.
     `inputs["mesh"].unshard(logits)` returns the logits of the whole batch, `gather_log_probs` those of its labels.
+
+    Examples:
+        >>> ids = torch.randint(64, (1, 10))
+        >>> def rank(comm):
+        ...     inputs = am.shard_inputs(am.ContextParallel(comm), ids, ids)
+        ...     return inputs["input_ids"].shape, model(**inputs).loss.detach()
+        >>> results = am.run_virtual(2, rank)
+        >>> [shape for shape, _ in results]
+        [torch.Size([1, 5]), torch.Size([1, 5])]
+        >>> torch.allclose(sum(loss for _, loss in results), model(ids, labels=ids).loss, atol=1e-5)
+        True
     """
     check_type("cp", cp, ContextParallel)
 
@@ -303,6 +314,16 @@ def gather_log_probs(inputs: Mapping[str, Any], logits: Tensor) -> Tensor:
     a row is the log-probability of label t + 1; where there is no label, it is 0. Only one number per token is sent.
     Differentiable: gradients are summed over ranks, so a loss that every rank computes from the result counts once for
     each rank.
+
+    Examples:
+        >>> ids = torch.randint(64, (1, 10))
+        >>> def rank(comm):
+        ...     inputs = am.shard_inputs(am.ContextParallel(comm), ids, ids)
+        ...     return am.gather_log_probs(inputs, model(**inputs).logits).detach()
+        >>> log_probs = am.run_virtual(2, rank)[1]
+        >>> expected = model(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+        >>> log_probs.shape, torch.allclose(log_probs[:, :-1], expected, atol=1e-5)
+        (torch.Size([1, 10]), True)
     """
     if (
         not isinstance(inputs, Mapping)

@@ -145,6 +145,15 @@ def shard_model(model: Any, sharding: DecodeSharding, comm: Comm | None = None) 
 
     The weights are divided over all ranks: heads, MLP, experts and vocabulary. Nothing of `model` is changed or shared.
     `load_model` with a sharding reads the parts from a checkpoint instead, without a whole model anywhere.
+
+    Examples:
+        >>> def rank(comm):
+        ...     part = am.shard_model(model, am.DecodeSharding(tp=2), comm)
+        ...     tokens = list(am.generate(part, None, [[1, 2, 3]], comm, max_new_tokens=4, stop=[]))
+        ...     return [token.id for token in tokens]
+        >>> whole = [token.id for token in am.generate(model, None, [[1, 2, 3]], max_new_tokens=4, stop=[])]
+        >>> am.run_virtual(2, rank) == [whole, whole]
+        True
     """
     all_ranks = comm_named("comm", comm)
 

@@ -54,7 +54,16 @@ def set_default_pass(find: Callable[[LayerMask], AttentionPass] | None) -> None:
 
 
 def register_attention() -> None:
-    """Register `attn_implementation="attnmesh"` with Transformers. May be called more than once."""
+    """Register `attn_implementation="attnmesh"` with Transformers. May be called more than once.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> am.register_attention()
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        ...                      num_attention_heads=4, num_key_value_heads=2, attn_implementation="attnmesh")
+        >>> LlamaForCausalLM(config)(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 64])
+    """
     functions = require("transformers.modeling_utils", extra="hf").AttentionInterface
     masks = require("transformers.masking_utils", extra="hf").AttentionMaskInterface
     functions.register(NAME, transformers_attention)

@@ -44,6 +44,19 @@ class CacheFull(RuntimeError):  # noqa: N818 - a state one waits out, not a mist
     """The cache has no room, and nothing has changed: free a sequence, or wait until one is freed.
 
     `resource` is "blocks" or "sequences". `free` and `cached` are those that could have been taken.
+
+    Examples:
+        >>> cache = am.BlockCache(layers=1, num_blocks=2, block_size=4, kv_heads=1, head_dim=16, device="cpu",
+        ...                       max_sequences=2, max_length=16)
+        >>> sequence = cache.allocate(8)
+        >>> try:
+        ...     cache.allocate(1)
+        ... except am.CacheFull as error:
+        ...     print(error.resource, error.needed, error.free)
+        blocks 1 0
+        >>> cache.free(sequence)
+        >>> cache.allocate(1).length  # nothing is written yet
+        0
     """
 
     def __init__(self, resource: str, *, needed: int, free: int, cached: int, total: int) -> None:

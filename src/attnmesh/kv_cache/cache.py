@@ -74,6 +74,15 @@ class BlockCache:
     otherwise after blocks that make whole multiples of the interleave.
 
     On the meta device a cache has no memory. It tracks the blocks of another rank's cache.
+
+    Examples:
+        >>> cache = am.BlockCache(layers=1, num_blocks=8, block_size=4, kv_heads=2, head_dim=16, storage="fp32",
+        ...                       device="cpu", max_sequences=2, max_length=16)
+        >>> first = cache.allocate([1, 2, 3, 4, 5])
+        >>> cache.write(0, cache.append([first], 5), torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16))
+        >>> second = cache.allocate([1, 2, 3, 4, 9])  # reuses the full block of the first
+        >>> second.cached, cache.cur_pos.tolist()
+        (4, [4, 3])
     """
 
     def __init__(

@@ -148,6 +148,16 @@ class ShardedCache:
 
     The rows of each KVDP rank are a `BlockCache` of their own. A rank has the memory of its own rows, and tracks the
     blocks of the other KVDP ranks on the meta device.
+
+    Examples:
+        >>> sizes = dict(batch=1, layers=1, num_blocks=4, block_size=4, kv_heads=2, head_dim=16, max_length=16)
+        >>> caches = [am.ShardedCache(am.DecodeSharding(cp=2), rank, device="cpu", **sizes) for rank in range(2)]
+        >>> for cache in caches:
+        ...     cache.mark_written(cache.append([cache.allocate(7)], 7))
+        >>> [cache.sequences[0].length for cache in caches]
+        [7, 7]
+        >>> [cache.local.cur_pos.tolist() for cache in caches]  # 4 and 3 of the positions
+        [[3], [2]]
     """
 
     def __init__(

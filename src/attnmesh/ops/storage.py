@@ -45,6 +45,13 @@ class Quantized:
 
     `fp8_token`: float8_e4m3fn with float32 scales [...], at least two dimensions. `fp8_ds_mla`: float8_e4m3fn [..., L]
     with float32 scales [..., L / 128] and the last features, a `rope` part in bfloat16 [..., R].
+
+    Examples:
+        >>> cache = am.Quantized(torch.zeros(1, 2, 100, 64, dtype=torch.int8), torch.ones(1, 2, 100))
+        >>> cache.storage
+        'int8'
+        >>> am.Quantized(cache.values, torch.ones(1, 2, 100, 4, dtype=torch.int8)).storage
+        'bfp8'
     """
 
     values: Tensor
@@ -169,6 +176,15 @@ def quantize(x: Tensor, storage: str, *, scale: Tensor | None = None, head_axis:
     `scale`, [] or [Hkv], is for fp8 only; by default it maps the largest value to 448. Values outside the range of an
     fp8 scale are clamped. `head_axis` is the dimension of x that indexes kv heads: 1 in a cache [B, Hkv, L, D], 2 in a
     pool [blocks, block_size, Hkv, D].
+
+    Examples:
+        >>> keys, values = (am.quantize(torch.randn(1, 2, 100, 64), "int8") for _ in "kv")
+        >>> keys.values.shape, keys.scales.shape  # int8, and one scale per token and head
+        (torch.Size([1, 2, 100, 64]), torch.Size([1, 2, 100]))
+        >>> am.decode_attention(torch.randn(1, 8, 1, 64), keys, values).shape
+        torch.Size([1, 8, 1, 64])
+        >>> am.quantize(torch.randn(1, 2, 100, 64), "fp16").dtype
+        torch.float16
     """
     _check_values("x", x)
     check_storage(storage, x.shape[-1], "x")
@@ -262,6 +278,12 @@ def unpack_latent(cache: Tensor, rope_dim: int = 64) -> Quantized:
 
     `cache` is uint8 or float8_e4m3fn, [num_blocks, block_size, 1, 656] for a latent of 512 values: the values, then one
     float32 scale per 128 of them, then the rope part in bfloat16.
+
+    Examples:
+        >>> cache = torch.zeros(2, 64, 1, 656, dtype=torch.uint8)
+        >>> latent = am.unpack_latent(cache)
+        >>> latent.storage, latent.values.shape, latent.scales.shape, latent.rope.shape
+        ('fp8_ds_mla', torch.Size([2, 64, 1, 512]), torch.Size([2, 64, 1, 4]), torch.Size([2, 64, 1, 64]))
     """
     raw = _check_bytes(cache, 1)
     check_positive(rope_dim=rope_dim)
@@ -281,6 +303,11 @@ def unpack_index_keys(cache: Tensor, block_size: int) -> Quantized:
 
     A block of `cache`, uint8 or float8_e4m3fn, has block_size * (D + 4) bytes in any shape: the values of all its
     tokens, then their float32 scales. Not copied.
+
+    Examples:
+        >>> keys = am.unpack_index_keys(torch.zeros(2, 64 * (128 + 4), dtype=torch.uint8), block_size=64)
+        >>> keys.storage, keys.values.shape, keys.scales.shape
+        ('fp8_token', torch.Size([2, 64, 1, 128]), torch.Size([2, 64, 1]))
     """
     check_positive(block_size=block_size)
     raw = _check_bytes(cache, 2)

@@ -90,6 +90,16 @@ class ContextParallel(ExecutorFactory):
         auto               the fastest by an estimate from bytes and operations; see `explain`
 
     `backend` is as in `attention`.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 2, 101, 16)
+        >>> def rank(comm):
+        ...     cp = am.ContextParallel(comm, layout=am.Striped(), schedule="allgather")
+        ...     out = cp.attention(*(cp.shard(x, dim=2) for x in (q, k, v)), length=101)  # causal by default
+        ...     return cp.unshard(out, dim=2, length=101)
+        >>> whole = am.attention(q, k, v, mask=am.Causal())
+        >>> [torch.allclose(out, whole, atol=1e-5) for out in am.run_virtual(3, rank)]
+        [True, True, True]
     """
 
     @not_compiled("a ContextParallel is constructed outside of a compiled graph")

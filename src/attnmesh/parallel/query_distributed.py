@@ -80,6 +80,14 @@ def ring_chunks(length: int, ring_size: int, ring_id: int, pairs: int | tuple[in
 
     `pairs` is as in `Zigzag`: a finer division, or uneven shares for uneven devices; 2 x pairs chunks, in ascending
     order.
+
+    Examples:
+        >>> am.ring_chunks(256, ring_size=4, ring_id=0)
+        (range(0, 32), range(224, 256))
+        >>> [sum(map(len, am.ring_chunks(100, 3, device))) for device in range(3)]
+        [33, 33, 34]
+        >>> am.ring_chunks(2, ring_size=4, ring_id=3)
+        (range(2, 2), range(2, 2))
     """
     check_count("length", length)
     _check_ring(ring_size, ring_id)
@@ -148,6 +156,13 @@ def ring_distributed_attention(
     device's queries, with a group too: it is a part of the sum over devices.
 
     `pairs` is as in `ring_chunks`, `backend` as in `ContextParallel`.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 2, 100, 16)
+        >>> out = am.ring_distributed_attention(q, k, v, ring_size=4, ring_id=0)
+        >>> rows = [p for chunk in am.ring_chunks(100, 4, 0) for p in chunk]
+        >>> torch.allclose(out, am.attention(q, k, v, mask=am.Causal())[:, :, rows], atol=1e-5)
+        True
     """
     comm = SoloComm() if group is None else context_comm(group)
 
@@ -207,6 +222,14 @@ def gather_ring_outputs(
 
     Gradients are summed over ranks, as if the loss were the sum of the losses of all ranks. If all ranks compute the
     same loss, divide it by the number of ranks.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 2, 50, 16)
+        >>> def rank(comm):
+        ...     out = am.ring_distributed_attention(q, k, v, group=comm)
+        ...     return am.gather_ring_outputs(out, length=50, group=comm)
+        >>> torch.allclose(am.run_virtual(4, rank)[3], am.attention(q, k, v, mask=am.Causal()), atol=1e-5)
+        True
     """
     comm = context_comm(group)
 

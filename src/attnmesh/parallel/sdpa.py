@@ -45,6 +45,17 @@ def attention_context_parallel(
     Tensors are [B,H,n,D], as `scaled_dot_product_attention` takes them.
 
     Only the thread that enters it is affected. Run the backward inside if there are buffers or activation checkpoints.
+
+    Examples:
+        >>> x = torch.randn(1, 2, 64, 16)
+        >>> def rank(comm):
+        ...     with am.attention_context_parallel(comm, length=64) as cp:
+        ...         mine = cp.shard(x, dim=2)
+        ...         out = torch.nn.functional.scaled_dot_product_attention(mine, mine, mine, is_causal=True)
+        ...     return cp.unshard(out, dim=2, length=64)
+        >>> whole = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        >>> torch.allclose(am.run_virtual(4, rank)[0], whole, atol=1e-5)
+        True
     """
     if isinstance(group, ContextParallel):
         if options:

@@ -44,6 +44,13 @@ class DecodeSharding:
 
     `tp` divides the kv heads, or the kv heads divide it: then each is replicated on several TP ranks (plain tensor
     parallelism beyond the number of kv heads). Where batches or query heads do not divide, some ranks have one more.
+
+    Examples:
+        >>> sharding = am.DecodeSharding(tp=2, kvdp=2, cp=2)
+        >>> sharding.ranks
+        8
+        >>> sharding.kv_heads(0, 8), sharding.kv_heads(7, 8)  # of 8 kv heads, those of the first and the last rank
+        (range(0, 4), range(4, 8))
     """
 
     tp: int = 1

@@ -42,7 +42,15 @@ def check_schedule(schedule: str, shards: Shards, ranks_per_node: int) -> None:
 
 
 def program(schedule: str, workload: Workload, *, backward: bool) -> Program:
-    """The program of all ranks under a schedule that can serve the workload."""
+    """The program of all ranks under a schedule that can serve the workload, forward or backward.
+
+    A program is plain data: `rounds()` generates the messages and kernels of each round.
+
+    Examples:
+        >>> ring = program("ring", workload, backward=False)
+        >>> ring.world, [each.name for each in ring.rounds()][:3]
+        (8, ['keys 0', 'keys 1', 'keys 2'])
+    """
     check_choice("schedule", schedule, SCHEDULES)
     check_type("workload", workload, Workload)
     check_bool(backward=backward)

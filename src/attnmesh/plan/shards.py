@@ -41,7 +41,14 @@ class Shards:
 def shards(
     mask: Mask, layout: Layout, length: int, world: int, key_layout: Layout | None = None, key_length: int | None = None
 ) -> Shards:
-    """The shards that layouts describe; keys have the layout and length of the queries unless given."""
+    """The shards that layouts describe; keys have the layout and length of the queries unless given.
+
+    `queries[rank]` and `keys[rank]` are ascending ranges of positions, none for a rank that holds nothing.
+
+    Examples:
+        >>> shards(am.Causal(), am.Zigzag(), 16, 4).queries[0]  # the positions of rank 0
+        (range(0, 2), range(14, 16))
+    """
     check_mask("mask", mask)
     check_layout("layout", layout)
     check_count("length", length)

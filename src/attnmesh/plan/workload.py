@@ -27,15 +27,30 @@ _BACKWARD: tuple[int, int, KernelKind] = (3, 2, "attention backward")
 
 @dataclass(frozen=True)
 class Shape:
-    """Everything about the tensors except their positions."""
+    """Everything about the tensors except their positions.
+
+    Attributes:
+        batch: sequences.
+        q_heads: query heads.
+        kv_heads: KV heads.
+        head_dim: features of a query and of a key.
+        itemsize: bytes per element.
+        sum_itemsize: bytes per element of a sum: gradients that are sent before they are complete.
+        value_dim: features of values and outputs, if they differ from head_dim.
+
+    Examples:
+        >>> shape = Shape(batch=1, q_heads=32, kv_heads=8, head_dim=128, itemsize=2, sum_itemsize=4)
+        >>> shape.key_row  # bytes of K and V of one position
+        4096
+    """
 
     batch: int
     q_heads: int
     kv_heads: int
     head_dim: int
-    itemsize: int  # bytes per element
-    sum_itemsize: int  # bytes per element of a sum: gradients that are sent before they are complete
-    value_dim: int | None = None  # head_dim of values and outputs, if it differs
+    itemsize: int
+    sum_itemsize: int
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         for name, n in vars(self).items():
@@ -81,13 +96,25 @@ class Shape:
 
 @dataclass(frozen=True)
 class Workload:
-    """Attention over shards of a sequence. On a mesh of one dimension `ranks_per_node` is the world size."""
+    """Attention over shards of a sequence.
+
+    Attributes:
+        shards: what each rank holds, see `shards`.
+        shape: heads and sizes.
+        ranks_per_node: on a mesh of one dimension, the world size.
+        lse: whether the lse is returned, with its gradient: Ulysses exchanges it too.
+        device: the torch device type. GPU kernels need larger pieces.
+
+    Examples:
+        >>> Workload(shards(am.Causal(), am.Zigzag(), 131072, 16), shape, ranks_per_node=8).world
+        16
+    """
 
     shards: Shards
     shape: Shape
     ranks_per_node: int
-    lse: bool = False  # whether the lse is returned, with its gradient: Ulysses exchanges it too
-    device: str = "cuda"  # the torch device type: GPU kernels need larger pieces
+    lse: bool = False
+    device: str = "cuda"
 
     def __post_init__(self) -> None:
         check_type("shards", self.shards, Shards)

@@ -90,7 +90,23 @@ def cluster(
     device: str, *, ranks_per_node: int | None = None, intra_node: str | None = None, inter_node: str | None = None,
     rails: int | None = None, extra: Path | str | None = None,
 ) -> Cluster:  # fmt: skip
-    """A cluster by the names of its parts; `extra` is a file that updates the catalog."""
+    """A cluster by the names of its parts in the hardware catalog.
+
+    Args:
+        device: such as "h200" or "cpu". A name that the catalog does not have raises ValueError with those it has.
+        ranks_per_node: devices of a node; by default those of the device's usual node.
+        intra_node, inter_node: names of links, by default those of the device.
+        rails: network interfaces of a node, by default those of the device's usual node.
+        extra: a TOML file that updates the catalog, such as one that `attnmesh calibrate` wrote.
+
+    Examples:
+        >>> cluster("h200", ranks_per_node=4).ranks_per_node
+        4
+        >>> cluster("abacus")
+        Traceback (most recent call last):
+            ...
+        ValueError: unknown device 'abacus'. Known: a100, b200, cpu, h100, h200, mi300x, trainium2
+    """
     return catalog(extra).cluster(
         device, ranks_per_node=ranks_per_node, intra_node=intra_node, inter_node=inter_node, rails=rails
     )

@@ -23,13 +23,28 @@ _NEGLIGIBLE = 0.1  # fraction of the time spent waiting up to which a run is com
 
 @dataclass(frozen=True)
 class Cost:
-    """One run of a program; operations and bytes are the maximum over ranks."""
+    """One run of a program; operations and bytes are the maximum over ranks.
 
-    seconds: float  # until the last rank finishes
-    computed: float  # seconds of compute on the busiest rank
+    Attributes:
+        seconds: until the last rank finishes.
+        computed: seconds of compute on the busiest rank.
+        flops: floating point operations.
+        intra_node: bytes sent within the node.
+        inter_node: bytes sent to other nodes.
+        rounds: rounds of messages.
+        bottleneck: what most of the time is spent on.
+
+    Examples:
+        >>> layer = schedule_cost("ring", workload, cluster("h200"), backward=False)
+        >>> layer.times(32).rounds == 32 * layer.rounds, 0 <= layer.exposed < 1
+        (True, True)
+    """
+
+    seconds: float
+    computed: float
     flops: int
-    intra_node: int  # bytes sent within the node
-    inter_node: int  # bytes sent to other nodes
+    intra_node: int
+    inter_node: int
     rounds: int
     bottleneck: str
 
@@ -70,7 +85,13 @@ class Cost:
 
 
 def schedule_cost(schedule: str, workload: Workload, cluster: Cluster, *, backward: bool) -> Cost:
-    """The cost of one direction of a schedule that can serve the workload."""
+    """The cost of one direction of a schedule that can serve the workload.
+
+    Examples:
+        >>> costs = [schedule_cost(name, workload, cluster("h200"), backward=False) for name in ("ring", "ulysses")]
+        >>> [cost.sent for cost in costs]  # bytes
+        [469762048, 293601280]
+    """
     check_type("cluster", cluster, Cluster)
     return cost(program(schedule, workload, backward=backward), cluster.with_ranks_per_node(workload.ranks_per_node))
 

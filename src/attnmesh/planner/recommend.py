@@ -28,16 +28,34 @@ from attnmesh.planner.units import readable_bytes, readable_seconds
 
 @dataclass(frozen=True)
 class ShardingOption:
-    """One sharding, and what it costs the busiest rank."""
+    """One sharding, and what it costs the busiest rank.
+
+    Attributes:
+        sharding: TP x KVDP x CP.
+        shard: the part of the KV cache per rank, in words.
+        kv_bytes: of the shard; None if the context is not known.
+        copies: of the weights.
+        x: the part of the input activations that a rank projects.
+        sent: bytes per step and layer, by collective.
+        reason: for and against it.
+        seconds: of a layer's attention with its exchanges; None without a cluster.
+
+    Examples:
+        >>> option = am.recommend_sharding(batch=1, q_heads=64, kv_heads=8, ranks=64).choice
+        >>> option.shard
+        '1 of 8 kv heads, 1 of 1 sequences, 1/8 of the positions'
+        >>> option.kv_bytes, option.seconds  # no context and no cluster were given
+        (None, None)
+    """
 
     sharding: DecodeSharding
-    shard: str  # the part of the KV cache per rank
-    kv_bytes: int | None  # of the shard, if the context is known
-    copies: Copies  # of the weights
-    x: str  # the part of the input activations that a rank projects
-    sent: dict[str, int]  # bytes per step and layer, by collective
+    shard: str
+    kv_bytes: int | None
+    copies: Copies
+    x: str
+    sent: dict[str, int]
     reason: str
-    seconds: float | None = None  # of a layer's attention with its exchanges, if a cluster is given
+    seconds: float | None = None
 
     def row(self) -> dict[str, str]:
         """The option as a row of a table."""
@@ -60,7 +78,15 @@ class ShardingOption:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The recommended sharding and the alternatives. `str()` prints them as a table."""
+    """The recommended sharding and the alternatives. `str()` prints them as a table.
+
+    Examples:
+        >>> result = am.recommend_sharding(batch=1, q_heads=64, kv_heads=8, ranks=64)
+        >>> result.choice.sharding, len(result.alternatives)
+        (DecodeSharding(tp=8, kvdp=1, cp=8, interleave=1), 4)
+        >>> print(result.reason)
+        TP8 gives every rank one kv head; batch=1 is less than the 8 ranks left, so CP8 divides positions
+    """
 
     choice: ShardingOption
     alternatives: tuple[ShardingOption, ...]
@@ -103,6 +129,13 @@ def recommend_sharding(
     Without a `cluster` the choice follows the rule of this module. With a cluster and a context it is the fastest of
     the same shardings: `seconds` are those of one layer's attention, its small kernels, its exchanges and the
     all-reduce of the projections, without reading weights, which takes the same time for all.
+
+    Examples:
+        >>> result = am.recommend_sharding(batch=2, q_heads=64, kv_heads=8, ranks=64, context=131072)
+        >>> result.choice.sharding
+        DecodeSharding(tp=8, kvdp=2, cp=4, interleave=1)
+        >>> result.choice.kv_bytes  # per layer, on the rank that stores most
+        16777216
     """
     check_sizes(q_heads=q_heads, head_dim=head_dim)
     check_sizes(

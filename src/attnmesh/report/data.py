@@ -98,16 +98,34 @@ class ScheduleView:
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """What the ranks hold, compute and send under every schedule."""
+    """What the ranks hold, compute and send under every schedule.
+
+    Attributes:
+        workload: the shards and the shape.
+        length: tokens of the whole sequence.
+        facts: shown first.
+        schedules: steps, load of every rank and a simulated forward, of every schedule that can serve the workload.
+        choice: the schedule that "auto" chooses, and why.
+        hardware: what times are estimated for.
+        timelines: read from trace files.
+        outcomes: of checks against float64.
+        figures: further tables by name.
+
+    Examples:
+        >>> report = schedule_report(am.Causal(), am.Contiguous(), 4096, 4, shape)
+        >>> ring = next(view for view in report.schedules if view.name == "ring")
+        >>> round(ring.imbalance, 2)  # the last rank has the most causal work
+        1.75
+    """
 
     workload: Workload
     length: int
     facts: Mapping[str, object]
     schedules: list[ScheduleView]
     choice: Choice
-    hardware: str  # what times are estimated for
-    timelines: Mapping[str, Sequence[Span]] = field(default_factory=dict)  # read from trace files
-    outcomes: Sequence[Outcome] = ()  # of checks against float64
+    hardware: str
+    timelines: Mapping[str, Sequence[Span]] = field(default_factory=dict)
+    outcomes: Sequence[Outcome] = ()
     figures: Mapping[str, Rows] = field(default_factory=dict)
 
     @property
@@ -123,19 +141,40 @@ class ScheduleReport:
 
 @dataclass(frozen=True)
 class GeneratedAnswer:
-    """One prompt of a `generate` run and its answer."""
+    """One prompt of a `generate` run and its answer.
+
+    Attributes:
+        question: the prompt.
+        answer: the text that was generated.
+        prompt_tokens: tokens of the prompt.
+        new_tokens: tokens of the answer.
+        matching_tokens: leading tokens equal to those of a single process; None if they were not compared.
+        logit_difference: the largest, relative to the largest logit of the single process.
+
+    Examples:
+        >>> answer = GeneratedAnswer("Who wrote it?", "Ada", prompt_tokens=12, new_tokens=2)
+        >>> answer.matching_tokens is None  # not compared
+        True
+    """
 
     question: str
     answer: str
     prompt_tokens: int
     new_tokens: int
-    matching_tokens: int | None = None  # leading tokens equal to those of a single process; None: not compared
-    logit_difference: float | None = None  # the largest, relative to the largest logit of the single process
+    matching_tokens: int | None = None
+    logit_difference: float | None = None
 
 
 @dataclass(frozen=True)
 class GenerationReport:
-    """A `generate` run: its questions and answers, and what every rank held, sent and took."""
+    """A `generate` run: its questions and answers, and what every rank held, sent and took.
+
+    Examples:
+        >>> answers = [GeneratedAnswer("Who wrote it?", "Ada", prompt_tokens=12, new_tokens=2)]
+        >>> report = generation_report(answers, [am.GenerationStats(0)], facts={"model": "llama"})
+        >>> report.facts["model"], report.answers == answers
+        ('llama', True)
+    """
 
     answers: Sequence[GeneratedAnswer]
     stats: Sequence[GenerationStats]  # by rank
@@ -177,6 +216,11 @@ def schedule_report(
         timelines: measured timelines by name.
         outcomes: checks against float64.
         figures: further tables by name.
+
+    Examples:
+        >>> report = schedule_report(am.Causal(), am.Zigzag(), 4096, 4, shape)
+        >>> report.title
+        '4 ranks, 4,096 tokens'
     """
     _check(length, world, shape)
     check_mask("mask", mask)
@@ -229,6 +273,11 @@ def generation_report(
         facts: shown first, after those of the run.
         speculative: whether to show drafted and accepted tokens.
         ranks_per_node: all ranks if None.
+
+    Examples:
+        >>> answers = [GeneratedAnswer("Who wrote it?", "Ada", prompt_tokens=12, new_tokens=2)]
+        >>> generation_report(answers, [am.GenerationStats(rank) for rank in range(2)]).title
+        'generate on 2 ranks'
     """
     for i, answer in enumerate(check_list("answers", answers, "answers")):
         check_type(f"answers[{i}]", answer, GeneratedAnswer)

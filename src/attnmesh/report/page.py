@@ -28,7 +28,16 @@ class Bar:
 
 
 def write_report(path: Path | str, report: ScheduleReport | GenerationReport) -> None:
-    """Write the report as an HTML file that needs no network."""
+    """Write the report as an HTML file that needs no network.
+
+    Examples:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> path = Path(tempfile.mkdtemp()) / "report.html"
+        >>> write_report(path, schedule_report(am.Causal(), am.Zigzag(), 4096, 4, shape))
+        >>> path.read_text()[:15]
+        '<!doctype html>'
+    """
     path = check_path("path", path)
     check_type("report", report, (ScheduleReport, GenerationReport))
     path.write_text(page(report), encoding="utf-8")

@@ -47,7 +47,18 @@ def ring_flash_attn_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     group: Group = None, *, length: int | None = None,
 ) -> Result:  # fmt: skip
-    """Attention of q, k and v, sharded by `Contiguous()`."""
+    """Attention of q, k and v [batch, seq, heads, head_dim], sharded by `Contiguous()`.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 16, 2, 8)  # [batch, seq, heads, head_dim]
+        >>> layout = am.Contiguous()
+        >>> def rank(comm):
+        ...     shards = (layout.shard(x, 1, comm.world, comm.rank) for x in (q, k, v))
+        ...     return ring_flash_attn.ring_flash_attn_func(*shards, causal=True, group=comm)
+        >>> whole = am.attention(*(x.transpose(1, 2) for x in (q, k, v)), mask=am.Causal()).transpose(1, 2)
+        >>> torch.allclose(layout.unshard(am.run_virtual(2, rank), 1), whole, atol=1e-5)
+        True
+    """
     options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
     return _batch("ring_flash_attn_func", Contiguous(), {"q": q, "k": k, "v": v}, options, group, length)
 
@@ -58,7 +69,13 @@ def ring_flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     group: Group = None, *, length: int | None = None,
 ) -> Result:  # fmt: skip
-    """Attention of q and packed k and v, sharded by `Contiguous()`."""
+    """Attention of q [batch, seq, heads, head_dim] and kv [batch, seq, 2, heads, head_dim], sharded by `Contiguous()`.
+
+    Examples:
+        >>> q, kv = torch.randn(1, 16, 4, 8), torch.randn(1, 16, 2, 2, 8)  # kv [batch, seq, 2, heads, head_dim]
+        >>> ring_flash_attn.ring_flash_attn_kvpacked_func(q, kv, causal=True).shape
+        torch.Size([1, 16, 4, 8])
+    """
     options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
     return _batch("ring_flash_attn_kvpacked_func", Contiguous(), {"q": q, "kv": kv}, options, group, length)
 
@@ -69,7 +86,13 @@ def ring_flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     group: Group = None, *, length: int | None = None,
 ) -> Result:  # fmt: skip
-    """Attention of packed q, k and v, sharded by `Contiguous()`."""
+    """Attention of qkv [batch, seq, 3, heads, head_dim], sharded by `Contiguous()`.
+
+    Examples:
+        >>> qkv = torch.randn(1, 16, 3, 4, 8)  # [batch, seq, 3, heads, head_dim]
+        >>> ring_flash_attn.ring_flash_attn_qkvpacked_func(qkv, window_size=(4, 0)).shape
+        torch.Size([1, 16, 4, 8])
+    """
     options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
     return _batch("ring_flash_attn_qkvpacked_func", Contiguous(), {"qkv": qkv}, options, group, length)
 
@@ -80,7 +103,21 @@ def ring_flash_attn_varlen_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     group: Group = None, *, document_lengths: Sequence[int] | None = None,
 ) -> Result:  # fmt: skip
-    """Attention of packed documents, q, k and v, each sharded by `Contiguous()`."""
+    """Attention of packed documents, q, k and v [tokens, heads, head_dim], each sharded by `Contiguous()`.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 12, 2, 8)  # documents of 8 and 4 tokens: [tokens, heads, head_dim]
+        >>> layout = am.Joint((8, am.Contiguous()), (4, am.Contiguous()))
+        >>> cu_seqlens = torch.tensor([0, 4, 6], dtype=torch.int32)  # of a rank's halves of both
+        >>> def rank(comm):
+        ...     shards = (layout.shard(x, 0, comm.world, comm.rank) for x in (q, k, v))
+        ...     attend = ring_flash_attn.ring_flash_attn_varlen_func
+        ...     return attend(*shards, cu_seqlens, 4, causal=True, group=comm)
+        >>> mask = am.Causal() & am.Documents([8, 4])
+        >>> whole = am.attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), mask=mask)[0].transpose(0, 1)
+        >>> torch.allclose(layout.unshard(am.run_virtual(2, rank), 0), whole, atol=1e-5)
+        True
+    """
     options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
     packing = _Packing(cu_seqlens, max_seqlen, document_lengths)
     return _varlen("ring_flash_attn_varlen_func", Contiguous(), {"q": q, "k": k, "v": v}, packing, options, group)
@@ -92,7 +129,14 @@ def ring_flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     group: Group = None, *, document_lengths: Sequence[int] | None = None,
 ) -> Result:  # fmt: skip
-    """Attention of packed documents, q and packed k and v, each sharded by `Contiguous()`."""
+    """Attention of packed documents, q [tokens, heads, D] and kv [tokens, 2, heads, D], each sharded by `Contiguous()`.
+
+    Examples:
+        >>> q, kv = torch.randn(12, 4, 8), torch.randn(12, 2, 2, 8)
+        >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
+        >>> ring_flash_attn.ring_flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, 8, causal=True).shape
+        torch.Size([12, 4, 8])
+    """
     options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
     packing = _Packing(cu_seqlens, max_seqlen, document_lengths)
     return _varlen("ring_flash_attn_varlen_kvpacked_func", Contiguous(), {"q": q, "kv": kv}, packing, options, group)
@@ -104,7 +148,14 @@ def ring_flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     group: Group = None, *, document_lengths: Sequence[int] | None = None,
 ) -> Result:  # fmt: skip
-    """Attention of packed documents, packed q, k and v, each sharded by `Contiguous()`."""
+    """Attention of packed documents, qkv [tokens, 3, heads, head_dim], each sharded by `Contiguous()`.
+
+    Examples:
+        >>> qkv = torch.randn(12, 3, 4, 8)
+        >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
+        >>> ring_flash_attn.ring_flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 8, causal=True).shape
+        torch.Size([12, 4, 8])
+    """
     options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
     packing = _Packing(cu_seqlens, max_seqlen, document_lengths)
     return _varlen("ring_flash_attn_varlen_qkvpacked_func", Contiguous(), {"qkv": qkv}, packing, options, group)
@@ -116,7 +167,18 @@ def zigzag_ring_flash_attn_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     group: Group = None, *, length: int | None = None,
 ) -> Result:  # fmt: skip
-    """Attention of q, k and v, sharded by `Zigzag()`."""
+    """Attention of q, k and v [batch, seq, heads, head_dim], sharded by `Zigzag()`.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 16, 2, 8)  # [batch, seq, heads, head_dim]
+        >>> layout = am.Zigzag()
+        >>> def rank(comm):
+        ...     shards = (layout.shard(x, 1, comm.world, comm.rank) for x in (q, k, v))
+        ...     return ring_flash_attn.zigzag_ring_flash_attn_func(*shards, causal=True, group=comm)
+        >>> whole = am.attention(*(x.transpose(1, 2) for x in (q, k, v)), mask=am.Causal()).transpose(1, 2)
+        >>> torch.allclose(layout.unshard(am.run_virtual(2, rank), 1), whole, atol=1e-5)
+        True
+    """
     options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
     return _batch("zigzag_ring_flash_attn_func", Zigzag(), {"q": q, "k": k, "v": v}, options, group, length)
 
@@ -127,7 +189,13 @@ def zigzag_ring_flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     group: Group = None, *, length: int | None = None,
 ) -> Result:  # fmt: skip
-    """Attention of q and packed k and v, sharded by `Zigzag()`."""
+    """Attention of q [batch, seq, heads, head_dim] and kv [batch, seq, 2, heads, head_dim], sharded by `Zigzag()`.
+
+    Examples:
+        >>> q, kv = torch.randn(1, 16, 4, 8), torch.randn(1, 16, 2, 2, 8)  # kv [batch, seq, 2, heads, head_dim]
+        >>> ring_flash_attn.zigzag_ring_flash_attn_kvpacked_func(q, kv, causal=True).shape
+        torch.Size([1, 16, 4, 8])
+    """
     options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
     return _batch("zigzag_ring_flash_attn_kvpacked_func", Zigzag(), {"q": q, "kv": kv}, options, group, length)
 
@@ -138,7 +206,13 @@ def zigzag_ring_flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     group: Group = None, *, length: int | None = None,
 ) -> Result:  # fmt: skip
-    """Attention of packed q, k and v, sharded by `Zigzag()`."""
+    """Attention of qkv [batch, seq, 3, heads, head_dim], sharded by `Zigzag()`.
+
+    Examples:
+        >>> qkv = torch.randn(1, 16, 3, 4, 8)  # [batch, seq, 3, heads, head_dim]
+        >>> ring_flash_attn.zigzag_ring_flash_attn_qkvpacked_func(qkv, window_size=(4, 0)).shape
+        torch.Size([1, 16, 4, 8])
+    """
     options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
     return _batch("zigzag_ring_flash_attn_qkvpacked_func", Zigzag(), {"qkv": qkv}, options, group, length)
 
@@ -149,7 +223,21 @@ def zigzag_ring_flash_attn_varlen_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     group: Group = None, *, document_lengths: Sequence[int] | None = None,
 ) -> Result:  # fmt: skip
-    """Attention of packed documents, q, k and v, each sharded by `Zigzag()`."""
+    """Attention of packed documents, q, k and v [tokens, heads, head_dim], each sharded by `Zigzag()`.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 12, 2, 8)  # documents of 8 and 4 tokens: [tokens, heads, head_dim]
+        >>> layout = am.Joint((8, am.Zigzag()), (4, am.Zigzag()))
+        >>> cu_seqlens = torch.tensor([0, 4, 6], dtype=torch.int32)  # of a rank's halves of both
+        >>> def rank(comm):
+        ...     shards = (layout.shard(x, 0, comm.world, comm.rank) for x in (q, k, v))
+        ...     attend = ring_flash_attn.zigzag_ring_flash_attn_varlen_func
+        ...     return attend(*shards, cu_seqlens, 4, causal=True, group=comm)
+        >>> mask = am.Causal() & am.Documents([8, 4])
+        >>> whole = am.attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), mask=mask)[0].transpose(0, 1)
+        >>> torch.allclose(layout.unshard(am.run_virtual(2, rank), 0), whole, atol=1e-5)
+        True
+    """
     options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
     packing = _Packing(cu_seqlens, max_seqlen, document_lengths)
     return _varlen("zigzag_ring_flash_attn_varlen_func", Zigzag(), {"q": q, "k": k, "v": v}, packing, options, group)
@@ -161,7 +249,14 @@ def zigzag_ring_flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     group: Group = None, *, document_lengths: Sequence[int] | None = None,
 ) -> Result:  # fmt: skip
-    """Attention of packed documents, q and packed k and v, each sharded by `Zigzag()`."""
+    """Attention of packed documents, q [tokens, heads, D] and kv [tokens, 2, heads, D], each sharded by `Zigzag()`.
+
+    Examples:
+        >>> q, kv = torch.randn(12, 4, 8), torch.randn(12, 2, 2, 8)
+        >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
+        >>> ring_flash_attn.zigzag_ring_flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, 8, causal=True).shape
+        torch.Size([12, 4, 8])
+    """
     options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
     packing = _Packing(cu_seqlens, max_seqlen, document_lengths)
     return _varlen("zigzag_ring_flash_attn_varlen_kvpacked_func", Zigzag(), {"q": q, "kv": kv}, packing, options, group)
@@ -173,7 +268,14 @@ def zigzag_ring_flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     group: Group = None, *, document_lengths: Sequence[int] | None = None,
 ) -> Result:  # fmt: skip
-    """Attention of packed documents, packed q, k and v, each sharded by `Zigzag()`."""
+    """Attention of packed documents, qkv [tokens, 3, heads, head_dim], each sharded by `Zigzag()`.
+
+    Examples:
+        >>> qkv = torch.randn(12, 3, 4, 8)
+        >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
+        >>> ring_flash_attn.zigzag_ring_flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 8, causal=True).shape
+        torch.Size([12, 4, 8])
+    """
     options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
     packing = _Packing(cu_seqlens, max_seqlen, document_lengths)
     return _varlen("zigzag_ring_flash_attn_varlen_qkvpacked_func", Zigzag(), {"qkv": qkv}, packing, options, group)
@@ -185,7 +287,18 @@ def stripe_flash_attn_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     group: Group = None, *, length: int | None = None,
 ) -> Result:  # fmt: skip
-    """Attention of q, k and v, sharded by `Striped()`."""
+    """Attention of q, k and v [batch, seq, heads, head_dim], sharded by `Striped()`.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 16, 2, 8)  # [batch, seq, heads, head_dim]
+        >>> layout = am.Striped()
+        >>> def rank(comm):
+        ...     shards = (layout.shard(x, 1, comm.world, comm.rank) for x in (q, k, v))
+        ...     return ring_flash_attn.stripe_flash_attn_func(*shards, causal=True, group=comm)
+        >>> whole = am.attention(*(x.transpose(1, 2) for x in (q, k, v)), mask=am.Causal()).transpose(1, 2)
+        >>> torch.allclose(layout.unshard(am.run_virtual(2, rank), 1), whole, atol=1e-5)
+        True
+    """
     options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
     return _batch("stripe_flash_attn_func", Striped(), {"q": q, "k": k, "v": v}, options, group, length)
 
@@ -196,7 +309,13 @@ def stripe_flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     group: Group = None, *, length: int | None = None,
 ) -> Result:  # fmt: skip
-    """Attention of q and packed k and v, sharded by `Striped()`."""
+    """Attention of q [batch, seq, heads, head_dim] and kv [batch, seq, 2, heads, head_dim], sharded by `Striped()`.
+
+    Examples:
+        >>> q, kv = torch.randn(1, 16, 4, 8), torch.randn(1, 16, 2, 2, 8)  # kv [batch, seq, 2, heads, head_dim]
+        >>> ring_flash_attn.stripe_flash_attn_kvpacked_func(q, kv, causal=True).shape
+        torch.Size([1, 16, 4, 8])
+    """
     options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
     return _batch("stripe_flash_attn_kvpacked_func", Striped(), {"q": q, "kv": kv}, options, group, length)
 
@@ -207,7 +326,13 @@ def stripe_flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     group: Group = None, *, length: int | None = None,
 ) -> Result:  # fmt: skip
-    """Attention of packed q, k and v, sharded by `Striped()`."""
+    """Attention of qkv [batch, seq, 3, heads, head_dim], sharded by `Striped()`.
+
+    Examples:
+        >>> qkv = torch.randn(1, 16, 3, 4, 8)  # [batch, seq, 3, heads, head_dim]
+        >>> ring_flash_attn.stripe_flash_attn_qkvpacked_func(qkv, window_size=(4, 0)).shape
+        torch.Size([1, 16, 4, 8])
+    """
     options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
     return _batch("stripe_flash_attn_qkvpacked_func", Striped(), {"qkv": qkv}, options, group, length)
 

@@ -133,6 +133,10 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
 
     `update_ring_flash_attn_params` must precede every batch. `heads_k_stride` must divide the kv heads; the executor
     decides how many heads are gathered at a time.
+
+    Examples:
+        >>> ring_flash_attn.substitute_hf_flash_attn(None, heads_k_stride=1)  # None: the default process group
+        >>> ring_flash_attn.use_ring_attn(False)  # Transformers' own attention again
     """
     comm = comm_of(process_group)
     with raised_on_all_ranks(comm, "substitute_hf_flash_attn"):
@@ -146,6 +150,19 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
     """Set the documents of the next batch: their cumulative lengths in the whole row, the same on every rank.
 
     A rank holds the tokens that `Contiguous()` gives it: `tensor_split(ranks)` of the row.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> am.register_attention()
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        ...                      num_attention_heads=4, num_key_value_heads=2, attn_implementation="attnmesh")
+        >>> model = LlamaForCausalLM(config)
+        >>> ring_flash_attn.substitute_hf_flash_attn(None, heads_k_stride=1)
+        >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)  # a row of two documents
+        >>> ring_flash_attn.update_ring_flash_attn_params(cu_seqlens, None)
+        >>> model(torch.randint(64, (1, 12))).logits.shape
+        torch.Size([1, 12, 64])
+        >>> ring_flash_attn.use_ring_attn(False)
     """
     comm = comm_of(process_group)
     with raised_on_all_ranks(comm, "update_ring_flash_attn_params"):
@@ -156,7 +173,14 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
 
 
 def use_ring_attn(flag: bool) -> None:
-    """With False, undo the substitution; with True, repeat it."""
+    """With False, undo the substitution; with True, repeat it.
+
+    Examples:
+        >>> ring_flash_attn.substitute_hf_flash_attn(None, heads_k_stride=1)
+        >>> ring_flash_attn.use_ring_attn(False)
+        >>> ring_flash_attn.use_ring_attn(True)
+        >>> ring_flash_attn.use_ring_attn(False)
+    """
     check_bool(flag=flag)
     modeling = require("transformers.modeling_utils", extra="hf")
     masking = require("transformers.masking_utils", extra="hf")

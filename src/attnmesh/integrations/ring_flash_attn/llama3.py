@@ -61,6 +61,11 @@ def llama3_flash_attn_prepare_cu_seqlens(
 
     `cu_seqlens` are the cumulative lengths of all documents, the same on every rank. Their sum need not be divisible:
     ranks hold what `Contiguous()` gives them.
+
+    Examples:
+        >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)  # of all documents; rank 1 has tokens 6 to 11
+        >>> ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, causal=True, rank=1, world_size=2)
+        (tensor([0, 2, 6], dtype=torch.int32), tensor([ 0,  8, 12], dtype=torch.int32), 4, 8, slice(0, 12, None))
     """
     check_bool(causal=causal)
     check_count("world_size", world_size, least=1, most=MAX_RANKS)
@@ -103,6 +108,20 @@ def llama3_flash_attn_varlen_func(
 
     The five arguments from `cu_seqlens_q` on are those that `llama3_flash_attn_prepare_cu_seqlens` returns.
     `heads_k_stride` must divide the kv heads; how many heads are gathered at a time is decided by the executor.
+
+    Examples:
+        >>> q, k, v = torch.randn(12, 4, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 8)
+        >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
+        >>> def rank(comm):
+        ...     *lengths, k_slice = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
+        ...         cu_seqlens, True, comm.rank, comm.world)
+        ...     shards = [x.tensor_split(comm.world)[comm.rank] for x in (q, k, v)]
+        ...     attend = ring_flash_attn.llama3_flash_attn_varlen_func
+        ...     return attend(*shards, *lengths, 1, k_slice, causal=True, group=comm)
+        >>> mask = am.Causal() & am.Documents([8, 4])
+        >>> whole = am.attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), mask=mask)[0].transpose(0, 1)
+        >>> torch.allclose(torch.cat(am.run_virtual(2, rank)), whole, atol=1e-5)
+        True
     """
     options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
     packing = _Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice)
@@ -115,7 +134,15 @@ def llama3_flash_attn_varlen_kvpacked_func(
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False, group: Group = None,
 ) -> Result:  # fmt: skip
-    """`llama3_flash_attn_varlen_func` of q and packed k and v."""
+    """`llama3_flash_attn_varlen_func` of q and packed k and v.
+
+    Examples:
+        >>> q, kv = torch.randn(12, 4, 8), torch.randn(12, 2, 2, 8)
+        >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
+        >>> *lengths, k_slice = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, 0, 1)
+        >>> ring_flash_attn.llama3_flash_attn_varlen_kvpacked_func(q, kv, *lengths, 1, k_slice, causal=True).shape
+        torch.Size([12, 4, 8])
+    """
     options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
     packing = _Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice)
     return _attend("llama3_flash_attn_varlen_kvpacked_func", {"q": q, "kv": kv}, packing, options, group)
@@ -127,7 +154,15 @@ def llama3_flash_attn_varlen_qkvpacked_func(
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False, group: Group = None,
 ) -> Result:  # fmt: skip
-    """`llama3_flash_attn_varlen_func` of packed q, k and v."""
+    """`llama3_flash_attn_varlen_func` of packed q, k and v.
+
+    Examples:
+        >>> qkv = torch.randn(12, 3, 4, 8)
+        >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
+        >>> *lengths, k_slice = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, 0, 1)
+        >>> ring_flash_attn.llama3_flash_attn_varlen_qkvpacked_func(qkv, *lengths, 1, k_slice, causal=True).shape
+        torch.Size([12, 4, 8])
+    """
     options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
     packing = _Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice)
     return _attend("llama3_flash_attn_varlen_qkvpacked_func", {"qkv": qkv}, packing, options, group)

@@ -27,6 +27,15 @@ class AttentionConfig:
     `norm` applies to the input of the projections, `norm_before_rope` and `norm_after_rope` to each head of Q and K.
     `window` is the number of last keys, up to its own, that a query attends to. `scale` multiplies the scores; 1 /
     sqrt(head_dim) by default. Biases, sinks and the output projection are present if the weights contain them.
+
+    Examples:
+        >>> config = am.AttentionConfig(2880, 64, 8, 64, norm=am.Norm(1e-5), rope=am.Rope.plain(64), window=128)
+        >>> config.q_heads // config.kv_heads
+        8
+        >>> am.AttentionConfig(2880, q_heads=64, kv_heads=7, head_dim=64)
+        Traceback (most recent call last):
+            ...
+        ValueError: q_heads must be a multiple of kv_heads, got q_heads=64 and kv_heads=7
     """
 
     hidden: int
@@ -67,6 +76,14 @@ class AttentionWeights:
     `qkv` [(q + 2 kv) D, hidden] has the rows of Q, then K, then V. `out` [hidden, q D] computes this rank's part of the
     output, which is summed over ranks. `out_bias` [hidden] is therefore on rank 0 only. `sinks` [q_heads] are those of
     the whole model, since ranks attend with other heads than they project.
+
+    Examples:
+        >>> config = am.AttentionConfig(hidden=32, q_heads=4, kv_heads=2, head_dim=8)
+        >>> q, k, v, out = torch.randn(32, 32), torch.randn(16, 32), torch.randn(16, 32), torch.randn(32, 32)
+        >>> whole = am.AttentionWeights.whole(q, k, v, out=out)
+        >>> mine = whole.shard(config, am.DecodeSharding(tp=2), rank=1)  # 2 query heads and 1 kv head
+        >>> whole.qkv.shape, mine.qkv.shape, mine.out.shape
+        (torch.Size([64, 32]), torch.Size([32, 32]), torch.Size([32, 16]))
     """
 
     qkv: Tensor

@@ -24,7 +24,13 @@ from attnmesh.core.validation import check_choice, check_number, check_positive,
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm: `x / sqrt(mean(x ** 2) + eps)`, times a weight if there is one."""
+    """RMSNorm: `x / sqrt(mean(x ** 2) + eps)`, times a weight if there is one.
+
+    Examples:
+        >>> config = am.AttentionConfig(32, 4, 2, 8, norm=am.Norm(1e-6), norm_before_rope=am.Norm(1e-6))
+        >>> config.norm
+        Norm(eps=1e-06)
+    """
 
     eps: float
 
@@ -64,6 +70,12 @@ class Rope:
 
     Frequencies are float32 values, so that every path, float64 included, uses the same ones. Elements of a head beyond
     `dim` are not rotated.
+
+    Examples:
+        >>> rope = am.Rope.plain(4, theta=10000.0)
+        >>> x = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 1, 1, 4)  # [batch, heads, tokens, head_dim]
+        >>> rope.rotate(x, torch.tensor([[1]])).flatten()  # cos(1) and sin(1) in the first pair
+        tensor([0.5403, 0.0000, 0.8415, 0.0000])
     """
 
     frequencies: tuple[float, ...]

@@ -86,6 +86,14 @@ def decode_attention(
         return_lse: also return the float32 lse [B,Hq,T], natural log.
         backend: "auto", "gluon", "gluon_gqa", "triton", "cpu", "reference". One that cannot serve the call raises
             ValueError.
+
+    Examples:
+        >>> q, k, v = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 500, 64), torch.randn(2, 2, 500, 64)
+        >>> out, lse = am.decode_attention(q, k, v, cur_pos=[499, -1], return_lse=True)  # -1: an empty slot
+        >>> out.shape, lse.shape
+        (torch.Size([2, 8, 1, 64]), torch.Size([2, 8, 1]))
+        >>> bool(out[1].any()), lse[1, 0].tolist()
+        (False, [-inf])
     """
     call = build_call(
         q, k_cache, v_cache, None, cur_pos=cur_pos, mask=mask, tree=tree, scale=scale, window=window, sinks=sinks,
@@ -145,6 +153,15 @@ def paged_decode_attention(
     A block outside the pool, or a position beyond the table, is never read. On the CPU it raises ValueError. On a GPU,
     out and lse of the sequence become NaN, and a later decode call, or `check_decode_errors()`, raises the ValueError
     that names sequence, slot and value.
+
+    Examples:
+        >>> k_pool, v_pool = torch.randn(2, 8, 16, 2, 64)  # 8 blocks of 16 tokens
+        >>> table = torch.tensor([[5, 0], [3, -1]], dtype=torch.int32)  # 20 and 7 tokens
+        >>> q = torch.randn(2, 8, 1, 64)
+        >>> out = am.paged_decode_attention(q, k_pool, v_pool, table, cur_pos=[19, 6])
+        >>> k, v = (pool[[5, 0]].flatten(0, 1)[:20].transpose(0, 1)[None] for pool in (k_pool, v_pool))
+        >>> torch.allclose(out[:1], am.decode_attention(q[:1], k, v), atol=1e-5)
+        True
     """
     check_tensor("block_table", block_table, "int32 [batch, slots]")
     if cur_pos is None:

@@ -93,6 +93,15 @@ def check_decode_errors() -> None:
 
     The error names the sequence, the slot and the value, and is raised once. Later decode calls raise it too, but
     without synchronizing: call this at the end of a run.
+
+    Examples:
+        >>> pool, table = torch.randn(4, 16, 2, 64), torch.tensor([[7]], dtype=torch.int32)
+        >>> try:  # on a CPU the call itself raises, on a GPU check_decode_errors() does
+        ...     am.paged_decode_attention(torch.randn(1, 2, 1, 64), pool, pool, table, cur_pos=[0])
+        ...     am.check_decode_errors()
+        ... except ValueError as error:
+        ...     print(error)
+        block_table[0, 0] is 7, but the pool has blocks 0 to 3
     """
     for device in list(_records):
         if device.type == "cuda":

@@ -68,6 +68,15 @@ def attention(
         backend: "auto", "aten", "triton", "gluon" (Hopper), "torch" or "reference". A
             backend that cannot serve the call raises ValueError. `explain_attention` returns what "auto" chooses and
             why.
+
+    Examples:
+        >>> q, k, v = torch.randn(1, 8, 100, 64), torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 32)
+        >>> out, lse = am.attention(q, k, v, mask=am.Causal(), return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([1, 8, 100, 32]), torch.Size([1, 8, 100]))
+        >>> last = am.attention(q[:, :, 60:], k, v, mask=am.Causal(), q_positions=torch.arange(60, 100))
+        >>> torch.allclose(last, out[:, :, 60:], atol=1e-5)
+        True
     """
     if torch.compiler.is_compiling() and backend != "reference":
         tensors = q, k, v, sinks, alibi_slopes, q_positions, k_positions
@@ -114,6 +123,12 @@ def explain_attention(
     """The backend that `attention` would use for this call, the reason, and why others cannot. Computes nothing.
 
     The reason has the number of visible pairs and of blocks, if the host knows the positions.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 2, 16, 8, dtype=torch.float64)
+        >>> choice = am.explain_attention(q, k, v, mask=am.Causal())
+        >>> choice.backend, choice.reason
+        ('aten', "torch's flash kernel is the fastest on the CPU (136 visible pairs in 1 block)")
     """
     call = prepared(q, k, v, mask, scale, softcap, sinks, alibi_slopes, q_positions, k_positions).call
     choice = choose(call, backend)

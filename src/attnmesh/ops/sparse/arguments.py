@@ -67,6 +67,13 @@ class SparseMask:
         k_start, k_end: [s_q]; the range of keys visible to a row (its document, in a packed batch).
         k_offset: the index of the first key in memory, where the keys are a part of a longer sequence; indices count
             from the start of that sequence.
+
+    Examples:
+        >>> q, kv = torch.randn(3, 2, 16), torch.randn(3, 16)
+        >>> indices = torch.tensor([[0, 1, 2]] * 3, dtype=torch.int32)
+        >>> out, lse = am.sparse_attention(q, kv, indices, scale=0.25, mask=am.SparseMask(causal=True))
+        >>> torch.allclose(out[0], kv[0].expand(2, 16))  # the first row attends to one key
+        True
     """
 
     topk_length: Tensor | None = None
@@ -136,6 +143,11 @@ class TopKIndices(NamedTuple):
 
     `indices` [s_q, topk] int32, ascending, then -1; `scores` [s_q, topk], -inf where the index is -1, or None if not
     known; `lengths` [s_q] int32, the number of selected keys.
+
+    Examples:
+        >>> top = am.indexer_topk(torch.randn(3, 2, 8), torch.randn(10, 8), torch.rand(3, 2), topk=12)
+        >>> top.lengths.tolist(), top.indices[0].tolist()
+        ([10, 10, 10], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, -1, -1])
     """
 
     indices: Tensor
@@ -152,6 +164,10 @@ def canonicalize(
     key, in the given order, and drops the others. Scores of dropped and unused slots are -inf.
 
     All ranks must hold the slots of a row in the same order, because slots are summed over ranks by position.
+
+    Examples:
+        >>> am.canonicalize(torch.tensor([[7, 2, -1, 2]], dtype=torch.int32), s_kv=8, unique=True).indices
+        tensor([[ 2,  7, -1, -1]], dtype=torch.int32)
     """
     indices = check_indices(indices)
     if scores is not None:
@@ -203,7 +219,12 @@ def merge_topk(candidates: Sequence[TopKIndices], topk: int) -> TopKIndices:
 
 
 def convert_lse(lse: Tensor, src: Base, dst: Base) -> Tensor:
-    """Converts an lse from base `src` to base `dst`, "e" or "2". Infinities are unchanged."""
+    """Converts an lse from base `src` to base `dst`, "e" or "2". Infinities are unchanged.
+
+    Examples:
+        >>> am.convert_lse(torch.tensor([1.0, float("-inf")]), "2", "e")
+        tensor([0.6931,   -inf])
+    """
     if check_tensor("lse", lse).dtype not in _DTYPES:
         raise ValueError(f"lse must be floating point, got {shown(lse)}")
     check_base("src", src)

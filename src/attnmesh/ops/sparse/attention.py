@@ -74,6 +74,15 @@ def sparse_attention(
         without a valid slot has out 0 and lse -inf (or its sink).
 
     Gradients flow to q, kv, v and sinks, from out and from lse, so states over parts of the keys can be merged.
+
+    Examples:
+        >>> q, kv = torch.randn(6, 4, 96), torch.randn(100, 96)
+        >>> indices = torch.tensor([[0, 50, 99, -1]] * 5 + [[-1] * 4], dtype=torch.int32)  # -1 is padding
+        >>> out, lse = am.sparse_attention(q, kv, indices, scale=96**-0.5, d_v=64)
+        >>> out.shape, lse.shape
+        (torch.Size([6, 4, 64]), torch.Size([6, 4]))
+        >>> lse[5].tolist()  # the last row attends to nothing
+        [-inf, -inf, -inf, -inf]
     """
     check_bool(return_attn_sum=return_attn_sum, return_max_logits=return_max_logits)
     call = attention_call(q, kv, indices, scale, d_v, v, mask, deterministic, backend)
@@ -110,6 +119,14 @@ def attention_distribution(
         head_group: sum groups of this many heads instead of all: [groups, s_q, topk].
         normalize: scale every row to a sum of 1, unless it is 0. By default nothing is normalized, so that results of
             ranks that hold other heads can be summed.
+
+    Examples:
+        >>> q, kv = torch.randn(3, 4, 16), torch.randn(8, 16)
+        >>> indices = torch.tensor([[0, 5, -1]] * 3, dtype=torch.int32)
+        >>> _, lse = am.sparse_attention(q, kv, indices, scale=0.25)
+        >>> p = am.attention_distribution(q, kv, indices, lse, scale=0.25)
+        >>> torch.allclose(p.sum(1), torch.tensor(4.0)), p[:, 2].tolist()  # each of 4 heads sums to 1
+        (True, [0.0, 0.0, 0.0])
     """
     check_bool(normalize=normalize)
     call = attention_call(q, k, indices, scale, None, None, mask, False, backend, k_name="k")

@@ -74,6 +74,16 @@ def paged_sparse_decode_attention(
     An index outside the table or the pool, or in a block outside the pool, is never read. On the CPU it raises
     ValueError. On a GPU, out and lse of the token become NaN, and a later decode call, or `check_decode_errors()`,
     raises the ValueError.
+
+    Examples:
+        >>> pool = torch.randn(4, 16, 1, 96)  # 4 blocks of 16 tokens
+        >>> table = torch.tensor([[3, 0]], dtype=torch.int32)
+        >>> indices = torch.tensor([[[0, 17, 30, -1]]], dtype=torch.int32)  # positions; -1 is padding
+        >>> q = torch.randn(1, 1, 4, 96)
+        >>> out, lse = am.paged_sparse_decode_attention(q, pool, table, indices, scale=0.1, d_v=64)
+        >>> kv = pool[[3, 0]].reshape(32, 96)
+        >>> torch.allclose(out[0], am.sparse_attention(q[0], kv, indices[0], scale=0.1, d_v=64)[0], atol=1e-5)
+        True
     """
     check_bool(return_max_logits=return_max_logits)
     call = decode_call(q, pool, block_table, indices, scale, d_v, counts, sinks, shard, split_size, out_dtype)

@@ -49,6 +49,13 @@ def indexer_scores_at(
 
     iq [s_q, heads, d], ik [s_kv, d] (or [s_kv, 1, d]), w [s_q, heads], indices int32 [s_q, topk]. Without `relu` the
     products are summed as they are. Gradients flow to iq, ik and w.
+
+    Examples:
+        >>> iq, ik, w = torch.randn(3, 2, 8), torch.randn(10, 8), torch.rand(3, 2)
+        >>> indices = torch.tensor([[4, -1]] * 3, dtype=torch.int32)
+        >>> scores = am.indexer_scores_at(iq, ik, w, indices)
+        >>> torch.allclose(scores[:, 0], ((iq @ ik[4]).relu() * w).sum(1)), scores[:, 1].tolist()
+        (True, [-inf, -inf, -inf])
     """
     call = indexer_call(iq, ik, w, scale, relu, deterministic, backend)
     indices = arguments.check_same_device(arguments.check_indices(indices, call.iq.shape[0]), call.iq)
@@ -72,6 +79,12 @@ def indexer_topk(
     Shapes as in `indexer_scores_at`. Of equal scores the lowest index wins (ReLU makes many of them exactly 0); a key
     whose score is NaN is never selected. Scores are computed for `block_size` keys at a time on a CPU; the result has
     the same bits in every run and for every block size. No gradient flows: train the indexer with `indexer_kl_loss`.
+
+    Examples:
+        >>> iq, ik, w = torch.randn(3, 2, 8), torch.randn(10, 8), torch.rand(3, 2)
+        >>> top = am.indexer_topk(iq, ik, w, topk=4, mask=am.SparseMask(causal=True))
+        >>> top.indices[0].tolist(), top.lengths.tolist()  # one key is visible to row 0, three to row 2
+        ([0, -1, -1, -1], [1, 2, 3])
     """
     check_topk(topk, block_size, mask)
     call = indexer_call(iq, ik, w, scale, relu, False, backend)

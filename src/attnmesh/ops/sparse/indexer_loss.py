@@ -67,6 +67,15 @@ def indexer_kl_loss(
             [s_q].
         row_mask: bool [s_q]; rows where it is False do not count, and may hold any values.
         global_rows: the number of rows over all ranks, where rows are sharded.
+
+    Examples:
+        >>> iq, ik, w = torch.randn(3, 2, 8, requires_grad=True), torch.randn(10, 8), torch.rand(3, 2)
+        >>> indices = torch.tensor([[0, 4, 9]] * 3, dtype=torch.int32)
+        >>> target = torch.rand(3, 3)  # or q, k, lse and attn_scale of the attention to learn from
+        >>> loss = am.indexer_kl_loss(iq, ik, w, indices, target)
+        >>> loss.backward()
+        >>> loss.item() >= 0, iq.grad.shape
+        (True, torch.Size([3, 2, 8]))
     """
     loss = loss_call(
         iq, ik, w, indices, target, q, k, lse, attn_scale, lse_base, mask, mode, scale, relu, reduction, row_mask,

@@ -55,6 +55,13 @@ def paged_indexer_topk(
     Only keys that some token selects among are read. A block outside the pool, or a position beyond the table, is never
     read. On the CPU it raises ValueError. On a GPU the sequence selects nothing, and a later decode call, or
     `check_decode_errors()`, raises the ValueError.
+
+    Examples:
+        >>> pool, table = torch.randn(4, 16, 1, 8), torch.tensor([[3, 0]], dtype=torch.int32)
+        >>> iq, w = torch.randn(1, 1, 2, 8), torch.rand(1, 1, 2)
+        >>> top = am.paged_indexer_topk(iq, pool, table, w, topk=4, cur_pos=[2])
+        >>> top.indices.tolist()  # three keys up to position 2
+        [[[0, 1, 2, -1]]]
     """
     return select(indexer_step(iq, pool, block_table, w, topk, cur_pos, key_range, scale, relu, backend))
 

@@ -63,6 +63,19 @@ class AttentionBlock:
     over given queries and keys independent of the batch and of `cp` (projections and the all-reduce have an order of
     their own). The interleave must be a multiple of it, and it a multiple of the cache's block_size. `backend` is as
     for `paged_decode_attention`, and for steps of up to 8 tokens.
+
+    Examples:
+        >>> config = am.AttentionConfig(hidden=32, q_heads=4, kv_heads=2, head_dim=8)
+        >>> weights = am.AttentionWeights(qkv=torch.randn(8 * 8, 32) / 8, out=torch.randn(32, 4 * 8) / 8)
+        >>> x = torch.randn(2, 5, 32)  # [batch, new tokens, hidden], the same on every rank
+        >>> def rank(comm, sharding):
+        ...     block = am.AttentionBlock(config, weights.shard(config, sharding, comm.rank), sharding, comm)
+        ...     cache = block.make_cache(batch=2, num_blocks=8, block_size=4, max_length=8)
+        ...     return block(x, cache, cache.append([cache.allocate(5) for _ in range(2)], 5))
+        >>> one = am.run_virtual(1, lambda comm: rank(comm, am.DecodeSharding()))[0]
+        >>> four = am.run_virtual(4, lambda comm: rank(comm, am.DecodeSharding(tp=2, kvdp=2)))[3]
+        >>> one.shape, torch.allclose(one, four, atol=1e-4)
+        (torch.Size([2, 5, 32]), True)
     """
 
     @not_compiled("an AttentionBlock is constructed outside of a compiled graph")

@@ -34,6 +34,14 @@ class Exchange:
 
     `cp="auto"` picks the cheapest by message size. With `replicate_q` all CP ranks project the same queries, as in
     Helix: W_q is stored `cp` times, and no queries are gathered.
+
+    Examples:
+        >>> am.Exchange(cp="reduce_scatter")
+        Exchange(kvdp='all_to_all', cp='reduce_scatter', replicate_q=False)
+        >>> am.Exchange(cp="ring")
+        Traceback (most recent call last):
+            ...
+        ValueError: cp must be one of auto, all_to_all, reduce_scatter, all_reduce, got 'ring'
     """
 
     kvdp: KvdpExchange = "all_to_all"

@@ -84,6 +84,16 @@ def reshard(
     With `into`, a cache with the sharding `to` that its ranks pass, the sequences join those that are there, in free
     rows. Returned are the new sequences by their rows in `cache`, and None on ranks that pass no `into`. Raises
     CacheFull on every rank if rows or blocks are missing. After any error `into` has the sequences that it had.
+
+    Examples:
+        >>> sizes = dict(batch=1, layers=1, num_blocks=4, block_size=4, kv_heads=2, head_dim=16, max_length=16)
+        >>> def rank(comm):
+        ...     cache = am.ShardedCache(am.DecodeSharding(tp=2), comm.rank, device="cpu", **sizes)  # a kv head per rank
+        ...     cache.mark_written(cache.append([cache.allocate(6)], 6))
+        ...     moved = am.reshard(cache, am.DecodeSharding(cp=2), comm)  # half of the positions per rank
+        ...     return [list(x.keys(0).shape) for x in (cache, moved)]  # [blocks, block_size, kv heads, head_dim]
+        >>> am.run_virtual(2, rank)[0]
+        [[4, 4, 1, 16], [2, 4, 2, 16]]
     """
     comm = comm_named("comm", comm)
 

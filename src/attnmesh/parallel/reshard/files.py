@@ -40,6 +40,16 @@ def save_cache(cache: ShardedCache, folder: str | Path, comm: Comm | ProcessGrou
 
     Keys and values are written as they are stored, bit by bit, with the sequences, their token ids and fp8 scales. On
     several hosts the folder must be on a shared file system, or its files be brought together before they are loaded.
+
+    Examples:
+        >>> import tempfile
+        >>> sizes = dict(batch=1, layers=1, num_blocks=4, block_size=4, kv_heads=2, head_dim=16, max_length=16)
+        >>> cache = am.ShardedCache(am.DecodeSharding(), 0, device="cpu", **sizes)
+        >>> cache.mark_written(cache.append([cache.allocate([7, 8, 9])], 3))
+        >>> folder = tempfile.mkdtemp()
+        >>> am.save_cache(cache, folder)
+        >>> am.load_cache(folder, am.DecodeSharding()).sequences[0].length
+        3
     """
     comm = comm_named("comm", comm)
 
@@ -91,6 +101,18 @@ def load_cache(
 
     All ranks of `comm` must call it and see the folder. A rank reads the chunks that have tokens it needs. Files that
     are missing, damaged, or of another cache raise ValueError on every rank.
+
+    Examples:
+        >>> import tempfile
+        >>> sizes = dict(batch=1, layers=1, num_blocks=4, block_size=4, kv_heads=2, head_dim=16, max_length=16)
+        >>> cache = am.ShardedCache(am.DecodeSharding(), 0, device="cpu", **sizes)
+        >>> cache.mark_written(cache.append([cache.allocate([7, 8, 9])], 3))
+        >>> folder = tempfile.mkdtemp()
+        >>> am.save_cache(cache, folder)
+        >>> def rank(comm):  # more ranks than it was written by
+        ...     return am.load_cache(folder, am.DecodeSharding(cp=2), comm).local.cur_pos.tolist()
+        >>> am.run_virtual(2, rank)
+        [[1], [0]]
     """
     comm = comm_named("comm", comm)
 

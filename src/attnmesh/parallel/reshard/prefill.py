@@ -27,6 +27,15 @@ class PrefillKV:
     `keys[layer]` is [batch, kv heads, own positions, D] as passed to `ContextParallel.attention`, in bf16, fp16 or
     fp32, and `values[layer]` the same with their own width. All sequences have `length` tokens; with their `ids`, later
     prompts reuse them. `reshard` stores them in a cache, where sequence i is in row i.
+
+    Examples:
+        >>> k, v = torch.randn(2, 1, 2, 10, 16)
+        >>> def rank(comm):
+        ...     mine = [am.Zigzag().shard(x, 2, comm.world, comm.rank) for x in (k, v)]
+        ...     prefill = am.PrefillKV([mine[0]], [mine[1]], am.Zigzag(), 10, comm.rank, comm.world)
+        ...     return am.reshard(prefill, am.DecodeSharding(tp=2), comm, block_size=4).keys(0).shape
+        >>> am.run_virtual(2, rank)[0]  # all positions of one kv head
+        torch.Size([3, 4, 1, 16])
     """
 
     keys: Sequence[Tensor]

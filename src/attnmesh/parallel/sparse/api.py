@@ -57,6 +57,17 @@ class SparseParallel:
 
     All ranks make the same calls in the same order, forward and backward; otherwise every rank raises ValueError.
     Gradients are those of one device: a tensor that several ranks hold gets its whole gradient on each of them.
+
+    Examples:
+        >>> q, kv = torch.randn(7, 4, 96), torch.randn(7, 96)
+        >>> indices, causal = torch.arange(7, dtype=torch.int32).expand(7, 7), am.SparseMask(causal=True)
+        >>> def rank(comm):
+        ...     sparse = am.SparseParallel(cp=comm, length=7)
+        ...     mine = [sparse.layout.shard(x, 0, comm.world, comm.rank) for x in (q, kv, indices)]
+        ...     return sparse.sparse_attention(*mine, scale=0.1, mask=causal)[0]
+        >>> whole = am.sparse_attention(q, kv, indices, scale=0.1, mask=causal)[0]
+        >>> torch.allclose(torch.cat(am.run_virtual(2, rank)), whole, atol=1e-5)
+        True
     """
 
     @not_compiled("a SparseParallel is constructed outside of a compiled graph")

@@ -24,13 +24,26 @@ MAX_SHARED = 1_000_000  # pairs of messages on one port: each changes the rate o
 
 @dataclass(frozen=True)
 class Simulated:
-    """The result of a simulation, in seconds: `finish`, `computed` and `waited` are by rank."""
+    """The result of a simulation, in seconds; `finish`, `computed` and `waited` are arrays by rank.
 
-    finish: Floats  # when the rank has finished, its messages included
+    Attributes:
+        finish: when the rank has finished, its messages included.
+        computed: time in kernels.
+        waited: time for messages, with nothing to compute: exposed communication, and late ranks.
+        spans: of the ranks in `keep`, sorted by start time.
+        method: of the simulation.
+
+    Examples:
+        >>> result = simulate(program("ring", workload, backward=False), cluster("h200"))
+        >>> result.seconds == max(result.finish.tolist()), result.spans
+        (True, [])
+    """
+
+    finish: Floats
     computed: Floats
-    waited: Floats  # for messages, with nothing to compute: exposed communication, and late ranks
-    spans: list[Span]  # of the traced ranks, sorted by start time
-    method: str  # of the simulation
+    waited: Floats
+    spans: list[Span]
+    method: str
 
     @property
     def seconds(self) -> float:
@@ -49,6 +62,11 @@ def simulate(
     """Simulate a program on a cluster of `program.world` ranks; record the spans of the ranks in `keep`.
 
     `exact`: whether to simulate every message event by event; by default if there are few, see `Simulated.method`.
+
+    Examples:
+        >>> result = simulate(program("ring", workload, backward=False), cluster("h200"), keep=[0])
+        >>> result.method, {span.rank for span in result.spans}
+        ('event by event', {0})
     """
     slow = Slowdown() if slow is None else slow
     check_type("program", program, Program)
