@@ -57,14 +57,15 @@ def closure(requirements: list[str], extra: str = "") -> set[str]:
 
 
 def test_the_version_is_the_same_everywhere():
-    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), flags=re.MULTILINE)
-    assert cited is not None
-    assert PROJECT["version"] == attnmesh.__version__ == cited[1]
+    citation = (ROOT / "CITATION.cff").read_text()
+    cited = dict(re.findall(r"^(version|date-released): (.+)$", citation, flags=re.MULTILINE))
+    assert PROJECT["version"] == attnmesh.__version__ == cited["version"]
+    assert f"\n## {cited['version']} ({cited['date-released']})\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_changelog_has_a_section_for_each_release_newest_first():
     sections = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
-    assert all(re.fullmatch(r"Unreleased|\d+\.\d+\.\d+ \((unreleased|\d{4}-\d\d-\d\d)\)", title) for title in sections)
+    assert all(re.fullmatch(r"Unreleased|\d+\.\d+\.\d+ \(\d{4}-\d\d-\d\d\)", title) for title in sections)
     releases = [title.split()[0] for title in sections if title != "Unreleased"]
     assert sections.count("Unreleased") <= 1
     assert sections[0] == "Unreleased" or "Unreleased" not in sections

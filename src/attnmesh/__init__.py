@@ -64,7 +64,7 @@ from attnmesh.plan.decode import DecodeSharding
 if TYPE_CHECKING:
     from attnmesh.planner.recommend import recommend_sharding
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AttentionBlock",
