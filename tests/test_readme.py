@@ -103,7 +103,9 @@ def test_every_page_with_python_is_tested():
     assert with_python == set(PAGES)
 
 
-@pytest.mark.parametrize("path", [README, *sorted(DOCS.rglob("*.md"))], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))], ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
         if "://" in target:
