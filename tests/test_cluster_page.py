@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+from functools import cache
 from pathlib import Path
 from textwrap import dedent
 
@@ -48,9 +49,14 @@ def check_torchrun(words: list[str]) -> None:
         assert all(f'"{option}"' in program for option in options), options
 
 
+@cache
+def command_line() -> click.Command:
+    return typer.main.get_command(app)
+
+
 def check_attnmesh(words: list[str]) -> None:
     """The command line parses them; nothing is run."""
-    command: click.Command = typer.main.get_command(app)
+    command = command_line()
     context = click.Context(command)
     while isinstance(command, click.Group):
         name, found, words = command.resolve_command(context, words)
