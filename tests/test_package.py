@@ -152,6 +152,11 @@ def test_an_extra_brings_what_is_required_of_it():
     assert wrong == []
 
 
+def test_the_page_of_features_lists_every_extra():
+    section = (ROOT / "docs" / "features.md").read_text().partition("\n## Extras\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE) == list(EXTRAS)
+
+
 def test_modules_import_only_what_is_declared():
     served = closure(["attnmesh[serve]"]) | closure(["attnmesh[triton]"]) | closure(["attnmesh[train]"])
     names = set().union(*(third_party(path) for path in SOURCE.rglob("*.py")))
