@@ -32,6 +32,9 @@ _MAX_PAIRS = 2**16  # chunks are listed one by one
 class Layout(ABC):
     """The assignment of positions to ranks. Immutable and hashable.
 
+    Every position of a sequence belongs to one rank, at any length and for any number of ranks: a rank may hold more
+    than another, or nothing. A shard is in ascending order of positions.
+
     Examples:
         >>> layout = am.Striped()
         >>> layout.positions(10, world=4, rank=1)

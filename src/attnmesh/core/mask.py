@@ -40,7 +40,9 @@ def _is_ours(kind: type) -> bool:
 
 
 class Coverage(enum.Enum):
-    """How much of a range of keys a range of queries attends to.
+    """How much of a range of keys a range of queries attends to: EMPTY, FULL or PARTIAL.
+
+    Schedules skip what is empty, and compute what is full without a mask.
 
     Examples:
         >>> am.Causal().coverage(range(8, 16), range(0, 8))

@@ -424,7 +424,7 @@ class Slices(Mask):
 
 @dataclass(frozen=True, init=False)
 class PerSequence(Mask):
-    """A mask for every sequence of the batch, in order.
+    """A mask for every sequence of the batch, in order. Another batch size raises ValueError.
 
     Examples:
         >>> mask = am.PerSequence([am.Causal(), am.Causal() & am.Documents([1, 3])])

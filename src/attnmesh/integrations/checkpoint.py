@@ -20,7 +20,7 @@ _LONGEST_REASON = 400  # characters of another library's error
 
 
 class ModelError(ValueError):
-    """A model cannot be loaded.
+    """A model cannot be loaded completely and exactly. A ValueError of one line, on every rank of a sharded model.
 
     Examples:
         >>> try:

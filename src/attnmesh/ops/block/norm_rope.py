@@ -24,7 +24,7 @@ from attnmesh.core.validation import check_choice, check_number, check_positive,
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm: `x / sqrt(mean(x ** 2) + eps)`, times a weight if there is one.
+    """RMSNorm over the last dimension: `x / sqrt(mean(x ** 2) + eps)`, times a weight if there is one.
 
     Examples:
         >>> config = am.AttentionConfig(32, 4, 2, 8, norm=am.Norm(1e-6), norm_before_rope=am.Norm(1e-6))
