@@ -63,6 +63,16 @@ def paged_prefill_attention(
         sinks: [Hq] scores of keys without a value.
         return_lse: also return the float32 lse [B,Hq,T], natural log.
         backend: as for `attention`, except "reference".
+
+    Examples:
+        >>> k_pool, v_pool = torch.randn(2, 8, 16, 2, 64)  # 8 blocks of 16 tokens
+        >>> table = torch.tensor([[5, 0, 2]], dtype=torch.int32)
+        >>> q = torch.randn(1, 8, 30, 64)  # the last 30 of 40 tokens
+        >>> out = am.paged_prefill_attention(q, k_pool, v_pool, table, cur_pos=[39])
+        >>> k, v = (pool[[5, 0, 2]].flatten(0, 1)[:40].transpose(0, 1)[None] for pool in (k_pool, v_pool))
+        >>> whole = am.attention(q, k, v, mask=am.Causal(), q_positions=torch.arange(10, 40))
+        >>> torch.allclose(out, whole, atol=1e-5)
+        True
     """
     kv = PagedKV(k_pool, v_pool, check_tensor("block_table", block_table, "int32 [batch, slots]"))
     check_paged(q, kv, scale, sinks, ("k_pool", "v_pool"))
