@@ -7,8 +7,8 @@ an eighth or a fourth of the registers that `gluon_latent` needs, and little sha
 Tiles, copies and schedule are those of `gluon_latent`; the groups of warps are
 
 - the loader (one warp);
-- the converter, for `fp8_ds_mla` only (eight warps): multiplies values by their scales and writes them in 16 bits, a
-  quarter at a time, from a ring of bytes that the loader fills to the ring of keys;
+- two converters, for `fp8_ds_mla` only: multiply values by their scales and write them in 16 bits, from a ring of bytes
+  that the loader fills to the ring of keys. Each has every other quarter: most of the time of a quarter is waiting;
 - the scorer: products of keys and queries, running maximum, weights;
 - the averager: adds values times weights, for all output columns.
 
@@ -193,11 +193,12 @@ def _attend_kernel(
             [
                 (_score, (q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE)),
                 (_average, (memory, barriers, sources, position, place, results, SHAPE)),
-                (_convert, (memory, barriers, sources, position, SHAPE)),
+                (_convert, (0, memory, barriers, sources, position, SHAPE)),
+                (_convert, (1, memory, barriers, sources, position, SHAPE)),
                 (_load, (source, memory, barriers, sources, position, place, SHAPE)),
             ],
-            [4, 8, 1],
-            [AVERAGER, _CONVERTER, _LOADER],
+            [4, 4, 4, 1],
+            [AVERAGER, _CONVERTER, _CONVERTER, _LOADER],
         )
     else:
         gl.warp_specialize(
@@ -246,9 +247,9 @@ def _load(source, memory, barriers, sources, position, place, SHAPE: gl.constexp
 
 
 @gluon.jit
-def _convert(memory, barriers, sources, position, SHAPE: gl.constexpr):
-    """Writes the quarters of keys in 16 bits."""
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])  # 16 bytes per lane in 16 bits
+def _convert(PART: gl.constexpr, memory, barriers, sources, position, SHAPE: gl.constexpr):
+    """Writes every other quarter of the keys in 16 bits."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])  # 16 bytes per lane in 16 bits
     RAW: gl.constexpr = SHAPE.raw
     RING: gl.constexpr = SHAPE.ring
     step = 0  # tiles so far, of all items
@@ -258,7 +259,7 @@ def _convert(memory, barriers, sources, position, SHAPE: gl.constexpr):
             slot = step % _TAILS
             mbarrier.wait(barriers.scales_ready.index(slot), step // _TAILS & 1)
             scales = matrix(memory.scales, slot)
-            for quarter in gl.static_range(4):
+            for quarter in gl.static_range(PART, 4, 2):
                 at = 4 * step + quarter
                 scale = scales.slice(quarter, 1, dim=1).load(lines)
                 mbarrier.wait(barriers.raw_ready.index(at % RAW), at // RAW & 1)
