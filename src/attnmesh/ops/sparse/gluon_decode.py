@@ -3,12 +3,11 @@
 Items and the groups of warps are those of `gluon_forward`, with 64 heads of one token, or of a part of its slots, but
 for the first:
 
-- two gatherers copy values in 8 bits, their scales and the rope part into shared memory, a tile ahead, multiply values
-  by their scales and write them in 16 bits. Each has every other quarter of the columns: most of the time of a quarter
-  is waiting;
+- the gatherer copies values in 8 bits, their scales and the rope part into shared memory, a tile ahead, multiplies
+  values by their scales and writes them in 16 bits, a quarter of the columns at a time;
 - the scorer and the two averagers are those of `gluon_forward`.
 
-Synchronization: quarter `at` is in slot `at % RING`, and as bytes in slot `at % 4`. A gatherer overwrites bytes once
+Synchronization: quarter `at` is in slot `at % RING`, and as bytes in slot `at % 4`. The gatherer overwrites bytes once
 all of its warps have read them, which they report together. A quarter is free when its averager has multiplied it, a
 tail (later the weights) when both have.
 """
@@ -39,8 +38,8 @@ _HEADS, _KEYS = gl.constexpr(HEADS), gl.constexpr(KEYS)
 _QUARTER, _TAIL = gl.constexpr(D_V // 4), gl.constexpr(64)
 _RING = gl.constexpr(6)  # quarters of keys that fit beside the queries and a tile in 8 bits
 _SLACK = gl.constexpr(8.0)  # weights may grow to 2**_SLACK before the sums are rescaled
-_AVERAGER, _GATHERER = gl.constexpr(160), gl.constexpr(40)  # registers per thread; the scorer has the rest of 512
-_GATHERERS = gl.constexpr(128)  # threads, each of which reports its own copies
+_AVERAGER, _GATHERER = gl.constexpr(160), gl.constexpr(40)  # registers per thread; the scorer has 80
+_GATHERERS = gl.constexpr(256)  # threads, each of which reports its own copies
 NOT_SPECIALIZED = ["items", "heads", "span", "splits", "topk", "scale_log2"]
 
 
@@ -61,7 +60,7 @@ class Memory(NamedTuple):
     k: Any  # quarters
     tail: Any  # of two tiles, and then the weights [HEADS, KEYS]
     raw: Any  # quarters in 8 bits
-    scales: Any  # of two tiles, for each gatherer
+    scales: Any  # of two tiles
     decay: Any  # factor of the sums so far after a new maximum
     share: Any  # 1 / sum of weights, at the end
 
@@ -165,7 +164,7 @@ def _attend_kernel(
         gl.allocate_shared_memory(dtype, [_RING, _KEYS, _QUARTER], wide),
         gl.allocate_shared_memory(dtype, [2, _KEYS, _TAIL], wide),
         gl.allocate_shared_memory(pool.dtype.element_ty, [4, _KEYS, _QUARTER], bytes_layout),
-        gl.allocate_shared_memory(gl.float32, [4, _KEYS, 4], scale_layout),
+        gl.allocate_shared_memory(gl.float32, [2, _KEYS, 4], scale_layout),
         gl.allocate_shared_memory(gl.float32, [2, _HEADS], flat),
         gl.allocate_shared_memory(gl.float32, [_HEADS], flat),
     )
@@ -207,11 +206,10 @@ def _attend_kernel(
             (_score, (memory, barriers, work, results, scale_log2, SPLIT)),
             (_average, (memory, barriers, work, out, 0, NARROW_OUT)),
             (_average, (memory, barriers, work, out, 1, NARROW_OUT)),
-            (_gather, (0, q, q_steps, source, memory, barriers, work, BLOCK_SIZE)),
-            (_gather, (1, q, q_steps, source, memory, barriers, work, BLOCK_SIZE)),
+            (_gather, (q, q_steps, source, memory, barriers, work, BLOCK_SIZE)),
         ],
-        [4, 4, 4, 4],
-        [_AVERAGER, _AVERAGER, _GATHERER, _GATHERER],
+        [4, 4, 8],
+        [_AVERAGER, _AVERAGER, _GATHERER],
     )  # fmt: skip
 
 
@@ -240,12 +238,11 @@ class Source(NamedTuple):
 
 
 @gluon.jit
-def _gather(PART: gl.constexpr, q, q_steps, source, memory, barriers, work, BLOCK_SIZE: gl.constexpr):
-    """Copies two quarters of the keys, tile by tile, and converts them; 0 past the last slot.
-
-    The first gatherer also copies the rope parts, the second the queries.
-    """
-    grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # eight lanes copy 128 bytes of a row
+def _gather(
+    q, q_steps, source, memory, barriers, work, BLOCK_SIZE: gl.constexpr
+):  # fmt: skip
+    """Copies the queries of each item and, tile by tile, the keys of its slots, and converts them; 0 past the last."""
+    grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])  # eight lanes copy 128 bytes of a row
     down: gl.constexpr = gl.SliceLayout(1, grid)
     step = 0  # tiles so far, of all items
     served = 0  # items so far that have any tile
@@ -255,13 +252,11 @@ def _gather(PART: gl.constexpr, q, q_steps, source, memory, barriers, work, BLOC
             row_slots = work.slots + item.row * work.topk + item.begin
             j = gl.arange(0, _KEYS, layout=down)
             slot = gl.load(row_slots + j, mask=j < item.count, other=-1)
-            _copy_scales(source, memory, 2 * (step % 2) + PART, slot, BLOCK_SIZE)
-            for quarter in gl.static_range(PART, 4, 2):
+            _copy_scales(source, memory, step, slot, BLOCK_SIZE)
+            for quarter in gl.static_range(4):
                 _copy_values(source, memory, barriers, quarter, slot, BLOCK_SIZE)
-            if PART == 0:
-                _copy_tail(source, memory, barriers, step, slot, BLOCK_SIZE)
-            else:
-                _copy_queries(q, q_steps, memory, barriers, item, work, served, grid)
+            _copy_tail(source, memory, barriers, step, slot, BLOCK_SIZE)
+            _copy_queries(q, q_steps, memory, barriers, item, work, served, grid)
             served += 1
             j = j + _KEYS
             slot = gl.load(row_slots + j, mask=j < item.count, other=-1)
@@ -269,33 +264,31 @@ def _gather(PART: gl.constexpr, q, q_steps, source, memory, barriers, work, BLOC
                 # Load the slots after the next early, so that the copies do not wait for them.
                 j = j + _KEYS
                 after = gl.load(row_slots + j, mask=j < item.count, other=-1)
-                for quarter in gl.static_range(PART, 4, 2):
-                    _convert(memory, barriers, step, quarter, PART)
+                for quarter in gl.static_range(4):
+                    _convert(memory, barriers, step, quarter)
                     if tile + 1 < item.tiles:
-                        if quarter == PART:
-                            _copy_scales(source, memory, 2 * ((step + 1) % 2) + PART, slot, BLOCK_SIZE)
+                        if quarter == 0:
+                            _copy_scales(source, memory, step + 1, slot, BLOCK_SIZE)
                         _copy_values(source, memory, barriers, quarter, slot, BLOCK_SIZE)
-                if PART == 0:
-                    if tile + 1 < item.tiles:
-                        _copy_tail(source, memory, barriers, step + 1, slot, BLOCK_SIZE)
+                if tile + 1 < item.tiles:
+                    _copy_tail(source, memory, barriers, step + 1, slot, BLOCK_SIZE)
                 slot = after
                 step += 1
 
 
 @gluon.jit
-def _convert(memory, barriers, step, quarter: gl.constexpr, PART: gl.constexpr):
+def _convert(memory, barriers, step, quarter: gl.constexpr):
     """Writes a quarter of a tile in 16 bits."""
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])  # 16 bytes per lane in 16 bits
-    SOME: gl.constexpr = 16  # keys at a time: as many as fit in registers
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])  # 16 bytes per lane in 16 bits
+    HALF: gl.constexpr = _KEYS // 2
     at = 4 * step + quarter
     mbarrier.wait(barriers.raw_ready.index(quarter), step & 1)
     mbarrier.wait(barriers.k_free.index(at % _RING), (at // _RING & 1) ^ 1)
-    for part in gl.static_range(_KEYS // SOME):
-        scales = memory.scales.index(2 * (step % 2) + PART).slice(part * SOME, SOME, dim=0)
-        scale = scales.slice(quarter, 1, dim=1).load(lines)
-        values = memory.raw.index(quarter).slice(part * SOME, SOME, dim=0).load(lines)
+    for half in gl.static_range(2):
+        scale = memory.scales.index(step % 2).slice(half * HALF, HALF, dim=0).slice(quarter, 1, dim=1).load(lines)
+        values = memory.raw.index(quarter).slice(half * HALF, HALF, dim=0).load(lines)
         values = (values.to(gl.float32) * scale).to(memory.k.dtype)
-        memory.k.index(at % _RING).slice(part * SOME, SOME, dim=0).store(values)
+        memory.k.index(at % _RING).slice(half * HALF, HALF, dim=0).store(values)
     fence_async_shared()  # writes and products access shared memory through different proxies
     mbarrier.arrive(barriers.k_ready.index(at % _RING), count=1)
 
@@ -309,17 +302,17 @@ def _rows(pointer, steps, slot, UNIT: gl.constexpr, grid: gl.constexpr, BLOCK_SI
 
 
 @gluon.jit
-def _copy_scales(source, memory, place, slot, BLOCK_SIZE: gl.constexpr):
-    grid: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+def _copy_scales(source, memory, step, slot, BLOCK_SIZE: gl.constexpr):
+    grid: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0])
     rows, valid = _rows(source.scales, source.scale_steps, slot, 4, grid, BLOCK_SIZE)
     column = gl.arange(0, 4, layout=gl.SliceLayout(0, grid))[None, :]
-    async_copy.async_copy_global_to_shared(memory.scales.index(place), rows + column, mask=valid)
+    async_copy.async_copy_global_to_shared(memory.scales.index(step % 2), rows + column, mask=valid)
 
 
 @gluon.jit
 def _copy_values(source, memory, barriers, quarter: gl.constexpr, slot, BLOCK_SIZE: gl.constexpr):
     """A quarter of the values in 8 bits; they are ready together with what these threads have copied before."""
-    grid: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    grid: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0])
     rows, valid = _rows(source.codes, source.code_steps, slot, 16, grid, BLOCK_SIZE)
     column = quarter * _QUARTER + gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, grid))[None, :]
     async_copy.async_copy_global_to_shared(memory.raw.index(quarter), rows + column, mask=valid)
@@ -329,7 +322,7 @@ def _copy_values(source, memory, barriers, quarter: gl.constexpr, slot, BLOCK_SI
 @gluon.jit
 def _copy_tail(source, memory, barriers, step, slot, BLOCK_SIZE: gl.constexpr):
     """The rope part of a tile."""
-    grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     rows, valid = _rows(source.rope, source.rope_steps, slot, 8, grid, BLOCK_SIZE)
     column = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, grid))[None, :]
     mbarrier.wait(barriers.tail_free.index(step % 2), (step // 2 & 1) ^ 1)

@@ -6,7 +6,7 @@ faults. Then there are three ways to attend:
 - `_attend_kernel` attends over some slots of a token for some of its heads, and `_merge_kernel` merges the states where
   the slots of a token are split among programs. A key is read once per tile of heads: its first columns are also the
   value. An fp8_ds_mla key is dequantized in registers, in float32, and rounded to the dtype of q.
-- On Hopper with more than 32 heads over fp8_ds_mla, the kernel in `gluon_decode` attends in the same way.
+- On Hopper over fp8_ds_mla, the kernel in `gluon_decode` attends in the same way.
 - Where many heads and tokens fill the GPU, and for fp8_ds_mla with float32 queries, the kernel of sparse prefill
   attends: over the pool itself if it is plain, otherwise over keys that `_gather_kernel` has dequantized to a
   workspace, once for all heads.
@@ -176,11 +176,11 @@ def _processors(device: torch.device) -> int:
 
 
 def fastest_way(call: SparseDecodeCall) -> Way:
-    """Gluon and the prefill's kernel for more heads than a tile of `_attend_kernel` has; the latter for many tokens."""
+    """Gluon where it can; the prefill's kernel for many tokens and more heads than a tile of `_attend_kernel` has."""
     if call.q.dtype == torch.float32 and isinstance(call.keys.pool, Quantized):
         return Way.AS_PREFILL  # without tensor cores, both operands of a product are in registers, too
     rows, heads = call.q.shape[0] * call.q.shape[1], call.q.shape[2]
-    if heads > 32 and gluon_decode.supports(call.q.flatten(0, 1), call.keys.pool, d_v=call.d_v):
+    if gluon_decode.supports(call.q.flatten(0, 1), call.keys.pool, d_v=call.d_v):
         return Way.GLUON
     enough = 2 * rows * triton.cdiv(heads, gluon_forward.HEADS) >= _processors(call.q.device)
     return Way.AS_PREFILL if call.q.is_cuda and call.split_size is None and heads > 32 and enough else Way.IN_PLACE
