@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attnmesh import State, check_decode_errors, merge, paged_sparse_decode_attention, quantize
 from attnmesh.core.ranges import InterleavedShard
+from attnmesh.ops import gpu
 from attnmesh.ops.sparse import reference
 from attnmesh.ops.storage import Quantized, Stored, dequantize, values_of
 from attnmesh.testing.decode import poison_cache
@@ -388,3 +389,10 @@ def test_bits_are_the_same_again_and_again():
         first = run_unpoisoned(case, "triton")
         for _ in range(5):
             assert all(torch.equal(x, y) for x, y in zip(run_unpoisoned(case, "triton"), first, strict=True))
+
+
+def test_gpus_without_fp8_are_served_by_torch(monkeypatch):
+    monkeypatch.setattr(gpu, "WITHOUT_GPU", gpu.GPU(80, 163 * 1024))
+    with pytest.raises(ValueError, match="backend='triton' cannot serve this call: .* compute capability 8.9"):
+        random_case(dtype=torch.float16, storage="fp8_ds_mla").run("triton")
+    random_case(dtype=torch.float16, storage="fp8_ds_mla").check("torch")

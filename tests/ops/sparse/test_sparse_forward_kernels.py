@@ -14,6 +14,7 @@ from helpers.gluon import emulated
 
 pytest.importorskip("triton")
 
+from attnmesh.ops.gpu import GPU
 from attnmesh.ops.sparse import gluon_forward, triton_forward
 
 INT_MAX = 2**31 - 1
@@ -258,7 +259,7 @@ def test_the_hopper_kernel_says_what_it_serves(device):
 @pytest.mark.parametrize("heads", [1, 20, 128])
 def test_tiles_fit_the_memory_of_a_program(room, heads):
     for dtype, (main, width) in product((torch.bfloat16, torch.float32), ((64, 96), (256, 320), (512, 576))):
-        tiles = triton_forward.pick_tiles(heads, main, width, dtype, separate=False, limit=room)
+        tiles = triton_forward.pick_tiles(heads, main, width, dtype, separate=False, gpu=GPU(80, room))
         bytes_held = (tiles.heads + tiles.stages * tiles.keys) * width * dtype.itemsize
         assert bytes_held < room or tiles[:2] == (16, 16)
 

@@ -167,7 +167,7 @@ def test_the_usual_kernels_compile():
     assert best["wgmma"]
     assert best["shared"] <= HALF_OF_IT
     assert best["warps"] == 4
-    assert best["spilled"] <= 8
+    assert best["spilled"] <= 16  # 8 bytes with Triton 3.6
 
 
 @pytest.mark.slow
@@ -178,6 +178,8 @@ def test_the_usual_kernels_compile_for_other_gpus(target):
         ("forward triton", "bfloat16", 128, 576, 512), ("distribution triton", "bfloat16", 128, 576, 128),
         ("backward", "bfloat16", 128, 576, 512, False, True), ("indexer topk", "bfloat16", 64, 128, 2048),
         ("indexer atomic", "bfloat16", 64, 256, 2048), ("indexer dense", "bfloat16", 64, 256, 2048),
+        ("forward triton", "bfloat16", 128, 512, 512), ("decode plain", "bfloat16", 128, 576),
+        *([("decode fp8", "bfloat16", 16, 576)] if target >= 89 else []),
     ]  # fmt: skip
     kernels = compiled(__file__, {target: cases})
     assert all(fits(kernel) for kernel in kernels), kernels

@@ -11,6 +11,7 @@ from attnmesh.core.ranges import InterleavedShard
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_bool, check_choice, check_number, check_positive, check_tensor, shown
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
+from attnmesh.ops.gpu import gpu_of
 from attnmesh.ops.sparse import torch_backend
 from attnmesh.ops.sparse.arguments import RowBounds
 from attnmesh.ops.sparse.attention import MAX_DEFAULT_D_V
@@ -23,7 +24,7 @@ from attnmesh.ops.sparse.paged import (
     check_table,
     refuse_gradient,
 )
-from attnmesh.ops.storage import Stored
+from attnmesh.ops.storage import Quantized, Stored
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_GATHERED = 1 << 22  # elements of the keys gathered at a time
@@ -112,6 +113,8 @@ def choose(call: SparseDecodeCall, backend: str) -> str:
         refusal = f"it takes up to {MAX_SEQUENCES} sequences, got {call.q.shape[0]}"
     elif call.keys.width > 576:
         refusal = f"its head dim is at most 576, got {call.keys.width}"
+    elif isinstance(call.keys.pool, Quantized) and gpu_of(call.q.device).capability < 89:
+        refusal = "its kernels need compute capability 8.9 to read fp8 caches"
     if backend == "triton" and refusal is not None:
         raise ValueError(f"backend='triton' cannot serve this call: {refusal}")
     return "triton" if backend == "triton" or (backend == "auto" and call.q.is_cuda and refusal is None) else "torch"

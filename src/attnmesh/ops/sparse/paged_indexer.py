@@ -12,11 +12,12 @@ from attnmesh.core.optional import installed
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.core.validation import check_bool, check_choice, check_number, check_positive, check_tensor, shown
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
+from attnmesh.ops.gpu import gpu_of
 from attnmesh.ops.sparse import torch_backend
 from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices
 from attnmesh.ops.sparse.decode import check_tokens
 from attnmesh.ops.sparse.paged import PagedKeys, check_per_row, check_pool, check_table, refuse_gradient
-from attnmesh.ops.storage import Stored
+from attnmesh.ops.storage import Quantized, Stored
 
 KeyRange = tuple[Tensor, Tensor]
 _BLOCK_SIZE = 4096  # keys that are scored at a time on a CPU
@@ -91,7 +92,7 @@ def indexer_step(
     check_bool(relu=relu)
     bounds = _bounds(cur_pos, key_range, iq)
     return IndexerStep(
-        iq, keys, _check_weights(w, iq), topk, *bounds, check_number("scale", scale), relu, _choose(iq, backend)
+        iq, keys, _check_weights(w, iq), topk, *bounds, check_number("scale", scale), relu, _choose(iq, keys, backend)
     )
 
 
@@ -151,7 +152,7 @@ def _on_torch(step: IndexerStep) -> TopKIndices:
     return TopKIndices(indices, scores, lengths)
 
 
-def _choose(iq: Tensor, backend: str) -> str:
+def _choose(iq: Tensor, keys: PagedKeys, backend: str) -> str:
     check_choice("backend", backend, ("auto", "torch", "triton"))
     refusal = None
     if not installed("triton"):
@@ -162,6 +163,8 @@ def _choose(iq: Tensor, backend: str) -> str:
         refusal = f"it takes up to {MAX_SEQUENCES} sequences, got {iq.shape[0]}"
     elif iq.shape[3] > 256:
         refusal = f"its head dim is at most 256, got {iq.shape[3]}"
+    elif isinstance(keys.pool, Quantized) and gpu_of(iq.device).capability < 89:
+        refusal = "its kernels need compute capability 8.9 to read fp8 caches"
     if backend == "triton" and refusal is not None:
         raise ValueError(f"backend='triton' cannot serve this call: {refusal}")
     return "triton" if backend == "triton" or (backend == "auto" and iq.is_cuda and refusal is None) else "torch"

@@ -105,9 +105,7 @@ def _tiles(call: SparseDecodeCall) -> ForwardTiles:
     heads = min(64, max(16, int(triton.next_power_of_2(call.q.shape[2]))))
     if isinstance(call.keys.pool, Tensor):
         main, tail = split_width(call.keys.width)
-        return pick_tiles(
-            heads, main, main + tail, call.q.dtype, separate=False, limit=gpu_of(call.q.device).shared_memory
-        )
+        return pick_tiles(heads, main, main + tail, call.q.dtype, separate=False, gpu=gpu_of(call.q.device))
     return _QUANTIZED
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.gpu import gpu_of
+from attnmesh.ops.gpu import GPU, gpu_of
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -74,7 +74,7 @@ def forward(
     value_main, value_tail = (main, tail if d_v > main else 0) if v is None else split_width(d_v)
     if tiles is None:
         width = main + tail + (0 if v is None else value_main + value_tail)
-        tiles = pick_tiles(heads, main, width, q.dtype, separate=v is not None, limit=gpu_of(q.device).shared_memory)
+        tiles = pick_tiles(heads, main, width, q.dtype, separate=v is not None, gpu=gpu_of(q.device))
     with torch.cuda.device_of(q):
         _forward_kernel[(s_q * triton.cdiv(heads, tiles.heads),)](
             q, q.stride(0), q.stride(1), k, k.stride(0), v, 0 if v is None else v.stride(0),
@@ -95,8 +95,8 @@ def split_width(width: int) -> tuple[int, int]:
     return (whole, 0) if rest >= whole // 2 else (whole // 2, rest)
 
 
-def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separate: bool, limit: int) -> ForwardTiles:
-    """The tiles for these heads and this main width that fit in registers and in `limit` bytes of shared memory.
+def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separate: bool, gpu: GPU) -> ForwardTiles:
+    """The tiles for these heads and this main width that fit in the registers and the shared memory of a GPU.
 
     `width` is the number of elements of a key in shared memory, including its value if that is `separate`.
     """
@@ -106,9 +106,11 @@ def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separat
     elif main > 256:
         # 64 keys per tile take three quarters of the time of 32 (H200, 16 and 128 heads).
         tiles = ForwardTiles(min(heads, 32), 32, 4 if heads == 16 else 8, 2) if separate else _WIDE[heads]
+        if heads == 64 and not separate and gpu.capability >= 100:
+            tiles = tiles._replace(stages=1)  # with more, the compiler moves the sums to shared memory, too
     else:
         tiles = ForwardTiles(heads, 64, 8 if main == 256 and heads == 64 else 4, 2)
-    while (tiles.heads + tiles.stages * tiles.keys) * width * dtype.itemsize + _RESERVED > limit:
+    while (tiles.heads + tiles.stages * tiles.keys) * width * dtype.itemsize + _RESERVED > gpu.shared_memory:
         if tiles.keys > 16:
             tiles = tiles._replace(keys=tiles.keys // 2)
         elif tiles.heads > 16:
