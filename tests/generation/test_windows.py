@@ -322,6 +322,21 @@ def test_generate_with_drafts_and_a_second_prompt(small, storage):
         assert stats.reused_tokens == 135
 
 
+@pytest.mark.slow
+def test_beams_keep_their_windows(small):
+    def rank(comm, **how):
+        generator = Generator(attnmesh_model("gpt_oss"), None, comm, sharding=am.DecodeSharding(cp=2), **how)
+        rows = generated_rows(generator, [DOCUMENT], max_new_tokens=20, num_beams=3, stop=())
+        return generator.engine.cache.window, rows
+
+    for few, many in zip(
+        on_virtual_ranks(2, lambda comm: rank(comm, cache_tokens=2000, max_sequences=3)),
+        on_virtual_ranks(2, lambda comm: rank(comm, cache_tokens=2000, max_sequences=99)),
+        strict=True,
+    ):
+        assert (few, many[0]) == ((7, many[1]), None)
+
+
 # Memory.
 
 
