@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnmesh as am
+from attnmesh.generation import batching, engine
 from attnmesh.generation.engine import Engine, kv_cache_bytes
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.windows import KeptPositions, layer_windows, max_window_blocks
@@ -19,6 +20,7 @@ from helpers.models import (
     on_virtual_ranks,
     random_ids,
 )
+from helpers.processes import run_processes
 
 BLOCK, MARGIN = 4, 8
 TEXT, OTHER = random_ids(220, seed=1), random_ids(220, seed=2)
@@ -298,6 +300,19 @@ def test_answers_are_those_of_one_process(small):
 )
 def test_answers_are_those_of_one_process_everywhere(small, kind, sharding, weights):
     check_requests(kind, sharding, weights)
+
+
+def on_process(comm):
+    engine.BLOCK_SIZE = batching.BLOCK_SIZE = BLOCK
+    engine.MARGIN = MARGIN
+    both = ((am.DecodeSharding(cp=2), None), (None, am.DecodeSharding(tp=2)))
+    return [submitted_answers(comm, "gpt_oss", *each)[0] for each in both]
+
+
+@pytest.mark.slow
+def test_answers_over_processes_are_those_of_one_process():
+    expected = [greedy_tokens("gpt_oss", prompt, MOST) for prompt in PROMPTS]
+    assert run_processes(2, on_process, timeout=240) == [[expected] * 2] * 2
 
 
 @pytest.mark.parametrize("storage", ["int8", pytest.param(None, marks=pytest.mark.slow)])
