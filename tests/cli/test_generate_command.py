@@ -88,6 +88,11 @@ def test_every_token_is_the_one_of_a_single_process(model, how):
     assert all(len(answer.split()) == 12 for answer in answers(output))
 
 
+def test_a_quantized_cache_is_compared_with_one_as_precise(model):
+    output = right(virtual(model, "--storage", "int8", "--question", "a b", "--question", "c d e", "--check"))
+    assert output.count("all 12 tokens equal those of a single process") == 2
+
+
 def test_a_report_of_the_run_is_written(model, tmp_path):
     page = tmp_path / "run.html"
     output = right(virtual(model, "--check", "--report", str(page)))
@@ -237,6 +242,10 @@ class TestRefused:
         refused(run(model, "--speculative", "--temperature", "0.5"), "--speculative", "got --temperature 0.5")
         refused(run(model, "--check", "--temperature", "0.5"), "--check", "got --temperature 0.5")
         refused(run(model, "--check", "--dtype", "bf16"), "--check", "--dtype fp32, got bf16")
+
+    def test_a_storage_type_that_the_cache_cannot_have(self, model):
+        refused(run(model, "--storage", "int4"), "storage must be None or one of fp32, fp8, int8, bfp8", "got 'int4'")
+        refused(run(model, "--storage", "bfp8"), "head_dim must be a multiple of 16 for bfp8, got 8")
 
     def test_sampling_that_makes_no_sense(self, model):
         refused(run(model, "--temperature", "-1"), "temperature must be 0 or more")

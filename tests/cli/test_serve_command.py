@@ -45,6 +45,7 @@ def model(tmp_path_factory):
         (("--port", 65536), "65536"),
         (("--cache-tokens", "many"), "many"),
         (("--cache-tokens", "1000G"), "1000G"),
+        (("--storage", "int4"), "storage must be None or one of fp32, fp8, int8, bfp8 for a model in torch.float32"),
     ],
 )
 def test_options_that_are_refused(model, options, message):

@@ -97,7 +97,7 @@ def test_beams_share_the_prompt_and_leave_no_blocks_behind():
     assert max(blocks for _, blocks in used) <= 3 + beams * 3  # full blocks of the prompt, and of each beam its own
     (kept,) = engine.sequences
     assert not kept.active
-    assert engine.cache.stats().used == len(kept.stored.blocks)
+    assert engine.cache.stats().used == len(kept.stored.parts[0].blocks)
     assert am.generate(attnmesh_model("llama"), None, [prompt], max_new_tokens=5, stop=[], num_beams=2)
 
 

@@ -178,7 +178,7 @@ class Recorder:
 
 def in_the_cache(engine, sequence):
     """Positions and token ids, as this rank's blocks have them."""
-    kept, pools = sequence.stored, (engine.cache.values(0), engine.cache.keys(0))
+    kept, pools = sequence.stored.parts[0], (engine.cache.values(0), engine.cache.keys(0))
     return [pool[kept.blocks].flatten(0, 1)[: kept.length, 0, 0].long().tolist() for pool in pools]
 
 

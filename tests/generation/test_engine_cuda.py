@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from attnmesh import Striped, Zigzag, run_virtual
+from attnmesh.cli.generate.job import quantized_cache
 from attnmesh.generation.engine import Engine
 from attnmesh.generation.generator import Generator
 from attnmesh.integrations.transformers_attention import register_attention
@@ -47,9 +48,10 @@ def model_of(kind: str) -> torch.nn.Module:
     return model.cuda().eval()
 
 
-def logits_along(model, ids, comm=None, layout=None, prefill_chunk=None) -> torch.Tensor:
+def logits_along(model, ids, comm=None, layout=None, prefill_chunk=None, **settings) -> torch.Tensor:
     """Those of the last tokens: a prompt, single steps (the third of a kind is a replayed graph), steps of three."""
-    engine = Engine(model, comm, cache_tokens=2000, layout=layout or Zigzag(), prefill_chunk=prefill_chunk)
+    settings = {"cache_tokens": 2000, "layout": layout or Zigzag(), "prefill_chunk": prefill_chunk, **settings}
+    engine = Engine(model, comm, **settings)
     sequence = engine.prefill(ids[:600], max_new_tokens=100)
     seen = [sequence.logits]
     for at in range(600, 605):
@@ -103,3 +105,42 @@ def test_repeated_calls_generate_the_same_tokens():
     generator = Generator(asked(model_of("llama")), None, cache_tokens=200, max_sequences=2)
     calls = [[(token.row, token.id) for token in generator.generate(prompts, max_new_tokens=5)] for _ in range(5)]
     assert calls == [calls[0]] * 5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("storage", ["fp8", "int8", "bfp8"])
+def test_over_a_quantized_cache_the_logits_are_those_of_one_process_as_precise(storage, world):
+    """Keys that are halfway between two steps may be stored as either: a few of many differ."""
+    model = model_of("llama")
+    ids = torch.randint(0, 257, (620,)).tolist()
+    tokens = torch.tensor([ids], device="cuda")
+    want = model(tokens, past_key_values=quantized_cache(storage), use_cache=True).logits[0, 599:620]
+    plain = model(tokens).logits[0, 599:620]
+    for chunk in (None, 256):
+        for mine in run_virtual(
+            world, lambda comm, chunk=chunk: logits_along(asked(model), ids, comm, None, chunk, storage=storage)
+        ):
+            assert (mine - want).norm() < 0.05 * (plain - want).norm()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("storage", [None, "int8"])
+@pytest.mark.parametrize(("kind", "world", "chunk"), [("gpt_oss", 1, None), ("mistral", 1, 256), ("gpt_oss", 3, 100)])
+def test_windows_that_are_kept_alone_give_the_same_logits(kind, world, chunk, storage, monkeypatch):
+    model = model_of(kind)
+    ids = torch.randint(0, 257, (620,)).tolist()
+    want = logits_along(asked(model), ids, max_sequences=99, storage=storage)  # all is kept
+    monkeypatch.setattr("attnmesh.generation.engine.MARGIN", 8)
+
+    def rank(comm):
+        return logits_along(asked(model), ids, comm, None, chunk, cache_tokens=2000 * world, storage=storage)
+
+    for mine in run_virtual(world, rank):
+        assert (mine - want).norm() < 1e-3 * want.norm()
+
+
+def test_windows_are_kept_alone_here(monkeypatch):
+    monkeypatch.setattr("attnmesh.generation.engine.MARGIN", 8)
+    for kind, window in (("gpt_oss", 40), ("mistral", 100), ("llama", None)):
+        assert Engine(asked(model_of(kind)), cache_tokens=2000).cache.window == window

@@ -9,8 +9,9 @@ import torch
 
 import attnmesh as am
 from attnmesh.comm import CommError
-from attnmesh.generation.engine import MODELS, Engine, check_generation
+from attnmesh.generation.engine import Engine
 from attnmesh.generation.generator import Generator, generate
+from attnmesh.generation.models import MODELS, check_generation
 from attnmesh.generation.prompts import eos_tokens
 from attnmesh.generation.requests import Token
 from attnmesh.generation.sampling import PromptLookup, Sampling

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.generation.engine import kv_bytes_per_token
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.latents import LatentProjections, LatentWidths
+from attnmesh.generation.models import kv_bytes_per_token
 from helpers.models import (
     POSITIONS,
     STOP,
@@ -140,7 +140,7 @@ def test_the_cache_has_one_vector_per_token():
         part = am.shard_model(model, sharding, comm)
         generator = Generator(part, None, comm, cache_tokens=200)
         generated_rows(generator, PROMPTS[:1], max_new_tokens=2)
-        pools, stats = generator.engine.cache.stored_tensors, generator.stats
+        pools, stats = generator.engine.cache.caches[0].stored_tensors, generator.stats
         slots = pools[0][0, ..., 0, 0].numel()
         assert stats.kv_bytes == latents * stats.cached_tokens
         assert stats.kv_bytes_unsharded == latents * (len(PROMPTS[0]) + 1)
@@ -149,14 +149,14 @@ def test_the_cache_has_one_vector_per_token():
     for per_token, cached in on_virtual_ranks(4, rank):
         assert per_token == latents < expanded / 7
         assert cached <= -(-len(PROMPTS[0]) // 2) + 1
-    assert kv_bytes_per_token(model.config, torch.float32) == latents
+    assert kv_bytes_per_token(model.config, "fp32") == latents
 
 
 def test_a_full_size_cache_takes_a_fraction_of_expanded_heads():
     from transformers import DeepseekV3Config
 
     config = DeepseekV3Config()
-    found, expanded = kv_bytes_per_token(config, torch.bfloat16), 61 * 128 * (192 + 128) * 2
+    found, expanded = kv_bytes_per_token(config, "bf16"), 61 * 128 * (192 + 128) * 2
     assert found == 61 * 576 * 2
     assert expanded / found == pytest.approx(71.1, abs=0.1)
 

@@ -55,8 +55,8 @@ def make(comm=None, sharding=None, **callbacks):
 def check_next(generator):
     assert generated_rows(generator, NEXT, max_new_tokens=MOST) == expected_rows(NEXT)
     assert not any(sequence.active for sequence in generator.engine.sequences)
-    blocks = [sequence.stored.blocks for sequence in generator.engine.sequences]
-    generator.engine.cache._pool.check_invariants(blocks)
+    blocks = [sequence.stored.parts[0].blocks for sequence in generator.engine.sequences]
+    generator.engine.cache.caches[0]._pool.check_invariants(blocks)
 
 
 def raise_at(count, error):

@@ -15,10 +15,12 @@ from attnmesh.core import ranges
 from attnmesh.core.layouts import Contiguous, Zigzag
 from attnmesh.generation.cached_sequences import CachedSequence, CacheLimits, GroupCache, common_prefix
 from attnmesh.generation.scheduler import Job, Scheduler
+from attnmesh.generation.windows import KeptPositions
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.parallel.decode.positions import balance, interleave
 
 BLOCK, VOCABULARY = 4, 5
+WINDOW, MARGIN = 6, 8
 
 
 def next_token(ids):
@@ -45,7 +47,7 @@ class Stored:
 
     ids: list[int]
     by_rank: list
-    counts: list[int] = field(default_factory=list)
+    kept: set[int] = field(default_factory=set)  # positions, in layers with a window
 
 
 class FakeGroup:
@@ -70,14 +72,14 @@ class FakeGroup:
         for sequence in plan.freed:
             self.free(sequence)
         for job in plan.decode:
-            self.append(self.stored[job.sequence], job.ids[-1:])
+            self.append(job.sequence, job.ids[-1:])
         for chunk in plan.chunks:
             if chunk.is_new:
                 self.start(chunk)
             stored = self.stored[chunk.job.sequence]
             assert len(stored.ids) == chunk.begin
             assert chunk.ids or chunk.job.pending  # the next token follows from one that is computed
-            self.append(stored, chunk.ids)
+            self.append(chunk.job.sequence, chunk.ids)
 
     def start(self, chunk):
         if chunk.source is None:
@@ -87,20 +89,27 @@ class FakeGroup:
         else:
             source = self.stored[chunk.source]
             forks = [cache.fork(each) for cache, each in zip(self.caches, source.by_rank, strict=True)]
-            stored = Stored(list(source.ids), forks)
+            stored = Stored(list(source.ids), forks, set(source.kept))
         counts = chunk.job.sequence.shards.truncated(chunk.begin).counts
         for cache, each, count in zip(self.caches, stored.by_rank, counts, strict=True):
             cache.truncate(each, count)
         del stored.ids[chunk.begin :]
+        stored.kept = {position for position in stored.kept if position < chunk.begin}
+        if chunk.job.sequence.kept is not None:
+            assert stored.kept >= set(range(max(0, chunk.begin - WINDOW + 1), chunk.begin))
         self.stored[chunk.job.sequence] = stored
 
-    def append(self, stored, ids):
+    def append(self, sequence, ids):
+        stored = self.stored[sequence]
         begin = len(stored.ids)
         new = self.shard([each.length for each in stored.by_rank], range(begin, begin + len(ids)))
         for cache, each, part in zip(self.caches, stored.by_rank, new, strict=True):
             if ranges.size(part):
                 cache.mark_written(cache.append([each], ranges.size(part)))  # raises CacheFull
         stored.ids += ids
+        if sequence.kept is not None:
+            stored.kept |= set(range(begin, len(stored.ids)))
+            stored.kept &= {position for run in sequence.kept.ranges for position in run}
 
     def free(self, sequence):
         for cache, each in zip(self.caches, self.stored.pop(sequence).by_rank, strict=True):
@@ -112,6 +121,8 @@ class FakeGroup:
         for sequence, stored in self.stored.items():
             assert sequence.ids == stored.ids
             assert sequence.counts == [each.length for each in stored.by_rank]
+            if sequence.kept is not None:
+                assert stored.kept == {position for run in sequence.kept.ranges for position in run}
         assert cache.used == [each.stats().used for each in self.caches]
         assert max(cache.used) <= cache.limits.blocks
 
@@ -129,14 +140,14 @@ class Wanted:
 class World:
     """A scheduler and groups of ranks, driven at random."""
 
-    def __init__(self, seed, groups=2, world=2, max_sequences=5, blocks=16, step_tokens=9, layout=None):
+    def __init__(self, seed, groups=2, world=2, max_sequences=5, blocks=16, step_tokens=9, layout=None, window=None):
         self.random = random.Random(seed)
         shard = sharding(world, layout)
         limits = CacheLimits(blocks, BLOCK, max_sequences, max_length=blocks * BLOCK)
         self.longest = blocks * BLOCK * world - 6 * world
         self.step_tokens = step_tokens
         self.scheduler = Scheduler(
-            [GroupCache(world, shard, limits) for _ in range(groups)],
+            [GroupCache(world, shard, limits, window) for _ in range(groups)],
             step_tokens=step_tokens, max_chunk=7 * world, min_chunk=2 * world,
         )  # fmt: skip
         self.groups = [FakeGroup(world, limits, shard) for _ in range(groups)]
@@ -225,6 +236,14 @@ def test_random_requests_are_answered_as_alone(groups, world):
     assert model.reused > 0
 
 
+@pytest.mark.parametrize(("groups", "world"), [(1, 2), (2, 1)])
+def test_random_requests_to_layers_with_a_window(groups, world):
+    nothing = KeptPositions(WINDOW, MARGIN)
+    model = World(groups * 10 + world, groups, world, blocks=24, step_tokens=10 + 2 * world, window=nothing)
+    model.run(250)
+    assert model.reused > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("groups", "world", "layout"), [(1, 1, None), (2, 2, Zigzag()), (1, 4, Contiguous())])
 def test_10000_steps_of_random_requests(groups, world, layout):
@@ -241,7 +260,8 @@ def test_10000_steps_of_random_requests(groups, world, layout):
     blocks=st.integers(16, 24), budget=st.integers(0, 40),
 )  # fmt: skip
 def test_any_sizes(seed, groups, world, sequences, blocks, budget):
-    World(seed, groups, world, sequences, blocks, step_tokens=sequences + 2 * world + budget).run(25)
+    window = KeptPositions(WINDOW, MARGIN) if seed % 2 else None
+    World(seed, groups, world, sequences, blocks, step_tokens=sequences + 2 * world + budget, window=window).run(25)
 
 
 def make(groups=1, world=1, blocks=8, max_sequences=4, step_tokens=64, max_length=None, layout=None):

@@ -173,7 +173,7 @@ def model_folder() -> Path:
 def _generator() -> Arguments:
     return {
         "model": model(), "tokenizer": None, "comm": SoloComm(), "cache_tokens": 64, "max_sequences": 2,
-        "prefill_chunk": 8, "step_tokens": 16,
+        "storage": "int8", "prefill_chunk": 8, "step_tokens": 16,
     }  # fmt: skip
 
 
@@ -270,7 +270,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "Chunked": [lambda: {"size": 2}],
     "BlockCausal": [lambda: {"size": 2}],
     "Global": [lambda: {"n": 2, "both": True}],
-    "Padding": [lambda: {"lengths": [4, 2], "side": "left", "length": 5}],
+    "Padding": [lambda: {"lengths": [4, 2], "side": "left", "length": 6}],
     "PerSequence": [lambda: {"masks": [am.Causal(), am.Full()]}],
     "Slices": [lambda: {"slices": [((0, 2), (1, 3), "causal")]}],
     "Mask.draw": [lambda mask: {"length": mask.length, "size": 3}],
@@ -369,8 +369,9 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "BlockCache.find_prefix": [lambda cache: {"prompt": [1, 2, 3], "cache_key": "a"}],
     "BlockCache.append": [
         lambda cache: {"sequences": [cache.allocate(0)], "tokens": [[1, 2]]},
-        lambda cache: {"sequences": [cache.allocate(0)], "tokens": 2},
+        lambda cache: {"sequences": [cache.allocate(0)], "tokens": 2, "kept": [0]},
     ],
+    "BlockCache.keep": [lambda cache: {"sequence": cache.allocate(2), "kept": [0]}],
     "BlockCache.check_append": [lambda cache: {"sequences": [cache.allocate(0)], "tokens": 2}],
     "BlockCache.fork": [lambda cache: {"sequence": cache.allocate(2)}],
     "BlockCache.free": [lambda cache: {"sequence": cache.allocate(2)}],
@@ -487,7 +488,8 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "Generator.submit": [lambda generator: _submit()],
     "Generator.stream": [lambda generator: {"request": generator.submit(**_submit())}],
     "Generator.cancel": [lambda generator: {"request": generator.submit(**_submit())}],
-    "generate": [lambda: {"model": model(), "tokenizer": None, **_generate(), "comm": SoloComm(), "prefill_chunk": 8}],
+    "generate": [lambda: {"model": model(), "tokenizer": None, **_generate(), "comm": SoloComm(), "storage": "fp8",
+                          "prefill_chunk": 8}],
     # Sparse attention.
     "sparse_attention": [lambda: _sparse(d_v=8, sinks=rows(2)), lambda: _sparse(v=rows(6, 4))],
     "attention_distribution": [_distribution],

@@ -15,8 +15,10 @@ import torch
 from attnmesh.cli.language_model import DeviceMemory, local_ranks
 from attnmesh.cli.plan_tables import enough_ranks
 from attnmesh.core.text import counted
+from attnmesh.generation.models import cache_storage
 from attnmesh.generation.rank_memory import ShardedMemory
 from attnmesh.integrations.checkpoint_folder import CONFIG
+from attnmesh.ops.storage import bytes_per_token
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.decode import DecodeRequest, decode_option, shardings
@@ -38,6 +40,7 @@ class AutoSharding:
     context: int
     rank_memory: ShardedMemory  # what ranks will have
     device_memory: DeviceMemory
+    storage: str | None = None  # of the KV cache; None: that of the dtype
 
     def choose(self) -> tuple[DecodeSharding, str]:
         """The fastest sharding that fits, and why. Raises ValueError if none fits."""
@@ -57,9 +60,9 @@ class AutoSharding:
         bits = 8 * self.dtype.itemsize
         model = replace(model_from_config(values, self.folder / CONFIG), weight_bits=WeightBits(bits, bits, bits))
         cluster = default_cluster(self.device_memory.device).with_ranks_per_node(local_ranks(self.ranks))
-        return DecodeRequest(
-            model, self.context, self.batch, self.ranks, cluster, kv_itemsize=float(self.dtype.itemsize)
-        )
+        storage = cache_storage(self.config, self.dtype, self.storage)
+        itemsize = bytes_per_token(storage, model.head_dim) / model.head_dim
+        return DecodeRequest(model, self.context, self.batch, self.ranks, cluster, kv_itemsize=itemsize)
 
     def _options(self, request: DecodeRequest) -> Iterator[Option]:
         """All shardings of one replica that the model can be divided by, with the memory that they take here."""

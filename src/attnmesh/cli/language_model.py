@@ -13,7 +13,7 @@ import typer
 from attnmesh.cli.options import Precision
 from attnmesh.comm import launch
 from attnmesh.core.text import counted
-from attnmesh.generation.engine import check_attention, check_generation
+from attnmesh.generation.models import check_attention, check_generation
 from attnmesh.integrations.checkpoint import ModelError, free_memory, quiet_transformers, total_memory
 from attnmesh.integrations.checkpoint_folder import stored_tensors
 from attnmesh.integrations.completeness import declared_model
@@ -27,7 +27,15 @@ LanguageModelOption = Annotated[
         "--model", show_default="SmolLM2-135M-Instruct", help="Folder written by save_pretrained, or a GGUF file."
     ),
 ]
-DtypeOption = Annotated[Precision, typer.Option("--dtype", help="Dtype of weights, activations and KV cache.")]
+DtypeOption = Annotated[
+    Precision, typer.Option("--dtype", help="Dtype of weights, activations and, without --storage, the KV cache.")
+]
+CacheStorageOption = Annotated[
+    str | None,
+    typer.Option(
+        "--storage", show_default="that of --dtype", help="Storage type of a quantized KV cache: fp8, int8 or bfp8."
+    ),
+]
 
 
 def check_language_model(folder: Path, config: Any, sharding: DecodeSharding | None = None) -> None:

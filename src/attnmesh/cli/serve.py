@@ -16,6 +16,7 @@ from attnmesh.cli import output
 from attnmesh.cli.auto_sharding import AutoSharding
 from attnmesh.cli.errors import Terminated
 from attnmesh.cli.language_model import (
+    CacheStorageOption,
     DtypeOption,
     LanguageModelOption,
     check_language_model,
@@ -47,8 +48,9 @@ from attnmesh.core.files import read_text
 from attnmesh.core.optional import require
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_timeout
-from attnmesh.generation.engine import kv_bytes_per_token
+from attnmesh.generation.engine import kv_cache_bytes
 from attnmesh.generation.generator import recommended_groups
+from attnmesh.generation.models import cache_storage
 from attnmesh.generation.rank_memory import ShardedMemory
 from attnmesh.integrations.checkpoint_folder import weight_bytes
 from attnmesh.integrations.loading import load_config_and_tokenizer, load_model, model_folder
@@ -67,6 +69,7 @@ def serve_command(
     ranks: RanksOption = None,
     device: DeviceOption = Device.CPU,
     dtype: DtypeOption = Precision.FP32,
+    storage: CacheStorageOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on. One that others reach requires a key.")] = _LOCAL[0],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     api_key_file: Annotated[
@@ -151,18 +154,20 @@ def serve_command(
         device.value, world, shared=virtual and not shard_weights, share_gpu=share_gpu, stated=memory
     )
     advice, why = f"; reduce --cache-tokens {tokens} or the ranks", ""
+    stored_as = cache_storage(config, dtype.dtype, storage)
     if shard_weights:
-        held = ShardedMemory(config, dtype.dtype, cache_tokens=tokens, max_sequences=max_sequences)
+        held = ShardedMemory(config, dtype.dtype, storage=stored_as, cache_tokens=tokens, max_sequences=max_sequences)
         if divided is None:
             divided, why = AutoSharding(
                 folder, config, dtype.dtype, world, batch=max_sequences, context=max(1, tokens // max_sequences),
-                rank_memory=held, device_memory=available,
+                rank_memory=held, device_memory=available, storage=stored_as,
             ).choose()  # fmt: skip
         of_rank = held.of(divided)
         available.check_fits(folder, of_rank.weights, of_rank.kv_cache, advice)
     else:
         divided = _groups(groups, max_sequences, world)
-        kv_cache = -(-tokens // divided.cp) * kv_bytes_per_token(config, dtype.dtype)
+        sequences = -(-max_sequences // divided.kvdp)
+        kv_cache = kv_cache_bytes(config, stored_as, -(-tokens // divided.cp), sequences)
         available.check_fits(folder, weight_bytes(folder, dtype.dtype), kv_cache, advice)
     default_name = "SmolLM2-135M-Instruct" if model is None else model.resolve().name
     with tempfile.TemporaryDirectory() as name:
@@ -170,7 +175,7 @@ def serve_command(
             model=folder, device=device.value, dtype=dtype.dtype, folder=Path(name),
             app=AppSettings(served_model_name or default_name, key, max_body_mib * 2**20), host=host, port=port,
             cache_tokens=tokens, max_sequences=max_sequences, max_queue=max_queue, grace=grace, sharding=divided,
-            shard_weights=shard_weights, step_tokens=step_tokens, announce=_announce,
+            shard_weights=shard_weights, step_tokens=step_tokens, storage=storage, announce=_announce,
         )  # fmt: skip
         is_shared = virtual and not shard_weights
         shared = load_model(folder, device=device.value, dtype=dtype.dtype) if is_shared else None

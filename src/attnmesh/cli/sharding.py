@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from attnmesh.cli.options import bytes_argument
+from attnmesh.generation.engine import BLOCK_SIZE, window_blocks
 from attnmesh.integrations.weight_splits import SHARDED_MODELS
 from attnmesh.ops.storage import PLAIN
 from attnmesh.plan.decode import DecodeSharding
@@ -84,10 +85,8 @@ def not_run_here(model: ModelConfig, storage: str) -> list[str]:
         reasons.append(f"models of type {model.model_type} are not generated from with sharded weights")
     if not _is_plain(model.weight_bits):
         reasons.append("quantized weights are not loaded in parts: store them as bf16, which takes more memory")
-    if model.windows:
-        reasons.append("the KV cache has all positions in layers with a window, too")
-    if storage not in PLAIN:
-        reasons.append(f"the KV cache is not stored as {storage}")
+    if not _is_stored_here(model, storage):
+        reasons.append(f"latents are not stored as {storage}")
     return reasons
 
 
@@ -96,9 +95,9 @@ class RunHere:
 
     def __init__(self, request: DecodeRequest, ranking: Ranking, storage: str) -> None:
         bits = request.model.weight_bits if _is_plain(request.model.weight_bits) else WeightBits()
-        as_run = replace(request.model, windows=(), weight_bits=bits)
-        itemsize = request.kv_itemsize if storage in PLAIN else max(2.0, request.kv_itemsize)
-        self._request = replace(request, model=as_run, kv_itemsize=itemsize)
+        stored_here = _is_stored_here(request.model, storage)
+        itemsize = request.kv_itemsize if stored_here else max(2.0, request.kv_itemsize)
+        self._request = replace(request, model=replace(request.model, weight_bits=bits), kv_itemsize=itemsize)
         self._usable = usable_memory(ranking.device_memory)
         self.problems = {option.name: self._problem(option) for option in ranking.options}
         """By the name of a plan, what is against it; empty if nothing is."""
@@ -110,12 +109,20 @@ class RunHere:
         if option.replicas > 1:
             return f"run as {option.replicas} commands"
         assert option.sharding is not None
-        needed = decode_memory(self._request, option.sharding, self._request.batch).total
+        # Every rank sets aside what a window may take, however its positions are sharded.
+        kept = window_blocks(self._request.model.windows, 1) * BLOCK_SIZE * option.sharding.cp
+        windows = tuple(None if window is None else kept for window in self._request.model.windows)
+        as_run = replace(self._request, model=replace(self._request.model, windows=windows))
+        needed = decode_memory(as_run, option.sharding, self._request.batch).total
         return "" if needed <= self._usable else f"takes {readable_bytes(needed)} here"
 
 
 def _is_sharded_here(model: ModelConfig) -> bool:
     return model.model_type is None or model.model_type in SHARDED_MODELS
+
+
+def _is_stored_here(model: ModelConfig, storage: str) -> bool:
+    return model.latent is None or storage in PLAIN
 
 
 def _is_plain(bits: WeightBits) -> bool:

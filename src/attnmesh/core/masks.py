@@ -237,11 +237,12 @@ class Documents(IntervalMask):
         check_count("the sum of Documents.lengths", sum(counts))
         object.__setattr__(self, "lengths", counts)
         if prefixes is not None:
-            prefixes = _checked_counts("Documents.prefixes", prefixes)
+            given, prefixes = prefixes, _checked_counts("Documents.prefixes", prefixes)
             if len(prefixes) != len(counts) or any(n > m for n, m in zip(prefixes, counts, strict=True)):
                 raise ValueError(
                     f"Documents.prefixes must be one length per document, none longer than the document, got "
-                    f"{_brief(prefixes)} for lengths {_brief(counts)}"
+                    f"{_brief(prefixes) if prefixes else shown(given)} for lengths "
+                    f"{_brief(counts) if counts else shown(lengths)}"
                 )
         object.__setattr__(self, "prefixes", prefixes)
 

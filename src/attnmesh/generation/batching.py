@@ -16,7 +16,8 @@ from torch import Tensor
 
 from attnmesh.comm import Comm
 from attnmesh.generation.cached_sequences import CachedSequence, CacheLimits, GroupCache
-from attnmesh.generation.engine import BLOCK_SIZE, Engine, EngineSequence, min_prefill_chunk
+from attnmesh.generation.engine import BLOCK_SIZE, Engine, EngineSequence
+from attnmesh.generation.prefill_shards import min_prefill_chunk
 from attnmesh.generation.requests import Request, Token
 from attnmesh.generation.sampling import FAILED_TOKEN, INVALID_TOKEN, InvalidLogits, most_likely
 from attnmesh.generation.scheduler import GroupPlan, Job, Scheduler, StepPlan
@@ -80,7 +81,7 @@ class ContinuousBatch:
         )
         world = engine.position_ranks.world
         self.scheduler = Scheduler(
-            [GroupCache(world, engine.shard, limits) for _ in range(ranks.kvdp)],
+            [GroupCache(world, engine.shard, limits, engine.nothing_kept) for _ in range(ranks.kvdp)],
             step_tokens=step_tokens, max_chunk=engine.prefill_chunk, min_chunk=min_prefill_chunk(world),
         )  # fmt: skip
         engine.clear()
@@ -172,7 +173,10 @@ class ContinuousBatch:
                     source = None if chunk.source is None else stored[chunk.source]
                     keep = chunk.source is not chunk.job.sequence  # otherwise it is taken over
                     in_engine = self._ranks.in_engine(group)
-                    stored[chunk.job.sequence] = engine.start(source, chunk.begin, in_engine, keep=keep)
+                    kept = chunk.job.sequence.kept
+                    stored[chunk.job.sequence] = engine.start(
+                        source, chunk.begin, in_engine, keep=keep, marks=() if kept is None else kept.marks
+                    )
                 if chunk.ids:
                     engine.extend(self._stored_for(chunk.job), chunk.ids)
 

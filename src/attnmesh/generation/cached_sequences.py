@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from attnmesh.core import ranges
 from attnmesh.core.ranges import Ranges
+from attnmesh.generation.windows import KeptPositions
 from attnmesh.parallel.decode.positions import SequenceShards
 
 Shard = Callable[[Sequence[int], range], Sequence[Ranges]]
@@ -30,7 +32,16 @@ class CachedSequence:
     shards: SequenceShards
     counts: list[int]
     blocks: list[list[int]]
+    kept: KeptPositions | None = None  # in layers that keep a window only; None if there are none
     active: bool = True  # False once it is only kept for reuse
+
+
+class Prefix(NamedTuple):
+    """The first `length` tokens of a prompt, which `source` has; `common` are those that some sequence began with."""
+
+    source: CachedSequence | None
+    length: int
+    common: int
 
 
 @dataclass(frozen=True)
@@ -78,10 +89,16 @@ class _RankBlocks:
 
 
 class GroupCache:
-    """The cached sequences of `world` ranks, the least recently used first. Inactive ones may be evicted."""
+    """The cached sequences of `world` ranks, the least recently used first. Inactive ones may be evicted.
 
-    def __init__(self, world: int, shard: Shard, limits: CacheLimits) -> None:
-        self._world, self._shard, self.limits = world, shard, limits
+    `nothing_kept` is what an empty sequence keeps in layers with a window, if these have a cache of their own. That one
+    has room for all sequences: its blocks are not counted.
+    """
+
+    def __init__(
+        self, world: int, shard: Shard, limits: CacheLimits, nothing_kept: KeptPositions | None = None
+    ) -> None:
+        self._world, self._shard, self.limits, self._nothing_kept = world, shard, limits, nothing_kept
         self.clear()
 
     @property
@@ -94,15 +111,17 @@ class GroupCache:
         self.sequences: list[CachedSequence] = []
         self._blocks = [_RankBlocks() for _ in range(self._world)]
 
-    def longest_prefix(self, ids: Sequence[int]) -> tuple[CachedSequence | None, int]:
-        """The sequence with the longest common prefix, and its length; the last token is always computed again."""
+    def longest_prefix(self, ids: Sequence[int]) -> Prefix:
+        """The longest prefix that a sequence has; the last token is always computed again."""
         best: CachedSequence | None = None
-        longest = 0
+        longest = most = 0
         for sequence in self.sequences:
             common = min(common_prefix(sequence.ids, ids), len(ids) - 1)
-            if common > longest:
-                best, longest = sequence, common
-        return best, longest
+            reusable = common if sequence.kept is None else sequence.kept.reusable(common)
+            if reusable > longest:
+                best, longest = sequence, reusable
+            most = max(most, common)
+        return Prefix(best, longest, most)
 
     # Room.
 
@@ -159,18 +178,23 @@ class GroupCache:
 
     # Changes.
 
-    def start(self, source: CachedSequence | None, prefix: int, *, keep: bool = False) -> CachedSequence:
+    def start(
+        self, source: CachedSequence | None, prefix: int, *, keep: bool = False, marks: Sequence[int] = ()
+    ) -> CachedSequence:
         """An active sequence with the first `prefix` tokens of `source`: a fork, or `source` itself.
 
-        It is a fork if the source is active, or to `keep` its other tokens for reuse.
+        It is a fork if the source is active, or to `keep` its other tokens for reuse. `marks` are where later prompts
+        may part from it.
         """
         if source is None:
             shards = SequenceShards.empty(self._world, 0)
-            sequence = CachedSequence([], shards, [0] * self._world, [[] for _ in range(self._world)])
+            empty: list[list[int]] = [[] for _ in range(self._world)]
+            sequence = CachedSequence([], shards, [0] * self._world, empty, self._nothing_kept)
         elif source.active or keep:
             sequence = CachedSequence(
-                list(source.ids), source.shards, list(source.counts), [list(blocks) for blocks in source.blocks]
-            )
+                list(source.ids), source.shards, list(source.counts), [list(blocks) for blocks in source.blocks],
+                source.kept,
+            )  # fmt: skip
             for of_rank, blocks in zip(self._blocks, sequence.blocks, strict=True):
                 of_rank.add(blocks)
         else:
@@ -181,6 +205,8 @@ class GroupCache:
                 of_rank.activate(blocks)
         self.sequences.append(sequence)
         self._truncate(sequence, prefix)
+        if sequence.kept is not None:
+            sequence.kept = sequence.kept.truncated(prefix).marked(marks)
         return sequence
 
     def grow(self, sequence: CachedSequence, ids: Sequence[int], growth: Growth) -> None:
@@ -195,6 +221,8 @@ class GroupCache:
             blocks += [of_rank.new() for _ in range(-(-sequence.counts[rank] // size) - len(blocks))]
             sequence.shards.by_rank[rank].extend(part)
         sequence.ids += ids
+        if sequence.kept is not None:
+            sequence.kept = sequence.kept.grown(len(sequence.ids))
 
     def release(self, sequence: CachedSequence) -> None:
         """Keep a sequence for reuse, until room is needed."""

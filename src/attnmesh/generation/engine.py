@@ -18,34 +18,31 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, comm_from
 from attnmesh.core import ranges
-from attnmesh.core.docs import explained_in
 from attnmesh.core.layouts import Layout, Zigzag
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_count, check_positive
 from attnmesh.generation.latents import LatentProjections, latent_widths
+from attnmesh.generation.layer_caches import Appended, LayerCaches, StoredSequence
+from attnmesh.generation.models import cache_storage, cached_widths, check_generation, kv_bytes_per_token
 from attnmesh.generation.norms import use_one_call
-from attnmesh.generation.passes import CachePass, DecodeGraphs, DecodePass, PrefillPass
+from attnmesh.generation.passes import CachePass, ChunkKV, DecodeGraphs, DecodePass, PrefillPass
+from attnmesh.generation.prefill_shards import (
+    MIN_TOKENS_PER_RANK,
+    min_prefill_chunk,
+    prefilled,
+    rank_capacity,
+    shard_chunk,
+)
 from attnmesh.generation.tensor_parallel import TensorParallel
-from attnmesh.integrations.transformers_models import MODELS_PAGE, check_config, check_model
+from attnmesh.generation.windows import MARGIN, KeptPositions, layer_windows, max_window_blocks
+from attnmesh.integrations.transformers_models import check_model
 from attnmesh.integrations.weight_splits import heads_of
-from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.sequence import NewTokens
-from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
-from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.parallel.decode.positions import LocalPositions, SequenceShards, balance, interleave
-
-MODELS = (
-    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "phi", "phi3", "glm4", "olmo2", "smollm3", "granite",
-    "cohere", "starcoder2", "gpt2", "gpt_oss", "gemma3_text", "deepseek_v3",
-)  # fmt: skip
-"""The `model_type`s whose generated tokens are tested against one process."""
+from attnmesh.parallel.decode.positions import LocalPositions, SequenceShards, interleave
 
 BLOCK_SIZE = 32
-_MIN_TOKENS_PER_RANK = 2  # with as many, any layout gives every rank some tokens of a chunk
-_SPARE_TOKENS = 4
 
 
 @dataclass(eq=False)
@@ -54,7 +51,8 @@ class EngineSequence:
 
     ids: list[int]
     shards: SequenceShards
-    stored: CacheSequence | None  # this rank's part, in its cache; None if another KVDP rank stores the sequence
+    stored: StoredSequence | None  # this rank's part, in its cache; None if another KVDP rank stores the sequence
+    kept: KeptPositions | None = None  # in layers that keep a window only; None if there are none
     group: int = 0  # the KVDP rank, of those that this engine serves
     reused: int = 0  # prompt tokens that were not computed again
     logits: Tensor = field(
@@ -74,7 +72,11 @@ class EngineSequence:
 class Engine:
     """Prefill and decode steps. All ranks of `comm` must construct it and call its methods with the same arguments.
 
-    The cache holds `cache_tokens` tokens of at most `max_sequences` sequences at a time, over all ranks.
+    The cache holds `cache_tokens` tokens of at most `max_sequences` sequences at a time, over all ranks. `storage` is
+    fp8, int8 or bfp8, or by default the dtype of the model. A token attends to all keys and values as the cache stores
+    them, its own and those of its chunk included. So they have one value for all later tokens, and neither chunks nor
+    ranks nor prefix reuse change the result.
+
     `prefill_chunk` is the number of tokens per prefill pass, by default the whole prompt. `on_prefill` is called after
     every pass with the number of prompt tokens that are cached and the length of the prompt.
 
@@ -91,6 +93,7 @@ class Engine:
         *,
         cache_tokens: int,
         max_sequences: int = 1,
+        storage: str | None = None,
         layout: Layout = Zigzag(),  # noqa: B008  (immutable)
         schedule: str = "auto",
         prefill_chunk: int | None = None,
@@ -107,7 +110,7 @@ class Engine:
         self.prefill_chunk = cache_tokens if prefill_chunk is None else check_count("prefill_chunk", prefill_chunk)
         if self.prefill_chunk < min_prefill_chunk(world):
             raise ValueError(
-                f"prefill_chunk must be at least {_MIN_TOKENS_PER_RANK} tokens per rank, {min_prefill_chunk(world)} "
+                f"prefill_chunk must be at least {MIN_TOKENS_PER_RANK} tokens per rank, {min_prefill_chunk(world)} "
                 f"for {counted(world, 'rank')}, got {prefill_chunk}"
             )
         config, weight = model.config, model.get_input_embeddings().weight
@@ -117,16 +120,16 @@ class Engine:
                 f"layout must give every one of {counted(world, 'rank')} a part of the sequence, got {layout}"
             )
         self.capacity = rank_capacity(layout, world, cache_tokens, self.prefill_chunk)
-        plain = {dtype: name for name, dtype in PLAIN.items()}
-        if weight.dtype not in plain:
-            raise ValueError(f"model must be of dtype {', '.join(map(str, plain))}, got {weight.dtype}")
-        widths, kv_heads = latent_widths(config), self._cached_heads()
-        self.cache = BlockCache(
-            layers=config.num_hidden_layers, num_blocks=cache_blocks(self.capacity, max_sequences),
-            block_size=BLOCK_SIZE, kv_heads=kv_heads, head_dim=_head_dim(config) if widths is None else widths.cached,
-            value_dim=None if widths is None else widths.latent, latent=widths is not None,
-            storage=plain[weight.dtype], device=weight.device, max_sequences=max_sequences, max_length=self.capacity,
+        self.storage = cache_storage(config, weight.dtype, storage)
+        kv_heads, windows = self._cached_heads(), layer_windows(config)
+        self.cache = LayerCaches(
+            windows, num_blocks=cache_blocks(self.capacity, max_sequences),
+            window_blocks=window_blocks(windows, max_sequences), block_size=BLOCK_SIZE,
+            kv_heads=kv_heads, **cached_widths(config), storage=self.storage, device=weight.device,
+            max_sequences=max_sequences, max_length=self.capacity,
         )  # fmt: skip
+        self.nothing_kept = None if self.cache.window is None else KeptPositions(self.cache.window, MARGIN)
+        widths = latent_widths(config)
         self._latents = None if widths is None else LatentProjections(model, widths)
         self.sequences: list[EngineSequence] = []
         self.passes = 0
@@ -137,7 +140,7 @@ class Engine:
         self._forward = partial(_logits, model)
         self._forward_step: Callable[[Any, Tensor, Tensor], Tensor] = self._forward
         self._prepare_steps()
-        self.kv_bytes_per_token = kv_bytes_per_token(config, weight.dtype, kv_heads)
+        self.kv_bytes_per_token = kv_bytes_per_token(config, self.storage, kv_heads)
         """Bytes of one token in the cache of this rank, in all layers."""
         self.kv_bytes_per_token_of_all = self.kv_bytes_per_token
         """Bytes of one token with all kv heads."""
@@ -169,14 +172,15 @@ class Engine:
     ) -> EngineSequence:
         """A sequence that starts with the prompt `ids` and may grow by `max_new_tokens`, with its next `logits`.
 
-        The longest common prefix with a cached sequence is not computed again: that sequence is taken over or, while it
-        is active, forked. Inactive sequences are evicted to make room, the oldest first. All this is per `group`. There
-        is room to `fork` it into `max_forks` sequences, itself included, that grow as much.
+        The longest common prefix with a cached sequence is not computed again, as far as layers with a window still
+        have what follows it: that sequence is taken over or, while it is active, forked. Inactive sequences are evicted
+        to make room, the oldest first. All this is per `group`. There is room to `fork` it into `max_forks` sequences,
+        itself included, that grow as much.
         """
         ids = list(ids)
         if not ids:
             raise ValueError("ids must have at least one token, got none")
-        cached, begin = self._longest_prefix(ids, group)
+        cached, begin, common = self._longest_prefix(ids, group)
         per_rank: list[int] = []
         if cached is not None:
             per_rank = self._tokens_per_rank(cached.shards.truncated(begin).counts, begin, len(ids), max_new_tokens)
@@ -191,7 +195,7 @@ class Engine:
         with self._change():
             for inactive in evicted:
                 self.free(inactive)
-            sequence = self.start(cached, begin, group)
+            sequence = self.start(cached, begin, group, marks=(common, len(ids)))
             sequence.max_tokens, sequence.max_tokens_per_rank, sequence.max_forks = tokens, per_rank, max_forks
         while len(sequence.ids) < len(ids):
             self.extend(sequence, ids[len(sequence.ids) : len(sequence.ids) + self.prefill_chunk])
@@ -200,15 +204,23 @@ class Engine:
         return sequence
 
     def start(
-        self, cached: EngineSequence | None, length: int, group: int = 0, *, keep: bool = False
+        self,
+        cached: EngineSequence | None,
+        length: int,
+        group: int = 0,
+        *,
+        keep: bool = False,
+        marks: Sequence[int] = (),
     ) -> EngineSequence:
         """An active sequence with the first `length` tokens of a cached one: a fork of an active one, or it itself.
 
-        To `keep` what an inactive one has, it is forked, too.
+        To `keep` what an inactive one has, it is forked, too. `marks` are where later prompts may part from this one.
         """
         with self._change():
             sequence = self._start_from(cached, group, keep)
             self.truncate(sequence, length)
+            if sequence.kept is not None:
+                self._keep(sequence, sequence.kept.marked(marks))
             sequence.active, sequence.reused = True, length
             self.reused_tokens += length
         return sequence
@@ -243,6 +255,7 @@ class Engine:
             if sequence.stored is not None and len(shards.local) < sequence.stored.length:
                 self.cache.truncate(sequence.stored, len(shards.local))
             sequence.shards, sequence.ids = shards, sequence.ids[:length]
+            sequence.kept = None if sequence.kept is None else sequence.kept.truncated(length)
 
     def release(self, sequence: EngineSequence) -> None:
         """Mark a sequence as finished: it stays cached for reuse until room is needed."""
@@ -304,6 +317,16 @@ class Engine:
         yield
         self._changes -= 1
 
+    def kv_bytes(self, sequence: EngineSequence) -> tuple[int, int]:
+        """Bytes of a sequence in the cache of this rank, and in that of a single device."""
+        layers, windowed = self.model.config.num_hidden_layers, self.cache.num_windowed
+        local, length = len(sequence.local), len(sequence.ids)
+        kept_local, kept = local, length
+        if sequence.kept is not None:
+            kept_local, kept = sequence.kept.count(sequence.local), ranges.size(sequence.kept.ranges)
+        own = (local * (layers - windowed) + kept_local * windowed) * self.kv_bytes_per_token // layers
+        return own, (length * (layers - windowed) + kept * windowed) * self.kv_bytes_per_token_of_all // layers
+
     def check_room(self, tokens: Sequence[int], group: int = 0, max_forks: int = 1) -> None:
         """Raise ValueError unless new sequences with so many tokens each fit beside the active ones of a group.
 
@@ -317,22 +340,35 @@ class Engine:
                 f"active ones: there is room for cache_tokens={self.cache_tokens} of max_sequences={self.max_sequences}"
             )
 
-    def _longest_prefix(self, ids: list[int], group: int) -> tuple[EngineSequence | None, int]:
-        """The cached sequence with the longest common prefix, and its length; the last token is computed again."""
+    def _longest_prefix(self, ids: list[int], group: int) -> tuple[EngineSequence | None, int, int]:
+        """The cached sequence that has most of a prefix, how much, and the longest common prefix with any.
+
+        The last token is computed again.
+        """
         cached = [sequence for sequence in self.sequences if sequence.group == group]
         common = [min(_common_prefix(sequence.ids, ids), len(ids) - 1) for sequence in cached]
-        longest = max(common, default=0)
-        return (cached[common.index(longest)], longest) if longest else (None, 0)
+        reusable = [
+            most if sequence.kept is None else sequence.kept.reusable(most)
+            for sequence, most in zip(cached, common, strict=True)
+        ]
+        longest = max(reusable, default=0)
+        return (cached[reusable.index(longest)] if longest else None), longest, max(common, default=0)
+
+    def _keep(self, sequence: EngineSequence, kept: KeptPositions) -> None:
+        """Free the blocks that layers with a window do not need any more."""
+        sequence.kept = kept
+        if sequence.stored is not None:
+            self.cache.keep(sequence.stored, kept.blocks(sequence.local, BLOCK_SIZE))
 
     def _start_from(self, cached: EngineSequence | None, group: int, keep: bool) -> EngineSequence:
         """A new sequence, a fork of an active one, or an inactive one itself; it becomes the most recent one."""
         if cached is None:
             empty = SequenceShards.empty(self.position_ranks.world, self.position_ranks.rank)
-            stored = self.cache.allocate(0) if group == self.own_group else None
-            sequence = EngineSequence([], empty, stored, group)
+            stored = self.cache.allocate() if group == self.own_group else None
+            sequence = EngineSequence([], empty, stored, self.nothing_kept, group)
         elif cached.active or keep:
             stored = None if cached.stored is None else self.cache.fork(cached.stored)
-            sequence = EngineSequence(list(cached.ids), cached.shards, stored, group)
+            sequence = EngineSequence(list(cached.ids), cached.shards, stored, cached.kept, group)
         else:
             sequence = cached
             self.sequences.remove(cached)
@@ -341,11 +377,11 @@ class Engine:
 
     def shard(self, counts: Sequence[int], new: range) -> list[Ranges]:
         """The new positions that each rank stores, where the ranks store `counts` positions before them."""
-        return _shard_chunk(self.context.layout, counts, new)
+        return shard_chunk(self.context.layout, counts, new)
 
     def _tokens_per_rank(self, counts: Sequence[int], begin: int, length: int, max_new_tokens: int) -> list[int]:
         """The tokens per rank after prefill from `begin` (with `counts` per rank) to `length`, and all new tokens."""
-        counts = _prefilled(self.context.layout, counts, range(begin, length), self.prefill_chunk)
+        counts = prefilled(self.context.layout, counts, range(begin, length), self.prefill_chunk)
         return [count + -(-max_new_tokens // self.position_ranks.world) for count in counts]
 
     def _room_for(
@@ -387,14 +423,11 @@ class Engine:
         parts = self.shard(sequence.shards.counts, range(begin, begin + len(ids)))
         own = parts[self.comm.rank]
         assert sequence.stored is not None
-        with self._change():
-            new = self.cache.append([sequence.stored], ranges.size(own))
-            sequence.shards.extend(parts)
-        blocks = torch.tensor(sequence.stored.blocks, device=self.device)
+        new, kept = self._append_chunk(sequence, parts)
+        assert new is not None
         chunk = PrefillPass(
-            self.cache, new.slots, self.context, parts, begin, len(ids), sequence.local.ranges, blocks,
-            latents=self._latents,
-        )  # fmt: skip
+            self.cache, new.slots, self.context, parts, len(ids), self._chunk_kv(sequence, begin), latents=self._latents
+        )
         positions = ranges.as_tensor(own)
         tokens = torch.tensor(ids, device="cpu")[positions - begin]
         device = self.device
@@ -402,11 +435,43 @@ class Engine:
         with self.exchange(self.comm):
             logits = self._forward(chunk, tokens[None].to(device), positions[None].to(device), keep=1)[0, -1]
             logits = self._broadcast(logits, last)
-        with self._change():
-            self.cache.mark_written(new)
-            sequence.ids += ids
-            self.passes += 1
+        self._end_chunk(sequence, ids, new, kept)
         return logits
+
+    def _append_chunk(
+        self, sequence: EngineSequence, parts: Sequence[Ranges]
+    ) -> tuple[Appended | None, KeptPositions | None]:
+        """Slots for this rank's tokens of a chunk, None if it stores none, and what is kept after the chunk."""
+        before, size = sequence.kept, sum(map(ranges.size, parts))
+        after = None if before is None else before.grown(len(sequence.ids) + size)
+        with self._change():
+            sequence.shards.extend(parts)
+            if sequence.stored is None:
+                return None, after
+            blocks = None
+            if before is not None and after is not None:  # the chunk attends to what was before it
+                blocks = before.blocks(sequence.local, BLOCK_SIZE) | after.blocks(sequence.local, BLOCK_SIZE)
+            own = ranges.size(parts[self.position_ranks.rank])
+            return self.cache.append([sequence.stored], own, blocks), after
+
+    def _end_chunk(
+        self, sequence: EngineSequence, ids: list[int], new: Appended | None, kept: KeptPositions | None
+    ) -> None:
+        """Record that a chunk was computed."""
+        with self._change():
+            if new is not None:
+                self.cache.mark_written(new)
+            sequence.ids += ids
+            if kept is not None:
+                self._keep(sequence, kept)
+            self.passes += 1
+
+    def _chunk_kv(self, sequence: EngineSequence, begin: int) -> ChunkKV:
+        """What this rank stores of a sequence with a chunk from `begin` on."""
+        if sequence.stored is None:
+            return ChunkKV(begin, (), ())
+        blocks = (torch.tensor(part.blocks, dtype=torch.int64, device=self.device) for part in sequence.stored.parts)
+        return ChunkKV(begin, sequence.local.ranges, tuple(blocks))
 
     def _decode(self, sequences: Sequence[EngineSequence], ids: Sequence[Sequence[int]]) -> Tensor:
         """Compute a few tokens on every rank; each rank stores those that `interleave` gives it."""
@@ -432,33 +497,50 @@ class Engine:
                 self.cache.mark_written(new)
             for sequence, row in zip(sequences, ids, strict=True):
                 sequence.ids += row
+                if sequence.kept is not None:
+                    self._keep_window(sequence)
             self.passes += 1
         return logits
 
-    def _decode_pass(self, sequences: Sequence[EngineSequence], slots: Tensor, positions: list[range]) -> CachePass:
-        """The pass of a decode step with new tokens at these positions, stored in `slots` [B, T]."""
+    def _keep_window(self, sequence: EngineSequence) -> None:
+        """After a decode step: blocks are freed when another one has been filled."""
+        assert sequence.kept is not None
+        before, sequence.kept = sequence.kept, sequence.kept.grown(len(sequence.ids))
+        count, count_before = len(sequence.local), sequence.local.count_below(before.length)
+        if count // BLOCK_SIZE > count_before // BLOCK_SIZE:
+            self._keep(sequence, sequence.kept)
+
+    def _decode_pass(
+        self, sequences: Sequence[EngineSequence], slots: tuple[Tensor, ...], positions: list[range]
+    ) -> CachePass:
+        """The pass of a decode step with new tokens at these positions, stored in `slots` [B, T] of each cache."""
         table, cur_pos = self._tables(sequences)
         return DecodePass(
             self.cache, slots, self.comm, table, cur_pos, positions, [sequence.local for sequence in sequences],
             latents=self._latents,
         )  # fmt: skip
 
-    def _tables(self, sequences: Sequence[EngineSequence]) -> tuple[Tensor, Tensor]:
-        """The block table and the last positions of sequences in this rank's cache."""
-        rows = [sequence.stored.row for sequence in sequences if sequence.stored is not None]
+    def _tables(self, sequences: Sequence[EngineSequence]) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The block tables of sequences in this rank's caches, and the index of the last key, the same in each."""
+        stored = [sequence.stored for sequence in sequences if sequence.stored is not None]
+        rows = [[sequence.parts[i].row for sequence in stored] for i in range(len(self.cache.caches))]
         at = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        return self.cache.block_table[at], self.cache.cur_pos[at]
+        tables = tuple(cache.block_table[rows] for cache, rows in zip(self.cache.caches, at, strict=True))
+        return tables, self.cache.caches[0].cur_pos[at[0]]
 
-    def _append(self, own: dict[CacheSequence, list[int]], count: int) -> tuple[Tensor, list[NewTokens]]:
+    def _append(self, own: dict[StoredSequence, list[int]], count: int) -> tuple[tuple[Tensor, ...], list[Appended]]:
         """Slots [B, count] of new tokens, -1 for those of other ranks; `own[b]` are the indices of this rank's."""
-        slots = torch.full((len(own), count), -1, dtype=torch.int64, device=self.device)
-        appended: list[NewTokens] = []
+        slots = tuple(
+            torch.full((len(own), count), -1, dtype=torch.int64, device=self.device) for _ in self.cache.caches
+        )
+        appended: list[Appended] = []
         for n in sorted({len(indices) for indices in own.values()} - {0}):  # the cache appends equally many to each
             some = {row: sequence for row, (sequence, indices) in enumerate(own.items()) if len(indices) == n}
             new = self.cache.append(list(some.values()), n)
             appended.append(new)
-            for (row, sequence), of_row in zip(some.items(), new.slots, strict=True):
-                slots[row, own[sequence]] = of_row
+            for of_cache, given in zip(slots, new.slots, strict=True):
+                for (row, sequence), of_row in zip(some.items(), given, strict=True):
+                    of_cache[row, own[sequence]] = of_row
         return slots, appended
 
     def _broadcast(self, x: Tensor, rank: int) -> Tensor:
@@ -470,51 +552,30 @@ class Engine:
         return comm.all_gather(x.contiguous() if comm.rank == rank else x.new_empty(0), shapes)[rank]
 
 
-@explained_in(MODELS_PAGE)
-def check_generation(config: Any, name: str) -> None:
-    """Raise ValueError unless models of this configuration can generate over a sharded KV cache, with whole weights."""
-    check_attention(config, name)
-    kind = getattr(config, "model_type", None)
-    if kind not in MODELS:
-        raise ValueError(f"model_type must be one of {', '.join(MODELS)} to generate, got {kind!r} ({name})")
-
-
-@explained_in(MODELS_PAGE)
-def check_attention(config: Any, name: str) -> None:
-    """Raise ValueError unless the layers of such models can attend over a sharded KV cache."""
-    check_config(config, name)
-    softcap = getattr(config, "attn_logit_softcapping", None)
-    if softcap is not None:
-        raise ValueError(f"{name}: attn_logit_softcapping must be None over a sharded KV cache, got {softcap}")
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        raise ValueError(
-            f"{name}: layer_types must be full_attention or sliding_attention over a sharded KV cache, got "
-            "chunked_attention"
-        )
-
-
-def min_prefill_chunk(world: int) -> int:
-    """The fewest tokens that any layout can shard over `world` ranks."""
-    return _MIN_TOKENS_PER_RANK * world
-
-
-def rank_capacity(layout: Layout, world: int, cache_tokens: int, prefill_chunk: int) -> int:
-    """The most tokens that one of `world` ranks stores of sequences with `cache_tokens` tokens together."""
-    # A shorter sequence may give a rank one or two tokens more than the longest does; decode adds at most one.
-    return max(_prefilled(layout, [0] * world, range(cache_tokens), prefill_chunk)) + _SPARE_TOKENS
-
-
 def cache_blocks(capacity: int, max_sequences: int) -> int:
     """The blocks of a rank's cache for `capacity` tokens: sequences do not fill their last blocks."""
     return _num_blocks(capacity) + 4 * max_sequences
 
 
-def kv_bytes_per_token(config: Any, dtype: torch.dtype, kv_heads: int | None = None) -> int:
-    """Bytes of the keys and values (or latents) of one token in all layers of a model; by default of all kv heads."""
-    widths = latent_widths(config)
-    width = 2 * _head_dim(config) if widths is None else widths.cached
-    heads = heads_of(config).kv if kv_heads is None else kv_heads
-    return int(config.num_hidden_layers) * heads * width * dtype.itemsize
+def layer_blocks(config: Any, capacity: int, max_sequences: int) -> int:
+    """The blocks of a rank's cache in all layers together; those with a window have what they need."""
+    blocks, windows = cache_blocks(capacity, max_sequences), layer_windows(config)
+    kept = min(blocks, window_blocks(windows, max_sequences))
+    return sum(blocks if window is None else kept for window in windows)
+
+
+def window_blocks(windows: Sequence[int | None], max_sequences: int) -> int:
+    """The most blocks of a rank in a layer with a window."""
+    widest = max((window for window in windows if window is not None), default=0)
+    return max_sequences * max_window_blocks(widest, MARGIN, BLOCK_SIZE)
+
+
+def kv_cache_bytes(config: Any, storage: str, tokens: int, sequences: int) -> int:
+    """Bytes of `tokens` tokens of at most so many sequences on a rank; layers with a window keep what they need."""
+    windows = layer_windows(config)
+    kept = min(tokens, window_blocks(windows, sequences) * BLOCK_SIZE)
+    stored = sum(tokens if window is None else kept for window in windows)
+    return stored * kv_bytes_per_token(config, storage) // len(windows)
 
 
 @torch.no_grad()
@@ -526,29 +587,6 @@ def _logits(model: Any, cache_pass: CachePass, ids: Tensor, positions: Tensor, k
     )  # fmt: skip
     logits: Tensor = out.logits
     return logits
-
-
-def _shard_chunk(layout: Layout, counts: Sequence[int], new: range) -> list[Ranges]:
-    """The new positions that each rank stores, where the ranks store `counts` positions before them."""
-    world = len(counts)
-    if len(new) < min_prefill_chunk(world):
-        return interleave(new, world)
-    if new.start:  # every rank attends for all queries over its keys: balance the keys, whatever the layout
-        return balance(new, counts)
-    return [layout.ranges(len(new), world, rank) for rank in range(world)]
-
-
-def _prefilled(layout: Layout, counts: Sequence[int], new: range, chunk: int) -> Sequence[int]:
-    """The tokens per rank, `counts` before, after the prefill of `new` positions in chunks."""
-    for at in range(new.start, new.stop, chunk):
-        parts = _shard_chunk(layout, counts, range(at, min(new.stop, at + chunk)))
-        counts = [count + ranges.size(part) for count, part in zip(counts, parts, strict=True)]
-    return counts
-
-
-def _head_dim(config: Any) -> int:
-    dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return dim
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

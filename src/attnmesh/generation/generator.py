@@ -27,7 +27,7 @@ from attnmesh.generation.agreement import (
 )
 from attnmesh.generation.batching import BatchRanks, ContinuousBatch
 from attnmesh.generation.beams import BeamBatch
-from attnmesh.generation.engine import min_prefill_chunk
+from attnmesh.generation.prefill_shards import min_prefill_chunk
 from attnmesh.generation.prompt_batch import BatchOptions, PromptBatch
 from attnmesh.generation.prompts import check_prompt, check_tokenizer, eos_tokens, one_prompt, prompt_ids
 from attnmesh.generation.requests import LogitsProcessor, Request, RequestOptions, Token
@@ -52,7 +52,9 @@ class Generator:
     The KV cache of a group holds `cache_tokens` tokens, prompts and answers together, of all its sequences;
     `max_sequences` is the size of a batch over all groups. `sharding` is the number of ranks per sequence (cp) and of
     groups (kvdp), by default what `recommend_sharding` returns for `max_sequences` sequences, or that of the sharded
-    model. `layout`, `schedule`, `prefill_chunk` and `on_prefill` are those of `Engine`.
+    model. `storage`, fp8, int8 or bfp8, quantizes the cache; by default it has the dtype of the model. All tokens,
+    also those of the same prompt, attend to quantized keys and values, so the answers do not depend on ranks, chunks or
+    prefix reuse. `layout`, `schedule`, `prefill_chunk` and `on_prefill` are those of `Engine`.
 
     `generate` answers a batch of prompts. `submit` takes one request at a time, and `step` computes the next token of
     all requests in progress: a group computes at most `step_tokens` tokens per step (default 2048, or more if
@@ -80,6 +82,7 @@ class Generator:
         cache_tokens: int,
         max_sequences: int = 1,
         sharding: DecodeSharding | None = None,
+        storage: str | None = None,
         layout: Layout = Zigzag(),  # noqa: B008  (immutable)
         schedule: str = "auto",
         prefill_chunk: int | None = None,
@@ -106,12 +109,13 @@ class Generator:
             )  # fmt: skip
             self.engine = engine_for(
                 model, self._ranks.group, cache_tokens=cache_tokens, max_sequences=-(-max_sequences // chosen.kvdp),
-                layout=layout, schedule=schedule, prefill_chunk=prefill_chunk, on_prefill=on_prefill,
+                storage=storage, layout=layout, schedule=schedule, prefill_chunk=prefill_chunk, on_prefill=on_prefill,
             )  # fmt: skip
             self._step_tokens = self._checked_step_tokens(step_tokens)
             return chosen, {
                 "cache_tokens": cache_tokens, "max_sequences": max_sequences, "sharding": repr(chosen),
-                "layout": layout, "schedule": schedule, "prefill_chunk": prefill_chunk, "step_tokens": step_tokens,
+                "storage": self.engine.storage, "layout": layout, "schedule": schedule,
+                "prefill_chunk": prefill_chunk, "step_tokens": step_tokens,
                 "dtype": self.model.get_input_embeddings().weight.dtype, "device": self.engine.device.type,
                 **model_values(model),
             }  # fmt: skip
@@ -409,8 +413,9 @@ class Generator:
         engine, stats = self.engine, self.stats
         stored = [sequence for sequence in engine.sequences if sequence.stored is not None]
         stats.cached_tokens = sum(len(sequence.local) for sequence in stored)
-        stats.kv_bytes = stats.cached_tokens * engine.kv_bytes_per_token
-        stats.kv_bytes_unsharded = sum(len(sequence.ids) for sequence in stored) * engine.kv_bytes_per_token_of_all
+        stats.kv_bytes, stats.kv_bytes_unsharded = (
+            sum(of_sequence[i] for of_sequence in map(engine.kv_bytes, stored)) for i in range(2)
+        )
         stats.prefill_tokens, stats.reused_tokens = engine.prefill_tokens, engine.reused_tokens
 
 
@@ -426,6 +431,7 @@ def generate(
     speculative: bool = False,
     num_beams: int = 1,
     sharding: DecodeSharding | None = None,
+    storage: str | None = None,
     layout: Layout = Zigzag(),  # noqa: B008  (immutable)
     prefill_chunk: int | None = None,
 ) -> Iterator[Token]:
@@ -451,7 +457,8 @@ def generate(
 
     rows = check_on_all_ranks(comm, "generate", check_arguments, force=True)
     generator = Generator(
-        model, tokenizer, comm, max_sequences=max(1, len(rows) * num_beams), sharding=sharding, layout=layout,
+        model, tokenizer, comm, max_sequences=max(1, len(rows) * num_beams), sharding=sharding, storage=storage,
+        layout=layout,
         cache_tokens=max(1, sum(map(len, rows)) + len(rows) * num_beams * (max_new_tokens + MAX_DECODE_TOKENS)),
         prefill_chunk=prefill_chunk,
     )  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -19,9 +18,10 @@ from attnmesh.core import ranges
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
 from attnmesh.core.ranges import Ranges
 from attnmesh.generation.latents import LatentProjections
-from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.pools import write_rows, write_tokens
+from attnmesh.generation.layer_caches import LayerCaches
+from attnmesh.kv_cache.pools import as_stored, write_rows, write_tokens
 from attnmesh.ops.decode.api import PagedStep
+from attnmesh.ops.paged import PagedKV
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.core import DecodeAttention, LocalKV, StateExchange, prefill_attention
 from attnmesh.parallel.decode.positions import LocalPositions, key_range
@@ -29,10 +29,10 @@ from attnmesh.parallel.decode.positions import LocalPositions, key_range
 
 @dataclass(frozen=True)
 class CachePass:
-    """A pass that writes keys and values of new tokens to `slots` [B, T] of this rank's cache; -1 is skipped."""
+    """A pass that writes keys and values of new tokens to `slots` [B, T] of this rank's caches; below 0 is skipped."""
 
-    cache: BlockCache
-    slots: Tensor
+    cache: LayerCaches
+    slots: tuple[Tensor, ...]  # of each cache; none if this rank stores none of the tokens
     latents: LatentProjections | None = field(default=None, kw_only=True)  # of a model whose cache has latents
 
     is_compileable: ClassVar[bool] = False  # required by Transformers
@@ -42,12 +42,13 @@ class CachePass:
 
         Of a model with latent attention they are latents and the keys' rope parts, one head of each.
         """
-        if self.slots.numel():
+        if self.slots and self.slots[0].numel():
             k, v = self._stored_here(key), self._stored_here(value)
+            slots = self.slots[self.cache.which(layer)]
             if self.latents is None:
-                write_tokens(self.cache.keys(layer), self.cache.values(layer), self.slots, k, v)
+                write_tokens(self.cache.keys(layer), self.cache.values(layer), slots, k, v)
             else:
-                write_rows(self.cache.keys(layer), self.slots, self.latents.vectors(k, v))
+                write_rows(self.cache.keys(layer), slots, self.latents.vectors(k, v))
         return key, value
 
     def _stored_here(self, x: Tensor) -> Tensor:
@@ -72,39 +73,62 @@ class CachePass:
 
 
 @dataclass(frozen=True)
-class PrefillPass(CachePass):
-    """A prefill chunk: `length` tokens of one sequence from position `begin` on, sharded over the ranks.
+class ChunkKV:
+    """What this rank stores of a sequence once it has a chunk of it, from position `begin` on.
 
-    `parts[r]` are the positions of rank r's tokens. `stored` are the positions that this rank stores, the chunk
-    included, and `blocks` their cache blocks. The first chunk of a prompt uses context parallelism. Later chunks attend
-    over the sharded cache (`prefill_attention`): keys and values stay on the rank that computed them.
+    `stored` are the positions, the chunk's included, and `blocks` their blocks in each cache.
+    """
+
+    begin: int
+    stored: Ranges
+    blocks: tuple[Tensor, ...]
+
+    def read(self, cache: LayerCaches, layer: int, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Ranges]:
+        """Keys and values [1, Hkv, n, D] that the chunk may attend to here, and their positions.
+
+        `k` and `v` are those of the chunk on this rank. Layers that keep a window only need not store all of them: only
+        those before the chunk are read.
+        """
+        which, count = cache.which(layer), ranges.size(self.stored)
+        paged = PagedKV(cache.keys(layer), cache.values(layer), self.blocks[which][None])
+        if not which:
+            return *paged.read(range(count), k.dtype), self.stored
+        assert isinstance(mask, SlidingWindow)
+        first = LocalPositions(self.stored).count_below(self.begin - mask.left)
+        keys, values = paged.read(range(first, count - k.shape[2]), k.dtype)
+        keys = torch.cat([keys, as_stored(paged.k, k)], 2)
+        values = torch.cat([values, as_stored(paged.v, v)], 2)
+        return keys, values, ranges.narrow(self.stored, range(first, count))
+
+
+@dataclass(frozen=True)
+class PrefillPass(CachePass):
+    """A prefill chunk: `length` tokens of one sequence, sharded over the ranks.
+
+    `parts[r]` are the positions of rank r's tokens. The first chunk of a prompt uses context parallelism. Later chunks
+    attend over the sharded cache (`prefill_attention`): keys and values stay on the rank that computed them.
     """
 
     context: ContextParallel
     parts: Sequence[Ranges]
-    begin: int
     length: int
-    stored: Ranges
-    blocks: Tensor
+    chunk: ChunkKV
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None
     ) -> Tensor:
         """The output of this rank's queries over all tokens up to and including this chunk."""
-        if self.begin == 0:
+        self.cache.check_mask(layer, mask)
+        if self.chunk.begin == 0:
+            k, v = as_stored(self.cache.keys(layer), k), as_stored(self.cache.values(layer), v)
             return self.context.attention(q, k, v, mask=mask, scale=scale, sinks=sinks, length=self.length)
-        keys, values = self._stored(self.cache.keys(layer)), self._stored(self.cache.values(layer))
+        keys, values, positions = self.chunk.read(self.cache, layer, k, v, mask)
         return self._over_cache(
             layer, q,
             lambda queries: prefill_attention(
-                self.context.comm, queries, self.parts, keys, values, self.stored, mask=mask, scale=scale, sinks=sinks
+                self.context.comm, queries, self.parts, keys, values, positions, mask=mask, scale=scale, sinks=sinks
             ),
         )  # fmt: skip
-
-    def _stored(self, pool: object) -> Tensor:
-        """The tokens that this rank stores, [1, Hkv, n, D]: one copy out of the blocks."""
-        assert isinstance(pool, Tensor)
-        return pool[self.blocks].flatten(0, 1)[: ranges.size(self.stored)].transpose(0, 1).unsqueeze(0)
 
 
 @dataclass(frozen=True)
@@ -117,16 +141,13 @@ class DecodePass(CachePass):
     """
 
     comm: Comm
-    block_table: Tensor  # int32 [B, blocks]
+    block_table: tuple[Tensor, ...]  # int32 [B, blocks], of each cache
     cur_pos: Tensor  # int32 [B]: the index of the last key stored here
     positions: Sequence[range]
     stored: Sequence[LocalPositions]
     _key_ranges: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _steps: dict[int, PagedStep] = field(default_factory=dict)  # of each cache, shared by its layers
     _attentions: dict[tuple[Mask, float, int, int], DecodeAttention] = field(default_factory=dict)  # shared by layers
-
-    @cached_property
-    def _step(self) -> PagedStep:
-        return PagedStep(self.block_table, self.cur_pos)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None
@@ -134,13 +155,17 @@ class DecodePass(CachePass):
         """The output of the new tokens over all positions, the same on every rank."""
         if not isinstance(mask, (Causal, SlidingWindow)):
             raise ValueError(f"mask must be Causal() or SlidingWindow(), got {mask!r}")
+        self.cache.check_mask(layer, mask)
+        which = self.cache.which(layer)
+        if which not in self._steps:
+            self._steps[which] = PagedStep(self.block_table[which], self.cur_pos)
         kv = LocalKV(
             self.cache.keys(layer),
             self.cache.values(layer),
-            self.block_table,
+            self.block_table[which],
             self.cur_pos,
             self._key_range,
-            self._step,
+            self._steps[which],
         )
         layers = mask, scale, q.shape[1], id(sinks)
         attention = self._attentions.get(layers)
@@ -153,7 +178,7 @@ class DecodePass(CachePass):
     def _key_range(self, window: int | None) -> tuple[Tensor, Tensor]:
         """The keys stored here that each new token attends to: the same for all layers with this window."""
         if window not in self._key_ranges:
-            both = key_range(self.stored, self.positions, window).to(self.slots.device, non_blocking=True)
+            both = key_range(self.stored, self.positions, window).to(self.cur_pos.device, non_blocking=True)
             self._key_ranges[window] = (both[0], both[1])
         return self._key_ranges[window]
 
@@ -189,8 +214,11 @@ class DecodeGraphs:
 class _DecodeGraph:
     def __init__(self, run: Run, step: DecodePass, ids: Tensor, positions: Tensor) -> None:
         self._inputs = [x.clone() for x in _graph_inputs(step, ids, positions)]
-        slots, table, cur_pos, static_ids, static_positions = self._inputs
-        static = replace(step, slots=slots, block_table=table, cur_pos=cur_pos)
+        cur_pos, static_ids, static_positions, *tables = self._inputs
+        caches = len(step.slots)
+        static = replace(
+            step, slots=tuple(tables[:caches]), block_table=tuple(tables[caches:]), cur_pos=cur_pos, _steps={}
+        )
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(ids.device)
         with torch.cuda.graph(self._graph):
@@ -204,4 +232,4 @@ class _DecodeGraph:
 
 
 def _graph_inputs(step: DecodePass, ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-    return step.slots, step.block_table, step.cur_pos, ids, positions
+    return step.cur_pos, ids, positions, *step.slots, *step.block_table

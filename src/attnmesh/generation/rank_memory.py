@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from attnmesh.core.layouts import Layout, Zigzag
-from attnmesh.generation.engine import BLOCK_SIZE, cache_blocks, kv_bytes_per_token, rank_capacity
+from attnmesh.generation.engine import BLOCK_SIZE, layer_blocks
+from attnmesh.generation.models import cache_storage, kv_bytes_per_token
+from attnmesh.generation.prefill_shards import rank_capacity
 from attnmesh.integrations.sharded_model import WeightSizes
 from attnmesh.integrations.weight_splits import heads_of
 from attnmesh.plan.decode import DecodeSharding
@@ -30,8 +32,8 @@ class RankMemory:
 class ShardedMemory:
     """The memory per rank of a `Generator` with sharded weights, under any sharding.
 
-    `cache_tokens`, `max_sequences`, `layout` and `prefill_chunk` are the settings of the `Generator`. Activations are
-    not counted.
+    `storage`, `cache_tokens`, `max_sequences`, `layout` and `prefill_chunk` are the settings of the `Generator`.
+    Activations are not counted.
     """
 
     def __init__(
@@ -39,13 +41,16 @@ class ShardedMemory:
         config: Any,
         dtype: torch.dtype,
         *,
+        storage: str | None = None,
         cache_tokens: int,
         max_sequences: int = 1,
         layout: Layout = Zigzag(),  # noqa: B008  (immutable)
         prefill_chunk: int | None = None,
     ) -> None:
         self._weights, self._heads, self._dtype = WeightSizes(config), heads_of(config), dtype
-        self._bytes_per_head = kv_bytes_per_token(config, dtype) // self._heads.kv
+        self._config = config
+        stored_as = cache_storage(config, dtype, storage)
+        self._bytes_per_head = kv_bytes_per_token(config, stored_as) // self._heads.kv // int(config.num_hidden_layers)
         self._cache_tokens, self._max_sequences = cache_tokens, max_sequences
         self._layout, self._prefill_chunk = layout, prefill_chunk or cache_tokens
 
@@ -53,7 +58,7 @@ class ShardedMemory:
         """The memory under a sharding. Raises ValueError if the model cannot be divided this way."""
         sharding.check_heads(self._heads.q, self._heads.kv)
         capacity = rank_capacity(self._layout, sharding.cp, self._cache_tokens, self._prefill_chunk)
-        blocks = cache_blocks(capacity, -(-self._max_sequences // sharding.kvdp))
+        blocks = layer_blocks(self._config, capacity, -(-self._max_sequences // sharding.kvdp))
         heads = max(len(sharding.kv_heads(rank, self._heads.kv)) for rank in range(sharding.ranks))
         return RankMemory(
             weights=self._weights.largest_part(sharding) * self._dtype.itemsize,

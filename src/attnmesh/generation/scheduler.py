@@ -15,7 +15,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from attnmesh.generation.cached_sequences import CachedSequence, GroupCache, Growth, common_prefix
+from attnmesh.generation.cached_sequences import CachedSequence, GroupCache, Growth, Prefix, common_prefix
 
 
 @dataclass(eq=False)
@@ -200,19 +200,22 @@ class Scheduler:
             least = min(len(job.ids), self._min_chunk)
             if step.groups[group].budget < least or not self._has_slot(group, step.groups[group]):
                 continue
-            source, prefix = cache.longest_prefix(job.ids)
-            if source is not None and cache.is_uneven(source, prefix, len(job.ids), job.max_length):
-                source, prefix = None, 0
-            elif self._will_be_longer(job, group, prefix):
+            prefix = cache.longest_prefix(job.ids)
+            if prefix.source is not None and cache.is_uneven(
+                prefix.source, prefix.length, len(job.ids), job.max_length
+            ):
+                prefix = Prefix(None, 0, prefix.common)
+            elif self._will_be_longer(job, group, prefix.length):
                 return False
             # A short common prefix, such as a template, does not outweigh an even load.
-            saved = prefix if 2 * prefix >= len(job.ids) else 0
-            found.append((-saved, len(self.running[group]), group, prefix, source))
-        for _, _, group, prefix, source in sorted(found, key=lambda each: each[:3]):
+            saved = prefix.length if 2 * prefix.length >= len(job.ids) else 0
+            found.append((-saved, len(self.running[group]), group, prefix))
+        for _, _, group, prefix in sorted(found, key=lambda each: each[:3]):
             cache = self.caches[group]
             # An empty group takes any request: those that it can never hold are refused before.
-            if not self.running[group] or cache.can_hold(job.ids, source, prefix, self._reserved(group)):
-                self._start(job, group, source, prefix, step.groups[group])
+            reserved = self._reserved(group)
+            if not self.running[group] or cache.can_hold(job.ids, prefix.source, prefix.length, reserved):
+                self._start(job, group, prefix, step.groups[group])
                 return True
         return False
 
@@ -240,8 +243,9 @@ class Scheduler:
         ]
         return [sum(of_rank) for of_rank in zip(*missing, strict=True)] if missing else [0] * len(cache.used)
 
-    def _start(self, job: Job, group: int, source: CachedSequence | None, prefix: int, plan: GroupPlan) -> None:
-        cache = self.caches[group]
+    def _start(self, job: Job, group: int, found: Prefix, plan: GroupPlan) -> None:
+        cache, source, prefix = self.caches[group], found.source, found.length
+        marks = (found.common, len(job.ids))
         kept = [source, *plan.sources]  # what a group frees, it frees first
         is_full, oldest = len(cache.sequences) == cache.limits.max_sequences, cache.oldest_inactive(but=kept)
         keep = False
@@ -254,7 +258,7 @@ class Scheduler:
             plan.freed.append(oldest)
         self.waiting.remove(job)
         insort(self.running[group], job, key=_number)
-        job.group, job.sequence = group, cache.start(source, prefix, keep=keep)
+        job.group, job.sequence = group, cache.start(source, prefix, keep=keep, marks=marks)
         tokens = self._chunk_size(job.pending, plan.budget)
         growth = cache.growth(job.sequence, tokens) if tokens else {}
         while not cache.has_room(job.sequence, growth) and (inactive := cache.oldest_inactive(but=kept)) is not None:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from attnmesh.core import ranges
-from attnmesh.generation.engine import Engine, EngineSequence, check_attention
+from attnmesh.generation.engine import Engine, EngineSequence
+from attnmesh.generation.models import check_attention
 from attnmesh.generation.passes import CachePass
 from attnmesh.generation.sharded_passes import HeadRanks, ShardedDecodePass, ShardedPrefillPass
 from attnmesh.integrations.sharded_model import ShardedWeights, sharded_weights
 from attnmesh.integrations.weight_splits import check_sharded_model, heads_of
-from attnmesh.kv_cache.sequence import NewTokens
 
 
 class ShardedEngine(Engine):
@@ -53,7 +53,9 @@ class ShardedEngine(Engine):
         logits = super()._decode([sequences[i] for i in order], [ids[i] for i in order])
         return logits if order == sorted(order) else logits[[order.index(i) for i in range(len(order))]]
 
-    def _decode_pass(self, sequences: Sequence[EngineSequence], slots: Tensor, positions: list[range]) -> CachePass:
+    def _decode_pass(
+        self, sequences: Sequence[EngineSequence], slots: tuple[Tensor, ...], positions: list[range]
+    ) -> CachePass:
         own = [i for i, sequence in enumerate(sequences) if sequence.stored is not None]
         table, cur_pos = self._tables(sequences)
         return ShardedDecodePass(
@@ -66,18 +68,10 @@ class ShardedEngine(Engine):
         begin, n = len(sequence.ids), len(ids)
         parts = self.shard(sequence.shards.counts, range(begin, begin + n))
         own = parts[self.position_ranks.rank] if sequence.stored is not None else ()
-        new: NewTokens | None = None
-        with self._change():
-            if sequence.stored is not None:
-                new = self.cache.append([sequence.stored], ranges.size(own))
-            sequence.shards.extend(parts)
-        stored = sequence.stored
+        new, kept = self._append_chunk(sequence, parts)
         chunk = ShardedPrefillPass(
-            self.cache, torch.empty(0, 0, dtype=torch.int64, device=self.device) if new is None else new.slots,
-            self._heads, self._rows([sequence]), begin, n, (ranges.as_tensor(own) - begin).to(self.device),
-            () if stored is None else sequence.local.ranges,
-            torch.tensor([] if stored is None else stored.blocks, dtype=torch.int64, device=self.device),
-            latents=self._latents,
+            self.cache, () if new is None else new.slots, self._heads, self._rows([sequence]), n,
+            (ranges.as_tensor(own) - begin).to(self.device), self._chunk_kv(sequence, begin), latents=self._latents,
         )  # fmt: skip
         world = self.comm.world
         counts = [n * (rank + 1) // world - n * rank // world for rank in range(world)]
@@ -86,11 +80,7 @@ class ShardedEngine(Engine):
         positions = torch.arange(begin, begin + n, device=self.device)[None]
         with self.exchange(self.comm), divided:
             logits = self._forward(chunk, tokens, positions, keep=1)[0, -1]
-        with self._change():
-            if new is not None:
-                self.cache.mark_written(new)
-            sequence.ids += ids
-            self.passes += 1
+        self._end_chunk(sequence, ids, new, kept)
         return logits
 
     def _rows(self, sequences: Sequence[EngineSequence]) -> tuple[int, ...]:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from attnmesh.core import ranges
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
-from attnmesh.core.ranges import Ranges
-from attnmesh.generation.passes import CachePass
+from attnmesh.generation.passes import CachePass, ChunkKV
+from attnmesh.kv_cache.pools import as_stored
 from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.dense.api import attention, attention_state
 from attnmesh.parallel.decode.core import DecodeAttention, LocalKV, StateExchange, pack_state
@@ -74,7 +74,7 @@ class HeadRanks:
 
 @dataclass(frozen=True)
 class _HeadShardedPass(CachePass, ABC):
-    """A pass over rows of sequences, those of KVDP rank 0 first. `slots` [rows of this rank, T] are in its cache."""
+    """A pass over rows of sequences, those of KVDP rank 0 first. `slots` [rows of this rank, T] are in its caches."""
 
     heads: HeadRanks
     rows: tuple[int, ...]  # of each KVDP rank
@@ -85,6 +85,7 @@ class _HeadShardedPass(CachePass, ABC):
         """The output of this rank's query heads, [B, h, T, Dv], from q [B, h, T, D] and its TP rank's k and v."""
         if not isinstance(mask, (Causal, SlidingWindow)):
             raise ValueError(f"mask must be Causal() or SlidingWindow(), got {mask!r}")
+        self.cache.check_mask(layer, mask)
         return self._attend(layer, q, k, v, mask, scale, sinks)
 
     @property
@@ -125,16 +126,16 @@ class _HeadShardedPass(CachePass, ABC):
 class ShardedDecodePass(_HeadShardedPass):
     """A decode step: the new tokens of all sequences, on every rank.
 
-    `block_table` and `cur_pos` are those of this rank's sequences, `positions` of their new tokens, and `stored` the
-    positions that this rank stores.
+    `block_table` (of each cache) and `cur_pos` are those of this rank's sequences, `positions` of their new tokens, and
+    `stored` the positions that this rank stores.
     """
 
-    block_table: Tensor
+    block_table: tuple[Tensor, ...]
     cur_pos: Tensor
     positions: Sequence[range]
     stored: Sequence[LocalPositions]
     _key_ranges: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    _steps: list[PagedStep] = field(default_factory=list)  # shared by layers
+    _steps: dict[int, PagedStep] = field(default_factory=dict)  # of each cache, shared by its layers
 
     def _stored_here(self, x: Tensor) -> Tensor:
         return x[self._own_rows]
@@ -142,36 +143,34 @@ class ShardedDecodePass(_HeadShardedPass):
     def _attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        if not self._steps:
-            self._steps.append(PagedStep(self.block_table, self.cur_pos))
+        which = self.cache.which(layer)
+        if which not in self._steps:
+            self._steps[which] = PagedStep(self.block_table[which], self.cur_pos)
         window = mask.left + 1 if isinstance(mask, SlidingWindow) else None
         attend = DecodeAttention(self.heads.states, scale, window, self._group_sinks(sinks))
         kv = LocalKV(
-            self.cache.keys(layer), self.cache.values(layer), self.block_table, self.cur_pos, self._key_range,
-            self._steps[0],
+            self.cache.keys(layer), self.cache.values(layer), self.block_table[which], self.cur_pos, self._key_range,
+            self._steps[which],
         )  # fmt: skip
         return self._over_caches(layer, q, lambda own: attend(own, kv, "all_to_all"))
 
     def _key_range(self, window: int | None) -> tuple[Tensor, Tensor]:
         if window not in self._key_ranges:
-            both = key_range(self.stored, self.positions, window).to(self.slots.device, non_blocking=True)
+            both = key_range(self.stored, self.positions, window).to(self.cur_pos.device, non_blocking=True)
             self._key_ranges[window] = (both[0], both[1])
         return self._key_ranges[window]
 
 
 @dataclass(frozen=True)
 class ShardedPrefillPass(_HeadShardedPass):
-    """A prefill chunk: `length` tokens of one sequence from position `begin` on.
+    """A prefill chunk: `length` tokens of one sequence.
 
-    This rank stores the tokens `own` of the chunk, at `slots` [1, n], and `stored` of the sequence in `blocks`; none if
-    the sequence belongs to another KVDP rank.
+    This rank stores the tokens `own` of the chunk, at `slots` [1, n]; none if another KVDP rank has the sequence.
     """
 
-    begin: int
     length: int
     own: Tensor
-    stored: Ranges
-    blocks: Tensor
+    chunk: ChunkKV
 
     def _stored_here(self, x: Tensor) -> Tensor:
         return x[:, :, self.own]
@@ -179,25 +178,27 @@ class ShardedPrefillPass(_HeadShardedPass):
     def _attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        if self.begin == 0:
+        if self.chunk.begin == 0:
             own = self.heads.own
             if self.latents is None:  # else they were expanded for these heads only
+                k, v = as_stored(self.cache.keys(layer), k), as_stored(self.cache.values(layer), v)
                 per_kv = self.heads.heads.q // self.heads.heads.kv
                 k, v = (kv_heads_of(x, own, per_kv, self.heads.kv.start) for x in (k, v))
             return attention(
                 q, k, v, mask=mask, scale=scale, sinks=None if sinks is None else sinks[own.start : own.stop]
             )
-        return self._over_caches(layer, q, lambda own: self._over_stored(layer, own, mask, scale, sinks))
+        own_k, own_v = self._stored_here(k), self._stored_here(v)
+        return self._over_caches(
+            layer, q, lambda queries: self._over_stored(layer, queries, own_k, own_v, mask, scale, sinks)
+        )
 
-    def _over_stored(self, layer: int, q: Tensor, mask: Mask, scale: float, sinks: Tensor | None) -> Tensor:
-        keys, values = (self._read(pool) for pool in (self.cache.keys(layer), self.cache.values(layer)))
+    def _over_stored(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        keys, values, positions = self.chunk.read(self.cache, layer, k, v, mask)
+        begin = self.chunk.begin
         state = attention_state(
-            q, keys, values, mask=mask, scale=scale, k_positions=ranges.as_tensor(self.stored),
-            q_positions=torch.arange(self.begin, self.begin + self.length, device="cpu"),
+            q, keys, values, mask=mask, scale=scale, k_positions=ranges.as_tensor(positions),
+            q_positions=torch.arange(begin, begin + self.length, device="cpu"),
         )  # fmt: skip
         return self.heads.states.combine(pack_state(state), self._group_sinks(sinks), q.dtype, "all_to_all")
-
-    def _read(self, pool: object) -> Tensor:
-        """The tokens that this rank stores, [1, Hkv, n, D]: one copy out of the blocks."""
-        assert isinstance(pool, Tensor)
-        return pool[self.blocks].flatten(0, 1)[: ranges.size(self.stored)].transpose(0, 1).unsqueeze(0)

@@ -91,12 +91,13 @@ class BlockCopies(NamedTuple):
 
 
 class _TouchedBlock(NamedTuple):
-    """A block that new tokens of a sequence go to: a new one, a copy of a shared one, or one of its own."""
+    """A block that new tokens of a sequence go to: a new one, a copy of a shared one, one of its own, or none."""
 
     sequence: Sequence
     at: int  # index in the sequence's blocks
     is_new: bool
     is_copy: bool
+    is_stored: bool = True  # False: the block is left out, and so are the tokens in it
 
 
 class BlockManager:
@@ -137,7 +138,7 @@ class BlockManager:
         """A second sequence over the same non-empty blocks; reserved blocks stay with the first sequence."""
         self._check_row()
         shared = sequence.blocks[: self._layout.num_blocks(sequence.length)]
-        for block in shared:
+        for block in _stored(shared):
             self._pool.acquire(block)
         ids = sequence.ids[: sequence.length]
         return self._new_sequence(sequence.length, shared, ids, sequence.root, list(sequence.hashes))
@@ -157,16 +158,21 @@ class BlockManager:
         heapq.heapify(self._free_rows)
         return self._place(row, length, blocks, ids, root, [])
 
-    def check_append(self, sequences: tuple[Sequence, ...], count: int) -> list[_TouchedBlock]:
+    def check_append(
+        self, sequences: tuple[Sequence, ...], count: int, kept: abc.Set[int] | None = None
+    ) -> list[_TouchedBlock]:
         """The blocks that `count` more tokens per sequence go to; raises CacheFull if there are too few."""
-        touched = self._touched_blocks(sequences, count)
+        touched = self._touched_blocks(sequences, count, kept)
         self._pool.check_available(sum(block.is_new or block.is_copy for block in touched))
         return touched
 
-    def append(self, sequences: tuple[Sequence, ...], count: int, given: list[array[int]] | None) -> BlockCopies:
-        """Extend each sequence by `count` tokens."""
+    def append(
+        self, sequences: tuple[Sequence, ...], count: int, given: list[array[int]] | None,
+        kept: abc.Set[int] | None = None,
+    ) -> BlockCopies:  # fmt: skip
+        """Extend each sequence by `count` tokens, which are stored in the blocks `kept` only, by default in all."""
         copies = BlockCopies([], [])
-        for block in self.check_append(sequences, count):
+        for block in self.check_append(sequences, count, kept):
             self._make_writable(block, copies)
         for i, sequence in enumerate(sequences):
             if given is not None and len(sequence.ids) >= sequence.length:
@@ -180,7 +186,7 @@ class BlockManager:
         kept = self._layout.num_blocks(length)
         self._tables.set_blocks(sequence.row, kept, [-1] * (len(sequence.blocks) - kept))
         self._set_length(sequence.row, length)
-        self._pool.free(sequence.blocks[kept:])
+        self._pool.free(_stored(sequence.blocks[kept:]))
         for new, begin in list(sequence.pending.items()):
             if begin + new.slots.shape[1] > length:
                 new.drop(sequence, max(0, length - begin))
@@ -189,6 +195,12 @@ class BlockManager:
         # A kept block may be full beyond the length and have a hash: it keeps that until tokens are appended to it.
         del sequence.blocks[kept:], sequence.ids[length:], sequence.hashes[self._layout.num_full_blocks(length) :]
         sequence.length = length
+
+    def keep(self, sequence: Sequence, kept: abc.Set[int]) -> None:
+        """Free all blocks of a sequence but those with the indices `kept`; its length stays."""
+        for at, block in enumerate(sequence.blocks):
+            if block >= 0 and at not in kept:
+                self._leave_out(sequence, at)
 
     def free(self, sequence: Sequence) -> None:
         """Free all blocks of a sequence and its row."""
@@ -200,6 +212,8 @@ class BlockManager:
         """Register the blocks that are full on every rank, with known token ids, and written in every layer."""
         full = self._layout.num_full_blocks(min(sequence.written, len(sequence.ids)))
         for i in range(len(sequence.hashes), full):
+            if sequence.blocks[i] < 0:
+                break
             prefix_hash = self._hash(sequence.hashes[-1] if sequence.hashes else sequence.root, sequence.ids, i)
             self._pool.add_hash(sequence.blocks[i], prefix_hash)
             sequence.hashes.append(prefix_hash)
@@ -235,13 +249,18 @@ class BlockManager:
         self._set_length(row, length)
         return Sequence(row, length, length, self._owner, blocks, ids, root, hashes, {})
 
-    def _touched_blocks(self, sequences: tuple[Sequence, ...], count: int) -> list[_TouchedBlock]:
+    def _touched_blocks(
+        self, sequences: tuple[Sequence, ...], count: int, kept: abc.Set[int] | None
+    ) -> list[_TouchedBlock]:
         """Every touched block. Of the sequences that share one, the last keeps it and the others copy it."""
         copied: Counter[int] = Counter()
         touched = []
         for sequence in sequences:
             for at in self._layout.touched(sequence.length, sequence.length + count):
-                is_new, is_copy = at >= len(sequence.blocks), False
+                if kept is not None and at not in kept:
+                    touched.append(_TouchedBlock(sequence, at, is_new=False, is_copy=False, is_stored=False))
+                    continue
+                is_new, is_copy = at >= len(sequence.blocks) or sequence.blocks[at] < 0, False
                 if not is_new and (references := self._pool.ref_count(sequence.blocks[at])) > 1:
                     is_copy = references - copied[sequence.blocks[at]] > 1
                     copied[sequence.blocks[at]] += is_copy
@@ -250,7 +269,10 @@ class BlockManager:
 
     def _make_writable(self, touched: _TouchedBlock, copies: BlockCopies) -> None:
         """Give the sequence a block that no other sequence references and that no prompt can reuse."""
-        sequence, at, is_new, is_copy = touched
+        sequence, at, is_new, is_copy, is_stored = touched
+        if not is_stored:
+            self._leave_out(sequence, at)
+            return
         if not is_new and not is_copy:
             self._pool.remove_hash(sequence.blocks[at])  # it may have been full before a truncation
             return
@@ -262,9 +284,20 @@ class BlockManager:
         sequence.blocks[at : at + 1] = [block]
         self._tables.set_blocks(sequence.row, at, [block])
 
+    def _leave_out(self, sequence: Sequence, at: int) -> None:
+        """Leave a sequence without the block at an index: -1, as in the tables, where slots are negative."""
+        self._pool.free(_stored(sequence.blocks[at : at + 1]))
+        sequence.blocks[at : at + 1] = [-1]
+        self._tables.set_blocks(sequence.row, at, [-1])
+
     def _set_length(self, row: int, length: int) -> None:
         self._tables.set_length(row, self._layout.shard.length(length))
 
     def _check_row(self) -> None:
         if not self._free_rows:
             raise CacheFull("sequences", needed=1, free=0, cached=0, total=self._max_sequences)
+
+
+def _stored(blocks: list[int]) -> list[int]:
+    """Those that are not left out."""
+    return [block for block in blocks if block >= 0]

@@ -220,26 +220,36 @@ class BlockCache:
         _, ids, root = self._check_prompt(prompt, cache_key)
         return self._manager.find_prefix(root, ids)
 
-    def append(self, sequences: abc.Sequence[Sequence], tokens: int | abc.Sequence[abc.Sequence[int]]) -> NewTokens:
+    def append(
+        self,
+        sequences: abc.Sequence[Sequence],
+        tokens: int | abc.Sequence[abc.Sequence[int]],
+        kept: abc.Collection[int] | None = None,
+    ) -> NewTokens:
         """Slots for T more tokens of each of n sequences. Raises CacheFull, for all of them, if blocks are missing.
 
         `tokens` are lists of ids, or their number T. While a prompt is incomplete, a number stands for its next ids,
         and given ids must be those. After tokens with unknown ids, a sequence's further blocks are not reused. The
         tables include the new tokens at once: write a layer before reading it. Blocks that other sequences reference
         are copied first, in all layers.
+
+        With `kept`, tokens are stored only in these blocks of their sequence, given by index. The slots of others are
+        negative, and they cannot be attended to, as with `keep`.
         """
-        return self.append_with(sequences, tokens, ())[0]
+        return self.append_with(sequences, tokens, (), kept)[0]
 
     def append_with(
         self,
         sequences: abc.Sequence[Sequence],
         tokens: int | abc.Sequence[abc.Sequence[int]],
         numbers: abc.Sequence[int],
+        kept: abc.Collection[int] | None = None,
     ) -> tuple[NewTokens, Tensor]:
         """As `append`, and `numbers` as int64 on the device, copied in the same transfer."""
         sequences, count, given = self._check_append(sequences, tokens)
+        stored = None if kept is None else _check_kept(kept)
         begins = tuple(sequence.length for sequence in sequences)
-        sources, targets = self._manager.append(sequences, count, given)
+        sources, targets = self._manager.append(sequences, count, given, stored)
         if self._tables.is_meta:
             slots, extra = _meta_slots(len(sequences), count), self._tables.upload()
         else:
@@ -336,6 +346,15 @@ class BlockCache:
         self._manager.truncate(sequence, length)
         self._tables.upload()
 
+    def keep(self, sequence: Sequence, kept: abc.Collection[int]) -> None:
+        """Free all blocks of a sequence but these, given by index, such as those that no window reaches any more.
+
+        The length stays. What was freed cannot be attended to any more: the block table has -1 there.
+        """
+        self._check_sequence(sequence)
+        self._manager.keep(sequence, _check_kept(kept))
+        self._tables.upload()
+
     def free(self, sequence: Sequence) -> None:
         """End a sequence and free its blocks. Blocks with a prefix hash stay cached until they are evicted."""
         self._check_sequence(sequence)
@@ -424,6 +443,13 @@ def _check_storage(
             raise ValueError(f"index_dim must be None unless latent=True, got {index_dim}")
         if storage not in PLAIN and index_dim % 4:
             raise ValueError(f"index_dim must be a multiple of 4 for storage {storage!r}, got {index_dim}")
+
+
+def _check_kept(kept: object) -> frozenset[int]:
+    """Indices of blocks."""
+    if isinstance(kept, abc.Set | list | tuple | range) and all(type(at) is int and at >= 0 for at in kept):
+        return frozenset(kept)
+    raise ValueError(f"kept must be a set or list of indices of blocks, each at least 0, got {shown(kept)}")
 
 
 @lru_cache

@@ -19,6 +19,7 @@ from attnmesh.ops.storage import (
     Quantized,
     Stored,
     bytes_per_token,
+    dequantize,
     quantize,
     storage_of,
     unpack_index_keys,
@@ -186,6 +187,14 @@ def write_rows(pool: Stored, slots: Tensor, x: Tensor) -> None:
         _triton().write_rows(pool, slots, x)
     else:
         _write(pool, slots, x)
+
+
+def as_stored(pool: Stored, x: Tensor) -> Tensor:
+    """Keys or values x [n, Hkv, T, D] as they are read from `pool` once they are written there, in the dtype of x."""
+    if isinstance(pool, Tensor):
+        return x.to(pool.dtype).to(x.dtype)
+    scale = pool.scales if pool.storage == "fp8" else None
+    return dequantize(quantize(x, pool.storage, scale=scale), x.dtype)
 
 
 def _write(pool: Stored, slots: Tensor, x: Tensor) -> None:

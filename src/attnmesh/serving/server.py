@@ -47,6 +47,7 @@ class ServerSettings:
     sharding: DecodeSharding | None = None
     shard_weights: bool = False  # whether it divides the weights, too; otherwise every rank has all of them
     step_tokens: int | None = None
+    storage: str | None = None
     announce: Callable[[str], None] = field(default=print)
 
     @property
@@ -65,7 +66,7 @@ def serve(comm: Comm, *, settings: ServerSettings, shared_model: tuple[Any, Any]
     model, tokenizer = shared_model or _load(settings, comm)
     generator = Generator(
         model, tokenizer, comm, cache_tokens=settings.cache_tokens, max_sequences=settings.max_sequences,
-        sharding=settings.sharding, step_tokens=settings.step_tokens,
+        sharding=settings.sharding, step_tokens=settings.step_tokens, storage=settings.storage,
     )  # fmt: skip
     comm.barrier()
     if threading.current_thread() is threading.main_thread() and shared_model is None:

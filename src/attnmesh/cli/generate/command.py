@@ -27,7 +27,13 @@ from attnmesh.cli.generate.job import (
     read_document,
     tokenize_prompts,
 )
-from attnmesh.cli.language_model import DtypeOption, LanguageModelOption, check_language_model, device_memory
+from attnmesh.cli.language_model import (
+    CacheStorageOption,
+    DtypeOption,
+    LanguageModelOption,
+    check_language_model,
+    device_memory,
+)
 from attnmesh.cli.options import (
     Device,
     DeviceOption,
@@ -57,6 +63,7 @@ from attnmesh.core.optional import require
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_timeout
 from attnmesh.generation.generator import Generator
+from attnmesh.generation.models import cache_storage
 from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
 from attnmesh.integrations.checkpoint import ModelError
@@ -74,6 +81,7 @@ def generate_command(
     ranks: RanksOption = None,
     device: DeviceOption = Device.CPU,
     dtype: DtypeOption = Precision.FP32,
+    storage: CacheStorageOption = None,
     prompt: Annotated[str | None, typer.Option(help="Text to read.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="File with the text to read.")] = None,
     questions: Annotated[
@@ -137,6 +145,7 @@ def generate_command(
         folder=folder,
         device=device.value,
         dtype=dtype.dtype,
+        storage=cache_storage(config, dtype.dtype, storage),
         prompts=tuple(map(tuple, tokenize_prompts(tokenizer, document, questions or ()))),
         questions=tuple(questions or ()),
         max_new_tokens=max_new_tokens,
@@ -153,7 +162,7 @@ def generate_command(
     if sharding is not None:
         chosen, why = AutoSharding(
             folder, config, job.dtype, world, batch=1, context=job.capacity, rank_memory=job.rank_memory(config),
-            device_memory=available,
+            device_memory=available, storage=job.storage,
         ).choose()  # fmt: skip
         job = replace(job, sharding=chosen)
     check_job(job, config, world)
@@ -240,6 +249,7 @@ def _answer_prompts(comm: Comm, job: Job, shared_model: tuple[Any, Any] | None) 
         tokenizer,
         comm,
         cache_tokens=job.capacity,
+        storage=job.storage,
         layout=job.layout,
         prefill_chunk=job.prefill_chunk,
         on_prefill=display.prefill,

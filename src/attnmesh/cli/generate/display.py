@@ -118,6 +118,7 @@ def write_generation_report(
         "model": _describe_model(config),
         "device": job.device,
         "dtype": str(job.dtype).removeprefix("torch."),
+        "KV cache": job.storage,
         "layout": in_words(job.layout),
         "prefill chunk": f"{job.prefill_chunk:,} tokens",
         **run_facts(),

@@ -16,7 +16,8 @@ from attnmesh.core.files import read_text
 from attnmesh.core.layouts import Layout
 from attnmesh.core.optional import require
 from attnmesh.core.text import counted
-from attnmesh.generation.engine import kv_bytes_per_token, min_prefill_chunk
+from attnmesh.generation.engine import kv_cache_bytes
+from attnmesh.generation.prefill_shards import min_prefill_chunk
 from attnmesh.generation.rank_memory import ShardedMemory
 from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
@@ -24,6 +25,7 @@ from attnmesh.integrations.checkpoint import translated_errors
 from attnmesh.integrations.checkpoint_folder import weight_bytes
 from attnmesh.integrations.loading import load_config_and_tokenizer, load_model
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
+from attnmesh.ops.storage import PLAIN, dequantize, quantize
 from attnmesh.plan.decode import DecodeSharding
 
 _EAGER_ONLY = ("gpt_oss",)  # Transformers implements sinks on every device only in its eager attention
@@ -36,6 +38,7 @@ class Job:
     folder: Path
     device: str
     dtype: torch.dtype
+    storage: str  # of the KV cache
     prompts: tuple[tuple[int, ...], ...]
     questions: tuple[str, ...]  # to be shown; empty if the prompt is continued
     max_new_tokens: int
@@ -54,8 +57,9 @@ class Job:
     def rank_memory(self, config: Any) -> ShardedMemory:
         """What ranks hold where the weights are divided."""
         return ShardedMemory(
-            config, self.dtype, cache_tokens=self.capacity, layout=self.layout, prefill_chunk=self.prefill_chunk
-        )
+            config, self.dtype, storage=self.storage, cache_tokens=self.capacity, layout=self.layout,
+            prefill_chunk=self.prefill_chunk,
+        )  # fmt: skip
 
     def position_ranks(self, ranks: int) -> int:
         """How many of `ranks` ranks share the positions of a sequence."""
@@ -143,7 +147,7 @@ def check_job(job: Job, config: Any, ranks: int) -> None:
 def check_memory(job: Job, config: Any, ranks: int, memory: DeviceMemory) -> None:
     """Raise ValueError if ranks with a model each, or a part of it, do not fit on the device that they share."""
     if job.sharding is None:
-        kv_cache = -(-job.capacity // ranks) * kv_bytes_per_token(config, job.dtype)
+        kv_cache = kv_cache_bytes(config, job.storage, -(-job.capacity // ranks), sequences=1)
         memory.check_fits(job.folder, weight_bytes(job.folder, job.dtype), kv_cache)
     else:
         held = job.rank_memory(config).of(job.sharding)
@@ -171,7 +175,10 @@ class Comparison:
 
 
 def compare(job: Job, result: Result) -> Iterator[Comparison]:
-    """Each answer, compared with Transformers' own attention, cache and `generate` in this process."""
+    """Each answer, compared with Transformers' own attention, cache and `generate` in this process.
+
+    Where the KV cache of the answers is quantized, so are the keys and values of that cache.
+    """
     transformers = require("transformers", extra="hf")
     config, _ = load_config_and_tokenizer(job.folder)
     gc.collect()  # a model that virtual ranks shared may still be in memory, held by reference cycles
@@ -181,10 +188,24 @@ def compare(job: Job, result: Result) -> Iterator[Comparison]:
     # Greedy decoding without other defaults of the model, such as a repetition penalty.
     model.generation_config = transformers.GenerationConfig(eos_token_id=eos, pad_token_id=0)
     for prompt, answer in zip(job.prompts, result.answers, strict=True):
-        yield _compare(model, torch.tensor([prompt], device=model.device), answer, job.max_new_tokens)
+        cache = None if job.storage in PLAIN else quantized_cache(job.storage)
+        yield _compare(model, torch.tensor([prompt], device=model.device), answer, job.max_new_tokens, cache)
 
 
-def _compare(model: Any, ids: Tensor, answer: Answer, max_new_tokens: int) -> Comparison:
+def quantized_cache(storage: str) -> Any:
+    """A cache of Transformers whose keys and values have the precision of a storage type."""
+    base: Any = require("transformers", extra="hf").DynamicCache
+
+    class QuantizedCache(base):  # type: ignore[misc]
+        def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            scale = torch.ones((), dtype=torch.float32, device=key.device) if storage == "fp8" else None
+            rounded = (dequantize(quantize(x, storage, scale=scale), x.dtype) for x in (key, value))
+            return super().update(*rounded, *args, **kwargs)
+
+    return QuantizedCache()
+
+
+def _compare(model: Any, ids: Tensor, answer: Answer, max_new_tokens: int, cache: Any) -> Comparison:
     assert answer.logits is not None
     generated = model.generate(
         ids,
@@ -193,6 +214,7 @@ def _compare(model: Any, ids: Tensor, answer: Answer, max_new_tokens: int) -> Co
         max_new_tokens=max_new_tokens,
         return_dict_in_generate=True,
         output_logits=True,
+        past_key_values=cache,
     )
     expected: list[int] = generated.sequences[0, ids.shape[1] :].tolist()
     logits = torch.cat(generated.logits).float().cpu()

@@ -1,0 +1,75 @@
+"""Which models generate over a sharded KV cache, and what a token takes there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnmesh.core.docs import explained_in
+from attnmesh.core.validation import shown
+from attnmesh.generation.latents import latent_widths
+from attnmesh.integrations.transformers_models import MODELS_PAGE, check_config
+from attnmesh.integrations.weight_splits import heads_of
+from attnmesh.ops.storage import PLAIN, STORAGES, bytes_per_token
+
+MODELS = (
+    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "phi", "phi3", "glm4", "olmo2", "smollm3", "granite",
+    "cohere", "starcoder2", "gpt2", "gpt_oss", "gemma3_text", "deepseek_v3",
+)  # fmt: skip
+"""The `model_type`s whose generated tokens are tested against one process."""
+
+
+@explained_in(MODELS_PAGE)
+def check_generation(config: Any, name: str) -> None:
+    """Raise ValueError unless models of this configuration can generate over a sharded KV cache, with whole weights."""
+    check_attention(config, name)
+    kind = getattr(config, "model_type", None)
+    if kind not in MODELS:
+        raise ValueError(f"model_type must be one of {', '.join(MODELS)} to generate, got {kind!r} ({name})")
+
+
+@explained_in(MODELS_PAGE)
+def check_attention(config: Any, name: str) -> None:
+    """Raise ValueError unless the layers of such models can attend over a sharded KV cache."""
+    check_config(config, name)
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap is not None:
+        raise ValueError(f"{name}: attn_logit_softcapping must be None over a sharded KV cache, got {softcap}")
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ValueError(
+            f"{name}: layer_types must be full_attention or sliding_attention over a sharded KV cache, got "
+            "chunked_attention"
+        )
+
+
+def cache_storage(config: Any, dtype: torch.dtype, storage: str | None) -> str:
+    """The storage type of the KV cache of a model in `dtype`; raises ValueError unless it can be `storage`."""
+    plain = {each: name for name, each in PLAIN.items()}
+    if dtype not in plain:
+        raise ValueError(f"model must be of dtype {', '.join(map(str, plain))}, got {dtype}")
+    is_latent = latent_widths(config) is not None
+    allowed = [plain[dtype], *(name for name in STORAGES if name not in PLAIN and not is_latent)]
+    if storage is not None and (not isinstance(storage, str) or storage not in allowed):
+        of = " with latent attention" if is_latent else ""
+        raise ValueError(
+            f"storage must be None or one of {', '.join(allowed)} for a model in {dtype}{of}, got {shown(storage)}"
+        )
+    return plain[dtype] if storage is None else storage
+
+
+def kv_bytes_per_token(config: Any, storage: str, kv_heads: int | None = None) -> int:
+    """Bytes of the keys and values (or latents) of one token in all layers, with scales; by default of all kv heads."""
+    heads = heads_of(config).kv if kv_heads is None else kv_heads
+    widths = cached_widths(config)
+    per_head = bytes_per_token(storage, widths["head_dim"]) * (1 if widths["latent"] else 2)
+    return round(int(config.num_hidden_layers) * heads * per_head)
+
+
+def cached_widths(config: Any) -> dict[str, Any]:
+    """The widths of a kv head, as `BlockCache` takes them."""
+    latent = latent_widths(config)
+    if latent is not None:
+        return {"head_dim": latent.cached, "value_dim": latent.latent, "latent": True}
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {"head_dim": width, "value_dim": width, "latent": False}
