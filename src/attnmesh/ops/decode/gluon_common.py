@@ -22,6 +22,8 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 LOG2_E = 1.4426950408889634
 _KEYS, _QUARTER, _TAIL = gl.constexpr(KEYS), gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
 _LOG2_E, _LN_2 = gl.constexpr(LOG2_E), gl.constexpr(0.6931471805599453)
+# Until all warps of a group are there; Triton 3.7 has renamed it.
+group_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 class Shape(NamedTuple):

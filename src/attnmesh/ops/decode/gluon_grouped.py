@@ -40,6 +40,7 @@ from attnmesh.ops.decode.gluon_common import (
     descriptor,
     fetch,
     finish_rows,
+    group_barrier,
     load_signed,
     locate_rows,
     matrix,
@@ -309,7 +310,7 @@ def _load_queries(q, q_strides, memory, sequence, place, SHAPE: gl.constexpr, D:
     column = gl.arange(0, D, layout=gl.SliceLayout(0, lines))[None, :]
     memory.store(load_signed(rows + column, is_row, SHAPE))
     fence_async_shared()
-    gl.thread_barrier()
+    group_barrier()
 
 
 @gluon.jit
@@ -321,7 +322,7 @@ def _clear_outside(tile, key, item, D: gl.constexpr):
     values = tile.load(lines)
     tile.store(gl.where(inside, values, gl.zeros([_KEYS, D], values.dtype, lines)))
     fence_async_shared()
-    gl.thread_barrier()
+    group_barrier()
 
 
 @gluon.jit

@@ -60,6 +60,7 @@ from attnmesh.ops.decode.gluon_common import (
     descriptors,
     fetch,
     finish_rows,
+    group_barrier,
     load_signed,
     locate_rows,
     matrix,
@@ -258,12 +259,12 @@ def _load_queries(q, q_strides, memory, sequence, place, grid: gl.constexpr, SHA
     memory.q_tail.store(last)
     fourth = load_signed(rows + (column + 3 * _QUARTER), is_row, SHAPE)
     first = memory.q.index(0).load(operand)
-    gl.thread_barrier()  # all warps have read it
+    group_barrier()  # all warps have read it
     memory.q.index(0).store(second)
     memory.q.index(1).store(third)
     memory.q.index(2).store(fourth)
     fence_async_shared()
-    gl.thread_barrier()
+    group_barrier()
     return first
 
 

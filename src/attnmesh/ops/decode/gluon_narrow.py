@@ -45,6 +45,7 @@ from attnmesh.ops.decode.gluon_common import (
     descriptors,
     fetch,
     finish_rows,
+    group_barrier,
     load_signed,
     locate_rows,
     matrix,
@@ -348,7 +349,7 @@ def _load_queries(q, q_strides, memory, sequence, place, SHAPE: gl.constexpr):
         memory.q.index(quarter).store(load_signed(rows + (column + quarter * _QUARTER), is_row, SHAPE))
     memory.q_tail.store(load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE))
     fence_async_shared()
-    gl.thread_barrier()
+    group_barrier()
 
 
 @gluon.jit
