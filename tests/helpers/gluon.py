@@ -429,7 +429,7 @@ class Machine:
         if layout == "barriers":
             barriers = [Barrier() for _ in range(shape[0])]
             self.barriers += barriers
-            return SimpleNamespace(index=lambda i: barriers[int(i)])
+            return SimpleNamespace(shape=shape, index=lambda i: barriers[int(i)])
         unset = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
         return Shared(self, torch.full(shape, unset, dtype=dtype), torch.zeros(shape, dtype=torch.bool))
 

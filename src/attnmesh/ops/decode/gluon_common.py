@@ -1,8 +1,9 @@
-"""What the Gluon kernels of MLA decode share: the copies of keys, the rows of queries, the places of results."""
+"""What the Gluon kernels of decode share: their launch, the copies of keys, rows of queries, and places of results."""
 
 # Kernels are written in Gluon's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +15,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.gluon_schedule import KEYS
-from attnmesh.ops.decode.triton import rope_of, v_in_k
+from attnmesh.ops.decode.triton import Launch, rope_of, v_in_k
 from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
 
 D_V, D_TAIL = 512, 64
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 LOG2_E = 1.4426950408889634
+NOT_SPECIALIZED = ["batch", "capacity", "window", "shares", "max_splits", "scale_log2", "table_stride"]
 _KEYS, _QUARTER, _TAIL = gl.constexpr(KEYS), gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
 _LOG2_E, _LN_2 = gl.constexpr(LOG2_E), gl.constexpr(0.6931471805599453)
+SLACK = gl.constexpr(8.0)  # weights may grow to 2**SLACK before the sums are rescaled
 # Until all warps of a group are there; Triton 3.7 has renamed it.
 group_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
@@ -88,13 +91,29 @@ def aligned(*pools: Tensor) -> bool:
     )
 
 
-def shape_of(call: DecodeCall, rows: int, tile: int, unit: int, fixed: bool, ring: int, raw: int = 0) -> Shape:
-    """The constants for tiles of `tile` rows, of which `rows` are in the buffers of splits."""
+def shape_of(launch: Launch, tile: int, ring: int, raw: int = 0) -> Shape:
+    """The constants for tiles of `tile` rows, of which `launch.rows` are in the buffers of splits."""
+    call = launch.call
     return Shape(
-        call.q.shape[2], call.group, rows, tile, call.block_size, min(KEYS, call.block_size), unit, fixed,
-        (call.scale > 0) - (call.scale < 0), rope_of(call.k) is not None,
+        call.q.shape[2], call.group, launch.rows, tile, call.block_size, min(KEYS, call.block_size),
+        launch.constants["UNIT"], launch.fixed, (call.scale > 0) - (call.scale < 0), rope_of(call.k) is not None,
         ring, raw,
     )  # fmt: skip
+
+
+def launch_kernel(
+    kernel: Any, launch: Launch, pools: Sequence[Any], shape: Shape, first_sequence: int, **constants: Any
+) -> None:
+    """Launches a kernel that attends over splits, on the copy engine's views of the pools, and the one that merges."""
+    q, call = launch.q, launch.call
+    batch, kv_heads, _, capacity, window, shares, max_splits = launch.numbers
+    with torch.cuda.device_of(q):
+        kernel[(launch.shares * launch.heads,)](
+            *pools, q, q.stride()[:3], *launch.sources, *launch.written, *launch.parts, launch.sinks,
+            batch, kv_heads, capacity, window, shares, max_splits, (abs(call.scale) or 1.0) * LOG2_E,
+            SHAPE=shape, BATCH=launch.constants["BATCH"], EARLY=launch.constants["EARLY"], num_warps=4, **constants,
+        )  # fmt: skip
+        launch.merge(first_sequence)
 
 
 def descriptors(call: DecodeCall, piece: int) -> tuple[Any, Any]:
@@ -228,3 +247,23 @@ def finish_rows(
         row = split_row(position, item, place, SHAPE) + FIRST + gl.arange(0, SHAPE.tile, layout=layout)
         gl.store(results.part_lse + row, peak + gl.log2(total), mask=is_row)
     return factor
+
+
+@gluon.jit
+def store_rows(
+    results, sums, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, FIRST: gl.constexpr, position, item, place,
+    grid: gl.constexpr, SHAPE: gl.constexpr,
+):  # fmt: skip
+    """Writes some output columns of all rows, from COLUMN of COLUMNS on, of a whole sequence or of a split.
+
+    FIRST is the place of the first row in the buffers of splits.
+    """
+    down: gl.constexpr = gl.SliceLayout(1, grid)
+    is_row, head, token = locate_rows(place, down, SHAPE)
+    column = COLUMN + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, grid))[None, :]
+    if item.starts & item.ends:
+        row = row_offsets(results.out_strides, position.sequence, head, token)
+        gl.store(results.out + row[:, None] + column, sums.to(results.out.dtype.element_ty), mask=is_row[:, None])
+    else:
+        row = (split_row(position, item, place, SHAPE) + FIRST + gl.arange(0, SHAPE.tile, layout=down)) * COLUMNS
+        gl.store(results.part_out + row[:, None] + column, sums, mask=is_row[:, None])

@@ -32,7 +32,8 @@ from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.gluon_common import (
     BLOCK_SIZES,
-    LOG2_E,
+    NOT_SPECIALIZED,
+    SLACK,
     Place,
     Results,
     aligned,
@@ -41,24 +42,24 @@ from attnmesh.ops.decode.gluon_common import (
     fetch,
     finish_rows,
     group_barrier,
+    launch_kernel,
     load_signed,
     locate_rows,
     matrix,
     place_of_program,
     row_offsets,
     shape_of,
-    split_row,
+    store_rows,
 )
 from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
 from attnmesh.ops.decode.triton import DecodeTiles, Launch
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
 from attnmesh.ops.storage import Quantized, values_of
 
 HEAD_DIMS = (64, 128)
 MIN_ROWS = 16
 _ROWS, _KEYS = gl.constexpr(64), gl.constexpr(KEYS)
-_SLACK = gl.constexpr(8.0)  # weights may grow to 2**_SLACK before the sums are rescaled
 _SECOND, _LOADER = gl.constexpr(232), gl.constexpr(24)  # registers per thread
-NOT_SPECIALIZED = ["batch", "capacity", "window", "shares", "max_splits", "scale_log2", "table_stride"]
 
 
 class Memory(NamedTuple):
@@ -107,22 +108,12 @@ def launch(call: DecodeCall, state: State, first_sequence: int) -> None:
     """Out and lse of a call without a `refusal`, in two launches."""
     halves = 1 if call.group * call.q.shape[2] <= 64 else 2
     shared = Launch.of(call, state, DecodeTiles(rows=64 * halves, keys=KEYS, warps=4, stages=2, resident=1))
-    q, constants = shared.q, shared.constants
-    table, table_stride, cur_pos, first, end = shared.sources
-    batch, kv_heads, _, capacity, window, shares, max_splits = shared.numbers
-    head_dim = q.shape[3]
+    head_dim = call.q.shape[3]
     # Even, so that all tiles in a place are read by one group of warps, which never waits for a phase too far ahead.
     ring = (4 if halves == 1 else 6) * (128 // head_dim)
-    shape = shape_of(call, shared.rows, 64, constants["UNIT"], constants["FIXED"], ring)
-    with torch.cuda.device_of(q):
-        _attend_kernel[(shared.shares * shared.heads,)](
-            descriptor(values_of(call.k), head_dim, shape.piece), descriptor(values_of(call.v), head_dim, shape.piece),
-            q, q.stride()[:3],
-            table, table_stride, cur_pos, first, end, *shared.written, *shared.parts, shared.sinks,
-            batch, kv_heads, capacity, window, shares, max_splits, (abs(call.scale) or 1.0) * LOG2_E,
-            SHAPE=shape, D=head_dim, HALVES=halves, BATCH=constants["BATCH"], EARLY=constants["EARLY"], num_warps=4,
-        )  # fmt: skip
-        shared.merge(first_sequence)
+    shape = shape_of(shared, 64, ring)
+    pools = [descriptor(values_of(pool), head_dim, shape.piece) for pool in (call.k, call.v)]
+    launch_kernel(_attend_kernel, shared, pools, shape, first_sequence, D=head_dim, HALVES=halves)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -146,22 +137,20 @@ def _attend_kernel(
     total = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
 
     RING: gl.constexpr = SHAPE.ring
-    once: gl.constexpr = mbarrier.MBarrierLayout()
-    k_ready = gl.allocate_shared_memory(gl.int64, [RING, 1], once)
-    k_free = gl.allocate_shared_memory(gl.int64, [RING, 1], once)
-    v_ready = gl.allocate_shared_memory(gl.int64, [RING, 1], once)
-    v_free = gl.allocate_shared_memory(gl.int64, [RING, 1], once)
-    cleared = gl.allocate_shared_memory(gl.int64, [1, 1], once)
-    sums_ready = gl.allocate_shared_memory(gl.int64, [1, 1], once)
-    sums_free = gl.allocate_shared_memory(gl.int64, [1, 1], once)
-    for slot in gl.static_range(RING):
-        mbarrier.init(k_ready.index(slot), count=1)
-        mbarrier.init(k_free.index(slot), count=HALVES)
-        mbarrier.init(v_ready.index(slot), count=1)
-        mbarrier.init(v_free.index(slot), count=HALVES)
-    mbarrier.init(cleared.index(0), count=2)
-    mbarrier.init(sums_ready.index(0), count=1)
-    mbarrier.init(sums_free.index(0), count=1)
+    k_ready = allocate_barriers(RING)
+    k_free = allocate_barriers(RING)
+    v_ready = allocate_barriers(RING)
+    v_free = allocate_barriers(RING)
+    cleared = allocate_barriers(1)
+    sums_ready = allocate_barriers(1)
+    sums_free = allocate_barriers(1)
+    init_barriers(k_ready, 1)
+    init_barriers(k_free, HALVES)
+    init_barriers(v_ready, 1)
+    init_barriers(v_free, HALVES)
+    init_barriers(cleared, 2)
+    init_barriers(sums_ready, 1)
+    init_barriers(sums_free, 1)
     fence_async_shared()
 
     sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
@@ -260,7 +249,7 @@ def _attend(
                             mbarrier.wait(barriers.cleared.index(0), clears & 1)
                             clears += 1
                 highest = gl.max(scores, 1) * scale_log2  # which is positive
-                new_peak = gl.where(highest > peak + _SLACK, highest, peak)
+                new_peak = gl.where(highest > peak + SLACK, highest, peak)
                 # No visible key yet: subtract 0, because -inf - -inf is NaN.
                 shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
                 decay = gl.exp2(peak - shift)
@@ -278,7 +267,8 @@ def _attend(
                 factor = finish_rows(
                     peak, total, results, position, item, place, PART * _ROWS, is_row, head, token, down, SHAPE
                 )
-                _store(results, sums, factor, PART * _ROWS, position, item, place, wide, SHAPE, D)
+                sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, wide))[:, None]
+                store_rows(results, sums, 0, D, PART * _ROWS, position, item, place, wide, SHAPE)
             elif PART == 1:
                 mbarrier.wait(barriers.sums_free.index(0), (done & 1) ^ 1)
                 memory.sums.store(sums)
@@ -296,7 +286,8 @@ def _attend(
                 sums += memory.sums.load(wide) * gl.convert_layout(theirs, gl.SliceLayout(1, wide))[:, None]
                 mbarrier.arrive(barriers.sums_free.index(0), count=1)
                 factor = finish_rows(top, total, results, position, item, place, 0, is_row, head, token, down, SHAPE)
-                _store(results, sums, factor, 0, position, item, place, wide, SHAPE, D)
+                sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, wide))[:, None]
+                store_rows(results, sums, 0, D, 0, position, item, place, wide, SHAPE)
             done += 1
         position = after(position, item)
 
@@ -323,21 +314,3 @@ def _clear_outside(tile, key, item, D: gl.constexpr):
     tile.store(gl.where(inside, values, gl.zeros([_KEYS, D], values.dtype, lines)))
     fence_async_shared()
     group_barrier()
-
-
-@gluon.jit
-def _store(
-    results, sums, factor, FIRST: gl.constexpr, position, item, place, wide: gl.constexpr, SHAPE: gl.constexpr,
-    D: gl.constexpr,
-):  # fmt: skip
-    """The output of 64 rows, of a whole sequence or of a split."""
-    down: gl.constexpr = gl.SliceLayout(1, wide)
-    sums = sums * gl.convert_layout(factor, down)[:, None]
-    is_row, head, token = locate_rows(place, down, SHAPE)
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, wide))[None, :]
-    if item.starts & item.ends:
-        row = row_offsets(results.out_strides, position.sequence, head, token)
-        gl.store(results.out + row[:, None] + column, sums.to(results.out.dtype.element_ty), mask=is_row[:, None])
-    else:
-        row = (split_row(position, item, place, SHAPE) + FIRST + gl.arange(0, _ROWS, layout=down)) * D
-        gl.store(results.part_out + row[:, None] + column, sums, mask=is_row[:, None])

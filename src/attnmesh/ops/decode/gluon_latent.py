@@ -37,7 +37,6 @@ the merge kernel records them.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
 from typing import Any, NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -53,7 +52,8 @@ from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.gluon_common import (
     D_TAIL,
     D_V,
-    LOG2_E,
+    NOT_SPECIALIZED,
+    SLACK,
     Results,
     blocks_of,
     clear_outside,
@@ -61,27 +61,26 @@ from attnmesh.ops.decode.gluon_common import (
     fetch,
     finish_rows,
     group_barrier,
+    launch_kernel,
     load_signed,
     locate_rows,
     matrix,
     place_of_program,
     row_offsets,
     shape_of,
-    split_row,
+    store_rows,
 )
 from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
 from attnmesh.ops.decode.triton import DecodeTiles, Launch
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
 
 ROWS = 64  # of a tile: the rows of one matrix instruction
 TILES = DecodeTiles(rows=ROWS, keys=KEYS, warps=4, stages=2, resident=1)
 _ROWS, _KEYS, _QUARTER, _TAIL = gl.constexpr(ROWS), gl.constexpr(KEYS), gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
+_D_V = gl.constexpr(D_V)
 QUARTERS = 9  # of keys in shared memory
 _QUARTERS, _TAILS = gl.constexpr(QUARTERS), gl.constexpr(3)
-_SLACK = gl.constexpr(8.0)  # weights may grow to 2**_SLACK before the sums are rescaled
 _AVERAGER, _LOADER = gl.constexpr(160), gl.constexpr(24)  # registers per thread; the scorer has the rest of 512
-NOT_SPECIALIZED = [
-    "batch", "capacity", "window", "shares", "max_splits", "scale_log2", "table_stride",
-]  # fmt: skip
 
 
 class Memory(NamedTuple):
@@ -110,19 +109,8 @@ class Barriers(NamedTuple):
 def launch(call: DecodeCall, state: State, first_sequence: int) -> None:
     """Out and lse of a call without a `refusal`, in two launches."""
     shared = Launch.of(call, state, TILES)
-    q, constants = shared.q, shared.constants
-    table, table_stride, cur_pos, first, end = shared.sources
-    batch, kv_heads, _, capacity, window, shares, max_splits = shared.numbers
-    shape = shape_of(call, shared.rows, ROWS, constants["UNIT"], constants["FIXED"], QUARTERS)
-    with torch.cuda.device_of(q):
-        _attend_kernel[(shared.shares * shared.heads,)](
-            *descriptors(call, shape.piece),
-            q, q.stride()[:3],
-            table, table_stride, cur_pos, first, end, *shared.written, *shared.parts, shared.sinks,
-            batch, kv_heads, capacity, window, shares, max_splits, (abs(call.scale) or 1.0) * LOG2_E,
-            SHAPE=shape, BATCH=constants["BATCH"], EARLY=constants["EARLY"], num_warps=4,
-        )  # fmt: skip
-        shared.merge(first_sequence)
+    shape = shape_of(shared, ROWS, QUARTERS)
+    launch_kernel(_attend_kernel, shared, descriptors(call, shape.piece), shape, first_sequence)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -145,23 +133,20 @@ def _attend_kernel(
     decay = gl.allocate_shared_memory(gl.float32, [_TAILS, _ROWS], flat)
     weight = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
 
-    once: gl.constexpr = mbarrier.MBarrierLayout()
-    k_ready = gl.allocate_shared_memory(gl.int64, [_QUARTERS, 1], once)
-    k_free = gl.allocate_shared_memory(gl.int64, [_QUARTERS, 1], once)
-    tail_ready = gl.allocate_shared_memory(gl.int64, [_TAILS, 1], once)
-    scored = gl.allocate_shared_memory(gl.int64, [_TAILS, 1], once)
-    weights_ready = gl.allocate_shared_memory(gl.int64, [_TAILS, 1], once)
-    result_ready = gl.allocate_shared_memory(gl.int64, [1, 1], once)
-    result_free = gl.allocate_shared_memory(gl.int64, [1, 1], once)
-    for slot in gl.static_range(_QUARTERS):
-        mbarrier.init(k_ready.index(slot), count=1)
-        mbarrier.init(k_free.index(slot), count=1)
-    for slot in gl.static_range(_TAILS):
-        mbarrier.init(tail_ready.index(slot), count=1)
-        mbarrier.init(scored.index(slot), count=1)
-        mbarrier.init(weights_ready.index(slot), count=1)
-    mbarrier.init(result_ready.index(0), count=1)
-    mbarrier.init(result_free.index(0), count=2)
+    k_ready = allocate_barriers(_QUARTERS)
+    k_free = allocate_barriers(_QUARTERS)
+    tail_ready = allocate_barriers(_TAILS)
+    scored = allocate_barriers(_TAILS)
+    weights_ready = allocate_barriers(_TAILS)
+    result_ready = allocate_barriers(1)
+    result_free = allocate_barriers(1)
+    init_barriers(k_ready, 1)
+    init_barriers(k_free, 1)
+    init_barriers(tail_ready, 1)
+    init_barriers(scored, 1)
+    init_barriers(weights_ready, 1)
+    init_barriers(result_ready, 1)
+    init_barriers(result_free, 2)
     fence_async_shared()
 
     sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
@@ -297,7 +282,7 @@ def _weigh(
         if (key < item.first) | (key + _KEYS > item.stop):
             clear_outside(memory.k, step, key, item, SHAPE)
     highest = gl.max(scores, 1) * scale_log2  # which is positive
-    new_peak = gl.where(highest > peak + _SLACK, highest, peak)
+    new_peak = gl.where(highest > peak + SLACK, highest, peak)
     # No visible key yet: subtract 0, because -inf - -inf is NaN.
     shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
     decay = gl.exp2(peak - shift)
@@ -348,20 +333,6 @@ def _average(PART: gl.constexpr, memory, barriers, sources, position, place, res
             weight = memory.weight.load(down)[:, None]
             mbarrier.arrive(barriers.result_free.index(0), count=1)
             done += 1
-            _store(results, left * weight, PART * _QUARTER, position, item, place, grid, SHAPE)
-            _store(results, right * weight, (PART + 2) * _QUARTER, position, item, place, grid, SHAPE)
+            store_rows(results, left * weight, PART * _QUARTER, _D_V, 0, position, item, place, grid, SHAPE)
+            store_rows(results, right * weight, (PART + 2) * _QUARTER, _D_V, 0, position, item, place, grid, SHAPE)
         position = after(position, item)
-
-
-@gluon.jit
-def _store(results, sums, COLUMN: gl.constexpr, position, item, place, grid: gl.constexpr, SHAPE: gl.constexpr):
-    """A quarter of the output columns, of a whole sequence or of a split."""
-    down: gl.constexpr = gl.SliceLayout(1, grid)
-    is_row, head, token = locate_rows(place, down, SHAPE)
-    column = COLUMN + gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, grid))[None, :]
-    if item.starts & item.ends:
-        row = row_offsets(results.out_strides, position.sequence, head, token)
-        gl.store(results.out + row[:, None] + column, sums.to(results.out.dtype.element_ty), mask=is_row[:, None])
-    else:
-        row = (split_row(position, item, place, SHAPE) + gl.arange(0, _ROWS, layout=down)) * (4 * _QUARTER)
-        gl.store(results.part_out + row[:, None] + column, sums, mask=is_row[:, None])

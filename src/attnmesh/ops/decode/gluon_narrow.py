@@ -22,7 +22,6 @@ and tail are thus done. When the scorer has the keys of a tile, the averager is 
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
 from typing import Any, NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -38,7 +37,8 @@ from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.gluon_common import (
     D_TAIL,
     D_V,
-    LOG2_E,
+    NOT_SPECIALIZED,
+    SLACK,
     Results,
     blocks_of,
     clear_outside,
@@ -46,6 +46,7 @@ from attnmesh.ops.decode.gluon_common import (
     fetch,
     finish_rows,
     group_barrier,
+    launch_kernel,
     load_signed,
     locate_rows,
     matrix,
@@ -57,17 +58,14 @@ from attnmesh.ops.decode.gluon_common import (
 )
 from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
 from attnmesh.ops.decode.triton import DecodeTiles, Launch
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
 from attnmesh.ops.storage import Quantized
 
 ROWS = 32  # of a tile, at most
 TILES = DecodeTiles(rows=ROWS, keys=KEYS, warps=4, stages=2, resident=1)
 _KEYS, _QUARTER, _TAIL = gl.constexpr(KEYS), gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
 _TAILS = gl.constexpr(3)
-_SLACK = gl.constexpr(8.0)  # weights may grow to 2**_SLACK before the sums are rescaled
 _CONVERTER, _LOADER = gl.constexpr(80), gl.constexpr(24)  # registers per thread
-NOT_SPECIALIZED = [
-    "batch", "capacity", "window", "shares", "max_splits", "scale_log2", "table_stride",
-]  # fmt: skip
 
 
 class Memory(NamedTuple):
@@ -110,23 +108,13 @@ class Keys(NamedTuple):
 def launch(call: DecodeCall, state: State, first_sequence: int) -> None:
     """Out and lse of a call without a `refusal`, in two launches."""
     shared = Launch.of(call, state, TILES)
-    q, constants = shared.q, shared.constants
-    table, table_stride, cur_pos, first, end = shared.sources
-    batch, kv_heads, _, capacity, window, shares, max_splits = shared.numbers
     scales = call.k.scales if isinstance(call.k, Quantized) else None
     tile = max(16, shared.rows)
     # What the queries leave of shared memory.
     rings = (11 if tile == 16 else 9, 1) if scales is None else ((8, 5) if tile == 16 else (7, 4))
-    shape = shape_of(call, shared.rows, tile, constants["UNIT"], constants["FIXED"], *rings)
-    with torch.cuda.device_of(q):
-        _attend_kernel[(shared.shares * shared.heads,)](
-            *descriptors(call, shape.piece), None if scales is None else scale_descriptor(scales, shape.piece),
-            q, q.stride()[:3],
-            table, table_stride, cur_pos, first, end, *shared.written, *shared.parts, shared.sinks,
-            batch, kv_heads, capacity, window, shares, max_splits, (abs(call.scale) or 1.0) * LOG2_E,
-            SHAPE=shape, BATCH=constants["BATCH"], EARLY=constants["EARLY"], num_warps=4,
-        )  # fmt: skip
-        shared.merge(first_sequence)
+    shape = shape_of(shared, tile, *rings)
+    pools = (*descriptors(call, shape.piece), None if scales is None else scale_descriptor(scales, shape.piece))
+    launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -159,26 +147,22 @@ def _attend_kernel(
 
     RING: gl.constexpr = SHAPE.ring
     RAW: gl.constexpr = SHAPE.raw
-    once: gl.constexpr = mbarrier.MBarrierLayout()
-    k_ready = gl.allocate_shared_memory(gl.int64, [SHAPE.ring, 1], once)
-    k_free = gl.allocate_shared_memory(gl.int64, [SHAPE.ring, 1], once)
-    raw_ready = gl.allocate_shared_memory(gl.int64, [SHAPE.raw, 1], once)
-    scales_ready = gl.allocate_shared_memory(gl.int64, [_TAILS, 1], once)
-    tail_ready = gl.allocate_shared_memory(gl.int64, [_TAILS, 1], once)
-    weights_ready = gl.allocate_shared_memory(gl.int64, [_TAILS, 1], once)
-    result_ready = gl.allocate_shared_memory(gl.int64, [1, 1], once)
-    result_free = gl.allocate_shared_memory(gl.int64, [1, 1], once)
-    for slot in gl.static_range(RING):
-        mbarrier.init(k_ready.index(slot), count=1)
-        mbarrier.init(k_free.index(slot), count=1)
-    for slot in gl.static_range(RAW):
-        mbarrier.init(raw_ready.index(slot), count=1)
-    for slot in gl.static_range(_TAILS):
-        mbarrier.init(scales_ready.index(slot), count=1)
-        mbarrier.init(tail_ready.index(slot), count=1)
-        mbarrier.init(weights_ready.index(slot), count=1)
-    mbarrier.init(result_ready.index(0), count=1)
-    mbarrier.init(result_free.index(0), count=1)
+    k_ready = allocate_barriers(RING)
+    k_free = allocate_barriers(RING)
+    raw_ready = allocate_barriers(RAW)
+    scales_ready = allocate_barriers(_TAILS)
+    tail_ready = allocate_barriers(_TAILS)
+    weights_ready = allocate_barriers(_TAILS)
+    result_ready = allocate_barriers(1)
+    result_free = allocate_barriers(1)
+    init_barriers(k_ready, 1)
+    init_barriers(k_free, 1)
+    init_barriers(raw_ready, 1)
+    init_barriers(scales_ready, 1)
+    init_barriers(tail_ready, 1)
+    init_barriers(weights_ready, 1)
+    init_barriers(result_ready, 1)
+    init_barriers(result_free, 1)
     fence_async_shared()
 
     sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
@@ -315,7 +299,7 @@ def _score(
                     if (key < item.first) | (key + _KEYS > item.stop):
                         clear_outside(memory.k, step, key, item, SHAPE)
                 highest = gl.max(scores, 0) * scale_log2  # which is positive
-                new_peak = gl.where(highest > peak + _SLACK, highest, peak)
+                new_peak = gl.where(highest > peak + SLACK, highest, peak)
                 # No visible key yet: subtract 0, because -inf - -inf is NaN.
                 shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
                 decay = gl.exp2(peak - shift)

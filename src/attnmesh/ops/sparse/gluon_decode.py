@@ -30,14 +30,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnmesh.ops.sparse.gluon_forward import D_V, HEADS, KEYS, LOG2_E, processors, write_columns
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.sparse.gluon_common import (
+    D_TAIL,
+    D_V,
+    HEADS,
+    KEYS,
+    LOG2_E,
+    add_sinks,
+    processors,
+    rescale,
+    weigh,
+    write_columns,
+)
 from attnmesh.ops.storage import Quantized
 
 _LOG2_E = gl.constexpr(LOG2_E)
 _HEADS, _KEYS = gl.constexpr(HEADS), gl.constexpr(KEYS)
-_QUARTER, _TAIL = gl.constexpr(D_V // 4), gl.constexpr(64)
+_QUARTER, _TAIL = gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
 _RING = gl.constexpr(6)  # quarters of keys that fit beside the queries and a tile in 8 bits
-_SLACK = gl.constexpr(8.0)  # weights may grow to 2**_SLACK before the sums are rescaled
 _AVERAGER, _GATHERER = gl.constexpr(160), gl.constexpr(40)  # registers per thread; the scorer has 80
 _GATHERERS = gl.constexpr(256)  # threads, each of which reports its own copies
 NOT_SPECIALIZED = ["items", "heads", "span", "splits", "topk", "scale_log2"]
@@ -113,7 +124,7 @@ def supports(q: Tensor, pool: object, *, d_v: int) -> bool:
     return (
         d_v == D_V
         and q.dtype == torch.bfloat16
-        and (pool.values.shape[-1], pool.rope.shape[-1]) == (D_V, 64)
+        and (pool.values.shape[-1], pool.rope.shape[-1]) == (D_V, D_TAIL)
         and all(x.data_ptr() % 16 == 0 and all(n * x.itemsize % 16 == 0 for n in x.stride()[:2]) for x in parts)
         and pool.scales.stride(3) == 1
         and q.is_cuda
@@ -168,34 +179,30 @@ def _attend_kernel(
         gl.allocate_shared_memory(gl.float32, [2, _HEADS], flat),
         gl.allocate_shared_memory(gl.float32, [_HEADS], flat),
     )
-    once: gl.constexpr = mbarrier.MBarrierLayout()
     barriers = Barriers(
-        gl.allocate_shared_memory(gl.int64, [1, 1], once),
-        gl.allocate_shared_memory(gl.int64, [1, 1], once),
-        gl.allocate_shared_memory(gl.int64, [4, 1], once),
-        gl.allocate_shared_memory(gl.int64, [_RING, 1], once),
-        gl.allocate_shared_memory(gl.int64, [_RING, 1], once),
-        gl.allocate_shared_memory(gl.int64, [2, 1], once),
-        gl.allocate_shared_memory(gl.int64, [2, 1], once),
-        gl.allocate_shared_memory(gl.int64, [2, 1], once),
-        gl.allocate_shared_memory(gl.int64, [2, 1], once),
-        gl.allocate_shared_memory(gl.int64, [1, 1], once),
-        gl.allocate_shared_memory(gl.int64, [1, 1], once),
+        q_ready=allocate_barriers(1),
+        q_free=allocate_barriers(1),
+        raw_ready=allocate_barriers(4),
+        k_ready=allocate_barriers(_RING),
+        k_free=allocate_barriers(_RING),
+        tail_ready=allocate_barriers(2),
+        tail_free=allocate_barriers(2),
+        decay_ready=allocate_barriers(2),
+        weights_ready=allocate_barriers(2),
+        share_ready=allocate_barriers(1),
+        share_free=allocate_barriers(1),
     )
-    mbarrier.init(barriers.q_ready.index(0), count=_GATHERERS)
-    mbarrier.init(barriers.q_free.index(0), count=1)
-    mbarrier.init(barriers.share_ready.index(0), count=1)
-    mbarrier.init(barriers.share_free.index(0), count=2)
-    for slot in gl.static_range(4):
-        mbarrier.init(barriers.raw_ready.index(slot), count=_GATHERERS)
-    for slot in gl.static_range(_RING):
-        mbarrier.init(barriers.k_ready.index(slot), count=1)
-        mbarrier.init(barriers.k_free.index(slot), count=1)
-    for stage in gl.static_range(2):
-        mbarrier.init(barriers.tail_ready.index(stage), count=_GATHERERS)
-        mbarrier.init(barriers.tail_free.index(stage), count=2)
-        mbarrier.init(barriers.decay_ready.index(stage), count=1)
-        mbarrier.init(barriers.weights_ready.index(stage), count=1)
+    init_barriers(barriers.q_ready, _GATHERERS)
+    init_barriers(barriers.q_free, 1)
+    init_barriers(barriers.raw_ready, _GATHERERS)
+    init_barriers(barriers.k_ready, 1)
+    init_barriers(barriers.k_free, 1)
+    init_barriers(barriers.tail_ready, _GATHERERS)
+    init_barriers(barriers.tail_free, 2)
+    init_barriers(barriers.decay_ready, 1)
+    init_barriers(barriers.weights_ready, 1)
+    init_barriers(barriers.share_ready, 1)
+    init_barriers(barriers.share_free, 2)
     fence_async_shared()
 
     work = Work(slots, lengths, topk, span, splits, heads, items)
@@ -357,7 +364,7 @@ def _score(memory, barriers, work, results, scale_log2, SPLIT: gl.constexpr):
     for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
         item = _item(number, work)
         peak = gl.full([_HEADS], float("-inf"), gl.float32, down)
-        largest = peak  # `peak` lags behind it by up to _SLACK
+        largest = peak  # which lags behind it (see `weigh`)
         total = gl.full([_HEADS], 0.0, gl.float32, down)
         mbarrier.wait(barriers.q_ready.index(0), served & 1, pred=item.tiles > 0)
         for tile in range(item.tiles):
@@ -380,20 +387,10 @@ def _score(memory, barriers, work, results, scale_log2, SPLIT: gl.constexpr):
                 scores = gl.where(near < item.count - tile * _KEYS, scores, float("-inf"))
             highest = gl.max(scores, 1)
             largest = gl.maximum(largest, highest)
-            new_peak = gl.where(highest > peak + _SLACK, highest, peak)
-            # A score of -inf, or no key yet: subtract 0, because -inf - -inf is NaN.
-            shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-            tile_decay = gl.exp2(peak - shift)
-            memory.decay.index(stage).store(tile_decay)
-            # The averagers rescale while the weights are computed. Arriving also synchronizes the warps of this group:
-            # none writes weights over the tail of the keys while another still multiplies with it.
-            mbarrier.arrive(barriers.decay_ready.index(stage), count=1)
-            weights = gl.exp2(scores - shift[:, None])
-            memory.tail.index(stage).store(weights.to(memory.tail.dtype))
-            fence_async_shared()
-            mbarrier.arrive(barriers.weights_ready.index(stage), count=1)
-            total = total * tile_decay + gl.sum(weights, 1)
-            peak = new_peak
+            peak, total = weigh(
+                scores, highest, peak, total, stage, memory.decay, memory.tail, barriers.decay_ready,
+                barriers.weights_ready,
+            )  # fmt: skip
 
         if item.tiles > 0:
             mbarrier.arrive(barriers.q_free.index(0), count=1)
@@ -402,12 +399,7 @@ def _score(memory, barriers, work, results, scale_log2, SPLIT: gl.constexpr):
         real = head < work.heads
         kept = 1.0
         if not SPLIT and results.sinks is not None:
-            sink = gl.load(results.sinks + head, mask=real, other=0.0).to(gl.float32) * _LOG2_E
-            highest = gl.maximum(peak, sink)
-            shift = gl.where(highest == float("-inf"), 0.0, highest)
-            kept = gl.exp2(peak - shift)
-            total = total * kept + gl.where(sink == shift, 1.0, gl.exp2(sink - shift))  # also if both are +inf
-            peak = highest
+            peak, total, kept = add_sinks(results.sinks, head, real, peak, total)
         # Without a key total is 0 and peak -inf: out 0 * 1, lse -inf + -inf.
         share = kept / gl.where(total == 0.0, 1.0, total)
         unit = 1.0 if SPLIT else 1.0 / _LOG2_E
@@ -438,12 +430,7 @@ def _average(memory, barriers, work, out, PART: gl.constexpr, NARROW_OUT: gl.con
             near = (4 * step + PART) % _RING
             far = (4 * step + 2 + PART) % _RING
             step += 1
-            mbarrier.wait(barriers.decay_ready.index(stage), turn)
-            tile_decay = memory.decay.index(stage).load(down)
-            # Rarely taken; otherwise 128 multiplications per thread would precede the matrix products of every tile.
-            if gl.min(tile_decay, 0) < 1.0:
-                front = front * tile_decay[:, None]
-                back = back * tile_decay[:, None]
+            front, back = rescale(front, back, stage, turn, memory.decay, barriers.decay_ready, down)
             mbarrier.wait(barriers.weights_ready.index(stage), turn)
             weights = memory.tail.index(stage)
             front = warpgroup_mma(weights, memory.k.index(near), front, is_async=True)
@@ -459,5 +446,5 @@ def _average(memory, barriers, work, out, PART: gl.constexpr, NARROW_OUT: gl.con
         mbarrier.arrive(barriers.share_free.index(0), count=1)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
         rows = out + item.part * work.heads * (4 * _QUARTER)
-        write_columns(rows, front * scale, PART * _QUARTER, item.head_begin, work.heads, NARROW_OUT, _HEADS, grid)
-        write_columns(rows, back * scale, (2 + PART) * _QUARTER, item.head_begin, work.heads, NARROW_OUT, _HEADS, grid)
+        write_columns(rows, front * scale, PART * _QUARTER, item.head_begin, work.heads, NARROW_OUT, grid)
+        write_columns(rows, back * scale, (2 + PART) * _QUARTER, item.head_begin, work.heads, NARROW_OUT, grid)

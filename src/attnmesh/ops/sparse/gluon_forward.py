@@ -35,14 +35,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-LOG2_E = 1.4426950408889634
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.sparse.gluon_common import (
+    D_TAIL,
+    D_V,
+    HEADS,
+    KEYS,
+    LOG2_E,
+    add_sinks,
+    processors,
+    rescale,
+    weigh,
+    write_columns,
+)
+
 _LOG2_E = gl.constexpr(LOG2_E)
-HEADS = 64  # per item: the rows of one matrix instruction
-KEYS = 64  # per tile; two tiles and the queries fill shared memory
-D_V = 512
-_QUARTER = gl.constexpr(D_V // 4)
-_TAIL = gl.constexpr(64)
-_SLACK = gl.constexpr(8.0)  # weights may grow to 2**_SLACK before the sums are rescaled
+_HEADS, _KEYS = gl.constexpr(HEADS), gl.constexpr(KEYS)  # two tiles of keys and the queries fill shared memory
+_QUARTER, _TAIL = gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
 _AVERAGER, _GATHERER = gl.constexpr(160), gl.constexpr(64)  # registers per thread; the scorer has the rest of 512
 _GATHERERS = gl.constexpr(128)  # threads, each of which reports its own copies
 NOT_SPECIALIZED = ["items", "heads", "k_offset", "scale_log2", "topk"]
@@ -53,7 +62,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor | None, *, d_v: int) -> bool:
     return (
         v is None
         and d_v == D_V
-        and q.shape[-1] in (D_V, D_V + 64)
+        and q.shape[-1] in (D_V, D_V + D_TAIL)
         and q.dtype in (torch.bfloat16, torch.float16)
         and all(x.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in x.stride()[:-1]) for x in (q, k))
         and q.is_cuda
@@ -91,72 +100,64 @@ def forward(
         _forward_kernel[(min(items, processors(q)),)](
             q, q.stride(0), q.stride(1), k, k.stride(0), indices, indices.stride(0), lo, hi, slots, sinks, out, lse,
             top, items, heads, indices.shape[1], k_offset, scale * LOG2_E,
-            TAILED=d > D_V, NARROW_OUT=out_dtype.itemsize == 2, HEADS=HEADS, KEYS=KEYS, num_warps=4,
+            TAILED=d > D_V, NARROW_OUT=out_dtype.itemsize == 2, num_warps=4,
         )  # fmt: skip
     return (out, lse) if top is None else (out, lse, top)
-
-
-def processors(q: Tensor) -> int:
-    """The multiprocessors of q's GPU, each of which runs one program."""
-    # Three in the emulation, so that a program has several items.
-    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 3
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def _forward_kernel(
     q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, slots, sinks, out, lse, top,
     items, heads, topk, k_offset, scale_log2,
-    TAILED: gl.constexpr, NARROW_OUT: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr,
+    TAILED: gl.constexpr, NARROW_OUT: gl.constexpr,
 ):  # fmt: skip
     """Processes every num_programs-th item. Neighboring programs share a row: its keys are in L2 for the second."""
     dtype: gl.constexpr = q.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_main = gl.allocate_shared_memory(dtype, [4, HEADS, _QUARTER], wide)
-    q_tail = gl.allocate_shared_memory(dtype, [HEADS, _TAIL], wide)
-    k_main = gl.allocate_shared_memory(dtype, [8, KEYS, _QUARTER], wide)  # four quarters of each tile
-    k_tail = gl.allocate_shared_memory(dtype, [2, KEYS, _TAIL], wide)  # and then the weights [HEADS, KEYS]
-    bias = gl.allocate_shared_memory(gl.float32, [2, KEYS], flat)  # 0, or -inf where the slot is invalid
-    decay = gl.allocate_shared_memory(gl.float32, [2, HEADS], flat)  # factor of the sums so far after a new maximum
-    share = gl.allocate_shared_memory(gl.float32, [HEADS], flat)  # 1 / sum of weights, at the end
+    q_main = gl.allocate_shared_memory(dtype, [4, _HEADS, _QUARTER], wide)
+    q_tail = gl.allocate_shared_memory(dtype, [_HEADS, _TAIL], wide)
+    k_main = gl.allocate_shared_memory(dtype, [8, _KEYS, _QUARTER], wide)  # four quarters of each tile
+    k_tail = gl.allocate_shared_memory(dtype, [2, _KEYS, _TAIL], wide)  # and then the weights [_HEADS, _KEYS]
+    bias = gl.allocate_shared_memory(gl.float32, [2, _KEYS], flat)  # 0, or -inf where the slot is invalid
+    decay = gl.allocate_shared_memory(gl.float32, [2, _HEADS], flat)  # factor of the sums so far after a new maximum
+    share = gl.allocate_shared_memory(gl.float32, [_HEADS], flat)  # 1 / sum of weights, at the end
 
-    once: gl.constexpr = mbarrier.MBarrierLayout()
-    q_ready = gl.allocate_shared_memory(gl.int64, [1, 1], once)
-    q_free = gl.allocate_shared_memory(gl.int64, [1, 1], once)
-    front_ready = gl.allocate_shared_memory(gl.int64, [2, 1], once)
-    back_ready = gl.allocate_shared_memory(gl.int64, [2, 1], once)
-    decay_ready = gl.allocate_shared_memory(gl.int64, [2, 1], once)
-    weights_ready = gl.allocate_shared_memory(gl.int64, [2, 1], once)
-    front_free = gl.allocate_shared_memory(gl.int64, [2, 1], once)
-    back_free = gl.allocate_shared_memory(gl.int64, [2, 1], once)
-    share_ready = gl.allocate_shared_memory(gl.int64, [1, 1], once)
-    share_free = gl.allocate_shared_memory(gl.int64, [1, 1], once)
-    mbarrier.init(q_ready.index(0), count=_GATHERERS)
-    mbarrier.init(share_ready.index(0), count=1)
-    mbarrier.init(q_free.index(0), count=1)
-    mbarrier.init(share_free.index(0), count=2)
-    for stage in gl.static_range(2):
-        mbarrier.init(front_ready.index(stage), count=_GATHERERS)
-        mbarrier.init(back_ready.index(stage), count=_GATHERERS + 1)  # the copies and, once, the bias
-        mbarrier.init(decay_ready.index(stage), count=1)
-        mbarrier.init(weights_ready.index(stage), count=1)
-        mbarrier.init(front_free.index(stage), count=2)  # each averager reads a quarter of the front,
-        mbarrier.init(back_free.index(stage), count=2)  # a quarter of the back, and the weights
+    q_ready = allocate_barriers(1)
+    q_free = allocate_barriers(1)
+    front_ready = allocate_barriers(2)
+    back_ready = allocate_barriers(2)
+    decay_ready = allocate_barriers(2)
+    weights_ready = allocate_barriers(2)
+    front_free = allocate_barriers(2)
+    back_free = allocate_barriers(2)
+    share_ready = allocate_barriers(1)
+    share_free = allocate_barriers(1)
+    init_barriers(q_ready, _GATHERERS)
+    init_barriers(q_free, 1)
+    init_barriers(front_ready, _GATHERERS)
+    init_barriers(back_ready, _GATHERERS + 1)  # the copies and, once, the bias
+    init_barriers(decay_ready, 1)
+    init_barriers(weights_ready, 1)
+    init_barriers(front_free, 2)  # each averager reads a quarter of the front,
+    init_barriers(back_free, 2)  # a quarter of the back, and the weights
+    init_barriers(share_ready, 1)
+    init_barriers(share_free, 2)
     fence_async_shared()
 
     gl.warp_specialize(
         [
             (_score, (q_main, q_tail, k_main, k_tail, bias, decay, share,
                       q_ready, q_free, front_ready, back_ready, decay_ready, weights_ready, share_ready, share_free,
-                      slots, items, topk, scale_log2, sinks, lse, top, heads, TAILED, HEADS, KEYS)),
+                      slots, items, topk, scale_log2, sinks, lse, top, heads, TAILED)),
             (_average, (k_main, k_tail, decay, share, decay_ready, weights_ready, share_ready, share_free,
-                        front_free, back_free, slots, items, topk, out, heads, 0, NARROW_OUT, HEADS, KEYS)),
+                        front_free, back_free, slots, items, topk, out, heads, 0, NARROW_OUT)),
             (_average, (k_main, k_tail, decay, share, decay_ready, weights_ready, share_ready, share_free,
-                        front_free, back_free, slots, items, topk, out, heads, 1, NARROW_OUT, HEADS, KEYS)),
+                        front_free, back_free, slots, items, topk, out, heads, 1, NARROW_OUT)),
             (_gather, (q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, slots, k_offset,
                        q_main, q_tail, k_main, k_tail, bias,
                        q_ready, q_free, front_ready, back_ready, front_free, back_free,
-                       items, topk, heads, TAILED, HEADS, KEYS)),
+                       items, topk, heads, TAILED)),
         ],
         [4, 4, 4],
         [_AVERAGER, _AVERAGER, _GATHERER],
@@ -164,12 +165,12 @@ def _forward_kernel(
 
 
 @gluon.jit
-def _item(item, slots, topk, heads, HEADS: gl.constexpr):
+def _item(item, slots, topk, heads):
     """The row of a work item, its first head, and the number of slots of the row."""
-    head_tiles = (heads + HEADS - 1) // HEADS
+    head_tiles = (heads + _HEADS - 1) // _HEADS
     row = (item // head_tiles).to(gl.int64)
     slot_count = gl.maximum(gl.minimum(gl.load(slots + row), topk), 0)
-    return row, item % head_tiles * HEADS, slot_count
+    return row, item % head_tiles * _HEADS, slot_count
 
 
 @gluon.jit
@@ -177,7 +178,7 @@ def _gather(
     q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, slots, k_offset,
     q_main, q_tail, k_main, k_tail, bias,
     q_ready, q_free, front_ready, back_ready, front_free, back_free,
-    items, topk, heads, TAILED: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr,
+    items, topk, heads, TAILED: gl.constexpr,
 ):  # fmt: skip
     """Copies the queries of each item and, tile by tile, the keys of its slots; 0 where a slot is invalid."""
     # Eight lanes copy 128 bytes of a row: whole cache lines, and columns at constant offsets.
@@ -189,20 +190,20 @@ def _gather(
     step = 0  # tiles so far, of all items
     served = 0  # items so far that have any tile
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row, head_begin, slot_count = _item(item, slots, topk, heads, HEADS)
+        row, head_begin, slot_count = _item(item, slots, topk, heads)
         first = gl.load(lo + row)
         end = gl.load(hi + row)
         row_indices = indices + row * indices_row
-        slot = gl.arange(0, KEYS, layout=down)
+        slot = gl.arange(0, _KEYS, layout=down)
         key = gl.load(row_indices + slot, mask=slot < slot_count, other=-2147483648)
-        tiles = (slot_count + KEYS - 1) // KEYS
+        tiles = (slot_count + _KEYS - 1) // _KEYS
         for tile in range(tiles):
             stage = step % 2
             turn = (step // 2) & 1
             valid = (key >= first) & (key < end) & (slot < slot_count)
             k_rows = k + ((key.to(gl.int64) - k_offset) * k_row)[:, None]
             # Load the next indices early, so that the copies do not wait for them.
-            slot = slot + KEYS
+            slot = slot + _KEYS
             key = gl.load(row_indices + slot, mask=slot < slot_count, other=-2147483648)
 
             mbarrier.wait(front_free.index(stage), turn ^ 1)
@@ -229,7 +230,7 @@ def _gather(
             # After the first keys, which may arrive while the scores of the last item still read its queries.
             if tile == 0:
                 mbarrier.wait(q_free.index(0), (served & 1) ^ 1)
-                head = head_begin + gl.arange(0, HEADS, layout=down)
+                head = head_begin + gl.arange(0, _HEADS, layout=down)
                 real = (head < heads)[:, None]
                 q_rows = q + row * q_row + (head.to(gl.int64) * q_head)[:, None]
                 for quarter in gl.static_range(4):
@@ -247,10 +248,10 @@ def _score(
     q_main, q_tail, k_main, k_tail, bias, decay, share,
     q_ready, q_free, front_ready, back_ready, decay_ready, weights_ready, share_ready, share_free,
     slots, items, topk, scale_log2, sinks, lse, top, heads,
-    TAILED: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr,
+    TAILED: gl.constexpr,
 ):  # fmt: skip
     """Scores, running maximum, weights and their sum; at the end the log-sum-exp, with the sink of each head."""
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
     across: gl.constexpr = gl.SliceLayout(0, grid)
     held: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
@@ -258,11 +259,11 @@ def _score(
     served = 0  # items so far that have any tile
     done = 0  # items so far
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row, head_begin, slot_count = _item(item, slots, topk, heads, HEADS)
-        tiles = (slot_count + KEYS - 1) // KEYS
-        peak = gl.full([HEADS], float("-inf"), gl.float32, down)
-        largest = peak  # `peak` lags behind it by up to _SLACK
-        total = gl.full([HEADS], 0.0, gl.float32, down)
+        row, head_begin, slot_count = _item(item, slots, topk, heads)
+        tiles = (slot_count + _KEYS - 1) // _KEYS
+        peak = gl.full([_HEADS], float("-inf"), gl.float32, down)
+        largest = peak  # which lags behind it (see `weigh`)
+        total = gl.full([_HEADS], 0.0, gl.float32, down)
         mbarrier.wait(q_ready.index(0), served & 1, pred=tiles > 0)
         # As many of the queries as fit in registers: shared memory bandwidth limits the products.
         q_first = q_main.index(0).load(held)
@@ -270,7 +271,7 @@ def _score(
             stage = step % 2
             turn = (step // 2) & 1
             step += 1
-            scores = gl.zeros([HEADS, KEYS], gl.float32, grid)
+            scores = gl.zeros([_HEADS, _KEYS], gl.float32, grid)
             mbarrier.wait(front_ready.index(stage), turn)
             fence_async_shared()  # copies and tensor cores access shared memory through different proxies
             keys = k_main.index(4 * stage).permute([1, 0])
@@ -291,33 +292,17 @@ def _score(
             highest = gl.max(scores, 1)
             if top is not None:
                 largest = gl.maximum(largest, highest)
-            new_peak = gl.where(highest > peak + _SLACK, highest, peak)
-            # No valid key yet: subtract 0, because -inf - -inf is NaN.
-            shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-            tile_decay = gl.exp2(peak - shift)
-            decay.index(stage).store(tile_decay)
-            # The averagers rescale while the weights are computed. Arriving also synchronizes the warps of this group:
-            # none writes weights over the tail of the keys while another still multiplies with it.
-            mbarrier.arrive(decay_ready.index(stage), count=1)
-            weights = gl.exp2(scores - shift[:, None])
-            k_tail.index(stage).store(weights.to(k_tail.dtype))
-            fence_async_shared()
-            mbarrier.arrive(weights_ready.index(stage), count=1)
-            total = total * tile_decay + gl.sum(weights, 1)
-            peak = new_peak
+            peak, total = weigh(
+                scores, highest, peak, total, stage, decay, k_tail, decay_ready, weights_ready
+            )  # fmt: skip
 
         if tiles > 0:
             mbarrier.arrive(q_free.index(0), count=1)
             served += 1
-        head = head_begin + gl.arange(0, HEADS, layout=down)
+        head = head_begin + gl.arange(0, _HEADS, layout=down)
         kept = 1.0
         if sinks is not None:
-            sink = gl.load(sinks + head, mask=head < heads, other=0.0).to(gl.float32) * _LOG2_E
-            highest = gl.maximum(peak, sink)
-            shift = gl.where(highest == float("-inf"), 0.0, highest)
-            kept = gl.exp2(peak - shift)
-            total = total * kept + gl.where(sink == shift, 1.0, gl.exp2(sink - shift))  # also if both are +inf
-            peak = highest
+            peak, total, kept = add_sinks(sinks, head, head < heads, peak, total)
         # A row without a valid slot has total 0 and peak -inf: out 0 * 1, lse -inf + -inf.
         mbarrier.wait(share_free.index(0), (done & 1) ^ 1)
         share.store(kept / gl.where(total == 0.0, 1.0, total))
@@ -332,7 +317,7 @@ def _score(
 def _average(
     k_main, weights, decay, share, decay_ready, weights_ready, share_ready, share_free,
     front_free, back_free, slots, items, topk, out, heads,
-    PART: gl.constexpr, NARROW_OUT: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr,
+    PART: gl.constexpr, NARROW_OUT: gl.constexpr,
 ):  # fmt: skip
     """Adds weights times keys to two quarters of the output columns, one of the front and one of the back."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _QUARTER, 16])
@@ -340,20 +325,15 @@ def _average(
     step = 0  # tiles so far, of all items
     done = 0  # items so far
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row, head_begin, slot_count = _item(item, slots, topk, heads, HEADS)
-        tiles = (slot_count + KEYS - 1) // KEYS
-        front = gl.zeros([HEADS, _QUARTER], gl.float32, grid)
-        back = gl.zeros([HEADS, _QUARTER], gl.float32, grid)
+        row, head_begin, slot_count = _item(item, slots, topk, heads)
+        tiles = (slot_count + _KEYS - 1) // _KEYS
+        front = gl.zeros([_HEADS, _QUARTER], gl.float32, grid)
+        back = gl.zeros([_HEADS, _QUARTER], gl.float32, grid)
         for _tile in range(tiles):
             stage = step % 2
             turn = (step // 2) & 1
             step += 1
-            mbarrier.wait(decay_ready.index(stage), turn)
-            tile_decay = decay.index(stage).load(down)
-            # Rarely taken; otherwise 128 multiplications per thread would precede the matrix products of every tile.
-            if gl.min(tile_decay, 0) < 1.0:
-                front = front * tile_decay[:, None]
-                back = back * tile_decay[:, None]
+            front, back = rescale(front, back, stage, turn, decay, decay_ready, down)
             mbarrier.wait(weights_ready.index(stage), turn)
             front = warpgroup_mma(weights.index(stage), k_main.index(4 * stage + PART), front, is_async=True)
             back = warpgroup_mma(weights.index(stage), k_main.index(4 * stage + 2 + PART), back, is_async=True)
@@ -368,30 +348,5 @@ def _average(
         mbarrier.arrive(share_free.index(0), count=1)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
         out_row = out + row * heads * (4 * _QUARTER)
-        write_columns(out_row, front * scale, PART * _QUARTER, head_begin, heads, NARROW_OUT, HEADS, grid)
-        write_columns(out_row, back * scale, (2 + PART) * _QUARTER, head_begin, heads, NARROW_OUT, HEADS, grid)
-
-
-@gluon.jit
-def write_columns(
-    out, result, column_begin, head_begin, heads, NARROW: gl.constexpr, HEADS: gl.constexpr, grid: gl.constexpr
-):
-    """Writes a quarter of the output columns of some heads of a row."""
-    result = result.to(out.dtype.element_ty)
-    if NARROW:
-        # Four lanes exchange pairs of columns until each has eight in a row: 16-byte stores, without shared memory,
-        # where the queries of the next item already arrive.
-        lines: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-            [[16, 0], [32, 0]], [], [HEADS, _QUARTER],
-        )  # fmt: skip
-        _write_rows(out, gl.convert_layout(result, lines), column_begin, head_begin, heads, HEADS, lines)
-    else:
-        _write_rows(out, result, column_begin, head_begin, heads, HEADS, grid)
-
-
-@gluon.jit
-def _write_rows(out, result, column_begin, head_begin, heads, HEADS: gl.constexpr, grid: gl.constexpr):
-    head = head_begin + gl.arange(0, HEADS, layout=gl.SliceLayout(1, grid))[:, None]
-    column = column_begin + gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, grid))[None, :]
-    gl.store(out + head.to(gl.int64) * (4 * _QUARTER) + column, result, mask=head < heads)
+        write_columns(out_row, front * scale, PART * _QUARTER, head_begin, heads, NARROW_OUT, grid)
+        write_columns(out_row, back * scale, (2 + PART) * _QUARTER, head_begin, heads, NARROW_OUT, grid)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_device_error
 from attnmesh.ops.gpu import gpu_of
-from attnmesh.ops.sparse import gluon_decode, gluon_forward, triton_forward
+from attnmesh.ops.sparse import gluon_common, gluon_decode, gluon_forward, triton_forward
 from attnmesh.ops.sparse.paged import PagedKeys, SparseDecodeCall
 from attnmesh.ops.sparse.triton_forward import LOG2_E, ForwardTiles, pick_tiles, split_width
 from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
@@ -133,8 +133,8 @@ def _attend(
 def _attend_in_gluon(call: SparseDecodeCall, slots: Tensor, lengths: Tensor, results: tuple[Tensor, ...]) -> None:
     q, pool, topk = call.q.flatten(0, 1), call.keys.pool, call.indices.shape[2]
     assert isinstance(pool, Quantized)
-    programs = len(q) * triton.cdiv(q.shape[1], gluon_forward.HEADS)
-    span = call.split_size or _span(programs, topk, gluon_forward.KEYS, q.device)
+    programs = len(q) * triton.cdiv(q.shape[1], gluon_common.HEADS)
+    span = call.split_size or _span(programs, topk, gluon_common.KEYS, q.device)
     splits = triton.cdiv(topk, span)
     sinks = None if call.sinks is None else call.sinks.contiguous()
     parts = _parts(call, splits) if splits > 1 else results
@@ -180,7 +180,7 @@ def fastest_way(call: SparseDecodeCall) -> Way:
     rows, heads = call.q.shape[0] * call.q.shape[1], call.q.shape[2]
     if gluon_decode.supports(call.q.flatten(0, 1), call.keys.pool, d_v=call.d_v):
         return Way.GLUON
-    enough = 2 * rows * triton.cdiv(heads, gluon_forward.HEADS) >= _processors(call.q.device)
+    enough = 2 * rows * triton.cdiv(heads, gluon_common.HEADS) >= _processors(call.q.device)
     return Way.AS_PREFILL if call.q.is_cuda and call.split_size is None and heads > 32 and enough else Way.IN_PLACE
 
 

@@ -1,0 +1,102 @@
+"""What the Gluon kernels of sparse attention and sparse decode share: sizes, and the steps of their groups of warps.
+
+An item is 64 heads of a row of queries and its slots, 64 keys at a time. The columns of keys that are values, 512, are
+four quarters. See `gluon_forward` for the groups of warps.
+"""
+
+# Kernels are written in Gluon's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+LOG2_E = 1.4426950408889634
+HEADS = 64  # per item: the rows of one matrix instruction
+KEYS = 64  # per tile
+D_V, D_TAIL = 512, 64
+_LOG2_E = gl.constexpr(LOG2_E)
+_HEADS, _QUARTER = gl.constexpr(HEADS), gl.constexpr(D_V // 4)
+_SLACK = gl.constexpr(8.0)  # weights may grow to 2**_SLACK before the sums are rescaled
+
+
+def processors(q: Tensor) -> int:
+    """The multiprocessors of q's GPU, each of which runs one program."""
+    # Three in the emulation, so that a program has several items.
+    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 3
+
+
+# Of the scorer.
+
+
+@gluon.jit
+def weigh(scores, highest, peak, total, stage, decay, weights, decay_ready, weights_ready):
+    """Writes the weights of a tile, and the decay of the sums so far; returns the new maximum and sum.
+
+    `highest` are the maxima of the scores, which are in base 2. `peak` lags behind them by up to _SLACK. The weights
+    take the place of the tail of the keys.
+    """
+    new_peak = gl.where(highest > peak + _SLACK, highest, peak)
+    # No valid key yet, or scores of -inf: subtract 0, because -inf - -inf is NaN.
+    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    tile_decay = gl.exp2(peak - shift)
+    decay.index(stage).store(tile_decay)
+    # The averagers rescale while the weights are computed. Arriving also synchronizes the warps of this group: none
+    # writes weights over the tail of the keys while another still multiplies with it.
+    mbarrier.arrive(decay_ready.index(stage), count=1)
+    tile_weights = gl.exp2(scores - shift[:, None])
+    weights.index(stage).store(tile_weights.to(weights.dtype))
+    fence_async_shared()
+    mbarrier.arrive(weights_ready.index(stage), count=1)
+    return new_peak, total * tile_decay + gl.sum(tile_weights, 1)
+
+
+@gluon.jit
+def add_sinks(sinks, head, is_head, peak, total):
+    """The maximum and sum with the sink of each head, and the factor of what was summed before."""
+    sink = gl.load(sinks + head, mask=is_head, other=0.0).to(gl.float32) * _LOG2_E
+    highest = gl.maximum(peak, sink)
+    shift = gl.where(highest == float("-inf"), 0.0, highest)
+    kept = gl.exp2(peak - shift)
+    total = total * kept + gl.where(sink == shift, 1.0, gl.exp2(sink - shift))  # also if both are +inf
+    return highest, total, kept
+
+
+# Of the averagers.
+
+
+@gluon.jit
+def rescale(front, back, stage, turn, decay, decay_ready, layout: gl.constexpr):
+    """The sums of two quarters of the output columns, with the decay of a tile."""
+    mbarrier.wait(decay_ready.index(stage), turn)
+    tile_decay = decay.index(stage).load(layout)
+    # Rarely taken; otherwise 128 multiplications per thread would precede the matrix products of every tile.
+    if gl.min(tile_decay, 0) < 1.0:
+        front = front * tile_decay[:, None]
+        back = back * tile_decay[:, None]
+    return front, back
+
+
+@gluon.jit
+def write_columns(out, result, column_begin, head_begin, heads, NARROW: gl.constexpr, grid: gl.constexpr):
+    """Writes a quarter of the output columns of some heads of a row."""
+    result = result.to(out.dtype.element_ty)
+    if NARROW:
+        # Four lanes exchange pairs of columns until each has eight in a row: 16-byte stores, without shared memory,
+        # where the queries of the next item already arrive.
+        lines: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+            [[16, 0], [32, 0]], [], [_HEADS, _QUARTER],
+        )  # fmt: skip
+        _write_rows(out, gl.convert_layout(result, lines), column_begin, head_begin, heads, lines)
+    else:
+        _write_rows(out, result, column_begin, head_begin, heads, grid)
+
+
+@gluon.jit
+def _write_rows(out, result, column_begin, head_begin, heads, grid: gl.constexpr):
+    head = head_begin + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, grid))[:, None]
+    column = column_begin + gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, grid))[None, :]
+    gl.store(out + head.to(gl.int64) * (4 * _QUARTER) + column, result, mask=head < heads)
