@@ -92,6 +92,11 @@ def test_few_rows_against_float64(positions, how):
     assert_right(emulated(gluon_narrow), latent(positions, **how))
 
 
+@pytest.mark.parametrize("seed", [8, 22])  # found two converters that took turns at a slot of bytes
+def test_converters_under_hostile_schedules(seed):
+    assert_right(emulated(gluon_narrow, seed), latent([330, 100], **FP8))
+
+
 @pytest.mark.slow
 def test_under_hostile_schedules():
     problem = latent([330, 100], tokens=2)

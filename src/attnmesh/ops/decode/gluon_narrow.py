@@ -110,8 +110,9 @@ def launch(call: DecodeCall, state: State, first_sequence: int) -> None:
     shared = Launch.of(call, state, TILES)
     scales = call.k.scales if isinstance(call.k, Quantized) else None
     tile = max(16, shared.rows)
-    # What the queries leave of shared memory.
-    rings = (11 if tile == 16 else 9, 1) if scales is None else ((8, 5) if tile == 16 else (7, 4))
+    # What the queries leave of shared memory. The ring of bytes is even: a converter that has every other quarter then
+    # has all quarters of a slot, and sees every phase of its barrier.
+    rings = (11 if tile == 16 else 9, 1) if scales is None else (8 if tile == 16 else 7, 4)
     shape = shape_of(shared, tile, *rings)
     pools = (*descriptors(call, shape.piece), None if scales is None else scale_descriptor(scales, shape.piece))
     launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
