@@ -21,7 +21,6 @@ from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.decode import DecodeRequest, decode_ranking
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.models.config import causal_pairs
 from attnmesh.planner.models.read import model as model_named
 from attnmesh.planner.ranking import RESERVED_MEMORY, Option, Ranking
 from attnmesh.planner.simulator.network import Slowdown
@@ -196,7 +195,7 @@ def workload_for(length: int, world: int, cluster: Cluster) -> Workload:
 
 def one_device_seconds(length: int, cluster: Cluster, *, backward: bool) -> float:
     """Seconds of one device that has the whole sequence, if it could hold it."""
-    product = 2.0 * SHAPE.batch * SHAPE.q_heads * SHAPE.head_dim * causal_pairs(length)
+    product = 2.0 * SHAPE.batch * SHAPE.q_heads * SHAPE.head_dim * length * (length + 1) / 2
     if backward:
         return float(cluster.device.seconds("attention backward", 5 * product))
     return float(cluster.device.seconds("attention", 2 * product))

@@ -9,7 +9,7 @@ import torch
 import attnmesh as am
 from attnmesh.core.masks import Chunked
 from attnmesh.core.packing import packing_of, packing_of_numbers
-from attnmesh.integrations.sharded_batch import shard_inputs, sharded_pass
+from attnmesh.integrations.sharded_batch import shard_inputs
 from helpers.models import KINDS, attnmesh_model, on_virtual_ranks, random_ids, transformers_model
 from helpers.packed_batches import ROWS, batch, check
 
@@ -63,9 +63,9 @@ def test_packed_rows_have_a_layout_that_balances_their_work():
     ids = torch.zeros(1, 1024, dtype=torch.long)
 
     def rank(comm):
-        found = sharded_pass(am.ContextParallel(comm), ids, document_lengths=[lengths])
-        kept = sharded_pass(am.ContextParallel(comm), ids, document_lengths=[lengths], balance=False)
-        plain = sharded_pass(am.ContextParallel(comm), ids)
+        found = shard_inputs(am.ContextParallel(comm), ids, document_lengths=[lengths])["mesh"]
+        kept = shard_inputs(am.ContextParallel(comm), ids, document_lengths=[lengths], balance=False)["mesh"]
+        plain = shard_inputs(am.ContextParallel(comm), ids)["mesh"]
         assert plain.cp.layout == kept.cp.layout == am.Zigzag()
         starts = torch.repeat_interleave(torch.tensor([0, 300, 320, 400, 1000]), torch.tensor(lengths))
         return [int((at - starts[at] + 1).sum()) for at in (found.cp.positions(1024), kept.cp.positions(1024))]
@@ -87,7 +87,7 @@ def test_the_schedule_of_the_first_packing_is_kept(monkeypatch):
     def rank(comm):
         cp = am.ContextParallel(comm)
         for lengths in ([100, 412], [1, 200, 311], [512]):
-            found = sharded_pass(cp, torch.zeros(1, 512, dtype=torch.long), document_lengths=[lengths])
+            found = shard_inputs(cp, torch.zeros(1, 512, dtype=torch.long), document_lengths=[lengths])["mesh"]
             for layer in (am.Causal(), am.SlidingWindow(7)):
                 local = [found.shard(x, 2) for x in (q, k, k)]
                 out = found.unshard(found.attend(0, *local, mask=layer, scale=0.3, sinks=None), 2)

@@ -213,27 +213,6 @@ class ShardedBatchError(ValueError, AttributeError):
         )
 
 
-def sharded_pass(
-    cp: ContextParallel,
-    input_ids: Tensor,
-    *,
-    position_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    document_lengths: Sequence[Sequence[int]] | None = None,
-    balance: bool = True,
-) -> ShardedPass:
-    """The pass over a whole batch [B, S]; arguments as in `shard_inputs`.
-
-    Ranks compare their batches, and a difference raises ValueError on every rank.
-    """
-    check_type("cp", cp, ContextParallel)
-
-    def check() -> tuple[ShardedPass, SharedValues]:
-        return _checked_pass(cp, input_ids, position_ids, attention_mask, document_lengths, balance)
-
-    return check_on_all_ranks(cp.comm, "shard_inputs", check, force=True)
-
-
 def shard_inputs(
     cp: ContextParallel,
     input_ids: Tensor,

@@ -199,27 +199,6 @@ def linear_flops(model: ModelConfig, *, head: bool = True) -> int:
     return 2 * (count.active - count.norms - (0 if head else count.head))
 
 
-def causal_pairs(context: int, window: int | None = None) -> int:
-    """Visible (query, key) pairs of a causal sequence, with or without a sliding window."""
-    if context < 1:
-        raise ValueError(f"context must be at least 1, got {context}")
-    seen = min(context, window or context)
-    return seen * (seen + 1) // 2 + (context - seen) * seen
-
-
-def flops_per_pair(model: ModelConfig) -> int:
-    """Operations per (query, key) pair, over all query heads.
-
-    Latent attention is counted as in prefill: expanded to keys and values of all heads.
-    """
-    return 2 * model.q_heads * (model.head_dim + model.value_dim)
-
-
-def prefill_attention_flops(model: ModelConfig, context: int) -> int:
-    """Operations of attention in a prefill of `context` positions, all layers."""
-    return flops_per_pair(model) * sum(n * causal_pairs(context, window) for window, n in model.window_layers.items())
-
-
 def expert_fraction_read(model: ModelConfig, rows: int) -> float:
     """The fraction of experts that at least one of `rows` tokens is routed to, with random routing."""
     if model.experts is None:
