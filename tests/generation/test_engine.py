@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import attnmesh as am
 from attnmesh.core import ranges
-from attnmesh.generation.engine import BLOCK_SIZE, Engine
+from attnmesh.generation.cache_sizes import BLOCK_SIZE
+from attnmesh.generation.engine import Engine
 from attnmesh.generation.norms import use_one_call
 from helpers.models import KINDS, LAYOUTS, VOCABULARY, attnmesh_model, logits_of, on_virtual_ranks, random_ids
 

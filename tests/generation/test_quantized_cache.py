@@ -9,7 +9,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.cli.generate.job import quantized_cache
-from attnmesh.generation.engine import BLOCK_SIZE
+from attnmesh.generation.cache_sizes import BLOCK_SIZE
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.models import kv_bytes_per_token
 from attnmesh.ops.storage import values_of

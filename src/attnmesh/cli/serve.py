@@ -48,7 +48,7 @@ from attnmesh.core.files import read_text
 from attnmesh.core.optional import require
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_timeout
-from attnmesh.generation.engine import kv_cache_bytes
+from attnmesh.generation.cache_sizes import kv_cache_bytes
 from attnmesh.generation.generator import recommended_groups
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.rank_memory import ShardedMemory

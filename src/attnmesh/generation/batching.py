@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm
+from attnmesh.generation.cache_sizes import BLOCK_SIZE
 from attnmesh.generation.cached_sequences import CachedSequence, CacheLimits, GroupCache
-from attnmesh.generation.engine import BLOCK_SIZE, Engine, EngineSequence
+from attnmesh.generation.engine import Engine, EngineSequence
 from attnmesh.generation.prefill_shards import min_prefill_chunk
 from attnmesh.generation.requests import Request, Token
 from attnmesh.generation.sampling import FAILED_TOKEN, INVALID_TOKEN, InvalidLogits, most_likely

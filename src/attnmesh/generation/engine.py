@@ -22,11 +22,12 @@ from attnmesh.core.layouts import Layout, Zigzag
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_count, check_positive
+from attnmesh.generation.cache_sizes import BLOCK_SIZE, cache_blocks, num_blocks, window_blocks
 from attnmesh.generation.latents import LatentProjections, latent_widths
 from attnmesh.generation.layer_caches import Appended, LayerCaches, StoredSequence
 from attnmesh.generation.models import cache_storage, cached_widths, check_generation, kv_bytes_per_token
 from attnmesh.generation.norms import use_one_call
-from attnmesh.generation.passes import CachePass, ChunkKV, DecodeGraphs, DecodePass, PrefillPass
+from attnmesh.generation.passes import CachePass, ChunkKV, DecodeGraphs, DecodePass, PrefillPass, StepKV
 from attnmesh.generation.prefill_shards import (
     MIN_TOKENS_PER_RANK,
     min_prefill_chunk,
@@ -35,14 +36,12 @@ from attnmesh.generation.prefill_shards import (
     shard_chunk,
 )
 from attnmesh.generation.tensor_parallel import TensorParallel
-from attnmesh.generation.windows import MARGIN, KeptPositions, layer_windows, max_window_blocks
+from attnmesh.generation.windows import MARGIN, KeptPositions, layer_windows
 from attnmesh.integrations.transformers_models import check_model
 from attnmesh.integrations.weight_splits import heads_of
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.positions import LocalPositions, SequenceShards, interleave
-
-BLOCK_SIZE = 32
 
 
 @dataclass(eq=False)
@@ -397,7 +396,7 @@ class Engine:
 
         def fits() -> bool:
             all_per_rank = (per_rank, *(sequence.max_tokens_per_rank for sequence in kept))
-            blocks = [[_num_blocks(n) for n in each] for each in all_per_rank]
+            blocks = [[num_blocks(n) for n in each] for each in all_per_rank]
             return (
                 sum(sequence.max_tokens for sequence in kept) + tokens <= self.cache_tokens
                 and sum(sequence.max_forks for sequence in kept) + max_forks <= self.max_sequences
@@ -514,19 +513,22 @@ class Engine:
         self, sequences: Sequence[EngineSequence], slots: tuple[Tensor, ...], positions: list[range]
     ) -> CachePass:
         """The pass of a decode step with new tokens at these positions, stored in `slots` [B, T] of each cache."""
-        table, cur_pos = self._tables(sequences)
-        return DecodePass(
-            self.cache, slots, self.comm, table, cur_pos, positions, [sequence.local for sequence in sequences],
-            latents=self._latents,
-        )  # fmt: skip
+        step = self._step_kv(sequences, positions)
+        return DecodePass(self.cache, slots, self.comm, step, latents=self._latents)
 
-    def _tables(self, sequences: Sequence[EngineSequence]) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The block tables of sequences in this rank's caches, and the index of the last key, the same in each."""
-        stored = [sequence.stored for sequence in sequences if sequence.stored is not None]
-        rows = [[sequence.parts[i].row for sequence in stored] for i in range(len(self.cache.caches))]
+    def _step_kv(self, sequences: Sequence[EngineSequence], positions: Sequence[range]) -> StepKV:
+        """What this rank stores of the sequences of a decode step with new tokens at these positions."""
+        own = [
+            (each, each.stored, new) for each, new in zip(sequences, positions, strict=True) if each.stored is not None
+        ]
+        rows = [[stored.parts[i].row for _, stored, _ in own] for i in range(len(self.cache.caches))]
         at = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        tables = tuple(cache.block_table[rows] for cache, rows in zip(self.cache.caches, at, strict=True))
-        return tables, self.cache.caches[0].cur_pos[at[0]]
+        return StepKV(
+            tuple(cache.block_table[rows] for cache, rows in zip(self.cache.caches, at, strict=True)),
+            self.cache.caches[0].cur_pos[at[0]],  # the same in each
+            [new for _, _, new in own],
+            [sequence.local for sequence, _, _ in own],
+        )
 
     def _append(self, own: dict[StoredSequence, list[int]], count: int) -> tuple[tuple[Tensor, ...], list[Appended]]:
         """Slots [B, count] of new tokens, -1 for those of other ranks; `own[b]` are the indices of this rank's."""
@@ -552,32 +554,6 @@ class Engine:
         return comm.all_gather(x.contiguous() if comm.rank == rank else x.new_empty(0), shapes)[rank]
 
 
-def cache_blocks(capacity: int, max_sequences: int) -> int:
-    """The blocks of a rank's cache for `capacity` tokens: sequences do not fill their last blocks."""
-    return _num_blocks(capacity) + 4 * max_sequences
-
-
-def layer_blocks(config: Any, capacity: int, max_sequences: int) -> int:
-    """The blocks of a rank's cache in all layers together; those with a window have what they need."""
-    blocks, windows = cache_blocks(capacity, max_sequences), layer_windows(config)
-    kept = min(blocks, window_blocks(windows, max_sequences))
-    return sum(blocks if window is None else kept for window in windows)
-
-
-def window_blocks(windows: Sequence[int | None], max_sequences: int) -> int:
-    """The most blocks of a rank in a layer with a window."""
-    widest = max((window for window in windows if window is not None), default=0)
-    return max_sequences * max_window_blocks(widest, MARGIN, BLOCK_SIZE)
-
-
-def kv_cache_bytes(config: Any, storage: str, tokens: int, sequences: int) -> int:
-    """Bytes of `tokens` tokens of at most so many sequences on a rank; layers with a window keep what they need."""
-    windows = layer_windows(config)
-    kept = min(tokens, window_blocks(windows, sequences) * BLOCK_SIZE)
-    stored = sum(tokens if window is None else kept for window in windows)
-    return stored * kv_bytes_per_token(config, storage) // len(windows)
-
-
 @torch.no_grad()
 def _logits(model: Any, cache_pass: CachePass, ids: Tensor, positions: Tensor, keep: int = 0) -> Tensor:
     """The logits of the last `keep` tokens, or of all if 0."""
@@ -592,7 +568,3 @@ def _logits(model: Any, cache_pass: CachePass, ids: Tensor, positions: Tensor, k
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """The length of the common prefix of two sequences."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _num_blocks(tokens: int) -> int:
-    return -(-tokens // BLOCK_SIZE)

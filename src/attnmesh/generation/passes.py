@@ -132,48 +132,32 @@ class PrefillPass(CachePass):
 
 
 @dataclass(frozen=True)
-class DecodePass(CachePass):
-    """A decode step: the same few new tokens of some sequences on every rank, which all ranks compute.
+class StepKV:
+    """What this rank stores of the sequences of a decode step, the new tokens included.
 
-    Each rank attends over the positions that it stores, and merges the states of all ranks in the same order, so all
-    ranks continue with the same bits. `positions[b]` are those of the new tokens of sequence b, and `stored[b]` all
-    that this rank stores of it, the new ones included.
+    `positions[b]` are those of the new tokens of sequence b, and `stored[b]` all that this rank stores of it.
     """
 
-    comm: Comm
     block_table: tuple[Tensor, ...]  # int32 [B, blocks], of each cache
     cur_pos: Tensor  # int32 [B]: the index of the last key stored here
     positions: Sequence[range]
     stored: Sequence[LocalPositions]
     _key_ranges: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _steps: dict[int, PagedStep] = field(default_factory=dict)  # of each cache, shared by its layers
-    _attentions: dict[tuple[Mask, float, int, int], DecodeAttention] = field(default_factory=dict)  # shared by layers
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None
-    ) -> Tensor:
-        """The output of the new tokens over all positions, the same on every rank."""
-        if not isinstance(mask, (Causal, SlidingWindow)):
-            raise ValueError(f"mask must be Causal() or SlidingWindow(), got {mask!r}")
-        self.cache.check_mask(layer, mask)
-        which = self.cache.which(layer)
+    def of(self, cache: LayerCaches, layer: int) -> LocalKV:
+        """The keys and values of a layer."""
+        which = cache.which(layer)
         if which not in self._steps:
             self._steps[which] = PagedStep(self.block_table[which], self.cur_pos)
-        kv = LocalKV(
-            self.cache.keys(layer),
-            self.cache.values(layer),
-            self.block_table[which],
-            self.cur_pos,
-            self._key_range,
+        return LocalKV(
+            cache.keys(layer), cache.values(layer), self.block_table[which], self.cur_pos, self._key_range,
             self._steps[which],
-        )
-        layers = mask, scale, q.shape[1], id(sinks)
-        attention = self._attentions.get(layers)
-        if attention is None:
-            states = StateExchange(self.comm, (q.shape[1],) * self.comm.world)  # every rank has all heads
-            window = mask.left + 1 if isinstance(mask, SlidingWindow) else None
-            attention = self._attentions[layers] = DecodeAttention(states, scale, window, sinks)
-        return self._over_cache(layer, q, lambda queries: attention(queries, kv, "all_gather"))
+        )  # fmt: skip
+
+    def in_tables(self, block_table: tuple[Tensor, ...], cur_pos: Tensor) -> StepKV:
+        """The same step with other tensors."""
+        return replace(self, block_table=block_table, cur_pos=cur_pos, _steps={})
 
     def _key_range(self, window: int | None) -> tuple[Tensor, Tensor]:
         """The keys stored here that each new token attends to: the same for all layers with this window."""
@@ -181,6 +165,39 @@ class DecodePass(CachePass):
             both = key_range(self.stored, self.positions, window).to(self.cur_pos.device, non_blocking=True)
             self._key_ranges[window] = (both[0], both[1])
         return self._key_ranges[window]
+
+
+def window_of(mask: Mask) -> int | None:
+    """The window of a decode step, None for all keys. Raises ValueError for masks that a step does not take."""
+    if not isinstance(mask, (Causal, SlidingWindow)):
+        raise ValueError(f"mask must be Causal() or SlidingWindow(), got {mask!r}")
+    return mask.left + 1 if isinstance(mask, SlidingWindow) else None
+
+
+@dataclass(frozen=True)
+class DecodePass(CachePass):
+    """A decode step: the same few new tokens of some sequences on every rank, which all ranks compute.
+
+    Each rank attends over the positions that it stores, and merges the states of all ranks in the same order, so all
+    ranks continue with the same bits.
+    """
+
+    comm: Comm
+    step: StepKV
+    _attentions: dict[tuple[Mask, float, int, int], DecodeAttention] = field(default_factory=dict)  # shared by layers
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        """The output of the new tokens over all positions, the same on every rank."""
+        self.cache.check_mask(layer, mask)
+        kv = self.step.of(self.cache, layer)
+        layers = mask, scale, q.shape[1], id(sinks)
+        attention = self._attentions.get(layers)
+        if attention is None:
+            states = StateExchange(self.comm, (q.shape[1],) * self.comm.world)  # every rank has all heads
+            attention = self._attentions[layers] = DecodeAttention(states, scale, window_of(mask), sinks)
+        return self._over_cache(layer, q, lambda queries: attention(queries, kv, "all_gather"))
 
 
 # CUDA graphs.
@@ -216,9 +233,7 @@ class _DecodeGraph:
         self._inputs = [x.clone() for x in _graph_inputs(step, ids, positions)]
         cur_pos, static_ids, static_positions, *tables = self._inputs
         caches = len(step.slots)
-        static = replace(
-            step, slots=tuple(tables[:caches]), block_table=tuple(tables[caches:]), cur_pos=cur_pos, _steps={}
-        )
+        static = replace(step, slots=tuple(tables[:caches]), step=step.step.in_tables(tuple(tables[caches:]), cur_pos))
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(ids.device)
         with torch.cuda.graph(self._graph):
@@ -232,4 +247,4 @@ class _DecodeGraph:
 
 
 def _graph_inputs(step: DecodePass, ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-    return step.cur_pos, ids, positions, *step.slots, *step.block_table
+    return step.step.cur_pos, ids, positions, *step.slots, *step.step.block_table

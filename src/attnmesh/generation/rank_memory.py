@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attnmesh.core.layouts import Layout, Zigzag
-from attnmesh.generation.engine import BLOCK_SIZE, layer_blocks
+from attnmesh.generation.cache_sizes import BLOCK_SIZE, layer_blocks
 from attnmesh.generation.models import cache_storage, kv_bytes_per_token
 from attnmesh.generation.prefill_shards import rank_capacity
 from attnmesh.integrations.sharded_model import WeightSizes

@@ -56,11 +56,9 @@ class ShardedEngine(Engine):
     def _decode_pass(
         self, sequences: Sequence[EngineSequence], slots: tuple[Tensor, ...], positions: list[range]
     ) -> CachePass:
-        own = [i for i, sequence in enumerate(sequences) if sequence.stored is not None]
-        table, cur_pos = self._tables(sequences)
+        step = self._step_kv(sequences, positions)
         return ShardedDecodePass(
-            self.cache, slots, self._heads, self._rows(sequences), table, cur_pos, [positions[i] for i in own],
-            [sequences[i].local for i in own], latents=self._latents,
+            self.cache, slots, self._heads, self._rows(sequences), step, latents=self._latents
         )  # fmt: skip
 
     def _prefill_chunk(self, sequence: EngineSequence, ids: list[int]) -> Tensor:

@@ -12,8 +12,8 @@ latents of latent attention are one kv head, which every TP rank has.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
@@ -21,14 +21,12 @@ import torch
 from torch import Tensor
 
 from attnmesh.core import ranges
-from attnmesh.core.masks import Causal, Mask, SlidingWindow
-from attnmesh.generation.passes import CachePass, ChunkKV
+from attnmesh.core.masks import Mask
+from attnmesh.generation.passes import CachePass, ChunkKV, StepKV, window_of
 from attnmesh.kv_cache.pools import as_stored
-from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.dense.api import attention, attention_state
-from attnmesh.parallel.decode.core import DecodeAttention, LocalKV, StateExchange, pack_state
+from attnmesh.parallel.decode.core import DecodeAttention, StateExchange, pack_state
 from attnmesh.parallel.decode.exchange import HeadExchange
-from attnmesh.parallel.decode.positions import LocalPositions, key_range
 from attnmesh.parallel.decode.prefill import kv_heads_of
 from attnmesh.parallel.decode.ranks import DecodeRanks
 from attnmesh.plan.decode import DecodeSharding
@@ -83,8 +81,6 @@ class _HeadShardedPass(CachePass, ABC):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None
     ) -> Tensor:
         """The output of this rank's query heads, [B, h, T, Dv], from q [B, h, T, D] and its TP rank's k and v."""
-        if not isinstance(mask, (Causal, SlidingWindow)):
-            raise ValueError(f"mask must be Causal() or SlidingWindow(), got {mask!r}")
         self.cache.check_mask(layer, mask)
         return self._attend(layer, q, k, v, mask, scale, sinks)
 
@@ -124,18 +120,9 @@ class _HeadShardedPass(CachePass, ABC):
 
 @dataclass(frozen=True)
 class ShardedDecodePass(_HeadShardedPass):
-    """A decode step: the new tokens of all sequences, on every rank.
+    """A decode step: the new tokens of all sequences, on every rank. `step` has those that this rank stores."""
 
-    `block_table` (of each cache) and `cur_pos` are those of this rank's sequences, `positions` of their new tokens, and
-    `stored` the positions that this rank stores.
-    """
-
-    block_table: tuple[Tensor, ...]
-    cur_pos: Tensor
-    positions: Sequence[range]
-    stored: Sequence[LocalPositions]
-    _key_ranges: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    _steps: dict[int, PagedStep] = field(default_factory=dict)  # of each cache, shared by its layers
+    step: StepKV
 
     def _stored_here(self, x: Tensor) -> Tensor:
         return x[self._own_rows]
@@ -143,22 +130,9 @@ class ShardedDecodePass(_HeadShardedPass):
     def _attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        which = self.cache.which(layer)
-        if which not in self._steps:
-            self._steps[which] = PagedStep(self.block_table[which], self.cur_pos)
-        window = mask.left + 1 if isinstance(mask, SlidingWindow) else None
-        attend = DecodeAttention(self.heads.states, scale, window, self._group_sinks(sinks))
-        kv = LocalKV(
-            self.cache.keys(layer), self.cache.values(layer), self.block_table[which], self.cur_pos, self._key_range,
-            self._steps[which],
-        )  # fmt: skip
+        kv = self.step.of(self.cache, layer)
+        attend = DecodeAttention(self.heads.states, scale, window_of(mask), self._group_sinks(sinks))
         return self._over_caches(layer, q, lambda own: attend(own, kv, "all_to_all"))
-
-    def _key_range(self, window: int | None) -> tuple[Tensor, Tensor]:
-        if window not in self._key_ranges:
-            both = key_range(self.stored, self.positions, window).to(self.cur_pos.device, non_blocking=True)
-            self._key_ranges[window] = (both[0], both[1])
-        return self._key_ranges[window]
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.compiling import not_compiled
 from attnmesh.core.validation import check_bool, check_choice, check_count, check_tensor, check_type, shown
+from attnmesh.kv_cache.pools import as_stored
 from attnmesh.kv_cache.prepare import prepare
 from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
@@ -43,7 +44,7 @@ from attnmesh.ops.paged import PagedKV
 from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.decode.core import DecodeAttention, LocalKV, StateExchange
 from attnmesh.parallel.decode.exchange import Exchange, HeadExchange
-from attnmesh.parallel.decode.prefill import PrefillRows, StepTokens, as_stored, by_heads, kv_heads_of
+from attnmesh.parallel.decode.prefill import PrefillRows, StepTokens, by_heads, kv_heads_of
 from attnmesh.parallel.decode.ranks import DecodeRanks, all_ranks_of, decode_ranks
 from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, KvRows
 
@@ -232,7 +233,7 @@ class AttentionBlock:
         angles = tokens.positions if tokens.cos_sin is None else tokens.cos_sin
         both = keys_and_values(kv, angles, config, self.weights)
         pools = cache.keys(layer), cache.values(layer)
-        k, v = (kv_heads_of(as_stored(x, pool), own, per_kv, first) for x, pool in zip(both, pools, strict=True))
+        k, v = (kv_heads_of(as_stored(pool, x), own, per_kv, first) for x, pool in zip(both, pools, strict=True))
         own_sinks = None if sinks is None else sinks[own.start : own.stop]
         return by_heads(q, k, v, scale=config.scale, window=config.window, sinks=own_sinks)
 

@@ -24,7 +24,6 @@ from attnmesh.ops.block.norm_rope import CosSin
 from attnmesh.ops.dense.call import Call, resolve_scores
 from attnmesh.ops.dense.dispatch import forward
 from attnmesh.ops.paged_prefill import prefill_mask
-from attnmesh.ops.storage import Stored, dequantize, quantize, storage_of
 from attnmesh.parallel.decode.exchange import HeadExchange
 from attnmesh.plan.blocks import Patch
 
@@ -119,14 +118,6 @@ def by_heads(
 def _square(mask: Mask, tokens: int) -> Patch:
     # Cached: every layer of a model uses the same, and a patch caches its blocks.
     return Patch(mask, (range(tokens),), (range(tokens),))
-
-
-def as_stored(x: Tensor, pool: Stored) -> Tensor:
-    """x [B, Hkv, T, D] as a reader of the pool will see it: rounded to its storage type."""
-    if isinstance(pool, Tensor):
-        return x
-    scale = pool.scales if pool.storage == "fp8" else None
-    return dequantize(quantize(x, storage_of(pool), scale=scale), x.dtype)
 
 
 def kv_heads_of(x: Tensor, heads: range, per_kv: int, first: int) -> Tensor:
