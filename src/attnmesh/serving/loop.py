@@ -116,7 +116,7 @@ class RequestQueue:
 
 
 class ServingLoop:
-    """Computes requests until it is told to stop. `queue` is None on all ranks but the first.
+    """Computes requests until `should_stop`. `queue` is None on all ranks but the first.
 
     `should_stop` is called on rank 0 a few times per second. Then no more requests are taken, and those in progress
     have `grace` seconds to end.

@@ -29,8 +29,8 @@ _MORE_CONNECTIONS = 32  # than requests: each may have a body in memory
 class ServerSettings:
     """What all ranks know of a server. Picklable, since ranks are processes.
 
-    `folder` is a folder of this run on every machine: the file `serving` in it says that the ranks are ready, and the
-    file `stop` tells them to end. Signals reach the process that started them.
+    `folder` is a folder of this run on every machine: the file `serving` in it exists once the ranks are ready, and
+    they end once the file `stop` does. Signals reach the process that started them.
     """
 
     model: Path
@@ -138,7 +138,7 @@ def _load(settings: ServerSettings, comm: Comm) -> tuple[Any, Any]:
 
 
 def _leave_signals_to_the_parent() -> None:
-    """A terminal and systemd signal all processes: the one that started the ranks tells them how to end.
+    """A terminal and systemd signal all processes: the one that started the ranks decides how they end.
 
     If it ends without that, so do they (`launch`).
     """
