@@ -79,6 +79,29 @@ def test_over_ranks(kind, sharding, whole):
         assert reused > 0
 
 
+@pytest.mark.parametrize(("world", "prompts"), [(2, 1), (3, 2), (4, 3)])
+def test_groups_are_chosen_for_prompts_and_not_for_beams(world, prompts):
+    """The beams of a prompt are in one group: groups that were chosen for as many sequences would have no room."""
+
+    def rank(comm):
+        tokens = list(
+            am.generate(
+                attnmesh_model("llama"), None, PROMPTS[:prompts], comm, max_new_tokens=8, stop=ENDS, num_beams=3
+            )
+        )
+        generator = Generator(
+            attnmesh_model("llama"), None, comm, cache_tokens=200, max_sequences=world, sharding=apart
+        )
+        with pytest.raises(
+            ValueError, match=f"num_beams must be at most 1 for 1 prompt .* each of kvdp={world} groups"
+        ):
+            generator.generate(PROMPTS[:1], max_new_tokens=8, num_beams=2)
+        return [[token.id for token in tokens if token.row == row] for row in range(prompts)]
+
+    apart = am.DecodeSharding(kvdp=world)
+    assert on_virtual_ranks(world, rank) == [expected("llama", 3, 8, ENDS)[:prompts]] * world
+
+
 def test_beams_share_the_prompt_and_leave_no_blocks_behind():
     most, beams, prompt = 36, 4, random_ids(100, 5)
     generator = Generator(attnmesh_model("llama"), cache_tokens=100 + 4 * 44, max_sequences=4)

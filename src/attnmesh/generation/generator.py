@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, CommError, IndependentSubComm, SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Layout, Zigzag
+from attnmesh.core.text import counted
 from attnmesh.core.validation import check_bool, check_count, check_positive, check_type, shown
 from attnmesh.generation.agreement import (
     Progress,
@@ -406,6 +407,13 @@ class Generator:
         # Groups that are computed here only: if one has no room, all ranks raise before any of them starts.
         for group in self._ranks.computed:
             own = [rows[number] for number in self._ranks.rows(len(rows))[group]]
+            room = self.engine.max_sequences
+            if len(own) * beams > room:  # the beams of a prompt are in one group
+                raise ValueError(
+                    f"num_beams must be at most {room // len(own)} for {counted(len(own), 'prompt')} in a group of "
+                    f"ranks, got {beams}: each of kvdp={self._ranks.kvdp} groups has {room} of "
+                    f"max_sequences={self.max_sequences}"
+                )
             tokens = [len(ids) + beams * (new + MAX_DECODE_TOKENS) for ids in own]
             self.engine.check_room(tokens, self._ranks.in_engine(group), beams)
 
@@ -450,14 +458,17 @@ def generate(
     """
     comm = comm_named("comm", comm)
 
-    def check_arguments() -> tuple[list[list[int]], SharedValues]:
+    def check_arguments() -> tuple[tuple[list[list[int]], DecodeSharding], SharedValues]:
         check_positive(max_new_tokens=max_new_tokens, num_beams=num_beams)
         check_tokenizer(tokenizer)
-        return prompt_ids(tokenizer, prompts), {}
+        rows = prompt_ids(tokenizer, prompts)
+        # For the prompts and not for their beams: those of a prompt are in one group.
+        return (rows, _sharding(sharding, sharded_weights(model), max(1, len(rows)), comm)), {}
 
-    rows = check_on_all_ranks(comm, "generate", check_arguments, force=True)
+    rows, chosen = check_on_all_ranks(comm, "generate", check_arguments, force=True)
+    per_group = max(1, -(-len(rows) // chosen.kvdp))
     generator = Generator(
-        model, tokenizer, comm, max_sequences=max(1, len(rows) * num_beams), sharding=sharding, storage=storage,
+        model, tokenizer, comm, max_sequences=per_group * num_beams * chosen.kvdp, sharding=chosen, storage=storage,
         layout=layout,
         cache_tokens=max(1, sum(map(len, rows)) + len(rows) * num_beams * (max_new_tokens + MAX_DECODE_TOKENS)),
         prefill_chunk=prefill_chunk,
