@@ -1,5 +1,6 @@
 """Latent attention (DeepSeek-V3) over a cache of latents: tokens of Transformers, and a fraction of the bytes."""
 
+import warnings
 from functools import cache
 
 import pytest
@@ -128,6 +129,21 @@ def on_process(comm):
 def test_weights_over_processes():
     for of_rank in run_processes(4, on_process, timeout=240):
         assert all(rows == wide_tokens() for of_sharding in of_rank for rows in of_sharding)
+
+
+def test_a_prompt_shorter_than_the_heads_of_a_rank_is_not_warned_of():
+    """As attention() warns of tensors whose heads and positions may have been swapped."""
+    prompt, sharding = PROMPTS[0][:2], am.DecodeSharding(tp=2)
+
+    def rank(comm):
+        generator = Generator(
+            am.shard_model(attnmesh_model("deepseek_v3"), sharding, comm), None, comm, cache_tokens=40
+        )
+        return generated_rows(generator, [prompt], max_new_tokens=2)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert on_virtual_ranks(2, rank) == [[greedy_tokens("deepseek_v3", prompt, 2)]] * 2
 
 
 def test_the_cache_has_one_vector_per_token():

@@ -159,8 +159,9 @@ class ShardedPrefillPass(_HeadShardedPass):
                 per_kv = self.heads.heads.q // self.heads.heads.kv
                 k, v = (kv_heads_of(x, own, per_kv, self.heads.kv.start) for x in (k, v))
             return attention(
-                q, k, v, mask=mask, scale=scale, sinks=None if sinks is None else sinks[own.start : own.stop]
-            )
+                q, k, v, mask=mask, scale=scale, sinks=None if sinks is None else sinks[own.start : own.stop],
+                k_positions=torch.arange(self.length, device="cpu"),  # or a short prompt would be warned of
+            )  # fmt: skip
         own_k, own_v = self._stored_here(k), self._stored_here(v)
         return self._over_caches(
             layer, q, lambda queries: self._over_stored(layer, queries, own_k, own_v, mask, scale, sinks)
