@@ -437,7 +437,7 @@ def test_the_call_gives_up_its_cache_and_takes_all_options():
         (
             [[8] * 90],
             {"max_new_tokens": 3},
-            "101 tokens of 1 sequences do not fit beside 0 of 0 active ones: there is room",
+            "101 tokens of 1 sequence do not fit: there is room for cache_tokens=100 .*; 8 tokens per sequence are for",
         ),
     ],
 )
@@ -454,6 +454,18 @@ def test_what_cannot_be_generated_is_refused_and_the_next_can(prompts, how, mess
         return generated_rows(generator, PROMPTS[:1], max_new_tokens=2)
 
     assert on_virtual_ranks(3, rank) == [[expected]] * 3
+
+
+def test_ranks_that_have_less_than_two_tokens_each():
+    """The default prefill_chunk is large enough for the ranks, however small the cache is."""
+    prompt = PROMPTS[0][:9]
+
+    def rank(comm):
+        with pytest.raises(ValueError, match="prompts must be 1 to max_sequences=1, got 0"):
+            am.generate(attnmesh_model("llama"), None, [], comm)
+        return [token.id for token in am.generate(attnmesh_model("llama"), None, [prompt], comm, max_new_tokens=1)]
+
+    assert on_virtual_ranks(9, rank) == [greedy_tokens("llama", prompt, 1)] * 9
 
 
 @pytest.mark.parametrize(
@@ -491,7 +503,7 @@ def test_what_one_group_has_no_room_for_all_are_told():
         generator = Generator(
             attnmesh_model("llama"), None, comm, cache_tokens=80, max_sequences=2, sharding=DecodeSharding(kvdp=2)
         )  # fmt: skip
-        with pytest.raises(ValueError, match=r"98 tokens of 1 sequences do not fit .* \(on rank 1\)"):
+        with pytest.raises(ValueError, match=r"98 tokens of 1 sequence do not fit.* \(on rank 1\)"):
             generator.generate([PROMPTS[0], [8] * 82], max_new_tokens=8)
         return generated_rows(generator, PROMPTS[:2], max_new_tokens=8)
 

@@ -106,7 +106,10 @@ class Engine:
         self.comm, world = self.context.comm, self.context.world
         self.position_ranks = self.comm
         check_positive(cache_tokens=cache_tokens, max_sequences=max_sequences)
-        self.prefill_chunk = cache_tokens if prefill_chunk is None else check_count("prefill_chunk", prefill_chunk)
+        if prefill_chunk is None:
+            self.prefill_chunk = max(cache_tokens, min_prefill_chunk(world))
+        else:
+            self.prefill_chunk = check_count("prefill_chunk", prefill_chunk)
         if self.prefill_chunk < min_prefill_chunk(world):
             raise ValueError(
                 f"prefill_chunk must be at least {MIN_TOKENS_PER_RANK} tokens per rank, {min_prefill_chunk(world)} "
@@ -334,9 +337,11 @@ class Engine:
         active = [each.max_tokens for each in self.sequences if each.active and each.group == group]
         new = len(tokens) * max_forks
         if sum(active) + sum(tokens) > self.cache_tokens or len(active) + new > self.max_sequences:
+            beside = f" beside {sum(active)} of {len(active)} active ones" if active else ""
             raise ValueError(
-                f"{sum(tokens)} tokens of {new} sequences do not fit beside {sum(active)} of {len(active)} "
-                f"active ones: there is room for cache_tokens={self.cache_tokens} of max_sequences={self.max_sequences}"
+                f"{sum(tokens)} tokens of {counted(new, 'sequence')} do not fit{beside}: there is room for "
+                f"cache_tokens={self.cache_tokens} of max_sequences={self.max_sequences}; {MAX_DECODE_TOKENS} tokens "
+                "per sequence are for drafts"
             )
 
     def _longest_prefix(self, ids: list[int], group: int) -> tuple[EngineSequence | None, int, int]:
