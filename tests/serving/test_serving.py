@@ -1,11 +1,13 @@
 """`attnmesh serve` with the client of openai: answers are those of the model alone; limits, errors and ends."""
 
+import asyncio
 import concurrent.futures
 import http.client
 import json
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ for name in ("transformers", "openai", "fastapi", "uvicorn", "prometheus_client"
 
 import openai  # noqa: E402
 
+from attnmesh.serving.app import _Answers  # noqa: E402
 from attnmesh.serving.server import serve  # noqa: E402
 from helpers.serving import NAME, Server, settings, virtual_server, write_model  # noqa: E402
 
@@ -334,6 +337,20 @@ def test_a_client_that_goes_away_cancels_its_request(server, client, stream, alo
     eventually(lambda: metric(server, "attnmesh_requests_in_progress") == 0)
     assert metric(server, 'attnmesh_answers_total{finish_reason="cancelled"}') == before + 3
     assert complete(client).choices[0].text == alone().text
+
+
+def test_a_stream_that_is_cancelled_leaves_no_task():
+    async def main():
+        queue = SimpleNamespace(submit=lambda submissions, listen: [])
+        gone = asyncio.create_task(asyncio.Event().wait())
+        waiting = asyncio.create_task(_Answers(queue, None, [])._next(gone))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        await asyncio.sleep(0.01)
+        return asyncio.all_tasks() == {asyncio.current_task(), gone}
+
+    assert asyncio.run(main())
 
 
 def test_metrics_count(server, client):

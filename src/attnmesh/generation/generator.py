@@ -443,7 +443,9 @@ def generate(
     layout: Layout = Zigzag(),  # noqa: B008  (immutable)
     prefill_chunk: int | None = None,
 ) -> Iterator[Token]:
-    """Tokens for these prompts, as they are generated, from a model that every rank of `comm` has: see `Generator`.
+    """Tokens for these prompts, as they are generated over the ranks of `comm`: see `Generator`.
+
+    Every rank has the whole model, or its part of a sharded one.
 
     All ranks must pass the same arguments. Nothing is cached for later prompts: use a `Generator` for that.
 

@@ -262,9 +262,11 @@ class _Answers:
     async def _next(self, gone: asyncio.Task[None], wait: float | None = None) -> Event | None:
         """The next event; None after `wait` seconds. Raises its error, and ClientGone when the client has gone."""
         get = asyncio.ensure_future(self._events.get())
-        done, _ = await asyncio.wait({get, gone}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            done, _ = await asyncio.wait({get, gone}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # also if this is cancelled, as the stream of a client that goes away is
+            get.cancel()  # unless it is done; no event is lost
         if get not in done:
-            get.cancel()
             if done:
                 raise ClientGone
             return None
