@@ -168,7 +168,7 @@ def test_the_search_alone(beams, seed):
         ({"num_beams": 5}, "prompts must be 1 to max_sequences=4, got 1 of num_beams=5 sequences each"),
         ({"num_beams": 2, "speculative": True}, "num_beams must be 1 with speculative or a sampling .* got 2"),
         ({"num_beams": 2, "sampling": am.Sampling(1.0)}, "num_beams must be 1 with speculative or a sampling .* got 2"),
-        ({"num_beams": 4, "max_new_tokens": 60}, "281 tokens of 4 sequences do not fit.*cache_tokens=150"),
+        ({"num_beams": 4, "max_new_tokens": 60}, "281 tokens of 4 sequences, .* do not fit.*cache_tokens=150"),
     ],
 )
 def test_what_is_refused(options, message):

@@ -106,10 +106,8 @@ class Engine:
         self.comm, world = self.context.comm, self.context.world
         self.position_ranks = self.comm
         check_positive(cache_tokens=cache_tokens, max_sequences=max_sequences)
-        if prefill_chunk is None:
-            self.prefill_chunk = max(cache_tokens, min_prefill_chunk(world))
-        else:
-            self.prefill_chunk = check_count("prefill_chunk", prefill_chunk)
+        chunk = max(cache_tokens, min_prefill_chunk(world)) if prefill_chunk is None else prefill_chunk
+        self.prefill_chunk = check_count("prefill_chunk", chunk)
         if self.prefill_chunk < min_prefill_chunk(world):
             raise ValueError(
                 f"prefill_chunk must be at least {MIN_TOKENS_PER_RANK} tokens per rank, {min_prefill_chunk(world)} "
@@ -339,9 +337,8 @@ class Engine:
         if sum(active) + sum(tokens) > self.cache_tokens or len(active) + new > self.max_sequences:
             beside = f" beside {sum(active)} of {len(active)} active ones" if active else ""
             raise ValueError(
-                f"{sum(tokens)} tokens of {counted(new, 'sequence')} do not fit{beside}: there is room for "
-                f"cache_tokens={self.cache_tokens} of max_sequences={self.max_sequences}; {MAX_DECODE_TOKENS} tokens "
-                "per sequence are for drafts"
+                f"{sum(tokens)} tokens of {counted(new, 'sequence')}, {MAX_DECODE_TOKENS} each for drafts, do not fit"
+                f"{beside}: there is room for cache_tokens={self.cache_tokens} of max_sequences={self.max_sequences}"
             )
 
     def _longest_prefix(self, ids: list[int], group: int) -> tuple[EngineSequence | None, int, int]:
