@@ -33,6 +33,7 @@ NOT_COMPUTED = {
     "AttentionBlock.make_cache": "scales as in BlockCache",
     "Generator": "a callback that takes tensors",
     "Request.choose": "called by a Generator with logits that it computed",
+    "Rope.cos_sin": "cosines and sines of integer positions, by torch",
     "PrefillKV": "bits are moved by reshard: test_moved_caches, with strides",
     "explain_attention": "computes nothing",
     "unpack_index_keys": "makes views; test_latent_storage, with strides",
