@@ -11,7 +11,7 @@ from helpers.dense_kernels import MASKS, dense, mask_case, relative, score_terms
 from helpers.gluon import emulated, mostly_slow
 from helpers.triton_compile import a_few_at_a_time, assert_fit, compiled_for_hopper, count
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 from attnmesh.ops.dense import gluon_backward
 from attnmesh.ops.dense.gluon_backward import BackwardTiles
@@ -351,7 +351,9 @@ def tolerated_spills(kernel: dict) -> int:
     _, _, key_dim, value_dim, how = kernel["case"]
     if max(key_dim, value_dim) <= 64:
         return 8 if "softcap" in how else 0
-    return 136 if "softcap" in how and key_dim + value_dim > 256 else 96
+    most = 136 if "softcap" in how and key_dim + value_dim > 256 else 96
+    newer = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)  # its assembler pushes out three words more
+    return most + 24 if newer and key_dim + value_dim > 256 else most
 
 
 def assert_sound(kernels: list[dict]) -> None:
