@@ -1,5 +1,6 @@
 """The backward for Hopper in Gluon: emulated against float64 autograd, compiled, and run where there is such a GPU."""
 
+from importlib.metadata import version
 from itertools import product
 from typing import Any
 
@@ -11,7 +12,7 @@ from helpers.dense_kernels import MASKS, dense, mask_case, relative, score_terms
 from helpers.gluon import emulated, mostly_slow
 from helpers.triton_compile import a_few_at_a_time, assert_fit, compiled_for_hopper, count
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 from attnmesh.ops.dense import gluon_backward
 from attnmesh.ops.dense.gluon_backward import BackwardTiles
@@ -352,7 +353,7 @@ def tolerated_spills(kernel: dict) -> int:
     if max(key_dim, value_dim) <= 64:
         return 8 if "softcap" in how else 0
     most = 136 if "softcap" in how and key_dim + value_dim > 256 else 96
-    newer = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)  # its assembler pushes out three words more
+    newer = tuple(map(int, version("triton").split(".")[:2])) >= (3, 7)  # its assembler pushes out three words more
     return most + 24 if newer and key_dim + value_dim > 256 else most
 
 
