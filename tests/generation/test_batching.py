@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnmesh as am
-from attnmesh.generation.cache_sizes import BLOCK_SIZE
 from attnmesh.generation.generator import Generator
+from attnmesh.generation.rank_memory import BLOCK_SIZE
 from attnmesh.generation.requests import StopStrings
 from attnmesh.generation.sampling import InvalidLogits, Sampling
 from attnmesh.plan.decode import DecodeSharding
@@ -106,7 +106,7 @@ def expected():
     ],
 )
 def test_every_answer_is_that_of_the_request_alone(world, sharding, expected, monkeypatch):
-    for module in ("cache_sizes", "engine", "batching"):  # small blocks: without room for all requests at once
+    for module in ("rank_memory", "engine", "batching"):  # small blocks: without room for all requests at once
         monkeypatch.setattr(f"attnmesh.generation.{module}.BLOCK_SIZE", 8 // sharding.cp)
     found = on_virtual_ranks(world, lambda comm: answers(comm, sharding))
     assert all(ids == expected for ids, _ in found)
@@ -130,7 +130,7 @@ def test_every_answer_is_that_of_the_request_alone(world, sharding, expected, mo
 )
 def test_every_answer_with_sharded_weights(sharding, expected, monkeypatch):
     """Requests that join, leave, are preempted and share prefixes, where all ranks compute all of them together."""
-    for module in ("cache_sizes", "engine", "batching"):
+    for module in ("rank_memory", "engine", "batching"):
         monkeypatch.setattr(f"attnmesh.generation.{module}.BLOCK_SIZE", 8 // sharding.cp)
     found = on_virtual_ranks(sharding.ranks, lambda comm: answers(comm, sharding, shard_weights=True))
     assert all(ids == expected for ids, _ in found)

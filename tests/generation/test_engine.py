@@ -12,9 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import attnmesh as am
 from attnmesh.core import ranges
-from attnmesh.generation.cache_sizes import BLOCK_SIZE
 from attnmesh.generation.engine import Engine
 from attnmesh.generation.norms import use_one_call
+from attnmesh.generation.rank_memory import BLOCK_SIZE
 from helpers.models import KINDS, LAYOUTS, VOCABULARY, attnmesh_model, logits_of, on_virtual_ranks, random_ids
 
 TEXT = random_ids(80, seed=1)

@@ -131,7 +131,7 @@ def test_windows_that_are_kept_alone_give_the_same_logits(kind, world, chunk, st
     model = model_of(kind)
     ids = torch.randint(0, 257, (620,)).tolist()
     want = logits_along(asked(model), ids, max_sequences=99, storage=storage)  # all is kept
-    for module in ("cache_sizes", "engine"):
+    for module in ("rank_memory", "engine"):
         monkeypatch.setattr(f"attnmesh.generation.{module}.MARGIN", 8)
 
     def rank(comm):
@@ -142,7 +142,7 @@ def test_windows_that_are_kept_alone_give_the_same_logits(kind, world, chunk, st
 
 
 def test_windows_are_kept_alone_here(monkeypatch):
-    for module in ("cache_sizes", "engine"):
+    for module in ("rank_memory", "engine"):
         monkeypatch.setattr(f"attnmesh.generation.{module}.MARGIN", 8)
     for kind, window in (("gpt_oss", 40), ("mistral", 100), ("llama", None)):
         assert Engine(asked(model_of(kind)), cache_tokens=2000).cache.window == window

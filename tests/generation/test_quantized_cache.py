@@ -9,9 +9,9 @@ import torch
 
 import attnmesh as am
 from attnmesh.cli.generate.job import quantized_cache
-from attnmesh.generation.cache_sizes import BLOCK_SIZE
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.models import kv_bytes_per_token
+from attnmesh.generation.rank_memory import BLOCK_SIZE
 from attnmesh.ops.storage import values_of
 from helpers.models import attnmesh_model, generated_rows, on_virtual_ranks, random_ids, transformers_model
 from helpers.processes import run_processes

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 import attnmesh as am
 from attnmesh.generation import batching, engine
-from attnmesh.generation.cache_sizes import kv_cache_bytes
 from attnmesh.generation.engine import Engine
 from attnmesh.generation.generator import Generator
+from attnmesh.generation.rank_memory import kv_cache_bytes
 from attnmesh.generation.windows import KeptPositions, layer_windows, max_window_blocks
 from attnmesh.parallel.decode.positions import LocalPositions
 from helpers.models import (
@@ -30,9 +30,9 @@ TEXT, OTHER = random_ids(220, seed=1), random_ids(220, seed=2)
 @pytest.fixture
 def small(monkeypatch):
     """Blocks and margins that short texts leave behind."""
-    for module in ("cache_sizes", "engine", "batching"):
+    for module in ("rank_memory", "engine", "batching"):
         monkeypatch.setattr(f"attnmesh.generation.{module}.BLOCK_SIZE", BLOCK)
-    for module in ("cache_sizes", "engine"):
+    for module in ("rank_memory", "engine"):
         monkeypatch.setattr(f"attnmesh.generation.{module}.MARGIN", MARGIN)
 
 

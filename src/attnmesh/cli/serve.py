@@ -48,10 +48,9 @@ from attnmesh.core.files import read_text
 from attnmesh.core.optional import require
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_timeout
-from attnmesh.generation.cache_sizes import kv_cache_bytes
 from attnmesh.generation.generator import recommended_groups
 from attnmesh.generation.models import cache_storage
-from attnmesh.generation.rank_memory import ShardedMemory
+from attnmesh.generation.rank_memory import ShardedMemory, kv_cache_bytes
 from attnmesh.integrations.checkpoint_folder import weight_bytes
 from attnmesh.integrations.loading import load_config_and_tokenizer, load_model, model_folder
 from attnmesh.plan.decode import DecodeSharding

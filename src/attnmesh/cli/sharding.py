@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from attnmesh.cli.options import bytes_argument
-from attnmesh.generation.cache_sizes import BLOCK_SIZE, window_blocks
+from attnmesh.generation.rank_memory import BLOCK_SIZE, window_blocks
 from attnmesh.integrations.weight_splits import SHARDED_MODELS
 from attnmesh.ops.storage import PLAIN
 from attnmesh.plan.decode import DecodeSharding

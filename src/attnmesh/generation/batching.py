@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm
-from attnmesh.generation.cache_sizes import BLOCK_SIZE
 from attnmesh.generation.cached_sequences import CachedSequence, CacheLimits, GroupCache
 from attnmesh.generation.engine import Engine, EngineSequence
 from attnmesh.generation.prefill_shards import min_prefill_chunk
+from attnmesh.generation.rank_memory import BLOCK_SIZE
 from attnmesh.generation.requests import Request, Token
 from attnmesh.generation.sampling import FAILED_TOKEN, INVALID_TOKEN, InvalidLogits, most_likely
 from attnmesh.generation.scheduler import GroupPlan, Job, Scheduler, StepPlan

@@ -22,7 +22,6 @@ from attnmesh.core.layouts import Layout, Zigzag
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_count, check_positive
-from attnmesh.generation.cache_sizes import BLOCK_SIZE, cache_blocks, num_blocks, window_blocks
 from attnmesh.generation.latents import LatentProjections, latent_widths
 from attnmesh.generation.layer_caches import Appended, LayerCaches, StoredSequence
 from attnmesh.generation.models import cache_storage, cached_widths, check_generation, kv_bytes_per_token
@@ -35,6 +34,7 @@ from attnmesh.generation.prefill_shards import (
     rank_capacity,
     shard_chunk,
 )
+from attnmesh.generation.rank_memory import BLOCK_SIZE, cache_blocks, num_blocks, window_blocks
 from attnmesh.generation.tensor_parallel import TensorParallel
 from attnmesh.generation.windows import MARGIN, KeptPositions, layer_windows
 from attnmesh.integrations.transformers_models import check_model

@@ -16,9 +16,8 @@ from attnmesh.core.files import read_text
 from attnmesh.core.layouts import Layout
 from attnmesh.core.optional import require
 from attnmesh.core.text import counted
-from attnmesh.generation.cache_sizes import kv_cache_bytes
 from attnmesh.generation.prefill_shards import min_prefill_chunk
-from attnmesh.generation.rank_memory import ShardedMemory
+from attnmesh.generation.rank_memory import ShardedMemory, kv_cache_bytes
 from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
 from attnmesh.integrations.checkpoint import translated_errors
