@@ -25,6 +25,7 @@ from benchmarks.common import JsonOption, make_app, publish
 
 PEER = "sdpa"  # Transformers' own attention
 STEPS = 32  # tokens after the first
+SEQUENCES, SEQUENCE_TOKENS = 32, 8192  # of a step of a batch, on CUDA
 
 
 def prompt_ids(model: Any, count: int) -> list[int]:
@@ -104,8 +105,14 @@ _LLAMA_8B = {
 
 
 def measure_model_cuda(prompts: Sequence[int]) -> Iterator[tuple[str, Rows]]:
-    """A model of Llama-3.1-8B's shape on one GPU, in turns with Transformers' own attention."""
+    """A model of Llama-3.1-8B's shape on one GPU, in turns with Transformers' own attention; then a batch."""
     model = _random_llama()
+    yield from _measure_prompts(model, prompts)
+    title = f"the same model, a step of {SEQUENCES} requests of {SEQUENCE_TOKENS} tokens, one rank"
+    yield title, [_batch_cuda(model, SEQUENCES, SEQUENCE_TOKENS)]
+
+
+def _measure_prompts(model: Any, prompts: Sequence[int]) -> Iterator[tuple[str, Rows]]:
     for prompt in prompts:
         ids = prompt_ids(model, prompt)
         rounds = 3 if prompt <= 32768 else 2
@@ -171,6 +178,47 @@ def _peer_cuda(model: Any, ids: list[int], steps: int) -> tuple[float, float, Te
         int(token)
         seconds.append(time.perf_counter() - began)
     return prefill, statistics.median(seconds), logits
+
+
+@torch.no_grad()
+def _batch_cuda(model: Any, sequences: int, length: int) -> dict[str, Any]:
+    """A decode step of many submitted requests, and the share of it in which the GPU waits for the host."""
+    model.set_attn_implementation(NAME)
+    new = STEPS + sequences + 8  # the first ones go on while the last prompts are computed, one in each step
+    generator = Generator(
+        model, None, cache_tokens=sequences * (length + new), max_sequences=sequences, step_tokens=length + sequences
+    )
+    engine = generator.engine
+    run, events = engine._forward_step, []
+
+    def timed(*step: Any) -> Tensor:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        logits: Tensor = run(*step)
+        end.record()
+        events.append((begin, end))
+        return logits
+
+    engine._forward_step = timed
+    dice = torch.Generator().manual_seed(0)
+    prompts = torch.randint(1000, model.config.vocab_size, (sequences, length), generator=dice).tolist()
+    requests = [generator.submit(ids, max_new_tokens=new, stop=[]) for ids in prompts]
+    while min(len(request.ids) for request in requests) < 4:  # then the step has been captured
+        generator.step()
+    events.clear()
+    seconds = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        generator.step()
+        seconds.append(time.perf_counter() - began)
+    pace = statistics.median(seconds)
+    on_gpu = statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
+    weights = sum(x.nbytes for x in model.parameters()) - model.get_input_embeddings().weight.nbytes
+    read = weights + sequences * length * engine.kv_bytes_per_token
+    return {
+        "sequences": sequences, "tokens": length, "steps": len(seconds), "step_ms": 1e3 * pace, "gpu_ms": 1e3 * on_gpu,
+        "host_share": 1 - on_gpu / pace, "tokens_per_s": sequences / pace, "read_tb_per_s": read / pace / 1e12,
+    }  # fmt: skip
 
 
 def main(

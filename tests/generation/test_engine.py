@@ -2,18 +2,20 @@
 
 import copy
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import attnmesh as am
 from attnmesh.core import ranges
 from attnmesh.generation.engine import Engine
-from attnmesh.generation.norms import use_one_call
+from attnmesh.generation.norms import one_call, use_one_call
 from attnmesh.generation.rank_memory import BLOCK_SIZE
 from helpers.models import KINDS, LAYOUTS, VOCABULARY, attnmesh_model, logits_of, on_virtual_ranks, random_ids
 
@@ -445,7 +447,7 @@ def test_models_of_other_numbers_are_refused():
         Engine(strange, cache_tokens=10)
 
 
-def test_an_rms_norm_takes_one_call_only_where_that_has_its_bits():
+def test_an_rms_norm_takes_one_call_only_where_that_has_its_bits(monkeypatch):
     class ScaledRMSNorm(LlamaRMSNorm):
         def forward(self, hidden_states):
             return 2 * super().forward(hidden_states)
@@ -454,9 +456,17 @@ def test_an_rms_norm_takes_one_call_only_where_that_has_its_bits():
     for norm in norms.values():
         nn.init.normal_(norm.weight)
     use_one_call(norms)
-    assert [name for name, norm in norms.items() if "forward" in vars(norm)] == ["plain"]
+    assert [name for name, norm in norms.items() if "forward" in vars(norm)] == ["plain", "narrow"]
+    calls = Mock(wraps=F.rms_norm)
+    monkeypatch.setattr(F, "rms_norm", calls)
     x = torch.randn(2, 3, 48)
     assert torch.equal(norms["plain"](x), LlamaRMSNorm.forward(norms["plain"], x))
+    assert not calls.called  # the model's own passes are as they were
+    with one_call():
+        assert torch.equal(norms["plain"](x), LlamaRMSNorm.forward(norms["plain"], x))
+        assert calls.call_count == 1
+        assert torch.equal(norms["narrow"](x.half()), LlamaRMSNorm.forward(norms["narrow"], x.half()))
+        assert calls.call_count == 1
     copied = copy.deepcopy(norms["plain"])
     nn.init.zeros_(copied.weight)
     assert not copied(x).any()

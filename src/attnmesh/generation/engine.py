@@ -25,7 +25,7 @@ from attnmesh.core.validation import check_count, check_positive
 from attnmesh.generation.latents import LatentProjections, latent_widths
 from attnmesh.generation.layer_caches import Appended, LayerCaches, StoredSequence
 from attnmesh.generation.models import cache_storage, cached_widths, check_generation, kv_bytes_per_token
-from attnmesh.generation.norms import use_one_call
+from attnmesh.generation.norms import one_call, use_one_call
 from attnmesh.generation.passes import CachePass, ChunkKV, DecodeGraphs, DecodePass, PrefillPass, StepKV
 from attnmesh.generation.prefill_shards import (
     MIN_TOKENS_PER_RANK,
@@ -244,8 +244,9 @@ class Engine:
     def decode(self, sequences: Sequence[EngineSequence], ids: Sequence[Sequence[int]]) -> Tensor:
         """Append T tokens to each sequence: logits [B, T, vocabulary] for what follows each, the same on every rank."""
         logits = self._decode(sequences, ids)
-        for sequence, row in zip(sequences, logits, strict=True):
-            sequence.logits = row[-1].clone()  # not a view, which would keep all logits or point into a graph
+        last = logits[:, -1].clone()  # not a view of all tokens' logits, or of memory that the next graph writes
+        for sequence, row in zip(sequences, last, strict=True):
+            sequence.logits = row
         return logits
 
     def truncate(self, sequence: EngineSequence, length: int) -> None:
@@ -260,6 +261,7 @@ class Engine:
     def release(self, sequence: EngineSequence) -> None:
         """Mark a sequence as finished: it stays cached for reuse until room is needed."""
         sequence.active, sequence.max_tokens, sequence.max_forks = False, len(sequence.ids), 1
+        sequence.logits = sequence.logits[:0].clone()  # a view of what all sequences of its last step have
         sequence.max_tokens_per_rank = sequence.shards.counts
 
     def free(self, sequence: EngineSequence) -> None:
@@ -319,11 +321,11 @@ class Engine:
 
     def kv_bytes(self, sequence: EngineSequence) -> tuple[int, int]:
         """Bytes of a sequence in the cache of this rank, and in that of a single device."""
-        layers, windowed = self.model.config.num_hidden_layers, self.cache.num_windowed
         local, length = len(sequence.local), len(sequence.ids)
-        kept_local, kept = local, length
-        if sequence.kept is not None:
-            kept_local, kept = sequence.kept.count(sequence.local), ranges.size(sequence.kept.ranges)
+        if sequence.kept is None:
+            return local * self.kv_bytes_per_token, length * self.kv_bytes_per_token_of_all
+        layers, windowed = self.model.config.num_hidden_layers, self.cache.num_windowed
+        kept_local, kept = sequence.kept.count(sequence.local), ranges.size(sequence.kept.ranges)
         own = (local * (layers - windowed) + kept_local * windowed) * self.kv_bytes_per_token // layers
         return own, (length * (layers - windowed) + kept * windowed) * self.kv_bytes_per_token_of_all // layers
 
@@ -534,6 +536,9 @@ class Engine:
 
     def _append(self, own: dict[StoredSequence, list[int]], count: int) -> tuple[tuple[Tensor, ...], list[Appended]]:
         """Slots [B, count] of new tokens, -1 for those of other ranks; `own[b]` are the indices of this rank's."""
+        if own and all(len(indices) == count for indices in own.values()):  # as always on a single rank
+            new = self.cache.append(list(own), count)
+            return new.slots, [new]
         slots = tuple(
             torch.full((len(own), count), -1, dtype=torch.int64, device=self.device) for _ in self.cache.caches
         )
@@ -542,9 +547,10 @@ class Engine:
             some = {row: sequence for row, (sequence, indices) in enumerate(own.items()) if len(indices) == n}
             new = self.cache.append(list(some.values()), n)
             appended.append(new)
+            places = [[[row] * n for row in some], [own[sequence] for sequence in some.values()]]
+            at, columns = torch.tensor(places, device=self.device)  # one transfer, and one write for all rows
             for of_cache, given in zip(slots, new.slots, strict=True):
-                for (row, sequence), of_row in zip(some.items(), given, strict=True):
-                    of_cache[row, own[sequence]] = of_row
+                of_cache[at, columns] = given
         return slots, appended
 
     def _broadcast(self, x: Tensor, rank: int) -> Tensor:
@@ -559,10 +565,11 @@ class Engine:
 @torch.no_grad()
 def _logits(model: Any, cache_pass: CachePass, ids: Tensor, positions: Tensor, keep: int = 0) -> Tensor:
     """The logits of the last `keep` tokens, or of all if 0."""
-    out = model(
-        input_ids=ids, position_ids=positions, past_key_values=cache_pass, mesh=cache_pass, use_cache=True,
-        logits_to_keep=keep,
-    )  # fmt: skip
+    with one_call():
+        out = model(
+            input_ids=ids, position_ids=positions, past_key_values=cache_pass, mesh=cache_pass, use_cache=True,
+            logits_to_keep=keep,
+        )  # fmt: skip
     logits: Tensor = out.logits
     return logits
 

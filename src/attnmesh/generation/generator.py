@@ -421,9 +421,8 @@ class Generator:
         engine, stats = self.engine, self.stats
         stored = [sequence for sequence in engine.sequences if sequence.stored is not None]
         stats.cached_tokens = sum(len(sequence.local) for sequence in stored)
-        stats.kv_bytes, stats.kv_bytes_unsharded = (
-            sum(of_sequence[i] for of_sequence in map(engine.kv_bytes, stored)) for i in range(2)
-        )
+        held = [engine.kv_bytes(sequence) for sequence in stored]
+        stats.kv_bytes, stats.kv_bytes_unsharded = (sum(of_sequence[i] for of_sequence in held) for i in range(2))
         stats.prefill_tokens, stats.reused_tokens = engine.prefill_tokens, engine.reused_tokens
 
 

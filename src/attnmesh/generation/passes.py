@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -210,12 +210,13 @@ class DecodeGraphs:
 
     Steps of the same shape share a graph. It reads what changes from step to step (tokens, positions, slots, tables)
     from static tensors, which every step refills. The first step of a shape runs eagerly, to compile kernels; the
-    second is captured.
+    second is captured. All graphs share the memory of what they compute on the way.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._graphs: dict[torch.Size, _DecodeGraph | None] = {}
+        self._memory = torch.cuda.graph_pool_handle()
 
     def __call__(self, step: DecodePass, ids: Tensor, positions: Tensor) -> Tensor:
         """The logits of a step, valid until the next call."""
@@ -224,19 +225,19 @@ class DecodeGraphs:
             return self._run(step, ids, positions)
         graph = self._graphs[ids.shape]
         if graph is None:
-            graph = self._graphs[ids.shape] = _DecodeGraph(self._run, step, ids, positions)
+            graph = self._graphs[ids.shape] = _DecodeGraph(self._run, self._memory, step, ids, positions)
         return graph(step, ids, positions)
 
 
 class _DecodeGraph:
-    def __init__(self, run: Run, step: DecodePass, ids: Tensor, positions: Tensor) -> None:
+    def __init__(self, run: Run, memory: Any, step: DecodePass, ids: Tensor, positions: Tensor) -> None:
         self._inputs = [x.clone() for x in _graph_inputs(step, ids, positions)]
         cur_pos, static_ids, static_positions, *tables = self._inputs
         caches = len(step.slots)
         static = replace(step, slots=tuple(tables[:caches]), step=step.step.in_tables(tuple(tables[caches:]), cur_pos))
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(ids.device)
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, pool=memory):
             self._logits = run(static, static_ids, static_positions)
 
     def __call__(self, step: DecodePass, ids: Tensor, positions: Tensor) -> Tensor:
