@@ -41,7 +41,7 @@ def expected() -> list[list[int]]:
 
 def answer(comm, expected: list[list[int]]) -> None:
     model, tokenizer = load_model()
-    generator = Generator(model, tokenizer, comm, tokens=sum(LENGTHS) + 200, max_sequences=1)
+    generator = Generator(model, tokenizer, comm, cache_tokens=sum(LENGTHS) + 200, max_sequences=1)
     for ids, wanted in zip(prompts(tokenizer), expected, strict=True):
         for speculative in (False, True):
             said = [token.id for token in generator.generate([ids], max_new_tokens=NEW, speculative=speculative)]

@@ -224,6 +224,20 @@ class GroupCache:
         if sequence.kept is not None:
             sequence.kept = sequence.kept.grown(len(sequence.ids))
 
+    def add_token(self, sequence: CachedSequence, token: int) -> bool:
+        """Append one token, as most steps do: to a block that is there. Otherwise nothing changes: returns False."""
+        position = len(sequence.ids)
+        rank = position % self._world
+        count = sequence.counts[rank]
+        if count % self.limits.block_size == 0 or count >= self.limits.max_length or self._copies(sequence, rank):
+            return False
+        sequence.counts[rank] = count + 1
+        sequence.shards.by_rank[rank].extend((range(position, position + 1),))
+        sequence.ids.append(token)
+        if sequence.kept is not None:
+            sequence.kept = sequence.kept.grown(position + 1)
+        return True
+
     def release(self, sequence: CachedSequence) -> None:
         """Keep a sequence for reuse, until room is needed."""
         sequence.active = False

@@ -482,7 +482,9 @@ class Engine:
         positions = [range(len(sequence.ids), len(sequence.ids) + count) for sequence in sequences]
         parts = [interleave(new, world) for new in positions]
         own = {
-            sequence.stored: [position - new.start for run in part[rank] for position in run]
+            sequence.stored: (
+                list(range(count)) if world == 1 else [position - new.start for run in part[rank] for position in run]
+            )
             for sequence, new, part in zip(sequences, positions, parts, strict=True)
             if sequence.stored is not None
         }

@@ -141,6 +141,9 @@ class Scheduler:
             if job.sequence is None:  # preempted for an older one
                 continue
             is_decode = job.pending == 1
+            if is_decode and self.caches[group].add_token(job.sequence, job.ids[-1]):
+                plan.decode.append(job)
+                continue
             tokens = 1 if is_decode else self._chunk_size(job.pending, plan.budget)
             growth = self._make_room(job, tokens, step) if tokens else None
             if growth is None:

@@ -31,6 +31,11 @@ class LocalPositions:
 
     def extend(self, more: Ranges) -> None:
         """Append positions, all of which are larger."""
+        if len(more) == 1 and more[0] and self.ranges:  # the next token, of every sequence in every step
+            whole = _one_range(self.ranges[-1], more[0])
+            if whole is not None:
+                self.ranges = (*self.ranges[:-1], whole)
+                return
         self.ranges = _join((*self.ranges, *(run for run in more if run)))
 
     def truncated(self, length: int) -> LocalPositions:
@@ -85,6 +90,8 @@ def key_range(local: Sequence[LocalPositions], new: Sequence[range], window: int
 
 def interleave(positions: range, world: int) -> list[Ranges]:
     """Consecutive positions assigned to the ranks in turn: position p goes to rank p % world."""
+    if world == 1:
+        return [(positions,) if positions else ()]
     parts = [positions[(rank - positions.start) % world :: world] for rank in range(world)]
     return [(part,) if part else () for part in parts]
 
