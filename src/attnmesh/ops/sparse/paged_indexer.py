@@ -100,9 +100,9 @@ def select(step: IndexerStep) -> TopKIndices:
     """The top-k of a validated call."""
     if step.backend == "torch":
         return _on_torch(step)
-    from attnmesh.ops.sparse import triton_topk
+    from attnmesh.ops.sparse import triton_paged_topk
 
-    return triton_topk.paged_topk(
+    return triton_paged_topk.paged_topk(
         step.iq, step.keys, step.w, step.topk, step.first, step.end, scale=step.scale, relu=step.relu
     )
 
