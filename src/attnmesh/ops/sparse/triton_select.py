@@ -267,7 +267,6 @@ def select_row(
     at most WIDE.
     """
     ROWS: tl.constexpr = BLOCK // 4
-    PART: tl.constexpr = BLOCK // 4  # less code where speed does not matter
     candidate_scores, candidate_keys = row + row_len, row_keys + row_len + BLOCK
     k = tl.minimum(topk, n)
     above, tied = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
@@ -313,15 +312,13 @@ def select_row(
                 candidates += tl.sum((_load_block(row, at, end, BLOCK) > threshold).to(tl.int32), 0)
         # Otherwise fewer than k are above the threshold and at least k reach it: it is the k-th score.
         ties = tl.where(threshold == float("-inf"), 0, k - candidates)
-        for at in range(begin, end, PART):
-            value = _load_scores(row, at, begin, end, PART // 4)
-            keys = at + tl.arange(0, PART // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-            above, tied = _write_selected(
-                value, keys, threshold, ties, above, tied, out_indices, out_scores, PART // 4
-            )  # fmt: skip
+        for at in range(begin, end, BLOCK):
+            value = _load_scores(row, at, begin, end, ROWS)
+            keys = at + tl.arange(0, ROWS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+            above, tied = _write_selected(value, keys, threshold, ties, above, tied, out_indices, out_scores, ROWS)
     count = above + tl.minimum(tied, ties)
     tl.store(out_count, count)
-    for at in range(count, topk, PART):
-        j = at + tl.arange(0, PART)
-        tl.store(out_indices + j, tl.full((PART,), -1, tl.int32), mask=j < topk)
-        tl.store(out_scores + j, tl.full((PART,), float("-inf"), tl.float32), mask=j < topk)
+    for at in range(count, topk, ROWS):
+        j = at + tl.arange(0, ROWS)
+        tl.store(out_indices + j, tl.full((ROWS,), -1, tl.int32), mask=j < topk)
+        tl.store(out_scores + j, tl.full((ROWS,), float("-inf"), tl.float32), mask=j < topk)
