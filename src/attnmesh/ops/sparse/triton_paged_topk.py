@@ -46,7 +46,7 @@ from attnmesh.ops.storage import Quantized, values_of
 _WORKSPACE = 256 << 20  # bytes; more tokens are served in several turns
 _MIN_SPAN = 128  # keys of a program
 _MAX_GROUPS = 8192  # in registers
-_PROGRAMS = 4  # that score at a time, per multiprocessor
+_PROGRAMS = 4  # that score at a time, per multiprocessor; two with many products
 _REGISTERS = 128  # of a thread that scores, so that as many programs fit
 _SELECT_WARPS = 16
 _FAULTS = tl.constexpr(512)  # read at a time
@@ -91,8 +91,9 @@ def paged_topk(
         # A block is looked up before its keys are loaded: as many tiles are in flight with twice the stages.
         tiles = tiles._replace(rows=rows if heads <= head_tile(heads) else 1, stages=2 * tiles.stages - 1)
     groups = batch * tokens // tiles.rows
+    small = tiles.rows * head_tile(heads) <= 64 and tiles.warps == 4
     if span is None:  # of equal shares, so that all programs end at the same time
-        total, resident = groups * capacity, _PROGRAMS * _multiprocessors(iq.device)
+        total, resident = groups * capacity, (_PROGRAMS if small else 2) * _multiprocessors(iq.device)
         span = max(_MIN_SPAN, _ceil(total, max(1, _ceil(total, SPAN * resident)) * resident))
     items = max(1, _ceil(capacity, _ceil(span, tiles.keys) * tiles.keys))
     block = block or candidate_block(topk)
@@ -112,7 +113,6 @@ def paged_topk(
         pool, scales = pool.view(torch.uint8), keys.pool.scales
     iq, w, lo, hi = iq.flatten(0, 1), w.flatten(0, 1), lo.flatten(), hi.flatten()
     errors, early = error_record(iq.device), _starts_early(iq.device)
-    registers = _REGISTERS if tiles.rows * head_tile(heads) <= 64 and tiles.warps == 4 else None
     with torch.cuda.device_of(iq):
         for first in range(0, groups, at_once):
             count = min(at_once, groups - first)
@@ -124,7 +124,7 @@ def paged_topk(
                 RELU=relu, KEYS=tiles.keys, ROWS=tiles.rows, HEADS=head_tile(heads),
                 ONE_TILE=heads <= head_tile(heads), D=width, BLOCK_D=padded(width), BLOCK=block,
                 BLOCK_SIZE=keys.block_size, PARTS=parts if wide else 0, EARLY=early,
-                num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=registers,
+                num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=_REGISTERS if small else None,
             )  # fmt: skip
             _select_kernel[(count * tiles.rows,)](
                 lo, hi, *found, buffer, buffer.view(torch.int32), errors, faults, tokens,
