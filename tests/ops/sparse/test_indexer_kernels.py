@@ -206,46 +206,17 @@ def test_no_cut_of_the_work_shows_in_the_result(device):
         assert_same(result, results[0])
 
 
-N = 200
-ROWS = {
-    "random": torch.rand(N, generator=torch.Generator().manual_seed(3)) - 0.5,
-    "ascending": torch.arange(N) - 100.0,
-    "constant": torch.full((N,), 3.25),
-    "zeros of both signs": torch.where(torch.arange(N) % 2 == 0, -0.0, 0.0),
-    "a plateau": torch.where(torch.arange(N) % 3 == 0, torch.arange(N) / 8, 0.0),
-    "two values": torch.where(torch.arange(N) % 10 == 0, 1.0, -1.0),
-    "of all sizes": 2.0 ** (torch.arange(N) * 37 % 121 - 60) * torch.where(torch.arange(N) % 2 == 0, 1.0, -1.0),
-    "more candidates than room": torch.where(torch.arange(N) % 32 < 8, 100.0 + torch.arange(N), torch.arange(N) % 7),
-}
-
-
-SIMILAR = ("ascending", "constant", "two values", "a plateau")  # to the other kinds
-
-
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW_HERE if kind in SIMILAR else ()) for kind in ROWS])
-def test_rows_of_every_kind(device, kind):
-    """One head that multiplies by 1 (or -1, from the last to the first): scores are what the keys say.
-
-    The others add zeros. A scale of -1 makes zeros of either sign.
-    """
-    ik = torch.zeros(N, 16, device=device)
-    ik[:, 0] = ROWS[kind].to(device)
+def test_zeros_of_both_signs_are_equal(device):
+    """One head that multiplies by 1 (or -1): scores are what the keys say. A scale of -1 makes zeros of either sign."""
+    ik = torch.zeros(100, 16, device=device)
+    ik[::2, 0] = -0.0
     iq = torch.zeros(2, 16, 16, device=device)
     iq[:, 0, 0] = 1.0
     w = torch.tensor([[-1.0], [1.0]], device=device).repeat(1, 16)
-    lo, hi = (torch.full((2,), n, dtype=torch.int32, device=device) for n in (3, N))
-    found = topk(iq, ik, w, 12, lo, hi, scale=-1.0, relu=False, tiles=WHOLE, span=64, block=32)
-    expected = definition(torch.stack((ik[:, 0], -ik[:, 0])).double(), 12, lo, hi)
-    assert_same(found, expected)
-    assert not (found.scores.signbit() & (found.scores == 0)).any()
-
-
-@pytest.mark.parametrize("k", [pytest.param(20, marks=SLOW_HERE), 40, 300])
-def test_a_topk_that_does_not_fit_in_the_room_for_candidates(device, k):
-    iq, ik, w = whole(device, torch.float32, 2, 16, 1, N)
-    lo, hi = torch.zeros(1, dtype=torch.int32, device=device), torch.full((1,), N, dtype=torch.int32, device=device)
-    found = topk(iq, ik, w, k, lo, hi, scale=SCALE, relu=True, tiles=WHOLE, span=64, block=32)
-    assert_same(found, definition(dense_scores(iq, ik, w), k, lo, hi))
+    lo, hi = (torch.full((2,), n, dtype=torch.int32, device=device) for n in (3, 100))
+    found = topk(iq, ik, w, 12, lo, hi, scale=-1.0, relu=False, tiles=WHOLE, span=64, block=128)
+    assert_same(found, definition(torch.zeros(2, 100, device=device).double(), 12, lo, hi))
+    assert not found.scores.signbit().any()
 
 
 def test_keys_without_a_score_are_not_chosen(device):

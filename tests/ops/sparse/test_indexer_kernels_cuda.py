@@ -7,7 +7,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from attnmesh.ops.sparse.arguments import TopKIndices
-from attnmesh.ops.sparse.triton_indexer import IndexerTiles, scores_at
+from attnmesh.ops.sparse.triton_indexer import LONG_ROW, IndexerTiles, scores_at
 from attnmesh.ops.sparse.triton_indexer_backward import dense_scores_backward, scores_at_backward
 from attnmesh.ops.sparse.triton_topk import topk
 
@@ -93,7 +93,7 @@ def test_a_key_has_the_same_scores_wherever_it_lies():
 
 
 @pytest.mark.parametrize("s_kv", [32768, 131072])
-def test_the_topk_takes_a_tenth_of_its_inputs_and_outputs_at_most(s_kv):
+def test_the_topk_takes_a_tenth_of_its_inputs_and_outputs_or_64_mib_for_long_rows(s_kv):
     iq, ik, w = drawn(4096, s_kv)
     lo, hi = seen(4096, s_kv, False)
     torch.cuda.synchronize()
@@ -102,7 +102,9 @@ def test_the_topk_takes_a_tenth_of_its_inputs_and_outputs_at_most(s_kv):
     found = topk(iq, ik, w, 2048, lo, hi, **HOW)
     out = sum(x.numel() * x.element_size() for x in found)
     extra = torch.cuda.max_memory_allocated() - before - out
-    assert extra <= 0.1 * (out + sum(x.numel() * x.element_size() for x in (iq, ik, w, lo, hi)))
+    tenth = 0.1 * (out + sum(x.numel() * x.element_size() for x in (iq, ik, w, lo, hi)))
+    counters = 64 << 10
+    assert extra <= (max(tenth, (64 << 20) + counters) if s_kv > LONG_ROW else tenth)
 
 
 def test_the_topk_in_a_graph_and_beside_another():

@@ -125,6 +125,36 @@ def test_options(backend):
     check(found, case.expected(6, first=3), 6)
 
 
+@pytest.mark.parametrize(
+    ("rows", "tokens", "keys", "span", "workspace", "fp8"),
+    [
+        (1, 1, 64, 128, 1 << 20, True),
+        *(
+            pytest.param(*how, marks=() if CUDA else SLOW)
+            for how in ((2, 2, 32, 64, 1 << 20, True), (1, 2, 16, 200, 1, False), (2, 4, 64, 1, 1, True))
+        ),
+    ],
+)
+def test_rows_that_are_selected_from_with_a_summary(rows, tokens, keys, span, workspace, fp8):
+    """Few candidates in registers make them long; in several turns, where the workspace is small."""
+    pytest.importorskip("triton")
+    from attnmesh.ops.sparse.paged import PagedKeys
+    from attnmesh.ops.sparse.triton_indexer import IndexerTiles
+    from attnmesh.ops.sparse.triton_paged_topk import paged_topk
+
+    case = random_case((300, 3, 100)[: 3 - tokens % 2], tokens, heads=2, fp8=fp8, seed=tokens)
+    device = device_of("triton")
+    pool = case.pool.to(device) if isinstance(case.pool, Tensor) else Quantized(
+        case.pool.values.to(device), case.pool.scales.to(device)
+    )  # fmt: skip
+    end = torch.tensor(case.lengths, device=device)[:, None] + torch.arange(1 - tokens, 1, device=device)
+    found = paged_topk(
+        case.iq.to(device), PagedKeys(pool, case.table.to(device)), case.w.to(device), 15, torch.full_like(end, 5), end,
+        scale=0.5, relu=True, tiles=IndexerTiles(keys, rows, 4, 1), span=span, block=64, workspace=workspace,
+    )  # fmt: skip
+    check(found, case.expected(15, first=5), 15)
+
+
 def test_the_same_bits_as_over_one_tensor():
     """Keys that no order of summation makes exact: scores of the same bits as those of `indexer_topk`."""
     case = random_case((61, 40), tokens=2, dim=32)

@@ -95,10 +95,10 @@ def decode(what, dtype, heads, d, split_size=None):
 
 
 def paged(_, dtype, heads, dim, slots, tokens):
-    """The top-k of a decode step over fp8 keys in blocks of 64."""
+    """The top-k of a decode step over 131,072 fp8 keys in blocks of 64."""
     pool = unpack_index_keys(torch.zeros(32, 64 * (dim + 4), dtype=torch.uint8), 64)
     paged_indexer_topk(
-        torch.empty(2, tokens, heads, dim, dtype=dtype), pool, torch.zeros(2, 32, dtype=torch.int32),
+        torch.empty(2, tokens, heads, dim, dtype=dtype), pool, torch.zeros(2, 2048, dtype=torch.int32),
         torch.empty(2, tokens, heads), slots, cur_pos=[-1, -1], backend="triton",
     )  # fmt: skip
 
@@ -128,6 +128,8 @@ def spills(kernel: dict) -> int:
         return 48  # six addresses in the widest tile: still the fastest
     if kernel["kernel"] == "_topk_kernel":
         return 256  # the products need all registers, and what is pushed out belongs to the selection, which is short
+    if kernel["kernel"] == "_score_kernel" and kernel["case"][-1] == 4:
+        return 256  # four tokens of 64 heads: the products need all registers
     if kernel["kernel"] == "_grad_kernel" and kernel["warps"] == 4:
         return 256  # eight warps push nothing out, and take 1.4 times as long
     return tolerated_spills(kernel)

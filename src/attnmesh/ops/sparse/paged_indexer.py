@@ -100,9 +100,9 @@ def select(step: IndexerStep) -> TopKIndices:
     """The top-k of a validated call."""
     if step.backend == "torch":
         return _on_torch(step)
-    from attnmesh.ops.sparse import triton_topk
+    from attnmesh.ops.sparse import triton_paged_topk
 
-    return triton_topk.paged_topk(
+    return triton_paged_topk.paged_topk(
         step.iq, step.keys, step.w, step.topk, step.first, step.end, scale=step.scale, relu=step.relu
     )
 
@@ -209,6 +209,5 @@ def _bounds(cur_pos: object, key_range: object, iq: Tensor) -> tuple[Tensor, Ten
         if iq.is_cuda and torch.cuda.is_current_stream_capturing():  # a replay would copy from freed memory
             raise ValueError("cur_pos must be a tensor on the device while a CUDA graph is captured, got a list")
         last = torch.tensor(list(cur_pos), dtype=torch.int64, device="cpu").to(iq.device, non_blocking=True)
-    end = last[:, None] + torch.arange(2 - tokens, 2, device=iq.device)
-    end = torch.where(last[:, None] < 0, 0, end)
+    end = last[:, None] + torch.arange(2 - tokens, 2, device=iq.device)  # at most 0 for a sequence that is skipped
     return torch.zeros_like(end), end

@@ -1,0 +1,307 @@
+"""The exact top-k of a decode step over the indexer's keys in a paged cache, in Triton: two launches.
+
+The first scores. A program computes the scores of one token, or of some tokens of one sequence, for every n-th tile of
+the sequence's keys, whose blocks its row of the block table names. It also writes a summary of the scores: the maxima
+of groups and of blocks of keys. A group is the keys at one place of the program's tiles. They are far apart, so that
+similar neighbors are in different groups, and all programs have the same work whatever the length of a sequence.
+
+The second selects (`triton_select`), one program per token: with the summary it reads a few percent of the scores. It
+has many warps, because nothing else runs on the GPU where there are few tokens; for many tokens it is a small part of
+the time. It is launched early, while the first ends.
+
+fp8 keys are multiplied as they are, and the sum over heads by their scale.
+"""
+
+# Kernels are written in Triton's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_device_error
+from attnmesh.ops.gpu import gpu_of
+from attnmesh.ops.sparse.arguments import TopKIndices
+from attnmesh.ops.sparse.paged import PagedKeys
+from attnmesh.ops.sparse.triton_indexer import (
+    MAX_COLUMNS,
+    SPAN,
+    TOPK,
+    IndexerTiles,
+    dot_products,
+    final_score,
+    head_sum,
+    head_tile,
+    load_queries,
+    padded,
+)
+from attnmesh.ops.sparse.triton_select import NEIGHBORS, candidate_block, row_elements, select_row
+from attnmesh.ops.storage import Quantized, values_of
+
+_WORKSPACE = 256 << 20  # bytes; more tokens are served in several turns
+_MIN_SPAN = 128  # keys of a program
+_MAX_GROUPS = 8192  # in registers
+_PROGRAMS = 4  # that score at a time, per multiprocessor; two with many products
+_REGISTERS = 128  # of a thread that scores, so that as many programs fit
+_SELECT_WARPS = 16
+_FAULTS = tl.constexpr(512)  # read at a time
+_INDEX_FAULT = tl.constexpr(INDEX_FAULT)
+_NEIGHBORS = tl.constexpr(NEIGHBORS)
+
+
+def paged_topk(
+    iq: Tensor,
+    keys: PagedKeys,
+    w: Tensor,
+    topk: int,
+    lo: Tensor,
+    hi: Tensor,
+    *,
+    scale: float,
+    relu: bool,
+    tiles: IndexerTiles | None = None,
+    span: int | None = None,
+    block: int | None = None,
+    workspace: int = _WORKSPACE,
+) -> TopKIndices:
+    """`triton_topk.topk` for the tokens iq [B, T, heads, d] of a decode step, over keys lo <= p < hi [B, T].
+
+    The result has the same bits for all tiles, spans, blocks and workspaces.
+    """
+    raise_device_error(iq.device)
+    batch, tokens, heads, width = iq.shape
+    table, pool = keys.table, values_of(keys.pool)
+    assert table is not None
+    found = TopKIndices(
+        torch.empty(batch, tokens, topk, dtype=torch.int32, device=iq.device),
+        torch.empty(batch, tokens, topk, dtype=torch.float32, device=iq.device),
+        torch.empty(batch, tokens, dtype=torch.int32, device=iq.device),
+    )
+    if batch * tokens == 0:
+        return found
+    capacity = table.shape[1] * keys.block_size
+    if tiles is None:  # rows of a group are tokens of one sequence
+        tiles = TOPK[iq.element_size()]
+        rows = min(tiles.rows, tokens & -tokens, MAX_COLUMNS // head_tile(heads))
+        # A block is looked up before its keys are loaded: as many tiles are in flight with twice the stages.
+        tiles = tiles._replace(rows=rows if heads <= head_tile(heads) else 1, stages=2 * tiles.stages - 1)
+    groups = batch * tokens // tiles.rows
+    small = tiles.rows * head_tile(heads) <= 64 and tiles.warps == 4
+    if span is None:  # of equal shares, so that all programs end at the same time
+        total, resident = groups * capacity, (_PROGRAMS if small else 2) * _multiprocessors(iq.device)
+        span = max(_MIN_SPAN, _ceil(total, max(1, _ceil(total, SPAN * resident)) * resident))
+    items = max(1, _ceil(capacity, _ceil(span, tiles.keys) * tiles.keys))
+    block = block or candidate_block(topk)
+    # Every place of a tile is a group; with half of the tiles each, where there would be few groups.
+    parts = 1 if items * tiles.keys >= 4 * topk else 2
+    maxima = items * parts * tiles.keys
+    wide = min(_MAX_GROUPS, 2 * block)
+    if 2 * topk > (wide if capacity <= wide else min(wide, maxima)) or capacity <= block:
+        wide = 0  # a summary would not help
+    row_len = max(1, _ceil(capacity, tiles.keys)) * tiles.keys
+    row_size = row_elements(row_len, block, maxima)
+    at_once = min(groups, max(1, workspace // (4 * tiles.rows * row_size)))
+    buffer = torch.empty(at_once * tiles.rows, row_size, dtype=torch.float32, device=iq.device)
+    faults = torch.empty(at_once, items, dtype=torch.int32, device=iq.device)
+    scales: Tensor | None = None
+    if isinstance(keys.pool, Quantized):
+        pool, scales = pool.view(torch.uint8), keys.pool.scales
+    iq, w, lo, hi = iq.flatten(0, 1), w.flatten(0, 1), lo.flatten(), hi.flatten()
+    errors, early = error_record(iq.device), _starts_early(iq.device)
+    with torch.cuda.device_of(iq):
+        for first in range(0, groups, at_once):
+            count = min(at_once, groups - first)
+            _score_kernel[(count * items,)](
+                iq, iq.stride()[:2], pool, pool.stride()[:2], scales, (0, 0) if scales is None else scales.stride()[:2],
+                table, table.stride(), errors, faults, tokens, keys.num_blocks,
+                w, w.stride(), lo, hi, buffer, row_len, row_size, maxima,
+                batch * tokens, capacity, heads, scale, first, items,
+                RELU=relu, KEYS=tiles.keys, ROWS=tiles.rows, HEADS=head_tile(heads),
+                ONE_TILE=heads <= head_tile(heads), D=width, BLOCK_D=padded(width), BLOCK=block,
+                BLOCK_SIZE=keys.block_size, PARTS=parts if wide else 0, EARLY=early,
+                num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=_REGISTERS if small else None,
+            )  # fmt: skip
+            _select_kernel[(count * tiles.rows,)](
+                lo, hi, *found, buffer, buffer.view(torch.int32), errors, faults, tokens,
+                capacity, topk, row_len, row_size, maxima, first * tiles.rows, items,
+                KEYS=tiles.keys, ROWS=tiles.rows, BLOCK=block, WIDE=wide, EARLY=early,
+                num_warps=_SELECT_WARPS, **({"launch_pdl": True} if early else {}),
+            )  # fmt: skip
+    return found
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _starts_early(device: torch.device) -> bool:
+    """Whether the selection may be launched while the scores are computed: from Hopper on, not in the interpreter."""
+    return torch.version.hip is None and gpu_of(device).capability >= 90 and not triton.knobs.runtime.interpret
+
+
+@triton.jit
+def _bound(at, mask):
+    """Bounds of a row's keys as int32, at least 0."""
+    return tl.minimum(tl.maximum(tl.load(at, mask=mask, other=0), 0), 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _record(errors, sequence, word):
+    """Records an error in the words that the host reads."""
+    tl.store(errors + 1 + sequence, word)
+    tl.store(errors, tl.full((), 1, tl.int64))
+
+
+@triton.jit
+def _load_tile(
+    ik, ik_strides, table_row, table_stride, num_blocks, keys, read,
+    FP8: tl.constexpr, DTYPE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys of one sequence, which of them are in the pool, and words for those that are not."""
+    entry = keys // BLOCK_SIZE
+    block = tl.load(table_row + entry.to(tl.int64) * table_stride, mask=read, other=0)
+    there = read & (block >= 0) & (block < num_blocks)
+    word = ((entry + 1).to(tl.int64) << 32) | (block.to(tl.int64) & 0xFFFFFFFF)
+    word = tl.where(read & ~there, word, 0)
+    block, offset = block.to(tl.int64), (keys % BLOCK_SIZE).to(tl.int64)
+    dims = tl.arange(0, BLOCK_D)
+    at = ik + (block * ik_strides[0] + offset * ik_strides[1])[:, None] + dims[None, :]
+    mask = there[:, None] & (dims < D)[None, :]
+    if FP8:
+        tile = tl.load(at, mask=mask, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float16).to(DTYPE)
+    else:
+        tile = tl.load(at, mask=mask, other=0.0)
+    return tile, there, word
+
+
+@triton.jit
+def _load_scales(key_scales, scale_strides, table_row, table_stride, num_blocks, keys, read, BLOCK_SIZE: tl.constexpr):
+    """The scales of a tile of keys of one sequence; 0 for those that are not in the pool."""
+    block = tl.load(table_row + (keys // BLOCK_SIZE).to(tl.int64) * table_stride, mask=read, other=0)
+    there = read & (block >= 0) & (block < num_blocks)
+    at = key_scales + block.to(tl.int64) * scale_strides[0] + (keys % BLOCK_SIZE).to(tl.int64) * scale_strides[1]
+    return tl.load(at, mask=there, other=0.0)
+
+
+@triton.jit(do_not_specialize=["tokens", "num_blocks", "s_q", "s_kv", "heads", "first_group", "items", "maxima"])
+def _score_kernel(
+    iq, iq_strides, ik, ik_strides, key_scales, scale_strides, table, table_strides, errors, faults, tokens, num_blocks,
+    w, w_strides, lo, hi, buffer, row_len, row_size, maxima, s_q, s_kv, heads, scale, first_group, items,
+    RELU: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, ONE_TILE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """The scores of ROWS rows for those keys of every `items`-th tile that any of them may select, and their maxima."""
+    if EARLY:
+        gdc_launch_dependents()  # the selection may be launched: it waits for the end of this kernel itself
+    group, item = tl.program_id(0) // items, tl.program_id(0) % items
+    row = (first_group + group) * ROWS
+    rows = tl.arange(0, ROWS)
+    lows, highs = _bound(lo + row + rows, row + rows < s_q), _bound(hi + row + rows, row + rows < s_q)
+    highs = tl.minimum(highs, s_kv)
+    lowest = tl.min(tl.where(lows < highs, lows, s_kv), 0)
+    end = tl.max(tl.where(lows < highs, highs, 0), 0)
+    step = items * KEYS
+    begin = lowest // KEYS
+    begin = (begin + (items - begin % items + item) % items) * KEYS
+    of_rows = buffer + group.to(tl.int64) * ROWS * row_size + rows.to(tl.int64)[None, :] * row_size  # [1, ROWS]
+    summary = row_len + 3 * BLOCK
+    best = tl.full((KEYS, ROWS), float("-inf"), tl.float32)
+    other = best
+    found = tl.zeros((), tl.int64)
+    if begin < end:
+        table_row = table + (row // tokens).to(tl.int64) * table_strides[0]
+        worst = tl.zeros((KEYS,), tl.int64)
+        queries, weights = load_queries(
+            iq, iq_strides, w, w_strides, row, s_q, 0, heads, 0, ROWS, HEADS, D, BLOCK_D
+        )  # fmt: skip
+        if key_scales is not None:
+            keys = begin + tl.arange(0, KEYS)
+            factor = _load_scales(
+                key_scales, scale_strides, table_row, table_strides[1], num_blocks, keys,
+                (keys >= lowest) & (keys < end), BLOCK_SIZE,
+            )  # fmt: skip
+        for first in range(begin, end, step):
+            keys = first + tl.arange(0, KEYS)
+            tile, there, word = _load_tile(
+                ik, ik_strides, table_row, table_strides[1], num_blocks, keys, (keys >= lowest) & (keys < end),
+                key_scales is not None, iq.dtype.element_ty, D, BLOCK_D, BLOCK_SIZE,
+            )  # fmt: skip
+            worst = tl.maximum(worst, word)
+            total = head_sum(dot_products(tile, queries), weights, RELU, KEYS, ROWS, HEADS)
+            if not ONE_TILE:
+                for head in range(HEADS, heads, HEADS):
+                    more, more_weights = load_queries(
+                        iq, iq_strides, w, w_strides, row, s_q, head, heads, 0, ROWS, HEADS, D, BLOCK_D
+                    )
+                    total += head_sum(dot_products(tile, more), more_weights, RELU, KEYS, ROWS, HEADS)
+            if key_scales is not None:
+                # Those of the next tile are loaded now: the compiler prefetches only what is multiplied.
+                following = _load_scales(
+                    key_scales, scale_strides, table_row, table_strides[1], num_blocks, keys + step, keys + step < end,
+                    BLOCK_SIZE,
+                )  # fmt: skip
+                total *= factor[:, None]
+                factor = following
+            score = final_score(total, scale)
+            seen = (keys[:, None] >= lows[None, :]) & (keys[:, None] < highs[None, :]) & there[:, None]
+            score = tl.where(seen & (score == score), score, float("-inf"))
+            tl.store(of_rows + keys[:, None], score)
+            if PARTS > 0:
+                best = tl.maximum(best, score)
+                if PARTS == 2:
+                    best, other = other, best
+                blocks = first // _NEIGHBORS + tl.arange(0, KEYS // _NEIGHBORS)
+                of_blocks = tl.max(tl.reshape(score, (KEYS // _NEIGHBORS, _NEIGHBORS, ROWS)), 1)
+                tl.store(of_rows + (summary + maxima + blocks)[:, None], of_blocks)
+        found = tl.max(worst, 0)
+        if found != 0:
+            _record(errors, (row // tokens).to(tl.int64), found)
+    tl.store(faults + tl.program_id(0), (found != 0).to(tl.int32))
+    if PARTS > 0:
+        of_groups = of_rows + (summary + item * PARTS * KEYS + tl.arange(0, KEYS))[:, None]
+        tl.store(of_groups, best)
+        if PARTS == 2:
+            tl.store(of_groups + KEYS, other)
+
+
+@triton.jit(do_not_specialize=["tokens", "s_kv", "topk", "first_row", "items", "groups"])
+def _select_kernel(
+    lo, hi, indices, scores, length, buffer, buffer_keys, errors, faults, tokens,
+    s_kv, topk, row_len, row_size, groups, first_row, items,
+    KEYS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Selects from one row; nothing if one of its blocks is not in the pool or its keys do not fit in the table."""
+    row = first_row + tl.program_id(0)
+    begin, limit = _bound(lo + row, True), _bound(hi + row, True)
+    beyond = limit > s_kv
+    if beyond & (begin < limit):
+        _record(errors, row // tokens, (limit - 1).to(tl.int64) | _INDEX_FAULT)
+    if EARLY:
+        gdc_wait()
+    fault = tl.zeros((_FAULTS,), tl.int32)
+    for at in range(0, items, _FAULTS):
+        j = at + tl.arange(0, _FAULTS)
+        fault |= tl.load(faults + tl.program_id(0) // ROWS * items + j, mask=j < items, other=0)
+    end = tl.maximum(tl.minimum(limit, s_kv), begin)
+    end = tl.where(beyond | (tl.max(fault, 0) != 0), begin, end)
+    # Whole tiles: they have been scored, with -inf for keys that the row must not select. Written as differences, so
+    # that the compiler does not learn that they are multiples of KEYS: see `triton_select`.
+    first = begin - begin % KEYS
+    stop = tl.where(begin < end, end + (KEYS - 1) - (end + KEYS - 1) % KEYS, first)
+    at = tl.multiple_of(tl.program_id(0).to(tl.int64) * row_size, 16)
+    out = row.to(tl.int64) * topk
+    select_row(
+        buffer + at, buffer_keys + at, row_len, first, stop, end - begin, topk, groups,
+        indices + out, scores + out, length + row, BLOCK, WIDE,
+    )  # fmt: skip

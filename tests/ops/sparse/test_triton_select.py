@@ -1,0 +1,98 @@
+"""The exact selection from a row of scores, with and without a summary of it: rows that are hard to select from."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from attnmesh.ops.sparse.triton_select import NEIGHBORS, row_elements, select_row
+
+CUDA = torch.cuda.is_available()
+SLOW_HERE = () if CUDA else (pytest.mark.slow,)
+BLOCK, WIDE, K, BEGIN = 64, 128, 20, 48  # candidates in registers, groups, the top-k, the first key of a row
+
+
+@triton.jit
+def _kernel(
+    row, row_keys, row_len, begin, end, n, topk, groups, indices, scores, count,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    select_row(row, row_keys, row_len, begin, end, n, topk, groups, indices, scores, count, BLOCK, WIDE)
+
+
+def select(row: Tensor, groups: int, k: int) -> tuple[Tensor, Tensor, int]:
+    """The selection from `row`, which starts at key BEGIN of a longer one. What must not be read is NaN."""
+    n, device = len(row), row.device
+    end = BEGIN + -(-n // 16) * 16
+    row_len = end + 32
+    buffer = torch.full((row_elements(row_len, BLOCK, groups),), torch.nan, device=device)
+    buffer[BEGIN:end] = -torch.inf
+    buffer[BEGIN : BEGIN + n] = row
+    if groups:
+        at = row_len + 3 * BLOCK
+        keys = torch.arange(n, device=device)
+        buffer[at : at + groups] = torch.full((groups,), -torch.inf, device=device).scatter_reduce(
+            0, keys % groups, row, "amax"
+        )
+        blocks = buffer[BEGIN:end].view(-1, NEIGHBORS).amax(1)
+        buffer[at + groups + BEGIN // NEIGHBORS :][: len(blocks)] = blocks
+    indices, scores = torch.full((k + 3,), 99, device=device).int(), torch.full((k + 3,), 99.0, device=device)
+    count = torch.zeros(1, dtype=torch.int32, device=device)
+    _kernel[(1,)](
+        buffer, buffer.view(torch.int32), row_len, BEGIN, end, n, k, groups, indices, scores, count,
+        BLOCK=BLOCK, WIDE=WIDE if groups else 0, num_warps=4,
+    )  # fmt: skip
+    assert (indices[k:] == 99).all()
+    assert (scores[k:] == 99.0).all()
+    return indices[:k], scores[:k], int(count)
+
+
+N = 500
+AT = torch.arange(N)
+ROWS = {
+    "random": torch.rand(N, generator=torch.Generator().manual_seed(3)) - 0.5,
+    "of all sizes": 2.0 ** (AT * 37 % 121 - 60) * torch.where(AT % 2 == 0, 1.0, -1.0),
+    "few that can be selected": torch.where(AT % 31 == 0, AT / 8, -torch.inf),
+    "fewer groups than k": torch.where(AT % 64 < 3, AT / 8, -torch.inf),
+    "neighbors": torch.where((AT > 200) & (AT < 260), 100.0 + AT, AT % 7),
+    "ties at the end of the top-k": torch.where(AT % 30 == 0, 1.0, 0.0),
+    "constant": torch.full((N,), 3.25),
+    "more candidates than fit": torch.where(AT % 64 < 8, 100.0 + AT, AT % 7),
+    "infinite": torch.where(AT % 50 == 0, torch.inf, torch.where(AT % 3 == 0, -torch.inf, AT * 1.0)),
+    "shorter than the groups": torch.rand(100, generator=torch.Generator().manual_seed(4)),
+    "short": torch.rand(50, generator=torch.Generator().manual_seed(5)),
+    "empty": torch.zeros(0),
+}
+USUAL = [("random", 256), ("neighbors", 64), ("few that can be selected", 128), ("more candidates than fit", 0)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [
+        pytest.param(kind, groups, marks=() if (kind, groups) in USUAL else SLOW_HERE)
+        for kind in ROWS
+        for groups in (0, 64, 128, 256)
+    ],
+)
+def test_the_selection(device, kind, groups):
+    check(ROWS[kind].to(device), groups, K)
+
+
+@pytest.mark.parametrize(("k", "groups"), [pytest.param(50, 256, marks=SLOW_HERE), (100, 0), (1000, 128)])
+def test_a_topk_that_does_not_fit_in_the_room_for_candidates(device, k, groups):
+    check(ROWS["random"].to(device), groups, k)
+
+
+def check(row: Tensor, groups: int, k: int) -> None:
+    order = row.argsort(descending=True, stable=True)[:k]
+    expected = order[row[order] > -torch.inf].sort().values
+    indices, scores, count = select(row, groups, k)
+    assert count == len(expected)
+    assert (indices[:count] - BEGIN).tolist() == expected.tolist()
+    assert torch.equal(scores[:count], row[expected])
+    assert (indices[count:] == -1).all()
+    assert scores[count:].isneginf().all()
