@@ -64,7 +64,9 @@ def test_faults(split_size, monkeypatch):
 
 
 PLANTED = {
-    "bytes are read before they arrive": ("mbarrier.wait(barriers.raw_ready.index(quarter), step & 1)", "pass"),
+    "scales are read before they arrive": (
+        "mbarrier.wait(barriers.scales_ready.index(step % 2), step // 2 & 1)", "pass",
+    ),
     "keys are overwritten while they are read": (
         "mbarrier.wait(barriers.k_free.index(at % _RING), (at // _RING & 1) ^ 1)", "pass",
     ),
@@ -84,8 +86,8 @@ PLANTED = {
         "front = warpgroup_mma_wait(1, [front])\n            mbarrier.arrive(barriers.k_free.index(near), count=1)",
         "mbarrier.arrive(barriers.k_free.index(near), count=1)\n            front = warpgroup_mma_wait(1, [front])",
     ),
-    "scales of the tile before": ("memory, step + 1, slot, BLOCK_SIZE)\n                        _copy_values",
-                                  "memory, step, slot, BLOCK_SIZE)\n                        _copy_values"),
+    "scales of the tile after": ("scales.index(step % 2).slice", "scales.index((step + 1) % 2).slice"),
+    "keys of the tile before": ("slot = after", "pass"),
     "sums are not rescaled": ("decay.index(stage).load(layout)", "decay.index(stage).load(layout) * 0 + 1"),
     "slots past the last count": ("item.count - tile * _KEYS", "item.count - tile * _KEYS + 1"),
     "shares are overwritten too soon": ("mbarrier.wait(barriers.share_free.index(0), (done & 1) ^ 1)", "pass"),
