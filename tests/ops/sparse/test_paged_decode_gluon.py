@@ -64,11 +64,9 @@ def test_faults(split_size, monkeypatch):
 
 
 PLANTED = {
-    "scales are read before they arrive": (
-        "mbarrier.wait(barriers.scales_ready.index(step % 2), step // 2 & 1)", "pass",
-    ),
+    "scales are read before they arrive": ("mbarrier.wait(barriers.scales_ready.index(stage), turn)", "pass"),
     "keys are overwritten while they are read": (
-        "mbarrier.wait(barriers.k_free.index(at % _RING), (at // _RING & 1) ^ 1)", "pass",
+        "mbarrier.wait(barriers.k_free.index(2 * stage), turn ^ 1)", "pass",
     ),
     "keys are not fenced": ("fence_async_shared()  # writes and products", "pass  # writes and products"),
     "tails are overwritten while they are read": (
@@ -77,17 +75,20 @@ PLANTED = {
     "tails are read before they arrive": ("mbarrier.wait(barriers.tail_ready.index(stage), step // 2 & 1)", "pass"),
     "queries are not fenced": ("fence_async_shared()  # the queries", "pass  # the queries"),
     "queries are overwritten too soon": ("mbarrier.wait(barriers.q_free.index(0), (served & 1) ^ 1)", "pass"),
+    "queries are given back too early": ("if tile + 1 == item.tiles:", "if tile == 0:"),
     "weights are not fenced": (
         "to(weights.dtype))\n    fence_async_shared()", "to(weights.dtype))",
     ),
     "averagers do not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(stage), turn)", "pass"),
     "scores are read too early": ("wait(0, [scores]) * scale", "wait(1, [scores]) * scale"),
     "keys are given back too early": (
-        "front = warpgroup_mma_wait(1, [front])\n            mbarrier.arrive(barriers.k_free.index(near), count=1)",
-        "mbarrier.arrive(barriers.k_free.index(near), count=1)\n            front = warpgroup_mma_wait(1, [front])",
+        "front = warpgroup_mma_wait(1, [front])\n"
+        "            mbarrier.arrive(barriers.k_free.index(2 * stage), count=1)",
+        "mbarrier.arrive(barriers.k_free.index(2 * stage), count=1)\n"
+        "            front = warpgroup_mma_wait(1, [front])",
     ),
-    "scales of the tile after": ("scales.index(step % 2).slice", "scales.index((step + 1) % 2).slice"),
-    "keys of the tile before": ("slot = after", "pass"),
+    "scales of the tile after": ("scales.index(stage).slice", "scales.index(1 - stage).slice"),
+    "keys of the tile before": ("_load(source, 1, after,", "_load(source, 1, slot,"),
     "sums are not rescaled": ("decay.index(stage).load(layout)", "decay.index(stage).load(layout) * 0 + 1"),
     "slots past the last count": ("item.count - tile * _KEYS", "item.count - tile * _KEYS + 1"),
     "shares are overwritten too soon": ("mbarrier.wait(barriers.share_free.index(0), (done & 1) ^ 1)", "pass"),

@@ -121,7 +121,7 @@ def launch(what: str, dtype: str, heads: int, d: int, *how) -> None:
 def spills(kernel: dict) -> int:
     what = kernel["case"][0]
     if what == "decode gluon":
-        return 64  # addresses: 20 warps have few registers besides the sums
+        return 64  # addresses, besides the sums and half of a tile of keys
     if "gluon" in what or "distribution" in what:
         return 0
     if what == "forward triton" or kernel["kernel"] == "_forward_kernel":

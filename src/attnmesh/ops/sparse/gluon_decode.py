@@ -3,13 +3,12 @@
 Items and the groups of warps are those of `gluon_forward`, with 64 heads of one token, or of a part of its slots, but
 for the first:
 
-- the gatherer copies values in 8 bits, their scales and the rope part into shared memory, a tile ahead, multiplies
-  values by their scales and writes them in 16 bits, a quarter of the columns at a time;
+- the gatherer loads values in 8 bits into registers, half of a tile ahead, multiplies them by their scales and writes
+  them to shared memory in 16 bits; it copies the scales, the rope part and the queries;
 - the scorer and the two averagers are those of `gluon_forward`.
 
-Synchronization: quarter `at` is in slot `at % RING`, and as bytes in slot `at % 4`. The gatherer overwrites bytes once
-all of its warps have read them, which they report together. A quarter is free when its averager has multiplied it, a
-tail (later the weights) when both have.
+Synchronization is that of `gluon_forward`, with two tiles of keys in shared memory, but that half of a tile is ready
+when the gatherer has written it, and the rope part, which scores need last, when it has been copied.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -48,11 +47,11 @@ from attnmesh.ops.storage import Quantized
 _LOG2_E = gl.constexpr(LOG2_E)
 _HEADS, _KEYS = gl.constexpr(HEADS), gl.constexpr(KEYS)
 _QUARTER, _TAIL = gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
-_RING = gl.constexpr(8)  # quarters of keys that fit beside the queries and a tile in 8 bits
-_AVERAGER, _GATHERER = gl.constexpr(160), gl.constexpr(112)  # registers per thread; the scorer has 80
+_AVERAGER, _GATHERER = gl.constexpr(160), gl.constexpr(120)  # registers per thread; the scorer has the rest of 512
 _GATHERERS = gl.constexpr(128)  # threads, each of which reports its own copies
+_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))  # a lane has those of a row
 # Of the words of a quarter. A lane has 16 columns of a row; the eight that write together write to different banks.
-_LINES = gl.constexpr(
+_WORDS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [16, 0], [32, 0]], [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]], [[4, 0], [8, 0]], [],
         [KEYS, D_V // 16],
@@ -75,7 +74,7 @@ class Memory(NamedTuple):
 
     q: Any  # quarters
     q_tail: Any
-    k: Any  # quarters
+    k: Any  # quarters of two tiles
     tail: Any  # of two tiles, and then the weights [HEADS, KEYS]
     scales: Any  # of two tiles
     decay: Any  # factor of the sums so far after a new maximum
@@ -83,7 +82,7 @@ class Memory(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """The barriers of queries, quarters, tails, weights and shares."""
+    """The barriers of queries, scales, halves of tiles, tails, weights and shares."""
 
     q_ready: Any
     q_free: Any
@@ -123,7 +122,10 @@ class Item(NamedTuple):
 
 
 def supports(q: Tensor, pool: object, *, d_v: int) -> bool:
-    """Whether the kernel can serve the call: latents of 512 and a rope part of 64, rows at 16 bytes, on Hopper."""
+    """Whether the kernel can serve the call: latents of 512 and a rope part of 64, rows at 16 bytes, on Hopper.
+
+    The place of a row in units of 16 bytes must fit in 32 bits: 32 GiB.
+    """
     if not isinstance(pool, Quantized) or pool.rope is None:
         return False
     parts = (q, pool.values, pool.scales, pool.rope)
@@ -132,6 +134,7 @@ def supports(q: Tensor, pool: object, *, d_v: int) -> bool:
         and q.dtype == torch.bfloat16
         and (pool.values.shape[-1], pool.rope.shape[-1]) == (D_V, D_TAIL)
         and all(x.data_ptr() % 16 == 0 and all(n * x.itemsize % 16 == 0 for n in x.stride()[:2]) for x in parts)
+        and all(len(x) * x.stride(0) * x.itemsize < 2**35 for x in (pool.values, pool.scales, pool.rope))
         and pool.scales.stride(3) == 1
         and q.is_cuda
         and torch.cuda.get_device_capability(q.device)[0] == 9
@@ -151,7 +154,7 @@ def attend(
     items = rows * splits * triton.cdiv(heads, HEADS)
     with torch.cuda.device_of(q):
         _attend_kernel[(min(items, processors(q)),)](
-            q, _steps(q), pool.values.view(torch.int32), _steps(pool.values), pool.scales, _steps(pool.scales),
+            q, _steps(q), pool.values[:, :, 0].view(torch.int32), _steps(pool.values), pool.scales, _steps(pool.scales),
             pool.rope, _steps(pool.rope), slots, lengths, *results, sinks,
             items, heads, span, splits, slots.shape[1], scale * LOG2_E,
             BLOCK_SIZE=pool.values.shape[1], SPLIT=splits > 1, NARROW_OUT=results[0].dtype.itemsize == 2, num_warps=4,
@@ -177,7 +180,7 @@ def _attend_kernel(
     memory = Memory(
         gl.allocate_shared_memory(dtype, [4, _HEADS, _QUARTER], wide),
         gl.allocate_shared_memory(dtype, [_HEADS, _TAIL], wide),
-        gl.allocate_shared_memory(dtype, [_RING, _KEYS, _QUARTER], wide),
+        gl.allocate_shared_memory(dtype, [8, _KEYS, _QUARTER], wide),
         gl.allocate_shared_memory(dtype, [2, _KEYS, _TAIL], wide),
         gl.allocate_shared_memory(gl.float32, [2, _KEYS, 4], scale_layout),
         gl.allocate_shared_memory(gl.float32, [2, _HEADS], flat),
@@ -187,8 +190,8 @@ def _attend_kernel(
         q_ready=allocate_barriers(1),
         q_free=allocate_barriers(1),
         scales_ready=allocate_barriers(2),
-        k_ready=allocate_barriers(_RING),
-        k_free=allocate_barriers(_RING),
+        k_ready=allocate_barriers(4),
+        k_free=allocate_barriers(4),
         tail_ready=allocate_barriers(2),
         tail_free=allocate_barriers(2),
         decay_ready=allocate_barriers(2),
@@ -200,7 +203,7 @@ def _attend_kernel(
     init_barriers(barriers.q_free, 1)
     init_barriers(barriers.scales_ready, _GATHERERS)
     init_barriers(barriers.k_ready, 1)
-    init_barriers(barriers.k_free, 1)
+    init_barriers(barriers.k_free, 2)
     init_barriers(barriers.tail_ready, _GATHERERS)
     init_barriers(barriers.tail_free, 2)
     init_barriers(barriers.decay_ready, 1)
@@ -240,7 +243,7 @@ def _item(number, work):
 class Source(NamedTuple):
     """The pool, with strides in units of 16 bytes."""
 
-    codes: Any  # the values in 8 bits
+    codes: Any  # the values in 8 bits, four in a word
     code_steps: Any
     scales: Any
     scale_steps: Any
@@ -251,61 +254,76 @@ class Source(NamedTuple):
 @gluon.jit
 def _gather(q, q_steps, source, memory, barriers, work, BLOCK_SIZE: gl.constexpr):
     """Converts the keys of the slots of each item, tile by tile, and copies its queries; 0 past the last slot."""
-    down: gl.constexpr = gl.SliceLayout(1, _LINES)
     step = 0  # tiles so far, of all items
     served = 0  # items so far that have any tile
     for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
         item = _item(number, work)
         if item.tiles > 0:
-            row_slots = work.slots + item.row * work.topk + item.begin
-            j = gl.arange(0, _KEYS, layout=down)
-            slot = gl.load(row_slots + j, mask=j < item.count, other=-1)
-            _copy_scales(source, memory, barriers, step, slot, BLOCK_SIZE)
+            slots = work.slots + item.row * work.topk + item.begin
+            count = item.count  # of the slots that are left
+            slot = _slots(slots, count, _WORDS)
+            scaled = _slots(slots, count, _SCALES)
             first = _load(source, 0, slot, BLOCK_SIZE)
             second = _load(source, 1, slot, BLOCK_SIZE)
+            _copy_scales(source, memory, barriers, step, scaled, BLOCK_SIZE)
             _copy_queries(q, q_steps, memory, barriers, item, work, served)
             served += 1
             for tile in range(item.tiles):
-                # A wait for one load waits for all before it: half of a tile is loaded while a quarter is converted.
-                mbarrier.wait(barriers.scales_ready.index(step % 2), step // 2 & 1)
-                _convert(memory, barriers, step, 0, first)
+                stage = step % 2
+                turn = step // 2 & 1
+                # A warp can only wait for all of its loads. So that it waits for those of the half of a tile that is
+                # converted next before it loads the other, the other needs slots that were loaded with the first.
+                mbarrier.wait(barriers.scales_ready.index(stage), turn)
+                mbarrier.wait(barriers.k_free.index(2 * stage), turn ^ 1)
                 third = _load(source, 2, slot, BLOCK_SIZE)
                 fourth = _load(source, 3, slot, BLOCK_SIZE)
-                j = j + _KEYS
-                after = gl.load(row_slots + j, mask=j < item.count, other=-1)
-                _convert(memory, barriers, step, 1, second)
+                slots += _KEYS
+                count -= _KEYS
+                after = _slots(slots, count, _WORDS)
+                scaled = _slots(slots, count, _SCALES)
+                _convert(memory, stage, 0, first)
+                _convert(memory, stage, 1, second)
+                fence_async_shared()  # writes and products access shared memory through different proxies
+                mbarrier.arrive(barriers.k_ready.index(2 * stage), count=1)
+
                 _copy_tail(source, memory, barriers, step, slot, BLOCK_SIZE)
-                slot = after
-                _convert(memory, barriers, step, 2, third)
+                mbarrier.wait(barriers.k_free.index(2 * stage + 1), turn ^ 1)
+                first = _load(source, 0, after, BLOCK_SIZE)
+                second = _load(source, 1, after, BLOCK_SIZE)
+                slot = _slots(slots, count, _WORDS)  # again
                 if tile + 1 < item.tiles:
-                    _copy_scales(source, memory, barriers, step + 1, slot, BLOCK_SIZE)
-                first = _load(source, 0, slot, BLOCK_SIZE)
-                second = _load(source, 1, slot, BLOCK_SIZE)
-                _convert(memory, barriers, step, 3, fourth)
+                    _copy_scales(source, memory, barriers, step + 1, scaled, BLOCK_SIZE)
+                _convert(memory, stage, 2, third)
+                _convert(memory, stage, 3, fourth)
+                fence_async_shared()
+                mbarrier.arrive(barriers.k_ready.index(2 * stage + 1), count=1)
                 step += 1
 
 
 @gluon.jit
+def _slots(slots, count, layout: gl.constexpr):
+    """The next slots, as the rows of a layout; -1 past the last."""
+    j = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, layout))
+    return gl.load(slots + j, mask=j < count, other=-1)
+
+
+@gluon.jit
 def _load(source, quarter: gl.constexpr, slot, BLOCK_SIZE: gl.constexpr):
-    """A quarter of the values of some slots, four in a word."""
+    """A quarter of the values of some slots."""
     rows, valid = _rows(source.codes, source.code_steps, slot, 4, BLOCK_SIZE)
-    WORDS: gl.constexpr = _QUARTER // 4
-    column = quarter * WORDS + gl.arange(0, WORDS, layout=gl.SliceLayout(0, _LINES))[None, :]
+    SIZE: gl.constexpr = _QUARTER // 4
+    column = quarter * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(0, _WORDS))[None, :]
     return gl.load(rows[:, None] + column, mask=valid[:, None], other=0)
 
 
 @gluon.jit
-def _convert(memory, barriers, step, quarter: gl.constexpr, words):
+def _convert(memory, stage, quarter: gl.constexpr, words):
     """Writes a quarter of a tile in 16 bits."""
-    at = 4 * step + quarter
-    mbarrier.wait(barriers.k_free.index(at % _RING), (at // _RING & 1) ^ 1)
-    first, second, third, fourth = unpack_fp8(words)
-    scale = memory.scales.index(step % 2).slice(quarter, 1, dim=1).load(_LINES)
+    first, second, third, fourth = _unpack(words)
+    scale = memory.scales.index(stage).slice(quarter, 1, dim=1).load(_WORDS)
     values = gl.join(gl.join(first * scale, third * scale), gl.join(second * scale, fourth * scale))
     values = values.reshape([_KEYS, _QUARTER]).to(memory.k.dtype)
-    memory.k.index(at % _RING).store(values)
-    fence_async_shared()  # writes and products access shared memory through different proxies
-    mbarrier.arrive(barriers.k_ready.index(at % _RING), count=1)
+    memory.k.index(4 * stage + quarter).store(values)
 
 
 _UNPACK = gl.constexpr("""{
@@ -324,8 +342,8 @@ _UNPACK = gl.constexpr("""{
 
 
 @gluon.jit
-def unpack_fp8(words):
-    """The four e4m3 values of each word, in float32."""
+def _unpack(words):
+    """The four e4m3 values of each word, in float32. Values that are loaded as such would be a register each."""
     return gl.inline_asm_elementwise(
         _UNPACK, "=f,=f,=f,=f,r", [words], dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1
     )
@@ -341,13 +359,9 @@ def _rows(pointer, steps, slot, UNIT: gl.constexpr, BLOCK_SIZE: gl.constexpr):
 @gluon.jit
 def _copy_scales(source, memory, barriers, step, slot, BLOCK_SIZE: gl.constexpr):
     """The scales of a tile."""
-    grid: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-    slot = gl.convert_layout(slot, gl.SliceLayout(1, grid))
     rows, valid = _rows(source.scales, source.scale_steps, slot, 4, BLOCK_SIZE)
-    column = gl.arange(0, 4, layout=gl.SliceLayout(0, grid))[None, :]
-    async_copy.async_copy_global_to_shared(
-        memory.scales.index(step % 2), rows[:, None] + column, mask=valid[:, None]
-    )
+    column = gl.arange(0, 4, layout=gl.SliceLayout(0, _SCALES))[None, :]
+    async_copy.async_copy_global_to_shared(memory.scales.index(step % 2), rows[:, None] + column, mask=valid[:, None])
     async_copy.mbarrier_arrive(barriers.scales_ready.index(step % 2), increment_count=False)
 
 
@@ -399,14 +413,16 @@ def _score(memory, barriers, work, results, scale_log2, SPLIT: gl.constexpr):
             stage = step % 2
             scores = gl.zeros([_HEADS, _KEYS], gl.float32, grid)
             for quarter in gl.static_range(4):
-                at = 4 * step + quarter
-                mbarrier.wait(barriers.k_ready.index(at % _RING), at // _RING & 1)
-                keys = memory.k.index(at % _RING).permute([1, 0])
+                if quarter % 2 == 0:
+                    mbarrier.wait(barriers.k_ready.index(2 * stage + quarter // 2), step // 2 & 1)
+                keys = memory.k.index(4 * stage + quarter).permute([1, 0])
                 scores = warpgroup_mma(memory.q.index(quarter), keys, scores, use_acc=quarter > 0, is_async=True)
             mbarrier.wait(barriers.tail_ready.index(stage), step // 2 & 1)
             fence_async_shared()
             scores = warpgroup_mma(memory.q_tail, memory.tail.index(stage).permute([1, 0]), scores, is_async=True)
             scores = warpgroup_mma_wait(0, [scores]) * scale_log2
+            if tile + 1 == item.tiles:
+                mbarrier.arrive(barriers.q_free.index(0), count=1)  # the next queries arrive meanwhile
             step += 1
 
             if (tile + 1) * _KEYS > item.count:
@@ -419,7 +435,6 @@ def _score(memory, barriers, work, results, scale_log2, SPLIT: gl.constexpr):
             )  # fmt: skip
 
         if item.tiles > 0:
-            mbarrier.arrive(barriers.q_free.index(0), count=1)
             served += 1
         head = item.head_begin + gl.arange(0, _HEADS, layout=down)
         real = head < work.heads
@@ -453,18 +468,16 @@ def _average(memory, barriers, work, out, PART: gl.constexpr, NARROW_OUT: gl.con
         for _tile in range(item.tiles):
             stage = step % 2
             turn = step // 2 & 1
-            near = (4 * step + PART) % _RING
-            far = (4 * step + 2 + PART) % _RING
             step += 1
             front, back = rescale(front, back, stage, turn, memory.decay, barriers.decay_ready, down)
             mbarrier.wait(barriers.weights_ready.index(stage), turn)
             weights = memory.tail.index(stage)
-            front = warpgroup_mma(weights, memory.k.index(near), front, is_async=True)
-            back = warpgroup_mma(weights, memory.k.index(far), back, is_async=True)
+            front = warpgroup_mma(weights, memory.k.index(4 * stage + PART), front, is_async=True)
+            back = warpgroup_mma(weights, memory.k.index(4 * stage + 2 + PART), back, is_async=True)
             front = warpgroup_mma_wait(1, [front])
-            mbarrier.arrive(barriers.k_free.index(near), count=1)
+            mbarrier.arrive(barriers.k_free.index(2 * stage), count=1)
             back = warpgroup_mma_wait(0, [back])
-            mbarrier.arrive(barriers.k_free.index(far), count=1)
+            mbarrier.arrive(barriers.k_free.index(2 * stage + 1), count=1)
             mbarrier.arrive(barriers.tail_free.index(stage), count=1)
 
         mbarrier.wait(barriers.share_ready.index(0), done & 1)
