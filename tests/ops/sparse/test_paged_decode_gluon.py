@@ -10,6 +10,7 @@ from attnmesh import check_decode_errors
 from attnmesh.ops.sparse import gluon_decode, triton_decode
 from helpers.gluon import emulated
 
+LOCATE = triton_decode.locate
 WIDTHS = {"dim": 576, "storage": "fp8_ds_mla"}
 CASES = {
     "one tile": {"heads": 5, "topk": 40, "lengths": (50, 0, 9)},
@@ -26,8 +27,19 @@ CASES = {
 
 
 def by_gluon(monkeypatch: pytest.MonkeyPatch, seed: int = 0, planted: tuple[str, str] | None = None) -> None:
-    """Let the emulated kernel attend."""
-    monkeypatch.setattr(triton_decode, "gluon_decode", emulated(gluon_decode, seed, planted))
+    """Let the emulated kernel attend. It starts early: slots are there only once it has waited for them."""
+    kernel = emulated(gluon_decode, seed, planted)
+
+    def locate(*args):
+        results = LOCATE(*args)
+        located = [x.clone() for x in results]
+        for x in results:
+            x.zero_()
+        kernel.gdc_wait = lambda: [x.copy_(y) for x, y in zip(results, located, strict=True)]
+        return results
+
+    monkeypatch.setattr(triton_decode, "gluon_decode", kernel)
+    monkeypatch.setattr(triton_decode, "locate", locate)
     monkeypatch.setattr(triton_decode, "fastest_way", lambda call: triton_decode.Way.GLUON)
 
 
@@ -88,10 +100,11 @@ PLANTED = {
         "            front = warpgroup_mma_wait(1, [front])",
     ),
     "scales of the tile after": ("scales.index(stage).slice", "scales.index(1 - stage).slice"),
-    "keys of the tile before": ("_load(source, 1, after,", "_load(source, 1, slot,"),
+    "keys of the tile before": ("slot = after", "pass"),
     "sums are not rescaled": ("decay.index(stage).load(layout)", "decay.index(stage).load(layout) * 0 + 1"),
     "slots past the last count": ("item.count - tile * _KEYS", "item.count - tile * _KEYS + 1"),
     "shares are overwritten too soon": ("mbarrier.wait(barriers.share_free.index(0), (done & 1) ^ 1)", "pass"),
+    "slots are read before they are located": ("gdc_wait()  # for", "pass  # for"),
 }  # fmt: skip
 
 

@@ -215,7 +215,7 @@ SWEEPS = {
           for dtype in ("bfloat16", "float16")),
         ("decode fp8", "bfloat16", 128, 576, 4096), ("decode fp8", "float32", 16, 576),
         ("decode plain", "bfloat16", 5, 96), ("decode gathered", "bfloat16", 128, 576),
-        ("decode gluon", "bfloat16", 128, 576), ("decode gluon", "bfloat16", 16, 576, 128),
+        *(("decode gluon", "bfloat16", 128, 576, split) for split in (128, 2048)),
         *(("paged topk", dtype, 64, 128, 2048, tokens)
           for dtype, tokens in (("bfloat16", 1), ("float16", 2), ("bfloat16", 4), ("float32", 1))),
     ],

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
 from attnmesh.ops.sparse.gluon_common import (
@@ -47,7 +48,7 @@ from attnmesh.ops.storage import Quantized
 _LOG2_E = gl.constexpr(LOG2_E)
 _HEADS, _KEYS = gl.constexpr(HEADS), gl.constexpr(KEYS)
 _QUARTER, _TAIL = gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
-_AVERAGER, _GATHERER = gl.constexpr(160), gl.constexpr(120)  # registers per thread; the scorer has the rest of 512
+_AVERAGER, _GATHERER = gl.constexpr(160), gl.constexpr(112)  # registers per thread; the scorer has the rest of 512
 _GATHERERS = gl.constexpr(128)  # threads, each of which reports its own copies
 _SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))  # a lane has those of a row
 # Of the words of a quarter. A lane has 16 columns of a row; the eight that write together write to different banks.
@@ -158,6 +159,7 @@ def attend(
             pool.rope, _steps(pool.rope), slots, lengths, *results, sinks,
             items, heads, span, splits, slots.shape[1], scale * LOG2_E,
             BLOCK_SIZE=pool.values.shape[1], SPLIT=splits > 1, NARROW_OUT=results[0].dtype.itemsize == 2, num_warps=4,
+            launch_pdl=True,
         )  # fmt: skip
 
 
@@ -211,6 +213,9 @@ def _attend_kernel(
     init_barriers(barriers.share_ready, 1)
     init_barriers(barriers.share_free, 2)
     fence_async_shared()
+    gdc_wait()  # for the kernel before this one, which writes the slots and may still run
+    if SPLIT:
+        gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
 
     work = Work(slots, lengths, topk, span, splits, heads, items)
     results = Results(out, lse, top, sinks)
@@ -262,38 +267,37 @@ def _gather(q, q_steps, source, memory, barriers, work, BLOCK_SIZE: gl.constexpr
             slots = work.slots + item.row * work.topk + item.begin
             count = item.count  # of the slots that are left
             slot = _slots(slots, count, _WORDS)
-            scaled = _slots(slots, count, _SCALES)
             first = _load(source, 0, slot, BLOCK_SIZE)
             second = _load(source, 1, slot, BLOCK_SIZE)
-            _copy_scales(source, memory, barriers, step, scaled, BLOCK_SIZE)
+            _copy_scales(source, memory, barriers, step, _slots(slots, count, _SCALES), BLOCK_SIZE)
             _copy_queries(q, q_steps, memory, barriers, item, work, served)
             served += 1
             for tile in range(item.tiles):
                 stage = step % 2
                 turn = step // 2 & 1
-                # A warp can only wait for all of its loads. So that it waits for those of the half of a tile that is
-                # converted next before it loads the other, the other needs slots that were loaded with the first.
+                # A warp can only wait for all of its loads: half of a tile is loaded after the first quarter of the
+                # other half has been converted, and while the second is.
                 mbarrier.wait(barriers.scales_ready.index(stage), turn)
                 mbarrier.wait(barriers.k_free.index(2 * stage), turn ^ 1)
+                _convert(memory, stage, 0, first)
                 third = _load(source, 2, slot, BLOCK_SIZE)
                 fourth = _load(source, 3, slot, BLOCK_SIZE)
                 slots += _KEYS
                 count -= _KEYS
                 after = _slots(slots, count, _WORDS)
                 scaled = _slots(slots, count, _SCALES)
-                _convert(memory, stage, 0, first)
                 _convert(memory, stage, 1, second)
                 fence_async_shared()  # writes and products access shared memory through different proxies
                 mbarrier.arrive(barriers.k_ready.index(2 * stage), count=1)
 
                 _copy_tail(source, memory, barriers, step, slot, BLOCK_SIZE)
+                slot = after
                 mbarrier.wait(barriers.k_free.index(2 * stage + 1), turn ^ 1)
-                first = _load(source, 0, after, BLOCK_SIZE)
-                second = _load(source, 1, after, BLOCK_SIZE)
-                slot = _slots(slots, count, _WORDS)  # again
+                _convert(memory, stage, 2, third)
+                first = _load(source, 0, slot, BLOCK_SIZE)
+                second = _load(source, 1, slot, BLOCK_SIZE)
                 if tile + 1 < item.tiles:
                     _copy_scales(source, memory, barriers, step + 1, scaled, BLOCK_SIZE)
-                _convert(memory, stage, 2, third)
                 _convert(memory, stage, 3, fourth)
                 fence_async_shared()
                 mbarrier.arrive(barriers.k_ready.index(2 * stage + 1), count=1)
