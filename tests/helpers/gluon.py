@@ -148,6 +148,13 @@ def value(x) -> Tensor:
     return torch.as_tensor(x, dtype={int: torch.int32, float: torch.float32}.get(type(x)))
 
 
+def run_asm(asm: str, _constraints: str, args: list[Tensor], **_):
+    """What the kernels use of the assembly language: the four e4m3 values of each word, in float32."""
+    assert "e4m3x2" in asm
+    (words,) = args
+    return words.contiguous()[..., None].view(torch.float8_e4m3fn).float().unbind(-1)
+
+
 class Shared:
     """A view of shared memory, NaN until written. `hidden`: written, but not yet for the matrix units to see."""
 
@@ -458,6 +465,8 @@ class Machine:
             "cdiv": lambda a, b: (a + b - 1) // b,
             "associative_scan": lambda x, axis, _combine: torch.cumsum(x, axis),  # only sums so far
             "convert_layout": lambda x, layout: x,
+            "join": lambda a, b: torch.stack((a, b), -1),
+            "inline_asm_elementwise": run_asm,
             "load": Pointer.read,
             "store": Pointer.write,
             "atomic_add": self.add,

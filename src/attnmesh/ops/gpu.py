@@ -27,6 +27,13 @@ def gpu_of(device: torch.device) -> GPU:
     return _gpu_of(device) if device.type == "cuda" else WITHOUT_GPU
 
 
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel may start while the one before it runs: programmatic dependent launch, from Hopper on."""
+    import triton
+
+    return torch.version.hip is None and gpu_of(device).capability >= 90 and not triton.knobs.runtime.interpret
+
+
 @functools.cache
 def _gpu_of(device: torch.device) -> GPU:
     properties: Any = torch.cuda.get_device_properties(device)  # its type lacks shared_memory_per_block_optin

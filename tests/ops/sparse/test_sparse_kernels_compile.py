@@ -121,7 +121,7 @@ def launch(what: str, dtype: str, heads: int, d: int, *how) -> None:
 def spills(kernel: dict) -> int:
     what = kernel["case"][0]
     if what == "decode gluon":
-        return 64  # addresses: 20 warps have few registers besides the sums
+        return 64  # addresses, besides the sums and half of a tile of keys
     if "gluon" in what or "distribution" in what:
         return 0
     if what == "forward triton" or kernel["kernel"] == "_forward_kernel":
@@ -215,7 +215,7 @@ SWEEPS = {
           for dtype in ("bfloat16", "float16")),
         ("decode fp8", "bfloat16", 128, 576, 4096), ("decode fp8", "float32", 16, 576),
         ("decode plain", "bfloat16", 5, 96), ("decode gathered", "bfloat16", 128, 576),
-        ("decode gluon", "bfloat16", 128, 576), ("decode gluon", "bfloat16", 16, 576, 128),
+        *(("decode gluon", "bfloat16", 128, 576, split) for split in (128, 2048)),
         *(("paged topk", dtype, 64, 128, 2048, tokens)
           for dtype, tokens in (("bfloat16", 1), ("float16", 2), ("bfloat16", 4), ("float32", 1))),
     ],

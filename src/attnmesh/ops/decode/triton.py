@@ -17,7 +17,7 @@ from attnmesh.core.optional import installed, require
 from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES, error_record, raise_device_error
-from attnmesh.ops.gpu import gpu_of
+from attnmesh.ops.gpu import gpu_of, starts_early
 from attnmesh.ops.storage import Quantized, Stored, values_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -285,7 +285,7 @@ class Launch:
         window = None if call.window is None else min(call.window, max(1, call.capacity))
         num_blocks = values_of(call.k).shape[0]
         with torch.cuda.device_of(q):
-            early = _starts_early(q.device)
+            early = starts_early(q.device)
         return cls(
             call, q, row_tile, heads, owners, shares, fixed,
             (*table, call.cur_pos.contiguous(), *key_range),
@@ -445,11 +445,6 @@ def _extent(x: Tensor) -> int:
 def multiprocessors(device: torch.device) -> int:
     """The multiprocessors of a GPU; 2 elsewhere, so that interpreted kernels have several shares."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-def _starts_early(device: torch.device) -> bool:
-    """Whether the merge kernel may start while the split kernel runs: programmatic dependent launch, from Hopper on."""
-    return torch.version.hip is None and gpu_of(device).capability >= 90 and not _interpreted()
 
 
 def _interpreted() -> bool:

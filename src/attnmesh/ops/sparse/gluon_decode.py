@@ -3,13 +3,12 @@
 Items and the groups of warps are those of `gluon_forward`, with 64 heads of one token, or of a part of its slots, but
 for the first:
 
-- the gatherer copies values in 8 bits, their scales and the rope part into shared memory, a tile ahead, multiplies
-  values by their scales and writes them in 16 bits, a quarter of the columns at a time;
+- the gatherer loads values in 8 bits into registers, half of a tile ahead, multiplies them by their scales and writes
+  them to shared memory in 16 bits; it copies the scales, the rope part and the queries;
 - the scorer and the two averagers are those of `gluon_forward`.
 
-Synchronization: quarter `at` is in slot `at % RING`, and as bytes in slot `at % 4`. The gatherer overwrites bytes once
-all of its warps have read them, which they report together. A quarter is free when its averager has multiplied it, a
-tail (later the weights) when both have.
+Synchronization is that of `gluon_forward`, with two tiles of keys in shared memory, but that half of a tile is ready
+when the gatherer has written it, and the rope part, which scores need last, when it has been copied.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -29,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
 from attnmesh.ops.sparse.gluon_common import (
@@ -48,9 +48,16 @@ from attnmesh.ops.storage import Quantized
 _LOG2_E = gl.constexpr(LOG2_E)
 _HEADS, _KEYS = gl.constexpr(HEADS), gl.constexpr(KEYS)
 _QUARTER, _TAIL = gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
-_RING = gl.constexpr(6)  # quarters of keys that fit beside the queries and a tile in 8 bits
-_AVERAGER, _GATHERER = gl.constexpr(160), gl.constexpr(40)  # registers per thread; the scorer has 80
-_GATHERERS = gl.constexpr(256)  # threads, each of which reports its own copies
+_AVERAGER, _GATHERER = gl.constexpr(160), gl.constexpr(112)  # registers per thread; the scorer has the rest of 512
+_GATHERERS = gl.constexpr(128)  # threads, each of which reports its own copies
+_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))  # a lane has those of a row
+# Of the words of a quarter. A lane has 16 columns of a row; the eight that write together write to different banks.
+_WORDS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [16, 0], [32, 0]], [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]], [[4, 0], [8, 0]], [],
+        [KEYS, D_V // 16],
+    )
+)  # fmt: skip
 NOT_SPECIALIZED = ["items", "heads", "span", "splits", "topk", "scale_log2"]
 
 
@@ -68,20 +75,19 @@ class Memory(NamedTuple):
 
     q: Any  # quarters
     q_tail: Any
-    k: Any  # quarters
+    k: Any  # quarters of two tiles
     tail: Any  # of two tiles, and then the weights [HEADS, KEYS]
-    raw: Any  # quarters in 8 bits
     scales: Any  # of two tiles
     decay: Any  # factor of the sums so far after a new maximum
     share: Any  # 1 / sum of weights, at the end
 
 
 class Barriers(NamedTuple):
-    """The barriers of queries, quarters, tails, weights and shares."""
+    """The barriers of queries, scales, halves of tiles, tails, weights and shares."""
 
     q_ready: Any
     q_free: Any
-    raw_ready: Any
+    scales_ready: Any
     k_ready: Any
     k_free: Any
     tail_ready: Any
@@ -117,7 +123,10 @@ class Item(NamedTuple):
 
 
 def supports(q: Tensor, pool: object, *, d_v: int) -> bool:
-    """Whether the kernel can serve the call: latents of 512 and a rope part of 64, rows at 16 bytes, on Hopper."""
+    """Whether the kernel can serve the call: latents of 512 and a rope part of 64, rows at 16 bytes, on Hopper.
+
+    The place of a row in units of 16 bytes must fit in 32 bits: 32 GiB.
+    """
     if not isinstance(pool, Quantized) or pool.rope is None:
         return False
     parts = (q, pool.values, pool.scales, pool.rope)
@@ -126,6 +135,7 @@ def supports(q: Tensor, pool: object, *, d_v: int) -> bool:
         and q.dtype == torch.bfloat16
         and (pool.values.shape[-1], pool.rope.shape[-1]) == (D_V, D_TAIL)
         and all(x.data_ptr() % 16 == 0 and all(n * x.itemsize % 16 == 0 for n in x.stride()[:2]) for x in parts)
+        and all(len(x) * x.stride(0) * x.itemsize < 2**35 for x in (pool.values, pool.scales, pool.rope))
         and pool.scales.stride(3) == 1
         and q.is_cuda
         and torch.cuda.get_device_capability(q.device)[0] == 9
@@ -145,10 +155,11 @@ def attend(
     items = rows * splits * triton.cdiv(heads, HEADS)
     with torch.cuda.device_of(q):
         _attend_kernel[(min(items, processors(q)),)](
-            q, _steps(q), pool.values, _steps(pool.values), pool.scales, _steps(pool.scales),
+            q, _steps(q), pool.values[:, :, 0].view(torch.int32), _steps(pool.values), pool.scales, _steps(pool.scales),
             pool.rope, _steps(pool.rope), slots, lengths, *results, sinks,
             items, heads, span, splits, slots.shape[1], scale * LOG2_E,
             BLOCK_SIZE=pool.values.shape[1], SPLIT=splits > 1, NARROW_OUT=results[0].dtype.itemsize == 2, num_warps=4,
+            launch_pdl=True,
         )  # fmt: skip
 
 
@@ -167,14 +178,12 @@ def _attend_kernel(
     dtype: gl.constexpr = q.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    bytes_layout: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
     scale_layout: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
     memory = Memory(
         gl.allocate_shared_memory(dtype, [4, _HEADS, _QUARTER], wide),
         gl.allocate_shared_memory(dtype, [_HEADS, _TAIL], wide),
-        gl.allocate_shared_memory(dtype, [_RING, _KEYS, _QUARTER], wide),
+        gl.allocate_shared_memory(dtype, [8, _KEYS, _QUARTER], wide),
         gl.allocate_shared_memory(dtype, [2, _KEYS, _TAIL], wide),
-        gl.allocate_shared_memory(pool.dtype.element_ty, [4, _KEYS, _QUARTER], bytes_layout),
         gl.allocate_shared_memory(gl.float32, [2, _KEYS, 4], scale_layout),
         gl.allocate_shared_memory(gl.float32, [2, _HEADS], flat),
         gl.allocate_shared_memory(gl.float32, [_HEADS], flat),
@@ -182,9 +191,9 @@ def _attend_kernel(
     barriers = Barriers(
         q_ready=allocate_barriers(1),
         q_free=allocate_barriers(1),
-        raw_ready=allocate_barriers(4),
-        k_ready=allocate_barriers(_RING),
-        k_free=allocate_barriers(_RING),
+        scales_ready=allocate_barriers(2),
+        k_ready=allocate_barriers(4),
+        k_free=allocate_barriers(4),
         tail_ready=allocate_barriers(2),
         tail_free=allocate_barriers(2),
         decay_ready=allocate_barriers(2),
@@ -194,9 +203,9 @@ def _attend_kernel(
     )
     init_barriers(barriers.q_ready, _GATHERERS)
     init_barriers(barriers.q_free, 1)
-    init_barriers(barriers.raw_ready, _GATHERERS)
+    init_barriers(barriers.scales_ready, _GATHERERS)
     init_barriers(barriers.k_ready, 1)
-    init_barriers(barriers.k_free, 1)
+    init_barriers(barriers.k_free, 2)
     init_barriers(barriers.tail_ready, _GATHERERS)
     init_barriers(barriers.tail_free, 2)
     init_barriers(barriers.decay_ready, 1)
@@ -204,6 +213,9 @@ def _attend_kernel(
     init_barriers(barriers.share_ready, 1)
     init_barriers(barriers.share_free, 2)
     fence_async_shared()
+    gdc_wait()  # for the kernel before this one, which writes the slots and may still run
+    if SPLIT:
+        gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
 
     work = Work(slots, lengths, topk, span, splits, heads, items)
     results = Results(out, lse, top, sinks)
@@ -215,7 +227,7 @@ def _attend_kernel(
             (_average, (memory, barriers, work, out, 1, NARROW_OUT)),
             (_gather, (q, q_steps, source, memory, barriers, work, BLOCK_SIZE)),
         ],
-        [4, 4, 8],
+        [4, 4, 4],
         [_AVERAGER, _AVERAGER, _GATHERER],
     )  # fmt: skip
 
@@ -236,7 +248,7 @@ def _item(number, work):
 class Source(NamedTuple):
     """The pool, with strides in units of 16 bytes."""
 
-    codes: Any  # the values in 8 bits
+    codes: Any  # the values in 8 bits, four in a word
     code_steps: Any
     scales: Any
     scale_steps: Any
@@ -245,101 +257,134 @@ class Source(NamedTuple):
 
 
 @gluon.jit
-def _gather(
-    q, q_steps, source, memory, barriers, work, BLOCK_SIZE: gl.constexpr
-):  # fmt: skip
-    """Copies the queries of each item and, tile by tile, the keys of its slots, and converts them; 0 past the last."""
-    grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])  # eight lanes copy 128 bytes of a row
-    down: gl.constexpr = gl.SliceLayout(1, grid)
+def _gather(q, q_steps, source, memory, barriers, work, BLOCK_SIZE: gl.constexpr):
+    """Converts the keys of the slots of each item, tile by tile, and copies its queries; 0 past the last slot."""
     step = 0  # tiles so far, of all items
     served = 0  # items so far that have any tile
     for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
         item = _item(number, work)
         if item.tiles > 0:
-            row_slots = work.slots + item.row * work.topk + item.begin
-            j = gl.arange(0, _KEYS, layout=down)
-            slot = gl.load(row_slots + j, mask=j < item.count, other=-1)
-            _copy_scales(source, memory, step, slot, BLOCK_SIZE)
-            for quarter in gl.static_range(4):
-                _copy_values(source, memory, barriers, quarter, slot, BLOCK_SIZE)
-            _copy_tail(source, memory, barriers, step, slot, BLOCK_SIZE)
-            _copy_queries(q, q_steps, memory, barriers, item, work, served, grid)
+            slots = work.slots + item.row * work.topk + item.begin
+            count = item.count  # of the slots that are left
+            slot = _slots(slots, count, _WORDS)
+            first = _load(source, 0, slot, BLOCK_SIZE)
+            second = _load(source, 1, slot, BLOCK_SIZE)
+            _copy_scales(source, memory, barriers, step, _slots(slots, count, _SCALES), BLOCK_SIZE)
+            _copy_queries(q, q_steps, memory, barriers, item, work, served)
             served += 1
-            j = j + _KEYS
-            slot = gl.load(row_slots + j, mask=j < item.count, other=-1)
             for tile in range(item.tiles):
-                # Load the slots after the next early, so that the copies do not wait for them.
-                j = j + _KEYS
-                after = gl.load(row_slots + j, mask=j < item.count, other=-1)
-                for quarter in gl.static_range(4):
-                    _convert(memory, barriers, step, quarter)
-                    if tile + 1 < item.tiles:
-                        if quarter == 0:
-                            _copy_scales(source, memory, step + 1, slot, BLOCK_SIZE)
-                        _copy_values(source, memory, barriers, quarter, slot, BLOCK_SIZE)
-                if tile + 1 < item.tiles:
-                    _copy_tail(source, memory, barriers, step + 1, slot, BLOCK_SIZE)
+                stage = step % 2
+                turn = step // 2 & 1
+                # A warp can only wait for all of its loads: half of a tile is loaded after the first quarter of the
+                # other half has been converted, and while the second is.
+                mbarrier.wait(barriers.scales_ready.index(stage), turn)
+                mbarrier.wait(barriers.k_free.index(2 * stage), turn ^ 1)
+                _convert(memory, stage, 0, first)
+                third = _load(source, 2, slot, BLOCK_SIZE)
+                fourth = _load(source, 3, slot, BLOCK_SIZE)
+                slots += _KEYS
+                count -= _KEYS
+                after = _slots(slots, count, _WORDS)
+                scaled = _slots(slots, count, _SCALES)
+                _convert(memory, stage, 1, second)
+                fence_async_shared()  # writes and products access shared memory through different proxies
+                mbarrier.arrive(barriers.k_ready.index(2 * stage), count=1)
+
+                _copy_tail(source, memory, barriers, step, slot, BLOCK_SIZE)
                 slot = after
+                mbarrier.wait(barriers.k_free.index(2 * stage + 1), turn ^ 1)
+                _convert(memory, stage, 2, third)
+                first = _load(source, 0, slot, BLOCK_SIZE)
+                second = _load(source, 1, slot, BLOCK_SIZE)
+                if tile + 1 < item.tiles:
+                    _copy_scales(source, memory, barriers, step + 1, scaled, BLOCK_SIZE)
+                _convert(memory, stage, 3, fourth)
+                fence_async_shared()
+                mbarrier.arrive(barriers.k_ready.index(2 * stage + 1), count=1)
                 step += 1
 
 
 @gluon.jit
-def _convert(memory, barriers, step, quarter: gl.constexpr):
+def _slots(slots, count, layout: gl.constexpr):
+    """The next slots, as the rows of a layout; -1 past the last."""
+    j = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, layout))
+    return gl.load(slots + j, mask=j < count, other=-1)
+
+
+@gluon.jit
+def _load(source, quarter: gl.constexpr, slot, BLOCK_SIZE: gl.constexpr):
+    """A quarter of the values of some slots."""
+    rows, valid = _rows(source.codes, source.code_steps, slot, 4, BLOCK_SIZE)
+    SIZE: gl.constexpr = _QUARTER // 4
+    column = quarter * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(0, _WORDS))[None, :]
+    return gl.load(rows[:, None] + column, mask=valid[:, None], other=0)
+
+
+@gluon.jit
+def _convert(memory, stage, quarter: gl.constexpr, words):
     """Writes a quarter of a tile in 16 bits."""
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])  # 16 bytes per lane in 16 bits
-    HALF: gl.constexpr = _KEYS // 2
-    at = 4 * step + quarter
-    mbarrier.wait(barriers.raw_ready.index(quarter), step & 1)
-    mbarrier.wait(barriers.k_free.index(at % _RING), (at // _RING & 1) ^ 1)
-    for half in gl.static_range(2):
-        scale = memory.scales.index(step % 2).slice(half * HALF, HALF, dim=0).slice(quarter, 1, dim=1).load(lines)
-        values = memory.raw.index(quarter).slice(half * HALF, HALF, dim=0).load(lines)
-        values = (values.to(gl.float32) * scale).to(memory.k.dtype)
-        memory.k.index(at % _RING).slice(half * HALF, HALF, dim=0).store(values)
-    fence_async_shared()  # writes and products access shared memory through different proxies
-    mbarrier.arrive(barriers.k_ready.index(at % _RING), count=1)
+    first, second, third, fourth = _unpack(words)
+    scale = memory.scales.index(stage).slice(quarter, 1, dim=1).load(_WORDS)
+    values = gl.join(gl.join(first * scale, third * scale), gl.join(second * scale, fourth * scale))
+    values = values.reshape([_KEYS, _QUARTER]).to(memory.k.dtype)
+    memory.k.index(4 * stage + quarter).store(values)
+
+
+_UNPACK = gl.constexpr("""{
+    .reg .b16 low, high, first, second, third, fourth;
+    .reg .b32 front, back;
+    mov.b32 {low, high}, $4;
+    cvt.rn.f16x2.e4m3x2 front, low;
+    cvt.rn.f16x2.e4m3x2 back, high;
+    mov.b32 {first, second}, front;
+    mov.b32 {third, fourth}, back;
+    cvt.f32.f16 $0, first;
+    cvt.f32.f16 $1, second;
+    cvt.f32.f16 $2, third;
+    cvt.f32.f16 $3, fourth;
+}""")
 
 
 @gluon.jit
-def _rows(pointer, steps, slot, UNIT: gl.constexpr, grid: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """The addresses of the rows of some slots, as a column, and which of them exist. 16 bytes are UNIT elements."""
-    slot = gl.convert_layout(slot, gl.SliceLayout(1, grid))
-    row = (slot // BLOCK_SIZE).to(gl.int64) * steps[0] + slot % BLOCK_SIZE * steps[1]
-    return pointer + row[:, None] * UNIT, (slot >= 0)[:, None]
+def _unpack(words):
+    """The four e4m3 values of each word, in float32. Values that are loaded as such would be a register each."""
+    return gl.inline_asm_elementwise(
+        _UNPACK, "=f,=f,=f,=f,r", [words], dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1
+    )
 
 
 @gluon.jit
-def _copy_scales(source, memory, step, slot, BLOCK_SIZE: gl.constexpr):
-    grid: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0])
-    rows, valid = _rows(source.scales, source.scale_steps, slot, 4, grid, BLOCK_SIZE)
-    column = gl.arange(0, 4, layout=gl.SliceLayout(0, grid))[None, :]
-    async_copy.async_copy_global_to_shared(memory.scales.index(step % 2), rows + column, mask=valid)
+def _rows(pointer, steps, slot, UNIT: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """The addresses of the rows of some slots, and which of them exist. 16 bytes are UNIT elements."""
+    row = slot // BLOCK_SIZE * steps[0] + slot % BLOCK_SIZE * steps[1]
+    return pointer + row.to(gl.int64) * UNIT, slot >= 0
 
 
 @gluon.jit
-def _copy_values(source, memory, barriers, quarter: gl.constexpr, slot, BLOCK_SIZE: gl.constexpr):
-    """A quarter of the values in 8 bits; they are ready together with what these threads have copied before."""
-    grid: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0])
-    rows, valid = _rows(source.codes, source.code_steps, slot, 16, grid, BLOCK_SIZE)
-    column = quarter * _QUARTER + gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, grid))[None, :]
-    async_copy.async_copy_global_to_shared(memory.raw.index(quarter), rows + column, mask=valid)
-    async_copy.mbarrier_arrive(barriers.raw_ready.index(quarter), increment_count=False)
+def _copy_scales(source, memory, barriers, step, slot, BLOCK_SIZE: gl.constexpr):
+    """The scales of a tile."""
+    rows, valid = _rows(source.scales, source.scale_steps, slot, 4, BLOCK_SIZE)
+    column = gl.arange(0, 4, layout=gl.SliceLayout(0, _SCALES))[None, :]
+    async_copy.async_copy_global_to_shared(memory.scales.index(step % 2), rows[:, None] + column, mask=valid[:, None])
+    async_copy.mbarrier_arrive(barriers.scales_ready.index(step % 2), increment_count=False)
 
 
 @gluon.jit
 def _copy_tail(source, memory, barriers, step, slot, BLOCK_SIZE: gl.constexpr):
     """The rope part of a tile."""
-    grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-    rows, valid = _rows(source.rope, source.rope_steps, slot, 8, grid, BLOCK_SIZE)
+    grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    slot = gl.convert_layout(slot, gl.SliceLayout(1, grid))
+    rows, valid = _rows(source.rope, source.rope_steps, slot, 8, BLOCK_SIZE)
     column = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, grid))[None, :]
     mbarrier.wait(barriers.tail_free.index(step % 2), (step // 2 & 1) ^ 1)
-    async_copy.async_copy_global_to_shared(memory.tail.index(step % 2), rows + column, mask=valid)
+    async_copy.async_copy_global_to_shared(memory.tail.index(step % 2), rows[:, None] + column, mask=valid[:, None])
     async_copy.mbarrier_arrive(barriers.tail_ready.index(step % 2), increment_count=False)
 
 
 @gluon.jit
-def _copy_queries(q, q_steps, memory, barriers, item, work, served, grid: gl.constexpr):
+def _copy_queries(q, q_steps, memory, barriers, item, work, served):
     """After the first keys, which may arrive while the scores of the last item still read its queries."""
+    grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # eight lanes copy 128 bytes of a row
     column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, grid))[None, :]
     tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, grid))[None, :]
     head = item.head_begin + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, grid))
@@ -367,20 +412,21 @@ def _score(memory, barriers, work, results, scale_log2, SPLIT: gl.constexpr):
         largest = peak  # which lags behind it (see `weigh`)
         total = gl.full([_HEADS], 0.0, gl.float32, down)
         mbarrier.wait(barriers.q_ready.index(0), served & 1, pred=item.tiles > 0)
+        fence_async_shared()  # the queries were copied through another proxy
         for tile in range(item.tiles):
             stage = step % 2
             scores = gl.zeros([_HEADS, _KEYS], gl.float32, grid)
             for quarter in gl.static_range(4):
-                at = 4 * step + quarter
-                mbarrier.wait(barriers.k_ready.index(at % _RING), at // _RING & 1)
-                if quarter == 0:
-                    fence_async_shared()  # the queries were copied through another proxy
-                keys = memory.k.index(at % _RING).permute([1, 0])
+                if quarter % 2 == 0:
+                    mbarrier.wait(barriers.k_ready.index(2 * stage + quarter // 2), step // 2 & 1)
+                keys = memory.k.index(4 * stage + quarter).permute([1, 0])
                 scores = warpgroup_mma(memory.q.index(quarter), keys, scores, use_acc=quarter > 0, is_async=True)
             mbarrier.wait(barriers.tail_ready.index(stage), step // 2 & 1)
             fence_async_shared()
             scores = warpgroup_mma(memory.q_tail, memory.tail.index(stage).permute([1, 0]), scores, is_async=True)
             scores = warpgroup_mma_wait(0, [scores]) * scale_log2
+            if tile + 1 == item.tiles:
+                mbarrier.arrive(barriers.q_free.index(0), count=1)  # the next queries arrive meanwhile
             step += 1
 
             if (tile + 1) * _KEYS > item.count:
@@ -393,7 +439,6 @@ def _score(memory, barriers, work, results, scale_log2, SPLIT: gl.constexpr):
             )  # fmt: skip
 
         if item.tiles > 0:
-            mbarrier.arrive(barriers.q_free.index(0), count=1)
             served += 1
         head = item.head_begin + gl.arange(0, _HEADS, layout=down)
         real = head < work.heads
@@ -427,18 +472,16 @@ def _average(memory, barriers, work, out, PART: gl.constexpr, NARROW_OUT: gl.con
         for _tile in range(item.tiles):
             stage = step % 2
             turn = step // 2 & 1
-            near = (4 * step + PART) % _RING
-            far = (4 * step + 2 + PART) % _RING
             step += 1
             front, back = rescale(front, back, stage, turn, memory.decay, barriers.decay_ready, down)
             mbarrier.wait(barriers.weights_ready.index(stage), turn)
             weights = memory.tail.index(stage)
-            front = warpgroup_mma(weights, memory.k.index(near), front, is_async=True)
-            back = warpgroup_mma(weights, memory.k.index(far), back, is_async=True)
+            front = warpgroup_mma(weights, memory.k.index(4 * stage + PART), front, is_async=True)
+            back = warpgroup_mma(weights, memory.k.index(4 * stage + 2 + PART), back, is_async=True)
             front = warpgroup_mma_wait(1, [front])
-            mbarrier.arrive(barriers.k_free.index(near), count=1)
+            mbarrier.arrive(barriers.k_free.index(2 * stage), count=1)
             back = warpgroup_mma_wait(0, [back])
-            mbarrier.arrive(barriers.k_free.index(far), count=1)
+            mbarrier.arrive(barriers.k_free.index(2 * stage + 1), count=1)
             mbarrier.arrive(barriers.tail_free.index(stage), count=1)
 
         mbarrier.wait(barriers.share_ready.index(0), done & 1)

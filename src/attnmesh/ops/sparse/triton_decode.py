@@ -11,6 +11,9 @@ faults. Then there are three ways to attend:
   attends: over the pool itself if it is plain, otherwise over keys that `_gather_kernel` has dequantized to a
   workspace, once for all heads.
 
+From Hopper on, the kernel in `gluon_decode` and `_merge_kernel` may be launched while the kernel before them runs; they
+wait for its end before they access global memory. All other kernels start after the end of those before them.
+
 Tiles follow fixed rules, so results do not depend on timings; tests/ops/sparse/test_sparse_kernels_compile.py checks
 that they fit sm_90.
 """
@@ -27,9 +30,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_device_error
-from attnmesh.ops.gpu import gpu_of
+from attnmesh.ops.gpu import gpu_of, starts_early
 from attnmesh.ops.sparse import gluon_common, gluon_decode, gluon_forward, triton_forward
 from attnmesh.ops.sparse.paged import PagedKeys, SparseDecodeCall
 from attnmesh.ops.sparse.triton_forward import LOG2_E, ForwardTiles, pick_tiles, split_width
@@ -96,7 +100,8 @@ def locate(keys: PagedKeys, indices: Tensor, counts: Tensor | None) -> tuple[Ten
         table, (0, 0) if table is None else table.stride(), slots, lengths, error_record(indices.device),
         tokens, topk, keys.num_blocks, 0 if table is None else table.shape[1],
         RANKS=1 if shard is None else shard.ranks, RANK=0 if shard is None else shard.rank,
-        INTERLEAVE=1 if shard is None else shard.interleave, BLOCK_SIZE=keys.block_size, BLOCK=_LOCATED, num_warps=4,
+        INTERLEAVE=1 if shard is None else shard.interleave, BLOCK_SIZE=keys.block_size, BLOCK=_LOCATED,
+        EARLY=starts_early(indices.device), num_warps=4,
     )  # fmt: skip
     return slots, lengths
 
@@ -155,9 +160,11 @@ def _merge(
     span: int,
 ) -> None:  # fmt: skip
     rows, splits, heads, d_v = parts[0].shape
+    early = starts_early(lengths.device)
     _merge_kernel[(rows, triton.cdiv(heads, _MERGED_HEADS))](
         *parts, lengths, sinks, *results, heads, span, splits,
-        D_V=d_v, HEADS=_MERGED_HEADS, COLUMNS=max(16, int(triton.next_power_of_2(d_v))), num_warps=4,
+        D_V=d_v, HEADS=_MERGED_HEADS, COLUMNS=max(16, int(triton.next_power_of_2(d_v))), EARLY=early, num_warps=4,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 
@@ -256,8 +263,11 @@ def _locate_kernel(
     indices, index_strides, counts, count_strides, table, table_strides, slots, lengths, errors,
     tokens, topk, num_blocks, table_width,
     RANKS: tl.constexpr, RANK: tl.constexpr, INTERLEAVE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One token."""
+    if EARLY:
+        gdc_launch_dependents()  # the kernel in Gluon may start: it waits for the end of this kernel itself
     row = tl.program_id(0)
     sequence = (row // tokens).to(tl.int64)
     token = (row % tokens).to(tl.int64)
@@ -485,13 +495,15 @@ def _attend_kernel(
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _merge_kernel(
     part_out, part_lse, part_top, lengths, sinks, out, lse, top, heads, span, splits,
-    D_V: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
+    D_V: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token: the states of its splits, in order."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     real = head < heads
     column = tl.arange(0, COLUMNS)[None, :]
+    if EARLY:
+        gdc_wait()
     length = tl.load(lengths + row)
     count = tl.minimum(tl.cdiv(tl.maximum(length, 0), span), splits)
     peak = tl.full((HEADS,), float("-inf"), tl.float32)

@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_device_error
-from attnmesh.ops.gpu import gpu_of
+from attnmesh.ops.gpu import starts_early
 from attnmesh.ops.sparse.arguments import TopKIndices
 from attnmesh.ops.sparse.paged import PagedKeys
 from attnmesh.ops.sparse.triton_indexer import (
@@ -112,7 +112,7 @@ def paged_topk(
     if isinstance(keys.pool, Quantized):
         pool, scales = pool.view(torch.uint8), keys.pool.scales
     iq, w, lo, hi = iq.flatten(0, 1), w.flatten(0, 1), lo.flatten(), hi.flatten()
-    errors, early = error_record(iq.device), _starts_early(iq.device)
+    errors, early = error_record(iq.device), starts_early(iq.device)
     with torch.cuda.device_of(iq):
         for first in range(0, groups, at_once):
             count = min(at_once, groups - first)
@@ -142,11 +142,6 @@ def _ceil(a: int, b: int) -> int:
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _starts_early(device: torch.device) -> bool:
-    """Whether the selection may be launched while the scores are computed: from Hopper on, not in the interpreter."""
-    return torch.version.hip is None and gpu_of(device).capability >= 90 and not triton.knobs.runtime.interpret
 
 
 @triton.jit
