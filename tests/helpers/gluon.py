@@ -14,6 +14,7 @@ import ast
 import importlib
 import math
 import random
+import re
 import threading
 from functools import partial
 from pathlib import Path
@@ -148,13 +149,6 @@ def value(x) -> Tensor:
     return torch.as_tensor(x, dtype={int: torch.int32, float: torch.float32}.get(type(x)))
 
 
-def run_asm(asm: str, _constraints: str, args: list[Tensor], **_):
-    """What the kernels use of the assembly language: the four e4m3 values of each word, in float32."""
-    assert "e4m3x2" in asm
-    (words,) = args
-    return words.contiguous()[..., None].view(torch.float8_e4m3fn).float().unbind(-1)
-
-
 class Shared:
     """A view of shared memory, NaN until written. `hidden`: written, but not yet for the matrix units to see."""
 
@@ -180,7 +174,7 @@ class Shared:
         return self.view(lambda x: x.view(shape))
 
     def _reinterpret(self, dtype, shape, layout):
-        """The first bytes as another tile, of elements that are not larger."""
+        """The first bytes as another tile; if its elements are larger, nothing may be written to it."""
         count = math.prod(shape)
         hidden = self.hidden.view(-1)[: count * dtype.itemsize // self.dtype.itemsize]
         if dtype.itemsize == self.dtype.itemsize:
@@ -200,6 +194,53 @@ class Shared:
         self.x.copy_(x)
         self.hidden.fill_(True)
         self.machine.unfenced.append(self.hidden)
+
+
+def run_asm(text: str, constraints: str, args: list, *, dtype, is_pure: bool, pack: int):
+    """What instructions make of one argument, in words of 32 bits; the result may be where the argument is."""
+    (x,) = args
+    if isinstance(dtype, tuple):  # one use: the four e4m3 values of each word, in float32
+        assert "e4m3x2" in text
+        return x.contiguous()[..., None].view(torch.float8_e4m3fn).float().unbind(-1)
+    assert (constraints, pack * x.element_size(), pack * dtype.itemsize) == ("=r,r", 4, 4)
+    registers = {"$1": x.contiguous().view(torch.int32).long() & 0xFFFFFFFF}
+    lines = (line.strip() for line in text.strip("{} ").split(";"))
+    for line in lines:
+        if not line or line.startswith(".reg"):
+            continue
+        name, target, source, numbers = re.fullmatch(r"(\S+) (\{.+\}|\S+), (\S+?)((?:, \w+)*)", line).groups()
+        if target.startswith("{"):
+            low, high = target.strip("{}").split(", ")
+            registers |= {low: registers[source] & 0xFFFF, high: registers[source] >> 16}
+        else:
+            result = INSTRUCTIONS[name](registers[source], *(int(x, 0) for x in numbers.split(", ")[1:])) & 0xFFFFFFFF
+            registers = {target: result}
+    return registers["$0"].to(torch.int32).view(dtype)
+
+
+def permute_bytes(a: Tensor, b: int, selector: int) -> Tensor:
+    """Of each byte of the result, a digit of the selector is the number of a byte, plus 8 for its sign alone."""
+    assert b == 0
+    result = torch.zeros_like(a)
+    for i in range(4):
+        digit = selector >> 4 * i & 0xF
+        byte = a >> 8 * (digit & 3) & 0xFF
+        result |= (torch.where(byte >= 128, 0xFF, 0) if digit & 8 else byte) << 8 * i
+    return result
+
+
+def widen_pair(a: Tensor) -> Tensor:
+    """Two numbers of e4m3 in fp16."""
+    return a.to(torch.int16).view(torch.float8_e4m3fn).half().view(torch.int32).long()
+
+
+INSTRUCTIONS = {
+    "prmt.b32": permute_bytes,
+    "shl.b32": torch.bitwise_left_shift,
+    "and.b32": torch.bitwise_and,
+    "xor.b32": torch.bitwise_xor,
+    "cvt.rn.f16x2.e4m3x2": widen_pair,
+}
 
 
 class Barrier:
@@ -450,6 +491,7 @@ class Machine:
                 name: getattr(torch, name)
                 for name in ("float32", "float16", "bfloat16", "int32", "int64", "abs", "exp", "exp2", "log2", "sum")
             },
+            "int16": torch.int16,
             "constexpr": lambda x: x,
             "static_range": range,
             "program_id": lambda axis: value(self.program),

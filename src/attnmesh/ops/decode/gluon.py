@@ -16,7 +16,8 @@ _FEW_ROWS = 16
 class Gluon(Triton):
     """Backend for paged MLA: keys of 576 columns, of which the first 512 are the values.
 
-    `gluon_narrow` serves few rows (query heads and tokens of a KV head) and latents in 8 bits, `gluon_latent` others.
+    `gluon_fp8` serves latents in 8 bits, `gluon_narrow` few rows (query heads and tokens of a KV head), `gluon_latent`
+    others.
     """
 
     name = "gluon"
@@ -32,8 +33,9 @@ class Gluon(Triton):
         return refused
 
     def _launch(self, call: DecodeCall, state: State, tiles: DecodeTiles | None, first_sequence: int) -> None:
-        narrow = rope_of(call.k) is not None or call.group * call.q.shape[2] <= _FEW_ROWS
-        _module("narrow" if narrow else "latent").launch(call, state, first_sequence)
+        few = call.group * call.q.shape[2] <= _FEW_ROWS
+        kind = "fp8" if rope_of(call.k) is not None else "narrow" if few else "latent"
+        _module(kind).launch(call, state, first_sequence)
 
 
 class GluonGQA(Gluon):

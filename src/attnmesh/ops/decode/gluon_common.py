@@ -41,9 +41,7 @@ class Shape(NamedTuple):
     unit: Any
     fixed: Any
     sign: Any  # of the scale: 1, -1 or 0, multiplied into the queries
-    fp8: Any  # the latent is stored in 8 bits, with a scale per quarter
-    ring: Any  # quarters of keys in shared memory
-    raw: Any  # quarters in 8 bits
+    ring: Any  # slots of keys in shared memory
 
 
 class Place(NamedTuple):
@@ -91,13 +89,12 @@ def aligned(*pools: Tensor) -> bool:
     )
 
 
-def shape_of(launch: Launch, tile: int, ring: int, raw: int = 0) -> Shape:
+def shape_of(launch: Launch, tile: int, ring: int) -> Shape:
     """The constants for tiles of `tile` rows, of which `launch.rows` are in the buffers of splits."""
     call = launch.call
     return Shape(
         call.q.shape[2], call.group, launch.rows, tile, call.block_size, min(KEYS, call.block_size),
-        launch.constants["UNIT"], launch.fixed, (call.scale > 0) - (call.scale < 0), rope_of(call.k) is not None,
-        ring, raw,
+        launch.constants["UNIT"], launch.fixed, (call.scale > 0) - (call.scale < 0), ring,
     )  # fmt: skip
 
 

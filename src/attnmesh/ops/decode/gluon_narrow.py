@@ -1,18 +1,16 @@
-"""MLA decode on Hopper for few rows (query heads and tokens) per KV head, and for latents in 8 bits.
+"""MLA decode on Hopper for few rows (query heads and tokens) per KV head.
 
-With 32 rows or fewer the bytes of the keys take longer than all products. Here keys are the rows of the matrix
-instructions, and the queries are their columns: 16 or 32 instead of 64, so that the products take half of the time and
-an eighth or a fourth of the registers that `gluon_latent` needs, and little shared memory is left to the queries.
+With 16 rows or fewer the bytes of the keys take longer than all products. Here keys are the rows of the matrix
+instructions, and the queries are their columns: 16 instead of 64, so that the products take half of the time and
+an eighth of the registers that `gluon_latent` needs, and little shared memory is left to the queries.
 
 Tiles, copies and schedule are those of `gluon_latent`; the groups of warps are
 
 - the loader (one warp);
-- two converters, for `fp8_ds_mla` only: multiply values by their scales and write them in 16 bits, from a ring of bytes
-  that the loader fills to the ring of keys. Each has every other quarter: most of the time of a quarter is waiting;
 - the scorer: products of keys and queries, running maximum, weights;
 - the averager: adds values times weights, for all output columns.
 
-Tails and weights have rings of three and no barriers for being free. Both rings of quarters together hold at most 14:
+Tails and weights have rings of three and no barriers for being free. The ring of quarters holds fewer than three tiles:
 when the last quarter of a tile is copied, the averager has given back quarters of the tile three before, whose scores
 and tail are thus done. When the scorer has the keys of a tile, the averager is done with the weights three before.
 """
@@ -52,20 +50,19 @@ from attnmesh.ops.decode.gluon_common import (
     matrix,
     place_of_program,
     row_offsets,
-    scale_descriptor,
     shape_of,
     split_row,
 )
 from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
 from attnmesh.ops.decode.triton import DecodeTiles, Launch
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
-from attnmesh.ops.storage import Quantized
 
-ROWS = 32  # of a tile, at most
+ROWS = 16  # of a tile, at most
+RING = 11  # quarters of keys: what the queries leave of shared memory
 TILES = DecodeTiles(rows=ROWS, keys=KEYS, warps=4, stages=2, resident=1)
 _KEYS, _QUARTER, _TAIL = gl.constexpr(KEYS), gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
 _TAILS = gl.constexpr(3)
-_CONVERTER, _LOADER = gl.constexpr(80), gl.constexpr(24)  # registers per thread
+_AVERAGER, _LOADER = gl.constexpr(144), gl.constexpr(24)  # registers per thread
 
 
 class Memory(NamedTuple):
@@ -75,8 +72,6 @@ class Memory(NamedTuple):
     q_tail: Any
     k: Any
     tails: Any
-    raw: Any  # quarters in 8 bits
-    scales: Any  # of the quarters of a tile
     weights: Any
     decay: Any  # factor of the sums so far after a new maximum
     weight: Any  # of the sums at the end of an item
@@ -87,8 +82,6 @@ class Barriers(NamedTuple):
 
     k_ready: Any
     k_free: Any
-    raw_ready: Any
-    scales_ready: Any
     tail_ready: Any
     weights_ready: Any
     result_ready: Any
@@ -100,7 +93,6 @@ class Keys(NamedTuple):
 
     main: Any
     tail: Any
-    scales: Any
     table: Any
     table_stride: Any
 
@@ -108,19 +100,14 @@ class Keys(NamedTuple):
 def launch(call: DecodeCall, state: State, first_sequence: int) -> None:
     """Out and lse of a call without a `refusal`, in two launches."""
     shared = Launch.of(call, state, TILES)
-    scales = call.k.scales if isinstance(call.k, Quantized) else None
-    tile = max(16, shared.rows)
-    # What the queries leave of shared memory. The ring of bytes is even: a converter that has every other quarter then
-    # has all quarters of a slot, and sees every phase of its barrier.
-    rings = (11 if tile == 16 else 9, 1) if scales is None else (8 if tile == 16 else 7, 4)
-    shape = shape_of(shared, tile, *rings)
-    pools = (*descriptors(call, shape.piece), None if scales is None else scale_descriptor(scales, shape.piece))
+    shape = shape_of(shared, ROWS, RING)
+    pools = descriptors(call, shape.piece)
     launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def _attend_kernel(
-    k_main, k_tail, k_scales, q, q_strides,
+    k_main, k_tail, q, q_strides,
     table, table_stride, cur_pos, range_first, range_end,
     out, out_strides, lse, lse_strides, part_out, part_lse, sinks,
     batch, kv_heads, capacity, window, shares, max_splits, scale_log2,
@@ -140,26 +127,16 @@ def _attend_kernel(
     weights = gl.allocate_shared_memory(dtype, [_TAILS, SHAPE.tile, _KEYS], wide)
     decay = gl.allocate_shared_memory(gl.float32, [_TAILS, SHAPE.tile], flat)
     weight = gl.allocate_shared_memory(gl.float32, [SHAPE.tile], flat)
-    raw = keys
-    scales = decay
-    if SHAPE.fp8:
-        raw = gl.allocate_shared_memory(k_main.dtype, [SHAPE.raw, 1, 1, _KEYS, _QUARTER], k_main.layout)
-        scales = gl.allocate_shared_memory(gl.float32, [_TAILS, 1, 1, _KEYS, 4], k_scales.layout)
 
     RING: gl.constexpr = SHAPE.ring
-    RAW: gl.constexpr = SHAPE.raw
     k_ready = allocate_barriers(RING)
     k_free = allocate_barriers(RING)
-    raw_ready = allocate_barriers(RAW)
-    scales_ready = allocate_barriers(_TAILS)
     tail_ready = allocate_barriers(_TAILS)
     weights_ready = allocate_barriers(_TAILS)
     result_ready = allocate_barriers(1)
     result_free = allocate_barriers(1)
     init_barriers(k_ready, 1)
     init_barriers(k_free, 1)
-    init_barriers(raw_ready, 1)
-    init_barriers(scales_ready, 1)
     init_barriers(tail_ready, 1)
     init_barriers(weights_ready, 1)
     init_barriers(result_ready, 1)
@@ -169,40 +146,25 @@ def _attend_kernel(
     sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
     place = place_of_program(kv_heads, SHAPE.rows, SHAPE)
     position = share_of_program(sources, place.share.to(gl.int64), shares, max_splits, SHAPE.tokens, SHAPE.unit, BATCH)
-    memory = Memory(q_memory, q_tail, keys, tails, raw, scales, weights, decay, weight)
-    barriers = Barriers(k_ready, k_free, raw_ready, scales_ready, tail_ready, weights_ready, result_ready, result_free)
-    source = Keys(k_main, k_tail, k_scales, table, table_stride)
+    memory = Memory(q_memory, q_tail, keys, tails, weights, decay, weight)
+    barriers = Barriers(k_ready, k_free, tail_ready, weights_ready, result_ready, result_free)
+    source = Keys(k_main, k_tail, table, table_stride)
     results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
-    AVERAGER: gl.constexpr = 144 if SHAPE.tile == 16 else 184
-    if SHAPE.fp8:
-        gl.warp_specialize(
-            [
-                (_score, (q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE)),
-                (_average, (memory, barriers, sources, position, place, results, SHAPE)),
-                (_convert, (0, memory, barriers, sources, position, SHAPE)),
-                (_convert, (1, memory, barriers, sources, position, SHAPE)),
-                (_load, (source, memory, barriers, sources, position, place, SHAPE)),
-            ],
-            [4, 4, 4, 1],
-            [AVERAGER, _CONVERTER, _CONVERTER, _LOADER],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_score, (q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE)),
-                (_average, (memory, barriers, sources, position, place, results, SHAPE)),
-                (_load, (source, memory, barriers, sources, position, place, SHAPE)),
-            ],
-            [4, 1],
-            [AVERAGER, _LOADER],
-        )
+    gl.warp_specialize(
+        [
+            (_score, (q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE)),
+            (_average, (memory, barriers, sources, position, place, results, SHAPE)),
+            (_load, (source, memory, barriers, sources, position, place, SHAPE)),
+        ],
+        [4, 1],
+        [_AVERAGER, _LOADER],
+    )
 
 
 @gluon.jit
 def _load(source, memory, barriers, sources, position, place, SHAPE: gl.constexpr):
-    """Lets the copy engine fetch the keys of every tile, as soon as there is room: to `raw` if they are in 8 bits."""
+    """Lets the copy engine fetch the keys of every tile, as soon as there is room."""
     RING: gl.constexpr = SHAPE.ring
-    RAW: gl.constexpr = SHAPE.raw
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
         item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
@@ -213,48 +175,10 @@ def _load(source, memory, barriers, sources, position, place, SHAPE: gl.constexp
             slot = step % _TAILS
             for quarter in gl.static_range(4):
                 at = 4 * step + quarter
-                if SHAPE.fp8:
-                    # Bytes are read for the last time before their keys are ready.
-                    before = at - RAW
-                    mbarrier.wait(
-                        barriers.k_ready.index((before + RING) % RING), (before // RING) & 1, pred=before >= 0
-                    )
-                    if quarter == 0:
-                        into = memory.scales.index(slot)
-                        fetch(source.scales, into, barriers.scales_ready.index(slot), blocks, key, 0, place, SHAPE)
-                    into, ready = memory.raw.index(at % RAW), barriers.raw_ready.index(at % RAW)
-                else:
-                    mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)
-                    into, ready = memory.k.index(at % RING), barriers.k_ready.index(at % RING)
+                mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)
+                into, ready = memory.k.index(at % RING), barriers.k_ready.index(at % RING)
                 fetch(source.main, into, ready, blocks, key, quarter * _QUARTER, place, SHAPE)
             fetch(source.tail, memory.tails.index(slot), barriers.tail_ready.index(slot), blocks, key, 0, place, SHAPE)
-            step += 1
-        position = after(position, item)
-
-
-@gluon.jit
-def _convert(PART: gl.constexpr, memory, barriers, sources, position, SHAPE: gl.constexpr):
-    """Writes every other quarter of the keys in 16 bits."""
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])  # 16 bytes per lane in 16 bits
-    RAW: gl.constexpr = SHAPE.raw
-    RING: gl.constexpr = SHAPE.ring
-    step = 0  # tiles so far, of all items
-    while position.at < position.stop:
-        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
-        for _tile in range(item.tiles):
-            slot = step % _TAILS
-            mbarrier.wait(barriers.scales_ready.index(slot), step // _TAILS & 1)
-            scales = matrix(memory.scales, slot)
-            for quarter in gl.static_range(PART, 4, 2):
-                at = 4 * step + quarter
-                scale = scales.slice(quarter, 1, dim=1).load(lines)
-                mbarrier.wait(barriers.raw_ready.index(at % RAW), at // RAW & 1)
-                values = matrix(memory.raw, at % RAW).load(lines)
-                values = values.to(gl.float32) * scale
-                mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)
-                matrix(memory.k, at % RING).store(values.to(memory.k.dtype))
-                fence_async_shared()
-                mbarrier.arrive(barriers.k_ready.index(at % RING), count=1)
             step += 1
         position = after(position, item)
 

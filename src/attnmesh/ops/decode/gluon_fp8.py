@@ -1,0 +1,417 @@
+"""MLA decode on Hopper over latents in 8 bits (`fp8_ds_mla`): 512 values with four scales, and 64 of the rope part.
+
+As in `gluon_narrow`, keys are the rows of the matrix instructions and the queries their columns, 16 or 32. Keys stay in
+8 bits in shared memory, whose bandwidth is the limit when they are also written and read there in 16: each group of
+warps loads what it multiplies into registers and widens it there. Scales are not multiplied into keys, but into the
+scores of each quarter of the columns, and into the weights, of which each quarter has its own.
+
+- Scores: one instruction makes two neighboring columns fp16, and the queries are fp16, too, with a power of two per
+  row. Of every four columns, the first two and the last two are products of their own.
+- Averages: two neighboring keys of a column must come together, so the bytes are separated, and moved to their places
+  in bf16: three instructions. Even columns and odd ones are products of their own. NaN becomes a number, so that bytes
+  outside of a sequence count nothing with a weight of 0. (A visible NaN is found in the score of its key.)
+
+The groups of warps are
+
+- the loader (one warp), which lets the copy engine fetch tiles of 64 keys;
+- the scorer: products of keys and queries, running maximum, weights;
+- two averagers: add values times weights, each for half of the output columns.
+
+Tiles, weights and decays are in rings of as many slots. When the scorer has a tile, the averagers are thus done with
+what was in its slot before.
+"""
+
+# Kernels are written in Gluon's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from attnmesh.core.state import State
+from attnmesh.ops.decode.call import DecodeCall
+from attnmesh.ops.decode.gluon_common import (
+    D_TAIL,
+    D_V,
+    NOT_SPECIALIZED,
+    SLACK,
+    Results,
+    blocks_of,
+    descriptors,
+    fetch,
+    finish_rows,
+    group_barrier,
+    launch_kernel,
+    load_signed,
+    locate_rows,
+    matrix,
+    place_of_program,
+    row_offsets,
+    scale_descriptor,
+    shape_of,
+    split_row,
+)
+from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
+from attnmesh.ops.decode.triton import DecodeTiles, Launch
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.storage import Quantized
+
+ROWS = 32  # of a tile, at most
+TILES = DecodeTiles(rows=ROWS, keys=KEYS, warps=4, stages=2, resident=1)
+_KEYS, _QUARTER, _TAIL = gl.constexpr(KEYS), gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
+_PAIRS = gl.constexpr(D_V // 8)  # of columns of a quarter
+_COPIES = gl.constexpr(6)  # of a tile: quarters, tail and scales
+_LOADER = gl.constexpr(24)  # registers per thread
+# Bytes are widened to bf16 by moving their bits, exponents unchanged: the results are 2**-120 of the values. Weights
+# and sums are multiplied by half of that, so that no product leaves the range of float32.
+_HALF_BIAS = gl.constexpr(2.0**60)
+# Two pairs of e4m3 to the first of each, or the second, in bf16: sign and byte, as 16 bits, to the left.
+_FIRST = gl.constexpr("prmt.b32 $0, $1, 0, 0xA280; shl.b32 $0, $0, 4; and.b32 $0, $0, 0x87F087F0;")
+_SECOND = gl.constexpr("prmt.b32 $0, $1, 0, 0xB391; shl.b32 $0, $0, 4; and.b32 $0, $0, 0x87F087F0;")
+# Two pairs of e4m3 to the first pair, or the second, in fp16.
+_LOW = gl.constexpr("{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, low; }")
+_HIGH = gl.constexpr("{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, high; }")
+# Twice the inverse of the power of two in a number of bf16.
+_INVERSE = gl.constexpr("and.b32 $0, $1, 0x7F807F80; xor.b32 $0, $0, 0x7F807F80;")
+_SMALLEST, _LARGEST = gl.constexpr(2.0**-111), gl.constexpr(2.0**127)  # such powers: the factors are normal numbers
+_SPREAD = gl.constexpr(2.0**13)  # queries of up to 4 to the range of fp16
+
+
+class Memory(NamedTuple):
+    """Shared memory."""
+
+    q: Any  # of each quarter: the first two of every four columns, and the last two
+    q_tail: Any
+    q_unit: Any  # of each row: the power of two that they were divided by
+    k: Any  # quarters
+    tails: Any
+    scales: Any  # of the quarters of a tile
+    weights: Any  # of quarters
+    decay: Any  # factor of the sums so far after a new maximum
+    weight: Any  # of the sums at the end of an item
+
+
+class Barriers(NamedTuple):
+    """The barriers of tiles, weights and results."""
+
+    k_ready: Any
+    k_free: Any
+    weights_ready: Any
+    result_ready: Any
+    result_free: Any
+
+
+class Keys(NamedTuple):
+    """Where keys come from."""
+
+    main: Any
+    tail: Any
+    scales: Any
+    table: Any
+    table_stride: Any
+
+
+def launch(call: DecodeCall, state: State, first_sequence: int) -> None:
+    """Out and lse of a call without a `refusal`, in two launches."""
+    assert isinstance(call.k, Quantized)
+    shared = Launch.of(call, state, TILES)
+    tile = max(16, shared.rows)
+    shape = shape_of(shared, tile, 4 if tile == 16 else 3)  # what the queries leave of shared memory
+    pools = (*descriptors(call, shape.piece), scale_descriptor(call.k.scales, shape.piece))
+    launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
+
+
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+def _attend_kernel(
+    k_main, k_tail, k_scales, q, q_strides,
+    table, table_stride, cur_pos, range_first, range_end,
+    out, out_strides, lse, lse_strides, part_out, part_lse, sinks,
+    batch, kv_heads, capacity, window, shares, max_splits, scale_log2,
+    SHAPE: gl.constexpr, BATCH: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Attends over this program's share of the keys; writes whole sequences to out, and splits to the buffers."""
+    if EARLY:
+        gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
+    dtype: gl.constexpr = q.dtype.element_ty
+    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    RING: gl.constexpr = SHAPE.ring
+    memory = Memory(
+        gl.allocate_shared_memory(gl.float16, [8, SHAPE.tile, _PAIRS], wide),
+        gl.allocate_shared_memory(dtype, [SHAPE.tile, _TAIL], wide),
+        gl.allocate_shared_memory(gl.float32, [SHAPE.tile], flat),
+        gl.allocate_shared_memory(k_main.dtype, [4 * RING, 1, 1, _KEYS, _QUARTER], k_main.layout),
+        gl.allocate_shared_memory(dtype, [RING, 1, 1, _KEYS, _TAIL], k_tail.layout),
+        gl.allocate_shared_memory(gl.float32, [RING, 1, 1, _KEYS, 4], k_scales.layout),
+        gl.allocate_shared_memory(dtype, [4 * RING, SHAPE.tile, _KEYS], wide),
+        gl.allocate_shared_memory(gl.float32, [RING, SHAPE.tile], flat),
+        gl.allocate_shared_memory(gl.float32, [SHAPE.tile], flat),
+    )
+    barriers = Barriers(
+        allocate_barriers(RING), allocate_barriers(RING), allocate_barriers(RING), allocate_barriers(1),
+        allocate_barriers(1),
+    )  # fmt: skip
+    init_barriers(barriers.k_ready, _COPIES)
+    init_barriers(barriers.k_free, 2)
+    init_barriers(barriers.weights_ready, 1)
+    init_barriers(barriers.result_ready, 1)
+    init_barriers(barriers.result_free, 2)
+    fence_async_shared()
+
+    sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
+    place = place_of_program(kv_heads, SHAPE.rows, SHAPE)
+    position = share_of_program(sources, place.share.to(gl.int64), shares, max_splits, SHAPE.tokens, SHAPE.unit, BATCH)
+    source = Keys(k_main, k_tail, k_scales, table, table_stride)
+    results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
+    AVERAGER: gl.constexpr = 112 if SHAPE.tile == 16 else 128
+    gl.warp_specialize(
+        [
+            (_score, (q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE)),
+            (_average, (0, memory, barriers, sources, position, place, results, SHAPE)),
+            (_average, (1, memory, barriers, sources, position, place, results, SHAPE)),
+            (_load, (source, memory, barriers, sources, position, place, SHAPE)),
+        ],
+        [4, 4, 1],
+        [AVERAGER, AVERAGER, _LOADER],
+    )
+
+
+@gluon.jit
+def _load(source, memory, barriers, sources, position, place, SHAPE: gl.constexpr):
+    """Lets the copy engine fetch every tile, as soon as there is room."""
+    RING: gl.constexpr = SHAPE.ring
+    step = 0  # tiles so far, of all items
+    while position.at < position.stop:
+        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
+        for tile in range(item.tiles):
+            key = item.begin + tile * _KEYS
+            blocks = blocks_of(table_row, key, item, SHAPE)
+            slot = step % RING
+            ready = barriers.k_ready.index(slot)
+            mbarrier.wait(barriers.k_free.index(slot), (step // RING & 1) ^ 1)
+            for quarter in gl.static_range(4):
+                into = memory.k.index(4 * slot + quarter)
+                fetch(source.main, into, ready, blocks, key, quarter * _QUARTER, place, SHAPE)
+            fetch(source.tail, memory.tails.index(slot), ready, blocks, key, 0, place, SHAPE)
+            fetch(source.scales, memory.scales.index(slot), ready, blocks, key, 0, place, SHAPE)
+            step += 1
+        position = after(position, item)
+
+
+@gluon.jit
+def _pairs(memory, slot, QUARTER: gl.constexpr):
+    """The pairs of bytes [keys, pairs] of a quarter."""
+    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return memory.k.index(4 * slot + QUARTER)._reinterpret(gl.int16, [_KEYS, _PAIRS], wide)
+
+
+@gluon.jit
+def _to_bf16(values, HOW: gl.constexpr):
+    """Two numbers of 16 bits at a time."""
+    return gl.inline_asm_elementwise(HOW, "=r,r", [values], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _to_fp16(values, HOW: gl.constexpr):
+    """Two numbers of 16 bits at a time."""
+    return gl.inline_asm_elementwise(HOW, "=r,r", [values], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _score(
+    q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE: gl.constexpr
+):  # fmt: skip
+    """Scores [keys, rows], running maximum, weights and their sum; at the end the log-sum-exp."""
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.tile, 16])
+    across: gl.constexpr = gl.SliceLayout(0, grid)
+    RING: gl.constexpr = SHAPE.ring
+    N: gl.constexpr = SHAPE.tile
+    is_row, head, token = locate_rows(place, across, SHAPE)
+    near = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, grid))[:, None]
+    step = 0  # tiles so far, of all items
+    done = 0  # items so far that have any tile
+    while position.at < position.stop:
+        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        if item.tiles > 0:
+            row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
+            _load_queries(q, q_strides, memory, position.sequence, place, SHAPE)
+            unit = memory.q_unit.load(across) * scale_log2  # of scores, which is positive
+            peak = gl.full([SHAPE.tile], float("-inf"), gl.float32, across)
+            total = gl.zeros([_KEYS, N], gl.float32, grid)  # summed over the keys once, at the end
+            for tile in range(item.tiles):
+                key = item.begin + tile * _KEYS
+                slot = step % RING
+                mbarrier.wait(barriers.k_ready.index(slot), step // RING & 1)
+                scale = matrix(memory.scales, slot)
+                scale0 = _finite(scale.slice(0, 1, dim=1).load(grid))
+                scale1 = _finite(scale.slice(1, 1, dim=1).load(grid))
+                scale2 = _finite(scale.slice(2, 1, dim=1).load(grid))
+                scale3 = _finite(scale.slice(3, 1, dim=1).load(grid))
+                part = gl.zeros([_KEYS, N], gl.float32, grid)
+                scores = warpgroup_mma(
+                    matrix(memory.tails, slot), memory.q_tail.permute([1, 0]), part, use_acc=False, is_async=True
+                )
+                part0 = _multiply(memory, slot, 0, part, grid)
+                part1 = _multiply(memory, slot, 1, part, grid)
+                scores, part0 = warpgroup_mma_wait(2, [scores, part0])
+                scores += part0 * scale0
+                part2 = _multiply(memory, slot, 2, part, grid)
+                part1 = warpgroup_mma_wait(2, [part1])
+                scores += part1 * scale1
+                part3 = _multiply(memory, slot, 3, part, grid)
+                part2 = warpgroup_mma_wait(2, [part2])
+                scores += part2 * scale2
+                part3 = warpgroup_mma_wait(0, [part3])
+                scores += part3 * scale3
+
+                if (key < item.inner) | (key + _KEYS > item.edge):
+                    visible = (near >= (row_first - key)[None, :]) & (near < (row_end - key)[None, :])
+                    scores = gl.where(visible, scores, float("-inf"))
+                    # Nothing is read from outside of the item, where scales may be NaN.
+                    inside = (near >= item.first - key) & (near < item.stop - key)
+                    scale0 = gl.where(inside, scale0, 0.0)
+                    scale1 = gl.where(inside, scale1, 0.0)
+                    scale2 = gl.where(inside, scale2, 0.0)
+                    scale3 = gl.where(inside, scale3, 0.0)
+                highest = gl.max(scores, 0) * unit
+                new_peak = gl.where(highest > peak + SLACK, highest, peak)
+                # No visible key yet: subtract 0, because -inf - -inf is NaN.
+                shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+                decay = gl.exp2(peak - shift)
+                memory.decay.index(slot).store(decay)
+                weights = gl.exp2(scores * unit[None, :] - shift[None, :])
+                _give(memory, slot, 0, weights * (scale0 * _HALF_BIAS))
+                _give(memory, slot, 1, weights * (scale1 * _HALF_BIAS))
+                _give(memory, slot, 2, weights * (scale2 * _HALF_BIAS))
+                _give(memory, slot, 3, weights * (scale3 * _HALF_BIAS))
+                fence_async_shared()
+                mbarrier.arrive(barriers.weights_ready.index(slot), count=1)
+                total = total * decay[None, :] + weights
+                peak = new_peak
+                step += 1
+
+            mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
+            sums = gl.sum(total, 0)
+            factor = finish_rows(peak, sums, results, position, item, place, 0, is_row, head, token, across, SHAPE)
+            memory.weight.store(factor)
+            mbarrier.arrive(barriers.result_ready.index(0), count=1)
+            done += 1
+        position = after(position, item)
+
+
+@gluon.jit
+def _multiply(memory, slot, QUARTER: gl.constexpr, part, grid: gl.constexpr):
+    """Starts the two products of a quarter of the keys and the queries."""
+    pairs = _pairs(memory, slot, QUARTER).load(gl.DotOperandLayout(0, grid, 2))
+    low, high = memory.q.index(2 * QUARTER).permute([1, 0]), memory.q.index(2 * QUARTER + 1).permute([1, 0])
+    part = warpgroup_mma(_to_fp16(pairs, _LOW), low, part, use_acc=False, is_async=True)
+    return warpgroup_mma(_to_fp16(pairs, _HIGH), high, part, is_async=True)
+
+
+@gluon.jit
+def _finite(scale):
+    """NaN for infinity: the products of such a key would have one sign in each quarter, those of its values both."""
+    return scale + scale * 0.0
+
+
+@gluon.jit
+def _give(memory, slot, QUARTER: gl.constexpr, weights):
+    """Writes the weights of a quarter for the averagers."""
+    memory.weights.index(4 * slot + QUARTER).permute([1, 0]).store(weights.to(memory.weights.dtype))
+
+
+@gluon.jit
+def _load_queries(q, q_strides, memory, sequence, place, SHAPE: gl.constexpr):
+    """Writes the queries to shared memory, with a power of two per row: the largest of a row is 2**14 to 2**15."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    is_row, head, token = locate_rows(place, gl.SliceLayout(1, lines), SHAPE)
+    rows = q + row_offsets(q_strides, sequence, head, token)[:, None]
+    column = gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, lines))[None, :]
+    tail = load_signed(rows + (column + 4 * _QUARTER), is_row, SHAPE).to(gl.float32)
+    largest = gl.abs(tail)
+    column = column // 2 * 4 + column % 2
+    parts = ()
+    for part in gl.static_range(8):
+        values = load_signed(rows + (column + (part // 2 * _QUARTER + part % 2 * 2)), is_row, SHAPE)
+        largest = gl.maximum(largest, gl.abs(values.to(gl.float32)))
+        parts = parts + (values,)  # noqa: RUF005
+    largest = gl.minimum(gl.maximum(gl.max(largest, 1), _SMALLEST), _LARGEST)
+    inverse = _to_bf16(largest.to(gl.bfloat16), _INVERSE)
+    factor = inverse.to(gl.float32)[:, None] * _SPREAD
+    for part in gl.static_range(8):
+        memory.q.index(part).store((parts[part].to(gl.float32) * factor).to(gl.float16))
+    memory.q_tail.store((tail * factor).to(memory.q_tail.dtype))
+    memory.q_unit.store(_to_bf16(inverse, _INVERSE).to(gl.float32) * (0.5 / _SPREAD))
+    fence_async_shared()
+    group_barrier()
+
+
+@gluon.jit
+def _average(PART: gl.constexpr, memory, barriers, sources, position, place, results, SHAPE: gl.constexpr):
+    """Adds values times weights, [columns, rows], for two quarters of the output columns."""
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.tile, 16])
+    across: gl.constexpr = gl.SliceLayout(0, grid)
+    operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
+    RING: gl.constexpr = SHAPE.ring
+    N: gl.constexpr = SHAPE.tile
+    step = 0  # tiles so far, of all items
+    done = 0  # items so far that have any tile
+    while position.at < position.stop:
+        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        if item.tiles > 0:
+            even0 = gl.zeros([_PAIRS, N], gl.float32, grid)
+            odd0 = gl.zeros([_PAIRS, N], gl.float32, grid)
+            even1 = gl.zeros([_PAIRS, N], gl.float32, grid)
+            odd1 = gl.zeros([_PAIRS, N], gl.float32, grid)
+            for _tile in range(item.tiles):
+                slot = step % RING
+                mbarrier.wait(barriers.k_ready.index(slot), step // RING & 1)
+                pairs = _pairs(memory, slot, 2 * PART).permute([1, 0]).load(operand)
+                values = _to_bf16(pairs, _FIRST)
+                mbarrier.wait(barriers.weights_ready.index(slot), step // RING & 1)
+                decay = memory.decay.index(slot).load(across)[None, :]
+                weights = memory.weights.index(4 * slot + 2 * PART).permute([1, 0])
+                even0 = warpgroup_mma(values, weights, even0 * decay, is_async=True)
+                odd0 = warpgroup_mma(_to_bf16(pairs, _SECOND), weights, odd0 * decay, is_async=True)
+                pairs = _pairs(memory, slot, 2 * PART + 1).permute([1, 0]).load(operand)
+                even0 = warpgroup_mma_wait(1, [even0])
+                weights = memory.weights.index(4 * slot + 2 * PART + 1).permute([1, 0])
+                even1 = warpgroup_mma(_to_bf16(pairs, _FIRST), weights, even1 * decay, is_async=True)
+                odd0 = warpgroup_mma_wait(1, [odd0])
+                odd1 = warpgroup_mma(_to_bf16(pairs, _SECOND), weights, odd1 * decay, is_async=True)
+                even1, odd1 = warpgroup_mma_wait(0, [even1, odd1])
+                mbarrier.arrive(barriers.k_free.index(slot), count=1)
+                step += 1
+
+            mbarrier.wait(barriers.result_ready.index(0), done & 1)
+            weight = memory.weight.load(across)[None, :] * _HALF_BIAS
+            mbarrier.arrive(barriers.result_free.index(0), count=1)
+            done += 1
+            _store(results, even0 * weight, 2 * PART * _QUARTER, position, item, place, grid, SHAPE)
+            _store(results, odd0 * weight, 2 * PART * _QUARTER + 1, position, item, place, grid, SHAPE)
+            _store(results, even1 * weight, (2 * PART + 1) * _QUARTER, position, item, place, grid, SHAPE)
+            _store(results, odd1 * weight, (2 * PART + 1) * _QUARTER + 1, position, item, place, grid, SHAPE)
+        position = after(position, item)
+
+
+@gluon.jit
+def _store(results, sums, FIRST: gl.constexpr, position, item, place, grid: gl.constexpr, SHAPE: gl.constexpr):
+    """Every other output column of a quarter, from FIRST on, of a whole sequence or of a split."""
+    across: gl.constexpr = gl.SliceLayout(0, grid)
+    is_row, head, token = locate_rows(place, across, SHAPE)
+    column = FIRST + 2 * gl.arange(0, _PAIRS, layout=gl.SliceLayout(1, grid))[:, None]
+    if item.starts & item.ends:
+        row = row_offsets(results.out_strides, position.sequence, head, token)
+        gl.store(results.out + row[None, :] + column, sums.to(results.out.dtype.element_ty), mask=is_row[None, :])
+    else:
+        row = (split_row(position, item, place, SHAPE) + gl.arange(0, SHAPE.tile, layout=across)) * (4 * _QUARTER)
+        gl.store(results.part_out + row[None, :] + column, sums, mask=is_row[None, :])
