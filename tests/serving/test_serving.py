@@ -222,6 +222,7 @@ def test_many_clients_at_once_get_their_own_answers(client, alone):
         ({"logit_bias": {"16": 1}}, "logit_bias and stop_token_ids must have token ids below 16", None),
         ({"echo": True}, "echo is not supported, got True", "echo"),
         ({"best_of": 2}, "best_of is not supported, got 2", "best_of"),
+        ({"extra_body": {"use_beam_search": True}}, "use_beam_search is not supported, got True", "use_beam_search"),
         ({"seed": -1}, "seed must be an integer from 0 to", "seed"),
         ({"min_tokens": 13}, "min_tokens must be at most 12, got 13", "min_tokens"),
         ({"extra_body": {"top_q": 1}}, "unknown parameter 'top_q'", "top_q"),

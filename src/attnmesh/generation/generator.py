@@ -202,6 +202,7 @@ class Generator:
         logprobs: int | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
         sample: int = 0,
+        num_beams: int = 1,
     ) -> Request:
         """A request for an answer to one prompt, which `step` computes together with all others.
 
@@ -210,23 +211,26 @@ class Generator:
         log-probability by the model and the n most likely tokens. `logits_processors` are functions, such as those of
         Transformers, which change the logits before penalties; all ranks must pass the same. Parallel samples of a
         prompt are requests that differ in the number `sample`: they draw other random numbers, and share the prompt's
-        blocks. Requests wait while the cache has no room for them. The tokens are those that `generate` returns for the
-        prompt alone.
+        blocks. With `num_beams` above 1, the answer is that of a beam search, which takes as many sequences and returns
+        all tokens in its last step. Requests wait while the cache has no room for them. The tokens are those that
+        `generate` returns for the prompt alone.
         """
 
         def check_arguments() -> tuple[tuple[list[int], RequestOptions], SharedValues]:
             self._check_not_running()
             options = RequestOptions.checked(
                 self.model, self.tokenizer, max_new_tokens, sampling, stop, stop_strings, min_new_tokens, logprobs,
-                logits_processors, sample,
+                logits_processors, sample, num_beams,
             )  # fmt: skip
             ids = one_prompt(self.tokenizer, "prompt", prompt)
             check_prompt(self.model, "prompt", ids, max_new_tokens, self.engine.position_ranks.world)
-            if len(ids) + max_new_tokens > self.engine.cache_tokens:
+            if len(ids) + num_beams * max_new_tokens > self.engine.cache_tokens:
+                of_beams = "" if num_beams == 1 else f" in each of num_beams={num_beams}"
                 raise ValueError(
-                    f"prompt has {len(ids)} tokens, and max_new_tokens={max_new_tokens} may follow: the cache never "
-                    f"holds more than cache_tokens={self.engine.cache_tokens}"
+                    f"prompt has {len(ids)} tokens, and max_new_tokens={max_new_tokens} may follow{of_beams}: the "
+                    f"cache never holds more than cache_tokens={self.engine.cache_tokens}"
                 )
+            self._check_beams(num_beams)
             return (ids, options), {"prompt": f"{len(ids)} tokens {digest(ids)}", **options.shared_values}
 
         self._check_in_step()
@@ -268,6 +272,8 @@ class Generator:
 
     def step(self) -> list[Token]:
         """The next tokens of submitted requests, at most one of each, by their numbers; the same on every rank.
+
+        The tokens of a beam search come all at once, in its last step.
 
         A request in which an error occurs ends with it, and the others go on. After an exception, such as that of a
         callback, the next step computes all requests again from the tokens that they have, unless the ranks were
@@ -416,6 +422,18 @@ class Generator:
                 )
             tokens = [len(ids) + beams * (new + MAX_DECODE_TOKENS) for ids in own]
             self.engine.check_room(tokens, self._ranks.in_engine(group), beams)
+
+    def _check_beams(self, num_beams: int) -> None:
+        """Raise ValueError unless a request may have so many beams."""
+        if num_beams > 1 and self._on_logits is not None:
+            raise ValueError(f"num_beams must be 1 for a Generator with on_logits, got {num_beams}")
+        room, groups = self.engine.max_sequences, self._ranks.kvdp
+        if num_beams > room:
+            of_group = "" if groups == 1 else f" in each of kvdp={groups} groups of ranks"
+            raise ValueError(
+                f"num_beams must be at most {room}, as max_sequences={self.max_sequences} has {room}{of_group}, got "
+                f"{num_beams}"
+            )
 
     def _update_stats(self) -> None:
         engine, stats = self.engine, self.stats
