@@ -53,9 +53,10 @@ class Generator:
     The KV cache of a group holds `cache_tokens` tokens, prompts and answers together, of all its sequences;
     `max_sequences` is the size of a batch over all groups. `sharding` is the number of ranks per sequence (cp) and of
     groups (kvdp), by default what `recommend_sharding` returns for `max_sequences` sequences, or that of the sharded
-    model. `storage`, fp8, int8 or bfp8, quantizes the cache; by default it has the dtype of the model. All tokens,
-    also those of the same prompt, attend to quantized keys and values, so the answers do not depend on ranks, chunks or
-    prefix reuse. `layout`, `schedule`, `prefill_chunk` and `on_prefill` are those of `Engine`.
+    model. `storage`, fp8, int8 or bfp8, or fp8_ds_mla for latents (DeepSeek), quantizes the cache; by default it has
+    the dtype of the model. All tokens, also those of the same prompt, attend to quantized keys and values, so the
+    answers do not depend on ranks, chunks or prefix reuse. `layout`, `schedule`, `prefill_chunk` and `on_prefill` are
+    those of `Engine`.
 
     `generate` answers a batch of prompts. `submit` takes one request at a time, and `step` computes the next token of
     all requests in progress: a group computes at most `step_tokens` tokens per step (default 2048, or more if

@@ -198,7 +198,11 @@ def quantized_cache(storage: str) -> Any:
     class QuantizedCache(base):  # type: ignore[misc]
         def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
             scale = torch.ones((), dtype=torch.float32, device=key.device) if storage == "fp8" else None
-            rounded = (dequantize(quantize(x, storage, scale=scale), x.dtype) for x in (key, value))
+            # Latents and their rope parts are stored as one vector.
+            stored = (torch.cat([key, value], -1),) if storage == "fp8_ds_mla" else (key, value)
+            rounded = [dequantize(quantize(x, storage, scale=scale), x.dtype) for x in stored]
+            if len(rounded) == 1:
+                rounded = list(rounded[0].split([key.shape[-1], value.shape[-1]], -1))
             return super().update(*rounded, *args, **kwargs)
 
     return QuantizedCache()
