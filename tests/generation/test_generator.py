@@ -417,7 +417,6 @@ def test_the_call_gives_up_its_cache_and_takes_all_options():
         ([], {}, "prompts must be 1 to max_sequences=2, got 0"),
         ([PROMPTS[0]] * 3, {}, "prompts must be 1 to max_sequences=2, got 3"),
         ([PROMPTS[0], []], {}, r"prompts\[1\] is empty"),
-        ([PROMPTS[0], [8, 8]], {}, r"prompts\[1\] has 2 tokens, fewer than the 3 ranks that shard it"),
         (
             [[8] * 503],
             {"max_new_tokens": 10},
@@ -454,6 +453,35 @@ def test_what_cannot_be_generated_is_refused_and_the_next_can(prompts, how, mess
         return generated_rows(generator, PROMPTS[:1], max_new_tokens=2)
 
     assert on_virtual_ranks(3, rank) == [[expected]] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "sharding", "whole"),
+    [
+        ("llama", am.DecodeSharding(cp=4), True),
+        *(
+            pytest.param(kind, am.DecodeSharding(*each), whole, marks=pytest.mark.slow)
+            for kind in ("llama", "gpt_oss", "mistral", "deepseek_v3")
+            for *each, whole in ((1, 2, 3, True), (2, 1, 3, False), (1, 1, 5, False))
+        ),
+    ],
+)
+def test_prompts_with_fewer_tokens_than_ranks(kind, sharding, whole):
+    prompts = [random_ids(n, n) for n in (1, 2, 3, 5)]
+
+    def rank(comm):
+        model = attnmesh_model(kind) if whole else am.shard_model(attnmesh_model(kind), sharding, comm)
+        generator = Generator(model, None, comm, cache_tokens=100, max_sequences=6, sharding=sharding)
+        rows = [generated_rows(generator, prompts, max_new_tokens=MOST, speculative=each) for each in (True, False)]
+        generator.reset_prefix_cache()
+        requests = [generator.submit(prompt, max_new_tokens=MOST) for prompt in prompts]
+        while generator.num_unfinished:
+            generator.step()
+        return *rows, [request.ids for request in requests]
+
+    expected = [greedy_tokens(kind, prompt, MOST) for prompt in prompts]
+    for of_rank in on_virtual_ranks(sharding.ranks, rank):
+        assert all(rows == expected for rows in of_rank)
 
 
 def test_ranks_that_have_less_than_two_tokens_each():

@@ -224,7 +224,7 @@ class Generator:
                 logits_processors, sample, num_beams,
             )  # fmt: skip
             ids = one_prompt(self.tokenizer, "prompt", prompt)
-            check_prompt(self.model, "prompt", ids, max_new_tokens, self.engine.position_ranks.world)
+            check_prompt(self.model, "prompt", ids, max_new_tokens)
             if len(ids) + num_beams * max_new_tokens > self.engine.cache_tokens:
                 of_beams = "" if num_beams == 1 else f" in each of num_beams={num_beams}"
                 raise ValueError(
@@ -410,7 +410,7 @@ class Generator:
                 f"sampling must be greedy (temperature 0), without penalties, with speculative, got {options.sampling}"
             )
         for number, ids in enumerate(rows):
-            check_prompt(self.model, f"prompts[{number}]", ids, new, self.engine.position_ranks.world)
+            check_prompt(self.model, f"prompts[{number}]", ids, new)
         # Groups that are computed here only: if one has no room, all ranks raise before any of them starts.
         for group in self._ranks.computed:
             own = [rows[number] for number in self._ranks.rows(len(rows))[group]]

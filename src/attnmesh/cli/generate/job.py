@@ -120,7 +120,9 @@ def _chat_tokens(tokenizer: Any, text: str) -> list[int]:
 
 def check_job(job: Job, config: Any, ranks: int) -> None:
     """Raise ValueError for prompts that a model with this configuration cannot read on so many ranks."""
-    shortest, longest = min(map(len, job.prompts)), max(map(len, job.prompts))
+    if not all(job.prompts):
+        raise ValueError("the prompt must have at least one token, got none")
+    longest = max(map(len, job.prompts))
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and longest + job.max_new_tokens > limit:
         raise ValueError(
@@ -128,8 +130,6 @@ def check_job(job: Job, config: Any, ranks: int) -> None:
             f"{limit:,} positions"
         )
     ranks = job.position_ranks(ranks)
-    if shortest < ranks:
-        raise ValueError(f"the prompt must have at least one token per rank ({ranks}), got {shortest} tokens")
     if job.prefill_chunk < min_prefill_chunk(ranks):
         least = min_prefill_chunk(ranks)
         raise ValueError(
