@@ -340,6 +340,38 @@ def test_who_has_heard_enough_may_leave():
     assert on_virtual_ranks(2, rank) == [(expected[0], expected)] * 2
 
 
+def test_iterators_of_two_generators_take_turns():
+    """zip() takes all tokens of the last one, and does not ask for more: it is not in progress any more."""
+
+    def rank(comm):
+        generators = [
+            Generator(attnmesh_model("llama"), None, comm, cache_tokens=100, max_sequences=6) for _ in range(2)
+        ]
+        iterators = [
+            each.generate([prompt], max_new_tokens=3) for each, prompt in zip(generators, PROMPTS, strict=False)
+        ]
+        both = [[token.id for token in tokens] for tokens in zip(*iterators, strict=False)]
+        (left,) = generators[1].generate(PROMPTS[:1], max_new_tokens=1, num_beams=3)
+        held = generators[0].generate(PROMPTS[:2], max_new_tokens=1)  # two tokens in the last step
+        next(held)
+        with pytest.raises(ValueError, match=r"another generate\(\) of this Generator is in progress"):
+            generators[0].submit(PROMPTS[0], max_new_tokens=1)
+        if comm.rank:  # ranks may differ in whether they ask once more
+            next(held)
+        else:
+            list(held)
+        request = generators[0].submit(PROMPTS[0], max_new_tokens=1)
+        assert list(held) == []
+        assert [token.id for token in generators[0].stream(request)] == [left.id]
+        beams = generators[0].generate(PROMPTS[:1], max_new_tokens=2, num_beams=2)
+        next(beams), next(beams)
+        assert generators[0].step() == []
+        return both
+
+    expected = list(zip(*(greedy_tokens("llama", prompt, 3) for prompt in PROMPTS[:2]), strict=True))
+    assert on_virtual_ranks(2, rank) == [list(map(list, expected))] * 2
+
+
 # What it says of itself.
 
 

@@ -74,10 +74,10 @@ class BeamBatch(PromptBatch):
         self._check_tokens(gathered, [sequence for row in own for sequence in row.sequences])
         self.progress.add_step(gathered)
         self.stats.generated_tokens += sum(map(len, answers.values()))
-        for number, tokens in gathered:
-            text = TextStream(self.tokenizer)
-            for token in tokens:
-                yield Token(number, token, text.add(token))
+        texts = {number: TextStream(self.tokenizer) for number, _ in gathered}
+        yield from self.progress.last(
+            [Token(number, token, texts[number].add(token)) for number, tokens in gathered for token in tokens]
+        )
 
     def _search(self, rows: list[_Beams]) -> None:
         """Decode until the answers of all rows are known."""

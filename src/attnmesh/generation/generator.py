@@ -157,9 +157,9 @@ class Generator:
         `num_beams` above 1, the answer is the best that a beam search finds, and tokens come at its end: the beams of a
         row are as many sequences, which share the prompt.
 
-        One call runs at a time: exhaust, close or drop its iterator before the next. Logits that give no probabilities
-        (NaN, +inf, or -inf only) raise ValueError. After an interrupted call the generator works on, unless the ranks
-        were interrupted at different points: then every rank raises CommError.
+        One call runs at a time: take all tokens of its iterator, close or drop it before the next. Logits that give no
+        probabilities (NaN, +inf, or -inf only) raise ValueError. After an interrupted call the generator works on,
+        unless the ranks were interrupted at different points: then every rank raises CommError.
         """
 
         def check_arguments() -> tuple[tuple[list[list[int]], BatchOptions], SharedValues]:
@@ -281,6 +281,7 @@ class Generator:
         interrupted at different points: then every rank raises CommError.
         """
         self._raise_if_out_of_step("step")
+        self._close_complete()
         self._check_not_running()
         if self._batch is None or not self._batch.requests:
             return []
@@ -353,9 +354,16 @@ class Generator:
         latest = None if self._iterator is None else self._iterator()
         return latest is not None and inspect.getgeneratorstate(latest) != inspect.GEN_CLOSED
 
+    def _close_complete(self) -> None:
+        """Close an iterator that has returned its last token, as zip() or islice() leave it."""
+        latest = None if self._iterator is None else self._iterator()
+        if latest is not None and self._progress.is_complete:
+            latest.close()
+
     def _check_in_step(self) -> None:
         """Raise CommError after an interrupted exchange; log how far this rank is, to be compared with the others."""
         self._raise_if_out_of_step("generate")
+        self._close_complete()
         if not self._is_running() and not self.num_unfinished:
             self.engine.release_all()  # again, in case that was interrupted, too
         self.comm.note("earlier calls", str(self._progress))

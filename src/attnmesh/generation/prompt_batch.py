@@ -90,12 +90,14 @@ class PromptBatch:
             for row, tokens in zip(active, new, strict=True):
                 row.new += tokens
                 self.stats.generated_tokens += len(tokens)
+            returned = []
             for number, tokens in gathered:
                 left[number] = 0 if tokens[-1] in options.stop else left[number] - len(tokens)
-                for token in tokens:
-                    yield Token(number, token, texts[number].add(token))
+                returned += [Token(number, token, texts[number].add(token)) for token in tokens]
             if not any(left.values()):
+                yield from self.progress.last(returned)
                 break
+            yield from returned
             active = [row for row in active if left[row.number]]
             with self._timed("decode_seconds"):
                 new = self._decode_step(active) if active else []
