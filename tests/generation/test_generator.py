@@ -12,6 +12,7 @@ from attnmesh.comm import CommError
 from attnmesh.generation.engine import Engine
 from attnmesh.generation.generator import Generator, generate
 from attnmesh.generation.models import MODELS, check_generation
+from attnmesh.generation.prompt_batch import rows_by_prefix
 from attnmesh.generation.prompts import eos_tokens
 from attnmesh.generation.requests import Token
 from attnmesh.generation.sampling import PromptLookup, Sampling
@@ -485,6 +486,43 @@ def test_what_cannot_be_generated_is_refused_and_the_next_can(prompts, how, mess
         return generated_rows(generator, PROMPTS[:1], max_new_tokens=2)
 
     assert on_virtual_ranks(3, rank) == [[expected]] * 3
+
+
+@pytest.mark.parametrize(
+    ("cached", "expected"),
+    [
+        ([[0, 0], [0, 0]], []),
+        ([[5], [0]], [[0], []]),
+        ([[0], [5]], [[], [0]]),
+        ([[3, 9, 0], [4, 8, 0]], [[1, 2], [0]]),  # the longest first, then where there is room
+        ([[4, 6, 5, 7], [1, 0, 0, 0]], [[1, 3], [0, 2]]),  # no group has more than its share
+        ([[0, 0, 2], [0, 0, 2], [0, 0, 0]], [[2], [0], [1]]),
+    ],
+)
+def test_rows_go_to_the_group_that_has_most_of_their_prompt(cached, expected):
+    assert rows_by_prefix(cached) == expected
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_prefix_is_found_in_its_group_when_the_batch_changes(whole):
+    sharding, prompts = DecodeSharding(kvdp=2), [random_ids(17, seed) for seed in (1, 2)]
+    longer = [[*prompt, 9] for prompt in prompts]
+
+    def rank(comm):
+        model = attnmesh_model("llama") if whole else am.shard_model(attnmesh_model("llama"), sharding, comm)
+        generator = Generator(model, None, comm, cache_tokens=60, max_sequences=2, sharding=sharding)
+        reused, rows = [], [generated_rows(generator, prompts, max_new_tokens=1)]
+        for batch in (longer[:1], longer[1:], longer[::-1], [random_ids(51, 3), longer[0]]):
+            before = generator.stats.reused_tokens
+            rows.append(generated_rows(generator, batch, max_new_tokens=1))
+            reused.append(generator.stats.reused_tokens - before)
+        return rows, reused
+
+    (rows, reused), (other, of_other) = on_virtual_ranks(2, rank)
+    asked = (prompts, longer[:1], longer[1:], longer[::-1], [random_ids(51, 3), longer[0]])
+    assert rows == other == [[greedy_tokens("llama", prompt, 1) for prompt in batch] for batch in asked]
+    both = [a + b for a, b in zip(reused, of_other, strict=True)] if whole else reused
+    assert both == [17, 17, 34, 17]
 
 
 @pytest.mark.parametrize(

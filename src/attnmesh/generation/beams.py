@@ -59,8 +59,9 @@ class BeamBatch(PromptBatch):
         options = self.options
         own: list[_Beams] = []
         with self._timed("prefill_seconds"):
+            rows = self._rows(prompts)
             for group in self.ranks.computed:
-                for number in self.ranks.rows(len(prompts))[group]:
+                for number in rows[group]:
                     sequence = self.engine.prefill(
                         prompts[number], options.max_new_tokens + MAX_DECODE_TOKENS, self.ranks.in_engine(group),
                         options.num_beams,
@@ -70,7 +71,7 @@ class BeamBatch(PromptBatch):
         with self._timed("decode_seconds"):
             self._search(own)
         answers = {row.number: row.search.answer for row in own}
-        gathered = self._all_gather_tokens(answers, len(prompts), options.max_new_tokens)
+        gathered = self._all_gather_tokens(answers, rows, options.max_new_tokens)
         self._check_tokens(gathered, [sequence for row in own for sequence in row.sequences])
         self.progress.add_step(gathered)
         self.stats.generated_tokens += sum(map(len, answers.values()))

@@ -429,7 +429,7 @@ class Generator:
                     f"ranks, got {beams}: each of kvdp={self._ranks.kvdp} groups has {room} of "
                     f"max_sequences={self.max_sequences}"
                 )
-            tokens = [len(ids) + beams * (new + MAX_DECODE_TOKENS) for ids in own]
+            tokens = [options.max_tokens(len(ids)) for ids in own]
             self.engine.check_room(tokens, self._ranks.in_engine(group), beams)
 
     def _check_beams(self, num_beams: int) -> None:
