@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,7 @@ pytest.importorskip("accelerate")
 
 
 from attnmesh.cli import language_model, output
-from attnmesh.cli.generate.job import tokenize_prompts
+from attnmesh.cli.generate.job import check_job, tokenize_prompts
 from attnmesh.comm import launch
 from attnmesh.core.optional import installed
 from attnmesh.generation.passes import PrefillPass
@@ -232,8 +233,9 @@ class TestRefused:
         refused(run(model, "--prompt-file", "x"), "one of --prompt and --prompt-file is required, got both")
         refused(run(model, document=None), "one of --prompt and --prompt-file is required, got none")
 
-    def test_more_ranks_than_tokens(self, model):
-        refused(run(model, document="a b c"), "at least one token per rank (4), got 3 tokens")
+    def test_text_without_tokens(self):
+        with pytest.raises(ValueError, match="the prompt must have at least one token, got none"):
+            check_job(SimpleNamespace(prompts=[[1, 2], []]), None, 2)
 
     def test_a_prefill_chunk_too_short_for_the_ranks(self, model):
         refused(run(model, "--prefill-chunk", "7"), "--prefill-chunk must be at least 8 tokens on 4 ranks, got 7")

@@ -250,6 +250,7 @@ def test_a_model_needs_a_context():
         ("llama-3.1-8b", "bf16", []),
         ("llama-3.1-8b", "fp8", []),
         ("deepseek-v3", "bf16", ["quantized weights are not loaded"]),
+        ("deepseek-v3", "fp8_ds_mla", ["quantized weights are not loaded"]),
         ("deepseek-v3", "fp8", ["quantized weights are not loaded", "latents are not stored as fp8"]),
     ],
 )

@@ -19,6 +19,7 @@ from helpers.models import (
     VOCABULARY,
     OneLayer,
     attnmesh_model,
+    check_blocks,
     generated_rows,
     greedy_tokens,
     logits_of,
@@ -47,17 +48,6 @@ def make(comm=None, sharding=None, model=None, *, shard_weights=False, **how):
     if shard_weights:
         model = am.shard_model(model, sharding, comm)
     return Generator(model, None, comm, sharding=sharding, **how)
-
-
-def check_blocks(generator):
-    """The scheduler's count of blocks is that of the cache."""
-    scheduler, engine, ranks = generator._batch.scheduler, generator.engine, generator._ranks
-    for group in ranks.computed:
-        scheduled, in_engine = scheduler.caches[group], ranks.in_engine(group)
-        if in_engine == engine.own_group:
-            assert scheduled.used[engine.position_ranks.rank] == engine.cache.stats().used
-        sequences = [each for each in engine.sequences if each.group == in_engine]
-        assert sorted(each.ids for each in scheduled.sequences) == sorted(each.ids for each in sequences)
 
 
 def answers(comm=None, sharding=None, shard_weights=False):
@@ -107,7 +97,7 @@ def expected():
 )
 def test_every_answer_is_that_of_the_request_alone(world, sharding, expected, monkeypatch):
     for module in ("rank_memory", "engine", "batching"):  # small blocks: without room for all requests at once
-        monkeypatch.setattr(f"attnmesh.generation.{module}.BLOCK_SIZE", 8 // sharding.cp)
+        monkeypatch.setattr(f"attnmesh.generation.{module}.BLOCK_SIZE", max(1, 2 // sharding.cp))
     found = on_virtual_ranks(world, lambda comm: answers(comm, sharding))
     assert all(ids == expected for ids, _ in found)
     assert all(stats.reused_tokens for _, stats in found) or sharding.kvdp > 1
@@ -131,7 +121,7 @@ def test_every_answer_is_that_of_the_request_alone(world, sharding, expected, mo
 def test_every_answer_with_sharded_weights(sharding, expected, monkeypatch):
     """Requests that join, leave, are preempted and share prefixes, where all ranks compute all of them together."""
     for module in ("rank_memory", "engine", "batching"):
-        monkeypatch.setattr(f"attnmesh.generation.{module}.BLOCK_SIZE", 8 // sharding.cp)
+        monkeypatch.setattr(f"attnmesh.generation.{module}.BLOCK_SIZE", max(1, 2 // sharding.cp))
     found = on_virtual_ranks(sharding.ranks, lambda comm: answers(comm, sharding, shard_weights=True))
     assert all(ids == expected for ids, _ in found)
     assert all(stats.reused_tokens for _, stats in found)

@@ -6,9 +6,17 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.generation.beams import BeamSearch, Candidate
+from attnmesh.generation.beam_search import BeamSearch, Candidate
 from attnmesh.generation.generator import Generator
-from helpers.models import VOCABULARY, attnmesh_model, generated_rows, on_virtual_ranks, random_ids, transformers_model
+from helpers.models import (
+    VOCABULARY,
+    attnmesh_model,
+    check_blocks,
+    generated_rows,
+    on_virtual_ranks,
+    random_ids,
+    transformers_model,
+)
 
 PROMPTS = [random_ids(n, seed) for n, seed in ((9, 1), (40, 2), (5, 3))]
 ENDS = list(range(20, 32))  # many: answers of all lengths are found
@@ -55,7 +63,7 @@ def test_the_answers_of_transformers(kind, beams, most, ends):
 @pytest.mark.parametrize(
     ("kind", "sharding", "whole"),
     [
-        ("llama", am.DecodeSharding(kvdp=2, cp=2), True),
+        pytest.param("llama", am.DecodeSharding(kvdp=2, cp=2), True, marks=pytest.mark.slow),
         pytest.param("llama", am.DecodeSharding(tp=2, kvdp=1, cp=2), False, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", am.DecodeSharding(tp=1, kvdp=2, cp=2), False, marks=pytest.mark.slow),
         pytest.param("gpt_oss", am.DecodeSharding(kvdp=3), True, marks=pytest.mark.slow),
@@ -124,6 +132,66 @@ def test_beams_share_the_prompt_and_leave_no_blocks_behind():
     assert am.generate(attnmesh_model("llama"), None, [prompt], max_new_tokens=5, stop=[], num_beams=2)
 
 
+# (prompt, beams, max_new_tokens, stop)
+REQUESTS = [
+    (random_ids(55, 9), 1, 27, []),
+    (PROMPTS[2], 3, 25, []),
+    (PROMPTS[1], 3, 14, ENDS),
+    (PROMPTS[0], 2, 14, ENDS),
+]
+
+
+def submitted(comm=None, sharding=None, shard_weights=False):
+    """Searches and a plain request that are submitted at different steps, with too little room for all of them."""
+    model = attnmesh_model("llama")
+    model = am.shard_model(model, sharding, comm) if shard_weights else model
+    groups = 1 if sharding is None else sharding.kvdp
+    generator = Generator(
+        model, None, comm, cache_tokens=82, max_sequences=4 * groups, step_tokens=16, sharding=sharding
+    )
+    requests, gone, steps = [], None, 0
+    while len(requests) < len(REQUESTS) or generator.num_unfinished:
+        if steps % 2 == 0 and len(requests) < len(REQUESTS):
+            prompt, beams, most, ends = REQUESTS[len(requests)]
+            requests.append(generator.submit(prompt, max_new_tokens=most, stop=ends, num_beams=beams))
+        if steps == 3:
+            gone = generator.submit(random_ids(6, 4), max_new_tokens=20, stop=[], num_beams=2)
+        if steps == 12:
+            generator.cancel(gone)
+        tokens = generator.step()
+        check_blocks(generator)
+        for request in requests[1:]:  # all tokens in one step
+            assert not request.tokens or request.finished
+            assert [token for token in tokens if token.row == request.number] in ([], request.tokens)
+        steps += 1
+    assert gone.finish_reason == "cancelled"
+    assert generator._batch._searches == {}
+    for request in requests:
+        assert request.finish_reason == ("stop" if request.ids[-1] in request.options.stop else "length")
+    return [request.ids for request in requests], generator.stats.preemptions
+
+
+@pytest.mark.parametrize(
+    ("sharding", "shard_weights"),
+    [
+        (am.DecodeSharding(), False),
+        (am.DecodeSharding(kvdp=2, cp=2), False),
+        pytest.param(am.DecodeSharding(tp=2, kvdp=1, cp=2), True, marks=pytest.mark.slow),
+        pytest.param(am.DecodeSharding(kvdp=2), True, marks=pytest.mark.slow),
+        pytest.param(am.DecodeSharding(cp=3), False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_submitted_searches(sharding, shard_weights, monkeypatch):
+    """They join and leave at any step and are preempted, beside others: the answers are those of Transformers."""
+    for module in ("rank_memory", "engine", "batching"):  # small blocks: without room for all requests at once
+        monkeypatch.setattr(f"attnmesh.generation.{module}.BLOCK_SIZE", 2)
+    wanted = [expected("llama", beams, most, ends, [prompt])[0] for prompt, beams, most, ends in REQUESTS]
+    for ids, preemptions in on_virtual_ranks(sharding.ranks, lambda comm: submitted(comm, sharding, shard_weights)):
+        assert ids == wanted
+        assert preemptions > 0 or sharding.ranks > 1
+
+
 def best_of_all(log_probs, beams, most, ends):
     """Beam search over fixed log-probabilities per last token, written as one loop over whole answers."""
     running, finished = [(0.0, (0,))], []
@@ -153,7 +221,7 @@ def test_the_search_alone(beams, seed):
     scores = search.scores
     while not search.is_finished:
         total = (torch.tensor(scores).double()[:, None] + table[last]).flatten()
-        values, at = total.topk(min(search.num_candidates, total.numel()))
+        values, at = total.topk(search.num_candidates(6))
         found = [Candidate(value, *divmod(index, 6)) for value, index in zip(values.tolist(), at.tolist(), strict=True)]
         last = [each.token for each in search.step(found)]
         scores = search.scores
@@ -177,12 +245,35 @@ def test_what_is_refused(options, message):
         generator.generate(PROMPTS[:1], **{"max_new_tokens": 5, **options})
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 0}, "num_beams must be an integer >= 1, got 0"),
+        ({"num_beams": 5}, "num_beams must be at most 4, as max_sequences=4 has 4, got 5"),
+        ({"num_beams": 4, "max_new_tokens": 36}, "max_new_tokens=36 may follow in each of num_beams=4: .*=150"),
+        *(
+            ({"num_beams": 2, **other}, "num_beams must be 1 with a sampling .*, min_new_tokens, logprobs or .* got 2")
+            for other in (
+                {"sampling": am.Sampling(1.0)}, {"sampling": am.Sampling(presence_penalty=1.0)}, {"logprobs": 0},
+                {"min_new_tokens": 1}, {"logits_processors": [lambda ids, scores: scores]},
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_what_submit_refuses(options, message):
+    generator = Generator(attnmesh_model("llama"), cache_tokens=150, max_sequences=4)
+    with pytest.raises(ValueError, match=message):
+        generator.submit(PROMPTS[0], **{"max_new_tokens": 5, **options})
+    assert generator.num_unfinished == 0
+
+
 def test_callbacks_and_invalid_logits():
     generator = Generator(
         attnmesh_model("llama"), cache_tokens=150, max_sequences=4, on_logits=lambda row, logits: None
     )
-    with pytest.raises(ValueError, match="num_beams must be 1 for a Generator with on_logits, got 2"):
-        generator.generate(PROMPTS[:1], num_beams=2)
+    for call in (generator.generate, lambda prompts, **how: generator.submit(prompts[0], **how)):
+        with pytest.raises(ValueError, match="num_beams must be 1 for a Generator with on_logits, got 2"):
+            call(PROMPTS[:1], max_new_tokens=5, num_beams=2)
 
     def rank(comm):
         model = am.shard_model(attnmesh_model("llama"), am.DecodeSharding(kvdp=2), comm)
@@ -190,7 +281,16 @@ def test_callbacks_and_invalid_logits():
         model.model.norm.weight.data.neg_().log_()  # NaN
         with pytest.raises(ValueError, match="the logits of row 0, 1 have a NaN"):
             list(generator.generate(PROMPTS[::2], max_new_tokens=4, num_beams=3))
+        bad = generator.submit(PROMPTS[0], max_new_tokens=4, num_beams=3)
+        generator.step()
+        assert (bad.finish_reason, bad.ids, str(bad.error)[:36]) == (
+            "error",
+            [],
+            "request 0: the logits have a NaN or ",
+        )
         model.model.norm.weight.data.copy_(attnmesh_model("llama").model.norm.weight)
+        good = generator.submit(PROMPTS[0], max_new_tokens=4, stop=[], num_beams=3)
+        assert [token.id for token in generator.stream(good)] == expected("llama", 3, 4, [], PROMPTS[:1])[0]
         return generated_rows(generator, PROMPTS[::2], max_new_tokens=4, stop=[], num_beams=3)
 
     assert on_virtual_ranks(2, rank) == [expected("llama", 3, 4, [], PROMPTS[::2])] * 2

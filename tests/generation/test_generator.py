@@ -12,6 +12,7 @@ from attnmesh.comm import CommError
 from attnmesh.generation.engine import Engine
 from attnmesh.generation.generator import Generator, generate
 from attnmesh.generation.models import MODELS, check_generation
+from attnmesh.generation.prompt_batch import rows_by_prefix
 from attnmesh.generation.prompts import eos_tokens
 from attnmesh.generation.requests import Token
 from attnmesh.generation.sampling import PromptLookup, Sampling
@@ -340,6 +341,38 @@ def test_who_has_heard_enough_may_leave():
     assert on_virtual_ranks(2, rank) == [(expected[0], expected)] * 2
 
 
+def test_iterators_of_two_generators_take_turns():
+    """zip() takes all tokens of the last one, and does not ask for more: it is not in progress any more."""
+
+    def rank(comm):
+        generators = [
+            Generator(attnmesh_model("llama"), None, comm, cache_tokens=100, max_sequences=6) for _ in range(2)
+        ]
+        iterators = [
+            each.generate([prompt], max_new_tokens=3) for each, prompt in zip(generators, PROMPTS, strict=False)
+        ]
+        both = [[token.id for token in tokens] for tokens in zip(*iterators, strict=False)]
+        (left,) = generators[1].generate(PROMPTS[:1], max_new_tokens=1, num_beams=3)
+        held = generators[0].generate(PROMPTS[:2], max_new_tokens=1)  # two tokens in the last step
+        next(held)
+        with pytest.raises(ValueError, match=r"another generate\(\) of this Generator is in progress"):
+            generators[0].submit(PROMPTS[0], max_new_tokens=1)
+        if comm.rank:  # ranks may differ in whether they ask once more
+            next(held)
+        else:
+            list(held)
+        request = generators[0].submit(PROMPTS[0], max_new_tokens=1)
+        assert list(held) == []
+        assert [token.id for token in generators[0].stream(request)] == [left.id]
+        beams = generators[0].generate(PROMPTS[:1], max_new_tokens=2, num_beams=2)
+        next(beams), next(beams)
+        assert generators[0].step() == []
+        return both
+
+    expected = list(zip(*(greedy_tokens("llama", prompt, 3) for prompt in PROMPTS[:2]), strict=True))
+    assert on_virtual_ranks(2, rank) == [list(map(list, expected))] * 2
+
+
 # What it says of itself.
 
 
@@ -417,7 +450,6 @@ def test_the_call_gives_up_its_cache_and_takes_all_options():
         ([], {}, "prompts must be 1 to max_sequences=2, got 0"),
         ([PROMPTS[0]] * 3, {}, "prompts must be 1 to max_sequences=2, got 3"),
         ([PROMPTS[0], []], {}, r"prompts\[1\] is empty"),
-        ([PROMPTS[0], [8, 8]], {}, r"prompts\[1\] has 2 tokens, fewer than the 3 ranks that shard it"),
         (
             [[8] * 503],
             {"max_new_tokens": 10},
@@ -454,6 +486,72 @@ def test_what_cannot_be_generated_is_refused_and_the_next_can(prompts, how, mess
         return generated_rows(generator, PROMPTS[:1], max_new_tokens=2)
 
     assert on_virtual_ranks(3, rank) == [[expected]] * 3
+
+
+@pytest.mark.parametrize(
+    ("cached", "expected"),
+    [
+        ([[0, 0], [0, 0]], []),
+        ([[5], [0]], [[0], []]),
+        ([[0], [5]], [[], [0]]),
+        ([[3, 9, 0], [4, 8, 0]], [[1, 2], [0]]),  # the longest first, then where there is room
+        ([[4, 6, 5, 7], [1, 0, 0, 0]], [[1, 3], [0, 2]]),  # no group has more than its share
+        ([[0, 0, 2], [0, 0, 2], [0, 0, 0]], [[2], [0], [1]]),
+    ],
+)
+def test_rows_go_to_the_group_that_has_most_of_their_prompt(cached, expected):
+    assert rows_by_prefix(cached) == expected
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_prefix_is_found_in_its_group_when_the_batch_changes(whole):
+    sharding, prompts = DecodeSharding(kvdp=2), [random_ids(17, seed) for seed in (1, 2)]
+    longer = [[*prompt, 9] for prompt in prompts]
+
+    def rank(comm):
+        model = attnmesh_model("llama") if whole else am.shard_model(attnmesh_model("llama"), sharding, comm)
+        generator = Generator(model, None, comm, cache_tokens=60, max_sequences=2, sharding=sharding)
+        reused, rows = [], [generated_rows(generator, prompts, max_new_tokens=1)]
+        for batch in (longer[:1], longer[1:], longer[::-1], [random_ids(51, 3), longer[0]]):
+            before = generator.stats.reused_tokens
+            rows.append(generated_rows(generator, batch, max_new_tokens=1))
+            reused.append(generator.stats.reused_tokens - before)
+        return rows, reused
+
+    (rows, reused), (other, of_other) = on_virtual_ranks(2, rank)
+    asked = (prompts, longer[:1], longer[1:], longer[::-1], [random_ids(51, 3), longer[0]])
+    assert rows == other == [[greedy_tokens("llama", prompt, 1) for prompt in batch] for batch in asked]
+    both = [a + b for a, b in zip(reused, of_other, strict=True)] if whole else reused
+    assert both == [17, 17, 34, 17]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sharding", "whole"),
+    [
+        ("llama", am.DecodeSharding(cp=4), True),
+        *(
+            pytest.param(kind, am.DecodeSharding(*each), whole, marks=pytest.mark.slow)
+            for kind in ("llama", "gpt_oss", "mistral", "deepseek_v3")
+            for *each, whole in ((1, 2, 3, True), (2, 1, 3, False), (1, 1, 5, False))
+        ),
+    ],
+)
+def test_prompts_with_fewer_tokens_than_ranks(kind, sharding, whole):
+    prompts = [random_ids(n, n) for n in (1, 2, 3, 5)]
+
+    def rank(comm):
+        model = attnmesh_model(kind) if whole else am.shard_model(attnmesh_model(kind), sharding, comm)
+        generator = Generator(model, None, comm, cache_tokens=100, max_sequences=6, sharding=sharding)
+        rows = [generated_rows(generator, prompts, max_new_tokens=MOST, speculative=each) for each in (True, False)]
+        generator.reset_prefix_cache()
+        requests = [generator.submit(prompt, max_new_tokens=MOST) for prompt in prompts]
+        while generator.num_unfinished:
+            generator.step()
+        return *rows, [request.ids for request in requests]
+
+    expected = [greedy_tokens(kind, prompt, MOST) for prompt in prompts]
+    for of_rank in on_virtual_ranks(sharding.ranks, rank):
+        assert all(rows == expected for rows in of_rank)
 
 
 def test_ranks_that_have_less_than_two_tokens_each():

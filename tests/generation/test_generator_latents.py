@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import attnmesh as am
+from attnmesh.cli.generate.job import quantized_cache
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.latents import LatentProjections, LatentWidths
 from attnmesh.generation.models import kv_bytes_per_token
@@ -41,7 +42,8 @@ def submitted(generator, prompts):
 
 def answers(generator, prompts=PROMPTS):
     for layer in range(generator.model.config.num_hidden_layers):
-        generator.engine.cache.keys(layer).fill_(torch.nan)
+        pool = generator.engine.cache.keys(layer)
+        (pool.scales if isinstance(pool, am.Quantized) else pool).fill_(torch.nan)
     drafted = generated_rows(generator, prompts, max_new_tokens=MOST, speculative=True)
     generator.reset_prefix_cache()
     return drafted, generated_rows(generator, prompts, max_new_tokens=MOST), submitted(generator, prompts)
@@ -66,7 +68,7 @@ def test_a_model_that_every_rank_has(sharding):
 
 
 @cache
-def wide_model(own=None):
+def wide_model(own=None, latent=17):
     """A DeepSeek-V3 with as many heads as 8 ranks need, as Transformers computes it or with attnmesh's attention."""
     from transformers import AutoModelForCausalLM, DeepseekV3Config
 
@@ -75,7 +77,7 @@ def wide_model(own=None):
         torch.manual_seed(5)
         config = DeepseekV3Config(
             vocab_size=VOCABULARY, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8,
-            num_key_value_heads=8, max_position_embeddings=POSITIONS, q_lora_rank=None, kv_lora_rank=17,
+            num_key_value_heads=8, max_position_embeddings=POSITIONS, q_lora_rank=None, kv_lora_rank=latent,
             qk_nope_head_dim=12, qk_rope_head_dim=6, v_head_dim=5, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
             topk_group=1, moe_intermediate_size=32, first_k_dense_replace=1,
             rope_parameters={
@@ -91,12 +93,15 @@ def wide_model(own=None):
 
 
 @cache
-def wide_tokens():
-    """The tokens of Transformers in one process."""
+def wide_tokens(latent=17, storage=None):
+    """The tokens of Transformers in one process, over latents that are rounded as `storage` stores them."""
     rows = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
-        out = wide_model().generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MOST)
+        out = wide_model(latent=latent).generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MOST,
+            past_key_values=None if storage is None else quantized_cache(storage),
+        )  # fmt: skip
         rows.append(out[0, len(prompt) :].tolist())
     return rows
 
@@ -117,6 +122,40 @@ def test_weights_over_eight_ranks(sharding):
 
     for of_rank in on_virtual_ranks(sharding.ranks, rank):
         assert all(rows == wide_tokens() for rows in of_rank)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "whole"),
+    [
+        (am.DecodeSharding(kvdp=2, cp=2), True),
+        *(
+            pytest.param(am.DecodeSharding(*each), whole, marks=pytest.mark.slow)
+            for *each, whole in (
+                (1, 1, 1, True),
+                (2, 1, 2, False),
+                (1, 1, 3, True),
+                (4, 1, 2, False),
+                (2, 2, 2, False),
+                (1, 4, 1, False),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_quantized_latents(sharding, whole):
+    """In DeepSeek's fp8_ds_mla: all tokens attend to what is stored, also those of the first chunk."""
+    latent, storage = 128, "fp8_ds_mla"
+    assert wide_tokens(latent, storage) != wide_tokens(latent)
+
+    def rank(comm):
+        model = wide_model("attnmesh", latent)
+        model = model if whole else am.shard_model(model, sharding, comm)
+        generator = Generator(model, None, comm, sharding=sharding, storage=storage, **SETTINGS)
+        assert generator.engine.kv_bytes_per_token == 2 * (128 + 4 + 2 * 6)
+        return answers(generator)
+
+    for of_rank in on_virtual_ranks(sharding.ranks, rank):
+        assert all(rows == wide_tokens(latent, storage) for rows in of_rank)
 
 
 def on_process(comm):

@@ -182,13 +182,19 @@ def test_after_a_keyboard_interrupt_at_any_line_the_next_call_works():
 
 
 def stepped(generator, interruption):
-    """The answers to three requests, two of which come late; a step that is interrupted is followed by another."""
+    """The answers to three requests, two of which come late; a step that is interrupted is followed by another.
+
+    The last one is a beam search.
+    """
     handles = [generator.submit(PROMPTS[0], max_new_tokens=3, stop=(), sampling=Sampling(1.0, seed=3))]
     while generator.num_unfinished:
         with suppress(KeyboardInterrupt), interruption:
             generator.step()
         if len(handles) == 1:
-            handles += [generator.submit(prompt, max_new_tokens=2, stop=()) for prompt in NEXT]
+            handles += [
+                generator.submit(prompt, max_new_tokens=2 * beams, stop=(), num_beams=beams)
+                for prompt, beams in zip(NEXT, (1, 2), strict=True)
+            ]
     return [handle.ids for handle in handles]
 
 

@@ -194,11 +194,16 @@ def test_a_storage_type_that_the_cache_cannot_have(kind, storage, message):
     on_virtual_ranks(2, rank)
 
 
-def test_latents_are_not_quantized():
+def test_latents_that_a_storage_type_does_not_quantize():
+    """fp8_ds_mla is for latents of a multiple of 128 features: see test_generator_latents.py."""
+
     def rank(comm):
         model = am.shard_model(attnmesh_model("deepseek_v3"), am.DecodeSharding(cp=2), comm)
-        with pytest.raises(ValueError, match=r"of fp32 for .* with latent attention, got 'int8'"):
-            Generator(model, None, comm, cache_tokens=100, storage="int8")
+        for storage in ("int8", "fp8_ds_mla"):
+            with pytest.raises(ValueError, match=rf"of fp32 for .* with latents of 10 \+ 4 features, got '{storage}'"):
+                Generator(model, None, comm, cache_tokens=100, storage=storage)
+        with pytest.raises(ValueError, match=r"one of fp32, fp8, int8, bfp8 for a model in .*, got 'fp8_ds_mla'"):
+            Generator(attnmesh_model("llama"), None, comm, cache_tokens=100, storage="fp8_ds_mla")
 
     on_virtual_ranks(2, rank)
 

@@ -28,6 +28,16 @@ def next_token(ids):
     return hash((17, *ids)) % VOCABULARY
 
 
+def next_beams(answers, beams):
+    """The next beams of a search, as (beam, token): they depend on all of them, and some have several or none."""
+    mixed = [hash((i, *map(tuple, answers))) for i in range(beams)]
+    return [(number // 7 % len(answers), number % VOCABULARY) for number in mixed]
+
+
+def advanced(answers, beams):
+    return [[*answers[beam], token] for beam, token in beams]
+
+
 def sharding(world, layout=None):
     """The positions that ranks store, as an Engine gives them out."""
 
@@ -66,9 +76,10 @@ class FakeGroup:
 
     def run(self, plan, step_tokens):
         assert len(plan.decode) + sum(len(chunk.ids) for chunk in plan.chunks) <= step_tokens
-        assert len({job.number for job in plan.decode} | {chunk.job.number for chunk in plan.chunks}) == len(
-            plan.decode
-        ) + len(plan.chunks)
+        jobs = [*plan.decode, *(chunk.job for chunk in plan.chunks)]
+        assert len(set(jobs)) == len(jobs)
+        for job in jobs:  # the beams of a search together
+            assert not job.search or [each for each in plan.decode if each.search is job.search] == job.search.beams
         for sequence in plan.freed:
             self.free(sequence)
         for job in plan.decode:
@@ -87,9 +98,8 @@ class FakeGroup:
         elif chunk.source is chunk.job.sequence:
             stored = self.stored[chunk.source]
         else:
-            source = self.stored[chunk.source]
-            forks = [cache.fork(each) for cache, each in zip(self.caches, source.by_rank, strict=True)]
-            stored = Stored(list(source.ids), forks, set(source.kept))
+            self.fork(chunk.job.sequence, chunk.source)
+            stored = self.stored[chunk.job.sequence]
         counts = chunk.job.sequence.shards.truncated(chunk.begin).counts
         for cache, each, count in zip(self.caches, stored.by_rank, counts, strict=True):
             cache.truncate(each, count)
@@ -98,6 +108,11 @@ class FakeGroup:
         if chunk.job.sequence.kept is not None:
             assert stored.kept >= set(range(max(0, chunk.begin - WINDOW + 1), chunk.begin))
         self.stored[chunk.job.sequence] = stored
+
+    def fork(self, sequence, source):
+        source = self.stored[source]
+        forks = [cache.fork(each) for cache, each in zip(self.caches, source.by_rank, strict=True)]
+        self.stored[sequence] = Stored(list(source.ids), forks, set(source.kept))
 
     def append(self, sequence, ids):
         stored = self.stored[sequence]
@@ -144,6 +159,7 @@ class World:
         self.random = random.Random(seed)
         shard = sharding(world, layout)
         limits = CacheLimits(blocks, BLOCK, max_sequences, max_length=blocks * BLOCK)
+        self.limits, self.world = limits, world
         self.longest = blocks * BLOCK * world - 6 * world
         self.step_tokens = step_tokens
         self.scheduler = Scheduler(
@@ -153,7 +169,7 @@ class World:
         self.groups = [FakeGroup(world, limits, shard) for _ in range(groups)]
         self.open: dict[int, Wanted] = {}
         self.prompts, self.finished, self.cancelled, self.preempted, self.steps, self.number = [], 0, 0, 0, 0, 0
-        self.reused = self.admitted = 0
+        self.reused = self.admitted = self.searched = 0
 
     def submit(self):
         draw = self.random
@@ -162,23 +178,33 @@ class World:
             earlier = draw.choice(self.prompts[-8:])
             prompt = [*earlier[: draw.randrange(len(earlier) + 1)], *prompt]
         prompt = prompt[: self.longest - 30]
+        new, beams = draw.choice((1, 4, 30)), draw.choice((1, 1, 1, 2, 3))
+        if beams > 1 and beams <= self.limits.max_sequences:
+            new = min(new, 9)
+            blocks = self.limits.blocks - beams * -(-(BLOCK + -(-new // self.world)) // BLOCK)
+            prompt = prompt[: max(1, (blocks * BLOCK - 4) * self.world)]
+            found = [[]]
+            for _ in range(new):
+                found = advanced(found, next_beams([[*prompt, *each] for each in found], beams))
+            answer = found[0]
+        else:
+            beams, answer, ids = 1, [], list(prompt)
+            for _ in range(new):
+                ids.append(next_token(ids))
+                answer.append(ids[-1])
         self.prompts.append(prompt)
-        new = draw.choice((1, 4, 30))
-        answer, ids = [], list(prompt)
-        for _ in range(new):
-            ids.append(next_token(ids))
-            answer.append(ids[-1])
         self.number += 1
-        job = Job(self.number, list(prompt), len(prompt) + new)
+        job = Job(self.number, list(prompt), len(prompt) + beams * new, beams)
         self.open[self.number] = Wanted(job, answer, self.steps)
         self.scheduler.add(job)
 
     def end(self, number, keep=True):
         job = self.open.pop(number).job
-        group, sequence = job.group, job.sequence
-        if (freed := self.scheduler.remove(job, keep=keep)) is not None:
-            assert freed is sequence
-            self.groups[group].free(freed)
+        sequences = [part.sequence for part in job.parts]
+        freed = self.scheduler.remove(job, keep=keep)
+        assert set(freed) <= set(sequences)
+        for sequence in freed:
+            self.groups[job.group].free(sequence)
 
     def step(self):
         self.steps += 1
@@ -197,6 +223,9 @@ class World:
         assert len({job.number for _, job in sampled}) == len(sampled)
         for group, job in sampled:
             wanted = self.open[job.number]
+            if job.num_beams > 1:
+                self.search(group, job, wanted)
+                continue
             # The model sees what the group has stored for the sequence, and nothing else.
             assert group.stored[job.sequence].ids == job.ids
             token = next_token(group.stored[job.sequence].ids)
@@ -207,10 +236,30 @@ class World:
                 self.end(job.number)
                 self.finished += 1
         if oldest in self.open:
-            assert self.progress(oldest) > before or not self.open[oldest].job.sequence, "the oldest request waits"
+            waits = self.open[oldest].job in self.scheduler.waiting
+            assert self.progress(oldest) > before or waits, "the oldest request waits"
+
+    def search(self, group, job, wanted):
+        """One step of a beam search, which ends when all tokens of the answer are there."""
+        stored = [group.stored[part.sequence].ids for part in job.parts]
+        assert stored == [part.ids for part in job.parts]
+        beams = next_beams(stored, job.num_beams)
+        found = advanced(stored, beams)
+        if len(found[0]) == len(job.ids) + len(wanted.answer):
+            assert found[0][len(job.ids) :] == wanted.answer
+            self.end(job.number)
+            self.finished += 1
+            self.searched += 1
+            return
+        change = self.scheduler.advance(job, beams)
+        for sequence in change.freed:
+            group.free(sequence)
+        for fork, source in change.forks:
+            group.fork(fork, source)
+        assert [part.ids for part in job.beams] == found
 
     def progress(self, number):
-        job = self.open[number].job
+        job = self.open[number].job.parts[0]
         return len(job.ids) + (0 if job.sequence is None else len(job.sequence.ids))
 
     def run(self, steps, load=0.35):
@@ -234,6 +283,7 @@ def test_random_requests_are_answered_as_alone(groups, world):
     model.run(250)
     assert model.preempted > 0
     assert model.reused > 0
+    assert model.searched > 0
 
 
 @pytest.mark.parametrize(("groups", "world"), [(1, 2), (2, 1)])
@@ -303,6 +353,44 @@ def test_a_full_cache_preempts_the_latest_request_which_is_computed_again():
     scheduler.remove(old, keep=False)
     step = plan(scheduler).groups[0]
     assert [(chunk.begin, chunk.ids) for chunk in step.chunks] == [(0, new.ids[:-1])]
+
+
+def test_beams_are_preempted_together_and_begin_again():
+    scheduler = make(blocks=6)
+    old, search = Job(0, [1] * 7, 16), Job(1, [2] * 6, 20, num_beams=3)
+    scheduler.add(old)
+    scheduler.add(search)
+    plan(scheduler)
+    search.ids.pop()  # the helper's token: a search has no answer before its end
+    assert scheduler.running[0] == [old, search]
+    change = scheduler.advance(search, [(0, 3), (1, 4), (2, 5)])  # all continue the prompt
+    assert (change.freed, [source for _, source in change.forks]) == ([], [search.beams[0].sequence] * 2)
+    assert [beam.ids for beam in search.beams] == [[2] * 6 + [token] for token in (3, 4, 5)]
+    assert scheduler.running[0] == [old, *search.beams]
+    freed = [beam.sequence for beam in search.beams]
+    step = scheduler.plan().groups[0]  # copies of the block for two beams: 2 + 4 blocks
+    assert (step.decode, step.freed, step.sampled) == ([old, *search.beams], [], [old, search])
+    old.ids.append(9)
+    for beam in search.beams:
+        beam.ids.append(9)
+    step = scheduler.plan().groups[0]  # `old` needs a block
+    assert (step.decode, step.freed, step.preemptions, step.sampled) == ([old], freed, 1, [old])
+    assert (scheduler.waiting, search.beams, search.sequence, search.ids) == ([search], [], None, [2] * 6)
+
+
+def test_a_search_waits_until_there_are_sequences_for_all_its_beams():
+    scheduler = make(blocks=40, max_sequences=4)
+    jobs = [Job(0, [1] * 3, 20), Job(1, [2] * 3, 20), Job(2, [3] * 3, 30, num_beams=3), Job(3, [4] * 3, 20)]
+    for job in jobs:
+        scheduler.add(job)
+    plan(scheduler)
+    assert scheduler.waiting == jobs[2:]  # a later one does not overtake it
+    scheduler.remove(jobs[0], keep=True)
+    plan(scheduler)
+    assert (scheduler.running, scheduler.waiting) == ([jobs[1:3]], jobs[3:])
+    (kept,) = [each for each in scheduler.caches[0].sequences if not each.active]
+    change = scheduler.advance(jobs[2], [(0, 5), (0, 6), (0, 7)])
+    assert (change.freed, len(change.forks)) == ([kept], 2)  # in place of what was kept for reuse
 
 
 def test_a_request_that_does_not_fit_is_not_overtaken():

@@ -188,6 +188,7 @@ def _submit() -> Arguments:
     return {
         "prompt": [9, 10, 11, 12], "max_new_tokens": 2, "sampling": am.Sampling(), "stop": [7], "stop_strings": [],
         "min_new_tokens": 1, "logprobs": 2, "logits_processors": [lambda ids, logits: logits], "sample": 1,
+        "num_beams": 1,
     }  # fmt: skip
 
 

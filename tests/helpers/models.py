@@ -274,3 +274,14 @@ def _add_weights(writer, model) -> None:
         for ours, theirs in names.items():
             name = name.replace(ours, theirs)
         writer.add_tensor(name, values)
+
+
+def check_blocks(generator):
+    """The scheduler's count of blocks is that of the cache."""
+    scheduler, engine, ranks = generator._batch.scheduler, generator.engine, generator._ranks
+    for group in ranks.computed:
+        scheduled, in_engine = scheduler.caches[group], ranks.in_engine(group)
+        if in_engine == engine.own_group:
+            assert scheduled.used[engine.position_ranks.rank] == engine.cache.stats().used
+        sequences = [each for each in engine.sequences if each.group == in_engine]
+        assert sorted(each.ids for each in scheduled.sequences) == sorted(each.ids for each in sequences)

@@ -109,7 +109,7 @@ REFUSED = [
     ({"storage": "fp16"}, {}, ValueError, "with storage='fp32', got 'fp16'"),
     ({"kv_heads": 4}, {}, ValueError, "with kv_heads=2, got 4"),
     ({"max_length": 8}, {}, ValueError, "into must have a max_length of at least 9, the longest sequence, got 8"),
-    ({"lengths": (4,) * 9}, {}, am.CacheFull, "2 more sequences needed, 1 of max_sequences=10 are free"),
+    ({"lengths": (4,) * 9}, {}, am.CacheFull, "2 more sequences needed, 1 of batch=10 are free"),
     ({"lengths": (30, 30, 6, 6)}, {}, am.CacheFull, "3 more blocks needed, 0 are free and 0 can be evicted"),
     ({}, {"block_size": 4}, ValueError, "block_size must be None with into, whose own it is, got 4"),
     ({}, {"max_length": 40}, ValueError, "max_length must be None with into, whose own it is, got 40"),

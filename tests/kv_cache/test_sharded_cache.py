@@ -97,6 +97,15 @@ def test_a_prompt_goes_where_most_of_it_is_then_where_most_rows_are_free():
     assert (elsewhere[0].row, elsewhere[0].cached) == (4, 0)
     assert mesh.allocate([2] * 10) is None
     mesh.check()
+    for cache, taken, forked in zip(mesh.caches, first, again[0], strict=True):
+        assert taken.kvdp_rank == forked.kvdp_rank == 1
+        with pytest.raises(CacheFull, match="1 more sequences needed, all of batch=5 are in use") as full:
+            cache.allocate([2] * 10)
+        assert (full.value.resource, full.value.total) == ("sequences", 5)
+        with pytest.raises(CacheFull, match=r"all of the 3 rows of KVDP rank 1 \(batch=5\) are in use") as full:
+            cache.fork(forked)
+        assert (full.value.resource, full.value.total) == ("sequences", 3)
+    mesh.check()
     assert "row=3, length=9, cached=9" in repr(again[0][0])
     assert [stats.hits for stats in mesh.caches[1].stats()] == [9, 9]
 

@@ -91,6 +91,7 @@ def test_completions_are_those_of_the_model_alone(client, alone):
     assert complete(client, ids).choices[0].text == wanted.text
     assert complete(client, [[*ids, 4], ids]).choices[1].text == wanted.text
     assert complete(client, max_tokens=3).choices[0].text == alone(max_new_tokens=3).text
+    assert complete(client, "a").choices[0].text == alone("a").text  # one token on two ranks
 
 
 @pytest.mark.slow
@@ -215,13 +216,13 @@ def test_many_clients_at_once_get_their_own_answers(client, alone):
         ({"prompt": []}, r"prompt must be a text, a list of token ids, or a list of these, got \[\]", "prompt"),
         ({"prompt": [3, 16]}, "prompt must have token ids 0 to 15, got 3 to 16", None),
         ({"prompt": ""}, "prompt is empty", None),
-        ({"prompt": "a"}, "prompt has 1 tokens, fewer than the 2 ranks that shard it", None),
         ({"stop": [""]}, "stop must be a text or at most 16 texts", "stop"),
         ({"logprobs": 21}, "logprobs must be an integer from 0 to 20, got 21", "logprobs"),
         ({"logit_bias": {"a": 1}}, "logit_bias must be an object whose names are token ids, got 'a'", "logit_bias"),
         ({"logit_bias": {"16": 1}}, "logit_bias and stop_token_ids must have token ids below 16", None),
         ({"echo": True}, "echo is not supported, got True", "echo"),
         ({"best_of": 2}, "best_of is not supported, got 2", "best_of"),
+        ({"extra_body": {"use_beam_search": True}}, "use_beam_search is not supported, got True", "use_beam_search"),
         ({"seed": -1}, "seed must be an integer from 0 to", "seed"),
         ({"min_tokens": 13}, "min_tokens must be at most 12, got 13", "min_tokens"),
         ({"extra_body": {"top_q": 1}}, "unknown parameter 'top_q'", "top_q"),

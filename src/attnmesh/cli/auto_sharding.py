@@ -14,11 +14,11 @@ import torch
 
 from attnmesh.cli.language_model import DeviceMemory, local_ranks
 from attnmesh.cli.plan_tables import enough_ranks
+from attnmesh.cli.sharding import kv_itemsize
 from attnmesh.core.text import counted
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.rank_memory import ShardedMemory
 from attnmesh.integrations.checkpoint_folder import CONFIG
-from attnmesh.ops.storage import bytes_per_token
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.decode import DecodeRequest, decode_option, shardings
@@ -61,7 +61,7 @@ class AutoSharding:
         model = replace(model_from_config(values, self.folder / CONFIG), weight_bits=WeightBits(bits, bits, bits))
         cluster = default_cluster(self.device_memory.device).with_ranks_per_node(local_ranks(self.ranks))
         storage = cache_storage(self.config, self.dtype, self.storage)
-        itemsize = bytes_per_token(storage, model.head_dim) / model.head_dim
+        itemsize = kv_itemsize(storage, model)
         return DecodeRequest(model, self.context, self.batch, self.ranks, cluster, kv_itemsize=itemsize)
 
     def _options(self, request: DecodeRequest) -> Iterator[Option]:

@@ -33,7 +33,9 @@ DtypeOption = Annotated[
 CacheStorageOption = Annotated[
     str | None,
     typer.Option(
-        "--storage", show_default="that of --dtype", help="Storage type of a quantized KV cache: fp8, int8 or bfp8."
+        "--storage",
+        show_default="that of --dtype",
+        help="Storage type of a quantized KV cache: fp8, int8 or bfp8, or fp8_ds_mla for latents (DeepSeek).",
     ),
 ]
 

@@ -28,9 +28,8 @@ from attnmesh.cli.options import (
     resolve_cluster,
 )
 from attnmesh.cli.plan_tables import fitting_advice, ranking_facts, show_ranking, show_sharding
-from attnmesh.cli.sharding import RunHere, not_run_here
+from attnmesh.cli.sharding import RunHere, kv_itemsize, not_run_here
 from attnmesh.core.text import counted
-from attnmesh.ops.storage import bytes_per_token
 from attnmesh.planner.counts import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_RANKS, MAX_TOKENS
 from attnmesh.planner.decode import DecodeRequest, decode_memory, decode_ranking, shardings
 from attnmesh.planner.hardware import Cluster
@@ -46,7 +45,10 @@ plan_app = typer.Typer(
 
 RequiredRanksOption = Annotated[int, typer.Option("--ranks", min=1, max=MAX_RANKS, help="Number of ranks (devices).")]
 StorageOption = Annotated[
-    str, typer.Option("--storage", help="Storage type of the KV cache: bf16, fp16, fp32, fp8, int8 or bfp8.")
+    str,
+    typer.Option(
+        "--storage", help="Storage type of the KV cache: bf16, fp16, fp32, fp8, int8, bfp8 or (MLA) fp8_ds_mla."
+    ),
 ]
 DeviceMemoryOption = Annotated[
     int | None,
@@ -83,7 +85,7 @@ def plan_prefill(
     """
     chosen = known_model(model)
     cluster = _with_memory(resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file), memory)
-    task = PrefillRequest(chosen, length, batch, ranks, cluster, _bytes_per_number(storage, chosen))
+    task = PrefillRequest(chosen, length, batch, ranks, cluster, kv_itemsize(storage, chosen))
     with output.status(f"ranking plans for {chosen.name} on {counted(ranks, 'rank')}"):
         ranking = prefill_ranking(task)
 
@@ -167,7 +169,7 @@ def plan_decode(
     assert length is not None
     assert cluster is not None
     chosen = known_model(model)
-    number = _bytes_per_number(storage, chosen)
+    number = kv_itemsize(storage, chosen)
     cluster = _with_memory(cluster, memory)
     task = DecodeRequest(chosen, length, batch, ranks, cluster, tokens, number)
     with output.status(f"ranking plans for {chosen.name} on {counted(ranks, 'rank')}"):
@@ -226,12 +228,6 @@ def _heads(
         raise ValueError("--model, or --config, or --q-heads and --kv-heads are required")
     head_dim = head_dim or 128
     return ModelConfig(q_heads, kv_heads, head_dim, hidden or q_heads * head_dim)
-
-
-def _bytes_per_number(storage: str, model: ModelConfig) -> float:
-    """Bytes of one number in the KV cache, scales included."""
-    width = model.latent.cached if model.latent else model.head_dim
-    return bytes_per_token(storage, width) / width
 
 
 def _sequences(batch: int) -> str:

@@ -11,7 +11,7 @@ import typer
 from attnmesh.cli.options import bytes_argument
 from attnmesh.generation.rank_memory import BLOCK_SIZE, window_blocks
 from attnmesh.integrations.weight_splits import SHARDED_MODELS
-from attnmesh.ops.storage import PLAIN
+from attnmesh.ops.storage import PLAIN, bytes_per_token
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.decode import DecodeRequest, decode_memory
 from attnmesh.planner.models.config import ModelConfig, WeightBits
@@ -78,6 +78,12 @@ def sharding_note(sharding: DecodeSharding, why: str) -> str:
     return f"Weights and KV cache: {sharding}, {why}." if why else f"Weights and KV cache: {sharding}."
 
 
+def kv_itemsize(storage: str, model: ModelConfig) -> float:
+    """Bytes of one number in the KV cache, scales included."""
+    width = model.latent.cached if model.latent else model.head_dim
+    return bytes_per_token(storage, width) / width
+
+
 def not_run_here(model: ModelConfig, storage: str) -> list[str]:
     """Why `attnmesh generate` and `Generator` cannot run a planned decode as it is estimated; empty if they can."""
     reasons = []
@@ -122,7 +128,7 @@ def _is_sharded_here(model: ModelConfig) -> bool:
 
 
 def _is_stored_here(model: ModelConfig, storage: str) -> bool:
-    return model.latent is None or storage in PLAIN
+    return storage in PLAIN or (storage == "fp8_ds_mla") == (model.latent is not None)
 
 
 def _is_plain(bits: WeightBits) -> bool:

@@ -6,6 +6,7 @@ each. The new tokens are exchanged within groups (all ranks continue with those 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm
+from attnmesh.generation.beam_search import BeamSearch
 from attnmesh.generation.cached_sequences import CachedSequence, CacheLimits, GroupCache
 from attnmesh.generation.engine import Engine, EngineSequence
 from attnmesh.generation.prefill_shards import min_prefill_chunk
@@ -74,8 +76,9 @@ class ContinuousBatch:
         on_logits: Callable[[int, Tensor], None] | None,
     ) -> None:
         limits = CacheLimits(
-            # What `cache_tokens` tokens need, and the rest of a block for each sequence.
-            blocks=-(-engine.capacity // BLOCK_SIZE) + engine.max_sequences,
+            # What `cache_tokens` tokens need, the rest of a block for each sequence, and of beams that begin in a
+            # block of the prompt a copy of it.
+            blocks=-(-engine.capacity // BLOCK_SIZE) + 2 * engine.max_sequences,
             block_size=BLOCK_SIZE,
             max_sequences=engine.max_sequences,
             max_length=engine.capacity,
@@ -89,6 +92,7 @@ class ContinuousBatch:
         self._engine, self._ranks, self._stats, self._on_logits = engine, ranks, stats, on_logits
         self._requests: dict[Job, Request] = {}
         self._stored: dict[CachedSequence, EngineSequence] = {}  # of the groups that are computed here
+        self._searches: dict[Job, BeamSearch] = {}  # of those whose prompt is computed
         self._changing = False  # also after an interruption
 
     @property
@@ -99,8 +103,7 @@ class ContinuousBatch:
     def submit(self, request: Request) -> None:
         """Take a request."""
         with self._change():
-            length = len(request.prompt) + request.options.max_new_tokens
-            job = Job(request.number, list(request.prompt), length)
+            job = _job(request)
             self._requests[job] = request
             self.scheduler.add(job)
 
@@ -148,14 +151,11 @@ class ContinuousBatch:
         """Compute all requests again from the tokens that they have."""
         self._engine.clear()
         self._stored.clear()
+        self._searches.clear()
         for request in self._requests.values():
             if request.finish_reason not in ("cancelled", "error"):
                 request.restore()
-        self._requests = {
-            Job(request.number, [*request.prompt, *request.ids], job.max_length): request
-            for job, request in self._requests.items()
-            if not request.finished
-        }
+        self._requests = {_job(request): request for request in self._requests.values() if not request.finished}
         self.scheduler.reset(list(self._requests))
 
     def _compute(self, plans: list[GroupPlan]) -> None:
@@ -187,16 +187,32 @@ class ContinuousBatch:
 
     def _choose(self, jobs: list[Job]) -> list[list[float]]:
         """The next token of each request that this rank computes, in numbers."""
-        logits = {job: self._stored_for(job).logits for job in jobs}
+        searches = [job for job in jobs if job.num_beams > 1]
+        found = {job: self._candidates(job) for job in searches}
+        jobs_of_one = [job for job in jobs if job.num_beams == 1]
+        logits = {job: self._stored_for(job).logits for job in jobs_of_one}
         if self._on_logits is not None:
             for job, of_job in logits.items():
                 self._on_logits(job.number, of_job)
-        requests = {job: self._requests[job] for job in jobs}
-        simple = [job for job in jobs if requests[job].takes_most_likely]
+        requests = {job: self._requests[job] for job in jobs_of_one}
+        simple = [job for job in jobs_of_one if requests[job].takes_most_likely]
         # One transfer for all of them.
         tokens = most_likely(torch.stack([logits[job] for job in simple])).tolist() if simple else []
-        found: dict[Job, list[float]] = {job: [token] for job, token in zip(simple, tokens, strict=True)}
+        found |= {job: [token] for job, token in zip(simple, tokens, strict=True)}
         return [found.get(job) or requests[job].choose(logits[job]) for job in jobs]
+
+    def _candidates(self, job: Job) -> list[float]:
+        """The best continuations of all beams of a search, in numbers."""
+        logits = torch.stack([self._stored_for(part).logits for part in job.parts])
+        best = self._search(job).best(logits.expand(job.num_beams, -1)).flatten().tolist()
+        return [0.0, *best] if all(map(math.isfinite, best)) else [INVALID_TOKEN] * (1 + len(best))
+
+    def _search(self, job: Job) -> BeamSearch:
+        """The search of a job, a new one if its prompt was computed just now."""
+        if not job.beams:
+            options = self._requests[job].options
+            self._searches[job] = BeamSearch(options.num_beams, options.max_new_tokens, options.stop)
+        return self._searches[job]
 
     def _exchange(self, plan: StepPlan, own: list[list[float]]) -> list[tuple[Job, list[float]]]:
         """The next tokens of all groups, by the number of the request.
@@ -207,7 +223,7 @@ class ContinuousBatch:
         jobs = [of_group.sampled for of_group in plan.groups]
         if self._ranks.together:
             jobs = [[job for of_group in jobs for job in of_group]]
-        widths = [[self._requests[job].options.width for job in of_group] for of_group in jobs]
+        widths = [[self._width(job) for job in of_group] for of_group in jobs]
         if group.world > 1 and own:
             x = torch.tensor([n for row in own for n in row], dtype=torch.float64, device=device)
             with self._engine.exchange(group):
@@ -225,13 +241,19 @@ class ContinuousBatch:
         pairs = [pair for both in zip(jobs, rows, strict=True) for pair in zip(*both, strict=True)]
         return sorted(pairs, key=lambda pair: pair[0].number)
 
+    def _width(self, job: Job) -> int:
+        """The numbers that `_choose` returns for a job."""
+        if job.num_beams == 1:
+            return self._requests[job].options.width
+        return 1 + 2 * self._search(job).num_candidates(self._engine.model.config.vocab_size)
+
     def _commit(self, plan: StepPlan, new: list[tuple[Job, list[float]]]) -> list[Token]:
         """Append the new tokens to their requests, and end those that are complete."""
         tokens = []
         for job in plan.failed:
             request = self._requests[job]
             request.fail(_no_room(request, self._engine))
-            del self._requests[job]
+            self._forget(job)
         for job, numbers in new:
             request = self._requests[job]
             if numbers[0] in _NO_TOKEN:
@@ -239,22 +261,52 @@ class ContinuousBatch:
                 request.fail(_invalid(request, self._engine) if is_invalid else _processor_error(request))
                 self._end(job, keep=not is_invalid)  # its keys and values may be invalid, too
                 continue
-            tokens.append(request.add(numbers))
-            job.ids.append(tokens[-1].id)
-            self._stats.generated_tokens += job.group in self._ranks.computed
+            if job.num_beams > 1:
+                new_tokens = [request.add([token]) for token in self._continue_search(job, numbers[1:])]
+            else:
+                new_tokens = [request.add(numbers)]
+                job.ids.append(new_tokens[0].id)
+            tokens += new_tokens
+            self._stats.generated_tokens += len(new_tokens) if job.group in self._ranks.computed else 0
             if request.finished:
                 self._end(job, keep=True)
         return tokens
 
+    def _continue_search(self, job: Job, numbers: list[float]) -> list[int]:
+        """Go on with the best candidates; the tokens of the answer, if it is known."""
+        search, engine, stored = self._search(job), self._engine, self._stored
+        beams = search.step(search.candidates(numbers, engine.model.config.vocab_size))
+        if not beams:
+            return search.answer
+        change = self.scheduler.advance(job, [(each.beam, each.token) for each in beams])
+        if job.group in self._ranks.computed:
+            for sequence in change.freed:
+                engine.free(stored.pop(sequence))
+            for fork, source in change.forks:
+                stored[fork] = engine.fork(stored[source])
+        return []
+
     def _end(self, job: Job, *, keep: bool) -> None:
-        sequence = job.sequence
+        sequences = [part.sequence for part in job.parts]
         freed = self.scheduler.remove(job, keep=keep)
-        if sequence is not None and job.group in self._ranks.computed:
-            if freed is None:
-                self._engine.release(self._stored[sequence])
-            else:
-                self._engine.free(self._stored.pop(sequence))
+        for sequence in sequences:
+            if sequence is not None and job.group in self._ranks.computed:
+                if sequence in freed:
+                    self._engine.free(self._stored.pop(sequence))
+                else:
+                    self._engine.release(self._stored[sequence])
+        self._forget(job)
+
+    def _forget(self, job: Job) -> None:
         del self._requests[job]
+        self._searches.pop(job, None)
+
+
+def _job(request: Request) -> Job:
+    """What the scheduler knows of a request."""
+    options = request.options
+    length = len(request.prompt) + options.num_beams * options.max_new_tokens
+    return Job(request.number, [*request.prompt, *request.ids], length, options.num_beams)
 
 
 def _split(numbers: list[float], widths: list[int]) -> list[list[float]]:

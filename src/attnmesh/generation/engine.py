@@ -343,6 +343,10 @@ class Engine:
                 f"{beside}: there is room for cache_tokens={self.cache_tokens} of max_sequences={self.max_sequences}"
             )
 
+    def cached_prefix(self, ids: list[int], group: int = 0) -> int:
+        """The number of tokens of a prompt that a group has cached."""
+        return self._longest_prefix(ids, group)[1]
+
     def _longest_prefix(self, ids: list[int], group: int) -> tuple[EngineSequence | None, int, int]:
         """The cached sequence that has most of a prefix, how much, and the longest common prefix with any.
 

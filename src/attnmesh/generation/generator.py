@@ -53,9 +53,10 @@ class Generator:
     The KV cache of a group holds `cache_tokens` tokens, prompts and answers together, of all its sequences;
     `max_sequences` is the size of a batch over all groups. `sharding` is the number of ranks per sequence (cp) and of
     groups (kvdp), by default what `recommend_sharding` returns for `max_sequences` sequences, or that of the sharded
-    model. `storage`, fp8, int8 or bfp8, quantizes the cache; by default it has the dtype of the model. All tokens,
-    also those of the same prompt, attend to quantized keys and values, so the answers do not depend on ranks, chunks or
-    prefix reuse. `layout`, `schedule`, `prefill_chunk` and `on_prefill` are those of `Engine`.
+    model. `storage`, fp8, int8 or bfp8, or fp8_ds_mla for latents (DeepSeek), quantizes the cache; by default it has
+    the dtype of the model. All tokens, also those of the same prompt, attend to quantized keys and values, so the
+    answers do not depend on ranks, chunks or prefix reuse. `layout`, `schedule`, `prefill_chunk` and `on_prefill` are
+    those of `Engine`.
 
     `generate` answers a batch of prompts. `submit` takes one request at a time, and `step` computes the next token of
     all requests in progress: a group computes at most `step_tokens` tokens per step (default 2048, or more if
@@ -156,9 +157,9 @@ class Generator:
         `num_beams` above 1, the answer is the best that a beam search finds, and tokens come at its end: the beams of a
         row are as many sequences, which share the prompt.
 
-        One call runs at a time: exhaust, close or drop its iterator before the next. Logits that give no probabilities
-        (NaN, +inf, or -inf only) raise ValueError. After an interrupted call the generator works on, unless the ranks
-        were interrupted at different points: then every rank raises CommError.
+        One call runs at a time: take all tokens of its iterator, close or drop it before the next. Logits that give no
+        probabilities (NaN, +inf, or -inf only) raise ValueError. After an interrupted call the generator works on,
+        unless the ranks were interrupted at different points: then every rank raises CommError.
         """
 
         def check_arguments() -> tuple[tuple[list[list[int]], BatchOptions], SharedValues]:
@@ -202,6 +203,7 @@ class Generator:
         logprobs: int | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
         sample: int = 0,
+        num_beams: int = 1,
     ) -> Request:
         """A request for an answer to one prompt, which `step` computes together with all others.
 
@@ -210,23 +212,26 @@ class Generator:
         log-probability by the model and the n most likely tokens. `logits_processors` are functions, such as those of
         Transformers, which change the logits before penalties; all ranks must pass the same. Parallel samples of a
         prompt are requests that differ in the number `sample`: they draw other random numbers, and share the prompt's
-        blocks. Requests wait while the cache has no room for them. The tokens are those that `generate` returns for the
-        prompt alone.
+        blocks. With `num_beams` above 1, the answer is that of a beam search, which takes as many sequences and returns
+        all tokens in its last step. Requests wait while the cache has no room for them. The tokens are those that
+        `generate` returns for the prompt alone.
         """
 
         def check_arguments() -> tuple[tuple[list[int], RequestOptions], SharedValues]:
             self._check_not_running()
             options = RequestOptions.checked(
                 self.model, self.tokenizer, max_new_tokens, sampling, stop, stop_strings, min_new_tokens, logprobs,
-                logits_processors, sample,
+                logits_processors, sample, num_beams,
             )  # fmt: skip
             ids = one_prompt(self.tokenizer, "prompt", prompt)
-            check_prompt(self.model, "prompt", ids, max_new_tokens, self.engine.position_ranks.world)
-            if len(ids) + max_new_tokens > self.engine.cache_tokens:
+            check_prompt(self.model, "prompt", ids, max_new_tokens)
+            if len(ids) + num_beams * max_new_tokens > self.engine.cache_tokens:
+                of_beams = "" if num_beams == 1 else f" in each of num_beams={num_beams}"
                 raise ValueError(
-                    f"prompt has {len(ids)} tokens, and max_new_tokens={max_new_tokens} may follow: the cache never "
-                    f"holds more than cache_tokens={self.engine.cache_tokens}"
+                    f"prompt has {len(ids)} tokens, and max_new_tokens={max_new_tokens} may follow{of_beams}: the "
+                    f"cache never holds more than cache_tokens={self.engine.cache_tokens}"
                 )
+            self._check_beams(num_beams)
             return (ids, options), {"prompt": f"{len(ids)} tokens {digest(ids)}", **options.shared_values}
 
         self._check_in_step()
@@ -269,11 +274,14 @@ class Generator:
     def step(self) -> list[Token]:
         """The next tokens of submitted requests, at most one of each, by their numbers; the same on every rank.
 
+        The tokens of a beam search come all at once, in its last step.
+
         A request in which an error occurs ends with it, and the others go on. After an exception, such as that of a
         callback, the next step computes all requests again from the tokens that they have, unless the ranks were
         interrupted at different points: then every rank raises CommError.
         """
         self._raise_if_out_of_step("step")
+        self._close_complete()
         self._check_not_running()
         if self._batch is None or not self._batch.requests:
             return []
@@ -346,9 +354,16 @@ class Generator:
         latest = None if self._iterator is None else self._iterator()
         return latest is not None and inspect.getgeneratorstate(latest) != inspect.GEN_CLOSED
 
+    def _close_complete(self) -> None:
+        """Close an iterator that has returned its last token, as zip() or islice() leave it."""
+        latest = None if self._iterator is None else self._iterator()
+        if latest is not None and self._progress.is_complete:
+            latest.close()
+
     def _check_in_step(self) -> None:
         """Raise CommError after an interrupted exchange; log how far this rank is, to be compared with the others."""
         self._raise_if_out_of_step("generate")
+        self._close_complete()
         if not self._is_running() and not self.num_unfinished:
             self.engine.release_all()  # again, in case that was interrupted, too
         self.comm.note("earlier calls", str(self._progress))
@@ -403,7 +418,7 @@ class Generator:
                 f"sampling must be greedy (temperature 0), without penalties, with speculative, got {options.sampling}"
             )
         for number, ids in enumerate(rows):
-            check_prompt(self.model, f"prompts[{number}]", ids, new, self.engine.position_ranks.world)
+            check_prompt(self.model, f"prompts[{number}]", ids, new)
         # Groups that are computed here only: if one has no room, all ranks raise before any of them starts.
         for group in self._ranks.computed:
             own = [rows[number] for number in self._ranks.rows(len(rows))[group]]
@@ -414,8 +429,20 @@ class Generator:
                     f"ranks, got {beams}: each of kvdp={self._ranks.kvdp} groups has {room} of "
                     f"max_sequences={self.max_sequences}"
                 )
-            tokens = [len(ids) + beams * (new + MAX_DECODE_TOKENS) for ids in own]
+            tokens = [options.max_tokens(len(ids)) for ids in own]
             self.engine.check_room(tokens, self._ranks.in_engine(group), beams)
+
+    def _check_beams(self, num_beams: int) -> None:
+        """Raise ValueError unless a request may have so many beams."""
+        if num_beams > 1 and self._on_logits is not None:
+            raise ValueError(f"num_beams must be 1 for a Generator with on_logits, got {num_beams}")
+        room, groups = self.engine.max_sequences, self._ranks.kvdp
+        if num_beams > room:
+            of_group = "" if groups == 1 else f" in each of kvdp={groups} groups of ranks"
+            raise ValueError(
+                f"num_beams must be at most {room}, as max_sequences={self.max_sequences} has {room}{of_group}, got "
+                f"{num_beams}"
+            )
 
     def _update_stats(self) -> None:
         engine, stats = self.engine, self.stats

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnmesh.ops.storage import LATENT_GROUP
+
 
 @dataclass(frozen=True)
 class LatentWidths:
@@ -37,6 +39,12 @@ class LatentWidths:
     def cached(self) -> int:
         """The features of one token in the cache."""
         return self.latent + self.rope
+
+    @property
+    def quantized_storages(self) -> list[str]:
+        """The storage types that quantize such latents."""
+        fits = self.latent % LATENT_GROUP == 0 and 0 < self.rope < LATENT_GROUP and self.rope % 2 == 0
+        return ["fp8_ds_mla"] if fits else []
 
 
 def latent_widths(config: Any) -> LatentWidths | None:
@@ -78,3 +86,8 @@ class LatentProjections:
                     f"{x.shape[3]}: older versions of Transformers cache expanded keys and values"
                 )
         return torch.cat([latent, rope], -1)
+
+    def parts(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """The latents and rope parts of such vectors."""
+        latent, rope = vectors.split([self.widths.latent, self.widths.rope], -1)
+        return latent, rope

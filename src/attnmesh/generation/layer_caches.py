@@ -57,7 +57,7 @@ class LayerCaches:
         self, windows: Sequence[int | None], *, num_blocks: int, window_blocks: int, kv_heads: int, head_dim: int,
         value_dim: int, latent: bool, storage: str, **sizes: Any,
     ) -> None:  # fmt: skip
-        self.value_dim = value_dim
+        self.value_dim, self._storage = value_dim, storage
         widths = [window for window in windows if window is not None]
         self.window = max(widths) if widths and window_blocks < num_blocks else None
         """What layers with a cache of their own keep; None if there are none."""
@@ -92,7 +92,9 @@ class LayerCaches:
         return self.caches[self._which[layer]].keys(self._index[layer])
 
     def values(self, layer: int) -> Stored:
-        """The pool of a layer's values."""
+        """The pool of a layer's values; that of its keys where these are latents in fp8_ds_mla."""
+        if self._storage == "fp8_ds_mla":
+            return self.keys(layer)
         return self.caches[self._which[layer]].values(self._index[layer])
 
     def check_mask(self, layer: int, mask: Mask) -> None:

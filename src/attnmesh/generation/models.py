@@ -48,10 +48,13 @@ def cache_storage(config: Any, dtype: torch.dtype, storage: str | None) -> str:
     plain = {each: name for name, each in PLAIN.items()}
     if dtype not in plain:
         raise ValueError(f"model must be of dtype {', '.join(map(str, plain))}, got {dtype}")
-    is_latent = latent_widths(config) is not None
-    allowed = [plain[dtype], *(name for name in STORAGES if name not in PLAIN and not is_latent)]
+    latent = latent_widths(config)
+    if latent is None:
+        quantized, of = [name for name in STORAGES if name not in PLAIN], ""
+    else:
+        quantized, of = latent.quantized_storages, f" with latents of {latent.latent} + {latent.rope} features"
+    allowed = [plain[dtype], *quantized]
     if storage is not None and (not isinstance(storage, str) or storage not in allowed):
-        of = " with latent attention" if is_latent else ""
         raise ValueError(
             f"storage must be None or one of {', '.join(allowed)} for a model in {dtype}{of}, got {shown(storage)}"
         )

@@ -40,16 +40,19 @@ class CachePass:
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write keys and values [B, Hkv, T, D]. Returns them as they are: `attend` reads the others from the cache.
 
-        Of a model with latent attention they are latents and the keys' rope parts, one head of each.
+        Of a model with latent attention they are latents and the keys' rope parts, one head of each, which the model
+        expands: they are returned as they are stored.
         """
-        if self.slots and self.slots[0].numel():
-            k, v = self._stored_here(key), self._stored_here(value)
-            slots = self.slots[self.cache.which(layer)]
-            if self.latents is None:
+        slots = self.slots[self.cache.which(layer)] if self.slots and self.slots[0].numel() else None
+        if self.latents is None:
+            if slots is not None:
+                k, v = self._stored_here(key), self._stored_here(value)
                 write_tokens(self.cache.keys(layer), self.cache.values(layer), slots, k, v)
-            else:
-                write_rows(self.cache.keys(layer), slots, self.latents.vectors(k, v))
-        return key, value
+            return key, value
+        pool, vectors = self.cache.keys(layer), self.latents.vectors(key, value)
+        if slots is not None:
+            write_rows(pool, slots, self._stored_here(vectors))
+        return self.latents.parts(as_stored(pool, vectors))
 
     def _stored_here(self, x: Tensor) -> Tensor:
         """Those of new keys or values that `slots` are for: all of them."""
@@ -120,7 +123,8 @@ class PrefillPass(CachePass):
         """The output of this rank's queries over all tokens up to and including this chunk."""
         self.cache.check_mask(layer, mask)
         if self.chunk.begin == 0:
-            k, v = as_stored(self.cache.keys(layer), k), as_stored(self.cache.values(layer), v)
+            if self.latents is None:  # else they were expanded from what is stored
+                k, v = as_stored(self.cache.keys(layer), k), as_stored(self.cache.values(layer), v)
             return self.context.attention(q, k, v, mask=mask, scale=scale, sinks=sinks, length=self.length)
         keys, values, positions = self.chunk.read(self.cache, layer, k, v, mask)
         return self._over_cache(

@@ -54,6 +54,10 @@ class BatchOptions:
     speculative: bool
     num_beams: int
 
+    def max_tokens(self, prompt: int) -> int:
+        """The most tokens that a prompt of so many tokens and its answer take, with drafts, in all beams."""
+        return prompt + self.num_beams * (self.max_new_tokens + MAX_DECODE_TOKENS)
+
 
 @dataclass(frozen=True)
 class PromptBatch:
@@ -73,8 +77,9 @@ class PromptBatch:
         texts = [TextStream(self.tokenizer) for _ in prompts]
         own: list[_Row] = []
         with self._timed("prefill_seconds"):
+            rows = self._rows(prompts)
             for group in self.ranks.computed:
-                for number in self.ranks.rows(batch)[group]:
+                for number in rows[group]:
                     most = options.max_new_tokens + MAX_DECODE_TOKENS
                     sequence = self.engine.prefill(prompts[number], most, self.ranks.in_engine(group))
                     own.append(_Row(number, sequence))
@@ -84,18 +89,20 @@ class PromptBatch:
         active, left = own, dict.fromkeys(range(batch), options.max_new_tokens)
         while True:
             by_row = {row.number: tokens for row, tokens in zip(active, new, strict=True)}
-            gathered = self._all_gather_tokens(by_row, batch, MAX_DECODE_TOKENS)
+            gathered = self._all_gather_tokens(by_row, rows, MAX_DECODE_TOKENS)
             self._check_tokens(gathered, [row.sequence for row in own])
             self.progress.add_step(gathered)
             for row, tokens in zip(active, new, strict=True):
                 row.new += tokens
                 self.stats.generated_tokens += len(tokens)
+            returned = []
             for number, tokens in gathered:
                 left[number] = 0 if tokens[-1] in options.stop else left[number] - len(tokens)
-                for token in tokens:
-                    yield Token(number, token, texts[number].add(token))
+                returned += [Token(number, token, texts[number].add(token)) for token in tokens]
             if not any(left.values()):
+                yield from self.progress.last(returned)
                 break
+            yield from returned
             active = [row for row in active if left[row.number]]
             with self._timed("decode_seconds"):
                 new = self._decode_step(active) if active else []
@@ -164,16 +171,31 @@ class PromptBatch:
             agreed: list[list[int]] = torch.where(invalid, INVALID_TOKEN, received[0]).tolist()
         return agreed
 
-    def _all_gather_tokens(self, by_row: dict[int, list[int]], batch: int, most: int) -> list[tuple[int, list[int]]]:
+    def _rows(self, prompts: list[list[int]]) -> list[list[int]]:
+        """The rows of each group, about equally many: where most of their prompts is cached, if there is room."""
+        ranks, engine, across = self.ranks, self.engine, self.ranks.across_groups
+        evenly = [list(rows) for rows in ranks.rows(len(prompts))]
+        if ranks.kvdp == 1:
+            return evenly
+        own = [[engine.cached_prefix(ids, ranks.in_engine(group)) for ids in prompts] for group in ranks.computed]
+        x = torch.tensor(own, dtype=torch.int64, device=engine.device)
+        with engine.exchange(across):
+            found = x if across.world == 1 else torch.cat(across.all_gather(x, [x.shape] * across.world))
+            rows = rows_by_prefix(found.tolist()) or evenly
+        tokens = [sum(self.options.max_tokens(len(prompts[number])) for number in of_group) for of_group in rows]
+        return rows if max(tokens) <= engine.cache_tokens else evenly
+
+    def _all_gather_tokens(
+        self, by_row: dict[int, list[int]], rows: list[list[int]], most: int
+    ) -> list[tuple[int, list[int]]]:
         """The new tokens of all groups, at most `most` of each row, by row."""
         across = self.ranks.across_groups
         if across.world == 1:
             return sorted(by_row.items())
-        rows = self.ranks.rows(batch)
         own = rows[across.rank]
         x = torch.full((len(own), most), _PADDING, dtype=torch.int64, device="cpu")
         for number, tokens in by_row.items():
-            x[number - own.start, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64, device="cpu")
+            x[own.index(number), : len(tokens)] = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         with self.engine.exchange(across):
             gathered = across.all_gather(x.to(self.engine.device), [(len(each), most) for each in rows])
         unpadded = [
@@ -190,6 +212,25 @@ class PromptBatch:
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize(self.engine.device)
         setattr(self.stats, name, getattr(self.stats, name) + time.perf_counter() - began)
+
+
+def rows_by_prefix(cached: list[list[int]]) -> list[list[int]]:
+    """The rows of each group, where `cached[group][row]` tokens of a prompt are cached; none if nothing is.
+
+    The longest prefixes decide first. A group has at most its share of the rows.
+    """
+    groups, batch = range(len(cached)), range(len(cached[0]))
+    most = -(-len(batch) // len(cached))
+    rows: list[list[int]] = [[] for _ in groups]
+    found = sorted((-cached[group][row], row, group) for group in groups for row in batch if cached[group][row])
+    if not found:
+        return []
+    for row, group in [each[1:] for each in found]:
+        if len(rows[group]) < most and not any(row in others for others in rows):
+            rows[group].append(row)
+    for row in [each for each in batch if not any(each in others for others in rows)]:
+        min(rows, key=len).append(row)
+    return [sorted(of_group) for of_group in rows]
 
 
 def _sample(sampling: Sampling, rows: list[_Row], logits: list[Tensor] | Tensor) -> list[list[int]]:

@@ -35,8 +35,8 @@ def one_prompt(tokenizer: Any, name: str, prompt: str | Sequence[int]) -> list[i
     return ids
 
 
-def check_prompt(model: Any, name: str, ids: Sequence[int], max_new_tokens: int, ranks: int) -> None:
-    """Raise ValueError unless a model can continue a prompt, and `ranks` ranks can share it."""
+def check_prompt(model: Any, name: str, ids: Sequence[int], max_new_tokens: int) -> None:
+    """Raise ValueError unless a model can continue a prompt."""
     limit, why = getattr(model.config, "max_position_embeddings", None), ""
     rotary = changing_rotary(model.config)
     if rotary is not None:
@@ -44,8 +44,6 @@ def check_prompt(model: Any, name: str, ids: Sequence[int], max_new_tokens: int,
     vocabulary = model.config.vocab_size
     if not ids:
         raise ValueError(f"{name} is empty")
-    if len(ids) < ranks:
-        raise ValueError(f"{name} has {len(ids)} tokens, fewer than the {ranks} ranks that shard it")
     if limit is not None and len(ids) + max_new_tokens > limit:
         raise ValueError(
             f"{name} has {len(ids)} tokens, and max_new_tokens={max_new_tokens} may follow: the model has {limit} "

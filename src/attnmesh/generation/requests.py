@@ -58,6 +58,7 @@ class RequestOptions:
     logprobs: int | None = None
     logits_processors: tuple[LogitsProcessor, ...] = ()
     sample: int = 0
+    num_beams: int = 1
 
     @classmethod
     def checked(
@@ -72,6 +73,7 @@ class RequestOptions:
         logprobs: int | None,
         logits_processors: Sequence[LogitsProcessor],
         sample: int,
+        num_beams: int,
     ) -> RequestOptions:
         """The options, if all are valid; otherwise raises ValueError."""
         vocabulary = model.config.vocab_size
@@ -86,9 +88,18 @@ class RequestOptions:
             if not callable(processor):
                 raise ValueError(f"logits_processors[{i}] must be a function, got {shown(processor)}")
         check_index("sample", sample, MAX_ROWS)
+        strings = check_stop_strings(tokenizer, stop_strings)
+        is_simple = sampling.greedy and not sampling.has_penalties and logprobs is None
+        if check_count("num_beams", num_beams, least=1) > 1 and not (
+            is_simple and not strings and not min_new_tokens and not processors
+        ):
+            raise ValueError(
+                "num_beams must be 1 with a sampling that is not greedy or has penalties, stop_strings, "
+                f"min_new_tokens, logprobs or logits_processors, got {num_beams}"
+            )
         return cls(
-            max_new_tokens, sampling, frozenset(token for token in ends if 0 <= token < vocabulary),
-            check_stop_strings(tokenizer, stop_strings), min_new_tokens, logprobs, tuple(processors), sample,
+            max_new_tokens, sampling, frozenset(token for token in ends if 0 <= token < vocabulary), strings,
+            min_new_tokens, logprobs, tuple(processors), sample, num_beams,
         )  # fmt: skip
 
     @property
@@ -213,8 +224,13 @@ class Request:
         self.error, self.finish_reason = error, "error"
 
     def restore(self) -> None:
-        """Restore what follows from the tokens that were appended, after an interruption."""
+        """Restore what follows from the tokens that were appended, after an interruption.
+
+        The answer of a beam search is appended as a whole.
+        """
         self.__post_init__()
+        if self.options.num_beams > 1 and not self.finished:
+            self.tokens.clear()
         for at, token in enumerate(self.tokens):
             _, self.finish_reason = self._read(token.id, at)
 

@@ -5,6 +5,9 @@ chunks of prompts with what is left of a budget of tokens. A waiting request is 
 the longest prefix of it, if there is room for its whole prompt. Where a group runs out of blocks, the sequences that
 are kept for reuse are evicted first; then its latest request is preempted: it waits, and is computed again later.
 
+The beams of a search join, leave and are preempted together. A search that was preempted begins again: until its end no
+token of its answer is known.
+
 No tensors, no messages: the plan depends on earlier calls only, so that all ranks that make the same calls have the
 same plan, for all groups.
 """
@@ -20,18 +23,34 @@ from attnmesh.generation.cached_sequences import CachedSequence, GroupCache, Gro
 
 @dataclass(eq=False)
 class Job:
-    """A request: its number, the ids of its prompt and its answer so far, and the most that they can become."""
+    """A request: its number, the ids of its prompt and its answer so far, and the most that they can become.
+
+    A beam search is one job until its prompt is computed. Then each of its `beams` is a job that runs, and it does not.
+    """
 
     number: int
     ids: list[int]
-    max_length: int
+    max_length: int  # of a beam search, of all beams together
+    num_beams: int = 1
     group: int = 0
     sequence: CachedSequence | None = None  # while it is running
+    beams: list[Job] = field(default_factory=list)
+    search: Job | None = None  # that this is a beam of
 
     @property
     def pending(self) -> int:
         """The number of tokens that are not in the cache."""
         return len(self.ids) - (0 if self.sequence is None else len(self.sequence.ids))
+
+    @property
+    def request(self) -> Job:
+        """The job of the whole request: itself, unless it is a beam."""
+        return self.search or self
+
+    @property
+    def parts(self) -> list[Job]:
+        """The jobs that run for it, if it is running: its beams, or itself."""
+        return self.beams or [self]
 
 
 @dataclass(frozen=True)
@@ -58,7 +77,8 @@ class GroupPlan:
     @property
     def sampled(self) -> list[Job]:
         """The requests that get their next token."""
-        return [*self.decode, *(chunk.job for chunk in self.chunks if not chunk.job.pending)]
+        decoded = dict.fromkeys(job.request for job in self.decode)  # a search once, for all its beams
+        return [*decoded, *(chunk.job for chunk in self.chunks if not chunk.job.pending)]
 
     @property
     def sources(self) -> list[CachedSequence | None]:
@@ -70,6 +90,14 @@ class GroupPlan:
         """Equal on ranks with the same plan."""
         chunks = tuple((chunk.job.number, chunk.begin, len(chunk.ids)) for chunk in self.chunks)
         return hash((len(self.freed), tuple(job.number for job in self.decode), chunks))
+
+
+@dataclass(frozen=True)
+class BeamChange:
+    """Sequences that a group frees between two steps of a search, and then forks: each new one with its source."""
+
+    freed: list[CachedSequence]
+    forks: list[tuple[CachedSequence, CachedSequence]] = field(default_factory=list)
 
 
 @dataclass
@@ -112,19 +140,57 @@ class Scheduler:
             pass
         return step
 
-    def remove(self, job: Job, *, keep: bool) -> CachedSequence | None:
-        """End a request. Its sequence is kept for reuse or, if there is nothing to keep, freed and returned."""
-        if job.sequence is None:
+    def remove(self, job: Job, *, keep: bool) -> list[CachedSequence]:
+        """End a request. Its sequence, that of its best beam, is kept for reuse if there is something to keep.
+
+        Returns the sequences that are freed.
+        """
+        if job in self.waiting:
             self.waiting.remove(job)
-            return None
-        sequence, cache = job.sequence, self.caches[job.group]
-        self.running[job.group].remove(job)
-        job.sequence = None
-        if keep and sequence.ids:
-            cache.release(sequence)
-            return None
-        cache.free(sequence)
-        return sequence
+            return []
+        cache, freed = self.caches[job.group], []
+        for part in job.parts:
+            assert part.sequence is not None
+            self.running[job.group].remove(part)
+            if keep and part.sequence.ids and part is job.parts[0]:
+                cache.release(part.sequence)
+            else:
+                cache.free(part.sequence)
+                freed.append(part.sequence)
+            part.sequence = None
+        job.beams = []
+        return freed
+
+    def advance(self, job: Job, beams: Sequence[tuple[int, int]]) -> BeamChange:
+        """Go on with the next beams of a search, each given by the number of the one that it continues and a token.
+
+        In the first step there is one, the prompt, whatever the number.
+        """
+        cache, running, parts = self.caches[job.group], self.running[job.group], job.parts
+        before = [part.sequence for part in parts]
+        sources = [before[number if job.beams else 0] for number, _ in beams]
+        change = BeamChange([each for each in before if each is not None and each not in sources])
+        for sequence in change.freed:
+            cache.free(sequence)
+        for part in parts:
+            running.remove(part)
+            part.sequence = None
+        job.beams = []
+        for at, (source, (_, token)) in enumerate(zip(sources, beams, strict=True)):
+            assert source is not None
+            sequence = source
+            if source in sources[:at]:
+                if len(cache.sequences) == cache.limits.max_sequences:
+                    inactive = cache.oldest_inactive()
+                    assert inactive is not None  # `_has_slot`
+                    cache.free(inactive)
+                    change.freed.append(inactive)
+                sequence = cache.start(source, len(source.ids))
+                change.forks.append((sequence, source))
+            ids = [*sequence.ids, token]
+            job.beams.append(Job(job.number, ids, job.max_length, group=job.group, sequence=sequence, search=job))
+            insort(running, job.beams[-1], key=_number)
+        return change
 
     def reset(self, jobs: Sequence[Job]) -> None:
         """Let these requests wait, in place of all others, with empty caches."""
@@ -166,34 +232,31 @@ class Scheduler:
         cache, running, plan = self.caches[job.group], self.running[job.group], step.groups[job.group]
         growth = cache.growth(job.sequence, tokens)
         if cache.is_too_long(job.sequence, growth):
-            self._fail(job, step)
+            self._fail(job.request, step)
             return None
         while not cache.has_room(job.sequence, growth):
             inactive = cache.oldest_inactive()
             if inactive is not None:
                 cache.free(inactive)
                 plan.freed.append(inactive)
-            elif running == [job]:
-                self._fail(job, step)
+            elif running[0].request is running[-1].request:
+                self._fail(job.request, step)
                 return None
             else:
-                latest = running[-1]
-                self._preempt(latest, plan)
-                if latest is job:
+                latest = running[-1].request
+                self._stop(latest, plan)
+                plan.preemptions += 1
+                self.add(latest)
+                if latest is job.request:
                     return None
         return growth
 
-    def _preempt(self, job: Job, plan: GroupPlan) -> None:
-        freed = self.remove(job, keep=False)
-        assert freed is not None
-        plan.freed.append(freed)
-        plan.preemptions += 1
-        self.add(job)
+    def _stop(self, job: Job, plan: GroupPlan) -> None:
+        plan.freed += self.remove(job, keep=False)
+        plan.decode = [each for each in plan.decode if each.sequence is not None]  # without beams of this step
 
     def _fail(self, job: Job, step: StepPlan) -> None:
-        freed = self.remove(job, keep=False)
-        assert freed is not None
-        step.groups[job.group].freed.append(freed)
+        self._stop(job, step.groups[job.group])
         step.failed.append(job)
 
     def _admit(self, job: Job, step: StepPlan) -> bool:
@@ -201,7 +264,7 @@ class Scheduler:
         found = []
         for group, cache in enumerate(self.caches):
             least = min(len(job.ids), self._min_chunk)
-            if step.groups[group].budget < least or not self._has_slot(group, step.groups[group]):
+            if step.groups[group].budget < least or not self._has_slot(job, group, step.groups[group]):
                 continue
             prefix = cache.longest_prefix(job.ids)
             if prefix.source is not None and cache.is_uneven(
@@ -216,15 +279,18 @@ class Scheduler:
         for _, _, group, prefix in sorted(found, key=lambda each: each[:3]):
             cache = self.caches[group]
             # An empty group takes any request: those that it can never hold are refused before.
-            reserved = self._reserved(group)
+            reserved = [blocks + job.num_beams - 1 for blocks in self._reserved(group)]
             if not self.running[group] or cache.can_hold(job.ids, prefix.source, prefix.length, reserved):
                 self._start(job, group, prefix, step.groups[group])
                 return True
         return False
 
-    def _has_slot(self, group: int, plan: GroupPlan) -> bool:
-        """Whether a group can store one more sequence, or evict one that this step does not need."""
+    def _has_slot(self, job: Job, group: int, plan: GroupPlan) -> bool:
+        """Whether a group can store a job's sequences: one more or, if need be, in place of those that it can evict."""
         cache = self.caches[group]
+        taken = sum(each.num_beams for each in self.running[group])  # a search takes those of all beams from the start
+        if taken + job.num_beams > cache.limits.max_sequences:
+            return False
         is_full = len(cache.sequences) == cache.limits.max_sequences
         return not is_full or cache.oldest_inactive(but=plan.sources) is not None
 

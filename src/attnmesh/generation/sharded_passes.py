@@ -154,7 +154,7 @@ class ShardedPrefillPass(_HeadShardedPass):
     ) -> Tensor:
         if self.chunk.begin == 0:
             own = self.heads.own
-            if self.latents is None:  # else they were expanded for these heads only
+            if self.latents is None:  # else they were expanded from what is stored, for these heads only
                 k, v = as_stored(self.cache.keys(layer), k), as_stored(self.cache.values(layer), v)
                 per_kv = self.heads.heads.q // self.heads.heads.kv
                 k, v = (kv_heads_of(x, own, per_kv, self.heads.kv.start) for x in (k, v))

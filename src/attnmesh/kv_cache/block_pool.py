@@ -43,7 +43,8 @@ class CacheStats:
 class CacheFull(RuntimeError):  # noqa: N818 - a state one waits out, not a mistake
     """The cache has no room, and nothing has changed: free a sequence, or wait until one is freed.
 
-    `resource` is "blocks" or "sequences". `free` and `cached` are those that could have been taken.
+    `resource` is "blocks" or "sequences". `free` and `cached` are those that could have been taken, `total` is how many
+    the cache has; `limit` is the argument that decides, where that is not `num_blocks` or `max_sequences`.
 
     Examples:
         >>> cache = am.BlockCache(layers=1, num_blocks=2, block_size=4, kv_heads=1, head_dim=16, device="cpu",
@@ -59,14 +60,13 @@ class CacheFull(RuntimeError):  # noqa: N818 - a state one waits out, not a mist
         0
     """
 
-    def __init__(self, resource: str, *, needed: int, free: int, cached: int, total: int) -> None:
+    def __init__(self, resource: str, *, needed: int, free: int, cached: int, total: int, limit: str = "") -> None:
+        limit = limit or f"{'num_blocks' if resource == 'blocks' else 'max_sequences'}={total}"
         if resource == "blocks":
-            limit = f"{free} are free and {cached} can be evicted of num_blocks={total}"
-        elif free:
-            limit = f"{free} of max_sequences={total} are free"
+            room = f"{free} are free and {cached} can be evicted of {limit}"
         else:
-            limit = f"all of max_sequences={total} are in use"
-        super().__init__(f"the cache is full: {needed} more {resource} needed, {limit}{see('decode.md#a-full-cache')}")
+            room = f"{free} of {limit} are free" if free else f"all of {limit} are in use"
+        super().__init__(f"the cache is full: {needed} more {resource} needed, {room}{see('decode.md#a-full-cache')}")
         self.resource, self.needed, self.free, self.cached, self.total = resource, needed, free, cached, total
 
 

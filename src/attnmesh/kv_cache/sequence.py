@@ -131,7 +131,10 @@ def new_ids(tokens: object, sequences: int) -> tuple[int, list[array[int]] | Non
     each = [token_ids(f"tokens[{i}]", ids) for i, ids in enumerate(tokens)]
     lengths = [len(ids) for ids in each]
     if len(set(lengths)) > 1 or not lengths[0]:
-        raise ValueError(f"tokens must have the same number of ids for every sequence, at least 1, got {lengths}")
+        raise ValueError(
+            f"tokens must have the same number of ids for every sequence, at least 1, got {lengths}: append sequences "
+            "with other numbers of tokens by calls of their own"
+        )
     return lengths[0], each
 
 

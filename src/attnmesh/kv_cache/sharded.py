@@ -253,18 +253,19 @@ class ShardedCache:
         if len(ranks) > 1:
             cached = {peer: self._caches[peer].find_prefix(prompt, cache_key=cache_key) for peer in ranks}
             ranks.sort(key=lambda peer: (-cached[peer], -self._caches[peer].free_rows, peer))
-        full: CacheFull | None = None
+        full: list[CacheFull] = []
         for peer in ranks:
             try:
                 sequence = self._sharded(peer, self._caches[peer].allocate(prompt, cache_key=cache_key))
             except CacheFull as error:
-                full = full or error
+                full.append(error)
             else:
                 ids = (prompt, 0) if isinstance(prompt, int) else (len(prompt), hash(tuple(prompt)))
                 self._log("allocate", row=sequence.row, tokens=ids[0], ids=ids[1], cache_key=text_digest(cache_key))
                 return sequence
-        assert full is not None  # a batch has at least one row
-        raise full
+        if all(error.resource == "sequences" for error in full):
+            raise _no_row(self.batch, limit=f"batch={self.batch}")
+        raise next(error for error in full if error.resource == "blocks")
 
     def append(self, sequences: abc.Sequence[ShardedSequence], tokens: int | abc.Sequence[abc.Sequence[int]]) -> Step:
         """A step of T more tokens for each sequence. Raises CacheFull, for all of them, if blocks are missing.
@@ -343,9 +344,19 @@ class ShardedCache:
             self._mark_written(step, each)
 
     def fork(self, sequence: ShardedSequence) -> ShardedSequence:
-        """A second sequence with the same tokens in the same blocks, and so on the same KVDP rank."""
+        """A second sequence with the same tokens in the same blocks, and so on the same KVDP rank.
+
+        Raises CacheFull if that has no free row, whatever others have.
+        """
         self._check_sequence(sequence)
-        fork = self._sharded(sequence.kvdp_rank, self._caches[sequence.kvdp_rank].fork(sequence.sequence))
+        rank, rows = sequence.kvdp_rank, len(self._rows_of_rank[sequence.kvdp_rank])
+        try:
+            fork = self._sharded(rank, self._caches[rank].fork(sequence.sequence))
+        except CacheFull:
+            limit = f"batch={self.batch}"
+            raise _no_row(
+                rows, limit if rows == self.batch else f"the {rows} rows of KVDP rank {rank} ({limit})"
+            ) from None
         self._log("fork", row=sequence.row, fork=fork.row)
         return fork
 
@@ -418,6 +429,10 @@ class ShardedCache:
             raise ValueError(f"{name} must be what allocate or fork returned, got {shown(sequence)}")
         if sequence.owner is not self._owner or sequence.freed:
             raise ValueError(f"{sequence} {'was freed' if sequence.freed else 'belongs to another cache'}")
+
+
+def _no_row(total: int, limit: str) -> CacheFull:
+    return CacheFull("sequences", needed=1, free=0, cached=0, total=total, limit=limit)
 
 
 def _check_rank(sharding: DecodeSharding, rank: int) -> None:

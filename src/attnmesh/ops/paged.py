@@ -73,10 +73,14 @@ class PagedKV:
         """K and V of some positions in `dtype`, [B, Hkv, len(keys), D]; arbitrary where a block is outside the pool."""
         blocks = self.blocks(keys).clamp(0, values_of(self.k).shape[0] - 1)
         begin = keys.start % self.block_size
-        k, v = (
-            _gathered(pool, blocks, dtype)[:, begin : begin + len(keys)].transpose(1, 2) for pool in (self.k, self.v)
-        )
-        return k, v
+
+        def gathered(pool: Stored) -> Tensor:
+            return _gathered(pool, blocks, dtype)[:, begin : begin + len(keys)].transpose(1, 2)
+
+        if isinstance(self.v, Quantized) and self.v.rope is not None:  # latents, which have both
+            latents = gathered(self.k)
+            return latents, latents[..., : self.v.values.shape[-1]]
+        return gathered(self.k), gathered(self.v)
 
     def positions_per_part(self, dtype: torch.dtype) -> int:
         """The number of positions to read at a time: whole blocks."""
@@ -192,7 +196,8 @@ def _gathered(pool: Stored, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     values = _selected(values_of(pool), blocks)
     if isinstance(pool, Quantized):
         scales = pool.scales if pool.storage == "fp8" else _selected(pool.scales, blocks)
-        values = dequantize(Quantized(values, scales), dtype, head_axis=2)
+        rope = None if pool.rope is None else _selected(pool.rope, blocks)
+        values = dequantize(Quantized(values, scales, rope), dtype, head_axis=2)
     return values.view(blocks.shape[0], blocks.shape[1] * values.shape[1], *values.shape[2:])
 
 

@@ -18,10 +18,10 @@ _IGNORED = (
 )  # fmt: skip
 """Parameters that do not change an answer."""
 _REFUSED = {
-    "echo": (False,), "suffix": ("",), "best_of": (1,), "tools": ([],), "tool_choice": ("none", "auto"),
-    "functions": ([],), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
-    "modalities": (["text"],), "audio": (), "prediction": (), "reasoning_effort": (), "verbosity": (),
-    "web_search_options": (), "moderation": (),
+    "echo": (False,), "suffix": ("",), "best_of": (1,), "use_beam_search": (False,), "tools": ([],),
+    "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
+    "reasoning_effort": (), "verbosity": (), "web_search_options": (), "moderation": (),
 }  # fmt: skip
 """Parameters that are not supported, and the values that mean the same as none."""
 _SAMPLING = (

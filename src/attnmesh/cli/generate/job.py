@@ -120,7 +120,9 @@ def _chat_tokens(tokenizer: Any, text: str) -> list[int]:
 
 def check_job(job: Job, config: Any, ranks: int) -> None:
     """Raise ValueError for prompts that a model with this configuration cannot read on so many ranks."""
-    shortest, longest = min(map(len, job.prompts)), max(map(len, job.prompts))
+    if not all(job.prompts):
+        raise ValueError("the prompt must have at least one token, got none")
+    longest = max(map(len, job.prompts))
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and longest + job.max_new_tokens > limit:
         raise ValueError(
@@ -128,8 +130,6 @@ def check_job(job: Job, config: Any, ranks: int) -> None:
             f"{limit:,} positions"
         )
     ranks = job.position_ranks(ranks)
-    if shortest < ranks:
-        raise ValueError(f"the prompt must have at least one token per rank ({ranks}), got {shortest} tokens")
     if job.prefill_chunk < min_prefill_chunk(ranks):
         least = min_prefill_chunk(ranks)
         raise ValueError(
@@ -198,7 +198,11 @@ def quantized_cache(storage: str) -> Any:
     class QuantizedCache(base):  # type: ignore[misc]
         def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
             scale = torch.ones((), dtype=torch.float32, device=key.device) if storage == "fp8" else None
-            rounded = (dequantize(quantize(x, storage, scale=scale), x.dtype) for x in (key, value))
+            # Latents and their rope parts are stored as one vector.
+            stored = (torch.cat([key, value], -1),) if storage == "fp8_ds_mla" else (key, value)
+            rounded = [dequantize(quantize(x, storage, scale=scale), x.dtype) for x in stored]
+            if len(rounded) == 1:
+                rounded = list(rounded[0].split([key.shape[-1], value.shape[-1]], -1))
             return super().update(*rounded, *args, **kwargs)
 
     return QuantizedCache()

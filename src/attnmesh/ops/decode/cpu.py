@@ -20,7 +20,6 @@ from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.cpu_adjacent import MAX_SINGLE_ROWS, MIN_PART, AdjacentKeys, adjacent_keys
 from attnmesh.ops.decode.cpu_keys import CacheReader, KeyPart, VisibleKeys, split_keys
-from attnmesh.ops.storage import Quantized
 
 T = TypeVar("T")
 
@@ -38,8 +37,6 @@ class Cpu:
         """The reason why this backend cannot serve the call; None if it can."""
         if call.q.device.type != "cpu":
             return f"it computes on the CPU, q is on {call.q.device}"
-        if isinstance(call.k, Quantized) and call.k.rope is not None:
-            return "it does not read fp8_ds_mla caches"
         return None
 
     def run(self, call: DecodeCall, into: State | None = None) -> State:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.storage import BFP_GROUP, Quantized, Stored, values_of
+from attnmesh.ops.storage import BFP_GROUP, LATENT_GROUP, Quantized, Stored, values_of
 
 _CHUNK_BYTES = 16 << 20  # widened keys and values that are still in the cores' caches when they are read again
 _MIN_CHUNK = 256
@@ -144,7 +144,8 @@ class CacheReader:
 
     def read(self, owners: range, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values [n, Hkv, end - first, width] of the owners' caches; valid until the next read."""
-        return self._k.read(owners, first, end), self._v.read(owners, first, end)
+        keys = self._k.read(owners, first, end)
+        return keys, keys if self._k.is_latent else self._v.read(owners, first, end)
 
     def query(self, q: Tensor, scale: float) -> Tensor:
         """q [B, Hq, T, D] for the product with `read` keys: scaled, padded, times the scale of the keys' heads.
@@ -165,6 +166,7 @@ class _TensorReader:
     """Reads the keys or the values. Buffers live as long as the call: allocating per chunk would fault pages in again.
 
     The scales of fp8 are not multiplied in: they are the same for all keys of a head (`head_scale`, [] or [Hkv, 1, 1]).
+    Latents (fp8_ds_mla) are keys whose first features are the values.
     """
 
     def __init__(self, call: DecodeCall, stored: Stored, dtype: torch.dtype, width: int) -> None:
@@ -179,6 +181,7 @@ class _TensorReader:
             and values.shape[3] == width
             and (values.stride(3) == 1 or width == 1)
         )
+        self.is_latent = isinstance(stored, Quantized) and stored.rope is not None
         self.head_scale: Tensor | None = None
         if isinstance(stored, Quantized) and stored.storage == "fp8":
             scales = stored.scales.to(dtype)
@@ -203,6 +206,10 @@ class _TensorReader:
             scales = self._raw("scales", self._stored.scales, owners, first, end)
             if self._stored.storage == "int8":
                 numbers.mul_(scales.to(self._dtype).unsqueeze(-1))
+            elif self._stored.rope is not None:
+                numbers.unflatten(-1, (-1, LATENT_GROUP)).mul_(scales.to(self._dtype).unsqueeze(-1))
+                rope = self._raw("rope", self._stored.rope, owners, first, end)
+                wide[..., raw.shape[3] : raw.shape[3] + rope.shape[3]] = rope
             else:
                 steps = torch.ldexp(torch.ones_like(scales, dtype=self._dtype), scales.int())
                 numbers.unflatten(-1, (-1, BFP_GROUP)).mul_(steps.unsqueeze(-1))

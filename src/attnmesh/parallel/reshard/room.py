@@ -56,8 +56,9 @@ class Room:
         blocks = [sum(both) for both in zip(self.free_blocks, self.cached_blocks, strict=True)]
         if len(contents.sequences) > sum(map(len, rows)):
             raise CacheFull(
-                "sequences", needed=len(contents.sequences), free=sum(map(len, rows)), cached=0, total=self.sizes.batch
-            )
+                "sequences", needed=len(contents.sequences), free=sum(map(len, rows)), cached=0, total=self.sizes.batch,
+                limit=f"batch={self.sizes.batch}",
+            )  # fmt: skip
         placed: list[Placement] = []
         for sequence in contents.sequences:
             choices = [
