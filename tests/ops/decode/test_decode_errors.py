@@ -106,7 +106,7 @@ OPTIONS = {  # message: options of the call
     "key_range and tree are mutually exclusive": {"key_range": KEY_RANGE, "tree": zeros(3, 3, dtype=torch.bool)},
     "out_dtype must be None or torch.float32, got torch.float16": {"out_dtype": torch.float16},
     "out_dtype must be None or torch.float32, got torch.float64": {"out_dtype": torch.float64},
-    "backend must be one of auto, cpu, gluon, triton, gluon_gqa, reference, got 'cuda'": {"backend": "cuda"},
+    "backend must be one of auto, cpu, gluon, gluon_gqa, triton, reference, got 'cuda'": {"backend": "cuda"},
 }
 
 

@@ -336,6 +336,17 @@ def test_auto_takes_it_for_the_calls_that_it_serves(monkeypatch):
     assert choose(on_a_gpu(narrow, monkeypatch), "auto").name == "triton"
 
 
+@pytest.mark.parametrize(
+    ("group", "tokens", "head_dim", "name"),
+    [(16, 4, 128, "gluon_gqa"), (32, 4, 128, "gluon_gqa"), (16, 2, 128, "triton"), (16, 4, 64, "triton")],
+)
+def test_auto_takes_large_groups_to_the_kernel_that_reads_keys_once(group, tokens, head_dim, name, monkeypatch):
+    dims = head_dim, head_dim
+    problem = random_decode([70], dims=dims, group=group, tokens=tokens, block_size=64, dtype=torch.float16)
+    assert choose(on_a_gpu(problem, monkeypatch), "auto").name == name
+    assert choose(on_a_gpu(problem, monkeypatch), "gluon_gqa").name == "gluon_gqa"
+
+
 def on_a_gpu(problem: DecodeProblem, monkeypatch, capability: int = 90) -> DecodeCall:
     """The call as if its tensors were on a GPU."""
     monkeypatch.setattr(gluon, "gpu_of", lambda device: GPU(capability, 227 * 1024))

@@ -237,8 +237,8 @@ class Reference:
         return state if into is None else State(into.out.copy_(state.out), into.lse.copy_(state.lse))
 
 
-# "auto" takes the first that serves a call: never GluonGQA, whose calls Triton serves, too.
-_BACKENDS: tuple[Backend, ...] = (Cpu(), Gluon(), Triton(), GluonGQA(), Reference())
+# "auto" takes the first that serves a call; GluonGQA only where it is faster than Triton, which serves its calls, too.
+_BACKENDS: tuple[Backend, ...] = (Cpu(), Gluon(), GluonGQA(), Triton(), Reference())
 _NAMES = ("auto", *(known.name for known in _BACKENDS))
 
 
@@ -255,6 +255,9 @@ def choose(call: DecodeCall, backend: str) -> Backend:
     refusals = {}
     for known in _BACKENDS:
         refusals[known.name] = known.refusal(call)
-        if refusals[known.name] is None and backend in ("auto", known.name):
+        is_wanted = backend == known.name
+        if backend == "auto":
+            is_wanted = not isinstance(known, GluonGQA) or known.is_faster(call)
+        if refusals[known.name] is None and is_wanted:
             return known
     raise ValueError(f"backend={backend!r} cannot serve this call: {refusals[backend]}")

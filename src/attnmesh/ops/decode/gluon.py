@@ -11,6 +11,7 @@ from attnmesh.ops.decode.triton import DecodeTiles, Triton, rope_of
 from attnmesh.ops.gpu import gpu_of
 
 _FEW_ROWS = 16
+_MANY_ROWS = range(64, 129)  # that `gluon_grouped` reads each key once for; measured with 64
 
 
 class Gluon(Triton):
@@ -43,6 +44,13 @@ class GluonGQA(Gluon):
 
     name = "gluon_gqa"
     _checks = "grouped"
+
+    def is_faster(self, call: DecodeCall) -> bool:
+        """Whether a call that it can serve is faster than on Triton, which reads a key once for every 32 rows.
+
+        Not by the number or the lengths of sequences: results with a `split_size` must not depend on the batch.
+        """
+        return call.q.shape[3] == 128 and call.group * call.q.shape[2] in _MANY_ROWS
 
     def _launch(self, call: DecodeCall, state: State, tiles: DecodeTiles | None, first_sequence: int) -> None:
         _module("grouped").launch(call, state, first_sequence)
