@@ -283,6 +283,7 @@ def _select_kernel(
     beyond = limit > s_kv
     if beyond & (begin < limit):
         _record(errors, row // tokens, (limit - 1).to(tl.int64) | _INDEX_FAULT)
+    begin = tl.minimum(begin, s_kv)  # so that numbers of keys from there on fit in 32 bits
     if EARLY:
         gdc_wait()
     fault = tl.zeros((_FAULTS,), tl.int32)
