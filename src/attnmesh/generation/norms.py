@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _IN_PASS: ContextVar[bool] = ContextVar("in_pass", default=False)
 
 
@@ -53,6 +54,7 @@ def use_one_call(model: nn.Module) -> None:
         weight: Any = getattr(module, "weight", None)
         if (
             isinstance(eps, float) and type(weight) in (Tensor, nn.Parameter) and weight.ndim == 1
+            and weight.dtype in _DTYPES
             and "forward" not in vars(module) and not weight.is_meta and not list(module.buffers())
             and [name for name, _ in module.named_parameters()] == ["weight"]
         ):  # fmt: skip
