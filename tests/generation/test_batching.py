@@ -536,3 +536,15 @@ def test_after_an_interruption_every_answer_is_still_right():
     results = [finish(at) for at in (0, 3, 7, 12)]
     assert all(ids == expected for ids, _ in results)
     assert all(interrupted for _, interrupted in results)
+
+
+def test_logits_that_a_callback_keeps_are_those_of_one_request():
+    kept = []
+    generator = make(on_logits=lambda number, logits: kept.append((number, logits)))
+    requests = [generator.submit(random_ids(n, n), max_new_tokens=3, stop=[]) for n in (5, 9)]
+    while generator.num_unfinished:
+        generator.step()
+    assert len(kept) == 6
+    assert all(logits.untyped_storage().nbytes() == logits.nbytes for _, logits in kept)
+    for request in requests:
+        assert [int(logits.argmax()) for number, logits in kept if number == request.number] == request.ids

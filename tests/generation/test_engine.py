@@ -1,6 +1,7 @@
 """Sequences spread over ranks: the logits of one process, every position held once, and room that is kept."""
 
 import copy
+import threading
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -473,3 +474,48 @@ def test_an_rms_norm_takes_one_call_only_where_that_has_its_bits(monkeypatch):
     assert norms["plain"](x).any()
     norms.bfloat16()
     assert norms["plain"](x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_an_rms_norm_with_code_or_hooks_of_its_own_is_as_it_was():
+    class WideRMSNorm(LlamaRMSNorm):
+        def forward(self, hidden_states):  # in float32, whatever the dtype of the model
+            return LlamaRMSNorm.forward(self, hidden_states.float())
+
+    class Watcher:
+        def __init__(self):
+            self.lock, self.seen = threading.Lock(), []  # cannot be copied
+
+        def watch(self, module, args, out):
+            self.seen.append(out)
+
+    watcher, watched, wide = Watcher(), LlamaRMSNorm(48), WideRMSNorm(48)
+    watched.register_forward_hook(watcher.watch)
+    wide.weight.data = wide.weight.data.half()
+    use_one_call(nn.ModuleList([watched, wide]))
+    assert "forward" in vars(watched)
+    assert "forward" not in vars(wide)
+    assert not watcher.seen  # nothing that the model has computed
+    x = torch.randn(2, 48)
+    with one_call():
+        assert torch.equal(watched(x), watcher.seen[0])
+        assert len(watcher.seen) == 1
+
+
+def test_an_rms_norm_under_autocast_has_the_dtype_of_the_model(monkeypatch):
+    norm = LlamaRMSNorm(48)
+    use_one_call(norm)
+    monkeypatch.setattr(F, "rms_norm", Mock())  # float32 on a GPU
+    with one_call(), torch.autocast("cpu", torch.bfloat16):
+        assert norm(torch.randn(2, 48)).dtype == torch.float32
+    assert not F.rms_norm.called
+
+
+@pytest.mark.slow
+def test_a_model_can_be_compiled_as_one_graph_once_an_engine_has_it():
+    norm, x = LlamaRMSNorm(48), torch.randn(2, 48)
+    expected = norm(x)
+    use_one_call(norm)
+    compiled = torch.compile(norm, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), expected)
+    with one_call():
+        assert torch.equal(compiled(x), expected)

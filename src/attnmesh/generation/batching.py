@@ -193,7 +193,7 @@ class ContinuousBatch:
         logits = {job: self._stored_for(job).logits for job in jobs_of_one}
         if self._on_logits is not None:
             for job, of_job in logits.items():
-                self._on_logits(job.number, of_job)
+                self._on_logits(job.number, of_job.clone())  # who keeps them would keep those of all requests
         requests = {job: self._requests[job] for job in jobs_of_one}
         simple = [job for job in jobs_of_one if requests[job].takes_most_likely]
         # One transfer for all of them.

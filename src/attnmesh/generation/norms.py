@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _IN_PASS: ContextVar[bool] = ContextVar("in_pass", default=False)
 
 
@@ -37,9 +38,11 @@ class _OneCall:
         self._norm, self._eps = norm, eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight: Any = self._norm.weight
-        if _IN_PASS.get() and x.dtype == weight.dtype and (x.is_cuda or x.dtype == torch.float32):
-            return F.rms_norm(x, weight.shape, weight, self._eps)
+        # A compiler fuses the model's own code, and cannot trace the variable. Autocast would make the result float32.
+        if not torch.compiler.is_compiling() and _IN_PASS.get() and not torch.is_autocast_enabled(x.device.type):
+            weight: Any = self._norm.weight
+            if x.dtype == weight.dtype and (x.is_cuda or x.dtype == torch.float32):
+                return F.rms_norm(x, weight.shape, weight, self._eps)
         out: Tensor = type(self._norm).forward(self._norm, x)
         return out
 
@@ -51,11 +54,22 @@ def use_one_call(model: nn.Module) -> None:
         weight: Any = getattr(module, "weight", None)
         if (
             isinstance(eps, float) and type(weight) in (Tensor, nn.Parameter) and weight.ndim == 1
-            and "forward" not in vars(module) and len(list(module.parameters())) == 1 and not weight.is_meta
+            and weight.dtype in _DTYPES
+            and "forward" not in vars(module) and not weight.is_meta and not list(module.buffers())
+            and [name for name, _ in module.named_parameters()] == ["weight"]
         ):  # fmt: skip
-            twin: Any = copy.deepcopy(module).to("cpu", torch.float32)
             probe = torch.linspace(-3, 5, len(weight), dtype=torch.float32, device="cpu").sin()[None, None]
-            with torch.no_grad():
-                same = torch.equal(twin(probe), F.rms_norm(probe, weight.shape, twin.weight, eps))
-            if same:
+            own = weight.detach().to("cpu", torch.float32)
+            same = torch.equal(_forward(module, own, probe), F.rms_norm(probe, weight.shape, own, eps))
+            narrow = probe.to(weight.dtype)
+            if same and _forward(module, own.to(weight.dtype), narrow).dtype == weight.dtype:
                 vars(module)["forward"] = _OneCall(module, eps)
+
+
+@torch.no_grad()
+def _forward(norm: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
+    """What the code of a norm computes with another weight. Its hooks, which may refer to anything, do not run."""
+    twin: Any = copy.copy(norm)
+    twin._parameters = {**norm._parameters, "weight": nn.Parameter(weight, requires_grad=False)}
+    out: Tensor = type(norm).forward(twin, x)
+    return out

@@ -125,6 +125,22 @@ def test_options(backend):
     check(found, case.expected(6, first=3), 6)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_bounds_with_strides(backend):
+    case = random_case((30, 5), heads=2, seed=4)
+    end = torch.tensor([[30, -1], [5, -1]], device=device_of(backend))[:, :1]
+    found = case.run(6, backend, key_range=(torch.tensor([[3]], device=end.device).expand(2, 1), end))
+    check(found, case.expected(6, first=3), 6)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_range_that_begins_at_the_largest_number_is_empty(backend):
+    case = random_case((30, 5), heads=2, seed=4)
+    first = torch.tensor([[0], [2**31 - 1]], dtype=torch.int32, device=device_of(backend))
+    found = case.run(6, backend, key_range=(first, torch.tensor([[30], [5]], device=first.device)))
+    check(found, [case.expected(6)[0], [[]]], 6)
+
+
 @pytest.mark.parametrize(
     ("rows", "tokens", "keys", "span", "workspace", "fp8"),
     [

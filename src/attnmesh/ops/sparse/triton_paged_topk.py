@@ -111,7 +111,8 @@ def paged_topk(
     scales: Tensor | None = None
     if isinstance(keys.pool, Quantized):
         pool, scales = pool.view(torch.uint8), keys.pool.scales
-    iq, w, lo, hi = iq.flatten(0, 1), w.flatten(0, 1), lo.flatten(), hi.flatten()
+    # Bounds are read without strides, and those of one token per sequence are flattened without a copy.
+    iq, w, lo, hi = iq.flatten(0, 1), w.flatten(0, 1), lo.contiguous().flatten(), hi.contiguous().flatten()
     errors, early = error_record(iq.device), starts_early(iq.device)
     with torch.cuda.device_of(iq):
         for first in range(0, groups, at_once):
@@ -282,6 +283,7 @@ def _select_kernel(
     beyond = limit > s_kv
     if beyond & (begin < limit):
         _record(errors, row // tokens, (limit - 1).to(tl.int64) | _INDEX_FAULT)
+    begin = tl.minimum(begin, s_kv)  # so that numbers of keys from there on fit in 32 bits
     if EARLY:
         gdc_wait()
     fault = tl.zeros((_FAULTS,), tl.int32)
