@@ -206,11 +206,11 @@ SAMPLED_FUNCTIONS = {
 }
 
 
-# Folders of which every other case stays, of functions that still have at least so many.
+# Folders of which every other case stays, of functions that still have at least so many, and every third of many.
 HALVED_FOLDERS = (
     "ops", "parallel", "plan", "planner", "generation", "kv_cache", "integrations", "comm", "cli", "core", "serving",
 )  # fmt: skip
-LEAST_CASES = 3
+LEAST_CASES, MANY_CASES = 3, 10
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -226,7 +226,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for function, cases in _cases(items).items():
         every = SAMPLED_FUNCTIONS.get(function.rpartition("::")[2], 1)
         if every == 1 and len(cases) >= LEAST_CASES and any(f"tests/{each}/" in function for each in HALVED_FOLDERS):
-            every = 2
+            every = 2 if len(cases) < MANY_CASES else 3
         for at, item in enumerate(cases):
             if at % every:
                 item.add_marker(pytest.mark.slow)
