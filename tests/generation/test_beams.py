@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.generation.beam_search import BeamSearch, Candidate
+from attnmesh.generation.beam_search import BeamSearch
 from attnmesh.generation.generator import Generator
 from helpers.models import (
     VOCABULARY,
@@ -218,13 +218,9 @@ def test_the_search_alone(beams, seed):
     """Over a vocabulary that is so small that all continuations are candidates."""
     table = torch.log_softmax(3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(seed)).double(), -1)
     search, last, most, ends = BeamSearch(beams, 6, frozenset({1, 4})), [0] * beams, 6, {1, 4}
-    scores = search.scores
     while not search.is_finished:
-        total = (torch.tensor(scores).double()[:, None] + table[last]).flatten()
-        values, at = total.topk(search.num_candidates(6))
-        found = [Candidate(value, *divmod(index, 6)) for value, index in zip(values.tolist(), at.tolist(), strict=True)]
+        found = search.candidates(search.best(table[last]).flatten().tolist())
         last = [each.token for each in search.step(found)]
-        scores = search.scores
     assert search.answer == best_of_all(table.tolist(), beams, most, ends)
 
 

@@ -245,7 +245,7 @@ class ContinuousBatch:
         """The numbers that `_choose` returns for a job."""
         if job.num_beams == 1:
             return self._requests[job].options.width
-        return 1 + 2 * self._search(job).num_candidates(self._engine.model.config.vocab_size)
+        return 1 + 3 * self._search(job).num_candidates(self._engine.model.config.vocab_size)
 
     def _commit(self, plan: StepPlan, new: list[tuple[Job, list[float]]]) -> list[Token]:
         """Append the new tokens to their requests, and end those that are complete."""
@@ -275,7 +275,7 @@ class ContinuousBatch:
     def _continue_search(self, job: Job, numbers: list[float]) -> list[int]:
         """Go on with the best candidates; the tokens of the answer, if it is known."""
         search, engine, stored = self._search(job), self._engine, self._stored
-        beams = search.step(search.candidates(numbers, engine.model.config.vocab_size))
+        beams = search.step(search.candidates(numbers))
         if not beams:
             return search.answer
         change = self.scheduler.advance(job, [(each.beam, each.token) for each in beams])

@@ -48,18 +48,19 @@ class BeamSearch:
         return self._finished[0][1]
 
     def best(self, logits: Tensor) -> Tensor:
-        """The best continuations of the beams, from logits [beams, vocabulary]: float64 [n, 2], scores and indices."""
+        """The best continuations of the beams, from logits [beams, vocabulary]: float64 [n, 3], as in `Candidate`."""
         scores = torch.tensor(self.scores, dtype=torch.float32, device=logits.device)
         total = torch.log_softmax(logits.float(), -1) + scores[:, None]
         best = total.flatten().topk(self.num_candidates(logits.shape[-1]))
-        return torch.stack([best.values.double(), best.indices.double()], -1)
+        beam = best.indices // logits.shape[-1]  # whose width may exceed the vocabulary of the model's config
+        return torch.stack([best.values.double(), beam.double(), (best.indices % logits.shape[-1]).double()], -1)
 
     @staticmethod
-    def candidates(numbers: Sequence[float], vocabulary: int) -> list[Candidate]:
+    def candidates(numbers: Sequence[float]) -> list[Candidate]:
         """The continuations that `best` has found, from its numbers in a row."""
         return [
-            Candidate(score, *divmod(int(index), vocabulary))
-            for score, index in zip(numbers[::2], numbers[1::2], strict=True)
+            Candidate(score, int(beam), int(token))
+            for score, beam, token in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
         ]
 
     def step(self, candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -105,8 +105,7 @@ class BeamBatch(PromptBatch):
             received = own[None] if group.world == 1 else torch.stack(group.all_gather(own, [own.shape] * group.world))
             valid = received[:, :, :, 0].isfinite().all(-1).all(0).tolist()
             agreed = received[0].flatten(1).tolist()
-        vocabulary = logits[0].shape[-1]
         return [
-            row.search.candidates(numbers, vocabulary) if is_valid else None
+            row.search.candidates(numbers) if is_valid else None
             for row, numbers, is_valid in zip(rows, agreed, valid, strict=True)
         ]

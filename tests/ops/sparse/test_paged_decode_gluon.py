@@ -6,8 +6,9 @@ import pytest
 import torch
 from test_paged_sparse_decode import Case, random_case, run_unpoisoned
 
-from attnmesh import check_decode_errors
+from attnmesh import check_decode_errors, paged_sparse_decode_attention
 from attnmesh.ops.sparse import gluon_decode, triton_decode
+from attnmesh.ops.storage import Quantized
 from helpers.gluon import emulated
 
 LOCATE = triton_decode.locate
@@ -153,3 +154,33 @@ def test_the_same_bits_again_and_again_on_hopper():
     first = run_unpoisoned(case, "triton")
     for _ in range(20):
         assert all(torch.equal(x, y) for x, y in zip(run_unpoisoned(case, "triton"), first, strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("gib", [32, 33])
+def test_the_end_of_a_pool_of_32_gib_on_hopper(gib):
+    """Gluon serves up to 32 GiB and Triton larger pools: both reach the last block."""
+    case = random_case((300, 90), heads=128, topk=130, dtype=torch.bfloat16, **WIDTHS)
+    blocks, size, *_ = case.pool.values.shape
+    memory = torch.empty(gib * 2**30 // (656 * size) - 1, size * 656, dtype=torch.uint8, device="cuda")
+    first = len(memory) - blocks
+
+    def at_the_end(part, begin, count):
+        """A view of all blocks, FlashMLA's 656 bytes per token, whose last blocks have the contents of `part`."""
+        bytes_ = memory.view(len(memory), size, 1, 656)[..., begin : begin + count].view(part.dtype)
+        bytes_[first:].copy_(part)
+        return bytes_
+
+    pool = Quantized(
+        at_the_end(case.pool.values, 0, 512),
+        at_the_end(case.pool.scales, 512, 16),
+        at_the_end(case.pool.rope, 528, 128),
+    )
+    assert gluon_decode.supports(case.q.cuda(), pool, d_v=512) == (gib == 32)
+    table = torch.where(case.table < 0, case.table, case.table + first).cuda()
+    out, lse, _ = paged_sparse_decode_attention(
+        case.q.cuda(), pool, table, case.indices.cuda(), scale=case.scale, return_max_logits=True
+    )
+    for actual, exact in zip((out, lse), case.exact(), strict=False):
+        torch.testing.assert_close(actual.cpu().double(), exact, rtol=1e-2, atol=1e-2)
