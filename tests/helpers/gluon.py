@@ -274,7 +274,7 @@ class Product:
 
     def __init__(self, a, b, acc):
         self.read = [(x.x, x.x.clone()) for x in (a, b) if isinstance(x, Shared)]
-        self.done = False
+        self.done, self.continued = False, acc
         a, b = (x.x if isinstance(x, Shared) else x for x in (a, b))
         self.result = a.float() @ b.float()
         if acc is not None:
@@ -283,7 +283,17 @@ class Product:
     def finish(self):
         for now, before in self.read:
             assert torch.equal(now.nan_to_num(7.0), before.nan_to_num(7.0)), "an operand changed under a product"
-        self.done = True
+        self.done, self.continued = True, None
+
+    def follows_finished(self) -> bool:
+        """Whether it is on its way, and all products before it of the same sum are done."""
+        return not isinstance(self.continued, Product) or self.continued.done
+
+    def used_early(self, *_, **__):
+        raise AssertionError("a product is used before it is done")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __getattr__ = used_early
+    __torch_function__ = classmethod(used_early)
 
 
 class Kernel:
@@ -471,8 +481,10 @@ class Machine:
         self.pause()
         while len(self.current.products) > outstanding:
             self.current.products.pop(0).finish()
-        assert all(x.done for x in deps if isinstance(x, Product)), "a product is used before it is done"
-        results = [x.result if isinstance(x, Product) else x for x in deps]  # what a product reads may be among them
+        # A sum may go on, if what is waited for is the product before; what a product reads may be among them.
+        started = [x for x in deps if isinstance(x, Product) and not x.done]
+        assert all(x.follows_finished() for x in started), "a product is used before it is done"
+        results = [x.result if isinstance(x, Product) and x.done else x for x in deps]
         return results[0] if len(deps) == 1 else tuple(results)
 
     def allocate(self, dtype, shape, layout):

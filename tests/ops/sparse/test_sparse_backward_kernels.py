@@ -271,10 +271,10 @@ def test_the_row_term_of_the_gradient(device, width):
 @pytest.mark.cuda
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 @pytest.mark.parametrize("deterministic", [False, True], ids=["atomics", "deterministic"])
-@pytest.mark.parametrize("heads", [16, 64, 128])
-def test_real_sizes_on_a_gpu(heads, deterministic):
-    case = drawn(torch.device("cuda"), torch.bfloat16, heads=heads, width=576, d_v=512, topk=2048, rows=150, keys=8192)
-    case.indices[5:] = torch.rand(145, 8192, device="cuda").argsort(1)[:, :2048].int()
+@pytest.mark.parametrize(("heads", "keys"), [(16, 8192), (64, 8192), (128, 8192), (128, 40000)])
+def test_real_sizes_on_a_gpu(heads, keys, deterministic):
+    case = drawn(torch.device("cuda"), torch.bfloat16, heads=heads, width=576, d_v=512, topk=2048, rows=150, keys=keys)
+    case.indices[5:] = torch.rand(145, keys, device="cuda").argsort(1)[:, :2048].int()
     case.scale = 0.05
     case.poison()
     assert_close(case.run(deterministic=deterministic), case.expected(), torch.bfloat16)

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from attnmesh import paged_indexer_topk, paged_sparse_decode_attention, unpack_index_keys, unpack_latent
 from attnmesh.ops import gpu
 from attnmesh.ops.sparse import (
+    gluon_backward,
     gluon_distribution,
     gluon_forward,
     triton_backward,
@@ -54,8 +55,11 @@ def distribution(what, dtype, heads, d, head_group):
     )  # fmt: skip
 
 
-def backward(_, dtype, heads, d, d_v, separate, deterministic):
+def backward(what, dtype, heads, d, d_v=512, separate=False, deterministic=False):
     dout = rows(heads, d_v, dtype=dtype)
+    if what == "backward gluon":
+        gluon_backwards(rows(heads, d, dtype=dtype), torch.empty(KEYS, d, dtype=dtype), dout, atomic=not deterministic)
+        return
     triton_backward.row_delta(dout, dout)
     triton_backward.backward(
         rows(heads, d, dtype=dtype), torch.empty(KEYS, d, dtype=dtype),
@@ -63,6 +67,16 @@ def backward(_, dtype, heads, d, d_v, separate, deterministic):
         NOTHING, NOTHING, NOTHING, rows(heads), rows(heads), dout,
         k_offset=0, scale=0.1, d_v=d_v, deterministic=deterministic,
     )  # fmt: skip
+
+
+def gluon_backwards(q, k, dout, *, atomic):
+    padded_heads = next(n for n in gluon_backward.STAGES if n >= q.shape[1])
+    p = rows(padded_heads, 256, dtype=q.dtype)
+    listed, chunk = (rows(256, dtype=torch.int32), 256, NOTHING, NOTHING, NOTHING), (0, 256, 0)
+    if padded_heads == gluon_backward.QUERY_HEADS:
+        gluon_backward.grad_query(p, k, listed, torch.empty_like(q), chunk, ROWS, 0.1)
+    into = torch.empty(k.shape if atomic else (ROWS * 256, k.shape[1]))
+    gluon_backward.grad_key(into, p, p, q, dout, listed, chunk, ROWS, 0.1, atomic=atomic, segments=0)
 
 
 def indexer(what, dtype, heads, dim, slots):
@@ -122,6 +136,8 @@ def spills(kernel: dict) -> int:
     what = kernel["case"][0]
     if what == "decode gluon":
         return 64  # addresses, besides the sums and half of a tile of keys
+    if what == "backward gluon":
+        return 64  # addresses of the loader, with Triton 3.6
     if "gluon" in what or "distribution" in what:
         return 0
     if what == "forward triton" or kernel["kernel"] == "_forward_kernel":
@@ -160,8 +176,12 @@ def test_the_usual_kernels_compile():
     kernels = compiled_for_hopper(__file__, [
         ("forward gluon", "bfloat16", 128, 576, 512), ("distribution gluon", "bfloat16", 128, 576, 128),
         ("backward", "bfloat16", 128, 576, 512, False, True), ("indexer topk", "bfloat16", 64, 128, 2048),
+        ("backward gluon", "bfloat16", 128, 576),
     ], processes=1)  # fmt: skip
     assert_sound(kernels)
+    adds = next(x for x in kernels if x["case"][0] == "backward gluon" and x["kernel"] == "grad_key_kernel")
+    # Two groups, each 64 keys of 192 columns, four at a time.
+    assert count(adds, r"REDG\..*F32x4") == count(adds, "REDG") == 2 * 64 * 192 // 4 // 128
     assert {kernel["kernel"] for kernel in kernels if kernel["case"][0] == "backward"} == {
         "delta_kernel", "scores_kernel", "grad_query_kernel", "grad_key_kernel", "sum_kernel",
     }  # fmt: skip
@@ -240,6 +260,10 @@ SWEEPS = {
                                 (32, 96, 80))
           for separate, deterministic in ((False, False), (True, True))),
         ("backward", "float32", 128, 576, 512, False, False), ("backward", "float16", 24, 192, 128, True, False),
+        *(("backward gluon", dtype, heads, d, 512, False, deterministic)
+          for dtype, heads, d, deterministic in (
+              ("bfloat16", 128, 576, True), ("float16", 128, 576, False), ("bfloat16", 128, 512, False),
+              ("bfloat16", 64, 576, False), ("float16", 32, 512, True), ("bfloat16", 16, 576, False))),
     ],
     "indexer": [
         (what, *shape) for what in INDEXER for shape in [

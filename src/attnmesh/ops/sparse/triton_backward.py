@@ -17,6 +17,8 @@ Tiles past the last slot of a row are neither written nor read.
 
 dk and dv are summed by atomics or, if `deterministic`, written slot by slot and then summed key by key, in the order of
 rows and slots.
+
+On Hopper the kernels of `gluon_backward` take the place of the last two, where they support the call.
 """
 
 # Kernels are written in Triton's language, whose names have no Python types.
@@ -29,8 +31,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnmesh.ops.sparse import gluon_backward, gluon_common
 from attnmesh.ops.sparse.arguments import RowBounds
+from attnmesh.ops.sparse.triton_sums_by_key import SlotsByKey, add_by_key, sort_slots_by_key
 
+_Listed = tuple[Tensor, int, Tensor, Tensor, Tensor]  # indices and their stride, lo, hi and slots
 _Factors = tuple[Tensor, Tensor]  # a workspace, and the q or dout that it is multiplied with
 
 
@@ -52,6 +57,7 @@ SCORES = {2: BackwardTiles(64, 128, 64, 4, 3), 4: BackwardTiles(32, 32, 32, 4, 1
 # For rows that are not aligned to 16 bytes.
 SCORES_UNALIGNED = {2: BackwardTiles(64, 64, 64, 4, 1), 4: BackwardTiles(32, 32, 32, 4, 1)}
 GRAD_QUERY = {2: BackwardTiles(128, 64, 128, 4, 3), 4: BackwardTiles(32, 32, 64, 4, 1)}
+GRAD_QUERY_FEW_HEADS = {2: BackwardTiles(32, 64, 64, 2, 4), 4: BackwardTiles(32, 32, 64, 4, 1)}
 GRAD_KEY = {2: BackwardTiles(128, 64, 128, 8, 3), 4: BackwardTiles(16, 32, 64, 4, 1)}
 # For more heads than one tile of GRAD_KEY holds: q and dout are then read once per tile of keys.
 GRAD_KEY_MANY_HEADS = {2: BackwardTiles(64, 64, 128, 8, 3), 4: BackwardTiles(16, 32, 64, 4, 1)}
@@ -118,7 +124,12 @@ def backward(
         return dq.zero_(), dk, dv
 
     strides = [stride for x in (q, k, v, dout) if x is not None for stride in x.stride()[:-1]]
-    plan = _plan(q, indices, all(stride % 16 == 0 for stride in strides), deterministic, chunk_rows)
+    aligned = all(stride % 16 == 0 for stride in strides)
+    hopper = gluon_backward.supports(q, k, v, dout, d_v=d_v)
+    plan = _plan(q, indices, aligned, hopper, deterministic, chunk_rows)
+    segments = gluon_backward.segments(dk, plan.padded_heads) if hopper and not deterministic else 0
+    if segments > 1:
+        indices, slots = gluon_backward.sort_by_key(indices, RowBounds(lo, hi, slots, k_offset))
     workspace = (plan.rows, plan.padded_heads, plan.padded_slots)
     weights, grad_scores = (torch.empty(workspace, dtype=q.dtype, device=q.device) for _ in range(2))
     listed = (indices, indices.stride(0), lo, hi, slots)
@@ -140,14 +151,10 @@ def backward(
                 HEADS=tiles.heads, KEYS=tiles.keys, COLUMNS=tiles.columns,
                 num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
-            tiles = plan.grad_query
-            parts = _parts(width, tiles.columns)
-            grad_query_kernel[(count * (plan.padded_heads // tiles.heads) * parts.number,)](
-                grad_scores, k, k.stride(0), *listed, dq, dq.stride()[:2], *chunk, scale,
-                D=width, H=heads, PADDED_HEADS=plan.padded_heads, HEADS=tiles.heads, KEYS=tiles.keys,
-                PARTS=parts.number, MAIN=parts.main, EXTRA=parts.extra,
-                num_warps=tiles.warps, num_stages=tiles.stages,
-            )  # fmt: skip
+            if plan.hopper and plan.padded_heads == gluon_backward.QUERY_HEADS:
+                gluon_backward.grad_query(grad_scores, k, listed, dq, chunk, count, scale)
+            else:
+                _grad_query(grad_scores, k, listed, dq, chunk, count, scale, plan)
             order = None
             if deterministic:
                 order = sort_slots_by_key(
@@ -156,8 +163,30 @@ def backward(
                     k.shape[0],
                 )
             for target, factor, product, second in sums:
-                _add_to_keys(target, factor, product, second, listed, chunk, count, plan, order)
+                _add_to_keys(target, factor, product, second, listed, chunk, count, plan, order, segments)
     return dq, dk, dv
+
+
+def _grad_query(
+    grad_scores: Tensor,
+    k: Tensor,
+    listed: _Listed,
+    dq: Tensor,
+    chunk: tuple[int, int, int],
+    count: int,
+    scale: float,
+    plan: "_Plan",
+) -> None:
+    """Writes dq of the rows of a chunk."""
+    _, heads, width = dq.shape
+    tiles = plan.grad_query
+    parts = _parts(width, tiles.columns)
+    grad_query_kernel[(count * (plan.padded_heads // tiles.heads) * parts.number,)](
+        grad_scores, k, k.stride(0), *listed, dq, dq.stride()[:2], *chunk, scale,
+        D=width, H=heads, PADDED_HEADS=plan.padded_heads, HEADS=tiles.heads, KEYS=tiles.keys,
+        PARTS=parts.number, MAIN=parts.main, EXTRA=parts.extra,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
 
 
 def _add_to_keys(
@@ -165,28 +194,35 @@ def _add_to_keys(
     scale: float,
     product: _Factors,
     second: _Factors | None,
-    listed: tuple[Tensor | int, ...],
+    listed: _Listed,
     chunk: tuple[int, int, int],
     count: int,
     plan: "_Plan",
-    order: "SlotsByKey | None",
+    order: SlotsByKey | None,
+    segments: int,
 ) -> None:
     """Adds `scale * left^T @ right`, and a second such product, of the rows of a chunk to their keys."""
     width = target.shape[1]
     left, right = product
     left_v, right_v = second or (None, right)
-    tiles = plan.grad_key
-    parts = _parts(width, tiles.columns)
     into = target
     if order is not None:
         into = torch.empty((count * plan.slots, width), dtype=torch.float32, device=target.device)
-    grad_key_kernel[(count * parts.number,)](
-        left, right, right.stride()[:2], left_v, right_v, right_v.stride()[:2], *listed,
-        into, into.stride(0), *chunk, plan.slots, scale,
-        WIDTH=width, WIDTH_V=right_v.shape[2], H=right.shape[1], PADDED_HEADS=plan.padded_heads,
-        HEADS=tiles.heads, KEYS=tiles.keys, PARTS=parts.number, MAIN=parts.main, EXTRA=parts.extra,
-        ATOMIC=order is None, num_warps=tiles.warps, num_stages=tiles.stages,
-    )  # fmt: skip
+    if plan.hopper:
+        assert left_v is not None  # the values are in the keys
+        gluon_backward.grad_key(
+            into, left, left_v, right, right_v, listed, chunk, count, scale, atomic=order is None, segments=segments
+        )
+    else:
+        tiles = plan.grad_key
+        parts = _parts(width, tiles.columns)
+        grad_key_kernel[(count * parts.number,)](
+            left, right, right.stride()[:2], left_v, right_v, right_v.stride()[:2], *listed,
+            into, into.stride(0), *chunk, plan.slots, scale,
+            WIDTH=width, WIDTH_V=right_v.shape[2], H=right.shape[1], PADDED_HEADS=plan.padded_heads,
+            HEADS=tiles.heads, KEYS=tiles.keys, PARTS=parts.number, MAIN=parts.main, EXTRA=parts.extra,
+            ATOMIC=order is None, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
     if order is not None:
         add_by_key(target, into, order)
 
@@ -194,6 +230,7 @@ def _add_to_keys(
 class _Plan(NamedTuple):
     """Rows per chunk, sizes of the workspaces, and the tiles of every kernel."""
 
+    hopper: bool  # the kernels of `gluon_backward` take the place of the last two
     rows: int
     slots: int
     padded_heads: int
@@ -203,20 +240,25 @@ class _Plan(NamedTuple):
     grad_key: BackwardTiles
 
 
-def _plan(q: Tensor, indices: Tensor, aligned: bool, deterministic: bool, chunk_rows: int | None) -> _Plan:
+def _plan(
+    q: Tensor, indices: Tensor, aligned: bool, hopper: bool, deterministic: bool, chunk_rows: int | None
+) -> _Plan:
     rows, heads, width = q.shape
     slots = indices.shape[1]
     size = q.element_size()
     scores = SCORES if aligned else SCORES_UNALIGNED
     grad_key = GRAD_KEY if heads <= GRAD_KEY[size].heads else GRAD_KEY_MANY_HEADS
-    every = [_fitted(table[size], heads, slots, width) for table in (scores, GRAD_QUERY, grad_key)]
+    grad_query = GRAD_QUERY_FEW_HEADS if heads <= GRAD_QUERY_FEW_HEADS[size].heads else GRAD_QUERY
+    least_slots = gluon_common.KEYS if hopper else 1  # of a tile
+    every = [_fitted(table[size], heads, max(slots, least_slots), width) for table in (scores, grad_query, grad_key)]
     most_heads, most_keys = max(tiles.heads for tiles in every), max(tiles.keys for tiles in every)
     padded_heads = triton.cdiv(heads, most_heads) * most_heads
     padded_slots = triton.cdiv(slots, most_keys) * most_keys
     budget, row_bytes = WORKSPACE, 2 * padded_heads * padded_slots * size
     if deterministic:
         budget, row_bytes = WORKSPACE_DETERMINISTIC, row_bytes + slots * width * 4
-    return _Plan(min(rows, chunk_rows or max(1, budget // row_bytes)), slots, padded_heads, padded_slots, *every)
+    chunk = min(rows, chunk_rows or max(1, budget // row_bytes))
+    return _Plan(hopper, chunk, slots, padded_heads, padded_slots, *every)
 
 
 def _fitted(tiles: BackwardTiles, heads: int, slots: int, width: int) -> BackwardTiles:
@@ -499,52 +541,3 @@ def delta_kernel(
     left = _load_tile(out + (row * out_strides[0] + head * out_strides[1])[:, None], there, columns, DV, False)
     right = _load_tile(dout + (row * dout_strides[0] + head * dout_strides[1])[:, None], there, columns, DV, False)
     tl.store(delta + pair, tl.sum(left.to(tl.float32) * right.to(tl.float32), 1), mask=there)
-
-
-# Deterministic sums of the gradients of slots.
-
-_MAX_COLUMNS = 1024  # per program
-_IN_FLIGHT = tl.constexpr(8)  # loads issued before the first is added
-
-
-class SlotsByKey(NamedTuple):
-    """Slots, numbered row by row, sorted by key: `order`; the slots of key j begin at `starts[j]`."""
-
-    order: Tensor
-    starts: Tensor
-
-
-def sort_slots_by_key(indices: Tensor, bounds: RowBounds, keys: int) -> SlotsByKey:
-    """Sorts the slots of some rows by key, those of a key by row and slot; invalid slots come last."""
-    slot_keys = torch.where(bounds.valid(indices), indices - bounds.k_offset, keys).int()
-    slot_keys, order = slot_keys.flatten().sort(stable=True)
-    return SlotsByKey(
-        order, torch.searchsorted(slot_keys, torch.arange(keys + 1, dtype=torch.int32, device=slot_keys.device))
-    )
-
-
-def add_by_key(total: Tensor, grads: Tensor, slots: SlotsByKey) -> None:
-    """Adds the gradient of each slot, float32 [..., width], to the row of its key in `total` [keys, width]."""
-    keys, width = total.shape
-    columns = min(_MAX_COLUMNS, triton.next_power_of_2(width))
-    with torch.cuda.device_of(total):
-        sum_kernel[(keys, triton.cdiv(width, columns))](
-            grads, *slots, total, total.stride(0), WIDTH=width, COLUMNS=columns, num_warps=4
-        )
-
-
-@triton.jit
-def sum_kernel(grads, order, starts, total, total_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Adds the slots of one key to its sum, one by one: the bits do not depend on the chunks of rows."""
-    key = tl.program_id(0).to(tl.int64)
-    begin = tl.load(starts + key)
-    end = tl.load(starts + key + 1)
-    if begin < end:
-        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        pointers = total + key * total_stride + columns
-        acc = tl.load(pointers, mask=columns < WIDTH, other=0.0)
-        for first in range(begin, end, _IN_FLIGHT):
-            for i in tl.static_range(_IN_FLIGHT):  # past the end it adds 0; no partial sum is -0
-                slot = tl.load(order + first + i, mask=first + i < end, other=0)
-                acc += tl.load(grads + slot * WIDTH + columns, mask=(first + i < end) & (columns < WIDTH), other=0.0)
-        tl.store(pointers, acc, mask=columns < WIDTH)

@@ -23,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from attnmesh.ops.sparse.arguments import RowBounds
-from attnmesh.ops.sparse.triton_backward import add_by_key, sort_slots_by_key
 from attnmesh.ops.sparse.triton_indexer import (
     DENSE_KEY_PROGRAMS,
     MAX_GRAD_COLUMNS,
@@ -38,6 +37,7 @@ from attnmesh.ops.sparse.triton_indexer import (
     pick_grad_tiles,
     valid_keys,
 )
+from attnmesh.ops.sparse.triton_sums_by_key import add_by_key, sort_slots_by_key
 
 _WORKSPACE = 256 << 20  # bytes of the gradients per slot, if deterministic
 

@@ -1,0 +1,423 @@
+"""The gradients of sparse attention on Hopper in Gluon, from the gradients of the scores: two kernels.
+
+They take the place of `grad_query_kernel` and `grad_key_kernel` in `triton_backward`, with the same workspaces p and
+ds, for up to 128 heads whose values are the first 512 columns of keys of 576 or 512. In both, a group of warps, the
+loader, copies to shared memory what two other groups multiply, 64 keys at a time::
+
+    grad_query   dq = scale * ds @ k                   keys are gathered; each group sums half of the heads
+    grad_key     dk += scale * ds^T @ q + p^T @ dout   q and dout stay in shared memory; the groups take every other
+                                                       tile: one multiplies while the other adds its tile to the keys
+
+A program has a part of the columns. The width need not be a power of two: a part has MAIN of the first PARTS * MAIN
+columns and EXTRA of the rest.
+
+**Atomics and the L2 cache.** Atomics on gradients that are not in the L2 cache read and write device memory, and take
+more than twice as long. So where dk is larger than the cache, the slots of each row are sorted by key once, and
+programs of the same columns and of the same segment of slots run at the same time: most of what they add to stays in
+the cache (see `segments`).
+
+A stage of the ring is `ready` when the copies of every loading thread have arrived (each reports its own), and `free`
+when the products of all that read it are done. A barrier tells only odd phases from even ones. A group that waits for
+tile t has seen t - 2, so all tiles before are ready, and t - STAGES, that of the phase before, is one of them.
+"""
+
+# Kernels are written in Gluon's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.sparse.arguments import RowBounds
+from attnmesh.ops.sparse.gluon_common import D_TAIL, D_V, HEADS, KEYS
+
+QUERY_HEADS = 2 * HEADS  # padded heads that `grad_query` takes: half of them for each group
+MOST_HEADS = 2 * HEADS
+IN_CACHE = 32 << 20  # bytes of dk up to which the order of the programs does not matter: half of the L2 cache
+# Bytes of dk that programs add to at the same time, by padded heads: p and ds of many heads also need the cache.
+WINDOW = {16: 24 << 20, 32: 24 << 20, 64: 24 << 20, 128: 12 << 20}
+STAGES = {16: 8, 32: 8, 64: 8, 128: 3}  # of `grad_key`, by padded heads: as many as fit, or are of use
+_KEY_MAIN = 128  # columns of a part of `grad_key`
+_QUERY_MAIN = 256  # and of `grad_query`
+_INT32_MAX = 2**31 - 1
+_HEADS, _KEYS, _D_V = gl.constexpr(HEADS), gl.constexpr(KEYS), gl.constexpr(D_V)
+_THREADS = gl.constexpr(128)  # of the loader
+_NO_KEY = gl.constexpr(-2147483648)
+_NOT_SPECIALIZED = ["row_begin", "rows", "heads", "k_offset", "slot_count", "row_step", "part_step"]
+_LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # eight lanes copy 128 bytes of a row
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor | None, dout: Tensor, *, d_v: int) -> bool:
+    """Whether the kernels can serve the call: latent keys in 16 bits, rows aligned to 16 bytes, on Hopper."""
+    return (
+        v is None
+        and d_v == D_V
+        and q.shape[-1] in (D_V, D_V + D_TAIL)
+        and q.shape[1] <= MOST_HEADS
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and all(x.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in x.stride()[:-1]) for x in (q, k, dout))
+        and q.is_cuda
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+    )
+
+
+def segments(dk: Tensor, heads: int) -> int:
+    """The number of segments of slots that `grad_key` takes in turn, for sorted slots, if more than one.
+
+    0 if the cache holds all of dk. `heads` is the number of padded heads.
+    """
+    size = dk.element_size()
+    if dk.numel() * size <= IN_CACHE:
+        return 0
+    _, main, extra = _parts(dk.shape[1], _KEY_MAIN)
+    return -(-dk.shape[0] * (main + extra) * size // WINDOW[heads])
+
+
+def sort_by_key(indices: Tensor, bounds: RowBounds) -> tuple[Tensor, Tensor]:
+    """The valid slots of each row in the order of their keys, and their number, int32 [s_q]."""
+    valid = bounds.valid(indices)
+    by_key = torch.where(valid, indices, _INT32_MAX).sort(1).values
+    return by_key, valid.sum(1, dtype=torch.int32)
+
+
+def grad_query(
+    grad_scores: Tensor,
+    k: Tensor,
+    listed: tuple[Tensor, int, Tensor, Tensor, Tensor],
+    dq: Tensor,
+    chunk: tuple[int, int, int],
+    count: int,
+    scale: float,
+) -> None:
+    """Writes dq of `count` rows from `grad_scores` [count, QUERY_HEADS, padded_slots].
+
+    `listed` are indices, their stride, lo, hi and slots of all rows, `chunk` is the first row, the padded slots, a
+    multiple of 64, and k_offset.
+    """
+    begin, padded_slots, k_offset = chunk
+    parts, main, extra = _parts(dq.shape[2], _QUERY_MAIN)
+    grad_query_kernel[(count * parts,)](
+        grad_scores, k, k.stride(0), *listed, dq, dq.stride(0), dq.stride(1),
+        begin, dq.shape[1], padded_slots, k_offset, scale,
+        PARTS=parts, MAIN=main, EXTRA=extra, STAGES=4, num_warps=4,
+    )  # fmt: skip
+
+
+def grad_key(
+    target: Tensor,
+    grad_scores: Tensor,
+    weights: Tensor,
+    q: Tensor,
+    dout: Tensor,
+    listed: tuple[Tensor, int, Tensor, Tensor, Tensor],
+    chunk: tuple[int, int, int],
+    count: int,
+    scale: float,
+    *,
+    atomic: bool,
+    segments: int,
+) -> None:
+    """Adds scale * ds^T @ q + p^T @ dout of `count` rows to their keys in `target`, float32.
+
+    `grad_scores` and `weights` are [count, padded_heads, padded_slots], where `padded_heads` is 16, 32, 64 or 128; for
+    the others see `grad_query`. If not `atomic`, the sums are stored slot by slot, in `target` [count * slots, width].
+    `segments` is the result of the function of that name: 0 computes all parts of a row together, so that p and ds are
+    read from device memory once.
+    """
+    begin, padded_slots, k_offset = chunk
+    padded_heads, slot_count = grad_scores.shape[1], listed[0].shape[1]
+    parts, main, extra = _parts(target.shape[1], _KEY_MAIN)
+    segment_slots = -(-slot_count // (KEYS * max(1, segments))) * KEYS
+    row_step, part_step = (1, count) if segments else (parts, 1)
+    grad_key_kernel[(count * parts * -(-slot_count // segment_slots),)](
+        grad_scores, weights, q, q.stride(0), q.stride(1), dout, dout.stride(0), dout.stride(1), *listed,
+        target, target.stride(0), begin, count, q.shape[1], padded_slots, k_offset, slot_count,
+        segment_slots, row_step, part_step, scale,
+        HEADS=padded_heads, PARTS=parts, MAIN=main, EXTRA=extra, STAGES=STAGES[padded_heads],
+        ATOMIC=atomic, num_warps=4,
+    )  # fmt: skip
+
+
+def _parts(width: int, main: int) -> tuple[int, int, int]:
+    """PARTS, MAIN and EXTRA: 576 = 3 * (128 + 64) = 2 * (256 + 32), 512 = 4 * 128 = 2 * 256."""
+    if width == D_V:
+        return D_V // main, main, 0
+    parts = {128: 3, 256: 2}[main]
+    return parts, main, width // parts - main
+
+
+# Kernels.
+
+
+@gluon.jit
+def _copy(shared, rows, there, column, COUNT: gl.constexpr):
+    """Starts copying COUNT columns of some rows, from `column`; 0 for rows that are not there."""
+    columns = column + gl.arange(0, COUNT, layout=gl.SliceLayout(0, _LOADED))
+    async_copy.async_copy_global_to_shared(shared, rows[:, None] + columns[None, :], mask=there[:, None])
+
+
+@gluon.jit(do_not_specialize=_NOT_SPECIALIZED)
+def grad_query_kernel(
+    grad_scores, k, k_row, indices, indices_row, lo, hi, slots, dq, dq_row, dq_head,
+    row_begin, heads, padded_slots, k_offset, scale,
+    PARTS: gl.constexpr, MAIN: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dq of one part of the columns of a row."""
+    dtype: gl.constexpr = k.dtype.element_ty
+    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    ds_ring = gl.allocate_shared_memory(dtype, [2 * STAGES, _HEADS, _KEYS], wide)
+    k_main = gl.allocate_shared_memory(dtype, [STAGES, _KEYS, MAIN], wide)
+    k_extra = k_main
+    if EXTRA > 0:
+        k_extra = gl.allocate_shared_memory(dtype, [STAGES, _KEYS, EXTRA], gl.NVMMASharedLayout(64, 16, 2))
+    ready = allocate_barriers(STAGES)
+    free = allocate_barriers(STAGES)
+    init_barriers(ready, _THREADS)
+    init_barriers(free, 2)
+    fence_async_shared()
+
+    program = gl.program_id(0)
+    part = program % PARTS
+    in_chunk = program // PARTS
+    row = (row_begin + in_chunk).to(gl.int64)
+    count = gl.load(slots + row)
+    shared = (ds_ring, k_main, k_extra, ready, free)
+    load = (grad_scores, k, k_row, indices + row * indices_row, gl.load(lo + row), gl.load(hi + row),
+            count, in_chunk, part, padded_slots, k_offset)  # fmt: skip
+    store = (dq + row * dq_row, dq_head, heads, count, part, scale)
+    gl.warp_specialize(
+        [
+            (_sum_queries, (shared, store, 0, PARTS, MAIN, EXTRA, STAGES)),
+            (_sum_queries, (shared, store, 1, PARTS, MAIN, EXTRA, STAGES)),
+            (_load_keys, (shared, load, PARTS, MAIN, EXTRA, STAGES)),
+        ],
+        [4, 4],
+        [208, 96],
+    )
+
+
+@gluon.jit
+def _load_keys(shared, args, PARTS: gl.constexpr, MAIN: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr):
+    """Copies tiles of ds, and of the keys of their slots; 0 where a slot is invalid."""
+    ds_ring, k_main, k_extra, ready, free = shared
+    grad_scores, k, k_row, row_indices, first, end, count, in_chunk, part, padded_slots, k_offset = args
+    down: gl.constexpr = gl.SliceLayout(1, _LOADED)
+    head = gl.arange(0, _HEADS, layout=down)
+    slot = gl.arange(0, _KEYS, layout=down)
+    key = gl.load(row_indices + slot, mask=slot < count, other=_NO_KEY)
+    ds_rows = grad_scores + (in_chunk.to(gl.int64) * (2 * _HEADS) + head) * padded_slots
+    for tile in range((count + _KEYS - 1) // _KEYS):
+        stage = tile % STAGES
+        valid = (key >= first) & (key < end) & (slot < count)
+        k_rows = k + (key.to(gl.int64) - k_offset) * k_row
+        slot = slot + _KEYS  # the next indices are loaded early, so that the copies do not wait for them
+        key = gl.load(row_indices + slot, mask=slot < count, other=_NO_KEY)
+        mbarrier.wait(free.index(stage), ((tile // STAGES) & 1) ^ 1)
+        for half in gl.static_range(2):
+            rows = ds_rows + half * _HEADS * padded_slots
+            _copy(ds_ring.index(stage * 2 + half), rows, head >= 0, tile * _KEYS, _KEYS)
+        _copy(k_main.index(stage), k_rows, valid, part * MAIN, MAIN)
+        if EXTRA > 0:
+            _copy(k_extra.index(stage), k_rows, valid, PARTS * MAIN + part * EXTRA, EXTRA)
+        async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
+
+
+@gluon.jit
+def _sum_queries(
+    shared, args, HALF: gl.constexpr, PARTS: gl.constexpr, MAIN: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr
+):
+    """Sums half of the heads, and writes them."""
+    ds_ring, k_main, k_extra, ready, free = shared
+    dq_row, dq_head, heads, count, part, scale = args
+    RIGHT: gl.constexpr = EXTRA if EXTRA > 0 else 16
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
+    extra_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RIGHT, 16])
+    main = gl.zeros([_HEADS, MAIN], gl.float32, grid)
+    extra = gl.zeros([_HEADS, RIGHT], gl.float32, extra_grid)
+    tiles = (count + _KEYS - 1) // _KEYS
+    for tile in range(tiles):
+        stage = tile % STAGES
+        mbarrier.wait(ready.index(stage), (tile // STAGES) & 1)
+        fence_async_shared()  # copies and tensor cores access shared memory through different proxies
+        left = ds_ring.index(stage * 2 + HALF)
+        main = warpgroup_mma(left, k_main.index(stage), main, is_async=True)
+        if EXTRA > 0:
+            extra = warpgroup_mma(left, k_extra.index(stage), extra, is_async=True)
+        main, extra = warpgroup_mma_wait(2 if EXTRA > 0 else 1, [main, extra])  # the products of the tile before
+        mbarrier.arrive(free.index((tile + STAGES - 1) % STAGES), count=1, pred=tile > 0)
+    main, extra = warpgroup_mma_wait(0, [main, extra])
+    _write(dq_row, dq_head, main * scale, HALF * _HEADS, heads, part * MAIN, MAIN, grid)
+    if EXTRA > 0:
+        _write(dq_row, dq_head, extra * scale, HALF * _HEADS, heads, PARTS * MAIN + part * EXTRA, EXTRA, extra_grid)
+
+
+@gluon.jit
+def _write(dq_row, dq_head, tile, head_begin, heads, column_begin, COLUMNS: gl.constexpr, grid: gl.constexpr):
+    head = head_begin + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, grid))
+    column = column_begin + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, grid))
+    places = (dq_row + head.to(gl.int64) * dq_head)[:, None] + column[None, :]
+    gl.store(places, tile.to(dq_row.dtype.element_ty), mask=(head < heads)[:, None])
+
+
+@gluon.jit(do_not_specialize=_NOT_SPECIALIZED)
+def grad_key_kernel(
+    grad_scores, weights, q, q_row, q_head, dout, dout_row, dout_head, indices, indices_row, lo, hi, slots,
+    target, target_row, row_begin, rows, heads, padded_slots, k_offset, slot_count,
+    segment_slots, row_step, part_step, scale,
+    HEADS: gl.constexpr, PARTS: gl.constexpr, MAIN: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr,
+    ATOMIC: gl.constexpr,
+):  # fmt: skip
+    """scale * ds^T @ q + p^T @ dout of one part of the columns, for a segment of the slots of a row.
+
+    The sum goes to the row of its key (ATOMIC) or of its slot in the target.
+    """
+    dtype: gl.constexpr = q.dtype.element_ty
+    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q_main = gl.allocate_shared_memory(dtype, [HEADS, MAIN], wide)
+    dout_main = gl.allocate_shared_memory(dtype, [HEADS, MAIN], wide)
+    q_extra = q_main
+    dout_extra = dout_main
+    if EXTRA > 0:
+        q_extra = gl.allocate_shared_memory(dtype, [HEADS, EXTRA], wide)
+        dout_extra = gl.allocate_shared_memory(dtype, [HEADS, EXTRA], wide)
+    ds_ring = gl.allocate_shared_memory(dtype, [STAGES, HEADS, _KEYS], wide)
+    p_ring = gl.allocate_shared_memory(dtype, [STAGES, HEADS, _KEYS], wide)
+    q_ready = allocate_barriers(1)
+    dout_ready = allocate_barriers(1)
+    ready = allocate_barriers(STAGES)
+    free = allocate_barriers(STAGES)
+    turns = allocate_barriers(2)
+    init_barriers(q_ready, _THREADS)
+    init_barriers(dout_ready, _THREADS)
+    init_barriers(ready, _THREADS)
+    init_barriers(free, 1)
+    init_barriers(turns, 1)
+    fence_async_shared()
+
+    program = gl.program_id(0)
+    in_chunk = program // row_step % rows
+    part = program // part_step % PARTS
+    begin = program // (rows * PARTS) * segment_slots
+    row = (row_begin + in_chunk).to(gl.int64)
+    count = gl.minimum(gl.load(slots + row), begin + segment_slots)
+    tiles = gl.maximum(count - begin + _KEYS - 1, 0) // _KEYS
+    held = (q_main, q_extra, dout_main, dout_extra)
+    shared = (ds_ring, p_ring, q_ready, dout_ready, ready, free, turns)
+    load = (grad_scores, weights, q + row * q_row, q_head, dout + row * dout_row, dout_head, heads,
+            begin, tiles, in_chunk, part, padded_slots)  # fmt: skip
+    add = (target, target_row, indices + row * indices_row, gl.load(lo + row), gl.load(hi + row), count,
+           in_chunk, slot_count, k_offset)  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_add_keys, (held, shared, add, begin, tiles, part, scale, 0, PARTS, MAIN, EXTRA, STAGES, ATOMIC)),
+            (_add_keys, (held, shared, add, begin, tiles, part, scale, 1, PARTS, MAIN, EXTRA, STAGES, ATOMIC)),
+            (_load_weights, (held, shared, load, HEADS, PARTS, MAIN, EXTRA, STAGES)),
+        ],
+        [4, 4],
+        [192, 112],
+    )
+
+
+@gluon.jit
+def _load_weights(
+    held, shared, args,
+    HEADS: gl.constexpr, PARTS: gl.constexpr, MAIN: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copies q and dout, 0 in columns that no value has, and tiles of ds and p."""
+    q_main, q_extra, dout_main, dout_extra = held
+    ds_ring, p_ring, q_ready, dout_ready, ready, free, _ = shared
+    grad_scores, weights, q, q_head, dout, dout_head, heads, begin, tiles, in_chunk, part, padded_slots = args
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, _LOADED))
+    offset = (in_chunk.to(gl.int64) * HEADS + head) * padded_slots + begin
+    extra_column = PARTS * MAIN + part * EXTRA
+    for tile in range(tiles):
+        stage = tile % STAGES
+        if tile == 0:
+            q_rows = q + head.to(gl.int64) * q_head
+            _copy(q_main, q_rows, head < heads, part * MAIN, MAIN)
+            if EXTRA > 0:
+                _copy(q_extra, q_rows, head < heads, extra_column, EXTRA)
+            async_copy.mbarrier_arrive(q_ready.index(0), increment_count=False)
+        mbarrier.wait(free.index(stage), ((tile // STAGES) & 1) ^ 1)
+        _copy(ds_ring.index(stage), grad_scores + offset, head >= 0, tile * _KEYS, _KEYS)
+        _copy(p_ring.index(stage), weights + offset, head >= 0, tile * _KEYS, _KEYS)
+        async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
+        if tile == 0:  # last, because it is needed last
+            dout_rows = dout + head.to(gl.int64) * dout_head
+            _copy(dout_main, dout_rows, head < heads, part * MAIN, MAIN)
+            if EXTRA > 0:
+                _copy(dout_extra, dout_rows, (head < heads) & (extra_column < _D_V), extra_column, EXTRA)
+            async_copy.mbarrier_arrive(dout_ready.index(0), increment_count=False)
+
+
+@gluon.jit
+def _add_keys(
+    held, shared, add, begin, tiles, part, scale, WHICH: gl.constexpr,
+    PARTS: gl.constexpr, MAIN: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr, ATOMIC: gl.constexpr,
+):  # fmt: skip
+    """Multiplies every other tile, and adds it to the keys."""
+    q_main, q_extra, dout_main, dout_extra = held
+    ds_ring, p_ring, q_ready, dout_ready, ready, free, turns = shared
+    RIGHT: gl.constexpr = EXTRA if EXTRA > 0 else 16
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
+    extra_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RIGHT, 16])
+    for tile in range(WHICH, tiles, 2):
+        stage = tile % STAGES
+        # In turn: groups in step would multiply at the same time, and then both add to the keys.
+        mbarrier.wait(turns.index(WHICH), (tile // 2 & 1) ^ (1 - WHICH))
+        mbarrier.wait(ready.index(stage), (tile // STAGES) & 1)
+        mbarrier.arrive(turns.index(1 - WHICH), count=1)
+        mbarrier.wait(q_ready.index(0), 0, pred=tile == WHICH)
+        fence_async_shared()  # copies and tensor cores access shared memory through different proxies
+        left = ds_ring.index(stage).permute([1, 0])
+        main = gl.zeros([_KEYS, MAIN], gl.float32, grid)
+        extra = gl.zeros([_KEYS, RIGHT], gl.float32, extra_grid)
+        main = warpgroup_mma(left, q_main, main, use_acc=False, is_async=True)
+        if EXTRA > 0:
+            extra = warpgroup_mma(left, q_extra, extra, use_acc=False, is_async=True)
+        mbarrier.wait(dout_ready.index(0), 0, pred=tile == WHICH)
+        fence_async_shared()
+        main, extra = warpgroup_mma_wait(0, [main, extra])
+        main = main * scale
+        extra = extra * scale
+        left = p_ring.index(stage).permute([1, 0])
+        main = warpgroup_mma(left, dout_main, main, is_async=True)
+        if EXTRA > 0:
+            extra = warpgroup_mma(left, dout_extra, extra, is_async=True)
+        main, extra = warpgroup_mma_wait(0, [main, extra])
+        mbarrier.arrive(free.index(stage), count=1)
+        _put(add, main, begin + tile * _KEYS, part * MAIN, MAIN, ATOMIC)
+        if EXTRA > 0:
+            _put(add, extra, begin + tile * _KEYS, PARTS * MAIN + part * EXTRA, EXTRA, ATOMIC)
+
+
+@gluon.jit
+def _put(args, sums, slot_begin, column_begin, COLUMNS: gl.constexpr, ATOMIC: gl.constexpr):
+    """Adds a tile to the rows of its keys, or stores it in the rows of its slots."""
+    target, target_row, row_indices, first, end, count, in_chunk, slot_count, k_offset = args
+    # Lanes of a warp exchange columns until each has four in a row, and eight of them 128 bytes: atomics on shorter
+    # pieces take longer.
+    lines: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [4, 0], [0, 32]] + ([[0, 64]] if COLUMNS == 128 else []),
+        [[0, 8], [0, 4], [1, 0], [2, 0], [0, 16]], [[16, 0], [32, 0]], [], [_KEYS, COLUMNS],
+    )  # fmt: skip
+    sums = gl.convert_layout(sums, lines)
+    slot = slot_begin + gl.arange(0, _KEYS, layout=gl.SliceLayout(1, lines))
+    column = column_begin + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, lines))
+    key = gl.load(row_indices + slot, mask=slot < count, other=_NO_KEY)
+    valid = (key >= first) & (key < end) & (slot < count)
+    if ATOMIC:
+        places = target + ((key.to(gl.int64) - k_offset) * target_row)[:, None] + column[None, :]
+        gl.atomic_add(places, sums, mask=valid[:, None], sem="relaxed")
+    else:
+        places = target + ((in_chunk.to(gl.int64) * slot_count + slot) * target_row)[:, None] + column[None, :]
+        gl.store(places, sums, mask=valid[:, None])

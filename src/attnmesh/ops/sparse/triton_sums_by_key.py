@@ -1,0 +1,59 @@
+"""Deterministic sums of the gradients of slots, key by key, in the order of rows and slots."""
+
+# Kernels are written in Triton's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnmesh.ops.sparse.arguments import RowBounds
+
+_MAX_COLUMNS = 1024  # per program
+_IN_FLIGHT = tl.constexpr(8)  # loads issued before the first is added
+
+
+class SlotsByKey(NamedTuple):
+    """Slots, numbered row by row, sorted by key: `order`; the slots of key j begin at `starts[j]`."""
+
+    order: Tensor
+    starts: Tensor
+
+
+def sort_slots_by_key(indices: Tensor, bounds: RowBounds, keys: int) -> SlotsByKey:
+    """Sorts the slots of some rows by key, those of a key by row and slot; invalid slots come last."""
+    slot_keys = torch.where(bounds.valid(indices), indices - bounds.k_offset, keys).int()
+    slot_keys, order = slot_keys.flatten().sort(stable=True)
+    return SlotsByKey(
+        order, torch.searchsorted(slot_keys, torch.arange(keys + 1, dtype=torch.int32, device=slot_keys.device))
+    )
+
+
+def add_by_key(total: Tensor, grads: Tensor, slots: SlotsByKey) -> None:
+    """Adds the gradient of each slot, float32 [..., width], to the row of its key in `total` [keys, width]."""
+    keys, width = total.shape
+    columns = min(_MAX_COLUMNS, triton.next_power_of_2(width))
+    with torch.cuda.device_of(total):
+        sum_kernel[(keys, triton.cdiv(width, columns))](
+            grads, *slots, total, total.stride(0), WIDTH=width, COLUMNS=columns, num_warps=4
+        )
+
+
+@triton.jit
+def sum_kernel(grads, order, starts, total, total_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Adds the slots of one key to its sum, one by one: the bits do not depend on the chunks of rows."""
+    key = tl.program_id(0).to(tl.int64)
+    begin = tl.load(starts + key)
+    end = tl.load(starts + key + 1)
+    if begin < end:
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        pointers = total + key * total_stride + columns
+        acc = tl.load(pointers, mask=columns < WIDTH, other=0.0)
+        for first in range(begin, end, _IN_FLIGHT):
+            for i in tl.static_range(_IN_FLIGHT):  # past the end it adds 0; no partial sum is -0
+                slot = tl.load(order + first + i, mask=first + i < end, other=0)
+                acc += tl.load(grads + slot * WIDTH + columns, mask=(first + i < end) & (columns < WIDTH), other=0.0)
+        tl.store(pointers, acc, mask=columns < WIDTH)
