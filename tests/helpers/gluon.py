@@ -361,6 +361,8 @@ class Machine:
         self.unfenced: list[Tensor] = []
         self.barriers: list[Barrier] = []
         self.landing: list[tuple] = []  # copies on their way, and whom to tell
+        self.polls = 0
+        self.alone = SimpleNamespace(products=[])  # where a kernel has one group of warps
 
     def warp_specialize(self, functions, warps, registers):
         assert len(warps) == len(registers) == len(functions) - 1
@@ -398,6 +400,9 @@ class Machine:
             self.current.pause(until)
 
     def wait(self, barrier: Barrier, parity, pred=True):
+        while not self.current and pred and barrier.phase % 2 == parity:  # the only group of warps
+            assert self.landing, "it waits for ever"
+            self.land()
         self.pause(lambda: not pred or barrier.phase % 2 != parity)
 
     def arrive(self, barrier: Barrier, *, count=1, pred=True):
@@ -460,6 +465,9 @@ class Machine:
 
     def add(self, pointer: Pointer, x, mask=None, sem=None, scope=None):
         self.pause()
+        # Who waits for a counter in memory adds 0 to it again and again.
+        self.polls = self.polls + 1 if isinstance(x, int) and x == 0 else 0
+        assert self.polls < 100_000, "a counter is waited for for ever"
         return pointer.add(x, mask)
 
     def fence(self):
@@ -474,13 +482,14 @@ class Machine:
         self.pause()
         assert not any(x.hidden.any() for x in (a, b) if isinstance(x, Shared)), "no fence showed this to a product"
         product = Product(a, b, acc if use_acc else None)
-        self.current.products.append(product)
+        (self.current or self.alone).products.append(product)
         return product
 
     def wait_for_products(self, outstanding, deps):
         self.pause()
-        while len(self.current.products) > outstanding:
-            self.current.products.pop(0).finish()
+        products = (self.current or self.alone).products
+        while len(products) > outstanding:
+            products.pop(0).finish()
         # A sum may go on, if what is waited for is the product before; what a product reads may be among them.
         started = [x for x in deps if isinstance(x, Product) and not x.done]
         assert all(x.follows_finished() for x in started), "a product is used before it is done"
@@ -514,7 +523,8 @@ class Machine:
             "full": lambda shape, x, dtype, layout: torch.full(shape, x, dtype=dtype),
             "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             "where": lambda mask, a, b: torch.where(value(mask), value(a), value(b)),
-            "maximum": lambda a, b: torch.maximum(value(a), value(b)),
+            "maximum": lambda a, b, propagate_nan=None: torch.maximum(value(a), value(b)),
+            "multiple_of": lambda x, n: x,
             "minimum": lambda a, b: torch.minimum(value(a), value(b)),
             "max": torch.amax,
             "min": torch.amin,
@@ -523,7 +533,7 @@ class Machine:
             "convert_layout": lambda x, layout: x,
             "join": lambda a, b: torch.stack((a, b), -1),
             "inline_asm_elementwise": run_asm,
-            "load": Pointer.read,
+            "load": lambda at, mask=None, other=0, cache_modifier="": at.read(mask, other),
             "store": Pointer.write,
             "atomic_add": self.add,
             "thread_barrier": self.pause,

@@ -6,13 +6,18 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from attnmesh import SparseMask, indexer_topk, unpack_index_keys
+from attnmesh.ops.sparse import gluon_paged_scores, gluon_topk
 from attnmesh.ops.sparse.arguments import TopKIndices
+from attnmesh.ops.sparse.paged import PagedKeys
 from attnmesh.ops.sparse.triton_indexer import LONG_ROW, IndexerTiles, scores_at
 from attnmesh.ops.sparse.triton_indexer_backward import dense_scores_backward, scores_at_backward
+from attnmesh.ops.sparse.triton_paged_topk import paged_topk
 from attnmesh.ops.sparse.triton_topk import topk
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 HOW = {"scale": (64 * 128) ** -0.5, "relu": True}
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -90,6 +95,69 @@ def test_a_key_has_the_same_scores_wherever_it_lies():
     for shift in (1, 37, 64, 1000):
         assert torch.equal(scores_of_all(iq, ik.roll(shift, 0), w, lo, hi), scores.roll(shift, 1))
     assert torch.equal(scores_of_all(iq, ik[1234:], w, lo, hi - 1234), scores[:, 1234:])
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(
+    ("s_q", "s_kv", "heads", "dim", "k", "causal"),
+    [(300, 32768, 64, 128, 2048, False), (301, 20001, 64, 128, 2048, True), (1030, 3000, 64, 128, 2048, True),
+     (5, 9000, 64, 64, 100, True), (64, 40000, 128, 128, 2048, True), (64, 40000, 40, 96, 2048, False),
+     (64, 9000, 32, 128, 512, False), (7, 1, 64, 128, 4, False)],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_the_hopper_kernel_has_the_same_bits(s_q, s_kv, heads, dim, k, causal, dtype):
+    iq, ik, w = drawn(s_q, s_kv, heads, dim, dtype)
+    ik[5::97] = torch.nan
+    w *= torch.rand_like(w) < 0.05  # many scores are exactly zero
+    lo, hi = seen(s_q, s_kv, causal)
+    lo[::3] += 100
+    assert gluon_topk.supports(iq, ik, k)
+    assert not gluon_topk.supports(iq, ik, 2049)
+    expected = topk(iq, ik, w, k, lo, hi, **HOW)
+    for how in ({}, {"workspace": 1}, {"programs": 7}, {"unit_tiles": 3}):
+        found = gluon_topk.topk(iq, ik, w, k, lo, hi, **HOW, **how)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), how
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+def test_many_queries_over_long_rows_take_256_mib():
+    iq, ik, w = drawn(1100, 70000)
+    lo, hi = seen(1100, 70000, True)
+    assert gluon_topk.is_faster(iq, ik, 2048)
+    expected = topk(iq, ik, w, 2048, lo, hi, **HOW)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = indexer_topk(iq, ik, w, 2048, scale=HOW["scale"], mask=SparseMask(causal=True, q_start=70000 - 1100))
+    out = sum(x.numel() * x.element_size() for x in found)
+    assert torch.cuda.max_memory_allocated() - before - out <= 257 << 20
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(
+    ("batch", "tokens", "length", "block_size", "heads"),
+    [(3, 1, 8000, 64, 64), (2, 2, 70000, 64, 64), (2, 4, 30001, 64, 64), (2, 1, 40000, 128, 128), (1, 4, 9000, 64, 40)],
+)
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_scores_of_a_decode_step_for_hopper_have_the_same_bits(batch, tokens, length, block_size, heads, dtype):
+    blocks = -(-length // block_size)
+    table = torch.randperm(batch * blocks, device="cuda").int().view(batch, blocks)
+    raw = torch.randint(0, 256, (batch * blocks, block_size * 132), dtype=torch.uint8, device="cuda")
+    pool = unpack_index_keys(raw, block_size)
+    pool.scales.copy_(torch.rand_like(pool.scales) / 64)
+    pool.scales[torch.rand_like(pool.scales) < 0.1] = torch.nan
+    iq = torch.randn(batch, tokens, heads, 128, device="cuda").to(dtype)
+    w = torch.randn(batch, tokens, heads, device="cuda")
+    end = length - torch.arange(tokens, device="cuda").flip(0).repeat(batch, 1)
+    first = torch.full_like(end, 77)
+    assert gluon_paged_scores.supports(iq, pool)
+    found = [
+        paged_topk(iq, PagedKeys(pool, table), w, 2048, first, end, **HOW, gluon=gluon) for gluon in (True, False, None)
+    ]
+    assert (found[0].lengths > 0).all()
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 @pytest.mark.parametrize("s_kv", [32768, 131072])

@@ -19,6 +19,8 @@ from attnmesh.ops.sparse import (
     gluon_backward,
     gluon_distribution,
     gluon_forward,
+    gluon_paged_scores,
+    gluon_topk,
     triton_backward,
     triton_decode,
     triton_distribution,
@@ -85,6 +87,8 @@ def indexer(what, dtype, heads, dim, slots):
     seen, how = (NOTHING, NOTHING, NOTHING), {"scale": 0.1, "relu": True}
     if what == "indexer topk":
         topk(iq, ik, w, slots, NOTHING, NOTHING, **how)
+    if what == "indexer gluon":
+        gluon_topk.topk(iq, ik, w, slots, NOTHING, NOTHING, **how)
     if what == "indexer scores":
         scores_at(iq, ik, w, indices, *seen, k_offset=0, **how)
     if what in ("indexer atomic", "indexer deterministic"):
@@ -108,8 +112,9 @@ def decode(what, dtype, heads, d, split_size=None):
     )  # fmt: skip
 
 
-def paged(_, dtype, heads, dim, slots, tokens):
+def paged(what, dtype, heads, dim, slots, tokens):
     """The top-k of a decode step over 131,072 fp8 keys in blocks of 64."""
+    gluon_paged_scores.supports = lambda *_: what == "paged gluon"
     pool = unpack_index_keys(torch.zeros(32, 64 * (dim + 4), dtype=torch.uint8), 64)
     paged_indexer_topk(
         torch.empty(2, tokens, heads, dim, dtype=dtype), pool, torch.zeros(2, 2048, dtype=torch.int32),
@@ -138,6 +143,10 @@ def spills(kernel: dict) -> int:
         return 64  # addresses, besides the sums and half of a tile of keys
     if what == "backward gluon":
         return 64  # addresses of the loader, with Triton 3.6
+    if what == "indexer gluon":
+        return 64  # by two warps, which select
+    if what == "paged gluon":
+        return 16
     if "gluon" in what or "distribution" in what:
         return 0
     if what == "forward triton" or kernel["kernel"] == "_forward_kernel":
@@ -156,7 +165,7 @@ def assert_sound(kernels: list[dict]) -> None:
     for kernel in kernels:
         what, dtype, heads, d, *_ = kernel["case"]
         # Hopper's own matrix instructions, wherever a kernel counts on them.
-        of_gluon = "gluon" in what and kernel["kernel"] not in ("_locate_kernel", "_merge_kernel")
+        of_gluon = "gluon" in what and kernel["kernel"] not in ("_locate_kernel", "_merge_kernel", "_select_kernel")
         if of_gluon or (kernel["kernel"] in ("scores_kernel", "grad_query_kernel") and heads >= 64):
             assert kernel["wgmma"] or dtype == "float32", kernel
         if what == "distribution gluon":
@@ -238,6 +247,14 @@ SWEEPS = {
         *(("decode gluon", "bfloat16", 128, 576, split) for split in (128, 2048)),
         *(("paged topk", dtype, 64, 128, 2048, tokens)
           for dtype, tokens in (("bfloat16", 1), ("float16", 2), ("bfloat16", 4), ("float32", 1))),
+    ],
+    "indexer on Hopper": [
+        *(("indexer gluon", dtype, heads, dim, k) for dtype, heads, dim, k in (
+            ("bfloat16", 64, 128, 2048), ("float16", 128, 64, 512), ("bfloat16", 32, 128, 2048), ("float16", 40, 96, 1),
+        )),
+        *(("paged gluon", dtype, heads, 128, 2048, tokens) for dtype, heads, tokens in (
+            ("bfloat16", 64, 1), ("float16", 64, 2), ("bfloat16", 64, 4), ("bfloat16", 128, 1),
+        )),
     ],
     "forward": [
         *(("forward gluon", dtype, 64, d, 512, False, out, sinks)

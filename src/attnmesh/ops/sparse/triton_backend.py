@@ -8,6 +8,7 @@ from torch import Tensor
 from attnmesh.ops.sparse import (
     gluon_distribution,
     gluon_forward,
+    gluon_topk,
     triton_backward,
     triton_distribution,
     triton_forward,
@@ -97,7 +98,8 @@ class Triton:
         block_size: int,
     ) -> TopKIndices:
         """`Backend.topk`. The kernel chooses its own block size; `block_size` is ignored."""
-        selected = triton_topk.topk(
+        topk_of = gluon_topk.topk if gluon_topk.is_faster(iq, ik, topk) else triton_topk.topk
+        selected = topk_of(
             iq, ik, w, topk, bounds.lo - bounds.k_offset, bounds.hi - bounds.k_offset, scale=scale, relu=relu
         )
         if not bounds.k_offset:

@@ -3,7 +3,8 @@
 The first scores. A program computes the scores of one token, or of some tokens of one sequence, for every n-th tile of
 the sequence's keys, whose blocks its row of the block table names. It also writes a summary of the scores: the maxima
 of groups and of blocks of keys. A group is the keys at one place of the program's tiles. They are far apart, so that
-similar neighbors are in different groups, and all programs have the same work whatever the length of a sequence.
+similar neighbors are in different groups, and all programs have the same work whatever the length of a sequence. On
+Hopper, fp8 keys in blocks of 64 and more are scored in Gluon (`gluon_paged_scores`), with the same bits.
 
 The second selects (`triton_select`), one program per token: with the summary it reads a few percent of the scores. It
 has many warps, because nothing else runs on the GPU where there are few tokens; for many tokens it is a small part of
@@ -26,7 +27,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_device_error
 from attnmesh.ops.gpu import starts_early
+from attnmesh.ops.sparse import gluon_paged_scores
 from attnmesh.ops.sparse.arguments import TopKIndices
+from attnmesh.ops.sparse.gluon_topk import KEYS
 from attnmesh.ops.sparse.paged import PagedKeys
 from attnmesh.ops.sparse.triton_indexer import (
     MAX_COLUMNS,
@@ -68,10 +71,11 @@ def paged_topk(
     span: int | None = None,
     block: int | None = None,
     workspace: int = _WORKSPACE,
+    gluon: bool | None = None,
 ) -> TopKIndices:
     """`triton_topk.topk` for the tokens iq [B, T, heads, d] of a decode step, over keys lo <= p < hi [B, T].
 
-    The result has the same bits for all tiles, spans, blocks and workspaces.
+    The result has the same bits for all tiles, spans, blocks and workspaces. `gluon`: None where that kernel can.
     """
     raise_device_error(iq.device)
     batch, tokens, heads, width = iq.shape
@@ -92,8 +96,11 @@ def paged_topk(
         tiles = tiles._replace(rows=rows if heads <= head_tile(heads) else 1, stages=2 * tiles.stages - 1)
     groups = batch * tokens // tiles.rows
     small = tiles.rows * head_tile(heads) <= 64 and tiles.warps == 4
+    if gluon is None:
+        gluon = tiles.keys == KEYS and gluon_paged_scores.supports(iq, keys.pool)
     if span is None:  # of equal shares, so that all programs end at the same time
-        total, resident = groups * capacity, (_PROGRAMS if small else 2) * _multiprocessors(iq.device)
+        at_a_time = gluon_paged_scores.PROGRAMS if gluon and small else _PROGRAMS if small else 2
+        total, resident = groups * capacity, at_a_time * _multiprocessors(iq.device)
         span = max(_MIN_SPAN, _ceil(total, max(1, _ceil(total, SPAN * resident)) * resident))
     items = max(1, _ceil(capacity, _ceil(span, tiles.keys) * tiles.keys))
     block = block or candidate_block(topk)
@@ -110,23 +117,35 @@ def paged_topk(
     faults = torch.empty(at_once, items, dtype=torch.int32, device=iq.device)
     scales: Tensor | None = None
     if isinstance(keys.pool, Quantized):
+        descriptor = gluon_paged_scores.pool_descriptor(pool) if gluon else None
         pool, scales = pool.view(torch.uint8), keys.pool.scales
+    strides_of_scales = (0, 0) if scales is None else scales.stride()[:2]
     # Bounds are read without strides, and those of one token per sequence are flattened without a copy.
     iq, w, lo, hi = iq.flatten(0, 1), w.flatten(0, 1), lo.contiguous().flatten(), hi.contiguous().flatten()
     errors, early = error_record(iq.device), starts_early(iq.device)
     with torch.cuda.device_of(iq):
         for first in range(0, groups, at_once):
             count = min(at_once, groups - first)
-            _score_kernel[(count * items,)](
-                iq, iq.stride()[:2], pool, pool.stride()[:2], scales, (0, 0) if scales is None else scales.stride()[:2],
-                table, table.stride(), errors, faults, tokens, keys.num_blocks,
-                w, w.stride(), lo, hi, buffer, row_len, row_size, maxima,
-                batch * tokens, capacity, heads, scale, first, items,
-                RELU=relu, KEYS=tiles.keys, ROWS=tiles.rows, HEADS=head_tile(heads),
-                ONE_TILE=heads <= head_tile(heads), D=width, BLOCK_D=padded(width), BLOCK=block,
-                BLOCK_SIZE=keys.block_size, PARTS=parts if wide else 0, EARLY=early,
-                num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=_REGISTERS if small else None,
-            )  # fmt: skip
+            if gluon:
+                gluon_paged_scores.score_kernel[(count * items,)](
+                    iq, iq.stride()[:2], descriptor, scales, strides_of_scales, table, table.stride(), errors, faults,
+                    tokens, keys.num_blocks, w, w.stride(), lo, hi, buffer, row_len, row_size, maxima,
+                    batch * tokens, capacity, heads, scale, first, items,
+                    SHAPE=gluon_paged_scores.shape_of(
+                        tiles.rows, head_tile(heads), relu, block, keys.block_size, parts if wide else 0
+                    ), num_warps=4,
+                )  # fmt: skip
+            else:
+                _score_kernel[(count * items,)](
+                    iq, iq.stride()[:2], pool, pool.stride()[:2], scales, strides_of_scales,
+                    table, table.stride(), errors, faults, tokens, keys.num_blocks,
+                    w, w.stride(), lo, hi, buffer, row_len, row_size, maxima,
+                    batch * tokens, capacity, heads, scale, first, items,
+                    RELU=relu, KEYS=tiles.keys, ROWS=tiles.rows, HEADS=head_tile(heads),
+                    ONE_TILE=heads <= head_tile(heads), D=width, BLOCK_D=padded(width), BLOCK=block,
+                    BLOCK_SIZE=keys.block_size, PARTS=parts if wide else 0, EARLY=early,
+                    num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=_REGISTERS if small else None,
+                )  # fmt: skip
             _select_kernel[(count * tiles.rows,)](
                 lo, hi, *found, buffer, buffer.view(torch.int32), errors, faults, tokens,
                 capacity, topk, row_len, row_size, maxima, first * tiles.rows, items,

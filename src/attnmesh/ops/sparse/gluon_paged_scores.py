@@ -1,0 +1,237 @@
+"""Scores of a decode step over fp8 keys in a paged cache, on Hopper in Gluon: the first launch of `triton_paged_topk`.
+
+A tile of 64 keys lies in one block, so that the copy engine (TMA) fetches it as a whole, a few tiles ahead. It is
+widened in registers, which are an operand of the matrix product as they are. Then its stage is free for another tile.
+Sums and scores have the order and the bits of the Triton kernel.
+"""
+
+# Kernels are written in Gluon's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from attnmesh.ops.decode.gluon_common import group_barrier
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.sparse.gluon_topk import KEYS, final_score, score_layout
+from attnmesh.ops.sparse.triton_select import NEIGHBORS
+from attnmesh.ops.storage import Quantized
+
+WIDTH = 128
+STAGES = 4
+PROGRAMS = 4  # that run at a time, per multiprocessor, with 64 columns
+_KEYS, _WIDTH, _STAGES, _NEIGHBORS = (gl.constexpr(x) for x in (KEYS, WIDTH, STAGES, NEIGHBORS))
+_BLOCKS = gl.constexpr(KEYS // NEIGHBORS)
+_ROWWISE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+
+
+class Shape(NamedTuple):
+    """The constants of the kernel."""
+
+    rows: Any
+    heads: Any
+    relu: Any
+    block: Any  # candidates of a selection
+    block_size: Any  # of the cache
+    parts: Any  # groups of the summary per place of a tile; 0 without a summary
+    layout: Any  # of scores
+    block_layout: Any  # of the maxima of blocks
+
+
+def supports(iq: Tensor, pool: object) -> bool:
+    """Whether the kernel can score: on Hopper, 33 to 128 heads of 128 in 16 bits, fp8 keys in blocks of 64, 128, ..."""
+    if not isinstance(pool, Quantized) or not iq.is_cuda or torch.cuda.get_device_capability(iq.device)[0] != 9:
+        return False
+    values = pool.values
+    return (
+        iq.dtype in (torch.bfloat16, torch.float16)
+        and 32 < iq.shape[2] <= 128
+        and iq.shape[3] == values.shape[3] == WIDTH
+        and iq.stride(3) == values.stride(3) == 1
+        and values.dtype == torch.float8_e4m3fn
+        and values.shape[1] % KEYS == 0
+        and values.shape[0] > 0
+        and values.data_ptr() % 16 == 0
+        and all(stride > 0 and stride % 16 == 0 for stride in values.stride()[:2])
+    )
+
+
+def shape_of(rows: int, heads: int, relu: bool, block: int, block_size: int, parts: int) -> Shape:
+    """The constants of a call."""
+    return Shape(rows, heads, relu, block, block_size, parts, score_layout(rows), block_layout(rows))
+
+
+def block_layout(rows: int) -> Any:
+    """The layout of the maxima of the blocks of a tile: every warp has one block, every thread all rows."""
+    of_rows = [[0, 1 << i] for i in range(rows.bit_length() - 1)]
+    return gl.DistributedLinearLayout(of_rows, [[0, 0]] * 5, [[1, 0], [2, 0]], [], [KEYS // NEIGHBORS, rows])
+
+
+def pool_descriptor(values: Tensor) -> Any:
+    """The copy engine's view of a pool [num_blocks, block_size, 1, D] of fp8 keys."""
+    values = values[:, :, 0]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
+    return TensorDescriptor(values, list(values.shape), list(values.stride()), [1, KEYS, WIDTH], layout)
+
+
+@gluon.jit
+def _bound(at, mask):
+    """Bounds of a row's keys as int32, at least 0."""
+    return gl.minimum(gl.maximum(gl.load(at, mask=mask, other=0), 0), 0x7FFFFFFF).to(gl.int32)
+
+
+@gluon.jit
+def _entry(table_row, table_stride, key, end, SHAPE: gl.constexpr):
+    """The block of a tile, -1 without a tile."""
+    return gl.load(table_row + (key // SHAPE.block_size).to(gl.int64) * table_stride, mask=key < end, other=-1)
+
+
+@gluon.jit
+def _fetch(pool, block, key, end, memory, ready, step, SHAPE: gl.constexpr):
+    """Lets the copy engine fetch a tile; zeros if its block is not in the pool."""
+    stage = step % _STAGES
+    there = key < end
+    mbarrier.expect(ready.index(stage), pool.block_type.nbytes, pred=there)
+    tma.async_copy_global_to_shared(
+        pool, [block, key % SHAPE.block_size, 0], ready.index(stage), memory.index(stage), pred=there
+    )
+
+
+@gluon.jit
+def _factors(key_scales, scale_strides, block, key, place, lowest, end, num_blocks, SHAPE: gl.constexpr):
+    """The scales of the keys of a tile; 0 for those that are not read."""
+    at = key + place
+    read = (at >= lowest) & (at < end) & (block >= 0) & (block < num_blocks)
+    offset = block.to(gl.int64) * scale_strides[0] + (at % SHAPE.block_size).to(gl.int64) * scale_strides[1]
+    return gl.load(key_scales + offset, mask=read, other=0.0)
+
+
+_NOT_SPECIALIZED = ["tokens", "num_blocks", "s_q", "s_kv", "heads", "first_group", "items", "maxima"]
+
+
+@gluon.jit(do_not_specialize=_NOT_SPECIALIZED)
+def score_kernel(
+    iq, iq_strides, pool, key_scales, scale_strides, table, table_strides, errors, faults, tokens, num_blocks,
+    w, w_strides, lo, hi, buffer, row_len, row_size, maxima, s_q, s_kv, heads, scale, first_group, items,
+    SHAPE: gl.constexpr,
+):  # fmt: skip
+    """The scores of some rows for those keys of every `items`-th tile that any of them may select, and their maxima."""
+    gdc_launch_dependents()  # the selection may be launched: it waits for the end of this kernel itself
+    ROWS: gl.constexpr = SHAPE.rows
+    COLUMNS: gl.constexpr = SHAPE.rows * SHAPE.heads
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
+    of_row: gl.constexpr = gl.SliceLayout(0, SHAPE.layout)
+    memory = gl.allocate_shared_memory(pool.dtype, [_STAGES] + pool.block_type.shape, pool.layout)  # noqa: RUF005
+    queries = gl.allocate_shared_memory(iq.dtype.element_ty, [COLUMNS, _WIDTH], gl.NVMMASharedLayout(128, 16, rank=2))
+    ready = allocate_barriers(_STAGES)
+    init_barriers(ready, 1)
+    fence_async_shared()
+    group_barrier()
+    group, item = gl.program_id(0) // items, gl.program_id(0) % items
+    row = (first_group + group) * ROWS
+    rows = gl.arange(0, ROWS, layout=of_row)
+    lows, highs = _bound(lo + row + rows, row + rows < s_q), _bound(hi + row + rows, row + rows < s_q)
+    highs = gl.minimum(highs, s_kv)
+    lowest = gl.min(gl.where(lows < highs, lows, s_kv), 0)
+    end = gl.max(gl.where(lows < highs, highs, 0), 0)
+    begin = lowest // _KEYS
+    begin = (begin + (items - begin % items + item) % items) * _KEYS
+    step_keys = items * _KEYS
+    out = buffer + group.to(gl.int64) * ROWS * row_size + rows.to(gl.int64) * row_size
+    summary = row_len + 3 * SHAPE.block
+    place = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, SHAPE.layout))
+    best = gl.full([_KEYS, ROWS], float("-inf"), gl.float32, SHAPE.layout)
+    other = best
+    worst = (begin * 0).to(gl.int64)
+    if begin < end:
+        table_row = table + (row // tokens).to(gl.int64) * table_strides[0]
+        for i in gl.static_range(_STAGES):
+            key = begin + i * step_keys
+            _fetch(pool, _entry(table_row, table_strides[1], key, end, SHAPE), key, end, memory, ready, i, SHAPE)
+        _load_queries(iq, iq_strides, queries, row, s_q, heads, SHAPE)
+        column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, grid))
+        weight_row, head = row + column // SHAPE.heads, column % SHAPE.heads
+        weights = gl.load(
+            w + weight_row.to(gl.int64) * w_strides[0] + head * w_strides[1],
+            mask=(weight_row < s_q) & (head < heads), other=0.0,
+        ).to(gl.float32)  # fmt: skip
+        step = begin * 0  # tiles so far
+        block = _entry(table_row, table_strides[1], begin, end, SHAPE)
+        factor = _factors(key_scales, scale_strides, block, begin, place, lowest, end, num_blocks, SHAPE)
+        later = _entry(table_row, table_strides[1], begin + step_keys, end, SHAPE)
+        ahead = _entry(table_row, table_strides[1], begin + _STAGES * step_keys, end, SHAPE)
+        for key in range(begin, end, step_keys):
+            # Loaded for the tiles that come, long before they are needed.
+            next_factor = _factors(
+                key_scales, scale_strides, later, key + step_keys, place, lowest, end, num_blocks, SHAPE
+            )
+            next_later = _entry(table_row, table_strides[1], key + 2 * step_keys, end, SHAPE)
+            next_ahead = _entry(table_row, table_strides[1], key + (_STAGES + 1) * step_keys, end, SHAPE)
+            stage = step % _STAGES
+            mbarrier.wait(ready.index(stage), step // _STAGES & 1)
+            tile = memory.index(stage).reshape([_KEYS, _WIDTH]).load(operand)
+            tile = tile.to(gl.float16).to(iq.dtype.element_ty)
+            group_barrier()  # all have read it
+            _fetch(pool, ahead, key + _STAGES * step_keys, end, memory, ready, step, SHAPE)
+            dots = warpgroup_mma(
+                tile, queries.permute([1, 0]), gl.zeros([_KEYS, COLUMNS], gl.float32, grid), use_acc=False,
+                is_async=True,
+            )  # fmt: skip
+            dots = warpgroup_mma_wait(0, [dots])
+            there = (block >= 0) & (block < num_blocks)
+            word = ((key // SHAPE.block_size + 1).to(gl.int64) << 32) | (block.to(gl.int64) & 0xFFFFFFFF)
+            worst = gl.maximum(worst, gl.where(there, 0, word))
+            score = final_score(dots, weights, factor, scale, SHAPE)
+            at = key + place
+            seen = (at[:, None] >= lows[None, :]) & (at[:, None] < highs[None, :]) & there
+            score = gl.where(seen & (score == score), score, float("-inf"))
+            gl.store(out[None, :] + at[:, None], score)
+            if SHAPE.parts > 0:
+                best = gl.maximum(best, score)
+                if SHAPE.parts == 2:
+                    best, other = other, best
+                maxima_of_blocks = gl.max(score.reshape([_BLOCKS, _NEIGHBORS, ROWS]), 1)
+                number = key // _NEIGHBORS + gl.arange(0, _BLOCKS, layout=gl.SliceLayout(1, SHAPE.block_layout))
+                of_rows = gl.convert_layout(out, gl.SliceLayout(0, SHAPE.block_layout))
+                gl.store(
+                    of_rows[None, :] + (summary + maxima + number)[:, None],
+                    gl.convert_layout(maxima_of_blocks, SHAPE.block_layout),
+                )
+            block, later, ahead, factor = later, next_later, next_ahead, next_factor
+            step += 1
+        if worst != 0:
+            gl.store(errors + 1 + (row // tokens).to(gl.int64), worst)
+            gl.store(errors, (begin * 0 + 1).to(gl.int64))
+    gl.store(faults + gl.program_id(0), gl.where(worst != 0, 1, 0))
+    if SHAPE.parts > 0:
+        of_groups = out[None, :] + (summary + item * SHAPE.parts * _KEYS + place)[:, None]
+        gl.store(of_groups, best)
+        if SHAPE.parts == 2:
+            gl.store(of_groups + _KEYS, other)
+
+
+@gluon.jit
+def _load_queries(iq, iq_strides, queries, row, s_q, heads, SHAPE: gl.constexpr):
+    """Writes the heads of some rows to shared memory; 0 past the last row or head."""
+    column = gl.arange(0, SHAPE.rows * SHAPE.heads, layout=gl.SliceLayout(1, _ROWWISE))
+    dims = gl.arange(0, _WIDTH, layout=gl.SliceLayout(0, _ROWWISE))
+    rows, head = row + column // SHAPE.heads, column % SHAPE.heads
+    at = rows.to(gl.int64) * iq_strides[0] + head.to(gl.int64) * iq_strides[1]
+    real = (rows < s_q) & (head < heads)
+    queries.store(gl.load(iq + at[:, None] + dims[None, :], mask=real[:, None], other=0.0))
+    fence_async_shared()
+    group_barrier()
