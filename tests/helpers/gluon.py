@@ -200,7 +200,11 @@ def run_asm(text: str, constraints: str, args: list, *, dtype, is_pure: bool, pa
     """What instructions make of one argument, in words of 32 bits; the result may be where the argument is."""
     if text == "mul.rn.f32 $0, $1, $2;":
         return args[0] * args[1]
+    if text == "mov.b32 $0, {$1, $2};":
+        return torch.stack(args, -1).view(dtype).squeeze(-1)
     (x,) = args
+    if text == "mov.b32 {$0, $1}, $2;":
+        return x.contiguous()[..., None].view(dtype[0]).unbind(-1)
     if isinstance(dtype, tuple):  # one use: the four e4m3 values of each word, in float32
         assert "e4m3x2" in text
         return x.contiguous()[..., None].view(torch.float8_e4m3fn).float().unbind(-1)
@@ -237,6 +241,7 @@ def widen_pair(a: Tensor) -> Tensor:
 
 
 INSTRUCTIONS = {
+    "mov.b32": torch.clone,
     "prmt.b32": permute_bytes,
     "shl.b32": torch.bitwise_left_shift,
     "and.b32": torch.bitwise_and,
@@ -531,6 +536,7 @@ class Machine:
             "cdiv": lambda a, b: (a + b - 1) // b,
             "associative_scan": lambda x, axis, _combine: torch.cumsum(x, axis),  # only sums so far
             "convert_layout": lambda x, layout: x,
+            "split": lambda x: x.unbind(-1),
             "join": lambda a, b: torch.stack((a, b), -1),
             "inline_asm_elementwise": run_asm,
             "load": lambda at, mask=None, other=0, cache_modifier="": at.read(mask, other),

@@ -481,6 +481,8 @@ def test_compiles_for_hopper():
             narrow = group * tokens <= 16 or "storage" in how
             assert count(kernel, "HGMMA") == (36 + 32 if narrow else 36 + 2 * 8)
             assert count(kernel, "WARPGROUP.DEPBAR") <= 11
+            if not narrow:  # results of 16 bits are stored 16 bytes at a time
+                assert count(kernel, "STG.E.128") == 32
             copies = 6 if "storage" in how else 9  # with those of the scales
             assert not kernel["overwritten"]
             assert count(kernel, "UTMALDG") == copies * max(1, 64 // block_size)

@@ -82,6 +82,30 @@ QUARTERS = 9  # of keys in shared memory
 _QUARTERS, _TAILS = gl.constexpr(QUARTERS), gl.constexpr(3)
 _AVERAGER, _LOADER = gl.constexpr(160), gl.constexpr(24)  # registers per thread; the scorer has the rest of 512
 
+# A product leaves each lane two neighboring columns of a quarter at a time, so that an instruction that stores results
+# writes 16 bytes to each of eight rows. Lanes exchange such words until each has four of a row, and an instruction
+# writes 64 bytes to each. In two steps of one bit, which are shuffles: for both at once the compiler would need shared
+# memory, of which nothing is left.
+_ROW_LANES, _WARPS = [[1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+_TWO_WORDS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 8], [0, 16], [0, 32], [8, 0]], [[0, 4], [0, 2], *_ROW_LANES], _WARPS, [], [ROWS, D_V // 8]
+    )
+)
+_FOUR_WORDS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]], [[0, 4], [0, 8], *_ROW_LANES], _WARPS, [], [ROWS, D_V // 8]
+    )
+)
+_EIGHT_COLUMNS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]], [[0, 8], [0, 16], *_ROW_LANES], _WARPS, [], [ROWS, D_V // 4]
+    )
+)
+_JOIN = gl.constexpr("mov.b32 $0, {$1, $2};")
+_PART = gl.constexpr("mov.b32 {$0, $1}, $2;")
+_KEEP = gl.constexpr("mov.b32 $0, $1;")  # the compiler does not see that nothing changes, and keeps both steps
+
 
 class Memory(NamedTuple):
     """Shared memory."""
@@ -333,6 +357,33 @@ def _average(PART: gl.constexpr, memory, barriers, sources, position, place, res
             weight = memory.weight.load(down)[:, None]
             mbarrier.arrive(barriers.result_free.index(0), count=1)
             done += 1
-            store_rows(results, left * weight, PART * _QUARTER, _D_V, 0, position, item, place, grid, SHAPE)
-            store_rows(results, right * weight, (PART + 2) * _QUARTER, _D_V, 0, position, item, place, grid, SHAPE)
+            _store(results, left * weight, PART * _QUARTER, position, item, place, grid, SHAPE)
+            _store(results, right * weight, (PART + 2) * _QUARTER, position, item, place, grid, SHAPE)
         position = after(position, item)
+
+
+@gluon.jit
+def _store(results, sums, COLUMN: gl.constexpr, position, item, place, grid: gl.constexpr, SHAPE: gl.constexpr):
+    """Writes a quarter of the output columns, from COLUMN on, of a whole sequence or of a split."""
+    dtype: gl.constexpr = results.out.dtype.element_ty
+    if item.starts & item.ends:
+        if dtype == gl.float32:
+            store_rows(results, sums, COLUMN, _D_V, 0, position, item, place, grid, SHAPE)
+        else:
+            rows = _exchange(sums.to(dtype))
+            store_rows(results, rows, COLUMN, _D_V, 0, position, item, place, _EIGHT_COLUMNS, SHAPE)
+    else:
+        store_rows(results, sums, COLUMN, _D_V, 0, position, item, place, grid, SHAPE)
+
+
+@gluon.jit
+def _exchange(values):
+    """The values of 16 bits [rows, columns] of a product, eight neighboring ones to a lane."""
+    even, odd = gl.split(values.reshape([_ROWS, _QUARTER // 2, 2]))
+    words = gl.inline_asm_elementwise(_JOIN, "=r,h,h", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+    words = gl.convert_layout(words, _TWO_WORDS)
+    words = gl.inline_asm_elementwise(_KEEP, "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1)
+    words = gl.convert_layout(words, _FOUR_WORDS)
+    pair: gl.constexpr = (values.dtype, values.dtype)
+    even, odd = gl.inline_asm_elementwise(_PART, "=h,=h,r", [words], dtype=pair, is_pure=True, pack=1)
+    return gl.convert_layout(gl.join(even, odd).reshape([_ROWS, _QUARTER]), _EIGHT_COLUMNS)
