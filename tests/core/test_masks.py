@@ -205,6 +205,9 @@ def test_and_drops_what_it_already_has():
 def test_and_takes_masks_only():
     with pytest.raises(TypeError):
         Causal() & True
+    for combine in (lambda a, b: a and b, lambda a, b: a or b, lambda a, b: not a):  # one of the two, otherwise
+        with pytest.raises(TypeError, match=r"combine masks with & and \|, not .*, got Causal\(\)"):
+            combine(Causal(), SlidingWindow(3))
 
 
 def test_masks_hash_and_compare_by_value():
