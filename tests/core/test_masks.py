@@ -210,6 +210,12 @@ def test_and_takes_masks_only():
             combine(Causal(), SlidingWindow(3))
 
 
+@pytest.mark.parametrize("masks", [torch.tensor(1), Causal(), "causal", {Causal()}, 3], ids=repr)
+def test_masks_of_sequences_are_a_list(masks):
+    with pytest.raises(ValueError, match=r"PerSequence.masks must be a list of masks, got"):
+        PerSequence(masks)
+
+
 def test_masks_hash_and_compare_by_value():
     for make in (
         Full,
