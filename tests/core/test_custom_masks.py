@@ -148,6 +148,8 @@ def test_a_mask_must_be_a_frozen_dataclass_of_hashable_fields():
         (lambda q: (None, q), "must return integers as first, got None"),
         (lambda q: (q[:1], q), r"must return first in the shape of q, \[4\], got \[1\]"),
         (lambda q: (q, q.cumsum(0)), "its own interval"),
+        (lambda q: (q.min().expand(len(q)), q + 1), "its own interval"),
+        (lambda q: (0, q.max().expand(len(q)) + 1), "its own interval"),
         (lambda q: (0, q.max().expand(len(q)) - torch.rand(len(q)).mul(1e6).long()), "its own interval"),
     ],
 )

@@ -205,6 +205,15 @@ def test_and_drops_what_it_already_has():
 def test_and_takes_masks_only():
     with pytest.raises(TypeError):
         Causal() & True
+    for combine in (lambda a, b: a and b, lambda a, b: a or b, lambda a, b: not a):  # one of the two, otherwise
+        with pytest.raises(TypeError, match=r"combine masks with & and \|, not .*, got Causal\(\)"):
+            combine(Causal(), SlidingWindow(3))
+
+
+@pytest.mark.parametrize("masks", [torch.tensor(1), Causal(), "causal", {Causal()}, 3], ids=repr)
+def test_masks_of_sequences_are_a_list(masks):
+    with pytest.raises(ValueError, match=r"PerSequence.masks must be a list of masks, got"):
+        PerSequence(masks)
 
 
 def test_masks_hash_and_compare_by_value():

@@ -384,6 +384,11 @@ def test_stop_strings_are_found_however_the_text_is_divided(text, strings, sizes
 # Errors.
 
 
+def test_a_step_has_room_for_answers_and_a_prompt():
+    with pytest.raises(ValueError, match=r"step_tokens must be at least 6, one for each of 4 sequences .*, got 5"):
+        make(step_tokens=5)
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [

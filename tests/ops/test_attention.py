@@ -499,6 +499,7 @@ BAD = {
     "integers": ({"v": GOOD["v"].long()}, "v must be floating point, got torch.int64"),
     "complex numbers": ({"q": GOOD["q"].to(torch.complex64)}, "q must be floating point, got torch.complex64"),
     "a list": ({"q": [1.0]}, "q must be a tensor, got list"),
+    "nothing but shapes": ({name: x.to("meta") for name, x in GOOD.items()}, "torch: tensors on meta have no values"),
     "scale NaN": ({"scale": float("nan")}, "scale must be a finite number, got nan"),
     "scale inf": ({"scale": float("inf")}, "scale must be a finite number, got inf"),
     "scale no number": ({"scale": "a"}, "scale .*'a'"),
@@ -530,6 +531,13 @@ def test_bad_input_is_an_error_that_names_it(what):
     for ask in (attention, explain_attention):
         with pytest.raises(ValueError, match=words):
             ask(given["q"], given["k"], given["v"], **{n: x for n, x in given.items() if n not in GOOD})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused():
+    x = torch.nested.nested_tensor([torch.ones(4, 6, 16), torch.ones(4, 5, 16)])
+    with pytest.raises(ValueError, match="q must be a dense tensor, got a nested tensor"):
+        attention(x, x, x)
 
 
 @pytest.mark.parametrize("window", [(-1,), (3, -2), (1.5,), (True,)])

@@ -4,6 +4,9 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from attnmesh import (
     Causal,
@@ -179,7 +182,8 @@ def test_ranks_with_other_schedules_or_nodes():
 @pytest.mark.parametrize("schedule", ["ulysses+ring", "ulysses+allgather", "ring+ring"])
 @pytest.mark.parametrize("ranks_per_node", [None, 1, 4])
 def test_two_levels_where_there_is_only_one(schedule, ranks_per_node):
-    words = rf"schedule='{re.escape(schedule)}' .* two-dimensional mesh"
+    per_node = ranks_per_node or 4
+    words = rf"schedule='{re.escape(schedule)}' .* two-dimensional mesh.* above 1 .* got {per_node} of 4 ranks per node"
     assert_all_say(words, lambda comm: attend(comm, {}, schedule=schedule, ranks_per_node=ranks_per_node), world=4)
 
 
@@ -193,6 +197,19 @@ def test_shards_that_a_node_cannot_take_together(schedule, layout, key_layout):
         lambda comm: attend(comm, {"key_layout": key_layout}, schedule=schedule, layout=layout, ranks_per_node=2),
         world=4,
     )
+
+
+def test_tensors_that_are_parts_of_others():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x = DTensor.from_local(shape(1, 2, 6, 16), mesh)
+        for attends in (attention, ContextParallel(mesh).attention):
+            with pytest.raises(ValueError, match=r"q must be a plain tensor, got a DTensor: .*, x.to_local\(\)"):
+                attends(x, x, x)
+            assert attends(*[x.to_local()] * 3).shape == x.shape
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("ranks_per_node", [0, -2, 3, 5, 8, True, 2.0, "2"], ids=repr)

@@ -1,5 +1,6 @@
 """Every schedule on virtual ranks: exact for any layout, mask, heads and lengths; repeatable, lean, and on its plan."""
 
+import copy
 import random
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -853,3 +854,12 @@ def test_packed_documents_are_exact_whatever_is_chosen():
             for mesh in ((3, None), (4, 2)):
                 found = virtual_results(mesh[0], inputs, mask, layout, schedule="auto", ranks_per_node=mesh[1])
                 assert_attention_close(found, inputs, mask)
+
+
+def test_a_copy_of_a_model_attends_over_the_same_ranks():
+    def rank(comm: Comm) -> bool:
+        layer = torch.nn.Identity()
+        layer.cp = ContextParallel(comm)
+        return copy.deepcopy(layer).cp is layer.cp
+
+    assert run_virtual(2, rank) == [True, True]

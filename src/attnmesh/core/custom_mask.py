@@ -72,7 +72,8 @@ class CustomMask(Mask):
             return []
         q = torch.arange(positions.start, positions.stop, dtype=torch.int64, device="cpu")
         first, end = self._checked_ranges(q)
-        again = [bound.flip(0) for bound in self._checked_ranges(q.flip(0))]
+        halves = [self._checked_ranges(half) for half in q.flip(0).tensor_split(2) if len(half)]
+        again = [torch.cat(bounds).flip(0) for bounds in zip(*halves, strict=True)]
         if not torch.equal(first, again[0]) or not torch.equal(end, again[1]):
             raise ValueError(
                 f"key_ranges of {shown(self)} must give each position its own interval, whatever the other positions "

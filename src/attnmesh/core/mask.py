@@ -166,6 +166,10 @@ class Mask(ABC):
     def __or__(self, other: Mask) -> Mask:
         return _combined(Or, self, other) if isinstance(other, Mask) else NotImplemented
 
+    def __bool__(self) -> bool:
+        # Otherwise `Causal() and Documents(lengths)` would be one of the two.
+        raise TypeError(f"combine masks with & and |, not with `and` and `or`, got {shown(self)}")
+
 
 class IntervalMask(Mask, Intervals):
     """A mask of one interval per query, which contains the query."""

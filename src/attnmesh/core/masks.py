@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attnmesh.core.intervals import FAR, Line, Trapezoid, trapezoids, union
 from attnmesh.core.mask import And, Coverage, IntervalMask, Mask, Or, check_mask
-from attnmesh.core.validation import MAX_COUNT, check_bool, check_choice, check_count, shown
+from attnmesh.core.validation import MAX_COUNT, check_bool, check_choice, check_count, check_list, shown
 
 __all__ = [
     "SLICE_KINDS",
@@ -441,9 +441,9 @@ class PerSequence(Mask):
     masks: tuple[Mask, ...]
 
     def __init__(self, masks: Iterable[Mask]) -> None:
-        if isinstance(masks, str | Mapping | Set) or not isinstance(masks, Iterable):
+        if isinstance(masks, Set):
             raise ValueError(f"PerSequence.masks must be a list of masks, got {shown(masks)}")
-        given = tuple(masks)
+        given = tuple(check_list("PerSequence.masks", masks, "masks"))
         for i, mask in enumerate(given):
             check_mask(f"PerSequence.masks[{i}]", mask)
             if mask.sequences is not None:

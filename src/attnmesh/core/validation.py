@@ -138,8 +138,12 @@ def check_tensor(name: str, x: object, shape: str = "") -> Tensor:
     """Return `x`; raise ValueError unless it is a dense tensor. `shape` describes it in the message."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor{shape and ' ' + shape}, got {type(x).__name__} {shown(x)}")
+    if x.is_nested:
+        raise ValueError(f"{name} must be a dense tensor, got a nested tensor")
     if x.layout is not torch.strided:
         raise ValueError(f"{name} must be a dense tensor, got {shown(x)} with layout {x.layout}")
+    if hasattr(x, "to_local"):
+        raise ValueError(f"{name} must be a plain tensor, got a DTensor: pass this rank's part of it, x.to_local()")
     return x
 
 

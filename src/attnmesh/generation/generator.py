@@ -337,8 +337,15 @@ class Generator:
             raise ValueError(f"request must be one that submit() of this Generator returned, got {shown(request)}")
 
     def _checked_step_tokens(self, step_tokens: int | None) -> int:
-        least = self.engine.max_sequences + min_prefill_chunk(self.engine.position_ranks.world)
-        return max(_STEP_TOKENS, least) if step_tokens is None else check_count("step_tokens", step_tokens, least)
+        sequences, chunk = self.engine.max_sequences, min_prefill_chunk(self.engine.position_ranks.world)
+        if step_tokens is None:
+            return max(_STEP_TOKENS, sequences + chunk)
+        if check_count("step_tokens", step_tokens) < sequences + chunk:
+            raise ValueError(
+                f"step_tokens must be at least {sequences + chunk}, one for each of {sequences} sequences of a group "
+                f"and {chunk} for a chunk of a prompt, got {step_tokens}"
+            )
+        return step_tokens
 
     def _check_not_running(self) -> None:
         if self._is_running():

@@ -122,6 +122,9 @@ class ContextParallel(ExecutorFactory):
         self._keeps_choices = False
         self._handle = context_handle(self)  # by which compiled graphs refer to it
 
+    def __deepcopy__(self, memo: object) -> ContextParallel:
+        return self  # groups of ranks have no copies: a copied model is one of the same ranks
+
     @property
     def rank(self) -> int:
         """This rank."""

@@ -173,7 +173,10 @@ def two_level_refusal(name: str, shards: Shards, ranks_per_node: int) -> str | N
     """Why a schedule that treats nodes differently cannot serve; None if it can."""
     if 1 < ranks_per_node < shards.world:
         return None
-    return f"{name} requires a two-dimensional mesh, or ranks_per_node between 1 and the world size"
+    return (
+        f"{name} requires a two-dimensional mesh, or ranks_per_node above 1 and below the world size, got "
+        f"{ranks_per_node} of {shards.world} ranks per node"
+    )
 
 
 def _messages(round_: Round) -> list[Message]:

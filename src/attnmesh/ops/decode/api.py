@@ -71,7 +71,7 @@ def decode_attention(
         mask: boolean, or added to the scores, [B or 1, Hq or 1, T or 1, up to L]; replaces the causal mask.
         tree: boolean [T,T] or [B,T,T]; replaces the causal mask among the T new tokens.
         scale: multiplies the scores; 1 / sqrt(D) by default.
-        window: number of last keys up to a token's own position, itself included, that it attends to.
+        window: a token does not attend to keys before the last `window` up to its own position, itself included.
         sinks: [Hq] scores of keys without a value.
         share_cache: the caches have batch size 1, and all sequences read them.
         max_splits: maximum number of parts that the keys of a sequence and head are split into. By default as many as

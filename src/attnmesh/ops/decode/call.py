@@ -38,7 +38,7 @@ class DecodeCall:
     - `tree` [B or 1, T, T]: to the keys before the T new tokens, and to the new tokens that its row selects.
     - `mask` [B or 1, Hq or 1, T or 1, width]: to the keys up to cur_pos that are True, or with the given bias added to
       their scores; to none from `width` on.
-    - `window`: to the last `window` keys up to its own position, itself included.
+    - `window`: of these, to none before the last `window` keys up to its own position, itself included.
     - `key_range`, two tensors [B, T]: to the keys `first <= k < end` up to cur_pos, whatever its own position.
 
     `sinks` [Hq] are scores of keys without a value. `cur_pos < 0` skips a sequence. `rounded`: `out` has the dtype of q

@@ -36,6 +36,8 @@ class TorchTiles:
 
     def refusal(self, call: Call) -> str | None:
         """The reason why this backend cannot serve the forward; None if it can."""
+        if call.q.is_meta:
+            return "tensors on meta have no values"
         return None if call.q.dtype in _DTYPES else f"it takes fp16, bf16, fp32 and fp64, not {call.q.dtype}"
 
     def backward_refusal(self, call: Call, *, grad_lse: bool = False) -> str | None:
