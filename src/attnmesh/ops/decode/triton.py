@@ -37,8 +37,11 @@ class DecodeTiles(NamedTuple):
     warps: int
     stages: int
     resident: int
+    heads: int = 1  # kv heads that a program reads
 
 
+_MIN_ROWS = 8  # to which the tensor cores pad
+_TWO_HEADS = DecodeTiles(_MIN_ROWS, 32, 4, 3, 2, heads=2)
 # Padded head_dim -> tiles. Two tiles in flight for each of two or three programs saturate the memory bandwidth.
 _SIXTEEN_BITS = {
     64: DecodeTiles(64, 64, 4, 3, 3),
@@ -77,8 +80,11 @@ def pick_tiles(call: DecodeCall) -> DecodeTiles:
         table = _EIGHT_BITS
     width = max(call.q.shape[3], call.value_dim)
     tiles = next(tiles for limit, tiles in table.items() if width <= limit)
-    if table is _SIXTEEN_BITS and 64 < width <= 128 and _is_one_long_sequence(call, tiles):
-        tiles = tiles._replace(stages=2, resident=3)
+    if table is _SIXTEEN_BITS and 64 < width <= 128:
+        if _reads_two_heads(call):
+            tiles = _TWO_HEADS
+        elif _is_one_long_sequence(call, tiles):
+            tiles = tiles._replace(stages=2, resident=3)
     while _shared_memory(tiles, call) > gpu_of(call.q.device).shared_memory:
         if tiles.stages > 2:
             tiles = tiles._replace(stages=tiles.stages - 1)
@@ -89,6 +95,26 @@ def pick_tiles(call: DecodeCall) -> DecodeTiles:
         else:
             break  # Triton raises OutOfResources
     return tiles
+
+
+def _is_read_once(call: DecodeCall) -> bool:
+    """Whether sequences that share a cache are rows of one tile, which reads it once.
+
+    Not with fixed splits, whose tiles must not depend on the batch, nor with a window: keys between two windows may hold
+    anything.
+    """
+    return call.shared and call.splits.size is None and call.window is None
+
+
+def _reads_two_heads(call: DecodeCall) -> bool:
+    """Whether a program reads two kv heads, adjacent in a pool, whose rows fill one tile: half as many programs read them.
+
+    Not under a mask: keys that it hides from the rows of one head may hold anything.
+    """
+    rows = call.group * call.q.shape[2] * (call.q.shape[0] if _is_read_once(call) else 1)
+    plain = isinstance(call.k, Tensor) and isinstance(call.v, Tensor) and not v_in_k(call)
+    square = call.q.shape[3] == call.value_dim == power_of_two(call.value_dim)
+    return call.paged and plain and square and call.mask is None and call.kv_heads % 2 == 0 and 2 * rows <= _MIN_ROWS
 
 
 def _is_one_long_sequence(call: DecodeCall, tiles: DecodeTiles) -> bool:
@@ -110,7 +136,7 @@ def _shared_memory(tiles: DecodeTiles, call: DecodeCall) -> int:
     q_size, size = call.q.element_size(), values_of(call.k).element_size()
     widths = sum(_blocks(call.q.shape[3])), power_of_two(call.value_dim)
     loaded = sum(widths) * (tiles.stages - 1) * size if tiles.stages > 1 else max(widths) * q_size
-    return tiles.rows * (widths[0] + tiles.keys) * q_size + tiles.keys * loaded + _RESERVED
+    return tiles.rows * (widths[0] + tiles.keys) * q_size + tiles.keys * tiles.heads * loaded + _RESERVED
 
 
 def _reads_pairs(call: DecodeCall) -> bool:
@@ -261,12 +287,11 @@ class Launch:
         q = call.q if call.q.stride(-1) == 1 else call.q.contiguous()
         key_range = (None, None) if call.key_range is None else tuple(x.contiguous() for x in call.key_range)
         batch, _, tokens, _ = q.shape
-        # Sequences that share a cache are rows of one tile, which reads the cache once. Not with fixed splits, whose
-        # tiles must not depend on the batch, nor with a window: keys between two windows may hold anything.
-        shared = call.shared and call.splits.size is None and call.window is None
-        rows = call.group * tokens * (batch if shared else 1)
-        row_tile = min(max(8, power_of_two(rows)), tiles.rows)
-        heads = call.kv_heads * -(-rows // row_tile)
+        shared = _is_read_once(call)
+        kv_heads, group = call.kv_heads // tiles.heads, call.group * tiles.heads
+        rows = group * tokens * (batch if shared else 1)
+        row_tile = min(max(_MIN_ROWS, power_of_two(rows)), tiles.rows)
+        heads = kv_heads * -(-rows // row_tile)
         owners = 1 if shared else batch
 
         fixed = call.splits.size is not None or call.splits.max_count == 1
@@ -292,9 +317,9 @@ class Launch:
             None if call.sinks is None else call.sinks.contiguous(),
             (state.out, state.out.stride()[:3], state.lse, state.lse.stride()),
             (part_out, part_lse),
-            (batch, call.kv_heads, num_blocks, call.capacity, window, shares, None if fixed else call.splits.max_count),
+            (batch, kv_heads, num_blocks, call.capacity, window, shares, None if fixed else call.splits.max_count),
             {
-                "TOKENS": tokens, "GROUP": call.group, "ROWS": row_tile, "DV": call.value_dim,
+                "TOKENS": tokens, "GROUP": group, "ROWS": row_tile, "DV": call.value_dim,
                 "BLOCK_SIZE": call.block_size if call.paged else 0, "UNIT": unit, "FIXED": fixed, "SHARED": shared,
                 "BATCH": power_of_two(batch), "EARLY": early,
             },
@@ -334,7 +359,7 @@ def _launch(call: DecodeCall, state: State, tiles: DecodeTiles, first_sequence: 
             BLOCK_DV=max(16, power_of_two(call.value_dim)),
             STORAGE=storage, PAIRED=words,
             V_IN_K=v_in_k(call) and call.value_dim == main,  # narrower keys are padded rather than read
-            COMPILED=not _interpreted(),
+            COMPILED=not _interpreted(), HEADS=tiles.heads,
             ALIGNED=unit % tiles.keys == 0 and (tiles.keys % max(block_size, 1) == 0 or block_size % tiles.keys == 0),
             WIDE=max(_reach(call.k), _reach(call.v)) >= 2**31, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip

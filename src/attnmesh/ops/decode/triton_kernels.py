@@ -1,7 +1,9 @@
 """The two decode kernels: `split_kernel` attends over shares of the keys, `merge_kernel` merges the partial states.
 
 In the split kernel, the query heads of one kv head and their T tokens are the columns of one tile, so that each key is
-read once for all of them. Keys are the rows: the tensor cores then pad the few queries to 8, not to 16.
+read once for all of them. Keys are the rows: the tensor cores then pad the few queries to 8, not to 16. Where two kv
+heads have at most 8 queries together, one program reads both, which are adjacent in a pool (HEADS = 2; GROUP then counts
+the query heads of both): each product has all queries, and those of the other head are dropped.
 
 The merge kernel merges the splits of every head in the order of their keys. It starts while the split kernel runs, and
 meanwhile checks for positions beyond the cache and table entries outside the pool. (The split kernel reads no such
@@ -197,7 +199,7 @@ def split_kernel(
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     STORAGE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     FIXED: tl.constexpr, SHARED: tl.constexpr, BATCH: tl.constexpr, V_IN_K: tl.constexpr, PAIRED: tl.constexpr,
-    COMPILED: tl.constexpr, EARLY: tl.constexpr,
+    COMPILED: tl.constexpr, EARLY: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Attends over this program's share of the work list; writes complete heads to out, and splits to the buffers."""
     if EARLY:
@@ -266,6 +268,7 @@ def split_kernel(
         # The carry: `acc / sum(denominator)` is the output so far, `peak + log2(sum(denominator))` its lse in base 2.
         acc = tl.zeros((BLOCK_DV // 2 if PAIRED else BLOCK_DV, ROWS), tl.float32)
         acc_odd = acc
+        acc_second = acc
         denominator = tl.zeros((KEYS, ROWS), tl.float32)  # summed over the keys once, at the end
         peak = tl.full((ROWS,), float("-inf"), tl.float32)
 
@@ -273,8 +276,9 @@ def split_kernel(
         if (BLOCK_SIZE > 0) and (not SHARED):
             table_row += sequence.to(tl.int64) * table_stride
         PER_SEQUENCE: tl.constexpr = (BLOCK_SIZE == 0) and (not SHARED)
-        k_head = head_pointer(k, k_strides, head, sequence, PER_SEQUENCE)
-        v_head = head_pointer(v, v_strides, head, sequence, PER_SEQUENCE)
+        k_head = head_pointer(k, k_strides, head * HEADS, sequence, PER_SEQUENCE)
+        v_head = head_pointer(v, v_strides, head * HEADS, sequence, PER_SEQUENCE)
+        of_second = (rows // TOKENS % GROUP >= GROUP // HEADS)[None, :]
         k_scale_head = k_scales
         v_scale_head = v_scales
         if STORAGE == "fp8_ds_mla":
@@ -312,6 +316,9 @@ def split_kernel(
                 )
             k_main = k_main.to(q_main.dtype)
             scores = tl.dot(k_main, q_main, input_precision="ieee")
+            if HEADS == 2:
+                k_second = load_rows(k_head + k_strides[2], k_offsets, valid, 0, D, MAIN)
+                scores = tl.where(of_second, tl.dot(k_second, q_main), scores)
             if PAIRED:
                 scores = tl.dot(k_odd, q_odd, scores)
             if TAIL > 0:
@@ -378,12 +385,17 @@ def split_kernel(
                     v_tile = v_tile.to(tl.float32) * tl.trans(steps)
                 v_tile = v_tile.to(q_main.dtype)
             acc = tl.dot(v_tile, weights, acc * decay[None, :], input_precision="ieee")
+            if HEADS == 2:
+                v_second = load_transposed(v_head + v_strides[2], v_offsets, used, DV, BLOCK_DV)
+                acc_second = tl.dot(v_second, weights, acc_second * decay[None, :])
             peak = top
             # Read one tile ahead, so that no load waits for its address.
             blocks = load_blocks(table_row, key + KEYS, key_stop, BLOCK_SIZE, ALIGNED, KEYS)
 
         if PAIRED:
             acc = join_pairs(acc, acc_odd, BLOCK_DV // 2, ROWS)
+        if HEADS == 2:
+            acc = tl.where(of_second, acc_second, acc)
         acc *= value_scale
         row_sums = tl.sum(denominator, 0)
         columns = tl.arange(0, BLOCK_DV)
