@@ -55,14 +55,14 @@ _NO_SLOT = tl.constexpr(2**31 - 1)  # beyond any slot
 
 
 @triton.jit
-def finish_state(acc, total, peak, sink):
-    """(out, lse in natural log) of a state [values, rows] in base 2 with sinks (-inf: none) merged in."""
+def finish_state(total, peak, sink):
+    """What the sums of values are multiplied by, and the lse in natural log, of a state in base 2 with sinks (-inf: none)."""
     top = tl.maximum(peak, sink)
     shift = tl.where(top == float("-inf"), 0.0, top)
     decay = tl.exp2(peak - shift)
     total = total * decay + tl.exp2(tl.where(sink == float("inf"), 0.0, sink - shift))
     weight = decay / tl.where(total == 0.0, 1.0, total)
-    return acc * weight[None, :], (shift + tl.log2(total)) * _LN_2
+    return weight, (shift + tl.log2(total)) * _LN_2
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -126,7 +126,7 @@ def merge_kernel(
     if EARLY and ((not whole_head) | any_invalid | is_first):
         gdc_wait()
     if (not whole_head) | any_invalid:
-        acc = tl.zeros((COLUMNS, SOME_ROWS), tl.float32)
+        acc = tl.zeros((SOME_ROWS, COLUMNS), tl.float32)
         denominator = tl.zeros((SOME_ROWS,), tl.float32)
         peak = tl.full((SOME_ROWS,), float("-inf"), tl.float32)
         if units > 0:  # sequences without an error share these rows with one that has one
@@ -137,33 +137,34 @@ def merge_kernel(
                 else:
                     # The first split of a share begins within a sequence, the last one at its beginning.
                     slots = 2 * (first + split) + (split == 0)
-                where = (slots * heads + head_tile)[:, None] * ROWS + place[None, :]
-                some = (split < splits)[:, None] & is_row[None, :]
+                # [rows, columns, splits]: the compiler divides the rows among warps, and splits are summed by a thread.
+                where = place[:, None] + (slots * heads + head_tile)[None, :] * ROWS
+                some = is_row[:, None] & (split < splits)[None, :]
                 lses = tl.load(part_lse + where, mask=some, other=float("-inf"))
                 outs = tl.load(
                     part_out + where[:, None, :] * DV + columns[None, :, None],
                     mask=some[:, None, :] & (columns < DV)[None, :, None], other=0.0,
                 )  # fmt: skip
-                top = tl.maximum(peak, tl.max(lses, 0))
+                top = tl.maximum(peak, tl.max(lses, 1))
                 shift = tl.where(top == float("-inf"), 0.0, top)
-                weights = tl.exp2(lses - shift[None, :])
+                weights = tl.exp2(lses - shift[:, None])
                 decay = tl.exp2(peak - shift)
-                denominator = denominator * decay + tl.sum(weights, 0)
-                acc = acc * decay[None, :] + tl.sum(weights[:, None, :] * outs, 0)
+                denominator = denominator * decay + tl.sum(weights, 1)
+                acc = acc * decay[:, None] + tl.sum(weights[:, None, :] * outs, 2)
                 peak = top
         sink = tl.full((SOME_ROWS,), float("-inf"), tl.float32)
         if sinks is not None:
             sink = (
                 tl.load(sinks + row_head, mask=is_row & (row_last >= 0), other=float("-inf")).to(tl.float32) * _LOG2_E
             )
-        result, natural_lse = finish_state(acc, denominator, peak, sink)
-        result = tl.where(invalid[None, :], float("nan"), result)
+        weight, natural_lse = finish_state(denominator, peak, sink)
+        result = tl.where(invalid[:, None], float("nan"), acc * weight[:, None])
         natural_lse = tl.where(invalid, float("nan"), natural_lse)
         # Of a head that the split kernel has written, only invalid rows are overwritten.
         writes = is_row & (invalid | (not whole_head))
         out_rows = row_offsets(out_strides, row_sequence, row_head, row_token)
-        inside = writes[None, :] & (columns < DV)[:, None]
-        tl.store(out + out_rows[None, :] + columns[:, None], result.to(out.dtype.element_ty), mask=inside)
+        inside = writes[:, None] & (columns < DV)[None, :]
+        tl.store(out + out_rows[:, None] + columns[None, :], result.to(out.dtype.element_ty), mask=inside)
         if tl.program_id(2) == 0:
             lse_rows = row_offsets(lse_strides, row_sequence, row_head, row_token)
             tl.store(lse + lse_rows, natural_lse, mask=writes)
@@ -405,7 +406,8 @@ def split_kernel(
             if sinks is not None:
                 sink = tl.load(sinks + row_head, mask=is_row & (row_last >= 0), other=float("-inf")).to(tl.float32)
                 sink *= _LOG2_E
-            result, natural_lse = finish_state(acc, row_sums, peak, sink)
+            weight, natural_lse = finish_state(row_sums, peak, sink)
+            result = acc * weight[None, :]
             out_rows = row_offsets(out_strides, row_sequence, row_head, row_token)
             tl.store(out + out_rows[None, :] + columns[:, None], result.to(out.dtype.element_ty), mask=writes)
             lse_rows = row_offsets(lse_strides, row_sequence, row_head, row_token)
