@@ -295,6 +295,7 @@ def test_the_decode_kernels_compile():
         ("plain", "bfloat16", 64, 64, 64, PAGED), ("plain", "bfloat16", 128, 128, 4, PAGED),
         ("plain", "bfloat16", 128, 128, 32, PAGED), ("plain", "bfloat16", 256, 256, 32, PAGED),
         ("plain", "bfloat16", 128, 128, 4, TWO_HEADS), ("plain", "float16", 128, 128, 2, TWO_HEADS | {"tokens": 2}),
+        ("plain", "bfloat16", 64, 64, 8, TWO_HEADS),
         ("plain", "bfloat16", 576, 512, 32, PAGED | {"v_in_k": True}),
         ("plain", "float32", 64, 64, 16, PAGED), ("plain", "float32", 128, 128, 16, PAGED),
         ("plain", "float32", 256, 256, 16, PAGED),

@@ -41,7 +41,9 @@ class DecodeTiles(NamedTuple):
 
 
 _MIN_ROWS = 8  # to which the tensor cores pad
+# Of paged calls with so few rows.
 _TWO_HEADS = DecodeTiles(_MIN_ROWS, 32, 4, 3, 2, heads=2)
+_NARROW_HEADS = DecodeTiles(_MIN_ROWS, 128, 4, 3, 3)
 # Padded head_dim -> tiles. Two tiles in flight for each of two or three programs saturate the memory bandwidth.
 _SIXTEEN_BITS = {
     64: DecodeTiles(64, 64, 4, 3, 3),
@@ -67,7 +69,7 @@ _FLOAT32 = {
 
 
 def pick_tiles(call: DecodeCall) -> DecodeTiles:
-    """The tiles of a call: rows and keys by shapes and dtypes, not by the number or the lengths of the sequences."""
+    """The tiles of a call. With fixed splits, rows and keys do not depend on the number and lengths of sequences."""
     if call.q.dtype == torch.float32:
         table = _FLOAT32
     elif isinstance(call.k, Tensor):
@@ -80,11 +82,8 @@ def pick_tiles(call: DecodeCall) -> DecodeTiles:
         table = _EIGHT_BITS
     width = max(call.q.shape[3], call.value_dim)
     tiles = next(tiles for limit, tiles in table.items() if width <= limit)
-    if table is _SIXTEEN_BITS and 64 < width <= 128:
-        if _reads_two_heads(call):
-            tiles = _TWO_HEADS
-        elif _is_one_long_sequence(call, tiles):
-            tiles = tiles._replace(stages=2, resident=3)
+    if table is _SIXTEEN_BITS:
+        tiles = _tiles_of_few_rows(call, tiles)
     while _shared_memory(tiles, call) > gpu_of(call.q.device).shared_memory:
         if tiles.stages > 2:
             tiles = tiles._replace(stages=tiles.stages - 1)
@@ -97,24 +96,38 @@ def pick_tiles(call: DecodeCall) -> DecodeTiles:
     return tiles
 
 
+def _tiles_of_few_rows(call: DecodeCall, tiles: DecodeTiles) -> DecodeTiles:
+    """Other tiles, measured to be faster, for paged calls with at most 8 rows per program."""
+    rows = call.group * call.q.shape[2] * (call.q.shape[0] if _is_read_once(call) else 1)
+    width = max(call.q.shape[3], call.value_dim)
+    if not call.paged or rows > _MIN_ROWS or width > 128:
+        return tiles
+    if width <= 64:
+        return _NARROW_HEADS if call.kv_heads > 1 and isinstance(call.k, Tensor) else tiles
+    two = 2 * rows <= _MIN_ROWS and _reads_two_heads(call)
+    # With fixed splits the keys of a tile must not depend on the batch.
+    if _is_one_long_sequence(call, tiles) and not (two and call.splits.size is not None):
+        return tiles._replace(stages=2, resident=3)
+    return _TWO_HEADS if two else tiles
+
+
 def _is_read_once(call: DecodeCall) -> bool:
     """Whether sequences that share a cache are rows of one tile, which reads it once.
 
-    Not with fixed splits, whose tiles must not depend on the batch, nor with a window: keys between two windows may hold
-    anything.
+    Not with fixed splits, whose tiles must not depend on the batch, nor with a window: keys between two windows may
+    hold anything.
     """
     return call.shared and call.splits.size is None and call.window is None
 
 
 def _reads_two_heads(call: DecodeCall) -> bool:
-    """Whether a program reads two kv heads, adjacent in a pool, whose rows fill one tile: half as many programs read them.
+    """Whether one program can read two kv heads, adjacent in a pool, so that half as many programs divide the keys.
 
     Not under a mask: keys that it hides from the rows of one head may hold anything.
     """
-    rows = call.group * call.q.shape[2] * (call.q.shape[0] if _is_read_once(call) else 1)
     plain = isinstance(call.k, Tensor) and isinstance(call.v, Tensor) and not v_in_k(call)
     square = call.q.shape[3] == call.value_dim == power_of_two(call.value_dim)
-    return call.paged and plain and square and call.mask is None and call.kv_heads % 2 == 0 and 2 * rows <= _MIN_ROWS
+    return plain and square and call.mask is None and call.kv_heads % 2 == 0
 
 
 def _is_one_long_sequence(call: DecodeCall, tiles: DecodeTiles) -> bool:
@@ -124,8 +137,7 @@ def _is_one_long_sequence(call: DecodeCall, tiles: DecodeTiles) -> bool:
     """
     keys = call.capacity if call.window is None else min(call.capacity, call.window)
     programs = 3 * multiprocessors(call.q.device)
-    one = call.paged and call.q.shape[0] == 1 and call.group * call.q.shape[2] <= 8
-    return one and keys * call.kv_heads >= 32 * tiles.keys * programs
+    return call.q.shape[0] == 1 and keys * call.kv_heads >= 32 * tiles.keys * programs
 
 
 def _shared_memory(tiles: DecodeTiles, call: DecodeCall) -> int:
@@ -190,22 +202,26 @@ _MAX_MERGED_SPLITS = 512  # of one sequence and head: loaded together, none wait
 
 
 class MergeTile(NamedTuple):
-    """The tile of one program of the merge kernel."""
+    """The tile of one program of the merge kernel, and its warps."""
 
     splits: int
     rows: int
     columns: int
+    warps: int
 
 
 def pick_merge_tile(splits: int, rows: int, value_dim: int, fixed: bool) -> MergeTile:
-    """All splits of a head at once if possible, with as many rows and columns as make 4096 elements per program.
+    """All splits of a head at once if possible, with as many rows and columns as make 1024 elements per warp.
 
-    With a fixed split size the tile must not depend on the number of splits, which would change the order of the sums.
+    Programs of one warp need no barriers and fit beside those of the split kernel, whose end they wait for. Many rows
+    would make too many of them. With a fixed split size the tile must not depend on the number of splits, which would
+    change the order of the sums.
     """
     splits = 16 if fixed else min(max(2, power_of_two(splits)), _MAX_MERGED_SPLITS)
-    cells = 4096 // splits
+    warps = 1 if splits <= 64 and rows <= 16 and value_dim <= 128 else 4
+    cells = 1024 * warps // splits
     columns = min(max(16, power_of_two(value_dim)), cells)
-    return MergeTile(splits, max(1, min(rows, cells // columns)), columns)
+    return MergeTile(splits, max(1, min(rows, cells // columns)), columns, warps)
 
 
 def _blocks(head_dim: int) -> tuple[int, int]:
@@ -331,7 +347,7 @@ class Launch:
         part = pick_merge_tile(self.shares // self.owners + 2, self.rows, call.value_dim, self.fixed)
         _kernel("merge")[(self.owners * self.heads, self.rows // part.rows, -(-call.value_dim // part.columns))](
             *self.parts, *self.sources, self.sinks, *self.written, error_record(device), first_sequence, *self.numbers,
-            **self.constants, SPLITS=part.splits, SOME_ROWS=part.rows, COLUMNS=part.columns, num_warps=4,
+            **self.constants, SPLITS=part.splits, SOME_ROWS=part.rows, COLUMNS=part.columns, num_warps=part.warps,
             **({"launch_pdl": True} if self.constants["EARLY"] else {}),
         )  # fmt: skip
 

@@ -2,8 +2,8 @@
 
 In the split kernel, the query heads of one kv head and their T tokens are the columns of one tile, so that each key is
 read once for all of them. Keys are the rows: the tensor cores then pad the few queries to 8, not to 16. Where two kv
-heads have at most 8 queries together, one program reads both, which are adjacent in a pool (HEADS = 2; GROUP then counts
-the query heads of both): each product has all queries, and those of the other head are dropped.
+heads have at most 8 queries together, one program reads both, which are adjacent in a pool (HEADS = 2; GROUP then
+counts the query heads of both): each product has all queries, and those of the other head are dropped.
 
 The merge kernel merges the splits of every head in the order of their keys. It starts while the split kernel runs, and
 meanwhile checks for positions beyond the cache and table entries outside the pool. (The split kernel reads no such
@@ -56,7 +56,7 @@ _NO_SLOT = tl.constexpr(2**31 - 1)  # beyond any slot
 
 @triton.jit
 def finish_state(total, peak, sink):
-    """What the sums of values are multiplied by, and the lse in natural log, of a state in base 2 with sinks (-inf: none)."""
+    """The factor of the sums of values, and the lse in natural log, of a state in base 2 with sinks (-inf: none)."""
     top = tl.maximum(peak, sink)
     shift = tl.where(top == float("-inf"), 0.0, top)
     decay = tl.exp2(peak - shift)
