@@ -145,8 +145,8 @@ def decode(storage, dtype, head_dim, value_dim, group, options):
 def decode_call(storage, dtype, head_dim, value_dim, group, options):
     dtype = getattr(torch, dtype)
     options = dict(options)
-    paged = options.pop("block_size", None)
-    shape = (4, paged, 1) if paged else (2, 1, 64)
+    paged, kv_heads = options.pop("block_size", None), options.pop("kv_heads", 1)
+    shape = (4, paged, kv_heads) if paged else (2, kv_heads, 64)
     k, v = (torch.zeros(*shape, n) for n in (head_dim, value_dim))
     k, v = (x.to(dtype) if storage == "plain" else quantize(x, storage, head_axis=2 if paged else 1) for x in (k, v))
     if options.pop("v_in_k", False):
@@ -156,7 +156,7 @@ def decode_call(storage, dtype, head_dim, value_dim, group, options):
             options[name] = torch.ones(options[name], dtype=torch.bool)
     how = dict.fromkeys(("mask", "tree", "scale", "window", "sinks", "max_splits", "split_size")) | options
     table = torch.zeros(2, 4, dtype=torch.int32) if paged else None
-    q = torch.empty(2, group, how.pop("tokens", 1), head_dim, dtype=dtype)
+    q = torch.empty(2, kv_heads * group, how.pop("tokens", 1), head_dim, dtype=dtype)
     if how.pop("partial", False):  # one rank's part of a sequence that is spread
         how |= {"key_range": (torch.zeros(2, q.shape[2], dtype=torch.int32),) * 2, "out_dtype": torch.float32}
     return build_call(q, k, v, table, cur_pos=[5, 6], share_cache=False, **how)
@@ -284,6 +284,7 @@ def test_more_kernels_between_projections_and_attention_compile():
 
 
 PAGED = {"block_size": 16}
+TWO_HEADS = PAGED | {"kv_heads": 2}  # read by one program if they have few rows
 
 
 @pytest.mark.slow
@@ -293,6 +294,8 @@ def test_the_decode_kernels_compile():
     tiles = [
         ("plain", "bfloat16", 64, 64, 64, PAGED), ("plain", "bfloat16", 128, 128, 4, PAGED),
         ("plain", "bfloat16", 128, 128, 32, PAGED), ("plain", "bfloat16", 256, 256, 32, PAGED),
+        ("plain", "bfloat16", 128, 128, 4, TWO_HEADS), ("plain", "float16", 128, 128, 2, TWO_HEADS | {"tokens": 2}),
+        ("plain", "bfloat16", 64, 64, 8, TWO_HEADS),
         ("plain", "bfloat16", 576, 512, 32, PAGED | {"v_in_k": True}),
         ("plain", "float32", 64, 64, 16, PAGED), ("plain", "float32", 128, 128, 16, PAGED),
         ("plain", "float32", 256, 256, 16, PAGED),
@@ -308,8 +311,8 @@ def test_the_decode_kernels_compile():
 
 
 @pytest.mark.parametrize(("storage", "head_dim", "value_dim", "tiles"), [
-    ("plain", 128, 128, (32, 64, 4, 3, 2)), ("plain", 576, 512, (32, 16, 8, 2, 1)),
-    ("fp8", 576, 512, (32, 32, 8, 2, 1)), ("plain", 1024, 1024, (16, 16, 8, 2, 1)),
+    ("plain", 128, 128, (32, 64, 4, 3, 2, 1)), ("plain", 576, 512, (32, 16, 8, 2, 1, 1)),
+    ("fp8", 576, 512, (32, 32, 8, 2, 1, 1)), ("plain", 1024, 1024, (16, 16, 8, 2, 1, 1)),
 ])  # fmt: skip
 def test_decode_tiles_fit_the_shared_memory(storage, head_dim, value_dim, tiles, monkeypatch):
     """The same as on Hopper, except for the widest keys."""

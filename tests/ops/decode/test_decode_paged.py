@@ -47,6 +47,27 @@ def test_every_length_of_block(tokens, block_size, backend):
 
 
 @ON_EACH
+@pytest.mark.parametrize(
+    "how",
+    [{"kv_heads": 4, "group": 1, "tokens": 4, "window": 33}, {"group": 3, "sinks": True, "split_size": 48}],
+    ids=str,
+)
+def test_two_heads_of_few_rows_read_together(how, backend):
+    """Their rows fill one tile; neither sees the keys or values of the other, which may be NaN."""
+    how = {"kv_heads": 2, "group": 4, "dims": (128, 128)} | how
+    problem = problem_for(backend, [70, 33, -1], block_size=16, **how)
+    found = check_backend(problem, backend)
+    for cache in (problem.k, problem.v):
+        broken = cache.clone()
+        broken[:, :, 1] = torch.nan
+        k, v = (broken if x is cache else x for x in (problem.k, problem.v))
+        out = replace(problem, k=k, v=v).run(backend).out
+        heads = problem.q.shape[1] // how["kv_heads"]
+        assert torch.equal(out[:, :heads], found.out[:, :heads])
+        assert out[:2, heads : 2 * heads].isnan().all()
+
+
+@ON_EACH
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("memory", ["own", "layer", "layer inside"])
 def test_pools_may_be_layers_of_larger_ones(memory, storage, backend):

@@ -9,6 +9,7 @@ import triton.language as tl  # noqa: E402
 from attnmesh.ops.decode import triton as host  # noqa: E402
 from attnmesh.ops.decode.triton import count_shares, pick_merge_tile, pick_tiles  # noqa: E402
 from attnmesh.ops.decode.triton_schedule import partition, select, units_before  # noqa: E402
+from attnmesh.testing.decode import random_decode  # noqa: E402
 from helpers.decode import problem_for  # noqa: E402
 
 
@@ -86,5 +87,23 @@ def test_one_long_sequence_has_more_programs_of_the_same_tile(monkeypatch):
     how = {"dims": (128, 128), "kv_heads": 1, "block_size": 16}
     long = problem_for("triton", [5], capacity=2**14, **how).call()
     short, two = problem_for("triton", [5], capacity=2**13, **how), problem_for("triton", [5, 6], capacity=2**14, **how)
-    assert pick_tiles(long)[3:] == (2, 3)
+    assert pick_tiles(long)[3:] == (2, 3, 1)
     assert pick_tiles(short.call()) == pick_tiles(two.call()) == pick_tiles(long)._replace(stages=3, resident=2)
+
+
+def test_a_program_reads_two_heads_whose_rows_fill_one_tile(monkeypatch):
+    monkeypatch.setattr(host, "multiprocessors", lambda device: 2)
+
+    def heads(positions=(5, 6), **how):
+        how = {"dims": (128, 128), "kv_heads": 2, "group": 4, "block_size": 16, "dtype": torch.float16} | how
+        return pick_tiles(random_decode(positions, **how).call()).heads
+
+    two = ({}, {"kv_heads": 4, "group": 1, "tokens": 4}, {"window": 9}, {"group": 2, "share": "cache"},
+           {"split_size": 64, "share": "cache"}, {"split_size": 64, "positions": [5], "capacity": 2**14})  # fmt: skip
+    assert [heads(**how) for how in two] == [2] * len(two)
+    one = (
+        {"group": 5}, {"tokens": 2}, {"kv_heads": 1}, {"kv_heads": 3}, {"dims": (128, 64)}, {"dims": (64, 64)},
+        {"block_size": None}, {"key_range": "bool h"}, {"storage": "int8"}, {"dtype": torch.float32},
+        {"share": "cache"}, {"positions": [5], "capacity": 2**14},
+    )  # fmt: skip
+    assert [heads(**how) for how in one] == [1] * len(one)

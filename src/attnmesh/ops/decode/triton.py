@@ -37,8 +37,13 @@ class DecodeTiles(NamedTuple):
     warps: int
     stages: int
     resident: int
+    heads: int = 1  # kv heads that a program reads
 
 
+_MIN_ROWS = 8  # to which the tensor cores pad
+# Of paged calls with so few rows.
+_TWO_HEADS = DecodeTiles(_MIN_ROWS, 32, 4, 3, 2, heads=2)
+_NARROW_HEADS = DecodeTiles(_MIN_ROWS, 128, 4, 3, 3)
 # Padded head_dim -> tiles. Two tiles in flight for each of two or three programs saturate the memory bandwidth.
 _SIXTEEN_BITS = {
     64: DecodeTiles(64, 64, 4, 3, 3),
@@ -64,7 +69,7 @@ _FLOAT32 = {
 
 
 def pick_tiles(call: DecodeCall) -> DecodeTiles:
-    """The tiles of a call: rows and keys by shapes and dtypes, not by the number or the lengths of the sequences."""
+    """The tiles of a call. With fixed splits, rows and keys do not depend on the number and lengths of sequences."""
     if call.q.dtype == torch.float32:
         table = _FLOAT32
     elif isinstance(call.k, Tensor):
@@ -77,8 +82,8 @@ def pick_tiles(call: DecodeCall) -> DecodeTiles:
         table = _EIGHT_BITS
     width = max(call.q.shape[3], call.value_dim)
     tiles = next(tiles for limit, tiles in table.items() if width <= limit)
-    if table is _SIXTEEN_BITS and 64 < width <= 128 and _is_one_long_sequence(call, tiles):
-        tiles = tiles._replace(stages=2, resident=3)
+    if table is _SIXTEEN_BITS:
+        tiles = _tiles_of_few_rows(call, tiles)
     while _shared_memory(tiles, call) > gpu_of(call.q.device).shared_memory:
         if tiles.stages > 2:
             tiles = tiles._replace(stages=tiles.stages - 1)
@@ -91,6 +96,40 @@ def pick_tiles(call: DecodeCall) -> DecodeTiles:
     return tiles
 
 
+def _tiles_of_few_rows(call: DecodeCall, tiles: DecodeTiles) -> DecodeTiles:
+    """Other tiles, measured to be faster, for paged calls with at most 8 rows per program."""
+    rows = call.group * call.q.shape[2] * (call.q.shape[0] if _is_read_once(call) else 1)
+    width = max(call.q.shape[3], call.value_dim)
+    if not call.paged or rows > _MIN_ROWS or width > 128:
+        return tiles
+    if width <= 64:
+        return _NARROW_HEADS if call.kv_heads > 1 and isinstance(call.k, Tensor) else tiles
+    two = 2 * rows <= _MIN_ROWS and _reads_two_heads(call)
+    # With fixed splits the keys of a tile must not depend on the batch.
+    if _is_one_long_sequence(call, tiles) and not (two and call.splits.size is not None):
+        return tiles._replace(stages=2, resident=3)
+    return _TWO_HEADS if two else tiles
+
+
+def _is_read_once(call: DecodeCall) -> bool:
+    """Whether sequences that share a cache are rows of one tile, which reads it once.
+
+    Not with fixed splits, whose tiles must not depend on the batch, nor with a window: keys between two windows may
+    hold anything.
+    """
+    return call.shared and call.splits.size is None and call.window is None
+
+
+def _reads_two_heads(call: DecodeCall) -> bool:
+    """Whether one program can read two kv heads, adjacent in a pool, so that half as many programs divide the keys.
+
+    Not under a mask: keys that it hides from the rows of one head may hold anything.
+    """
+    plain = isinstance(call.k, Tensor) and isinstance(call.v, Tensor) and not v_in_k(call)
+    square = call.q.shape[3] == call.value_dim == power_of_two(call.value_dim)
+    return plain and square and call.mask is None and call.kv_heads % 2 == 0
+
+
 def _is_one_long_sequence(call: DecodeCall, tiles: DecodeTiles) -> bool:
     """Whether three programs per multiprocessor have 32 tiles each: 5% faster than two with more tiles in flight.
 
@@ -98,8 +137,7 @@ def _is_one_long_sequence(call: DecodeCall, tiles: DecodeTiles) -> bool:
     """
     keys = call.capacity if call.window is None else min(call.capacity, call.window)
     programs = 3 * multiprocessors(call.q.device)
-    one = call.paged and call.q.shape[0] == 1 and call.group * call.q.shape[2] <= 8
-    return one and keys * call.kv_heads >= 32 * tiles.keys * programs
+    return call.q.shape[0] == 1 and keys * call.kv_heads >= 32 * tiles.keys * programs
 
 
 def _shared_memory(tiles: DecodeTiles, call: DecodeCall) -> int:
@@ -110,7 +148,7 @@ def _shared_memory(tiles: DecodeTiles, call: DecodeCall) -> int:
     q_size, size = call.q.element_size(), values_of(call.k).element_size()
     widths = sum(_blocks(call.q.shape[3])), power_of_two(call.value_dim)
     loaded = sum(widths) * (tiles.stages - 1) * size if tiles.stages > 1 else max(widths) * q_size
-    return tiles.rows * (widths[0] + tiles.keys) * q_size + tiles.keys * loaded + _RESERVED
+    return tiles.rows * (widths[0] + tiles.keys) * q_size + tiles.keys * tiles.heads * loaded + _RESERVED
 
 
 def _reads_pairs(call: DecodeCall) -> bool:
@@ -164,22 +202,26 @@ _MAX_MERGED_SPLITS = 512  # of one sequence and head: loaded together, none wait
 
 
 class MergeTile(NamedTuple):
-    """The tile of one program of the merge kernel."""
+    """The tile of one program of the merge kernel, and its warps."""
 
     splits: int
     rows: int
     columns: int
+    warps: int
 
 
 def pick_merge_tile(splits: int, rows: int, value_dim: int, fixed: bool) -> MergeTile:
-    """All splits of a head at once if possible, with as many rows and columns as make 4096 elements per program.
+    """All splits of a head at once if possible, with as many rows and columns as make 1024 elements per warp.
 
-    With a fixed split size the tile must not depend on the number of splits, which would change the order of the sums.
+    Programs of one warp need no barriers and fit beside those of the split kernel, whose end they wait for. Many rows
+    would make too many of them. With a fixed split size the tile must not depend on the number of splits, which would
+    change the order of the sums.
     """
     splits = 16 if fixed else min(max(2, power_of_two(splits)), _MAX_MERGED_SPLITS)
-    cells = 4096 // splits
+    warps = 1 if splits <= 64 and rows <= 16 and value_dim <= 128 else 4
+    cells = 1024 * warps // splits
     columns = min(max(16, power_of_two(value_dim)), cells)
-    return MergeTile(splits, max(1, min(rows, cells // columns)), columns)
+    return MergeTile(splits, max(1, min(rows, cells // columns)), columns, warps)
 
 
 def _blocks(head_dim: int) -> tuple[int, int]:
@@ -261,12 +303,11 @@ class Launch:
         q = call.q if call.q.stride(-1) == 1 else call.q.contiguous()
         key_range = (None, None) if call.key_range is None else tuple(x.contiguous() for x in call.key_range)
         batch, _, tokens, _ = q.shape
-        # Sequences that share a cache are rows of one tile, which reads the cache once. Not with fixed splits, whose
-        # tiles must not depend on the batch, nor with a window: keys between two windows may hold anything.
-        shared = call.shared and call.splits.size is None and call.window is None
-        rows = call.group * tokens * (batch if shared else 1)
-        row_tile = min(max(8, power_of_two(rows)), tiles.rows)
-        heads = call.kv_heads * -(-rows // row_tile)
+        shared = _is_read_once(call)
+        kv_heads, group = call.kv_heads // tiles.heads, call.group * tiles.heads
+        rows = group * tokens * (batch if shared else 1)
+        row_tile = min(max(_MIN_ROWS, power_of_two(rows)), tiles.rows)
+        heads = kv_heads * -(-rows // row_tile)
         owners = 1 if shared else batch
 
         fixed = call.splits.size is not None or call.splits.max_count == 1
@@ -292,9 +333,9 @@ class Launch:
             None if call.sinks is None else call.sinks.contiguous(),
             (state.out, state.out.stride()[:3], state.lse, state.lse.stride()),
             (part_out, part_lse),
-            (batch, call.kv_heads, num_blocks, call.capacity, window, shares, None if fixed else call.splits.max_count),
+            (batch, kv_heads, num_blocks, call.capacity, window, shares, None if fixed else call.splits.max_count),
             {
-                "TOKENS": tokens, "GROUP": call.group, "ROWS": row_tile, "DV": call.value_dim,
+                "TOKENS": tokens, "GROUP": group, "ROWS": row_tile, "DV": call.value_dim,
                 "BLOCK_SIZE": call.block_size if call.paged else 0, "UNIT": unit, "FIXED": fixed, "SHARED": shared,
                 "BATCH": power_of_two(batch), "EARLY": early,
             },
@@ -306,7 +347,7 @@ class Launch:
         part = pick_merge_tile(self.shares // self.owners + 2, self.rows, call.value_dim, self.fixed)
         _kernel("merge")[(self.owners * self.heads, self.rows // part.rows, -(-call.value_dim // part.columns))](
             *self.parts, *self.sources, self.sinks, *self.written, error_record(device), first_sequence, *self.numbers,
-            **self.constants, SPLITS=part.splits, SOME_ROWS=part.rows, COLUMNS=part.columns, num_warps=4,
+            **self.constants, SPLITS=part.splits, SOME_ROWS=part.rows, COLUMNS=part.columns, num_warps=part.warps,
             **({"launch_pdl": True} if self.constants["EARLY"] else {}),
         )  # fmt: skip
 
@@ -334,7 +375,7 @@ def _launch(call: DecodeCall, state: State, tiles: DecodeTiles, first_sequence: 
             BLOCK_DV=max(16, power_of_two(call.value_dim)),
             STORAGE=storage, PAIRED=words,
             V_IN_K=v_in_k(call) and call.value_dim == main,  # narrower keys are padded rather than read
-            COMPILED=not _interpreted(),
+            COMPILED=not _interpreted(), HEADS=tiles.heads,
             ALIGNED=unit % tiles.keys == 0 and (tiles.keys % max(block_size, 1) == 0 or block_size % tiles.keys == 0),
             WIDE=max(_reach(call.k), _reach(call.v)) >= 2**31, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip

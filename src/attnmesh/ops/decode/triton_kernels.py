@@ -1,7 +1,9 @@
 """The two decode kernels: `split_kernel` attends over shares of the keys, `merge_kernel` merges the partial states.
 
 In the split kernel, the query heads of one kv head and their T tokens are the columns of one tile, so that each key is
-read once for all of them. Keys are the rows: the tensor cores then pad the few queries to 8, not to 16.
+read once for all of them. Keys are the rows: the tensor cores then pad the few queries to 8, not to 16. Where two kv
+heads have at most 8 queries together, one program reads both, which are adjacent in a pool (HEADS = 2; GROUP then
+counts the query heads of both): each product has all queries, and those of the other head are dropped.
 
 The merge kernel merges the splits of every head in the order of their keys. It starts while the split kernel runs, and
 meanwhile checks for positions beyond the cache and table entries outside the pool. (The split kernel reads no such
@@ -53,14 +55,14 @@ _NO_SLOT = tl.constexpr(2**31 - 1)  # beyond any slot
 
 
 @triton.jit
-def finish_state(acc, total, peak, sink):
-    """(out, lse in natural log) of a state [values, rows] in base 2 with sinks (-inf: none) merged in."""
+def finish_state(total, peak, sink):
+    """The factor of the sums of values, and the lse in natural log, of a state in base 2 with sinks (-inf: none)."""
     top = tl.maximum(peak, sink)
     shift = tl.where(top == float("-inf"), 0.0, top)
     decay = tl.exp2(peak - shift)
     total = total * decay + tl.exp2(tl.where(sink == float("inf"), 0.0, sink - shift))
     weight = decay / tl.where(total == 0.0, 1.0, total)
-    return acc * weight[None, :], (shift + tl.log2(total)) * _LN_2
+    return weight, (shift + tl.log2(total)) * _LN_2
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -124,7 +126,7 @@ def merge_kernel(
     if EARLY and ((not whole_head) | any_invalid | is_first):
         gdc_wait()
     if (not whole_head) | any_invalid:
-        acc = tl.zeros((COLUMNS, SOME_ROWS), tl.float32)
+        acc = tl.zeros((SOME_ROWS, COLUMNS), tl.float32)
         denominator = tl.zeros((SOME_ROWS,), tl.float32)
         peak = tl.full((SOME_ROWS,), float("-inf"), tl.float32)
         if units > 0:  # sequences without an error share these rows with one that has one
@@ -135,33 +137,34 @@ def merge_kernel(
                 else:
                     # The first split of a share begins within a sequence, the last one at its beginning.
                     slots = 2 * (first + split) + (split == 0)
-                where = (slots * heads + head_tile)[:, None] * ROWS + place[None, :]
-                some = (split < splits)[:, None] & is_row[None, :]
+                # [rows, columns, splits]: the compiler divides the rows among warps, and splits are summed by a thread.
+                where = place[:, None] + (slots * heads + head_tile)[None, :] * ROWS
+                some = is_row[:, None] & (split < splits)[None, :]
                 lses = tl.load(part_lse + where, mask=some, other=float("-inf"))
                 outs = tl.load(
                     part_out + where[:, None, :] * DV + columns[None, :, None],
                     mask=some[:, None, :] & (columns < DV)[None, :, None], other=0.0,
                 )  # fmt: skip
-                top = tl.maximum(peak, tl.max(lses, 0))
+                top = tl.maximum(peak, tl.max(lses, 1))
                 shift = tl.where(top == float("-inf"), 0.0, top)
-                weights = tl.exp2(lses - shift[None, :])
+                weights = tl.exp2(lses - shift[:, None])
                 decay = tl.exp2(peak - shift)
-                denominator = denominator * decay + tl.sum(weights, 0)
-                acc = acc * decay[None, :] + tl.sum(weights[:, None, :] * outs, 0)
+                denominator = denominator * decay + tl.sum(weights, 1)
+                acc = acc * decay[:, None] + tl.sum(weights[:, None, :] * outs, 2)
                 peak = top
         sink = tl.full((SOME_ROWS,), float("-inf"), tl.float32)
         if sinks is not None:
             sink = (
                 tl.load(sinks + row_head, mask=is_row & (row_last >= 0), other=float("-inf")).to(tl.float32) * _LOG2_E
             )
-        result, natural_lse = finish_state(acc, denominator, peak, sink)
-        result = tl.where(invalid[None, :], float("nan"), result)
+        weight, natural_lse = finish_state(denominator, peak, sink)
+        result = tl.where(invalid[:, None], float("nan"), acc * weight[:, None])
         natural_lse = tl.where(invalid, float("nan"), natural_lse)
         # Of a head that the split kernel has written, only invalid rows are overwritten.
         writes = is_row & (invalid | (not whole_head))
         out_rows = row_offsets(out_strides, row_sequence, row_head, row_token)
-        inside = writes[None, :] & (columns < DV)[:, None]
-        tl.store(out + out_rows[None, :] + columns[:, None], result.to(out.dtype.element_ty), mask=inside)
+        inside = writes[:, None] & (columns < DV)[None, :]
+        tl.store(out + out_rows[:, None] + columns[None, :], result.to(out.dtype.element_ty), mask=inside)
         if tl.program_id(2) == 0:
             lse_rows = row_offsets(lse_strides, row_sequence, row_head, row_token)
             tl.store(lse + lse_rows, natural_lse, mask=writes)
@@ -197,7 +200,7 @@ def split_kernel(
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     STORAGE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     FIXED: tl.constexpr, SHARED: tl.constexpr, BATCH: tl.constexpr, V_IN_K: tl.constexpr, PAIRED: tl.constexpr,
-    COMPILED: tl.constexpr, EARLY: tl.constexpr,
+    COMPILED: tl.constexpr, EARLY: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Attends over this program's share of the work list; writes complete heads to out, and splits to the buffers."""
     if EARLY:
@@ -266,6 +269,7 @@ def split_kernel(
         # The carry: `acc / sum(denominator)` is the output so far, `peak + log2(sum(denominator))` its lse in base 2.
         acc = tl.zeros((BLOCK_DV // 2 if PAIRED else BLOCK_DV, ROWS), tl.float32)
         acc_odd = acc
+        acc_second = acc
         denominator = tl.zeros((KEYS, ROWS), tl.float32)  # summed over the keys once, at the end
         peak = tl.full((ROWS,), float("-inf"), tl.float32)
 
@@ -273,8 +277,9 @@ def split_kernel(
         if (BLOCK_SIZE > 0) and (not SHARED):
             table_row += sequence.to(tl.int64) * table_stride
         PER_SEQUENCE: tl.constexpr = (BLOCK_SIZE == 0) and (not SHARED)
-        k_head = head_pointer(k, k_strides, head, sequence, PER_SEQUENCE)
-        v_head = head_pointer(v, v_strides, head, sequence, PER_SEQUENCE)
+        k_head = head_pointer(k, k_strides, head * HEADS, sequence, PER_SEQUENCE)
+        v_head = head_pointer(v, v_strides, head * HEADS, sequence, PER_SEQUENCE)
+        of_second = (rows // TOKENS % GROUP >= GROUP // HEADS)[None, :]
         k_scale_head = k_scales
         v_scale_head = v_scales
         if STORAGE == "fp8_ds_mla":
@@ -312,6 +317,9 @@ def split_kernel(
                 )
             k_main = k_main.to(q_main.dtype)
             scores = tl.dot(k_main, q_main, input_precision="ieee")
+            if HEADS == 2:
+                k_second = load_rows(k_head + k_strides[2], k_offsets, valid, 0, D, MAIN)
+                scores = tl.where(of_second, tl.dot(k_second, q_main), scores)
             if PAIRED:
                 scores = tl.dot(k_odd, q_odd, scores)
             if TAIL > 0:
@@ -378,12 +386,17 @@ def split_kernel(
                     v_tile = v_tile.to(tl.float32) * tl.trans(steps)
                 v_tile = v_tile.to(q_main.dtype)
             acc = tl.dot(v_tile, weights, acc * decay[None, :], input_precision="ieee")
+            if HEADS == 2:
+                v_second = load_transposed(v_head + v_strides[2], v_offsets, used, DV, BLOCK_DV)
+                acc_second = tl.dot(v_second, weights, acc_second * decay[None, :])
             peak = top
             # Read one tile ahead, so that no load waits for its address.
             blocks = load_blocks(table_row, key + KEYS, key_stop, BLOCK_SIZE, ALIGNED, KEYS)
 
         if PAIRED:
             acc = join_pairs(acc, acc_odd, BLOCK_DV // 2, ROWS)
+        if HEADS == 2:
+            acc = tl.where(of_second, acc_second, acc)
         acc *= value_scale
         row_sums = tl.sum(denominator, 0)
         columns = tl.arange(0, BLOCK_DV)
@@ -393,7 +406,8 @@ def split_kernel(
             if sinks is not None:
                 sink = tl.load(sinks + row_head, mask=is_row & (row_last >= 0), other=float("-inf")).to(tl.float32)
                 sink *= _LOG2_E
-            result, natural_lse = finish_state(acc, row_sums, peak, sink)
+            weight, natural_lse = finish_state(row_sums, peak, sink)
+            result = acc * weight[None, :]
             out_rows = row_offsets(out_strides, row_sequence, row_head, row_token)
             tl.store(out + out_rows[None, :] + columns[:, None], result.to(out.dtype.element_ty), mask=writes)
             lse_rows = row_offsets(lse_strides, row_sequence, row_head, row_token)

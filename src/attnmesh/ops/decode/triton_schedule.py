@@ -9,7 +9,7 @@ so that neighboring programs read the same tokens at the same time: in a pool, t
 a share ends within a sequence, its programs write a partial state, a split, for the merge kernel; a sequence within one
 share needs no merge. With a fixed split size every unit is a split, so that no result depends on where shares end.
 
-A "head" here is one tile of rows: as many query heads and tokens of a kv head as fit one tile.
+A "head" here is one tile of rows: as many query heads and tokens of a kv head, or of two, as fit one tile.
 """
 
 # Kernels are Triton's language, not Python's: its names have no Python types.
