@@ -1,27 +1,28 @@
 """The forward pass of sparse attention on Hopper in Gluon: d 576 or 512, values the first 512 columns of the keys.
 
-A program is persistent and processes one work item after another: 64 heads of one query row. Four warp groups share an
-item, 64 keys at a time, double-buffered:
+A program is persistent and processes one work item after another: 64 heads of one query row. Three groups of warps share
+an item, whose keys come in pairs of tiles of 64:
 
-- the gatherer copies the rows of the keys into shared memory, front columns first;
-- the scorer multiplies queries and keys, keeps the running maximum, and writes the weights over the tail of the keys
-  (64 columns that only scores need);
-- two averagers each hold 256 of the 512 output columns in registers, and add weights times keys.
+- the gatherer copies the rows of the keys into shared memory, half of the columns at a time;
+- two attenders score one tile of a pair each, and hold 256 of the 512 output columns in registers, to which they add
+  weights times keys of both tiles: their own weights from registers, those of the other from shared memory, where they
+  are written over the tail of the keys (64 columns that only scores need).
 
-So the softmax of one group runs while the others keep the tensor cores busy, no group holds more than one kind of
-accumulator, and the first keys of the next item arrive while the last of this one are summed.
+So one attender exponentiates while the other keeps the tensor cores busy: the first while the second scores, the second
+while both add the first tile.
 
-Synchronization: a stage is `ready` when the copies of every gathering thread have arrived (each reports its own), its
-weights are ready after the scores of that tile have been computed, and it is `free` when the last products of the
-averagers have read it. The weights, the decay and the bias of a stage live exactly as long as its keys, so they need no
-barrier of their own before they are overwritten; queries and shares live as long as an item, and have one. Barriers are
-waited for by the parity of their phase, counted over all items: stage `step % 2` is used for the `step // 2`-th time;
-waiting for the phase before the first succeeds at once.
+Synchronization: half of a tile is `ready` when the copies of every gathering thread have arrived (each reports its own),
+and `free` when the attender that averages those columns has read it, which is after the scores of the tile. The peak and
+the decay of a tile are ready before its weights. They, the weights and the bias of a tile live as long as its keys, so
+they need no barrier of their own before they are overwritten. Barriers are waited for by the parity of their phase,
+counted over the pairs of all items; waiting for the phase before the first succeeds at once.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+from typing import Any, NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -36,24 +37,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
-from attnmesh.ops.sparse.gluon_common import (
-    D_TAIL,
-    D_V,
-    HEADS,
-    KEYS,
-    LOG2_E,
-    add_sinks,
-    processors,
-    rescale,
-    weigh,
-    write_columns,
-)
+from attnmesh.ops.sparse.gluon_common import D_TAIL, D_V, HEADS, KEYS, LOG2_E, SLACK, add_sinks, processors, write_columns
 
-_LOG2_E = gl.constexpr(LOG2_E)
+_LOG2_E, _SLACK = gl.constexpr(LOG2_E), gl.constexpr(SLACK)
 _HEADS, _KEYS = gl.constexpr(HEADS), gl.constexpr(KEYS)  # two tiles of keys and the queries fill shared memory
-_QUARTER, _TAIL = gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
-_AVERAGER, _GATHERER = gl.constexpr(160), gl.constexpr(64)  # registers per thread; the scorer has the rest of 512
+_HALF, _TAIL = gl.constexpr(D_V // 2), gl.constexpr(D_TAIL)
+_ATTENDER, _GATHERER = gl.constexpr(216), gl.constexpr(72)  # registers per thread
 _GATHERERS = gl.constexpr(128)  # threads, each of which reports its own copies
+_EVERY_WARP = gl.constexpr(gl.BlockedLayout([HEADS // 32], [32], [4], [0]))  # of heads: each warp has all of them
 NOT_SPECIALIZED = ["items", "heads", "k_offset", "scale_log2", "topk"]
 
 
@@ -105,6 +96,59 @@ def forward(
     return (out, lse) if top is None else (out, lse, top)
 
 
+class Memory(NamedTuple):
+    """Shared memory."""
+
+    q: Any  # two halves
+    q_tail: Any
+    k: Any  # two halves of each tile
+    tail: Any  # of each tile, and then its weights [HEADS, KEYS]
+    bias: Any  # of each tile: 0, or -inf where the slot is invalid
+    peak: Any  # of each tile: the running maximum with it
+    decay: Any  # of each tile: the factor of the sums so far
+    sums: Any  # of weights, of the tiles of an attender, for two items
+    largest: Any  # score of the tiles of an attender, for two items
+
+
+class Barriers(NamedTuple):
+    """The barriers of halves of queries and tiles, of peaks, weights and sums."""
+
+    q_ready: Any
+    q_free: Any
+    k_ready: Any
+    k_free: Any
+    peak_ready: Any
+    weights_ready: Any
+    sums_ready: Any
+
+
+class Work(NamedTuple):
+    """The slots of all rows, and how they are divided into items."""
+
+    slots: Any
+    topk: Any
+    heads: Any
+    items: Any
+
+
+class Item(NamedTuple):
+    """64 heads of a row."""
+
+    row: Any
+    head_begin: Any
+    count: Any  # of slots
+    pairs: Any  # of tiles
+
+
+class Results(NamedTuple):
+    """Where results are written, and the sinks, which are part of them."""
+
+    out: Any
+    lse: Any
+    top: Any
+    sinks: Any
+
+
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def _forward_kernel(
     q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, slots, sinks, out, lse, top,
@@ -115,238 +159,330 @@ def _forward_kernel(
     dtype: gl.constexpr = q.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_main = gl.allocate_shared_memory(dtype, [4, _HEADS, _QUARTER], wide)
-    q_tail = gl.allocate_shared_memory(dtype, [_HEADS, _TAIL], wide)
-    k_main = gl.allocate_shared_memory(dtype, [8, _KEYS, _QUARTER], wide)  # four quarters of each tile
-    k_tail = gl.allocate_shared_memory(dtype, [2, _KEYS, _TAIL], wide)  # and then the weights [_HEADS, _KEYS]
-    bias = gl.allocate_shared_memory(gl.float32, [2, _KEYS], flat)  # 0, or -inf where the slot is invalid
-    decay = gl.allocate_shared_memory(gl.float32, [2, _HEADS], flat)  # factor of the sums so far after a new maximum
-    share = gl.allocate_shared_memory(gl.float32, [_HEADS], flat)  # 1 / sum of weights, at the end
-
-    q_ready = allocate_barriers(1)
-    q_free = allocate_barriers(1)
-    front_ready = allocate_barriers(2)
-    back_ready = allocate_barriers(2)
-    decay_ready = allocate_barriers(2)
-    weights_ready = allocate_barriers(2)
-    front_free = allocate_barriers(2)
-    back_free = allocate_barriers(2)
-    share_ready = allocate_barriers(1)
-    share_free = allocate_barriers(1)
-    init_barriers(q_ready, _GATHERERS)
-    init_barriers(q_free, 1)
-    init_barriers(front_ready, _GATHERERS)
-    init_barriers(back_ready, _GATHERERS + 1)  # the copies and, once, the bias
-    init_barriers(decay_ready, 1)
-    init_barriers(weights_ready, 1)
-    init_barriers(front_free, 2)  # each averager reads a quarter of the front,
-    init_barriers(back_free, 2)  # a quarter of the back, and the weights
-    init_barriers(share_ready, 1)
-    init_barriers(share_free, 2)
+    memory = Memory(
+        q=gl.allocate_shared_memory(dtype, [2, _HEADS, _HALF], wide),
+        q_tail=gl.allocate_shared_memory(dtype, [1, _HEADS, _TAIL], wide),
+        k=gl.allocate_shared_memory(dtype, [4, _KEYS, _HALF], wide),
+        tail=gl.allocate_shared_memory(dtype, [2, _KEYS, _TAIL], wide),
+        bias=gl.allocate_shared_memory(gl.float32, [2, _KEYS], flat),
+        peak=gl.allocate_shared_memory(gl.float32, [2, _HEADS], flat),
+        decay=gl.allocate_shared_memory(gl.float32, [2, _HEADS], flat),
+        sums=gl.allocate_shared_memory(gl.float32, [4, _HEADS], flat),
+        largest=gl.allocate_shared_memory(gl.float32, [4, _HEADS], flat),
+    )
+    barriers = Barriers(
+        q_ready=allocate_barriers(2),
+        q_free=allocate_barriers(1),
+        k_ready=allocate_barriers(4),
+        k_free=allocate_barriers(4),
+        peak_ready=allocate_barriers(2),
+        weights_ready=allocate_barriers(2),
+        sums_ready=allocate_barriers(4),
+    )
+    init_barriers(barriers.q_ready, _GATHERERS)
+    init_barriers(barriers.q_free, 2)  # each attender scores a tile of the last pair
+    init_barriers(barriers.k_ready, _GATHERERS + 1)  # the copies and, once, the bias
+    init_barriers(barriers.k_free, 1)
+    init_barriers(barriers.peak_ready, 1)
+    init_barriers(barriers.weights_ready, 1)
+    init_barriers(barriers.sums_ready, 1)
     fence_async_shared()
 
+    work = Work(slots, topk, heads, items)
+    results = Results(out, lse, top, sinks)
     gl.warp_specialize(
         [
-            (_score, (q_main, q_tail, k_main, k_tail, bias, decay, share,
-                      q_ready, q_free, front_ready, back_ready, decay_ready, weights_ready, share_ready, share_free,
-                      slots, items, topk, scale_log2, sinks, lse, top, heads, TAILED)),
-            (_average, (k_main, k_tail, decay, share, decay_ready, weights_ready, share_ready, share_free,
-                        front_free, back_free, slots, items, topk, out, heads, 0, NARROW_OUT)),
-            (_average, (k_main, k_tail, decay, share, decay_ready, weights_ready, share_ready, share_free,
-                        front_free, back_free, slots, items, topk, out, heads, 1, NARROW_OUT)),
-            (_gather, (q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, slots, k_offset,
-                       q_main, q_tail, k_main, k_tail, bias,
-                       q_ready, q_free, front_ready, back_ready, front_free, back_free,
-                       items, topk, heads, TAILED)),
+            (_attend_first, (memory, barriers, work, results, scale_log2, TAILED, NARROW_OUT)),
+            (_attend_second, (memory, barriers, work, results, scale_log2, TAILED, NARROW_OUT)),
+            (_gather, (q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, k_offset, memory, barriers, work, TAILED)),
         ],
-        [4, 4, 4],
-        [_AVERAGER, _AVERAGER, _GATHERER],
+        [4, 4],
+        [_ATTENDER, _GATHERER],
     )  # fmt: skip
 
 
 @gluon.jit
-def _item(item, slots, topk, heads):
-    """The row of a work item, its first head, and the number of slots of the row."""
-    head_tiles = (heads + _HEADS - 1) // _HEADS
-    row = (item // head_tiles).to(gl.int64)
-    slot_count = gl.maximum(gl.minimum(gl.load(slots + row), topk), 0)
-    return row, item % head_tiles * _HEADS, slot_count
+def _item(number, work):
+    """An item by its number."""
+    head_tiles = (work.heads + _HEADS - 1) // _HEADS
+    row = (number // head_tiles).to(gl.int64)
+    count = gl.maximum(gl.minimum(gl.load(work.slots + row), work.topk), 0)
+    return Item(row, number % head_tiles * _HEADS, count, (count + 2 * _KEYS - 1) // (2 * _KEYS))
+
+
+# Of the gatherer.
 
 
 @gluon.jit
 def _gather(
-    q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, slots, k_offset,
-    q_main, q_tail, k_main, k_tail, bias,
-    q_ready, q_free, front_ready, back_ready, front_free, back_free,
-    items, topk, heads, TAILED: gl.constexpr,
+    q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, k_offset, memory, barriers, work, TAILED: gl.constexpr
 ):  # fmt: skip
-    """Copies the queries of each item and, tile by tile, the keys of its slots; 0 where a slot is invalid."""
+    """Copies the queries of each item and, pair by pair, the keys of its slots; 0 where a slot is invalid."""
     # Eight lanes copy 128 bytes of a row: whole cache lines, and columns at constant offsets.
     grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    across: gl.constexpr = gl.SliceLayout(0, grid)
-    down: gl.constexpr = gl.SliceLayout(1, grid)
-    column = gl.arange(0, _QUARTER, layout=across)[None, :]
-    tail = gl.arange(0, _TAIL, layout=across)[None, :]
-    step = 0  # tiles so far, of all items
-    served = 0  # items so far that have any tile
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row, head_begin, slot_count = _item(item, slots, topk, heads)
-        first = gl.load(lo + row)
-        end = gl.load(hi + row)
-        row_indices = indices + row * indices_row
-        slot = gl.arange(0, _KEYS, layout=down)
-        key = gl.load(row_indices + slot, mask=slot < slot_count, other=-2147483648)
-        tiles = (slot_count + _KEYS - 1) // _KEYS
-        for tile in range(tiles):
-            stage = step % 2
-            turn = (step // 2) & 1
-            valid = (key >= first) & (key < end) & (slot < slot_count)
-            k_rows = k + ((key.to(gl.int64) - k_offset) * k_row)[:, None]
-            # Load the next indices early, so that the copies do not wait for them.
+    step = 0  # pairs so far, of all items
+    served = 0  # items so far that have any pair
+    for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
+        item = _item(number, work)
+        first = gl.load(lo + item.row)
+        end = gl.load(hi + item.row)
+        row_indices = indices + item.row * indices_row
+        slot = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, grid))
+        key = gl.load(row_indices + slot, mask=slot < item.count, other=-2147483648)
+        head = item.head_begin + slot
+        is_head = head < work.heads
+        q_rows = q + item.row * q_row + head.to(gl.int64) * q_head
+        mbarrier.wait(barriers.q_free.index(0), (served & 1) ^ 1, pred=item.pairs > 0)
+        for pair in range(item.pairs):
+            turn = step & 1
+            # The first of two tiles; of the last indices that are loaded, the copies of the next wait for none.
+            valid = (key >= first) & (key < end) & (slot < item.count)
+            k_rows = k + (key.to(gl.int64) - k_offset) * k_row
             slot = slot + _KEYS
-            key = gl.load(row_indices + slot, mask=slot < slot_count, other=-2147483648)
-
-            mbarrier.wait(front_free.index(stage), turn ^ 1)
-            for quarter in gl.static_range(2):
-                async_copy.async_copy_global_to_shared(
-                    k_main.index(4 * stage + quarter), k_rows + (column + quarter * _QUARTER), mask=valid[:, None]
-                )
-            async_copy.mbarrier_arrive(front_ready.index(stage), increment_count=False)
-
-            mbarrier.wait(back_free.index(stage), turn ^ 1)
-            for quarter in gl.static_range(2, 4):
-                async_copy.async_copy_global_to_shared(
-                    k_main.index(4 * stage + quarter), k_rows + (column + quarter * _QUARTER), mask=valid[:, None]
-                )
-            if TAILED:
-                async_copy.async_copy_global_to_shared(
-                    k_tail.index(stage), k_rows + (tail + 4 * _QUARTER), mask=valid[:, None]
-                )
-            async_copy.mbarrier_arrive(back_ready.index(stage), increment_count=False)
-            bias.index(stage).store(gl.where(valid, 0.0, float("-inf")))
-            mbarrier.arrive(back_ready.index(stage), count=1)
-            step += 1
-
-            # After the first keys, which may arrive while the scores of the last item still read its queries.
-            if tile == 0:
-                mbarrier.wait(q_free.index(0), (served & 1) ^ 1)
-                head = head_begin + gl.arange(0, _HEADS, layout=down)
-                real = (head < heads)[:, None]
-                q_rows = q + row * q_row + (head.to(gl.int64) * q_head)[:, None]
-                for quarter in gl.static_range(4):
-                    async_copy.async_copy_global_to_shared(
-                        q_main.index(quarter), q_rows + (column + quarter * _QUARTER), mask=real
-                    )
+            key = gl.load(row_indices + slot, mask=slot < item.count, other=-2147483648)
+            if pair == 0:
+                _copy_half(memory.q.index(0), q_rows, 0, is_head, grid)
+                async_copy.mbarrier_arrive(barriers.q_ready.index(0), increment_count=False)
+            mbarrier.wait(barriers.k_free.index(0), turn ^ 1)
+            _copy_half(memory.k.index(0), k_rows, 0, valid, grid)
+            async_copy.mbarrier_arrive(barriers.k_ready.index(0), increment_count=False)
+            mbarrier.arrive(barriers.k_ready.index(0), count=1)
+            if pair == 0:
+                _copy_half(memory.q.index(1), q_rows, 1, is_head, grid)
                 if TAILED:
-                    async_copy.async_copy_global_to_shared(q_tail, q_rows + (tail + 4 * _QUARTER), mask=real)
-                async_copy.mbarrier_arrive(q_ready.index(0), increment_count=False)
-                served += 1
+                    _copy_tail(memory.q_tail.index(0), q_rows, is_head, grid)
+                async_copy.mbarrier_arrive(barriers.q_ready.index(1), increment_count=False)
+            mbarrier.wait(barriers.k_free.index(1), turn ^ 1)
+            _copy_half(memory.k.index(1), k_rows, 1, valid, grid)
+            if TAILED:
+                _copy_tail(memory.tail.index(0), k_rows, valid, grid)
+            async_copy.mbarrier_arrive(barriers.k_ready.index(1), increment_count=False)
+            memory.bias.index(0).store(gl.where(valid, 0.0, float("-inf")))
+            mbarrier.arrive(barriers.k_ready.index(1), count=1)
+
+            valid = (key >= first) & (key < end) & (slot < item.count)
+            k_rows = k + (key.to(gl.int64) - k_offset) * k_row
+            slot = slot + _KEYS
+            key = gl.load(row_indices + slot, mask=slot < item.count, other=-2147483648)
+            mbarrier.wait(barriers.k_free.index(2), turn ^ 1)
+            _copy_half(memory.k.index(2), k_rows, 0, valid, grid)
+            if TAILED:
+                _copy_tail(memory.tail.index(1), k_rows, valid, grid)
+            async_copy.mbarrier_arrive(barriers.k_ready.index(2), increment_count=False)
+            mbarrier.arrive(barriers.k_ready.index(2), count=1)
+            mbarrier.wait(barriers.k_free.index(3), turn ^ 1)
+            _copy_half(memory.k.index(3), k_rows, 1, valid, grid)
+            async_copy.mbarrier_arrive(barriers.k_ready.index(3), increment_count=False)
+            memory.bias.index(1).store(gl.where(valid, 0.0, float("-inf")))
+            mbarrier.arrive(barriers.k_ready.index(3), count=1)
+            step += 1
+        if item.pairs > 0:
+            served += 1
 
 
 @gluon.jit
-def _score(
-    q_main, q_tail, k_main, k_tail, bias, decay, share,
-    q_ready, q_free, front_ready, back_ready, decay_ready, weights_ready, share_ready, share_free,
-    slots, items, topk, scale_log2, sinks, lse, top, heads,
-    TAILED: gl.constexpr,
+def _copy_half(target, rows, PART: gl.constexpr, valid, grid: gl.constexpr):
+    """Half of the columns of some rows."""
+    column = PART * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(0, grid))
+    async_copy.async_copy_global_to_shared(target, rows[:, None] + column[None, :], mask=valid[:, None])
+
+
+@gluon.jit
+def _copy_tail(target, rows, valid, grid: gl.constexpr):
+    """The columns past those of both halves."""
+    column = 2 * _HALF + gl.arange(0, _TAIL, layout=gl.SliceLayout(0, grid))
+    async_copy.async_copy_global_to_shared(target, rows[:, None] + column[None, :], mask=valid[:, None])
+
+
+# Of the attenders.
+
+
+@gluon.jit
+def _attend_first(
+    memory, barriers, work, results, scale_log2, TAILED: gl.constexpr, NARROW_OUT: gl.constexpr
 ):  # fmt: skip
-    """Scores, running maximum, weights and their sum; at the end the log-sum-exp, with the sink of each head."""
+    """Scores the first tile of each pair, and averages the first half of the columns."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
-    across: gl.constexpr = gl.SliceLayout(0, grid)
-    held: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
-    step = 0  # tiles so far, of all items
-    served = 0  # items so far that have any tile
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+    step = 0  # pairs so far, of all items
+    served = 0  # items so far that have any pair
     done = 0  # items so far
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row, head_begin, slot_count = _item(item, slots, topk, heads)
-        tiles = (slot_count + _KEYS - 1) // _KEYS
+    for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
+        item = _item(number, work)
         peak = gl.full([_HEADS], float("-inf"), gl.float32, down)
-        largest = peak  # which lags behind it (see `weigh`)
+        largest = peak  # which lags behind it (see `_weigh`)
         total = gl.full([_HEADS], 0.0, gl.float32, down)
-        mbarrier.wait(q_ready.index(0), served & 1, pred=tiles > 0)
-        # As many of the queries as fit in registers: shared memory bandwidth limits the products.
-        q_first = q_main.index(0).load(held)
-        for _tile in range(tiles):
-            stage = step % 2
-            turn = (step // 2) & 1
+        out = gl.zeros([_HEADS, _HALF], gl.float32, wide)
+        for pair in range(item.pairs):
+            turn = step & 1
+            zero = step >> 30  # not known to the compiler: it must not keep the addresses of all operands in registers
             step += 1
-            scores = gl.zeros([_HEADS, _KEYS], gl.float32, grid)
-            mbarrier.wait(front_ready.index(stage), turn)
-            fence_async_shared()  # copies and tensor cores access shared memory through different proxies
-            keys = k_main.index(4 * stage).permute([1, 0])
-            scores = warpgroup_mma(q_first, keys, scores, use_acc=False, is_async=True)
-            keys = k_main.index(4 * stage + 1).permute([1, 0])
-            scores = warpgroup_mma(q_main.index(1), keys, scores, is_async=True)
-            mbarrier.wait(back_ready.index(stage), turn)
-            fence_async_shared()
-            for quarter in gl.static_range(2, 4):
-                keys = k_main.index(4 * stage + quarter).permute([1, 0])
-                scores = warpgroup_mma(q_main.index(quarter), keys, scores, is_async=True)
-            if TAILED:
-                scores = warpgroup_mma(q_tail, k_tail.index(stage).permute([1, 0]), scores, is_async=True)
-            tile_bias = bias.index(stage).load(across)
+            scores = _score(memory, barriers, 0, turn, served & 1, zero, TAILED)
             scores = warpgroup_mma_wait(0, [scores])
+            mbarrier.arrive(barriers.q_free.index(0), count=1, pred=pair + 1 == item.pairs)
+            weights, peak, decay, total, largest = _weigh(
+                scores, memory, barriers, 0, peak, total, largest, scale_log2, results.top is not None
+            )
+            out = _rescale(out, memory, 0, decay)
+            out = warpgroup_mma(weights, memory.k.index(0 + zero), out, is_async=True)
 
-            scores = scores * scale_log2 + tile_bias[None, :]
-            highest = gl.max(scores, 1)
-            if top is not None:
-                largest = gl.maximum(largest, highest)
-            peak, total = weigh(
-                scores, highest, peak, total, stage, decay, k_tail, decay_ready, weights_ready
-            )  # fmt: skip
+            mbarrier.wait(barriers.peak_ready.index(1), turn)
+            peak = memory.peak.index(1).load(down)
+            decay = memory.decay.index(1).load(down)
+            total = total * decay
+            out = warpgroup_mma_wait(0, [out])
+            mbarrier.arrive(barriers.k_free.index(0), count=1)
+            out = _rescale(out, memory, 1, decay)
+            mbarrier.wait(barriers.weights_ready.index(1), turn)
+            out = warpgroup_mma(memory.tail.index(1 + zero), memory.k.index(2 + zero), out, is_async=True)
+            out = warpgroup_mma_wait(0, [out])
+            mbarrier.arrive(barriers.k_free.index(2), count=1)
 
-        if tiles > 0:
-            mbarrier.arrive(q_free.index(0), count=1)
+        if item.pairs > 0:
             served += 1
-        head = head_begin + gl.arange(0, _HEADS, layout=down)
-        kept = 1.0
-        if sinks is not None:
-            peak, total, kept = add_sinks(sinks, head, head < heads, peak, total)
-        # A row without a valid slot has total 0 and peak -inf: out 0 * 1, lse -inf + -inf.
-        mbarrier.wait(share_free.index(0), (done & 1) ^ 1)
-        share.store(kept / gl.where(total == 0.0, 1.0, total))
-        mbarrier.arrive(share_ready.index(0), count=1)
-        gl.store(lse + row * heads + head, (peak + gl.log2(total)) / _LOG2_E, mask=head < heads)
-        if top is not None:
-            gl.store(top + row * heads + head, largest / _LOG2_E, mask=head < heads)
+        _finish(out, peak, total, largest, memory, barriers, results, item, work.heads, done, 0, NARROW_OUT)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
 @gluon.jit
-def _average(
-    k_main, weights, decay, share, decay_ready, weights_ready, share_ready, share_free,
-    front_free, back_free, slots, items, topk, out, heads,
-    PART: gl.constexpr, NARROW_OUT: gl.constexpr,
+def _attend_second(
+    memory, barriers, work, results, scale_log2, TAILED: gl.constexpr, NARROW_OUT: gl.constexpr
 ):  # fmt: skip
-    """Adds weights times keys to two quarters of the output columns, one of the front and one of the back."""
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _QUARTER, 16])
+    """Scores the second tile of each pair, and averages the second half of the columns."""
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
-    step = 0  # tiles so far, of all items
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+    step = 0  # pairs so far, of all items
+    served = 0  # items so far that have any pair
     done = 0  # items so far
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row, head_begin, slot_count = _item(item, slots, topk, heads)
-        tiles = (slot_count + _KEYS - 1) // _KEYS
-        front = gl.zeros([_HEADS, _QUARTER], gl.float32, grid)
-        back = gl.zeros([_HEADS, _QUARTER], gl.float32, grid)
-        for _tile in range(tiles):
-            stage = step % 2
-            turn = (step // 2) & 1
+    for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
+        item = _item(number, work)
+        peak = gl.full([_HEADS], float("-inf"), gl.float32, down)
+        largest = peak  # which lags behind it (see `_weigh`)
+        total = gl.full([_HEADS], 0.0, gl.float32, down)
+        out = gl.zeros([_HEADS, _HALF], gl.float32, wide)
+        for pair in range(item.pairs):
+            turn = step & 1
+            zero = step >> 30  # not known to the compiler: it must not keep the addresses of all operands in registers
             step += 1
-            front, back = rescale(front, back, stage, turn, decay, decay_ready, down)
-            mbarrier.wait(weights_ready.index(stage), turn)
-            front = warpgroup_mma(weights.index(stage), k_main.index(4 * stage + PART), front, is_async=True)
-            back = warpgroup_mma(weights.index(stage), k_main.index(4 * stage + 2 + PART), back, is_async=True)
-            # Release the front while the back is still read, so that its next keys arrive earlier.
-            front = warpgroup_mma_wait(1, [front])
-            mbarrier.arrive(front_free.index(stage), count=1)
-            back = warpgroup_mma_wait(0, [back])
-            mbarrier.arrive(back_free.index(stage), count=1)
+            scores = _score(memory, barriers, 1, turn, served & 1, zero, TAILED)
+            mbarrier.wait(barriers.peak_ready.index(0), turn)
+            peak = memory.peak.index(0).load(down)
+            decay = memory.decay.index(0).load(down)
+            total = total * decay
+            # No product may be under way where the sums are rescaled: the compiler would make all of them wait.
+            scores = warpgroup_mma_wait(0, [scores])
+            out = _rescale(out, memory, 0, decay)
+            mbarrier.wait(barriers.weights_ready.index(0), turn)
+            # The first tile is added while the scores of the second are exponentiated.
+            out = warpgroup_mma(memory.tail.index(0 + zero), memory.k.index(1 + zero), out, is_async=True)
+            mbarrier.arrive(barriers.q_free.index(0), count=1, pred=pair + 1 == item.pairs)
+            weights, peak, decay, total, largest = _weigh(
+                scores, memory, barriers, 1, peak, total, largest, scale_log2, results.top is not None
+            )
+            out = warpgroup_mma_wait(0, [out])
+            mbarrier.arrive(barriers.k_free.index(1), count=1)
+            out = _rescale(out, memory, 1, decay)
+            out = warpgroup_mma(weights, memory.k.index(3 + zero), out, is_async=True)
+            out = warpgroup_mma_wait(0, [out])
+            mbarrier.arrive(barriers.k_free.index(3), count=1)
 
-        mbarrier.wait(share_ready.index(0), done & 1)
-        scale = share.load(down)[:, None]
-        mbarrier.arrive(share_free.index(0), count=1)
+        if item.pairs > 0:
+            served += 1
+        _finish(out, peak, total, largest, memory, barriers, results, item, work.heads, done, 1, NARROW_OUT)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
-        out_row = out + row * heads * (4 * _QUARTER)
-        write_columns(out_row, front * scale, PART * _QUARTER, head_begin, heads, NARROW_OUT, grid)
-        write_columns(out_row, back * scale, (2 + PART) * _QUARTER, head_begin, heads, NARROW_OUT, grid)
+
+
+@gluon.jit
+def _score(memory, barriers, TILE: gl.constexpr, turn, q_turn, zero, TAILED: gl.constexpr):
+    """Starts the scores of a tile. The tail comes with the half that is free last."""
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
+    scores = gl.zeros([_HEADS, _KEYS], gl.float32, grid)
+    tail = memory.tail.index(TILE + zero).permute([1, 0])
+    mbarrier.wait(barriers.q_ready.index(0), q_turn)
+    mbarrier.wait(barriers.k_ready.index(2 * TILE), turn)
+    fence_async_shared()  # copies and tensor cores access shared memory through different proxies
+    keys = memory.k.index(2 * TILE + zero).permute([1, 0])
+    scores = warpgroup_mma(memory.q.index(0 + zero), keys, scores, use_acc=False, is_async=True)
+    mbarrier.wait(barriers.q_ready.index(1), q_turn)
+    mbarrier.wait(barriers.k_ready.index(2 * TILE + 1), turn)
+    fence_async_shared()
+    keys = memory.k.index(2 * TILE + 1 + zero).permute([1, 0])
+    scores = warpgroup_mma(memory.q.index(1 + zero), keys, scores, is_async=True)
+    if TAILED:
+        scores = warpgroup_mma(memory.q_tail.index(zero), tail, scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _weigh(scores, memory, barriers, TILE: gl.constexpr, peak, total, largest, scale_log2, LARGEST: gl.constexpr):
+    """Writes the weights of a tile, its peak and decay; returns them, the new sum and the largest score.
+
+    The peak, in base 2, lags behind the scores by up to SLACK: sums are rarely rescaled.
+    """
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+    bias = memory.bias.index(TILE).load(gl.SliceLayout(0, grid))
+    scores = scores * scale_log2 + bias[None, :]
+    highest = gl.max(scores, 1)
+    if LARGEST:
+        largest = gl.maximum(largest, highest)
+    new_peak = gl.where(highest > peak + _SLACK, highest, peak)
+    # No valid key yet, or scores of -inf: subtract 0, because -inf - -inf is NaN.
+    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    decay = gl.exp2(peak - shift)
+    memory.peak.index(TILE).store(new_peak)
+    memory.decay.index(TILE).store(decay)
+    # Arriving also synchronizes the warps of this group: none writes weights over the tail of the keys while another
+    # still multiplies with it.
+    mbarrier.arrive(barriers.peak_ready.index(TILE), count=1)
+    weights = gl.exp2(scores - shift[:, None])
+    narrow = weights.to(memory.tail.dtype)
+    memory.tail.index(TILE).store(narrow)
+    fence_async_shared()
+    mbarrier.arrive(barriers.weights_ready.index(TILE), count=1)
+    held = gl.convert_layout(narrow, gl.DotOperandLayout(0, wide, 2))
+    return held, new_peak, decay, total * decay + gl.sum(weights, 1), largest
+
+
+@gluon.jit
+def _rescale(out, memory, TILE: gl.constexpr, decay):
+    """Half of the output columns, with the decay of a tile."""
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+    # Rarely taken; otherwise 128 multiplications per thread would precede the matrix products of every tile.
+    if gl.min(memory.decay.index(TILE).load(_EVERY_WARP), 0) < 1.0:
+        out = out * gl.convert_layout(decay, gl.SliceLayout(1, wide))[:, None]
+    return out
+
+
+@gluon.jit
+def _finish(
+    out, peak, total, largest, memory, barriers, results, item, heads, done, PART: gl.constexpr, NARROW: gl.constexpr
+):  # fmt: skip
+    """Adds the sums of both attenders and the sinks, and writes half of the columns, and the log-sum-exp."""
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+    down: gl.constexpr = gl.SliceLayout(1, grid)
+    # Alternating between two places: an attender is at most one item ahead of the other.
+    place = 2 * (done % 2)
+    memory.sums.index(place + PART).store(total)
+    if results.top is not None:
+        memory.largest.index(place + PART).store(largest)
+    mbarrier.arrive(barriers.sums_ready.index(place + PART), count=1)
+    mbarrier.wait(barriers.sums_ready.index(place + 1 - PART), (done // 2) & 1)
+    total = total + memory.sums.index(place + 1 - PART).load(down)
+    head = item.head_begin + gl.arange(0, _HEADS, layout=down)
+    is_head = head < heads
+    kept = 1.0
+    if results.sinks is not None:
+        peak, total, kept = add_sinks(results.sinks, head, is_head, peak, total)
+    # A row without a valid slot has total 0 and peak -inf: out 0 * 1, lse -inf + -inf.
+    share = gl.convert_layout(kept / gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, wide))
+    if PART == 1:
+        gl.store(results.lse + item.row * heads + head, (peak + gl.log2(total)) / _LOG2_E, mask=is_head)
+        if results.top is not None:
+            largest = gl.maximum(largest, memory.largest.index(place).load(down))
+            gl.store(results.top + item.row * heads + head, largest / _LOG2_E, mask=is_head)
+    out_row = results.out + item.row * heads * (2 * _HALF)
+    write_columns(out_row, out * share[:, None], PART * _HALF, item.head_begin, heads, NARROW, wide)
