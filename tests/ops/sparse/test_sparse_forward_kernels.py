@@ -286,34 +286,30 @@ def test_the_hopper_kernel_under_hostile_schedules(heads, topk, d, out_dtype, se
 
 
 PLANTED = {
-    "the first attender does not wait for the other's weights": (
-        "mbarrier.wait(barriers.weights_ready.index(1), turn)", "pass",
-    ),
-    "the second attender does not wait for the other's weights": (
-        "mbarrier.wait(barriers.weights_ready.index(0), turn)", "pass",
-    ),
-    "the second attender does not wait for the other's peak": (
-        "mbarrier.wait(barriers.peak_ready.index(0), turn)", "pass",
-    ),
-    "the scores do not wait for the second half": (
-        "mbarrier.wait(barriers.k_ready.index(2 * TILE + 1), turn)", "pass",
-    ),
-    "the gatherer waits for a turn too many": ("k_free.index(0), turn ^ 1)", "k_free.index(0), turn)"),
-    "the gatherer does not wait for the first attender": ("mbarrier.wait(barriers.k_free.index(2), turn ^ 1)", "pass"),
-    "the gatherer does not wait for the second attender": ("mbarrier.wait(barriers.k_free.index(1), turn ^ 1)", "pass"),
+    "the first attender does not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(1), turn)", "pass"),
+    "the second attender does not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(0), turn)", "pass"),
+    "the second attender does not wait for peaks": ("mbarrier.wait(barriers.peak_ready.index(0), turn)", "pass"),
+    "scores do not wait for the back": ("mbarrier.wait(barriers.back_ready.index(TILE), step & 1)", "pass"),
+    "the gatherer waits for a turn too many": ("free = (step & 1) ^ 1", "free = step & 1"),
+    "the gatherer does not wait for the first": ("mbarrier.wait(barriers.front_free.index(tile), free)", "pass"),
+    "the gatherer does not wait for the second": ("mbarrier.wait(barriers.back_free.index(tile), free)", "pass"),
     "a half is free too early": (
-        "out = warpgroup_mma_wait(0, [out])\n            mbarrier.arrive(barriers.k_free.index(1), count=1)",
-        "mbarrier.arrive(barriers.k_free.index(1), count=1)\n            out = warpgroup_mma_wait(0, [out])",
+        "out = warpgroup_mma_wait(0, [out])\n            mbarrier.arrive(barriers.back_free.index(0), count=1)",
+        "mbarrier.arrive(barriers.back_free.index(0), count=1)\n            out = warpgroup_mma_wait(0, [out])",
     ),
+    "a half is free while the next scores begin": (
+        "out = warpgroup_mma_wait(1, [out])\n            mbarrier.arrive(barriers.front_free.index(1), count=1)",
+        "mbarrier.arrive(barriers.front_free.index(1), count=1)\n            out = warpgroup_mma_wait(1, [out])",
+    ),
+    "nobody gives a half back": ("mbarrier.arrive(barriers.back_free.index(1), count=1)", "pass"),
     "the copies are not fenced": ("fence_async_shared()  # copies", "pass  # copies"),
     "the weights are not fenced": ("store(narrow)\n    fence_async_shared()", "store(narrow)"),
-    "nobody gives a half back": ("mbarrier.arrive(barriers.k_free.index(3), count=1)", "pass"),
-    "the queries are overwritten too soon": ("mbarrier.wait(barriers.q_free.index(0), (served & 1) ^ 1", "(lambda *_, pred: 0)(0, 0"),
+    "the queries are overwritten too soon": ("mbarrier.wait(barriers.q_free.index(0), (done & 1) ^ 1)", "pass"),
     "the sums of two items have one place": ("place = 2 * (done % 2)", "place = 0"),
-    "the sums do not wait for the other attender": ("mbarrier.wait(barriers.sums_ready.index(place + 1 - PART)", "(lambda *_: 0)(0"),
-    "the sums do not decay with the other's tile": (
-        "memory.decay.index(1).load(down)\n            total = total * decay", "memory.decay.index(1).load(down)",
+    "the sums do not wait for the other attender": (
+        "mbarrier.wait(barriers.sums_ready.index(place + 1 - PART), (done // 2) & 1)", "pass",
     ),
+    "the sums do not decay with the other tile": ("return out, peak, total * decay,", "return out, peak, total,"),
     "the sums do not decay before sinks": ("total = total * kept +", "total = total +"),
 }  # fmt: skip
 

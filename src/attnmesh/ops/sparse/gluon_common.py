@@ -1,7 +1,7 @@
 """What the Gluon kernels of sparse attention and sparse decode share: sizes, and the steps of their groups of warps.
 
 An item is 64 heads of a row of queries and its slots, 64 keys at a time. The columns of keys that are values, 512, are
-four quarters. See `gluon_forward` for the groups of warps.
+four quarters. See `gluon_forward` and `gluon_decode` for the groups of warps.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -23,11 +23,13 @@ SLACK = 8.0  # weights may grow to 2**SLACK before the sums are rescaled
 _SLACK = gl.constexpr(SLACK)
 
 # Of a quarter or half of the columns: a lane has eight in a row.
-_LINES = [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+_LINES = (
+    [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
+    [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+    [[16, 0], [32, 0]],
+)
 _QUARTER_LINES = gl.constexpr(gl.DistributedLinearLayout(*_LINES, [], [HEADS, D_V // 4]))
-_HALF_LINES = gl.constexpr(
-    gl.DistributedLinearLayout([*_LINES[0], [0, 128]], *_LINES[1:], [], [HEADS, D_V // 2])
-)  # fmt: skip
+_HALF_LINES = gl.constexpr(gl.DistributedLinearLayout([*_LINES[0], [0, 128]], *_LINES[1:], [], [HEADS, D_V // 2]))
 
 
 def processors(q: Tensor) -> int:

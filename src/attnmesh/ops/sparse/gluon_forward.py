@@ -1,21 +1,22 @@
 """The forward pass of sparse attention on Hopper in Gluon: d 576 or 512, values the first 512 columns of the keys.
 
-A program is persistent and processes one work item after another: 64 heads of one query row. Three groups of warps share
-an item, whose keys come in pairs of tiles of 64:
+A program is persistent and processes one work item after another: 64 heads of one query row. Three groups of warps
+share an item, whose keys come in pairs of tiles of 64:
 
-- the gatherer copies the rows of the keys into shared memory, half of the columns at a time;
+- the gatherer copies the rows of the keys into shared memory, half of the columns (front or back) at a time;
 - two attenders score one tile of a pair each, and hold 256 of the 512 output columns in registers, to which they add
   weights times keys of both tiles: their own weights from registers, those of the other from shared memory, where they
   are written over the tail of the keys (64 columns that only scores need).
 
-So one attender exponentiates while the other keeps the tensor cores busy: the first while the second scores, the second
-while both add the first tile.
+So one attender exponentiates while the other keeps the tensor cores busy: the first while the second scores, the
+second while both add the first tile. The scores of the next pair, or of the next item, begin behind the last average
+of the first attender.
 
-Synchronization: half of a tile is `ready` when the copies of every gathering thread have arrived (each reports its own),
-and `free` when the attender that averages those columns has read it, which is after the scores of the tile. The peak and
-the decay of a tile are ready before its weights. They, the weights and the bias of a tile live as long as its keys, so
-they need no barrier of their own before they are overwritten. Barriers are waited for by the parity of their phase,
-counted over the pairs of all items; waiting for the phase before the first succeeds at once.
+Synchronization: half of a tile is `ready` when the copies of every gathering thread have arrived (each reports its
+own), and `free` when the attender that averages those columns has read it, which is after the scores of the tile. The
+peak and the decay of a tile are ready before its weights. They, the weights and the bias of a tile live as long as its
+keys, so they need no barrier of their own before they are overwritten. Barriers are waited for by the parity of their
+phase, counted over the pairs of all items; waiting for the phase before the first succeeds at once.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -37,7 +38,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
-from attnmesh.ops.sparse.gluon_common import D_TAIL, D_V, HEADS, KEYS, LOG2_E, SLACK, add_sinks, processors, write_columns
+from attnmesh.ops.sparse.gluon_common import (
+    D_TAIL,
+    D_V,
+    HEADS,
+    KEYS,
+    LOG2_E,
+    SLACK,
+    add_sinks,
+    processors,
+    write_columns,
+)
 
 _LOG2_E, _SLACK = gl.constexpr(LOG2_E), gl.constexpr(SLACK)
 _HEADS, _KEYS = gl.constexpr(HEADS), gl.constexpr(KEYS)  # two tiles of keys and the queries fill shared memory
@@ -111,12 +122,15 @@ class Memory(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """The barriers of halves of queries and tiles, of peaks, weights and sums."""
+    """The barriers of halves of queries and tiles, of scores, peaks, weights and sums."""
 
     q_ready: Any
     q_free: Any
-    k_ready: Any
-    k_free: Any
+    front_ready: Any
+    back_ready: Any
+    front_free: Any
+    back_free: Any
+    scored: Any  # the scores of the first tile are under way
     peak_ready: Any
     weights_ready: Any
     sums_ready: Any
@@ -173,16 +187,22 @@ def _forward_kernel(
     barriers = Barriers(
         q_ready=allocate_barriers(2),
         q_free=allocate_barriers(1),
-        k_ready=allocate_barriers(4),
-        k_free=allocate_barriers(4),
+        front_ready=allocate_barriers(2),
+        back_ready=allocate_barriers(2),
+        front_free=allocate_barriers(2),
+        back_free=allocate_barriers(2),
+        scored=allocate_barriers(1),
         peak_ready=allocate_barriers(2),
         weights_ready=allocate_barriers(2),
         sums_ready=allocate_barriers(4),
     )
     init_barriers(barriers.q_ready, _GATHERERS)
     init_barriers(barriers.q_free, 2)  # each attender scores a tile of the last pair
-    init_barriers(barriers.k_ready, _GATHERERS + 1)  # the copies and, once, the bias
-    init_barriers(barriers.k_free, 1)
+    init_barriers(barriers.front_ready, _GATHERERS)
+    init_barriers(barriers.back_ready, _GATHERERS + 1)  # the copies and, once, the bias
+    init_barriers(barriers.front_free, 1)  # by the first attender
+    init_barriers(barriers.back_free, 1)  # by the second
+    init_barriers(barriers.scored, 1)
     init_barriers(barriers.peak_ready, 1)
     init_barriers(barriers.weights_ready, 1)
     init_barriers(barriers.sums_ready, 1)
@@ -194,7 +214,8 @@ def _forward_kernel(
         [
             (_attend_first, (memory, barriers, work, results, scale_log2, TAILED, NARROW_OUT)),
             (_attend_second, (memory, barriers, work, results, scale_log2, TAILED, NARROW_OUT)),
-            (_gather, (q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, k_offset, memory, barriers, work, TAILED)),
+            (_gather, (q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, k_offset,
+                       memory, barriers, work, TAILED)),
         ],
         [4, 4],
         [_ATTENDER, _GATHERER],
@@ -202,12 +223,18 @@ def _forward_kernel(
 
 
 @gluon.jit
-def _item(number, work):
-    """An item by its number."""
+def _count(number, work):
+    """The number of slots of the row of an item."""
+    row = gl.minimum(number, work.items - 1) // ((work.heads + _HEADS - 1) // _HEADS)
+    return gl.maximum(gl.minimum(gl.load(work.slots + row), work.topk), 0)
+
+
+@gluon.jit
+def _item(number, count, work):
+    """An item by its number, with at least one pair of tiles."""
     head_tiles = (work.heads + _HEADS - 1) // _HEADS
-    row = (number // head_tiles).to(gl.int64)
-    count = gl.maximum(gl.minimum(gl.load(work.slots + row), work.topk), 0)
-    return Item(row, number % head_tiles * _HEADS, count, (count + 2 * _KEYS - 1) // (2 * _KEYS))
+    pairs = gl.maximum((count + 2 * _KEYS - 1) // (2 * _KEYS), 1)
+    return Item((number // head_tiles).to(gl.int64), number % head_tiles * _HEADS, count, pairs)
 
 
 # Of the gatherer.
@@ -221,9 +248,9 @@ def _gather(
     # Eight lanes copy 128 bytes of a row: whole cache lines, and columns at constant offsets.
     grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     step = 0  # pairs so far, of all items
-    served = 0  # items so far that have any pair
+    done = 0  # items so far
     for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
-        item = _item(number, work)
+        item = _item(number, _count(number, work), work)
         first = gl.load(lo + item.row)
         end = gl.load(hi + item.row)
         row_indices = indices + item.row * indices_row
@@ -232,52 +259,39 @@ def _gather(
         head = item.head_begin + slot
         is_head = head < work.heads
         q_rows = q + item.row * q_row + head.to(gl.int64) * q_head
-        mbarrier.wait(barriers.q_free.index(0), (served & 1) ^ 1, pred=item.pairs > 0)
+        mbarrier.wait(barriers.q_free.index(0), (done & 1) ^ 1)
         for pair in range(item.pairs):
-            turn = step & 1
-            # The first of two tiles; of the last indices that are loaded, the copies of the next wait for none.
-            valid = (key >= first) & (key < end) & (slot < item.count)
-            k_rows = k + (key.to(gl.int64) - k_offset) * k_row
-            slot = slot + _KEYS
-            key = gl.load(row_indices + slot, mask=slot < item.count, other=-2147483648)
-            if pair == 0:
-                _copy_half(memory.q.index(0), q_rows, 0, is_head, grid)
-                async_copy.mbarrier_arrive(barriers.q_ready.index(0), increment_count=False)
-            mbarrier.wait(barriers.k_free.index(0), turn ^ 1)
-            _copy_half(memory.k.index(0), k_rows, 0, valid, grid)
-            async_copy.mbarrier_arrive(barriers.k_ready.index(0), increment_count=False)
-            mbarrier.arrive(barriers.k_ready.index(0), count=1)
-            if pair == 0:
-                _copy_half(memory.q.index(1), q_rows, 1, is_head, grid)
-                if TAILED:
-                    _copy_tail(memory.q_tail.index(0), q_rows, is_head, grid)
-                async_copy.mbarrier_arrive(barriers.q_ready.index(1), increment_count=False)
-            mbarrier.wait(barriers.k_free.index(1), turn ^ 1)
-            _copy_half(memory.k.index(1), k_rows, 1, valid, grid)
-            if TAILED:
-                _copy_tail(memory.tail.index(0), k_rows, valid, grid)
-            async_copy.mbarrier_arrive(barriers.k_ready.index(1), increment_count=False)
-            memory.bias.index(0).store(gl.where(valid, 0.0, float("-inf")))
-            mbarrier.arrive(barriers.k_ready.index(1), count=1)
+            free = (step & 1) ^ 1
+            for tile in gl.static_range(2):
+                valid = (key >= first) & (key < end) & (slot < item.count)
+                rows = k + (key.to(gl.int64) - k_offset) * k_row
+                # Load the next indices early, so that the copies do not wait for them.
+                slot = slot + _KEYS
+                key = gl.load(row_indices + slot, mask=slot < item.count, other=-2147483648)
 
-            valid = (key >= first) & (key < end) & (slot < item.count)
-            k_rows = k + (key.to(gl.int64) - k_offset) * k_row
-            slot = slot + _KEYS
-            key = gl.load(row_indices + slot, mask=slot < item.count, other=-2147483648)
-            mbarrier.wait(barriers.k_free.index(2), turn ^ 1)
-            _copy_half(memory.k.index(2), k_rows, 0, valid, grid)
-            if TAILED:
-                _copy_tail(memory.tail.index(1), k_rows, valid, grid)
-            async_copy.mbarrier_arrive(barriers.k_ready.index(2), increment_count=False)
-            mbarrier.arrive(barriers.k_ready.index(2), count=1)
-            mbarrier.wait(barriers.k_free.index(3), turn ^ 1)
-            _copy_half(memory.k.index(3), k_rows, 1, valid, grid)
-            async_copy.mbarrier_arrive(barriers.k_ready.index(3), increment_count=False)
-            memory.bias.index(1).store(gl.where(valid, 0.0, float("-inf")))
-            mbarrier.arrive(barriers.k_ready.index(3), count=1)
+                if tile == 0 and pair == 0:
+                    _copy_half(memory.q.index(0), q_rows, 0, is_head, grid)
+                    async_copy.mbarrier_arrive(barriers.q_ready.index(0), increment_count=False)
+                mbarrier.wait(barriers.front_free.index(tile), free)
+                _copy_half(memory.k.index(2 * tile), rows, 0, valid, grid)
+                if TAILED and tile == 1:  # whose weights, in the place of its tail, the first attender reads
+                    _copy_tail(memory.tail.index(1), rows, valid, grid)
+                async_copy.mbarrier_arrive(barriers.front_ready.index(tile), increment_count=False)
+
+                if tile == 0 and pair == 0:
+                    _copy_half(memory.q.index(1), q_rows, 1, is_head, grid)
+                    if TAILED:
+                        _copy_tail(memory.q_tail.index(0), q_rows, is_head, grid)
+                    async_copy.mbarrier_arrive(barriers.q_ready.index(1), increment_count=False)
+                mbarrier.wait(barriers.back_free.index(tile), free)
+                _copy_half(memory.k.index(2 * tile + 1), rows, 1, valid, grid)
+                if TAILED and tile == 0:
+                    _copy_tail(memory.tail.index(0), rows, valid, grid)
+                async_copy.mbarrier_arrive(barriers.back_ready.index(tile), increment_count=False)
+                memory.bias.index(tile).store(gl.where(valid, 0.0, float("-inf")))
+                mbarrier.arrive(barriers.back_ready.index(tile), count=1)
             step += 1
-        if item.pairs > 0:
-            served += 1
+        done += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
 @gluon.jit
@@ -301,116 +315,161 @@ def _copy_tail(target, rows, valid, grid: gl.constexpr):
 def _attend_first(
     memory, barriers, work, results, scale_log2, TAILED: gl.constexpr, NARROW_OUT: gl.constexpr
 ):  # fmt: skip
-    """Scores the first tile of each pair, and averages the first half of the columns."""
+    """Scores the first tile of each pair, and averages the front half of the columns."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     step = 0  # pairs so far, of all items
-    served = 0  # items so far that have any pair
     done = 0  # items so far
+    count = _count(gl.program_id(0), work)
+    before = _item(gl.program_id(0), count, work)
+    result = gl.zeros([_HEADS, _HALF], gl.float32, wide).to(results.out.dtype.element_ty)
     for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
-        item = _item(number, work)
+        item = _item(number, count, work)
+        count = _count(number + gl.num_programs(0), work)  # of the next item, early
+        scores = _score_front(memory, barriers, step, done, 0)
+        scores = _score_back(scores, memory, barriers, step, done, 0, TAILED)
+        mbarrier.arrive(barriers.scored.index(0), count=1)
+        # The results of the item before are written while the first scores of this one are computed.
+        _write(result, results, before, gl.where(done > 0, work.heads, 0), work.heads, 0, NARROW_OUT)
+        before = item
         peak = gl.full([_HEADS], float("-inf"), gl.float32, down)
         largest = peak  # which lags behind it (see `_weigh`)
         total = gl.full([_HEADS], 0.0, gl.float32, down)
         out = gl.zeros([_HEADS, _HALF], gl.float32, wide)
-        for pair in range(item.pairs):
-            turn = step & 1
-            zero = step >> 30  # not known to the compiler: it must not keep the addresses of all operands in registers
-            step += 1
-            scores = _score(memory, barriers, 0, turn, served & 1, zero, TAILED)
+        for _pair in range(item.pairs - 1):
             scores = warpgroup_mma_wait(0, [scores])
-            mbarrier.arrive(barriers.q_free.index(0), count=1, pred=pair + 1 == item.pairs)
-            weights, peak, decay, total, largest = _weigh(
-                scores, memory, barriers, 0, peak, total, largest, scale_log2, results.top is not None
+            out, peak, total, largest = _add_front(
+                scores, out, peak, total, largest, memory, barriers, step, scale_log2, results.top is not None
             )
-            out = _rescale(out, memory, 0, decay)
-            out = warpgroup_mma(weights, memory.k.index(0 + zero), out, is_async=True)
+            # The next scores begin behind this average.
+            step += 1
+            scores = _score_front(memory, barriers, step, done, 0)
+            out = warpgroup_mma_wait(1, [out])
+            mbarrier.arrive(barriers.front_free.index(1), count=1)
+            scores = _score_back(scores, memory, barriers, step, done, 0, TAILED)
+            mbarrier.arrive(barriers.scored.index(0), count=1)
 
-            mbarrier.wait(barriers.peak_ready.index(1), turn)
-            peak = memory.peak.index(1).load(down)
-            decay = memory.decay.index(1).load(down)
-            total = total * decay
-            out = warpgroup_mma_wait(0, [out])
-            mbarrier.arrive(barriers.k_free.index(0), count=1)
-            out = _rescale(out, memory, 1, decay)
-            mbarrier.wait(barriers.weights_ready.index(1), turn)
-            out = warpgroup_mma(memory.tail.index(1 + zero), memory.k.index(2 + zero), out, is_async=True)
-            out = warpgroup_mma_wait(0, [out])
-            mbarrier.arrive(barriers.k_free.index(2), count=1)
-
-        if item.pairs > 0:
-            served += 1
-        _finish(out, peak, total, largest, memory, barriers, results, item, work.heads, done, 0, NARROW_OUT)
+        scores = warpgroup_mma_wait(0, [scores])
+        mbarrier.arrive(barriers.q_free.index(0), count=1)
+        out, peak, total, largest = _add_front(
+            scores, out, peak, total, largest, memory, barriers, step, scale_log2, results.top is not None
+        )
+        step += 1
+        out = warpgroup_mma_wait(0, [out])
+        mbarrier.arrive(barriers.front_free.index(1), count=1)
+        result = _finish(out, peak, total, largest, memory, barriers, results, item, work.heads, done, 0)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
+    _write(result, results, before, work.heads, work.heads, 0, NARROW_OUT)
+
+
+@gluon.jit
+def _add_front(scores, out, peak, total, largest, memory, barriers, step, scale_log2, LARGEST: gl.constexpr):
+    """The sums with a pair, given the scores of its first tile. The average of the second is still under way."""
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
+    down: gl.constexpr = gl.SliceLayout(1, grid)
+    turn = step & 1
+    zero = _zero(step)
+    weights, peak, decay, lowest, total, largest = _weigh(
+        scores, memory, barriers, 0, peak, total, largest, scale_log2, LARGEST
+    )
+    out = _rescale(out, decay, lowest)
+    out = warpgroup_mma(weights, memory.k.index(0 + zero), out, is_async=True)
+    out = warpgroup_mma_wait(0, [out])
+    mbarrier.arrive(barriers.front_free.index(0), count=1)
+
+    mbarrier.wait(barriers.peak_ready.index(1), turn)
+    peak = memory.peak.index(1).load(down)
+    decay = memory.decay.index(1).load(down)
+    out = _rescale(out, decay, _lowest(memory, 1))
+    mbarrier.wait(barriers.weights_ready.index(1), turn)
+    out = warpgroup_mma(memory.tail.index(1 + zero), memory.k.index(2 + zero), out, is_async=True)
+    return out, peak, total * decay, largest
 
 
 @gluon.jit
 def _attend_second(
     memory, barriers, work, results, scale_log2, TAILED: gl.constexpr, NARROW_OUT: gl.constexpr
 ):  # fmt: skip
-    """Scores the second tile of each pair, and averages the second half of the columns."""
+    """Scores the second tile of each pair, and averages the back half of the columns."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     step = 0  # pairs so far, of all items
-    served = 0  # items so far that have any pair
     done = 0  # items so far
+    count = _count(gl.program_id(0), work)
     for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
-        item = _item(number, work)
+        item = _item(number, count, work)
+        count = _count(number + gl.num_programs(0), work)  # of the next item, early
         peak = gl.full([_HEADS], float("-inf"), gl.float32, down)
         largest = peak  # which lags behind it (see `_weigh`)
         total = gl.full([_HEADS], 0.0, gl.float32, down)
         out = gl.zeros([_HEADS, _HALF], gl.float32, wide)
         for pair in range(item.pairs):
             turn = step & 1
-            zero = step >> 30  # not known to the compiler: it must not keep the addresses of all operands in registers
+            zero = _zero(step)
+            # Behind the scores of the first tile, whose weights this attender needs as well.
+            mbarrier.wait(barriers.scored.index(0), turn)
+            scores = _score_front(memory, barriers, step, done, 1)
+            scores = _score_back(scores, memory, barriers, step, done, 1, TAILED)
             step += 1
-            scores = _score(memory, barriers, 1, turn, served & 1, zero, TAILED)
             mbarrier.wait(barriers.peak_ready.index(0), turn)
             peak = memory.peak.index(0).load(down)
             decay = memory.decay.index(0).load(down)
+            lowest = _lowest(memory, 0)
             total = total * decay
             # No product may be under way where the sums are rescaled: the compiler would make all of them wait.
             scores = warpgroup_mma_wait(0, [scores])
-            out = _rescale(out, memory, 0, decay)
+            out = _rescale(out, decay, lowest)
             mbarrier.wait(barriers.weights_ready.index(0), turn)
             # The first tile is added while the scores of the second are exponentiated.
             out = warpgroup_mma(memory.tail.index(0 + zero), memory.k.index(1 + zero), out, is_async=True)
             mbarrier.arrive(barriers.q_free.index(0), count=1, pred=pair + 1 == item.pairs)
-            weights, peak, decay, total, largest = _weigh(
+            weights, peak, decay, lowest, total, largest = _weigh(
                 scores, memory, barriers, 1, peak, total, largest, scale_log2, results.top is not None
             )
             out = warpgroup_mma_wait(0, [out])
-            mbarrier.arrive(barriers.k_free.index(1), count=1)
-            out = _rescale(out, memory, 1, decay)
+            mbarrier.arrive(barriers.back_free.index(0), count=1)
+            out = _rescale(out, decay, lowest)
             out = warpgroup_mma(weights, memory.k.index(3 + zero), out, is_async=True)
             out = warpgroup_mma_wait(0, [out])
-            mbarrier.arrive(barriers.k_free.index(3), count=1)
+            mbarrier.arrive(barriers.back_free.index(1), count=1)
 
-        if item.pairs > 0:
-            served += 1
-        _finish(out, peak, total, largest, memory, barriers, results, item, work.heads, done, 1, NARROW_OUT)
+        result = _finish(out, peak, total, largest, memory, barriers, results, item, work.heads, done, 1)
+        _write(result, results, item, work.heads, work.heads, 1, NARROW_OUT)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
 @gluon.jit
-def _score(memory, barriers, TILE: gl.constexpr, turn, q_turn, zero, TAILED: gl.constexpr):
-    """Starts the scores of a tile. The tail comes with the half that is free last."""
+def _zero(step):
+    """0, unknown to the compiler, which otherwise keeps the addresses of all operands in registers during a loop."""
+    return step >> 30
+
+
+@gluon.jit
+def _score_front(memory, barriers, step, done, TILE: gl.constexpr):
+    """Starts the scores of a tile with the front half of the columns."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     scores = gl.zeros([_HEADS, _KEYS], gl.float32, grid)
-    tail = memory.tail.index(TILE + zero).permute([1, 0])
-    mbarrier.wait(barriers.q_ready.index(0), q_turn)
-    mbarrier.wait(barriers.k_ready.index(2 * TILE), turn)
+    zero = _zero(step)
+    mbarrier.wait(barriers.q_ready.index(0), done & 1)
+    mbarrier.wait(barriers.front_ready.index(TILE), step & 1)
     fence_async_shared()  # copies and tensor cores access shared memory through different proxies
     keys = memory.k.index(2 * TILE + zero).permute([1, 0])
-    scores = warpgroup_mma(memory.q.index(0 + zero), keys, scores, use_acc=False, is_async=True)
-    mbarrier.wait(barriers.q_ready.index(1), q_turn)
-    mbarrier.wait(barriers.k_ready.index(2 * TILE + 1), turn)
+    return warpgroup_mma(memory.q.index(0 + zero), keys, scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _score_back(scores, memory, barriers, step, done, TILE: gl.constexpr, TAILED: gl.constexpr):
+    """Continues the scores of a tile with the back half of the columns and the tail."""
+    zero = _zero(step)
+    mbarrier.wait(barriers.q_ready.index(1), done & 1)
+    mbarrier.wait(barriers.back_ready.index(TILE), step & 1)
     fence_async_shared()
     keys = memory.k.index(2 * TILE + 1 + zero).permute([1, 0])
     scores = warpgroup_mma(memory.q.index(1 + zero), keys, scores, is_async=True)
     if TAILED:
+        tail = memory.tail.index(TILE + zero).permute([1, 0])
         scores = warpgroup_mma(memory.q_tail.index(zero), tail, scores, is_async=True)
     return scores
 
@@ -437,30 +496,37 @@ def _weigh(scores, memory, barriers, TILE: gl.constexpr, peak, total, largest, s
     # Arriving also synchronizes the warps of this group: none writes weights over the tail of the keys while another
     # still multiplies with it.
     mbarrier.arrive(barriers.peak_ready.index(TILE), count=1)
+    lowest = _lowest(memory, TILE)
     weights = gl.exp2(scores - shift[:, None])
     narrow = weights.to(memory.tail.dtype)
     memory.tail.index(TILE).store(narrow)
     fence_async_shared()
     mbarrier.arrive(barriers.weights_ready.index(TILE), count=1)
     held = gl.convert_layout(narrow, gl.DotOperandLayout(0, wide, 2))
-    return held, new_peak, decay, total * decay + gl.sum(weights, 1), largest
+    return held, new_peak, decay, lowest, total * decay + gl.sum(weights, 1), largest
 
 
 @gluon.jit
-def _rescale(out, memory, TILE: gl.constexpr, decay):
+def _lowest(memory, TILE: gl.constexpr):
+    """The smallest decay of a tile. Computed long before it decides a branch."""
+    return gl.min(memory.decay.index(TILE).load(_EVERY_WARP), 0)
+
+
+@gluon.jit
+def _rescale(out, decay, lowest):
     """Half of the output columns, with the decay of a tile."""
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     # Rarely taken; otherwise 128 multiplications per thread would precede the matrix products of every tile.
-    if gl.min(memory.decay.index(TILE).load(_EVERY_WARP), 0) < 1.0:
+    if lowest < 1.0:
         out = out * gl.convert_layout(decay, gl.SliceLayout(1, wide))[:, None]
     return out
 
 
 @gluon.jit
 def _finish(
-    out, peak, total, largest, memory, barriers, results, item, heads, done, PART: gl.constexpr, NARROW: gl.constexpr
+    out, peak, total, largest, memory, barriers, results, item, heads, done, PART: gl.constexpr
 ):  # fmt: skip
-    """Adds the sums of both attenders and the sinks, and writes half of the columns, and the log-sum-exp."""
+    """Half of the columns of the result, with the sums of both attenders and the sinks; writes the log-sum-exp."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
@@ -484,5 +550,12 @@ def _finish(
         if results.top is not None:
             largest = gl.maximum(largest, memory.largest.index(place).load(down))
             gl.store(results.top + item.row * heads + head, largest / _LOG2_E, mask=is_head)
+    return (out * share[:, None]).to(results.out.dtype.element_ty)
+
+
+@gluon.jit
+def _write(result, results, item, end, heads, PART: gl.constexpr, NARROW: gl.constexpr):
+    """Writes half of the columns of the results of the heads before `end`."""
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     out_row = results.out + item.row * heads * (2 * _HALF)
-    write_columns(out_row, out * share[:, None], PART * _HALF, item.head_begin, heads, NARROW, wide)
+    write_columns(out_row, result, PART * _HALF, item.head_begin, end, NARROW, wide)
