@@ -286,23 +286,38 @@ def test_the_hopper_kernel_under_hostile_schedules(heads, topk, d, out_dtype, se
 
 
 PLANTED = {
-    "the averagers do not wait for the weights": ("mbarrier.wait(weights_ready.index(stage), turn)", "pass"),
-    "the scorer does not wait for the back": ("mbarrier.wait(back_ready.index(stage), turn)", "pass"),
-    "the gatherer waits for a turn too many": ("front_free.index(stage), turn ^ 1)", "front_free.index(stage), turn)"),
-    "the gatherer does not wait for the averagers": ("mbarrier.wait(back_free.index(stage), turn ^ 1)", "pass"),
-    "the scores are read too early": ("warpgroup_mma_wait(0, [scores])", "warpgroup_mma_wait(1, [scores])"),
-    "the front is not fenced": ("fence_async_shared()  # copies", "pass  # copies"),
-    "the weights are not fenced": ("to(weights.dtype))\n    fence_async_shared()", "to(weights.dtype))"),
-    "nobody gives the front back": ("mbarrier.arrive(front_free.index(stage), count=1)", "pass"),
-    "the queries are overwritten too soon": ("mbarrier.wait(q_free.index(0), (served & 1) ^ 1)", "pass"),
-    "the shares are overwritten too soon": ("mbarrier.wait(share_free.index(0), (done & 1) ^ 1)", "pass"),
+    "the first attender does not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(1), turn)", "pass"),
+    "the second attender does not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(0), turn)", "pass"),
+    "the second attender does not wait for peaks": ("mbarrier.wait(barriers.peak_ready.index(0), turn)", "pass"),
+    "scores do not wait for the back": ("mbarrier.wait(barriers.back_ready.index(TILE), step & 1)", "pass"),
+    "the gatherer waits for a turn too many": ("free = (step & 1) ^ 1", "free = step & 1"),
+    "the gatherer does not wait for the first": ("mbarrier.wait(barriers.front_free.index(tile), free)", "pass"),
+    "the gatherer does not wait for the second": ("mbarrier.wait(barriers.back_free.index(tile), free)", "pass"),
+    "a half is free too early": (
+        "out = warpgroup_mma_wait(0, [out])\n            mbarrier.arrive(barriers.back_free.index(0), count=1)",
+        "mbarrier.arrive(barriers.back_free.index(0), count=1)\n            out = warpgroup_mma_wait(0, [out])",
+    ),
+    "a half is free while the next scores begin": (
+        "out = warpgroup_mma_wait(1, [out])\n            mbarrier.arrive(barriers.front_free.index(1), count=1)",
+        "mbarrier.arrive(barriers.front_free.index(1), count=1)\n            out = warpgroup_mma_wait(1, [out])",
+    ),
+    "nobody gives a half back": ("mbarrier.arrive(barriers.back_free.index(1), count=1)", "pass"),
+    "the copies are not fenced": ("fence_async_shared()  # copies", "pass  # copies"),
+    "the weights are not fenced": ("store(narrow)\n    fence_async_shared()", "store(narrow)"),
+    "the queries are overwritten too soon": ("mbarrier.wait(barriers.q_free.index(0), (done & 1) ^ 1)", "pass"),
+    "the sums of two items have one place": ("place = 2 * (done % 2)", "place = 0"),
+    "the sums do not wait for the other attender": (
+        "mbarrier.wait(barriers.sums_ready.index(place + 1 - PART), (done // 2) & 1)", "pass",
+    ),
+    "the sums do not decay with the other tile": ("return out, peak, total * decay,", "return out, peak, total,"),
     "the sums do not decay before sinks": ("total = total * kept +", "total = total +"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_the_emulation_finds_planted_faults(fault):
     case = with_sinks(problem("cpu", torch.float16, 16, 200, 512, 512, rows=9, s_kv=400))
+    rising(case)
     case["slots"][3:] = 10  # three programs: a long item each, and two short ones that come soon after one another
 
     def many_times():  # a race is lost sooner or later

@@ -1,7 +1,7 @@
 """What the Gluon kernels of sparse attention and sparse decode share: sizes, and the steps of their groups of warps.
 
 An item is 64 heads of a row of queries and its slots, 64 keys at a time. The columns of keys that are values, 512, are
-four quarters. See `gluon_forward` for the groups of warps.
+four quarters. See `gluon_forward` and `gluon_decode` for the groups of warps.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -19,7 +19,17 @@ KEYS = 64  # per tile
 D_V, D_TAIL = 512, 64
 _LOG2_E = gl.constexpr(LOG2_E)
 _HEADS, _QUARTER = gl.constexpr(HEADS), gl.constexpr(D_V // 4)
-_SLACK = gl.constexpr(8.0)  # weights may grow to 2**_SLACK before the sums are rescaled
+SLACK = 8.0  # weights may grow to 2**SLACK before the sums are rescaled
+_SLACK = gl.constexpr(SLACK)
+
+# Of a quarter or half of the columns: a lane has eight in a row.
+_LINES = (
+    [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
+    [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+    [[16, 0], [32, 0]],
+)
+_QUARTER_LINES = gl.constexpr(gl.DistributedLinearLayout(*_LINES, [], [HEADS, D_V // 4]))
+_HALF_LINES = gl.constexpr(gl.DistributedLinearLayout([*_LINES[0], [0, 128]], *_LINES[1:], [], [HEADS, D_V // 2]))
 
 
 def processors(q: Tensor) -> int:
@@ -81,15 +91,13 @@ def rescale(front, back, stage, turn, decay, decay_ready, layout: gl.constexpr):
 
 @gluon.jit
 def write_columns(out, result, column_begin, head_begin, heads, NARROW: gl.constexpr, grid: gl.constexpr):
-    """Writes a quarter of the output columns of some heads of a row."""
+    """Writes a quarter or half of the output columns of some heads of a row."""
+    COLUMNS: gl.constexpr = result.shape[1]
     result = result.to(out.dtype.element_ty)
     if NARROW:
         # Four lanes exchange pairs of columns until each has eight in a row: 16-byte stores, without shared memory,
         # where the queries of the next item already arrive.
-        lines: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-            [[16, 0], [32, 0]], [], [_HEADS, _QUARTER],
-        )  # fmt: skip
+        lines: gl.constexpr = _HALF_LINES if COLUMNS == 2 * _QUARTER else _QUARTER_LINES
         _write_rows(out, gl.convert_layout(result, lines), column_begin, head_begin, heads, lines)
     else:
         _write_rows(out, result, column_begin, head_begin, heads, grid)
@@ -98,5 +106,5 @@ def write_columns(out, result, column_begin, head_begin, heads, NARROW: gl.const
 @gluon.jit
 def _write_rows(out, result, column_begin, head_begin, heads, grid: gl.constexpr):
     head = head_begin + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, grid))[:, None]
-    column = column_begin + gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, grid))[None, :]
+    column = column_begin + gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, grid))[None, :]
     gl.store(out + head.to(gl.int64) * (4 * _QUARTER) + column, result, mask=head < heads)

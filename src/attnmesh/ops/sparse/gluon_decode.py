@@ -1,14 +1,19 @@
 """Sparse decode over latents in `fp8_ds_mla` on Hopper in Gluon: 512 values in 8 bits and 64 of the rope part.
 
-Items and the groups of warps are those of `gluon_forward`, with 64 heads of one token, or of a part of its slots, but
-for the first:
+A program is persistent and processes one work item after another: 64 heads of one token, or of a part of its slots.
+Four groups of warps share an item, 64 keys at a time, double-buffered:
 
 - the gatherer loads values in 8 bits into registers, half of a tile ahead, multiplies them by their scales and writes
   them to shared memory in 16 bits; it copies the scales, the rope part and the queries;
-- the scorer and the two averagers are those of `gluon_forward`.
+- the scorer multiplies queries and keys, keeps the running maximum, and writes the weights over the tail of the keys
+  (the rope part, which only scores need);
+- two averagers each hold 256 of the 512 output columns in registers, and add weights times keys.
 
-Synchronization is that of `gluon_forward`, with two tiles of keys in shared memory, but that half of a tile is ready
-when the gatherer has written it, and the rope part, which scores need last, when it has been copied.
+Synchronization: half of a tile is ready when the gatherer has written it, and the rope part, which scores need last,
+when it has been copied. A half is free when the products of both averagers have read it. The weights and the decay of
+a tile live as long as its keys, so they need no barrier of their own before they are overwritten; queries and shares
+live as long as an item, and have one. Barriers are waited for by the parity of their phase, counted over all items:
+stage `step % 2` is used for the `step // 2`-th time; waiting for the phase before the first succeeds at once.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.

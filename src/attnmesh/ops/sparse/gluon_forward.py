@@ -1,27 +1,29 @@
 """The forward pass of sparse attention on Hopper in Gluon: d 576 or 512, values the first 512 columns of the keys.
 
-A program is persistent and processes one work item after another: 64 heads of one query row. Four warp groups share an
-item, 64 keys at a time, double-buffered:
+A program is persistent and processes one work item after another: 64 heads of one query row. Three groups of warps
+share an item, whose keys come in pairs of tiles of 64:
 
-- the gatherer copies the rows of the keys into shared memory, front columns first;
-- the scorer multiplies queries and keys, keeps the running maximum, and writes the weights over the tail of the keys
-  (64 columns that only scores need);
-- two averagers each hold 256 of the 512 output columns in registers, and add weights times keys.
+- the gatherer copies the rows of the keys into shared memory, half of the columns (front or back) at a time;
+- two attenders score one tile of a pair each, and hold 256 of the 512 output columns in registers, to which they add
+  weights times keys of both tiles: their own weights from registers, those of the other from shared memory, where they
+  are written over the tail of the keys (64 columns that only scores need).
 
-So the softmax of one group runs while the others keep the tensor cores busy, no group holds more than one kind of
-accumulator, and the first keys of the next item arrive while the last of this one are summed.
+So one attender exponentiates while the other keeps the tensor cores busy: the first while the second scores, the
+second while both add the first tile. The scores of the next pair, or of the next item, begin behind the last average
+of the first attender.
 
-Synchronization: a stage is `ready` when the copies of every gathering thread have arrived (each reports its own), its
-weights are ready after the scores of that tile have been computed, and it is `free` when the last products of the
-averagers have read it. The weights, the decay and the bias of a stage live exactly as long as its keys, so they need no
-barrier of their own before they are overwritten; queries and shares live as long as an item, and have one. Barriers are
-waited for by the parity of their phase, counted over all items: stage `step % 2` is used for the `step // 2`-th time;
-waiting for the phase before the first succeeds at once.
+Synchronization: half of a tile is `ready` when the copies of every gathering thread have arrived (each reports its
+own), and `free` when the attender that averages those columns has read it, which is after the scores of the tile. The
+peak and the decay of a tile are ready before its weights. They, the weights and the bias of a tile live as long as its
+keys, so they need no barrier of their own before they are overwritten. Barriers are waited for by the parity of their
+phase, counted over the pairs of all items; waiting for the phase before the first succeeds at once.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+from typing import Any, NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -42,18 +44,18 @@ from attnmesh.ops.sparse.gluon_common import (
     HEADS,
     KEYS,
     LOG2_E,
+    SLACK,
     add_sinks,
     processors,
-    rescale,
-    weigh,
     write_columns,
 )
 
-_LOG2_E = gl.constexpr(LOG2_E)
+_LOG2_E, _SLACK = gl.constexpr(LOG2_E), gl.constexpr(SLACK)
 _HEADS, _KEYS = gl.constexpr(HEADS), gl.constexpr(KEYS)  # two tiles of keys and the queries fill shared memory
-_QUARTER, _TAIL = gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
-_AVERAGER, _GATHERER = gl.constexpr(160), gl.constexpr(64)  # registers per thread; the scorer has the rest of 512
+_HALF, _TAIL = gl.constexpr(D_V // 2), gl.constexpr(D_TAIL)
+_ATTENDER, _GATHERER = gl.constexpr(216), gl.constexpr(72)  # registers per thread
 _GATHERERS = gl.constexpr(128)  # threads, each of which reports its own copies
+_EVERY_WARP = gl.constexpr(gl.BlockedLayout([HEADS // 32], [32], [4], [0]))  # of heads: each warp has all of them
 NOT_SPECIALIZED = ["items", "heads", "k_offset", "scale_log2", "topk"]
 
 
@@ -105,6 +107,62 @@ def forward(
     return (out, lse) if top is None else (out, lse, top)
 
 
+class Memory(NamedTuple):
+    """Shared memory."""
+
+    q: Any  # two halves
+    q_tail: Any
+    k: Any  # two halves of each tile
+    tail: Any  # of each tile, and then its weights [HEADS, KEYS]
+    bias: Any  # of each tile: 0, or -inf where the slot is invalid
+    peak: Any  # of each tile: the running maximum with it
+    decay: Any  # of each tile: the factor of the sums so far
+    sums: Any  # of weights, of the tiles of an attender, for two items
+    largest: Any  # score of the tiles of an attender, for two items
+
+
+class Barriers(NamedTuple):
+    """The barriers of halves of queries and tiles, of scores, peaks, weights and sums."""
+
+    q_ready: Any
+    q_free: Any
+    front_ready: Any
+    back_ready: Any
+    front_free: Any
+    back_free: Any
+    scored: Any  # the scores of the first tile are under way
+    peak_ready: Any
+    weights_ready: Any
+    sums_ready: Any
+
+
+class Work(NamedTuple):
+    """The slots of all rows, and how they are divided into items."""
+
+    slots: Any
+    topk: Any
+    heads: Any
+    items: Any
+
+
+class Item(NamedTuple):
+    """64 heads of a row."""
+
+    row: Any
+    head_begin: Any
+    count: Any  # of slots
+    pairs: Any  # of tiles
+
+
+class Results(NamedTuple):
+    """Where results are written, and the sinks, which are part of them."""
+
+    out: Any
+    lse: Any
+    top: Any
+    sinks: Any
+
+
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def _forward_kernel(
     q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, slots, sinks, out, lse, top,
@@ -115,238 +173,389 @@ def _forward_kernel(
     dtype: gl.constexpr = q.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_main = gl.allocate_shared_memory(dtype, [4, _HEADS, _QUARTER], wide)
-    q_tail = gl.allocate_shared_memory(dtype, [_HEADS, _TAIL], wide)
-    k_main = gl.allocate_shared_memory(dtype, [8, _KEYS, _QUARTER], wide)  # four quarters of each tile
-    k_tail = gl.allocate_shared_memory(dtype, [2, _KEYS, _TAIL], wide)  # and then the weights [_HEADS, _KEYS]
-    bias = gl.allocate_shared_memory(gl.float32, [2, _KEYS], flat)  # 0, or -inf where the slot is invalid
-    decay = gl.allocate_shared_memory(gl.float32, [2, _HEADS], flat)  # factor of the sums so far after a new maximum
-    share = gl.allocate_shared_memory(gl.float32, [_HEADS], flat)  # 1 / sum of weights, at the end
-
-    q_ready = allocate_barriers(1)
-    q_free = allocate_barriers(1)
-    front_ready = allocate_barriers(2)
-    back_ready = allocate_barriers(2)
-    decay_ready = allocate_barriers(2)
-    weights_ready = allocate_barriers(2)
-    front_free = allocate_barriers(2)
-    back_free = allocate_barriers(2)
-    share_ready = allocate_barriers(1)
-    share_free = allocate_barriers(1)
-    init_barriers(q_ready, _GATHERERS)
-    init_barriers(q_free, 1)
-    init_barriers(front_ready, _GATHERERS)
-    init_barriers(back_ready, _GATHERERS + 1)  # the copies and, once, the bias
-    init_barriers(decay_ready, 1)
-    init_barriers(weights_ready, 1)
-    init_barriers(front_free, 2)  # each averager reads a quarter of the front,
-    init_barriers(back_free, 2)  # a quarter of the back, and the weights
-    init_barriers(share_ready, 1)
-    init_barriers(share_free, 2)
+    memory = Memory(
+        q=gl.allocate_shared_memory(dtype, [2, _HEADS, _HALF], wide),
+        q_tail=gl.allocate_shared_memory(dtype, [1, _HEADS, _TAIL], wide),
+        k=gl.allocate_shared_memory(dtype, [4, _KEYS, _HALF], wide),
+        tail=gl.allocate_shared_memory(dtype, [2, _KEYS, _TAIL], wide),
+        bias=gl.allocate_shared_memory(gl.float32, [2, _KEYS], flat),
+        peak=gl.allocate_shared_memory(gl.float32, [2, _HEADS], flat),
+        decay=gl.allocate_shared_memory(gl.float32, [2, _HEADS], flat),
+        sums=gl.allocate_shared_memory(gl.float32, [4, _HEADS], flat),
+        largest=gl.allocate_shared_memory(gl.float32, [4, _HEADS], flat),
+    )
+    barriers = Barriers(
+        q_ready=allocate_barriers(2),
+        q_free=allocate_barriers(1),
+        front_ready=allocate_barriers(2),
+        back_ready=allocate_barriers(2),
+        front_free=allocate_barriers(2),
+        back_free=allocate_barriers(2),
+        scored=allocate_barriers(1),
+        peak_ready=allocate_barriers(2),
+        weights_ready=allocate_barriers(2),
+        sums_ready=allocate_barriers(4),
+    )
+    init_barriers(barriers.q_ready, _GATHERERS)
+    init_barriers(barriers.q_free, 2)  # each attender scores a tile of the last pair
+    init_barriers(barriers.front_ready, _GATHERERS)
+    init_barriers(barriers.back_ready, _GATHERERS + 1)  # the copies and, once, the bias
+    init_barriers(barriers.front_free, 1)  # by the first attender
+    init_barriers(barriers.back_free, 1)  # by the second
+    init_barriers(barriers.scored, 1)
+    init_barriers(barriers.peak_ready, 1)
+    init_barriers(barriers.weights_ready, 1)
+    init_barriers(barriers.sums_ready, 1)
     fence_async_shared()
 
+    work = Work(slots, topk, heads, items)
+    results = Results(out, lse, top, sinks)
     gl.warp_specialize(
         [
-            (_score, (q_main, q_tail, k_main, k_tail, bias, decay, share,
-                      q_ready, q_free, front_ready, back_ready, decay_ready, weights_ready, share_ready, share_free,
-                      slots, items, topk, scale_log2, sinks, lse, top, heads, TAILED)),
-            (_average, (k_main, k_tail, decay, share, decay_ready, weights_ready, share_ready, share_free,
-                        front_free, back_free, slots, items, topk, out, heads, 0, NARROW_OUT)),
-            (_average, (k_main, k_tail, decay, share, decay_ready, weights_ready, share_ready, share_free,
-                        front_free, back_free, slots, items, topk, out, heads, 1, NARROW_OUT)),
-            (_gather, (q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, slots, k_offset,
-                       q_main, q_tail, k_main, k_tail, bias,
-                       q_ready, q_free, front_ready, back_ready, front_free, back_free,
-                       items, topk, heads, TAILED)),
+            (_attend_first, (memory, barriers, work, results, scale_log2, TAILED, NARROW_OUT)),
+            (_attend_second, (memory, barriers, work, results, scale_log2, TAILED, NARROW_OUT)),
+            (_gather, (q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, k_offset,
+                       memory, barriers, work, TAILED)),
         ],
-        [4, 4, 4],
-        [_AVERAGER, _AVERAGER, _GATHERER],
+        [4, 4],
+        [_ATTENDER, _GATHERER],
     )  # fmt: skip
 
 
 @gluon.jit
-def _item(item, slots, topk, heads):
-    """The row of a work item, its first head, and the number of slots of the row."""
-    head_tiles = (heads + _HEADS - 1) // _HEADS
-    row = (item // head_tiles).to(gl.int64)
-    slot_count = gl.maximum(gl.minimum(gl.load(slots + row), topk), 0)
-    return row, item % head_tiles * _HEADS, slot_count
+def _count(number, work):
+    """The number of slots of the row of an item."""
+    row = gl.minimum(number, work.items - 1) // ((work.heads + _HEADS - 1) // _HEADS)
+    return gl.maximum(gl.minimum(gl.load(work.slots + row), work.topk), 0)
+
+
+@gluon.jit
+def _item(number, count, work):
+    """An item by its number, with at least one pair of tiles."""
+    head_tiles = (work.heads + _HEADS - 1) // _HEADS
+    pairs = gl.maximum((count + 2 * _KEYS - 1) // (2 * _KEYS), 1)
+    return Item((number // head_tiles).to(gl.int64), number % head_tiles * _HEADS, count, pairs)
+
+
+# Of the gatherer.
 
 
 @gluon.jit
 def _gather(
-    q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, slots, k_offset,
-    q_main, q_tail, k_main, k_tail, bias,
-    q_ready, q_free, front_ready, back_ready, front_free, back_free,
-    items, topk, heads, TAILED: gl.constexpr,
+    q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, k_offset, memory, barriers, work, TAILED: gl.constexpr
 ):  # fmt: skip
-    """Copies the queries of each item and, tile by tile, the keys of its slots; 0 where a slot is invalid."""
+    """Copies the queries of each item and, pair by pair, the keys of its slots; 0 where a slot is invalid."""
     # Eight lanes copy 128 bytes of a row: whole cache lines, and columns at constant offsets.
     grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    across: gl.constexpr = gl.SliceLayout(0, grid)
-    down: gl.constexpr = gl.SliceLayout(1, grid)
-    column = gl.arange(0, _QUARTER, layout=across)[None, :]
-    tail = gl.arange(0, _TAIL, layout=across)[None, :]
-    step = 0  # tiles so far, of all items
-    served = 0  # items so far that have any tile
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row, head_begin, slot_count = _item(item, slots, topk, heads)
-        first = gl.load(lo + row)
-        end = gl.load(hi + row)
-        row_indices = indices + row * indices_row
-        slot = gl.arange(0, _KEYS, layout=down)
-        key = gl.load(row_indices + slot, mask=slot < slot_count, other=-2147483648)
-        tiles = (slot_count + _KEYS - 1) // _KEYS
-        for tile in range(tiles):
-            stage = step % 2
-            turn = (step // 2) & 1
-            valid = (key >= first) & (key < end) & (slot < slot_count)
-            k_rows = k + ((key.to(gl.int64) - k_offset) * k_row)[:, None]
-            # Load the next indices early, so that the copies do not wait for them.
-            slot = slot + _KEYS
-            key = gl.load(row_indices + slot, mask=slot < slot_count, other=-2147483648)
+    step = 0  # pairs so far, of all items
+    done = 0  # items so far
+    for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
+        item = _item(number, _count(number, work), work)
+        first = gl.load(lo + item.row)
+        end = gl.load(hi + item.row)
+        row_indices = indices + item.row * indices_row
+        slot = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, grid))
+        key = gl.load(row_indices + slot, mask=slot < item.count, other=-2147483648)
+        head = item.head_begin + slot
+        is_head = head < work.heads
+        q_rows = q + item.row * q_row + head.to(gl.int64) * q_head
+        mbarrier.wait(barriers.q_free.index(0), (done & 1) ^ 1)
+        for pair in range(item.pairs):
+            free = (step & 1) ^ 1
+            for tile in gl.static_range(2):
+                valid = (key >= first) & (key < end) & (slot < item.count)
+                rows = k + (key.to(gl.int64) - k_offset) * k_row
+                # Load the next indices early, so that the copies do not wait for them.
+                slot = slot + _KEYS
+                key = gl.load(row_indices + slot, mask=slot < item.count, other=-2147483648)
 
-            mbarrier.wait(front_free.index(stage), turn ^ 1)
-            for quarter in gl.static_range(2):
-                async_copy.async_copy_global_to_shared(
-                    k_main.index(4 * stage + quarter), k_rows + (column + quarter * _QUARTER), mask=valid[:, None]
-                )
-            async_copy.mbarrier_arrive(front_ready.index(stage), increment_count=False)
+                if tile == 0 and pair == 0:
+                    _copy_half(memory.q.index(0), q_rows, 0, is_head, grid)
+                    async_copy.mbarrier_arrive(barriers.q_ready.index(0), increment_count=False)
+                mbarrier.wait(barriers.front_free.index(tile), free)
+                _copy_half(memory.k.index(2 * tile), rows, 0, valid, grid)
+                if TAILED and tile == 1:  # whose weights, in the place of its tail, the first attender reads
+                    _copy_tail(memory.tail.index(1), rows, valid, grid)
+                async_copy.mbarrier_arrive(barriers.front_ready.index(tile), increment_count=False)
 
-            mbarrier.wait(back_free.index(stage), turn ^ 1)
-            for quarter in gl.static_range(2, 4):
-                async_copy.async_copy_global_to_shared(
-                    k_main.index(4 * stage + quarter), k_rows + (column + quarter * _QUARTER), mask=valid[:, None]
-                )
-            if TAILED:
-                async_copy.async_copy_global_to_shared(
-                    k_tail.index(stage), k_rows + (tail + 4 * _QUARTER), mask=valid[:, None]
-                )
-            async_copy.mbarrier_arrive(back_ready.index(stage), increment_count=False)
-            bias.index(stage).store(gl.where(valid, 0.0, float("-inf")))
-            mbarrier.arrive(back_ready.index(stage), count=1)
+                if tile == 0 and pair == 0:
+                    _copy_half(memory.q.index(1), q_rows, 1, is_head, grid)
+                    if TAILED:
+                        _copy_tail(memory.q_tail.index(0), q_rows, is_head, grid)
+                    async_copy.mbarrier_arrive(barriers.q_ready.index(1), increment_count=False)
+                mbarrier.wait(barriers.back_free.index(tile), free)
+                _copy_half(memory.k.index(2 * tile + 1), rows, 1, valid, grid)
+                if TAILED and tile == 0:
+                    _copy_tail(memory.tail.index(0), rows, valid, grid)
+                async_copy.mbarrier_arrive(barriers.back_ready.index(tile), increment_count=False)
+                memory.bias.index(tile).store(gl.where(valid, 0.0, float("-inf")))
+                mbarrier.arrive(barriers.back_ready.index(tile), count=1)
             step += 1
-
-            # After the first keys, which may arrive while the scores of the last item still read its queries.
-            if tile == 0:
-                mbarrier.wait(q_free.index(0), (served & 1) ^ 1)
-                head = head_begin + gl.arange(0, _HEADS, layout=down)
-                real = (head < heads)[:, None]
-                q_rows = q + row * q_row + (head.to(gl.int64) * q_head)[:, None]
-                for quarter in gl.static_range(4):
-                    async_copy.async_copy_global_to_shared(
-                        q_main.index(quarter), q_rows + (column + quarter * _QUARTER), mask=real
-                    )
-                if TAILED:
-                    async_copy.async_copy_global_to_shared(q_tail, q_rows + (tail + 4 * _QUARTER), mask=real)
-                async_copy.mbarrier_arrive(q_ready.index(0), increment_count=False)
-                served += 1
+        done += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
 @gluon.jit
-def _score(
-    q_main, q_tail, k_main, k_tail, bias, decay, share,
-    q_ready, q_free, front_ready, back_ready, decay_ready, weights_ready, share_ready, share_free,
-    slots, items, topk, scale_log2, sinks, lse, top, heads,
-    TAILED: gl.constexpr,
+def _copy_half(target, rows, PART: gl.constexpr, valid, grid: gl.constexpr):
+    """Half of the columns of some rows."""
+    column = PART * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(0, grid))
+    async_copy.async_copy_global_to_shared(target, rows[:, None] + column[None, :], mask=valid[:, None])
+
+
+@gluon.jit
+def _copy_tail(target, rows, valid, grid: gl.constexpr):
+    """The columns past those of both halves."""
+    column = 2 * _HALF + gl.arange(0, _TAIL, layout=gl.SliceLayout(0, grid))
+    async_copy.async_copy_global_to_shared(target, rows[:, None] + column[None, :], mask=valid[:, None])
+
+
+# Of the attenders.
+
+
+@gluon.jit
+def _attend_first(
+    memory, barriers, work, results, scale_log2, TAILED: gl.constexpr, NARROW_OUT: gl.constexpr
 ):  # fmt: skip
-    """Scores, running maximum, weights and their sum; at the end the log-sum-exp, with the sink of each head."""
+    """Scores the first tile of each pair, and averages the front half of the columns."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
-    across: gl.constexpr = gl.SliceLayout(0, grid)
-    held: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
-    step = 0  # tiles so far, of all items
-    served = 0  # items so far that have any tile
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+    step = 0  # pairs so far, of all items
     done = 0  # items so far
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row, head_begin, slot_count = _item(item, slots, topk, heads)
-        tiles = (slot_count + _KEYS - 1) // _KEYS
+    count = _count(gl.program_id(0), work)
+    before = _item(gl.program_id(0), count, work)
+    result = gl.zeros([_HEADS, _HALF], gl.float32, wide).to(results.out.dtype.element_ty)
+    for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
+        item = _item(number, count, work)
+        count = _count(number + gl.num_programs(0), work)  # of the next item, early
+        scores = _score_front(memory, barriers, step, done, 0)
+        scores = _score_back(scores, memory, barriers, step, done, 0, TAILED)
+        mbarrier.arrive(barriers.scored.index(0), count=1)
+        # The results of the item before are written while the first scores of this one are computed.
+        _write(result, results, before, gl.where(done > 0, work.heads, 0), work.heads, 0, NARROW_OUT)
+        before = item
         peak = gl.full([_HEADS], float("-inf"), gl.float32, down)
-        largest = peak  # which lags behind it (see `weigh`)
+        largest = peak  # which lags behind it (see `_weigh`)
         total = gl.full([_HEADS], 0.0, gl.float32, down)
-        mbarrier.wait(q_ready.index(0), served & 1, pred=tiles > 0)
-        # As many of the queries as fit in registers: shared memory bandwidth limits the products.
-        q_first = q_main.index(0).load(held)
-        for _tile in range(tiles):
-            stage = step % 2
-            turn = (step // 2) & 1
-            step += 1
-            scores = gl.zeros([_HEADS, _KEYS], gl.float32, grid)
-            mbarrier.wait(front_ready.index(stage), turn)
-            fence_async_shared()  # copies and tensor cores access shared memory through different proxies
-            keys = k_main.index(4 * stage).permute([1, 0])
-            scores = warpgroup_mma(q_first, keys, scores, use_acc=False, is_async=True)
-            keys = k_main.index(4 * stage + 1).permute([1, 0])
-            scores = warpgroup_mma(q_main.index(1), keys, scores, is_async=True)
-            mbarrier.wait(back_ready.index(stage), turn)
-            fence_async_shared()
-            for quarter in gl.static_range(2, 4):
-                keys = k_main.index(4 * stage + quarter).permute([1, 0])
-                scores = warpgroup_mma(q_main.index(quarter), keys, scores, is_async=True)
-            if TAILED:
-                scores = warpgroup_mma(q_tail, k_tail.index(stage).permute([1, 0]), scores, is_async=True)
-            tile_bias = bias.index(stage).load(across)
+        out = gl.zeros([_HEADS, _HALF], gl.float32, wide)
+        for _pair in range(item.pairs - 1):
             scores = warpgroup_mma_wait(0, [scores])
+            out, peak, total, largest = _add_front(
+                scores, out, peak, total, largest, memory, barriers, step, scale_log2, results.top is not None
+            )
+            # The next scores begin behind this average.
+            step += 1
+            scores = _score_front(memory, barriers, step, done, 0)
+            out = warpgroup_mma_wait(1, [out])
+            mbarrier.arrive(barriers.front_free.index(1), count=1)
+            scores = _score_back(scores, memory, barriers, step, done, 0, TAILED)
+            mbarrier.arrive(barriers.scored.index(0), count=1)
 
-            scores = scores * scale_log2 + tile_bias[None, :]
-            highest = gl.max(scores, 1)
-            if top is not None:
-                largest = gl.maximum(largest, highest)
-            peak, total = weigh(
-                scores, highest, peak, total, stage, decay, k_tail, decay_ready, weights_ready
-            )  # fmt: skip
+        scores = warpgroup_mma_wait(0, [scores])
+        mbarrier.arrive(barriers.q_free.index(0), count=1)
+        out, peak, total, largest = _add_front(
+            scores, out, peak, total, largest, memory, barriers, step, scale_log2, results.top is not None
+        )
+        step += 1
+        out = warpgroup_mma_wait(0, [out])
+        mbarrier.arrive(barriers.front_free.index(1), count=1)
+        result = _finish(out, peak, total, largest, memory, barriers, results, item, work.heads, done, 0)
+        done += 1  # noqa: SIM113 - Gluon has no enumerate
+    _write(result, results, before, work.heads, work.heads, 0, NARROW_OUT)
 
-        if tiles > 0:
-            mbarrier.arrive(q_free.index(0), count=1)
-            served += 1
-        head = head_begin + gl.arange(0, _HEADS, layout=down)
-        kept = 1.0
-        if sinks is not None:
-            peak, total, kept = add_sinks(sinks, head, head < heads, peak, total)
-        # A row without a valid slot has total 0 and peak -inf: out 0 * 1, lse -inf + -inf.
-        mbarrier.wait(share_free.index(0), (done & 1) ^ 1)
-        share.store(kept / gl.where(total == 0.0, 1.0, total))
-        mbarrier.arrive(share_ready.index(0), count=1)
-        gl.store(lse + row * heads + head, (peak + gl.log2(total)) / _LOG2_E, mask=head < heads)
-        if top is not None:
-            gl.store(top + row * heads + head, largest / _LOG2_E, mask=head < heads)
+
+@gluon.jit
+def _add_front(scores, out, peak, total, largest, memory, barriers, step, scale_log2, LARGEST: gl.constexpr):
+    """The sums with a pair, given the scores of its first tile. The average of the second is still under way."""
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
+    down: gl.constexpr = gl.SliceLayout(1, grid)
+    turn = step & 1
+    zero = _zero(step)
+    weights, peak, decay, lowest, total, largest = _weigh(
+        scores, memory, barriers, 0, peak, total, largest, scale_log2, LARGEST
+    )
+    out = _rescale(out, decay, lowest)
+    out = warpgroup_mma(weights, memory.k.index(0 + zero), out, is_async=True)
+    out = warpgroup_mma_wait(0, [out])
+    mbarrier.arrive(barriers.front_free.index(0), count=1)
+
+    mbarrier.wait(barriers.peak_ready.index(1), turn)
+    peak = memory.peak.index(1).load(down)
+    decay = memory.decay.index(1).load(down)
+    out = _rescale(out, decay, _lowest(memory, 1))
+    mbarrier.wait(barriers.weights_ready.index(1), turn)
+    out = warpgroup_mma(memory.tail.index(1 + zero), memory.k.index(2 + zero), out, is_async=True)
+    return out, peak, total * decay, largest
+
+
+@gluon.jit
+def _attend_second(
+    memory, barriers, work, results, scale_log2, TAILED: gl.constexpr, NARROW_OUT: gl.constexpr
+):  # fmt: skip
+    """Scores the second tile of each pair, and averages the back half of the columns."""
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
+    down: gl.constexpr = gl.SliceLayout(1, grid)
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+    step = 0  # pairs so far, of all items
+    done = 0  # items so far
+    count = _count(gl.program_id(0), work)
+    for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
+        item = _item(number, count, work)
+        count = _count(number + gl.num_programs(0), work)  # of the next item, early
+        peak = gl.full([_HEADS], float("-inf"), gl.float32, down)
+        largest = peak  # which lags behind it (see `_weigh`)
+        total = gl.full([_HEADS], 0.0, gl.float32, down)
+        out = gl.zeros([_HEADS, _HALF], gl.float32, wide)
+        for pair in range(item.pairs):
+            turn = step & 1
+            zero = _zero(step)
+            # Behind the scores of the first tile, whose weights this attender needs as well.
+            mbarrier.wait(barriers.scored.index(0), turn)
+            scores = _score_front(memory, barriers, step, done, 1)
+            scores = _score_back(scores, memory, barriers, step, done, 1, TAILED)
+            step += 1
+            mbarrier.wait(barriers.peak_ready.index(0), turn)
+            peak = memory.peak.index(0).load(down)
+            decay = memory.decay.index(0).load(down)
+            lowest = _lowest(memory, 0)
+            total = total * decay
+            # No product may be under way where the sums are rescaled: the compiler would make all of them wait.
+            scores = warpgroup_mma_wait(0, [scores])
+            out = _rescale(out, decay, lowest)
+            mbarrier.wait(barriers.weights_ready.index(0), turn)
+            # The first tile is added while the scores of the second are exponentiated.
+            out = warpgroup_mma(memory.tail.index(0 + zero), memory.k.index(1 + zero), out, is_async=True)
+            mbarrier.arrive(barriers.q_free.index(0), count=1, pred=pair + 1 == item.pairs)
+            weights, peak, decay, lowest, total, largest = _weigh(
+                scores, memory, barriers, 1, peak, total, largest, scale_log2, results.top is not None
+            )
+            out = warpgroup_mma_wait(0, [out])
+            mbarrier.arrive(barriers.back_free.index(0), count=1)
+            out = _rescale(out, decay, lowest)
+            out = warpgroup_mma(weights, memory.k.index(3 + zero), out, is_async=True)
+            out = warpgroup_mma_wait(0, [out])
+            mbarrier.arrive(barriers.back_free.index(1), count=1)
+
+        result = _finish(out, peak, total, largest, memory, barriers, results, item, work.heads, done, 1)
+        _write(result, results, item, work.heads, work.heads, 1, NARROW_OUT)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
 @gluon.jit
-def _average(
-    k_main, weights, decay, share, decay_ready, weights_ready, share_ready, share_free,
-    front_free, back_free, slots, items, topk, out, heads,
-    PART: gl.constexpr, NARROW_OUT: gl.constexpr,
-):  # fmt: skip
-    """Adds weights times keys to two quarters of the output columns, one of the front and one of the back."""
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _QUARTER, 16])
-    down: gl.constexpr = gl.SliceLayout(1, grid)
-    step = 0  # tiles so far, of all items
-    done = 0  # items so far
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row, head_begin, slot_count = _item(item, slots, topk, heads)
-        tiles = (slot_count + _KEYS - 1) // _KEYS
-        front = gl.zeros([_HEADS, _QUARTER], gl.float32, grid)
-        back = gl.zeros([_HEADS, _QUARTER], gl.float32, grid)
-        for _tile in range(tiles):
-            stage = step % 2
-            turn = (step // 2) & 1
-            step += 1
-            front, back = rescale(front, back, stage, turn, decay, decay_ready, down)
-            mbarrier.wait(weights_ready.index(stage), turn)
-            front = warpgroup_mma(weights.index(stage), k_main.index(4 * stage + PART), front, is_async=True)
-            back = warpgroup_mma(weights.index(stage), k_main.index(4 * stage + 2 + PART), back, is_async=True)
-            # Release the front while the back is still read, so that its next keys arrive earlier.
-            front = warpgroup_mma_wait(1, [front])
-            mbarrier.arrive(front_free.index(stage), count=1)
-            back = warpgroup_mma_wait(0, [back])
-            mbarrier.arrive(back_free.index(stage), count=1)
+def _zero(step):
+    """0, unknown to the compiler, which otherwise keeps the addresses of all operands in registers during a loop."""
+    return step >> 30
 
-        mbarrier.wait(share_ready.index(0), done & 1)
-        scale = share.load(down)[:, None]
-        mbarrier.arrive(share_free.index(0), count=1)
-        done += 1  # noqa: SIM113 - Gluon has no enumerate
-        out_row = out + row * heads * (4 * _QUARTER)
-        write_columns(out_row, front * scale, PART * _QUARTER, head_begin, heads, NARROW_OUT, grid)
-        write_columns(out_row, back * scale, (2 + PART) * _QUARTER, head_begin, heads, NARROW_OUT, grid)
+
+@gluon.jit
+def _score_front(memory, barriers, step, done, TILE: gl.constexpr):
+    """Starts the scores of a tile with the front half of the columns."""
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
+    scores = gl.zeros([_HEADS, _KEYS], gl.float32, grid)
+    zero = _zero(step)
+    mbarrier.wait(barriers.q_ready.index(0), done & 1)
+    mbarrier.wait(barriers.front_ready.index(TILE), step & 1)
+    fence_async_shared()  # copies and tensor cores access shared memory through different proxies
+    keys = memory.k.index(2 * TILE + zero).permute([1, 0])
+    return warpgroup_mma(memory.q.index(0 + zero), keys, scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _score_back(scores, memory, barriers, step, done, TILE: gl.constexpr, TAILED: gl.constexpr):
+    """Continues the scores of a tile with the back half of the columns and the tail."""
+    zero = _zero(step)
+    mbarrier.wait(barriers.q_ready.index(1), done & 1)
+    mbarrier.wait(barriers.back_ready.index(TILE), step & 1)
+    fence_async_shared()
+    keys = memory.k.index(2 * TILE + 1 + zero).permute([1, 0])
+    scores = warpgroup_mma(memory.q.index(1 + zero), keys, scores, is_async=True)
+    if TAILED:
+        tail = memory.tail.index(TILE + zero).permute([1, 0])
+        scores = warpgroup_mma(memory.q_tail.index(zero), tail, scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _weigh(scores, memory, barriers, TILE: gl.constexpr, peak, total, largest, scale_log2, LARGEST: gl.constexpr):
+    """Writes the weights of a tile, its peak and decay; returns them, the new sum and the largest score.
+
+    The peak, in base 2, lags behind the scores by up to SLACK: sums are rarely rescaled.
+    """
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+    bias = memory.bias.index(TILE).load(gl.SliceLayout(0, grid))
+    scores = scores * scale_log2 + bias[None, :]
+    highest = gl.max(scores, 1)
+    if LARGEST:
+        largest = gl.maximum(largest, highest)
+    new_peak = gl.where(highest > peak + _SLACK, highest, peak)
+    # No valid key yet, or scores of -inf: subtract 0, because -inf - -inf is NaN.
+    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    decay = gl.exp2(peak - shift)
+    memory.peak.index(TILE).store(new_peak)
+    memory.decay.index(TILE).store(decay)
+    # Arriving also synchronizes the warps of this group: none writes weights over the tail of the keys while another
+    # still multiplies with it.
+    mbarrier.arrive(barriers.peak_ready.index(TILE), count=1)
+    lowest = _lowest(memory, TILE)
+    weights = gl.exp2(scores - shift[:, None])
+    narrow = weights.to(memory.tail.dtype)
+    memory.tail.index(TILE).store(narrow)
+    fence_async_shared()
+    mbarrier.arrive(barriers.weights_ready.index(TILE), count=1)
+    held = gl.convert_layout(narrow, gl.DotOperandLayout(0, wide, 2))
+    return held, new_peak, decay, lowest, total * decay + gl.sum(weights, 1), largest
+
+
+@gluon.jit
+def _lowest(memory, TILE: gl.constexpr):
+    """The smallest decay of a tile. Computed long before it decides a branch."""
+    return gl.min(memory.decay.index(TILE).load(_EVERY_WARP), 0)
+
+
+@gluon.jit
+def _rescale(out, decay, lowest):
+    """Half of the output columns, with the decay of a tile."""
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+    # Rarely taken; otherwise 128 multiplications per thread would precede the matrix products of every tile.
+    if lowest < 1.0:
+        out = out * gl.convert_layout(decay, gl.SliceLayout(1, wide))[:, None]
+    return out
+
+
+@gluon.jit
+def _finish(
+    out, peak, total, largest, memory, barriers, results, item, heads, done, PART: gl.constexpr
+):  # fmt: skip
+    """Half of the columns of the result, with the sums of both attenders and the sinks; writes the log-sum-exp."""
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+    down: gl.constexpr = gl.SliceLayout(1, grid)
+    # Alternating between two places: an attender is at most one item ahead of the other.
+    place = 2 * (done % 2)
+    memory.sums.index(place + PART).store(total)
+    if results.top is not None:
+        memory.largest.index(place + PART).store(largest)
+    mbarrier.arrive(barriers.sums_ready.index(place + PART), count=1)
+    mbarrier.wait(barriers.sums_ready.index(place + 1 - PART), (done // 2) & 1)
+    total = total + memory.sums.index(place + 1 - PART).load(down)
+    head = item.head_begin + gl.arange(0, _HEADS, layout=down)
+    is_head = head < heads
+    kept = 1.0
+    if results.sinks is not None:
+        peak, total, kept = add_sinks(results.sinks, head, is_head, peak, total)
+    # A row without a valid slot has total 0 and peak -inf: out 0 * 1, lse -inf + -inf.
+    share = gl.convert_layout(kept / gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, wide))
+    if PART == 1:
+        gl.store(results.lse + item.row * heads + head, (peak + gl.log2(total)) / _LOG2_E, mask=is_head)
+        if results.top is not None:
+            largest = gl.maximum(largest, memory.largest.index(place).load(down))
+            gl.store(results.top + item.row * heads + head, largest / _LOG2_E, mask=is_head)
+    return (out * share[:, None]).to(results.out.dtype.element_ty)
+
+
+@gluon.jit
+def _write(result, results, item, end, heads, PART: gl.constexpr, NARROW: gl.constexpr):
+    """Writes half of the columns of the results of the heads before `end`."""
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+    out_row = results.out + item.row * heads * (2 * _HALF)
+    write_columns(out_row, result, PART * _HALF, item.head_begin, end, NARROW, wide)
