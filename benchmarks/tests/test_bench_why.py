@@ -172,7 +172,8 @@ def test_the_numbers_of_the_page(sources):
     assert f"the second policy, too: {aten:.2f} times at 8 ranks" in text
     longer = [row for row in sources.prefill if row["S"] >= 65536 and row["world"] == 8]
     assert min(row[schedule] for row in longer for schedule in ("ring", "allgather", "ulysses")) >= 0.9
-    slower = [row["ours / cuDNN"] - 1 for row in sources.decode]
+    slower = [row["ours / cuDNN"] - 1 for row in sources.decode if row["ours / cuDNN"] > 1]
+    assert len(slower) == 7
     assert f"by {min(slower):.1%} to {max(slower):.0%}" in text
 
 
