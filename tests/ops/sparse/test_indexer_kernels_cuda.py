@@ -120,7 +120,7 @@ def test_the_hopper_kernel_has_the_same_bits(s_q, s_kv, heads, dim, k, causal, d
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
-def test_many_queries_over_long_rows_take_256_mib():
+def test_many_queries_over_long_rows_take_128_mib():
     iq, ik, w = drawn(1100, 70000)
     lo, hi = seen(1100, 70000, True)
     assert gluon_topk.is_faster(iq, ik, 2048)
@@ -130,7 +130,7 @@ def test_many_queries_over_long_rows_take_256_mib():
     before = torch.cuda.memory_allocated()
     found = indexer_topk(iq, ik, w, 2048, scale=HOW["scale"], mask=SparseMask(causal=True, q_start=70000 - 1100))
     out = sum(x.numel() * x.element_size() for x in found)
-    assert torch.cuda.max_memory_allocated() - before - out <= 257 << 20
+    assert torch.cuda.max_memory_allocated() - before - out <= 129 << 20
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 

@@ -63,7 +63,7 @@ _RECORD = gl.constexpr(4)  # integers of a record: the first row of a unit, its 
 _SCORER_REGISTERS, _HELPER_REGISTERS = gl.constexpr(192), gl.constexpr(128)
 _ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _UNIT_TILES = 8  # of a unit, about: few, so that few rows are scored at a time
-_WORKSPACE = 256 << 20  # 470 rows of 128k keys: two warps take their time to select, so that many rows wait for them
+_WORKSPACE = 128 << 20  # 235 rows of 128k keys: two warps take their time to select, so that many rows wait for them
 _MIN_QUERIES = 1024
 
 
