@@ -27,6 +27,11 @@ def gpu_of(device: torch.device) -> GPU:
     return _gpu_of(device) if device.type == "cuda" else WITHOUT_GPU
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device is a GPU of compute capability 9.0 of NVIDIA: AMD's have such numbers, too."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def starts_early(device: torch.device) -> bool:
     """Whether a kernel may start while the one before it runs: programmatic dependent launch, from Hopper on."""
     import triton

@@ -148,6 +148,18 @@ def test_slots_are_sorted_by_key():
         assert (after[count:] >= case.hi[0]).all()
 
 
+def test_sorted_slots_are_contiguous_whatever_the_strides_of_the_indices(monkeypatch):
+    """Windows as a view have two strides of 1; kernels read slots one after another."""
+    monkeypatch.setattr(gluon_backward, "_SORTED_SLOTS", 200)  # a few rows at a time
+    windows = torch.arange(400, dtype=torch.int32).unfold(0, 64, 1)[100:111]
+    bounds = RowBounds(*(torch.full((11,), n, dtype=torch.int32) for n in (110, 165, 60)), 0)
+    indices, slots = gluon_backward.sort_by_key(windows, bounds)
+    assert indices.is_contiguous()
+    for i in range(11):
+        valid = [key for key in range(100 + i, 160 + i) if 110 <= key < 165]
+        assert indices[i, : slots[i]].tolist() == valid
+
+
 def test_segments_grow_with_the_keys():
     def of(keys: int, heads: int, width: int = 576) -> int:
         return gluon_backward.segments(torch.empty(keys, width, device="meta"), heads)

@@ -103,7 +103,7 @@ _EIGHT_COLUMNS = gl.constexpr(
     )
 )
 _JOIN = gl.constexpr("mov.b32 $0, {$1, $2};")
-_PART = gl.constexpr("mov.b32 {$0, $1}, $2;")
+_SPLIT = gl.constexpr("mov.b32 {$0, $1}, $2;")
 _KEEP = gl.constexpr("mov.b32 $0, $1;")  # the compiler does not see that nothing changes, and keeps both steps
 
 
@@ -385,5 +385,5 @@ def _exchange(values):
     words = gl.inline_asm_elementwise(_KEEP, "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1)
     words = gl.convert_layout(words, _FOUR_WORDS)
     pair: gl.constexpr = (values.dtype, values.dtype)
-    even, odd = gl.inline_asm_elementwise(_PART, "=h,=h,r", [words], dtype=pair, is_pure=True, pack=1)
+    even, odd = gl.inline_asm_elementwise(_SPLIT, "=h,=h,r", [words], dtype=pair, is_pure=True, pack=1)
     return gl.convert_layout(gl.join(even, odd).reshape([_ROWS, _QUARTER]), _EIGHT_COLUMNS)

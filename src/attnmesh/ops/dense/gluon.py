@@ -12,6 +12,7 @@ from attnmesh.core.optional import installed, require
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import Call
 from attnmesh.ops.dense.triton import Triton
+from attnmesh.ops.gpu import is_hopper
 
 
 class Gluon(Triton):
@@ -34,7 +35,7 @@ class Gluon(Triton):
     def _reason(self, call: Call, part: str) -> str | None:
         if not installed("triton"):
             return "triton is not installed (pip install 'attnmesh[triton]')"
-        if not call.q.is_cuda or torch.cuda.get_device_capability(call.q.device)[0] != 9:
+        if not is_hopper(call.q.device):
             return "its kernels need a Hopper GPU (compute capability 9.0)"
         if call.scores.alibi_slopes is not None:
             return "its kernels do not take alibi_slopes"

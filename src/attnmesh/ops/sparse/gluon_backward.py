@@ -1,8 +1,8 @@
 """The gradients of sparse attention on Hopper in Gluon, from the gradients of the scores: two kernels.
 
-They take the place of `grad_query_kernel` and `grad_key_kernel` in `triton_backward`, with the same workspaces p and
-ds, for up to 128 heads whose values are the first 512 columns of keys of 576 or 512. In both, a group of warps, the
-loader, copies to shared memory what two other groups multiply, 64 keys at a time::
+They take the place of `grad_query_kernel` (65 to 128 heads) and `grad_key_kernel` (up to 128 heads) in
+`triton_backward`, with the same workspaces p and ds, where values are the first 512 columns of keys of 576 or 512. In
+both, a group of warps, the loader, copies to shared memory what two other groups multiply, 64 keys at a time::
 
     grad_query   dq = scale * ds @ k                   keys are gathered; each group sums half of the heads
     grad_key     dk += scale * ds^T @ q + p^T @ dout   q and dout stay in shared memory; the groups take every other
@@ -37,11 +37,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.sparse.arguments import RowBounds
 from attnmesh.ops.sparse.gluon_common import D_TAIL, D_V, HEADS, KEYS
 
 QUERY_HEADS = 2 * HEADS  # padded heads that `grad_query` takes: half of them for each group
-MOST_HEADS = 2 * HEADS
 IN_CACHE = 32 << 20  # bytes of dk up to which the order of the programs does not matter: half of the L2 cache
 # Bytes of dk that programs add to at the same time, by padded heads: p and ds of many heads also need the cache.
 WINDOW = {16: 24 << 20, 32: 24 << 20, 64: 24 << 20, 128: 12 << 20}
@@ -49,6 +49,7 @@ STAGES = {16: 8, 32: 8, 64: 8, 128: 3}  # of `grad_key`, by padded heads: as man
 _KEY_MAIN = 128  # columns of a part of `grad_key`
 _QUERY_MAIN = 256  # and of `grad_query`
 _INT32_MAX = 2**31 - 1
+_SORTED_SLOTS = 1 << 24  # at a time, which takes 17 bytes per slot
 _HEADS, _KEYS, _D_V = gl.constexpr(HEADS), gl.constexpr(KEYS), gl.constexpr(D_V)
 _THREADS = gl.constexpr(128)  # of the loader
 _NO_KEY = gl.constexpr(-2147483648)
@@ -62,11 +63,10 @@ def supports(q: Tensor, k: Tensor, v: Tensor | None, dout: Tensor, *, d_v: int) 
         v is None
         and d_v == D_V
         and q.shape[-1] in (D_V, D_V + D_TAIL)
-        and q.shape[1] <= MOST_HEADS
+        and q.shape[1] <= QUERY_HEADS
         and q.dtype in (torch.bfloat16, torch.float16)
         and all(x.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in x.stride()[:-1]) for x in (q, k, dout))
-        and q.is_cuda
-        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and is_hopper(q.device)
     )
 
 
@@ -83,10 +83,17 @@ def segments(dk: Tensor, heads: int) -> int:
 
 
 def sort_by_key(indices: Tensor, bounds: RowBounds) -> tuple[Tensor, Tensor]:
-    """The valid slots of each row in the order of their keys, and their number, int32 [s_q]."""
-    valid = bounds.valid(indices)
-    by_key = torch.where(valid, indices, _INT32_MAX).sort(1).values
-    return by_key, valid.sum(1, dtype=torch.int32)
+    """The valid slots of each row in the order of their keys, contiguous, and their number, int32 [s_q]."""
+    rows, slots = indices.shape
+    by_key = torch.empty(rows, slots, dtype=torch.int32, device=indices.device)
+    counts = torch.empty(rows, dtype=torch.int32, device=indices.device)
+    step = max(1, _SORTED_SLOTS // slots)
+    for begin in range(0, rows, step):
+        some = slice(begin, begin + step)
+        valid = bounds.narrow(begin, begin + step).valid(indices[some])
+        by_key[some] = torch.where(valid, indices[some], _INT32_MAX).sort(1).values
+        counts[some] = valid.sum(1, dtype=torch.int32)
+    return by_key, counts
 
 
 def grad_query(

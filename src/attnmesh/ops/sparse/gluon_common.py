@@ -1,7 +1,7 @@
-"""What the Gluon kernels of sparse attention and sparse decode share: sizes, and the steps of their groups of warps.
+"""What the Gluon kernels of sparse attention and sparse decode share: sizes, sinks and results; and steps of decode.
 
 An item is 64 heads of a row of queries and its slots, 64 keys at a time. The columns of keys that are values, 512, are
-four quarters. See `gluon_forward` and `gluon_decode` for the groups of warps.
+two halves in `gluon_forward` and four quarters in `gluon_decode`; see there for the groups of warps.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -38,7 +38,7 @@ def processors(q: Tensor) -> int:
     return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 3
 
 
-# Of the scorer.
+# Steps of `gluon_decode`.
 
 
 @gluon.jit
@@ -64,20 +64,6 @@ def weigh(scores, highest, peak, total, stage, decay, weights, decay_ready, weig
 
 
 @gluon.jit
-def add_sinks(sinks, head, is_head, peak, total):
-    """The maximum and sum with the sink of each head, and the factor of what was summed before."""
-    sink = gl.load(sinks + head, mask=is_head, other=0.0).to(gl.float32) * _LOG2_E
-    highest = gl.maximum(peak, sink)
-    shift = gl.where(highest == float("-inf"), 0.0, highest)
-    kept = gl.exp2(peak - shift)
-    total = total * kept + gl.where(sink == shift, 1.0, gl.exp2(sink - shift))  # also if both are +inf
-    return highest, total, kept
-
-
-# Of the averagers.
-
-
-@gluon.jit
 def rescale(front, back, stage, turn, decay, decay_ready, layout: gl.constexpr):
     """The sums of two quarters of the output columns, with the decay of a tile."""
     mbarrier.wait(decay_ready.index(stage), turn)
@@ -87,6 +73,20 @@ def rescale(front, back, stage, turn, decay, decay_ready, layout: gl.constexpr):
         front = front * tile_decay[:, None]
         back = back * tile_decay[:, None]
     return front, back
+
+
+# Steps of both.
+
+
+@gluon.jit
+def add_sinks(sinks, head, is_head, peak, total):
+    """The maximum and sum with the sink of each head, and the factor of what was summed before."""
+    sink = gl.load(sinks + head, mask=is_head, other=0.0).to(gl.float32) * _LOG2_E
+    highest = gl.maximum(peak, sink)
+    shift = gl.where(highest == float("-inf"), 0.0, highest)
+    kept = gl.exp2(peak - shift)
+    total = total * kept + gl.where(sink == shift, 1.0, gl.exp2(sink - shift))  # also if both are +inf
+    return highest, total, kept
 
 
 @gluon.jit

@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.sparse.gluon_common import (
     D_TAIL,
     D_V,
@@ -142,8 +143,7 @@ def supports(q: Tensor, pool: object, *, d_v: int) -> bool:
         and all(x.data_ptr() % 16 == 0 and all(n * x.itemsize % 16 == 0 for n in x.stride()[:2]) for x in parts)
         and all(len(x) * x.stride(0) * x.itemsize < 2**35 for x in (pool.values, pool.scales, pool.rope))
         and pool.scales.stride(3) == 1
-        and q.is_cuda
-        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and is_hopper(q.device)
     )
 
 

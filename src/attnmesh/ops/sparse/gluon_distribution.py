@@ -23,7 +23,7 @@ item is refilled only after both consumers released it, and sums are overwritten
 the keys of block b are ready, which the producer signals after it has read the sums of b - 4. There is no deadlock:
 what the producer waits for before it sends block b, an item three back and sums four back, needs only what it has sent.
 
-tests/gluon_emulation.py runs this file on the CPU under adversarial schedules.
+tests/helpers/gluon.py runs this file on the CPU under adversarial schedules.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -40,6 +40,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from attnmesh.ops.gpu import is_hopper
 
 # Tuning.
 # Consumers -> registers per thread of consumer 1, of the producer (consumer 0 has the rest), and at launch.
@@ -100,8 +102,7 @@ def supports(q: Tensor, k: Tensor, *, head_group: int) -> bool:
     """Whether the kernel can serve the call: on Hopper, up to 128 heads in one group or in groups of 64."""
     h, d = q.shape[1:]
     return (
-        q.is_cuda
-        and torch.cuda.get_device_capability(q.device)[0] == 9
+        is_hopper(q.device)
         and q.dtype == k.dtype
         and q.dtype in (torch.bfloat16, torch.float16)
         and d in WIDTHS

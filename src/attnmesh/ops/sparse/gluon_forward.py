@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.sparse.gluon_common import (
     D_TAIL,
     D_V,
@@ -67,8 +68,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor | None, *, d_v: int) -> bool:
         and q.shape[-1] in (D_V, D_V + D_TAIL)
         and q.dtype in (torch.bfloat16, torch.float16)
         and all(x.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in x.stride()[:-1]) for x in (q, k))
-        and q.is_cuda
-        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and is_hopper(q.device)
     )
 
 

@@ -26,13 +26,13 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnmesh.ops.decode.gluon_common import group_barrier
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.sparse.gluon_topk import KEYS, final_score, score_layout
 from attnmesh.ops.sparse.triton_select import NEIGHBORS
 from attnmesh.ops.storage import Quantized
 
 WIDTH = 128
 STAGES = 4
-PROGRAMS = 4  # that run at a time, per multiprocessor, with 64 columns
 _KEYS, _WIDTH, _STAGES, _NEIGHBORS = (gl.constexpr(x) for x in (KEYS, WIDTH, STAGES, NEIGHBORS))
 _BLOCKS = gl.constexpr(KEYS // NEIGHBORS)
 _ROWWISE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
@@ -53,7 +53,7 @@ class Shape(NamedTuple):
 
 def supports(iq: Tensor, pool: object) -> bool:
     """Whether the kernel can score: on Hopper, 33 to 128 heads of 128 in 16 bits, fp8 keys in blocks of 64, 128, ..."""
-    if not isinstance(pool, Quantized) or not iq.is_cuda or torch.cuda.get_device_capability(iq.device)[0] != 9:
+    if not isinstance(pool, Quantized) or not is_hopper(iq.device):
         return False
     values = pool.values
     return (

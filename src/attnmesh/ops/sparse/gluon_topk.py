@@ -44,7 +44,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnmesh.ops.decode.gluon_common import group_barrier
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.sparse.arguments import TopKIndices
+from attnmesh.ops.sparse.gluon_common import processors
 from attnmesh.ops.sparse.gluon_select import select_row
 from attnmesh.ops.sparse.triton_indexer import LONG_ROW, head_tile, padded
 from attnmesh.ops.sparse.triton_select import candidate_block, row_elements
@@ -63,7 +65,7 @@ _RECORD = gl.constexpr(4)  # integers of a record: the first row of a unit, its 
 _SCORER_REGISTERS, _HELPER_REGISTERS = gl.constexpr(192), gl.constexpr(128)
 _ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _UNIT_TILES = 8  # of a unit, about: few, so that few rows are scored at a time
-_WORKSPACE = 128 << 20  # 235 rows of 128k keys: two warps take their time to select, so that many rows wait for them
+_WORKSPACE = 128 << 20  # 240 rows of 128k keys: two warps select slowly, so that many rows wait for them
 _MIN_QUERIES = 1024
 
 
@@ -126,8 +128,7 @@ def supports(iq: Tensor, ik: Tensor, topk: int) -> bool:
     A selection of more than 2,048 keys needs more registers than there are.
     """
     return (
-        iq.is_cuda
-        and torch.cuda.get_device_capability(iq.device)[0] == 9
+        is_hopper(iq.device)
         and iq.dtype == ik.dtype
         and iq.dtype in (torch.bfloat16, torch.float16)
         and head_tile(iq.shape[1]) >= 32
@@ -176,7 +177,7 @@ def topk(
     row_size = row_elements(row_len, block)
     ring = max(2, min(workspace // (4 * rows * row_size), groups))
     items = -(-tiles // unit_tiles)
-    programs = min(programs or _processors(iq.device), groups * max(items, rows))
+    programs = min(programs or processors(iq), groups * max(items, rows))
     buffer = torch.empty(ring * rows, row_size, dtype=torch.float32, device=iq.device)
     counters = torch.zeros(2 + 2 * groups, dtype=torch.int32, device=iq.device)
     with torch.cuda.device_of(iq):
@@ -200,10 +201,6 @@ def score_layout(rows: int) -> Any:
     of_rows = [[0, 1 << i] for i in range(rows.bit_length() - 1)]
     lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0], *of_rows], lanes, [[16, 0], [32, 0]], [], [KEYS, rows])
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 @gluon.jit

@@ -18,7 +18,7 @@ Tiles past the last slot of a row are neither written nor read.
 dk and dv are summed by atomics or, if `deterministic`, written slot by slot and then summed key by key, in the order of
 rows and slots.
 
-On Hopper the kernels of `gluon_backward` take the place of the last two, where they support the call.
+On Hopper the kernels of `gluon_backward` take the place of the last two, for the calls and heads that they support.
 """
 
 # Kernels are written in Triton's language, whose names have no Python types.
@@ -230,7 +230,7 @@ def _add_to_keys(
 class _Plan(NamedTuple):
     """Rows per chunk, sizes of the workspaces, and the tiles of every kernel."""
 
-    hopper: bool  # the kernels of `gluon_backward` take the place of the last two
+    hopper: bool  # `gluon_backward` supports the call
     rows: int
     slots: int
     padded_heads: int

@@ -99,7 +99,7 @@ def paged_topk(
     if gluon is None:
         gluon = tiles.keys == KEYS and gluon_paged_scores.supports(iq, keys.pool)
     if span is None:  # of equal shares, so that all programs end at the same time
-        at_a_time = gluon_paged_scores.PROGRAMS if gluon and small else _PROGRAMS if small else 2
+        at_a_time = _PROGRAMS if small else 2
         total, resident = groups * capacity, at_a_time * _multiprocessors(iq.device)
         span = max(_MIN_SPAN, _ceil(total, max(1, _ceil(total, SPAN * resident)) * resident))
     items = max(1, _ceil(capacity, _ceil(span, tiles.keys) * tiles.keys))
