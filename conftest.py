@@ -210,7 +210,7 @@ SAMPLED_FUNCTIONS = {
 HALVED_FOLDERS = (
     "ops", "parallel", "plan", "planner", "generation", "kv_cache", "integrations", "comm", "cli", "core", "serving",
 )  # fmt: skip
-LEAST_CASES, MANY_CASES = 3, 8
+LEAST_CASES, MANY_CASES = 3, 6
 
 
 @pytest.hookimpl(tryfirst=True)
