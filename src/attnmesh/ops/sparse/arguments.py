@@ -155,6 +155,15 @@ class TopKIndices(NamedTuple):
     lengths: Tensor
 
 
+def empty_topk(*rows: int, topk: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the indices, scores and lengths of `TopKIndices`."""
+    return (
+        torch.empty(*rows, topk, dtype=torch.int32, device=device),
+        torch.empty(*rows, topk, dtype=torch.float32, device=device),
+        torch.empty(*rows, dtype=torch.int32, device=device),
+    )
+
+
 def canonicalize(
     indices: Tensor, scores: Tensor | None = None, *, s_kv: int | None = None, unique: bool = False
 ) -> TopKIndices:

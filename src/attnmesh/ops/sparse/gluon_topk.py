@@ -45,7 +45,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attnmesh.ops.decode.gluon_common import group_barrier
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
 from attnmesh.ops.gpu import is_hopper
-from attnmesh.ops.sparse.arguments import TopKIndices
+from attnmesh.ops.sparse.arguments import TopKIndices, empty_topk
 from attnmesh.ops.sparse.gluon_common import processors
 from attnmesh.ops.sparse.gluon_select import select_row
 from attnmesh.ops.sparse.triton_indexer import LONG_ROW, head_tile, padded
@@ -165,9 +165,7 @@ def topk(
 ) -> TopKIndices:
     """`triton_topk.topk` on Hopper; see `supports`. The result has the same bits."""
     (s_q, heads, width), s_kv = iq.shape, ik.shape[0]
-    indices = torch.empty(s_q, topk, dtype=torch.int32, device=iq.device)
-    scores = torch.empty(s_q, topk, dtype=torch.float32, device=iq.device)
-    lengths = torch.empty(s_q, dtype=torch.int32, device=iq.device)
+    indices, scores, lengths = empty_topk(s_q, topk=topk, device=iq.device)
     if s_q == 0:
         return TopKIndices(indices, scores, lengths)
     rows = COLUMNS // head_tile(heads)

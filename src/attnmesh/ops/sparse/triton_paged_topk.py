@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_device_error
 from attnmesh.ops.gpu import starts_early
 from attnmesh.ops.sparse import gluon_paged_scores
-from attnmesh.ops.sparse.arguments import TopKIndices
+from attnmesh.ops.sparse.arguments import TopKIndices, empty_topk
 from attnmesh.ops.sparse.gluon_topk import KEYS
 from attnmesh.ops.sparse.paged import PagedKeys
 from attnmesh.ops.sparse.triton_indexer import (
@@ -81,13 +81,9 @@ def paged_topk(
     batch, tokens, heads, width = iq.shape
     table, pool = keys.table, values_of(keys.pool)
     assert table is not None
-    found = TopKIndices(
-        torch.empty(batch, tokens, topk, dtype=torch.int32, device=iq.device),
-        torch.empty(batch, tokens, topk, dtype=torch.float32, device=iq.device),
-        torch.empty(batch, tokens, dtype=torch.int32, device=iq.device),
-    )
+    found = empty_topk(batch, tokens, topk=topk, device=iq.device)
     if batch * tokens == 0:
-        return found
+        return TopKIndices(*found)
     capacity = table.shape[1] * keys.block_size
     if tiles is None:  # rows of a group are tokens of one sequence
         tiles = TOPK[iq.element_size()]
@@ -152,7 +148,7 @@ def paged_topk(
                 KEYS=tiles.keys, ROWS=tiles.rows, BLOCK=block, WIDE=wide, EARLY=early,
                 num_warps=_SELECT_WARPS, **({"launch_pdl": True} if early else {}),
             )  # fmt: skip
-    return found
+    return TopKIndices(*found)
 
 
 def _ceil(a: int, b: int) -> int:

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.sparse.arguments import TopKIndices
+from attnmesh.ops.sparse.arguments import TopKIndices, empty_topk
 from attnmesh.ops.sparse.triton_indexer import (
     LONG_ROW,
     SPAN,
@@ -69,11 +69,9 @@ def topk(
     """
     check_inputs(iq, ik, w)
     (s_q, heads, width), s_kv = iq.shape, ik.shape[0]
-    indices = torch.empty(s_q, topk, dtype=torch.int32, device=iq.device)
-    scores = torch.empty(s_q, topk, dtype=torch.float32, device=iq.device)
-    lengths = torch.empty(s_q, dtype=torch.int32, device=iq.device)
+    found = empty_topk(s_q, topk=topk, device=iq.device)
     if s_q == 0:
-        return TopKIndices(indices, scores, lengths)
+        return TopKIndices(*found)
     if workspace is None:
         read = sum(x.numel() * x.element_size() for x in (iq, ik, w)) + s_q * (8 * topk + 4)
         least = _LONG_WORKSPACE if s_kv > LONG_ROW else _MIN_WORKSPACE
@@ -93,14 +91,14 @@ def topk(
     counters = torch.zeros(1 + 2 * groups, dtype=torch.int32, device=iq.device)
     with torch.cuda.device_of(iq):
         _topk_kernel[(programs,)](
-            iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(), lo, hi, indices, scores, lengths,
+            iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(), lo, hi, *found,
             buffer, buffer.view(torch.int32), counters,
             s_q, s_kv, heads, topk, scale, row_len, groups, items, ring, lag, span,
             RELU=relu, KEYS=tiles.keys, ROWS=tiles.rows, HEADS=head_tile(heads), ONE_TILE=heads <= head_tile(heads),
             D=width, BLOCK_D=padded(width), BLOCK=block,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
-    return TopKIndices(indices, scores, lengths)
+    return TopKIndices(*found)
 
 
 @functools.cache
