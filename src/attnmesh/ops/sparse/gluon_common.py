@@ -1,4 +1,4 @@
-"""What the Gluon kernels of sparse attention and sparse decode share: sizes, sinks and results; and steps of decode.
+"""What the Gluon kernels of sparse attention and sparse decode share: sizes, sinks and the writing of results.
 
 An item is 64 heads of a row of queries and its slots, 64 keys at a time. The columns of keys that are values, 512, are
 two halves in `gluon_forward` and four quarters in `gluon_decode`; see there for the groups of warps.
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 LOG2_E = 1.4426950408889634
 HEADS = 64  # per item: the rows of one matrix instruction
@@ -20,7 +19,6 @@ D_V, D_TAIL = 512, 64
 _LOG2_E = gl.constexpr(LOG2_E)
 _HEADS, _QUARTER = gl.constexpr(HEADS), gl.constexpr(D_V // 4)
 SLACK = 8.0  # weights may grow to 2**SLACK before the sums are rescaled
-_SLACK = gl.constexpr(SLACK)
 
 # Of a quarter or half of the columns: a lane has eight in a row.
 _LINES = (
@@ -36,46 +34,6 @@ def processors(q: Tensor) -> int:
     """The multiprocessors of q's GPU, each of which runs one program."""
     # Three in the emulation, so that a program has several items.
     return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 3
-
-
-# Steps of `gluon_decode`.
-
-
-@gluon.jit
-def weigh(scores, highest, peak, total, stage, decay, weights, decay_ready, weights_ready):
-    """Writes the weights of a tile, and the decay of the sums so far; returns the new maximum and sum.
-
-    `highest` are the maxima of the scores, which are in base 2. `peak` lags behind them by up to _SLACK. The weights
-    take the place of the tail of the keys.
-    """
-    new_peak = gl.where(highest > peak + _SLACK, highest, peak)
-    # No valid key yet, or scores of -inf: subtract 0, because -inf - -inf is NaN.
-    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    tile_decay = gl.exp2(peak - shift)
-    decay.index(stage).store(tile_decay)
-    # The averagers rescale while the weights are computed. Arriving also synchronizes the warps of this group: none
-    # writes weights over the tail of the keys while another still multiplies with it.
-    mbarrier.arrive(decay_ready.index(stage), count=1)
-    tile_weights = gl.exp2(scores - shift[:, None])
-    weights.index(stage).store(tile_weights.to(weights.dtype))
-    fence_async_shared()
-    mbarrier.arrive(weights_ready.index(stage), count=1)
-    return new_peak, total * tile_decay + gl.sum(tile_weights, 1)
-
-
-@gluon.jit
-def rescale(front, back, stage, turn, decay, decay_ready, layout: gl.constexpr):
-    """The sums of two quarters of the output columns, with the decay of a tile."""
-    mbarrier.wait(decay_ready.index(stage), turn)
-    tile_decay = decay.index(stage).load(layout)
-    # Rarely taken; otherwise 128 multiplications per thread would precede the matrix products of every tile.
-    if gl.min(tile_decay, 0) < 1.0:
-        front = front * tile_decay[:, None]
-        back = back * tile_decay[:, None]
-    return front, back
-
-
-# Steps of both.
 
 
 @gluon.jit

@@ -43,15 +43,14 @@ from attnmesh.ops.sparse.gluon_common import (
     HEADS,
     KEYS,
     LOG2_E,
+    SLACK,
     add_sinks,
     processors,
-    rescale,
-    weigh,
     write_columns,
 )
 from attnmesh.ops.storage import Quantized
 
-_LOG2_E = gl.constexpr(LOG2_E)
+_LOG2_E, _SLACK = gl.constexpr(LOG2_E), gl.constexpr(SLACK)
 _HEADS, _KEYS = gl.constexpr(HEADS), gl.constexpr(KEYS)
 _QUARTER, _TAIL = gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
 _AVERAGER, _GATHERER = gl.constexpr(160), gl.constexpr(112)  # registers per thread; the scorer has the rest of 512
@@ -414,7 +413,7 @@ def _score(memory, barriers, work, results, scale_log2, SPLIT: gl.constexpr):
     for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
         item = _item(number, work)
         peak = gl.full([_HEADS], float("-inf"), gl.float32, down)
-        largest = peak  # which lags behind it (see `weigh`)
+        largest = peak  # which lags behind it (see `_weigh`)
         total = gl.full([_HEADS], 0.0, gl.float32, down)
         mbarrier.wait(barriers.q_ready.index(0), served & 1, pred=item.tiles > 0)
         fence_async_shared()  # the queries were copied through another proxy
@@ -438,7 +437,7 @@ def _score(memory, barriers, work, results, scale_log2, SPLIT: gl.constexpr):
                 scores = gl.where(near < item.count - tile * _KEYS, scores, float("-inf"))
             highest = gl.max(scores, 1)
             largest = gl.maximum(largest, highest)
-            peak, total = weigh(
+            peak, total = _weigh(
                 scores, highest, peak, total, stage, memory.decay, memory.tail, barriers.decay_ready,
                 barriers.weights_ready,
             )  # fmt: skip
@@ -478,7 +477,7 @@ def _average(memory, barriers, work, out, PART: gl.constexpr, NARROW_OUT: gl.con
             stage = step % 2
             turn = step // 2 & 1
             step += 1
-            front, back = rescale(front, back, stage, turn, memory.decay, barriers.decay_ready, down)
+            front, back = _rescale(front, back, stage, turn, memory.decay, barriers.decay_ready, down)
             mbarrier.wait(barriers.weights_ready.index(stage), turn)
             weights = memory.tail.index(stage)
             front = warpgroup_mma(weights, memory.k.index(4 * stage + PART), front, is_async=True)
@@ -496,3 +495,37 @@ def _average(memory, barriers, work, out, PART: gl.constexpr, NARROW_OUT: gl.con
         rows = out + item.part * work.heads * (4 * _QUARTER)
         write_columns(rows, front * scale, PART * _QUARTER, item.head_begin, work.heads, NARROW_OUT, grid)
         write_columns(rows, back * scale, (2 + PART) * _QUARTER, item.head_begin, work.heads, NARROW_OUT, grid)
+
+
+@gluon.jit
+def _weigh(scores, highest, peak, total, stage, decay, weights, decay_ready, weights_ready):
+    """Writes the weights of a tile, and the decay of the sums so far; returns the new maximum and sum.
+
+    `highest` are the maxima of the scores, which are in base 2. `peak` lags behind them by up to _SLACK. The weights
+    take the place of the tail of the keys.
+    """
+    new_peak = gl.where(highest > peak + _SLACK, highest, peak)
+    # No valid key yet, or scores of -inf: subtract 0, because -inf - -inf is NaN.
+    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    tile_decay = gl.exp2(peak - shift)
+    decay.index(stage).store(tile_decay)
+    # The averagers rescale while the weights are computed. Arriving also synchronizes the warps of this group: none
+    # writes weights over the tail of the keys while another still multiplies with it.
+    mbarrier.arrive(decay_ready.index(stage), count=1)
+    tile_weights = gl.exp2(scores - shift[:, None])
+    weights.index(stage).store(tile_weights.to(weights.dtype))
+    fence_async_shared()
+    mbarrier.arrive(weights_ready.index(stage), count=1)
+    return new_peak, total * tile_decay + gl.sum(tile_weights, 1)
+
+
+@gluon.jit
+def _rescale(front, back, stage, turn, decay, decay_ready, layout: gl.constexpr):
+    """The sums of two quarters of the output columns, with the decay of a tile."""
+    mbarrier.wait(decay_ready.index(stage), turn)
+    tile_decay = decay.index(stage).load(layout)
+    # Rarely taken; otherwise 128 multiplications per thread would precede the matrix products of every tile.
+    if gl.min(tile_decay, 0) < 1.0:
+        front = front * tile_decay[:, None]
+        back = back * tile_decay[:, None]
+    return front, back
