@@ -168,7 +168,7 @@ class Mask(ABC):
 
     def __bool__(self) -> bool:
         # Otherwise `Causal() and Documents(lengths)` would be one of the two.
-        raise TypeError(f"combine masks with & and |, not with `and` and `or`, got {shown(self)}")
+        raise TypeError(f"a mask has no truth value: combine masks with & and |, not `and` and `or`, got {shown(self)}")
 
 
 class IntervalMask(Mask, Intervals):
