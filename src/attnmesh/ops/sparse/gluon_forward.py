@@ -223,18 +223,17 @@ def _forward_kernel(
 
 
 @gluon.jit
-def _count(number, work):
-    """The number of slots of the row of an item."""
-    row = gl.minimum(number, work.items - 1) // ((work.heads + _HEADS - 1) // _HEADS)
-    return gl.maximum(gl.minimum(gl.load(work.slots + row), work.topk), 0)
+def _item(number, work):
+    """An item by its number, with at least one pair of tiles.
 
-
-@gluon.jit
-def _item(number, count, work):
-    """An item by its number, with at least one pair of tiles."""
+    Every group loads the number of slots of each item anew. A loop over items must not carry it to the next turn:
+    Triton (3.6 and 3.7) drops what a loop carries if it is used only as the bound of a loop inside.
+    """
     head_tiles = (work.heads + _HEADS - 1) // _HEADS
+    row = number // head_tiles
+    count = gl.maximum(gl.minimum(gl.load(work.slots + row), work.topk), 0)
     pairs = gl.maximum((count + 2 * _KEYS - 1) // (2 * _KEYS), 1)
-    return Item((number // head_tiles).to(gl.int64), number % head_tiles * _HEADS, count, pairs)
+    return Item(row.to(gl.int64), number % head_tiles * _HEADS, count, pairs)
 
 
 # Of the gatherer.
@@ -250,7 +249,7 @@ def _gather(
     step = 0  # pairs so far, of all items
     done = 0  # items so far
     for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
-        item = _item(number, _count(number, work), work)
+        item = _item(number, work)
         first = gl.load(lo + item.row)
         end = gl.load(hi + item.row)
         row_indices = indices + item.row * indices_row
@@ -321,12 +320,10 @@ def _attend_first(
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     step = 0  # pairs so far, of all items
     done = 0  # items so far
-    count = _count(gl.program_id(0), work)
-    before = _item(gl.program_id(0), count, work)
+    before = _item(gl.program_id(0), work)
     result = gl.zeros([_HEADS, _HALF], gl.float32, wide).to(results.out.dtype.element_ty)
     for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
-        item = _item(number, count, work)
-        count = _count(number + gl.num_programs(0), work)  # of the next item, early
+        item = _item(number, work)
         scores = _score_front(memory, barriers, step, done, 0)
         scores = _score_back(scores, memory, barriers, step, done, 0, TAILED)
         mbarrier.arrive(barriers.scored.index(0), count=1)
@@ -397,10 +394,8 @@ def _attend_second(
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     step = 0  # pairs so far, of all items
     done = 0  # items so far
-    count = _count(gl.program_id(0), work)
     for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
-        item = _item(number, count, work)
-        count = _count(number + gl.num_programs(0), work)  # of the next item, early
+        item = _item(number, work)
         peak = gl.full([_HEADS], float("-inf"), gl.float32, down)
         largest = peak  # which lags behind it (see `_weigh`)
         total = gl.full([_HEADS], 0.0, gl.float32, down)
