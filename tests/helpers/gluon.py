@@ -8,6 +8,8 @@ An error is: to wait for ever; to arrive more often than a barrier counts; to ch
 the copy engine reads before it is waited for; to use its result earlier; to let the matrix units or the copy engine
 read what no fence has shown them; to access memory outside of a tensor; to leave copies, stores or products behind, or
 a barrier with bytes that never come. What reads too early computes NaN. Layouts mean nothing here.
+
+The source of a kernel runs, not what the compiler makes of it: `carried_values` looks for what Triton drops.
 """
 
 import ast
