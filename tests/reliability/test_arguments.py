@@ -8,6 +8,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.core import validation
+from attnmesh.core.state import State
 from helpers import arguments
 from helpers.argument_calls import CALLS, COLLECTIVE, NOT_FUZZED, RECEIVERS, SKIPPED, WORLD
 from helpers.arguments import Case, Fuzzer, Outcome, calls_of, finish, judge, limits, names, targets
@@ -104,6 +105,14 @@ def test_the_counter_sees_what_is_formatted(formatted):
     assert validation.shown(torch.zeros(2)) == "float32 tensor [2] on cpu"
     assert f"{torch.zeros(2)}" == "tensor([0., 0.])"
     assert len(formatted) == 2
+
+
+def test_an_error_shows_tensors_in_records_without_reading_them(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "__repr__", None)
+    state = State(torch.zeros(2, 3), torch.zeros(2))
+    assert validation.shown([state]) == "[State(out=float32 tensor [2, 3] on cpu, lse=float32 tensor [2] on cpu)]"
+    stored = am.Quantized(torch.zeros(2, 3, dtype=torch.int8), torch.zeros(2))
+    assert validation.shown(stored).startswith("Quantized(values=int8 tensor [2, 3] on cpu, scales=float32")
 
 
 @pytest.mark.parametrize("names", [sorted(FUZZER.targets.keys() - SLOW), pytest.param(sorted(SLOW), marks=SLOW_TEST)])

@@ -62,7 +62,7 @@ WRONG_EVERYWHERE = {
     ),
     "unknown rows": ({"kv_rows": "mine"}, "kv_rows must be one of auto, all, own, got 'mine'"),
     "no sharding": ({"sharding": (1, 2, 2)}, r"sharding must be of type DecodeSharding, got \(1, 2, 2\)"),
-    "no config": ({"config": "llama"}, "config must be of type AttentionConfig, got 'llama'"),
+    "no config": ({"config": "llama"}, "config must be AttentionConfig, got 'llama'"),
     "no exchange": ({"exchange": "all_to_all"}, "exchange must be of type Exchange, got 'all_to_all'"),
 }
 
