@@ -96,11 +96,11 @@ def state():
     return lambda: gluon_forward.forward(q, k, v, state=before, **how)
 
 
-def decode(**how):
+def decode(backend: str = "gluon", **how):
     shape = {"group": 64, "kv_heads": 1, "block_size": 64, "dtype": torch.bfloat16, "at": "int32", "device": "cuda"}
     latent = {"dims": (576, 512), "v_in_k": True}
     problem = random_decode([300, 70], **shape | (latent if "dims" not in how else {}) | how)
-    return lambda: problem.run("gluon")
+    return lambda: problem.run(backend)
 
 
 def sparse_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -160,7 +160,7 @@ LAUNCHES = {
     "decode latent": decode,
     "decode latent, few rows": lambda: decode(group=16),
     "decode fp8": lambda: decode(storage="fp8_ds_mla"),
-    "decode grouped": lambda: decode(dims=(128, 128), group=16, kv_heads=2),
+    "decode grouped": lambda: decode("gluon_gqa", dims=(128, 128), group=64, kv_heads=2),
     "sparse": sparse,
     "sparse with gradients": sparse_with_gradients,
     "distribution": distribution,
