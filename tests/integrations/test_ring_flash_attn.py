@@ -373,7 +373,7 @@ def test_ranks_that_differ_raise_on_every_rank():
     [
         ({"cu_seqlens": torch.tensor([0, 5, 3])}, "cu_seqlens must begin with 0 and not decrease"),
         ({"causal": 1}, "causal must be True or False, got 1"),
-        ({"rank": 2}, "rank must be 0 to 1 for world_size=2, got 2"),
+        ({"rank": 2}, "rank must be 0 to 1, got 2"),
         ({"world_size": 0}, "world_size must be an integer >= 1, got 0"),
     ],
 )

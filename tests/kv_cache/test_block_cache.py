@@ -455,7 +455,7 @@ NEW = torch.zeros(1, 2, 3, 16)
         (lambda c, a, new: c.append([], 1), "sequences must be a list of at least one"),
         (lambda c, a, new: c.append([3], 1), "what allocate or fork returned, got 3"),
         (lambda c, a, new: c.append([make().allocate(1)], 1), "belongs to another cache"),
-        (lambda c, a, new: c.truncate(a, 4), "length must be 0 to 3, the length of .* got 4"),
+        (lambda c, a, new: c.truncate(a, 4), r"length must be 0 to 3 for Sequence\(.*\), got 4"),
         (lambda c, a, new: c.truncate(a, -1), "length must be 0 to 3"),
         (lambda c, a, new: c.free(make().allocate(1)), "belongs to another cache"),
         (lambda c, a, new: c.keep(a, 3), "kept must be a set or list of indices of blocks, each at least 0, got 3"),

@@ -1,10 +1,14 @@
 """Bad arguments: every public callable accepts a value or raises ValueError with the argument and the value."""
 
 import random
+import traceback
 
 import pytest
+import torch
 
 import attnmesh as am
+from attnmesh.core import validation
+from attnmesh.core.state import State
 from helpers import arguments
 from helpers.argument_calls import CALLS, COLLECTIVE, NOT_FUZZED, RECEIVERS, SKIPPED, WORLD
 from helpers.arguments import Case, Fuzzer, Outcome, calls_of, finish, judge, limits, names, targets
@@ -17,6 +21,7 @@ SLOW = {
     "load_model", "generate", "Generator", "Generator.generate", "Generator.submit", "Generator.stream",
     "Generator.cancel", "attention_from_transformers", "shard_inputs",
 }  # fmt: skip
+SLOW_TEST = pytest.mark.slow
 GUILTY = 1  # the rank that gets a bad value
 
 
@@ -74,6 +79,56 @@ def test_all_bad_arguments_are_refused_by_name_and_value(name):
     cases = list(FUZZER.cases(name))
     print(f"{len(cases)} bad calls of {name}")
     assert findings(cases) == []
+
+
+# Valid calls build no words of an error: a tensor would have to be read for them, which waits for a GPU.
+
+
+@pytest.fixture
+def formatted(monkeypatch):
+    """Where tensors were formatted, and values as errors show them."""
+    found = []
+
+    def noted(function):
+        def inner(*args, **kwargs):
+            found.append("".join(traceback.format_stack(limit=6)))
+            return function(*args, **kwargs)
+
+        return inner
+
+    monkeypatch.setattr(torch.Tensor, "__repr__", noted(torch.Tensor.__repr__))
+    monkeypatch.setattr(validation._shortened, "repr", noted(validation._shortened.repr))
+    return found
+
+
+def test_the_counter_sees_what_is_formatted(formatted):
+    assert validation.shown(torch.zeros(2)) == "float32 tensor [2] on cpu"
+    assert f"{torch.zeros(2)}" == "tensor([0., 0.])"
+    assert len(formatted) == 2
+
+
+def test_an_error_shows_tensors_in_records_without_reading_them(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "__repr__", None)
+    state = State(torch.zeros(2, 3), torch.zeros(2))
+    assert validation.shown([state]) == "[State(out=float32 tensor [2, 3] on cpu, lse=float32 tensor [2] on cpu)]"
+    stored = am.Quantized(torch.zeros(2, 3, dtype=torch.int8), torch.zeros(2))
+    assert validation.shown(stored).startswith("Quantized(values=int8 tensor [2, 3] on cpu, scales=float32")
+
+
+@pytest.mark.parametrize("names", [sorted(FUZZER.targets.keys() - SLOW), pytest.param(sorted(SLOW), marks=SLOW_TEST)])
+def test_valid_calls_format_nothing(names, formatted):
+    for name in names:
+        run_valid_calls(name)
+        assert formatted == [], name
+
+
+@pytest.mark.parametrize(
+    "names", [sorted(COLLECTIVE.keys() - SLOW), pytest.param(sorted(COLLECTIVE.keys() & SLOW), marks=SLOW_TEST)]
+)
+def test_valid_calls_on_ranks_format_nothing(names, formatted):
+    for name in names:
+        am.run_virtual(WORLD, lambda comm, name=name: finish(FUZZER.call(name, *COLLECTIVE[name](comm))), timeout=60)
+        assert formatted == [], name
 
 
 # On one of several ranks.

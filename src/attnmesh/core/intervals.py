@@ -256,7 +256,7 @@ class Chain(Intervals):
         return first(q), end(q)
 
     def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        starts, table = (x.to(q.device) for x in self._table)
+        starts, table = (x.to(q.device, non_blocking=True) for x in self._table)
         q = q.long()
         first, first_slope, end, end_slope = table[torch.bucketize(q.contiguous(), starts, right=True) - 1].unbind(-1)
         return first + first_slope * q, end + end_slope * q

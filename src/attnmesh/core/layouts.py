@@ -212,7 +212,7 @@ def check_layout(name: str, layout: object) -> None:
 def _check_rank(length: int, world: int, rank: int) -> None:
     check_count("length", length)
     check_count("world", world, least=1, most=MAX_RANKS)
-    check_index("rank", rank, world, f" for world={world}")
+    check_index("rank", rank, world)
 
 
 def _select_range(x: Tensor, dim: int, run: range) -> Tensor:

@@ -268,24 +268,24 @@ class Documents(IntervalMask):
         return self.bounds[-1]
 
     def _visible(self, q: Tensor, k: Tensor) -> Tensor:
-        ends = torch.tensor(self.bounds[1:], dtype=torch.int64, device=q.device)
+        ends = _numbers(self.bounds[1:], q.device)
         q_document, k_document = (torch.bucketize(x.contiguous(), ends, right=True) for x in (q, k))
         inside = (q >= 0) & (q < self.bounds[-1]) & (k >= 0)
         allowed = (q_document == k_document) & inside
         if self.prefixes is None:
             return allowed
-        none = torch.tensor([*self._prefix_ends, 0], dtype=torch.int64, device=q.device)  # of positions after all
+        none = _numbers([*self._prefix_ends, 0], q.device)  # of positions after all
         return allowed & ((k <= q) | (k < none[k_document]))
 
     def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        bounds = torch.tensor(self.bounds, dtype=torch.int64, device=q.device)
+        bounds = _numbers(self.bounds, q.device)
         after = torch.bucketize(q.contiguous(), bounds, right=True)  # index of the first boundary after the query
         # Positions outside all documents attend to nothing.
         last = bounds.numel() - 1
         first, end = bounds[(after - 1).clamp(0, last)], bounds[after.clamp(0, last)]
         if self.prefixes is None or not last:
             return first, end
-        ends = torch.tensor(self._prefix_ends, dtype=torch.int64, device=q.device)
+        ends = _numbers(self._prefix_ends, q.device)
         causal = torch.maximum(q + 1, ends[(after - 1).clamp(0, last - 1)])
         return first, torch.where((after > 0) & (after <= last), torch.minimum(causal, end), end)
 
@@ -541,6 +541,11 @@ def _checked_counts(name: str, counts: Iterable[int]) -> tuple[int, ...]:
     if any(n < 0 for n in numbers) or any(isinstance(n, bool) for n in given):
         raise ValueError(f"{name} must all be integers >= 0, got {_brief(given)}")
     return numbers
+
+
+def _numbers(numbers: Iterable[int], device: torch.device) -> Tensor:
+    """An int64 tensor on a device, copied there without waiting for it."""
+    return torch.tensor(tuple(numbers), dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 def _checked_slice(index: int, item: object) -> Slice:

@@ -56,11 +56,11 @@ def merge(states: Iterable[State]) -> State:
         >>> torch.allclose(am.merge([early, late]).out, am.attention(q, k, v), atol=1e-6)
         True
     """
-    given, states = states, check_list("states", states, "states")
+    states = check_list("states", states, "states")
     if not states:
-        raise ValueError(f"states must contain at least one state, got {shown(given)}")
+        raise ValueError("states must contain at least one state, got none")
     for i, state in enumerate(states):
-        check_type(f"states[{i}]", state, State, f"a State in {shown(given)}")
+        check_type(f"states[{i}]", state, State)
         for name, x in zip(state._fields, state, strict=True):
             if not check_tensor(f"states[{i}].{name}", x).dtype.is_floating_point:
                 raise ValueError(f"states[{i}].{name} must be floating point, got {shown(x)}")

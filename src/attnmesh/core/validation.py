@@ -1,5 +1,6 @@
 """Checks of arguments: each raises ValueError with the argument, its value and what is allowed.
 
+A check takes names and values, and builds the words of an error when it raises it: valid calls format nothing.
 Checks of calls over ranks run on every rank before anything is sent: only a ValueError reaches the other ranks.
 """
 
@@ -11,6 +12,7 @@ import reprlib
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,9 @@ class _Shortened(reprlib.Repr):
             return f"{str(x.dtype).removeprefix('torch.')} tensor {list(x.shape)} on {x.device}"
         if type(x).__module__ == "numpy" and hasattr(x, "shape") and x.shape:
             return f"numpy array {x.dtype} {list(x.shape)}"
+        fields = x._asdict() if hasattr(x, "_asdict") else vars(x) if is_dataclass(x) else {}
+        if any(isinstance(field, Tensor) for field in fields.values()):
+            return f"{type(x).__name__}({', '.join(f'{name}={self.repr1(x, level)}' for name, x in fields.items())})"
         return super().repr1(x, level)
 
 
@@ -80,10 +85,10 @@ def check_positive(**counts: object) -> None:
         check_count(name, n)
 
 
-def check_index(name: str, n: object, size: int, of: str = "") -> int:
-    """Return `n`; raise ValueError unless it is an integer from 0 to `size` - 1. `of` says what it is an index of."""
+def check_index(name: str, n: object, size: int, of: object = None) -> int:
+    """Return `n`; raise ValueError unless it is an integer from 0 to `size` - 1. The message names `of`, if given."""
     if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < size:
-        raise ValueError(f"{name} must be 0 to {size - 1}{of}, got {shown(n)}")
+        raise ValueError(f"{name} must be 0 to {size - 1}{'' if of is None else f' for {of}'}, got {shown(n)}")
     return n
 
 

@@ -342,7 +342,7 @@ class BlockCache:
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Keep the first `length` tokens, as after rejected drafts. Blocks reserved for a prompt are freed, too."""
         self._check_sequence(sequence)
-        check_index("length", length, sequence.length + 1, f", the length of {sequence}")
+        check_index("length", length, sequence.length + 1, sequence)
         self._manager.truncate(sequence, length)
         self._tables.upload()
 

@@ -66,22 +66,21 @@ class Quantized:
             self._check_latent(values, scales, check_tensor("rope", self.rope))
             return
         if values.dtype == torch.float8_e4m3fn:
-            wanted = scales.dtype == torch.float32 and (scales.ndim <= 1 or scales.shape == values.shape[:-1])
-            shape = f"float32 [] or [kv heads] (fp8) or {list(values.shape[:-1])} (fp8_token)"
+            fit = scales.dtype == torch.float32 and (scales.ndim <= 1 or scales.shape == values.shape[:-1])
         elif values.dtype == torch.int8 and scales.dtype == torch.float32:
-            wanted = scales.shape == values.shape[:-1]
-            shape = f"float32 {list(values.shape[:-1])}, one per token and head"
+            fit = scales.shape == values.shape[:-1]
         elif values.dtype == torch.int8:
             if scales.dtype == torch.int8:
                 check_storage("bfp8", values.shape[-1], "values")
-            wanted = scales.dtype == torch.int8 and scales.shape == _bfp_shape(values)
-            shape = f"float32 {list(values.shape[:-1])} (int8) or int8 {list(_bfp_shape(values))} (bfp8)"
+            fit = scales.dtype == torch.int8 and scales.shape == _bfp_shape(values)
         else:
             raise ValueError(f"values must be float8_e4m3fn or int8, got {values.dtype}")
-        if not wanted:
-            raise ValueError(
-                f"scales of {values.dtype} values must be {shape}, got {scales.dtype} {list(scales.shape)}"
-            )
+        if not fit:
+            per_token = list(values.shape[:-1])
+            wanted = f"{per_token} (int8) or int8 {list(_bfp_shape(values))} (bfp8)"
+            if values.dtype == torch.float8_e4m3fn:
+                wanted = f"[] or [kv heads] (fp8) or {per_token} (fp8_token)"
+            raise ValueError(f"scales of {values.dtype} values must be float32 {wanted}, got {shown(scales)}")
         if values.device != scales.device:
             raise ValueError(f"values and scales must be on the same device, got {values.device} and {scales.device}")
 

@@ -83,11 +83,11 @@ class DecodeSharding:
         """The rank at these coordinates."""
         check_type("place", place, Place, "a Place (tp, cp, kvdp)")
         for name, n, ranks in zip(place._fields, place, (self.tp, self.cp, self.kvdp), strict=True):
-            check_index(f"{name} of a place", n, ranks, f" under {self}")
+            check_index(f"{name} of a place", n, ranks, self)
         return (place.tp * self.cp + place.cp) * self.kvdp + place.kvdp
 
     def _check_rank(self, rank: int) -> None:
-        check_index("rank", rank, self.ranks, f" under {self}")
+        check_index("rank", rank, self.ranks, self)
 
     def kvdp_peers(self, rank: int) -> list[int]:
         """The ranks with the same kv heads and positions, in the order of their sequences."""
@@ -164,7 +164,7 @@ class DecodeSharding:
 
     def local_length(self, length: int, cp_rank: int) -> int:
         """The number of a sequence's first `length` positions that a CP rank holds."""
-        check_index("cp_rank", cp_rank, self.cp, f" under {self}")
+        check_index("cp_rank", cp_rank, self.cp, self)
         return InterleavedShard(self.cp, cp_rank, self.interleave).length(check_count("length", length))
 
     def slot(self, position: int, blocks: list[int], block_size: int) -> int:

@@ -67,10 +67,10 @@ OPTIONS = {  # message: options of the call
     "scale must be a finite number, got inf": {"scale": float("inf")},
     "scale must be a finite number, got '1'": {"scale": "1"},
     "mask and tree are mutually exclusive": {"mask": zeros(1, 1, 1, 4), "tree": zeros(3, 3, dtype=torch.bool)},
-    "mask must be [2 or 1, 4 or 1, 3 or 1, up to": {"mask": zeros(3, 1, 1, 4)},
-    "got shape (1, 2, 1, 4)": {"mask": zeros(1, 2, 1, 4)},
-    "got shape (1, 1, 2, 4)": {"mask": zeros(1, 1, 2, 4)},
-    "got shape (3, 4)": {"mask": zeros(3, 4)},
+    "got torch.float32 (3, 1, 1, 4)": {"mask": zeros(3, 1, 1, 4)},
+    "got torch.float32 (1, 2, 1, 4)": {"mask": zeros(1, 2, 1, 4)},
+    "got torch.float32 (1, 1, 2, 4)": {"mask": zeros(1, 1, 2, 4)},
+    "got torch.float32 (3, 4)": {"mask": zeros(3, 4)},
     "the capacity of the cache, got 25": {"mask": zeros(1, 1, 1, 25)},
     "mask must be a boolean or floating point tensor [2 or 1, 4 or 1, 3 or 1, up to": {
         "mask": zeros(1, 1, 1, 4, dtype=torch.int32)

@@ -126,7 +126,7 @@ def test_keys(name, k, said):
         ({"v": KV[:, :0]}, "v must be [s_kv, d] or [s_kv, 1, d] (one kv head), got [6, 0]"),
         ({"v": KV.half()}, "v must be torch.float32 on cpu like its queries, got torch.float16 on cpu"),
         ({"sinks": torch.zeros(3)}, "sinks must be [heads] = [2], got [3]"),
-        ({"sinks": 1.0}, "sinks must be a tensor [heads] = [2], got float"),
+        ({"sinks": 1.0}, "sinks must be a tensor [heads], got float"),
         ({"sinks": torch.zeros(2, dtype=torch.int32)}, "sinks must be floating point on cpu, got torch.int32"),
         ({"sinks": torch.zeros(2, device=ELSEWHERE)}, "sinks must be floating point on cpu, got torch.float32"),
     ],

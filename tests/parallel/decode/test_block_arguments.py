@@ -61,9 +61,9 @@ WRONG_EVERYWHERE = {
         "exchange.cp must be all_to_all or auto .* got 'reduce_scatter'",
     ),
     "unknown rows": ({"kv_rows": "mine"}, "kv_rows must be one of auto, all, own, got 'mine'"),
-    "no sharding": ({"sharding": (1, 2, 2)}, r"sharding must be of type DecodeSharding, got \(1, 2, 2\)"),
-    "no config": ({"config": "llama"}, "config must be of type AttentionConfig, got 'llama'"),
-    "no exchange": ({"exchange": "all_to_all"}, "exchange must be of type Exchange, got 'all_to_all'"),
+    "no sharding": ({"sharding": (1, 2, 2)}, r"sharding must be DecodeSharding, got \(1, 2, 2\)"),
+    "no config": ({"config": "llama"}, "config must be AttentionConfig, got 'llama'"),
+    "no exchange": ({"exchange": "all_to_all"}, "exchange must be Exchange, got 'all_to_all'"),
 }
 
 

@@ -69,7 +69,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     """
     check_bool(causal=causal)
     check_count("world_size", world_size, least=1, most=MAX_RANKS)
-    check_index("rank", rank, world_size, f" for world_size={world_size}")
+    check_index("rank", rank, world_size)
     whole = bounds("cu_seqlens", cu_seqlens)
     local = _local_documents(whole, causal, rank, world_size)
     q, k = (

@@ -366,11 +366,16 @@ def _checked_mask(mask: Tensor | None, q: Tensor, capacity: int) -> Tensor | Non
     if mask is None:
         return None
     batch, heads, tokens, _ = q.shape
-    wanted = f"[{batch} or 1, {heads} or 1, {tokens} or 1, up to {capacity}]"
-    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
-        raise ValueError(f"mask must be a boolean or floating point tensor {wanted}, got {_described(mask)}")
-    if mask.ndim != 4 or any(n not in (1, m) for n, m in zip(mask.shape, (batch, heads, tokens), strict=False)):
-        raise ValueError(f"mask must be {wanted}, got shape {tuple(mask.shape)}")
+    if (
+        not isinstance(mask, Tensor)
+        or not (mask.dtype == torch.bool or mask.dtype.is_floating_point)
+        or mask.ndim != 4
+        or any(n not in (1, m) for n, m in zip(mask.shape, (batch, heads, tokens), strict=False))
+    ):
+        raise ValueError(
+            f"mask must be a boolean or floating point tensor [{batch} or 1, {heads} or 1, {tokens} or 1, up to "
+            f"{capacity}], got {_described(mask)}"
+        )
     if mask.shape[3] > capacity:
         raise ValueError(f"mask must cover at most {capacity} keys, the capacity of the cache, got {mask.shape[3]}")
     if mask.device != q.device:

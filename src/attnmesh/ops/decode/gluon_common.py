@@ -11,11 +11,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.gluon_schedule import KEYS
 from attnmesh.ops.decode.triton import Launch, rope_of, v_in_k
+from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
 
 D_V, D_TAIL = 512, 64
@@ -113,26 +113,21 @@ def launch_kernel(
         launch.merge(first_sequence)
 
 
-def descriptors(call: DecodeCall, piece: int) -> tuple[Any, Any]:
+def pool_descriptors(call: DecodeCall, piece: int) -> tuple[Any, Any]:
     """The copy engine's views of the pool: quarters of the values, and the tail."""
     k, rope = values_of(call.k), rope_of(call.k)
     tail = k[..., D_V:] if rope is None else rope
-    return descriptor(k[..., :D_V], D_V // 4, piece), descriptor(tail, D_TAIL, piece)
+    return pool_descriptor(k[..., :D_V], D_V // 4, piece), pool_descriptor(tail, D_TAIL, piece)
 
 
-def descriptor(pool: Tensor, width: int, piece: int) -> Any:
+def pool_descriptor(pool: Tensor, width: int, piece: int) -> Any:
     """The copy engine's view of a pool as [Hkv, blocks, block_size, columns]; blocks of `piece` tokens and `width`."""
-    pool = pool.permute(2, 0, 1, 3)
-    # A dimension of size 1 is never stepped along, but its stride would have to be aligned.
-    strides = [D_V if n == 1 else stride for n, stride in zip(pool.shape[:3], pool.stride()[:3], strict=True)]
-    swizzle = min(128, width * pool.itemsize) if width * pool.itemsize >= 32 else 0
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * pool.itemsize, rank=4)
-    return TensorDescriptor(pool, list(pool.shape), [*strides, 1], [1, 1, piece, width], layout)
+    return descriptor(pool.permute(2, 0, 1, 3), [1, 1, piece, width])
 
 
 def scale_descriptor(scales: Tensor, piece: int) -> Any:
     """The copy engine's view of the scales [blocks, block_size, Hkv, 4] of a pool."""
-    return descriptor(scales, D_V // LATENT_GROUP, piece)
+    return pool_descriptor(scales, D_V // LATENT_GROUP, piece)
 
 
 @gluon.jit

@@ -45,7 +45,6 @@ from attnmesh.ops.decode.gluon_common import (
     SLACK,
     Results,
     blocks_of,
-    descriptors,
     fetch,
     finish_rows,
     group_barrier,
@@ -54,6 +53,7 @@ from attnmesh.ops.decode.gluon_common import (
     locate_rows,
     matrix,
     place_of_program,
+    pool_descriptors,
     row_offsets,
     scale_descriptor,
     shape_of,
@@ -127,7 +127,7 @@ def launch(call: DecodeCall, state: State, first_sequence: int) -> None:
     shared = Launch.of(call, state, TILES)
     tile = max(16, shared.rows)
     shape = shape_of(shared, tile, 4 if tile == 16 else 3)  # what the queries leave of shared memory
-    pools = (*descriptors(call, shape.piece), scale_descriptor(call.k.scales, shape.piece))
+    pools = (*pool_descriptors(call, shape.piece), scale_descriptor(call.k.scales, shape.piece))
     launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
 
 

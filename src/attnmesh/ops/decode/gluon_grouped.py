@@ -38,7 +38,6 @@ from attnmesh.ops.decode.gluon_common import (
     Results,
     aligned,
     blocks_of,
-    descriptor,
     fetch,
     finish_rows,
     group_barrier,
@@ -47,6 +46,7 @@ from attnmesh.ops.decode.gluon_common import (
     locate_rows,
     matrix,
     place_of_program,
+    pool_descriptor,
     row_offsets,
     shape_of,
     store_rows,
@@ -112,7 +112,7 @@ def launch(call: DecodeCall, state: State, first_sequence: int) -> None:
     # Even, so that all tiles in a place are read by one group of warps, which never waits for a phase too far ahead.
     ring = (4 if halves == 1 else 6) * (128 // head_dim)
     shape = shape_of(shared, 64, ring)
-    pools = [descriptor(values_of(pool), head_dim, shape.piece) for pool in (call.k, call.v)]
+    pools = [pool_descriptor(values_of(pool), head_dim, shape.piece) for pool in (call.k, call.v)]
     launch_kernel(_attend_kernel, shared, pools, shape, first_sequence, D=head_dim, HALVES=halves)
 
 

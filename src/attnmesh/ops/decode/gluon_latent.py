@@ -57,7 +57,6 @@ from attnmesh.ops.decode.gluon_common import (
     Results,
     blocks_of,
     clear_outside,
-    descriptors,
     fetch,
     finish_rows,
     group_barrier,
@@ -66,6 +65,7 @@ from attnmesh.ops.decode.gluon_common import (
     locate_rows,
     matrix,
     place_of_program,
+    pool_descriptors,
     row_offsets,
     shape_of,
     store_rows,
@@ -134,7 +134,7 @@ def launch(call: DecodeCall, state: State, first_sequence: int) -> None:
     """Out and lse of a call without a `refusal`, in two launches."""
     shared = Launch.of(call, state, TILES)
     shape = shape_of(shared, ROWS, QUARTERS)
-    launch_kernel(_attend_kernel, shared, descriptors(call, shape.piece), shape, first_sequence)
+    launch_kernel(_attend_kernel, shared, pool_descriptors(call, shape.piece), shape, first_sequence)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)

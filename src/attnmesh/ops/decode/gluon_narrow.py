@@ -40,7 +40,6 @@ from attnmesh.ops.decode.gluon_common import (
     Results,
     blocks_of,
     clear_outside,
-    descriptors,
     fetch,
     finish_rows,
     group_barrier,
@@ -49,6 +48,7 @@ from attnmesh.ops.decode.gluon_common import (
     locate_rows,
     matrix,
     place_of_program,
+    pool_descriptors,
     row_offsets,
     shape_of,
     split_row,
@@ -101,7 +101,7 @@ def launch(call: DecodeCall, state: State, first_sequence: int) -> None:
     """Out and lse of a call without a `refusal`, in two launches."""
     shared = Launch.of(call, state, TILES)
     shape = shape_of(shared, ROWS, RING)
-    pools = descriptors(call, shape.piece)
+    pools = pool_descriptors(call, shape.piece)
     launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
 
 

@@ -275,7 +275,7 @@ def check_score_terms(
     for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if x is None:
             continue
-        check_tensor(name, x, f"[{q.shape[1]}]")
+        check_tensor(name, x, "[heads]")
         if x.shape != q.shape[1:2] or not x.dtype.is_floating_point:
             raise ValueError(
                 f"{name} must be floating point [{q.shape[1]}], one per query head, got {x.dtype} {tuple(x.shape)}"

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnmesh.ops.dense import triton_backward
 from attnmesh.ops.dense.call import is_loadable, loadable
 from attnmesh.ops.dense.gluon_backward_kernel import backward_kernel
 from attnmesh.ops.dense.gluon_backward_memory import TILE, Shape
 from attnmesh.ops.dense.triton_tiles import PLAIN, Bounds, ScoreTerms, padded
+from attnmesh.ops.gluon_descriptor import descriptor
 
 MAX_WIDTH = 256  # of keys and values
 _SHARED_MEMORY = 220 * 1024  # bytes of a program, without the terms of rows
@@ -189,9 +188,9 @@ def _launch(
         stages, tiles.grad_out_stages if shared_keys else stages, unrolled, paired, held,
     )  # fmt: skip
     blocks = (
-        _descriptor(q, key_block), _descriptor(grad_out, value_block),
-        _descriptor(k, key_block), _descriptor(v, value_block),
-        None if grad_q is None else _descriptor(grad_q, query_block),
+        descriptor(q, [1, 1, TILE, key_block]), descriptor(grad_out, [1, 1, TILE, value_block]),
+        descriptor(k, [1, 1, TILE, key_block]), descriptor(v, [1, 1, TILE, value_block]),
+        None if grad_q is None else descriptor(grad_q, [1, 1, TILE, query_block]),
     )  # fmt: skip
     no_strides = (0, 0, 0)
     for part in range(1 if bounds is None else bounds[0].shape[0]):
@@ -219,10 +218,3 @@ def _blocks(head_dim: int, most: int = 2 * TILE) -> tuple[int, int]:
 def _width(x: Tensor) -> int:
     """The columns of a tile."""
     return math.prod(_blocks(x.shape[-1]))
-
-
-def _descriptor(x: Tensor, columns: int) -> TensorDescriptor:
-    """The copy engine's view of x [B, H, S, D], in tiles of 64 rows."""
-    strides = [stride if n > 1 else 64 for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    layout = gl.NVMMASharedLayout(128, 8 * x.element_size(), 4)
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, TILE, columns], layout)

@@ -28,7 +28,6 @@ ends of q, k and v: rows there are masked, and columns there fill a tile that is
 # Kernels are written in Gluon's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +42,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.core.state import State
@@ -53,6 +51,7 @@ from attnmesh.ops.dense.gluon_loader import load
 from attnmesh.ops.dense.gluon_online_softmax import ROWS, initial, operand, rescale, softmax
 from attnmesh.ops.dense.gluon_state import IN_PLACE, NEW, OTHER, join_state, load_lse, load_state, release, store_state
 from attnmesh.ops.dense.triton_tiles import LENGTHS, PLAIN, Bounds, ScoreTerms, blocks_of, row_strides
+from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.merge import empty_out
 
 # Lengths and heads, and the strides of what has one element per row: each would recompile for another alignment.
@@ -235,23 +234,10 @@ def _has_room(tiles: GluonTiles, key_dim: int, value_dim: int) -> bool:
 def _descriptors(x: Tensor, heads: int, rows: int, blocks: tuple[int, int]) -> list[Any]:
     """The copy engine's view of x [B, H, S, D], in tiles of `rows` rows of `heads` heads, for each block of columns."""
     x = loadable(x)
-    shape, size = x.shape, x.element_size()
-    # A dimension of size 1 is never stepped along, but its stride would have to be aligned.
-    strides = [shape[3] if n == 1 else stride for n, stride in zip(shape[:3], x.stride()[:3], strict=True)]
-    found: list[Any] = []
-    for begin, width in ((0, blocks[0]), (blocks[0], blocks[1])):
-        if width == 0:
-            found.append(None)
-            continue
-        part = x[..., begin:] if begin else x
-        block, layout = [1, heads, rows, width], _layout(size, width)
-        found.append(TensorDescriptor(part, [*shape[:3], shape[3] - begin], [*strides, 1], block, layout))
-    return found
-
-
-@cache
-def _layout(size: int, width: int) -> Any:
-    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, size * width), element_bitwidth=8 * size, rank=4)
+    return [
+        descriptor(x[..., begin:] if begin else x, [1, heads, rows, width]) if width else None
+        for begin, width in zip((0, blocks[0]), blocks, strict=True)
+    ]
 
 
 def _processors(q: Tensor) -> int:

@@ -315,7 +315,7 @@ def check_sinks(sinks: object, q: Tensor) -> None:
     """Raises ValueError unless `sinks` is [heads] on the device of `q`, or None."""
     if sinks is None:
         return
-    sinks = check_tensor("sinks", sinks, f"[heads] = [{q.shape[1]}]")
+    sinks = check_tensor("sinks", sinks, "[heads]")
     if sinks.shape != q.shape[1:2]:
         raise ValueError(f"sinks must be [heads] = [{q.shape[1]}], got {list(sinks.shape)}")
     if not sinks.is_floating_point() or sinks.device != q.device:

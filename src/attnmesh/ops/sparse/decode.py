@@ -187,12 +187,11 @@ def check_tokens(name: str, q: object) -> Tensor:
 
 
 def _check_indices(indices: object, q: Tensor) -> Tensor:
-    shape = f"[{q.shape[0]}, {q.shape[1]}, topk] with topk >= 1"
-    if not isinstance(indices, Tensor) or indices.dtype != torch.int32:
-        raise ValueError(f"indices must be an int32 tensor {shape}, got {shown(indices)}")
-    check_tensor("indices", indices)
-    if indices.ndim != 3 or indices.shape[:2] != q.shape[:2] or not indices.shape[2]:
-        raise ValueError(f"indices must be {shape}, got {list(indices.shape)}")
+    indices = check_tensor("indices", indices, "[batch, tokens, topk]")
+    if indices.dtype != torch.int32 or indices.shape[:2] != q.shape[:2] or indices.ndim != 3 or not indices.shape[2]:
+        raise ValueError(
+            f"indices must be int32 [{q.shape[0]}, {q.shape[1]}, topk] with topk >= 1, got {shown(indices)}"
+        )
     if indices.device != q.device:
         raise ValueError(f"indices must be on the device of q, {q.device}, got {indices.device}")
     return indices
@@ -201,7 +200,7 @@ def _check_indices(indices: object, q: Tensor) -> Tensor:
 def _check_sinks(sinks: object, q: Tensor) -> Tensor | None:
     if sinks is None:
         return None
-    sinks = check_tensor("sinks", sinks, f"[heads] = [{q.shape[2]}]")
+    sinks = check_tensor("sinks", sinks, "[heads]")
     if sinks.shape != q.shape[2:3] or not sinks.is_floating_point() or sinks.device != q.device:
         raise ValueError(f"sinks must be floating point [{q.shape[2]}] on {q.device}, got {shown(sinks)}")
     refuse_gradient("sinks", sinks)

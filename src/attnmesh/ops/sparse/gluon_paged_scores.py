@@ -21,11 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnmesh.ops.decode.gluon_common import group_barrier
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.sparse.gluon_topk import KEYS, final_score, score_layout
 from attnmesh.ops.sparse.triton_select import NEIGHBORS
@@ -82,9 +82,7 @@ def block_layout(rows: int) -> Any:
 
 def pool_descriptor(values: Tensor) -> Any:
     """The copy engine's view of a pool [num_blocks, block_size, 1, D] of fp8 keys."""
-    values = values[:, :, 0]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
-    return TensorDescriptor(values, list(values.shape), list(values.stride()), [1, KEYS, WIDTH], layout)
+    return descriptor(values[:, :, 0], [1, KEYS, WIDTH])
 
 
 @gluon.jit

@@ -40,10 +40,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnmesh.ops.decode.gluon_common import group_barrier
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.sparse.arguments import TopKIndices, empty_topk
 from attnmesh.ops.sparse.gluon_common import processors
@@ -180,18 +180,13 @@ def topk(
     counters = torch.zeros(2 + 2 * groups, dtype=torch.int32, device=iq.device)
     with torch.cuda.device_of(iq):
         _topk_kernel[(programs,)](
-            _descriptor(iq, [rows, head_tile(heads), padded(width)]), _descriptor(ik, [KEYS, padded(width)]),
+            descriptor(iq, [rows, head_tile(heads), padded(width)]), descriptor(ik, [KEYS, padded(width)]),
             w, w.stride(), lo.contiguous(), hi.contiguous(), indices, scores.view(torch.int32), lengths,
             buffer, buffer.view(torch.int32), counters,
             s_q, s_kv, heads, topk, groups, items, ring, row_len, row_size, scale,
             SHAPE=Shape(rows, head_tile(heads), relu, block, score_layout(rows)), num_warps=4,
         )  # fmt: skip
     return TopKIndices(indices, scores, lengths)
-
-
-def _descriptor(x: Tensor, block: list[int]) -> Any:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=x.ndim)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 
 def score_layout(rows: int) -> Any:

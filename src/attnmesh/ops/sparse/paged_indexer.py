@@ -171,7 +171,7 @@ def _choose(iq: Tensor, keys: PagedKeys, backend: str) -> str:
 
 
 def _check_weights(w: object, iq: Tensor) -> Tensor:
-    w = check_tensor("w", w, f"{list(iq.shape[:3])}, one weight per token and head")
+    w = check_tensor("w", w, "[batch, tokens, heads]")
     if w.shape != iq.shape[:3] or not w.is_floating_point() or w.device != iq.device:
         raise ValueError(f"w must be floating point {list(iq.shape[:3])} on {iq.device}, got {shown(w)}")
     refuse_gradient("w", w)

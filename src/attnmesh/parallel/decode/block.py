@@ -315,7 +315,7 @@ class _Settings:
     def check(self) -> None:
         """Raise ValueError for arguments that are invalid or incompatible."""
         for name, kind in (("config", AttentionConfig), ("sharding", DecodeSharding), ("exchange", Exchange)):
-            check_type(name, getattr(self, name), kind, f"of type {kind.__name__}")
+            check_type(name, getattr(self, name), kind)
         self.sharding.check_heads(self.config.q_heads, self.config.kv_heads)
         check_backend(self.backend)
         check_choice("kv_rows", self.kv_rows, get_args(KvRows))

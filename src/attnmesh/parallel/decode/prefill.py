@@ -70,7 +70,7 @@ class PrefillRows:
         own = range(kvdp_ranks.index(me), kvdp_ranks.index(me) + kvdp_ranks.count(me)) if me in kvdp_ranks else range(0)
         stored = sequences[own.start : own.stop]
         rows = [sequence.row for sequence in sequences]
-        index = torch.tensor(rows, device=step.positions.device)
+        index = torch.tensor(rows, device="cpu").to(step.positions.device, non_blocking=True)
         local = index[own.start : own.stop] - cache.rows.start
         return cls(
             index, tuple(kvdp_ranks.count(peer) for peer in range(cache.sharding.kvdp)), own,
