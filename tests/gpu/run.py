@@ -9,6 +9,7 @@ run ends with a summary, whatever happens.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shutil
 import signal
@@ -17,10 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -32,6 +33,8 @@ from .summary import Record, Result
 
 LIMIT_START, LIMIT_COMPILE = 180, 240  # seconds, of a worker's start or the import of a file, and of one compilation
 MOST_FAILED_STARTS = 3
+MOST_STUCK = 3  # cases of a function, after which the others are not run: each takes a worker for its whole limit
+OUT_OF_MEMORY = "out of memory"  # of the GPU, maybe because of others: the test runs again, alone
 LAST_WORDS = 0.5  # seconds that a stuck worker gets to print where it is
 PROGRESS = 5  # seconds between lines
 GPU_SHARE = 0.9  # of the GPU's memory, for tests
@@ -42,7 +45,7 @@ class EndedEarlyError(Exception):
     """The run ends before all tests have run."""
 
 
-@dataclass
+@dataclasses.dataclass
 class Worker:
     """A process that runs tests."""
 
@@ -54,7 +57,7 @@ class Worker:
     deadline: float
     ready: bool = False
     closed: bool = False  # its end of the pipe
-    left: deque[Test] = field(default_factory=deque)  # of its chunk, the running test included
+    left: deque[Test] = dataclasses.field(default_factory=deque)  # of its chunk, the running test included
     imported: bool = False  # the file of its chunk
     running: bool = False  # the first test of `left`
     busy: Chunk | None = None
@@ -143,10 +146,12 @@ class Runner:
         self.workers.append(worker)
         return worker
 
-    def fill(self) -> None:
-        """Start as many workers of both kinds as there is work for."""
-        for ranks, most in ((False, self.options.workers), (True, self.options.rank_workers)):
-            wanted = min(most, sum(chunk.ranks == ranks for chunk in self.queue))
+    def fill(self, tests: int, with_ranks: int) -> None:
+        """Start as many workers of both kinds as there are chunks waiting for them."""
+        for ranks, most, waiting in (
+            (False, self.options.workers, tests), (True, self.options.rank_workers, with_ranks),
+        ):  # fmt: skip
+            wanted = min(most, waiting)
             free = [worker for worker in self.workers if worker.ranks == ranks and worker.busy is None]
             have = sum(worker.ranks == ranks for worker in self.workers)
             for _ in range(min(wanted - len(free), most - have)):
@@ -201,6 +206,17 @@ class Runner:
             worker.left.clear()
         if worker.left:
             self.queue.insert(0, Chunk(list(worker.left)))
+        if result == "stuck" and worker.busy is not None:
+            self.give_up(worker.busy.tests[0].function)
+
+    def give_up(self, function: str) -> None:
+        """Do not run the other cases of a function of which several are stuck."""
+        stuck = [each for each in self.results.values() if each.result == "stuck" and each.function == function]
+        if len(stuck) >= MOST_STUCK:
+            for chunk in [chunk for chunk in self.queue if chunk.tests[0].function == function]:
+                self.queue.remove(chunk)
+                for test in chunk.tests:
+                    self.results[test.id] = Result(test.id, "not run", message=f"{len(stuck)} other cases are stuck")
 
     # Messages.
 
@@ -223,9 +239,13 @@ class Runner:
                 if worker.compilations == 0:
                     worker.deadline += now - worker.compiling_since
             case "finished", name, result, seconds, line, text, sticky:
-                worker.left.popleft()
+                test = worker.left.popleft()
                 worker.running, worker.deadline = False, now + LIMIT_START
-                self.add(Result(name, result, seconds, worker.number, line, text))
+                if result == "failed" and OUT_OF_MEMORY in text and not test.exclusive:
+                    print(f"{name} runs again, alone: {line[:300]}", flush=True)
+                    self.queue.append(Chunk([dataclasses.replace(test, exclusive=True)]))
+                else:
+                    self.add(Result(name, result, seconds, worker.number, line, text))
                 if sticky:
                     print(f"worker {worker.number} is replaced: its CUDA context is in error", flush=True)
                     self.replace(worker, None, "")
@@ -238,7 +258,10 @@ class Runner:
         if not self.record.machine["gpu"] and not self.options.without_gpu:
             raise SystemExit("make test-gpu needs a GPU, and PyTorch finds none")
         worker.pipe.send(("collect",))
-        _, self.tests, problems = self.receive(worker)
+        if not self.pytest_args:  # there is work for all: they start meanwhile
+            self.fill(self.options.workers, self.options.rank_workers)
+        _, tests, problems = self.receive(worker)
+        self.tests = [Test(**each) for each in tests]
         for name, outcome, text in problems:
             line = text.strip().rpartition("\n")[2]
             self.add(Result(name, outcome, message=line, text=text))
@@ -295,7 +318,8 @@ class Runner:
         print(f"{len(self.tests)} tests in {len(self.queue)} parts; {summary.about(self.record.machine)}", flush=True)
         while self.queue or any(worker.busy for worker in self.workers):
             self.check_budget()
-            self.fill()
+            with_ranks = sum(chunk.ranks for chunk in self.queue)
+            self.fill(len(self.queue) - with_ranks, with_ranks)
             self.assign()
             by_pipe = {worker.pipe: worker for worker in self.workers}
             for pipe in wait(list(by_pipe), timeout=0.2):
@@ -319,6 +343,9 @@ class Runner:
             self.work()
         except EndedEarlyError as error:
             self.record.ended_by = str(error)
+        except Exception as error:
+            traceback.print_exc()
+            self.record.ended_by = f"an error of the runner itself, {error!r}"
         finally:
             for number in before:
                 signal.signal(number, signal.SIG_IGN)

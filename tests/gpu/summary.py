@@ -27,6 +27,10 @@ class Result:
     text: str = ""
 
     @property
+    def function(self) -> str:
+        return self.id.partition("[")[0]
+
+    @property
     def folder(self) -> str:
         return PurePath(self.id.partition("::")[0]).parent.as_posix()
 

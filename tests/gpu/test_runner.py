@@ -54,6 +54,10 @@ def test_spoils_its_context(n):
 @pytest.mark.ranks
 def test_starts_ranks(): pass
 
+def test_needs_the_memory_of_others():
+    open("tries", "a").write("x")
+    assert len(open("tries").read()) > 1, "CUDA out of memory"
+
 @pytest.mark.skip(reason="because")
 def test_skipped(): pass
 """
@@ -68,7 +72,7 @@ def run(tmp_path):
     """Start the runner in an empty project with the given tests."""
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-config\ntimeout = 300\n")
     (tmp_path / "page.md").write_text(PAGE)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
     def start(tests: str, *args: object) -> subprocess.Popen[str]:
         (tmp_path / "tests").mkdir()
@@ -99,7 +103,7 @@ def test_what_hangs_or_crashes_is_named_and_the_rest_goes_on(run, tmp_path):
         "test_the_first_one_has_a_segmentation_fault[1]": "passed",
         "test_exits": "crashed", "test_fails": "failed",
         "test_spoils_its_context[0]": "failed", "test_spoils_its_context[1]": "passed",
-        "test_starts_ranks": "passed", "test_skipped": "skipped",
+        "test_starts_ranks": "passed", "test_needs_the_memory_of_others": "passed", "test_skipped": "skipped",
     }  # fmt: skip
     # Another worker took the place of the one that was killed.
     assert found["test_the_second_one_hangs[1]"]["worker"] != found["test_the_second_one_hangs[2]"]["worker"]
@@ -112,13 +116,13 @@ def test_what_hangs_or_crashes_is_named_and_the_rest_goes_on(run, tmp_path):
     assert "no equality" in found["test_fails"]["message"]
     assert "said before" in said
     assert "slowest of" in said
-    assert "2 failed, 8 passed, 1 stuck, 2 crashed, 1 skipped in" in said.splitlines()[-1]
+    assert "2 failed, 9 passed, 1 stuck, 2 crashed, 1 skipped in" in said.splitlines()[-1]
     # The table, and nothing else of the page.
     page = (tmp_path / "page.md").read_text()
     assert page.startswith("# Title")
     assert page.endswith("End\n")
     assert "not run yet" not in page
-    assert "| `tests` | 8 | 2 | 1 | 2 | 1 |" in page
+    assert "| `tests` | 9 | 2 | 1 | 2 | 1 |" in page
     assert str(tmp_path) not in page
     # Nothing that a killed test has started is left.
     child = Path("/proc", (tmp_path / "child").read_text(), "stat")
@@ -176,6 +180,25 @@ def test_without_a_gpu_one_line_says_so(tmp_path):
     assert done.returncode != 0
     assert done.stderr == "make test-gpu needs a GPU, and PyTorch finds none\n"
     assert done.stdout == ""
+
+
+STUCK = """
+import time, pytest
+
+@pytest.mark.cuda
+@pytest.mark.timeout(0.3)
+@pytest.mark.parametrize("n", range(9))
+def test_stuck(n): time.sleep(60)
+
+@pytest.mark.cuda
+def test_other(): pass
+"""
+
+
+def test_the_cases_of_a_function_are_given_up_after_some_are_stuck(run):
+    said, _ = run(STUCK, "--workers", 1).communicate(timeout=60)
+    assert said.splitlines()[-1].startswith("0 failed, 1 passed, 3 stuck, 6 not run in")
+    assert "3 other cases are stuck" in said
 
 
 def test_functions_stay_together_kernels_first_and_long_ones_before_short_ones():

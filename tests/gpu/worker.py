@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ class Loop:
         """Report what the arguments select, and what could not be imported. Files without the mark are not imported."""
         try:
             files = files_with_mark(session.config.args, session.config.rootpath)
-            tests = [describe_test(item) for item in session.perform_collect(files)] if files else []
+            tests = [asdict(describe_test(item)) for item in session.perform_collect(files)] if files else []
         except pytest.UsageError as error:
             tests = []
             self._problems.append((" ".join(session.config.args), "failed", str(error)))
