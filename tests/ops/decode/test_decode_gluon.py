@@ -372,7 +372,7 @@ PLAIN = [*CASES, *(case for case in NARROW_CASES if case not in CASES), (LONG, {
 @pytest.mark.parametrize(
     ("positions", "how"),
     [
-        *((positions, {"dtype": dtype, **how}) for dtype in (torch.float16, torch.bfloat16) for positions, how in PLAIN),
+        *((at, {"dtype": dtype, **how}) for dtype in (torch.float16, torch.bfloat16) for at, how in PLAIN),
         *FP8_CASES,
         *((LONG, how) for how in (FP8, FP8 | {"group": 128})),
     ],
