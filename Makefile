@@ -1,4 +1,4 @@
-# Every target sets up .venv first and reuses it until pyproject.toml or constraints.txt change.
+# Every target but test-gpu sets up .venv first and reuses it until pyproject.toml or constraints.txt change.
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Ranks are processes of their own: without byte code, each would compile all modules again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo verify test test-all test-slow lint docs bench package rehearse clean
+.PHONY: help demo verify test test-all test-slow test-gpu lint docs bench package rehearse clean
 
 help:
 	@echo "make demo       answer questions about this project's documentation with a language model on 4 processes"
@@ -14,6 +14,7 @@ help:
 	@echo "make test       run the tests, without those marked slow"
 	@echo "make test-all   run all tests"
 	@echo "make test-slow  run the tests marked slow"
+	@echo "make test-gpu   run the tests that need a GPU on one GPU, with PYTHON (python3) as it is"
 	@echo "make lint       check style and types"
 	@echo "make docs       build the documentation site, build/site/index.html"
 	@echo "make bench      measure the efficiency of ring attention (python -m benchmarks.ring)"
@@ -47,6 +48,10 @@ test-all: $(READY)
 
 test-slow: $(READY)
 	$(VENV)/bin/python -m pytest -m slow -n 2 --dist worksteal
+
+# Nothing is installed: the machine's own Python has the PyTorch for its GPU. ARGS has options and pytest's arguments.
+test-gpu:
+	@PYTHONPATH="$(CURDIR)/src:$(CURDIR)/tests:$$PYTHONPATH" $(PYTHON) -m gpu.run $(ARGS)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -19,6 +19,7 @@ from helpers.processes import run_processes
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
+@pytest.mark.exclusive
 def test_moments_on_a_gpu_are_those_of_its_stream():
     x = torch.randn(4096, 4096, device="cuda")
     x @ x
@@ -57,11 +58,14 @@ def test_virtual_ranks_share_a_stream_so_their_kernels_never_overlap(schedule):
     )
 
 
+@pytest.mark.ranks
 def test_processes_that_gloo_carries_through_host_memory():
     ask = traced_case("ring", device="cuda", length=4096, head_dim=64)
     check(run_processes(2, record_attention, ask, timeout=300)[0], ask, 2)
 
 
+@pytest.mark.exclusive
+@pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, 4])
 def test_messages_over_nccl_and_kernels_run_at_the_same_time(world):
     """NCCL's streams are its own. The ranks share a GPU, and messages go through sockets: both take milliseconds."""
@@ -79,6 +83,7 @@ def test_messages_over_nccl_and_kernels_run_at_the_same_time(world):
         assert overlap > 0.05 * min(compute, transfer)
 
 
+@pytest.mark.exclusive
 def test_messages_that_only_order_streams_are_noted_without_a_wait_of_the_host():
     """As NCCL's: `wait` lets the current stream wait. The rank's own stream is free meanwhile."""
     carrying, x = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")

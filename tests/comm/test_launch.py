@@ -78,6 +78,7 @@ def test_only_processes_on_a_gpu_share_it(options, given):
 
 
 @pytest.mark.cuda
+@pytest.mark.ranks
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_ranks_share_a_gpu_over_nccl():
     assert launch.run(on_a_gpu, 2, device="cuda", share_gpu=True) == [("nccl", 0, 1.0)] * 2

@@ -341,6 +341,7 @@ def staged_cuda(comm: Comm) -> bool:
 
 
 @pytest.mark.cuda
+@pytest.mark.ranks
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_tensors_travel_over_gloo():
     assert run_processes(2, staged_cuda) == [True, True]

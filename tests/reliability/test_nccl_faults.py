@@ -18,7 +18,8 @@ from helpers.faults import PROGRAMS, Setting, check_cells, check_killed, moments
 from helpers.processes import run_processes
 
 pytestmark = [
-    pytest.mark.cuda, pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.cuda, pytest.mark.ranks, pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]  # fmt: skip
 
 TIMEOUT = 5.0

@@ -237,6 +237,7 @@ def test_bits_at_real_sizes(tokens, block_size):
         assert torch.equal(found.lse[0], alone.lse[0])
 
 
+@pytest.mark.gpu_memory(gib=24)
 def test_a_pool_of_more_than_two_gigabytes():
     """Offsets into it do not fit 32 bits: the blocks in use are its last ones."""
     small = made([40, 17], block_size=BLOCK, kv_heads=8, dims=(128, 128))
@@ -249,6 +250,7 @@ def test_a_pool_of_more_than_two_gigabytes():
     check_backend(replace(small, k=k, v=v, table=table), "triton")
 
 
+@pytest.mark.gpu_memory(gib=24)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_caches_whose_strides_are_more_than_two_gigabytes(dim):
     """The last sequence, head or key lies beyond what 32 bits reach."""

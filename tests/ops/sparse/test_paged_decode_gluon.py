@@ -157,6 +157,7 @@ def test_the_same_bits_again_and_again_on_hopper():
 
 
 @pytest.mark.cuda
+@pytest.mark.gpu_memory(gib=40)
 @pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("gib", [32, 33])
 def test_the_end_of_a_pool_of_32_gib_on_hopper(gib):

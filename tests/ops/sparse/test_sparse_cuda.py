@@ -9,6 +9,7 @@ from helpers.sparse import CUDA
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not CUDA, reason="needs a GPU")]
 
 
+@pytest.mark.gpu_memory(gib=40)
 def test_an_output_past_two_to_the_31_elements():
     """2.25e9 probabilities (9 GB): what a 32-bit address would write to the beginning again belongs at the end."""
     s_q, s_kv, topk = 1_100_000, 4096, 2048

@@ -103,6 +103,7 @@ def every_sharding(comm):
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 @pytest.mark.cuda
+@pytest.mark.ranks
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_steps_are_right_and_a_captured_step_serves_all_later_ones(world):
     ranks = run_processes(world, every_sharding, timeout=300, backend="nccl")
@@ -135,6 +136,7 @@ def groups_made(comm, device):
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=needs_gpu)])
 def test_groups_are_created_once_and_in_the_same_order_on_all_ranks(backend):
     ranks = run_processes(4, groups_made, "cuda" if backend == "nccl" else "cpu", backend=backend)

@@ -1,0 +1,1 @@
+"""All tests that need a GPU, on one GPU: `make test-gpu`."""
