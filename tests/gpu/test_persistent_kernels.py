@@ -13,7 +13,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -445,7 +444,7 @@ def test_the_checks_find_a_program_that_falls_behind(number, monkeypatch):
 
 def test_launches_are_watched_by_their_names(monkeypatch):
     with watched_launches(monkeypatch) as launches:
-        check_topk(triton_topk, 15, 60, 3, 16, 20, **{"dtype": torch.float32, "device": device()})
+        check_topk(triton_topk, 15, 60, 3, 16, 20, dtype=torch.float32, device=device())
     assert [launch.kernel for launch in launches] == ["sparse.triton_topk._topk_kernel"]
     assert launches[0].args["s_q"] == 15
     with pytest.raises(AssertionError, match="was not launched"):

@@ -73,8 +73,16 @@ class ChosenKeys:
         per_row = self.indices.shape[1] * (2 * self.q.shape[2] + 4 * self.q.shape[1])
         yield from torch.arange(len(self.q), device=self.q.device).split(max(1, _ELEMENTS // per_row))
 
-    def results(self, grad_out: Tensor, grad_lse: Tensor, *, dtype: torch.dtype = torch.float64) -> Results:
-        """Out, lse, max_logits, the distribution summed over heads, and all gradients."""
+    def results(
+        self, grad_out: Tensor, grad_lse: Tensor, *, keep: Tensor | None = None, dtype: torch.dtype = torch.float64
+    ) -> Results:
+        """Out, lse, max_logits and the distribution summed over heads, of all rows or of those to `keep`; gradients.
+
+        Those of keys and sinks are sums over all rows, always.
+        """
+        kept = torch.ones(len(self.q), dtype=torch.bool, device=self.q.device)
+        if keep is not None:
+            kept.fill_(False)[keep] = True
         d_kv = torch.zeros(self.kv.shape, dtype=_sum_dtype(dtype), device=self.kv.device)
         d_sinks = None if self.sinks is None else torch.zeros_like(self.sinks, dtype=_sum_dtype(dtype))
         found: dict[str, list[Tensor]] = {}
@@ -85,7 +93,7 @@ class ChosenKeys:
             if d_sinks is not None:
                 d_sinks += d_sink
             for name, x in of_rows.items():
-                found.setdefault(name, []).append(x)
+                found.setdefault(name, []).append(x[kept[at]])
         whole = {name: torch.cat(parts) for name, parts in found.items()} | {"dkv": d_kv.to(dtype)}
         return whole if d_sinks is None else whole | {"dsinks": d_sinks.to(dtype)}
 
@@ -135,7 +143,7 @@ def assert_results(actual: Results, plain: Results, exact: Results, dtype: torch
 
 @dataclass(frozen=True)
 class Indexer:
-    """Scores of the keys ik [s_kv, d] for rows of iq [s_q, heads, d] with weights w [s_q, heads], as ReLU makes them."""
+    """The indexer's scores of the keys ik [s_kv, d] for rows of iq [s_q, heads, d], with weights w [s_q, heads]."""
 
     iq: Tensor
     ik: Tensor
@@ -188,6 +196,8 @@ def assert_topk(found: TopKIndices, indexer: Indexer, topk: int, lo: Tensor, hi:
         chosen = torch.arange(topk, device=rows.device) < lengths[:, None]
         assert torch.equal(lengths.long(), seen.sum(1).clamp(max=topk)), "lengths"
         assert (indices[~chosen] == -1).all(), "padding"
+        if not chosen.any():
+            continue
         assert (indices.diff(dim=1) > 0)[chosen[:, 1:]].all(), "keys do not ascend"
         kept = scores.gather(1, indices.clamp(min=0)).masked_fill(~chosen, torch.inf)
         assert (kept > -torch.inf).all(), "a key that the row does not see"
