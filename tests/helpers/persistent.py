@@ -55,7 +55,10 @@ def _functions() -> dict[tuple[str, str], _Function]:
     """The compiled functions of the package by file and name."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text())
+        source = path.read_text()
+        if ".jit" not in source:
+            continue
+        tree = ast.parse(source)
         imported = {
             alias.asname or alias.name: (str(PACKAGE.parent / (x.module or "").replace(".", "/")) + ".py", alias.name)
             for x in ast.walk(tree)
