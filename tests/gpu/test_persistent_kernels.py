@@ -6,6 +6,7 @@ GPU the cases run at sizes that give each multiprocessor at least three items; e
 kernels in Gluon emulated.
 """
 
+import ast
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
@@ -29,7 +30,7 @@ from helpers.chosen_keys import ChosenKeys, Indexer, assert_results, assert_topk
 from helpers.decode import assert_decode_close
 from helpers.dense_kernels import dense, mask_case
 from helpers.gluon import emulated
-from helpers.persistent import Launch, loops_over_items, watched_launches
+from helpers.persistent import Launch, loops_over_items, signs_of_items, watched_launches
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 LEAST = 3  # items per program
@@ -341,6 +342,21 @@ def test_every_persistent_kernel_has_cases():
     assert all(ON_GPU.values())
     of_gluon = {kernel for kernel in ITEMS if "gluon" in kernel} - {"sparse.gluon_forward._forward_kernel"}
     assert set(EMULATED) == of_gluon  # the missing one has emulated cases in test_sparse_forward_kernels
+
+
+@pytest.mark.parametrize(
+    ("body", "signs"),
+    [
+        ("for item in range(gl.program_id(0), items, gl.num_programs(0)): pass", {"num_programs"}),
+        ("ticket = tl.atomic_add(counter, 1)", {"atomic"}),
+        ("while at < stop: at += 1", {"while"}),
+        ("tl.atomic_add(target, sums)", set()),
+        ("for tile in range(begin, stop): pass", set()),
+    ],
+)
+def test_signs_of_several_items(body, signs):
+    (function,) = ast.parse(f"def kernel():\n    {body}").body
+    assert signs_of_items(function) == signs
 
 
 @pytest.mark.cuda

@@ -45,7 +45,7 @@ def loops_over_items() -> dict[str, set[str]]:
             if at in functions and at not in reached:
                 reached.add(at)
                 left += functions[at].mentions
-        if why := set().union(*(_signs(functions[at].node) for at in reached)):
+        if why := set().union(*(signs_of_items(functions[at].node) for at in reached)):
             found[f"{_module(key[0])}.{key[1]}"] = why
     return found
 
@@ -72,7 +72,7 @@ def _functions() -> dict[tuple[str, str], _Function]:
     return found
 
 
-def _signs(function: ast.FunctionDef) -> set[str]:
+def signs_of_items(function: ast.FunctionDef) -> set[str]:
     """Why a function may process several items, or wait for other programs."""
     dropped = {id(x.value) for x in ast.walk(function) if isinstance(x, ast.Expr)}  # calls whose result nobody uses
     found = set()
