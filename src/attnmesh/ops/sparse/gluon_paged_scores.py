@@ -153,7 +153,7 @@ def score_kernel(
     summary = row_len + 3 * SHAPE.block
     place = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, SHAPE.layout))
     best = gl.full([_KEYS, ROWS], float("-inf"), gl.float32, SHAPE.layout)
-    other = best
+    other = gl.full([_KEYS, ROWS], float("-inf"), gl.float32, SHAPE.layout)  # not `best`: Triton would not carry it
     worst = (begin * 0).to(gl.int64)
     if begin < end:
         table_row = table + (row // tokens).to(gl.int64) * table_strides[0]

@@ -228,7 +228,7 @@ def _score_kernel(
     of_rows = buffer + group.to(tl.int64) * ROWS * row_size + rows.to(tl.int64)[None, :] * row_size  # [1, ROWS]
     summary = row_len + 3 * BLOCK
     best = tl.full((KEYS, ROWS), float("-inf"), tl.float32)
-    other = best
+    other = tl.full((KEYS, ROWS), float("-inf"), tl.float32)  # not `best`: Triton would not carry it through the loop
     found = tl.zeros((), tl.int64)
     if begin < end:
         table_row = table + (row // tokens).to(tl.int64) * table_strides[0]
