@@ -10,7 +10,6 @@ show them: both run the source of a kernel, and the source is right.
   `record_uncarried` finds such variables while kernels are compiled.
 """
 
-import ast
 import re
 import tempfile
 from dataclasses import dataclass, field
@@ -147,10 +146,18 @@ def record_uncarried(found: list[str]) -> None:
     find = generator._find_carries
 
     def find_and_record(self, node, liveins, *args, **kwargs):
+        assigned = set()  # in the trial run of the body
+        outer = self.set_value  # perhaps that of the trial run of a loop around this one
+
+        def set_value(name, value):
+            assigned.add(name)
+            outer(name, value)
+
+        self.set_value = set_value
         names, *rest = find(self, node, liveins, *args, **kwargs)
+        self.set_value = outer
         handles = {name: _handles(code_generator, value) for name, value in liveins.items()}
         carried = {handle for name in names for handle in handles[name]}
-        assigned = {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
         for name in sorted(assigned & {*handles} - {*names}):
             if any(handle in carried for handle in handles[name]):
                 found.append(f"{name} of the loop in line {node.lineno} of {self.function_name}")
