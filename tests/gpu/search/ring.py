@@ -22,14 +22,16 @@ BACKENDS = {"cuda": {"auto": 5, "triton": 3, "gluon": 2, "aten": 2}, "cpu": {"au
 def draw(random: Random, device: str) -> Case:
     length = draw_length(random, 4000 if device == "cuda" else 200)
     keys = length if chance(random, 0.8) else draw_length(random, 3000 if device == "cuda" else 150)
-    world, batch = random.randint(2, 8), pick(random, {1: 3, 2: 1})
+    schedule, batch = pick(random, {"auto": 2} | dict.fromkeys(SCHEDULES, 2)), pick(random, {1: 3, 2: 1})
+    world = random.choice((4, 6, 8)) if "+" in schedule else random.randint(2, 8)
+    nodes = [n for n in range(2, world) if world % n == 0] if "+" in schedule else [1]
     crossed = random.choice(("full", "causal", "window(40,7)", "prefix(9)"))
     case: Case = {
         "mask": draw_mask(random, length, batch) if keys == length else crossed, "q": length, "k": keys,
         "batch": batch, "heads": pick(random, HEADS), "dims": pick(random, DIMS),
         "dtype": pick(random, {"bf16": 5, "fp16": 1, "fp32": 2}), "backend": pick(random, BACKENDS[device]),
-        "world": world, "nodes": random.choice([n for n in range(1, world + 1) if world % n == 0]),
-        "schedule": pick(random, {"auto": 2, "ring": 3} | dict.fromkeys(SCHEDULES, 2)), "layout": pick(random, LAYOUTS),
+        "world": world, "nodes": random.choice(nodes), "schedule": schedule,
+        "layout": pick(random, LAYOUTS),
     }  # fmt: skip
     if keys != length:
         case["key_layout"] = pick(random, {None: 1, "contiguous": 1, "striped": 1})
