@@ -111,7 +111,7 @@ def attention_results(
             if "dsinks" in found:
                 sums["dsinks"] = sums.get("dsinks", 0.0) + found.pop("dsinks").to(wide)
         found = {name: x[:, :, 0] for name, x in found.items()}
-        scores = (own_q[:, :, 0].to(wide) @ own_k[:, 0].to(wide).transpose(1, 2) * scale)
+        scores = own_q[:, :, 0].to(wide) @ own_k[:, 0].to(wide).transpose(1, 2) * scale
         if plain:
             scores = scores.to(q.dtype).to(wide)
         found["max_logits"] = scores.masked_fill(~shown[:, None], -torch.inf).amax(-1)

@@ -81,9 +81,9 @@ def make_mask(expression: str, seed: int, length: int, batch: int) -> am.Mask:
     def documents(count: int) -> list[int]:
         edges = sorted([0, *(random.randint(0, length) for _ in range(count - 1)), length])
         lengths = [b - a for a, b in pairwise(edges)]
-        for i, n in enumerate(lengths[:-1]):  # some of a single position
-            if n > 1 and random.random() < 0.2:
-                lengths[i], lengths[i + 1] = 1, lengths[i + 1] + n - 1
+        for i in range(count - 1):  # some of a single position
+            if lengths[i] > 1 and random.random() < 0.2:
+                lengths[i], lengths[i + 1] = 1, lengths[i + 1] + lengths[i] - 1
         return lengths
 
     def with_prefixes(count: int) -> am.Mask:

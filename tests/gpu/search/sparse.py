@@ -6,7 +6,7 @@ queries of rows that read nothing. There are enough rows for every program of a 
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
 from random import Random
 from typing import Any
 
@@ -28,7 +28,11 @@ LENGTHS = {"random": 6, "zeros": 2, "few": 1, "full": 1, None: 3}  # of rows
 KEYS = {"random": 5, "distinct": 2, "repeated": 1, "none": 0.3}
 MASKS = {"none": 6, "causal": 4, "strided": 1, "positions": 1, "documents": 1, "offset": 1, "everything": 1}
 BACKENDS = {"cuda": {"auto": 4, "triton": 1}, "cpu": {"auto": 1, "torch": 1}}
-MOST_SLOTS, MOST_KEYS, MOST_ROWS = {"cuda": 3 << 20, "cpu": 1 << 12}, {"cuda": 32768, "cpu": 300}, {"cuda": 5000, "cpu": 60}
+MOST_SLOTS, MOST_KEYS, MOST_ROWS = (
+    {"cuda": 3 << 20, "cpu": 1 << 12},
+    {"cuda": 32768, "cpu": 300},
+    {"cuda": 5000, "cpu": 60},
+)
 MOST_DOTS = {"cuda": 3 << 29, "cpu": 1 << 22}  # rows x keys x heads of an indexer
 
 
@@ -109,7 +113,7 @@ def _indices(case: Case, mask: am.SparseMask, device: str) -> Tensor:
     seed, first = case["seed"], mask.k_offset
     if kind == "distinct":
         start = integers(0, keys, rows, 1, seed=f"{seed}-start", device=device)
-        step = next(n for n in range(max(2, keys // 3), 2 * keys + 3) if torch.gcd(*map(torch.tensor, (n, keys))) == 1)
+        step = next(n for n in range(max(2, keys // 3), 2 * keys + 3) if math.gcd(n, keys) == 1)
         at = (start + torch.arange(topk, device=device) * step) % keys
         at = at.masked_fill(torch.arange(topk, device=device) >= keys, -1)
         return torch.where(at < 0, at, at + first).int()
@@ -138,7 +142,9 @@ def _poisoned(x: Tensor, used: Tensor, case: Case) -> Tensor:
 def _attention(case: Case, mask: am.SparseMask, device: str) -> None:
     rows, keys, heads, (d, d_v), seed = case["rows"], case["keys"], case["heads"], case["dims"], case["seed"]
     dtype, scale = DTYPES[case["dtype"]], d**-0.5
-    q, kv = (normal(*n, d, seed=f"{seed}-{i}", device=device, dtype=dtype) for i, n in enumerate(((rows, heads), (keys,))))
+    q, kv = (
+        normal(*n, d, seed=f"{seed}-{i}", device=device, dtype=dtype) for i, n in enumerate(((rows, heads), (keys,)))
+    )
     v = normal(keys, d_v, seed=f"{seed}-v", device=device, dtype=dtype) if case.get("own_values") else None
     sinks = 2 * normal(heads, seed=f"{seed}-sinks", device=device) if case.get("sinks") else None
     grads = None
@@ -181,8 +187,8 @@ def _attention(case: Case, mask: am.SparseMask, device: str) -> None:
 
 
 def _distribution(case: Case, mask: am.SparseMask, device: str) -> None:
-    rows, keys, heads, (d, _), seed = case["rows"], case["keys"], case["heads"], case["dims"], case["seed"]
-    dtype, scale = DTYPES[case["dtype"]], d**-0.5
+    rows, keys, heads = case["rows"], case["keys"], case["heads"]
+    dtype, scale = DTYPES[case["dtype"]], case["dims"][0] ** -0.5
     q, kv, indices, lse = _target(case, mask, device)
     valid = indexed.valid_slots(indices, keys, mask)
     at, used, some = _read(indices, valid, mask, keys)
@@ -200,7 +206,6 @@ def _distribution(case: Case, mask: am.SparseMask, device: str) -> None:
     assert actual.shape == (exact.shape[0], rows, case["topk"])
     indexed.assert_rows_close("p", *(x.movedim(1, 0) for x in (actual, plain, exact)), dtype)
     assert not actual[:, ~valid].any(), "p: not 0 in an invalid slot"
-    assert seed >= 0
 
 
 def _target(case: Case, mask: am.SparseMask, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
