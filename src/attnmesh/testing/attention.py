@@ -98,19 +98,17 @@ def assert_attention_close(actual: Sequence[Tensor], inputs: Sequence[Tensor], m
     """Assert that out, lse, dq, dk, dv, dsinks obey the error rule. `options` are those of `reference_results`."""
     exact = reference_results(inputs, mask, **options)
     plain = reference_results(inputs, mask, **options, plain=True)
-    assert_results_close(actual, plain, exact, inputs[0].dtype)
+    assert_results_close(actual, plain, exact, rounding=ROUNDING[inputs[0].dtype])
 
 
 def assert_results_close(
-    actual: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor], dtype: torch.dtype
+    actual: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor], *, rounding: float
 ) -> None:
-    """Assert that out, lse, dq, dk, dv, dsinks obey the error rule in a precision, as far as they are given."""
+    """Assert that out, lse, dq, dk, dv and, if there are sinks, dsinks obey the error rule."""
     for name, result, simple, right in zip((*NAMES, "dsinks")[: len(exact)], actual, plain, exact, strict=True):
-        rounding = ROUNDING[dtype]
         if name == "dsinks":  # [H]: the rule is for results by position; a sum over rows of terms with a rounded out
             result, right, simple = (x[None, None] for x in (result, right, simple))
-            rounding *= 4
-        assert_close(name, result, simple, right, rounding=rounding)
+        assert_close(name, result, simple, right, rounding=4 * rounding if name == "dsinks" else rounding)
 
 
 def shard_inputs(

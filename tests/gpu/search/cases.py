@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import attnmesh
+from attnmesh.testing.errors import ROUNDING
 
 T = TypeVar("T")
 Case = dict[str, Any]
@@ -82,6 +83,11 @@ def integers(low: int, high: int, *shape: int, seed: object, device: str) -> Ten
     """Return int32 numbers of low <= n < high on a device."""
     generator = torch.Generator(device).manual_seed(Random(str(seed)).getrandbits(40))
     return torch.randint(low, high, shape, generator=generator, dtype=torch.int32, device=device)
+
+
+def rounding_of(dtype: torch.dtype, rows: int) -> float:
+    """Return the relative rounding that the error rule allows; more for a few rows, whose errors do not average out."""
+    return ROUNDING[dtype] * (1 + 3 * min(1.0, (16 / max(rows, 1)) ** 0.5))
 
 
 class Outcome(NamedTuple):

@@ -14,9 +14,11 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.ops.dense import reference
 from attnmesh.testing.attention import forward_backward
-from attnmesh.testing.errors import ROUNDING, assert_close
+from attnmesh.testing.errors import assert_close
 
-GATHERED = 1 << 25  # numbers gathered, or scored, at a time
+from .cases import rounding_of
+
+GATHERED = 1 << 24  # numbers gathered, or scored, at a time
 
 
 def valid_slots(indices: Tensor, s_kv: int, mask: am.SparseMask) -> Tensor:
@@ -66,12 +68,13 @@ def attention_results(
     sinks: Tensor | None = None,
     grads: tuple[Tensor, Tensor] | None = None,
     *,
+    keep: Tensor | None = None,
     plain: bool = False,
 ) -> dict[str, Tensor]:
     """Return out, lse, the largest score, and with `grads` of out and lse the gradients dq, dk, dv and dsinks.
 
     Without `v`, values are the first `d_v` features of the keys, and dk includes their gradient. `at` [rows, topk] are
-    rows of k; it holds anything where a slot is not `valid`.
+    rows of k; it holds anything where a slot is not `valid`. Of results by row, only the rows `keep` are returned.
     """
     parts: dict[str, list[Tensor]] = {}
     wide = torch.float32 if plain else torch.float64
@@ -116,7 +119,7 @@ def attention_results(
             scores = scores.to(q.dtype).to(wide)
         found["max_logits"] = scores.masked_fill(~shown[:, None], -torch.inf).amax(-1)
         for name, x in found.items():
-            parts.setdefault(name, []).append(x)
+            parts.setdefault(name, []).append(x if keep is None else x[keep[rows]])
     results = {name: torch.cat(x) for name, x in parts.items()}
     return results | {name: x.to(q.dtype) if plain and name != "dsinks" else x for name, x in sums.items()}
 
@@ -160,5 +163,5 @@ def best_keys(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
 
 def assert_rows_close(name: str, actual: Tensor, plain: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
     """Assert the error rule, with a position for each row. `dsinks` are a sum over all rows."""
-    rounding = ROUNDING[dtype] * (4 if name == "dsinks" else 1)
+    rounding = rounding_of(dtype, exact.shape[0]) * (4 if name == "dsinks" else 1)
     assert_close(name, actual[None, None], plain[None, None], exact[None, None], rounding=rounding)

@@ -77,7 +77,7 @@ class Search:
         if number is not None:
             self._record(number, outcome, child.seconds)
             child.number = None
-        elif outcome.fatal:
+        elif not child.ready:
             raise RuntimeError(f"a child process did not start: {outcome.why}")
         if outcome.fatal:
             child.kill()

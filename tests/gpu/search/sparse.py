@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,47 +28,64 @@ LENGTHS = {"random": 6, "zeros": 2, "few": 1, "full": 1, None: 3}  # of rows
 KEYS = {"random": 5, "distinct": 2, "repeated": 1, "none": 0.3}
 MASKS = {"none": 6, "causal": 4, "strided": 1, "positions": 1, "documents": 1, "offset": 1, "everything": 1}
 BACKENDS = {"cuda": {"auto": 4, "triton": 1}, "cpu": {"auto": 1, "torch": 1}}
-MOST_SLOTS, MOST_KEYS, MOST_ROWS = (
-    {"cuda": 3 << 20, "cpu": 1 << 12},
-    {"cuda": 32768, "cpu": 300},
-    {"cuda": 5000, "cpu": 60},
-)
-MOST_DOTS = {"cuda": 3 << 29, "cpu": 1 << 22}  # rows x keys x heads of an indexer
+
+
+class Limits(NamedTuple):
+    """The largest sizes."""
+
+    rows: int
+    keys: int
+    slots: int  # rows x topk
+    queries: int  # numbers in q
+    kept: int  # of them, how many are compared with float64
+    pairs: int  # rows x keys of an indexer over all keys
+    dots: int  # pairs x heads
+
+
+LIMITS = {
+    "cuda": Limits(5000, 32768, 3 << 20, 200_000_000, 48_000_000, 30_000_000, 1_500_000_000),
+    "cpu": Limits(60, 300, 1 << 11, 1 << 20, 1 << 18, 1 << 14, 1 << 19),
+}
 
 
 def draw(random: Random, device: str) -> Case:
     op = pick(random, {"attention": 8, "distribution": 3, "topk": 3, "loss": 2, "dense_loss": 0.5})
-    topk = pick(random, TOPK) if device == "cuda" else pick(random, {1: 1, 5: 2, 16: 3, 37: 3})
-    rows = draw_length(random, MOST_ROWS[device])
-    while op not in ("topk", "dense_loss") and rows * topk > MOST_SLOTS[device]:
-        rows = rows * 2 // 3
-    keys = draw_length(random, MOST_KEYS[device])
+    all_keys, most = op in ("topk", "dense_loss"), LIMITS[device]
     case: Case = {
-        "op": op, "rows": rows, "keys": keys, "topk": topk, "lengths": pick(random, LENGTHS),
-        "mask": pick(random, MASKS), "dtype": pick(random, {"bf16": 8, "fp16": 1, "fp32": 1}),
-        "backend": pick(random, BACKENDS[device]), "heads": pick(random, HEADS), "dims": pick(random, DIMS),
+        "op": op, "rows": draw_length(random, most.rows), "keys": draw_length(random, most.keys),
+        "topk": pick(random, TOPK if device == "cuda" else {1: 1, 5: 2, 16: 3, 37: 3}), "mask": pick(random, MASKS),
+        "lengths": None if all_keys else pick(random, LENGTHS), "indices": None if all_keys else pick(random, KEYS),
+        "heads": pick(random, HEADS), "dims": pick(random, DIMS),
+        "dtype": pick(random, {"bf16": 8, "fp16": 1, "fp32": 1}), "backend": pick(random, BACKENDS[device]),
     }  # fmt: skip
     if op == "attention":
-        odds = {"own_values": 0.15, "sinks": 0.3, "deterministic": 0.4, "max_logits": 0.4, "backward": 0.7}
+        odds = {
+            "own_values": 0.15, "sinks": 0.3, "max_logits": 0.4, "attn_sum": 0.2, "backward": 0.7, "deterministic": 0.4
+        }  # fmt: skip
         case |= {name: chance(random, each) for name, each in odds.items()}
-    if op == "distribution":
+    elif op == "distribution":
         case |= {"head_group": pick(random, {None: 3, 4: 1, 16: 1}), "normalize": chance(random, 0.3)}
         case["base2"] = chance(random, 0.2)
-    if op != "attention" and op != "distribution":
+    else:
         index = pick(random, {(64, 128): 5, (32, 128): 2, (4, 64): 1, (3, 20): 0.5, (1, 128): 0.5})
-        while op in ("topk", "dense_loss") and rows * keys * index[0] > MOST_DOTS[device]:
-            rows, keys = max(1, rows * 2 // 3), max(1, keys * 2 // 3)
-        if op == "dense_loss":  # a float64 reference of all pairs
-            rows, keys = min(rows, 700), min(keys, 3000)
-            while rows * keys * index[0] > MOST_DOTS[device] // 16:
-                rows, keys = max(1, rows * 2 // 3), max(1, keys * 2 // 3)
-        case |= {"rows": rows, "keys": keys, "index": index, "relu": chance(random, 0.8)}
-    if op in ("topk", "dense_loss"):
-        case["lengths"] = None
-    if op != "topk" and op != "dense_loss":
-        case["indices"] = pick(random, KEYS)
-    case["embedded"] = chance(random, 0.3)
-    return case | {"seed": random.randrange(10**6)}
+        case |= {"index": index, "relu": chance(random, 0.8)}
+    while not _fits(case, most):
+        case["rows"] = max(1, case["rows"] * 2 // 3)
+        if all_keys:
+            case["keys"] = max(1, case["keys"] * 2 // 3)
+    return case | {"embedded": chance(random, 0.3), "seed": random.randrange(10**6)}
+
+
+def _fits(case: Case, most: Limits) -> bool:
+    rows, heads = case["rows"], case["heads"]
+    if case["op"] in ("topk", "dense_loss"):
+        pairs, share = (
+            rows * case["keys"],
+            16 if case["op"] == "dense_loss" else 1,
+        )  # which keeps them all for gradients
+        return pairs <= most.pairs // share and pairs * case["index"][0] <= most.dots // share
+    slots = rows * case["topk"] * (8 if case.get("head_group") else 1)
+    return slots <= most.slots and rows * heads * case["dims"][0] <= most.queries
 
 
 def check(case: Case, device: str) -> None:
@@ -162,28 +179,44 @@ def _attention(case: Case, mask: am.SparseMask, device: str) -> None:
     given |= {} if sinks is None else {"dsinks": sinks}
     if grads is not None:
         given = {name: x.detach().requires_grad_() for name, x in given.items()}
-    out, lse, *largest = am.sparse_attention(
-        given["dq"], given["dk"], indices, scale=scale, d_v=d_v, v=given.get("dv"), mask=mask,
-        sinks=given.get("dsinks"), return_max_logits=bool(case.get("max_logits")),
-        deterministic=bool(case.get("deterministic")), backend=case["backend"],
-    )  # fmt: skip
-    actual = {"out": out.detach(), "lse": lse.detach()} | dict.fromkeys(["max_logits"][: len(largest)], *largest)
-    if grads is not None:
-        actual |= dict(zip(given, torch.autograd.grad([out, lse], list(given.values()), list(grads)), strict=True))
-    if case.get("deterministic") and grads is not None:
-        again = am.sparse_attention(
+
+    def run() -> dict[str, Tensor]:
+        extra = [name for name in ("attn_sum", "max_logits") if case.get(name)]
+        results = am.sparse_attention(
             given["dq"], given["dk"], indices, scale=scale, d_v=d_v, v=given.get("dv"), mask=mask,
-            sinks=given.get("dsinks"), deterministic=True, backend=case["backend"],
+            sinks=given.get("dsinks"), deterministic=bool(case.get("deterministic")), backend=case["backend"],
+            **{f"return_{name}": True for name in extra},
         )  # fmt: skip
-        second = torch.autograd.grad(list(again[:2]), list(given.values()), list(grads))
-        for name, x in zip(given, second, strict=True):
-            assert torch.equal(x, actual[name]), f"{name}: other bits in a second run"
+        found = dict(zip(("out", "lse", *extra), (x.detach() for x in results), strict=True))
+        if grads is not None:
+            found |= zip(given, torch.autograd.grad(results[:2], list(given.values()), grads), strict=True)
+        return found
+
+    actual = run()
+    for name, x in run().items() if case.get("deterministic") else ():
+        assert torch.equal(x, actual[name]), f"{name}: other bits in a second run"
+    keep = _some_rows(rows, LIMITS[device].kept // (heads * d), seed, device)
     how = (q, kv, v, at, valid, scale, d_v, sinks, grads)
-    exact, plain = (indexed.attention_results(*how, plain=plain) for plain in (False, True))
+    exact, plain = (indexed.attention_results(*how, keep=keep, plain=plain) for plain in (False, True))
+    if case.get("attn_sum"):
+        for results, rounded in ((exact, False), (plain, True)):
+            how = (q[keep], kv, at[keep], valid[keep], results["lse"], scale, heads)
+            results["attn_sum"] = indexed.distribution_results(*how, plain=rounded)[0]
     for name, x in actual.items():
+        x = x if name in ("dk", "dv", "dsinks") else x[keep]
         indexed.assert_rows_close(name, x, plain[name], exact[name], dtype)
     for name, unused in (("out", ~some), ("dq", ~some), ("dk", ~used), ("dv", ~used)):
         assert name not in actual or not actual[name][unused].any(), f"{name}: not 0 where nothing is read"
+        assert name not in actual or actual[name].isfinite().all(), f"{name}: not finite"
+
+
+def _some_rows(rows: int, most: int, seed: int, device: str) -> Tensor:
+    """Return which rows are compared: all, or random ones, the last among them."""
+    keep = torch.ones(rows, dtype=torch.bool, device=device)
+    if rows > most:
+        keep = integers(0, rows, rows, seed=f"{seed}-keep", device=device) < most
+        keep[-1] = True
+    return keep
 
 
 def _distribution(case: Case, mask: am.SparseMask, device: str) -> None:
