@@ -65,7 +65,7 @@ def test_a_fault_is_found_and_its_line_repeats_it(family, capfd, monkeypatch):
         return tuple(results)
 
     monkeypatch.setattr(module, name, wrong)
-    assert main([family, "--cases", "12", "--seed", "1", "--workers", "0", "--device", "cpu"]) == 1
+    assert main([family, "--cases", "5", "--seed", "1", "--workers", "0", "--device", "cpu"]) == 1
     failed = [line for line in capfd.readouterr().out.splitlines() if line.startswith("FAILED")]
     command, _, case = failed[0].removeprefix("FAILED python -m tests.gpu.search ").partition("   # ")
     assert main([*shlex.split(command), "--workers", "0"]) == 1
@@ -78,7 +78,7 @@ def test_a_fault_is_found_and_its_line_repeats_it(family, capfd, monkeypatch):
 
 
 def test_stuck_and_crashed_cases_are_named_and_the_search_goes_on(capfd):
-    found = main(["helpers.planted_search", "--cases", "7", "--workers", "2", "--limit", "2", "--device", "cpu"])
+    found = main(["helpers.planted_search", "--cases", "7", "--workers", "1", "--limit", "2", "--device", "cpu"])
     out = capfd.readouterr().out
     assert found == 1
     repeated = "python -m tests.gpu.search helpers.planted_search --seed 0 --number"

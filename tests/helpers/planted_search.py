@@ -11,7 +11,7 @@ import attnmesh as am
 DRAWN = {"0": "fine", "1": "sleep", "2": "wrong", "3": "refused", "4": "crash"}
 
 
-def draw(random: Random, device: str) -> dict[str, object]:
+def draw(random: Random, build: Random, device: str) -> dict[str, object]:
     """Return a case by its number, which the search keeps to itself: the first draws of seed 0 tell them apart."""
     first = random.random()
     known = {Random(f"{__name__}-0-{number}").random(): kind for number, kind in DRAWN.items()}

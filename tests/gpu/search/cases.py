@@ -24,17 +24,23 @@ Case = dict[str, Any]
 
 FAMILIES = ("dense", "ring", "decode", "sparse", "sparse_decode")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CONFIGURATIONS = 16  # of a seed
 LOW, HIGH = -(2**31), 2**31 - 1  # the ends of int32
 
 
 def family_of(name: str) -> ModuleType:
-    """Return the module with `draw(random, device)` and `check(case, device)` of a family, or of a dotted name."""
+    """Return the module with `draw` and `check(case, device)` of a family, or of a dotted name."""
     return importlib.import_module(name if "." in name else f"tests.gpu.search.{name}")
 
 
 def draw_case(family: str, seed: int, number: int, device: str) -> Case:
-    """Return one case; sizes are smaller on the CPU."""
-    return family_of(family).draw(Random(f"{family}-{seed}-{number}"), device)
+    """Return one case; sizes are smaller on the CPU.
+
+    What kernels are compiled for is drawn from `build`, which repeats: a seed has a few configurations, each with many
+    sizes, masks and lengths.
+    """
+    build = Random(f"{family}-{seed}-configuration-{number % CONFIGURATIONS}")
+    return family_of(family).draw(Random(f"{family}-{seed}-{number}"), build, device)
 
 
 def as_line(case: Case) -> str:

@@ -34,14 +34,14 @@ MOST_SCORES = {"cuda": 30_000_000, "cpu": 400_000}
 KEY_RANGES = {"causal": 10, "intervals": 2, "tree": 1, "trees": 1, "mask": 1}
 
 
-def draw(random: Random, device: str) -> Case:
-    latent = chance(random, 0.35)
-    dims, group, kv_heads = ((576, 512), pick(random, LATENT_GROUPS), 1) if latent else pick(random, SHAPES)
+def draw(random: Random, build: Random, device: str) -> Case:
+    latent = chance(build, 0.35)
+    dims, group, kv_heads = ((576, 512), pick(build, LATENT_GROUPS), 1) if latent else pick(build, SHAPES)
     storages = {"plain": 5, "fp8_ds_mla": 3, "fp8": 2} if latent else {
         "plain": 6, "fp8": 3, "fp8 heads": 2, "int8": 2, "bfp8": 2
     }  # fmt: skip
-    block = pick(random, {64: 5, 16: 3, 128: 1, 1: 0.5, 7: 0.5, 256: 0.5, None: 2})
-    tokens = pick(random, {1: 6, 2: 2, 3: 1, 4: 1, 5: 1, 8: 1})
+    block = pick(build, {64: 5, 16: 3, 128: 1, 1: 0.5, 7: 0.5, 256: 0.5, None: 2})
+    tokens = pick(build, {1: 6, 2: 2, 3: 1, 4: 1, 5: 1, 8: 1})
     batch = draw_length(random, 300 if device == "cuda" else 5)
     longest = draw_length(random, 6000 if device == "cuda" else 150)
     while (
@@ -49,16 +49,16 @@ def draw(random: Random, device: str) -> Case:
         or batch * longest * tokens * group * kv_heads > MOST_SCORES[device]
     ):
         batch, longest = (max(1, batch * 2 // 3), longest) if chance(random, 0.5) else (batch, longest * 2 // 3 or 1)
-    key_range = pick(random, KEY_RANGES)
+    key_range = pick(build, KEY_RANGES)
     if key_range == "mask":
-        kind = random.choice(("bool", "bias"))
+        kind = build.choice(("bool", "bias"))
         key_range = f"{kind} {random.choice(MASK_SHAPES)}" + (" short" if chance(random, 0.3) else "")
-    window = draw_length(random, longest) if key_range == "causal" and chance(random, 0.25) else None
+    window = draw_length(random, longest) if key_range == "causal" and chance(build, 0.25) else None
     case: Case = {
         "batch": batch, "longest": longest, "tokens": tokens, "group": group, "kv_heads": kv_heads, "dims": dims,
-        "v_in_k": latent, "storage": pick(random, storages), "block": block, "key_range": key_range, "window": window,
-        "dtype": pick(random, {"bf16": 8, "fp16": 2, "fp32": 1}), "backend": pick(random, BACKENDS[device]),
-        "sinks": chance(random, 0.2),
+        "v_in_k": latent, "storage": pick(build, storages), "block": block, "key_range": key_range, "window": window,
+        "dtype": pick(build, {"bf16": 8, "fp16": 2, "fp32": 1}), "backend": pick(build, BACKENDS[device]),
+        "sinks": chance(build, 0.2),
     }  # fmt: skip
     if case["storage"] == "fp8_ds_mla":
         case["block"] = block = block or 64  # such caches are paged
@@ -69,7 +69,7 @@ def draw(random: Random, device: str) -> Case:
     case["q_memory"] = pick(random, {"transposed": 2, "own": 2, "fused": 1})
     case["split_size"] = pick(random, {None: 6, 64: 1, 1000: 1})
     case["max_splits"] = pick(random, {None: 6, 1: 1, 3: 1}) if case["split_size"] is None else None
-    case["wide_out"] = chance(random, 0.15)
+    case["wide_out"] = chance(build, 0.15)
     case["replay"] = chance(random, 0.4)
     return case | {"seed": random.randrange(10**6)}
 

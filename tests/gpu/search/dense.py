@@ -29,20 +29,19 @@ MOST_PAIRS = {"cuda": 60_000_000, "cpu": 500_000}  # of a float64 reference, per
 MOST_OF_ALL = {"cuda": 400_000_000, "cpu": 1_000_000}
 
 
-def draw(random: Random, device: str) -> Case:
+def draw(random: Random, build: Random, device: str) -> Case:
     most = 5000 if device == "cuda" else 300
-    batch, heads = pick(random, {1: 4, 2: 3, 3: 1}), pick(random, HEADS)
+    batch, heads = pick(random, {1: 4, 2: 3, 3: 1}), pick(build, HEADS)
     q = draw_length(random, most)
     k = q if chance(random, 0.6) else draw_length(random, most)
     while batch * heads[0] // heads[1] * q * k > MOST_PAIRS[device] or batch * heads[0] * q * k > MOST_OF_ALL[device]:
         q, k = max(1, q * 2 // 3), max(1, k * 2 // 3)
-    dims = pick(random, DIMS)
     case: Case = {
-        "mask": draw_mask(random, k, batch), "q": q, "k": k, "batch": batch, "heads": heads, "dims": dims,
-        "dtype": pick(random, {"bf16": 6, "fp16": 2, "fp32": 2}), "backend": pick(random, BACKENDS[device]),
+        "mask": draw_mask(random, k, batch), "q": q, "k": k, "batch": batch, "heads": heads, "dims": pick(build, DIMS),
+        "dtype": pick(build, {"bf16": 6, "fp16": 2, "fp32": 2}), "backend": pick(build, BACKENDS[device]),
+        "softcap": chance(build, 0.15), "alibi": chance(build, 0.12), "sinks": chance(build, 0.2),
+        "scale": chance(random, 0.1), "poison": chance(random, 0.3),
     }  # fmt: skip
-    odds = {"softcap": 0.15, "sinks": 0.15, "alibi": 0.12, "scale": 0.1, "poison": 0.3}
-    case |= {name: chance(random, each) for name, each in odds.items()}
     case["memory"] = random.choice(VARIANTS) if chance(random, 0.4) else None
     case["at"] = pick(random, {None: 8, "chunk": 2, "gaps": 1, "shuffled": 1, "device": 1})
     return case | {"grad": pick(random, {"both": 6, "out": 2, "lse": 1}), "seed": random.randrange(10**6)}

@@ -19,7 +19,7 @@ LAYOUTS = {"zigzag": 4, "contiguous": 2, "striped": 2, "zigzag2": 1, "balanced":
 BACKENDS = {"cuda": {"auto": 5, "triton": 3, "gluon": 2, "aten": 2}, "cpu": {"auto": 3, "aten": 2, "torch": 1}}
 
 
-def draw(random: Random, device: str) -> Case:
+def draw(random: Random, build: Random, device: str) -> Case:
     length = draw_length(random, 4000 if device == "cuda" else 200)
     keys = length if chance(random, 0.8) else draw_length(random, 3000 if device == "cuda" else 150)
     schedule, batch = pick(random, {"auto": 2} | dict.fromkeys(SCHEDULES, 2)), pick(random, {1: 3, 2: 1})
@@ -28,15 +28,15 @@ def draw(random: Random, device: str) -> Case:
     crossed = random.choice(("full", "causal", "window(40,7)", "prefix(9)"))
     case: Case = {
         "mask": draw_mask(random, length, batch) if keys == length else crossed, "q": length, "k": keys,
-        "batch": batch, "heads": pick(random, HEADS), "dims": pick(random, DIMS),
-        "dtype": pick(random, {"bf16": 5, "fp16": 1, "fp32": 2}), "backend": pick(random, BACKENDS[device]),
+        "batch": batch, "heads": pick(build, HEADS), "dims": pick(build, DIMS),
+        "dtype": pick(build, {"bf16": 5, "fp16": 1, "fp32": 2}), "backend": pick(build, BACKENDS[device]),
         "world": world, "nodes": random.choice(nodes), "schedule": schedule,
         "layout": pick(random, LAYOUTS),
     }  # fmt: skip
     if keys != length:
         own = case["layout"] in ("joint", "balanced")  # made for the queries' length
         case["key_layout"] = pick(random, {None: 0 if own else 1, "contiguous": 1, "striped": 1})
-    case |= {name: chance(random, odds) for name, odds in {"softcap": 0.1, "sinks": 0.15, "alibi": 0.1}.items()}
+    case |= {name: chance(build, odds) for name, odds in {"softcap": 0.1, "sinks": 0.15, "alibi": 0.1}.items()}
     return case | {"grad": pick(random, {"both": 6, "out": 2, "lse": 1}), "seed": random.randrange(10**6)}
 
 

@@ -48,27 +48,27 @@ LIMITS = {
 }
 
 
-def draw(random: Random, device: str) -> Case:
-    op = pick(random, {"attention": 8, "distribution": 3, "topk": 3, "loss": 2, "dense_loss": 0.5})
+def draw(random: Random, build: Random, device: str) -> Case:
+    op = pick(build, {"attention": 8, "distribution": 3, "topk": 3, "loss": 2, "dense_loss": 0.5})
     all_keys, most = op in ("topk", "dense_loss"), LIMITS[device]
     case: Case = {
         "op": op, "rows": draw_length(random, most.rows), "keys": draw_length(random, most.keys),
-        "topk": pick(random, TOPK if device == "cuda" else {1: 1, 5: 2, 16: 3, 37: 3}), "mask": pick(random, MASKS),
+        "topk": pick(build, TOPK if device == "cuda" else {1: 1, 5: 2, 16: 3, 37: 3}), "mask": pick(random, MASKS),
         "lengths": None if all_keys else pick(random, LENGTHS), "indices": None if all_keys else pick(random, KEYS),
-        "heads": pick(random, HEADS), "dims": pick(random, DIMS),
-        "dtype": pick(random, {"bf16": 8, "fp16": 1, "fp32": 1}), "backend": pick(random, BACKENDS[device]),
+        "heads": pick(build, HEADS), "dims": pick(build, DIMS),
+        "dtype": pick(build, {"bf16": 8, "fp16": 1, "fp32": 1}), "backend": pick(build, BACKENDS[device]),
     }  # fmt: skip
     if op == "attention":
         odds = {
             "own_values": 0.15, "sinks": 0.3, "max_logits": 0.4, "attn_sum": 0.2, "backward": 0.7, "deterministic": 0.4
         }  # fmt: skip
-        case |= {name: chance(random, each) for name, each in odds.items()}
+        case |= {name: chance(build, each) for name, each in odds.items()}
     elif op == "distribution":
-        case |= {"head_group": pick(random, {None: 3, 4: 1, 16: 1}), "normalize": chance(random, 0.3)}
+        case |= {"head_group": pick(build, {None: 3, 4: 1, 16: 1}), "normalize": chance(random, 0.3)}
         case["base2"] = chance(random, 0.2)
     else:
-        index = pick(random, {(64, 128): 5, (32, 128): 2, (4, 64): 1, (3, 20): 0.5, (1, 128): 0.5})
-        case |= {"index": index, "relu": chance(random, 0.8)}
+        index = pick(build, {(64, 128): 5, (32, 128): 2, (4, 64): 1, (3, 20): 0.5, (1, 128): 0.5})
+        case |= {"index": index, "relu": chance(build, 0.8)}
     while not _fits(case, most):
         case["rows"] = max(1, case["rows"] * 2 // 3)
         if all_keys:

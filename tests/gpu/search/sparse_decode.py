@@ -29,33 +29,33 @@ MOST_KEYS, MOST_SLOTS = {"cuda": 150_000, "cpu": 600}, {"cuda": 3 << 20, "cpu": 
 MOST_DOTS = {"cuda": 1 << 29, "cpu": 1 << 20}
 
 
-def draw(random: Random, device: str) -> Case:
+def draw(random: Random, build: Random, device: str) -> Case:
     gpu = device == "cuda"
-    op = pick(random, {"attention": 3, "topk": 2})
-    topk = pick(random, {2048: 3, 512: 3, 128: 1, 100: 1, 1: 0.5}) if gpu else pick(random, {1: 1, 9: 3, 33: 3})
-    tokens = pick(random, {1: 5, 2: 2, 3: 1, 4: 1, 8: 0.5})
+    op = pick(build, {"attention": 3, "topk": 2})
+    topk = pick(build, {2048: 3, 512: 3, 128: 1, 100: 1, 1: 0.5}) if gpu else pick(build, {1: 1, 9: 3, 33: 3})
+    tokens = pick(build, {1: 5, 2: 2, 3: 1, 4: 1, 8: 0.5})
     batch = draw_length(random, 200 if gpu else 4)
     longest = draw_length(random, 20_000 if gpu else 200)
-    index = pick(random, {(64, 128): 5, (32, 128): 2, (4, 64): 1, (3, 20): 0.5})
+    index = pick(build, {(64, 128): 5, (32, 128): 2, (4, 64): 1, (3, 20): 0.5})
     while (
         batch * longest > MOST_KEYS[device]
         or batch * tokens * topk > MOST_SLOTS[device]
         or (op == "topk" and batch * longest * tokens * index[0] > MOST_DOTS[device])
     ):
         batch, longest = (max(1, batch * 2 // 3), longest) if chance(random, 0.5) else (batch, longest * 2 // 3 or 1)
-    fp8 = chance(random, 0.55)
+    fp8 = chance(build, 0.55)
     case: Case = {
         "op": op, "batch": batch, "longest": longest, "tokens": tokens, "topk": topk, "fp8": fp8,
-        "block": pick(random, {64: 6, 16: 1, 1: 0.5, 4: 0.5, 256: 0.5}),
-        "dtype": pick(random, {"bf16": 8, "fp16": 1, "fp32": 1}), "backend": pick(random, BACKENDS[device]),
+        "block": pick(build, {64: 6, 16: 1, 1: 0.5, 4: 0.5, 256: 0.5}),
+        "dtype": pick(build, {"bf16": 8, "fp16": 1, "fp32": 1}), "backend": pick(build, BACKENDS[device]),
     }  # fmt: skip
     if op == "attention":
-        case |= {"heads": pick(random, HEADS), "dims": pick(random, LATENTS if fp8 else DIMS)}
+        case |= {"heads": pick(build, HEADS), "dims": pick(build, LATENTS if fp8 else DIMS)}
         odds = {"counts": 0.6, "sinks": 0.3, "slots": 0.3, "wide_out": 0.15, "max_logits": 0.5, "embedded": 0.3}
-        case |= {name: chance(random, each) for name, each in odds.items()}
+        case |= {name: chance(build, each) for name, each in odds.items()}
         case["split_size"] = pick(random, {None: 6, 64: 1, 1000: 1})
     else:
-        case |= {"index": index, "relu": chance(random, 0.8), "key_range": chance(random, 0.3)}
+        case |= {"index": index, "relu": chance(build, 0.8), "key_range": chance(random, 0.3)}
     return case | {"seed": random.randrange(10**6)}
 
 
