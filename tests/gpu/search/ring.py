@@ -10,7 +10,7 @@ from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.testing.attention import virtual_results
 
 from .cases import Case, chance, draw_length, pick
-from .dense import assert_attention, make_inputs, references, score_terms
+from .dense import assert_attention, draw_gradients, make_inputs, references, score_terms
 from .masks import draw_mask, make_mask
 
 DIMS = {(128, 128): 6, (64, 64): 6, (64, 32): 1, (33, 17): 1}
@@ -37,7 +37,7 @@ def draw(random: Random, build: Random, device: str) -> Case:
         own = case["layout"] in ("joint", "balanced")  # made for the queries' length
         case["key_layout"] = pick(random, {None: 0 if own else 1, "contiguous": 1, "striped": 1})
     case |= {name: chance(build, odds) for name, odds in {"softcap": 0.1, "sinks": 0.15, "alibi": 0.1}.items()}
-    return case | {"grad": pick(random, {"both": 6, "out": 2, "lse": 1}), "seed": random.randrange(10**6)}
+    return case | {"grad": draw_gradients(random, case["backend"]), "seed": random.randrange(10**6)}
 
 
 def check(case: Case, device: str) -> None:
@@ -50,7 +50,7 @@ def check(case: Case, device: str) -> None:
         backend=case["backend"], ranks_per_node=case["world"] // case["nodes"], **options,
     )  # fmt: skip
     run = partial(references, inputs, mask, **{"sinks": None, **options})
-    assert_attention(actual, run(plain=True), run(), inputs[0])
+    assert_attention(actual, run(plain=True), run(), inputs)
 
 
 def _layout(name: str, mask: am.Mask, length: int) -> am.Layout:

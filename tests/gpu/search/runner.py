@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -156,6 +157,7 @@ class Child:
 
 
 def _serve(pipe: Connection, family: str, device: str) -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
     if device == "cpu":
         torch.set_num_threads(1)
     pipe.send(Outcome("ready"))
