@@ -104,7 +104,7 @@ def score_terms(case: Case, device: str) -> dict[str, Any]:
     """Return scale, softcap, sinks and slopes, those that the case has."""
     options: dict[str, Any] = {}
     if case.get("scale"):
-        options["scale"] = 0.21
+        options["scale"] = 1.7 * case["dims"][0] ** -0.5
     if case.get("softcap"):
         options["softcap"] = 3.0
     heads = case["heads"][0]
