@@ -278,14 +278,14 @@ def _attend(
             else:
                 mbarrier.wait(barriers.sums_ready.index(0), done & 1)
                 other = memory.peak.load(down)
-                highest = gl.maximum(peak, other)
-                shift = gl.where(highest == float("-inf"), 0.0, highest)
+                both = gl.maximum(peak, other)
+                shift = gl.where(both == float("-inf"), 0.0, both)
                 mine, theirs = gl.exp2(peak - shift), gl.exp2(other - shift)
                 total = total * mine + memory.total.load(down) * theirs
                 sums = sums * gl.convert_layout(mine, gl.SliceLayout(1, wide))[:, None]
                 sums += memory.sums.load(wide) * gl.convert_layout(theirs, gl.SliceLayout(1, wide))[:, None]
                 mbarrier.arrive(barriers.sums_free.index(0), count=1)
-                factor = finish_rows(highest, total, results, position, item, place, 0, is_row, head, token, down, SHAPE)
+                factor = finish_rows(both, total, results, position, item, place, 0, is_row, head, token, down, SHAPE)
                 sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, wide))[:, None]
                 store_rows(results, sums, 0, D, 0, position, item, place, wide, SHAPE)
             done += 1
