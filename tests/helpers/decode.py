@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -70,6 +71,23 @@ def assert_decode_close(actual: State, problem: DecodeProblem, lse_units: float 
     assert error.max() <= bound, f"error of out {error.max():.2e} > {bound:.2e} {_rows(error > bound)}"
     bound = 2 * allowed.norm() + rounding * (size.norm() + one)
     assert error.norm() <= bound, f"error of out {error.norm():.2e} > {bound:.2e}, norm {size.norm():.2e}"
+
+
+def with_huge_scores(problem: DecodeProblem, exponent: int) -> DecodeProblem:
+    """Return the problem with scores of about 2**exponent, but for those of every third query head."""
+    of_q = min(exponent, 12) if problem.q.dtype == torch.float16 else exponent
+    of_scale = exponent - of_q
+    powers = torch.full((problem.q.shape[1], 1, 1), of_q, device=problem.q.device)
+    powers[::3] = -of_scale
+    q = torch.ldexp(problem.q.double(), powers).to(problem.q.dtype)
+    return replace(problem.with_options(scale=2.0**of_scale * q.shape[-1] ** -0.5), q=q)
+
+
+def assert_huge_scores_are_right(state: State, problem: DecodeProblem) -> None:
+    """Assert that out and lse are right, where one key has all the weight and elsewhere."""
+    exact = problem.exact()
+    torch.testing.assert_close(state.out.double(), exact.out, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(state.lse.double(), exact.lse, rtol=1e-6, atol=1e-5)
 
 
 def check_backend(problem: DecodeProblem, backend: str, **more: object) -> State:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnmesh.core.state import State
-from attnmesh.ops.dense.triton_tiles import PLAIN, ScoreTerms
+from attnmesh.ops.dense.triton_tiles import LOG2_E, PLAIN, ScoreTerms
 
 CUDA = torch.cuda.is_available()
 # The interpreter's bf16 dot is wrong, and each of its tiles takes milliseconds: small tiles, small shapes.
@@ -101,6 +102,38 @@ def dense(
     scores = scores.masked_fill(~seen & some[..., None], -torch.inf)
     out = torch.where(some[..., None], scores.softmax(-1) @ v, 0.0)
     return State(out, torch.where(some, scores.logsumexp(-1), -torch.inf))
+
+
+# Of scores in base 2. The last is near the end of float32; fp16 ends at 2^32.
+HUGE_EXPONENTS = {torch.bfloat16: (20, 27, 28, 30, 31, 32, 60, 124), torch.float16: (20, 27, 28, 30, 31, 32)}
+
+
+def make_scores_huge(q: Tensor, k: Tensor, exponent: int, scale: float, *, twins: bool = True) -> None:
+    """Of four rows one keeps scores near 1, one has positive ones of about 2**exponent, one negative.
+
+    The products of the fourth have both signs, but do not cancel: scores would be wrong before any exponent is.
+
+    With twins every key is there twice, so that a row has two largest scores, in one tile or in two.
+    """
+    amount = exponent - math.log2(q.shape[-1] * abs(scale) * LOG2_E)
+    of_q, of_k = 2.0 ** (amount // 2), 2.0 ** (amount - amount // 2)
+    k.copy_((0.5 + torch.rand(k.shape, device=k.device)) * of_k)
+    if twins:
+        period = 5 * k.shape[-2] // 11
+        k[..., period:, :] = k[..., : k.shape[-2] - period, :].clone()
+    size = 0.5 + torch.rand(q.shape, device=q.device)
+    signs = (torch.randint(0, 8, q.shape, device=q.device) > 0) * 2 - 1
+    kind = torch.arange(q.shape[-2], device=q.device)[:, None] % 4
+    near_one = signs * size / of_k / q.shape[-1] ** 0.5
+    q.copy_(torch.where(kind == 0, near_one, torch.where(kind == 3, signs, kind * 2 - 3) * size * of_q))
+
+
+def assert_huge_scores_are_right(result: State, truth: State) -> None:
+    """Rows of all kinds; where one key has all the weight, the output is its value."""
+    tolerance = 1e-3 if result.out.dtype == torch.float16 else 6e-3  # float32 too: weights are bf16
+    for kind in range(4):
+        assert relative(result.out[..., kind::4, :], truth.out[..., kind::4, :]) < tolerance, kind
+        assert relative(result.lse[..., kind::4], truth.lse[..., kind::4]) < 1e-6, kind
 
 
 def relative(x: Tensor, truth: Tensor) -> float:

@@ -13,7 +13,15 @@ from attnmesh.core.state import State
 from attnmesh.ops.dense import gluon_forward
 from attnmesh.ops.dense.gluon_forward import TILES, GluonTiles
 from attnmesh.ops.dense.triton_tiles import ScoreTerms
-from helpers.dense_kernels import MASKS, dense, mask_case, relative
+from helpers.dense_kernels import (
+    HUGE_EXPONENTS,
+    MASKS,
+    assert_huge_scores_are_right,
+    dense,
+    make_scores_huge,
+    mask_case,
+    relative,
+)
 from helpers.gluon import emulated, mostly_slow
 from helpers.triton_compile import a_few_at_a_time, assert_fit, compiled_for_hopper, count
 
@@ -106,6 +114,77 @@ def test_a_scale_that_is_not_positive(scale):
     truth = dense(q, k, v, scale, torch.ones(1, 1, 100, 90, dtype=torch.bool), torch.float64)
     assert relative(result.out, truth.out) < 1e-3
     assert relative(result.lse, truth.lse) < 1e-6
+
+
+HUGE = [(dtype, exponent) for dtype, exponents in HUGE_EXPONENTS.items() for exponent in exponents]
+
+
+def check_huge_scores(
+    kernel: ModuleType, dtype: torch.dtype, exponent: int, *, scale: float = 0.2, widths: tuple[int, int] = (64, 64),
+    states: bool = False, device: str = "cpu", **how: object,
+) -> None:  # fmt: skip
+    q, k, v = inputs((2, 1), 140, 300, *widths, device=device, dtype=dtype)
+    make_scores_huge(q, k, exponent, scale)
+    seen = torch.ones(1, 1, 140, 300, dtype=torch.bool, device=device)
+    state, out_dtype = None, dtype
+    if states:  # of other keys, whose scores are near 0 or far below
+        out_dtype = torch.float32
+        state = State(torch.randn(1, 2, 140, widths[1], device=device), torch.full((1, 2, 140), -1e4, device=device))
+    truth = dense(q, k, v, scale, seen, torch.float64)
+    if states:
+        few = truth.lse < -1e5  # all the weight has the state
+        truth = State(torch.where(few[..., None], state.out.double(), truth.out), torch.where(few, -1e4, truth.lse))
+    result = kernel.forward(q, k, v, scale=scale, causal=False, bounds=None, state=state, out_dtype=out_dtype, **how)
+    assert_huge_scores_are_right(result, truth)
+
+
+@pytest.mark.parametrize(("dtype", "exponent"), HUGE)
+def test_huge_scores(dtype, exponent):
+    check_huge_scores(emulated(gluon_forward), dtype, exponent, tiles=SMALL)
+
+
+@pytest.mark.parametrize(
+    ("exponent", "scale", "widths"), [(32, 0.2, (64, 64)), (60, 1.0, (64, 192)), (32, 3.0, (64, 64))]
+)
+def test_huge_scores_with_states_and_scales(exponent, scale, widths):
+    how = {"scale": scale, "widths": widths, "tiles": SMALL}
+    check_huge_scores(emulated(gluon_forward), torch.bfloat16, exponent, states=True, **how)
+    check_huge_scores(emulated(gluon_forward), torch.bfloat16, exponent, **how)
+
+
+def test_the_emulation_fuses_multiply_adds():
+    """Without another factor for huge rows, what the shift loses would be the exponent of the largest score."""
+    planted = ("huge = gl.abs(shift) >= _HUGE", "huge = gl.abs(shift) < 0.0")
+    for dtype, exponent in ((torch.float16, 30), (torch.bfloat16, 32)):
+        with pytest.raises(AssertionError):
+            check_huge_scores(emulated(gluon_forward, planted=planted), dtype, exponent, tiles=SMALL)
+
+
+def test_scores_that_differ_by_little_of_what_is_huge():
+    """2**20 and a few units: the exponents are right to the last bit of the scores, unlike those of rounded scores."""
+    q, k, v = inputs((1, 1), 70, 200, dtype=torch.bfloat16)
+    q.zero_()
+    k.zero_()
+    q[..., 0], k[..., 0] = 2.0**12, 2.0**10
+    q[..., 1], k[..., 1] = 0.5, torch.randint(-8, 8, k.shape[:-1]).to(k.dtype)
+    seen = torch.ones(1, 1, 70, 200, dtype=torch.bool)
+    result = emulated(gluon_forward).forward(
+        q, k, v, scale=0.2, causal=False, bounds=None, state=None, out_dtype=torch.float32, tiles=SMALL
+    )
+    truth, plain = (dense(q, k, v, 0.2, seen, dtype) for dtype in (torch.float64, torch.float32))
+    assert relative(result.out, truth.out) <= 2 * relative(plain.out, truth.out)
+    assert relative(result.out, truth.out) < 4e-3
+
+
+def test_infinite_scores_are_nan_as_in_the_plain_computation():
+    q, k, v = inputs((1, 1), 70, 100, dtype=torch.bfloat16)
+    q[..., 5, :], k[..., 7, :] = 1e38, 1e38
+    result = emulated(gluon_forward).forward(
+        q, k, v, scale=0.2, causal=False, bounds=None, state=None, out_dtype=torch.bfloat16, tiles=SMALL
+    )
+    plain = dense(q, k, v, 0.2, torch.ones(1, 1, 70, 100, dtype=torch.bool), torch.float32)
+    assert plain.out[0, 0, 5].isnan().all()
+    assert torch.equal(result.out.isnan(), plain.out.isnan())
 
 
 # Far below and above the scores; -inf is no key.
@@ -375,6 +454,15 @@ def test_the_same_bits_again_and_again_on_hopper():
         again = gluon_forward.forward(q, k, v, **how)
         assert torch.equal(again.out, first.out)
         assert torch.equal(again.lse, first.lse)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(("dtype", "exponent"), HUGE)
+@pytest.mark.parametrize("widths", [(128, 128), (64, 64), (192, 192)])
+def test_huge_scores_on_hopper(dtype, exponent, widths):
+    for states in (False, True):
+        check_huge_scores(gluon_forward, dtype, exponent, widths=widths, states=states, device="cuda")
 
 
 def launch(key_dim: int, value_dim: int, dtype: str, mask: str, stage: str, softcap: float | None, pack: int) -> None:

@@ -7,7 +7,19 @@ from torch import Tensor
 from attnmesh.core.state import State
 from attnmesh.ops.dense.triton_forward import forward
 from attnmesh.ops.dense.triton_tiles import DenseTiles, blocks_of
-from helpers.dense_kernels import CUDA, DTYPES, HEADS, MASKS, dense, mask_case, relative, score_terms
+from helpers.dense_kernels import (
+    CUDA,
+    DTYPES,
+    HEADS,
+    HUGE_EXPONENTS,
+    MASKS,
+    assert_huge_scores_are_right,
+    dense,
+    make_scores_huge,
+    mask_case,
+    relative,
+    score_terms,
+)
 
 TILES = DenseTiles(rows=16, keys=16, warps=4, stages=1)
 
@@ -69,6 +81,20 @@ def test_widths_and_scales(device, head_dim, value_dim, scale):
     result = forward(q, k, v, scale=scale, **seen, state=state, out_dtype=torch.float32, tiles=TILES)
     plain = dense(q, k, v, scale, visible, torch.float32)
     assert_close(result, dense(q, k, v, scale, visible, torch.float64), plain)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exponent"),
+    [(dtype, exponent) for dtype in DTYPES for exponent in HUGE_EXPONENTS.get(dtype, HUGE_EXPONENTS[torch.bfloat16])],
+)
+def test_huge_scores(device, dtype, exponent):
+    """On a GPU multiply-adds are fused: then it is an error to subtract the rounded maximum from exact products."""
+    q, k, v = inputs(device, dtype, (1, 1), 16, 40)
+    make_scores_huge(q, k, exponent, 0.2)
+    for mask in ("full", "window"):  # tiles without a mask, and with one
+        seen, visible = mask_case(mask, 16, 40, 1, device)
+        result = forward(q, k, v, scale=0.2, **seen, state=None, out_dtype=dtype, tiles=TILES)
+        assert_huge_scores_are_right(result, dense(q, k, v, 0.2, visible, torch.float64))
 
 
 def test_blocks_hold_the_width_with_few_columns_to_spare():

@@ -15,7 +15,7 @@ from attnmesh.ops.decode.api import choose
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.gpu import GPU
 from attnmesh.testing.decode import DecodeProblem, random_decode
-from helpers.decode import assert_decode_close
+from helpers.decode import assert_decode_close, assert_huge_scores_are_right, with_huge_scores
 from helpers.gluon import emulated, mostly_slow
 from helpers.triton_compile import assert_fit, compiled_for_hopper, count
 
@@ -100,6 +100,17 @@ def test_few_rows_against_float64(positions, how):
 @pytest.mark.parametrize(("positions", "how"), mostly_slow(FP8_CASES, 20))
 def test_fp8_against_float64(positions, how):
     assert_right(emulated(gluon_fp8, seed=8), latent(positions, **how))
+
+
+HUGE = [
+    (kernel, torch.bfloat16, exponent) for kernel in (gluon_latent, gluon_narrow) for exponent in (20, 28, 32, 60, 120)
+] + [(kernel, torch.float16, exponent) for kernel in (gluon_latent, gluon_narrow) for exponent in (20, 28, 32)]
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "exponent"), mostly_slow(HUGE, 4))
+def test_huge_scores(kernel, dtype, exponent):
+    problem = with_huge_scores(latent([130, 70], dtype=dtype, max_splits=1), exponent)
+    assert_huge_scores_are_right(run(emulated(kernel), problem), problem)
 
 
 def with_extreme_queries(problem: DecodeProblem) -> DecodeProblem:
@@ -380,6 +391,15 @@ PLAIN = [*CASES, *(case for case in NARROW_CASES if case not in CASES), (LONG, {
 def test_on_hopper(positions, how):
     problem = latent(positions, **how, device="cuda")
     assert_decode_close(problem.run("gluon"), problem)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(("kernel", "dtype", "exponent"), HUGE)
+def test_huge_scores_on_hopper(kernel, dtype, exponent):
+    problem = latent([3000, 90, 700], dtype=dtype, group=128 if kernel is gluon_latent else 16, device="cuda")
+    problem = with_huge_scores(problem, exponent)
+    assert_huge_scores_are_right(problem.run("gluon"), problem)
 
 
 @pytest.mark.cuda

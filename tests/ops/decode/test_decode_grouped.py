@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_grouped
 from attnmesh.testing.decode import DecodeProblem, random_decode
-from helpers.decode import assert_decode_close
+from helpers.decode import assert_decode_close, assert_huge_scores_are_right, with_huge_scores
 from helpers.gluon import emulated, mostly_slow
 from helpers.triton_compile import assert_fit, compiled_for_hopper, count
 
@@ -44,6 +44,18 @@ CASES = [
 @pytest.mark.parametrize(("positions", "how"), mostly_slow(CASES, 20))
 def test_against_float64(positions, how):
     assert_right(emulated(gluon_grouped), grouped(positions, **how))
+
+
+HUGE = [(torch.bfloat16, exponent) for exponent in (20, 28, 32, 60, 120)] + [(torch.float16, n) for n in (20, 28, 32)]
+
+
+@pytest.mark.parametrize(("dtype", "exponent"), mostly_slow(HUGE, 3))
+def test_huge_scores(dtype, exponent):
+    problem = with_huge_scores(grouped([200, 90], dtype=dtype, kv_heads=1, max_splits=1), exponent)
+    call = problem.call()
+    state = call.empty_state()
+    emulated(gluon_grouped).launch(call, state, 0)
+    assert_huge_scores_are_right(state, problem)
 
 
 @pytest.mark.slow
@@ -106,6 +118,15 @@ NO_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability()[
 def test_on_hopper(positions, how, dtype):
     problem = grouped(positions, **how, dtype=dtype, device="cuda")
     assert_decode_close(problem.run("gluon_gqa"), problem)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize(("dtype", "exponent"), HUGE)
+def test_huge_scores_on_hopper(dtype, exponent, tokens):
+    problem = with_huge_scores(grouped([3000, 90, 700], dtype=dtype, tokens=tokens, device="cuda"), exponent)
+    assert_huge_scores_are_right(problem.run("gluon_gqa"), problem)
 
 
 def launch(group: int, tokens: int, dtype: str, head_dim: int, block_size: int, how: dict) -> None:

@@ -16,6 +16,7 @@ from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.gluon_schedule import KEYS
 from attnmesh.ops.decode.triton import Launch, rope_of, v_in_k
 from attnmesh.ops.gluon_descriptor import descriptor
+from attnmesh.ops.gluon_exponents import power_below
 from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
 
 D_V, D_TAIL = 512, 64
@@ -24,7 +25,9 @@ LOG2_E = 1.4426950408889634
 NOT_SPECIALIZED = ["batch", "capacity", "window", "shares", "max_splits", "scale_log2", "table_stride"]
 _KEYS, _QUARTER, _TAIL = gl.constexpr(KEYS), gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
 _LOG2_E, _LN_2 = gl.constexpr(LOG2_E), gl.constexpr(0.6931471805599453)
-SLACK = gl.constexpr(8.0)  # weights may grow to 2**SLACK before the sums are rescaled
+# Weights may grow to 2**SLACK before the sums are rescaled. The shift of huge scores adds 8 (see `gluon_exponents`):
+# fp16 ends at 2**16.
+SLACK = gl.constexpr(7.0)
 # Until all warps of a group are there; Triton 3.7 has renamed it.
 group_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
@@ -128,6 +131,14 @@ def pool_descriptor(pool: Tensor, width: int, piece: int) -> Any:
 def scale_descriptor(scales: Tensor, piece: int) -> Any:
     """The copy engine's view of the scales [blocks, block_size, Hkv, 4] of a pool."""
     return pool_descriptor(scales, D_V // LATENT_GROUP, piece)
+
+
+@gluon.jit
+def grow(top, peak, highest, factor):
+    """The new maxima of rows (see `gluon_exponents`), which stay until weights would grow beyond 2**SLACK."""
+    power = power_below(factor)
+    grows = highest * power - top > SLACK * (power / factor)
+    return gl.where(grows, highest * power, top), gl.where(grows, highest * factor, peak)
 
 
 @gluon.jit

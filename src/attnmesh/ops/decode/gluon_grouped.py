@@ -33,7 +33,6 @@ from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.gluon_common import (
     BLOCK_SIZES,
     NOT_SPECIALIZED,
-    SLACK,
     Place,
     Results,
     aligned,
@@ -41,6 +40,7 @@ from attnmesh.ops.decode.gluon_common import (
     fetch,
     finish_rows,
     group_barrier,
+    grow,
     launch_kernel,
     load_signed,
     locate_rows,
@@ -54,6 +54,7 @@ from attnmesh.ops.decode.gluon_common import (
 from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
 from attnmesh.ops.decode.triton import DecodeTiles, Launch
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gluon_exponents import row_exponents
 from attnmesh.ops.storage import Quantized, values_of
 
 HEAD_DIMS = (64, 128)
@@ -222,6 +223,7 @@ def _attend(
             row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
             _load_queries(q, q_strides, memory.q.index(PART), position.sequence, place, SHAPE, D)
             peak = gl.full([_ROWS], float("-inf"), gl.float32, down)
+            top = peak
             total = gl.full([_ROWS], 0.0, gl.float32, down)
             sums = gl.zeros([_ROWS, D], gl.float32, wide)
             # Of one half: the tiles whose place in the ring, which is even, is always this group's.
@@ -248,14 +250,12 @@ def _attend(
                             mbarrier.arrive(barriers.cleared.index(0), count=1)
                             mbarrier.wait(barriers.cleared.index(0), clears & 1)
                             clears += 1
-                highest = gl.max(scores, 1) * scale_log2  # which is positive
-                new_peak = gl.where(highest > peak + SLACK, highest, peak)
-                # No visible key yet: subtract 0, because -inf - -inf is NaN.
-                shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-                decay = gl.exp2(peak - shift)
-                weights = gl.exp2(scores * scale_log2 - shift[:, None])
+                new_top, new_peak = grow(top, peak, gl.max(scores, 1), scale_log2)
+                factor, shift, exponent = row_exponents(top, peak, new_top, new_peak, scale_log2)
+                decay = gl.exp2(exponent)
+                weights = gl.exp2(scores * factor[:, None] - shift[:, None])
                 total = total * decay + gl.sum(weights, 1)
-                peak = new_peak
+                top, peak = new_top, new_peak
                 operand = gl.convert_layout(weights.to(memory.v.dtype), gl.DotOperandLayout(0, wide, 2))
                 sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, wide))[:, None]
                 sums = warpgroup_mma(operand, matrix(memory.v, slot), sums, is_async=True)
@@ -278,14 +278,14 @@ def _attend(
             else:
                 mbarrier.wait(barriers.sums_ready.index(0), done & 1)
                 other = memory.peak.load(down)
-                top = gl.maximum(peak, other)
-                shift = gl.where(top == float("-inf"), 0.0, top)
+                both = gl.maximum(peak, other)
+                shift = gl.where(both == float("-inf"), 0.0, both)
                 mine, theirs = gl.exp2(peak - shift), gl.exp2(other - shift)
                 total = total * mine + memory.total.load(down) * theirs
                 sums = sums * gl.convert_layout(mine, gl.SliceLayout(1, wide))[:, None]
                 sums += memory.sums.load(wide) * gl.convert_layout(theirs, gl.SliceLayout(1, wide))[:, None]
                 mbarrier.arrive(barriers.sums_free.index(0), count=1)
-                factor = finish_rows(top, total, results, position, item, place, 0, is_row, head, token, down, SHAPE)
+                factor = finish_rows(both, total, results, position, item, place, 0, is_row, head, token, down, SHAPE)
                 sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, wide))[:, None]
                 store_rows(results, sums, 0, D, 0, position, item, place, wide, SHAPE)
             done += 1

@@ -53,13 +53,13 @@ from attnmesh.ops.decode.gluon_common import (
     D_TAIL,
     D_V,
     NOT_SPECIALIZED,
-    SLACK,
     Results,
     blocks_of,
     clear_outside,
     fetch,
     finish_rows,
     group_barrier,
+    grow,
     launch_kernel,
     load_signed,
     locate_rows,
@@ -73,6 +73,7 @@ from attnmesh.ops.decode.gluon_common import (
 from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
 from attnmesh.ops.decode.triton import DecodeTiles, Launch
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gluon_exponents import row_exponents
 
 ROWS = 64  # of a tile: the rows of one matrix instruction
 TILES = DecodeTiles(rows=ROWS, keys=KEYS, warps=4, stages=2, resident=1)
@@ -232,14 +233,16 @@ def _score(
             row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
             q_first = _load_queries(q, q_strides, memory, position.sequence, place, grid, SHAPE)
             peak = gl.full([_ROWS], float("-inf"), gl.float32, down)
+            top = peak
             total = gl.full([_ROWS], 0.0, gl.float32, down)
             for tile in range(item.tiles):
                 scores = warpgroup_mma_wait(0, [_products(q_first, memory, barriers, step, grid)])
                 mbarrier.arrive(barriers.scored.index(step % _TAILS), count=1)
                 key = item.begin + tile * _KEYS
-                peak, total = _weigh(
-                    scores, peak, total, key, row_first, row_end, item, memory, barriers, step, scale_log2, grid, SHAPE
-                )
+                top, peak, total = _weigh(
+                    scores, top, peak, total, key, row_first, row_end, item, memory, barriers, step, scale_log2, grid,
+                    SHAPE,
+                )  # fmt: skip
                 step += 1
 
             mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
@@ -294,7 +297,7 @@ def _products(q_first, memory, barriers, step, grid: gl.constexpr):
 
 @gluon.jit
 def _weigh(
-    scores, peak, total, key, row_first, row_end, item, memory, barriers, step, scale_log2, grid: gl.constexpr,
+    scores, top, peak, total, key, row_first, row_end, item, memory, barriers, step, scale_log2, grid: gl.constexpr,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """The weights of a tile, and the decay of what was before, for the averagers; returns the new maximum and sum."""
@@ -305,17 +308,15 @@ def _weigh(
         scores = gl.where(visible, scores, float("-inf"))
         if (key < item.first) | (key + _KEYS > item.stop):
             clear_outside(memory.k, step, key, item, SHAPE)
-    highest = gl.max(scores, 1) * scale_log2  # which is positive
-    new_peak = gl.where(highest > peak + SLACK, highest, peak)
-    # No visible key yet: subtract 0, because -inf - -inf is NaN.
-    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    decay = gl.exp2(peak - shift)
+    new_top, new_peak = grow(top, peak, gl.max(scores, 1), scale_log2)
+    factor, shift, exponent = row_exponents(top, peak, new_top, new_peak, scale_log2)
+    decay = gl.exp2(exponent)
     memory.decay.index(slot).store(decay)
-    weights = gl.exp2(scores * scale_log2 - shift[:, None])
+    weights = gl.exp2(scores * factor[:, None] - shift[:, None])
     matrix(memory.tails, slot).store(weights.to(memory.tails.dtype))
     fence_async_shared()
     mbarrier.arrive(barriers.weights_ready.index(slot), count=1)
-    return new_peak, total * decay + gl.sum(weights, 1)
+    return new_top, new_peak, total * decay + gl.sum(weights, 1)
 
 
 @gluon.jit

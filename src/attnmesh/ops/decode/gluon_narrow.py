@@ -36,13 +36,13 @@ from attnmesh.ops.decode.gluon_common import (
     D_TAIL,
     D_V,
     NOT_SPECIALIZED,
-    SLACK,
     Results,
     blocks_of,
     clear_outside,
     fetch,
     finish_rows,
     group_barrier,
+    grow,
     launch_kernel,
     load_signed,
     locate_rows,
@@ -56,6 +56,7 @@ from attnmesh.ops.decode.gluon_common import (
 from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
 from attnmesh.ops.decode.triton import DecodeTiles, Launch
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gluon_exponents import row_exponents
 
 ROWS = 16  # of a tile, at most
 RING = 11  # quarters of keys: what the queries leave of shared memory
@@ -202,6 +203,7 @@ def _score(
             row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
             _load_queries(q, q_strides, memory, position.sequence, place, SHAPE)
             peak = gl.full([SHAPE.tile], float("-inf"), gl.float32, across)
+            top = peak
             total = gl.zeros([_KEYS, N], gl.float32, grid)  # summed over the keys once, at the end
             for tile in range(item.tiles):
                 key = item.begin + tile * _KEYS
@@ -223,18 +225,16 @@ def _score(
                     scores = gl.where(visible, scores, float("-inf"))
                     if (key < item.first) | (key + _KEYS > item.stop):
                         clear_outside(memory.k, step, key, item, SHAPE)
-                highest = gl.max(scores, 0) * scale_log2  # which is positive
-                new_peak = gl.where(highest > peak + SLACK, highest, peak)
-                # No visible key yet: subtract 0, because -inf - -inf is NaN.
-                shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-                decay = gl.exp2(peak - shift)
+                new_top, new_peak = grow(top, peak, gl.max(scores, 0), scale_log2)
+                factor, shift, exponent = row_exponents(top, peak, new_top, new_peak, scale_log2)
+                decay = gl.exp2(exponent)
                 memory.decay.index(slot).store(decay)
-                weights = gl.exp2(scores * scale_log2 - shift[None, :])
+                weights = gl.exp2(scores * factor[None, :] - shift[None, :])
                 memory.weights.index(slot).permute([1, 0]).store(weights.to(memory.weights.dtype))
                 fence_async_shared()
                 mbarrier.arrive(barriers.weights_ready.index(slot), count=1)
                 total = total * decay[None, :] + weights
-                peak = new_peak
+                top, peak = new_top, new_peak
                 step += 1
 
             mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)

@@ -48,10 +48,11 @@ from attnmesh.core.state import State
 from attnmesh.ops.dense.call import is_loadable, loadable
 from attnmesh.ops.dense.gluon_items import ATTENDERS, RECORD, Sizes, read, visible_keys
 from attnmesh.ops.dense.gluon_loader import load
-from attnmesh.ops.dense.gluon_online_softmax import ROWS, initial, operand, rescale, softmax
+from attnmesh.ops.dense.gluon_online_softmax import ROWS, factor_of, initial, operand, rescale, softmax
 from attnmesh.ops.dense.gluon_state import IN_PLACE, NEW, OTHER, join_state, load_lse, load_state, release, store_state
 from attnmesh.ops.dense.triton_tiles import LENGTHS, PLAIN, Bounds, ScoreTerms, blocks_of, row_strides
 from attnmesh.ops.gluon_descriptor import descriptor
+from attnmesh.ops.gluon_exponents import power_below
 from attnmesh.ops.merge import empty_out
 
 # Lengths and heads, and the strides of what has one element per row: each would recompile for another alignment.
@@ -353,9 +354,12 @@ def _attend(
         rows = row_begin + within % APART
         # The carry: `acc / total` is the output so far, `peak + log2(total)` its log-sum-exp in base 2.
         acc, total, peak = initial(SHAPE, down)
+        top = peak
         state_lse = None
         if CONTINUES:
             acc, total, peak = load_state(before, after, batch, head, row_begin, sizes, SHAPE, down)
+            factor = factor_of(scale, softcap)
+            top = peak * (power_below(factor) / factor)
         elif SHAPE.state != _NEW:
             # Not needed before the end of the item.
             state_lse = load_lse(before, after, batch, head, row_begin, sizes, SHAPE, down)
@@ -381,8 +385,8 @@ def _attend(
                     release(barriers, INDEX, SHAPE)
                 scores = warpgroup_mma_wait(0, [scores])
                 mbarrier.arrive(barriers.k_free.index(stage), count=1)
-                weights, decay, total, peak = softmax(
-                    scores, total, peak, begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
+                weights, decay, total, peak, top = softmax(
+                    scores, total, peak, top, begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
                 )
                 if PARTS > 1 or CONTINUES:
                     acc = rescale(acc, decay, CONTINUES)  # an empty state may hold NaN
@@ -398,9 +402,10 @@ def _attend(
                     turns += 1
                     scores = warpgroup_mma_wait(1 if SHAPE.v_rest == 0 else 2, [scores])
                     mbarrier.arrive(barriers.k_free.index(next_stage), count=1)
-                    next_weights, decay, total, peak = softmax(
-                        scores, total, peak, key_begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
-                    )
+                    next_weights, decay, total, peak, top = softmax(
+                        scores, total, peak, top, key_begin, inner, edge, row_first, row_end, scale, softcap, SHAPE,
+                        grid,
+                    )  # fmt: skip
                     # Succeeds at once. Without it, the compiler moves the softmax after the end of the products.
                     mbarrier.wait(barriers.v_ready.index(stage), phase)
                     acc = _finish(sums, weights)

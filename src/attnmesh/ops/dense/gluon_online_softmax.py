@@ -1,8 +1,8 @@
 """The online softmax in Gluon, one tile of scores at a time.
 
 A group of four warps has 64 rows: the rows of one head, or fewer rows of several heads one after another. Their carry
-is `acc / total`, the output so far, and `peak + log2(total)`, its log-sum-exp in base 2. Tiles of values and of output
-are tuples of one or two blocks of columns.
+is `acc / total`, the output so far, `peak + log2(total)`, its log-sum-exp in base 2, and `top`, which
+`gluon_exponents` describes. Tiles of values and of output are tuples of one or two blocks of columns.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnmesh.ops.dense.triton_tiles import LOG2_E
+from attnmesh.ops.gluon_exponents import power_below, row_exponents
 
 ROWS = 64  # of a group: the rows of one matrix instruction
 _ROWS, _LOG2_E = gl.constexpr(ROWS), gl.constexpr(LOG2_E)
@@ -19,28 +20,36 @@ _ROWS, _LOG2_E = gl.constexpr(ROWS), gl.constexpr(LOG2_E)
 
 @gluon.jit
 def softmax(
-    scores, total, peak, key_begin, inner, edge, row_first, row_end, scale, softcap,
+    scores, total, peak, top, key_begin, inner, edge, row_first, row_end, scale, softcap,
     SHAPE: gl.constexpr, grid: gl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the weights of a tile, the decay of what was before, and the new carry."""
-    if softcap is None:
-        factor = scale * _LOG2_E
-    else:
+    factor = factor_of(scale, softcap)
+    if softcap is not None:
         scores = tanh(scores * (scale / softcap))
-        factor = softcap * _LOG2_E
     if (key_begin < inner) | (key_begin >= edge):
         key = gl.arange(0, SHAPE.keys, layout=gl.SliceLayout(0, grid))[None, :]
         visible = key < (row_end - key_begin)[:, None]
         if SHAPE.parts > 0:
             visible &= key >= (row_first - key_begin)[:, None]
         scores = gl.where(visible, scores, float("-inf"))
-    new_peak = gl.maximum(peak, gl.max(scores, 1) * factor)
-    # No key so far: subtract 0, since -inf - -inf would be NaN.
-    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    highest = gl.max(scores, 1)
+    new_top, new_peak = gl.maximum(top, highest * power_below(factor)), gl.maximum(peak, highest * factor)
+    factor, shift, exponent = row_exponents(top, peak, new_top, new_peak, factor)
     # The scale is part of the multiply-add in the exponent instead of a separate pass.
-    weights = gl.exp2(scores * factor - shift[:, None])
-    decay = gl.exp2(peak - shift)
-    return weights, decay, total * decay + gl.sum(weights, 1), new_peak
+    weights = gl.exp2(scores * factor[:, None] - shift[:, None])
+    decay = gl.exp2(exponent)
+    return weights, decay, total * decay + gl.sum(weights, 1), new_peak, new_top
+
+
+@gluon.jit
+def factor_of(scale, softcap):
+    """What products of queries and keys, or their tanh, are multiplied by to be scores in base 2."""
+    if softcap is None:
+        factor = scale * _LOG2_E
+    else:
+        factor = softcap * _LOG2_E
+    return factor
 
 
 @gluon.jit

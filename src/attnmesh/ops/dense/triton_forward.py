@@ -37,6 +37,8 @@ from attnmesh.ops.dense.triton_tiles import (
     load_tile,
     locate,
     pick_tiles,
+    power_below,
+    row_exponents,
     row_strides,
     scale_tile,
     select_rows,
@@ -83,8 +85,8 @@ def forward(
         )
     if result.out.numel() == 0:
         return result
-    if scale < 0:  # the kernel takes the maximum before it scales
-        q, scale = -q, -scale
+    if scale <= 0:  # the kernel takes the maximum before it scales
+        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
 
     visible = Bounds.of(bounds)
     state_out, state_lse = state or (None, None)
@@ -127,7 +129,12 @@ def _forward_kernel(
     slope = None if slopes is None else tl.load(slopes + head)
     row_positions = None if slopes is None else load_positions(q_positions, row_begin, q_len, ROWS)
 
-    # The carry: `acc / total` is the output so far, `peak + log2(total)` its log-sum-exp in base 2.
+    # The carry: `acc / total` is the output so far, `peak + log2(total)` its log-sum-exp in base 2; `row_exponents`
+    # describes `top`.
+    factor, power = 1.0, 1.0
+    if softcap is None and slopes is None:
+        factor = scale * _LOG2_E
+        power = power_below(factor)
     acc = zero_tile(ROWS, V_BLOCKS)
     total = tl.zeros((ROWS,), tl.float32)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -142,6 +149,7 @@ def _forward_kernel(
             ROWS, DV, V_BLOCKS,
         )  # fmt: skip
         acc = select_rows(acc, some, V_BLOCKS)
+    top = peak * (power / factor)
 
     for part in range(PARTS):
         part_first = None if first is None else at_part(first, bounds_strides, part, batch)
@@ -150,16 +158,17 @@ def _forward_kernel(
             part_first, part_end, row_begin, tl.minimum(row_begin + ROWS, q_len), kv_len, CAUSAL, ROWS, KEYS
         )
         for key_begin in range(inner, edge, KEYS):
-            acc, total, peak = _attend(
-                acc, total, peak, q_tile, k_head, k_strides[2], v_head, v_strides[2], key_begin, kv_len, None, None,
-                scale, softcap, slope, row_positions, k_positions, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
+            acc, total, peak, top = _attend(
+                acc, total, peak, top, q_tile, k_head, k_strides[2], v_head, v_strides[2],
+                key_begin, kv_len, None, None,
+                scale, factor, power, softcap, slope, row_positions, k_positions, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
             )  # fmt: skip
         row_first, row_end = visible_keys(part_first, part_end, rows, q_len, kv_len, CAUSAL)
         for index in range(edge_count(begin, inner, edge, stop, KEYS)):
-            acc, total, peak = _attend(
-                acc, total, peak, q_tile, k_head, k_strides[2], v_head, v_strides[2],
+            acc, total, peak, top = _attend(
+                acc, total, peak, top, q_tile, k_head, k_strides[2], v_head, v_strides[2],
                 edge_tile(index, begin, inner, edge, KEYS), kv_len, row_first, row_end,
-                scale, softcap, slope, row_positions, k_positions, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
+                scale, factor, power, softcap, slope, row_positions, k_positions, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
             )  # fmt: skip
 
     if sinks is not None:
@@ -174,8 +183,8 @@ def _forward_kernel(
 
 @triton.jit
 def _attend(
-    acc, total, peak, q_tile, k, k_stride, v, v_stride, key_begin, kv_len, row_first, row_end,
-    scale, softcap, slope, row_positions, k_positions,
+    acc, total, peak, top, q_tile, k, k_stride, v, v_stride, key_begin, kv_len, row_first, row_end,
+    scale, factor, power, softcap, slope, row_positions, k_positions,
     KEYS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr, V_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax, over the key tile at `key_begin`; without `row_first` rows see all of it."""
@@ -188,28 +197,21 @@ def _attend(
         left = from_origin(row_positions, origin)
         right = from_origin(load_positions(k_positions, key_begin, kv_len, KEYS), origin)
     scores = dot_rows(q_tile, k_tile, K_BLOCKS)
-    if softcap is None and slope is None:
-        factor = scale * _LOG2_E
-    else:
+    if softcap is not None or slope is not None:
         scores, _ = base2_scores(scores, scale, softcap, slope, left, right, k_tile[0].dtype == tl.float32)
-        factor = 1.0
     if MASKED:
         keys = key_begin + tl.arange(0, KEYS)[None, :]
         visible = (keys >= row_first[:, None]) & (keys < row_end[:, None])
-        scores = tl.where(visible, scores * factor, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        # No key so far: subtract 0, since -inf - -inf would be NaN.
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(scores - shift[:, None])
-    else:
-        # The scale is part of the multiply-add in the exponent instead of a separate pass.
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
-        shift = new_peak
-        weights = tl.exp2(scores * factor - shift[:, None])
-    decay = tl.exp2(peak - shift)
+        scores = tl.where(visible, scores, float("-inf"))
+    highest = tl.max(scores, 1)
+    new_top, new_peak = tl.maximum(top, highest * power), tl.maximum(peak, highest * factor)
+    row_factor, shift, exponent = row_exponents(top, peak, new_top, new_peak, factor, power)
+    # The scale is part of the multiply-add in the exponent instead of a separate pass.
+    weights = tl.exp2(scores * row_factor[:, None] - shift[:, None])
+    decay = tl.exp2(exponent)
     total = total * decay + tl.sum(weights, 1)
     acc = add_product(scale_tile(acc, decay[:, None], V_BLOCKS), weights, v_tile, V_BLOCKS)
-    return acc, total, new_peak
+    return acc, total, new_peak, new_top
 
 
 @triton.jit

@@ -33,7 +33,14 @@ from attnmesh.ops.gpu import GPU, HOPPER, gpu_of
 
 LENGTHS = ["q_len", "kv_len"]  # not specialized: the blocks of a ring have many lengths, and each would recompile
 LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, which the hardware supports natively
+HUGE = 2.0**28  # scores in base 2, from which on the largest of a row has all the weight: see `ops/gluon_exponents.py`
+# The backward recovers weights from the lse, which is right to a few units in its last place: half a unit of exponents
+# at LARGE_LSE, in base 2. From there on it takes LSE_MARGIN of an lse off and lets no weight be greater than 1: that of
+# the largest score of a row is then 1.
+LARGE_LSE, LSE_MARGIN = 2.0**20, 2.0**-21
+EXPONENT_BITS = 0x7F800000  # of a float32 that is positive: without the others it is a power of two
 _LOG2_E = tl.constexpr(LOG2_E)
+_HUGE, _EXPONENT_BITS = tl.constexpr(HUGE), tl.constexpr(EXPONENT_BITS)
 
 
 class DenseTiles(NamedTuple):
@@ -367,6 +374,25 @@ def base2_scores(products, scale, softcap, slope, left_positions, right_position
     if slope is not None:
         scores -= (slope * _LOG2_E) * tl.abs(left_positions[:, None] - right_positions[None, :])
     return scores, capped
+
+
+@triton.jit
+def power_below(factor):
+    """The largest power of two that is not greater than a factor, which is positive."""
+    return tl.cast(tl.cast(factor, tl.int32, bitcast=True) & _EXPONENT_BITS, tl.float32, bitcast=True)
+
+
+@triton.jit
+def row_exponents(top, peak, new_top, new_peak, factor, power):
+    """The factor and the shift of rows, and the exponents of what they have so far: see `ops/gluon_exponents.py`.
+
+    `peak` is the largest score so far times the factor, `top` times the power of two. Both are -inf before any key.
+    """
+    # No key so far: subtract 0, since -inf - -inf would be NaN.
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    huge = tl.abs(shift) >= _HUGE
+    shift = tl.where(huge, new_top, shift)
+    return tl.where(huge, power, factor), shift, tl.where(huge, top, peak) - shift
 
 
 @triton.jit
