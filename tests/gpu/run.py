@@ -124,7 +124,7 @@ class Runner:
         here = str(Path(__file__).parents[1])
         threads = str(max(1, len(os.sched_getaffinity(0)) // self.options.workers))
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH")))),
+            "PYTHONPATH": os.pathsep.join(filter(None, (here, os.getcwd(), os.environ.get("PYTHONPATH")))),
             "OMP_NUM_THREADS": threads,
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis"),

@@ -167,6 +167,18 @@ def test_a_file_that_cannot_be_imported_is_a_failure(run, tmp_path):
     assert "no such thing" in said
 
 
+def test_every_file_has_the_fixtures_of_conftest(run, tmp_path):
+    (tmp_path / "conftest.py").write_text("import pytest\n\n@pytest.fixture\ndef device(): return 'cuda'\n")
+    test = "import pytest\n\n@pytest.mark.cuda\ndef test_it(device): assert device == 'cuda'\n"
+    (tmp_path / "more").mkdir()
+    for name in ("test_more.py", "test_most.py"):
+        (tmp_path / "more" / name).write_text(test)
+    process = run(test, "tests", "more", "--workers", 1)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert "3 passed" in out
+
+
 def test_without_a_gpu_one_line_says_so(tmp_path):
     """Python without torch's view of a GPU: the worker says that it found none."""
     import torch

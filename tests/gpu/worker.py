@@ -236,8 +236,11 @@ def main() -> None:
         *(part for plugin in ("cacheprovider", "faulthandler", "timeout", "xdist") for part in ("-p", f"no:{plugin}")),
         "--capture=sys",  # what C++ says before it aborts is in the log
         f"--basetemp={own.folder / 'tmp'}",
-        "-m", "cuda",
+        "-m", "cuda and not slow",
     ]  # fmt: skip
+    if Path("conftest.py").exists():
+        # As a plugin: pytest 9.1 gives the fixtures of a conftest.py only to the files that it collects first.
+        options += ["--noconftest", "-p", "conftest"]
     loop = Loop(Connection(own.pipe), own.locks, not own.without_gpu)
     sys.exit(pytest.main([*options, *pytest_args], plugins=[loop]))
 
