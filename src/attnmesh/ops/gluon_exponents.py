@@ -19,7 +19,7 @@ A row has two maxima: its `peak`, the largest score times the factor, and its `t
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnmesh.ops.dense.triton_tiles import EXPONENT_BITS, HUGE
+from attnmesh.ops.exponents import EXPONENT_BITS, HUGE
 
 _HUGE, _EXPONENT_BITS = gl.constexpr(HUGE), gl.constexpr(EXPONENT_BITS)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from attnmesh.ops.sparse.triton_backward import backward, row_delta
+from attnmesh.ops.sparse.triton_sums_by_key import SlotsByKey, add_by_key
 
 CUDA = torch.cuda.is_available()
 DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * CUDA  # the interpreter's bf16 dot is wrong
@@ -177,6 +178,18 @@ def test_the_deterministic_sum_is_the_same_to_the_bit_in_any_chunks(device, dtyp
     assert_close(whole, case.expected(), dtype)
     again = case.run(deterministic=True, chunk_rows=3)  # and then one
     assert all(x is y or torch.equal(x, y) for x, y in zip(whole, again, strict=True))
+
+
+def test_many_slots_of_one_key_are_summed_row_by_row(device):
+    """The error is that of a chain of rows and of one of slots, not of all in a chain."""
+    rows, slots = (130, 2048) if torch.cuda.is_available() else (24, 64)
+    grads = torch.rand(rows, slots, 16, device=device)
+    order = torch.arange(rows * slots, device=device)
+    total = torch.zeros(1, 16, device=device)
+    add_by_key(total, grads, SlotsByKey(order, torch.tensor([0, rows * slots], device=device), slots))
+    truth = grads.double().sum((0, 1))
+    error = ((total[0] - truth).norm() / truth.norm()).item()
+    assert error < torch.finfo(torch.float32).eps / 2 * (rows**0.5 + slots**0.5)
 
 
 def test_chunks_of_rows_add_up(device):

@@ -51,6 +51,7 @@ from attnmesh.ops.decode.triton_schedule import (
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_CHAIN = tl.constexpr(128)  # products of float32 that are summed one after another
 _NO_SLOT = tl.constexpr(2**31 - 1)  # beyond any slot
 
 
@@ -168,6 +169,15 @@ def merge_kernel(
         if tl.program_id(2) == 0:
             lse_rows = row_offsets(lse_strides, row_sequence, row_head, row_token)
             tl.store(lse + lse_rows, natural_lse, mask=writes)
+
+
+@triton.jit
+def _dot_in_parts(keys, queries):
+    """keys @ queries of float32, in parts of _CHAIN columns that are added up: a chain of all has twice the error."""
+    PARTS: tl.constexpr = keys.shape[1] // _CHAIN
+    keys = keys.reshape(keys.shape[0], PARTS, _CHAIN).permute(1, 0, 2)
+    queries = queries.reshape(PARTS, _CHAIN, queries.shape[1])
+    return tl.sum(tl.dot(keys, queries, input_precision="ieee"), 0)
 
 
 @triton.jit
@@ -316,7 +326,10 @@ def split_kernel(
                     k_scale_head, k_scale_strides, at_scale, valid, KEYS, MAIN
                 )
             k_main = k_main.to(q_main.dtype)
-            scores = tl.dot(k_main, q_main, input_precision="ieee")
+            if q_main.dtype == tl.float32 and MAIN > _CHAIN:
+                scores = _dot_in_parts(k_main, q_main)
+            else:
+                scores = tl.dot(k_main, q_main, input_precision="ieee")
             if HEADS == 2:
                 k_second = load_rows(k_head + k_strides[2], k_offsets, valid, 0, D, MAIN)
                 scores = tl.where(of_second, tl.dot(k_second, q_main), scores)

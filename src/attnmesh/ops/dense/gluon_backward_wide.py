@@ -157,7 +157,14 @@ def differentiate_values(memory, barriers, work, grads, scale, softcap, SHAPE: g
             products, row_lse, row, stage, work.key_begin, memory, work, scale, softcap, SHAPE, score_grid
         )
         mbarrier.arrive(barriers.q_free.index(stage), count=1)
-        if ROUNDS == 0:  # else the other has used them, since its ds is ready
+        # Weights are stored and loaded by threads, never by the matrix units or the copy engine: no fence is needed.
+        # Stores come before loads: `arrive` is a barrier of this group's warps and then an arrival (release) of one
+        # thread, and every thread of the other group waits for it (acquire). Loads come before the next stores: ds is
+        # computed from what was loaded, and the other group arrives at `ds_ready` behind a barrier of its warps; every
+        # thread here has waited for that. The phase of `step` is that of the ds of the step before, since the first is
+        # completed without one. Without grad_q the same holds of `weights_free`. (compute-sanitizer's racecheck reports
+        # a hazard here. We think that it follows the one thread that arrives, not those that a barrier joined with it.)
+        if ROUNDS == 0:
             mbarrier.wait(barriers.weights_free.index(0), (step & 1) ^ 1)
         if softcap is not None:
             memory.weights.index(0).store(weights * (1.0 - capped * capped))

@@ -29,16 +29,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnmesh.ops.exponents import EXPONENT_BITS, HUGE
 from attnmesh.ops.gpu import GPU, HOPPER, gpu_of
 
 LENGTHS = ["q_len", "kv_len"]  # not specialized: the blocks of a ring have many lengths, and each would recompile
 LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, which the hardware supports natively
-HUGE = 2.0**28  # scores in base 2, from which on the largest of a row has all the weight: see `ops/gluon_exponents.py`
 # The backward recovers weights from the lse, which is right to a few units in its last place: half a unit of exponents
 # at LARGE_LSE, in base 2. From there on it takes LSE_MARGIN of an lse off and lets no weight be greater than 1: that of
 # the largest score of a row is then 1.
 LARGE_LSE, LSE_MARGIN = 2.0**20, 2.0**-21
-EXPONENT_BITS = 0x7F800000  # of a float32 that is positive: without the others it is a power of two
 _LOG2_E = tl.constexpr(LOG2_E)
 _HUGE, _EXPONENT_BITS = tl.constexpr(HUGE), tl.constexpr(EXPONENT_BITS)
 

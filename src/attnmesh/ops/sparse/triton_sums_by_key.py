@@ -1,4 +1,8 @@
-"""Deterministic sums of the gradients of slots, key by key, in the order of rows and slots."""
+"""Deterministic sums of the gradients of slots, key by key, in the order of rows and slots.
+
+The slots of a row are summed first, then the rows: a row may name one key in all of its slots, and an error that grows
+with the number of additions in a chain then grows with the longer of the two.
+"""
 
 # Kernels are written in Triton's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -21,15 +25,15 @@ class SlotsByKey(NamedTuple):
 
     order: Tensor
     starts: Tensor
+    row_slots: int
 
 
 def sort_slots_by_key(indices: Tensor, bounds: RowBounds, keys: int) -> SlotsByKey:
     """Sorts the slots of some rows by key, those of a key by row and slot; invalid slots come last."""
     slot_keys = torch.where(bounds.valid(indices), indices - bounds.k_offset, keys).int()
     slot_keys, order = slot_keys.flatten().sort(stable=True)
-    return SlotsByKey(
-        order, torch.searchsorted(slot_keys, torch.arange(keys + 1, dtype=torch.int32, device=slot_keys.device))
-    )
+    every = torch.arange(keys + 1, dtype=torch.int32, device=slot_keys.device)
+    return SlotsByKey(order, torch.searchsorted(slot_keys, every), indices.shape[1])
 
 
 def add_by_key(total: Tensor, grads: Tensor, slots: SlotsByKey) -> None:
@@ -43,8 +47,8 @@ def add_by_key(total: Tensor, grads: Tensor, slots: SlotsByKey) -> None:
 
 
 @triton.jit
-def sum_kernel(grads, order, starts, total, total_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Adds the slots of one key to its sum, one by one: the bits do not depend on the chunks of rows."""
+def sum_kernel(grads, order, starts, row_slots, total, total_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Adds the slots of one key to its sum, row by row: the bits do not depend on the chunks of rows."""
     key = tl.program_id(0).to(tl.int64)
     begin = tl.load(starts + key)
     end = tl.load(starts + key + 1)
@@ -52,8 +56,14 @@ def sum_kernel(grads, order, starts, total, total_stride, WIDTH: tl.constexpr, C
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         pointers = total + key * total_stride + columns
         acc = tl.load(pointers, mask=columns < WIDTH, other=0.0)
+        row = tl.load(order + begin) // row_slots
+        of_row = tl.zeros((COLUMNS,), tl.float32)
         for first in range(begin, end, _IN_FLIGHT):
-            for i in tl.static_range(_IN_FLIGHT):  # past the end it adds 0; no partial sum is -0
+            for i in tl.static_range(_IN_FLIGHT):  # past the end it adds 0 once more; no partial sum is -0
                 slot = tl.load(order + first + i, mask=first + i < end, other=0)
-                acc += tl.load(grads + slot * WIDTH + columns, mask=(first + i < end) & (columns < WIDTH), other=0.0)
-        tl.store(pointers, acc, mask=columns < WIDTH)
+                grad = tl.load(grads + slot * WIDTH + columns, mask=(first + i < end) & (columns < WIDTH), other=0.0)
+                same = slot // row_slots == row
+                acc += tl.where(same, 0.0, of_row)
+                of_row = tl.where(same, of_row + grad, grad)
+                row = slot // row_slots
+        tl.store(pointers, acc + of_row, mask=columns < WIDTH)
