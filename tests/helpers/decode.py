@@ -87,7 +87,7 @@ def assert_huge_scores_are_right(state: State, problem: DecodeProblem) -> None:
     """Assert that out and lse are right, where one key has all the weight and elsewhere."""
     exact = problem.exact()
     torch.testing.assert_close(state.out.double(), exact.out, rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(state.lse.double(), exact.lse, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(state.lse.double(), exact.lse, rtol=4e-6, atol=1e-5)
 
 
 def check_backend(problem: DecodeProblem, backend: str, **more: object) -> State:
