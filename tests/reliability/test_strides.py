@@ -137,8 +137,8 @@ def test_random_strides_of_kernels(name, dtype):
 def is_of_its_own(operation: Operation, dtype: torch.dtype) -> bool:
     """Whether no other case gives the same strides to the same kernel.
 
-    In bf16 the library takes a kernel for Hopper where there is one, else that of Triton. Those of Triton are called in
-    float32, but of decode only one. Strides do not meet the difference of fp16 and bf16.
+    In bf16 the library chooses among all kernels. Those of Triton, which may lose, are called in float32; of decode
+    only one, for there it has no other. Strides do not meet the difference of fp16 and bf16.
     """
     if operation.backend == "triton":
         is_decode = operation.name in {each.name for each in decode_operations("triton")}
