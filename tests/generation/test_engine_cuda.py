@@ -1,6 +1,7 @@
 """Models across ranks on a GPU: virtual ranks, bf16, and steps as graphs."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from attnmesh.cli.generate.job import quantized_cache
 from attnmesh.generation.engine import Engine
 from attnmesh.generation.generator import Generator
 from attnmesh.integrations.transformers_attention import register_attention
+from helpers.cases import else_slow
 
 pytestmark = [
     pytest.mark.cuda,
@@ -61,6 +63,9 @@ def logits_along(model, ids, comm=None, layout=None, prefill_chunk=None, **setti
     return torch.stack(seen).float()
 
 
+RANKS = {1: (Zigzag(), None), 4: (Zigzag(), 256), 3: (Striped(), None)}  # layout and prefill_chunk
+
+
 def asked(model):
     model = copy.deepcopy(model)
     model.set_attn_implementation("attnmesh")
@@ -68,11 +73,15 @@ def asked(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", EXTRA)
 @pytest.mark.parametrize(
-    ("world", "layout", "prefill_chunk"), [(1, Zigzag(), None), (4, Zigzag(), 256), (3, Striped(), None)]
+    ("kind", "world"),
+    else_slow(  # every model on four ranks; windows striped, and the two kinds of caches on one rank
+        product(EXTRA, RANKS),
+        lambda kind, world: world == 4 or (kind in ("llama", "deepseek_v3")) == (world == 1),
+    ),
 )
-def test_in_float32_the_logits_are_those_of_one_plain_forward(kind, world, layout, prefill_chunk):
+def test_in_float32_the_logits_are_those_of_one_plain_forward(kind, world):
+    layout, prefill_chunk = RANKS[world]
     model = model_of(kind)
     ids = torch.randint(0, 257, (620,)).tolist()
     want = model(torch.tensor([ids], device="cuda")).logits[0, 599:620]
@@ -108,8 +117,12 @@ def test_repeated_calls_generate_the_same_tokens():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("storage", ["fp8", "int8", "bfp8"])
+@pytest.mark.parametrize(
+    ("storage", "world"),
+    else_slow(  # every storage on three ranks, and one rank once
+        product(["fp8", "int8", "bfp8"], [1, 3]), lambda storage, world: world == 3 or storage == "int8"
+    ),
+)
 def test_over_a_quantized_cache_the_logits_are_those_of_one_process_as_precise(storage, world):
     """Keys that are halfway between two steps may be stored as either: a few of many differ."""
     model = model_of("llama")
@@ -125,8 +138,17 @@ def test_over_a_quantized_cache_the_logits_are_those_of_one_process_as_precise(s
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("storage", [None, "int8"])
-@pytest.mark.parametrize(("kind", "world", "chunk"), [("gpt_oss", 1, None), ("mistral", 1, 256), ("gpt_oss", 3, 100)])
+@pytest.mark.parametrize(
+    ("kind", "world", "chunk", "storage"),
+    else_slow(
+        [
+            (*case, storage)
+            for case in (("gpt_oss", 1, None), ("mistral", 1, 256), ("gpt_oss", 3, 100))
+            for storage in (None, "int8")
+        ],
+        lambda kind, world, chunk, storage: storage is None or world == 3,
+    ),
+)
 def test_windows_that_are_kept_alone_give_the_same_logits(kind, world, chunk, storage, monkeypatch):
     model = model_of(kind)
     ids = torch.randint(0, 257, (620,)).tolist()

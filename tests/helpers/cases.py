@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -52,6 +53,11 @@ def allowed_pairs(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
         case And(parts=parts):
             return torch.stack([allowed_pairs(part, q[:, 0], k[0]) for part in parts]).all(0)
     raise AssertionError(mask)
+
+
+def else_slow(cases: Iterable[tuple], stays: Callable[..., bool]) -> list:
+    """The cases as parameters; those that do not stay are slow: they repeat the code paths of the others."""
+    return [pytest.param(*case, marks=[] if stays(*case) else [pytest.mark.slow]) for case in cases]
 
 
 def pairwise(factors: dict[str, Sequence], forbidden: frozenset[tuple[tuple, tuple]] = frozenset()) -> list[dict]:

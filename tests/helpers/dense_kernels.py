@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import torch
@@ -10,12 +11,42 @@ from torch import Tensor
 
 from attnmesh.core.state import State
 from attnmesh.ops.dense.triton_tiles import LOG2_E, PLAIN, ScoreTerms
+from helpers.cases import else_slow
 
 CUDA = torch.cuda.is_available()
 # The interpreter's bf16 dot is wrong, and each of its tiles takes milliseconds: small tiles, small shapes.
 DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * CUDA
 HEADS = {"mha": (2, 2), "gqa": (8, 2), "mqa": (3, 1)}
 MASKS = ["full", "causal", "window", "documents", "random", "union", "slices", "sequences"]
+
+
+def _has_its_own_tiles(mask: str, widths: tuple[int, int], dtype: torch.dtype) -> bool:
+    """Whether no other case has its kernel: tiles follow from the widths and from whether it is float32."""
+    if dtype == torch.float16:  # the tiles of bf16
+        return (mask, widths) in (("causal", (128, 128)), ("union", (64, 64)))
+    if widths == (128, 128) and dtype == torch.bfloat16:
+        return True
+    if widths == (576, 512):  # the widest, with the smallest tiles
+        return mask in ("causal", "union")
+    if dtype == torch.float32:
+        return mask == "union" or (mask, widths) == ("causal", (128, 128))
+    return mask == "causal" or (mask, widths) == ("union", (192, 128))
+
+
+DEFAULT_TILES = else_slow(
+    product(
+        ["full", "causal", "random", "union", "sequences"],
+        [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512)],
+        DTYPES,
+    ),
+    _has_its_own_tiles,
+)
+"""Masks, widths and dtypes of launches with the tiles that the library picks."""
+DEFAULT_TILES_WITH_TERMS = else_slow(
+    [(*terms, dtype) for terms in ((True, False), (False, True), (True, True)) for dtype in DTYPES],
+    lambda softcap, alibi, dtype: dtype == torch.bfloat16 or (softcap and alibi),
+)
+"""Softcap, ALiBi and a dtype."""
 
 
 def make_bounds(kind: str, q_len: int, kv_len: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:

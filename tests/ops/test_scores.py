@@ -1,5 +1,7 @@
 """attention() with values of another width than keys, softcap, sinks and ALiBi slopes: all backends and gradients."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from attnmesh.core.masks import (
     SlidingWindow,
 )
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
+from helpers.cases import else_slow
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -101,10 +104,18 @@ def test_every_mask_term_and_dtype(backend, mask, dtype):
         check(random_inputs(67, dtype=dtype, seed=at, **widths), mask, backend, **terms)
 
 
+def is_of_its_own(mask: Mask, dtype: torch.dtype) -> bool:
+    """Whether no other case has its kernels: those of a dtype differ by causal, one interval of keys, and several."""
+    few = {
+        torch.float32: (Causal(), WINDOW_AND_SINK_TOKENS), torch.float16: (SlidingWindow(9, 3),),
+        torch.float64: (Causal(),),
+    }  # fmt: skip
+    return dtype == torch.bfloat16 or mask in few[dtype]
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize(("mask", "dtype"), else_slow(product(MASKS, DTYPES), is_of_its_own), ids=str)
 def test_every_mask_and_term_on_a_gpu(mask, dtype):
     for name in SCORES:
         widths, terms = terms_named(name, "cuda")

@@ -6,7 +6,18 @@ from torch import Tensor
 
 from attnmesh.ops.dense.triton_backward import backward, delta
 from attnmesh.ops.dense.triton_tiles import DenseTiles
-from helpers.dense_kernels import CUDA, DTYPES, HEADS, MASKS, dense, make_scores_huge, mask_case, score_terms
+from helpers.dense_kernels import (
+    CUDA,
+    DEFAULT_TILES,
+    DEFAULT_TILES_WITH_TERMS,
+    DTYPES,
+    HEADS,
+    MASKS,
+    dense,
+    make_scores_huge,
+    mask_case,
+    score_terms,
+)
 
 TILES = {"query_tiles": DenseTiles(16, 16, 4, 1), "key_tiles": DenseTiles(16, 16, 4, 1)}
 OTHER_MASKS = [name for name in MASKS if name not in ("full", "causal", "union", "sequences")]
@@ -206,9 +217,7 @@ def test_delta(device, with_lse):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("widths", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512)])
-@pytest.mark.parametrize("mask", ["full", "causal", "random", "union", "sequences"])
+@pytest.mark.parametrize(("mask", "widths", "dtype"), DEFAULT_TILES)
 def test_default_tiles(device, mask, widths, dtype):
     case = Case(device, dtype, mask, (8, 2), 1000, 1000, *widths, batch=2, scale=widths[0] ** -0.5)
     grads = case.buffers()
@@ -221,8 +230,7 @@ def test_default_tiles(device, mask, widths, dtype):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("softcap", "alibi"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("softcap", "alibi", "dtype"), DEFAULT_TILES_WITH_TERMS)
 def test_default_tiles_with_softcap_and_alibi(device, softcap, alibi, dtype):
     case = Case(device, dtype, "union", (8, 2), 1000, 1000, 128, softcap=softcap, alibi=alibi, scale=0.1)
     grads = case.buffers()

@@ -9,6 +9,8 @@ from attnmesh.ops.dense.triton_forward import forward
 from attnmesh.ops.dense.triton_tiles import DenseTiles, blocks_of
 from helpers.dense_kernels import (
     CUDA,
+    DEFAULT_TILES,
+    DEFAULT_TILES_WITH_TERMS,
     DTYPES,
     HEADS,
     HUGE_EXPONENTS,
@@ -227,9 +229,7 @@ def test_rejects_what_it_cannot_do(device):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("widths", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512)])
-@pytest.mark.parametrize("mask", ["full", "causal", "random", "union", "sequences"])
+@pytest.mark.parametrize(("mask", "widths", "dtype"), DEFAULT_TILES)
 def test_default_tiles(device, mask, widths, dtype):
     q, k, v = inputs(device, dtype, (8, 2), 1000, 1000, *widths, batch=2)
     seen, visible = mask_case(mask, 1000, 1000, 2, device)
@@ -241,8 +241,7 @@ def test_default_tiles(device, mask, widths, dtype):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("softcap", "alibi"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("softcap", "alibi", "dtype"), DEFAULT_TILES_WITH_TERMS)
 def test_default_tiles_with_softcap_and_alibi(device, softcap, alibi, dtype):
     q, k, v = inputs(device, dtype, (8, 2), 1000, 1000, 128, batch=2)
     seen, visible = mask_case("union", 1000, 1000, 2, device)

@@ -40,12 +40,11 @@ def test_results_under_other_defaults(operation, dtype):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @each_operation("cuda")
-@pytest.mark.parametrize("default", ["cuda", "meta"])
-def test_results_on_a_gpu_under_other_default_devices(operation, default):
+def test_results_on_a_gpu_under_another_default_device(operation):
     for device in ("cpu", "cuda"):
         inputs = operation.inputs(0, device)
         expected = operation.results(inputs)
-        with torch.device(default):
+        with torch.device("meta"):  # whatever is made without a device has no values
             found = operation.results(inputs)
         for key, result in found.items():
             assert result.device == expected[key].device, key

@@ -314,7 +314,6 @@ def nccl_cases(comm, names):
 
 
 @pytest.mark.cuda
-@pytest.mark.slow
 def test_nccl_ranks_out_of_step(nccl_ranks):
     names = ["ulysses, another mask", "ulysses, another scale"]  # other sizes are an error of NCCL itself
     ranks = nccl_ranks(2, nccl_cases, names, timeout=300)

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from itertools import product
 from random import Random
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from helpers.arguments import targets
+from helpers.cases import else_slow
 from helpers.operations import (
     Operation,
     decode_operations,
@@ -132,11 +134,25 @@ def test_random_strides_of_kernels(name, dtype):
         assert_same_results(KERNELS[name], seed, change=None if seed == 1 else seed, dtype=dtype)
 
 
+def is_of_its_own(operation: Operation, dtype: torch.dtype) -> bool:
+    """Whether no other case gives the same strides to the same kernel.
+
+    In bf16 the library chooses among all kernels. Those of Triton, which may lose, are called in float32; of decode
+    only one, for there it has no other. Strides do not meet the difference of fp16 and bf16.
+    """
+    if operation.backend == "triton":
+        is_decode = operation.name in {each.name for each in decode_operations("triton")}
+        few = {torch.float32: not is_decode or "plain" in operation.name, torch.float16: "causal" in operation.name}
+        return few.get(dtype, False)
+    return dtype == torch.bfloat16 and operation.backend != "reference"  # that is of torch, as on the CPU
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize(
-    "operation", [*KERNELS.values(), *public_operations("cuda")], ids=lambda operation: operation.name
+    ("operation", "dtype"),
+    else_slow(product([*KERNELS.values(), *public_operations("cuda")], LIMITS), is_of_its_own),
+    ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_strides_on_a_gpu(operation, dtype):
     for seed in range(4):

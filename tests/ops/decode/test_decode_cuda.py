@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 import attnmesh
 from attnmesh.ops.storage import Quantized, Stored
 from attnmesh.testing.decode import DecodeProblem, random_decode
+from helpers.cases import else_slow, pairwise
 from helpers.decode import CUDA, STORAGES, assert_decode_close, check_backend
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not CUDA, reason="needs a GPU")]
@@ -132,12 +134,19 @@ def overwrite(old: Stored, new: Stored) -> None:
         x.copy_(y)
 
 
-@pytest.mark.parametrize("how", [{}, {"split_size": 32}, {"max_splits": 4}, {"window": 20}], ids=str)
-@pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("storage", ["plain", "int8", "fp8 heads"])
-@pytest.mark.parametrize("block_size", [BLOCK, None])
+CAPTURED = {
+    "block_size": [BLOCK, None],
+    "storage": ["plain", "int8", "fp8 heads"],
+    "tokens": [1, 4],
+    "how": ["", "split_size", "max_splits", "window"],
+}
+HOW = {"": {}, "split_size": {"split_size": 32}, "max_splits": {"max_splits": 4}, "window": {"window": 20}}
+CAPTURED_PAIRS = [tuple(case.values()) for case in pairwise(CAPTURED)]
+
+
+@pytest.mark.parametrize(tuple(CAPTURED), else_slow(product(*CAPTURED.values()), lambda *case: case in CAPTURED_PAIRS))
 def test_a_captured_step_replays_with_new_positions_tables_and_contents(block_size, storage, tokens, how):
-    shape = {"tokens": tokens, "capacity": 320, "block_size": block_size, "storage": storage, "sinks": True, **how}
+    shape = {"tokens": tokens, "capacity": 320, "block_size": block_size, "storage": storage, "sinks": True, **HOW[how]}
     # One pool size for all steps: the last sequence uses up what the others leave.
     steps = [[3, 17, 40], [310, 0, 5], [-1, 100, 250], [60, 60, 60]]
     drawings = [made(step, seed=2 * seed, **shape) for seed, step in enumerate(steps)]
@@ -165,7 +174,7 @@ def test_a_captured_step_replays_with_new_positions_tables_and_contents(block_si
         graph.replay()
         torch.cuda.synchronize()
         assert_decode_close(attnmesh.State(out, lse), problem)
-        if "split_size" in how:  # and to the bit what a call by itself gives
+        if how == "split_size":  # and to the bit what a call by itself gives
             expected = problem.run("triton")
             assert torch.equal(out, expected.out)
             assert torch.equal(lse, expected.lse)
@@ -199,27 +208,48 @@ def test_a_captured_step_reports_faults():
 # Real sizes.
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 4, 8])
+def is_of_its_own(how: dict, tokens: int, dtype: torch.dtype) -> bool:
+    """Whether no other case has the same kernel and tiles: float32 has tiles of its own, fp16 those of bf16."""
+    if dtype == torch.float32:
+        return (tokens, how) in ((1, LAYOUTS[1]), (8, LAYOUTS[1]), (4, LAYOUTS[2]))
+    return dtype == torch.bfloat16 or (tokens, how) == (8, LAYOUTS[1])
+
+
+LAYOUTS = [{}, {"block_size": 64}, {"block_size": 16, "split_size": 512}, {"window": 1000}]
+
+
 @pytest.mark.parametrize(
-    "how", [{}, {"block_size": 64}, {"block_size": 16, "split_size": 512}, {"window": 1000}], ids=str
+    ("how", "tokens", "dtype"), else_slow(product(LAYOUTS, [1, 4, 8], DTYPES), is_of_its_own), ids=str
 )
 def test_long_caches(how, tokens, dtype):
     positions = [9000, 0, 4095, 4096, -1, 777]
     check_backend(made(positions, tokens=tokens, group=4, kv_heads=4, dims=(128, 128), dtype=dtype, **how), "triton")
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("block_size", [None, 64])
-@pytest.mark.parametrize("shape", [(8, 2, (128, 128)), (16, 1, (576, 512)), (64, 1, (64, 64)), (1, 8, (256, 256))])
+SHAPES = [(8, 2, (128, 128)), (16, 1, (576, 512)), (64, 1, (64, 64)), (1, 8, (256, 256))]
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_size", "storage"),
+    else_slow(  # every two values together: a shape and a storage with blocks, the next of them without
+        product(SHAPES, [None, 64], STORAGES),
+        lambda shape, block_size, storage: (
+            (SHAPES.index(shape) + STORAGES.index(storage)) % 2 == (0 if block_size else 1)
+        ),
+    ),
+)
 def test_long_caches_of_every_storage_and_shape(shape, block_size, storage):
     group, kv_heads, dims = shape
     how = {"group": group, "kv_heads": kv_heads, "dims": dims, "v_in_k": dims[0] == 576}
     check_backend(made([3000, 1023, 1024], tokens=2, storage=storage, block_size=block_size, **how), "triton")
 
 
-@pytest.mark.parametrize("block_size", [None, BLOCK])
-@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize(
+    ("tokens", "block_size"),
+    else_slow(
+        product([1, 4], [None, BLOCK]), lambda tokens, block_size: (tokens, block_size) in ((1, BLOCK), (4, None))
+    ),
+)
 def test_bits_at_real_sizes(tokens, block_size):
     """One sequence among 1, 8 and 64, with splits of a fixed size."""
     lengths = [5000, *range(10, 6300, 100)]
