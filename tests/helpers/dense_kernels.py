@@ -139,21 +139,18 @@ def dense(
 HUGE_EXPONENTS = {torch.bfloat16: (20, 27, 28, 30, 31, 32, 60, 124), torch.float16: (20, 27, 28, 30, 31, 32)}
 
 
-def make_scores_huge(q: Tensor, k: Tensor, exponent: int, scale: float, *, twins: bool = True) -> None:
-    """Of four rows one keeps scores near 1, one has positive ones of about 2**exponent, one negative.
+def make_scores_huge(q: Tensor, k: Tensor, exponent: int, scale: float) -> None:
+    """Of four rows one keeps scores near 1, one has positive ones of about 2**exponent, one negative, one both.
 
-    The products of the fourth have both signs, but do not cancel: scores would be wrong before any exponent is.
-
-    With twins every key is there twice, so that a row has two largest scores, in one tile or in two.
+    Every key is there twice, so that a row has two largest scores, in one tile or in two.
     """
     amount = exponent - math.log2(q.shape[-1] * abs(scale) * LOG2_E)
     of_q, of_k = 2.0 ** (amount // 2), 2.0 ** (amount - amount // 2)
     k.copy_((0.5 + torch.rand(k.shape, device=k.device)) * of_k)
-    if twins:
-        period = 5 * k.shape[-2] // 11
-        k[..., period:, :] = k[..., : k.shape[-2] - period, :].clone()
+    period = 5 * k.shape[-2] // 11
+    k[..., period:, :] = k[..., : k.shape[-2] - period, :].clone()
     size = 0.5 + torch.rand(q.shape, device=q.device)
-    signs = (torch.randint(0, 8, q.shape, device=q.device) > 0) * 2 - 1
+    signs = torch.randint(0, 2, q.shape, device=q.device) * 2 - 1
     kind = torch.arange(q.shape[-2], device=q.device)[:, None] % 4
     near_one = signs * size / of_k / q.shape[-1] ** 0.5
     q.copy_(torch.where(kind == 0, near_one, torch.where(kind == 3, signs, kind * 2 - 3) * size * of_q))

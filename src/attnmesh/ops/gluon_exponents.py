@@ -10,7 +10,8 @@ weight. There the factor is the power of two below it, whose products are exact.
 further instruction. (A score next to the largest has a weight of up to 2**-8 then, instead of 2**-16. Computed in
 float32 without this, score by score, it may have that of the largest.)
 
-A row has two maxima: its `peak`, the largest score times the factor, and its `top`, times the power of two.
+The carry of a row is `top`, its largest score before the factor. Before its first key it is `lowest_of` the factor,
+which is finite: no exponent is the difference of two infinities.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -19,22 +20,35 @@ A row has two maxima: its `peak`, the largest score times the factor, and its `t
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnmesh.ops.exponents import EXPONENT_BITS, HUGE
+from attnmesh.ops.exponents import EXPONENT_BITS, HUGE, LOWEST
 
-_HUGE, _EXPONENT_BITS = gl.constexpr(HUGE), gl.constexpr(EXPONENT_BITS)
-
-
-@gluon.jit
-def power_below(factor):
-    """The largest power of two that is not greater than a factor, which is positive."""
-    return gl.cast(gl.cast(factor, gl.int32, bitcast=True) & _EXPONENT_BITS, gl.float32, bitcast=True)
+_HUGE, _LOWEST, _EXPONENT_BITS = gl.constexpr(HUGE), gl.constexpr(LOWEST), gl.constexpr(EXPONENT_BITS)
+# Never fused with the subtraction that follows: the largest score minus itself must be 0, however large it is.
+TIMES = gl.constexpr("mul.rn.f32 $0, $1, $2;")
 
 
 @gluon.jit
-def row_exponents(top, peak, new_top, new_peak, factor):
-    """The factor and the shift of rows, and the exponents of what they have so far; maxima are -inf before any key."""
-    # No key so far: subtract 0, since -inf - -inf would be NaN.
-    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    huge = gl.abs(shift) >= _HUGE
-    shift = gl.where(huge, new_top, shift)
-    return gl.where(huge, power_below(factor), factor), shift, gl.where(huge, top, peak) - shift
+def lowest_of(factor):
+    """Less than any score: the largest one of a row without a key. Its products with the factor are finite."""
+    return _LOWEST / gl.maximum(factor, 1.0)
+
+
+@gluon.jit
+def peak_of(top, factor):
+    """The largest scores of rows times the factor; -inf without a key."""
+    return gl.where(top > lowest_of(factor), top * factor, float("-inf"))
+
+
+@gluon.jit
+def row_exponents(top, new_top, factor):
+    """The factor and the shift of rows, and the exponents of what they have so far."""
+    # The largest power of two that is not greater than the factor, which is positive.
+    power = gl.cast(gl.cast(factor, gl.int32, bitcast=True) & _EXPONENT_BITS, gl.float32, bitcast=True)
+    factors = gl.where(gl.abs(new_top) >= _HUGE / factor, power, factor)
+    shift = _times(new_top, factors)
+    return factors, shift, _times(top, factors) - shift
+
+
+@gluon.jit
+def _times(a, b):
+    return gl.inline_asm_elementwise(TIMES, "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1)

@@ -16,7 +16,6 @@ from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.gluon_schedule import KEYS
 from attnmesh.ops.decode.triton import Launch, rope_of, v_in_k
 from attnmesh.ops.gluon_descriptor import descriptor
-from attnmesh.ops.gluon_exponents import power_below
 from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
 
 D_V, D_TAIL = 512, 64
@@ -134,11 +133,9 @@ def scale_descriptor(scales: Tensor, piece: int) -> Any:
 
 
 @gluon.jit
-def grow(top, peak, highest, factor):
-    """The new maxima of rows (see `gluon_exponents`), which stay until weights would grow beyond 2**SLACK."""
-    power = power_below(factor)
-    grows = highest * power - top > SLACK * (power / factor)
-    return gl.where(grows, highest * power, top), gl.where(grows, highest * factor, peak)
+def grow(top, highest, factor):
+    """The new `top` of rows (see `gluon_exponents`), which stays until weights would grow beyond 2**SLACK."""
+    return gl.where(highest - top > SLACK / factor, highest, top)
 
 
 @gluon.jit

@@ -62,6 +62,7 @@ from attnmesh.ops.decode.gluon_common import (
 from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
 from attnmesh.ops.decode.triton import DecodeTiles, Launch
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gluon_exponents import TIMES
 from attnmesh.ops.storage import Quantized
 
 ROWS = 32  # of a tile, at most
@@ -79,8 +80,6 @@ _SECOND = gl.constexpr("prmt.b32 $0, $1, 0, 0xB391; shl.b32 $0, $0, 4; and.b32 $
 # Two pairs of e4m3 to the first pair, or the second, in fp16.
 _LOW = gl.constexpr("{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, low; }")
 _HIGH = gl.constexpr("{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, high; }")
-# Never fused with the subtraction that follows: the largest score minus itself must be 0, however large it is.
-_TIMES = gl.constexpr("mul.rn.f32 $0, $1, $2;")
 # Twice the inverse of the power of two in a number of bf16.
 _INVERSE = gl.constexpr("and.b32 $0, $1, 0x7F807F80; xor.b32 $0, $0, 0x7F807F80;")
 _SMALLEST, _LARGEST = gl.constexpr(2.0**-111), gl.constexpr(2.0**127)  # such powers: the factors are normal numbers
@@ -285,7 +284,7 @@ def _score(
                     scale2 = gl.where(inside, scale2, 0.0)
                     scale3 = gl.where(inside, scale3, 0.0)
                 scores = gl.inline_asm_elementwise(
-                    _TIMES, "=f,f,f", [scores, unit[None, :]], dtype=gl.float32, is_pure=True, pack=1
+                    TIMES, "=f,f,f", [scores, unit[None, :]], dtype=gl.float32, is_pure=True, pack=1
                 )
                 highest = gl.max(scores, 0)
                 new_peak = gl.where(highest > peak + SLACK, highest, peak)

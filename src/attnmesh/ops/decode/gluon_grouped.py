@@ -54,7 +54,7 @@ from attnmesh.ops.decode.gluon_common import (
 from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
 from attnmesh.ops.decode.triton import DecodeTiles, Launch
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
-from attnmesh.ops.gluon_exponents import row_exponents
+from attnmesh.ops.gluon_exponents import lowest_of, peak_of, row_exponents
 from attnmesh.ops.storage import Quantized, values_of
 
 HEAD_DIMS = (64, 128)
@@ -222,8 +222,7 @@ def _attend(
         if item.tiles > 0:
             row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
             _load_queries(q, q_strides, memory.q.index(PART), position.sequence, place, SHAPE, D)
-            peak = gl.full([_ROWS], float("-inf"), gl.float32, down)
-            top = peak
+            top = gl.zeros([_ROWS], gl.float32, down) + lowest_of(scale_log2)
             total = gl.full([_ROWS], 0.0, gl.float32, down)
             sums = gl.zeros([_ROWS, D], gl.float32, wide)
             # Of one half: the tiles whose place in the ring, which is even, is always this group's.
@@ -250,12 +249,12 @@ def _attend(
                             mbarrier.arrive(barriers.cleared.index(0), count=1)
                             mbarrier.wait(barriers.cleared.index(0), clears & 1)
                             clears += 1
-                new_top, new_peak = grow(top, peak, gl.max(scores, 1), scale_log2)
-                factor, shift, exponent = row_exponents(top, peak, new_top, new_peak, scale_log2)
+                new_top = grow(top, gl.max(scores, 1), scale_log2)
+                factor, shift, exponent = row_exponents(top, new_top, scale_log2)
                 decay = gl.exp2(exponent)
                 weights = gl.exp2(scores * factor[:, None] - shift[:, None])
                 total = total * decay + gl.sum(weights, 1)
-                top, peak = new_top, new_peak
+                top = new_top
                 operand = gl.convert_layout(weights.to(memory.v.dtype), gl.DotOperandLayout(0, wide, 2))
                 sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, wide))[:, None]
                 sums = warpgroup_mma(operand, matrix(memory.v, slot), sums, is_async=True)
@@ -263,6 +262,7 @@ def _attend(
                 mbarrier.arrive(barriers.v_free.index(slot), count=1)
             step += item.tiles
 
+            peak = peak_of(top, scale_log2)
             if HALVES == 2:
                 factor = finish_rows(
                     peak, total, results, position, item, place, PART * _ROWS, is_row, head, token, down, SHAPE

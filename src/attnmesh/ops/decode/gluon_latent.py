@@ -73,7 +73,7 @@ from attnmesh.ops.decode.gluon_common import (
 from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
 from attnmesh.ops.decode.triton import DecodeTiles, Launch
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
-from attnmesh.ops.gluon_exponents import row_exponents
+from attnmesh.ops.gluon_exponents import lowest_of, peak_of, row_exponents
 
 ROWS = 64  # of a tile: the rows of one matrix instruction
 TILES = DecodeTiles(rows=ROWS, keys=KEYS, warps=4, stages=2, resident=1)
@@ -232,20 +232,19 @@ def _score(
         if item.tiles > 0:
             row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
             q_first = _load_queries(q, q_strides, memory, position.sequence, place, grid, SHAPE)
-            peak = gl.full([_ROWS], float("-inf"), gl.float32, down)
-            top = peak
+            top = gl.zeros([_ROWS], gl.float32, down) + lowest_of(scale_log2)
             total = gl.full([_ROWS], 0.0, gl.float32, down)
             for tile in range(item.tiles):
                 scores = warpgroup_mma_wait(0, [_products(q_first, memory, barriers, step, grid)])
                 mbarrier.arrive(barriers.scored.index(step % _TAILS), count=1)
                 key = item.begin + tile * _KEYS
-                top, peak, total = _weigh(
-                    scores, top, peak, total, key, row_first, row_end, item, memory, barriers, step, scale_log2, grid,
-                    SHAPE,
-                )  # fmt: skip
+                top, total = _weigh(
+                    scores, top, total, key, row_first, row_end, item, memory, barriers, step, scale_log2, grid, SHAPE
+                )
                 step += 1
 
             mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
+            peak = peak_of(top, scale_log2)
             factor = finish_rows(peak, total, results, position, item, place, 0, is_row, row_head, token, down, SHAPE)
             memory.weight.store(factor)
             mbarrier.arrive(barriers.result_ready.index(0), count=1)
@@ -297,7 +296,7 @@ def _products(q_first, memory, barriers, step, grid: gl.constexpr):
 
 @gluon.jit
 def _weigh(
-    scores, top, peak, total, key, row_first, row_end, item, memory, barriers, step, scale_log2, grid: gl.constexpr,
+    scores, top, total, key, row_first, row_end, item, memory, barriers, step, scale_log2, grid: gl.constexpr,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """The weights of a tile, and the decay of what was before, for the averagers; returns the new maximum and sum."""
@@ -308,15 +307,15 @@ def _weigh(
         scores = gl.where(visible, scores, float("-inf"))
         if (key < item.first) | (key + _KEYS > item.stop):
             clear_outside(memory.k, step, key, item, SHAPE)
-    new_top, new_peak = grow(top, peak, gl.max(scores, 1), scale_log2)
-    factor, shift, exponent = row_exponents(top, peak, new_top, new_peak, scale_log2)
+    new_top = grow(top, gl.max(scores, 1), scale_log2)
+    factor, shift, exponent = row_exponents(top, new_top, scale_log2)
     decay = gl.exp2(exponent)
     memory.decay.index(slot).store(decay)
     weights = gl.exp2(scores * factor[:, None] - shift[:, None])
     matrix(memory.tails, slot).store(weights.to(memory.tails.dtype))
     fence_async_shared()
     mbarrier.arrive(barriers.weights_ready.index(slot), count=1)
-    return new_top, new_peak, total * decay + gl.sum(weights, 1)
+    return new_top, total * decay + gl.sum(weights, 1)
 
 
 @gluon.jit

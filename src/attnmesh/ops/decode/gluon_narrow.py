@@ -56,7 +56,7 @@ from attnmesh.ops.decode.gluon_common import (
 from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
 from attnmesh.ops.decode.triton import DecodeTiles, Launch
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
-from attnmesh.ops.gluon_exponents import row_exponents
+from attnmesh.ops.gluon_exponents import lowest_of, peak_of, row_exponents
 
 ROWS = 16  # of a tile, at most
 RING = 11  # quarters of keys: what the queries leave of shared memory
@@ -202,8 +202,7 @@ def _score(
         if item.tiles > 0:
             row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
             _load_queries(q, q_strides, memory, position.sequence, place, SHAPE)
-            peak = gl.full([SHAPE.tile], float("-inf"), gl.float32, across)
-            top = peak
+            top = gl.zeros([SHAPE.tile], gl.float32, across) + lowest_of(scale_log2)
             total = gl.zeros([_KEYS, N], gl.float32, grid)  # summed over the keys once, at the end
             for tile in range(item.tiles):
                 key = item.begin + tile * _KEYS
@@ -225,8 +224,8 @@ def _score(
                     scores = gl.where(visible, scores, float("-inf"))
                     if (key < item.first) | (key + _KEYS > item.stop):
                         clear_outside(memory.k, step, key, item, SHAPE)
-                new_top, new_peak = grow(top, peak, gl.max(scores, 0), scale_log2)
-                factor, shift, exponent = row_exponents(top, peak, new_top, new_peak, scale_log2)
+                new_top = grow(top, gl.max(scores, 0), scale_log2)
+                factor, shift, exponent = row_exponents(top, new_top, scale_log2)
                 decay = gl.exp2(exponent)
                 memory.decay.index(slot).store(decay)
                 weights = gl.exp2(scores * factor[None, :] - shift[None, :])
@@ -234,11 +233,12 @@ def _score(
                 fence_async_shared()
                 mbarrier.arrive(barriers.weights_ready.index(slot), count=1)
                 total = total * decay[None, :] + weights
-                top, peak = new_top, new_peak
+                top = new_top
                 step += 1
 
             mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
             sums = gl.sum(total, 0)
+            peak = peak_of(top, scale_log2)
             factor = finish_rows(peak, sums, results, position, item, place, 0, is_row, head, token, across, SHAPE)
             memory.weight.store(factor)
             mbarrier.arrive(barriers.result_ready.index(0), count=1)

@@ -132,7 +132,6 @@ def backward_kernel(
         gl.allocate_shared_memory(q.dtype, [SHAPE.grad_out_stages * SHAPE.v_blocks, _TILE, V_BLOCK], wide),
         gl.allocate_shared_memory(gl.float32, [STAGES, _TILE], flat),
         gl.allocate_shared_memory(gl.float32, [STAGES, _TILE], flat),
-        gl.allocate_shared_memory(gl.int32, [STAGES, 1], flat),
         gl.allocate_shared_memory(gl.int32, [2 * STAGES, _TILE], flat),
         weight_tile,
         ds_tiles,

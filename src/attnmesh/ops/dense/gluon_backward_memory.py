@@ -16,11 +16,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from attnmesh.ops.dense.gluon_tma import async_add_shared_to_global
-from attnmesh.ops.dense.triton_tiles import LARGE_LSE, LOG2_E, LSE_MARGIN
+from attnmesh.ops.dense.triton_tiles import LOG2_E
 
 TILE = 64  # rows of a step, and keys of a differentiator: the rows of one matrix instruction
 _TILE, _LOG2_E = gl.constexpr(TILE), gl.constexpr(LOG2_E)
-_LARGE_LSE, _LSE_MARGIN = gl.constexpr(LARGE_LSE), gl.constexpr(LSE_MARGIN)
 
 
 class Memory(NamedTuple):
@@ -32,7 +31,6 @@ class Memory(NamedTuple):
     grad_out: Any
     lse: Any
     delta: Any
-    large: Any  # 1 if any lse of the stage is, else 0
     bounds: Any
     weights: Any  # if the differentiators share keys
     ds: Any
@@ -105,8 +103,7 @@ def load(q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE: gl.constex
     """Copies keys and values once, and then the rows of every step."""
     STAGES: gl.constexpr = SHAPE.stages
     lse, lse_strides, delta, delta_strides, first, end, bounds_stride = row_terms
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    near = gl.arange(0, _TILE, layout=one)
+    near = gl.arange(0, _TILE, layout=gl.BlockedLayout([1], [32], [1], [0]))
     batch, head, row = work.batch, work.head, work.begin
     lse_head = lse + batch.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
     delta_head = delta + batch.to(gl.int64) * delta_strides[0] + head.to(gl.int64) * delta_strides[1]
@@ -126,13 +123,8 @@ def load(q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE: gl.constex
         mbarrier.wait(barriers.q_free.index(stage), turn ^ 1)
         mbarrier.expect(barriers.q_ready.index(stage), q.block_type.nbytes * SHAPE.k_blocks)
         _copy(q, batch, head, row, memory.q, stage, barriers.q_ready.index(stage), SHAPE.k_blocks)
-        row_lse = row_lse * _LOG2_E
-        size = gl.where(empty, 0.0, gl.abs(row_lse))
-        large = size >= _LARGE_LSE
-        row_lse = gl.where(large, row_lse - size * _LSE_MARGIN, row_lse)
-        memory.large.index(stage).store(gl.full([1], gl.max(large.to(gl.int32), 0), gl.int32, one))
         # Rows without keys have weights of 0.
-        memory.lse.index(stage).store(gl.where(empty, float("inf"), row_lse))
+        memory.lse.index(stage).store(gl.where(empty, float("inf"), row_lse * _LOG2_E))
         if SHAPE.bounded:
             row_first = gl.load(first + batch.to(gl.int64) * bounds_stride + rows, mask=real, other=0)
             row_end = gl.load(end + batch.to(gl.int64) * bounds_stride + rows, mask=real, other=0)

@@ -28,10 +28,7 @@ def weights_of(
         weights = gl.exp2(capped * (softcap * _LOG2_E) - row_lse[None, :])
     else:
         weights = gl.exp2(products * (scale * _LOG2_E) - row_lse[None, :])
-    large = gl.max(memory.large.index(stage).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    if (row < work.inner) | (row >= work.edge) | (large > 0):
-        # An lse is rounded: if it is large, weights could be infinite.
-        weights = gl.where(weights > 1.0, 1.0, weights)
+    if (row < work.inner) | (row >= work.edge):
         key = key_begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, grid))[:, None]
         if SHAPE.bounded:
             row_first = memory.bounds.index(2 * stage).slice(FIRST, ROWS).load(across)[None, :]

@@ -52,7 +52,7 @@ from attnmesh.ops.dense.gluon_online_softmax import ROWS, factor_of, initial, op
 from attnmesh.ops.dense.gluon_state import IN_PLACE, NEW, OTHER, join_state, load_lse, load_state, release, store_state
 from attnmesh.ops.dense.triton_tiles import LENGTHS, PLAIN, Bounds, ScoreTerms, blocks_of, row_strides
 from attnmesh.ops.gluon_descriptor import descriptor
-from attnmesh.ops.gluon_exponents import power_below
+from attnmesh.ops.gluon_exponents import lowest_of, peak_of
 from attnmesh.ops.merge import empty_out
 
 # Lengths and heads, and the strides of what has one element per row: each would recompile for another alignment.
@@ -342,6 +342,7 @@ def _attend(
     APART: gl.constexpr = _ROWS // SHAPE.pack  # rows of one head
     # From the state instead of from nothing: registers do not hold both in the end.
     CONTINUES: gl.constexpr = SHAPE.state != _NEW and not SHAPE.staged and SHAPE.v_main + SHAPE.v_rest > 128
+    factor = factor_of(scale, softcap)
     step = 0  # tiles of keys so far, of all items
     turns = 0  # of this attender so far
     record = 0  # records so far
@@ -352,14 +353,12 @@ def _attend(
         row_begin = tile_begin + INDEX * APART
         within = gl.arange(0, _ROWS, layout=down)
         rows = row_begin + within % APART
-        # The carry: `acc / total` is the output so far, `peak + log2(total)` its log-sum-exp in base 2.
-        acc, total, peak = initial(SHAPE, down)
-        top = peak
+        acc, total, top = initial(factor, SHAPE, down)
         state_lse = None
         if CONTINUES:
             acc, total, peak = load_state(before, after, batch, head, row_begin, sizes, SHAPE, down)
-            factor = factor_of(scale, softcap)
-            top = peak * (power_below(factor) / factor)
+            acc = rescale(acc, total, True)  # an empty state may hold NaN
+            top = gl.where(total == 0.0, lowest_of(factor), peak / factor)
         elif SHAPE.state != _NEW:
             # Not needed before the end of the item.
             state_lse = load_lse(before, after, batch, head, row_begin, sizes, SHAPE, down)
@@ -385,11 +384,11 @@ def _attend(
                     release(barriers, INDEX, SHAPE)
                 scores = warpgroup_mma_wait(0, [scores])
                 mbarrier.arrive(barriers.k_free.index(stage), count=1)
-                weights, decay, total, peak, top = softmax(
-                    scores, total, peak, top, begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
+                weights, decay, total, top = softmax(
+                    scores, total, top, begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
                 )
                 if PARTS > 1 or CONTINUES:
-                    acc = rescale(acc, decay, CONTINUES)  # an empty state may hold NaN
+                    acc = rescale(acc, decay)
                 weights = operand(weights, memory, wide)
                 for key_begin in range(begin + KEYS, stop, KEYS):
                     next_stage = (step + 1) % STAGES
@@ -402,10 +401,9 @@ def _attend(
                     turns += 1
                     scores = warpgroup_mma_wait(1 if SHAPE.v_rest == 0 else 2, [scores])
                     mbarrier.arrive(barriers.k_free.index(next_stage), count=1)
-                    next_weights, decay, total, peak, top = softmax(
-                        scores, total, peak, top, key_begin, inner, edge, row_first, row_end, scale, softcap, SHAPE,
-                        grid,
-                    )  # fmt: skip
+                    next_weights, decay, total, top = softmax(
+                        scores, total, top, key_begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
+                    )
                     # Succeeds at once. Without it, the compiler moves the softmax after the end of the products.
                     mbarrier.wait(barriers.v_ready.index(stage), phase)
                     acc = _finish(sums, weights)
@@ -426,6 +424,7 @@ def _attend(
         if (PARTS > 1) & (seen > served):
             mbarrier.arrive(barriers.q_free.index(INDEX), count=1)
         served = seen
+        peak = peak_of(top, factor)
         if SHAPE.state != _NEW and not CONTINUES:
             if SHAPE.staged:
                 mbarrier.wait(barriers.state_ready.index(INDEX), count & 1)

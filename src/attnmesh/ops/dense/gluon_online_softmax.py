@@ -1,7 +1,7 @@
 """The online softmax in Gluon, one tile of scores at a time.
 
 A group of four warps has 64 rows: the rows of one head, or fewer rows of several heads one after another. Their carry
-is `acc / total`, the output so far, `peak + log2(total)`, its log-sum-exp in base 2, and `top`, which
+is `acc / total`, the output so far, and `peak + log2(total)`, its log-sum-exp in base 2, with the peak of `top`, which
 `gluon_exponents` describes. Tiles of values and of output are tuples of one or two blocks of columns.
 """
 
@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnmesh.ops.dense.triton_tiles import LOG2_E
-from attnmesh.ops.gluon_exponents import power_below, row_exponents
+from attnmesh.ops.gluon_exponents import lowest_of, row_exponents
 
 ROWS = 64  # of a group: the rows of one matrix instruction
 _ROWS, _LOG2_E = gl.constexpr(ROWS), gl.constexpr(LOG2_E)
@@ -20,7 +20,7 @@ _ROWS, _LOG2_E = gl.constexpr(ROWS), gl.constexpr(LOG2_E)
 
 @gluon.jit
 def softmax(
-    scores, total, peak, top, key_begin, inner, edge, row_first, row_end, scale, softcap,
+    scores, total, top, key_begin, inner, edge, row_first, row_end, scale, softcap,
     SHAPE: gl.constexpr, grid: gl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the weights of a tile, the decay of what was before, and the new carry."""
@@ -33,13 +33,12 @@ def softmax(
         if SHAPE.parts > 0:
             visible &= key >= (row_first - key_begin)[:, None]
         scores = gl.where(visible, scores, float("-inf"))
-    highest = gl.max(scores, 1)
-    new_top, new_peak = gl.maximum(top, highest * power_below(factor)), gl.maximum(peak, highest * factor)
-    factor, shift, exponent = row_exponents(top, peak, new_top, new_peak, factor)
+    new_top = gl.maximum(top, gl.max(scores, 1))
+    factors, shift, exponent = row_exponents(top, new_top, factor)
     # The scale is part of the multiply-add in the exponent instead of a separate pass.
-    weights = gl.exp2(scores * factor[:, None] - shift[:, None])
+    weights = gl.exp2(scores * factors[:, None] - shift[:, None])
     decay = gl.exp2(exponent)
-    return weights, decay, total * decay + gl.sum(weights, 1), new_peak, new_top
+    return weights, decay, total * decay + gl.sum(weights, 1), new_top
 
 
 @gluon.jit
@@ -86,16 +85,16 @@ def _times(block, factor, SELECT: gl.constexpr):
 
 
 @gluon.jit
-def initial(SHAPE: gl.constexpr, down: gl.constexpr):
-    """The carry before any key: (acc, total, peak)."""
+def initial(factor, SHAPE: gl.constexpr, down: gl.constexpr):
+    """The carry before any key: (acc, total, top)."""
     total = gl.zeros([_ROWS], gl.float32, down)
-    peak = gl.full([_ROWS], float("-inf"), gl.float32, down)
+    top = total + lowest_of(factor)
     main = _zeros(SHAPE.v_main)
     if SHAPE.v_rest > 0:
         acc = (main, _zeros(SHAPE.v_rest))
     else:
         acc = (main,)
-    return acc, total, peak
+    return acc, total, top
 
 
 @gluon.jit

@@ -21,10 +21,8 @@ from torch import Tensor
 from attnmesh.ops.dense.triton_tiles import (
     GRAD_KEY_TILES,
     GRAD_QUERY_TILES,
-    LARGE_LSE,
     LENGTHS,
     LOG2_E,
-    LSE_MARGIN,
     PLAIN,
     Bounds,
     DenseTiles,
@@ -55,7 +53,6 @@ from attnmesh.ops.dense.triton_tiles import (
 )
 
 _LOG2_E = tl.constexpr(LOG2_E)
-_LARGE_LSE, _LSE_MARGIN = tl.constexpr(LARGE_LSE), tl.constexpr(LSE_MARGIN)
 _DELTA_ELEMENTS = 4096  # per program of the memory-bound delta kernel
 # A mask of several parts may have keys that all rows attend to beside keys that few do. With one program for each key
 # tile, those of the former would run on long after the others.
@@ -249,16 +246,7 @@ def _load_row_terms(lse, lse_stride, delta, delta_stride, begin, q_len, EDGE: tl
     row_lse = load_rows(lse, lse_stride, begin, q_len, float("-inf"), EDGE, ROWS)
     row_delta = load_rows(delta, delta_stride, begin, q_len, 0.0, EDGE, ROWS)
     empty = row_lse == float("-inf")
-    row_lse *= _LOG2_E
-    size = tl.abs(row_lse)
-    row_lse = tl.where(size >= _LARGE_LSE, row_lse - size * _LSE_MARGIN, row_lse)
-    return tl.where(empty, float("inf"), row_lse), tl.where(empty, 0.0, row_delta)
-
-
-@triton.jit
-def _recovered(exponents):
-    """Weights, at most 1: if the lse is large, its rounding could make them infinite."""
-    return tl.minimum(tl.exp2(exponents), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(empty, float("inf"), row_lse * _LOG2_E), tl.where(empty, 0.0, row_delta)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -329,7 +317,7 @@ def _add_key_tile(
         right = from_origin(load_positions(k_positions, key_begin, kv_len, KEYS), origin)
     products = dot_rows(q_tile, k_tile, K_BLOCKS)
     scores, capped = base2_scores(products, scale, softcap, slope, left, right, k_tile[0].dtype == tl.float32)
-    weights = _recovered(scores - row_lse[:, None])
+    weights = tl.exp2(scores - row_lse[:, None])
     if MASKED:
         keys = key_begin + tl.arange(0, KEYS)[None, :]
         weights = tl.where((keys >= row_first[:, None]) & (keys < row_end[:, None]), weights, 0.0)
@@ -466,7 +454,7 @@ def _sum_over_rows(
             right = from_origin(load_positions(q_positions, row_begin, q_len, ROWS), origin)
         products = dot_rows(k_tile, q_tile, K_BLOCKS)
         scores, capped = base2_scores(products, scale, softcap, slope, left, right, k_tile[0].dtype == tl.float32)
-        weights = _recovered(scores - row_lse[None, :])
+        weights = tl.exp2(scores - row_lse[None, :])
         if MASKED:  # rows beyond the last have weights of 0
             rows = row_begin + tl.arange(0, ROWS)
             row_first = tl.load(first + rows, mask=rows < q_len, other=0)[None, :]

@@ -36,8 +36,8 @@ from attnmesh.ops.dense.triton_tiles import (
     load_rows,
     load_tile,
     locate,
+    lowest_of,
     pick_tiles,
-    power_below,
     row_exponents,
     row_strides,
     scale_tile,
@@ -129,15 +129,12 @@ def _forward_kernel(
     slope = None if slopes is None else tl.load(slopes + head)
     row_positions = None if slopes is None else load_positions(q_positions, row_begin, q_len, ROWS)
 
-    # The carry: `acc / total` is the output so far, `peak + log2(total)` its log-sum-exp in base 2; `row_exponents`
-    # describes `top`.
-    factor, power = 1.0, 1.0
-    if softcap is None and slopes is None:
-        factor = scale * _LOG2_E
-        power = power_below(factor)
+    # The carry: `acc / total` is the output so far, `top * factor + log2(total)` its log-sum-exp in base 2.
+    factor = scale * _LOG2_E if softcap is None and slopes is None else tl.full((), 1.0, tl.float32)
+    lowest = lowest_of(factor)
     acc = zero_tile(ROWS, V_BLOCKS)
     total = tl.zeros((ROWS,), tl.float32)
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    top = total + lowest
     if state_out is not None:
         state_lse_head = at_head(state_lse, state_lse_strides, batch, head)
         peak = load_rows(state_lse_head, state_lse_strides[2], row_begin, q_len, float("-inf"), True, ROWS) * _LOG2_E
@@ -149,7 +146,7 @@ def _forward_kernel(
             ROWS, DV, V_BLOCKS,
         )  # fmt: skip
         acc = select_rows(acc, some, V_BLOCKS)
-    top = peak * (power / factor)
+        top = tl.where(some, peak / factor, lowest)
 
     for part in range(PARTS):
         part_first = None if first is None else at_part(first, bounds_strides, part, batch)
@@ -158,19 +155,19 @@ def _forward_kernel(
             part_first, part_end, row_begin, tl.minimum(row_begin + ROWS, q_len), kv_len, CAUSAL, ROWS, KEYS
         )
         for key_begin in range(inner, edge, KEYS):
-            acc, total, peak, top = _attend(
-                acc, total, peak, top, q_tile, k_head, k_strides[2], v_head, v_strides[2],
-                key_begin, kv_len, None, None,
-                scale, factor, power, softcap, slope, row_positions, k_positions, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
+            acc, total, top = _attend(
+                acc, total, top, q_tile, k_head, k_strides[2], v_head, v_strides[2], key_begin, kv_len, None, None,
+                scale, factor, softcap, slope, row_positions, k_positions, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
             )  # fmt: skip
         row_first, row_end = visible_keys(part_first, part_end, rows, q_len, kv_len, CAUSAL)
         for index in range(edge_count(begin, inner, edge, stop, KEYS)):
-            acc, total, peak, top = _attend(
-                acc, total, peak, top, q_tile, k_head, k_strides[2], v_head, v_strides[2],
+            acc, total, top = _attend(
+                acc, total, top, q_tile, k_head, k_strides[2], v_head, v_strides[2],
                 edge_tile(index, begin, inner, edge, KEYS), kv_len, row_first, row_end,
-                scale, factor, power, softcap, slope, row_positions, k_positions, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
+                scale, factor, softcap, slope, row_positions, k_positions, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
             )  # fmt: skip
 
+    peak = tl.where(top > lowest, top * factor, float("-inf"))
     if sinks is not None:
         total, peak, decay = _with_sink(total, peak, tl.load(sinks + head).to(tl.float32) * _LOG2_E)
         acc = scale_tile(acc, decay[:, None], V_BLOCKS)
@@ -183,8 +180,8 @@ def _forward_kernel(
 
 @triton.jit
 def _attend(
-    acc, total, peak, top, q_tile, k, k_stride, v, v_stride, key_begin, kv_len, row_first, row_end,
-    scale, factor, power, softcap, slope, row_positions, k_positions,
+    acc, total, top, q_tile, k, k_stride, v, v_stride, key_begin, kv_len, row_first, row_end,
+    scale, factor, softcap, slope, row_positions, k_positions,
     KEYS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr, V_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax, over the key tile at `key_begin`; without `row_first` rows see all of it."""
@@ -203,15 +200,14 @@ def _attend(
         keys = key_begin + tl.arange(0, KEYS)[None, :]
         visible = (keys >= row_first[:, None]) & (keys < row_end[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-    highest = tl.max(scores, 1)
-    new_top, new_peak = tl.maximum(top, highest * power), tl.maximum(peak, highest * factor)
-    row_factor, shift, exponent = row_exponents(top, peak, new_top, new_peak, factor, power)
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    factors, shift, exponent = row_exponents(top, new_top, factor)
     # The scale is part of the multiply-add in the exponent instead of a separate pass.
-    weights = tl.exp2(scores * row_factor[:, None] - shift[:, None])
+    weights = tl.exp2(scores * factors[:, None] - shift[:, None])
     decay = tl.exp2(exponent)
     total = total * decay + tl.sum(weights, 1)
     acc = add_product(scale_tile(acc, decay[:, None], V_BLOCKS), weights, v_tile, V_BLOCKS)
-    return acc, total, new_peak, new_top
+    return acc, total, new_top
 
 
 @triton.jit

@@ -29,17 +29,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.exponents import EXPONENT_BITS, HUGE
+from attnmesh.ops.exponents import EXPONENT_BITS, HUGE, LOWEST
 from attnmesh.ops.gpu import GPU, HOPPER, gpu_of
 
 LENGTHS = ["q_len", "kv_len"]  # not specialized: the blocks of a ring have many lengths, and each would recompile
 LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, which the hardware supports natively
-# The backward recovers weights from the lse, which is right to a few units in its last place: half a unit of exponents
-# at LARGE_LSE, in base 2. From there on it takes LSE_MARGIN of an lse off and lets no weight be greater than 1: that of
-# the largest score of a row is then 1.
-LARGE_LSE, LSE_MARGIN = 2.0**20, 2.0**-21
 _LOG2_E = tl.constexpr(LOG2_E)
-_HUGE, _EXPONENT_BITS = tl.constexpr(HUGE), tl.constexpr(EXPONENT_BITS)
+_HUGE, _LOWEST, _EXPONENT_BITS = tl.constexpr(HUGE), tl.constexpr(LOWEST), tl.constexpr(EXPONENT_BITS)
 
 
 class DenseTiles(NamedTuple):
@@ -376,22 +372,19 @@ def base2_scores(products, scale, softcap, slope, left_positions, right_position
 
 
 @triton.jit
-def power_below(factor):
-    """The largest power of two that is not greater than a factor, which is positive."""
-    return tl.cast(tl.cast(factor, tl.int32, bitcast=True) & _EXPONENT_BITS, tl.float32, bitcast=True)
+def lowest_of(factor):
+    """Less than any score: the largest one of a row without a key. Its products with the factor are finite."""
+    return 1.0 / tl.maximum(factor, 1.0) * _LOWEST
 
 
 @triton.jit
-def row_exponents(top, peak, new_top, new_peak, factor, power):
-    """The factor and the shift of rows, and the exponents of what they have so far: see `ops/gluon_exponents.py`.
-
-    `peak` is the largest score so far times the factor, `top` times the power of two. Both are -inf before any key.
-    """
-    # No key so far: subtract 0, since -inf - -inf would be NaN.
-    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    huge = tl.abs(shift) >= _HUGE
-    shift = tl.where(huge, new_top, shift)
-    return tl.where(huge, power, factor), shift, tl.where(huge, top, peak) - shift
+def row_exponents(top, new_top, factor):
+    """The factor and the shift of rows, and the exponents of what they have so far: see `ops/gluon_exponents.py`."""
+    power = tl.cast(tl.cast(factor, tl.int32, bitcast=True) & _EXPONENT_BITS, tl.float32, bitcast=True)
+    factors = tl.where(tl.abs(new_top) >= 1.0 / factor * _HUGE, power, factor)
+    shift = new_top * factors
+    # Not the difference of equal products, which a multiply-add would not make 0.
+    return factors, shift, tl.where(top == new_top, 0.0, top * factors - shift)
 
 
 @triton.jit
