@@ -202,7 +202,7 @@ def _score(
         if item.tiles > 0:
             row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
             _load_queries(q, q_strides, memory, position.sequence, place, SHAPE)
-            top = gl.zeros([SHAPE.tile], gl.float32, across) + lowest_of(scale_log2)
+            top = gl.full([SHAPE.tile], 0.0, gl.float32, across) + lowest_of(scale_log2)
             total = gl.zeros([_KEYS, N], gl.float32, grid)  # summed over the keys once, at the end
             for tile in range(item.tiles):
                 key = item.begin + tile * _KEYS
