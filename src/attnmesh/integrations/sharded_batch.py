@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
-from attnmesh.core.docs import explained_in
+from attnmesh.core.docs import explained_in, see
 from attnmesh.core.layouts import Balanced
 from attnmesh.core.mask_encoding import traced_mask
 from attnmesh.core.masks import Causal, Mask
@@ -62,6 +62,10 @@ class ShardedPass:
         self._masks: dict[Mask, Mask] = {}
         self._accepted: dict[str, Tensor] = {}
         self._rotary_checked = False
+        self.is_watched = False
+        """Whether a model is being called that was checked for this batch."""
+        self.attended_by: set[int] | None = set()
+        """The ids of the modules that have attended in the latest call; None if some are in a compiled graph."""
         self.counts_padding = False
         """Whether padding comes before tokens, and positions were not given: they are then counted in the row."""
 
@@ -84,6 +88,17 @@ class ShardedPass:
         if layer not in self._masks:
             self._masks[layer] = self.packing.apply(layer)
         return self._masks[layer]
+
+    def begin_call(self) -> None:
+        """A model that was checked is called with this batch."""
+        self.is_watched, self.attended_by = True, set()
+
+    def count_attention(self, module: nn.Module) -> None:
+        """Note that the attention of this module is computed over the ranks."""
+        if torch.compiler.is_compiling():
+            self.attended_by = None
+        elif self.attended_by is not None:
+            self.attended_by.add(id(module))
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None,
@@ -207,9 +222,9 @@ class ShardedBatchError(ValueError, AttributeError):
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"this batch is sharded over ranks: attn_implementation of the model must be 'attnmesh', and all its "
-            f"layers that mix tokens must be attention that is given the keyword argument mesh, got a layer that uses "
-            f"its attention_mask itself ({name}); the tensor is inputs['mesh'].attention_mask"
+            f"all layers that mix tokens must be attention that is given the keyword argument mesh, since this batch "
+            f"is sharded over ranks, got a layer that uses its attention_mask itself ({name}); the tensor is "
+            f"inputs['mesh'].attention_mask{see('language-models.md#which-models')}"
         )
 
 
@@ -257,7 +272,10 @@ def shard_inputs(
         >>> torch.allclose(sum(loss for _, loss in results), model(ids, labels=ids).loss, atol=1e-5)
         True
     """
+    from attnmesh.integrations.model_calls import watch_models  # it imports this module
+
     check_type("cp", cp, ContextParallel)
+    watch_models()
 
     def check() -> tuple[ShardedPass, SharedValues]:
         _check_batch(input_ids, labels, num_items_in_batch, per_token)
