@@ -139,6 +139,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "output_router_logits": True,
         "router_aux_loss_coef": 0.5,
     },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "llama4_text": {
         "attention_chunk_size": 6, "num_local_experts": 2, "intermediate_size_mlp": 48, "moe_layers": [],
         "no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"],

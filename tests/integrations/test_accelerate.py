@@ -1,5 +1,6 @@
 """accelerate, Trainer and TRL after `enable()`: what they log over ranks is what they log in one process."""
 
+import importlib
 import importlib.metadata
 import re
 import sys
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from attnmesh.core.optional import installed
 from attnmesh.integrations import accelerate as integration
+from attnmesh.integrations import expert_balance
 from attnmesh.integrations.accelerate_ranks import _digest
 from attnmesh.integrations.patches import Patches
 from attnmesh.integrations.trainer import _check_trainer
@@ -76,6 +78,8 @@ SLOW = {
     "experts": (trainer_log, "mixtral", {"gradient_accumulation_steps": 2}),
     "experts, tokens averaged on each device": (trainer_log, "mixtral", {"average_tokens_across_devices": False}),
     "experts in SFT": (sft_log, "mixtral", {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2}),
+    "experts of GPT-OSS in SFT": (sft_log, "gpt_oss", {"router_aux_loss_coef": 0.5, "packing": False}),
+    "experts of Qwen3-MoE in SFT": (sft_log, "qwen3_moe", {"router_aux_loss_coef": 0.5}),
     "experts in an own loop": (loop_log, "mixtral", {}),
     "streamed batches": (trainer_log, "mistral", {"streamed": True, "gradient_accumulation_steps": 2}),
     "compiled": (trainer_log, "llama", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
@@ -460,6 +464,15 @@ def test_tokens_on_an_accelerator_are_compared_by_a_digest():
     swapped[0, [3, 4]] = ids[0, [4, 3]]
     assert _digest(ids) == _digest(ids.int())
     assert len({int(_digest(x)) for x in (ids, other, swapped)}) == 3
+
+
+def test_the_loss_of_experts_is_whole_where_its_module_is_imported_later(monkeypatch):
+    """TRL imports it in the first step, for any model with experts."""
+    monkeypatch.delitem(sys.modules, expert_balance._MIXTRAL, raising=False)
+    with expert_balance.whole_balance([training_model("gpt_oss")], lambda: None, 1.0):
+        found = importlib.import_module(expert_balance._MIXTRAL).load_balancing_loss_func
+        assert found.__module__ == expert_balance.__name__
+    assert sys.modules[expert_balance._MIXTRAL].load_balancing_loss_func is not found
 
 
 def test_other_trainers_of_trl_are_refused():
