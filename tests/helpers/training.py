@@ -233,18 +233,21 @@ def trainer_log(
     streamed: bool = False,
     resume: Any = None,
     evaluate_first: bool = False,
+    own_loss: Any = None,
     more: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Any:
     """Return what Transformers' Trainer logs: losses, evaluation losses and gradient norms.
 
-    `more` are further arguments of the Trainer; without them, `changes` are arguments of the training.
+    `own_loss` is the `compute_loss` of a subclass. `more` are further arguments of the Trainer; without them, `changes`
+    are arguments of the training.
     """
     from transformers import Trainer, TrainingArguments
 
     source = Stream if streamed else list
     with accelerate_ranks(world), tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
+        kind_of_trainer = type("OwnTrainer", (Trainer,), {"compute_loss": own_loss}) if own_loss else Trainer
+        trainer = kind_of_trainer(
             model=training_model(kind), args=TrainingArguments(**_arguments(folder, world, changes)),
             train_dataset=source(random_rows(16)), eval_dataset=source(random_rows(eval_rows, seed=1)),
             data_collator=padded_batch,

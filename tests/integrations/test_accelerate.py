@@ -48,14 +48,29 @@ def metrics_of_real_tokens(prediction):
     }
 
 
+def shifting_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    """As most examples have it: right in one process, and of other labels over ranks."""
+    labels = inputs.pop("labels")
+    logits = model(**inputs).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def scaled_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    """The loss of Trainer, times 2."""
+    found = type(self).__mro__[1].compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+    return (2 * found[0], found[1]) if return_outputs else 2 * found
+
+
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GptOssDecoderLayer"]}}
 QUICK = {
-    "padded batches": (trainer_log, "llama", {"gradient_accumulation_steps": 2, "evaluate_first": True}),
+    "padded batches": (
+        trainer_log, "llama", {"gradient_accumulation_steps": 2, "evaluate_first": True, "own_loss": scaled_loss},
+    ),
     "sinks, checkpointing and FSDP2": (trainer_log, "gpt_oss", {"gradient_checkpointing": True, **FSDP}),
     "packing, windows and LoRA": (sft_log, "mistral", {"peft": "lora"}),
     "own loop": (loop_log, "mistral", {}),
     "leakage": (packed_logits, "mistral", {}),
-}
+}  # fmt: skip
 SLOW = {
     "bf16": (trainer_log, "llama", {"bf16": True}),
     "chunked layers": (trainer_log, "llama4_text", {}),
@@ -97,7 +112,7 @@ CLASSES = {
     "transformers.trainer": {
         "Trainer": (
             "__init__", "_prepare_context_parallel_inputs", "_get_num_items_in_batch", "prediction_step",
-            "evaluation_loop",
+            "evaluation_loop", "compute_loss",
         ),
     },
     "trl.trainer.sft_trainer": {"SFTTrainer": ("__init__", "prediction_step", "compute_loss")},
@@ -203,6 +218,9 @@ def refused_over_ranks(comm):
         streamed = DataLoaderConfiguration(dispatch_batches=True)
         with patch.object(accelerator, "dataloader_config", streamed):
             errors["dispatched batches"] = error_of(lambda: accelerator.prepare(torch.utils.data.DataLoader([1, 2])))
+        teacher = training_model().eval()
+        errors["teacher that was not prepared"] = error_of(lambda: call(teacher, {"input_ids": ids}, buffers=[ids]))
+        errors["prepared teacher"] = str(teacher_logits_are_equal(accelerator, teacher, ids))
         errors["no cp dimension"] = error_of(lambda: AcceleratorRanks(alone, {}))
         with torch.no_grad():  # outside of the context, a model is computed whole on every rank
             whole = model(input_ids=ids).logits
@@ -213,8 +231,19 @@ def refused_over_ranks(comm):
     return errors
 
 
+@torch.no_grad()
+def teacher_logits_are_equal(accelerator, teacher, ids):
+    """Of a model that is called in the context beside the one that is trained, and in one process."""
+    wanted = teacher(input_ids=ids).logits
+    prepared = accelerator.prepare(teacher)
+    with accelerator.maybe_context_parallel(buffers=[ids], buffer_seq_dims=[1]):
+        found = prepared(input_ids=ids).logits
+    return torch.allclose(found, teacher._attnmesh_ranks.cp.shard(wanted, 1), rtol=1e-4, atol=1e-5)
+
+
 def refused_by_trainers(world):
     return {
+        "compute_loss that shifts": error_of(lambda: trainer_log(world, own_loss=shifting_loss)),
         "compute_loss_func": error_of(lambda: trainer_log(world, more={"compute_loss_func": lambda *_, **__: None})),
         "NEFTune": error_of(lambda: trainer_log(world, neftune_noise_alpha=5.0)),
         "prompt tuning": error_of(lambda: sft_log(world, peft="prompt")),
@@ -386,6 +415,9 @@ def test_more_packed_documents_do_not_see_the_others(slow, name):
         ("dispatched batches", "dispatch_batches must be False or None under context parallelism, got True"),
         ("no cp dimension", r"must have a dimension 'cp', got dimensions \('dp',\)"),
         ("compute_loss_func", "compute_loss_func must be None under context parallelism"),
+        ("compute_loss that shifts", r"must read inputs\['shift_labels'\].*, got one that reads inputs\['labels'\]"),
+        ("teacher that was not prepared", r"must be prepared \(accelerator.prepare\), got LlamaForCausalLM"),
+        ("prepared teacher", "True"),
         ("NEFTune", "neftune_noise_alpha is not supported under context parallelism, got 5.0"),
         ("prompt tuning", "the PEFT method must not add tokens to the sequence .*, got PromptTuningConfig"),
         ("evaluation outside of the context", "True"),
@@ -490,5 +522,5 @@ def test_training_without_reduced_gradients_is_refused_and_a_loss_of_one_s_own_i
 
     with pytest.raises(ValueError, match=r"must be wrapped by DDP or FSDP2 in training.*got Linear"):
         _check_trainer(Own(), torch.nn.Linear(1, 1))
-    with torch.no_grad(), pytest.warns(UserWarning, match="compute_loss of Own is given this rank's tokens"):
+    with torch.no_grad(), pytest.warns(UserWarning, match=r"compute_loss of Own is given .*'shift_labels'. are its la"):
         _check_trainer(Own(), torch.nn.Linear(1, 1))

@@ -136,7 +136,7 @@ def test_a_sharded_batch_is_refused_by_models_that_do_not_use_attnmesh(kind):
 
     def rank(comm):
         inputs = am.shard_inputs(am.ContextParallel(comm), IDS, IDS, **more)
-        with pytest.raises(ValueError, match=r"^attn_implementation of the model must be 'attnmesh' .*, got '(sdpa|eager)'"):
+        with pytest.raises(ValueError, match=r"^attn_implementation .* must be 'attnmesh' .*, got '(sdpa|eager)'"):
             model(**inputs)
         assert not hasattr(inputs["attention_mask"], "numpy")
 
@@ -147,7 +147,7 @@ def test_a_model_that_does_not_pass_the_mesh_on_is_refused():
     def rank(comm):
         inputs = am.shard_inputs(am.ContextParallel(comm), IDS, IDS)
         del inputs["mesh"]
-        with pytest.raises(ValueError, match="LlamaAttention must give the attention function the keyword argument mesh"):
+        with pytest.raises(ValueError, match=r"LlamaAttention must give .* the keyword argument mesh"):
             attnmesh_model("llama")(**inputs)
 
     on_virtual_ranks(2, rank)
