@@ -167,7 +167,9 @@ class AcceleratorRanks:
         """Raise ValueError for a model that was not prepared and is called with shards of the batch."""
         if getattr(model, _ATTRIBUTE, None) is self:
             return
-        shards = self._buffers.shapes if self._buffers is not None else {self._mesh.position_ids.shape[:2]}  # type: ignore[union-attr]
+        shards = set() if self._buffers is None else self._buffers.shapes
+        if self._mesh is not None:
+            shards = shards | {self._mesh.position_ids.shape}
         if any(isinstance(x, Tensor) and x.shape[:2] in shards for x in given):
             raise ValueError(
                 f"models that are called with a batch that is sharded over ranks must be prepared "

@@ -53,7 +53,7 @@ def checked_calls(check: _CallCheck) -> Iterator[None]:
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """PreTrainedModel.__call__"""
+    """PreTrainedModel.__call__ with the checks of a sharded batch."""
     if torch.compiler.is_compiling():
         if isinstance(kwargs.get("mesh"), ShardedPass):
             check_config(text_config(self))
