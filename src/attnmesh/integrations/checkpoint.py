@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attnmesh.core.optional import MissingExtra, require
+from attnmesh.core.optional import MissingExtraError, require
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 """Arguments of every `from_pretrained`: nothing is downloaded, and code that comes with a model is not run."""
@@ -39,7 +39,7 @@ def translated_errors(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (ModelError, MissingExtra):
+    except (ModelError, MissingExtraError):
         raise
     except Exception as error:
         raise ModelError(f"{what}: {_one_line(error)}") from error

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from attnmesh.core.docs import see
-from attnmesh.integrations.sharded_batch import ShardedMask, ShardedPass
 from attnmesh.integrations.transformers_models import (
     MODELS_PAGE,
     attention_layers,
@@ -32,6 +31,23 @@ _CallCheck = Callable[[nn.Module, Sequence[Any]], None]
 
 _checks: ContextVar[tuple[_CallCheck, ...]] = ContextVar("checks of calls without a sharded batch", default=())
 _inspected: WeakSet[nn.Module] = WeakSet()
+
+
+class WatchedPass:
+    """What is known of the call of a model with a sharded batch, which the model is given as `mesh`."""
+
+    def __init__(self) -> None:
+        self.is_watched = False
+        """Whether a model is being called that was checked for this batch."""
+        self.attended_by: set[int] | None = set()
+        """The ids of the modules that have attended in the latest call; None if some are in a compiled graph."""
+
+    def count_attention(self, module: nn.Module) -> None:
+        """Note that the attention of this module is computed over the ranks."""
+        if torch.compiler.is_compiling():
+            self.attended_by = None
+        elif self.attended_by is not None:
+            self.attended_by.add(id(module))
 
 
 def watch_models() -> None:
@@ -55,7 +71,7 @@ def checked_calls(check: _CallCheck) -> Iterator[None]:
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     """PreTrainedModel.__call__ with the checks of a sharded batch."""
     if torch.compiler.is_compiling():
-        if isinstance(kwargs.get("mesh"), ShardedPass):
+        if isinstance(kwargs.get("mesh"), WatchedPass):
             check_config(text_config(self))
         return self._call_impl(*args, **kwargs)
     given = (*args, *kwargs.values())
@@ -68,20 +84,18 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     return nn.Module.__call__(self, *args, **kwargs)
 
 
-def _pass_of(given: Sequence[Any]) -> ShardedPass | None:
+def _pass_of(given: Sequence[Any]) -> WatchedPass | None:
     """The pass of a sharded batch, which a model may be given with its mask only."""
-    for x in given:
-        if isinstance(x, ShardedPass):
-            return x
-    return next((x.mesh for x in given if isinstance(x, ShardedMask)), None)
+    passes = (x if isinstance(x, WatchedPass) else getattr(x, "mesh", None) for x in given)
+    return next((x for x in passes if isinstance(x, WatchedPass)), None)
 
 
-def _watched_call(model: Any, mesh: ShardedPass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _watched_call(model: Any, mesh: WatchedPass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     check_attention_code(model)
     if model not in _inspected:
         check_modules(model)
         _inspected.add(model)
-    mesh.begin_call()
+    mesh.is_watched, mesh.attended_by = True, set()
     try:
         result = nn.Module.__call__(model, *args, **kwargs)
     finally:
@@ -90,7 +104,7 @@ def _watched_call(model: Any, mesh: ShardedPass, args: tuple[Any, ...], kwargs: 
     return result
 
 
-def _check_attended(model: nn.Module, mesh: ShardedPass) -> None:
+def _check_attended(model: nn.Module, mesh: WatchedPass) -> None:
     """Raise ValueError if a layer of the model has not attended over the ranks in the call that has ended."""
     config = text_config(model)
     attended = mesh.attended_by

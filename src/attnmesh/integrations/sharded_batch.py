@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.docs import explained_in, see
@@ -29,13 +29,14 @@ from attnmesh.core.packing import (
 )
 from attnmesh.core.ranges import as_tensor
 from attnmesh.core.validation import check_bool, check_tensor, check_type, shown
+from attnmesh.integrations.model_calls import WatchedPass, watch_models
 from attnmesh.integrations.transformers_models import MODELS_PAGE, modules_in_forward
 from attnmesh.parallel.context import ContextParallel
 
 _NAMES = ("input_ids", "labels", "position_ids", "attention_mask", "num_items_in_batch", "mesh", "use_cache")
 
 
-class ShardedPass:
+class ShardedPass(WatchedPass):
     """How a model attends in one forward pass over rows of `length` tokens that are sharded over ranks.
 
     A model takes it as the keyword argument `mesh`. It is not a dataclass, because wrappers of models rebuild those.
@@ -57,16 +58,13 @@ class ShardedPass:
     def __init__(
         self, cp: ContextParallel, length: int, packing: Packing, position_ids: Tensor, attention_mask: Tensor
     ) -> None:
+        super().__init__()
         self.cp, self.length, self.packing = cp, length, packing
         self.position_ids, self.attention_mask = position_ids, attention_mask
         self._documents = packing.numbers()  # for compiled graphs
         self._masks: dict[Mask, Mask] = {}
         self._accepted: dict[str, Tensor] = {}
         self._rotary_checked = False
-        self.is_watched = False
-        """Whether a model is being called that was checked for this batch."""
-        self.attended_by: set[int] | None = set()
-        """The ids of the modules that have attended in the latest call; None if some are in a compiled graph."""
         self.counts_padding = False
         """Whether padding comes before tokens, and positions were not given: they are then counted in the row."""
 
@@ -89,17 +87,6 @@ class ShardedPass:
         if layer not in self._masks:
             self._masks[layer] = self.packing.apply(layer)
         return self._masks[layer]
-
-    def begin_call(self) -> None:
-        """A model that was checked is called with this batch."""
-        self.is_watched, self.attended_by = True, set()
-
-    def count_attention(self, module: nn.Module) -> None:
-        """Note that the attention of this module is computed over the ranks."""
-        if torch.compiler.is_compiling():
-            self.attended_by = None
-        elif self.attended_by is not None:
-            self.attended_by.add(id(module))
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None,
@@ -288,8 +275,6 @@ def shard_inputs(
         >>> torch.allclose(sum(loss for _, loss in results), model(ids, labels=ids).loss, atol=1e-5)
         True
     """
-    from attnmesh.integrations.model_calls import watch_models  # it imports this module
-
     check_type("cp", cp, ContextParallel)
     watch_models()
 
