@@ -139,6 +139,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "output_router_logits": True,
         "router_aux_loss_coef": 0.5,
     },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "llama4_text": {
         "attention_chunk_size": 6, "num_local_experts": 2, "intermediate_size_mlp": 48, "moe_layers": [],
         "no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"],
@@ -232,18 +233,21 @@ def trainer_log(
     streamed: bool = False,
     resume: Any = None,
     evaluate_first: bool = False,
+    own_loss: Any = None,
     more: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Any:
     """Return what Transformers' Trainer logs: losses, evaluation losses and gradient norms.
 
-    `more` are further arguments of the Trainer; without them, `changes` are arguments of the training.
+    `own_loss` is the `compute_loss` of a subclass. `more` are further arguments of the Trainer; without them, `changes`
+    are arguments of the training.
     """
     from transformers import Trainer, TrainingArguments
 
     source = Stream if streamed else list
     with accelerate_ranks(world), tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
+        kind_of_trainer = type("OwnTrainer", (Trainer,), {"compute_loss": own_loss}) if own_loss else Trainer
+        trainer = kind_of_trainer(
             model=training_model(kind), args=TrainingArguments(**_arguments(folder, world, changes)),
             train_dataset=source(random_rows(16)), eval_dataset=source(random_rows(eval_rows, seed=1)),
             data_collator=padded_batch,

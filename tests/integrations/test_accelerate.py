@@ -1,5 +1,6 @@
 """accelerate, Trainer and TRL after `enable()`: what they log over ranks is what they log in one process."""
 
+import importlib
 import importlib.metadata
 import re
 import sys
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from attnmesh.core.optional import installed
 from attnmesh.integrations import accelerate as integration
+from attnmesh.integrations import expert_balance
 from attnmesh.integrations.accelerate_ranks import _digest
 from attnmesh.integrations.patches import Patches
 from attnmesh.integrations.trainer import _check_trainer
@@ -46,14 +48,29 @@ def metrics_of_real_tokens(prediction):
     }
 
 
+def shifting_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    """As most examples have it: right in one process, and of other labels over ranks."""
+    labels = inputs.pop("labels")
+    logits = model(**inputs).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def scaled_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    """The loss of Trainer, times 2."""
+    found = type(self).__mro__[1].compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+    return (2 * found[0], found[1]) if return_outputs else 2 * found
+
+
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GptOssDecoderLayer"]}}
 QUICK = {
-    "padded batches": (trainer_log, "llama", {"gradient_accumulation_steps": 2, "evaluate_first": True}),
+    "padded batches": (
+        trainer_log, "llama", {"gradient_accumulation_steps": 2, "evaluate_first": True, "own_loss": scaled_loss},
+    ),
     "sinks, checkpointing and FSDP2": (trainer_log, "gpt_oss", {"gradient_checkpointing": True, **FSDP}),
     "packing, windows and LoRA": (sft_log, "mistral", {"peft": "lora"}),
     "own loop": (loop_log, "mistral", {}),
     "leakage": (packed_logits, "mistral", {}),
-}
+}  # fmt: skip
 SLOW = {
     "bf16": (trainer_log, "llama", {"bf16": True}),
     "chunked layers": (trainer_log, "llama4_text", {}),
@@ -76,6 +93,8 @@ SLOW = {
     "experts": (trainer_log, "mixtral", {"gradient_accumulation_steps": 2}),
     "experts, tokens averaged on each device": (trainer_log, "mixtral", {"average_tokens_across_devices": False}),
     "experts in SFT": (sft_log, "mixtral", {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2}),
+    "experts of GPT-OSS in SFT": (sft_log, "gpt_oss", {"router_aux_loss_coef": 0.5, "packing": False}),
+    "experts of Qwen3-MoE in SFT": (sft_log, "qwen3_moe", {"router_aux_loss_coef": 0.5}),
     "experts in an own loop": (loop_log, "mixtral", {}),
     "streamed batches": (trainer_log, "mistral", {"streamed": True, "gradient_accumulation_steps": 2}),
     "compiled": (trainer_log, "llama", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
@@ -93,7 +112,7 @@ CLASSES = {
     "transformers.trainer": {
         "Trainer": (
             "__init__", "_prepare_context_parallel_inputs", "_get_num_items_in_batch", "prediction_step",
-            "evaluation_loop",
+            "evaluation_loop", "compute_loss",
         ),
     },
     "trl.trainer.sft_trainer": {"SFTTrainer": ("__init__", "prediction_step", "compute_loss")},
@@ -199,6 +218,9 @@ def refused_over_ranks(comm):
         streamed = DataLoaderConfiguration(dispatch_batches=True)
         with patch.object(accelerator, "dataloader_config", streamed):
             errors["dispatched batches"] = error_of(lambda: accelerator.prepare(torch.utils.data.DataLoader([1, 2])))
+        teacher = training_model().eval()
+        errors["teacher that was not prepared"] = error_of(lambda: call(teacher, {"input_ids": ids}, buffers=[ids]))
+        errors["prepared teacher"] = str(teacher_logits_are_equal(accelerator, teacher, ids))
         errors["no cp dimension"] = error_of(lambda: AcceleratorRanks(alone, {}))
         with torch.no_grad():  # outside of the context, a model is computed whole on every rank
             whole = model(input_ids=ids).logits
@@ -209,8 +231,19 @@ def refused_over_ranks(comm):
     return errors
 
 
+@torch.no_grad()
+def teacher_logits_are_equal(accelerator, teacher, ids):
+    """Of a model that is called in the context beside the one that is trained, and in one process."""
+    wanted = teacher(input_ids=ids).logits
+    prepared = accelerator.prepare(teacher)
+    with accelerator.maybe_context_parallel(buffers=[ids], buffer_seq_dims=[1]):
+        found = prepared(input_ids=ids).logits
+    return torch.allclose(found, teacher._attnmesh_ranks.cp.shard(wanted, 1), rtol=1e-4, atol=1e-5)
+
+
 def refused_by_trainers(world):
     return {
+        "compute_loss that shifts": error_of(lambda: trainer_log(world, own_loss=shifting_loss)),
         "compute_loss_func": error_of(lambda: trainer_log(world, more={"compute_loss_func": lambda *_, **__: None})),
         "NEFTune": error_of(lambda: trainer_log(world, neftune_noise_alpha=5.0)),
         "prompt tuning": error_of(lambda: sft_log(world, peft="prompt")),
@@ -382,6 +415,9 @@ def test_more_packed_documents_do_not_see_the_others(slow, name):
         ("dispatched batches", "dispatch_batches must be False or None under context parallelism, got True"),
         ("no cp dimension", r"must have a dimension 'cp', got dimensions \('dp',\)"),
         ("compute_loss_func", "compute_loss_func must be None under context parallelism"),
+        ("compute_loss that shifts", r"must read inputs\['shift_labels'\].*, got one that reads inputs\['labels'\]"),
+        ("teacher that was not prepared", r"must be prepared \(accelerator.prepare\), got LlamaForCausalLM"),
+        ("prepared teacher", "True"),
         ("NEFTune", "neftune_noise_alpha is not supported under context parallelism, got 5.0"),
         ("prompt tuning", "the PEFT method must not add tokens to the sequence .*, got PromptTuningConfig"),
         ("evaluation outside of the context", "True"),
@@ -462,6 +498,15 @@ def test_tokens_on_an_accelerator_are_compared_by_a_digest():
     assert len({int(_digest(x)) for x in (ids, other, swapped)}) == 3
 
 
+def test_the_loss_of_experts_is_whole_where_its_module_is_imported_later(monkeypatch):
+    """TRL imports it in the first step, for any model with experts."""
+    monkeypatch.delitem(sys.modules, expert_balance._MIXTRAL, raising=False)
+    with expert_balance.whole_balance([training_model("gpt_oss")], lambda: None, 1.0):
+        found = importlib.import_module(expert_balance._MIXTRAL).load_balancing_loss_func
+        assert found.__module__ == expert_balance.__name__
+    assert sys.modules[expert_balance._MIXTRAL].load_balancing_loss_func is not found
+
+
 def test_other_trainers_of_trl_are_refused():
     trainer = type("DPOTrainer", (), {"__module__": "trl.trainer.dpo_trainer"})()
     with pytest.raises(ValueError, match="must be Transformers' Trainer or TRL's SFTTrainer, got DPOTrainer"):
@@ -477,5 +522,5 @@ def test_training_without_reduced_gradients_is_refused_and_a_loss_of_one_s_own_i
 
     with pytest.raises(ValueError, match=r"must be wrapped by DDP or FSDP2 in training.*got Linear"):
         _check_trainer(Own(), torch.nn.Linear(1, 1))
-    with torch.no_grad(), pytest.warns(UserWarning, match="compute_loss of Own is given this rank's tokens"):
+    with torch.no_grad(), pytest.warns(UserWarning, match=r"compute_loss of Own is given .*'shift_labels'. are its la"):
         _check_trainer(Own(), torch.nn.Linear(1, 1))

@@ -18,6 +18,8 @@ pytest.importorskip("accelerate")
 import huggingface_hub
 import transformers
 
+import attnmesh as am
+from attnmesh.comm import SoloComm
 from attnmesh.integrations import checkpoint, conversion_cache, gguf_conversion, loading
 from attnmesh.integrations.checkpoint import ModelError
 from attnmesh.integrations.gguf import read_header
@@ -327,7 +329,10 @@ def test_a_dtype_that_cannot_be(folder):
 @pytest.mark.parametrize("missing", ["transformers", "accelerate", "gguf"])
 def test_a_missing_package_is_named(gguf, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
-    assert problem_of(gguf).startswith(f"{missing} is not installed; this needs the extra 'hf': pip install")
+    words = f"^{missing} is not installed; this needs the extra 'hf': pip install"
+    for how in ({}, {"attn_implementation": "attnmesh", "sharding": am.DecodeSharding(1, 1, 1), "comm": SoloComm()}):
+        with pytest.raises(ModuleNotFoundError, match=words):
+            load_here(gguf, **how)
 
 
 # The default model.

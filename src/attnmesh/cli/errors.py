@@ -25,6 +25,7 @@ from typer.core import TyperGroup
 from attnmesh.cli import output
 from attnmesh.comm import CommError
 from attnmesh.comm.launch import under_torchrun
+from attnmesh.core.optional import MissingExtraError
 from attnmesh.core.text import one_line, printable
 
 # Typer has a copy of Click since version 0.26, and depended on Click before: its exceptions are found through Typer.
@@ -103,7 +104,7 @@ def _exit_code(error: BaseException) -> int:
             return 130
         case _ClickException():
             return int(error.exit_code)
-        case ValueError() | OSError():
+        case ValueError() | OSError() | MissingExtraError():
             return 2
     return 1
 
@@ -131,6 +132,6 @@ def _message(error: BaseException, command: str) -> str:
             return "interrupted"
         case _ClickException():
             return f"{error.format_message().removesuffix('.')}. See {command} --help."
-        case ValueError() | OSError() | CommError():
+        case ValueError() | OSError() | CommError() | MissingExtraError():
             return str(error)
     return f"{type(error).__name__}: {error} ({command} --debug prints the traceback)"

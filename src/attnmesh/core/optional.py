@@ -9,12 +9,16 @@ from types import ModuleType
 from attnmesh.core.docs import see
 
 
+class MissingExtraError(ModuleNotFoundError):
+    """An optional dependency is not installed. The message names the extra of attnmesh to install."""
+
+
 def require(module: str, *, extra: str) -> ModuleType:
-    """Imports `module`; raises ModuleNotFoundError that names the extra of attnmesh to install."""
+    """Imports `module`; raises MissingExtraError, a ModuleNotFoundError that names the extra of attnmesh to install."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError(
+        raise MissingExtraError(
             f"{missing.name} is not installed; this needs the extra {extra!r}: pip install 'attnmesh[{extra}]'"
             f"{see('features.md#extras')}",
             name=missing.name,

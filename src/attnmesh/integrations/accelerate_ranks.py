@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
+from attnmesh.core.docs import see
 from attnmesh.core.layouts import dimension
 from attnmesh.core.optional import require
 from attnmesh.core.packing import IGNORED_LABEL
 from attnmesh.core.validation import shown
 from attnmesh.integrations.expert_balance import check_balance, whole_balance
-from attnmesh.integrations.sharded_batch import ShardedMask, ShardedPass, shard_inputs
+from attnmesh.integrations.model_calls import checked_calls
+from attnmesh.integrations.sharded_batch import ShardedMask, ShardedPass, Unreadable, shard_inputs
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.integrations.transformers_models import NAME, check_model
 from attnmesh.parallel.context import ContextParallel
@@ -46,6 +48,26 @@ def is_sharding(accelerator: Any) -> bool:
     """Whether the accelerator is inside a context in which batches are sharded."""
     ranks = getattr(accelerator, _ATTRIBUTE, None)
     return ranks is not None and ranks.is_sharding
+
+
+class ShiftedLabelsError(ValueError, AttributeError):
+    """An AttributeError, too, so that `hasattr` works."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"a compute_loss of one's own must read inputs['shift_labels'] under context parallelism, got one that "
+            f"reads inputs['labels'] ({name}): labels are those of this rank and already shifted, and the loss must be "
+            f"a sum over them divided by num_items_in_batch{see('training.md#accelerate-trainer-and-trl')}"
+        )
+
+
+class ShiftedLabels(Unreadable):
+    """What a compute_loss of the user's is given as labels: the model reads them, and loss functions must not."""
+
+    error = ShiftedLabelsError
+
+    def __init__(self, labels: Tensor) -> None:
+        self.tensor = labels
 
 
 class _NoRanks:
@@ -131,7 +153,7 @@ class AcceleratorRanks:
         if mesh is None and buffers is None:
             self._check_whole(model)
             return None
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = with_labels({**dict(zip(names, args, strict=False)), **kwargs})
         if buffers is not None:
             given = buffers.arguments(self.cp, given)
             mesh = self._mesh = given["mesh"]
@@ -140,6 +162,20 @@ class AcceleratorRanks:
         if isinstance(mask, Tensor):
             mesh.check_given("attention_mask", mask)
         return (), {"position_ids": mesh.position_ids, **given, "attention_mask": ShardedMask(mesh), "mesh": mesh}
+
+    def _check_prepared(self, model: nn.Module, given: Sequence[Any]) -> None:
+        """Raise ValueError for a model that was not prepared and is called with shards of the batch."""
+        if getattr(model, _ATTRIBUTE, None) is self:
+            return
+        shards = set() if self._buffers is None else self._buffers.shapes
+        if self._mesh is not None:
+            shards = shards | {self._mesh.position_ids.shape}
+        if any(isinstance(x, Tensor) and x.shape[:2] in shards for x in given):
+            raise ValueError(
+                f"models that are called with a batch that is sharded over ranks must be prepared "
+                f"(accelerator.prepare), got {type(model).__name__}, which was not: it would compute with one rank's "
+                f"tokens only; or call it with the whole batch, before the context"
+            )
 
     @staticmethod
     def _check_whole(model: nn.Module) -> None:
@@ -235,7 +271,7 @@ class AcceleratorRanks:
         """A context that ends the sharding of the batch and is not entered inside itself."""
         if self.is_sharding:
             raise ValueError("maybe_context_parallel must not be entered inside itself: the batch is sharded already")
-        with whole_balance(self._models, lambda: self._mesh, balance_share):
+        with whole_balance(self._models, lambda: self._mesh, balance_share), checked_calls(self._check_prepared):
             try:
                 yield
             finally:
@@ -249,6 +285,11 @@ class _Buffers:
         self._buffers = list(buffers)
         # Not the same tensors: theirs are replaced.
         self.wholes = [(buffer.detach(), dim) for buffer, dim in zip(buffers, dims, strict=True)]
+
+    @property
+    def shapes(self) -> set[torch.Size]:
+        """Of the shards: rows and tokens."""
+        return {buffer.shape[:2] for buffer in self._buffers}
 
     def replace(self, shards: Sequence[Tensor]) -> None:
         for buffer, shard in zip(self._buffers, shards, strict=True):
@@ -298,6 +339,12 @@ class _Buffers:
         raise ValueError(
             f"{name} must be one of the buffers of maybe_context_parallel, got another tensor of shape {list(x.shape)}"
         )
+
+
+def with_labels(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a model with the labels that a compute_loss of the user's must not read."""
+    labels = inputs.get("labels")
+    return {**inputs, "labels": labels.tensor} if isinstance(labels, ShiftedLabels) else inputs
 
 
 def _check_loss(model: Any) -> None:

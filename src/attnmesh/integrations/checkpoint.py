@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attnmesh.core.optional import require
+from attnmesh.core.optional import MissingExtraError, require
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 """Arguments of every `from_pretrained`: nothing is downloaded, and code that comes with a model is not run."""
@@ -33,13 +33,13 @@ class ModelError(ValueError):
 
 @contextmanager
 def translated_errors(what: str) -> Iterator[None]:
-    """Turn any exception into a ModelError of one line that starts with `what`.
+    """Turn any exception but that of an extra that is not installed into a ModelError of one line, after `what`.
 
     Model files come from elsewhere, and the libraries that read them raise anything: KeyError, struct.error, their own.
     """
     try:
         yield
-    except ModelError:
+    except (ModelError, MissingExtraError):
         raise
     except Exception as error:
         raise ModelError(f"{what}: {_one_line(error)}") from error
@@ -67,11 +67,8 @@ def model_errors() -> Iterator[None]:
 
 
 def require_hf(module: str) -> ModuleType:
-    """Import a module of the extra `hf`; raises ModelError with the command to install it."""
-    try:
-        return require(module, extra="hf")
-    except ModuleNotFoundError as missing:
-        raise ModelError(str(missing)) from missing
+    """Import a module of the extra `hf`; raises ModuleNotFoundError with the command to install it."""
+    return require(module, extra="hf")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ the router logits of the whole batch.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,14 +23,17 @@ _MIXTRAL = "transformers.models.mixtral.modeling_mixtral"
 
 def check_balance(model: nn.Module) -> None:
     """Raise ValueError if the model adds a loss for its experts that is not the one that `whole_balance` computes."""
-    config: Any = model.config
-    if getattr(config.get_text_config(), "output_router_logits", False) and not hasattr(
+    if getattr(_config(model), "output_router_logits", False) and not hasattr(
         sys.modules[type(model).__module__], _NAME
     ):
         raise ValueError(
             f"output_router_logits must be False under context parallelism for {type(model).__name__}: the loss of its "
             "experts is not known to be one of tokens"
         )
+
+
+def _config(model: Any) -> Any:
+    return model.config.get_text_config()
 
 
 @contextmanager
@@ -40,6 +44,9 @@ def whole_balance(
 
     Its gradients are such that the mean over ranks is the gradient of `share` times the loss.
     """
+    models = list(models)
+    if any(hasattr(_config(model), "output_router_logits") for model in models):
+        importlib.import_module(_MIXTRAL)  # TRL imports it in its first step, and takes its function for every model
     names = {_MIXTRAL, *(type(model).__module__ for model in models)}
     modules: list[Any] = [sys.modules[name] for name in names if hasattr(sys.modules.get(name), _NAME)]
     before = [getattr(module, _NAME) for module in modules]

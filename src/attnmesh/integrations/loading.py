@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
+from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.validation import check_type, shown
 from attnmesh.integrations.checkpoint import (
     LOCAL,
@@ -72,7 +72,8 @@ def load_model(
         comm: the ranks that share a sharded model.
 
     Raises ModelError if the model cannot be loaded completely and exactly: before any weights are loaded if they are
-    too few or do not fit. Code that comes with a model is not run.
+    too few or do not fit. Code that comes with a model is not run. Raises ModuleNotFoundError with the command to
+    install the extra `hf` if that is missing.
 
     Examples:
         >>> loaded, tokenizer = am.load_model(folder)  # that save_pretrained of a model and of its tokenizer wrote
@@ -181,6 +182,10 @@ def _load(
 def _load_sharded(
     path: Path | str | None, device: torch.device, dtype: torch.dtype, sharding: DecodeSharding, comm: Comm
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    with propagate_failure(comm):
+        for module in ("transformers", "accelerate", "gguf"):
+            require_hf(module)
+
     def load() -> tuple[tuple[Any, Any], SharedValues]:
         folder = model_folder(path)
         config, tokenizer = load_config_and_tokenizer(folder)

@@ -7,7 +7,7 @@ rank alike, before it is sharded.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
-from attnmesh.core.docs import explained_in
+from attnmesh.core.docs import explained_in, see
 from attnmesh.core.layouts import Balanced
 from attnmesh.core.mask_encoding import traced_mask
 from attnmesh.core.masks import Causal, Mask
@@ -29,12 +29,14 @@ from attnmesh.core.packing import (
 )
 from attnmesh.core.ranges import as_tensor
 from attnmesh.core.validation import check_bool, check_tensor, check_type, shown
+from attnmesh.integrations.model_calls import WatchedPass, watch_models
+from attnmesh.integrations.transformers_models import MODELS_PAGE, modules_in_forward
 from attnmesh.parallel.context import ContextParallel
 
 _NAMES = ("input_ids", "labels", "position_ids", "attention_mask", "num_items_in_batch", "mesh", "use_cache")
 
 
-class ShardedPass:
+class ShardedPass(WatchedPass):
     """How a model attends in one forward pass over rows of `length` tokens that are sharded over ranks.
 
     A model takes it as the keyword argument `mesh`. It is not a dataclass, because wrappers of models rebuild those.
@@ -56,6 +58,7 @@ class ShardedPass:
     def __init__(
         self, cp: ContextParallel, length: int, packing: Packing, position_ids: Tensor, attention_mask: Tensor
     ) -> None:
+        super().__init__()
         self.cp, self.length, self.packing = cp, length, packing
         self.position_ids, self.attention_mask = position_ids, attention_mask
         self._documents = packing.numbers()  # for compiled graphs
@@ -153,13 +156,51 @@ class ShardedPass:
         self._rotary_checked = True
 
 
-class ShardedMask:
+class ShardedBatchError(ValueError, AttributeError):
+    """An AttributeError, too, so that `hasattr` works."""
+
+    def __init__(self, name: str) -> None:
+        reader = next((type(module).__name__ for module in modules_in_forward()), "code outside of the model")
+        super().__init__(
+            f"all layers that mix tokens must be attention that is given the keyword argument mesh, since this batch "
+            f"is sharded over ranks, got {reader}, which uses attention_mask itself ({name}); the tensor is "
+            f"inputs['mesh'].attention_mask{see(MODELS_PAGE)}"
+        )
+
+
+class Unreadable:
+    """Stands for a tensor that only attnmesh reads: whatever else is done with it raises `error(what)`."""
+
+    error: Callable[[str], Exception]
+
+    def __getattr__(self, name: str) -> Any:
+        raise self.error(name)
+
+    def __getitem__(self, key: object) -> Any:
+        raise self.error("[]")
+
+    def __eq__(self, other: object) -> bool:
+        raise self.error("==")
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Called by torch in place of a function that is given this object."""
+        raise cls.error(getattr(function, "__name__", str(function)))
+
+
+class ShardedMask(Unreadable):
     """What a model is given as its attention_mask: the tensor `mesh.attention_mask`, for attnmesh's attention only.
 
     Another attention, or a layer that mixes tokens without attention, would compute with this rank's tokens and give no
     sign of it. Here it raises ValueError as soon as it reads the mask. What Transformers reads on the way is allowed.
     """
 
+    error = ShardedBatchError
     ndim = 2
 
     def __init__(self, mesh: ShardedPass) -> None:
@@ -180,18 +221,6 @@ class ShardedMask:
         """Read for chunked attention."""
         return self.mesh.attention_mask.cumsum(dim)
 
-    def __getattr__(self, name: str) -> Any:
-        raise ShardedBatchError(name)
-
-    def __getitem__(self, key: object) -> Any:
-        raise ShardedBatchError("[]")
-
-    def __eq__(self, other: object) -> bool:
-        raise ShardedBatchError("==")
-
-    def __hash__(self) -> int:
-        return id(self)
-
     @classmethod
     def __torch_function__(
         cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -199,18 +228,7 @@ class ShardedMask:
         """Called by torch in place of a function that is given this mask."""
         if function is torch.zeros_like:  # for chunked attention
             return torch.zeros_like(args[0].mesh.attention_mask, **kwargs or {})
-        raise ShardedBatchError(getattr(function, "__name__", str(function)))
-
-
-class ShardedBatchError(ValueError, AttributeError):
-    """An AttributeError, too, so that `hasattr` works."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"this batch is sharded over ranks: attn_implementation of the model must be 'attnmesh', and all its "
-            f"layers that mix tokens must be attention that is given the keyword argument mesh, got a layer that uses "
-            f"its attention_mask itself ({name}); the tensor is inputs['mesh'].attention_mask"
-        )
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 def shard_inputs(
@@ -258,6 +276,7 @@ def shard_inputs(
         True
     """
     check_type("cp", cp, ContextParallel)
+    watch_models()
 
     def check() -> tuple[ShardedPass, SharedValues]:
         _check_batch(input_ids, labels, num_items_in_batch, per_token)

@@ -17,7 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.optional import require
 from attnmesh.core.validation import warn_caller
-from attnmesh.integrations.accelerate_ranks import AcceleratorRanks, is_sharding, ranks_of
+from attnmesh.integrations.accelerate_ranks import (
+    AcceleratorRanks,
+    ShiftedLabels,
+    is_sharding,
+    ranks_of,
+    with_labels,
+)
 from attnmesh.integrations.patches import Patches
 from attnmesh.integrations.sharded_batch import ShardedPass
 
@@ -31,6 +37,7 @@ def patch_trainer(patches: Patches, module: ModuleType, options: Options) -> Non
     patches.replace(trainer, "_get_num_items_in_batch", _num_items)
     patches.replace(trainer, "prediction_step", partial(_prediction_step, options))
     patches.replace(trainer, "evaluation_loop", partial(_evaluation_loop, options))
+    patches.replace(trainer, "compute_loss", _compute_loss)
     patches.replace(trainer, "__init__", _init)
 
 
@@ -59,6 +66,8 @@ def _prepare_inputs(options: Options, original: Callable[..., Any]) -> Callable[
         ranks.prepare(model)
         check_on_all_ranks(ranks.cp.comm, "Trainer", partial(_check_trainer, self, model))
         local = ranks.shard_batch(inputs)
+        if _has_own_loss(self) and "labels" in local:
+            local["labels"] = ShiftedLabels(local["labels"])
         inputs.clear()  # in place: the trainer counts tokens in it
         inputs.update(local)
         return partial(_sharded, self, ranks, local["mesh"], local.get("num_items_in_batch")), inputs
@@ -90,13 +99,26 @@ def _check_trainer(trainer: Any, model: nn.Module) -> tuple[None, SharedValues]:
             f"the model must be wrapped by DDP or FSDP2 in training, which reduce gradients over ranks, got "
             f"{type(model).__name__}: create a new trainer"
         )
-    if type(trainer).compute_loss.__module__.split(".")[0] not in ("transformers", "trl", "attnmesh"):
+    if _has_own_loss(trainer):
         warn_caller(
-            f"compute_loss of {type(trainer).__name__} is given this rank's tokens: inputs['labels'] and "
-            f"inputs['shift_labels'] are already shifted, and the loss must be a sum over labels divided by "
-            f"num_items_in_batch"
+            f"compute_loss of {type(trainer).__name__} is given this rank's tokens: inputs['shift_labels'] are its "
+            f"labels, already shifted, and the loss must be a sum over them divided by num_items_in_batch"
         )
     return None, {}
+
+
+def _has_own_loss(trainer: Any) -> bool:
+    """Whether compute_loss is the user's."""
+    module = getattr(trainer.compute_loss, "__module__", None) or ""
+    return module.split(".")[0] not in ("transformers", "trl", "attnmesh")
+
+
+def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compute_loss(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Trainer.compute_loss, which may be called by one of the user's."""
+        return original(self, model, with_labels(inputs), *args, **kwargs)
+
+    return compute_loss
 
 
 @contextmanager
@@ -289,6 +311,6 @@ def _sft_compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         """SFTTrainer.compute_loss, whose mean over a rank's labels is not a share of that over all labels."""
         if num_items_in_batch is None and is_sharding(self.accelerator):
             raise ValueError("num_items_in_batch must be given under context parallelism, got None")
-        return original(self, model, inputs, return_outputs, num_items_in_batch)
+        return original(self, model, with_labels(inputs), return_outputs, num_items_in_batch)
 
     return compute_loss

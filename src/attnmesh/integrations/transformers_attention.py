@@ -9,17 +9,21 @@ mask hook describes the mask of a layer (`LayerMask`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from types import ModuleType
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from attnmesh.core.docs import see
 from attnmesh.core.masks import Mask
 from attnmesh.core.optional import require
 from attnmesh.core.validation import shown
 from attnmesh.integrations.layer_masks import LayerMask, layer_mask
+from attnmesh.integrations.patches import Patches
 from attnmesh.integrations.sharded_batch import ShardedMask, ShardedPass
-from attnmesh.integrations.transformers_models import NAME, changing_rotary, scale_by_index
+from attnmesh.integrations.transformers_models import MODELS_PAGE, NAME, changing_rotary, scale_by_index
 from attnmesh.ops.dense.api import attention
 
 # Keyword arguments that models pass down to their attention and that do not change it.
@@ -33,6 +37,12 @@ _PACKED_ARGUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_leng
 
 # Options of configurations for attention dropout.
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+
+
+# Models that look attn_implementation up in a table of their own.
+_OWN_TABLES = ("bark", "falcon", "git", "gpt_neo", "gptj")
+
+_patches = Patches()
 
 
 class AttentionPass(Protocol):
@@ -68,6 +78,22 @@ def register_attention() -> None:
     masks = require("transformers.masking_utils", extra="hf").AttentionMaskInterface
     functions.register(NAME, transformers_attention)
     masks.register(NAME, layer_mask)
+    for kind in _OWN_TABLES:
+        _patches.when_imported(f"transformers.models.{kind}.modeling_{kind}", _refuse_in_tables)
+
+
+def _refuse_in_tables(module: ModuleType) -> None:
+    """Let the tables of attention classes in the code of a model refuse this attention in words, not by KeyError."""
+    for name, table in vars(module).items():
+        if name.endswith("_ATTENTION_CLASSES"):
+            table.setdefault(NAME, partial(_refuse, tuple(table)))
+
+
+def _refuse(names: tuple[str, ...], config: Any, *_: object, **__: object) -> NoReturn:
+    raise ValueError(
+        f"{type(config).__name__}: the model has attention code of its own, and attn_implementation must be "
+        f"{' or '.join(names)}, got {NAME!r}{see(MODELS_PAGE)}"
+    )
 
 
 def transformers_attention(
@@ -92,6 +118,11 @@ def transformers_attention(
     if mesh is None and _default_pass is not None:
         mesh = _default_pass(mask)
     query, key, value = _autocast(query, key, value)
+    if mesh is None and isinstance(mask.padding, ShardedMask):
+        raise ValueError(
+            f"{type(module).__name__} must give the attention function the keyword argument mesh of the model's call, "
+            f"since this batch is sharded over ranks, got {sorted(kwargs)}{see(MODELS_PAGE)}"
+        )
     if mesh is None:
         queries, keys = (torch.arange(at.start, at.stop, device="cpu") for at in (mask.queries, mask.keys))
         out = attention(
@@ -109,6 +140,7 @@ def transformers_attention(
         if rotary is not None:
             mesh.check_rotary(*rotary)
         query = scale_by_index(module, query, mesh.index_in_row)
+        mesh.count_attention(module)
         out = mesh.attend(0, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux, softcap=softcap)
     else:
         if softcap is not None:

@@ -63,21 +63,49 @@ def check_config(config: Any, name: str | None = None) -> None:
 
 def check_model(model: Any) -> None:
     """Raise ValueError unless the model is served and uses this attention."""
+    check_attention_code(model)
+    if isinstance(model, nn.Module):
+        check_modules(model)
+
+
+def check_attention_code(model: Any) -> None:
+    """Raise ValueError if the model's configuration or code is not served, or if it uses another attention."""
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
         raise ValueError(f"model must be a language model of Transformers, got {shown(model)}")
-    name = type(model).__name__
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    check_config(config, name)
+    config = text_config(model)
+    check_config(config, type(model).__name__)
     implementation = config._attn_implementation
     if implementation != NAME:
         raise ValueError(
             f"attn_implementation of the model must be {NAME!r} (load it with attn_implementation={NAME!r} or call "
             f"model.set_attn_implementation({NAME!r})), got {implementation!r}{see(MODELS_PAGE)}"
         )
-    for path, mixer in _mixers(model) if isinstance(model, nn.Module) else ():
-        raise ValueError(
-            f"{name}: layers must mix tokens in their attention only, got {path}, a {mixer}{see(MODELS_PAGE)}"
-        )
+
+
+def check_modules(model: nn.Module) -> None:
+    """Raise ValueError if a module in the decoder layers mixes tokens without attention."""
+    for path, layer in attention_layers(model):
+        for inner, module in layer.named_modules():
+            if isinstance(module, _MIXERS):
+                raise ValueError(
+                    f"{type(model).__name__}: layers must mix tokens in their attention only, got {path}.{inner}, a "
+                    f"{type(module).__name__}{see(MODELS_PAGE)}"
+                )
+
+
+def text_config(model: Any) -> Any:
+    """The configuration of the model's part that is a language model."""
+    return model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+
+
+def attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The decoder layers (those with a numbered part) that need not compute every token by itself, with their paths."""
+    kinds = _layer_types(text_config(model)) or ()
+    for path, layers in model.named_modules():
+        for number, layer in enumerate(layers) if isinstance(layers, nn.ModuleList) else ():
+            tokenwise = len(kinds) == len(layers) and kinds[number] in _TOKENWISE_LAYERS
+            if not tokenwise and any(hasattr(part, "layer_idx") for part in layer.modules()):
+                yield f"{path}.{number}", layer
 
 
 def changing_rotary(config: Any) -> tuple[str, int] | None:
@@ -211,14 +239,3 @@ def _code(config_class: type) -> tuple[ModuleType, list[Any]] | None:
             if models:
                 return module, models
     return None
-
-
-def _mixers(model: nn.Module) -> list[tuple[str, str]]:
-    """The modules that mix tokens in decoder layers (those with a numbered attention), with their paths."""
-    return [
-        (f"{path}.{number}.{inner}", type(module).__name__)
-        for path, layers in model.named_modules() if isinstance(layers, nn.ModuleList)
-        for number, layer in enumerate(layers)
-        if any(hasattr(part, "layer_idx") for part in layer.modules())
-        for inner, module in layer.named_modules() if isinstance(module, _MIXERS)
-    ]  # fmt: skip
