@@ -46,7 +46,9 @@ def merge(states: Iterable[State]) -> State:
     """Returns the state over all keys of `states`, whose key sets are disjoint.
 
     Takes any number of states. Associative, commutative and total: rows with `lse = -inf` contribute nothing, whatever
-    their `out` holds. Where some states have `lse = +inf`, the result is the mean of their `out`, with `lse = +inf`.
+    their `out` holds. Where some states have `lse = +inf`, the result is the mean of their `out`, with `lse = +inf`: an
+    infinite weight, never a row without keys. FlashMLA writes `+inf` for rows without keys, and vLLM's merge reads it
+    so: pass `lse.masked_fill(lse == torch.inf, -torch.inf)`. An lse in base 2 goes through `convert_lse` first.
     Differentiable through every `out` and every finite `lse`. The result is float32 (float64 if any input is).
 
     Examples:
