@@ -24,7 +24,7 @@ PAGES = {
     "shardings": 2,
     "training": 3,
     "context-parallelism": 7,
-    "masks": 16,
+    "masks": 17,
     "layouts": 2,
     "decode": 5,
     "sharded-generation": 8,

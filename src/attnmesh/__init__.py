@@ -20,7 +20,7 @@ from attnmesh.core.masks import (
     Slices,
     SlidingWindow,
 )
-from attnmesh.core.merge import merge
+from attnmesh.core.merge import merge, merge_sinks
 from attnmesh.core.state import State
 from attnmesh.generation.generator import Generator, generate
 from attnmesh.generation.requests import Request, Token
@@ -133,6 +133,7 @@ __all__ = [
     "load_cache",
     "load_model",
     "merge",
+    "merge_sinks",
     "paged_decode_attention",
     "paged_indexer_topk",
     "paged_prefill_attention",

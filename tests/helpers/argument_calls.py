@@ -250,6 +250,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
         },
     ],
     "merge": [lambda: {"states": [am.State(rows(2, 3), rows(2)), am.State(rows(2, 3), rows(2))]}],
+    "merge_sinks": [lambda: {"state": am.State(rows(2, 3), rows(2)), "sinks": rows(2)}],
     "State.identity": [lambda: {"shape": (2, 3), "dtype": torch.float32, "device": "cpu"}],
     "ring_chunks": [lambda: {"length": 64, "ring_size": 4, "ring_id": 1, "pairs": (1, 1, 1, 1)}],
     "ring_distributed_attention": [
