@@ -318,7 +318,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "decode_attention": [
         lambda: {**_decode(), "cur_pos": torch.tensor([5, 7]), "sinks": rows(4), "window": 3},
         lambda: {**_decode(), "mask": torch.ones(1, 1, 1, 8, dtype=torch.bool)},
-        lambda: {**_decode(), "tree": torch.ones(1, 1, dtype=torch.bool)},
+        lambda: {**_decode(), "tree": torch.ones(1, 1, dtype=torch.bool), "softcap": 2.0, "alibi_slopes": rows(4)},
         lambda: {**_decode(), "key_range": (torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1, dtype=torch.int32))},
         lambda: {
             "q": rows(2, 4, 1, 16), "k_cache": am.quantize(rows(2, 2, 8, 16), "int8"),
@@ -327,7 +327,10 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     ],
     "paged_decode_attention": [
         lambda: {**_paged(), "into": am.State(torch.empty(2, 4, 2, 16), torch.empty(2, 4, 2))},
-        lambda: {**_paged(), "cur_pos": torch.tensor([5, 6], dtype=torch.int32), "backend": "reference"},
+        lambda: {
+            **_paged(), "cur_pos": torch.tensor([5, 6], dtype=torch.int32), "softcap": 2.0, "alibi_slopes": rows(4),
+            "backend": "reference",
+        },
     ],
     "paged_prefill_attention": [
         lambda: {**_paged(), "q": rows(2, 4, 5, 16), "sinks": rows(4), "window": 3},
