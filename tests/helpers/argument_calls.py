@@ -335,6 +335,10 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "paged_prefill_attention": [
         lambda: {**_paged(), "q": rows(2, 4, 5, 16), "sinks": rows(4), "window": 3},
         lambda: {
+            **_paged(), "q": rows(2, 4, 5, 16), "query_lengths": [5, 2], "causal": False, "softcap": 2.0,
+            "alibi_slopes": rows(4),
+        },
+        lambda: {
             **_paged(), **{pool: am.quantize(rows(4, 4, 2, 16), "int8") for pool in ("k_pool", "v_pool")},
             "cur_pos": torch.tensor([5, -1], dtype=torch.int32), "backend": "torch",
         },
