@@ -26,7 +26,7 @@ PAGES = {
     "context-parallelism": 7,
     "masks": 17,
     "layouts": 2,
-    "decode": 5,
+    "decode": 6,
     "sharded-generation": 8,
     "sparse-attention": 7,
     "debugging": 1,

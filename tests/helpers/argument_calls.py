@@ -374,6 +374,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "unpack_latent": [lambda: {"cache": torch.zeros(2, 4, 1, 656, dtype=torch.uint8), "rope_dim": 64}],
     "unpack_index_keys": [lambda: {"cache": torch.zeros(2, 4 * 132, dtype=torch.uint8), "block_size": 4}],
     "BlockCache": [lambda: {**_sizes(), "max_sequences": 2}, lambda: {**_latent_sizes(), "max_sequences": 2}],
+    "content_ids": [lambda: {"content": b"an image", "count": 3}],
     "BlockCache.allocate": [lambda cache: {"prompt": [1, 2, 3], "cache_key": "a"}, lambda cache: {"prompt": 3}],
     "BlockCache.find_prefix": [lambda cache: {"prompt": [1, 2, 3], "cache_key": "a"}],
     "BlockCache.append": [
