@@ -129,6 +129,16 @@ def test_a_mask_in_several_launches(monkeypatch, backend):
         assert_attention_close(found, inputs, mask, sinks=sinks, **how)
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("backend", ["triton", "gluon"])
+def test_masks_of_more_chains_than_a_launch_takes_on_a_gpu(backend):
+    if backend == "gluon" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    for mask in (checkered_slices(40, 16), falling_slices(200)):
+        check(random_inputs(mask.length, head_dim=64, dtype=torch.bfloat16, device="cuda"), mask, backend=backend)
+
+
 @pytest.mark.parametrize("head_dim", [1, 3, 33, 80, 128, 256, 576])
 def test_any_head_dim(head_dim):
     for dtype, backend in (
