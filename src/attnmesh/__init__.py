@@ -20,7 +20,7 @@ from attnmesh.core.masks import (
     Slices,
     SlidingWindow,
 )
-from attnmesh.core.merge import merge
+from attnmesh.core.merge import merge, merge_sinks
 from attnmesh.core.state import State
 from attnmesh.generation.generator import Generator, generate
 from attnmesh.generation.requests import Request, Token
@@ -32,7 +32,7 @@ from attnmesh.integrations.loading import load_model
 from attnmesh.integrations.sharded_batch import gather_log_probs, shard_inputs
 from attnmesh.integrations.sharded_model import shard_model
 from attnmesh.integrations.transformers_attention import register_attention
-from attnmesh.kv_cache.block_pool import CacheFull
+from attnmesh.kv_cache.block_pool import CacheFull, content_ids
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
@@ -120,6 +120,7 @@ __all__ = [
     "canonicalize",
     "check_decode_errors",
     "comm_from",
+    "content_ids",
     "convert_lse",
     "decode_attention",
     "decode_rank",
@@ -133,6 +134,7 @@ __all__ = [
     "load_cache",
     "load_model",
     "merge",
+    "merge_sinks",
     "paged_decode_attention",
     "paged_indexer_topk",
     "paged_prefill_attention",

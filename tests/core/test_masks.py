@@ -1,5 +1,6 @@
 """Masks against independently written truths, by brute force."""
 
+import time
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -26,7 +27,7 @@ from attnmesh.core.masks import (
     Slices,
     SlidingWindow,
 )
-from helpers.masks import batch_masks, masks
+from helpers.masks import batch_masks, checkered_slices, falling_slices, masks
 
 S = 9  # every mask of the list below is meant for this length
 Sees = Callable[[int, int], bool]
@@ -439,11 +440,27 @@ def test_bad_arguments_of_masks_are_refused(make, message):
         make()
 
 
+def test_a_mask_may_have_more_chains_than_a_query_has_intervals():
+    for mask, length, chains in (
+        (falling_slices(70), 70, 70),
+        (checkered_slices(40, 3), 120, 79),
+        (Slices([((0, 5), (j, j + 1), "full") for j in range(100)]), 100, 1),  # intervals that touch are one
+    ):
+        check_intervals(mask, length)
+        assert len(mask.intervals(range(length))) == chains
+
+
 def test_too_many_intervals_are_refused():
-    falling = Slices([((i, i + 1), (200 - 2 * i, 201 - 2 * i), "full") for i in range(70)])
-    with pytest.raises(ValueError, match=r"at most 64 intervals per query, and .* has 70"):
-        falling.intervals(range(201))
-    assert len(falling.intervals(range(180))) == 59  # the others have keys outside
+    comb = Slices([((3, 9), (2 * j, 2 * j + 1), "full") for j in range(70)])
+    with pytest.raises(ValueError, match=r"at most 64 intervals per query, and .* has 70 for the query at position 3"):
+        comb.intervals(range(200))
+    assert len(comb.intervals(range(120))) == 60  # the others have keys outside
+
+
+def test_a_mask_that_falls_for_long_is_resolved_in_no_time():
+    start = time.monotonic()
+    assert len(falling_slices(5000).intervals(range(5000))) == 5000
+    assert time.monotonic() - start < 5
 
 
 def test_draw():

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnmesh.core.merge import merge
+from attnmesh.core.masks import Causal
+from attnmesh.core.merge import merge, merge_sinks
 from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.ops.dense.api import attention
 
 INF = math.inf
 D = 3
@@ -258,12 +260,12 @@ def test_merging_nothing_is_refused():
 )
 def test_states_of_another_shape_are_refused(out_shape, lse_shape):
     good = State(torch.zeros(2, D), torch.zeros(2))
-    with pytest.raises(ValueError, match="state 1 has out"):
+    with pytest.raises(ValueError, match=r"states\[1\] has out"):
         merge([good, State(torch.zeros(out_shape), torch.zeros(lse_shape))])
 
 
 def test_a_first_state_whose_lse_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="state 0 has out"):
+    with pytest.raises(ValueError, match=r"states\[0\] has out"):
         merge([State(torch.zeros(2, D), torch.zeros(3))])
 
 
@@ -279,3 +281,47 @@ def test_weights_divide_by_the_new_sum_unlike_the_erratum_of_seed_002():
     share = torch.exp(truth.lse - top).unsqueeze(-1)  # what the seed's formula is too large by: more than 1, up to 2
     torch.testing.assert_close(seed, share * truth.out)
     assert (share > 1.1).all()
+
+
+# Sinks.
+
+
+def test_sinks_of_heads_join_as_they_do_in_attention():
+    q, k, v = (torch.randn(2, 3, 7, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    sinks = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    leaves, grads = (q, k, v, sinks), (torch.randn(2, 3, 7, 4).double(), torch.randn(2, 3, 7).double())
+    inside = attention(q, k, v, mask=Causal(), sinks=sinks, return_lse=True)
+    alone = State(*attention(q, k, v, mask=Causal(), return_lse=True))
+    joined = merge_sinks(alone, sinks[None, :, None])
+    for found, expected in zip(
+        (*joined, *torch.autograd.grad(joined, leaves, grads)),
+        (*inside, *torch.autograd.grad(inside, leaves, grads)),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sink_of_each_query_is_one_more_key_of_it():
+    scores, values = torch.randn(5, 6, dtype=torch.float64), torch.randn(6, D, dtype=torch.float64)
+    sinks = torch.randn(5, dtype=torch.float64)
+    found = merge_sinks(State(scores.softmax(-1) @ values, scores.logsumexp(-1)), sinks)
+    scores = torch.cat([scores, sinks[:, None]], 1)
+    torch.testing.assert_close(found.out, scores.softmax(-1)[:, :-1] @ values)
+    torch.testing.assert_close(found.lse, scores.logsumexp(-1))
+
+
+def test_sinks_and_rows_without_keys():
+    lse = torch.tensor([-INF, -INF, 0.0, 0.0, INF, INF], requires_grad=True)
+    sinks = torch.tensor([-INF, 2.0, -INF, INF, 1.0, INF], requires_grad=True)
+    found = merge_sinks(State(torch.ones(6, D) * (lse[:, None].detach() > -INF), lse), sinks)
+    assert found.lse.tolist() == [-INF, 2.0, 0.0, INF, INF, INF]
+    assert found.out[:, 0].tolist() == [0.0, 0.0, 1.0, 0.0, 1.0, 0.5]
+    for grad in torch.autograd.grad([found.out, found.lse], [lse, sinks], [torch.ones(6, D), torch.ones(6)]):
+        assert not grad.isnan().any()
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (3, 1), (1, 2, 1), (2, 3, 8)])
+def test_sinks_whose_dimensions_are_not_those_of_the_lse_are_refused(shape):
+    state = State(torch.zeros(2, 3, 3, D), torch.zeros(2, 3, 3))
+    with pytest.raises(ValueError, match="each as long as that of lse or 1"):
+        merge_sinks(state, torch.zeros(shape))

@@ -250,6 +250,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
         },
     ],
     "merge": [lambda: {"states": [am.State(rows(2, 3), rows(2)), am.State(rows(2, 3), rows(2))]}],
+    "merge_sinks": [lambda: {"state": am.State(rows(2, 3), rows(2)), "sinks": rows(2)}],
     "State.identity": [lambda: {"shape": (2, 3), "dtype": torch.float32, "device": "cpu"}],
     "ring_chunks": [lambda: {"length": 64, "ring_size": 4, "ring_id": 1, "pairs": (1, 1, 1, 1)}],
     "ring_distributed_attention": [
@@ -317,7 +318,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "decode_attention": [
         lambda: {**_decode(), "cur_pos": torch.tensor([5, 7]), "sinks": rows(4), "window": 3},
         lambda: {**_decode(), "mask": torch.ones(1, 1, 1, 8, dtype=torch.bool)},
-        lambda: {**_decode(), "tree": torch.ones(1, 1, dtype=torch.bool)},
+        lambda: {**_decode(), "tree": torch.ones(1, 1, dtype=torch.bool), "softcap": 2.0, "alibi_slopes": rows(4)},
         lambda: {**_decode(), "key_range": (torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1, dtype=torch.int32))},
         lambda: {
             "q": rows(2, 4, 1, 16), "k_cache": am.quantize(rows(2, 2, 8, 16), "int8"),
@@ -326,10 +327,17 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     ],
     "paged_decode_attention": [
         lambda: {**_paged(), "into": am.State(torch.empty(2, 4, 2, 16), torch.empty(2, 4, 2))},
-        lambda: {**_paged(), "cur_pos": torch.tensor([5, 6], dtype=torch.int32), "backend": "reference"},
+        lambda: {
+            **_paged(), "cur_pos": torch.tensor([5, 6], dtype=torch.int32), "softcap": 2.0, "alibi_slopes": rows(4),
+            "backend": "reference",
+        },
     ],
     "paged_prefill_attention": [
         lambda: {**_paged(), "q": rows(2, 4, 5, 16), "sinks": rows(4), "window": 3},
+        lambda: {
+            **_paged(), "q": rows(2, 4, 5, 16), "query_lengths": [5, 2], "causal": False, "softcap": 2.0,
+            "alibi_slopes": rows(4),
+        },
         lambda: {
             **_paged(), **{pool: am.quantize(rows(4, 4, 2, 16), "int8") for pool in ("k_pool", "v_pool")},
             "cur_pos": torch.tensor([5, -1], dtype=torch.int32), "backend": "torch",
@@ -366,6 +374,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "unpack_latent": [lambda: {"cache": torch.zeros(2, 4, 1, 656, dtype=torch.uint8), "rope_dim": 64}],
     "unpack_index_keys": [lambda: {"cache": torch.zeros(2, 4 * 132, dtype=torch.uint8), "block_size": 4}],
     "BlockCache": [lambda: {**_sizes(), "max_sequences": 2}, lambda: {**_latent_sizes(), "max_sequences": 2}],
+    "content_ids": [lambda: {"content": b"an image", "count": 3}],
     "BlockCache.allocate": [lambda cache: {"prompt": [1, 2, 3], "cache_key": "a"}, lambda cache: {"prompt": 3}],
     "BlockCache.find_prefix": [lambda cache: {"prompt": [1, 2, 3], "cache_key": "a"}],
     "BlockCache.append": [

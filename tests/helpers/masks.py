@@ -68,6 +68,17 @@ def masks(draw, length: int) -> Mask:
     return reduce(and_, unions)
 
 
+def falling_slices(length: int) -> Slices:
+    """One key per query, from the last to the first: no two queries are in one chain."""
+    return Slices([((i, i + 1), (length - 1 - i, length - i), "full") for i in range(length)])
+
+
+def checkered_slices(tiles: int, size: int) -> Slices:
+    """Square tiles of queries and keys, full and causal in turn: MagiAttention's `deterministic_sample`."""
+    spans = [(i * size, (i + 1) * size) for i in range(tiles)]
+    return Slices([(q, k, ("full", "causal")[i % 2]) for q in spans for i, k in enumerate(spans)])
+
+
 @st.composite
 def batch_masks(draw, length: int, batch: int) -> Mask:
     """A mask for a batch: one for all sequences, one for each, or padding."""

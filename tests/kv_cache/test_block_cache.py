@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnmesh import BlockCache, CacheFull, paged_decode_attention
+from attnmesh import BlockCache, CacheFull, content_ids, paged_decode_attention
 from attnmesh.kv_cache import pools as tables
 from attnmesh.ops.storage import STORAGES, values_of
 
@@ -78,6 +78,33 @@ def test_another_key_or_another_beginning_finds_nothing():
     assert cache.allocate([0, *PROMPT[1:]], cache_key="a").cached == 0
     assert cache.allocate(PROMPT, cache_key="a").cached == 8
     assert cache.stats().hits == 8
+
+
+def test_an_image_in_a_prompt_has_ids_of_its_content():
+    cache = make()
+    text, question = list(range(6)), [7, 8, 9]
+
+    def prompt(image):
+        return [*text, *content_ids(image, 9), *question]
+
+    new = cache.append([cache.allocate(prompt(b"a cat"))], 18)
+    for layer in (0, 1):
+        cache.write(layer, new, *[rows_of([3] * 18, layer=layer)] * 2)  # of the placeholders
+    assert cache.find_prefix(prompt("a cat")) == 16
+    assert cache.find_prefix(prompt(b"a dog")) == 4  # the block before the image
+    assert cache.fork(cache.allocate(prompt(b"a cat"))).ids[6:15].tolist() == content_ids(b"a cat", 9)
+
+
+def test_ids_of_content_are_no_token_ids_and_depend_on_all_of_it():
+    one, other = content_ids(b"x" * 10_000, 50), content_ids(b"x" * 9_999 + b"y", 50)
+    assert max(one) < 0
+    assert len({*one, *other}) == 100
+    assert one[:7] == content_ids(b"x" * 10_000, 7)
+    assert content_ids("é", 2) == content_ids("é".encode(), 2)
+    assert content_ids(b"", 0) == []
+    for wrong, message in (((3, 2), "content must be bytes or a string"), ((b"x", -1), "count must be")):
+        with pytest.raises(ValueError, match=message):
+            content_ids(*wrong)
 
 
 def test_generated_tokens_are_found_too_unless_anonymous():

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnmesh import Causal, Documents, Full, Mask, SlidingWindow, Zigzag, attention, explain_attention
-from attnmesh.core.masks import BlockCausal, Chunked, Global, Prefix
+from attnmesh.core.masks import BlockCausal, Chunked, Global, PerSequence, Prefix
+from attnmesh.ops.dense import dispatch
+from attnmesh.plan import blocks
 from attnmesh.testing.attention import (
     NAMES,
     assert_attention_close,
@@ -20,6 +22,7 @@ from attnmesh.testing.attention import (
 )
 from attnmesh.testing.errors import relative_error
 from helpers.cases import HEADS, MASKS, device_of, make_mask
+from helpers.masks import checkered_slices, falling_slices
 from helpers.memory import peak_bytes
 
 LENGTHS = [(0, 0), (0, 3), (3, 0), (1, 1), (1, 67), (2, 2), (7, 7), (67, 67), (5, 67), (67, 5), (130, 130)]
@@ -97,6 +100,43 @@ def test_the_torch_and_reference_backends_serve_everything(name, backend):
 def test_triton_is_exact_on_what_the_interpreter_can_do(name, q_len, k_len, head_dim, dtype):
     inputs = random_inputs(q_len, k_len, dtype=dtype, batch=1, head_dim=head_dim, device=device_of("triton"))
     check(inputs, make_mask(name, k_len), backend="triton")
+
+
+@pytest.mark.parametrize("backend", ["aten", "torch", "reference"])
+@pytest.mark.parametrize("mask", [falling_slices(70), checkered_slices(34, 2)], ids=["falling", "checkered"])
+def test_masks_of_more_chains_than_a_launch_takes(mask, backend):
+    check(random_inputs(mask.length, batch=1, heads=(2, 1)), mask, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["aten", "triton", "torch"])
+def test_a_mask_in_several_launches(monkeypatch, backend):
+    for module in (blocks, dispatch):
+        monkeypatch.setattr(module, "MAX_INTERVALS", 4)  # of 10 chains below
+    inputs, sinks = random_inputs(11, batch=2, heads=(2, 1), device=device_of(backend)), torch.randn(2)
+    sinks, shuffled = sinks.to(inputs[0].device), torch.randperm(11)
+    for mask, at in (
+        (falling_slices(10), torch.arange(11)),
+        (falling_slices(10), shuffled),
+        (PerSequence([falling_slices(10), Causal()]), torch.arange(11)),
+    ):
+        how = {"q_positions": at, "k_positions": at}
+        found = forward_backward(
+            lambda q, k, v, sinks, mask=mask, how=how: attention(
+                q, k, v, mask=mask, sinks=sinks, return_lse=True, backend=backend, **how
+            ),
+            inputs, sinks,
+        )  # fmt: skip
+        assert_attention_close(found, inputs, mask, sinks=sinks, **how)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("backend", ["triton", "gluon"])
+def test_masks_of_more_chains_than_a_launch_takes_on_a_gpu(backend):
+    if backend == "gluon" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    for mask in (checkered_slices(40, 16), falling_slices(200)):
+        check(random_inputs(mask.length, head_dim=64, dtype=torch.bfloat16, device="cuda"), mask, backend=backend)
 
 
 @pytest.mark.parametrize("head_dim", [1, 3, 33, 80, 128, 256, 576])

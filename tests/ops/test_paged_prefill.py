@@ -104,6 +104,44 @@ def test_every_position_of_ragged_sequences(part_bytes, window, sinks, monkeypat
     assert_exact([13, 64, 5, 0, 1, 37, 37], 13, window=window, sinks=sinks)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_other_numbers_of_new_tokens_in_one_call(causal, monkeypatch):
+    """All of T, fewer after a prefix, a whole prompt, none, and more than the sequence has tokens."""
+    monkeypatch.setattr(paged, "_PART_BYTES", 1 << 12)
+    lengths, counts = [50, 37, 9, 20, 4], [13, 5, 9, 0, 7]
+    q, pools, table, exact = problem(lengths, 13)
+    terms = {"softcap": 2.0, "alibi_slopes": torch.rand(Q_HEADS), "sinks": torch.randn(Q_HEADS)}
+    out, lse = am.paged_prefill_attention(
+        q, *pools, table, cur_pos=[n - 1 for n in lengths], query_lengths=counts, causal=causal, return_lse=True,
+        **terms,
+    )  # fmt: skip
+    for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        rows = min(count, length)
+        k, v = (x[b : b + 1, :, :length] for x in exact)
+        state = am.attention(
+            q[b : b + 1, :, 13 - rows :].double(), k, v, mask=am.Causal() if causal else am.Full(),
+            q_positions=torch.arange(length - rows, length), return_lse=True, backend="reference",
+            **{name: x.double() if isinstance(x, torch.Tensor) else x for name, x in terms.items()},
+        )  # fmt: skip
+        assert not out[b, :, : 13 - rows].any()
+        for mine, truth in zip((out, lse), state, strict=True):
+            torch.testing.assert_close(mine[b, :, 13 - rows :].double(), truth[0], rtol=2e-6, atol=2e-6)
+    assert lse[3].isneginf().all()  # without new tokens, as a skipped sequence
+
+
+def test_numbers_of_new_tokens_that_cannot_be():
+    q, pools, table, _ = problem([20, 20], 3)
+    for wrong, message in (
+        ([3, 4], r"query_lengths\[1\] must be .*, got 4"),
+        ([3], "query_lengths must have one number for each of 2 sequences"),
+        (torch.rand(2), "query_lengths must be a list, or an int32 or int64 tensor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            am.paged_prefill_attention(q, *pools, table, cur_pos=[19, 19], query_lengths=wrong)
+    with pytest.raises(ValueError, match="window must be None with causal=False, got 4"):
+        am.paged_prefill_attention(q, *pools, table, cur_pos=[19, 19], window=4, causal=False)
+
+
 @pytest.mark.parametrize("storage", ["fp8", "int8", "bfp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_quantized_storage(storage, dtype):

@@ -304,8 +304,8 @@ def test_the_decode_kernels_compile():
         ("bfp8", "bfloat16", 64, 64, 32, PAGED), ("bfp8", "bfloat16", 256, 256, 32, PAGED),
     ]  # fmt: skip
     options = [
-        {"mask": [2, 1, 4, 64], "tokens": 4}, {"tree": [4, 4], "tokens": 4}, {"window": 9, "split_size": 48},
-        PAGED | {"partial": True, "tokens": 4},
+        {"mask": [2, 1, 4, 64], "tokens": 4}, {"tree": [4, 4], "tokens": 4},
+        {"window": 9, "split_size": 48, "softcap": 30.0}, PAGED | {"partial": True, "tokens": 4},
     ]  # fmt: skip
     assert_compiles_for_hopper("decode", [*tiles, *(("plain", "bfloat16", 128, 128, 4, how) for how in options)])
 

@@ -12,7 +12,7 @@ from attnmesh.plan.schedules import loads, refusal
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.testing.attention import assert_attention_close, random_inputs, virtual_results
-from helpers.masks import batch_masks
+from helpers.masks import batch_masks, checkered_slices, falling_slices
 
 LENGTH = 37
 SCHEDULES = [("ring", None), ("allgather", None), ("ring+ring", 2)]
@@ -36,6 +36,16 @@ def check_values(mask: Mask, layout, world: int, schedule: str, ranks_per_node: 
 def test_unions_and_masks_per_sequence_are_exact_in_every_schedule(mask, layout):
     for schedule, ranks_per_node in SCHEDULES:
         check_values(mask, layout, 4, schedule, ranks_per_node)
+
+
+def test_masks_of_more_chains_than_a_launch_takes_are_exact_in_every_schedule():
+    for mask, (schedule, ranks_per_node) in zip(
+        (falling_slices(150), checkered_slices(34, 2), falling_slices(150)), SCHEDULES, strict=True
+    ):
+        inputs = random_inputs(mask.length, heads=(2, 1), batch=1, head_dim=8, dtype=torch.float64)
+        how = {"schedule": schedule, "ranks_per_node": ranks_per_node}
+        found = virtual_results(4 if ranks_per_node else 2, inputs, mask, Contiguous(), **how)
+        assert_attention_close(found, inputs, mask)
 
 
 @pytest.mark.slow

@@ -17,8 +17,9 @@ class CustomMask(Mask):
     """A base class for masks: a subclass is a frozen dataclass and defines `key_ranges`, from which all else follows.
 
     The intervals of consecutive queries may move forward, back, or by any number of positions. Several intervals per
-    query are a union of masks (`|`), another mask for each sequence is `PerSequence`. A subclass may also define the
-    property `length`, if it is made for one length of sequence: `key_ranges` then gets positions below it only.
+    query, at most 64, are a union of masks (`|`), another mask for each sequence is `PerSequence`. A subclass may also
+    define the property `length`, if it is made for one length of sequence: `key_ranges` then gets positions below it
+    only.
 
     Fields must be hashable (numbers, strings, tuples): equal masks share plans, and ranks compare them as text.
 

@@ -7,7 +7,8 @@ the interval to a kernel.
 The intersection of such intervals is one again: from the largest first to the smallest end. A union is not one
 interval, but it is a few of them. Between the positions where an edge turns, both ends are straight lines of slope 0 or
 1, so that every mask is a list of trapezoids: `intersection` and `union` of such lists are exact, and no pair is
-contained twice. `chains` arranges the result into as few `Intervals` as a greedy choice finds.
+contained twice. `chains` arranges the result into as few `Intervals` as a greedy choice finds: often as many as a query
+has intervals, and more where they move back.
 """
 
 from __future__ import annotations
@@ -261,6 +262,10 @@ class Chain(Intervals):
         first, first_slope, end, end_slope = table[torch.bucketize(q.contiguous(), starts, right=True) - 1].unbind(-1)
         return first + first_slope * q, end + end_slope * q
 
+    def rows_seen(self, q: range, k: range) -> list[range]:
+        own = rows_between(q, self.links[0].start, self.links[-1].stop)  # of many chains, each has few queries
+        return super().rows_seen(q[own.start : own.stop], k)
+
     def boundaries(self, q: range) -> list[int]:
         if not q:
             return []
@@ -269,13 +274,26 @@ class Chain(Intervals):
 
 
 def chains(found: Sequence[Trapezoid]) -> tuple[Chain, ...]:
-    """Disjoint trapezoids arranged into few chains: each joins the first chain that it can continue."""
+    """Disjoint trapezoids arranged into few chains, each after one that it can continue.
+
+    That is a chain that ends at its first query, or else, of those that end before it, the one with the last keys.
+    """
     links: list[list[Trapezoid]] = []
+    near: list[int] = []  # chains that end at the first query of the next trapezoid or later
+    ended: list[tuple[int, int]] = []  # where the keys of the others end, and the chain
     for new in sorted(found, key=lambda trapezoid: (trapezoid.start, trapezoid.first(trapezoid.start))):
-        chain = next((chain for chain in links if _continues(chain[-1], new)), None)
-        if chain is None:
-            links.append([new])
-        elif chain[-1] == (chain[-1].start, new.start, new.first, new.end):  # one straight piece
+        for at in [at for at in near if links[at][-1].stop < new.start]:
+            near.remove(at)
+            bisect.insort(ended, (links[at][-1].end(links[at][-1].stop - 1), at))
+        which = next((at for at in near if _continues(links[at][-1], new)), None)
+        if which is None:
+            before = bisect.bisect_right(ended, (new.first(new.start), len(links)))
+            which = ended.pop(before - 1)[1] if before else len(links)
+            near.append(which)
+        if which == len(links):
+            links.append([])
+        chain = links[which]
+        if chain and chain[-1] == (chain[-1].start, new.start, new.first, new.end):  # one straight piece
             chain[-1] = chain[-1]._replace(stop=new.stop)
         else:
             chain.append(new)
@@ -283,7 +301,29 @@ def chains(found: Sequence[Trapezoid]) -> tuple[Chain, ...]:
 
 
 def _continues(last: Trapezoid, new: Trapezoid) -> bool:
-    first, end = new.first(new.start), new.end(new.start)
-    if last.stop == new.start:
-        return last.first(last.stop - 1) <= first and last.end(last.stop - 1) <= end
-    return last.stop < new.start and last.end(last.stop - 1) <= first
+    """Whether `new` may follow a trapezoid that ends at its first query."""
+    ends = last.first(last.stop - 1) <= new.first(new.start) and last.end(last.stop - 1) <= new.end(new.start)
+    return last.stop == new.start and ends
+
+
+def joined(found: Sequence[Trapezoid]) -> tuple[list[Trapezoid], int, int]:
+    """The same pairs, with intervals of a query that touch as one; the most of any query; and the first such query."""
+    starts: dict[int, list[Trapezoid]] = {}
+    for each in found:
+        starts.setdefault(each.start, []).append(each)
+    pieces: list[Trapezoid] = []
+    some: list[Trapezoid] = []  # those of the queries from start to stop
+    most, where = 0, 0
+    for start, stop in pairwise(sorted({edge for each in found for edge in (each.start, each.stop)})):
+        some = [each for each in some if each.stop > start] + starts.get(start, [])
+        here: list[Trapezoid] = []
+        for each in sorted(some, key=lambda each: each.first(start)):
+            # Two lines that are equal at both ends are equal between them.
+            if here and all(here[-1].end(q) == each.first(q) for q in (start, stop - 1)):
+                here[-1] = here[-1]._replace(end=each.end)
+            else:
+                here.append(Trapezoid(start, stop, each.first, each.end))
+        if len(here) > most:
+            most, where = len(here), start
+        pieces += here
+    return pieces, most, where

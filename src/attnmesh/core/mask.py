@@ -25,6 +25,7 @@ from attnmesh.core.intervals import (
     Trapezoid,
     chains,
     intersection,
+    joined,
     straight_pieces,
     union,
 )
@@ -32,7 +33,8 @@ from attnmesh.core.ranges import rows_between
 from attnmesh.core.validation import MAX_COUNT, check_count, check_tensor, shown
 
 MAX_INTERVALS = 64
-"""The most intervals per query: every one is another pass of a kernel over its keys."""
+"""The most intervals per query, and the most chains of intervals in one launch of a kernel, which reads the bounds of
+every row in each of them."""
 
 
 def _is_ours(kind: type) -> bool:
@@ -258,12 +260,17 @@ class Or(_Combined):
 @lru_cache(maxsize=256)
 def _resolved(mask: Mask, positions: range) -> tuple[Intervals, ...]:
     keys = [Trapezoid(positions.start, positions.stop, Line(positions.start, 0), Line(positions.stop, 0))]
-    found = chains(intersection(mask.trapezoids(positions), keys))
-    if len(found) > MAX_INTERVALS:
+    pieces = intersection(mask.trapezoids(positions), keys)
+    found = chains(pieces)
+    if len(found) <= MAX_INTERVALS:
+        return found
+    pieces, most, where = joined(pieces)
+    if most > MAX_INTERVALS:
         raise ValueError(
-            f"a mask must have at most {MAX_INTERVALS} intervals per query, and {shown(mask)} has {len(found)}"
+            f"a mask must have at most {MAX_INTERVALS} intervals per query, and {shown(mask)} has {most} for the query "
+            f"at position {where}"
         )
-    return found
+    return min(found, chains(pieces), key=len)
 
 
 def _combined(kind: type[_Combined], a: Mask, b: Mask) -> Mask:

@@ -360,7 +360,8 @@ class Slices(Mask):
         "inverse_causal"        j >= i: the diagonal begins in the first query and the first key
         "bidirectional_causal"  both
 
-    A pair that several slices allow counts once. This is MagiAttention's description of masks.
+    A pair that several slices allow counts once. A query may have at most 64 intervals of keys, where intervals that
+    touch are one; more raise ValueError when the mask is used. This is MagiAttention's description of masks.
 
     Examples:
         >>> print(am.Slices([((0, 3), (0, 3), "causal"), ((3, 5), (1, 3), "full")]).draw(5))

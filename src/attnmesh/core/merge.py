@@ -33,7 +33,7 @@ A sink is the score of an extra key whose value is zero: it takes weight from th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -46,7 +46,9 @@ def merge(states: Iterable[State]) -> State:
     """Returns the state over all keys of `states`, whose key sets are disjoint.
 
     Takes any number of states. Associative, commutative and total: rows with `lse = -inf` contribute nothing, whatever
-    their `out` holds. Where some states have `lse = +inf`, the result is the mean of their `out`, with `lse = +inf`.
+    their `out` holds. Where some states have `lse = +inf`, the result is the mean of their `out`, with `lse = +inf`: an
+    infinite weight, never a row without keys. FlashMLA writes `+inf` for rows without keys, and vLLM's merge reads it
+    so: pass `lse.masked_fill(lse == torch.inf, -torch.inf)`. An lse in base 2 goes through `convert_lse` first.
     Differentiable through every `out` and every finite `lse`. The result is float32 (float64 if any input is).
 
     Examples:
@@ -59,18 +61,7 @@ def merge(states: Iterable[State]) -> State:
     states = check_list("states", states, "states")
     if not states:
         raise ValueError("states must contain at least one state, got none")
-    for i, state in enumerate(states):
-        check_type(f"states[{i}]", state, State)
-        for name, x in zip(state._fields, state, strict=True):
-            if not check_tensor(f"states[{i}].{name}", x).dtype.is_floating_point:
-                raise ValueError(f"states[{i}].{name} must be floating point, got {shown(x)}")
-            if x.device != states[0].out.device:
-                raise ValueError(f"states must be on one device, {states[0].out.device}, got {name} {shown(x)}")
-        if state.out.shape != states[0].out.shape or state.lse.shape != state.out.shape[:-1]:
-            raise ValueError(
-                f"states must have one shape, and lse the shape of out without its last dimension: state {i} has out "
-                f"{tuple(state.out.shape)} and lse {tuple(state.lse.shape)}, state 0 out {tuple(states[0].out.shape)}"
-            )
+    _check_states({f"states[{i}]": state for i, state in enumerate(states)})
     dtype = accumulation_dtype(_widest_dtype(states))
     lse = torch.stack([state.lse.to(dtype) for state in states])
 
@@ -88,6 +79,58 @@ def merge(states: Iterable[State]) -> State:
         w = w.unsqueeze(-1)
         out = out + w * torch.where(w > 0, state.out.to(dtype), 0.0)
     return State(out, torch.where(nonempty, top + torch.log(total), -torch.inf))
+
+
+def _check_states(states: Mapping[str, State]) -> None:
+    """Raises ValueError unless these are states of one shape on one device; by their names as arguments."""
+    one = next(iter(states.values()))
+    for at, state in states.items():
+        check_type(at, state, State)
+        for name, x in zip(state._fields, state, strict=True):
+            if not check_tensor(f"{at}.{name}", x).dtype.is_floating_point:
+                raise ValueError(f"{at}.{name} must be floating point, got {shown(x)}")
+            if x.device != one.out.device:
+                raise ValueError(f"{at} must be on one device, {one.out.device}, got {name} {shown(x)}")
+        if state.out.shape != one.out.shape or state.lse.shape != state.out.shape[:-1]:
+            raise ValueError(
+                f"states must have one shape, and lse the shape of out without its last dimension: {at} has out "
+                f"{tuple(state.out.shape)} and lse {tuple(state.lse.shape)}, {next(iter(states))} out "
+                f"{tuple(one.out.shape)}"
+            )
+
+
+def merge_sinks(state: State, sinks: Tensor) -> State:
+    """Returns the state with sinks merged in: `sinks` are scores of one more key per row, whose value is zero.
+
+    `sinks` has as many dimensions as `lse`, each of its size or 1: `sinks[None, :, None]` for one per head of attention
+    [B, H, S, D], and [B, H, S] for one per query. `attention(..., sinks=sinks, return_lse=True)` returns an lse with
+    the sinks; call it without them, and `merge_sinks` of its state, for an lse without. Differentiable. The result is
+    float32 (float64 if any input is).
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 2, 10, 8)
+        >>> state = am.State(*am.attention(q, k, v, return_lse=True))  # its lse is that of the keys alone
+        >>> sinks = torch.randn(2)
+        >>> out = am.merge_sinks(state, sinks[None, :, None]).out
+        >>> torch.allclose(out, am.attention(q, k, v, sinks=sinks), atol=1e-6)
+        True
+    """
+    _check_states({"state": state})
+    lse = state.lse
+    if not check_tensor("sinks", sinks).dtype.is_floating_point or sinks.device != lse.device:
+        raise ValueError(f"sinks must be floating point on {lse.device}, got {shown(sinks)}")
+    if sinks.ndim != lse.ndim or any(n not in (1, m) for n, m in zip(sinks.shape, lse.shape, strict=True)):
+        raise ValueError(
+            f"sinks must have the dimensions of lse, {list(lse.shape)}, each as long as that of lse or 1, got "
+            f"{list(sinks.shape)}: sinks[None, :, None] is one per head of [batch, heads, seq]"
+        )
+    dtype = accumulation_dtype(torch.promote_types(_widest_dtype([state]), sinks.dtype))
+    out, lse, sinks = state.out.to(dtype), lse.to(dtype), sinks.to(dtype)
+    # A row without keys may hold anything; infinities have no gradient, and that of logaddexp would be NaN.
+    out = torch.where(lse.unsqueeze(-1) == -torch.inf, 0.0, out)
+    larger = torch.maximum(lse, sinks).detach()
+    both = [torch.where(larger.isinf(), 0.0, x) for x in (lse, sinks)]
+    return State(discount_sinks(out, lse, sinks), torch.where(larger.isinf(), larger, torch.logaddexp(*both)))
 
 
 def _exp_difference(lse: Tensor, top: Tensor) -> Tensor:

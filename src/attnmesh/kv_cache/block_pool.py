@@ -17,9 +17,12 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import sha256, shake_256
 
 from attnmesh.core.docs import see
+from attnmesh.core.validation import check_count, shown
+
+_MAX_CONTENT = 1 << 24  # tokens of one image: more than any has
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,26 @@ class CacheFull(RuntimeError):  # noqa: N818 - a state one waits out, not a mist
 def root_hash(cache_key: str) -> bytes:
     """The parent hash of the first block of every sequence under `cache_key`. Keys do not share blocks."""
     return sha256(b"root:" + cache_key.encode()).digest()
+
+
+def content_ids(content: bytes | str, count: int) -> list[int]:
+    """Ids for the `count` tokens of a prompt that stand for an image or other content, in place of a placeholder's id.
+
+    A cache only compares ids. Placeholders have the same ids whatever they stand for; these are derived from all of
+    `content` (bytes, or text such as a digest, which is its UTF-8): prompts then reuse blocks up to the first
+    difference in text or content. They are negative, so that no token has one of them.
+
+    Examples:
+        >>> prompt = [5, 6, *am.content_ids(b"the bytes of an image", 3), 7]
+        >>> len(prompt), prompt[2] < 0, prompt[2:5] == am.content_ids(b"another image", 3)
+        (6, True, False)
+    """
+    if not isinstance(content, bytes | str):
+        raise ValueError(f"content must be bytes or a string, got {shown(content)}")
+    check_count("count", count, most=_MAX_CONTENT)
+    data = content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
+    digest = shake_256(b"content:" + data).digest(8 * count)
+    return [-1 - (int.from_bytes(digest[at : at + 8], "little") >> 1) for at in range(0, 8 * count, 8)]
 
 
 def block_hash(parent: bytes, ids: array[int]) -> bytes:

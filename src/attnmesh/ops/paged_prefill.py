@@ -13,7 +13,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from attnmesh.core.masks import Causal, Mask, SlidingWindow
+from attnmesh.core.masks import Causal, Mask, Prefix, SlidingWindow
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_bool, check_count, check_positive, check_tensor, shown
 from attnmesh.ops.dense.call import check_score_terms, contiguous_last_dim, resolve_scores
@@ -24,14 +24,16 @@ from attnmesh.ops.storage import Stored, values_of
 @overload
 def paged_prefill_attention(
     q: Tensor, k_pool: Stored, v_pool: Stored, block_table: Tensor, *, cur_pos: Sequence[int] | Tensor,
-    scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ..., return_lse: Literal[False] = ...,
-    backend: str = ...,
+    query_lengths: Sequence[int] | Tensor | None = ..., causal: bool = ..., scale: float | None = ...,
+    window: int | None = ..., sinks: Tensor | None = ..., softcap: float | None = ...,
+    alibi_slopes: Tensor | None = ..., return_lse: Literal[False] = ..., backend: str = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def paged_prefill_attention(
     q: Tensor, k_pool: Stored, v_pool: Stored, block_table: Tensor, *, cur_pos: Sequence[int] | Tensor,
-    scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ..., return_lse: Literal[True],
-    backend: str = ...,
+    query_lengths: Sequence[int] | Tensor | None = ..., causal: bool = ..., scale: float | None = ...,
+    window: int | None = ..., sinks: Tensor | None = ..., softcap: float | None = ...,
+    alibi_slopes: Tensor | None = ..., return_lse: Literal[True], backend: str = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def paged_prefill_attention(
     q: Tensor,
@@ -40,9 +42,13 @@ def paged_prefill_attention(
     block_table: Tensor,
     *,
     cur_pos: Sequence[int] | Tensor,
+    query_lengths: Sequence[int] | Tensor | None = None,
+    causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -58,9 +64,13 @@ def paged_prefill_attention(
             to the keys up to its own position. A sequence with fewer than T tokens has them in its last rows: rows
             before position 0 have out 0 and lse -inf (or their sink). -1 skips a sequence: out 0, lse -inf. The host
             needs the numbers: it waits for a tensor on a GPU.
+        query_lengths: number of new tokens of each sequence, 0 to T, in its last rows; T by default. The rows before
+            are as those before position 0, and 0 skips a sequence. The host needs these numbers, too.
+        causal: False lets every new token attend to all keys up to `cur_pos`, also to the new tokens after it.
         scale: multiplies the scores; 1 / sqrt(D) by default.
-        window: number of last keys up to a token's own position, itself included, that it attends to.
+        window: number of last keys up to a token's own position, itself included, that it attends to. Needs `causal`.
         sinks: [Hq] scores of keys without a value.
+        softcap, alibi_slopes: as for `attention`.
         return_lse: also return the float32 lse [B,Hq,T], natural log.
         backend: as for `attention`, except "reference".
 
@@ -76,18 +86,26 @@ def paged_prefill_attention(
     """
     kv = PagedKV(k_pool, v_pool, check_tensor("block_table", block_table, "int32 [batch, slots]"))
     check_paged(q, kv, scale, sinks, ("k_pool", "v_pool"))
-    check_bool(return_lse=return_lse)
-    check_score_terms(q, None, sinks, None)
-    mask, scores = prefill_mask(window), resolve_scores(q, scale, None, None)
+    check_bool(return_lse=return_lse, causal=causal)
+    check_score_terms(q, softcap, sinks, alibi_slopes)
+    scores = resolve_scores(q, scale, softcap, alibi_slopes)
+    if not causal and window is not None:
+        raise ValueError(f"window must be None with causal=False, got {shown(window)}")
+    masked = prefill_mask(window)
     tokens = q.shape[2]
-    runs = [range(max(0, last + 1 - tokens), last + 1) for last in _checked_positions(cur_pos, q, kv)]
-    groups = [(positions, some) for positions, some in equal_runs(runs) if positions]
-    for positions, some in groups:
+    counts = [tokens] * q.shape[0]
+    if query_lengths is not None:
+        counts = _checked_numbers("query_lengths", query_lengths, q, least=0, most=tokens, what="number")
+    lasts = _checked_numbers("cur_pos", cur_pos, q, least=-1, most=kv.capacity - 1, what="position")
+    runs = [range(max(0, last + 1 - count), last + 1) for last, count in zip(lasts, counts, strict=True)]
+    # Without causality: all keys before the end of the positions, where the mask of the new tokens is a prefix.
+    groups = [(run, some, masked if causal else Prefix(run.stop)) for run, some in equal_runs(runs) if run]
+    for positions, some, mask in groups:
         check_calls(_rows(q, some, positions), (positions,), kv.sequences(some), mask, scores, backend)
     out = q.new_zeros(*q.shape[:3], values_of(v_pool).shape[3])
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        for positions, some in groups:
+        for positions, some, mask in groups:
             state = paged_attention(
                 contiguous_last_dim(_rows(q, some, positions)), (positions,), kv.sequences(some), mask=mask,
                 scores=scores, sinks=sinks, backend=backend,
@@ -139,16 +157,16 @@ def _rows(x: Tensor, sequences: range, positions: range) -> Tensor:
     return x[sequences.start : sequences.stop, :, x.shape[2] - len(positions) :]
 
 
-def _checked_positions(cur_pos: object, q: Tensor, kv: PagedKV) -> list[int]:
-    """The last position of every sequence, from a list or a tensor."""
-    given = cur_pos
+def _checked_numbers(name: str, numbers: object, q: Tensor, *, least: int, most: int, what: str) -> list[int]:
+    """A number for every sequence, from a list or a tensor."""
+    given = numbers
     if isinstance(given, Tensor):
-        check_tensor("cur_pos", given)
+        check_tensor(name, given)
         if given.ndim != 1 or given.dtype not in (torch.int32, torch.int64) or given.is_meta:
-            raise ValueError(f"cur_pos must be a list, or an int32 or int64 tensor [{q.shape[0]}], got {shown(given)}")
+            raise ValueError(f"{name} must be a list, or an int32 or int64 tensor [{q.shape[0]}], got {shown(given)}")
         given = given.tolist()
     if not isinstance(given, list | tuple) or len(given) != q.shape[0]:
-        raise ValueError(f"cur_pos must have one position for each of {q.shape[0]} sequences, got {shown(cur_pos)}")
-    for i, last in enumerate(given):
-        check_count(f"cur_pos[{i}]", last, least=-1, most=kv.capacity - 1)
+        raise ValueError(f"{name} must have one {what} for each of {q.shape[0]} sequences, got {shown(numbers)}")
+    for i, number in enumerate(given):
+        check_count(f"{name}[{i}]", number, least=least, most=most)
     return list(given)

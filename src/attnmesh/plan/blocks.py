@@ -29,7 +29,7 @@ from torch import Tensor
 
 from attnmesh.core import ranges
 from attnmesh.core.intervals import Intervals
-from attnmesh.core.mask import Coverage, Mask, coverage, sequence_groups, sequence_intervals
+from attnmesh.core.mask import MAX_INTERVALS, Coverage, Mask, coverage, sequence_groups, sequence_intervals
 from attnmesh.core.ranges import Ranges, rows_between
 
 # More segments than this, of fewer rows each on average, cost less as one masked block than as one call each.
@@ -111,6 +111,15 @@ class Patch:
             for sequences, intervals in sequence_intervals(self.mask, stop, start)
         )
 
+    @cached_property
+    def turns(self) -> tuple[Patch, ...]:
+        """Patches of at most MAX_INTERVALS parts that together are this one: itself if it has no more."""
+        most = max((len(parts) for _, parts in self.parts), default=0)
+        if most <= MAX_INTERVALS:
+            return (self,)
+        starts = range(0, most, MAX_INTERVALS)
+        return tuple(_Turn(self.mask, self.q, self.k, self, at) for at in starts)
+
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """`first` and `end`, int32 [parts, sequences or 1, rows]: see `Visibility`."""
         return _patch_bounds(self, device)
@@ -141,6 +150,19 @@ class Patch:
     def segments(self) -> int:
         """The number of query segments that the mask and the runs make: about the number of blocks."""
         return sum(part.segments for _, parts in self.parts for part in parts)
+
+
+@dataclass(frozen=True)
+class _Turn(Patch):
+    """The parts of a patch from one on, at most MAX_INTERVALS."""
+
+    whole: Patch
+    at: int
+
+    @cached_property
+    def parts(self) -> tuple[tuple[range | None, tuple[Part, ...]], ...]:
+        stop = self.at + MAX_INTERVALS
+        return tuple((sequences, parts[self.at : stop]) for sequences, parts in self.whole.parts)
 
 
 @dataclass(frozen=True)

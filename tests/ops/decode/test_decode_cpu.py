@@ -77,7 +77,7 @@ def _stored(x: Tensor, storage: str, head_axis: int) -> Stored:
 
 def poisoned(call: DecodeCall) -> DecodeCall:
     """The same call; keys and values that nobody sees are NaN, or belong to a scale of NaN."""
-    seen = reference._visible(call).any(1).any(1)  # [B, N]
+    seen = reference.visible_pairs(call).any(1).any(1)  # [B, N]
     if call.shared:
         seen = seen.any(0, keepdim=True)
     if call.table is not None:

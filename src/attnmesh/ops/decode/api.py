@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.docs import explained_in
-from attnmesh.core.state import State
+from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_bool, check_choice, check_tensor
 from attnmesh.ops.decode import reference
-from attnmesh.ops.decode.call import Backend, DecodeCall, build_call, check_into
+from attnmesh.ops.decode.call import Backend, DecodeCall, build_call, check_into, checked_per_head
 from attnmesh.ops.decode.cpu import Cpu
 from attnmesh.ops.decode.device_errors import check_positions
 from attnmesh.ops.decode.gluon import Gluon, GluonGQA
@@ -28,17 +28,17 @@ KeyRange = tuple[Tensor, Tensor]
 def decode_attention(
     q: Tensor, k_cache: Stored, v_cache: Stored, *, cur_pos: Positions | None = ..., mask: Tensor | None = ...,
     tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
-    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ...,
-    key_range: KeyRange | None = ..., out_dtype: torch.dtype | None = ...,
-    return_lse: Literal[False] = ..., backend: str = ...,
+    softcap: float | None = ..., alibi_slopes: Tensor | None = ..., share_cache: bool = ...,
+    max_splits: int | None = ..., split_size: int | None = ..., key_range: KeyRange | None = ...,
+    out_dtype: torch.dtype | None = ..., return_lse: Literal[False] = ..., backend: str = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def decode_attention(
     q: Tensor, k_cache: Stored, v_cache: Stored, *, cur_pos: Positions | None = ..., mask: Tensor | None = ...,
     tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
-    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ...,
-    key_range: KeyRange | None = ..., out_dtype: torch.dtype | None = ...,
-    return_lse: Literal[True], backend: str = ...,
+    softcap: float | None = ..., alibi_slopes: Tensor | None = ..., share_cache: bool = ...,
+    max_splits: int | None = ..., split_size: int | None = ..., key_range: KeyRange | None = ...,
+    out_dtype: torch.dtype | None = ..., return_lse: Literal[True], backend: str = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def decode_attention(
     q: Tensor,
@@ -51,6 +51,8 @@ def decode_attention(
     scale: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
     share_cache: bool = False,
     max_splits: int | None = None,
     split_size: int | None = None,
@@ -61,8 +63,8 @@ def decode_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a few new tokens over a long KV cache: q [B,Hq,T,D], T = 1..8, to out [B,Hq,T,Dv].
 
-    `k_cache` [B,Hkv,L,D] and `v_cache` [B,Hkv,L,Dv] already contain the new tokens; `Quantized` caches are dequantized
-    in the kernel. There is no backward.
+    `k_cache` [B,Hkv,L,D] and `v_cache` [B,Hkv,L,Dv] already contain the new tokens. They have the dtype of q, or are
+    float32, or `Quantized`, which the kernel dequantizes. There is no backward.
 
     Args:
         cur_pos: position of the last of the T tokens of each sequence, a list or a tensor on the device of q; L - 1 by
@@ -73,6 +75,9 @@ def decode_attention(
         scale: multiplies the scores; 1 / sqrt(D) by default.
         window: a token does not attend to keys before the last `window` up to its own position, itself included.
         sinks: [Hq] scores of keys without a value.
+        softcap: bounds the scores to `softcap * tanh(score / softcap)`, before `mask` and `alibi_slopes` are added.
+        alibi_slopes: [Hq], adds `-slope * |token's position - key's position|` to the scores. It becomes a `mask`, in
+            memory of a number per score. Excludes `key_range`.
         share_cache: the caches have batch size 1, and all sequences read them.
         max_splits: maximum number of parts that the keys of a sequence and head are split into. By default as many as
             fill the device.
@@ -98,7 +103,9 @@ def decode_attention(
     call = build_call(
         q, k_cache, v_cache, None, cur_pos=cur_pos, mask=mask, tree=tree, scale=scale, window=window, sinks=sinks,
         share_cache=share_cache, max_splits=max_splits, split_size=split_size, key_range=key_range, out_dtype=out_dtype,
+        softcap=softcap,
     )  # fmt: skip
+    call = _with_slopes(call, alibi_slopes)
     return _run(call, backend, return_lse)
 
 
@@ -106,17 +113,17 @@ def decode_attention(
 def paged_decode_attention(
     q: Tensor, k_pool: Stored, v_pool: Stored, block_table: Tensor, *, cur_pos: Positions, mask: Tensor | None = ...,
     tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
-    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ...,
-    key_range: KeyRange | None = ..., out_dtype: torch.dtype | None = ..., into: State | None = ...,
-    return_lse: Literal[False] = ..., backend: str = ...,
+    softcap: float | None = ..., alibi_slopes: Tensor | None = ..., share_cache: bool = ...,
+    max_splits: int | None = ..., split_size: int | None = ..., key_range: KeyRange | None = ...,
+    out_dtype: torch.dtype | None = ..., into: State | None = ..., return_lse: Literal[False] = ..., backend: str = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def paged_decode_attention(
     q: Tensor, k_pool: Stored, v_pool: Stored, block_table: Tensor, *, cur_pos: Positions, mask: Tensor | None = ...,
     tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
-    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ...,
-    key_range: KeyRange | None = ..., out_dtype: torch.dtype | None = ..., into: State | None = ...,
-    return_lse: Literal[True], backend: str = ...,
+    softcap: float | None = ..., alibi_slopes: Tensor | None = ..., share_cache: bool = ...,
+    max_splits: int | None = ..., split_size: int | None = ..., key_range: KeyRange | None = ...,
+    out_dtype: torch.dtype | None = ..., into: State | None = ..., return_lse: Literal[True], backend: str = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def paged_decode_attention(
     q: Tensor,
@@ -130,6 +137,8 @@ def paged_decode_attention(
     scale: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
     share_cache: bool = False,
     max_splits: int | None = None,
     split_size: int | None = None,
@@ -169,10 +178,29 @@ def paged_decode_attention(
     call = build_call(
         q, k_pool, v_pool, block_table, cur_pos=cur_pos, mask=mask, tree=tree, scale=scale, window=window, sinks=sinks,
         share_cache=share_cache, max_splits=max_splits, split_size=split_size, key_range=key_range, out_dtype=out_dtype,
+        softcap=softcap,
     )  # fmt: skip
+    call = _with_slopes(call, alibi_slopes)
     if into is not None:
         call = check_into(into, call, out_dtype)
     return _run(call, backend, return_lse, into)
+
+
+def _with_slopes(call: DecodeCall, slopes: Tensor | None) -> DecodeCall:
+    """The call with ALiBi slopes, as a mask that is added to the scores."""
+    slopes = checked_per_head("alibi_slopes", slopes, call.q)
+    if slopes is None:
+        return call
+    if call.key_range is not None:
+        raise ValueError("key_range and alibi_slopes are mutually exclusive, got both")
+    keys, tokens = (torch.arange(n, device=call.q.device) for n in (call.capacity, call.q.shape[2]))
+    own = call.cur_pos.long()[:, None] - (len(tokens) - 1) + tokens  # [B, T]
+    distance = (own[:, None, :, None] - keys).abs().to(accumulation_dtype(call.q.dtype))
+    bias = -slopes.to(distance.dtype)[:, None, None] * distance
+    if call.mask is not None and call.mask.dtype != torch.bool:
+        bias[..., : call.mask.shape[3]] += call.mask
+    bias = bias.masked_fill(~reference.visible_pairs(call), -torch.inf)
+    return replace(call, mask=bias, tree=None)
 
 
 class PagedStep:

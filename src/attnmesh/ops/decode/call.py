@@ -41,8 +41,9 @@ class DecodeCall:
     - `window`: of these, to none before the last `window` keys up to its own position, itself included.
     - `key_range`, two tensors [B, T]: to the keys `first <= k < end` up to cur_pos, whatever its own position.
 
-    `sinks` [Hq] are scores of keys without a value. `cur_pos < 0` skips a sequence. `rounded`: `out` has the dtype of q
-    rather than the accumulation dtype. `memo` is shared by the calls of the layers of one step, which differ in q, k,
+    `softcap` bounds scores before a bias is added. `sinks` [Hq] are scores of keys without a value. `cur_pos < 0` skips
+    a sequence. `rounded`: `out` has `dtype`, that of the given queries, rather than the accumulation dtype. (q is wider
+    than these if the cache is.) `memo` is shared by the calls of the layers of one step, which differ in q, k,
     v and sinks only: what a backend derives from the rest, it derives once.
     """
 
@@ -59,12 +60,14 @@ class DecodeCall:
     sinks: Tensor | None
     splits: Splits
     rounded: bool
+    dtype: torch.dtype
+    softcap: float | None = None
     memo: dict[Any, Any] | None = None
 
     def of_layer(self, q: Tensor, k: Stored, v: Stored, sinks: Tensor | None) -> DecodeCall:
         """The call of another layer of the step, as `dataclasses.replace` would return it, in a fifth of the time."""
         call = object.__new__(DecodeCall)
-        vars(call).update(vars(self), q=q, k=k, v=v, sinks=sinks)
+        vars(call).update(vars(self), q=q.to(self.q.dtype), k=k, v=v, sinks=sinks)
         return call
 
     @property
@@ -101,7 +104,7 @@ class DecodeCall:
     @property
     def out_dtype(self) -> torch.dtype:
         """The dtype of out."""
-        return self.q.dtype if self.rounded else accumulation_dtype(self.q.dtype)
+        return self.dtype if self.rounded else accumulation_dtype(self.q.dtype)
 
     @property
     def block_size(self) -> int:
@@ -151,10 +154,12 @@ def build_call(
     split_size: int | None,
     key_range: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
+    softcap: float | None = None,
 ) -> DecodeCall:
     """Validates the arguments of a decode call; raises ValueError. Does not read tensors on a device."""
     caches = ("k_cache", "v_cache") if table is None else ("k_pool", "v_pool")
     _check_tensors(q, k, v, table, caches)
+    dtype, q = q.dtype, _as_wide(q, k, v)
     check_storages(q, k, v, caches, axis=1 if table is None else 2, latent=table is not None)
     if share_cache is not False and share_cache is not True:
         check_bool(share_cache=share_cache)  # raises
@@ -178,9 +183,11 @@ def build_call(
             if other is not None:
                 raise ValueError(f"key_range and {name} are mutually exclusive, got both")
     if out_dtype is not None and not (
-        isinstance(out_dtype, torch.dtype) and out_dtype in (q.dtype, accumulation_dtype(q.dtype))
+        isinstance(out_dtype, torch.dtype) and out_dtype in (dtype, accumulation_dtype(dtype))
     ):
-        raise ValueError(f"out_dtype must be None or {_out_dtypes(q)}, got {shown(out_dtype)}")
+        raise ValueError(f"out_dtype must be None or {_out_dtypes(dtype)}, got {shown(out_dtype)}")
+    if softcap is not None:
+        softcap = check_number("softcap", softcap, above=0)
     capacity = values_of(k).shape[2] if table is None else table.shape[1] * values_of(k).shape[1]
     return DecodeCall(
         q,
@@ -193,9 +200,11 @@ def build_call(
         1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
         window,
         _checked_key_range(key_range, q),
-        _checked_sinks(sinks, q),
+        checked_per_head("sinks", sinks, q),
         Splits(max_splits, split_size),
-        out_dtype in (None, q.dtype),
+        out_dtype in (None, dtype),
+        dtype,
+        softcap,
     )
 
 
@@ -205,9 +214,9 @@ def check_into(into: State, call: DecodeCall, out_dtype: torch.dtype | None) -> 
     if not isinstance(into, tuple) or len(into) != 2 or not all(isinstance(x, Tensor) for x in into):
         raise ValueError(f"into must be a State (out, lse) of two tensors, got {type(into).__name__} {shown(into)}")
     out, lse = into
-    allowed = (q.dtype, accumulation_dtype(q.dtype)) if out_dtype is None else (out_dtype,)
+    allowed = (call.dtype, accumulation_dtype(call.dtype)) if out_dtype is None else (out_dtype,)
     if out.dtype not in allowed:
-        wanted = _out_dtypes(q) if out_dtype is None else f"{out_dtype} (out_dtype)"
+        wanted = _out_dtypes(call.dtype) if out_dtype is None else f"{out_dtype} (out_dtype)"
         raise ValueError(f"into.out must be {wanted}, got {out.dtype}")
     if lse.dtype != accumulation_dtype(q.dtype):
         raise ValueError(f"into.lse must be {accumulation_dtype(q.dtype)}, got {lse.dtype}")
@@ -220,7 +229,7 @@ def check_into(into: State, call: DecodeCall, out_dtype: torch.dtype | None) -> 
         _refuse_gradient(f"into.{name}", x)
     if out.stride(-1) != 1 and out.shape[-1] > 1:
         raise ValueError(f"the last dimension of into.out must be contiguous, got strides {out.stride()}")
-    return replace(call, rounded=out.dtype == q.dtype)
+    return replace(call, rounded=out.dtype == call.dtype)
 
 
 def _check_tensors(q: Tensor, k: Stored, v: Stored, table: Tensor | None, caches: tuple[str, str]) -> None:
@@ -301,7 +310,8 @@ def check_storages(
         if isinstance(x, Tensor):
             if x.dtype != q.dtype:
                 raise ValueError(
-                    f"q and {name} must have the same dtype or {name} be Quantized, got {q.dtype} and {x.dtype}"
+                    f"q and {name} must have the same dtype, or {name} be float32 or Quantized, got {q.dtype} and "
+                    f"{x.dtype}"
                 )
         elif x.storage == "fp8" and x.scales.ndim and x.scales.shape[0] != kv_heads:
             raise ValueError(f"{name} must have one fp8 scale per kv head, {kv_heads}, got {x.scales.shape[0]}")
@@ -427,20 +437,27 @@ def _checked_key_range(key_range: tuple[Tensor, Tensor] | None, q: Tensor) -> tu
     return key_range
 
 
-def _checked_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
-    if sinks is None:
+def checked_per_head(name: str, x: Tensor | None, q: Tensor) -> Tensor | None:
+    """An argument [Hq], such as sinks; raises ValueError."""
+    if x is None:
         return None
-    if not isinstance(sinks, Tensor) or sinks.shape != (q.shape[1],) or not sinks.dtype.is_floating_point:
-        raise ValueError(f"sinks must be floating point [{q.shape[1]}], one per query head, got {_described(sinks)}")
-    if sinks.device != q.device:
-        raise ValueError(f"sinks must be on the device of q, {q.device}, got {sinks.device}")
-    check_tensor("sinks", sinks)
-    _refuse_gradient("sinks", sinks)
-    return sinks
+    if not isinstance(x, Tensor) or x.shape != (q.shape[1],) or not x.dtype.is_floating_point:
+        raise ValueError(f"{name} must be floating point [{q.shape[1]}], one per query head, got {_described(x)}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+    check_tensor(name, x)
+    _refuse_gradient(name, x)
+    return x
 
 
-def _out_dtypes(q: Tensor) -> str:
-    return " or ".join(str(dtype) for dtype in dict.fromkeys((q.dtype, accumulation_dtype(q.dtype))))
+def _as_wide(q: Tensor, k: Stored, v: Stored) -> Tensor:
+    """Queries in half precision over a cache in float32 as float32: neither keys nor values are rounded."""
+    wide = all(isinstance(x, Tensor) and x.dtype == torch.float32 for x in (k, v))
+    return q.float() if wide and q.dtype in (torch.float16, torch.bfloat16) else q
+
+
+def _out_dtypes(dtype: torch.dtype) -> str:
+    return " or ".join(map(str, dict.fromkeys((dtype, accumulation_dtype(dtype)))))
 
 
 def _refuse_gradient(name: str, x: Tensor) -> None:

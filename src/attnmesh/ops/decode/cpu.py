@@ -37,6 +37,8 @@ class Cpu:
         """The reason why this backend cannot serve the call; None if it can."""
         if call.q.device.type != "cpu":
             return f"it computes on the CPU, q is on {call.q.device}"
+        if call.softcap is not None:
+            return "torch's flash kernel takes no softcap"
         return None
 
     def run(self, call: DecodeCall, into: State | None = None) -> State:

@@ -28,6 +28,8 @@ class Gluon(Triton):
         """The reason why this backend cannot serve the call; None if it can."""
         if not call.q.is_cuda or gpu_of(call.q.device).capability != 90:
             return "its kernels need a Hopper GPU (compute capability 9.0)"
+        if call.softcap is not None:
+            return "its kernels take no softcap"
         refused = super().refusal(call)
         if refused is None:
             refused = _module(self._checks).refusal(call)

@@ -23,7 +23,7 @@ def run(call: DecodeCall, *, plain: bool = False) -> State:
     def rounded(x: Tensor) -> Tensor:
         return x.to(q.dtype).to(dtype) if plain else x
 
-    visible = _visible(call)  # [B, Hq or 1, T, N]
+    visible = visible_pairs(call)  # [B, Hq or 1, T, N]
     used = visible.any(1).any(1)[:, None, :, None]  # [B, 1, N, 1]
     # where, not a product: keys that no row attends to may hold anything.
     k, v = (torch.where(used, rounded(_gathered(call, x, dtype)), 0.0) for x in (call.k, call.v))
@@ -31,6 +31,8 @@ def run(call: DecodeCall, *, plain: bool = False) -> State:
 
     heads = q.to(dtype).unflatten(1, (call.kv_heads, group))
     scores = torch.einsum("bhgtd,bhnd->bhgtn", heads, k).flatten(1, 2) * call.scale
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.mask is not None and call.mask.dtype != torch.bool:
         scores[..., : call.mask.shape[3]] += call.mask.to(dtype)
     scores = rounded(scores).masked_fill(~visible, -torch.inf)
@@ -49,7 +51,7 @@ def run(call: DecodeCall, *, plain: bool = False) -> State:
     return State(out.to(call.out_dtype), lse)
 
 
-def _visible(call: DecodeCall) -> Tensor:
+def visible_pairs(call: DecodeCall) -> Tensor:
     """Whether each query attends to each position of the cache: [B, Hq or 1, T, capacity]."""
     tokens = call.q.shape[2]
     device = call.q.device

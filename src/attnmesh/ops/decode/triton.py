@@ -370,7 +370,7 @@ def _launch(call: DecodeCall, state: State, tiles: DecodeTiles, first_sequence: 
             q, q.stride()[:3], k, v, *k_parts, *v_parts, shifts, *launch.sources,
             mask, _broadcast_strides(mask, 4), 0 if mask is None else mask.shape[3],
             tree, _broadcast_strides(tree, 3), launch.sinks, *launch.written, *launch.parts, *launch.numbers,
-            call.scale * _LOG2_E,
+            call.scale * _LOG2_E, None if call.softcap is None else call.softcap * _LOG2_E,
             **constants, KEYS=tiles.keys, D=head_dim, MAIN=main, TAIL=tail,
             BLOCK_DV=max(16, power_of_two(call.value_dim)),
             STORAGE=storage, PAIRED=words,

@@ -48,6 +48,7 @@ from attnmesh.ops.decode.triton_schedule import (
     visible_keys,
     work_units,
 )
+from attnmesh.ops.dense.triton_tiles import tanh
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -205,7 +206,7 @@ def split_kernel(
     q, q_strides, k, v, k_strides, k_scales, k_scale_strides, v_strides, v_scales, v_scale_strides, scale_shifts,
     table, table_stride, cur_pos, range_first, range_end, mask, mask_strides, mask_width, tree, tree_strides, sinks,
     out, out_strides, lse, lse_strides, part_out, part_lse,
-    batch, kv_heads, num_blocks, capacity, window, shares, max_splits, scale_log2,
+    batch, kv_heads, num_blocks, capacity, window, shares, max_splits, scale_log2, softcap_log2,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     STORAGE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
@@ -348,6 +349,8 @@ def split_kernel(
             if STORAGE == "int8":
                 at_scale = key_offsets(blocks, block_offsets, k_scale_strides, WIDE)
                 scores *= tl.load(k_scale_head + at_scale, mask=valid, other=0.0)[:, None]
+            if softcap_log2 is not None:
+                scores = softcap_log2 * tanh(scores / softcap_log2, q_main.dtype == tl.float32)
 
             scores, visible = visible_keys(
                 scores, keys, row_last, row_first, own, row_sequence, row_head, row_token, window,

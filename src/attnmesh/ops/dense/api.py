@@ -59,7 +59,7 @@ def attention(
         scale: multiplies the scores; 1 / sqrt(D) by default.
         softcap: bounds the scores to `softcap * tanh(score / softcap)`, as Gemma 2 and Grok do.
         sinks: [Hq], a score per query head that joins every softmax with a value of zero, as in GPT-OSS. It is
-            differentiable, and part of the lse.
+            differentiable, and part of the lse; `merge_sinks` has an lse without them, and sinks per query.
         alibi_slopes: [Hq], adds `-slope * |q_position - k_position|` to the scores, after the softcap. Constants.
         q_positions, k_positions: integer positions of the rows, in any order; 0, 1, 2, ... by default. A chunk of a
             longer prompt is `q_positions=torch.arange(start, start + Sq)`. On CUDA, pass CPU tensors (or None) to allow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from attnmesh.core import ranges
 from attnmesh.core.docs import explained_in
 from attnmesh.core.intervals import Intervals
-from attnmesh.core.mask import sequence_intervals
+from attnmesh.core.mask import MAX_INTERVALS, sequence_intervals
 from attnmesh.core.masks import Mask, check_mask
 from attnmesh.core.state import State
 from attnmesh.core.validation import check_choice, check_tensor
@@ -101,12 +101,46 @@ def choose_fused(call: Call, backend: str) -> Backend:
     choice = choose(call, backend)
     if choice.backend == "reference":
         raise ValueError('backend="reference" keeps every score, and has no state to merge')
-    return _FUSED[choice.backend]
+    return _in_turns(_FUSED[choice.backend], call)
 
 
 def choose_fused_backward(call: Call, result: Result, backend: str) -> Backend:
     """The backend for the backward of a call."""
-    return _FUSED[choose_backward(call, backend, grad_lse=result.grad_lse is not None).backend]
+    chosen = choose_backward(call, backend, grad_lse=result.grad_lse is not None)
+    return _in_turns(_FUSED[chosen.backend], call)
+
+
+def _in_turns(backend: Backend, call: Call) -> Backend:
+    return backend if len(_turns(call)) == 1 else _InTurns(backend)
+
+
+def _turns(call: Call) -> list[Call]:
+    """The call, or one for every MAX_INTERVALS parts of its mask: bounds of all parts would take too much memory."""
+    visibility = call.visibility
+    turns = visibility.turns if isinstance(visibility, Patch | _Irregular) else (visibility,)
+    return [call] if len(turns) == 1 else [replace(call, visibility=turn) for turn in turns]
+
+
+class _InTurns:
+    """A backend that serves masks of many parts by several calls of another one."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.name, self._backend = backend.name, backend
+        self.refusal, self.backward_refusal, self.prepare = backend.refusal, backend.backward_refusal, backend.prepare
+
+    def forward(self, call: Call, total: StateAccumulator) -> None:
+        """Merges the attention of this call into `total`."""
+        total.last_call = False  # the sinks join after all turns
+        for turn in _turns(call):
+            self._backend.forward(turn, total)
+
+    def backward(self, call: Call, result: Result, grads: Grads) -> None:
+        """Adds the gradients of this call to `grads`."""
+        for grad in (grads.q, grads.k, grads.v):
+            if grad is not None:
+                grad.one_call = False
+        for turn in _turns(call):
+            self._backend.backward(turn, result, grads)
 
 
 def forward(call: Call, sinks: Tensor | None, backend: str) -> State:
@@ -183,6 +217,15 @@ class _Irregular:
     mask: Mask
     q: Tensor
     k: Tensor
+    at: int | None = None  # the first of MAX_INTERVALS parts; None: all parts
+
+    @cached_property
+    def turns(self) -> tuple[_Irregular, ...]:
+        """As of a `Patch`."""
+        most = max((len(intervals) for _, intervals in self._intervals), default=0)
+        if most <= MAX_INTERVALS:
+            return (self,)
+        return tuple(replace(self, at=at) for at in range(0, most, MAX_INTERVALS))
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -199,7 +242,11 @@ class _Irregular:
         if not self.mask.is_interval and self.q.numel() and self.k.numel():  # a union: reading this stalls a device
             ends = torch.stack([self.q[0], self.k[0], self.q[-1], self.k[-1]]).tolist()
             start, stop = min(0, *ends[:2]), max(ends[2:]) + 1
-        return sequence_intervals(self.mask, stop, start)
+        found = sequence_intervals(self.mask, stop, start)
+        if self.at is None:
+            return found
+        stop = self.at + MAX_INTERVALS
+        return tuple((sequences, intervals[self.at : stop]) for sequences, intervals in found)
 
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
         q, k = self.q.to(device), self.k.to(device)

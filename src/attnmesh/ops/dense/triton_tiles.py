@@ -361,7 +361,7 @@ def base2_scores(products, scale, softcap, slope, left_positions, right_position
     Positions are those of the two dimensions of the products, in float32. EXACT is for float32 inputs.
     """
     if softcap is not None:
-        capped = _tanh(products * (scale / softcap), EXACT)
+        capped = tanh(products * (scale / softcap), EXACT)
         scores = capped * (softcap * _LOG2_E)
     else:
         capped = products
@@ -388,7 +388,7 @@ def row_exponents(top, new_top, factor):
 
 
 @triton.jit
-def _tanh(x, EXACT: tl.constexpr):
+def tanh(x, EXACT: tl.constexpr):
     """tanh, with an error of about 1e-7; relative to the result if EXACT, where a series serves small x."""
     result = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * _LOG2_E)))
     if EXACT:

@@ -230,6 +230,8 @@ def merge_topk(candidates: Sequence[TopKIndices], topk: int) -> TopKIndices:
 def convert_lse(lse: Tensor, src: Base, dst: Base) -> Tensor:
     """Converts an lse from base `src` to base `dst`, "e" or "2". Infinities are unchanged.
 
+    `merge` takes -inf for a row without keys. FlashMLA writes +inf there: see `merge`.
+
     Examples:
         >>> am.convert_lse(torch.tensor([1.0, float("-inf")]), "2", "e")
         tensor([0.6931,   -inf])
