@@ -107,6 +107,7 @@ def _checksum(x: Tensor, odd: Tensor, product: Tensor) -> Tensor:
 class Progress:
     """How far the calls of a `Generator` have got: equal on all ranks between two calls, or they are out of step."""
 
+    generator: int = 0  # which one of those on its ranks, as `CallLog.number` counts them
     calls: int = 0
     steps: int = 0  # of the latest call
     digest: int = 0  # of all prompts and tokens
@@ -129,7 +130,7 @@ class Progress:
             yield token
 
     def __str__(self) -> str:
-        return f"{self.steps} steps into call {self.calls}, digest {self.digest % 2**64:016x}"
+        return f"generator {self.generator}, {self.steps} steps into call {self.calls}, digest {self.digest % 2**64:016x}"
 
 
 def report_error(comm: Comm, operation: str, error: BaseException) -> None:

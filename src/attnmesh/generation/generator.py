@@ -133,7 +133,7 @@ class Generator:
         if self.engine.device.type == "cpu" and not self._ranks.together and self._all_share_memory():
             self.engine.use_tensor_parallel()
         self.max_sequences, self.stats = max_sequences, GenerationStats(rank)
-        self._progress = Progress()
+        self._progress = Progress(self.comm.log.number("Generator"))
         self._iterator: weakref.ref[abc.Generator[Token, None, None]] | None = None  # of the latest call
         self._batch: ContinuousBatch | None = None  # submitted requests; None after a call of generate
         self._submitted = 0

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
+from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks
 from attnmesh.core.compiling import not_compiled
 from attnmesh.core.docs import explained_in, see
 from attnmesh.core.layouts import Layout, Zigzag, check_layout, dimension
@@ -76,8 +76,8 @@ class ContextParallel(ExecutorFactory):
     names of another parallelism (dp, fsdp, tp, pp, ep, ...) raise ValueError. For other groups, pass `ranks_per_node`:
     rank `node x ranks_per_node + i` is the i-th rank of its node.
 
-    All ranks make the same calls in the same order with the same arguments. Ranks compare their arguments before the
-    first call of a kind; a difference raises ValueError on every rank.
+    All ranks make the same objects, and the same calls on them, in the same order with the same arguments. Ranks compare
+    their arguments before the first call of a kind on an object; a difference raises ValueError on every rank.
 
     `schedule` is one of:
 
@@ -121,6 +121,8 @@ class ContextParallel(ExecutorFactory):
         self._kept_choices: dict[object, str] = {}  # of contexts by `with_layout`
         self._keeps_choices = False
         self._handle = context_handle(self)  # by which compiled graphs refer to it
+        # Without the layout, of which there may be one per batch: the numbers of all kinds are kept.
+        self._number = self._groups.number("ContextParallel", schedule, backend, self._groups.ranks_per_node)
 
     def __deepcopy__(self, memo: object) -> ContextParallel:
         return self  # groups of ranks have no copies: a copied model is one of the same ranks
@@ -139,7 +141,7 @@ class ContextParallel(ExecutorFactory):
         """The same ranks, schedule and backend with another layout. Nothing is sent and no group is created.
 
         It is meant for a batch with a layout of its own: schedule "auto" is chosen for the first such batch, and kept
-        for later ones of about the same length with other documents.
+        for later ones of about the same length with other documents. Between ranks it counts as the same object.
         """
         check_layout("layout", layout)
         other = copy.copy(self)
@@ -162,7 +164,7 @@ class ContextParallel(ExecutorFactory):
             at = dimension(x, dim)
             self._check_shard(x.shape[at], length)
             return at, {
-                "dim": at, "length": length, "other dimensions": [n for i, n in enumerate(x.shape) if i != at],
+                OBJECT: self._number, "dim": at, "length": length, "other dimensions": [n for i, n in enumerate(x.shape) if i != at],
                 "dtype": x.dtype, "device": x.device.type, "layout": self.layout,
                 "gradients": torch.is_grad_enabled() and x.requires_grad,
             }  # fmt: skip
@@ -324,7 +326,7 @@ class ContextParallel(ExecutorFactory):
         return _CachedCall(
             executor,
             {
-                "batch": shape.batch, "query heads": shape.q_heads, "kv heads": shape.kv_heads,
+                OBJECT: self._number, "batch": shape.batch, "query heads": shape.q_heads, "kv heads": shape.kv_heads,
                 "head_dim": shape.head_dim, "head_dim of v": shape.out_dim,
                 f"length{inferred}": length, "key_length": key_length,
                 "dtype": q.dtype, "device": q.device.type, "mask": mask, "scale": scores.scale, "softcap": softcap,

@@ -63,6 +63,7 @@ def attention_context_parallel(
         cp = group
     else:
         cp = ContextParallel(group, **options)
+        cp._number = 0  # as if all were one: it is made for every step, and each would have to be compared
     check_mask("mask", mask)
     dims = _checked_dims(buffers, buffer_seq_dims, no_restore_buffers)
     length = _length_with(buffers, dims, length)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
+from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.compiling import not_compiled
 from attnmesh.core.layouts import Contiguous, Layout, check_layout
 from attnmesh.core.validation import check_bool, check_choice, check_count, check_positive
@@ -91,6 +91,7 @@ class SparseParallel:
         self.layout, self.schedule, self.check_indices = layout, schedule, check_indices
         self.length, self.key_length = length, length if key_length is None else key_length
         self._groups = SparseGroups(comm_or_solo("tp", tp), comm_or_solo("cp", cp))
+        self._number = self._groups.number("SparseParallel", schedule, check_indices)
 
     @property
     def tp(self) -> Comm:
@@ -354,6 +355,7 @@ class SparseParallel:
         """The values that must be equal on all ranks."""
         inferred = " (rows per rank times world size; set it where ranks hold different numbers)"
         return {
+            OBJECT: self._number,
             "length" + ("" if self.length is not None else inferred): sharding.length,
             "key_length" + ("" if self.key_length is not None else inferred): sharding.key_length,
             "layout": self.layout, "schedule": self.schedule, "check_indices": self.check_indices,

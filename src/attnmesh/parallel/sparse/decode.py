@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
+from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.call_log import format_ranks
 from attnmesh.core.merge import add_sinks, merge
 from attnmesh.core.ranges import InterleavedShard
@@ -77,6 +77,7 @@ class SparseDecode:
         check_bool(check_indices=check_indices)
         self.check_indices = check_indices
         self.shard = InterleavedShard(self.cp.world, self.cp.rank, interleave)
+        self._number = self.cp.log.number("SparseDecode", interleave)
         self.heads: tuple[int, ...] | None = None
         if heads is not None:
             self.heads = tuple(check_list("heads", heads, "numbers of heads"))
@@ -205,7 +206,7 @@ class SparseDecode:
     def _shared_values(self, q: Tensor, pool: Stored, backend: str, **more: object) -> SharedValues:
         """The values that must be equal on all ranks."""
         return {
-            "batch": q.shape[0], "tokens": q.shape[1], "width": q.shape[3], "dtype": q.dtype, "device": q.device.type,
+            OBJECT: self._number, "batch": q.shape[0], "tokens": q.shape[1], "width": q.shape[3], "dtype": q.dtype, "device": q.device.type,
             "interleave": self.shard.interleave, "storage": storage_of(pool), "check_indices": self.check_indices,
             "backend": backend, **more,
         }  # fmt: skip
