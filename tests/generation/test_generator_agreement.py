@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.generation.agreement import checksums
+from attnmesh.core.checksums import checksums
 from attnmesh.generation.generator import Generator, generate
 from attnmesh.generation.sampling import Sampling
 from attnmesh.plan.decode import DecodeSharding

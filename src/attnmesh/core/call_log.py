@@ -45,6 +45,10 @@ class CallLog:
         self._made[kind] += 1
         return self._made[kind]
 
+    def made(self, *kind: Hashable) -> int:
+        """How many objects of this kind were numbered."""
+        return self._made[kind]
+
     def latest(self, calls: int) -> list[LoggedCall]:
         """The latest calls, oldest first. May be called on another thread."""
         kept = list(self._calls)[-calls:]

@@ -31,6 +31,7 @@ from attnmesh.parallel.executor import (
     ExecutorFactory,
     Inputs,
     attend,
+    score_checks,
     unshard,
 )
 from attnmesh.parallel.node_groups import node_groups
@@ -76,8 +77,8 @@ class ContextParallel(ExecutorFactory):
     names of another parallelism (dp, fsdp, tp, pp, ep, ...) raise ValueError. For other groups, pass `ranks_per_node`:
     rank `node x ranks_per_node + i` is the i-th rank of its node.
 
-    All ranks make the same objects, and the same calls on them, in the same order with the same arguments. Ranks compare
-    their arguments before the first call of a kind on an object; a difference raises ValueError on every rank.
+    All ranks make the same objects, and the same calls on them, in the same order with the same arguments. Ranks
+    compare their arguments before the first call of a kind on an object; a difference raises ValueError on every rank.
 
     `schedule` is one of:
 
@@ -117,6 +118,7 @@ class ContextParallel(ExecutorFactory):
         self._groups = node_groups(group, ranks_per_node)
         self.comm = self._groups.all_ranks
         self.layout, self.schedule, self.backend = layout, schedule, backend
+        self._score_checks = score_checks(self.comm)
         self._calls: dict[object, _CachedCall] = {}
         self._kept_choices: dict[object, str] = {}  # of contexts by `with_layout`
         self._keeps_choices = False
@@ -164,7 +166,8 @@ class ContextParallel(ExecutorFactory):
             at = dimension(x, dim)
             self._check_shard(x.shape[at], length)
             return at, {
-                OBJECT: self._number, "dim": at, "length": length, "other dimensions": [n for i, n in enumerate(x.shape) if i != at],
+                OBJECT: self._number, "dim": at, "length": length,
+                "other dimensions": [n for i, n in enumerate(x.shape) if i != at],
                 "dtype": x.dtype, "device": x.device.type, "layout": self.layout,
                 "gradients": torch.is_grad_enabled() and x.requires_grad,
             }  # fmt: skip
@@ -211,8 +214,9 @@ class ContextParallel(ExecutorFactory):
         Returns out [B,Hq,n,Dv], and with `return_lse` the float32 lse [B,Hq,n]; both are differentiable.
 
         `softcap`, `sinks` [Hq] and `alibi_slopes` [Hq] are as in `attention`. They are replicated: every rank passes
-        the same values, which ranks do not compare. The gradient of `sinks` on a rank is the contribution of its
-        queries, as for any replicated weight: the sum over ranks is the whole gradient.
+        the same values. Ranks compare a checksum of them, on a CPU in every call, on a GPU in the first 128 calls of
+        the group and then in every 251st; a difference raises ValueError on every rank. The gradient of `sinks` on a
+        rank is the contribution of its queries, as for any replicated weight: the sum over ranks is the whole gradient.
         """
         inputs = Inputs(q, k, v, sinks, alibi_slopes)
         # Inputs that are not tensors are reported later, on all ranks together.
@@ -228,13 +232,21 @@ class ContextParallel(ExecutorFactory):
     def agreed_executor(self, inputs: Inputs, options: AttentionOptions, *, compiled: bool = False) -> Executor:
         """The executor of a call, after all ranks have agreed on its arguments."""
 
+        has_terms = self.world > 1 and (inputs.sinks is not None or inputs.alibi_slopes is not None)
+
         def check_arguments() -> tuple[Executor, SharedValues]:
             call = self._checked_call(inputs, options)
-            return call.executor, call.values
+            if not has_terms:
+                return call.executor, call.values
+            terms = self._score_checks.compared(sinks=inputs.sinks, alibi_slopes=inputs.alibi_slopes)
+            return call.executor, call.values | terms
 
         # A compiled backward sends other messages than an eager one.
         name = "ContextParallel.attention in a compiled graph" if compiled else "ContextParallel.attention"
-        return check_on_all_ranks(self._groups, name, check_arguments)
+        executor = check_on_all_ranks(self._groups, name, check_arguments)
+        if has_terms:
+            self._score_checks.count()
+        return executor
 
     def executor(self, inputs: Inputs, options: AttentionOptions) -> Executor:
         """The executor of a call whose arguments the ranks have agreed on before."""

@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks, propagate_failure
+from attnmesh.core.checksums import equal_values
 from attnmesh.core.compiling import not_compiled
 from attnmesh.core.validation import check_bool, check_choice, check_count, check_tensor, check_type, shown
 from attnmesh.kv_cache.pools import as_stored
@@ -49,6 +50,7 @@ from attnmesh.parallel.decode.ranks import DecodeRanks, all_ranks_of, decode_ran
 from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, KvRows
 
 _DEFAULT_EXCHANGE = Exchange()
+_REPLICATED = [field.name for field in fields(AttentionWeights) if "norm" in field.name or field.name == "sinks"]
 _SHARED_WEIGHTS = [field.name for field in fields(AttentionWeights) if field.name != "out_bias"]  # only on rank 0
 
 
@@ -354,6 +356,7 @@ def _check_weights(settings: _Settings, weights: AttentionWeights, rank: int) ->
         "kv_rows": settings.kv_rows, "split_size": settings.split_size, "dtype": weights.qkv.dtype,
         "device": weights.qkv.device.type, "backend": settings.backend,
         "tensors": [name for name in _SHARED_WEIGHTS if getattr(weights, name) is not None],
+        **({} if settings.sharding.ranks == 1 else equal_values({n: getattr(weights, n) for n in _REPLICATED})),
     }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from attnmesh.parallel.sparse.groups import (
     RowSharding,
     SparseGroups,
     check_same_indices,
+    check_same_sinks,
     comm_or_solo,
     mask_summary,
     requiring_grad,
@@ -55,8 +56,11 @@ class SparseParallel:
     Indices are those of keys in the whole sequence. So is `mask`: row i is at `q_start` plus its position in the
     sequence, unless `q_positions` gives the positions of this rank's rows; per-row tensors are of this rank's rows.
 
-    All ranks make the same calls in the same order, forward and backward; otherwise every rank raises ValueError.
-    Gradients are those of one device: a tensor that several ranks hold gets its whole gradient on each of them.
+    `sinks` are the same on all cp ranks, which compare a checksum in the first 128 calls of a group and in every 251st.
+
+    All ranks make the same objects and the same calls in the same order, forward and backward; otherwise every rank
+    raises ValueError. Gradients are those of one device: a tensor that several ranks hold gets its whole gradient on
+    each of them.
 
     Examples:
         >>> q, kv = torch.randn(7, 4, 96), torch.randn(7, 96)
@@ -137,6 +141,8 @@ class SparseParallel:
 
         call, sharding = check_on_all_ranks(self._groups, "SparseParallel.sparse_attention", check)
         self._check_same_indices(call.indices, call.bounds)
+        if sinks is not None:
+            check_same_sinks(sinks, self._groups)
         with propagate_failure(self._groups):
             out, lse, dist = attend(call, sinks, sharding, return_attn_sum)
             if not return_attn_sum:

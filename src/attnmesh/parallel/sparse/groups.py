@@ -18,6 +18,7 @@ from attnmesh.comm import Comm, RankGroups, SoloComm, propagate_failure
 from attnmesh.core.call_log import format_ranks
 from attnmesh.core.layouts import Striped
 from attnmesh.ops.sparse.arguments import RowBounds, SparseMask
+from attnmesh.parallel.executor import score_checks
 from attnmesh.parallel.node_groups import comm_named
 
 _ROW_LAYOUT = Striped()  # late rows see more keys
@@ -135,7 +136,7 @@ class _Gather(torch.autograd.Function):
         return ctx.sharding.shard(grad).contiguous(), None
 
 
-# Indices that must be equal on all tp ranks.
+# Indices that must be equal on all tp ranks, and sinks on all cp ranks.
 
 
 def check_same_indices(indices: Tensor, bounds: RowBounds, groups: SparseGroups) -> None:
@@ -159,6 +160,24 @@ def check_same_indices(indices: Tensor, bounds: RowBounds, groups: SparseGroups)
     ]
     if errors:
         raise ValueError(f"indices, where they are valid, must be the same on every tp rank: {'; '.join(errors)}")
+
+
+def check_same_sinks(sinks: Tensor, groups: SparseGroups) -> None:
+    """Raises ValueError on every rank if the sinks of any cp ranks differ; those of tp ranks are of other heads.
+
+    In some calls only, on the host too: cp ranks compare first, and what they find must reach every rank of the grid.
+    """
+    if groups.cp.world == 1:
+        return
+    checks = score_checks(groups.cp)
+    operation, error = "SparseParallel.sparse_attention", None
+    if checks.is_due():
+        try:
+            groups.cp.agree(operation, checks.compared(sinks=sinks))
+        except ValueError as raised:
+            error = str(raised).removeprefix(f"{operation}: ")
+        groups.agree(operation, {}, error, force=True)
+    checks.count()
 
 
 def checksum(indices: Tensor, bounds: RowBounds) -> Tensor:
