@@ -133,7 +133,7 @@ def checksum(x):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn])
 def test_checksums_tell_all_bits_and_places(dtype, monkeypatch):
-    monkeypatch.setattr("attnmesh.generation.agreement._CHUNK", 16)
+    monkeypatch.setattr("attnmesh.core.checksums._CHUNK", 16)
     x = (torch.rand(1037, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)
     sums = {checksum(x)}
     assert checksum(x.clone()[None].expand(1, -1)) in sums

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks
 from attnmesh.core.compiling import not_compiled
 from attnmesh.core.docs import explained_in, see
-from attnmesh.core.layouts import Layout, Zigzag, check_layout, dimension
+from attnmesh.core.layouts import Layout, Zigzag, check_layout, dimension, positions_checksum
 from attnmesh.core.mask import And
 from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.state import accumulation_dtype
@@ -169,6 +169,7 @@ class ContextParallel(ExecutorFactory):
                 OBJECT: self._number, "dim": at, "length": length,
                 "other dimensions": [n for i, n in enumerate(x.shape) if i != at],
                 "dtype": x.dtype, "device": x.device.type, "layout": self.layout,
+                "positions of layout": positions_checksum(self.layout, length, self.world),
                 "gradients": torch.is_grad_enabled() and x.requires_grad,
             }  # fmt: skip
 
@@ -343,7 +344,10 @@ class ContextParallel(ExecutorFactory):
                 f"length{inferred}": length, "key_length": key_length,
                 "dtype": q.dtype, "device": q.device.type, "mask": mask, "scale": scores.scale, "softcap": softcap,
                 "sinks": None if sinks is None else sinks.dtype, "alibi_slopes": alibi_slopes is not None,
-                "layout": self.layout, "key_layout": key_layout, "schedule": schedule, "backend": self.backend,
+                "layout": self.layout, "key_layout": key_layout,
+                "positions of layout": positions_checksum(self.layout, length, self.world),
+                "positions of key_layout": positions_checksum(key_layout, key_length, self.world),
+                "schedule": schedule, "backend": self.backend,
                 "ranks_per_node": self._groups.ranks_per_node, "return_lse": return_lse,
                 "gradient of q": needs_grad[0], "gradient of k": needs_grad[1], "gradient of v": needs_grad[2],
                 "gradient of sinks": needs_grad[3],

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.compiling import not_compiled
-from attnmesh.core.layouts import Contiguous, Layout, check_layout
+from attnmesh.core.layouts import Contiguous, Layout, check_layout, positions_checksum
 from attnmesh.core.validation import check_bool, check_choice, check_count, check_positive
 from attnmesh.ops.sparse import arguments
 from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, TopKIndices, check_base, convert_lse
@@ -364,7 +364,9 @@ class SparseParallel:
             OBJECT: self._number,
             "length" + ("" if self.length is not None else inferred): sharding.length,
             "key_length" + ("" if self.key_length is not None else inferred): sharding.key_length,
-            "layout": self.layout, "schedule": self.schedule, "check_indices": self.check_indices,
+            "layout": self.layout,
+            "positions of layout": positions_checksum(self.layout, sharding.length, self.cp.world),
+            "schedule": self.schedule, "check_indices": self.check_indices,
             "dtype": q.dtype, "device": q.device.type, "mask": mask_summary(mask), "backend": backend, **more,
         }  # fmt: skip
 
