@@ -59,7 +59,7 @@ class ValueChecks:
         done = self.log.made(self.kind)
         return done < self.first or done % self.every == 0
 
-    def compared(self, **tensors: Tensor | None) -> dict[str, object]:
+    def compared(self, /, **tensors: Tensor | None) -> dict[str, object]:
         """The checksums to compare in this call, under names for an error."""
         is_due = self.is_due()
         return equal_values(
@@ -77,11 +77,7 @@ class ValueChecks:
 
 def equal_values(tensors: Mapping[str, Tensor | None]) -> dict[str, object]:
     """The checksums of tensors that must be equal on all ranks, under names for an error. Waits for their device."""
-    return {
-        f"checksum of {name}, which must be equal on all ranks,": Checksum.of(x)
-        for name, x in tensors.items()
-        if x is not None and _is_readable(x)
-    }
+    return {f"checksum of {name}": Checksum.of(x) for name, x in tensors.items() if x is not None and _is_readable(x)}
 
 
 def _is_readable(x: Tensor) -> bool:
