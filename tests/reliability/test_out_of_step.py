@@ -258,14 +258,17 @@ def other_sinks_written_in_place(comm):
 
 
 @case
-def other_sinks_of_sparse_attention(comm):
-    sparse_calls(comm, sinks=torch.full((2,), float(is_odd(comm))))
-
-
-@case
 def other_slopes_of_distributed_queries(comm):
     q, k, v = torch.randn(3, 1, 4, 8, 16)
     am.ring_distributed_attention(q, k, v, group=comm, alibi_slopes=torch.full((4,), 1.0 + is_odd(comm)))
+
+
+@case
+def other_buffers(comm):
+    context, buffer = am.ContextParallel(comm), torch.ones(4 * comm.world)
+    for value in (1.0, 1.0 + is_odd(comm)):
+        with am.attention_context_parallel(context, buffers=[buffer.fill_(value)], buffer_seq_dims=[0]):
+            attend(context)
 
 
 @case

@@ -12,7 +12,7 @@ from attnmesh.core.call_log import CallLog
 
 T = TypeVar("T")
 
-OBJECT = "object (numbered as ranks make those of its kind)"
+OBJECT = "object (numbered as ranks make those of its class)"
 """The name under which ranks compare which object a call is made on: `number` of `CallLog` or of `RankGroups`."""
 
 

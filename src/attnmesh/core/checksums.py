@@ -32,7 +32,7 @@ class Checksum:
         data, shown = x.detach().contiguous().view(-1).view(torch.uint8), _SHOWN * x.element_size()
         if x.device.type == "cpu":
             values = data.numpy()
-            return cls(zlib.crc32(values), x.dtype, values[:shown].tobytes())
+            return cls(zlib.crc32(values.data), x.dtype, values[:shown].tobytes())
         number = int(checksums([x], x.device)) % 2**64
         return cls(number, x.dtype, data[:shown].cpu().numpy().tobytes())
 
@@ -77,10 +77,11 @@ class ValueChecks:
 
 def equal_values(tensors: Mapping[str, Tensor | None]) -> dict[str, object]:
     """The checksums of tensors that must be equal on all ranks, under names for an error. Waits for their device."""
-    return {f"checksum of {name}": Checksum.of(x) for name, x in tensors.items() if x is not None and _is_readable(x)}
+    return {f"checksum of {name}": Checksum.of(x) for name, x in tensors.items() if x is not None and is_readable(x)}
 
 
-def _is_readable(x: Tensor) -> bool:
+def is_readable(x: Tensor) -> bool:
+    """Whether a tensor has values that the host can read now: not while a CUDA graph is captured."""
     if x.device.type == "cuda":
         return not torch.cuda.is_current_stream_capturing()
     return x.device.type != "meta"

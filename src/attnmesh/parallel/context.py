@@ -113,9 +113,10 @@ class ContextParallel(ExecutorFactory):
         backend: str = "auto",
         ranks_per_node: int | None = None,
     ) -> None:
+        self._groups = node_groups(group, ranks_per_node)
+        self._number = self._groups.number("ContextParallel")  # before an error that only this rank may raise
         check_layout("layout", layout)
         _check_names(schedule, backend)
-        self._groups = node_groups(group, ranks_per_node)
         self.comm = self._groups.all_ranks
         self.layout, self.schedule, self.backend = layout, schedule, backend
         self._score_checks = score_checks(self.comm)
@@ -123,8 +124,6 @@ class ContextParallel(ExecutorFactory):
         self._kept_choices: dict[object, str] = {}  # of contexts by `with_layout`
         self._keeps_choices = False
         self._handle = context_handle(self)  # by which compiled graphs refer to it
-        # Without the layout, of which there may be one per batch: the numbers of all kinds are kept.
-        self._number = self._groups.number("ContextParallel", schedule, backend, self._groups.ranks_per_node)
 
     def __deepcopy__(self, memo: object) -> ContextParallel:
         return self  # groups of ranks have no copies: a copied model is one of the same ranks

@@ -86,6 +86,8 @@ class SparseParallel:
         schedule: Schedule = "allgather",
         check_indices: bool = True,
     ) -> None:
+        self._groups = SparseGroups(comm_or_solo("tp", tp), comm_or_solo("cp", cp))
+        self._number = self._groups.number("SparseParallel")  # before an error that only this rank may raise
         check_layout("layout", layout)
         check_choice("schedule", schedule, get_args(Schedule))
         check_bool(check_indices=check_indices)
@@ -94,8 +96,6 @@ class SparseParallel:
                 check_count(name, n)
         self.layout, self.schedule, self.check_indices = layout, schedule, check_indices
         self.length, self.key_length = length, length if key_length is None else key_length
-        self._groups = SparseGroups(comm_or_solo("tp", tp), comm_or_solo("cp", cp))
-        self._number = self._groups.number("SparseParallel", schedule, check_indices)
 
     @property
     def tp(self) -> Comm:

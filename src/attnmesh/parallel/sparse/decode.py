@@ -74,11 +74,11 @@ class SparseDecode:
         check_indices: bool = True,
     ) -> None:
         self.cp = comm_or_solo("cp", cp)
+        self._number = self.cp.log.number("SparseDecode")  # before an error that only this rank may raise
         check_positive(interleave=interleave)
         check_bool(check_indices=check_indices)
         self.check_indices = check_indices
         self.shard = InterleavedShard(self.cp.world, self.cp.rank, interleave)
-        self._number = self.cp.log.number("SparseDecode", interleave)
         self.heads: tuple[int, ...] | None = None
         if heads is not None:
             self.heads = tuple(check_list("heads", heads, "numbers of heads"))
