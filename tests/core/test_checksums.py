@@ -38,3 +38,11 @@ def test_values_on_the_host_are_read_in_every_call():
         assert len(checks.compared(sinks=torch.ones(2), slopes=torch.ones(2))) == 2
         checks.count()
     assert not checks.compared(sinks=torch.ones(2, device="meta"))
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 24])
+def test_a_storage_can_be_resized_after_it_was_read(limit, monkeypatch):
+    monkeypatch.setattr(checksums, "_READ_ALWAYS", limit)
+    x = torch.ones(4)
+    Checksum.of(x)
+    x.untyped_storage().resize_(0)  # as FSDP does

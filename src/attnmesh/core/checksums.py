@@ -29,12 +29,13 @@ class Checksum:
     @classmethod
     def of(cls, x: Tensor) -> Checksum:
         """The checksum of a tensor. Waits for its device."""
-        data, shown = x.detach().contiguous().view(-1).view(torch.uint8), _SHOWN * x.element_size()
-        if x.device.type == "cpu":
-            values = data.numpy()
-            return cls(zlib.crc32(values.data), x.dtype, values[:shown].tobytes())
-        number = int(checksums([x], x.device)) % 2**64
-        return cls(number, x.dtype, data[:shown].cpu().numpy().tobytes())
+        shown = _SHOWN * x.element_size()
+        if x.device.type == "cpu" and x.nbytes <= _READ_ALWAYS:
+            # A copy, because a storage that numpy has seen cannot be resized any more, as FSDP does.
+            copied = x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy()
+            return cls(zlib.crc32(copied.data), x.dtype, copied[:shown].tobytes())
+        first = x.detach().contiguous().view(-1).view(torch.uint8)[:shown].to("cpu", copy=True)
+        return cls(int(checksums([x], x.device)) % 2**64, x.dtype, first.numpy().tobytes())
 
     def __str__(self) -> str:
         values = torch.frombuffer(bytearray(self.first), dtype=self.dtype).tolist() if self.first else []

@@ -221,9 +221,10 @@ class AcceleratorRanks:
         """
         with self._context():
             checks = batch_checks(self.cp, "buffers")
-            state = check_on_all_ranks(
-                self.cp.comm, "maybe_context_parallel", lambda: _checked_buffers(buffers, buffer_seq_dims, checks)
-            )
+            state = check_on_all_ranks(  # forced: other ranks may next wait for a message of DDP
+                self.cp.comm, "maybe_context_parallel", lambda: _checked_buffers(buffers, buffer_seq_dims, checks),
+                force=True,
+            )  # fmt: skip
             checks.count()
             kept = {id(buffer) for buffer in no_restore_buffers or ()}
             state.replace([self.cp.shard(whole, dim).contiguous() for whole, dim in state.wholes])
