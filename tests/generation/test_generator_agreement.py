@@ -255,3 +255,17 @@ def weights_of_a_process(comm):
 @pytest.mark.slow
 def test_processes_are_told_like_virtual_ranks():
     assert run_processes(2, weights_of_a_process) == on_virtual_ranks(2, weights_of_a_process)
+
+
+@pytest.mark.parametrize("call", ["generate", "step"])
+def test_another_generator_on_one_rank_is_refused_on_all(call):
+    def rank(comm):
+        generators = [Generator(OneLayer(), comm=comm, **SETTINGS) for _ in range(2)]
+        if call == "generate":
+            return list(generators[comm.rank].generate([[1, 2, 3]], max_new_tokens=2, stop=[]))
+        for generator in generators:
+            generator.submit([1, 2, 3], max_new_tokens=2, stop=[])
+        return generators[comm.rank].step()
+
+    with pytest.raises(am.CommError, match=r"out of step.* on rank 0 but .* on rank 1"):
+        on_virtual_ranks(2, rank)

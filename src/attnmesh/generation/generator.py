@@ -239,7 +239,8 @@ class Generator:
         self._progress.begin_call([ids])
         if self._batch is None:
             self._batch = ContinuousBatch(
-                self.engine, self._ranks, step_tokens=self._step_tokens, stats=self.stats, on_logits=self._on_logits,
+                self.engine, self._ranks, generator=self._progress.generator, step_tokens=self._step_tokens,
+                stats=self.stats, on_logits=self._on_logits,
             )  # fmt: skip
         request = Request(self._submitted, ids, options, self.tokenizer, self._owner)
         self._submitted += 1
