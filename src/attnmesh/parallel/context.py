@@ -114,7 +114,7 @@ class ContextParallel(ExecutorFactory):
         ranks_per_node: int | None = None,
     ) -> None:
         self._groups = node_groups(group, ranks_per_node)
-        self._number = self._groups.number("ContextParallel")  # before an error that only this rank may raise
+        self._number = self._new_number()  # before an error that only this rank may raise
         check_layout("layout", layout)
         _check_names(schedule, backend)
         self.comm = self._groups.all_ranks
@@ -124,6 +124,9 @@ class ContextParallel(ExecutorFactory):
         self._kept_choices: dict[object, str] = {}  # of contexts by `with_layout`
         self._keeps_choices = False
         self._handle = context_handle(self)  # by which compiled graphs refer to it
+
+    def _new_number(self) -> int:
+        return self._groups.number("ContextParallel")
 
     def __deepcopy__(self, memo: object) -> ContextParallel:
         return self  # groups of ranks have no copies: a copied model is one of the same ranks
@@ -392,6 +395,16 @@ class ContextParallel(ExecutorFactory):
                 f"with {name}={length} under {layout} rank {self.rank} of {self.world} holds {expected} of {length} "
                 f"{what}, but its shard has {rows}{see('context-parallelism.md#shard-a-sequence')}"
             )
+
+
+class UnnumberedContext(ContextParallel):
+    """One that is made for a step or a call: all with equal arguments count as the same object between ranks.
+
+    Ranks may make them at different times, and the calls of a new one are not compared anew.
+    """
+
+    def _new_number(self) -> int:
+        return 0
 
 
 @explained_in("context-parallelism.md#select-a-schedule")

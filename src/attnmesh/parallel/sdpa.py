@@ -19,7 +19,7 @@ from attnmesh.core.checksums import ValueChecks
 from attnmesh.core.layouts import dimension
 from attnmesh.core.masks import Causal, Full, Mask, check_mask
 from attnmesh.core.validation import check_count, check_list, check_tensor, shown
-from attnmesh.parallel.context import ContextParallel
+from attnmesh.parallel.context import ContextParallel, UnnumberedContext
 
 
 @contextmanager
@@ -64,8 +64,7 @@ def attention_context_parallel(
             raise ValueError(f"{', '.join(options)} must not be given with a ContextParallel, which has its own")
         cp = group
     else:
-        cp = ContextParallel(group, **options)
-        cp._number = 0  # as if all were one: it is made for every step, and each would have to be compared
+        cp = UnnumberedContext(group, **options)
     check_mask("mask", mask)
     dims = _checked_dims(buffers, buffer_seq_dims, no_restore_buffers)
     length = _length_with(buffers, dims, length)
