@@ -25,7 +25,7 @@ PAGES = {
     "training": 3,
     "context-parallelism": 7,
     "masks": 17,
-    "layouts": 2,
+    "layouts": 4,
     "decode": 6,
     "sharded-generation": 8,
     "sparse-attention": 7,

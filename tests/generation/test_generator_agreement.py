@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.generation.agreement import checksums
+from attnmesh.core.checksums import checksums
 from attnmesh.generation.generator import Generator, generate
 from attnmesh.generation.sampling import Sampling
 from attnmesh.plan.decode import DecodeSharding
@@ -133,7 +133,7 @@ def checksum(x):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn])
 def test_checksums_tell_all_bits_and_places(dtype, monkeypatch):
-    monkeypatch.setattr("attnmesh.generation.agreement._CHUNK", 16)
+    monkeypatch.setattr("attnmesh.core.checksums._CHUNK", 16)
     x = (torch.rand(1037, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)
     sums = {checksum(x)}
     assert checksum(x.clone()[None].expand(1, -1)) in sums
@@ -255,3 +255,17 @@ def weights_of_a_process(comm):
 @pytest.mark.slow
 def test_processes_are_told_like_virtual_ranks():
     assert run_processes(2, weights_of_a_process) == on_virtual_ranks(2, weights_of_a_process)
+
+
+@pytest.mark.parametrize("call", ["generate", "step"])
+def test_another_generator_on_one_rank_is_refused_on_all(call):
+    def rank(comm):
+        generators = [Generator(OneLayer(), comm=comm, **SETTINGS) for _ in range(2)]
+        if call == "generate":
+            return list(generators[comm.rank].generate([[1, 2, 3]], max_new_tokens=2, stop=[]))
+        for generator in generators:
+            generator.submit([1, 2, 3], max_new_tokens=2, stop=[])
+        return generators[comm.rank].step()
+
+    with pytest.raises(am.CommError, match=r"out of step.* on rank 0 but .* on rank 1"):
+        on_virtual_ranks(2, rank)

@@ -678,6 +678,7 @@ NOT_FUZZED = {
     "Intervals.rows_seen": "called by plans for every block",
     "Mask.coverage": "called by plans for every block",
     "Intervals.key_range": "called by plans for every row",
+    "Layout.assign": "called by ranges with numbers that were checked",
     "Intervals.key_ranges": "called by kernels with positions that were checked",
     "SparseMask.bounds": "called by kernels with the sizes of tensors that were checked",
     "BlockCache.append_with": "called by ShardedCache; `append` checks the same arguments",

@@ -165,3 +165,55 @@ def test_what_cannot_be_spread_is_refused(ids, labels, message):
             shard_inputs(am.ContextParallel(comm), ids, labels)
 
     on_virtual_ranks(4, rank)
+
+
+# Every rank passes the same batch: what differs is refused on every rank.
+
+PER_TOKEN = {
+    "input_ids": torch.arange(16).view(2, 8),
+    "labels": torch.arange(16).view(2, 8),
+    "position_ids": torch.arange(8)[None],
+    "attention_mask": torch.ones(2, 8, dtype=torch.long),
+    "weights": torch.ones(2, 8),
+    "pixel_embeds": torch.ones(2, 8, 3, dtype=torch.bfloat16),
+    "num_items_in_batch": torch.tensor(14),
+}
+
+
+def first_error(comm, *others):
+    """The first error of calls with the tensors of `others`, one after the other, on the last rank."""
+    cp = am.ContextParallel(comm)
+    for other in others:
+        last = comm.rank == comm.world - 1
+        try:
+            shard_inputs(cp, **(PER_TOKEN | (other if last else {})))
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+def changed(name):
+    if name == "attention_mask":  # of which only 0 and 1 are allowed
+        return {name: torch.tensor([[1] * 8, [1] * 7 + [0]])}
+    return {name: PER_TOKEN[name] + (PER_TOKEN[name] * 0 + 1)}
+
+
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_a_batch_that_differs_between_ranks_is_refused_on_every_rank(name):
+    for texts in on_virtual_ranks(2, lambda comm: first_error(comm, {}, {}, changed(name))):
+        assert f"checksum of {name} is " in texts
+
+
+@pytest.mark.parametrize("other", [torch.ones(2, 8, 1), torch.ones(2, 8).double()], ids=["shape", "dtype"])
+def test_other_tensors_per_token_are_refused_on_every_rank(other):
+    for text in on_virtual_ranks(2, lambda comm: first_error(comm, {}, {"weights": other})):
+        assert "ranks disagree: tensors per token is " in text
+
+
+def test_a_batch_on_a_device_is_compared_in_the_first_call_and_in_every_hundredth(monkeypatch):
+    # On the host, a size of 0 stands for a device: nothing is read in every call.
+    monkeypatch.setattr("attnmesh.core.checksums._READ_ALWAYS", 0)
+    other = changed("weights")
+    assert all(on_virtual_ranks(2, lambda comm: first_error(comm, other)))
+    assert not any(on_virtual_ranks(2, lambda comm: first_error(comm, *[{}] * 99, other)))
+    assert all(on_virtual_ranks(2, lambda comm: first_error(comm, *[{}] * 100, other)))

@@ -4,6 +4,7 @@ Each case makes its calls in step once, so that nothing is left to be compared, 
 """
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -157,6 +158,126 @@ def raw_messages_of_another_operation(comm):
     comm.all_reduce(x) if is_odd(comm) else comm.all_gather(x, [(4,)] * comm.world)
 
 
+# Objects with equal arguments: which of them is called, and in which order they are made.
+
+
+def attend_with(contexts, order):
+    for at in order:
+        attend(contexts[at], heads=2, kv_heads=2)
+
+
+@case
+def objects_in_another_order(comm):
+    contexts = [am.ContextParallel(comm, schedule="ring") for _ in range(2)]
+    attend_with(contexts, (1, 0) if is_odd(comm) else (0, 1))
+
+
+@case
+def objects_in_another_order_that_were_called_before(comm):
+    contexts = [am.ContextParallel(comm, schedule="ulysses") for _ in range(2)]
+    attend_with(contexts, (0, 1))
+    attend_with(contexts, (1, 0) if is_odd(comm) else (0, 1))
+
+
+@case
+def one_object_more(comm):
+    contexts = [am.ContextParallel(comm, schedule="ring") for _ in range(1 + is_odd(comm))]
+    attend(contexts[-1])
+
+
+@case
+def unshard_by_another_object(comm):
+    contexts = [am.ContextParallel(comm) for _ in range(2)]
+    contexts[is_odd(comm)].unshard(torch.zeros(4), 0, 4 * comm.world)
+
+
+@case
+def another_sparse_object(comm):
+    objects = [am.SparseParallel(cp=comm) for _ in range(2)]
+    q, kv, indices = torch.randn(4, 2, 8), torch.randn(4, 1, 8), torch.zeros(4, 4, dtype=torch.int32)
+    objects[is_odd(comm)].sparse_attention(q, kv, indices, scale=0.3, d_v=8)
+
+
+@case
+def another_sparse_decode_object(comm):
+    objects = [am.SparseDecode(comm) for _ in range(2)]
+    sizes = {"layers": 1, "num_blocks": 2, "block_size": 4, "max_sequences": 1, "max_length": 16, "device": "cpu"}
+    cache = am.BlockCache(
+        **sizes, latent=True, kv_heads=1, head_dim=96, value_dim=64, storage="fp32", shard=objects[0].shard
+    )
+    cache.write(0, cache.append([cache.allocate(9)], 9), torch.randn(1, 1, 9, 96))
+    indices = torch.tensor([[[0, 3, 8]]], dtype=torch.int32)
+    objects[is_odd(comm)].attention(
+        torch.randn(1, 1, 4, 96), cache.keys(0), cache.block_table, indices, scale=0.1, d_v=64
+    )
+
+
+def blocks_and_caches(comm):
+    config, weights = random_block(q_heads=4, kv_heads=2, head_dim=8, hidden=16)
+    blocks = [shard_block(config, weights, am.DecodeSharding(cp=comm.world), comm) for _ in range(2)]
+    return blocks, [poisoned_cache(blocks[0], 1, 8) for _ in range(2)]
+
+
+@case
+def another_block(comm):
+    blocks, (cache, _) = blocks_and_caches(comm)
+    blocks[is_odd(comm)](torch.randn(1, 1, 16), cache, cache.append([cache.allocate(0)], 1))
+
+
+@case
+def another_cache(comm):
+    (block, _), caches = blocks_and_caches(comm)
+    steps = [cache.append([cache.allocate(0)], 1) for cache in caches]
+    at = is_odd(comm)
+    block(torch.randn(1, 1, 16), caches[at], steps[at])
+
+
+# Values that must be equal on all ranks.
+
+
+def score_term_case(schedule, term):
+    def run(comm):
+        context = am.ContextParallel(comm, schedule=schedule)
+        for values in (torch.ones(4), torch.full((4,), 1.0 + is_odd(comm))):
+            attend(context, **{term: values})
+
+    return run
+
+
+for schedule in ("ring", "allgather", "ulysses"):
+    for term in ("sinks", "alibi_slopes"):
+        CASES[f"{schedule}, other values of {term}"] = score_term_case(schedule, term)
+
+
+@case
+def other_sinks_written_in_place(comm):
+    context, sinks = am.ContextParallel(comm, schedule="ring"), torch.ones(4)
+    attend(context, sinks=sinks)
+    sinks[3] += is_odd(comm)
+    attend(context, sinks=sinks)
+
+
+@case
+def other_slopes_of_distributed_queries(comm):
+    q, k, v = torch.randn(3, 1, 4, 8, 16)
+    am.ring_distributed_attention(q, k, v, group=comm, alibi_slopes=torch.full((4,), 1.0 + is_odd(comm)))
+
+
+@case
+def other_buffers(comm):
+    context, buffer = am.ContextParallel(comm), torch.ones(4 * comm.world)
+    for value in (1.0, 1.0 + is_odd(comm)):
+        with am.attention_context_parallel(context, buffers=[buffer.fill_(value)], buffer_seq_dims=[0]):
+            attend(context)
+
+
+@case
+def other_sinks_of_a_block(comm):
+    config, weights = random_block(q_heads=4, kv_heads=2, head_dim=8, hidden=16)
+    weights = replace(weights, sinks=torch.full((4,), float(is_odd(comm))))
+    shard_block(config, weights, am.DecodeSharding(cp=comm.world), comm)
+
+
 # Sparse attention and its indexer.
 
 
@@ -247,8 +368,11 @@ FEW = [
     "ring, another query heads",
     "raw_messages_of_another_size",
     "tp decode, one rank truncates",
+    "objects_in_another_order",
+    "another_cache",
+    "ulysses, other values of sinks",
 ]
-SOME = {*FEW, *list(CASES)[::7]}
+SOME = {*FEW, *list(CASES)[::7], *(name for name in CASES if "object" in name or "other" in name or "another_" in name)}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SOME else pytest.mark.slow) for name in CASES])

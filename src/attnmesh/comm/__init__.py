@@ -11,11 +11,12 @@ from attnmesh.comm.base import (
 from attnmesh.comm.from_group import comm_from
 from attnmesh.comm.group_store import CommError
 from attnmesh.comm.process_group import GroupComm
-from attnmesh.comm.rank_groups import RankGroups, check_on_all_ranks, propagate_failure
+from attnmesh.comm.rank_groups import OBJECT, RankGroups, check_on_all_ranks, propagate_failure
 from attnmesh.comm.subgroups import IndependentSubComm, SubComm
 from attnmesh.comm.virtual import VirtualComm, run_virtual
 
 __all__ = [
+    "OBJECT",
     "Comm",
     "CommError",
     "GroupComm",

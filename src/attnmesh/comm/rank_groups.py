@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -11,6 +11,9 @@ from attnmesh.comm.group_store import CommError
 from attnmesh.core.call_log import CallLog
 
 T = TypeVar("T")
+
+OBJECT = "object (numbered as ranks make those of its class)"
+"""The name under which ranks compare which object a call is made on: `number` of `CallLog` or of `RankGroups`."""
 
 
 class RankGroups:
@@ -46,6 +49,12 @@ class RankGroups:
             if subgroup.is_own_group and subgroup is not self._all_ranks:
                 # All agree already, but NCCL needs all ranks in its first call, and messages are checked per group.
                 subgroup.agree(operation, values, error, state=state)
+
+    def number(self, *kind: Hashable) -> int:
+        """`CallLog.number` of a new object on these groups."""
+        comms = self._comms() if self._all_ranks is None else [self._all_ranks]
+        logs = [comm.log for comm in comms if comm.world > 1]
+        return logs[0].number(*kind, *logs[1:]) if logs else 0  # alone, there is nobody to compare with
 
     @property
     def calls(self) -> int:

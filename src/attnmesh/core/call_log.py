@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
@@ -28,12 +28,26 @@ class CallLog:
         self.count = 0
         self.digest = 0
         self._calls: deque[tuple[int, int, str, object]] = deque(maxlen=_KEPT)
+        self._made: Counter[Hashable] = Counter()
 
     def add(self, operation: str, digest: int, detail: object = None) -> None:
         """Log a call whose arguments have this digest (`text_digest`, or `hash` of integers)."""
         self.count += 1
         self.digest = (self.digest * _MULTIPLIER + digest) & _BITS
         self._calls.append((self.count, self.digest, operation, detail))
+
+    def number(self, *kind: Hashable) -> int:
+        """The number of a new object of this kind, from 1: equal on ranks that make the same objects in the same order.
+
+        Calls of objects with equal arguments differ by it. Numbers are not used again after an object is deleted:
+        ranks collect garbage at different times.
+        """
+        self._made[kind] += 1
+        return self._made[kind]
+
+    def made(self, *kind: Hashable) -> int:
+        """How many objects of this kind were numbered."""
+        return self._made[kind]
 
     def latest(self, calls: int) -> list[LoggedCall]:
         """The latest calls, oldest first. May be called on another thread."""

@@ -13,20 +13,27 @@ order, as a few arithmetic ranges: plans and kernels rely on it.
 from __future__ import annotations
 
 import math
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
 
+from attnmesh.core.call_log import format_ranks
+from attnmesh.core.docs import see
 from attnmesh.core.mask import Mask, check_mask, sequence_intervals
-from attnmesh.core.ranges import Ranges, as_tensor, narrow
+from attnmesh.core.ranges import Ranges, as_tensor, common, narrow, rows_between, size
 from attnmesh.core.text import counted
 from attnmesh.core.validation import MAX_COUNT, MAX_RANKS, check_count, check_index, check_tensor, check_type, shown
 
 _MAX_PAIRS = 2**16  # chunks are listed one by one
+_OWN_LAYOUT = "layouts.md#a-layout-of-your-own"
+_GAP_WINDOW = 2**24  # positions that are searched at a time
 
 
 class Layout(ABC):
@@ -34,6 +41,10 @@ class Layout(ABC):
 
     Every position of a sequence belongs to one rank, at any length and for any number of ranks: a rank may hold more
     than another, or nothing. A shard is in ascending order of positions.
+
+    A layout of one's own is a subclass: a frozen dataclass that defines `assign`. Its fields must be hashable (numbers,
+    strings, tuples) and in its `repr`, which ranks compare. For each length and number of ranks, what `assign` returns
+    is checked once: positions that belong to no rank, or to several, raise ValueError.
 
     Examples:
         >>> layout = am.Striped()
@@ -45,13 +56,30 @@ class Layout(ABC):
         True
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        parameters = vars(cls).get("__dataclass_params__")
+        printed = cls.__repr__ is not object.__repr__
+        if parameters is None or not (parameters.frozen and parameters.eq and printed):
+            raise ValueError(
+                f"{cls.__name__}, a layout, must be a frozen dataclass with a repr: decorate it with "
+                f"@dataclass(frozen=True){see(_OWN_LAYOUT)}"
+            )
+        return super().__new__(cls)
+
     @abstractmethod
-    def _ranges(self, length: int, world: int, rank: int) -> tuple[range, ...]: ...
+    def assign(self, length: int, world: int, rank: int) -> Sequence[range]:
+        """The positions of `rank` among 0, ..., length - 1 as ascending ranges: what a subclass defines.
+
+        A pure function: all ranks compute the positions of all ranks. Ranges may be empty, and have a step above 0. The
+        fewer they are, the fewer blocks are computed.
+        """
 
     def ranges(self, length: int, world: int, rank: int) -> tuple[range, ...]:
         """The positions of a rank as ascending, non-empty arithmetic ranges."""
         _check_rank(length, world, rank)
-        return tuple(run for run in self._ranges(length, world, rank) if run)
+        if type(self) in _KNOWN:
+            return tuple(run for run in self.assign(length, world, rank) if run)
+        return _checked_partition(self, length, world)[rank]
 
     def positions(self, length: int, world: int, rank: int) -> Tensor:
         """The global positions of a rank, in its local (ascending) order."""
@@ -109,7 +137,7 @@ class Contiguous(Layout):
         [(range(0, 3),), (range(3, 6),), (range(6, 8),), (range(8, 10),)]
     """
 
-    def _ranges(self, length: int, world: int, rank: int) -> tuple[range, ...]:
+    def assign(self, length: int, world: int, rank: int) -> tuple[range, ...]:
         base, extra = divmod(length, world)
         begin = rank * base + min(rank, extra)
         return (range(begin, begin + base + (rank < extra)),)
@@ -172,7 +200,7 @@ class Zigzag(Layout):
         owners = [owner for turn in range(max(self.pairs)) for owner, n in enumerate(self.pairs) if turn < n]
         return [pair for pair, owner in enumerate(owners) if owner == rank], len(owners)
 
-    def _ranges(self, length: int, world: int, rank: int) -> tuple[range, ...]:
+    def assign(self, length: int, world: int, rank: int) -> tuple[range, ...]:
         runs: list[range] = []
         for chunk in self.chunks(length, world, rank):
             if runs and runs[-1].stop == chunk.start:
@@ -190,7 +218,7 @@ class Striped(Layout):
         [[0, 4, 8], [1, 5, 9], [2, 6], [3, 7]]
     """
 
-    def _ranges(self, length: int, world: int, rank: int) -> tuple[range, ...]:
+    def assign(self, length: int, world: int, rank: int) -> tuple[range, ...]:
         return (range(rank, max(rank, length), world),)
 
 
@@ -246,7 +274,7 @@ class Balanced(Layout):
     def __post_init__(self) -> None:
         check_mask("Balanced.mask", self.mask)
 
-    def _ranges(self, length: int, world: int, rank: int) -> Ranges:
+    def assign(self, length: int, world: int, rank: int) -> Ranges:
         return _balanced_shards(self.mask, length, world)[rank]
 
 
@@ -358,7 +386,7 @@ class Joint(Layout):
     def __repr__(self) -> str:
         return f"Joint({', '.join(map(repr, self.parts))})"
 
-    def _ranges(self, length: int, world: int, rank: int) -> Ranges:
+    def assign(self, length: int, world: int, rank: int) -> Ranges:
         lengths = [n for n, _ in self.parts]
         if sum(lengths) != length:
             raise ValueError(
@@ -383,6 +411,77 @@ def _is_part(part: object) -> bool:
         case (int(length), Layout()):
             return 0 <= length <= MAX_COUNT and not isinstance(length, bool)
     return False
+
+
+_KNOWN = frozenset({Contiguous, Zigzag, Striped, Balanced, Joint})
+"""Layouts that are known to be partitions (a `Joint` of others asks each of them): the exact types."""
+
+
+def positions_checksum(layout: Layout, length: int, world: int) -> int | None:
+    """A checksum of the positions of all ranks, under a layout that may depend on more than its text; None for ours."""
+    if isinstance(layout, Joint):
+        parts = [positions_checksum(part, n, world) for n, part in layout.parts]
+        return hash(tuple(parts)) if any(part is not None for part in parts) else None
+    return None if type(layout) in _KNOWN else zlib.crc32(repr(_checked_partition(layout, length, world)).encode())
+
+
+def _checked_partition(layout: Layout, length: int, world: int) -> tuple[Ranges, ...]:
+    try:
+        hash(layout)
+    except TypeError:
+        raise ValueError(
+            f"the fields of {shown(layout)}, a layout, must be hashable: numbers, strings or tuples{see(_OWN_LAYOUT)}"
+        ) from None
+    return _partition(layout, length, world)
+
+
+@lru_cache(maxsize=256)
+def _partition(layout: Layout, length: int, world: int) -> tuple[Ranges, ...]:
+    """The positions of every rank by a layout of a user; ValueError unless each position belongs to one rank."""
+
+    def refuse(what: str, problem: str) -> NoReturn:
+        raise ValueError(
+            f"assign of {shown(layout)} must give {what}, got for length={length} and world={world}: "
+            f"{problem}{see(_OWN_LAYOUT)}"
+        )
+
+    shards: list[Ranges] = []
+    for rank in range(world):
+        given = layout.assign(length, world, rank)
+        if not isinstance(given, list | tuple) or not all(isinstance(run, range) for run in given):
+            refuse("a list or tuple of ranges", f"{shown(given)} of rank {rank}")
+        runs = tuple(run for run in given if run)
+        ascending = all(run.step > 0 for run in runs) and all(a[-1] < b[0] for a, b in pairwise(runs))
+        if not ascending or (runs and not 0 <= runs[0][0] <= runs[-1][-1] < length):
+            refuse(f"ascending ranges of positions in 0..{length - 1}", f"{shown(given)} of rank {rank}")
+        shards.append(runs)
+
+    every_position = "every position to one rank"
+    by_start = sorted(((run, rank) for rank, runs in enumerate(shards) for run in runs), key=lambda held: held[0][0])
+    reaching: list[tuple[range, int]] = []  # ranges that do not end before the one at hand
+    for run, rank in by_start:
+        reaching = [held for held in reaching if held[0][-1] >= run[0]]
+        for other, owner in reaching:
+            if shared := common((other,), (run,)):
+                refuse(every_position, f"position {shared[0][0]} belongs to {format_ranks(sorted((owner, rank)))}")
+        reaching.append((run, rank))
+    if sum(map(size, shards)) < length:
+        refuse(every_position, f"position {_first_gap(by_start, length)} belongs to no rank")
+    return tuple(shards)
+
+
+def _first_gap(by_start: Sequence[tuple[range, int]], length: int) -> int:
+    """The first position that is in no range."""
+    for begin in range(0, length, _GAP_WINDOW):
+        held = torch.zeros(min(_GAP_WINDOW, length - begin), dtype=torch.bool, device="cpu")
+        for run, _ in by_start:
+            inside = rows_between(run, begin, begin + len(held))
+            if inside:
+                part = run[inside.start : inside.stop]
+                held[part[0] - begin : part[-1] - begin + 1 : part.step] = True
+        if not held.all():
+            return begin + int((~held).nonzero()[0])
+    raise AssertionError("no position is missing")
 
 
 LAYOUTS: dict[str, Layout] = {"zigzag": Zigzag(), "striped": Striped(), "contiguous": Contiguous()}

@@ -6,25 +6,23 @@ weights of its own, and other weights on one rank would give wrong tokens on all
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.comm import Comm, CommError, SharedValues
 from attnmesh.core.call_log import alternatives
+from attnmesh.core.checksums import checksums
 from attnmesh.integrations.sharded_model import sharded_weights
 
 T = TypeVar("T")
 
 _NOT_COMPARED = ("_name_or_path", "transformers_version", "_commit_hash")  # where a model came from, not what it is
-_CHUNK = 1 << 20  # words of 8 bytes
-_MULTIPLIER = 0x5851F42D4C957F2D  # odd, so that no chunk is lost
 _MAX_NAMED = 3  # tensors that an error names
 
 
@@ -77,36 +75,11 @@ def check_same_weights(comm: Comm, model: Any, device: torch.device) -> None:
         )
 
 
-def checksums(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """A checksum of the bits of each tensor, int64 [n]: words of 8 bytes times odd numbers by place, modulo 2^64.
-
-    Integer sums are exact in any order, so a device and a host have the same. Equal numbers in another place, such as
-    permuted rows, change it.
-    """
-    tensors = list(tensors)
-    chunk = min(_CHUNK, max((x.nbytes // 8 for x in tensors), default=0) + 1)
-    odd = torch.arange(1, 2 * chunk, 2, device=device)
-    product = torch.empty_like(odd)
-    return torch.stack([_checksum(x.to(device), odd, product) for x in tensors])
-
-
-def _checksum(x: Tensor, odd: Tensor, product: Tensor) -> Tensor:
-    data = x.detach().contiguous().view(-1).view(torch.uint8)
-    if data.storage_offset() % 8:
-        data = data.clone()
-    whole = data.numel() // 8 * 8
-    rest = F.pad(data[whole:], (0, whole + 8 - data.numel()))
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for words in (*data[:whole].view(torch.int64).split(_CHUNK), rest.view(torch.int64)):
-        n = len(words)
-        total = total * _MULTIPLIER + torch.mul(words, odd[:n], out=product[:n]).sum()
-    return total
-
-
 @dataclass
 class Progress:
     """How far the calls of a `Generator` have got: equal on all ranks between two calls, or they are out of step."""
 
+    generator: int = 0  # which one of those on its ranks, as `CallLog.number` counts them
     calls: int = 0
     steps: int = 0  # of the latest call
     digest: int = 0  # of all prompts and tokens
@@ -129,7 +102,9 @@ class Progress:
             yield token
 
     def __str__(self) -> str:
-        return f"{self.steps} steps into call {self.calls}, digest {self.digest % 2**64:016x}"
+        return (
+            f"generator {self.generator}, {self.steps} steps into call {self.calls}, digest {self.digest % 2**64:016x}"
+        )
 
 
 def report_error(comm: Comm, operation: str, error: BaseException) -> None:

@@ -62,8 +62,8 @@ class BatchRanks:
 class ContinuousBatch:
     """The requests of a `Generator`. It starts with an empty cache: all ranks track what all groups store.
 
-    All ranks make the same calls. After a call that was interrupted, the next one computes all requests again from the
-    tokens that they have.
+    `generator` is the number of that. All ranks make the same calls. After a call that was interrupted, the next one
+    computes all requests again from the tokens that they have.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class ContinuousBatch:
         engine: Engine,
         ranks: BatchRanks,
         *,
+        generator: int,
         step_tokens: int,
         stats: GenerationStats,
         on_logits: Callable[[int, Tensor], None] | None,
@@ -94,6 +95,7 @@ class ContinuousBatch:
         self._stored: dict[CachedSequence, EngineSequence] = {}  # of the groups that are computed here
         self._searches: dict[Job, BeamSearch] = {}  # of those whose prompt is computed
         self._changing = False  # also after an interruption
+        self._generator = generator
 
     @property
     def requests(self) -> list[Request]:
@@ -129,7 +131,7 @@ class ContinuousBatch:
             plan = self.scheduler.plan()
             own = [plan.groups[group] for group in self._ranks.computed]
             for comm in (self._ranks.group, self._ranks.across_groups):  # compared with the next message
-                comm.note("step", str([each.digest for each in plan.groups]))
+                comm.note("step", str([self._generator, *(each.digest for each in plan.groups)]))
             self._compute(own)
             new = self._exchange(plan, self._choose([job for each in own for job in each.sampled]))
             seconds = time.perf_counter() - began

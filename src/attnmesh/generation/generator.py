@@ -133,7 +133,7 @@ class Generator:
         if self.engine.device.type == "cpu" and not self._ranks.together and self._all_share_memory():
             self.engine.use_tensor_parallel()
         self.max_sequences, self.stats = max_sequences, GenerationStats(rank)
-        self._progress = Progress()
+        self._progress = Progress(self.comm.log.number("Generator"))
         self._iterator: weakref.ref[abc.Generator[Token, None, None]] | None = None  # of the latest call
         self._batch: ContinuousBatch | None = None  # submitted requests; None after a call of generate
         self._submitted = 0
@@ -239,7 +239,8 @@ class Generator:
         self._progress.begin_call([ids])
         if self._batch is None:
             self._batch = ContinuousBatch(
-                self.engine, self._ranks, step_tokens=self._step_tokens, stats=self.stats, on_logits=self._on_logits,
+                self.engine, self._ranks, generator=self._progress.generator, step_tokens=self._step_tokens,
+                stats=self.stats, on_logits=self._on_logits,
             )  # fmt: skip
         request = Request(self._submitted, ids, options, self.tokenizer, self._owner)
         self._submitted += 1

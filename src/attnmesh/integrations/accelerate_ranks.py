@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
+from attnmesh.core.checksums import ValueChecks
 from attnmesh.core.docs import see
 from attnmesh.core.layouts import dimension
 from attnmesh.core.optional import require
@@ -24,7 +25,7 @@ from attnmesh.core.packing import IGNORED_LABEL
 from attnmesh.core.validation import shown
 from attnmesh.integrations.expert_balance import check_balance, whole_balance
 from attnmesh.integrations.model_calls import checked_calls
-from attnmesh.integrations.sharded_batch import ShardedMask, ShardedPass, Unreadable, shard_inputs
+from attnmesh.integrations.sharded_batch import ShardedMask, ShardedPass, Unreadable, batch_checks, shard_inputs
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.integrations.transformers_models import NAME, check_model
 from attnmesh.parallel.context import ContextParallel
@@ -255,9 +256,12 @@ class AcceleratorRanks:
         over ranks is the loss of the whole batch, which data parallelism computes.
         """
         with self._context():
-            state = check_on_all_ranks(
-                self.cp.comm, "maybe_context_parallel", lambda: _checked_buffers(buffers, buffer_seq_dims)
-            )
+            checks = batch_checks(self.cp, "buffers")
+            state = check_on_all_ranks(  # forced: other ranks may next wait for a message of DDP
+                self.cp.comm, "maybe_context_parallel", lambda: _checked_buffers(buffers, buffer_seq_dims, checks),
+                force=True,
+            )  # fmt: skip
+            checks.count()
             kept = {id(buffer) for buffer in no_restore_buffers or ()}
             state.replace([self.cp.shard(whole, dim).contiguous() for whole, dim in state.wholes])
             self._buffers = state
@@ -384,14 +388,17 @@ def _loss_of_shifted(local: Tensor, whole: Tensor, *, labels: bool) -> dict[str,
     return {"num_items_in_batch": count} | ({"labels": local} if labels else {})
 
 
-def _checked_buffers(buffers: Sequence[Tensor] | None, dims: Sequence[int] | None) -> tuple[_Buffers, SharedValues]:
+def _checked_buffers(
+    buffers: Sequence[Tensor] | None, dims: Sequence[int] | None, checks: ValueChecks
+) -> tuple[_Buffers, SharedValues]:
     buffers, dims = buffers or [], dims or []
     if len(buffers) != len(dims):
         raise ValueError(f"buffer_seq_dims must have one entry per buffer ({len(buffers)}), got {shown(list(dims))}")
     lengths = [buffer.shape[dimension(buffer, dim)] for buffer, dim in zip(buffers, dims, strict=True)]
     if len(set(lengths)) > 1:
         raise ValueError(f"buffers must have the same length along buffer_seq_dims, got lengths {lengths}")
-    return _Buffers(buffers, dims), {"lengths": lengths}
+    compared = checks.compared(**{f"buffers[{i}]": buffer for i, buffer in enumerate(buffers)})
+    return _Buffers(buffers, dims), {"lengths": lengths, **compared}
 
 
 def _base_model(module: nn.Module) -> nn.Module:

@@ -6,7 +6,6 @@ rank alike, before it is sharded.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
+from attnmesh.core.checksums import ValueChecks
 from attnmesh.core.docs import explained_in, see
 from attnmesh.core.layouts import Balanced
 from attnmesh.core.mask_encoding import traced_mask
@@ -260,6 +260,10 @@ def shard_inputs(
         balance: give packed or padded rows the layout `Balanced`, which divides their work evenly.
         per_token: more tensors [B, S, ...] to shard, under the names that the model takes.
 
+    Ranks compare a checksum of every tensor: in every call if it is on the host and has at most 16 MiB; otherwise, as
+    reading it would stall the device, in the first call of a group and then in every 100th. A difference raises
+    ValueError on every rank.
+
     The model's loss is this rank's share of the mean over the labels of all ranks: the sum over all ranks of their
     losses is the loss, and that of their gradients is the gradient. A rank without labels has the loss 0.
     `inputs["mesh"].unshard(logits)` returns the logits of the whole batch, `gather_log_probs` those of its labels.
@@ -282,10 +286,19 @@ def shard_inputs(
         _check_batch(input_ids, labels, num_items_in_batch, per_token)
         found, values = _checked_pass(cp, input_ids, position_ids, attention_mask, document_lengths, balance)
         count = num_items_in_batch if isinstance(num_items_in_batch, int) else None
-        more = {"checksum of labels": _checksum(labels), "num_items_in_batch": count, "names": sorted(per_token)}
-        return found, {**values, **more}
+        kinds = {name: f"{x.dtype} {list(x.shape)}" for name, x in per_token.items()}
+        more: SharedValues = {"num_items_in_batch": count, "tensors per token": kinds}
+        if cp.world > 1:
+            items = num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None
+            more |= checks.compared(
+                input_ids=input_ids, labels=labels, position_ids=position_ids, attention_mask=attention_mask,
+                num_items_in_batch=items, **per_token,
+            )  # fmt: skip
+        return found, {**more, **values}
 
+    checks = batch_checks(cp)
     mesh = check_on_all_ranks(cp.comm, "shard_inputs", check, force=True)
+    checks.count()
     inputs: dict[str, Any] = {
         "input_ids": mesh.shard(input_ids),
         "position_ids": mesh.position_ids,
@@ -395,16 +408,15 @@ def _checked_pass(
         present = _move(cp.shard(real, 1), device)
     values: SharedValues = {
         "input_ids": list(input_ids.shape), "packing": packing.mask, "balance": balance,
-        "checksum of input_ids": _checksum(input_ids),
     }  # fmt: skip
     found = ShardedPass(cp, length, packing, local, present)
     found.counts_padding = positions is None and any(packing.first)
     return found, values
 
 
-def _checksum(ids: Tensor | None) -> int | None:
-    """A number that differs if ids on the host differ. To read those of another device would stall it."""
-    return None if ids is None or ids.device.type != "cpu" else zlib.crc32(ids.contiguous().numpy().data)
+def batch_checks(cp: ContextParallel, kind: str = "shard_inputs") -> ValueChecks:
+    """When ranks compare the values of a batch that they cannot compare in every call."""
+    return ValueChecks(cp.comm.log, kind, first=1, every=100)
 
 
 def _check_batch(

@@ -220,6 +220,8 @@ class ShardedCache:
         self._owner = object()  # not the cache itself: without a cycle, its memory is freed with the last reference
         self._current: Step | None = None
         self.log = CallLog()
+        self.number: int | None = None
+        """Which of the caches of its ranks this is: given by `AttentionBlock`, which compares it between ranks."""
 
     def keys(self, layer: int) -> Stored:
         """The pool of a layer's keys, [num_blocks, block_size, own kv heads, head_dim]."""

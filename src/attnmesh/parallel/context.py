@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
+from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks
 from attnmesh.core.compiling import not_compiled
 from attnmesh.core.docs import explained_in, see
-from attnmesh.core.layouts import Layout, Zigzag, check_layout, dimension
+from attnmesh.core.layouts import Layout, Zigzag, check_layout, dimension, positions_checksum
 from attnmesh.core.mask import And
 from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.state import accumulation_dtype
@@ -31,6 +31,7 @@ from attnmesh.parallel.executor import (
     ExecutorFactory,
     Inputs,
     attend,
+    score_checks,
     unshard,
 )
 from attnmesh.parallel.node_groups import node_groups
@@ -76,8 +77,8 @@ class ContextParallel(ExecutorFactory):
     names of another parallelism (dp, fsdp, tp, pp, ep, ...) raise ValueError. For other groups, pass `ranks_per_node`:
     rank `node x ranks_per_node + i` is the i-th rank of its node.
 
-    All ranks make the same calls in the same order with the same arguments. Ranks compare their arguments before the
-    first call of a kind; a difference raises ValueError on every rank.
+    All ranks make the same objects, and the same calls on them, in the same order with the same arguments. Ranks
+    compare their arguments before the first call of a kind on an object; a difference raises ValueError on every rank.
 
     `schedule` is one of:
 
@@ -112,15 +113,20 @@ class ContextParallel(ExecutorFactory):
         backend: str = "auto",
         ranks_per_node: int | None = None,
     ) -> None:
+        self._groups = node_groups(group, ranks_per_node)
+        self._number = self._new_number()  # before an error that only this rank may raise
         check_layout("layout", layout)
         _check_names(schedule, backend)
-        self._groups = node_groups(group, ranks_per_node)
         self.comm = self._groups.all_ranks
         self.layout, self.schedule, self.backend = layout, schedule, backend
+        self._score_checks = score_checks(self.comm)
         self._calls: dict[object, _CachedCall] = {}
         self._kept_choices: dict[object, str] = {}  # of contexts by `with_layout`
         self._keeps_choices = False
         self._handle = context_handle(self)  # by which compiled graphs refer to it
+
+    def _new_number(self) -> int:
+        return self._groups.number("ContextParallel")
 
     def __deepcopy__(self, memo: object) -> ContextParallel:
         return self  # groups of ranks have no copies: a copied model is one of the same ranks
@@ -139,7 +145,7 @@ class ContextParallel(ExecutorFactory):
         """The same ranks, schedule and backend with another layout. Nothing is sent and no group is created.
 
         It is meant for a batch with a layout of its own: schedule "auto" is chosen for the first such batch, and kept
-        for later ones of about the same length with other documents.
+        for later ones of about the same length with other documents. Between ranks it counts as the same object.
         """
         check_layout("layout", layout)
         other = copy.copy(self)
@@ -162,8 +168,10 @@ class ContextParallel(ExecutorFactory):
             at = dimension(x, dim)
             self._check_shard(x.shape[at], length)
             return at, {
-                "dim": at, "length": length, "other dimensions": [n for i, n in enumerate(x.shape) if i != at],
+                OBJECT: self._number, "dim": at, "length": length,
+                "other dimensions": [n for i, n in enumerate(x.shape) if i != at],
                 "dtype": x.dtype, "device": x.device.type, "layout": self.layout,
+                "positions of layout": positions_checksum(self.layout, length, self.world),
                 "gradients": torch.is_grad_enabled() and x.requires_grad,
             }  # fmt: skip
 
@@ -209,8 +217,9 @@ class ContextParallel(ExecutorFactory):
         Returns out [B,Hq,n,Dv], and with `return_lse` the float32 lse [B,Hq,n]; both are differentiable.
 
         `softcap`, `sinks` [Hq] and `alibi_slopes` [Hq] are as in `attention`. They are replicated: every rank passes
-        the same values, which ranks do not compare. The gradient of `sinks` on a rank is the contribution of its
-        queries, as for any replicated weight: the sum over ranks is the whole gradient.
+        the same values. Ranks compare a checksum of them, on a CPU in every call, on a GPU in the first 128 calls of
+        the group and then in every 251st; a difference raises ValueError on every rank. The gradient of `sinks` on a
+        rank is the contribution of its queries, as for any replicated weight: the sum over ranks is the whole gradient.
         """
         inputs = Inputs(q, k, v, sinks, alibi_slopes)
         # Inputs that are not tensors are reported later, on all ranks together.
@@ -226,13 +235,21 @@ class ContextParallel(ExecutorFactory):
     def agreed_executor(self, inputs: Inputs, options: AttentionOptions, *, compiled: bool = False) -> Executor:
         """The executor of a call, after all ranks have agreed on its arguments."""
 
+        has_terms = self.world > 1 and (inputs.sinks is not None or inputs.alibi_slopes is not None)
+
         def check_arguments() -> tuple[Executor, SharedValues]:
             call = self._checked_call(inputs, options)
-            return call.executor, call.values
+            if not has_terms:
+                return call.executor, call.values
+            terms = self._score_checks.compared(sinks=inputs.sinks, alibi_slopes=inputs.alibi_slopes)
+            return call.executor, call.values | terms
 
         # A compiled backward sends other messages than an eager one.
         name = "ContextParallel.attention in a compiled graph" if compiled else "ContextParallel.attention"
-        return check_on_all_ranks(self._groups, name, check_arguments)
+        executor = check_on_all_ranks(self._groups, name, check_arguments)
+        if has_terms:
+            self._score_checks.count()
+        return executor
 
     def executor(self, inputs: Inputs, options: AttentionOptions) -> Executor:
         """The executor of a call whose arguments the ranks have agreed on before."""
@@ -324,12 +341,15 @@ class ContextParallel(ExecutorFactory):
         return _CachedCall(
             executor,
             {
-                "batch": shape.batch, "query heads": shape.q_heads, "kv heads": shape.kv_heads,
+                OBJECT: self._number, "batch": shape.batch, "query heads": shape.q_heads, "kv heads": shape.kv_heads,
                 "head_dim": shape.head_dim, "head_dim of v": shape.out_dim,
                 f"length{inferred}": length, "key_length": key_length,
                 "dtype": q.dtype, "device": q.device.type, "mask": mask, "scale": scores.scale, "softcap": softcap,
                 "sinks": None if sinks is None else sinks.dtype, "alibi_slopes": alibi_slopes is not None,
-                "layout": self.layout, "key_layout": key_layout, "schedule": schedule, "backend": self.backend,
+                "layout": self.layout, "key_layout": key_layout,
+                "positions of layout": positions_checksum(self.layout, length, self.world),
+                "positions of key_layout": positions_checksum(key_layout, key_length, self.world),
+                "schedule": schedule, "backend": self.backend,
                 "ranks_per_node": self._groups.ranks_per_node, "return_lse": return_lse,
                 "gradient of q": needs_grad[0], "gradient of k": needs_grad[1], "gradient of v": needs_grad[2],
                 "gradient of sinks": needs_grad[3],
@@ -375,6 +395,16 @@ class ContextParallel(ExecutorFactory):
                 f"with {name}={length} under {layout} rank {self.rank} of {self.world} holds {expected} of {length} "
                 f"{what}, but its shard has {rows}{see('context-parallelism.md#shard-a-sequence')}"
             )
+
+
+class UnnumberedContext(ContextParallel):
+    """One that is made for a step or a call: all with equal arguments count as the same object between ranks.
+
+    Ranks may make them at different times, and the calls of a new one are not compared anew.
+    """
+
+    def _new_number(self) -> int:
+        return 0
 
 
 @explained_in("context-parallelism.md#select-a-schedule")

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnmesh.comm import Comm, RankGroups, propagate_failure
+from attnmesh.core.checksums import ValueChecks
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Mask
 from attnmesh.core.ranges import Ranges
@@ -36,6 +37,11 @@ class Inputs(NamedTuple):
     v: Tensor
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
+
+
+def score_checks(comm: Comm) -> ValueChecks:
+    """When ranks compare the values of sinks and slopes. Each layer of a model has its own: 251 visits all of them."""
+    return ValueChecks(comm.log, "sinks and alibi_slopes", first=128, every=251)
 
 
 class AttentionOptions(NamedTuple):

@@ -66,7 +66,7 @@ from attnmesh.ops.dense.dispatch import choose_fused
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.ops.paged import PagedKV, check_calls, check_paged, paged_attention
 from attnmesh.ops.storage import Quantized, Stored, storage_of, values_of
-from attnmesh.parallel.executor import BACKENDS, Executor, attend, unshard
+from attnmesh.parallel.executor import BACKENDS, Executor, attend, score_checks, unshard
 from attnmesh.parallel.node_groups import context_comm
 from attnmesh.plan.blocks import Patch
 
@@ -152,8 +152,8 @@ def ring_distributed_attention(
     rounded once), so all ranks must run the backward. Without one nothing is communicated, and dk and dv are this
     device's part of the sum. In both cases dq is zero except for this device's queries.
 
-    `softcap`, `sinks` and `alibi_slopes` are as in `attention`. The gradient of `sinks` is the contribution of this
-    device's queries, with a group too: it is a part of the sum over devices.
+    `softcap`, `sinks` and `alibi_slopes` are as in `attention`, and compared as in `ContextParallel`. The gradient of
+    `sinks` is the contribution of this device's queries, with a group too: it is a part of the sum over devices.
 
     `pairs` is as in `ring_chunks`, `backend` as in `ContextParallel`.
 
@@ -165,6 +165,7 @@ def ring_distributed_attention(
         True
     """
     comm = SoloComm() if group is None else context_comm(group)
+    checks = score_checks(comm)
 
     def check_arguments() -> tuple[Callable[[], State], SharedValues]:
         check_bool(return_lse=return_lse)
@@ -201,9 +202,11 @@ def ring_distributed_attention(
             "gradient of q": grad and q.requires_grad, "gradient of k": grad and values_of(k).requires_grad,
             "gradient of v": grad and values_of(v).requires_grad,
             "gradient of sinks": grad and sinks is not None and sinks.requires_grad,
+            **({} if comm.world == 1 else checks.compared(sinks=sinks, alibi_slopes=alibi_slopes)),
         }  # fmt: skip
 
     run = check_on_all_ranks(comm, "ring_distributed_attention", check_arguments)
+    checks.count()
     out, lse = run()
     return (out, lse) if return_lse else out
 

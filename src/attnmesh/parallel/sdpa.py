@@ -15,10 +15,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from attnmesh.comm import Comm
+from attnmesh.core.checksums import ValueChecks
 from attnmesh.core.layouts import dimension
 from attnmesh.core.masks import Causal, Full, Mask, check_mask
 from attnmesh.core.validation import check_count, check_list, check_tensor, shown
-from attnmesh.parallel.context import ContextParallel
+from attnmesh.parallel.context import ContextParallel, UnnumberedContext
 
 
 @contextmanager
@@ -40,7 +41,8 @@ def attention_context_parallel(
     `Causal() & Documents(lengths)`.
 
     Each of `buffers` is sharded in place along its dimension in `buffer_seq_dims`, and restored on exit unless it is in
-    `no_restore_buffers`. Their length is used if `length` is None.
+    `no_restore_buffers`. Their length is used if `length` is None. Ranks compare a checksum of the buffers, as
+    `shard_inputs` does.
 
     Tensors are [B,H,n,D], as `scaled_dot_product_attention` takes them.
 
@@ -62,11 +64,16 @@ def attention_context_parallel(
             raise ValueError(f"{', '.join(options)} must not be given with a ContextParallel, which has its own")
         cp = group
     else:
-        cp = ContextParallel(group, **options)
+        cp = UnnumberedContext(group, **options)
     check_mask("mask", mask)
     dims = _checked_dims(buffers, buffer_seq_dims, no_restore_buffers)
     length = _length_with(buffers, dims, length)
     wholes = [buffer.data for buffer in buffers]
+    if wholes and cp.world > 1:
+        checks = ValueChecks(cp.comm.log, "buffers", first=1, every=100)
+        values = checks.compared(**{f"buffers[{i}]": whole for i, whole in enumerate(wholes)})
+        cp.comm.agree("attention_context_parallel", {"length": length, **values}, force=True)
+        checks.count()
     try:
         for buffer, dim in zip(buffers, dims, strict=True):
             _put(buffer, cp.shard(buffer.data, dim).clone())

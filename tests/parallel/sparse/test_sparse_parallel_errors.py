@@ -246,3 +246,16 @@ def test_alone_it_is_the_functions_of_one_device():
         strict=True,
     ):
         assert torch.equal(found, true)
+
+
+def test_sinks_are_those_of_tp_ranks_and_equal_on_cp_ranks():
+    def program(place, mine, other):
+        value = float(place.tp.rank) + (other if (place.tp.rank, place.cp.rank) == GUILTY else 0)
+        return said(lambda: attend(place, {"sinks": torch.full((mine.q.shape[1],), value)}, mine))
+
+    def run(other):
+        return run_grid(2, 2, am.Contiguous(), lambda place: program(place, WHOLE.shard(place), other))
+
+    assert run(0.0) == [["nothing was raised"] * 2] * 2
+    expected = "sinks must be the same on every cp rank: those of cp rank 1 differ from cp rank 0's (on tp rank 1)"
+    assert run(1.0) == [[expected] * 2] * 2

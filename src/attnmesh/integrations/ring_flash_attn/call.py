@@ -19,7 +19,7 @@ from attnmesh.comm import Comm, SoloComm, comm_from
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
 from attnmesh.core.validation import check_bool, check_number, check_tensor, is_number, shown
-from attnmesh.parallel.context import ContextParallel
+from attnmesh.parallel.context import ContextParallel, UnnumberedContext
 
 Group = Comm | ProcessGroup | DeviceMesh | None
 """The ranks of a call. ring_flash_attn takes a ProcessGroup, or None for the default one."""
@@ -80,7 +80,7 @@ def comm_of(group: Group) -> Comm:
 @lru_cache(maxsize=128)
 def context(comm: Comm, layout: Layout, schedule: str, backend: str = "auto") -> ContextParallel:
     """The `ContextParallel` of a layout. It shares the comm with all others of the group and creates no group."""
-    return ContextParallel(comm, layout=layout, schedule=schedule, backend=backend)
+    return UnnumberedContext(comm, layout=layout, schedule=schedule, backend=backend)
 
 
 @contextmanager

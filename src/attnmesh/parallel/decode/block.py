@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
+from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks, propagate_failure
+from attnmesh.core.checksums import equal_values
 from attnmesh.core.compiling import not_compiled
 from attnmesh.core.validation import check_bool, check_choice, check_count, check_tensor, check_type, shown
 from attnmesh.kv_cache.pools import as_stored
@@ -49,6 +50,7 @@ from attnmesh.parallel.decode.ranks import DecodeRanks, all_ranks_of, decode_ran
 from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, KvRows
 
 _DEFAULT_EXCHANGE = Exchange()
+_REPLICATED = [field.name for field in fields(AttentionWeights) if "norm" in field.name or field.name == "sinks"]
 _SHARED_WEIGHTS = [field.name for field in fields(AttentionWeights) if field.name != "out_bias"]  # only on rank 0
 
 
@@ -105,6 +107,7 @@ class AttentionBlock:
         self.rank = self._ranks.rank
         """This rank in the order of the sharding, which may differ from the process rank on a mesh."""
         self.config, self.weights, self.sharding = config, weights, sharding
+        self._number = all_ranks.log.number("AttentionBlock")
         self._settings, self._exchange = settings, exchange
 
         heads = config.q_heads
@@ -133,11 +136,13 @@ class AttentionBlock:
         plain = {dtype: name for name, dtype in PLAIN.items()}
         if storage is None and weight.dtype not in plain:
             raise ValueError(f"storage must be given for weights of dtype {weight.dtype}, which no storage holds as is")
-        return ShardedCache(
+        cache = ShardedCache(
             self.sharding, self.rank, batch=batch, layers=layers, num_blocks=num_blocks, block_size=block_size,
             kv_heads=config.kv_heads, head_dim=config.head_dim, max_length=max_length, device=weight.device,
             storage=plain[weight.dtype] if storage is None else storage, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
+        self._number_cache(cache)
+        return cache
 
     @torch.no_grad()
     def __call__(
@@ -160,9 +165,10 @@ class AttentionBlock:
 
         def check_arguments() -> tuple[None, SharedValues]:
             shared = _check_call(self._settings, self.weights.qkv, self.rank, x, cache, step, layer, update_cache)
-            return None, shared | _check_cos_sin(self.config, x, cos_sin)
+            number: SharedValues = {OBJECT: self._number, "cache (numbered as ranks make or use it)": cache.number}
+            return None, number | shared | _check_cos_sin(self.config, x, cos_sin)
 
-        log = cache.log if isinstance(cache, ShardedCache) else None
+        log = self._number_cache(cache).log if isinstance(cache, ShardedCache) else None
         check_on_all_ranks(self._ranks, "AttentionBlock call", check_arguments, state=log)
         with propagate_failure(self._ranks), torch.autocast(x.device.type, enabled=False):
             attend = self._decode if step.tokens <= MAX_DECODE_TOKENS else self._prefill
@@ -170,6 +176,12 @@ class AttentionBlock:
         if update_cache:  # only now: after a failure, the step can be written again
             cache.mark_written(step, layer)
         return out
+
+    def _number_cache(self, cache: ShardedCache) -> ShardedCache:
+        """The cache, with a number by which ranks compare which of several they use."""
+        if cache.number is None:
+            cache.number = self._ranks.all_ranks.log.number("ShardedCache")
+        return cache
 
     def _decode(
         self, x: Tensor, cache: ShardedCache, step: Step, layer: int, update_cache: bool, cos_sin: CosSin | None
@@ -344,6 +356,7 @@ def _check_weights(settings: _Settings, weights: AttentionWeights, rank: int) ->
         "kv_rows": settings.kv_rows, "split_size": settings.split_size, "dtype": weights.qkv.dtype,
         "device": weights.qkv.device.type, "backend": settings.backend,
         "tensors": [name for name in _SHARED_WEIGHTS if getattr(weights, name) is not None],
+        **({} if settings.sharding.ranks == 1 else equal_values({n: getattr(weights, n) for n in _REPLICATED})),
     }  # fmt: skip
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
+from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.compiling import not_compiled
-from attnmesh.core.layouts import Contiguous, Layout, check_layout
+from attnmesh.core.layouts import Contiguous, Layout, check_layout, positions_checksum
 from attnmesh.core.validation import check_bool, check_choice, check_count, check_positive
 from attnmesh.ops.sparse import arguments
 from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, TopKIndices, check_base, convert_lse
@@ -24,6 +24,7 @@ from attnmesh.parallel.sparse.groups import (
     RowSharding,
     SparseGroups,
     check_same_indices,
+    check_same_sinks,
     comm_or_solo,
     mask_summary,
     requiring_grad,
@@ -55,8 +56,11 @@ class SparseParallel:
     Indices are those of keys in the whole sequence. So is `mask`: row i is at `q_start` plus its position in the
     sequence, unless `q_positions` gives the positions of this rank's rows; per-row tensors are of this rank's rows.
 
-    All ranks make the same calls in the same order, forward and backward; otherwise every rank raises ValueError.
-    Gradients are those of one device: a tensor that several ranks hold gets its whole gradient on each of them.
+    `sinks` are the same on all cp ranks, which compare a checksum in the first 128 calls of a group and in every 251st.
+
+    All ranks make the same objects and the same calls in the same order, forward and backward; otherwise every rank
+    raises ValueError. Gradients are those of one device: a tensor that several ranks hold gets its whole gradient on
+    each of them.
 
     Examples:
         >>> q, kv = torch.randn(7, 4, 96), torch.randn(7, 96)
@@ -82,6 +86,8 @@ class SparseParallel:
         schedule: Schedule = "allgather",
         check_indices: bool = True,
     ) -> None:
+        self._groups = SparseGroups(comm_or_solo("tp", tp), comm_or_solo("cp", cp))
+        self._number = self._groups.number("SparseParallel")  # before an error that only this rank may raise
         check_layout("layout", layout)
         check_choice("schedule", schedule, get_args(Schedule))
         check_bool(check_indices=check_indices)
@@ -90,7 +96,6 @@ class SparseParallel:
                 check_count(name, n)
         self.layout, self.schedule, self.check_indices = layout, schedule, check_indices
         self.length, self.key_length = length, length if key_length is None else key_length
-        self._groups = SparseGroups(comm_or_solo("tp", tp), comm_or_solo("cp", cp))
 
     @property
     def tp(self) -> Comm:
@@ -136,6 +141,8 @@ class SparseParallel:
 
         call, sharding = check_on_all_ranks(self._groups, "SparseParallel.sparse_attention", check)
         self._check_same_indices(call.indices, call.bounds)
+        if sinks is not None:
+            check_same_sinks(sinks, self._groups)
         with propagate_failure(self._groups):
             out, lse, dist = attend(call, sinks, sharding, return_attn_sum)
             if not return_attn_sum:
@@ -354,9 +361,12 @@ class SparseParallel:
         """The values that must be equal on all ranks."""
         inferred = " (rows per rank times world size; set it where ranks hold different numbers)"
         return {
+            OBJECT: self._number,
             "length" + ("" if self.length is not None else inferred): sharding.length,
             "key_length" + ("" if self.key_length is not None else inferred): sharding.key_length,
-            "layout": self.layout, "schedule": self.schedule, "check_indices": self.check_indices,
+            "layout": self.layout,
+            "positions of layout": positions_checksum(self.layout, sharding.length, self.cp.world),
+            "schedule": self.schedule, "check_indices": self.check_indices,
             "dtype": q.dtype, "device": q.device.type, "mask": mask_summary(mask), "backend": backend, **more,
         }  # fmt: skip
 

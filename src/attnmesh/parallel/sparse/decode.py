@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
+from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.call_log import format_ranks
 from attnmesh.core.merge import add_sinks, merge
 from attnmesh.core.ranges import InterleavedShard
@@ -32,6 +32,7 @@ from attnmesh.ops.sparse.paged import SparseDecodeCall
 from attnmesh.ops.sparse.paged_indexer import IndexerStep, indexer_step, select, slots_read
 from attnmesh.ops.storage import Stored, storage_of
 from attnmesh.parallel.decode.core import StateExchange, all_gather_states
+from attnmesh.parallel.executor import score_checks
 from attnmesh.parallel.sparse.groups import checksum, comm_or_solo
 
 Group = Comm | ProcessGroup | DeviceMesh | None
@@ -73,6 +74,7 @@ class SparseDecode:
         check_indices: bool = True,
     ) -> None:
         self.cp = comm_or_solo("cp", cp)
+        self._number = self.cp.log.number("SparseDecode")  # before an error that only this rank may raise
         check_positive(interleave=interleave)
         check_bool(check_indices=check_indices)
         self.check_indices = check_indices
@@ -144,7 +146,7 @@ class SparseDecode:
         """`attnmesh.paged_sparse_decode_attention` over the keys of all ranks: out and lse of this rank's heads.
 
         `indices` are positions in the whole sequence, and the same on all ranks, like `counts`. `sinks` are those of
-        this rank's heads, and added once.
+        this rank's heads, and added once. Where all ranks hold all heads, they are compared as in `ContextParallel`.
         """
 
         def check() -> tuple[SparseDecodeCall, SharedValues]:
@@ -161,9 +163,13 @@ class SparseDecode:
                 call.q, pool, backend, topk=call.indices.shape[2], scale=call.scale, d_v=call.d_v,
                 heads=q.shape[2] if self.heads is None else self.heads, sinks=sinks is not None,
                 counts=counts is not None, split_size=split_size,
+                **(checks.compared(sinks=sinks) if self.heads is None and self.cp.world > 1 else {}),
             )  # fmt: skip
 
+        checks = score_checks(self.cp)
         call = check_on_all_ranks(self.cp, "SparseDecode.attention", check)
+        if sinks is not None:
+            checks.count()
         self._check_same_indices(call)
         with propagate_failure(self.cp):
             state = self._attend(call, backend)
@@ -205,6 +211,7 @@ class SparseDecode:
     def _shared_values(self, q: Tensor, pool: Stored, backend: str, **more: object) -> SharedValues:
         """The values that must be equal on all ranks."""
         return {
+            OBJECT: self._number,
             "batch": q.shape[0], "tokens": q.shape[1], "width": q.shape[3], "dtype": q.dtype, "device": q.device.type,
             "interleave": self.shard.interleave, "storage": storage_of(pool), "check_indices": self.check_indices,
             "backend": backend, **more,

@@ -16,8 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, RankGroups, SoloComm, propagate_failure
 from attnmesh.core.call_log import format_ranks
+from attnmesh.core.checksums import checksums, is_readable
 from attnmesh.core.layouts import Striped
 from attnmesh.ops.sparse.arguments import RowBounds, SparseMask
+from attnmesh.parallel.executor import score_checks
 from attnmesh.parallel.node_groups import comm_named
 
 _ROW_LAYOUT = Striped()  # late rows see more keys
@@ -135,7 +137,7 @@ class _Gather(torch.autograd.Function):
         return ctx.sharding.shard(grad).contiguous(), None
 
 
-# Indices that must be equal on all tp ranks.
+# Indices that must be equal on all tp ranks, and sinks on all cp ranks.
 
 
 def check_same_indices(indices: Tensor, bounds: RowBounds, groups: SparseGroups) -> None:
@@ -159,6 +161,29 @@ def check_same_indices(indices: Tensor, bounds: RowBounds, groups: SparseGroups)
     ]
     if errors:
         raise ValueError(f"indices, where they are valid, must be the same on every tp rank: {'; '.join(errors)}")
+
+
+def check_same_sinks(sinks: Tensor, groups: SparseGroups) -> None:
+    """Raises ValueError on every rank if the sinks of any cp ranks differ; those of tp ranks are of other heads.
+
+    In the calls in which `score_checks` compares values on a device, on the host too: checksums are exchanged.
+    """
+    tp, cp = groups.tp, groups.cp
+    checks = score_checks(cp)
+    if cp.world > 1 and checks.is_due() and is_readable(sinks):
+        with propagate_failure(groups):
+            own = checksums([sinks], sinks.device)
+        of_cp = torch.cat(cp.all_gather(own, [(1,)] * cp.world))
+        of_all = torch.stack(tp.all_gather(of_cp, [(cp.world,)] * tp.world)).tolist()
+        errors = [
+            f"those of cp {format_ranks(others)} differ from cp rank 0's"
+            + (f" (on tp rank {tp_rank})" if tp.world > 1 else "")
+            for tp_rank, (first, *rest) in enumerate(of_all)
+            if (others := [rank for rank, other in enumerate(rest, 1) if other != first])
+        ]
+        if errors:
+            raise ValueError(f"sinks must be the same on every cp rank: {'; '.join(errors)}")
+    checks.count()
 
 
 def checksum(indices: Tensor, bounds: RowBounds) -> Tensor:
