@@ -26,6 +26,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+from attnmesh.core.files import write_text
 from attnmesh.core.text import printable
 
 Rows = list[dict[str, object]]
@@ -93,7 +94,7 @@ def show(console: Console, title: str, rows: Sequence[dict[str, object]]) -> Non
 def save(path: Path, facts: dict[str, object]) -> None:
     """Write a JSON file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(facts, indent=2) + "\n")
+    write_text(path, json.dumps(facts, indent=2) + "\n")
 
 
 @contextmanager

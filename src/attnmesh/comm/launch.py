@@ -196,12 +196,25 @@ def _start(
 @contextmanager
 def _signals_deferred() -> Iterator[None]:
     """Handle signals after the `with` statement. Processes that are started in it begin with their signals blocked."""
-    resource_tracker.ensure_running()  # it unblocks them when it is started
+    _start_tracker()  # it unblocks them when it is started
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_tracker() -> None:
+    """Start multiprocessing's tracker, which removes what killed ranks leave, such as semaphores, without a word.
+
+    It has the warning filters of this process.
+    """
+    before = sys.warnoptions[:]
+    sys.warnoptions.append("ignore:resource_tracker")
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions[:] = before
 
 
 def _wait(processes: Sequence[SpawnProcess], seconds: float | None = None) -> list[int]:
