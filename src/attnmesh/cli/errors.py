@@ -34,6 +34,7 @@ _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.
 # Not errors: the help of a group is shown as an error since Click 8.2.
 _HELP = getattr(sys.modules[_ClickException.__module__], "NoArgsIsHelpError", typer.Exit)
 _ENDS: tuple[type[BaseException], ...] = (typer.Exit, typer.Abort, SystemExit, BrokenPipeError, _HELP)
+_FLAGS = ("--debug", "--verbose")
 _OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 """Errors that are not of the input."""
 
@@ -43,12 +44,13 @@ class Terminated(KeyboardInterrupt):
 
 
 class CommandGroup(TyperGroup):
-    """Commands that report every error in one line; with `--debug`, before or after the command, its traceback too."""
+    """Commands that report every error in one line; with `--debug` its traceback too. Flags may follow the command."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Parse the options of the group. `--debug` may follow the command."""
-        if parent is None and "--debug" in args:
-            args = ["--debug", *(argument for argument in args if argument != "--debug")]
+        """Parse the options of the group. Its flags may follow the command."""
+        if parent is None:
+            flags = [flag for flag in _FLAGS if flag in args]
+            args = [*flags, *(argument for argument in args if argument not in flags)]
         with _reported("attnmesh" if parent is None else f"attnmesh {info_name}"):
             return super().make_context(info_name, args, parent, **extra)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from collections.abc import Sequence
@@ -45,6 +46,8 @@ from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import Simulated, simulate
 from attnmesh.planner.units import readable_bytes, readable_seconds
 from attnmesh.trace.timeline import write_trace
+
+_LOG = logging.getLogger(__name__)
 
 MAX_RANKS_OF_OTHER_MASKS = 512
 """Masks that are no band along the diagonal are planned rank by rank: the time grows with the square of the ranks."""
@@ -159,7 +162,9 @@ def _shape(model: str | None, batch: int, q_heads: int | None, kv_heads: int | N
 
 def _schedule(schedule: str, workload: Workload, cluster: Cluster) -> str:
     if schedule == "auto":
-        return choose_schedule(workload, cluster).schedule
+        choice = choose_schedule(workload, cluster)
+        _LOG.info("%s", choice)
+        return choice.schedule
     if schedule not in SCHEDULES:
         raise ValueError(f"--schedule must be one of auto, {', '.join(SCHEDULES)}, got {schedule!r}")
     check_schedule(schedule, workload.shards, workload.ranks_per_node)

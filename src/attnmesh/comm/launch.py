@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import pickle
@@ -24,7 +25,10 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from attnmesh.comm import CommError, comm_from, run_virtual
+from attnmesh.core.log import show_if_asked
 from attnmesh.core.validation import MAX_TIMEOUT, check_count, check_timeout
+
+_LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -160,6 +164,7 @@ def _rendezvous(backend: str, timeout: float, **group: Any) -> None:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **group)
     except RuntimeError as error:  # of the store or of the backend: a timeout, or a connection that is refused
         reason = str(error).partition("\n")[0]
+        _LOG.warning("not all ranks joined the process group within %g s: %s", timeout, reason)
         raise RendezvousError(f"not all ranks joined the process group within {timeout:g} s: {reason}") from error
 
 
@@ -236,6 +241,7 @@ def _process(
     rank: int, ranks: int, device: str, share_gpu: bool, folder: Path, threads: int, timeout: float
 ) -> None:  # fmt: skip
     _end_with_parent()
+    show_if_asked(rank)
     try:
         torch.set_num_threads(threads)
         if share_gpu:

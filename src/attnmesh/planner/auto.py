@@ -23,6 +23,7 @@ from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.cost import Cost, schedule_cost
 from attnmesh.planner.hardware import Cluster, Device, Link
+from attnmesh.planner.units import readable_seconds
 
 # A ring computes run by run; with more runs per shard than this (packed documents) its blocks become too small.
 _MAX_RING_RUNS = 4
@@ -40,6 +41,11 @@ class Choice:
     def seconds(self) -> dict[str, float]:
         """Estimated seconds by schedule."""
         return {name: cost.seconds for name, cost in self.costs.items()}
+
+    def __str__(self) -> str:
+        costs = ", ".join(f"{name} {readable_seconds(seconds)}" for name, seconds in self.seconds.items())
+        others = "".join(f"; {name} cannot: {why}" for name, why in self.refusals.items())
+        return f"{self.schedule}, the fastest by estimate ({costs}){others}"
 
 
 @lru_cache(maxsize=256)
