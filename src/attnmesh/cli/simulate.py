@@ -32,6 +32,7 @@ from attnmesh.cli.options import (
     resolve_cluster,
 )
 from attnmesh.core.layouts import LAYOUTS
+from attnmesh.core.progress import reported
 from attnmesh.core.text import counted
 from attnmesh.plan.program import Load, LoadCounter
 from attnmesh.plan.schedules import SCHEDULES, check_schedule, program
@@ -121,11 +122,12 @@ def simulate_command(
     workload = Workload(held, shape, min(cluster.ranks_per_node, ranks))
     slow = Slowdown(_factors(slow_ranks or (), "--slow-rank", ranks), _factors(slow_links or (), "--slow-link", ranks))
     keep = _traced_ranks(trace_ranks, ranks) if trace is not None else ()
-    chosen = _schedule(schedule, workload, cluster)
+    with output.counting(f"choosing a schedule for {counted(ranks, 'rank')}"):
+        chosen = _schedule(schedule, workload, cluster)
     nodes = cluster.with_ranks_per_node(workload.ranks_per_node)
     runs = []
     for way in (False, True) if backward else (False,):
-        with output.status(f"simulating {chosen} {'backward' if way else 'forward'} on {counted(ranks, 'rank')}"):
+        with output.counting(f"simulating {chosen} {'backward' if way else 'forward'} on {counted(ranks, 'rank')}"):
             runs.append(_simulate(chosen, workload, nodes, way, slow, keep))
     if trace is not None:
         _write_trace(trace, runs, ranks)
@@ -176,8 +178,10 @@ def _simulate(
 ) -> _Run:
     whole = program(schedule, workload, backward=backward)
     counter = LoadCounter(whole.world, cluster.ranks_per_node)
+    at_most = whole.world // (workload.ranks_per_node if schedule == "ulysses+ring" else 1) + 1  # of a ring
+    watched = replace(whole, make=lambda: reported(whole.rounds(), at_most))
     begin = time.perf_counter()
-    simulated = simulate(counter.counting(whole), cluster, slow=slow, keep=keep)
+    simulated = simulate(counter.counting(watched), cluster, slow=slow, keep=keep)
     name = f"{schedule} {'backward' if backward else 'forward'}"
     return _Run(name, simulated, counter.maximum(), time.perf_counter() - begin)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from attnmesh.core.progress import reported
 from attnmesh.plan.decode import COMBINES, Combine, DecodeShape, DecodeSharding, bytes_sent
 from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.workload import Workload
@@ -56,7 +57,7 @@ def choose_schedule(workload: Workload, cluster: Cluster) -> Choice:
     which recomputes a forward with gradients, could get other bits.
     """
     costs, refusals = {}, {}
-    for schedule in SCHEDULES:
+    for schedule in reported(SCHEDULES, len(SCHEDULES)):
         why = refusal(schedule, workload.shards, workload.ranks_per_node) or _unsuitable(schedule, workload)
         if why is not None:
             refusals[schedule] = why
