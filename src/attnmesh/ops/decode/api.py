@@ -264,8 +264,8 @@ def choose(call: DecodeCall, backend: str) -> Backend:
             is_wanted = not isinstance(known, GluonGQA) or known.is_faster(call)
         if refusals[known.name] is None and is_wanted:
             if backend == "auto" and wants_choices(_LOG):
-                cannot = "; ".join(f"{name} cannot: {why}" for name, why in refusals.items() if why is not None)
+                cannot = "".join(f"; {name} cannot: {why}" for name, why in refusals.items() if why is not None)
                 of = f"q {tuple(call.q.shape)}, {call.kv_heads} KV heads, {'paged' if call.paged else 'contiguous'}"
-                log_choice(_LOG, "decode of %s, %s on %s: %s; %s", of, call.q.dtype, call.q.device, known.name, cannot)
+                log_choice(_LOG, "decode of %s, %s on %s: %s%s", of, call.q.dtype, call.q.device, known.name, cannot)
             return known
     raise ValueError(f"backend={backend!r} cannot serve this call: {refusals[backend]}")

@@ -82,7 +82,9 @@ def _choose(call: Call, backend: str, refusals: dict[str, str | None], *, backwa
     choice = _chosen(call, backend, refusals, backward=backward)
     if backend == "auto" and wants_choices(_LOG):
         of = f"{'backward' if backward else 'forward'} of q {tuple(call.q.shape)}, k {tuple(call.k.shape)}"
-        log_choice(_LOG, "attention, %s, %s on %s: %s", of, call.q.dtype, call.q.device, choice)
+        log_choice(
+            _LOG, "attention, %s, %s on %s: %s", of, call.q.dtype, call.q.device, str(choice).replace("\n ", ";")
+        )
     return choice
 
 
