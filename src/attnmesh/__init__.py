@@ -2,6 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
+from attnmesh.cli.starting import start as _start
+
+_start()  # before torch is imported
+
+# ruff: noqa: E402
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
 from attnmesh.core.custom_mask import CustomMask
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag

@@ -12,6 +12,7 @@ import torch
 import typer.completion
 
 from attnmesh.cli import output
+from attnmesh.core.progress import reported
 from helpers.cli import assert_refused, run
 
 COMMANDS = [
@@ -146,7 +147,29 @@ def test_progress_is_a_line_every_two_seconds_without_a_terminal(capsys, monkeyp
         for done in range(8):
             progress(f"step {done}", done, 7)
             now[0] += 0.75
-    assert capsys.readouterr().err == "3 of 7: step 3\n6 of 7: step 6\n"
+    assert capsys.readouterr().err == "3 of 7: step 3, about 3 s left\n6 of 7: step 6, about 1 s left\n"
+
+
+def test_a_loop_tells_how_far_it_is_and_how_long_it_will_take(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
+
+    def work() -> None:
+        for _ in reported(range(1000), 1000):
+            now[0] += 2.0
+            for _ in reported(range(3), 3):  # only the outermost loop is shown
+                pass
+
+    with output.counting("counting"):
+        work()
+        for _ in reported(iter("abc"), 8):  # another loop has a clock of its own
+            now[0] += 1.5
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["1 of 1000: counting, about 33 min left", "2 of 1000: counting, about 33 min left"]
+    assert lines[950] == "951 of 1000: counting, about 98 s left"
+    assert lines[-1] == "2 of 8: counting, about 9 s left"
+    work()
+    assert capsys.readouterr().err == ""
 
 
 def test_status_is_a_line_only_if_it_takes_long(capsys, monkeypatch):

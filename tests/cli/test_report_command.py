@@ -95,7 +95,10 @@ def test_names_of_masks(text, mask):
         ("window", "mask window:N must have a number N of at least 1"),
         ("window:5+", "such as window:4k+global:4; got ''"),
         ("window:5+diagonal", "got 'diagonal'"),
-        ("prefix:0", "mask prefix:N must have a number N of at least 1, such as 4096 or 4k, got 'prefix:0'"),
+        (
+            "prefix:0",
+            "must have a number N of at least 1 and at most 2147483647, such as 4096 or 4k, got 'prefix:0'",
+        ),
         ("prefix:1.3", "got 'prefix:1.3'"),
         ("chunked:-1", "got 'chunked:-1'"),
         ("causal:4", "block-causal:N, documents:N"),

@@ -1,6 +1,7 @@
 """`attnmesh simulate`: what the simulator says of the same program, traces, slow ranks, bad input."""
 
 import json
+import re
 import time
 
 import pytest
@@ -118,6 +119,16 @@ def test_256_ranks_are_quick():
     found = simulated("--schedule", "ring+ring", ranks=256, length="1M")
     assert time.process_time() - begin < 20
     assert found["runs"][0]["seconds"] > 0
+
+
+def test_rounds_of_many_ranks_are_counted_with_an_estimate(capsys, monkeypatch):
+    monkeypatch.setattr("attnmesh.cli.output._LINE_EVERY", 0.0)
+    ran = run("simulate", "--ranks", 64, "--length", "64k")
+    assert ran.exit_code == 0
+    lines = [line for line in ran.stderr.splitlines() if " of 65: simulating ring forward on 64 ranks" in line]
+    assert lines[0].startswith("0 of 65: ")
+    assert lines[-1].startswith("63 of 65: ")
+    assert re.search(", about [0-9]+ s left$", lines[-1])
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,7 @@ def test_prompts_take_what_answers_leave_of_the_budget():
     assert sizes == [(0, [2, 4]), (1, [5]), (1, [5]), (1, [5]), (2, []), (2, [])]
 
 
-def test_a_full_cache_preempts_the_latest_request_which_is_computed_again():
+def test_a_full_cache_preempts_the_latest_request_which_is_computed_again(caplog):
     scheduler = make(blocks=4)
     old, new = Job(0, [1] * 7, 20), Job(1, [2] * 7, 20)
     scheduler.add(new)
@@ -347,6 +347,8 @@ def test_a_full_cache_preempts_the_latest_request_which_is_computed_again():
     assert scheduler.running[0] == [old, new]
     steps = [plan(scheduler) for _ in range(3)]
     assert sum(step.groups[0].preemptions for step in steps) == 1
+    logged = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert logged == [("WARNING", "the cache of group 0 is full: a request is preempted and computed again")]
     assert scheduler.waiting == [new]
     assert len(old.ids) == 11
     assert 7 < len(new.ids) < 11  # its tokens are kept

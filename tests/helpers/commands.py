@@ -66,8 +66,8 @@ class Command:
         """The next line of its stdout."""
         return self._process.stdout.readline()
 
-    def wait_until_ready(self) -> None:
-        """Wait until it handles SIGTERM: after its imports, before its work."""
+    def wait_until_starting(self) -> None:
+        """Wait until it handles SIGTERM: before its imports, which take seconds."""
         deadline = time.monotonic() + 60
         while not self._caught() >> (signal.SIGTERM - 1) & 1:
             assert time.monotonic() < deadline, "the command did not begin within 60 s"

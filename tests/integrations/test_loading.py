@@ -177,6 +177,14 @@ def test_a_folder_without_a_configuration(folder):
     assert problem_of(folder).startswith(f"{folder} has no config.json")
 
 
+def test_control_characters_of_a_model_are_shown_as_escapes(tmp_path):
+    for fields in ({"model_type": "\x1b[31mred"}, {"model_type": "bert", "architectures": ["\x1b[31mred"]}):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        with pytest.raises(ModelError, match=r"\\x1b\[31mred") as caught:
+            load_model(tmp_path)
+        assert "\x1b" not in str(caught.value)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"model_type": "no_such_type"}'])
 def test_a_configuration_that_makes_no_sense(folder, text):
     (folder / "config.json").write_text(text)

@@ -87,3 +87,17 @@ def test_what_arrays_cannot_hold_stays_with_patches():
     assert VectorizedShards.of(shards(Causal(), Striped(), 64, 4)) is None
     assert VectorizedShards.of(shards(Documents([40, 24]), Zigzag(), 64, 4)) is None
     assert VectorizedShards.of(shards(Causal(), Zigzag(5), 640, 4)) is None
+
+
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(20)], ids=str)
+def test_a_large_ring_keeps_the_positions_of_few_offsets(mask, monkeypatch):
+    held = VectorizedShards.of(shards(mask, Zigzag(), 1000, 64))
+    assert held is not None
+    queries, keys = (vectorized._with_ring_dim(runs) for runs in (held.queries, held.keys))
+    found = []
+    for kept in (vectorized._KEPT_POSITIONS, 0):
+        monkeypatch.setattr(vectorized, "_KEPT_POSITIONS", kept)
+        ring = vectorized.VectorizedRings(held.band, queries, keys, np.arange(64)[None])
+        found.append([tuple(column.tolist() for column in stage) for stage in ring.all_stages()])
+    assert found[0] == found[1]
+    assert len(ring._recent) <= 4

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,3 +46,12 @@ def test_groups_share_what_a_node_has_one_of():
     assert group_cluster(machine, 2, 2).intra_node.bandwidth == machine.intra_node.bandwidth  # nobody else is there
     one_way = replace(H200, inter_node=replace(H200.inter_node, shared=True))
     assert group_cluster(one_way, 2, 64).inter_node.bandwidth == H200.inter_node.bandwidth / 4
+
+
+def test_ranks_that_do_the_same_take_the_same_time_as_one_by_one():
+    device = cluster("h200").device
+    rng = np.random.default_rng(0)
+    sizes, calls = (np.repeat(rng.integers(0, 4, 40) * unit, 10).astype(float) for unit in (10**9, 1))
+    together = device.seconds("attention", sizes, calls)
+    apart = [float(device.seconds("attention", size, number)) for size, number in zip(sizes, calls, strict=True)]
+    assert together.tolist() == apart

@@ -11,9 +11,10 @@ import sys
 from io import StringIO
 
 import pytest
+import typer
 
 from attnmesh.cli import output, simulate
-from attnmesh.cli.errors import Terminated
+from attnmesh.cli.errors import Terminated, _reported
 from attnmesh.cli.generate.display import Display
 from attnmesh.comm import CommError, launch
 from attnmesh.generation.stats import GenerationStats
@@ -280,10 +281,34 @@ def test_a_file_that_cannot_be_written_is_noticed_before_the_run(folder, command
     assert sorted(found.name for found in folder.iterdir()) == ["fifo", "file"]
 
 
-def test_a_full_disk_is_one_line():
-    assert "No space left on device" in refused(
-        "report", "--no-check", "--ranks", 2, "--length", 64, "--out", "/dev/full"
-    )
+@pytest.mark.parametrize(
+    "command", [("report", "--no-check", "--ranks", 2, "--length", 64, "--out"), (*SIMULATE, "--trace")]
+)
+def test_a_full_disk_is_one_line_with_the_name_of_the_file(command):
+    assert "No space left on device: '/dev/full'" in refused(*command, "/dev/full", code=1)
+
+
+def test_a_full_disk_under_standard_output_is_one_line(monkeypatch, capsys):
+    with open("/dev/full", "w") as full, monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", full)
+        with pytest.raises(typer.Exit) as ended, _reported("attnmesh simulate"):
+            output.console().print("x" * 10_000)
+    assert ended.value.exit_code == 1
+    said = "[Errno 28] No space left on device: standard output, or a temporary file"
+    assert capsys.readouterr().err == f"attnmesh simulate: {said}\n"
+
+
+def test_a_length_that_no_integer_counts_is_refused_for_its_size():
+    for length in (2**63, "9" * 17 + "M", "9" * 5000):
+        assert "a length must be at most 134217728, got " in refused("simulate", "--ranks", "8", "--length", length)
+    assert "at most 2147483647, such as" in refused(*SIMULATE, "--mask", f"window:{2**63}")
+
+
+@pytest.mark.parametrize("arguments", [["pln"], ["plan", "prefil"]])
+def test_a_misspelt_command_gets_one_suggestion(arguments):
+    line = refused(*arguments)
+    assert line.count("Did you mean") == 1
+    assert "?." not in line
 
 
 def test_a_file_that_exists_is_not_touched_by_a_run_that_fails(folder):
@@ -310,7 +335,8 @@ def test_a_file_that_exists_is_not_touched_by_a_run_that_fails(folder):
         (CommError("rank 1 of 2 failed"), 1, r"rank 1 of 2 failed\. See docs/debugging\.md#commerror$"),
         (ValueError("x" * 10_000), 2, "x{1000}"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), 2, "'utf-8' codec"),
-        (OSError(28, "No space left on device"), 2, r"\[Errno 28\] No space left on device"),
+        (OSError(28, "No space left on device"), 1, r"\[Errno 28\] No space left on device: standard output, or a"),
+        (PermissionError(13, "Permission denied", "x"), 2, r"\[Errno 13\] Permission denied: 'x'"),
         (KeyboardInterrupt(), 130, "interrupted$"),
         (Terminated(), 143, "terminated$"),
     ],

@@ -3,6 +3,7 @@
 import random
 import re
 import signal
+import sys
 import time
 
 import pytest
@@ -43,6 +44,39 @@ def answering(command: Command) -> list[int]:
     assert "ranks" in command.line()
     command.read(20)
     return command.ranks()
+
+
+@pytest.mark.parametrize(("number", "code", "said"), [(INTERRUPT, 130, "interrupted"), (TERMINATE, 143, "terminated")])
+@pytest.mark.parametrize(
+    "delay", [0.0, pytest.param(0.5, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_a_signal_while_modules_are_imported_is_one_line(number, code, said, delay):
+    with Command(*ATTNMESH, "simulate", "--ranks", 2, "--length", "1k") as command:
+        command.wait_until_starting()
+        time.sleep(delay)
+        command.signal(number)
+        ended(command, code, f"attnmesh( simulate)?: {said}")
+
+
+KILLED_WITH_A_SEMAPHORE = """
+import multiprocessing, os, signal
+from attnmesh.comm import launch
+def rank(comm):
+    lock = multiprocessing.RLock()  # as tqdm has one
+    os.kill(os.getpid(), signal.SIGKILL)
+if __name__ == "__main__":
+    launch.run(rank, 1)
+"""
+
+
+@pytest.mark.slow
+def test_killed_ranks_leave_no_words_about_semaphores(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(KILLED_WITH_A_SEMAPHORE)
+    with Command(sys.executable, script) as command:
+        said = command.wait(60).errors
+    assert "rank 0 of 1 was killed (SIGKILL)" in said[-1]
+    assert not [line for line in said if "leaked" in line]
 
 
 @pytest.mark.slow
@@ -206,12 +240,12 @@ def test_signals_at_random_moments_of_every_command(generate, tmp_path):
         for number, code, said in ((INTERRUPT, 130, "interrupted"), (TERMINATE, 143, "terminated")):
             for to_all in (False, True):
                 with Command(*parts) as command:
-                    command.wait_until_ready()
+                    command.wait_until_starting()
                     time.sleep(draw.uniform(0, 6))
                     if command.processes() == []:
                         continue  # it was faster
                     command.signal_all(number) if to_all else command.signal(number)
-                    ended(command, code, f"attnmesh [a-z ]+: {said}")
+                    ended(command, code, f"attnmesh[a-z ]*: {said}")
                     sent += 1
     print(f"{sent} signals")
     assert sent > 20

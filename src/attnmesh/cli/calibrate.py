@@ -12,6 +12,7 @@ from attnmesh.calibration.cpu import measure_cpu
 from attnmesh.calibration.cuda import measure_cuda
 from attnmesh.cli import output
 from attnmesh.cli.options import MeasuredDeviceOption, check_output_file, default_device
+from attnmesh.core.files import write_text
 from attnmesh.planner.catalog import catalog
 from attnmesh.planner.catalog_file import as_toml
 from attnmesh.planner.hardware import Link, Wiring
@@ -27,7 +28,7 @@ def calibrate_command(
     chosen = default_device(device)
     _check_name(name)
     check_output_file("--out", out)
-    out.write_text(calibrate(chosen, name, quick=quick), encoding="utf-8")
+    write_text(out, calibrate(chosen, name, quick=quick))
     output.console().print(f"Hardware file: {out} (device {name})", soft_wrap=True)
 
 

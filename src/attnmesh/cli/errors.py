@@ -2,14 +2,16 @@
 
 | exit code | reason |
 |---|---|
-| 1 | a rank or a check failed, or an error that was not expected |
+| 1 | a rank or a check failed, a disk is full, or an error that was not expected |
 | 2 | invalid input |
 | 130, 143 | SIGINT, SIGTERM |
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import signal
 import sys
 import threading
@@ -22,7 +24,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from attnmesh.cli import output
+from attnmesh.cli import output, starting
 from attnmesh.comm import CommError
 from attnmesh.comm.launch import under_torchrun
 from attnmesh.core.optional import MissingExtraError
@@ -33,6 +35,9 @@ _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.
 # Not errors: the help of a group is shown as an error since Click 8.2.
 _HELP = getattr(sys.modules[_ClickException.__module__], "NoArgsIsHelpError", typer.Exit)
 _ENDS: tuple[type[BaseException], ...] = (typer.Exit, typer.Abort, SystemExit, BrokenPipeError, _HELP)
+_FLAGS = ("--debug", "--verbose")
+_OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+"""Errors that are not of the input."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -40,12 +45,13 @@ class Terminated(KeyboardInterrupt):
 
 
 class CommandGroup(TyperGroup):
-    """Commands that report every error in one line; with `--debug`, before or after the command, its traceback too."""
+    """Commands that report every error in one line; with `--debug` its traceback too. Flags may follow the command."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Parse the options of the group. `--debug` may follow the command."""
-        if parent is None and "--debug" in args:
-            args = ["--debug", *(argument for argument in args if argument != "--debug")]
+        """Parse the options of the group. Its flags may follow the command."""
+        if parent is None:
+            flags = [flag for flag in _FLAGS if flag in args]
+            args = [*flags, *(argument for argument in args if argument not in flags)]
         with _reported("attnmesh" if parent is None else f"attnmesh {info_name}"):
             return super().make_context(info_name, args, parent, **extra)
 
@@ -72,18 +78,21 @@ def _reported(name: str, ctx: Any = None) -> Iterator[None]:
 
 def run_command(app: typer.Typer) -> NoReturn:
     """Run a command as this process: SIGINT and SIGTERM end it soon, whatever it does."""
-    if under_torchrun():  # which sends signals to its ranks: they end a rank even while it waits inside torch
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    else:
-        signal.signal(signal.SIGTERM, _terminate)
-    code = 0
+    code, early = 0, False
     try:
+        if under_torchrun():  # which sends signals to its ranks: they end a rank even while it waits inside torch
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        else:
+            signal.signal(signal.SIGTERM, _terminate)
+            early = starting.raise_at_interrupt()
         app(prog_name="attnmesh")
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except KeyboardInterrupt as error:  # before the command began
         _report(error, "attnmesh")
         code = _exit_code(error)
+    if early:
+        starting.end_at_signals()  # while Python ends
     # Python would end with an abort while a virtual rank, a thread, still computes.
     if code in (130, 143) or any(thread.name.startswith("virtual rank") for thread in threading.enumerate()):
         sys.stdout.flush()
@@ -104,6 +113,8 @@ def _exit_code(error: BaseException) -> int:
             return 130
         case _ClickException():
             return int(error.exit_code)
+        case OSError() if error.errno in _OF_THE_MACHINE:
+            return 1
         case ValueError() | OSError() | MissingExtraError():
             return 2
     return 1
@@ -131,7 +142,10 @@ def _message(error: BaseException, command: str) -> str:
         case KeyboardInterrupt():
             return "interrupted"
         case _ClickException():
-            return f"{error.format_message().removesuffix('.')}. See {command} --help."
+            text = re.sub(r"( Did you mean [^?]+\?)\1+", r"\1", error.format_message())  # of Click and of Typer
+            return f"{text.rstrip('.')}{'' if text.endswith('?') else '.'} See {command} --help."
+        case OSError() if error.errno == errno.ENOSPC and error.filename is None:
+            return f"{error}: standard output, or a temporary file"  # files that were asked for have a name
         case ValueError() | OSError() | CommError() | MissingExtraError():
             return str(error)
     return f"{type(error).__name__}: {error} ({command} --debug prints the traceback)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import metadata
 from typing import Annotated, NoReturn
 
@@ -16,6 +17,8 @@ from attnmesh.cli.serve import serve_command
 from attnmesh.cli.simulate import simulate_command
 from attnmesh.cli.trace import trace_command
 from attnmesh.cli.verify import verify_command
+from attnmesh.comm.launch import under_torchrun
+from attnmesh.core.log import VERBOSE, show
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -39,8 +42,16 @@ def _main(
     debug: Annotated[
         bool, typer.Option("--debug", envvar="ATTNMESH_DEBUG", help="Print the whole traceback of an error.")
     ] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", envvar=VERBOSE, help="Log what is chosen, compiled, evicted and timed out, of all ranks."
+        ),
+    ] = False,
 ) -> None:
-    pass
+    if verbose:
+        os.environ[VERBOSE] = "1"  # for the ranks
+        show(int(os.environ["RANK"]) if under_torchrun() else None)
 
 
 app.command("generate")(generate_command)

@@ -17,7 +17,7 @@ import typer
 
 from attnmesh.comm import launch
 from attnmesh.core.masks import BlockCausal, Causal, Chunked, Documents, Full, Global, Mask, Prefix, SlidingWindow
-from attnmesh.core.validation import check_count, parse_length, shown
+from attnmesh.core.validation import MAX_COUNT, parse_length, shown
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.counts import MAX_BATCH, MAX_HEAD_DIM, MAX_HEADS, MAX_LENGTH, MAX_RANKS
 from attnmesh.planner.hardware import Cluster
@@ -56,7 +56,7 @@ class LayoutName(enum.StrEnum):
 def length_argument(text: str | int) -> int:
     """The number of tokens that a length such as 100000, 128k or 1M gives; typer.BadParameter if it is invalid."""
     try:
-        return check_count("a length", parse_length(str(text)), most=MAX_LENGTH)
+        return parse_length(str(text), most=MAX_LENGTH)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -188,11 +188,10 @@ def _parse_mask(text: str, length: int) -> Mask:
     if kind not in MASKS:
         raise ValueError(f"mask must be {MASK_HELP}; got {shown(text)}")
     try:
-        n = check_count("N", parse_length(size), least=1)
+        n = parse_length(size)
     except ValueError:
-        raise ValueError(
-            f"mask {kind}:N must have a number N of at least 1, such as 4096 or 4k, got {shown(text)}"
-        ) from None
+        allowed = f"a number N of at least 1 and at most {MAX_COUNT}, such as 4096 or 4k"
+        raise ValueError(f"mask {kind}:N must have {allowed}, got {shown(text)}") from None
     return MASKS[kind](n, length)
 
 

@@ -14,18 +14,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+from attnmesh.core.files import write_text
+from attnmesh.core.progress import reporting
 from attnmesh.core.text import printable
 
 Rows = list[dict[str, object]]
@@ -93,7 +95,7 @@ def show(console: Console, title: str, rows: Sequence[dict[str, object]]) -> Non
 def save(path: Path, facts: dict[str, object]) -> None:
     """Write a JSON file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(facts, indent=2) + "\n")
+    write_text(path, json.dumps(facts, indent=2) + "\n")
 
 
 @contextmanager
@@ -116,8 +118,20 @@ def status(message: str, *, quiet: bool = False) -> Iterator[None]:
             timer.cancel()
 
 
+@contextmanager
+def counting(message: str) -> Iterator[None]:
+    """Show on stderr how far loops over `reported` items in the `with` statement are, and how long they will take."""
+    with Progress() as progress:
+        is_terminal = console(stderr=True).is_terminal
+        with nullcontext() if is_terminal else status(message):
+            if is_terminal:
+                progress(message, 0, 1)
+            with reporting(lambda done, total: progress(message, done, total)):
+                yield
+
+
 class Progress:
-    """Counts steps on stderr: a bar on a terminal, else a line every two seconds, or for every step.
+    """Counts steps on stderr, with an estimate: a bar on a terminal, else a line every two seconds, or for every step.
 
     It can be pickled before the first call, so that a rank in another process can report for the command. The bar
     disappears with the last step.
@@ -127,7 +141,8 @@ class Progress:
         self._quiet, self._every_step = quiet, every_step
         self._bar: Bar | None = None
         self._task: TaskID | None = None
-        self._printed = time.monotonic()
+        self._printed = self._began = time.monotonic()
+        self._before = 0
 
     def __call__(self, description: str, completed: int, total: int) -> None:
         """Report that `completed` of `total` steps are done; `description` names the next one."""
@@ -135,9 +150,14 @@ class Progress:
             return
         err = console(stderr=True)
         if not err.is_terminal:
-            if self._every_step or time.monotonic() - self._printed >= _LINE_EVERY:
-                print(printable(f"{completed} of {total}: {description}"), file=sys.stderr, flush=True)
-                self._printed = time.monotonic()
+            now = time.monotonic()
+            if completed < self._before:  # another loop
+                self._began = now
+            self._before = completed
+            if self._every_step or now - self._printed >= _LINE_EVERY:
+                left = _left(now - self._began, completed, total)
+                print(printable(f"{completed} of {total}: {description}{left}"), file=sys.stderr, flush=True)
+                self._printed = now
             return
         if self._bar is None:
             columns = (
@@ -145,6 +165,7 @@ class Progress:
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
+                TimeRemainingColumn(),
             )
             self._bar = Bar(*columns, console=err, transient=True)
             self._task = self._bar.add_task(description, total=total)
@@ -165,6 +186,14 @@ class Progress:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+def _left(elapsed: float, completed: int, total: int) -> str:
+    """How long the other steps take if they take as long as those that are done; "" while that is a guess."""
+    if elapsed < _LINE_EVERY or not 0 < completed < total:
+        return ""
+    seconds = elapsed * (total - completed) / completed
+    return f", about {seconds:.0f} s left" if seconds < 120 else f", about {seconds / 60:.0f} min left"
 
 
 def _cell(value: object) -> str:

@@ -86,7 +86,7 @@ def plan_prefill(
     chosen = known_model(model)
     cluster = _with_memory(resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file), memory)
     task = PrefillRequest(chosen, length, batch, ranks, cluster, kv_itemsize(storage, chosen))
-    with output.status(f"ranking plans for {chosen.name} on {counted(ranks, 'rank')}"):
+    with output.counting(f"ranking plans for {chosen.name} on {counted(ranks, 'rank')}"):
         ranking = prefill_ranking(task)
 
         def least_memory(devices: int) -> Memory | None:
@@ -159,7 +159,7 @@ def plan_decode(
         if memory is not None:
             raise ValueError(f"--memory requires --model, got {memory} bytes")
         heads = _heads(config, q_heads, kv_heads, head_dim, hidden)
-        with output.status(f"comparing shardings over {counted(ranks, 'rank')}"):
+        with output.counting(f"comparing shardings over {counted(ranks, 'rank')}"):
             show_sharding(
                 heads, batch, ranks, length=length, tokens=tokens, storage=storage, cluster=cluster, as_json=as_json
             )
@@ -172,7 +172,7 @@ def plan_decode(
     number = kv_itemsize(storage, chosen)
     cluster = _with_memory(cluster, memory)
     task = DecodeRequest(chosen, length, batch, ranks, cluster, tokens, number)
-    with output.status(f"ranking plans for {chosen.name} on {counted(ranks, 'rank')}"):
+    with output.counting(f"ranking plans for {chosen.name} on {counted(ranks, 'rank')}"):
         ranking = decode_ranking(task)
 
         def least_memory(devices: int) -> Memory | None:

@@ -67,7 +67,7 @@ def report_command(
     chosen_mask, chosen_layout = parse_mask(mask, length), LAYOUTS[layout.value]
     timelines = {path.stem: read_trace(path) for path in traces or ()}
     tables = read_figures(figures) if figures else {}
-    with output.status("planning and simulating every schedule"):
+    with output.counting("planning and simulating every schedule"):
         made = schedule_report(
             chosen_mask,
             chosen_layout,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from attnmesh.cli.options import (
     resolve_cluster,
 )
 from attnmesh.core.layouts import LAYOUTS
+from attnmesh.core.progress import reported
 from attnmesh.core.text import counted
 from attnmesh.plan.program import Load, LoadCounter
 from attnmesh.plan.schedules import SCHEDULES, check_schedule, program
@@ -45,6 +47,8 @@ from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import Simulated, simulate
 from attnmesh.planner.units import readable_bytes, readable_seconds
 from attnmesh.trace.timeline import write_trace
+
+_LOG = logging.getLogger(__name__)
 
 MAX_RANKS_OF_OTHER_MASKS = 512
 """Masks that are no band along the diagonal are planned rank by rank: the time grows with the square of the ranks."""
@@ -118,11 +122,12 @@ def simulate_command(
     workload = Workload(held, shape, min(cluster.ranks_per_node, ranks))
     slow = Slowdown(_factors(slow_ranks or (), "--slow-rank", ranks), _factors(slow_links or (), "--slow-link", ranks))
     keep = _traced_ranks(trace_ranks, ranks) if trace is not None else ()
-    chosen = _schedule(schedule, workload, cluster)
+    with output.counting(f"choosing a schedule for {counted(ranks, 'rank')}"):
+        chosen = _schedule(schedule, workload, cluster)
     nodes = cluster.with_ranks_per_node(workload.ranks_per_node)
     runs = []
     for way in (False, True) if backward else (False,):
-        with output.status(f"simulating {chosen} {'backward' if way else 'forward'} on {counted(ranks, 'rank')}"):
+        with output.counting(f"simulating {chosen} {'backward' if way else 'forward'} on {counted(ranks, 'rank')}"):
             runs.append(_simulate(chosen, workload, nodes, way, slow, keep))
     if trace is not None:
         _write_trace(trace, runs, ranks)
@@ -159,7 +164,9 @@ def _shape(model: str | None, batch: int, q_heads: int | None, kv_heads: int | N
 
 def _schedule(schedule: str, workload: Workload, cluster: Cluster) -> str:
     if schedule == "auto":
-        return choose_schedule(workload, cluster).schedule
+        choice = choose_schedule(workload, cluster)
+        _LOG.info("%s", choice)
+        return choice.schedule
     if schedule not in SCHEDULES:
         raise ValueError(f"--schedule must be one of auto, {', '.join(SCHEDULES)}, got {schedule!r}")
     check_schedule(schedule, workload.shards, workload.ranks_per_node)
@@ -171,8 +178,10 @@ def _simulate(
 ) -> _Run:
     whole = program(schedule, workload, backward=backward)
     counter = LoadCounter(whole.world, cluster.ranks_per_node)
+    at_most = whole.world // (workload.ranks_per_node if schedule == "ulysses+ring" else 1) + 1  # of a ring
+    watched = replace(whole, make=lambda: reported(whole.rounds(), at_most))
     begin = time.perf_counter()
-    simulated = simulate(counter.counting(whole), cluster, slow=slow, keep=keep)
+    simulated = simulate(counter.counting(watched), cluster, slow=slow, keep=keep)
     name = f"{schedule} {'backward' if backward else 'forward'}"
     return _Run(name, simulated, counter.maximum(), time.perf_counter() - begin)
 

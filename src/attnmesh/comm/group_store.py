@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -12,6 +13,9 @@ from attnmesh.core.docs import with_link, without_link
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+
+_LOG = logging.getLogger(__name__)
 
 
 class CommError(RuntimeError):
@@ -70,7 +74,9 @@ class GroupStore:
     def error(self, causes: Sequence[str], doing: str) -> CommError:
         """What happened, then what this rank was doing, and in which group unless it is that of all ranks."""
         group = "" if self._has_global_numbers else f", in the group of {self.names(range(self._world))}"
-        return CommError(f"{'; '.join(causes)} [{self.own_name} {doing}{group}]", causes)
+        error = CommError(f"{'; '.join(causes)} [{self.own_name} {doing}{group}]", causes)
+        _LOG.warning("%s", error)
+        return error
 
     def _key(self, name: str) -> str:
         if self._prefix is None:

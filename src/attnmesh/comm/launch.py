@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import pickle
@@ -24,7 +25,10 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from attnmesh.comm import CommError, comm_from, run_virtual
+from attnmesh.core.log import show_if_asked
 from attnmesh.core.validation import MAX_TIMEOUT, check_count, check_timeout
+
+_LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -160,6 +164,7 @@ def _rendezvous(backend: str, timeout: float, **group: Any) -> None:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **group)
     except RuntimeError as error:  # of the store or of the backend: a timeout, or a connection that is refused
         reason = str(error).partition("\n")[0]
+        _LOG.warning("not all ranks joined the process group within %g s: %s", timeout, reason)
         raise RendezvousError(f"not all ranks joined the process group within {timeout:g} s: {reason}") from error
 
 
@@ -196,12 +201,25 @@ def _start(
 @contextmanager
 def _signals_deferred() -> Iterator[None]:
     """Handle signals after the `with` statement. Processes that are started in it begin with their signals blocked."""
-    resource_tracker.ensure_running()  # it unblocks them when it is started
+    _start_tracker()  # it unblocks them when it is started
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_tracker() -> None:
+    """Start multiprocessing's tracker, which removes what killed ranks leave, such as semaphores, without a word.
+
+    It has the warning filters of this process.
+    """
+    before = sys.warnoptions[:]
+    sys.warnoptions.append("ignore:resource_tracker")
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions[:] = before
 
 
 def _wait(processes: Sequence[SpawnProcess], seconds: float | None = None) -> list[int]:
@@ -223,6 +241,7 @@ def _process(
     rank: int, ranks: int, device: str, share_gpu: bool, folder: Path, threads: int, timeout: float
 ) -> None:  # fmt: skip
     _end_with_parent()
+    show_if_asked(rank)
     try:
         torch.set_num_threads(threads)
         if share_gpu:

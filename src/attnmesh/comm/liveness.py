@@ -10,6 +10,7 @@ import contextlib
 import errno
 import functools
 import json
+import logging
 import os
 import secrets
 import selectors
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 
 State = Literal["connecting", "verifying", "verified"]
 
+_LOG = logging.getLogger(__name__)
 _RETRY = 0.5  # seconds between two attempts to connect
 _ACCEPT_AGAIN = 0.05  # seconds
+_WARN_AT = 10  # attempts
 _CONNECT = 5.0  # seconds that an attempt may take
 _TOKEN_BYTES = 16
 _KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5}  # a host that is gone is noticed after 8 s
@@ -201,6 +204,8 @@ class Liveness:
         elif watch.is_local and code == errno.ECONNREFUSED:  # on this machine nothing but the end of it closes the port
             watch.end(ENDED)
         else:  # not reachable, or another process: nothing is known
+            if watch.attempts == _WARN_AT:
+                _LOG.warning("no connection to the process of another rank after %d attempts; trying on", _WARN_AT)
             watch.next_attempt = time.monotonic() + _RETRY
 
     def _disconnect(self, watch: Watch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ from attnmesh.core.call_log import CallLog, format_ranks, out_of_step
 from attnmesh.core.validation import check_count, shown
 from attnmesh.trace.recorder import MessageRecord, Recorder
 from attnmesh.trace.timeline import Track
+
+_LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _MAX_THREADS = 4096
@@ -71,6 +74,7 @@ def run_virtual(world: int, fn: Callable[[Comm], T], *, timeout: float = 300) ->
     if not in_time:
         unfinished = shared.scheduler.unfinished()
         shared.scheduler.abort(f"run_virtual gave up after {timeout} s")
+        _LOG.warning("virtual ranks did not finish within %s s", timeout)
         raise CommError(f"virtual ranks did not finish within {timeout} s: {unfinished}")
     if errors:
         raise _error_to_raise(errors, world)

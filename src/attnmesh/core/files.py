@@ -1,4 +1,7 @@
-"""Reads files that come from elsewhere: they are checked before they are opened, and every error is a ValueError."""
+"""Reads files that come from elsewhere: they are checked before they are opened, and every error is a ValueError.
+
+Writes files: every error has the file's name.
+"""
 
 from __future__ import annotations
 
@@ -54,3 +57,11 @@ def read_json(path: Path, name: str) -> object:
         raise ValueError(f"{name} is not JSON that can be read: it is nested too deeply") from None
     except ValueError as error:  # also a number of thousands of digits
         raise ValueError(f"{name} is not JSON: {error}") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file. An OSError names it: that of a write to a full disk does not by itself."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, os.fspath(path)) from None

@@ -197,14 +197,17 @@ def check_path(name: str, path: object) -> Path:
 
 
 _SUFFIX = {"": 1, "k": 1024, "m": 1024**2}
-_WRITTEN = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([kKmM]?)", re.ASCII)
+_WRITTEN = re.compile(r"([0-9]+(?:\.[0-9]{1,18})?)([kKmM]?)", re.ASCII)
 
 
-def parse_length(text: str) -> int:
+def parse_length(text: str, *, most: int = MAX_COUNT) -> int:
     """Parse a sequence length such as `100000`, `128k` or `1.5M`; k is 1024 and M is 1024 * 1024."""
     match = _WRITTEN.fullmatch(text.strip())
     if match is not None:
-        count = Fraction(match[1]) * _SUFFIX[match[2].lower()]
-        if count.denominator == 1 and count > 0:
+        digits = match[1].lstrip("0")
+        count = Fraction(match[1]) * _SUFFIX[match[2].lower()] if len(digits) < 100 else most + 1
+        if count > most:
+            raise ValueError(f"a length must be at most {most}, got {shown(text)}")
+        if int(count) == count > 0:
             return int(count)
     raise ValueError(f"a length must be a whole number above 0, such as 100000, 128k or 1.5M, got {text!r}")

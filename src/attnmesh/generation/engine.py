@@ -7,6 +7,7 @@ that a later prompt with the same prefix reuses them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ from attnmesh.integrations.weight_splits import heads_of
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.positions import LocalPositions, SequenceShards, interleave
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -192,6 +195,8 @@ class Engine:
         of_fork = -(-max_new_tokens // self.position_ranks.world) + 2 * BLOCK_SIZE
         per_rank = [count + (max_forks - 1) * of_fork for count in per_rank]
         evicted = self._room_for(tokens, per_rank, cached, group, max_forks)
+        if evicted:
+            _LOG.info("evicted %d cached sequences for one of %d tokens", len(evicted), tokens)
         with self._change():
             for inactive in evicted:
                 self.free(inactive)

@@ -14,11 +14,14 @@ same plan, for all groups.
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from attnmesh.generation.cached_sequences import CachedSequence, GroupCache, Growth, Prefix, common_prefix
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -239,6 +242,7 @@ class Scheduler:
             if inactive is not None:
                 cache.free(inactive)
                 plan.freed.append(inactive)
+                _LOG.info("evicted a cached sequence of group %d", job.group)
             elif running[0].request is running[-1].request:
                 self._fail(job.request, step)
                 return None
@@ -246,6 +250,7 @@ class Scheduler:
                 latest = running[-1].request
                 self._stop(latest, plan)
                 plan.preemptions += 1
+                _LOG.warning("the cache of group %d is full: a request is preempted and computed again", job.group)
                 self.add(latest)
                 if latest is job.request:
                     return None

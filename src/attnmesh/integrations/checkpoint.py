@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from attnmesh.core.optional import MissingExtraError, require
+from attnmesh.core.text import printable
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 """Arguments of every `from_pretrained`: nothing is downloaded, and code that comes with a model is not run."""
@@ -29,6 +30,9 @@ class ModelError(ValueError):
         ...     print(error)
         no/such/folder does not exist: a model is a folder with config.json, or a .gguf file
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message, keep=""))  # names and types come from the model's files
 
 
 @contextmanager

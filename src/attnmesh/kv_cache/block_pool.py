@@ -13,6 +13,7 @@ cached block, are kept: content is found for as long as any sequence references 
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
@@ -23,6 +24,8 @@ from attnmesh.core.docs import see
 from attnmesh.core.validation import check_count, shown
 
 _MAX_CONTENT = 1 << 24  # tokens of one image: more than any has
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ class BlockPool:
             block, _ = self._cached_blocks.popitem(last=False)
             self.remove_hash(block)
             self.evictions += 1
+            _LOG.debug("evicted the cached block %d", block)
         self._ref_counts[block] = 1
         return block
 

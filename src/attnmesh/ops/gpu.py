@@ -1,9 +1,14 @@
 """The GPU that a kernel is launched on, as far as its tiles depend on it."""
 
 import functools
+import logging
 from typing import Any, NamedTuple
 
 import torch
+
+from attnmesh.core.optional import installed
+
+_LOG = logging.getLogger(__name__)
 
 
 class GPU(NamedTuple):
@@ -41,7 +46,23 @@ def starts_early(device: torch.device) -> bool:
 
 @functools.cache
 def _gpu_of(device: torch.device) -> GPU:
+    log_compile_times()
     properties: Any = torch.cuda.get_device_properties(device)  # its type lacks shared_memory_per_block_optin
     return GPU(
         10 * properties.major + properties.minor, int(getattr(properties, "shared_memory_per_block_optin", 48 * 1024))
     )
+
+
+def log_compile_times() -> None:
+    """Log, at INFO, how long Triton compiles each kernel of this package, unless a program listens to Triton itself."""
+    if installed("triton"):
+        from triton import knobs
+
+        if knobs.compilation.listener is None:
+            knobs.compilation.listener = _compiled
+
+
+def _compiled(*, src: Any, metadata: dict[str, Any], times: Any, cache_hit: bool, **_: Any) -> None:
+    if getattr(getattr(src, "fn", None), "__module__", "").startswith("attnmesh."):
+        name, seconds = metadata.get("name", "a kernel"), times.total / 1e6
+        _LOG.info("%s %s in %.2f s", "read" if cache_hit else "compiled", name, seconds)

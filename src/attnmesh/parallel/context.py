@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, overload
@@ -16,6 +17,7 @@ from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks
 from attnmesh.core.compiling import not_compiled
 from attnmesh.core.docs import explained_in, see
 from attnmesh.core.layouts import Layout, Zigzag, check_layout, dimension, positions_checksum
+from attnmesh.core.log import log_choice, wants_choices
 from attnmesh.core.mask import And
 from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.state import accumulation_dtype
@@ -57,6 +59,7 @@ EXECUTORS: dict[str, Callable[[ExecutorConfig], Executor]] = {
 }
 """The executor of each of `plan.schedules.SCHEDULES`."""
 
+_LOG = logging.getLogger(__name__)
 _MAX_CACHED_CALLS = 512
 
 
@@ -306,6 +309,7 @@ class ContextParallel(ExecutorFactory):
         if call is None:
             call = self._new_call(inputs, options)
             if len(self._calls) >= _MAX_CACHED_CALLS:
+                _LOG.warning("calls of more than %d signatures: all are planned anew", _MAX_CACHED_CALLS)
                 self._calls.clear()
             self._calls[key] = call
         return call
@@ -369,6 +373,8 @@ class ContextParallel(ExecutorFactory):
                 return self._kept_choices[key]
         choice = self._auto_choice(workload)
         assert choice is not None
+        if wants_choices(_LOG):
+            log_choice(_LOG, "%s under %s, %s tokens over %s ranks: %s", mask, self.layout, length, self.world, choice)
         if key is not None:
             self._kept_choices[key] = choice.schedule
         return choice.schedule

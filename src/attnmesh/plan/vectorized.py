@@ -7,6 +7,7 @@ workload of at most `MAX_PLANNED_RANKS` ranks, is read from the plans that execu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnmesh.core.masks import And, Causal, Full, Mask, SlidingWindow
+from attnmesh.core.progress import reported
 from attnmesh.core.ranges import Ranges
 from attnmesh.plan.program import MAX_LISTED_MESSAGES, Ints, RowTraffic, RowTrafficTotals
 from attnmesh.plan.shards import Shards
@@ -55,6 +57,8 @@ class Gathered:
 UNBOUNDED = 1 << 40
 """Beyond any position."""
 
+_KEPT_POSITIONS = 1 << 22  # positions at offsets of a ring that are not computed twice
+
 
 class Band(NamedTuple):
     """A query at p attends to the keys `p + first <= k < p + end`."""
@@ -81,20 +85,38 @@ def band_of(mask: Mask) -> Band | None:
 
 
 class Runs(NamedTuple):
-    """Positions `start <= p < stop`; the last dimension is the runs of a shard, ascending, some empty."""
+    """Positions `start <= p < stop`; the last dimension is the runs of a shard, ascending, some empty.
+
+    There are few runs and many shards. What is computed of them is computed run by run, over all shards at once, and in
+    memory each run of all shards is contiguous: numpy takes ten times as long to reduce a last dimension of two.
+    """
 
     start: Ints
     stop: Ints
 
+    @staticmethod
+    def of(columns: Sequence[tuple[Ints, Ints]]) -> Runs:
+        """From the start and the stop of every run."""
+        start, stop = (np.moveaxis(np.stack(side), 0, -1) for side in zip(*columns, strict=True))
+        return Runs(start, stop)
+
+    @property
+    def columns(self) -> list[tuple[Ints, Ints]]:
+        """The start and the stop of every run."""
+        return [(self.start[..., i], self.stop[..., i]) for i in range(self.start.shape[-1])]
+
     @property
     def size(self) -> Ints:
         """The number of positions of every shard."""
-        sizes: Ints = (self.stop - self.start).sum(-1)
-        return sizes
+        return _total([stop - start for start, stop in self.columns])
 
     def at(self, index: Any) -> Runs:
         """Some of the shards."""
-        return Runs(self.start[index], self.stop[index])
+        return Runs.of([(start[index], stop[index]) for start, stop in self.columns])
+
+
+def _total(parts: Sequence[Ints]) -> Ints:
+    return functools.reduce(np.add, parts)
 
 
 def runs_of(shards: Sequence[Ranges], most: int = 8) -> Runs | None:
@@ -102,41 +124,64 @@ def runs_of(shards: Sequence[Ranges], most: int = 8) -> Runs | None:
     width = max((len(held) for held in shards), default=0)
     if width > most or any(run.step != 1 and len(run) > 1 for held in shards for run in held):
         return None
-    ends = np.zeros((2, len(shards), max(width, 1)), dtype=np.int64)
+    ends = np.zeros((max(width, 1), 2, len(shards)), dtype=np.int64)
     for i, held in enumerate(shards):
         for j, run in enumerate(held):
-            ends[:, i, j] = run[0], run[-1] + 1
-    return Runs(ends[0], ends[1])
+            ends[j, :, i] = run[0], run[-1] + 1
+    return Runs.of([(start, stop) for start, stop in ends])
 
 
 def pairs(band: Band, queries: Runs, keys: Runs) -> Ints:
     """The number of visible (query, key) pairs between shards."""
-    begin, end = queries.start[..., :, None], queries.stop[..., :, None]
-    low, high = keys.start[..., None, :], keys.stop[..., None, :]
-    count = np.maximum(end - begin, 0)
+    return _total([_run_pairs(band, q, k) for q in queries.columns for k in keys.columns])
+
+
+def _run_pairs(band: Band, queries: tuple[Ints, Ints], keys: tuple[Ints, Ints]) -> Ints:
+    begin, end, low, high = np.broadcast_arrays(*queries, *keys)
+    first, last = begin + band.end, end + (band.end - 1)  # ends of the keys of the first and of the last query
+    from_first, from_last = begin + band.first, end + (band.first - 1)
+    all_seen = (first >= high) & (from_last <= low) & (begin < end)
+    visible = np.where(all_seen, (end - begin) * (high - low), 0)
+    some = ~all_seen & (last > low) & (from_first < high) & (begin < end)
+    if some.any():  # few of thousands of ranks
+        visible[some] = _some_pairs(band, begin[some], end[some], low[some], high[some])
+    return visible
+
+
+def _some_pairs(band: Band, begin: Ints, end: Ints, low: Ints, high: Ints) -> Ints:
+    count = end - begin
     seen = _clamped_sum(begin + band.end, end + band.end, low, high) if band.end < UNBOUNDED else high * count
     hidden = _clamped_sum(begin + band.first, end + band.first, low, high) if band.first > -UNBOUNDED else low * count
-    visible: Ints = (seen - hidden).sum((-1, -2))
+    visible: Ints = seen - hidden
     return visible
 
 
 def seen_positions(band: Band, queries: Runs, keys: Runs) -> Runs:
     """Of every run of keys, the positions from the first to the last that some query sees; `stop = start` if none."""
-    # Consecutive queries see adjacent ranges, so a run of queries sees one run of positions.
-    first, end = queries.start[..., :, None] + band.first, queries.stop[..., :, None] - 1 + band.end
-    low = np.maximum(keys.start[..., None, :], first)
-    high = np.minimum(keys.stop[..., None, :], end)
-    there = (low < high) & (queries.start < queries.stop)[..., :, None]
-    start: Ints = np.where(there, low, UNBOUNDED).min(-2)
-    stop: Ints = np.where(there, high, -UNBOUNDED).max(-2)
-    none = start >= stop
-    return Runs(np.where(none, keys.start, start), np.where(none, keys.start, stop))
+    columns = []
+    for first_key, end_key in keys.columns:
+        starts, stops = [], []
+        for begin, end in queries.columns:
+            # Consecutive queries see adjacent ranges, so a run of queries sees one run of positions.
+            low = np.maximum(first_key, begin + band.first) if band.first > -UNBOUNDED else first_key
+            high = np.minimum(end_key, end - 1 + band.end) if band.end < UNBOUNDED else end_key
+            there = (low < high) & (begin < end)
+            starts.append(np.where(there, low, UNBOUNDED))
+            stops.append(np.where(there, high, -UNBOUNDED))
+        start, stop = functools.reduce(np.minimum, starts), functools.reduce(np.maximum, stops)
+        none = start >= stop
+        columns.append((np.where(none, first_key, start), np.where(none, first_key, stop)))
+    return Runs.of(columns)
 
 
 def shared_rows(a: Runs, b: Runs) -> Ints:
     """The number of positions that are in the same run of both."""
-    shared: Ints = np.maximum(np.minimum(a.stop, b.stop) - np.maximum(a.start, b.start), 0).sum(-1)
-    return shared
+    return _total(
+        [
+            np.maximum(np.minimum(a_stop, b_stop) - np.maximum(a_start, b_start), 0)
+            for (a_start, a_stop), (b_start, b_stop) in zip(a.columns, b.columns, strict=True)
+        ]
+    )
 
 
 def _clamped_sum(begin: Ints, end: Ints, low: Ints, high: Ints) -> Ints:
@@ -165,7 +210,7 @@ class VectorizedRings:
     @property
     def stages(self) -> int:
         """The number of stages, the first one on own keys included."""
-        return len(self._seen)
+        return len(self._needed) + 1
 
     def all_stages(self) -> Iterator[RingStages]:
         """The stages, in order."""
@@ -181,53 +226,95 @@ class VectorizedRings:
         return int(self.ranks.shape[1])
 
     @cached_property
-    def _seen(self) -> dict[int, Runs]:
-        """For every needed offset, ascending, and every block: its positions that are at that offset."""
-        found = {0: self.keys}
-        for offset in range(1, self._size):
-            holder = (np.arange(self._size) + offset) % self._size
-            seen = seen_positions(self.band, self.queries.at((slice(None), holder)), self.keys)
-            if (seen.start < seen.stop).any():
-                found[offset] = seen
+    def _recent(self) -> dict[int, Runs]:
+        """What `_seen` has computed, by offset: all of a small ring, the latest of a large one."""
+        return {}
+
+    def _seen(self, offset: int) -> Runs:
+        """For every block: its positions that are needed at an offset."""
+        if offset == 0:
+            return self.keys
+        found = self._recent.get(offset)
+        if found is None:
+            holder = _wrapped(np.arange(self._size) + offset, self._size)
+            found = seen_positions(self.band, self.queries.at((slice(None), holder)), self.keys)
+            if len(self._recent) >= max(_KEPT_POSITIONS // max(self.keys.start.size, 1), 4):
+                del self._recent[next(iter(self._recent))]
+            self._recent[offset] = found
         return found
 
     @cached_property
+    def _needed(self) -> list[int]:
+        """The offsets besides 0 that are needed, ascending."""
+        return self._offsets_and_directions[0]
+
+    @property
     def _downwards(self) -> NDArray[np.bool_]:
         """For every ring: whether it sends towards lower ranks, because that takes fewer messages."""
-        after_0 = list(self._seen.values())[1:]
-        up, down = (self._connections(order) for order in (after_0, after_0[::-1]))
-        if self.same_direction:
-            up, down = np.full_like(up, up.sum()), np.full_like(down, down.sum())
-        return down < up
-
-    def _connections(self, seen: list[Runs]) -> Ints:
-        """For every ring: how often a rank sends something to another, as `RingPlan.connections`."""
-        count, before = np.zeros(len(self.ranks), dtype=np.int64), np.zeros_like(self.ranks)
-        for at, here in enumerate(seen):
-            shared = shared_rows(here, seen[at + 1]) if at + 1 < len(seen) else np.zeros_like(before)
-            rows = here.size
-            count += (3 * (shared > 0) + 2 * (before < rows) + (shared < rows)).sum(1)
-            before = shared
-        return count
+        return self._offsets_and_directions[1]
 
     @cached_property
-    def _offsets(self) -> Ints:
-        """[stage, ring]"""
-        needed = np.array(list(self._seen)[1:], dtype=np.int64)
-        chosen = np.where(self._downwards[None, :], needed[::-1, None], needed[:, None])
-        return np.concatenate([np.zeros((1, len(self.ranks)), dtype=np.int64), chosen])
+    def _offsets_and_directions(self) -> tuple[list[int], NDArray[np.bool_]]:
+        """Both in one pass: the positions at all offsets of thousands of ranks would take gigabytes.
+
+        A direction counts how often a rank sends something to another, as `RingPlan.connections`. What two consecutive
+        offsets share is sent on, in either direction; what an offset does not share with the one before comes from the
+        owner, and gradients of what it does not share with the one after return there.
+        """
+        up, down = np.zeros((2, len(self.ranks)), dtype=np.int64)
+        needed, before, here, none = list[int](), np.zeros_like(self.ranks), None, np.zeros_like(self.ranks)
+
+        def count(shared: Ints) -> None:
+            nonlocal up, down
+            assert here is not None
+            rows = here.size
+            fewer_before, fewer_after = before < rows, shared < rows
+            up = up + (3 * (shared > 0) + 2 * fewer_before + fewer_after).sum(1)
+            down = down + (3 * (before > 0) + 2 * fewer_after + fewer_before).sum(1)
+
+        for offset in reported(range(1, self._size), self._size):
+            seen = self._seen(offset)
+            if not any((start < stop).any() for start, stop in seen.columns):
+                continue
+            if here is not None:
+                shared = shared_rows(here, seen)
+                count(shared)
+                before = shared
+            here = seen
+            needed.append(offset)
+        if here is not None:
+            count(none)
+        if self.same_direction:
+            up, down = np.full_like(up, up.sum()), np.full_like(down, down.sum())
+        return needed, down < up
+
+    def _offset(self, at: int) -> Ints:
+        """The offset of every ring at a stage."""
+        if at == 0:
+            return np.zeros(len(self.ranks), dtype=np.int64)
+        return np.where(self._downwards, self._needed[-at], self._needed[at - 1])
 
     def _block(self, at: int) -> Ints:
         """For every place: whose keys are there at a stage."""
-        block: Ints = (np.arange(self._size) - self._offsets[at][:, None]) % self._size
-        return block
+        return _wrapped(np.arange(self._size) + (self._size - self._offset(at)[:, None]), self._size)
 
     def _rows(self, at: int) -> Runs:
         """For every block: its positions that are at the rank that has it at a stage."""
-        seen = list(self._seen.values())
-        up, down = seen[at], seen[-at]
-        choose = self._downwards[:, None, None]
-        return Runs(np.where(choose, down.start, up.start), np.where(choose, down.stop, up.stop))
+        if at == 0:
+            return self.keys
+        down = self._downwards
+        if down.all() or not down.any():
+            return self._seen(self._needed[-at] if down.all() else self._needed[at - 1])
+        both = zip(self._seen(self._needed[-at]).columns, self._seen(self._needed[at - 1]).columns, strict=True)
+        choose = down[:, None]
+        return Runs.of([(np.where(choose, a, c), np.where(choose, b, d)) for (a, b), (c, d) in both])
+
+    @cached_property
+    def _is_identity(self) -> bool:
+        return np.array_equal(self.ranks, np.arange(self._size)[None])
+
+    def _ranks_at(self, places: Ints) -> Ints:
+        return places if self._is_identity else np.take_along_axis(self.ranks, places, 1)
 
     def _stage(self, at: int) -> RingStages:
         block, here = self.here(at)
@@ -239,16 +326,21 @@ class VectorizedRings:
             of_blocks, next_of_blocks = self._rows(at), self._rows(at + 1)
             shared = shared_rows(of_blocks, next_of_blocks) if at else np.zeros_like(block)
             next_rows, own_rows = np.take_along_axis(shared, block, 1), next_of_blocks.size - shared
-            step = self._offsets[at + 1][:, None]
-            after, own_after = (block + step) % self._size, (np.arange(self._size) + step) % self._size
+            step = self._offset(at + 1)[:, None]
+            after, own_after = (_wrapped(places + step, self._size) for places in (block, np.arange(self._size)))
         calls = (found > 0).astype(np.int64)
         is_causal = at == 0 and self.own_keys and self.band == (-UNBOUNDED, 1)  # own keys make one causal square
-        owner, next_rank, own_rank = (np.take_along_axis(self.ranks, places, 1) for places in (block, after, own_after))
+        owner, next_rank, own_rank = (self._ranks_at(places) for places in (block, after, own_after))
         columns = RingStages(
             rank=self.ranks, pairs=found, calls=calls, rows=rows, owner=owner, next_rank=next_rank, next_rows=next_rows,
             own_rank=own_rank, own_rows=own_rows, causal_pairs=found * is_causal, causal_calls=calls * is_causal,
         )  # fmt: skip
         return RingStages(*(column.reshape(-1) for column in columns))
+
+
+def _wrapped(places: Ints, size: int) -> Ints:
+    """`places % size` of places below `2 * size`, in a fraction of the time."""
+    return np.where(places < size, places, places - size)
 
 
 def _of_each(runs: Runs, block: Ints) -> Runs:
@@ -335,6 +427,9 @@ class VectorizedShards:
         places = np.arange(len(groups[0]), dtype=np.int64)
         rings = VectorizedRings(self.band, _with_ring_dim(self.queries), _with_ring_dim(self.keys), places[None])
         ranks = np.array(groups, dtype=np.int64)
+        if np.array_equal(ranks, places[None]):
+            yield from rings.all_stages()
+            return
         for stage in rings.all_stages():
             tiled = {name: np.tile(column, len(groups)) for name, column in stage._asdict().items()}
             for name in ("rank", "owner", "next_rank", "own_rank"):

@@ -18,11 +18,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from attnmesh.core.progress import reported
 from attnmesh.plan.decode import COMBINES, Combine, DecodeShape, DecodeSharding, bytes_sent
 from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.cost import Cost, schedule_cost
 from attnmesh.planner.hardware import Cluster, Device, Link
+from attnmesh.planner.units import readable_seconds
 
 # A ring computes run by run; with more runs per shard than this (packed documents) its blocks become too small.
 _MAX_RING_RUNS = 4
@@ -41,6 +43,11 @@ class Choice:
         """Estimated seconds by schedule."""
         return {name: cost.seconds for name, cost in self.costs.items()}
 
+    def __str__(self) -> str:
+        costs = ", ".join(f"{name} {readable_seconds(seconds)}" for name, seconds in self.seconds.items())
+        others = "".join(f"; {name} cannot: {why}" for name, why in self.refusals.items())
+        return f"{self.schedule}, the fastest by estimate ({costs}){others}"
+
 
 @lru_cache(maxsize=256)
 def choose_schedule(workload: Workload, cluster: Cluster) -> Choice:
@@ -50,7 +57,7 @@ def choose_schedule(workload: Workload, cluster: Cluster) -> Choice:
     which recomputes a forward with gradients, could get other bits.
     """
     costs, refusals = {}, {}
-    for schedule in SCHEDULES:
+    for schedule in reported(SCHEDULES, len(SCHEDULES)):
         why = refusal(schedule, workload.shards, workload.ranks_per_node) or _unsuitable(schedule, workload)
         if why is not None:
             refusals[schedule] = why

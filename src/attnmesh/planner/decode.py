@@ -14,6 +14,7 @@ from math import gcd
 
 import numpy as np
 
+from attnmesh.core.progress import reported
 from attnmesh.core.validation import check_number, check_type
 from attnmesh.plan.decode import DecodeShape, DecodeSharding, messages_sent
 from attnmesh.plan.program import Floats, Ints, Kernels, Messages, Program, Round
@@ -221,7 +222,8 @@ class DecodeRequest:
 def decode_ranking(request: DecodeRequest) -> Ranking:
     """All plans, the fastest that fits first."""
     check_type("request", request, DecodeRequest)
-    options = [decode_option(request, replicas, sharding) for replicas, sharding in shardings(request)]
+    found = list(shardings(request))
+    options = [decode_option(request, replicas, sharding) for replicas, sharding in reported(found, len(found))]
     refused = {}
     if not options:
         heads = f"{request.model.q_heads} query heads and a batch of {request.batch}"

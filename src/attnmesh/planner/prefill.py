@@ -15,6 +15,7 @@ import numpy as np
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
+from attnmesh.core.progress import reported
 from attnmesh.core.validation import check_number, check_type
 from attnmesh.plan.schedules import SCHEDULES, peak_bytes, refusal
 from attnmesh.plan.shards import shards
@@ -71,7 +72,8 @@ def prefill_ranking(request: PrefillRequest) -> Ranking:
     """All plans, the fastest that fits first."""
     check_type("request", request, PrefillRequest)
     options, refused = [], {}
-    for parallelism in parallelisms(request):
+    found = list(parallelisms(request))
+    for parallelism in reported(found, len(found)):
         if parallelism.cp > MAX_CP_RANKS:
             refused[str(parallelism)] = f"more than {MAX_CP_RANKS} CP ranks: use `attnmesh simulate`"
             continue

@@ -26,6 +26,7 @@ from attnmesh.core.masks import (
     SlidingWindow,
     check_mask,
 )
+from attnmesh.core.progress import reported
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_bool, check_count, check_device, check_list, check_type, shown
 from attnmesh.generation.stats import GenerationStats
@@ -248,7 +249,7 @@ def schedule_report(
             "batch": shape.batch, "selected schedule": f"{choice.schedule}, the fastest by estimate",
             "estimates are for": hardware, **(facts or {}),
         },
-        schedules=[_view(name, workload, cluster) for name in served],
+        schedules=[_view(name, workload, cluster) for name in reported(served, len(served))],
         choice=choice,
         hardware=hardware,
         timelines=timelines or {},

@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
+from attnmesh.core.files import write_text
 from attnmesh.core.text import printable
 from attnmesh.core.validation import check_path, check_type
 from attnmesh.generation.stats import GenerationStats
@@ -40,7 +41,7 @@ def write_report(path: Path | str, report: ScheduleReport | GenerationReport) ->
     """
     path = check_path("path", path)
     check_type("report", report, (ScheduleReport, GenerationReport))
-    path.write_text(page(report), encoding="utf-8")
+    write_text(path, page(report))
 
 
 def page(report: ScheduleReport | GenerationReport) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from attnmesh.core.files import read_json
+from attnmesh.core.files import read_json, write_text
 from attnmesh.core.validation import (
     MAX_RANKS,
     check_choice,
@@ -80,7 +80,7 @@ def write_trace(
         "otherData": {"title": title, **(metadata or {})},
         "traceEvents": [*_metadata_events(threads), *events],
     }
-    path.write_text(json.dumps(trace, default=_to_python, allow_nan=False))
+    write_text(path, json.dumps(trace, default=_to_python, allow_nan=False))
 
 
 def _metadata_events(threads: Mapping[tuple[int, int], Event]) -> list[Event]:

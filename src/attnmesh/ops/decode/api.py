@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, overload
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.docs import explained_in
+from attnmesh.core.log import log_choice, wants_choices
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_bool, check_choice, check_tensor
 from attnmesh.ops.decode import reference
@@ -19,6 +21,8 @@ from attnmesh.ops.decode.device_errors import check_positions
 from attnmesh.ops.decode.gluon import Gluon, GluonGQA
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.storage import Stored, values_of
+
+_LOG = logging.getLogger(__name__)
 
 Positions = Sequence[int] | Tensor
 KeyRange = tuple[Tensor, Tensor]
@@ -287,5 +291,9 @@ def choose(call: DecodeCall, backend: str) -> Backend:
         if backend == "auto":
             is_wanted = not isinstance(known, GluonGQA) or known.is_faster(call)
         if refusals[known.name] is None and is_wanted:
+            if backend == "auto" and wants_choices(_LOG):
+                cannot = "".join(f"; {name} cannot: {why}" for name, why in refusals.items() if why is not None)
+                of = f"q {tuple(call.q.shape)}, {call.kv_heads} KV heads, {'paged' if call.paged else 'contiguous'}"
+                log_choice(_LOG, "decode of %s, %s on %s: %s%s", of, call.q.dtype, call.q.device, known.name, cannot)
             return known
     raise ValueError(f"backend={backend!r} cannot serve this call: {refusals[backend]}")

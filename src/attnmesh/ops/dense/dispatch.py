@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -12,6 +13,7 @@ from torch import Tensor
 from attnmesh.core import ranges
 from attnmesh.core.docs import explained_in
 from attnmesh.core.intervals import Intervals
+from attnmesh.core.log import log_choice, wants_choices
 from attnmesh.core.mask import MAX_INTERVALS, sequence_intervals
 from attnmesh.core.masks import Mask, check_mask
 from attnmesh.core.state import State
@@ -35,6 +37,8 @@ from attnmesh.ops.dense.torch_tiles import TorchTiles
 from attnmesh.ops.dense.triton import Triton
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.plan.blocks import Block, Kind, Patch, bounds_of, stacked_bounds, unseen_of
+
+_LOG = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "aten", "triton", "gluon", "torch", "reference")
 
@@ -75,6 +79,16 @@ def choose_backward(call: Call, backend: str, *, grad_lse: bool = False) -> Choi
 
 
 def _choose(call: Call, backend: str, refusals: dict[str, str | None], *, backward: bool) -> Choice:
+    choice = _chosen(call, backend, refusals, backward=backward)
+    if backend == "auto" and wants_choices(_LOG):
+        of = f"{'backward' if backward else 'forward'} of q {tuple(call.q.shape)}, k {tuple(call.k.shape)}"
+        log_choice(
+            _LOG, "attention, %s, %s on %s: %s", of, call.q.dtype, call.q.device, str(choice).replace("\n ", ";")
+        )
+    return choice
+
+
+def _chosen(call: Call, backend: str, refusals: dict[str, str | None], *, backward: bool) -> Choice:
     unsupported = tuple((name, why) for name, why in refusals.items() if why is not None)
     if backend != "auto":
         if refusals[backend] is not None:

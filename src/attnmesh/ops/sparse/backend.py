@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from attnmesh.core.log import log_choice, wants_choices
 from attnmesh.core.optional import installed
 from attnmesh.core.validation import check_choice
 from attnmesh.ops.sparse import torch_backend
 from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices
+
+_LOG = logging.getLogger(__name__)
 
 _NAMES = ("auto", "torch", "triton")
 
@@ -116,11 +120,21 @@ def select_backend(q: Tensor, backend: str) -> Backend:
     refusal = _triton_refusal(q)
     if backend == "triton" and refusal is not None:
         raise ValueError(f"backend='triton' cannot serve this call: {refusal}")
-    if backend == "triton" or (backend == "auto" and q.is_cuda and refusal is None):
+    use_triton = backend == "triton" or (backend == "auto" and q.is_cuda and refusal is None)
+    if backend == "auto":
+        log_backend(_LOG, "sparse attention", q, "triton" if use_triton else "torch", refusal)
+    if use_triton:
         from attnmesh.ops.sparse.triton_backend import Triton
 
         return Triton()
     return Torch()
+
+
+def log_backend(logger: logging.Logger, what: str, q: Tensor, backend: str, triton_refusal: str | None) -> None:
+    """Log which backend "auto" chose, and why not Triton."""
+    if wants_choices(logger):
+        why = "" if backend == "triton" else f"; triton cannot: {triton_refusal or 'q is not on a GPU'}"
+        log_choice(logger, "%s of q %s, %s on %s: %s%s", what, tuple(q.shape), q.dtype, q.device, backend, why)
 
 
 def _triton_refusal(q: Tensor) -> str | None:

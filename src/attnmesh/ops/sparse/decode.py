@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from attnmesh.ops.gpu import gpu_of
 from attnmesh.ops.sparse import torch_backend
 from attnmesh.ops.sparse.arguments import RowBounds
 from attnmesh.ops.sparse.attention import MAX_DEFAULT_D_V
+from attnmesh.ops.sparse.backend import log_backend
 from attnmesh.ops.sparse.paged import (
     PagedKeys,
     SparseDecodeCall,
@@ -25,6 +28,8 @@ from attnmesh.ops.sparse.paged import (
     refuse_gradient,
 )
 from attnmesh.ops.storage import Quantized, Stored
+
+_LOG = logging.getLogger(__name__)
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_GATHERED = 1 << 22  # elements of the keys gathered at a time
@@ -117,7 +122,10 @@ def choose(call: SparseDecodeCall, backend: str) -> str:
         refusal = "its kernels need compute capability 8.9 to read fp8 caches"
     if backend == "triton" and refusal is not None:
         raise ValueError(f"backend='triton' cannot serve this call: {refusal}")
-    return "triton" if backend == "triton" or (backend == "auto" and call.q.is_cuda and refusal is None) else "torch"
+    if backend == "auto":
+        backend = "triton" if call.q.is_cuda and refusal is None else "torch"
+        log_backend(_LOG, "sparse decode", call.q, backend, refusal)
+    return backend
 
 
 def _on_torch(call: SparseDecodeCall) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ rank nothing is transposed: [1, B, T, D] is [B, T, D]. The all_gather sends kvdp
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,8 +25,11 @@ from torch import Tensor
 
 from attnmesh.comm import Comm
 from attnmesh.comm.base import split_buffer
+from attnmesh.core.log import log_choice, wants_choices
 from attnmesh.core.validation import check_bool, check_choice, check_device, check_type
 from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, KvdpExchange
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,10 @@ class Exchange:
         from attnmesh.planner.auto import pick_combine
         from attnmesh.planner.catalog import default_cluster
 
-        return pick_combine(sharding, shape, default_cluster(torch.device(device).type).intra_node)
+        combine = pick_combine(sharding, shape, default_cluster(torch.device(device).type).intra_node)
+        if wants_choices(_LOG):
+            log_choice(_LOG, "CP ranks of %s combine %s by %s, the fastest by estimate", sharding, shape, combine)
+        return combine
 
 
 @dataclass(frozen=True)
