@@ -85,7 +85,7 @@ class WaitingConnections:
         oldest.close()
 
 
-class LimitedProtocol(H11Protocol):
+class LimitedProtocol(H11Protocol):  # type: ignore[misc] - uvicorn is not read by mypy
     """uvicorn's protocol with a limit for headers, and for clients that do not read; it has neither."""
 
     def __init__(self, *, waiting: WaitingConnections, **how: Any) -> None:
@@ -95,7 +95,7 @@ class LimitedProtocol(H11Protocol):
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._address = self.client[0] if self.client else ""
         self._update()

@@ -49,7 +49,8 @@ class PromptTokenizer:
         size = sum(map(len, texts)) + sum(len(each["content"]) for each in call.messages or [])
         tokenizer, lock = self._short if size < _LONG else self._long
         async with lock:
-            return await run_in_threadpool(self._tokenize, tokenizer, call)
+            ids: list[list[int]] = await run_in_threadpool(self._tokenize, tokenizer, call)
+        return ids
 
     def _tokenize(self, tokenizer: Any, call: Call) -> list[list[int]]:
         if call.messages is not None:
