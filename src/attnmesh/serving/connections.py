@@ -85,7 +85,7 @@ class WaitingConnections:
         oldest.close()
 
 
-class LimitedProtocol(H11Protocol):  # type: ignore[misc] - uvicorn is not read by mypy
+class LimitedProtocol(H11Protocol):  # type: ignore[misc]
     """uvicorn's protocol with a limit for headers, and for clients that do not read; it has neither."""
 
     def __init__(self, *, waiting: WaitingConnections, **how: Any) -> None:

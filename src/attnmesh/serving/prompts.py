@@ -11,6 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from attnmesh.serving.protocol import ApiError, Call
 
 _LONG = 2**16  # characters, from which on a call is tokenized beside the others
+_HEAD = 16  # characters per token of the context, more than prompts have that fit
 
 
 class PromptTokenizer:
@@ -54,11 +55,24 @@ class PromptTokenizer:
 
     def _tokenize(self, tokenizer: Any, call: Call) -> list[list[int]]:
         if call.messages is not None:
+            self._check_head(tokenizer, call, "".join(each["content"] for each in call.messages))
             return [self._checked(call, _format(tokenizer, call.messages))]
-        return [
-            self._checked(call, tokenizer(each)["input_ids"] if isinstance(each, str) else each)
-            for each in call.prompts
-        ]
+        prompts = []
+        for each in call.prompts:
+            if isinstance(each, str):
+                self._check_head(tokenizer, call, each)
+                each = tokenizer(each)["input_ids"]
+            prompts.append(self._checked(call, each))
+        return prompts
+
+    def _check_head(self, tokenizer: Any, call: Call, text: str) -> None:
+        """Refuse a long text if its beginning has too many tokens: twice as many, since a few at its end may merge."""
+        head = text[: _HEAD * self._context]
+        if len(head) < len(text) and (tokens := len(tokenizer(head)["input_ids"])) > 2 * self._context:
+            self._refuse(
+                call, f"a prompt of {len(text)} characters exceeds {self._context} tokens: the first {len(head)} "
+                f"characters have {tokens}",
+            )  # fmt: skip
 
     def _checked(self, call: Call, ids: list[int]) -> list[int]:
         """The ids, if there is room for an answer: no further prompt is tokenized otherwise."""
