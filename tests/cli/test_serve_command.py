@@ -172,8 +172,10 @@ def test_a_rank_that_is_killed_is_answered_with_an_error(model):
         answers = []
         threads = [asked(url, answers), asked(url, answers, stream=True)]
         metrics = f"{url.removesuffix('/v1')}/metrics"
-        while "attnmesh_requests_in_progress 2.0" not in urllib.request.urlopen(metrics, timeout=60).read().decode():
-            pass
+        tokens = 0.0
+        while tokens < 60:  # so that the stream has begun
+            text = urllib.request.urlopen(metrics, timeout=60).read().decode()
+            tokens = float(re.search(r"^attnmesh_generated_tokens_total (\S+)", text, re.MULTILINE)[1])
         command.signal(signal.SIGKILL, command.ranks()[1])
         found = command.wait(30)
         for thread in threads:

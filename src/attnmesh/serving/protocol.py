@@ -28,6 +28,7 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
 )  # fmt: skip
 _MAX_STOP, _MAX_LOGPROBS, _MAX_BIAS = 16, 20, 1024
+_MAX_PROMPTS = 100_000  # what the longest queue takes
 _PENALTIES = {
     "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0.01, 100),
 }  # fmt: skip
@@ -174,6 +175,8 @@ def _call(
 def _prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, str) or _are_ids(value):
         return [value]
+    if isinstance(value, list) and len(value) > _MAX_PROMPTS:
+        raise ApiError(400, f"prompt must have at most {_MAX_PROMPTS} prompts, got {len(value)}", param="prompt")
     if isinstance(value, list) and value and all(isinstance(each, str) or _are_ids(each) for each in value):
         return value
     raise _invalid("prompt", "a text, a list of token ids, or a list of these", value)
@@ -244,7 +247,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
 
 
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(_is_integer(each) and each >= 0 for each in value)
+    return isinstance(value, list) and bool(value) and set(map(type, value)) == {int} and min(value) >= 0
 
 
 def _is_integer(value: Any) -> bool:
