@@ -38,7 +38,6 @@ from benchmarks.common import JsonOption, make_app, publish
 WORDS = ["<s>", "</s>", "<unk>", *(f"w{i}" for i in range(61))]
 NAME, CACHE, QUEUE = "load", 1000, 96
 MIB = 2**20
-WAIT = 60.0  # seconds for an answer, after which it is lost
 BUSY = (429, 503)  # answers that ask to come again
 
 Body = dict[str, Any]
@@ -100,6 +99,7 @@ class Load:
     port: int
     cases: list[Case]
     seed: int = 0
+    wait: float = 300.0  # seconds for an answer, after which it is lost
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     slowest_health: float = 0.0
@@ -118,7 +118,7 @@ class Load:
             kind = dice.choices(list(kinds), list(kinds.values()))[0]
             name = kind.__name__.replace("_", " ")
             try:
-                async with asyncio.timeout(WAIT):
+                async with asyncio.timeout(self.wait):
                     outcome = await kind(dice)
             except TimeoutError:
                 outcome = "lost: no answer in time"
@@ -338,6 +338,7 @@ def main(
     minutes: Annotated[float, typer.Option(min=0.05, help="How long clients come.")] = 60.0,
     clients: Annotated[int, typer.Option(min=1, help="Clients at a time.")] = 50,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of the server.")] = 2,
+    wait: Annotated[float, typer.Option(min=1, help="Seconds for an answer, after which it counts as lost.")] = 300.0,
     pause: Annotated[float, typer.Option(min=0, help="Mean seconds between two requests of a client.")] = 0.5,
     seed: Annotated[int, typer.Option(min=0, help="Seed of what clients do.")] = 0,
     json: JsonOption = None,
@@ -347,7 +348,7 @@ def main(
         model = write_model(Path(name))
         cases = make_cases(model, 64, seed)
         server = ServerProcess(model, ranks)
-        load = Load(server.host, server.port, cases, seed)
+        load = Load(server.host, server.port, cases, seed, wait)
         code = -1
         try:
             samples = asyncio.run(measure(server, load, clients, 60 * minutes, pause))
