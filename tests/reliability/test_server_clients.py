@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock
 
@@ -26,6 +27,7 @@ from attnmesh.serving.connections import (  # noqa: E402
     WaitingConnections,
 )
 from attnmesh.serving.prompts import PromptTokenizer  # noqa: E402
+from benchmarks import server_load  # noqa: E402
 from helpers.serving import NAME, virtual_server, write_model  # noqa: E402
 
 MAX_BODY = 200_000
@@ -360,3 +362,24 @@ def test_a_long_prompt_is_tokenized_beside_short_ones(model, tmp_path, monkeypat
         for thread in threads:
             thread.join(30)
         assert set(found) <= {200, 429}
+
+
+# All of them at once: `python -m benchmarks.server_load` does it for as long as one likes.
+
+
+@pytest.mark.slow
+def test_answers_under_load_are_those_of_one_rank(tmp_path):
+    model = server_load.write_model(tmp_path / "model")
+    cases = server_load.make_cases(model, 12, seed=3)
+    (tmp_path / "run").mkdir()
+    how = {"cache_tokens": server_load.CACHE, "max_queue": server_load.QUEUE, "max_body": 2**20}
+    with virtual_server(model, tmp_path / "run", **how) as server:
+        load = server_load.Load(
+            *address(server), [replace(case, body={**case.body, "model": NAME}) for case in cases], seed=3
+        )
+        asyncio.run(load.run(clients=20, seconds=5, pause=0.1))
+        assert load.faults == []
+        assert load.outcomes["whole: right"] > 5
+        deadline = time.monotonic() + 30
+        while b"attnmesh_requests_in_progress 0.0" not in ask(server, "/metrics")[1]:
+            assert time.monotonic() < deadline
