@@ -113,3 +113,12 @@ def test_commands_reach_other_ranks_as_they_are():
     decoded.submissions[0].logit_bias[7] = decoded.submissions[0].logit_bias.pop("7")  # a name in JSON
     assert decoded == Commands(submissions, [1, 2], stop=True)
     assert Commands.decode(Commands().encode()) == Commands()
+
+
+def test_samples_of_a_prompt_are_passed_on_once():
+    first = Submission(0, list(range(1000)), 5, Sampling(), list(range(500)))
+    other = replace(first, prompt=[1, 2])
+    submissions = [replace(each, ticket=i, sample=i) for i, each in enumerate([first] * 256 + [other] + [first] * 2)]
+    data = Commands(submissions).encode()
+    assert len(data) < 30_000  # 2 MB with each sample by itself
+    assert Commands.decode(data) == Commands(submissions)
