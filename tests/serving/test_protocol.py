@@ -47,6 +47,12 @@ def test_any_body_is_understood_or_refused(body, parse):
         assert body.get("other") is None
 
 
+def test_stop_tokens_are_limited():
+    assert len(parse_completion({"model": "m", "prompt": "a", "stop_token_ids": [1] * 256}).stop_token_ids) == 256
+    with pytest.raises(ApiError, match="stop_token_ids must be a list of at most 256 token ids"):
+        parse_completion({"model": "m", "prompt": "a", "stop_token_ids": [1] * 257})
+
+
 def test_null_is_the_same_as_nothing():
     body = {"model": "m", "prompt": "a", "seed": 1}
     nothing = dict.fromkeys(["stop", "n", "logprobs", "stream_options", "logit_bias", "tools", "max_tokens"])

@@ -28,6 +28,7 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
 )  # fmt: skip
 _MAX_STOP, _MAX_LOGPROBS, _MAX_BIAS = 16, 20, 1024
+_MAX_STOP_IDS = 256  # ranks remember the arguments of some thousand requests
 _MAX_PROMPTS = 100_000  # what the longest queue takes
 _PENALTIES = {
     "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0.01, 100),
@@ -228,8 +229,8 @@ def _stop(value: Any) -> tuple[str, ...]:
 
 
 def _stop_token_ids(value: Any) -> tuple[int, ...] | None:
-    if value is not None and not (_are_ids(value) or value == []):
-        raise _invalid("stop_token_ids", "a list of token ids", value)
+    if value is not None and not ((_are_ids(value) or value == []) and len(value) <= _MAX_STOP_IDS):
+        raise _invalid("stop_token_ids", f"a list of at most {_MAX_STOP_IDS} token ids", value)
     return None if value is None else tuple(value)
 
 
