@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import threading
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -140,7 +141,51 @@ def test_a_signal_ends_the_server_after_its_answers(model, number, how):
         assert found.left == []
         if how != "torchrun":  # which reports a signal itself
             assert found.code == 0
-            assert [line for line in found.noise if "Loading m" not in line] == []
+            lines = [line for line in found.noise if "Loading m" not in line]
+            assert all('"GET /metrics" 200' in line for line in lines[:-2])
+            assert '"POST /v1/completions" 200' in lines[-2]
+            assert "INFO the server has shut down: " in lines[-1]
+
+
+def asked(url, answers, **changes):
+    """A thread that asks for a long answer, and appends its status and text."""
+    body = {"model": "m", "prompt": "a b c", "max_tokens": 1900, "min_tokens": 1900, **changes}
+    call = urllib.request.Request(f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+
+    def ask():
+        try:
+            with urllib.request.urlopen(call, timeout=60) as answer:
+                answers.append((answer.status, answer.read().decode()))
+        except urllib.error.HTTPError as error:
+            answers.append((error.code, error.read().decode()))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_answered_with_an_error(model):
+    options = ("--model", model, "--port", 0, "--served-model-name", "m", "--ranks", 2, "--groups", 1)
+    with Command(*ATTNMESH, "serve", *options, "--no-access-log") as command:
+        url = re.search(r"http://\S+", command.line())[0]
+        answers = []
+        threads = [asked(url, answers), asked(url, answers, stream=True)]
+        metrics = f"{url.removesuffix('/v1')}/metrics"
+        tokens = 0.0
+        while tokens < 60:  # so that the stream has begun
+            text = urllib.request.urlopen(metrics, timeout=60).read().decode()
+            tokens = float(re.search(r"^attnmesh_generated_tokens_total (\S+)", text, re.MULTILINE)[1])
+        command.signal(signal.SIGKILL, command.ranks()[1])
+        found = command.wait(30)
+        for thread in threads:
+            thread.join()
+    assert (found.code, found.left) == (1, [])
+    assert found.seconds < 15
+    assert sorted(status for status, _ in answers) == [200, 500]  # the stream had begun
+    assert all("the server has failed: CommError" in text and "server_error" in text for _, text in answers)
+    assert "rank 1 of 2 was killed (SIGKILL)" in " ".join(found.noise)
+    assert any("INFO the server has shut down" in line for line in found.noise)
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ class Server:
     """A server on threads of this process, or started by `run`, which returns when it has ended."""
 
     def __init__(self, folder: Path, how: ServerSettings, run: Any) -> None:
-        self._how, self._ended, self.error = how, threading.Event(), None
+        self.settings, self._ended, self.error = how, threading.Event(), None
         self._thread = threading.Thread(target=self._run, args=(run,), daemon=True)
         self._thread.start()
         self.url = read_url(folder, self._ended)
@@ -82,7 +82,7 @@ class Server:
         return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": 60, **how})
 
     def stop(self) -> None:
-        self._how.stop()
+        self.settings.stop()
         self.wait()
 
     def wait(self) -> None:

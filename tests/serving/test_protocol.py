@@ -1,8 +1,10 @@
 """Bodies of requests: anything is either understood or refused with a status, and nothing is ignored."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,6 +47,12 @@ def test_any_body_is_understood_or_refused(body, parse):
         assert body.get("other") is None
 
 
+def test_stop_tokens_are_limited():
+    assert len(parse_completion({"model": "m", "prompt": "a", "stop_token_ids": [1] * 256}).stop_token_ids) == 256
+    with pytest.raises(ApiError, match="stop_token_ids must be a list of at most 256 token ids"):
+        parse_completion({"model": "m", "prompt": "a", "stop_token_ids": [1] * 257})
+
+
 def test_null_is_the_same_as_nothing():
     body = {"model": "m", "prompt": "a", "seed": 1}
     nothing = dict.fromkeys(["stop", "n", "logprobs", "stream_options", "logit_bias", "tools", "max_tokens"])
@@ -68,6 +76,40 @@ def test_what_is_not_json_is_refused(data):
         decode_json(data)
 
 
+def test_too_many_prompts_are_refused_before_they_are_looked_at():
+    with pytest.raises(ApiError, match="prompt must have at most 100000 prompts, got 100001"):
+        parse_completion({"model": "m", "prompt": [{}] * 100_001})
+    for ids in ([1, True], [1, 2.0], [1, -1], [1, "a"], [[1]]):
+        assert isinstance(
+            understood(parse_completion, json.dumps({"model": "m", "prompt": [ids, ids]}).encode()), ApiError
+        )
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty", "temperature"])
+@pytest.mark.parametrize("value", ["3.4e38", "-3.4e38", "1e-45", "1e999", "1" + "0" * 400])
+def test_numbers_at_the_limits_of_floats(name, value):
+    result = understood(parse_completion, f'{{"model": "m", "prompt": "a", "{name}": {value}}}'.encode())
+    if isinstance(result, ApiError):
+        assert (result.status, result.param) == (400, name)
+        return
+    sampling, logits = result.sampling, torch.tensor([100.0, -100.0, 3e4])
+    assert sampling.sample(logits, sampling.generator(0), [0, 1], [0, 2, 2]) in range(3)
+    assert replace(sampling, temperature=0.0).sample(logits, sampling.generator(0), [0, 1], [0, 2, 2]) in range(3)
+
+
+@pytest.mark.parametrize(
+    "data", [rb'{"a": "\ud800"}', rb'{"\uDC00": 1}', rb'{"a": [{"b": "\ud83d\ud83d"}]}', rb'{"a": "\\\udfff"}']
+)
+def test_parts_of_characters_are_refused(data):
+    with pytest.raises(ApiError, match="lone surrogate") as caught:
+        decode_json(data)
+    json.dumps(caught.value.body, ensure_ascii=False).encode()
+
+
+def test_whole_characters_are_text():
+    assert decode_json(rb'{"a": "\ud83d\ude00", "b": "\\ud800"}') == {"a": "\U0001f600", "b": "\\ud800"}
+
+
 def test_commands_reach_other_ranks_as_they_are():
     submissions = [
         Submission(3, [1, 2], 5, Sampling(0.5, seed=9, frequency_penalty=0.1), [1], ["é\n"], 2, 4, 1, {7: -1.5}),
@@ -77,3 +119,12 @@ def test_commands_reach_other_ranks_as_they_are():
     decoded.submissions[0].logit_bias[7] = decoded.submissions[0].logit_bias.pop("7")  # a name in JSON
     assert decoded == Commands(submissions, [1, 2], stop=True)
     assert Commands.decode(Commands().encode()) == Commands()
+
+
+def test_samples_of_a_prompt_are_passed_on_once():
+    first = Submission(0, list(range(1000)), 5, Sampling(), list(range(500)))
+    other = replace(first, prompt=[1, 2])
+    submissions = [replace(each, ticket=i, sample=i) for i, each in enumerate([first] * 256 + [other] + [first] * 2)]
+    data = Commands(submissions).encode()
+    assert len(data) < 30_000  # 2 MB with each sample by itself
+    assert Commands.decode(data) == Commands(submissions)

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import http.client
 import json
+import re
 import threading
 import time
 from functools import partial
@@ -227,6 +228,14 @@ def test_many_clients_at_once_get_their_own_answers(client, alone):
         ({"min_tokens": 13}, "min_tokens must be at most 12, got 13", "min_tokens"),
         ({"extra_body": {"top_q": 1}}, "unknown parameter 'top_q'", "top_q"),
         ({"stream_options": 3}, "stream_options must be an object such as", "stream_options"),
+        ({"presence_penalty": -3e38}, "presence_penalty must be a number from -2 to 2, got -3e", "presence_penalty"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty must be a number from -2 to 2", "frequency_penalty"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty must be a number from 0.01 to 100", "repetition_penalty"),
+        (
+            {"stop_token_ids": list(range(16)), "min_tokens": 1},
+            "min_tokens must be 0 if every token is one of stop_token_ids",
+            "min_tokens",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_answered_is_refused(client, how, message, param):
@@ -273,6 +282,10 @@ def raw(server, method, path, body=None, **headers):
         (400, "the body must be JSON", ("POST", "/v1/completions", b"\xff")),
         (400, "the body must be JSON", ("POST", "/v1/completions", b'{"temperature": NaN}')),
         (400, "the body must be JSON", ("POST", "/v1/chat/completions", b"[" * 9000)),
+        (400, "lone surrogate", ("POST", "/v1/completions", rb'{"model": "tiny", "prompt": "a \ud800 b"}')),
+        (400, "lone surrogate", ("POST", "/v1/completions", rb'{"model": "tiny", "prompt": "a", "\uDfff": 1}')),
+        (400, "lone surrogate", ("POST", "/v1/chat/completions", rb'{"messages": [{"role": "a", "\ud9ab": 1}]}')),
+        (404, "the model must be 'tiny'", ("POST", "/v1/completions", rb'{"prompt": "a", "model": "\ud83d\ude00"}')),
         (400, "the body must be a JSON object, got [1]", ("POST", "/v1/chat/completions", b"[1]")),
         (400, "model must be the name of a model, got nothing", ("POST", "/v1/completions", b'{"prompt": "a"}')),
         (404, "the model must be 'tiny', got 'b'", ("POST", "/v1/completions", b'{"prompt": "a", "model": "b"}')),
@@ -289,23 +302,17 @@ def test_http_errors_have_the_format_of_openai(server, status, message, request_
     assert answer["error"]["type"] == "invalid_request_error"
 
 
-def test_a_full_queue_refuses_more_and_goes_on(client):
-    with pytest.raises(openai.RateLimitError, match=r"0 requests are in progress or waiting, and 9 more are too many"):
-        complete(client, n=9)
+def test_a_full_queue_refuses_more_and_goes_on(server, client):
+    with pytest.raises(openai.BadRequestError, match=r"9 samples .* the queue takes 8") as caught:
+        complete(client, n=9)  # 429 would have clients try again
+    assert caught.value.param == "n"
+    answers = complete(client, n=5, stream=True, max_tokens=150, min_tokens=150)
+    next(iter(answers))
+    with pytest.raises(openai.RateLimitError, match=r"5 requests are in progress or waiting, and 4 more are too many"):
+        complete(client, n=4)
+    answers.close()
+    eventually(lambda: metric(server, "attnmesh_requests_in_progress") == 0)
     assert len(complete(client, n=8).choices) == 8
-
-
-def test_connections_are_limited(server):
-    address = server.url.removeprefix("http://")
-    idle = [http.client.HTTPConnection(address, timeout=60) for _ in range(8 + 32)]
-    try:
-        for connection in idle:
-            connection.connect()
-        eventually(lambda: raw(server, "GET", "/health")[0] == 503)
-    finally:
-        for connection in idle:
-            connection.close()
-    eventually(lambda: raw(server, "GET", "/health")[0] == 200)
 
 
 def metric(server, name):
@@ -417,13 +424,24 @@ def test_clients_are_told_of_answers_that_do_not_end_in_time(model, tmp_path):
         assert server.error is None
 
 
-def test_a_failure_ends_the_server_and_its_answers(model, tmp_path, monkeypatch):
+def test_a_failure_ends_the_server_and_its_answers(model, tmp_path, monkeypatch, caplog):
     with virtual_server(model, tmp_path) as server:
         monkeypatch.setattr(Generator, "step", lambda self: 1 / 0)
         with pytest.raises(openai.InternalServerError, match="the server has failed: ZeroDivisionError"):
             complete(server.client())
         server.wait()
         assert isinstance(server.error, ZeroDivisionError)
+    lines = [record.getMessage() for record in caplog.records if record.name == "attnmesh.serving"]
+    assert lines[0] == "the server has failed: ZeroDivisionError: division by zero"
+    assert re.fullmatch(r"the server has shut down: 1 HTTP requests in \d+ s", lines[1])
+
+
+def test_a_rank_that_was_killed_is_answered_with_an_error(model, tmp_path):
+    """Rank 0 learns it from the process that started the ranks, also while it has nothing to do."""
+    with virtual_server(model, tmp_path, ranks=1) as server:
+        assert server.settings.fail() > 5
+        server.wait()
+        assert isinstance(server.error, am.CommError)
 
 
 def check_answers(client, alone):

@@ -114,6 +114,15 @@ def serve_command(
     max_body_mib: Annotated[
         int, typer.Option("--max-body-mib", min=1, max=1024, help="Largest body; larger ones are answered with 413.")
     ] = 16,
+    max_per_address: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default="half of all",
+            help="Connections of an address other than this machine's, such as a proxy.",
+        ),
+    ] = None,
+    access_log: Annotated[bool, typer.Option(help="Write a line per request to stderr.")] = True,
     grace: Annotated[
         float, typer.Option(min=0, max=3600, help="Seconds that answers have to end after SIGINT or SIGTERM.")
     ] = 10.0,
@@ -174,7 +183,8 @@ def serve_command(
             model=folder, device=device.value, dtype=dtype.dtype, folder=Path(name),
             app=AppSettings(served_model_name or default_name, key, max_body_mib * 2**20), host=host, port=port,
             cache_tokens=tokens, max_sequences=max_sequences, max_queue=max_queue, grace=grace, sharding=divided,
-            shard_weights=shard_weights, step_tokens=step_tokens, storage=storage, announce=_announce,
+            shard_weights=shard_weights, step_tokens=step_tokens, storage=storage, max_per_address=max_per_address,
+            access_log=access_log, announce=_announce,
         )  # fmt: skip
         is_shared = virtual and not shard_weights
         shared = load_model(folder, device=device.value, dtype=dtype.dtype) if is_shared else None
@@ -185,7 +195,7 @@ def serve_command(
         )
         launch.run(
             serve, ranks, device=device.value, virtual=virtual, share_gpu=share_gpu, timeout=timeout,
-            settings=settings, shared_model=shared,
+            on_failure=settings.fail, settings=settings, shared_model=shared,
         )  # fmt: skip
 
 

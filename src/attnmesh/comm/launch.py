@@ -73,6 +73,7 @@ def run(
     share_gpu: bool = False,
     threads: int | None = None,
     timeout: float = TIMEOUT,
+    on_failure: Callable[[], float] | None = None,
     **options: Any,
 ) -> list[T]:
     """Call `fn(comm, **options)` on every rank and return the results of the ranks that this call ran.
@@ -91,6 +92,8 @@ def run(
             through sockets. Requires device "cuda".
         threads: torch threads per new process; by default the cores divided by the ranks.
         timeout: seconds after which a rank gives up waiting for its peers. Ignored for virtual ranks.
+        on_failure: called if a rank fails or is killed; returns the seconds that the others have to end before they
+            are stopped. For new processes only.
 
     An exception on any rank stops the others and is raised here, with the rank's traceback as a note. A rank that is
     killed, or that does not join the others within the timeout, raises CommError. An exception here, such as
@@ -103,7 +106,7 @@ def run(
         return [_join(fn, device, share_gpu, timeout, options)]
     if virtual:
         return run_virtual(world, lambda comm: fn(comm, **options), timeout=_VIRTUAL_TIMEOUT)
-    return _start(fn, world, device, share_gpu, threads, timeout, options)
+    return _start(fn, world, device, share_gpu, threads, timeout, on_failure, options)
 
 
 def check_share_gpu(share_gpu: bool, device: str, virtual: bool = False) -> None:
@@ -170,7 +173,7 @@ def _rendezvous(backend: str, timeout: float, **group: Any) -> None:
 
 def _start(
     fn: Callable[..., T], ranks: int, device: str, share_gpu: bool, threads: int | None, timeout: float,
-    options: dict[str, Any],
+    on_failure: Callable[[], float] | None, options: dict[str, Any],
 ) -> list[T]:  # fmt: skip
     threads = threads or max(1, (os.cpu_count() or 1) // ranks)
     with tempfile.TemporaryDirectory() as name:
@@ -185,7 +188,9 @@ def _start(
                     process.start()
                     processes.append(process)
             failed = _wait(processes)
-            if failed and all(_error(folder, rank).exists() for rank in failed):
+            if failed and on_failure is not None:
+                _wait(processes, on_failure())
+            elif failed and all(_error(folder, rank).exists() for rank in failed):
                 _wait(processes, _GRACE)
             exit_codes = [process.exitcode for process in processes]
         finally:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import copy
+import gc
 import hashlib
 import hmac
 import json
 import logging
-import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from starlette.concurrency import run_in_threadpool
@@ -26,13 +25,17 @@ from attnmesh.generation.prompts import eos_tokens
 from attnmesh.serving.commands import Submission
 from attnmesh.serving.loop import Closed, Event, QueueFull, RequestQueue
 from attnmesh.serving.metrics import AnswerTimes, Metrics
+from attnmesh.serving.prompts import PromptTokenizer
 from attnmesh.serving.protocol import ApiError, Call, decode_json, parse_chat, parse_completion
 from attnmesh.serving.responses import Choice, Formatter, Json, usage
 
 _BODY_SECONDS = 60.0  # in which a client must have sent its body
 _COMMENT_SECONDS = 15.0  # without a token, after which a stream has a comment, so that no proxy gives it up
+_LARGE_BODY = 2**16  # bytes, from which on a body is parsed on another thread
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("attnmesh.serving")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ class Service:
         self._context = min(
             generator.engine.cache_tokens, getattr(config, "max_position_embeddings", None) or 2**62
         )  # tokens of a prompt and its answer
-        # A copy: the original belongs to the thread that computes.
-        self._tokenizer, self._tokenizer_lock = copy.deepcopy(generator.tokenizer), threading.Lock()
+        self._prompts = PromptTokenizer(generator.tokenizer, self._context)
+        self._tokenizer = self._prompts.tokenizer
         self.metrics = Metrics(generator, lambda: len(queue))
 
     # Routes.
@@ -84,11 +87,11 @@ class Service:
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
-        return await self._answer(request, parse_completion(await self._body(request)))
+        return await self._answer(request, parse_completion)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        return await self._answer(request, parse_chat(await self._body(request)))
+        return await self._answer(request, parse_chat)
 
     # Before a call is queued.
 
@@ -109,7 +112,7 @@ class Service:
         if scheme.lower() != "bearer" or not is_equal:
             raise ApiError(401, "Authorization must be 'Bearer' and the server's API key", code="invalid_api_key")
 
-    async def _body(self, request: Request) -> dict[str, Any]:
+    async def _body(self, request: Request) -> bytes:
         """The body, of a limited size."""
         self._authorize(request)
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -130,7 +133,7 @@ class Service:
             raise ApiError(408, f"the body must arrive within {_BODY_SECONDS:g} s") from None
         except ClientDisconnect:
             raise ClientGone from None
-        return decode_json(bytes(data))
+        return bytes(data)
 
     def _check_model(self, name: str) -> None:
         if name != self._settings.model_name:
@@ -143,26 +146,19 @@ class Service:
             "max_model_len": self._context,
         }  # fmt: skip
 
-    def _prompt_ids(self, call: Call) -> list[list[int]]:
-        """The token ids of all prompts; takes a while, so it runs on a thread of its own."""
-        with self._tokenizer_lock:
-            if call.messages is None:
-                return [self._tokenizer(each)["input_ids"] if isinstance(each, str) else each for each in call.prompts]
-            if not self._tokenizer.chat_template:
-                raise ApiError(400, "the model has no chat template: use /v1/completions", param="messages")
-            try:
-                encoded = self._tokenizer.apply_chat_template(
-                    call.messages, add_generation_prompt=True, tokenize=True, return_dict=True
-                )
-            except Exception as error:  # of the template, which may refuse messages in its own words
-                text = f"{type(error).__name__}: {str(error)[:300]}"
-                raise ApiError(400, f"the chat template cannot format the messages: {text}", param="messages") from None
-            return [[int(token) for token in encoded["input_ids"]]]
+    def _check_samples(self, call: Call) -> None:
+        """Refuse what the queue has no room for, before anything is made of it."""
+        samples, most = call.n * (1 if call.is_chat else len(call.prompts)), self._queue.most
+        if samples > most:
+            raise ApiError(400, f"{samples} samples (prompts times n) are too many: the queue takes {most}", param="n")
+        self._queue.check_room(samples)
 
     def _submissions(self, call: Call, prompts: list[list[int]]) -> list[Submission]:
         if any(token >= self._vocabulary for token in (*call.logit_bias, *(call.stop_token_ids or ()))):
             raise ApiError(400, f"logit_bias and stop_token_ids must have token ids below {self._vocabulary}")
         stop = None if call.stop_token_ids is None else sorted({*self._eos, *call.stop_token_ids})
+        if stop is not None and len(stop) >= self._vocabulary and call.min_tokens:
+            raise ApiError(400, "min_tokens must be 0 if every token is one of stop_token_ids", param="min_tokens")
         submissions = []
         for ids in prompts:
             left = self._context - len(ids)
@@ -184,16 +180,27 @@ class Service:
 
     # Answers.
 
-    async def _answer(self, request: Request, call: Call) -> Response:
+    async def _answer(self, request: Request, parse: Callable[[dict[str, Any]], Call]) -> Response:
+        body = await self._body(request)
+        if len(body) < _LARGE_BODY:
+            call = parse(decode_json(body))
+        else:
+            call = await run_in_threadpool(_parse_large, parse, body)
         self._check_model(call.model)
-        prompts = await run_in_threadpool(self._prompt_ids, call)
-        answers = _Answers(self._queue, self.metrics, self._submissions(call, prompts))
+        self._check_samples(call)
+        self._prompts.check_length(call)
+        gone = asyncio.create_task(_disconnected(request))
+        try:
+            prompts = await _unless(gone, self._prompts.token_ids(call))
+            answers = _Answers(self._queue, self.metrics, self._submissions(call, prompts))
+        except BaseException:
+            gone.cancel()
+            raise
         formatter = Formatter(
             self._tokenizer, call.model, is_chat=call.is_chat, logprobs=call.logprobs is not None,
             include_usage=call.include_usage, eos=self._eos,
         )  # fmt: skip
         prompt_tokens = sum(map(len, prompts))
-        gone = asyncio.create_task(_disconnected(request))
         gone.add_done_callback(lambda task: None if task.cancelled() else answers.cancel())
         try:
             await answers.accepted(gone)
@@ -288,6 +295,30 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
+def _parse_large(parse: Callable[[dict[str, Any]], Call], body: bytes) -> Call:
+    """Parse a body without collecting garbage: to look for it among millions of lists takes most of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return parse(decode_json(body))
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+async def _unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, T]) -> T:
+    """The result of some work; raises ClientGone when the client has gone before."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda task: None if task.cancelled() else task.exception())  # nobody may await it
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+
+
 async def _stream(
     answers: _Answers, formatter: Formatter, prompt_tokens: int, gone: asyncio.Task[None]
 ) -> AsyncIterator[str]:
@@ -324,6 +355,11 @@ def _api_error(error: Exception) -> ApiError:
     return ApiError(400 if is_callers else 500, str(error))
 
 
+def _error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+    """In ASCII, so that any text can be answered."""
+    return Response(json.dumps(error.body), error.status, headers, "application/json")
+
+
 def create_app(service: Service) -> FastAPI:
     """The application of a service."""
     app = FastAPI(title="attnmesh", docs_url=None, redoc_url=None, openapi_url=None)
@@ -339,7 +375,7 @@ def create_app(service: Service) -> FastAPI:
         app.add_api_route(path, _counted(service.metrics, path, handler), methods=[method], response_model=None)
 
     async def unknown(request: Request, error: HTTPException) -> Response:
-        return JSONResponse(ApiError(error.status_code, str(error.detail)).body, error.status_code, error.headers)
+        return _error_response(ApiError(error.status_code, str(error.detail)), error.headers)
 
     app.add_exception_handler(HTTPException, unknown)
     return app
@@ -352,17 +388,16 @@ def _counted(metrics: Metrics, path: str, handler: Any) -> Any:
         try:
             response: Response = await handler(request)
         except ApiError as error:
-            response = JSONResponse(error.body, error.status)
+            response = _error_response(error)
         except QueueFull as error:
-            full = ApiError(429, str(error), code="queue_full")
-            response = JSONResponse(full.body, full.status, {"Retry-After": "1"})
+            response = _error_response(ApiError(429, str(error), code="queue_full"), {"Retry-After": "1"})
         except Closed as error:
-            response = JSONResponse(ApiError(503, str(error)).body, 503)
+            response = _error_response(ApiError(503, str(error)))
         except ClientGone:
             response = Response(status_code=499)  # nobody reads it
         except Exception:
             _log.exception("%s: an error that was not expected", path)
-            response = JSONResponse(ApiError(500, "an error that was not expected: see the server's log").body, 500)
+            response = _error_response(ApiError(500, "an error that was not expected: see the server's log"))
         metrics.calls.labels(path, str(response.status_code)).inc()
         return response
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,8 +49,16 @@ class Commands:
     stop: bool = False
 
     def encode(self) -> bytes:
-        """As JSON; empty without commands."""
-        return json.dumps(asdict(self)).encode() if self.submissions or self.cancelled or self.stop else b""
+        """As JSON; empty without commands. Samples of a prompt differ in two fields only: the others are there once."""
+        if not (self.submissions or self.cancelled or self.stop):
+            return b""
+        groups: list[tuple[Submission, list[tuple[int, int]]]] = []
+        for each in self.submissions:
+            if not groups or replace(each, ticket=groups[-1][0].ticket, sample=groups[-1][0].sample) != groups[-1][0]:
+                groups.append((each, []))
+            groups[-1][1].append((each.ticket, each.sample))
+        submissions = [{**asdict(first), "samples": samples} for first, samples in groups]
+        return json.dumps({"submissions": submissions, "cancelled": self.cancelled, "stop": self.stop}).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Commands:
@@ -58,9 +66,11 @@ class Commands:
         if not data:
             return cls()
         fields: dict[str, Any] = json.loads(data)
-        submissions = [
-            Submission(**{**each, "sampling": Sampling(**each["sampling"])}) for each in fields.pop("submissions")
-        ]
+        submissions = []
+        for each in fields.pop("submissions"):
+            samples = each.pop("samples")
+            first = Submission(**{**each, "sampling": Sampling(**each["sampling"])})
+            submissions += [replace(first, ticket=ticket, sample=sample) for ticket, sample in samples]
         return cls(submissions, **fields)
 
 

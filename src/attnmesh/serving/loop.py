@@ -45,7 +45,7 @@ class RequestQueue:
     """Requests on their way to the loop, at most `most` that are not finished. Any thread may call its methods."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = most
         self._changed = threading.Condition()
         self._commands = Commands()
         self._listeners: dict[int, tuple[Listener, int]] = {}  # of requests that are not finished
@@ -55,16 +55,20 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._listeners)
 
+    def check_room(self, count: int) -> None:
+        """Raise QueueFull or Closed if so many requests are not taken now."""
+        if not self.is_open:
+            raise Closed("the server is shutting down")
+        if len(self) + count > self.most:
+            raise QueueFull(
+                f"{len(self)} requests are in progress or waiting, and {count} more are too many: the queue takes "
+                f"{self.most}"
+            )
+
     def submit(self, submissions: Sequence[Submission], listener: Listener) -> list[int]:
         """The tickets of these requests, which are the choices 0, 1, .. of a call."""
         with self._changed:
-            if not self.is_open:
-                raise Closed("the server is shutting down")
-            if len(self) + len(submissions) > self._most:
-                raise QueueFull(
-                    f"{len(self)} requests are in progress or waiting, and {len(submissions)} more are too many: the "
-                    f"queue takes {self._most}"
-                )
+            self.check_room(len(submissions))
             tickets = list(range(self._tickets, self._tickets + len(submissions)))
             self._tickets += len(submissions)
             for choice, (ticket, submission) in enumerate(zip(tickets, submissions, strict=True)):

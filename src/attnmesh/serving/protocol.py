@@ -28,6 +28,13 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
 )  # fmt: skip
 _MAX_STOP, _MAX_LOGPROBS, _MAX_BIAS = 16, 20, 1024
+_MAX_STOP_IDS = 256  # ranks remember the arguments of some thousand requests
+_MAX_PROMPTS = 100_000  # what the longest queue takes
+_PENALTIES = {
+    "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0.01, 100),
+}  # fmt: skip
+"""Their limits: the first two are OpenAI's. Penalties without a limit would make logits infinite."""
+_MAX_SHOWN = 100  # characters of a name
 _DEFAULT_TOKENS = 16  # of a completion; a chat may take all that is left
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
@@ -79,6 +86,10 @@ def decode_json(data: bytes) -> dict[str, Any]:
 
     try:
         body = json.loads(data.decode(), parse_constant=refuse_constant)
+        if rb"\u" in data:  # the only way to write a part of a character, which no tokenizer and no answer can have
+            json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ApiError(400, r"the body must be text, and it has a lone surrogate (\ud800 to \udfff)") from None
     except (ValueError, RecursionError) as error:  # also of text that is not UTF-8, and of very long integers
         raise ApiError(400, f"the body must be JSON: {type(error).__name__}: {str(error)[:200]}") from None
     if not isinstance(body, dict):
@@ -134,8 +145,8 @@ class _Fields:
             if value is not None and value not in neutral:
                 raise ApiError(400, f"{name} is not supported, got {shown(value)}", param=name)
         if self._left:
-            name = sorted(self._left)[0]
-            raise ApiError(400, f"unknown parameter {shown(name)}", param=name[:100])
+            name = min(self._left)
+            raise ApiError(400, f"unknown parameter {shown(name)}", param=name[:_MAX_SHOWN])
 
 
 def _call(
@@ -165,6 +176,8 @@ def _call(
 def _prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, str) or _are_ids(value):
         return [value]
+    if isinstance(value, list) and len(value) > _MAX_PROMPTS:
+        raise ApiError(400, f"prompt must have at most {_MAX_PROMPTS} prompts, got {len(value)}", param="prompt")
     if isinstance(value, list) and value and all(isinstance(each, str) or _are_ids(each) for each in value):
         return value
     raise _invalid("prompt", "a text, a list of token ids, or a list of these", value)
@@ -181,7 +194,7 @@ def _message(name: str, value: Any) -> dict[str, str]:
         raise _invalid(name, 'an object such as {"role": "user", "content": "text"}', value)
     unknown = {key for key in value if key not in ("role", "content", "name") and value[key] not in (None, [])}
     if unknown:
-        raise ApiError(400, f"{name}.{min(unknown)} is not supported", param=name)
+        raise ApiError(400, f"{name}.{min(unknown)[:_MAX_SHOWN]} is not supported", param=name)
     content = value.get("content")
     if isinstance(content, list):  # parts
         texts = [each.get("text") for each in content if isinstance(each, dict) and each.get("type") == "text"]
@@ -194,6 +207,10 @@ def _message(name: str, value: Any) -> dict[str, str]:
 
 def _sampling(fields: _Fields) -> Sampling:
     given = {name: value for name in _SAMPLING if (value := fields.take(name)) is not None}
+    for name, (least, most) in _PENALTIES.items():
+        value = given.get(name, 1)
+        if not is_number(value) or not least <= value <= most:
+            raise _invalid(name, f"a number from {least} to {most}", value)
     try:  # the API's temperature is 1, and without a seed every answer is another one
         return Sampling(**{"temperature": 1.0, "seed": secrets.randbelow(MAX_SEED + 1), **given})
     except ValueError as error:
@@ -212,8 +229,8 @@ def _stop(value: Any) -> tuple[str, ...]:
 
 
 def _stop_token_ids(value: Any) -> tuple[int, ...] | None:
-    if value is not None and not (_are_ids(value) or value == []):
-        raise _invalid("stop_token_ids", "a list of token ids", value)
+    if value is not None and not ((_are_ids(value) or value == []) and len(value) <= _MAX_STOP_IDS):
+        raise _invalid("stop_token_ids", f"a list of at most {_MAX_STOP_IDS} token ids", value)
     return None if value is None else tuple(value)
 
 
@@ -231,7 +248,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
 
 
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(_is_integer(each) and each >= 0 for each in value)
+    return isinstance(value, list) and bool(value) and set(map(type, value)) == {int} and min(value) >= 0
 
 
 def _is_integer(value: Any) -> bool:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import uvicorn
 
-from attnmesh.comm import Comm
+from attnmesh.comm import Comm, CommError
 from attnmesh.generation.generator import Generator
 from attnmesh.integrations.loading import load_model
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.serving.app import AppSettings, Service, create_app
+from attnmesh.serving.connections import ConnectionLimits, LimitedProtocol, RequestGate, WaitingConnections
 from attnmesh.serving.loop import RequestQueue, ServingLoop
 
 _CLOSE_SECONDS = 5  # in which connections must end after the last answer
+_LAST_SECONDS = 10.0  # that rank 0 has to answer after another rank has failed
 _BACKLOG = 128
 _MORE_CONNECTIONS = 32  # than requests: each may have a body in memory
+
+_log = logging.getLogger("attnmesh.serving")
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class ServerSettings:
     """What all ranks know of a server. Picklable, since ranks are processes.
 
     `folder` is a folder of this run on every machine: the file `serving` in it exists once the ranks are ready, and
-    they end once the file `stop` does. Signals reach the process that started them.
+    they end once the file `stop` does, or `failed`. Signals reach the process that started them.
     """
 
     model: Path
@@ -48,6 +55,8 @@ class ServerSettings:
     shard_weights: bool = False  # whether it divides the weights, too; otherwise every rank has all of them
     step_tokens: int | None = None
     storage: str | None = None
+    max_per_address: int | None = None  # connections of another machine; by default half of all
+    access_log: bool = True
     announce: Callable[[str], None] = field(default=print)
 
     @property
@@ -58,6 +67,23 @@ class ServerSettings:
     def stop(self) -> None:
         """Tell rank 0 to end."""
         (self.folder / "stop").touch()
+
+    def fail(self) -> float:
+        """Tell rank 0 that a rank has failed; the seconds that it has to answer."""
+        (self.folder / "failed").touch()
+        return _LAST_SECONDS
+
+    @property
+    def connection_limits(self) -> ConnectionLimits:
+        """How many connections there may be."""
+        most = self.max_queue + _MORE_CONNECTIONS
+        return ConnectionLimits(most, self.max_per_address or most // 2)
+
+    def should_stop(self) -> bool:
+        """Whether rank 0 is to end; raises CommError if another rank has failed."""
+        if (self.folder / "failed").exists():
+            raise CommError("another rank has failed")
+        return (self.folder / "stop").exists()
 
 
 def serve(comm: Comm, *, settings: ServerSettings, shared_model: tuple[Any, Any] | None = None) -> None:
@@ -76,30 +102,53 @@ def serve(comm: Comm, *, settings: ServerSettings, shared_model: tuple[Any, Any]
         ServingLoop(generator, None, should_stop=lambda: False, grace=0).run()
         return
     queue = RequestQueue(settings.max_queue)
-    http = HttpServer(Service(generator, queue, settings.app), listening, settings.max_queue + _MORE_CONNECTIONS)
+    _log_to_stderr()
+    service = Service(generator, queue, settings.app)
+    http = HttpServer(service, listening, settings.connection_limits, access_log=settings.access_log)
     http.start()
     settings.announce(http.url)
-    stop = settings.folder / "stop"
+
+    def should_stop() -> bool:
+        return settings.should_stop() or not http.is_alive
+
     try:
-        ServingLoop(
-            generator, queue, should_stop=lambda: stop.exists() or not http.is_alive, grace=settings.grace
-        ).run()
+        ServingLoop(generator, queue, should_stop=should_stop, grace=settings.grace).run()
+    except Exception as error:
+        _log.error("the server has failed: %s: %s", type(error).__name__, error)
+        raise
     finally:
         http.stop()
+        _log.info("the server has shut down: %d HTTP requests in %.0f s", http.answered, http.seconds)
 
 
 class HttpServer:
     """uvicorn on a thread."""
 
-    def __init__(self, service: Service, listening: socket.socket, max_connections: int) -> None:
+    def __init__(
+        self, service: Service, listening: socket.socket, limits: ConnectionLimits, *, access_log: bool
+    ) -> None:
+        self._gate = RequestGate(create_app(service), limits, access_log=access_log)
+        protocol: Any = partial(LimitedProtocol, waiting=WaitingConnections(limits))
+        # Without proxy headers, which would let a client choose the address that is logged.
         config = uvicorn.Config(
-            create_app(service), log_level="warning", access_log=False, lifespan="off", server_header=False,
-            timeout_graceful_shutdown=_CLOSE_SECONDS, limit_concurrency=max_connections,
+            self._gate, http=protocol, ws="none", log_level="error", access_log=False, lifespan="off",
+            server_header=False, proxy_headers=False, timeout_graceful_shutdown=_CLOSE_SECONDS,
         )  # fmt: skip
+        self._began = time.monotonic()
         self._server, self._listening = uvicorn.Server(config), listening
         self._thread = threading.Thread(target=self._server.run, args=([listening],), name="http", daemon=True)
         host, port = listening.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    @property
+    def answered(self) -> int:
+        """The number of requests so far."""
+        return self._gate.answered
+
+    @property
+    def seconds(self) -> float:
+        """Since it was made."""
+        return time.monotonic() - self._began
 
     @property
     def is_alive(self) -> bool:
@@ -115,6 +164,16 @@ class HttpServer:
         self._server.should_exit = True
         self._thread.join(_CLOSE_SECONDS + 2)
         self._listening.close()
+
+
+def _log_to_stderr() -> None:
+    """Write the server's log to stderr, unless the log of this process goes somewhere already."""
+    if not _log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        _log.addHandler(handler)
+    if _log.level == logging.NOTSET:
+        _log.setLevel(logging.INFO)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,0 +1,96 @@
+"""`PromptTokenizer`: the token ids of a call's prompts. What is too long is refused before it is tokenized."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+
+from attnmesh.serving.protocol import ApiError, Call
+
+_LONG = 2**16  # characters, from which on a call is tokenized beside the others
+_HEAD = 16  # characters per token of the context, more than prompts have that fit
+
+
+class PromptTokenizer:
+    """Tokenizes prompts on threads, for answers within a context of some tokens.
+
+    A tokenizer serves one thread at a time. There are two: calls with short prompts do not wait for long ones.
+    """
+
+    def __init__(self, tokenizer: Any, context: int) -> None:
+        self._context = context
+        # Copies: the original belongs to the thread that computes.
+        self._short, self._long = [(copy.deepcopy(tokenizer), asyncio.Lock()) for _ in range(2)]
+        self.tokenizer = self._short[0]
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+
+    def check_length(self, call: Call) -> None:
+        """Raise ApiError for a prompt of so many characters that its tokens exceed the context, however long each is.
+
+        Some tokenizers drop characters, such as repeated spaces: these are counted here.
+        """
+        if call.messages is None:
+            characters = max((len(each) for each in call.prompts if isinstance(each, str)), default=0)
+        else:
+            characters = sum(len(each["content"]) for each in call.messages)
+            if len(call.messages) > self._context:
+                self._refuse(call, f"{len(call.messages)} messages are too many: at most {self._context} messages fit")
+        if characters > self._context * self._longest_token:
+            self._refuse(
+                call, f"a prompt of {characters} characters exceeds {self._context} tokens: a token has at most "
+                f"{self._longest_token} characters",
+            )  # fmt: skip
+
+    async def token_ids(self, call: Call) -> list[list[int]]:
+        """The token ids of all prompts, none of which fills the context."""
+        texts = [each for each in call.prompts if isinstance(each, str)]
+        size = sum(map(len, texts)) + sum(len(each["content"]) for each in call.messages or [])
+        tokenizer, lock = self._short if size < _LONG else self._long
+        async with lock:
+            ids: list[list[int]] = await run_in_threadpool(self._tokenize, tokenizer, call)
+        return ids
+
+    def _tokenize(self, tokenizer: Any, call: Call) -> list[list[int]]:
+        if call.messages is not None:
+            self._check_head(tokenizer, call, "".join(each["content"] for each in call.messages))
+            return [self._checked(call, _format(tokenizer, call.messages))]
+        prompts = []
+        for each in call.prompts:
+            if isinstance(each, str):
+                self._check_head(tokenizer, call, each)
+                each = tokenizer(each)["input_ids"]
+            prompts.append(self._checked(call, each))
+        return prompts
+
+    def _check_head(self, tokenizer: Any, call: Call, text: str) -> None:
+        """Refuse a long text if its beginning has too many tokens: twice as many, since a few at its end may merge."""
+        head = text[: _HEAD * self._context]
+        if len(head) < len(text) and (tokens := len(tokenizer(head)["input_ids"])) > 2 * self._context:
+            self._refuse(
+                call, f"a prompt of {len(text)} characters exceeds {self._context} tokens: the first {len(head)} "
+                f"characters have {tokens}",
+            )  # fmt: skip
+
+    def _checked(self, call: Call, ids: list[int]) -> list[int]:
+        """The ids, if there is room for an answer: no further prompt is tokenized otherwise."""
+        if len(ids) >= self._context:
+            answer = call.max_tokens or 1
+            self._refuse(call, f"a prompt of {len(ids)} tokens and an answer of {answer} exceed {self._context} tokens")
+        return ids
+
+    def _refuse(self, call: Call, message: str) -> None:
+        raise ApiError(400, message, param="messages" if call.is_chat else "prompt", code="context_length_exceeded")
+
+
+def _format(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    if not tokenizer.chat_template:
+        raise ApiError(400, "the model has no chat template: use /v1/completions", param="messages")
+    try:
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    except Exception as error:  # of the template, which may refuse messages in its own words
+        text = f"{type(error).__name__}: {str(error)[:300]}"
+        raise ApiError(400, f"the chat template cannot format the messages: {text}", param="messages") from None
+    return [int(token) for token in encoded["input_ids"]]
