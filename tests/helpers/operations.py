@@ -130,6 +130,10 @@ def _merge(x: Tensors, backend: str) -> Tensors:
     return am.merge([State(x[f"out{i}"], x[f"lse{i}"]) for i in range(3)])._asdict()
 
 
+def _merge_sinks(x: Tensors, backend: str) -> Tensors:
+    return am.merge_sinks(State(x["out"], x["lse"]), x["sinks"])._asdict()
+
+
 def _states(random: Random) -> Tensors:
     return {f"out{i}": random.normal(2, 3, 5, 4) for i in range(3)} | {
         f"lse{i}": random.normal(2, 3, 5) for i in range(3)
@@ -408,8 +412,15 @@ def sparse_operations(backend: str) -> list[Operation]:
 
 
 def state_operations() -> list[Operation]:
-    """Return the merge of states."""
-    return [Operation("merge", ("merge",), _states, _merge, tuple(f"{x}{i}" for i in range(3) for x in ("out", "lse")))]
+    """Return the merges of states."""
+    one = {"out": (2, 3, 5, 4), "lse": (2, 3, 5), "sinks": (2, 1, 5)}
+    return [
+        Operation("merge", ("merge",), _states, _merge, tuple(f"{x}{i}" for i in range(3) for x in ("out", "lse"))),
+        Operation(
+            "merge sinks", ("merge_sinks",), lambda random: {name: random.normal(*n) for name, n in one.items()},
+            _merge_sinks, tuple(one),
+        ),
+    ]  # fmt: skip
 
 
 LONG = ("ring+ring", "ulysses+", "sparse allgather", "block TP2", "reference irregular", "sdpa")

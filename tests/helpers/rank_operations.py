@@ -64,8 +64,10 @@ def _qkv(random: Random) -> Tensors:
     return {"q": random.normal(1, 4, ROWS, 16), "k": random.normal(1, 2, ROWS, 16), "v": random.normal(1, 2, ROWS, 16)}
 
 
-def _qkv_and_sinks(random: Random) -> Tensors:
-    return _qkv(random) | {"v": random.normal(1, 2, ROWS, 24), "sinks": random.normal(4)}
+def _qkv_and_sinks(world: int) -> Callable[[Random], Tensors]:
+    """Shards of each rank, and the sinks, which are the same on all ranks."""
+    shards = _per_rank(lambda random: _qkv(random) | {"v": random.normal(1, 2, ROWS, 24)}, world)
+    return lambda random: shards(random) | {"sinks": random.normal(4)}
 
 
 def _world_of(schedule: str) -> int:
@@ -80,7 +82,7 @@ def _context_parallel(schedule: str) -> Callable[[Tensors, str], Tensors]:
     def run(x: Tensors, backend: str) -> Tensors:
         def attend(comm: am.Comm) -> Tensors:
             cp = am.ContextParallel(comm, schedule=schedule, backend=backend, ranks_per_node=ranks_per_node)
-            own = _of_rank(x, comm.rank)
+            own = _of_rank(x, comm.rank) | {"sinks": x["sinks"]}
             grads = {name: one.detach().requires_grad_() for name, one in own.items()}
             out, lse = cp.attention(**grads, mask=WINDOW, return_lse=True)
             whole = cp.unshard(out, 2, world * ROWS)
@@ -371,7 +373,7 @@ def rank_operations() -> list[Operation]:
     return [
         *(
             Operation(
-                f"context parallel {schedule}", context, _per_rank(_qkv_and_sinks, _world_of(schedule)),
+                f"context parallel {schedule}", context, _qkv_and_sinks(_world_of(schedule)),
                 _context_parallel(schedule),
             )
             for schedule in SCHEDULES

@@ -299,10 +299,10 @@ def test_a_cache_that_cannot_be_is_refused(wrong, said):
     ("sharding", "rank", "said"),
     [
         (4, 0, "sharding must be DecodeSharding, got 4"),
-        (DecodeSharding(cp=2), 2, "rank must be 0 to 1 under CP2, got 2"),
+        (DecodeSharding(cp=2), 2, "rank must be 0 to 1 for CP2, got 2"),
         (DecodeSharding(cp=2), -1, "rank must be 0 to 1"),
-        (DecodeSharding(cp=2), "0", "rank must be 0 to 1 under CP2, got '0'"),
-        (DecodeSharding(cp=2), True, "rank must be 0 to 1 under CP2, got True"),
+        (DecodeSharding(cp=2), "0", "rank must be 0 to 1 for CP2, got '0'"),
+        (DecodeSharding(cp=2), True, "rank must be 0 to 1 for CP2, got True"),
     ],
 )
 def test_a_rank_that_is_not_there_is_refused(sharding, rank, said):

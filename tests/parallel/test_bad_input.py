@@ -81,7 +81,7 @@ WRONG_ALONE = {
         r"sinks must be floating point \[2\], one per query head, got torch.float32 \(3,\)",
     ),
     "sinks of integers": ({"sinks": shape(2).long()}, r"sinks must be floating point \[2\], .* got torch.int64"),
-    "sinks in a list": ({"sinks": [0.0, 0.0]}, r"sinks must be a tensor \[2\], got list"),
+    "sinks in a list": ({"sinks": [0.0, 0.0]}, r"sinks must be a tensor \[heads\], got list"),
     "sinks on another device": ({"sinks": shape(2).to("meta")}, "sinks must be on the device of q, cpu, got meta"),
     "slopes of other heads": ({"alibi_slopes": shape(2, 1)}, r"alibi_slopes must be floating point \[2\]"),
     "slopes with a gradient": (

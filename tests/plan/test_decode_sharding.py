@@ -158,16 +158,16 @@ def test_a_rank_that_is_not_there_is_refused(rank):
         *(lambda r, f=f: f(r, 24) for f in (sharding.kv_heads, sharding.sequences)),
     ]
     for function in functions:
-        with pytest.raises(ValueError, match=f"rank must be 0 to 23 under TP2-KVDP3-CP4, got {rank}"):
+        with pytest.raises(ValueError, match=f"rank must be 0 to 23 for TP2-KVDP3-CP4, got {rank}"):
             function(rank)
 
 
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        (Place(2, 0, 0), "tp of a place must be 0 to 1 under TP2-KVDP3-CP4, got 2"),
-        (Place(0, 4, 0), "cp of a place must be 0 to 3 under TP2-KVDP3-CP4, got 4"),
-        (Place(0, 0, -1), "kvdp of a place must be 0 to 2 under TP2-KVDP3-CP4, got -1"),
+        (Place(2, 0, 0), "tp of a place must be 0 to 1 for TP2-KVDP3-CP4, got 2"),
+        (Place(0, 4, 0), "cp of a place must be 0 to 3 for TP2-KVDP3-CP4, got 4"),
+        (Place(0, 0, -1), "kvdp of a place must be 0 to 2 for TP2-KVDP3-CP4, got -1"),
     ],
 )
 def test_a_place_that_is_not_there_is_refused(place, said):
@@ -176,7 +176,7 @@ def test_a_place_that_is_not_there_is_refused(place, said):
 
 
 def test_a_cp_rank_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="cp_rank must be 0 to 3 under CP4, got 4"):
+    with pytest.raises(ValueError, match="cp_rank must be 0 to 3 for CP4, got 4"):
         DecodeSharding(cp=4).local_length(10, 4)
 
 
