@@ -20,7 +20,7 @@ from attnmesh.testing.attention import NAMES, forward_backward, reference_result
 from attnmesh.testing.decode import UNUSED_ENTRIES, change_stored, poison_cache
 from attnmesh.testing.errors import ROUNDING, assert_close
 from helpers.chosen_keys import ChosenKeys, Indexer, assert_results, assert_topk, random_lengths
-from helpers.decode import assert_decode_close
+from helpers.decode import LSE_UNITS, assert_decode_close
 
 CUDA = torch.cuda.is_available()
 on_gpu = [pytest.mark.cuda, pytest.mark.skipif(not CUDA, reason="needs a GPU")]
@@ -237,7 +237,8 @@ def check_decode_step(shape: Heads, sequences: int, longest: int, tokens: int, d
         for x in (torch.float64, dtype)
     )
     problem: Any = SimpleNamespace(q=q, options={}, exact=lambda: exact, plain=lambda: plain)
-    assert_decode_close(found, problem)
+    # There are many more rows than in a test, and each lse is that of sums over the width.
+    assert_decode_close(found, problem, 2 * LSE_UNITS * max(1.0, problem.q.shape[-1] / 128))
     am.check_decode_errors()
 
 

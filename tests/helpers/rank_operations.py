@@ -124,7 +124,7 @@ def _over_a_cache(x: Tensors, backend: str) -> Tensors:
 def _sdpa(x: Tensors, backend: str) -> Tensors:
     def attend(comm: am.Comm) -> Tensors:
         own = _of_rank(x, comm.rank)
-        buffer = own.pop("buffer").clone(memory_format=torch.preserve_format)
+        buffer = x["buffer"].clone(memory_format=torch.preserve_format)  # whole, and the same on all ranks
         with am.attention_context_parallel(comm, buffers=[buffer], buffer_seq_dims=[1]):
             out = F.scaled_dot_product_attention(own["q"], own["k"], own["v"], is_causal=True, enable_gqa=True)
             inside = buffer.clone()
@@ -383,7 +383,7 @@ def rank_operations() -> list[Operation]:
         cache,
         Operation(
             "sdpa", ("attention_context_parallel",),
-            _per_rank(lambda random: _qkv(random) | {"buffer": random.normal(3, WORLD * ROWS)}), _sdpa,
+            lambda random: _per_rank(_qkv)(random) | {"buffer": random.normal(3, WORLD * ROWS)}, _sdpa,
         ),
         Operation(
             "collectives", collectives, _per_rank(lambda random: {"x": random.normal(WORLD, 3, 4)}), _collectives

@@ -5,6 +5,8 @@ from itertools import product
 import pytest
 import torch
 
+from attnmesh.core import checksums
+from attnmesh.parallel.sparse import groups
 from helpers.cases import else_slow
 from helpers.operations import SPARSE, Operation, Tensors, public_operations
 
@@ -45,14 +47,25 @@ OTHER_IN_FLOAT32 = {
     ),
     ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_an_operation_does_not_wait_for_the_gpu(operation, dtype):
+def test_an_operation_does_not_wait_for_the_gpu(operation, dtype, monkeypatch):
+    """A call that does not compare values between ranks, which few calls do."""
+    for module in (checksums, groups):
+        monkeypatch.setattr(module, "is_readable", lambda x: x.device.type == "cpu")
+    check(operation, dtype, reads=operation.name in READS)
+
+
+def test_a_first_call_compares_values_between_ranks():
+    check(next(each for each in OPERATIONS if each.name == "context parallel ring"), torch.bfloat16, reads=True)
+
+
+def check(operation: Operation, dtype: torch.dtype, *, reads: bool) -> None:
     """The second of two calls: the first compiles kernels and copies what a mask or a layout keeps on the GPU."""
     inputs = operation.inputs(0, "cuda", dtype)
     run(operation, inputs)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        if operation.name in READS:
+        if reads:
             with pytest.raises(Exception, match="called a synchronizing CUDA operation"):
                 run(operation, inputs)
         else:
