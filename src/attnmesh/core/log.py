@@ -24,7 +24,7 @@ _logged: set[tuple[object, ...]] = set()
 
 
 def wants_choices(logger: logging.Logger) -> bool:
-    """Whether to log what "auto" chose. To be asked before anything is put into words: it takes less than a microsecond.
+    """Whether to log what "auto" chose. To be asked before anything is put into words; it takes under a microsecond.
 
     What torch.compile traces is not logged: a logger would split the graph.
     """
