@@ -7,7 +7,7 @@ show them: both run the source of a kernel, and the source is right.
   of dead arguments does not count the bounds of inner loops as uses. `dropped_bounds` finds such values.
 - A variable that enters a loop as the same value as another one, and takes the value of the other one inside, is not
   carried at all: the front end recognizes what a loop changes by comparing values after a trial run of its body.
-  `record_uncarried` finds such variables while kernels are compiled.
+  `uncarried_in` finds such variables.
 """
 
 import re
@@ -138,12 +138,15 @@ def _live(loop: Operation, used: set[str], *, bounds: bool) -> set[str]:
     return live
 
 
-def record_uncarried(found: list[str]) -> None:
-    """From now on, add to `found` the variables of each kernel that is compiled which a loop should carry."""
+def uncarried_in(binary, target) -> list[str]:
+    """The variables that loops of a kernel should carry; its front end runs once more, since Triton caches kernels."""
+    from triton._C.libtriton import ir
     from triton.compiler import code_generator
+    from triton.compiler.compiler import make_backend
 
     generator = code_generator.CodeGenerator
     find = generator._find_carries
+    found = []
 
     def find_and_record(self, node, liveins, *args, **kwargs):
         assigned = set()  # in the trial run of the body
@@ -163,7 +166,18 @@ def record_uncarried(found: list[str]) -> None:
                 found.append(f"{name} of the loop in line {node.lineno} of {self.function_name}")
         return names, *rest
 
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    options = backend.parse_options(binary.metadata._asdict())
     generator._find_carries = find_and_record
+    try:
+        binary.src.make_ir(
+            target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+        )
+    finally:
+        generator._find_carries = find
+    return found
 
 
 def _handles(code_generator, value) -> list:

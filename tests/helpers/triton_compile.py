@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.carried_values import dropped_bounds, record_uncarried
+from helpers.carried_values import dropped_bounds, uncarried_in
 
 # Compute capability (Ampere, Ada, Hopper, Blackwell) -> bytes of shared memory of one program.
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -44,7 +44,6 @@ def compiled(test_file: str, cases: dict[int, list[tuple]], processes: int = 2) 
     processes do not help.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_ALWAYS_COMPILE"] = "1"  # what the front end drops shows only while it runs
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")])
     every = [(target, case) for target, of_target in cases.items() for case in of_target]
     shares = [every[i::processes] for i in range(min(processes, len(every)))]
@@ -109,14 +108,11 @@ def compile_launches(test_file: str, cases: list[tuple[int, list]]) -> None:
         get_current_stream = staticmethod(lambda device: 0)
 
     def compile_only(kernel, *args, warmup, **options):
-        uncarried.clear()
         binary = launch(kernel, *args, warmup=True, **options)
-        dropped = uncarried + dropped_bounds(binary.asm["source"])
+        dropped = uncarried_in(binary, GPUTarget("cuda", target, 32)) + dropped_bounds(binary.asm["source"])
         report = {"case": case, "kernel": kernel.fn.__name__, "target": target, "dropped": dropped}
         print(json.dumps(report | resources(binary, disassemble=kernel.is_gluon())), flush=True)
 
-    uncarried: list[str] = []
-    record_uncarried(uncarried)
     driver.set_active(Driver())
     launch, JITFunction.run = JITFunction.run, compile_only
     sys.path.insert(0, str(Path(test_file).parent))
