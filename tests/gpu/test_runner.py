@@ -207,6 +207,7 @@ def test_other(): pass
 """
 
 
+@pytest.mark.slow  # three limits have to pass
 def test_the_cases_of_a_function_are_given_up_after_some_are_stuck(run):
     said, _ = run(STUCK, "--workers", 1).communicate(timeout=60)
     assert said.splitlines()[-1].startswith("0 failed, 1 passed, 3 stuck, 6 not run in")
