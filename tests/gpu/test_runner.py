@@ -146,6 +146,7 @@ def test_a_run_that_ends_early_says_what_has_not_run(run, tmp_path, how):
     while how == "signal" and not (tmp_path / "begun 1").exists():
         time.sleep(0.05)
     if how == "signal":
+        time.sleep(0.5)  # until the runner has heard of it, too
         process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1

@@ -138,7 +138,7 @@ def _live(loop: Operation, used: set[str], *, bounds: bool) -> set[str]:
     return live
 
 
-def uncarried_in(binary, target) -> list[str]:
+def uncarried_in(binary, target, launched: dict) -> list[str]:
     """The variables that loops of a kernel should carry; its front end runs once more, since Triton caches kernels."""
     from triton._C.libtriton import ir
     from triton.compiler import code_generator
@@ -169,7 +169,7 @@ def uncarried_in(binary, target) -> list[str]:
     backend, context = make_backend(target), ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
-    options = backend.parse_options(binary.metadata._asdict())
+    options = backend.parse_options(launched)  # of the launch: num_warps of the metadata counts all groups
     generator._find_carries = find_and_record
     try:
         binary.src.make_ir(

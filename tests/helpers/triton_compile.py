@@ -109,7 +109,7 @@ def compile_launches(test_file: str, cases: list[tuple[int, list]]) -> None:
 
     def compile_only(kernel, *args, warmup, **options):
         binary = launch(kernel, *args, warmup=True, **options)
-        dropped = uncarried_in(binary, GPUTarget("cuda", target, 32)) + dropped_bounds(binary.asm["source"])
+        dropped = uncarried_in(binary, GPUTarget("cuda", target, 32), options) + dropped_bounds(binary.asm["source"])
         report = {"case": case, "kernel": kernel.fn.__name__, "target": target, "dropped": dropped}
         print(json.dumps(report | resources(binary, disassemble=kernel.is_gluon())), flush=True)
 
