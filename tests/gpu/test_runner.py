@@ -140,7 +140,7 @@ def test_slow(n):
 """
 
 
-@pytest.mark.parametrize("how", ["budget", "signal"])
+@pytest.mark.parametrize("how", [pytest.param("budget", marks=pytest.mark.slow), "signal"])
 def test_a_run_that_ends_early_says_what_has_not_run(run, tmp_path, how):
     process = run(SLOW, "--workers", 1, "--budget", 2 if how == "budget" else 100)
     while how == "signal" and not (tmp_path / "begun 1").exists():
