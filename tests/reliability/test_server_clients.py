@@ -221,12 +221,43 @@ def test_health_is_answered_when_all_connections_have_requests(server):
             stack.enter_context(connected(server)).sendall(head(length=1000) + b"\r\n{")
         deadline = time.monotonic() + 10
         while (answer := ask(server, "/v1/models"))[0] != 503:
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, answer
         assert b"connections" in answer[1]
         assert ask(server, "/health")[0] == 200
     deadline = time.monotonic() + 10
     while ask(server, "/v1/models")[0] != 200:
         assert time.monotonic() < deadline
+
+
+def test_a_burst_of_connections_is_answered_after_the_event_loop_was_busy():
+    """All are accepted in one pass of the loop, more than may wait, and their requests are there already."""
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def main():
+        loop, waiting = asyncio.get_running_loop(), WaitingConnections(ConnectionLimits(most=3, per_address=3))
+        config = uvicorn.Config(app, lifespan="off")
+        config.load()
+        state = ServerState()
+        server = await loop.create_server(
+            lambda: LimitedProtocol(waiting=waiting, config=config, server_state=state, app_state={}, _loop=loop),
+            "127.0.0.1",
+            0,
+        )
+        with ExitStack() as stack:
+            clients = [
+                stack.enter_context(socket.create_connection(server.sockets[0].getsockname())) for _ in range(12)
+            ]
+            for client in clients:
+                client.sendall(head("/health") + b"\r\n")  # the loop does not run meanwhile
+                client.setblocking(False)
+            answers = [await asyncio.wait_for(loop.sock_recv(client, 100), 30) for client in clients]
+        server.close()
+        assert [answer.split()[1] for answer in answers] == [b"200"] * 12
+
+    asyncio.run(main())
 
 
 class Connection:

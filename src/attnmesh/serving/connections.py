@@ -21,6 +21,7 @@ HEADER_SECONDS = 10.0
 WRITE_SECONDS = 60.0
 """In which a client must have read some of what waits for it."""
 _MAX_SHOWN = 200  # characters of a path in the access log
+_READ_SECONDS = 0.05  # in which the event loop reads what a new connection has sent already
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -93,6 +94,7 @@ class LimitedProtocol(H11Protocol):  # type: ignore[misc]
         self._waiting = waiting
         self._address = ""
         self._header_timer: asyncio.TimerHandle | None = None
+        self._waiting_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -102,7 +104,7 @@ class LimitedProtocol(H11Protocol):  # type: ignore[misc]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._waiting.discard(self._address, self)
-        for timer in (self._header_timer, self._write_timer):
+        for timer in (self._header_timer, self._waiting_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
@@ -129,15 +131,20 @@ class LimitedProtocol(H11Protocol):  # type: ignore[misc]
         self.transport.close()
 
     def _update(self) -> None:
-        """Begin to wait for headers, or end it: whatever else the client sends does not prolong it."""
+        """Begin to wait for headers, or end it: whatever else the client sends does not prolong it.
+
+        A connection counts as waiting only after its headers could have been read: many that are accepted at once,
+        after the event loop was busy, have sent theirs and must not displace one another.
+        """
         if self.cycle is not None and not self.cycle.response_complete:
             self._waiting.discard(self._address, self)
-            if self._header_timer is not None:
+            if self._header_timer is not None and self._waiting_timer is not None:
                 self._header_timer.cancel()
+                self._waiting_timer.cancel()
                 self._header_timer = None
         elif self._header_timer is None and not self.transport.is_closing():
             self._header_timer = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
-            self._waiting.add(self._address, self)
+            self._waiting_timer = self.loop.call_later(_READ_SECONDS, self._waiting.add, self._address, self)
 
 
 class RequestGate:
