@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from attnmesh import CacheFull, ShardedCache
-from attnmesh.kv_cache.sequence import ShardedSequence
+from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.plan.decode import DecodeSharding, Place
 
 LAYERS, WINDOWS = 2, (None, 3, 10)
@@ -164,16 +164,16 @@ class Mesh:
     def metadata(self, rank: int) -> tuple:
         """The metadata of every KVDP rank on one rank."""
         cache = self.caches[rank]
-        handles: list[ShardedSequence] = [each[rank] for each in self.live]
+        handles: list[CacheSequence] = [each[rank] for each in self.live]
         sequences = [
             (
                 one.row,
                 one.kvdp_rank,
-                one.sequence.row,
+                one.row,
                 one.length,
                 one.cached,
-                list(one.sequence.blocks),
-                list(one.sequence.hashes),
+                list(one.blocks),
+                list(one.hashes),
             )
             for one in handles
         ]
@@ -187,12 +187,12 @@ class Mesh:
         for rank, cache in enumerate(self.caches):
             assert self.metadata(rank) == first, f"the metadata of rank {rank} differs"
             for i, part in enumerate(cache._caches):
-                part._pool.check_invariants([h[rank].sequence.blocks for h in self.live if h[rank].kvdp_rank == i])
+                part._pool.check_invariants([h[rank].blocks for h in self.live if h[rank].kvdp_rank == i])
             for handles, tokens in self.live.items():
                 if handles[rank].row in cache.rows:
                     self.check_content(rank, handles[rank], tokens)
 
-    def check_content(self, rank: int, sequence: ShardedSequence, tokens: list[tuple[int, int]]) -> None:
+    def check_content(self, rank: int, sequence: CacheSequence, tokens: list[tuple[int, int]]) -> None:
         cache, share, size = self.caches[rank], self.sharding.position_shard(rank), self.sizes["block_size"]
         index = np.arange(share.length(len(tokens)))
         row = cache.block_table[sequence.row - cache.rows.start].numpy()

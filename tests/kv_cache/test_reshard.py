@@ -64,7 +64,7 @@ def bytes_needed(before: Mesh, after: Mesh) -> list[int]:
             for position in range(one.length if row in cache.rows else 0):
                 if shard.owner(position) == shard.rank:
                     index = shard.index(position)
-                    slot = (one.sequence.blocks[index // cache.block_size], index % cache.block_size)
+                    slot = (one.blocks[index // cache.block_size], index % cache.block_size)
                     wanted.setdefault(slot, (row, position))
         held, old = range(0), None
         if rank < before.sharding.ranks:

@@ -126,7 +126,7 @@ def test_a_step_is_on_all_banks_or_on_none():
     a, b = mesh.allocate([1] * 12), mesh.allocate([2] * 30)
     assert (a[0].kvdp_rank, b[0].kvdp_rank) == (0, 1)
     mesh.append([b], 30)
-    with pytest.raises(ValueError, match=r"ShardedSequence\(row=1, .* would have 31 tokens, max_length is 30"):
+    with pytest.raises(ValueError, match=r"Sequence\(row=1, .* would have 31 tokens, max_length is 30"):
         mesh.caches[0].append([a[0], b[0]], 1)
     mesh.check()
     c = Mesh(DecodeSharding(kvdp=2), batch=4, num_blocks=10)

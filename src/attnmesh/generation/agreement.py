@@ -6,11 +6,11 @@ weights of its own, and other weights on one rank would give wrong tokens on all
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from attnmesh.comm import Comm, CommError, SharedValues
 from attnmesh.core.call_log import alternatives
 from attnmesh.core.checksums import checksums
 from attnmesh.integrations.sharded_model import sharded_weights
-
-T = TypeVar("T")
 
 _NOT_COMPARED = ("_name_or_path", "transformers_version", "_commit_hash")  # where a model came from, not what it is
 _MAX_NAMED = 3  # tensors that an error names
@@ -83,23 +81,16 @@ class Progress:
     calls: int = 0
     steps: int = 0  # of the latest call
     digest: int = 0  # of all prompts and tokens
-    is_complete: bool = False  # whether the latest `generate` has returned its last token
 
     def begin_call(self, prompts: Sequence[Sequence[int]]) -> None:
         """Count a call."""
-        self.calls, self.steps, self.is_complete = self.calls + 1, 0, False
+        self.calls, self.steps = self.calls + 1, 0
         self.digest = hash((self.digest, *(hash(tuple(ids)) for ids in prompts)))
 
     def add_step(self, new: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Count a step, with the new tokens of each row."""
         self.steps += 1
         self.digest = hash((self.digest, *((row, *tokens) for row, tokens in new)))
-
-    def last(self, tokens: Sequence[T]) -> Iterator[T]:
-        """The tokens that end a call: it is complete with the last of them, whether or not another is asked for."""
-        for at, token in enumerate(tokens):
-            self.is_complete = at == len(tokens) - 1
-            yield token
 
     def __str__(self) -> str:
         return (

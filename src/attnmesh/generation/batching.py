@@ -1,7 +1,7 @@
-"""`ContinuousBatch`: submitted requests, computed step by step; they join and leave at any step.
+"""`ContinuousBatch`: requests, computed step by step; they join and leave at any step.
 
-In a step, a group of ranks computes the next token of all its answers in one pass, then chunks of prompts, one pass for
-each. The new tokens are exchanged within groups (all ranks continue with those of the first) and between groups.
+In a step, a group of ranks computes the next tokens of all its answers in one pass, then chunks of prompts, one pass
+for each. The new tokens are exchanged within groups (all ranks continue with those of the first) and between groups.
 """
 
 from __future__ import annotations
@@ -11,21 +11,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm
 from attnmesh.generation.beam_search import BeamSearch
-from attnmesh.generation.cached_sequences import CachedSequence, CacheLimits, GroupCache
-from attnmesh.generation.engine import Engine, EngineSequence
-from attnmesh.generation.prefill_shards import min_prefill_chunk
-from attnmesh.generation.rank_memory import BLOCK_SIZE
+from attnmesh.generation.engine import Engine, min_prefill_chunk
 from attnmesh.generation.requests import Request, Token
 from attnmesh.generation.sampling import FAILED_TOKEN, INVALID_TOKEN, InvalidLogits, most_likely
-from attnmesh.generation.scheduler import GroupPlan, Job, Scheduler, StepPlan
+from attnmesh.generation.scheduler import Scheduler, StepPlan
 from attnmesh.generation.stats import GenerationStats
-from attnmesh.plan.decode import DecodeSharding
 
 _NO_TOKEN = (INVALID_TOKEN, FAILED_TOKEN)
 
@@ -49,97 +46,65 @@ class BatchRanks:
         """The groups of sequences that this rank computes."""
         return list(range(self.kvdp)) if self.together else [self.across_groups.rank]
 
-    def rows(self, batch: int) -> list[range]:
-        """The rows of a batch of prompts that belong to each group."""
-        groups = DecodeSharding(kvdp=self.kvdp)
-        return [groups.sequences(group, batch) for group in range(self.kvdp)]
 
-    def in_engine(self, group: int) -> int:
-        """The number of a group in the engine, which knows only those that it computes."""
-        return group if self.together else 0
+class Callbacks(NamedTuple):
+    """Functions of the caller: see `Generator`."""
+
+    on_prefill: Callable[[int, int], None] | None = None
+    on_logits: Callable[[int, Tensor], None] | None = None
 
 
 class ContinuousBatch:
-    """The requests of a `Generator`. It starts with an empty cache: all ranks track what all groups store.
+    """The requests of a `Generator`, whose number on its ranks is `generator`. All ranks make the same calls.
 
-    `generator` is the number of that. All ranks make the same calls. After a call that was interrupted, the next one
-    computes all requests again from the tokens that they have.
+    After a call that was interrupted, the next one computes all requests again from the tokens that they have.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        ranks: BatchRanks,
-        *,
-        generator: int,
-        step_tokens: int,
-        stats: GenerationStats,
-        on_logits: Callable[[int, Tensor], None] | None,
+        self, engine: Engine, ranks: BatchRanks, *, generator: int, stats: GenerationStats, callbacks: Callbacks
     ) -> None:
-        limits = CacheLimits(
-            # What `cache_tokens` tokens need, the rest of a block for each sequence, and of beams that begin in a
-            # block of the prompt a copy of it.
-            blocks=-(-engine.capacity // BLOCK_SIZE) + 2 * engine.max_sequences,
-            block_size=BLOCK_SIZE,
-            max_sequences=engine.max_sequences,
-            max_length=engine.capacity,
-        )
-        world = engine.position_ranks.world
         self.scheduler = Scheduler(
-            [GroupCache(world, engine.shard, limits, engine.nothing_kept) for _ in range(ranks.kvdp)],
-            step_tokens=step_tokens, max_chunk=engine.prefill_chunk, min_chunk=min_prefill_chunk(world),
+            engine.cache.by_kvdp_rank, max_chunk=engine.prefill_chunk,
+            min_chunk=min_prefill_chunk(engine.position_ranks.world),
         )  # fmt: skip
-        engine.clear()
-        self._engine, self._ranks, self._stats, self._on_logits = engine, ranks, stats, on_logits
-        self._requests: dict[Job, Request] = {}
-        self._stored: dict[CachedSequence, EngineSequence] = {}  # of the groups that are computed here
-        self._searches: dict[Job, BeamSearch] = {}  # of those whose prompt is computed
+        self._engine, self._ranks, self._stats, self._callbacks = engine, ranks, stats, callbacks
+        self.requests: list[Request] = []  # in progress
         self._changing = False  # also after an interruption
         self._generator = generator
-
-    @property
-    def requests(self) -> list[Request]:
-        """The requests in progress."""
-        return list(self._requests.values())
 
     def submit(self, request: Request) -> None:
         """Take a request."""
         with self._change():
-            job = _job(request)
-            self._requests[job] = request
-            self.scheduler.add(job)
+            self.requests.append(request)
+            self.scheduler.add(request)
 
     def cancel(self, request: Request) -> None:
         """End a request; what was computed stays cached for reuse."""
         with self._change():
             request.finish_reason = "cancelled"
-            self._end(next(job for job, each in self._requests.items() if each is request), keep=True)
+            self._end(request)
 
     def forget_finished(self) -> None:
-        """Free the sequences that are kept for reuse."""
+        """Free what is kept for reuse."""
         with self._change():
-            for group, cache in enumerate(self.scheduler.caches):
-                for sequence in [each for each in cache.sequences if not each.active]:
-                    cache.free(sequence)
-                    if group in self._ranks.computed:
-                        self._engine.free(self._stored.pop(sequence))
+            for cache in self.scheduler.caches:
+                cache.forget_cached()
 
-    def step(self) -> list[Token]:
-        """Compute the next step of all groups; returns the new tokens, by the number of the request."""
+    def step(self, step_tokens: int) -> list[Token]:
+        """Compute the next step of all groups, at most `step_tokens` tokens each; the new tokens, by request."""
         with self._change():
             began = time.perf_counter()
-            plan = self.scheduler.plan()
-            own = [plan.groups[group] for group in self._ranks.computed]
+            plan = self.scheduler.plan(step_tokens)
             for comm in (self._ranks.group, self._ranks.across_groups):  # compared with the next message
-                comm.note("step", str([self._generator, *(each.digest for each in plan.groups)]))
-            self._compute(own)
-            new = self._exchange(plan, self._choose([job for each in own for job in each.sampled]))
+                comm.note("step", str([self._generator, plan.width, *(each.digest for each in plan.groups)]))
+            logits = self._compute(plan)
+            new = self._exchange(plan, self._choose(plan, logits))
             seconds = time.perf_counter() - began
-            if any(each.chunks for each in own):
+            if any(plan.groups[group].chunks for group in self._ranks.computed):
                 self._stats.prefill_seconds += seconds
             else:
                 self._stats.decode_seconds += seconds
-            return self._commit(plan, new)
+            return self._commit(plan, new, logits)
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -151,81 +116,100 @@ class ContinuousBatch:
 
     def _restore(self) -> None:
         """Compute all requests again from the tokens that they have."""
-        self._engine.clear()
-        self._stored.clear()
-        self._searches.clear()
-        for request in self._requests.values():
+        for request in self.requests:
             if request.finish_reason not in ("cancelled", "error"):
                 request.restore()
-        self._requests = {_job(request): request for request in self._requests.values() if not request.finished}
-        self.scheduler.reset(list(self._requests))
+        self.requests = [request for request in self.requests if not request.finished]
+        self.scheduler.reset(self.requests)
 
-    def _compute(self, plans: list[GroupPlan]) -> None:
-        """Run the passes of the groups that this rank computes."""
-        engine, stored = self._engine, self._stored
-        self._stats.preemptions += sum(plan.preemptions for plan in plans)
-        for sequence in [each for plan in plans for each in plan.freed]:
-            engine.free(stored.pop(sequence))
-        decoded = [job for plan in plans for job in plan.decode]
+    def _compute(self, plan: StepPlan) -> dict[Request, Tensor]:
+        """Run the passes of the groups that this rank computes.
+
+        Returns the logits [n, vocabulary] of requests: after each token of a step, or of each beam.
+        """
+        engine, stats = self._engine, self._stats
+        own = [plan.groups[group] for group in self._ranks.computed]
+        stats.preemptions += sum(each.preemptions for each in own)
+        stats.reused_tokens += sum(each.reused for each in own)
+        logits: dict[Request, Tensor] = {}
+        decoded = [pair for each in own for pair in each.decoded]
         if decoded:
-            self._stats.decode_steps += 1
-            engine.decode([self._stored_for(job) for job in decoded], [job.ids[-1:] for job in decoded])
-        for group, plan in zip(self._ranks.computed, plans, strict=True):
-            for chunk in plan.chunks:
-                if chunk.is_new and chunk.job.sequence is not None:
-                    source = None if chunk.source is None else stored[chunk.source]
-                    keep = chunk.source is not chunk.job.sequence  # otherwise it is taken over
-                    in_engine = self._ranks.in_engine(group)
-                    kept = chunk.job.sequence.kept
-                    stored[chunk.job.sequence] = engine.start(
-                        source, chunk.begin, in_engine, keep=keep, marks=() if kept is None else kept.marks
-                    )
-                if chunk.ids:
-                    engine.extend(self._stored_for(chunk.job), chunk.ids)
+            stats.decode_steps += 1
+            stored = next((each.new for each in own if each.new is not None and not each.new.slots.is_meta), None)
+            sequences = [sequence for _, sequence in decoded]
+            rows = engine.decode(sequences, [plan.given(each) for each in sequences], stored)
+            at: dict[Request, list[int]] = {}
+            for i, (request, _) in enumerate(decoded):
+                at.setdefault(request, []).append(i)
+            for request, indices in at.items():
+                logits[request] = rows[indices[0]] if len(indices) == 1 else rows[indices, 0]
+        for chunk in [chunk for each in own for chunk in each.chunks]:
+            after = engine.prefill(chunk.sequence, chunk.begin, chunk.ids, chunk.new)[None]
+            stats.prefill_tokens += len(chunk.ids)
+            if chunk.ends_prompt:
+                logits[chunk.request] = after
+            if self._callbacks.on_prefill is not None:
+                self._callbacks.on_prefill(chunk.begin + len(chunk.ids), len(chunk.sequence.ids))
+        for each in plan.groups:
+            for new in [each.new, *(chunk.new for chunk in each.chunks)]:
+                if new is not None:
+                    self.scheduler.caches[new.sequences[0].kvdp_rank].mark_written(new)
+        self._note_stored()
+        return logits
 
-    def _stored_for(self, job: Job) -> EngineSequence:
-        assert job.sequence is not None
-        return self._stored[job.sequence]
+    def _note_stored(self) -> None:
+        """Record what this rank stores, if it is more than before."""
+        engine, stats = self._engine, self._stats
+        own = engine.cache.local.sequences.values()
+        stored = sum(engine.shard.length(each.length) for each in own)
+        if stored > stats.cached_tokens:
+            held = [engine.kv_bytes(each) for each in own]
+            stats.cached_tokens, stats.kv_bytes = stored, sum(each for each, _ in held)
+            stats.kv_bytes_unsharded = sum(each for _, each in held)
 
-    def _choose(self, jobs: list[Job]) -> list[list[float]]:
-        """The next token of each request that this rank computes, in numbers."""
-        searches = [job for job in jobs if job.num_beams > 1]
-        found = {job: self._candidates(job) for job in searches}
-        jobs_of_one = [job for job in jobs if job.num_beams == 1]
-        logits = {job: self._stored_for(job).logits for job in jobs_of_one}
-        if self._on_logits is not None:
-            for job, of_job in logits.items():
-                self._on_logits(job.number, of_job.clone())  # who keeps them would keep those of all requests
-        requests = {job: self._requests[job] for job in jobs_of_one}
-        simple = [job for job in jobs_of_one if requests[job].takes_most_likely]
-        # One transfer for all of them.
-        tokens = most_likely(torch.stack([logits[job] for job in simple])).tolist() if simple else []
-        found |= {job: [token] for job, token in zip(simple, tokens, strict=True)}
-        return [found.get(job) or requests[job].choose(logits[job]) for job in jobs]
+    def _choose(self, plan: StepPlan, logits: dict[Request, Tensor]) -> list[list[float]]:
+        """The next tokens of each request that this rank computes, in numbers."""
+        requests = [request for group in self._ranks.computed for request in plan.groups[group].sampled]
+        found = {each: self._candidates(each, logits[each]) for each in requests if each.options.num_beams > 1}
+        simple = [each for each in requests if each not in found and each.takes_most_likely]
+        if simple:  # one transfer for all of them
+            rows = torch.cat([logits[each][: self._num_tokens(plan, each)] for each in simple])
+            tokens = iter(most_likely(rows).tolist())
+            found |= {each: [next(tokens) for _ in range(self._num_tokens(plan, each))] for each in simple}
+        return [found.get(each) or each.choose(logits[each][0]) for each in requests]
 
-    def _candidates(self, job: Job) -> list[float]:
+    def _candidates(self, request: Request, logits: Tensor) -> list[float]:
         """The best continuations of all beams of a search, in numbers."""
-        logits = torch.stack([self._stored_for(part).logits for part in job.parts])
-        best = self._search(job).best(logits.expand(job.num_beams, -1)).flatten().tolist()
+        best = self._search(request).best(logits.expand(request.options.num_beams, -1)).flatten().tolist()
         return [0.0, *best] if all(map(math.isfinite, best)) else [INVALID_TOKEN] * (1 + len(best))
 
-    def _search(self, job: Job) -> BeamSearch:
-        """The search of a job, a new one if its prompt was computed just now."""
-        if not job.beams:
-            options = self._requests[job].options
-            self._searches[job] = BeamSearch(options.num_beams, options.max_new_tokens, options.stop)
-        return self._searches[job]
+    def _search(self, request: Request) -> BeamSearch:
+        """The search of a request, a new one if its prompt was computed just now."""
+        if request.search is None:
+            options = request.options
+            request.search = BeamSearch(options.num_beams, options.max_new_tokens, options.stop)
+        return request.search
 
-    def _exchange(self, plan: StepPlan, own: list[list[float]]) -> list[tuple[Job, list[float]]]:
+    def _num_tokens(self, plan: StepPlan, request: Request) -> int:
+        """The tokens that a step computes after: the last known one of a request, and its draft."""
+        return 1 + len(plan.drafts.get(request, ()))
+
+    def _width(self, plan: StepPlan, request: Request) -> int:
+        """The numbers that `_choose` returns for a request."""
+        if request.options.num_beams > 1:
+            return 1 + 3 * self._search(request).num_candidates(self._engine.model.config.vocab_size)
+        return max(request.options.width, self._num_tokens(plan, request))
+
+    def _exchange(self, plan: StepPlan, own: list[list[float]]) -> list[tuple[Request, list[float]]]:
         """The next tokens of all groups, by the number of the request.
 
         Ranks of a group may round differently: all take the tokens of the first. There is none if a rank has none.
         """
         group, across, device = self._ranks.group, self._ranks.across_groups, self._engine.device
-        jobs = [of_group.sampled for of_group in plan.groups]
+        requests = [of_group.sampled for of_group in plan.groups]
         if self._ranks.together:
-            jobs = [[job for of_group in jobs for job in of_group]]
-        widths = [[self._width(job) for job in of_group] for of_group in jobs]
+            requests = [[each for of_group in requests for each in of_group]]
+        widths = [[self._width(plan, each) for each in of_group] for of_group in requests]
         if group.world > 1 and own:
             x = torch.tensor([n for row in own for n in row], dtype=torch.float64, device=device)
             with self._engine.exchange(group):
@@ -239,76 +223,71 @@ class ContinuousBatch:
                 gathered = [each.tolist() for each in across.all_gather(x, [(sum(each),) for each in widths])]
             rows = [_split(numbers, each) for numbers, each in zip(gathered, widths, strict=True)]
         elif across.world > 1:
-            rows = [[] for _ in jobs]
-        pairs = [pair for both in zip(jobs, rows, strict=True) for pair in zip(*both, strict=True)]
+            rows = [[] for _ in requests]
+        pairs = [pair for both in zip(requests, rows, strict=True) for pair in zip(*both, strict=True)]
         return sorted(pairs, key=lambda pair: pair[0].number)
 
-    def _width(self, job: Job) -> int:
-        """The numbers that `_choose` returns for a job."""
-        if job.num_beams == 1:
-            return self._requests[job].options.width
-        return 1 + 3 * self._search(job).num_candidates(self._engine.model.config.vocab_size)
-
-    def _commit(self, plan: StepPlan, new: list[tuple[Job, list[float]]]) -> list[Token]:
+    def _commit(
+        self, plan: StepPlan, new: list[tuple[Request, list[float]]], logits: dict[Request, Tensor]
+    ) -> list[Token]:
         """Append the new tokens to their requests, and end those that are complete."""
         tokens = []
-        for job in plan.failed:
-            request = self._requests[job]
+        for request in plan.failed:
             request.fail(_no_room(request, self._engine))
-            self._forget(job)
-        for job, numbers in new:
-            request = self._requests[job]
+            self.requests.remove(request)
+        for request, numbers in new:
             if numbers[0] in _NO_TOKEN:
                 is_invalid = numbers[0] == INVALID_TOKEN
                 request.fail(_invalid(request, self._engine) if is_invalid else _processor_error(request))
-                self._end(job, keep=not is_invalid)  # its keys and values may be invalid, too
+                self._end(request, forget=is_invalid)  # its keys and values may be invalid, too
                 continue
-            if job.num_beams > 1:
-                new_tokens = [request.add([token]) for token in self._continue_search(job, numbers[1:])]
+            if request.options.num_beams > 1:
+                new_tokens = [request.add([token]) for token in self._continue_search(request, numbers[1:])]
             else:
-                new_tokens = [request.add(numbers)]
-                job.ids.append(new_tokens[0].id)
+                new_tokens = self._extend(plan, request, numbers)
             tokens += new_tokens
-            self._stats.generated_tokens += len(new_tokens) if job.group in self._ranks.computed else 0
+            if request.group in self._ranks.computed:
+                self._stats.generated_tokens += len(new_tokens)
+                if self._callbacks.on_logits is not None:
+                    for row in logits[request][: len(new_tokens)].clone():  # who keeps one would keep those of all
+                        self._callbacks.on_logits(request.label, row)
             if request.finished:
-                self._end(job, keep=True)
+                self._end(request)
         return tokens
 
-    def _continue_search(self, job: Job, numbers: list[float]) -> list[int]:
+    def _extend(self, plan: StepPlan, request: Request, numbers: list[float]) -> list[Token]:
+        """Append the next token or, with a draft, the correct part of that and one more."""
+        (sequence,), draft = request.sequences, plan.drafts.get(request, [])
+        if not draft:
+            new = [request.add(numbers)]
+        else:
+            correct = next((i for i, token in enumerate(draft) if token != numbers[i]), len(draft))
+            new = []
+            for token in numbers[: correct + 1]:
+                if request.finished or token in _NO_TOKEN:  # the next step finds the same, and ends the request
+                    break
+                new.append(request.add([token]))
+            if request.group in self._ranks.computed:
+                self._stats.draft_tokens += len(draft)
+                self._stats.accepted_tokens += len(new) - 1
+        known = len(request.prompt) + len(request.tokens)
+        if sequence.length >= known:  # rejected tokens, and padding
+            self.scheduler.caches[request.group].truncate(sequence, known - 1)
+        sequence.ids.append(new[-1].id)
+        return new
+
+    def _continue_search(self, request: Request, numbers: list[float]) -> list[int]:
         """Go on with the best candidates; the tokens of the answer, if it is known."""
-        search, engine, stored = self._search(job), self._engine, self._stored
+        search = self._search(request)
         beams = search.step(search.candidates(numbers))
         if not beams:
             return search.answer
-        change = self.scheduler.advance(job, [(each.beam, each.token) for each in beams])
-        if job.group in self._ranks.computed:
-            for sequence in change.freed:
-                engine.free(stored.pop(sequence))
-            for fork, source in change.forks:
-                stored[fork] = engine.fork(stored[source])
+        self.scheduler.advance(request, [(each.beam, each.token) for each in beams])
         return []
 
-    def _end(self, job: Job, *, keep: bool) -> None:
-        sequences = [part.sequence for part in job.parts]
-        freed = self.scheduler.remove(job, keep=keep)
-        for sequence in sequences:
-            if sequence is not None and job.group in self._ranks.computed:
-                if sequence in freed:
-                    self._engine.free(self._stored.pop(sequence))
-                else:
-                    self._engine.release(self._stored[sequence])
-        self._forget(job)
-
-    def _forget(self, job: Job) -> None:
-        del self._requests[job]
-        self._searches.pop(job, None)
-
-
-def _job(request: Request) -> Job:
-    """What the scheduler knows of a request."""
-    options = request.options
-    length = len(request.prompt) + options.num_beams * options.max_new_tokens
-    return Job(request.number, [*request.prompt, *request.ids], length, options.num_beams)
+    def _end(self, request: Request, *, forget: bool = False) -> None:
+        self.scheduler.remove(request, forget=forget)
+        self.requests.remove(request)
 
 
 def _split(numbers: list[float], widths: list[int]) -> list[list[float]]:
@@ -321,20 +300,20 @@ def _split(numbers: list[float], widths: list[int]) -> list[list[float]]:
 
 def _no_room(request: Request, engine: Engine) -> Exception:
     return RuntimeError(
-        f"request {request.number}: {len(request.prompt)} + {len(request.tokens)} tokens do not fit into a cache of "
-        f"cache_tokens={engine.cache_tokens}, because the layout gives one rank too many of them"
+        f"{request.name}: {len(request.prompt)} + {len(request.tokens)} tokens do not fit into a cache of "
+        f"cache_tokens={engine.cache_tokens}"
     )
 
 
 def _processor_error(request: Request) -> Exception:
     if request.processor_error is not None:
         return request.processor_error
-    return RuntimeError(f"request {request.number}: a logits processor raised an exception on another rank")
+    return RuntimeError(f"{request.name}: a logits processor raised an exception on another rank")
 
 
 def _invalid(request: Request, engine: Engine) -> Exception:
     dtype = engine.model.get_input_embeddings().weight.dtype
     return InvalidLogits(
-        f"request {request.number}: the logits have a NaN or +inf, or -inf only, after {len(request.tokens)} tokens: "
-        f"no token can be chosen; check the weights of the model and the range of its dtype, {dtype}"
+        f"{request.name}: the logits have a NaN or +inf, or -inf only, after {len(request.tokens)} tokens: no token "
+        f"can be chosen; check the weights of the model and the range of its dtype, {dtype}"
     )

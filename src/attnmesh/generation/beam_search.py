@@ -14,8 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.generation.sampling import INVALID_TOKEN
-
 _NO_BEAM = -1.0e9  # the score of beams that do not exist yet: at first all are the prompt
 
 
@@ -80,7 +78,3 @@ class BeamSearch:
         self.scores = [each.score for each in beams]
         self._answers = [[*self._answers[each.beam], each.token] for each in beams]
         return [] if self.is_finished else beams
-
-    def fail(self) -> None:
-        """End the search, with an invalid answer."""
-        self._finished, self.is_finished = [(0.0, [INVALID_TOKEN])], True

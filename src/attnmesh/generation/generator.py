@@ -6,9 +6,6 @@ Groups prefill and decode independently. After every step they exchange their ne
 
 from __future__ import annotations
 
-import inspect
-import weakref
-from collections import abc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,8 +14,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, CommError, IndependentSubComm, SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Layout, Zigzag
-from attnmesh.core.text import counted
-from attnmesh.core.validation import check_bool, check_count, check_positive, check_type, shown
+from attnmesh.core.validation import check_count, check_positive, check_type, shown
 from attnmesh.generation.agreement import (
     Progress,
     check_same_weights,
@@ -26,18 +22,13 @@ from attnmesh.generation.agreement import (
     model_values,
     report_error,
 )
-from attnmesh.generation.batching import BatchRanks, ContinuousBatch
-from attnmesh.generation.beams import BeamBatch
-from attnmesh.generation.prefill_shards import min_prefill_chunk
-from attnmesh.generation.prompt_batch import BatchOptions, PromptBatch
-from attnmesh.generation.prompts import check_prompt, check_tokenizer, eos_tokens, one_prompt, prompt_ids
+from attnmesh.generation.batching import BatchRanks, Callbacks, ContinuousBatch
+from attnmesh.generation.engine import Engine, EngineSettings, ShardedEngine, WholeEngine, min_prefill_chunk
+from attnmesh.generation.prompts import check_prompt, check_tokenizer, one_prompt, prompt_ids
 from attnmesh.generation.requests import LogitsProcessor, Request, RequestOptions, Token
-from attnmesh.generation.sampling import InvalidLogits, Sampling
-from attnmesh.generation.sharded_engine import engine_for
+from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
 from attnmesh.integrations.sharded_model import ShardedWeights, sharded_weights
-from attnmesh.kv_cache.sequence import token_ids
-from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.parallel.node_groups import comm_named
 from attnmesh.plan.decode import DecodeSharding
 
@@ -55,15 +46,17 @@ class Generator:
     groups (kvdp), by default what `recommend_sharding` returns for `max_sequences` sequences, or that of the sharded
     model. `storage`, fp8, int8 or bfp8, or fp8_ds_mla for latents (DeepSeek), quantizes the cache; by default it has
     the dtype of the model. All tokens, also those of the same prompt, attend to quantized keys and values, so the
-    answers do not depend on ranks, chunks or prefix reuse. `layout`, `schedule`, `prefill_chunk` and `on_prefill` are
-    those of `Engine`.
+    answers do not depend on ranks, chunks or prefix reuse. `prefill_chunk` is the most tokens of a prefill pass, by
+    default a whole prompt; the first one of a prompt is divided over ranks by `layout`, and computed by `schedule`.
 
-    `generate` answers a batch of prompts. `submit` takes one request at a time, and `step` computes the next token of
-    all requests in progress: a group computes at most `step_tokens` tokens per step (default 2048, or more if
-    `max_sequences` requires it), so that long prompts do not delay answers. `on_prefill` is for `generate` only.
+    `generate` answers prompts. `submit` takes one request at a time, and `step` computes the next tokens of all
+    requests in progress: a group computes at most `step_tokens` tokens per step (default 2048, or more if
+    `max_sequences` requires it), so that long prompts do not delay answers. Blocks of finished prompts and answers stay
+    cached, and later prompts with the same prefix reuse them.
 
-    `on_logits` is called with a row, or the number of a request, and the logits [vocabulary] of each of its new tokens,
-    on the ranks of its group.
+    `on_prefill` is called after every prefill pass with the number of prompt tokens that are cached and the length of
+    the prompt, and `on_logits` with a row, or the number of a request, and the logits [vocabulary] of each of its new
+    tokens, on the ranks of its group.
 
     Examples:
         >>> generator = am.Generator(model, cache_tokens=64, max_sequences=2)
@@ -93,26 +86,28 @@ class Generator:
         on_logits: Callable[[int, Tensor], None] | None = None,
     ) -> None:
         self.model, self.tokenizer, self.comm = model, tokenizer, comm_named("comm", comm)
-        self._on_logits = on_logits
+        self._callbacks = Callbacks(on_prefill, on_logits)
         rank = self.comm.rank
 
         def check_arguments() -> tuple[DecodeSharding, SharedValues]:
             check_positive(cache_tokens=cache_tokens, max_sequences=max_sequences)
             check_tokenizer(tokenizer)
-            for name, callback in (("on_prefill", on_prefill), ("on_logits", on_logits)):
+            for name, callback in self._callbacks._asdict().items():
                 if callback is not None and not callable(callback):
                     raise ValueError(f"{name} must be a function or None, got {shown(callback)}")
             weights = sharded_weights(model)
             chosen = _sharding(sharding, weights, max_sequences, self.comm)
-            group = list(range(self.comm.world)) if weights else chosen.cp_peers(rank)
-            self._ranks = BatchRanks(
-                _subgroup(self.comm, group), _subgroup(self.comm, [rank] if weights else chosen.kvdp_peers(rank)),
-                chosen.kvdp, together=weights is not None,
-            )  # fmt: skip
-            self.engine = engine_for(
-                model, self._ranks.group, cache_tokens=cache_tokens, max_sequences=-(-max_sequences // chosen.kvdp),
-                storage=storage, layout=layout, schedule=schedule, prefill_chunk=prefill_chunk, on_prefill=on_prefill,
-            )  # fmt: skip
+            settings = EngineSettings(cache_tokens, max_sequences, storage, layout, schedule, prefill_chunk)
+            self.engine: Engine
+            if weights is None:
+                group, across = (
+                    _subgroup(self.comm, each) for each in (chosen.cp_peers(rank), chosen.kvdp_peers(rank))
+                )
+                self._ranks = BatchRanks(group, across, chosen.kvdp)
+                self.engine = WholeEngine(model, chosen, rank, group, settings)
+            else:
+                self._ranks = BatchRanks(self.comm, _subgroup(self.comm, [rank]), chosen.kvdp, together=True)
+                self.engine = ShardedEngine(model, weights, settings)
             self._step_tokens = self._checked_step_tokens(step_tokens)
             return chosen, {
                 "cache_tokens": cache_tokens, "max_sequences": max_sequences, "sharding": repr(chosen),
@@ -130,12 +125,13 @@ class Generator:
             report_error(self.comm, "Generator", error)
             raise
         check_same_weights(self.comm, model, self.engine.device)
-        if self.engine.device.type == "cpu" and not self._ranks.together and self._all_share_memory():
+        if self.engine.device.type == "cpu" and isinstance(self.engine, WholeEngine) and self._all_share_memory():
             self.engine.use_tensor_parallel()
         self.max_sequences, self.stats = max_sequences, GenerationStats(rank)
         self._progress = Progress(self.comm.log.number("Generator"))
-        self._iterator: weakref.ref[abc.Generator[Token, None, None]] | None = None  # of the latest call
-        self._batch: ContinuousBatch | None = None  # submitted requests; None after a call of generate
+        self._batch = ContinuousBatch(
+            self.engine, self._ranks, generator=self._progress.generator, stats=self.stats, callbacks=self._callbacks
+        )
         self._submitted = 0
         self._owner = object()  # of requests: without a reference to this
 
@@ -146,48 +142,74 @@ class Generator:
         max_new_tokens: int = 128,
         sampling: Sampling = _GREEDY,
         stop: Sequence[int] | None = None,
+        stop_strings: Sequence[str] = (),
         speculative: bool = False,
         num_beams: int = 1,
     ) -> Iterator[Token]:
         """Tokens as they are generated, row by row within a step, the same on every rank.
 
         A prompt is text, or its token ids. A row ends with one of the `stop` tokens, by default the eos tokens of the
-        model's generation config, or after `max_new_tokens`. With `speculative`, tokens are drafted by prompt lookup
-        and several are verified per step: fewer steps, the same tokens. `stats` counts the accepted ones. With
-        `num_beams` above 1, the answer is the best that a beam search finds, and tokens come at its end: the beams of a
-        row are as many sequences, which share the prompt.
+        model's generation config, where its text has one of the `stop_strings`, or after `max_new_tokens`. With
+        `speculative`, tokens are drafted by prompt lookup and several are verified per step: fewer steps, the same
+        tokens. `stats` counts the accepted ones. With `num_beams` above 1, the answer is the best that a beam search
+        finds, and tokens come at its end: the beams of a row are as many sequences, which share the prompt.
 
-        One call runs at a time: take all tokens of its iterator, close or drop it before the next. Logits that give no
-        probabilities (NaN, +inf, or -inf only) raise ValueError. After an interrupted call the generator works on,
-        unless the ranks were interrupted at different points: then every rank raises CommError.
+        It submits the prompts as requests, when its first token is taken, and runs steps until all are answered:
+        prompts beyond `max_sequences`, or what the cache holds at a time, wait. Closing or dropping the iterator
+        cancels them. An error of a row, such as logits that give no probabilities (NaN, +inf, or -inf only), is raised.
+        After an exception the generator works on, unless the ranks were interrupted at different points: then every
+        rank raises CommError.
         """
 
-        def check_arguments() -> tuple[tuple[list[list[int]], BatchOptions], SharedValues]:
-            self._check_not_running()
-            if self.num_unfinished:
-                raise ValueError(
-                    f"generate needs all submitted requests to be finished, got {self.num_unfinished} more"
-                )
-            ends = sorted(eos_tokens(self.model) if stop is None else set(token_ids("stop", stop)))
-            check_type("sampling", sampling, Sampling)
-            check_bool(speculative=speculative)
-            check_count("num_beams", num_beams, least=1)
-            options = BatchOptions(max_new_tokens, sampling, frozenset(ends), speculative, num_beams)
+        def check_arguments() -> tuple[list[Request], SharedValues]:
             rows = prompt_ids(self.tokenizer, prompts)
-            self._check(rows, options)
-            return (rows, options), {
-                "prompts": f"{len(rows)} of {', '.join(str(len(row)) for row in rows)} tokens {digest(rows)}",
-                "stop": ends, "max_new_tokens": max_new_tokens, "sampling": sampling, "speculative": speculative,
-                "num_beams": num_beams, "device": self.engine.device.type,
-            }  # fmt: skip
+            if not rows:
+                raise ValueError(f"prompts must have at least one prompt, got {shown(prompts)}")
+            options = [
+                RequestOptions.checked(
+                    self.model, self.tokenizer, max_new_tokens, sampling, stop, stop_strings, 0, None, (), row,
+                    num_beams, speculative,
+                )
+                for row in range(len(rows))
+            ]  # fmt: skip
+            for row, ids in enumerate(rows):
+                self._check_prompt(f"prompts[{row}]", ids, options[row])
+            requests = [
+                Request(row, ids, of_row, self.tokenizer, self._owner, row)
+                for row, (ids, of_row) in enumerate(zip(rows, options, strict=True))
+            ]
+            lengths = f"{len(rows)} of {', '.join(str(len(row)) for row in rows)} tokens {digest(rows)}"
+            return requests, {"prompts": lengths, **options[0].shared_values, "device": self.engine.device.type}
 
         self._check_in_step()
-        rows, options = check_on_all_ranks(self.comm, "generate", check_arguments, force=True)
-        self._progress.begin_call(rows)
-        self._batch = None
-        iterator = self._generate(rows, options)
-        self._iterator = weakref.ref(iterator)
-        return iterator
+        requests = check_on_all_ranks(self.comm, "generate", check_arguments, force=True)
+        self._progress.begin_call([request.prompt for request in requests])
+        return self._generate(requests)
+
+    def _generate(self, requests: list[Request]) -> Iterator[Token]:
+        self._raise_if_out_of_step("generate")
+        try:
+            for request in requests:
+                self._submit(request)
+            taken = [0] * len(requests)
+            while True:
+                # Steps that another call has run may have computed several tokens of each.
+                while any(at < len(request.tokens) for at, request in zip(taken, requests, strict=True)):
+                    for row, request in enumerate(requests):
+                        if taken[row] < len(request.tokens):
+                            yield request.tokens[taken[row]]
+                            taken[row] += 1
+                if all(request.finished for request in requests):
+                    return
+                self._step("generate", self.engine.cache_tokens + self.engine.max_sequences)
+                failed = [request.error for request in requests if request.error is not None]
+                if failed:
+                    raise failed[0]
+        finally:
+            if not self.engine.is_out_of_step:
+                for request in requests:
+                    if not request.finished:
+                        self._batch.cancel(request)
 
     # Continuous batching.
 
@@ -204,11 +226,12 @@ class Generator:
         logits_processors: Sequence[LogitsProcessor] = (),
         sample: int = 0,
         num_beams: int = 1,
+        speculative: bool = False,
     ) -> Request:
         """A request for an answer to one prompt, which `step` computes together with all others.
 
-        `prompt`, `max_new_tokens`, `sampling` and `stop` are as for `generate`. The answer also ends where its text has
-        one of the `stop_strings`, but not before `min_new_tokens` tokens. With `logprobs=n`, tokens come with their
+        `prompt`, `max_new_tokens`, `sampling`, `stop`, `stop_strings` and `speculative` are as for `generate`. The
+        answer does not end before `min_new_tokens` tokens. With `logprobs=n`, tokens come with their
         log-probability by the model and the n most likely tokens. `logits_processors` are functions, such as those of
         Transformers, which change the logits before penalties; all ranks must pass the same. Parallel samples of a
         prompt are requests that differ in the number `sample`: they draw other random numbers, and share the prompt's
@@ -218,83 +241,85 @@ class Generator:
         """
 
         def check_arguments() -> tuple[tuple[list[int], RequestOptions], SharedValues]:
-            self._check_not_running()
             options = RequestOptions.checked(
                 self.model, self.tokenizer, max_new_tokens, sampling, stop, stop_strings, min_new_tokens, logprobs,
-                logits_processors, sample, num_beams,
+                logits_processors, sample, num_beams, speculative,
             )  # fmt: skip
             ids = one_prompt(self.tokenizer, "prompt", prompt)
-            check_prompt(self.model, "prompt", ids, max_new_tokens)
-            if len(ids) + num_beams * max_new_tokens > self.engine.cache_tokens:
-                of_beams = "" if num_beams == 1 else f" in each of num_beams={num_beams}"
-                raise ValueError(
-                    f"prompt has {len(ids)} tokens, and max_new_tokens={max_new_tokens} may follow{of_beams}: the "
-                    f"cache never holds more than cache_tokens={self.engine.cache_tokens}"
-                )
-            self._check_beams(num_beams)
+            self._check_prompt("prompt", ids, options)
             return (ids, options), {"prompt": f"{len(ids)} tokens {digest(ids)}", **options.shared_values}
 
         self._check_in_step()
         ids, options = check_on_all_ranks(self.comm, "submit", check_arguments, force=True)
         self._progress.begin_call([ids])
-        if self._batch is None:
-            self._batch = ContinuousBatch(
-                self.engine, self._ranks, generator=self._progress.generator, step_tokens=self._step_tokens,
-                stats=self.stats, on_logits=self._on_logits,
-            )  # fmt: skip
         request = Request(self._submitted, ids, options, self.tokenizer, self._owner)
+        self._submit(request)
+        return request
+
+    def _submit(self, request: Request) -> None:
+        request.number = self._submitted
         self._submitted += 1
         self._batch.submit(request)
-        return request
+
+    def _check_prompt(self, name: str, ids: list[int], options: RequestOptions) -> None:
+        """Raise ValueError unless the model and the cache can take a prompt with these options."""
+        check_prompt(self.model, name, ids, options.max_new_tokens)
+        beams, new = options.num_beams, options.max_new_tokens
+        if len(ids) + beams * new > self.engine.cache_tokens:
+            of_beams = "" if beams == 1 else f" in each of num_beams={beams}"
+            raise ValueError(
+                f"{name} has {len(ids)} tokens, and max_new_tokens={new} may follow{of_beams}: the cache never holds "
+                f"more than cache_tokens={self.engine.cache_tokens}"
+            )
+        if beams > 1 and self._callbacks.on_logits is not None:
+            raise ValueError(f"num_beams must be 1 for a Generator with on_logits, got {beams}")
+        room, groups = self.engine.max_sequences, self._ranks.kvdp
+        if beams > room:
+            of_group = "" if groups == 1 else f" in each of kvdp={groups} groups of ranks"
+            raise ValueError(
+                f"num_beams must be at most {room}, as max_sequences={self.max_sequences} has {room}{of_group}, got "
+                f"{beams}"
+            )
 
     @property
     def num_unfinished(self) -> int:
-        """The number of submitted requests that are not finished."""
-        return 0 if self._batch is None else len(self._batch.requests)
+        """The number of requests that are not finished, those of `generate` included."""
+        return len(self._batch.requests)
 
     @property
     def num_waiting(self) -> int:
-        """The number of submitted requests that wait for room: those that have not begun, or were preempted."""
-        return 0 if self._batch is None else len(self._batch.scheduler.waiting)
+        """The number of requests that wait for room: those that have not begun, or were preempted."""
+        return len(self._batch.scheduler.waiting)
 
     def reset_prefix_cache(self) -> None:
         """Forget what is cached of finished prompts and answers; all ranks must call it. Requests in progress go on."""
 
-        def check_arguments() -> tuple[None, SharedValues]:
-            self._check_not_running()
-            return None, {}
-
         self._check_in_step()
-        check_on_all_ranks(self.comm, "reset_prefix_cache", check_arguments, force=True)
-        if self._batch is not None:
-            self._batch.forget_finished()
-        else:
-            self.engine.clear()
-        self._update_stats()
+        check_on_all_ranks(self.comm, "reset_prefix_cache", lambda: (None, {}), force=True)
+        self._batch.forget_finished()
 
     def step(self) -> list[Token]:
-        """The next tokens of submitted requests, at most one of each, by their numbers; the same on every rank.
+        """The next tokens of all requests, by their numbers; the same on every rank.
 
-        The tokens of a beam search come all at once, in its last step.
+        It is at most one of each, and more where drafts are accepted. The tokens of a beam search come all at once, in
+        its last step.
 
         A request in which an error occurs ends with it, and the others go on. After an exception, such as that of a
         callback, the next step computes all requests again from the tokens that they have, unless the ranks were
         interrupted at different points: then every rank raises CommError.
         """
         self._raise_if_out_of_step("step")
-        self._close_complete()
-        self._check_not_running()
-        if self._batch is None or not self._batch.requests:
-            return []
+        return self._step("step", self._step_tokens) if self._batch.requests else []
+
+    def _step(self, operation: str, step_tokens: int) -> list[Token]:
         bytes_before = self.comm.traffic.bytes
         try:
-            tokens = self._batch.step()
+            tokens = self._batch.step(step_tokens)
         except BaseException as error:
-            self._report_interruption("step", error)
+            self._report_interruption(operation, error)
             raise
         finally:
             self.stats.bytes_sent += self.comm.traffic.bytes - bytes_before
-            self._update_stats()
         self._progress.add_step([(token.row, [token.id]) for token in tokens])
         return tokens
 
@@ -310,7 +335,6 @@ class Generator:
         """End a request that is not finished; what was computed stays cached for reuse."""
 
         def check_arguments() -> tuple[None, SharedValues]:
-            self._check_not_running()
             self._check_request(request)
             if request.finished:
                 raise ValueError(f"request must be in progress, got {request!r}")
@@ -318,7 +342,6 @@ class Generator:
 
         self._check_in_step()
         check_on_all_ranks(self.comm, "cancel", check_arguments, force=True)
-        assert self._batch is not None
         self._batch.cancel(request)
 
     def _stream(self, request: Request) -> Iterator[Token]:
@@ -348,32 +371,14 @@ class Generator:
             )
         return step_tokens
 
-    def _check_not_running(self) -> None:
-        if self._is_running():
-            raise ValueError("another generate() of this Generator is in progress: exhaust or close it first")
-
     def _all_share_memory(self) -> bool:
         """Whether all ranks exchange small messages through memory. Over sockets tensor parallelism does not pay."""
         own = torch.tensor([self.comm.shares_memory], dtype=torch.int8, device="cpu")
         return all(map(bool, self.comm.all_gather(own, [(1,)] * self.comm.world)))
 
-    def _is_running(self) -> bool:
-        """Whether the iterator of the latest call is neither exhausted nor closed nor dropped."""
-        latest = None if self._iterator is None else self._iterator()
-        return latest is not None and inspect.getgeneratorstate(latest) != inspect.GEN_CLOSED
-
-    def _close_complete(self) -> None:
-        """Close an iterator that has returned its last token, as zip() or islice() leave it."""
-        latest = None if self._iterator is None else self._iterator()
-        if latest is not None and self._progress.is_complete:
-            latest.close()
-
     def _check_in_step(self) -> None:
         """Raise CommError after an interrupted exchange; log how far this rank is, to be compared with the others."""
         self._raise_if_out_of_step("generate")
-        self._close_complete()
-        if not self._is_running() and not self.num_unfinished:
-            self.engine.release_all()  # again, in case that was interrupted, too
         self.comm.note("earlier calls", str(self._progress))
         self._ranks.group.note("cached sequences", self.engine.state())
 
@@ -384,81 +389,12 @@ class Generator:
                 "messages: ranks are out of step; start them again, or make a new Generator on a new process group"
             )
 
-    def _generate(self, prompts: list[list[int]], options: BatchOptions) -> abc.Generator[Token, None, None]:
-        bytes_before = self.comm.traffic.bytes
-        batch = (PromptBatch if options.num_beams == 1 else BeamBatch)(
-            self.engine, self._ranks, options, self.tokenizer, self.stats, self._progress, self._on_logits
-        )
-        try:
-            yield from batch.answers(prompts)
-        except (GeneratorExit, InvalidLogits):  # closed, or raised on all ranks together
-            raise
-        except BaseException as error:
-            self._report_interruption("generate", error)
-            raise
-        finally:
-            self.stats.bytes_sent += self.comm.traffic.bytes - bytes_before
-            self.engine.release_all()
-            self._update_stats()
-
     def _report_interruption(self, operation: str, error: BaseException) -> None:
         """Tell the other ranks, which may wait for this one."""
         if not self.engine.is_out_of_step:
             report_error(self.comm, operation, error)
         elif not isinstance(error, CommError):
             self.comm.fail(f"{operation} was interrupted by {type(error).__name__}: {error}")
-
-    def _check(self, rows: list[list[int]], options: BatchOptions) -> None:
-        beams = options.num_beams
-        if not 1 <= len(rows) * beams <= self.max_sequences:
-            of_beams = "" if beams == 1 else f" of num_beams={beams} sequences each"
-            raise ValueError(f"prompts must be 1 to max_sequences={self.max_sequences}, got {len(rows)}{of_beams}")
-        new = options.max_new_tokens
-        check_positive(max_new_tokens=new)
-        if beams > 1 and (options.speculative or not options.sampling.greedy or options.sampling.has_penalties):
-            raise ValueError(
-                f"num_beams must be 1 with speculative or a sampling that is not greedy or has penalties, got {beams}"
-            )
-        if beams > 1 and self._on_logits is not None:
-            raise ValueError(f"num_beams must be 1 for a Generator with on_logits, got {beams}")
-        if options.speculative and (not options.sampling.greedy or options.sampling.has_penalties):
-            raise ValueError(
-                f"sampling must be greedy (temperature 0), without penalties, with speculative, got {options.sampling}"
-            )
-        for number, ids in enumerate(rows):
-            check_prompt(self.model, f"prompts[{number}]", ids, new)
-        # Groups that are computed here only: if one has no room, all ranks raise before any of them starts.
-        for group in self._ranks.computed:
-            own = [rows[number] for number in self._ranks.rows(len(rows))[group]]
-            room = self.engine.max_sequences
-            if len(own) * beams > room:  # the beams of a prompt are in one group
-                raise ValueError(
-                    f"num_beams must be at most {room // len(own)} for {counted(len(own), 'prompt')} in a group of "
-                    f"ranks, got {beams}: each of kvdp={self._ranks.kvdp} groups has {room} of "
-                    f"max_sequences={self.max_sequences}"
-                )
-            tokens = [options.max_tokens(len(ids)) for ids in own]
-            self.engine.check_room(tokens, self._ranks.in_engine(group), beams)
-
-    def _check_beams(self, num_beams: int) -> None:
-        """Raise ValueError unless a request may have so many beams."""
-        if num_beams > 1 and self._on_logits is not None:
-            raise ValueError(f"num_beams must be 1 for a Generator with on_logits, got {num_beams}")
-        room, groups = self.engine.max_sequences, self._ranks.kvdp
-        if num_beams > room:
-            of_group = "" if groups == 1 else f" in each of kvdp={groups} groups of ranks"
-            raise ValueError(
-                f"num_beams must be at most {room}, as max_sequences={self.max_sequences} has {room}{of_group}, got "
-                f"{num_beams}"
-            )
-
-    def _update_stats(self) -> None:
-        engine, stats = self.engine, self.stats
-        stored = [sequence for sequence in engine.sequences if sequence.stored is not None]
-        stats.cached_tokens = sum(len(sequence.local) for sequence in stored)
-        held = [engine.kv_bytes(sequence) for sequence in stored]
-        stats.kv_bytes, stats.kv_bytes_unsharded = (sum(of_sequence[i] for of_sequence in held) for i in range(2))
-        stats.prefill_tokens, stats.reused_tokens = engine.prefill_tokens, engine.reused_tokens
 
 
 def generate(
@@ -506,7 +442,7 @@ def generate(
     generator = Generator(
         model, tokenizer, comm, max_sequences=per_group * num_beams * chosen.kvdp, sharding=chosen, storage=storage,
         layout=layout,
-        cache_tokens=max(1, sum(map(len, rows)) + len(rows) * num_beams * (max_new_tokens + MAX_DECODE_TOKENS)),
+        cache_tokens=max(1, sum(map(len, rows)) + len(rows) * num_beams * max_new_tokens),
         prefill_chunk=prefill_chunk,
     )  # fmt: skip
     return generator.generate(

@@ -69,6 +69,15 @@ def kv_bytes_per_token(config: Any, storage: str, kv_heads: int | None = None) -
     return round(int(config.num_hidden_layers) * heads * per_head)
 
 
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """The window of each layer, the token itself included; None for layers that attend to all tokens."""
+    layers, window = int(config.num_hidden_layers), getattr(config, "sliding_window", None)
+    if window is None or getattr(config, "use_sliding_window", None) is False:
+        return (None,) * layers
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
 def cached_widths(config: Any) -> dict[str, Any]:
     """The widths of a kv head, as `BlockCache` takes them."""
     latent = latent_widths(config)

@@ -2,52 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from attnmesh.core.layouts import Layout, Zigzag
-from attnmesh.generation.models import cache_storage, kv_bytes_per_token
-from attnmesh.generation.prefill_shards import rank_capacity
-from attnmesh.generation.windows import MARGIN, layer_windows, max_window_blocks
+from attnmesh.core.ranges import InterleavedShard
+from attnmesh.generation.models import cache_storage, kv_bytes_per_token, layer_windows
 from attnmesh.integrations.sharded_model import WeightSizes
 from attnmesh.integrations.weight_splits import heads_of
+from attnmesh.kv_cache.block_manager import BlockLayout, max_window_blocks
 from attnmesh.plan.decode import DecodeSharding
 
 BLOCK_SIZE = 32
 
 
-def num_blocks(tokens: int) -> int:
-    """The blocks of so many tokens of one sequence."""
-    return -(-tokens // BLOCK_SIZE)
+@dataclass(frozen=True)
+class CacheBlocks:
+    """The blocks of a rank's cache: for `cache_tokens` tokens of at most `max_sequences` sequences over its CP ranks.
 
+    Sequences do not fill their last blocks, and beams copy one. Layers with a window have what they need, if that is
+    less; a pass computes at most `prefill_chunk` tokens of a sequence.
+    """
 
-def cache_blocks(capacity: int, max_sequences: int) -> int:
-    """The blocks of a rank's cache for `capacity` tokens: sequences do not fill their last blocks."""
-    return num_blocks(capacity) + 4 * max_sequences
+    windows: tuple[int | None, ...]
+    shard: InterleavedShard
+    cache_tokens: int
+    max_sequences: int
+    prefill_chunk: int
 
+    @property
+    def full(self) -> int:
+        """Of layers that attend to all tokens."""
+        return BlockLayout(self.shard, BLOCK_SIZE).num_blocks(self.cache_tokens) + 2 * self.max_sequences
 
-def layer_blocks(config: Any, capacity: int, max_sequences: int) -> int:
-    """The blocks of a rank's cache in all layers together; those with a window have what they need."""
-    blocks, windows = cache_blocks(capacity, max_sequences), layer_windows(config)
-    kept = min(blocks, window_blocks(windows, max_sequences))
-    return sum(blocks if window is None else kept for window in windows)
+    @property
+    def windowed(self) -> int:
+        """Of layers with a window; 0 if these have no blocks of their own."""
+        widest = max((window for window in self.windows if window is not None), default=None)
+        if widest is None:
+            return 0
+        layout = BlockLayout(self.shard, BLOCK_SIZE)
+        needed = self.max_sequences * max_window_blocks(layout, widest, self.prefill_chunk)
+        return needed if needed < self.full else 0
 
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The windows of layers that have blocks of their own."""
+        return self.windows if self.windowed else (None,) * len(self.windows)
 
-def window_blocks(windows: Sequence[int | None], max_sequences: int) -> int:
-    """The most blocks of a rank in a layer with a window."""
-    widest = max((window for window in windows if window is not None), default=0)
-    return max_sequences * max_window_blocks(widest, MARGIN, BLOCK_SIZE)
+    @property
+    def total(self) -> int:
+        """Of all layers."""
+        return sum(self.full if window is None else self.windowed for window in self.layer_windows)
 
 
 def kv_cache_bytes(config: Any, storage: str, tokens: int, sequences: int) -> int:
     """Bytes of `tokens` tokens of at most so many sequences on a rank; layers with a window keep what they need."""
-    windows = layer_windows(config)
-    kept = min(tokens, window_blocks(windows, sequences) * BLOCK_SIZE)
-    stored = sum(tokens if window is None else kept for window in windows)
-    return stored * kv_bytes_per_token(config, storage) // len(windows)
+    blocks = CacheBlocks(layer_windows(config), InterleavedShard(), tokens, sequences, tokens)
+    kept = min(tokens, blocks.windowed * BLOCK_SIZE)
+    stored = sum(tokens if window is None else kept for window in blocks.layer_windows)
+    return stored * kv_bytes_per_token(config, storage) // len(blocks.windows)
 
 
 @dataclass(frozen=True)
@@ -66,8 +81,8 @@ class RankMemory:
 class ShardedMemory:
     """The memory per rank of a `Generator` with sharded weights, under any sharding.
 
-    `storage`, `cache_tokens`, `max_sequences`, `layout` and `prefill_chunk` are the settings of the `Generator`.
-    Activations are not counted.
+    `storage`, `cache_tokens`, `max_sequences` and `prefill_chunk` are the settings of the `Generator`. Activations are
+    not counted.
     """
 
     def __init__(
@@ -78,7 +93,6 @@ class ShardedMemory:
         storage: str | None = None,
         cache_tokens: int,
         max_sequences: int = 1,
-        layout: Layout = Zigzag(),  # noqa: B008  (immutable)
         prefill_chunk: int | None = None,
     ) -> None:
         self._weights, self._heads, self._dtype = WeightSizes(config), heads_of(config), dtype
@@ -86,15 +100,17 @@ class ShardedMemory:
         stored_as = cache_storage(config, dtype, storage)
         self._bytes_per_head = kv_bytes_per_token(config, stored_as) // self._heads.kv // int(config.num_hidden_layers)
         self._cache_tokens, self._max_sequences = cache_tokens, max_sequences
-        self._layout, self._prefill_chunk = layout, prefill_chunk or cache_tokens
+        self._prefill_chunk = prefill_chunk or cache_tokens
 
     def of(self, sharding: DecodeSharding) -> RankMemory:
         """The memory under a sharding. Raises ValueError if the model cannot be divided this way."""
         sharding.check_heads(self._heads.q, self._heads.kv)
-        capacity = rank_capacity(self._layout, sharding.cp, self._cache_tokens, self._prefill_chunk)
-        blocks = layer_blocks(self._config, capacity, -(-self._max_sequences // sharding.kvdp))
+        blocks = CacheBlocks(
+            layer_windows(self._config), sharding.position_shard(0), self._cache_tokens,
+            -(-self._max_sequences // sharding.kvdp), self._prefill_chunk,
+        )  # fmt: skip
         heads = max(len(sharding.kv_heads(rank, self._heads.kv)) for rank in range(sharding.ranks))
         return RankMemory(
             weights=self._weights.largest_part(sharding) * self._dtype.itemsize,
-            kv_cache=blocks * BLOCK_SIZE * heads * self._bytes_per_head,
+            kv_cache=blocks.total * BLOCK_SIZE * heads * self._bytes_per_head,
         )

@@ -10,9 +10,19 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm import SharedValues
-from attnmesh.core.validation import check_count, check_index, check_list, check_positive, check_type, shown
+from attnmesh.core.validation import check_bool, check_count, check_index, check_list, check_positive, check_type, shown
+from attnmesh.generation.beam_search import BeamSearch
 from attnmesh.generation.prompts import check_stop_strings, eos_tokens
-from attnmesh.generation.sampling import FAILED_TOKEN, INVALID_TOKEN, MAX_ROWS, InvalidLogits, Sampling, TextStream
+from attnmesh.generation.sampling import (
+    FAILED_TOKEN,
+    INVALID_TOKEN,
+    MAX_ROWS,
+    InvalidLogits,
+    PromptLookup,
+    Sampling,
+    TextStream,
+)
+from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sequence import token_ids
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -59,6 +69,7 @@ class RequestOptions:
     logits_processors: tuple[LogitsProcessor, ...] = ()
     sample: int = 0
     num_beams: int = 1
+    speculative: bool = False
 
     @classmethod
     def checked(
@@ -74,6 +85,7 @@ class RequestOptions:
         logits_processors: Sequence[LogitsProcessor],
         sample: int,
         num_beams: int,
+        speculative: bool,
     ) -> RequestOptions:
         """The options, if all are valid; otherwise raises ValueError."""
         vocabulary = model.config.vocab_size
@@ -89,17 +101,23 @@ class RequestOptions:
                 raise ValueError(f"logits_processors[{i}] must be a function, got {shown(processor)}")
         check_index("sample", sample, MAX_ROWS)
         strings = check_stop_strings(tokenizer, stop_strings)
-        is_simple = sampling.greedy and not sampling.has_penalties and logprobs is None
-        if check_count("num_beams", num_beams, least=1) > 1 and not (
-            is_simple and not strings and not min_new_tokens and not processors
-        ):
+        check_bool(speculative=speculative)
+        is_greedy = sampling.greedy and not sampling.has_penalties
+        is_plain = is_greedy and logprobs is None and not min_new_tokens and not processors
+        if check_count("num_beams", num_beams, least=1) > 1 and (not is_plain or strings or speculative):
             raise ValueError(
                 "num_beams must be 1 with a sampling that is not greedy or has penalties, stop_strings, "
-                f"min_new_tokens, logprobs or logits_processors, got {num_beams}"
+                f"min_new_tokens, logprobs, logits_processors or speculative, got {num_beams}"
             )
+        if speculative and not is_greedy:
+            raise ValueError(
+                f"sampling must be greedy (temperature 0), without penalties, with speculative, got {sampling}"
+            )
+        if speculative and not is_plain:
+            raise ValueError("speculative must be False with min_new_tokens, logprobs or logits_processors, got True")
         return cls(
             max_new_tokens, sampling, frozenset(token for token in ends if 0 <= token < vocabulary), strings,
-            min_new_tokens, logprobs, tuple(processors), sample, num_beams,
+            min_new_tokens, logprobs, tuple(processors), sample, num_beams, speculative,
         )  # fmt: skip
 
     @property
@@ -116,7 +134,7 @@ class RequestOptions:
 
 @dataclass(eq=False, repr=False)
 class Request:
-    """A submitted prompt. It changes with every step of its `Generator`, until `finish_reason` is set.
+    """A prompt that is being answered. It changes with every step of its `Generator`, until `finish_reason` is set.
 
     `finish_reason` is None while it is in progress, then "stop" (a stop token or string), "length" (max_new_tokens),
     "cancelled", or "error" with an `error`. `tokens` has the answer so far, with the stop token; `text` ends before a
@@ -136,13 +154,18 @@ class Request:
     options: RequestOptions
     tokenizer: Any
     owner: object  # the generator
+    row: int | None = None  # of a call of `generate`
     tokens: list[Token] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     processor_error: Exception | None = None  # on ranks where a logits processor raised it
+    group: int = 0  # of ranks that compute it
+    sequences: list[CacheSequence] = field(default_factory=list)  # of each beam, or one; none while it waits
+    search: BeamSearch | None = None  # once its prompt is computed, if it has beams
 
     def __post_init__(self) -> None:
         self._text, self._stop = TextStream(self.tokenizer), StopStrings(self.options.stop_strings)
+        self._lookup = PromptLookup()
 
     @property
     def finished(self) -> bool:
@@ -163,7 +186,31 @@ class Request:
         state = "in progress" if self.finish_reason is None else self.finish_reason
         return f"Request({self.number}: {len(self.prompt)} + {len(self.tokens)} tokens, {state})"
 
-    # What follows is called by `ContinuousBatch`.
+    # What follows is for `ContinuousBatch` and `Scheduler`.
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return f"request {self.number}" if self.row is None else f"row {self.row}"
+
+    @property
+    def label(self) -> int:
+        """What its tokens have as their row."""
+        return self.number if self.row is None else self.row
+
+    @property
+    def known(self) -> list[int]:
+        """The prompt and the answer so far."""
+        return [*self.prompt, *self.ids]
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of the prompt and the answer, or of one beam of it."""
+        return len(self.prompt) + self.options.max_new_tokens
+
+    def draft(self, ids: Sequence[int], room: int) -> list[int]:
+        """At most `room` tokens that may follow the known ones."""
+        return self._lookup.draft(ids, room) if self.options.speculative and room > 0 else []
 
     @property
     def takes_most_likely(self) -> bool:
@@ -188,9 +235,9 @@ class Request:
             allowed = allowed.clone()
             allowed[sorted(options.stop)] = float("-inf")
         try:
-            dice = sampling.generator(options.sample, len(self.tokens))
+            generator = sampling.generator(options.sample, len(self.tokens))
             before = (self.prompt, self.ids) if sampling.has_penalties else ()
-            token = sampling.sample(allowed, dice, *before)
+            token = sampling.sample(allowed, generator, *before)
         except InvalidLogits:
             return [INVALID_TOKEN] * options.width
         if options.logprobs is None:
@@ -200,7 +247,7 @@ class Request:
         return [token, float(scores[token]), *ids[: options.logprobs].tolist(), *top[: options.logprobs].tolist()]
 
     def _processed(self, logits: Tensor) -> Tensor:
-        ids = torch.tensor([[*self.prompt, *self.ids]], dtype=torch.int64, device=logits.device)
+        ids = torch.tensor([self.known], dtype=torch.int64, device=logits.device)
         scores = logits[None].clone()  # a function may change them in place
         for i, processor in enumerate(self.options.logits_processors):
             scores = processor(ids, scores)
@@ -214,7 +261,7 @@ class Request:
         token, n = int(numbers[0]), self.options.logprobs or 0
         text, reason = self._read(token, len(self.tokens))
         top = tuple(zip(map(int, numbers[2 : 2 + n]), numbers[2 + n :], strict=True))
-        new = Token(self.number, token, text, None if self.options.logprobs is None else numbers[1], top)
+        new = Token(self.label, token, text, None if self.options.logprobs is None else numbers[1], top)
         self.tokens.append(new)
         self.finish_reason = reason
         return new

@@ -20,7 +20,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from attnmesh.core import ranges
 from attnmesh.core.masks import Mask
 from attnmesh.generation.passes import CachePass, ChunkKV, StepKV, window_of
 from attnmesh.kv_cache.pools import as_stored
@@ -81,7 +80,7 @@ class _HeadShardedPass(CachePass, ABC):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None
     ) -> Tensor:
         """The output of this rank's query heads, [B, h, T, Dv], from q [B, h, T, D] and its TP rank's k and v."""
-        self.cache.check_mask(layer, mask)
+        self.check_mask(layer, mask)
         return self._attend(layer, q, k, v, mask, scale, sinks)
 
     @property
@@ -124,35 +123,37 @@ class ShardedDecodePass(_HeadShardedPass):
 
     step: StepKV
 
-    def _stored_here(self, x: Tensor) -> Tensor:
-        return x[self._own_rows]
+    def _stored_here(self, layer: int, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(x[self._own_rows] for x in new)
 
     def _attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        kv = self.step.of(self.cache, layer)
+        kv = self.step.of(self, layer)
         attend = DecodeAttention(self.heads.states, scale, window_of(mask), self._group_sinks(sinks))
         return self._over_caches(layer, q, lambda own: attend(own, kv, "all_to_all"))
 
 
 @dataclass(frozen=True)
 class ShardedPrefillPass(_HeadShardedPass):
-    """A prefill chunk: `length` tokens of one sequence.
+    """A prefill chunk of one sequence.
 
     This rank stores the tokens `own` of the chunk, at `slots` [1, n]; none if another KVDP rank has the sequence.
     """
 
-    length: int
     own: Tensor
     chunk: ChunkKV
 
-    def _stored_here(self, x: Tensor) -> Tensor:
-        return x[:, :, self.own]
+    def _stored_here(self, layer: int, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        home = tuple(x[:, :, self.own] for x in new)
+        if self.cache.kind_of(layer) and self.chunk.new.start:
+            self.chunk.home[:] = [home]
+        return home
 
     def _attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        if self.chunk.begin == 0:
+        if self.chunk.new.start == 0:
             own = self.heads.own
             if self.latents is None:  # else they were expanded from what is stored, for these heads only
                 k, v = as_stored(self.cache.keys(layer), k), as_stored(self.cache.values(layer), v)
@@ -160,20 +161,14 @@ class ShardedPrefillPass(_HeadShardedPass):
                 k, v = (kv_heads_of(x, own, per_kv, self.heads.kv.start) for x in (k, v))
             return attention(
                 q, k, v, mask=mask, scale=scale, sinks=None if sinks is None else sinks[own.start : own.stop],
-                k_positions=torch.arange(self.length, device="cpu"),  # or a short prompt would be warned of
+                k_positions=torch.arange(len(self.chunk.new), device="cpu"),  # or a short prompt would be warned of
             )  # fmt: skip
-        own_k, own_v = self._stored_here(k), self._stored_here(v)
-        return self._over_caches(
-            layer, q, lambda queries: self._over_stored(layer, queries, own_k, own_v, mask, scale, sinks)
-        )
+        return self._over_caches(layer, q, lambda queries: self._over_stored(layer, queries, mask, scale, sinks))
 
-    def _over_stored(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None
-    ) -> Tensor:
-        keys, values, positions = self.chunk.read(self.cache, layer, k, v, mask)
-        begin = self.chunk.begin
+    def _over_stored(self, layer: int, q: Tensor, mask: Mask, scale: float, sinks: Tensor | None) -> Tensor:
+        keys, values, positions = self.chunk.read(self, layer, q.dtype, mask)
         state = attention_state(
-            q, keys, values, mask=mask, scale=scale, k_positions=ranges.as_tensor(positions),
-            q_positions=torch.arange(begin, begin + self.length, device="cpu"),
+            q, keys, values, mask=mask, scale=scale, k_positions=positions,
+            q_positions=torch.arange(self.chunk.new.start, self.chunk.new.stop, device="cpu"),
         )  # fmt: skip
         return self.heads.states.combine(pack_state(state), self._group_sinks(sinks), q.dtype, "all_to_all")

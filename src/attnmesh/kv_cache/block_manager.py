@@ -1,4 +1,4 @@
-"""`BlockManager`: block tables and prefix hashes of the sequences in one cache. `BlockLayout`: positions to blocks.
+"""`BlockManager`: the sequences of a cache: their blocks, prefixes and windows. `BlockLayout`: positions to blocks.
 
 Where several ranks shard the positions of a sequence, each rank stores its positions densely in blocks:
 
@@ -11,6 +11,11 @@ Where several ranks shard the positions of a sequence, each rank stores its posi
 All ranks give a sequence the same blocks: as many as rank 0 needs, which never stores fewer tokens than another rank.
 The positions in a block differ from rank to rank; its reference count and prefix hash do not. So all ranks make the
 same decisions without communication.
+
+Layers with a sliding window have a pool of blocks of their own (`LayerKind`). A sequence has the same indices of blocks
+in both pools, but in the second one only those that a window still reaches, and `WINDOW_MARGIN` tokens before it. What
+it passes is freed, and stays cached under its prefix hash as any other block. A prompt reuses a prefix where both pools
+have what its next token attends to.
 """
 
 from __future__ import annotations
@@ -26,6 +31,9 @@ from attnmesh.core.ranges import InterleavedShard
 from attnmesh.kv_cache.block_pool import BlockPool, CacheFull, block_hash
 from attnmesh.kv_cache.pools import DeviceTables
 from attnmesh.kv_cache.sequence import Sequence
+
+WINDOW_MARGIN = 512
+"""Tokens before a window that layers with a window keep, too: a later prompt may differ in so many at its end."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,10 @@ class BlockLayout:
         return sorted({shard.index(position) // self.block_size for position in range(begin, end)})
 
     def slots(self, blocks: list[int], begin: int, end: int) -> list[int]:
-        """The slots of positions `begin` to `end` in a sequence's `blocks` on this rank; -1 for other ranks' tokens."""
+        """The slots of positions `begin` to `end` in a sequence's `blocks` on this rank.
+
+        They are below 0 for tokens of other ranks, and in blocks that the sequence does not have.
+        """
         shard, size = self.shard, self.block_size
         if end - begin == 1:
             index = shard.index(begin)
@@ -83,6 +94,36 @@ class BlockLayout:
         return slots
 
 
+def max_window_blocks(layout: BlockLayout, window: int, tokens: int) -> int:
+    """The most blocks that a sequence has in layers with a window, in a pass of at most `tokens` tokens.
+
+    Two runs of them: what the window before the pass reaches, and what the window after it does.
+    """
+    run = -(-layout.shard.length(window + WINDOW_MARGIN, 0) // layout.block_size) + 2
+    return run + min(run, -(-layout.shard.length(tokens, 0) // layout.block_size) + 1)
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers whose keys and values lie in the same blocks of a pool: those that attend to all, or within a window."""
+
+    number: int  # 0, or 1 for layers with a window
+    pool: BlockPool
+    window: int | None = None
+
+    def blocks(self, sequence: Sequence) -> list[int]:
+        """The blocks of a sequence; -1 for those that it does not have."""
+        return sequence.blocks if self.window is None else sequence.window_blocks
+
+    def first_needed(self, layout: BlockLayout, length: int) -> int:
+        """The first block that the token after `length` tokens attends to."""
+        return 0 if self.window is None else layout.num_full_blocks(max(0, length + 1 - self.window))
+
+    def first_kept(self, layout: BlockLayout, length: int) -> int:
+        """The first block that a sequence of `length` tokens keeps."""
+        return 0 if self.window is None else layout.num_full_blocks(max(0, length + 1 - self.window - WINDOW_MARGIN))
+
+
 class BlockCopies(NamedTuple):
     """Copy-on-write: blocks to copy before new tokens are written."""
 
@@ -91,28 +132,31 @@ class BlockCopies(NamedTuple):
 
 
 class _TouchedBlock(NamedTuple):
-    """A block that new tokens of a sequence go to: a new one, a copy of a shared one, one of its own, or none."""
+    """A block that new tokens of a sequence go to: a new one, a copy of a shared one, or one of its own."""
 
+    kind: LayerKind
     sequence: Sequence
     at: int  # index in the sequence's blocks
     is_new: bool
     is_copy: bool
-    is_stored: bool = True  # False: the block is left out, and so are the tokens in it
 
 
 class BlockManager:
     """The sequences of one cache. Changes are collected in `tables` until those are uploaded.
 
     Arguments are validated by `BlockCache`, which also moves the keys and values. An operation that raises has changed
-    nothing. Except for the lengths in `tables`, nothing depends on the rank.
+    nothing. Except for the lengths in `tables`, nothing depends on the rank. `rows` are those of its sequences in a
+    batch, and `kvdp_rank` is the one that stores them.
     """
 
     def __init__(
-        self, owner: object, pool: BlockPool, tables: DeviceTables, layout: BlockLayout, max_sequences: int
+        self, kinds: abc.Sequence[LayerKind], tables: DeviceTables, layout: BlockLayout, rows: range, kvdp_rank: int
     ) -> None:
-        self._owner, self._pool, self._tables, self._layout = owner, pool, tables, layout
-        self._max_sequences = max_sequences
-        self._free_rows = list(range(max_sequences))  # a heap, lowest first: rows in use stay together
+        self.owner = object()  # of sequences and new tokens
+        self.sequences: dict[int, Sequence] = {}  # by row
+        self._kinds, self._tables, self._layout = kinds, tables, layout
+        self._pool, self._rows, self._kvdp_rank = kinds[0].pool, rows, kvdp_rank
+        self._free_rows = list(rows)  # a heap, lowest first: rows in use stay together
 
     @property
     def free_rows(self) -> int:
@@ -121,27 +165,51 @@ class BlockManager:
 
     def find_prefix(self, root: bytes, ids: array[int]) -> int:
         """The number of tokens of a prompt that are cached."""
-        return self._layout.num_tokens(len(self._find_prefix(root, ids)[1]))
+        return self._layout.num_tokens(len(self._find_prefix(root, ids)))
+
+    def reusable(self, tokens: int) -> int:
+        """The most tokens that a prompt can reuse of another one with which it has so many in common."""
+        blocks = self._layout.num_full_blocks(tokens)
+        return self._layout.num_tokens(self._layout.num_resumable(blocks))
+
+    def check_allocate(self, count: int, ids: array[int], root: bytes, spare: int = 0) -> list[bytes]:
+        """The prefix hashes of the blocks that a prompt reuses; raises CacheFull if it finds no room.
+
+        There is room for `count` tokens, and `spare` blocks besides.
+        """
+        hashes = self._find_prefix(root, ids)
+        if not self._free_rows:
+            raise CacheFull("sequences", needed=1, free=0, cached=0, total=len(self._rows))
+        needed = self._layout.num_blocks(count) - len(hashes) + spare
+        self._pool.check_available(needed, keep=self._cached(self._kinds[0], hashes))
+        return hashes
 
     def allocate(self, count: int, ids: array[int], root: bytes) -> Sequence:
         """A sequence with blocks for `count` tokens that starts with the longest cached prefix of `ids`."""
-        hashes, cached = self._find_prefix(root, ids)
-        needed = self._layout.num_blocks(count) - len(cached)
-        self._check_row()
-        self._pool.check_available(needed, keep=cached)
-        for block in cached:
-            self._pool.acquire(block)
-        length = self._layout.num_tokens(len(cached))
-        return self._new_sequence(length, [*cached, *self._pool.allocate(needed)], ids, root, hashes)
+        hashes = self.check_allocate(count, ids, root)
+        length = self._layout.num_tokens(len(hashes))
+        cached = [self._cached(kind, hashes) for kind in self._kinds]
+        for kind, blocks in zip(self._kinds, cached, strict=True):
+            first = kind.first_needed(self._layout, length)
+            blocks[:first] = [-1] * first
+            for block in _stored(blocks):
+                kind.pool.acquire(block)
+        cached[0] += self._pool.allocate(self._layout.num_blocks(count) - len(hashes))
+        return self._place(heapq.heappop(self._free_rows), length, cached, ids, root, hashes)
 
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence over the same non-empty blocks; reserved blocks stay with the first sequence."""
-        self._check_row()
-        shared = sequence.blocks[: self._layout.num_blocks(sequence.length)]
-        for block in _stored(shared):
-            self._pool.acquire(block)
-        ids = sequence.ids[: sequence.length]
-        return self._new_sequence(sequence.length, shared, ids, sequence.root, list(sequence.hashes))
+        if not self._free_rows:
+            raise CacheFull("sequences", needed=1, free=0, cached=0, total=len(self._rows))
+        count = self._layout.num_blocks(sequence.length)
+        shared = [kind.blocks(sequence)[:count] for kind in self._kinds]
+        for kind, blocks in zip(self._kinds, shared, strict=True):
+            for block in _stored(blocks):
+                kind.pool.acquire(block)
+        row, ids = heapq.heappop(self._free_rows), sequence.ids[: sequence.length]
+        fork = self._place(row, sequence.length, shared, ids, sequence.root, list(sequence.hashes))
+        fork.window_begin = sequence.window_begin
+        return fork
 
     def restore(
         self, row: int, length: int, reserved: int, ids: array[int], root: bytes, shared: list[int]
@@ -156,148 +224,173 @@ class BlockManager:
             self._pool.acquire(block)
         self._free_rows.remove(row)
         heapq.heapify(self._free_rows)
-        return self._place(row, length, blocks, ids, root, [])
+        return self._place(row, length, [blocks], ids, root, [])
 
-    def check_append(
-        self, sequences: tuple[Sequence, ...], count: int, kept: abc.Set[int] | None = None
-    ) -> list[_TouchedBlock]:
+    def check_append(self, sequences: abc.Sequence[Sequence], count: int) -> list[_TouchedBlock]:
         """The blocks that `count` more tokens per sequence go to; raises CacheFull if there are too few."""
-        touched = self._touched_blocks(sequences, count, kept)
-        self._pool.check_available(sum(block.is_new or block.is_copy for block in touched))
+        touched = [block for kind in self._kinds for block in self._touched_blocks(kind, sequences, count)]
+        for kind in self._kinds:
+            kind.pool.check_available(sum(each.is_new or each.is_copy for each in touched if each.kind is kind))
         return touched
 
-    def append(
-        self, sequences: tuple[Sequence, ...], count: int, given: list[array[int]] | None,
-        kept: abc.Set[int] | None = None,
-    ) -> BlockCopies:  # fmt: skip
-        """Extend each sequence by `count` tokens, which are stored in the blocks `kept` only, by default in all."""
-        copies = BlockCopies([], [])
-        for block in self.check_append(sequences, count, kept):
-            self._make_writable(block, copies)
+    def append(self, sequences: tuple[Sequence, ...], count: int, given: list[array[int]] | None) -> list[BlockCopies]:
+        """Extend each sequence by `count` tokens. Returns the blocks to copy, of each kind of layer."""
+        copies = [BlockCopies([], []) for _ in self._kinds]
+        for block in self.check_append(sequences, count):
+            self._make_writable(block, copies[block.kind.number])
         for i, sequence in enumerate(sequences):
             if given is not None and len(sequence.ids) >= sequence.length:
                 sequence.ids.extend(given[i][len(sequence.ids) - sequence.length :])
             sequence.length += count
-            self._set_length(sequence.row, sequence.length)
+            self._set_length(sequence)
         return copies
+
+    def check_truncate(self, sequence: Sequence, length: int) -> None:
+        """Raise ValueError if a window after `length` tokens has left blocks that it would need again."""
+        for kind in self._kinds[1:]:
+            needed = kind.blocks(sequence)[kind.first_needed(self._layout, length) : self._layout.num_blocks(length)]
+            if -1 in needed:
+                raise ValueError(
+                    f"length must be 0, or at most {WINDOW_MARGIN} tokens less for layers with a window, got {length} "
+                    f"for {sequence}"
+                )
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Free all blocks past `length`, and drop tokens there that are not written yet."""
         kept = self._layout.num_blocks(length)
-        self._tables.set_blocks(sequence.row, kept, [-1] * (len(sequence.blocks) - kept))
-        self._set_length(sequence.row, length)
-        self._pool.free(_stored(sequence.blocks[kept:]))
+        for kind in self._kinds:
+            blocks = kind.blocks(sequence)
+            self._set_blocks(kind, sequence, kept, [-1] * (len(blocks) - kept))
+            kind.pool.free(_stored(blocks[kept:]))
+            del blocks[kept:]
         for new, begin in list(sequence.pending.items()):
             if begin + new.slots.shape[1] > length:
                 new.drop(sequence, max(0, length - begin))
             if begin >= length:
                 del sequence.pending[new]
         # A kept block may be full beyond the length and have a hash: it keeps that until tokens are appended to it.
-        del sequence.blocks[kept:], sequence.ids[length:], sequence.hashes[self._layout.num_full_blocks(length) :]
+        del sequence.ids[length:], sequence.hashes[self._layout.num_full_blocks(length) :]
         sequence.length = length
+        self._set_length(sequence)
 
-    def keep(self, sequence: Sequence, kept: abc.Set[int]) -> None:
-        """Free all blocks of a sequence but those with the indices `kept`; its length stays."""
-        for at, block in enumerate(sequence.blocks):
-            if block >= 0 and at not in kept:
-                self._leave_out(sequence, at)
-
-    def free(self, sequence: Sequence) -> None:
-        """Free all blocks of a sequence and its row."""
+    def free(self, sequence: Sequence, *, forget: bool = False) -> None:
+        """Free all blocks of a sequence and its row. With `forget`, no prompt can reuse them."""
+        if forget:
+            for kind in self._kinds:
+                for block in _stored(kind.blocks(sequence)):
+                    kind.pool.remove_hash(block)
         self.truncate(sequence, 0)
         heapq.heappush(self._free_rows, sequence.row)
+        del self.sequences[sequence.row]
         sequence.owner = None
 
+    def forget_cached(self) -> None:
+        """Free the blocks that are cached for later prompts only."""
+        for kind in self._kinds:
+            kind.pool.forget_cached()
+
     def cache_full_blocks(self, sequence: Sequence) -> None:
-        """Register the blocks that are full on every rank, with known token ids, and written in every layer."""
+        """Register the blocks that are full on every rank, with known token ids, and written in every layer.
+
+        What a window has passed is freed.
+        """
         full = self._layout.num_full_blocks(min(sequence.written, len(sequence.ids)))
         for i in range(len(sequence.hashes), full):
-            if sequence.blocks[i] < 0:
-                break
             prefix_hash = self._hash(sequence.hashes[-1] if sequence.hashes else sequence.root, sequence.ids, i)
-            self._pool.add_hash(sequence.blocks[i], prefix_hash)
             sequence.hashes.append(prefix_hash)
+            for kind in self._kinds:
+                for block in _stored(kind.blocks(sequence)[i : i + 1]):
+                    kind.pool.add_hash(block, prefix_hash)
+        for kind in self._kinds[1:]:
+            end = kind.first_kept(self._layout, sequence.written)
+            blocks = kind.blocks(sequence)
+            for at in range(sequence.window_begin, end):
+                kind.pool.free(_stored(blocks[at : at + 1]))
+                blocks[at] = -1
+                self._set_blocks(kind, sequence, at, [-1])
+            sequence.window_begin = max(end, sequence.window_begin)
 
     def _hash(self, parent: bytes, ids: array[int], block: int) -> bytes:
         """The prefix hash of a block: over its tokens on all ranks, and all before them that its parent misses."""
         return block_hash(parent, ids[self._layout.num_tokens(block) : self._layout.num_tokens(block + 1)])
 
-    def _find_prefix(self, root: bytes, ids: array[int]) -> tuple[list[bytes], list[int]]:
-        """The longest resumable chain of cached blocks that a prompt starts with, never including its last token."""
+    def _find_prefix(self, root: bytes, ids: array[int]) -> list[bytes]:
+        """The hashes of the longest resumable chain of blocks that a prompt starts with, without its last token."""
         hashes: list[bytes] = []
-        blocks: list[int] = []
-        while self._layout.num_tokens(len(blocks) + 1) < len(ids):
-            prefix_hash = self._hash(hashes[-1] if hashes else root, ids, len(blocks))
-            block = self._pool.lookup(prefix_hash)
-            if block is None:
+        longest = 0
+        found = [0] * len(self._kinds)  # where the latest run of blocks that a kind of layers has begins
+        while self._layout.num_tokens(len(hashes) + 1) < len(ids):
+            hashes.append(self._hash(hashes[-1] if hashes else root, ids, len(hashes)))
+            count = len(hashes)
+            for kind in self._kinds:
+                if kind.pool.lookup(hashes[-1]) is None:
+                    found[kind.number] = count
+            if found[0]:
                 break
-            hashes.append(prefix_hash)
-            blocks.append(block)
-        resumable = self._layout.num_resumable(len(blocks))
-        return hashes[:resumable], blocks[:resumable]
+            length = self._layout.num_tokens(count)
+            if self._layout.num_resumable(count) == count and all(
+                found[kind.number] <= kind.first_needed(self._layout, length) for kind in self._kinds
+            ):
+                longest = count
+        return hashes[:longest]
 
-    def _new_sequence(
-        self, length: int, blocks: list[int], ids: array[int], root: bytes, hashes: list[bytes]
-    ) -> Sequence:
-        """A new sequence whose first `length` tokens are cached."""
-        return self._place(heapq.heappop(self._free_rows), length, blocks, ids, root, hashes)
+    def _cached(self, kind: LayerKind, hashes: list[bytes]) -> list[int]:
+        """The blocks under these hashes; -1 for those that this kind of layers does not have."""
+        found = (kind.pool.lookup(each) for each in hashes)
+        return [-1 if block is None else block for block in found]
 
     def _place(
-        self, row: int, length: int, blocks: list[int], ids: array[int], root: bytes, hashes: list[bytes]
+        self, row: int, length: int, blocks: list[list[int]], ids: array[int], root: bytes, hashes: list[bytes]
     ) -> Sequence:
-        self._tables.set_blocks(row, 0, blocks)
-        self._set_length(row, length)
-        return Sequence(row, length, length, self._owner, blocks, ids, root, hashes, {})
+        windowed = blocks[1] if len(blocks) > 1 else []
+        sequence = Sequence(
+            row, length, length, self.owner, blocks[0], ids, root, hashes, {}, windowed, self._kvdp_rank
+        )
+        self.sequences[row] = sequence
+        for kind in self._kinds:
+            self._set_blocks(kind, sequence, 0, kind.blocks(sequence))
+        self._set_length(sequence)
+        return sequence
 
     def _touched_blocks(
-        self, sequences: tuple[Sequence, ...], count: int, kept: abc.Set[int] | None
-    ) -> list[_TouchedBlock]:
+        self, kind: LayerKind, sequences: abc.Sequence[Sequence], count: int
+    ) -> abc.Iterator[_TouchedBlock]:
         """Every touched block. Of the sequences that share one, the last keeps it and the others copy it."""
         copied: Counter[int] = Counter()
-        touched = []
         for sequence in sequences:
+            blocks, kept = kind.blocks(sequence), kind.first_kept(self._layout, sequence.length + count)
             for at in self._layout.touched(sequence.length, sequence.length + count):
-                if kept is not None and at not in kept:
-                    touched.append(_TouchedBlock(sequence, at, is_new=False, is_copy=False, is_stored=False))
+                is_new, is_copy = at >= len(blocks) or blocks[at] < 0, False
+                if is_new and at < kept:
                     continue
-                is_new, is_copy = at >= len(sequence.blocks) or sequence.blocks[at] < 0, False
-                if not is_new and (references := self._pool.ref_count(sequence.blocks[at])) > 1:
-                    is_copy = references - copied[sequence.blocks[at]] > 1
-                    copied[sequence.blocks[at]] += is_copy
-                touched.append(_TouchedBlock(sequence, at, is_new, is_copy))
-        return touched
+                if not is_new and (references := kind.pool.ref_count(blocks[at])) > 1:
+                    is_copy = references - copied[blocks[at]] > 1
+                    copied[blocks[at]] += is_copy
+                yield _TouchedBlock(kind, sequence, at, is_new, is_copy)
 
     def _make_writable(self, touched: _TouchedBlock, copies: BlockCopies) -> None:
         """Give the sequence a block that no other sequence references and that no prompt can reuse."""
-        sequence, at, is_new, is_copy, is_stored = touched
-        if not is_stored:
-            self._leave_out(sequence, at)
-            return
+        kind, sequence, at, is_new, is_copy = touched
+        blocks = kind.blocks(sequence)
         if not is_new and not is_copy:
-            self._pool.remove_hash(sequence.blocks[at])  # it may have been full before a truncation
+            kind.pool.remove_hash(blocks[at])  # it may have been full before a truncation
             return
-        (block,) = self._pool.allocate(1)
+        (block,) = kind.pool.allocate(1)
         if is_copy:
-            copies.sources.append(sequence.blocks[at])
+            copies.sources.append(blocks[at])
             copies.targets.append(block)
-            self._pool.free([sequence.blocks[at]])
-        sequence.blocks[at : at + 1] = [block]
-        self._tables.set_blocks(sequence.row, at, [block])
+            kind.pool.free([blocks[at]])
+        blocks += [-1] * (at + 1 - len(blocks))
+        blocks[at] = block
+        self._set_blocks(kind, sequence, at, [block])
 
-    def _leave_out(self, sequence: Sequence, at: int) -> None:
-        """Leave a sequence without the block at an index: -1, as in the tables, where slots are negative."""
-        self._pool.free(_stored(sequence.blocks[at : at + 1]))
-        sequence.blocks[at : at + 1] = [-1]
-        self._tables.set_blocks(sequence.row, at, [-1])
+    def _set_blocks(self, kind: LayerKind, sequence: Sequence, first: int, blocks: abc.Iterable[int]) -> None:
+        self._tables.set_blocks(sequence.row - self._rows.start, first, blocks, kind.number)
 
-    def _set_length(self, row: int, length: int) -> None:
-        self._tables.set_length(row, self._layout.shard.length(length))
-
-    def _check_row(self) -> None:
-        if not self._free_rows:
-            raise CacheFull("sequences", needed=1, free=0, cached=0, total=self._max_sequences)
+    def _set_length(self, sequence: Sequence) -> None:
+        self._tables.set_length(sequence.row - self._rows.start, self._layout.shard.length(sequence.length))
 
 
-def _stored(blocks: list[int]) -> list[int]:
-    """Those that are not left out."""
+def _stored(blocks: abc.Iterable[int]) -> list[int]:
+    """The blocks that a sequence has."""
     return [block for block in blocks if block >= 0]

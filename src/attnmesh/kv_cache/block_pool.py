@@ -200,6 +200,13 @@ class BlockPool:
             if not blocks:
                 del self._blocks_of_hash[prefix_hash]
 
+    def forget_cached(self) -> None:
+        """Free all cached blocks."""
+        for block in list(self._cached_blocks):
+            del self._cached_blocks[block]
+            self.remove_hash(block)
+            self._free_blocks.append(block)
+
     def _has_copy(self, block: int) -> bool:
         """Whether another block is registered under the hash of a block."""
         prefix_hash = self._hash_of_block.get(block)

@@ -13,6 +13,7 @@ from attnmesh.core.ranges import InterleavedShard
 from attnmesh.core.validation import (
     check_bool,
     check_choice,
+    check_count,
     check_device,
     check_index,
     check_positive,
@@ -20,7 +21,7 @@ from attnmesh.core.validation import (
     check_type,
     shown,
 )
-from attnmesh.kv_cache.block_manager import BlockLayout, BlockManager
+from attnmesh.kv_cache.block_manager import BlockLayout, BlockManager, LayerKind
 from attnmesh.kv_cache.block_pool import BlockPool, CacheStats, root_hash
 from attnmesh.kv_cache.pools import (
     DeviceTables,
@@ -73,7 +74,12 @@ class BlockCache:
     filled the same blocks and none has started the next: after any block if the interleave divides block_size,
     otherwise after blocks that make whole multiples of the interleave.
 
-    On the meta device a cache has no memory. It tracks the blocks of another rank's cache.
+    `windows` has the sliding window of each layer, the token itself included, or None where a layer attends to all
+    tokens. Layers with a window then have `window_blocks` blocks of their own, in which a sequence stores what the
+    widest of these windows reaches, and 512 tokens before it. `block_tables[1]` and `slots_of` are theirs.
+
+    In a `ShardedCache` the sequences have `rows` of its batch, and belong to `kvdp_rank`. On the meta device a cache
+    has no memory. It tracks the blocks of another rank's cache.
 
     Examples:
         >>> cache = am.BlockCache(layers=1, num_blocks=8, block_size=4, kv_heads=2, head_dim=16, storage="fp32",
@@ -103,6 +109,10 @@ class BlockCache:
         shard: InterleavedShard = _UNSHARDED,
         latent: bool = False,
         index_dim: int | None = None,
+        windows: abc.Sequence[int | None] = (),
+        window_blocks: int = 0,
+        rows: range | None = None,
+        kvdp_rank: int = 0,
     ) -> None:
         if value_dim is None:
             value_dim = _latent_width(storage, head_dim) or head_dim
@@ -116,42 +126,51 @@ class BlockCache:
         if device is not None:
             check_device("device", device)
         _check_storage(storage, latent, kv_heads, head_dim, value_dim, index_dim)
+        self.window = _widest_window(windows, layers, window_blocks, index_dim)
+        """The tokens that layers with blocks of their own attend to; None if there are none."""
         self._layers, self._max_length = layers, max_length
         self._heads, self._dim, self._value_dim = kv_heads, head_dim, value_dim
         self._layout = BlockLayout(shard, block_size)
-        self._tables = DeviceTables(max_sequences, self._layout.num_blocks(max_length), device)
-        self.block_table, self.cur_pos = self._tables.block_table, self._tables.cur_pos
+        self._num_blocks = (num_blocks,) if self.window is None else (num_blocks, window_blocks)
+        self._kind_of = [0 if self.window is None or windows[layer] is None else 1 for layer in range(layers)]
+        self._index_of = [self._kind_of[:layer].count(kind) for layer, kind in enumerate(self._kind_of)]
+        self._tables = DeviceTables(len(self._num_blocks), max_sequences, self._layout.num_blocks(max_length), device)
+        self.block_tables, self.cur_pos = self._tables.block_tables, self._tables.cur_pos
+        self.block_table = self.block_tables[0]
         device = self.cur_pos.device
-        shape = (layers, num_blocks, block_size, kv_heads)
         k_scale = fp8_scale("k_scale", k_scale, storage, kv_heads, device)
         v_scale = fp8_scale("v_scale", v_scale, storage, kv_heads, device)
-        self._keys = make_pools((*shape, head_dim), storage, k_scale, device)
-        self._values = None if latent else make_pools((*shape, value_dim), storage, v_scale, device)
+        shapes = [
+            (self._kind_of.count(kind), blocks, block_size, kv_heads) for kind, blocks in enumerate(self._num_blocks)
+        ]
+        self._keys = [make_pools((*shape, head_dim), storage, k_scale, device) for shape in shapes]
+        self._values = [] if latent else [make_pools((*shape, value_dim), storage, v_scale, device) for shape in shapes]
         self._index_dim = index_dim
-        self._index = None if index_dim is None else make_index_pools(shape[:3], index_dim, storage, device)
-        self._num_blocks, self._max_sequences = num_blocks, max_sequences
+        self._index = None if index_dim is None else make_index_pools(shapes[0][:3], index_dim, storage, device)
+        self._rows, self._kvdp_rank = range(max_sequences) if rows is None else rows, kvdp_rank
         self._lookups = self._hits = 0
         self._forget()
 
     def _forget(self) -> None:
-        self._owner = object()  # of sequences and new tokens: those of before are not accepted any more
-        self._pool = BlockPool(self._num_blocks)
-        self._manager = BlockManager(self._owner, self._pool, self._tables, self._layout, self._max_sequences)
+        pools = [BlockPool(blocks) for blocks in self._num_blocks]
+        kinds = [LayerKind(i, pool, self.window if i else None) for i, pool in enumerate(pools)]
+        self._pool = pools[0]
+        self._manager = BlockManager(kinds, self._tables, self._layout, self._rows, self._kvdp_rank)
 
     def keys(self, layer: int) -> Stored:
         """The pool of a layer's keys, [num_blocks, block_size, kv_heads, head_dim]."""
-        check_index("layer", layer, self._layers)
-        return self._keys.layers[layer]
+        kind, index = self._place_of(layer)
+        return self._keys[kind].layers[index]
 
     def values(self, layer: int) -> Stored:
         """The pool of a layer's values, [num_blocks, block_size, kv_heads, value_dim]; of latents, a view of the keys.
 
         Raises ValueError for fp8_ds_mla: what reads its keys knows that they contain the values.
         """
-        check_index("layer", layer, self._layers)
-        if self._values is not None:
-            return self._values.layers[layer]
-        keys = self._keys.layers[layer]
+        kind, index = self._place_of(layer)
+        if self._values:
+            return self._values[kind].layers[index]
+        keys = self._keys[kind].layers[index]
         if not isinstance(keys, Tensor):
             raise ValueError(
                 f"a cache of storage {storage_of(keys)!r} has no pool of values: they are in keys({layer})"
@@ -165,10 +184,34 @@ class BlockCache:
             raise ValueError("a cache has index keys only if it was made with index_dim, got None")
         return self._index.layers[layer]
 
+    def kind_of(self, layer: int) -> int:
+        """Which of `block_tables` a layer's blocks are in: 1 for layers with blocks of their own, for a window."""
+        return self._kind_of[layer]
+
+    def _place_of(self, layer: int) -> tuple[int, int]:
+        """The kind of a layer, and its index among the layers of that kind."""
+        check_index("layer", layer, self._layers)
+        return self._kind_of[layer], self._index_of[layer]
+
     @property
     def value_dim(self) -> int:
         """The width of values."""
         return self._value_dim
+
+    @property
+    def sequences(self) -> dict[int, Sequence]:
+        """All sequences that were not freed, by row."""
+        return dict(sorted(self._manager.sequences.items()))
+
+    @property
+    def num_windowed(self) -> int:
+        """The number of layers that keep a window only."""
+        return sum(self._kind_of)
+
+    @property
+    def max_sequences(self) -> int:
+        """The most sequences at a time."""
+        return len(self._rows)
 
     @property
     def free_rows(self) -> int:
@@ -181,11 +224,11 @@ class BlockCache:
 
         fp8 scales are not stored per token, and not among them. Index keys in fp8_token are [layers, num_blocks, ...].
         """
-        return tuple(x for pools in self._pools for x in pools.tensors)
+        return tuple(x for kind in range(len(self._num_blocks)) for pools in self._pools(kind) for x in pools.tensors)
 
-    @property
-    def _pools(self) -> list[Pools]:
-        return [pools for pools in (self._keys, self._values, self._index) if pools is not None]
+    def _pools(self, kind: int) -> list[Pools]:
+        index = [] if self._index is None or kind else [self._index]
+        return [*self._keys[kind : kind + 1], *self._values[kind : kind + 1], *index]
 
     @property
     def layout(self) -> BlockLayout:
@@ -215,55 +258,64 @@ class BlockCache:
         self._hits += sequence.cached
         return sequence
 
+    def check_allocate(self, prompt: abc.Sequence[int] | int, spare: int = 0) -> None:
+        """Raise CacheFull unless there is room for a prompt, and for `spare` blocks besides."""
+        self._manager.check_allocate(*self._check_prompt(prompt, ""), spare)
+
     def find_prefix(self, prompt: abc.Sequence[int] | int, *, cache_key: str = "") -> int:
         """The number of tokens of a prompt that `allocate` would reuse. Does not count as a lookup."""
         _, ids, root = self._check_prompt(prompt, cache_key)
         return self._manager.find_prefix(root, ids)
 
-    def append(
-        self,
-        sequences: abc.Sequence[Sequence],
-        tokens: int | abc.Sequence[abc.Sequence[int]],
-        kept: abc.Collection[int] | None = None,
-    ) -> NewTokens:
+    def reusable(self, tokens: int) -> int:
+        """The most tokens that a prompt can reuse of another one with which it has so many in common."""
+        return self._manager.reusable(tokens)
+
+    def append(self, sequences: abc.Sequence[Sequence], tokens: int | abc.Sequence[abc.Sequence[int]]) -> NewTokens:
         """Slots for T more tokens of each of n sequences. Raises CacheFull, for all of them, if blocks are missing.
 
         `tokens` are lists of ids, or their number T. While a prompt is incomplete, a number stands for its next ids,
         and given ids must be those. After tokens with unknown ids, a sequence's further blocks are not reused. The
         tables include the new tokens at once: write a layer before reading it. Blocks that other sequences reference
         are copied first, in all layers.
-
-        With `kept`, tokens are stored only in these blocks of their sequence, given by index. The slots of others are
-        negative, and they cannot be attended to, as with `keep`.
         """
-        return self.append_with(sequences, tokens, (), kept)[0]
+        return self.append_with(sequences, tokens, ())[0]
 
     def append_with(
         self,
         sequences: abc.Sequence[Sequence],
         tokens: int | abc.Sequence[abc.Sequence[int]],
         numbers: abc.Sequence[int],
-        kept: abc.Collection[int] | None = None,
     ) -> tuple[NewTokens, Tensor]:
         """As `append`, and `numbers` as int64 on the device, copied in the same transfer."""
         sequences, count, given = self._check_append(sequences, tokens)
-        stored = None if kept is None else _check_kept(kept)
         begins = tuple(sequence.length for sequence in sequences)
-        sources, targets = self._manager.append(sequences, count, given, stored)
+        copies = self._manager.append(sequences, count, given)
         if self._tables.is_meta:
-            slots, extra = _meta_slots(len(sequences), count), self._tables.upload()
+            slots = [_meta_slots(len(sequences), count)]
+            extra = self._tables.upload()
         else:
-            places = [slot for sequence in sequences for slot in self._new_slots(sequence, count)]
-            sent = self._tables.upload([*places, *sources, *targets, *numbers])
-            placed, source, target, extra = sent.split([len(places), len(sources), len(targets), len(numbers)])
-            slots = placed.view(len(sequences), count)
-            if sources:
-                for pools in self._pools:
-                    pools.copy_blocks(source, target)
-        new = NewTokens(slots, sequences, set(range(self._layers)), self._owner)
+            places = [
+                [slot for sequence in sequences for slot in self._new_slots(sequence.blocks, sequence, count)],
+                [slot for sequence in sequences for slot in self._new_slots(sequence.window_blocks, sequence, count)]
+                if self.window is not None else [],
+            ]  # fmt: skip
+            parts = [*places, *(blocks for both in copies for blocks in both), numbers]
+            sent = self._tables.upload([number for part in parts for number in part]).split([*map(len, parts)])
+            slots = [each.view(len(sequences), count) for each in sent[:2] if len(each)]
+            extra = sent[-1]
+            for kind, (sources, _) in enumerate(copies):
+                if sources:
+                    for pools in self._pools(kind):
+                        pools.copy_blocks(*sent[2 + 2 * kind : 4 + 2 * kind])
+        new = NewTokens(slots[0], sequences, set(range(self._layers)), self._manager.owner, slots[-1])
         for sequence, begin in zip(sequences, begins, strict=True):
             sequence.pending[new] = begin
         return new, extra
+
+    def slots_of(self, new: NewTokens, layer: int) -> Tensor:
+        """The slots [n, T] of new tokens in a layer."""
+        return new.window_slots if self._kind_of[layer] else new.slots
 
     def upload(self, numbers: abc.Sequence[int]) -> Tensor:
         """`numbers` as int64 on the device, where `append_with` has nothing to append."""
@@ -286,14 +338,15 @@ class BlockCache:
         self._check_unwritten(new, layer)
         if not self._tables.is_meta:
             check_tensor("k", k)
-            self._check_new("v", v, self._values is not None)
+            self._check_new("v", v, bool(self._values))
             self._check_new("index_k", index_k, self._index is not None)
             check_new_kv(new.slots, self._heads, k=(k, self._dim), v=(v, self._value_dim))
             check_new_kv(new.slots, 1, index_k=(index_k, self._index_dim or 0))
+            slots = self.slots_of(new, layer)
             if v is None:
-                write_rows(self.keys(layer), new.slots, k)
+                write_rows(self.keys(layer), slots, k)
             else:
-                write_tokens(self.keys(layer), self.values(layer), new.slots, k, v)
+                write_tokens(self.keys(layer), self.values(layer), slots, k, v)
             if index_k is not None:
                 write_rows(self.index_keys(layer), new.slots, index_k)
         self.mark_written(new, layer)
@@ -340,26 +393,28 @@ class BlockCache:
         self._manager.cache_full_blocks(sequence)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Keep the first `length` tokens, as after rejected drafts. Blocks reserved for a prompt are freed, too."""
+        """Keep the first `length` tokens, as after rejected drafts. Blocks reserved for a prompt are freed, too.
+
+        Layers with a window do not have all earlier tokens: it is 0, or at most 512 tokens less there.
+        """
         self._check_sequence(sequence)
         check_index("length", length, sequence.length + 1, sequence)
+        self._manager.check_truncate(sequence, length)
         self._manager.truncate(sequence, length)
         self._tables.upload()
 
-    def keep(self, sequence: Sequence, kept: abc.Collection[int]) -> None:
-        """Free all blocks of a sequence but these, given by index, such as those that no window reaches any more.
+    def free(self, sequence: Sequence, *, forget: bool = False) -> None:
+        """End a sequence and free its blocks. Blocks with a prefix hash stay cached until they are evicted.
 
-        The length stays. What was freed cannot be attended to any more: the block table has -1 there.
+        With `forget` they do not: no prompt reuses a block of this sequence, which may be invalid.
         """
         self._check_sequence(sequence)
-        self._manager.keep(sequence, _check_kept(kept))
+        self._manager.free(sequence, forget=forget)
         self._tables.upload()
 
-    def free(self, sequence: Sequence) -> None:
-        """End a sequence and free its blocks. Blocks with a prefix hash stay cached until they are evicted."""
-        self._check_sequence(sequence)
-        self._manager.free(sequence)
-        self._tables.upload()
+    def forget_cached(self) -> None:
+        """Free the blocks that are cached for later prompts only."""
+        self._manager.forget_cached()
 
     def clear(self) -> None:
         """End all sequences and forget all cached blocks; the memory stays.
@@ -369,8 +424,8 @@ class BlockCache:
         self._tables.clear()
         self._forget()
 
-    def _new_slots(self, sequence: Sequence, count: int) -> list[int]:
-        return self._layout.slots(sequence.blocks, sequence.length - count, sequence.length)
+    def _new_slots(self, blocks: list[int], sequence: Sequence, count: int) -> list[int]:
+        return self._layout.slots(blocks, sequence.length - count, sequence.length)
 
     def _check_prompt(self, prompt: abc.Sequence[int] | int, cache_key: str) -> tuple[int, array[int], bytes]:
         """The length of a prompt, its ids, and the parent hash of its first block."""
@@ -396,7 +451,7 @@ class BlockCache:
         """Raise ValueError unless `new` are tokens of this cache whose `layer` is not written yet."""
         if layer is not None:
             check_index("layer", layer, self._layers)
-        if not isinstance(new, NewTokens) or new.owner is not self._owner:
+        if not isinstance(new, NewTokens) or new.owner is not self._manager.owner:
             raise ValueError(f"new must be what append of this cache returned, got {shown(new)}")
         if layer is not None and layer not in new.unwritten_layers:
             raise ValueError(
@@ -408,7 +463,7 @@ class BlockCache:
         if not isinstance(sequence, Sequence):
             name = "sequence" if at is None else f"sequences[{at}]"
             raise ValueError(f"{name} must be what allocate or fork returned, got {shown(sequence)}")
-        if sequence.owner is not self._owner:
+        if sequence.owner is not self._manager.owner:
             of = "was freed" if sequence.owner is None else "belongs to another cache, or was ended by clear()"
             raise ValueError(f"{sequence} {of}")
 
@@ -445,11 +500,19 @@ def _check_storage(
             raise ValueError(f"index_dim must be a multiple of 4 for storage {storage!r}, got {index_dim}")
 
 
-def _check_kept(kept: object) -> frozenset[int]:
-    """Indices of blocks."""
-    if isinstance(kept, abc.Set | list | tuple | range) and all(type(at) is int and at >= 0 for at in kept):
-        return frozenset(kept)
-    raise ValueError(f"kept must be a set or list of indices of blocks, each at least 0, got {shown(kept)}")
+def _widest_window(
+    windows: abc.Sequence[int | None], layers: int, window_blocks: int, index_dim: int | None
+) -> int | None:
+    """The widest window; None if no layer has one."""
+    if not isinstance(windows, list | tuple) or len(windows) not in (0, layers):
+        raise ValueError(f"windows must have a window or None for each of {layers} layers, got {shown(windows)}")
+    widths = [check_count(f"windows[{i}]", each, least=1) for i, each in enumerate(windows) if each is not None]
+    if not widths:
+        return None
+    if index_dim is not None:
+        raise ValueError(f"windows must be None in every layer of a cache with index_dim, got {shown(windows)}")
+    check_positive(window_blocks=window_blocks)
+    return max(widths)
 
 
 @lru_cache

@@ -20,7 +20,8 @@ from torch import Tensor
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.core.validation import check_count, check_index, check_list, check_number, check_positive, shown
 from attnmesh.kv_cache.block_manager import BlockLayout
-from attnmesh.kv_cache.sequence import ShardedSequence, token_ids
+from attnmesh.kv_cache.sequence import Sequence as CacheSequence
+from attnmesh.kv_cache.sequence import token_ids
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.ops.storage import check_storage
 from attnmesh.plan.decode import DecodeSharding, Place
@@ -213,15 +214,15 @@ class CacheContents:
             cache.mark_restored(made)
         return cache
 
-    def restore(self, cache: ShardedCache, placements: Sequence[Placement]) -> dict[int, ShardedSequence]:
+    def restore(self, cache: ShardedCache, placements: Sequence[Placement]) -> dict[int, CacheSequence]:
         """New sequences of a cache, by the row of each here, without keys and values. The cache must have room."""
-        made: dict[int, ShardedSequence] = {}
+        made: dict[int, CacheSequence] = {}
         for placed in placements:
             one = placed.sequence
-            shared = made[placed.base].sequence.blocks[: placed.shared] if placed.shared else []
+            shared = made[placed.base].blocks[: placed.shared] if placed.shared else []
             ids, root = array("q", one.ids), bytes.fromhex(one.root)
             made[one.row] = cache.restore(placed.row, one.length, one.reserved, ids, root, shared)
-            made[one.row].sequence.cached = one.cached
+            made[one.row].cached = one.cached
         return made
 
 
@@ -250,23 +251,22 @@ def contents_of(cache: ShardedCache) -> CacheContents:
     first_row: dict[tuple[int, int], int] = {}  # of those that refer to a block, by KVDP rank and block
     sequences: list[SequenceContents] = []
     live = cache.sequences
-    for row, sharded in live.items():
-        one = sharded.sequence
+    for row, one in live.items():
         if one.pending:
             raise ValueError(
-                f"cache must be written in every layer, but {sharded} is not from token {one.written} on: write these "
+                f"cache must be written in every layer, but {one} is not from token {one.written} on: write these "
                 f"tokens, or truncate it"
             )
         blocks = one.blocks[: layout.num_blocks(one.length)]
         base, common = -1, 0
         for block in blocks:
-            if (sharded.kvdp_rank, block) not in first_row:
+            if (one.kvdp_rank, block) not in first_row:
                 break
-            base = first_row[sharded.kvdp_rank, block]
+            base = first_row[one.kvdp_rank, block]
         if base != -1:
-            common = _common(one.blocks, live[base].sequence.blocks, layout, min(one.length, live[base].length))
+            common = _common(one.blocks, live[base].blocks, layout, min(one.length, live[base].length))
         for block in blocks:
-            first_row.setdefault((sharded.kvdp_rank, block), row)
+            first_row.setdefault((one.kvdp_rank, block), row)
         reserved = one.length
         if len(one.blocks) > len(blocks):  # for a prompt: at most what fits into them
             fits = layout.shard.position(len(one.blocks) * layout.block_size, 0)

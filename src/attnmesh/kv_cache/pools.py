@@ -113,19 +113,19 @@ def fp8_scale(name: str, scale: float | Tensor | None, storage: str, kv_heads: i
 
 
 class DeviceTables:
-    """`block_table` int32 [rows, slots] and `cur_pos` int32 [rows], -1 where empty, at fixed addresses.
+    """`block_tables` int32 [kinds, rows, slots] and `cur_pos` int32 [rows], -1 where empty, at fixed addresses.
 
     Both are views of one tensor, so one copy to the device and one scatter apply all changes of an operation. The host
     keeps a mirror and never reads the device. On the meta device nothing is stored.
     """
 
-    def __init__(self, rows: int, slots: int, device: torch.device | str | None) -> None:
+    def __init__(self, kinds: int, rows: int, slots: int, device: torch.device | str | None) -> None:
         self._table_begin = rows + -rows % _ALIGNMENT
-        self._slots = slots
-        size = self._table_begin + rows * slots
+        self._rows, self._slots = rows, slots
+        size = self._table_begin + kinds * rows * slots
         self._device_copy = torch.full((size,), -1, dtype=torch.int32, device=device)
         self.cur_pos = self._device_copy[:rows]
-        self.block_table = self._device_copy[self._table_begin :].view(rows, slots)
+        self.block_tables = self._device_copy[self._table_begin :].view(kinds, rows, slots)
         self.is_meta = self._device_copy.is_meta
         self._mirror = array("i", [-1]) * (0 if self.is_meta else size)
         self._changed: dict[int, int] = {}
@@ -141,9 +141,9 @@ class DeviceTables:
         """Set the number of a row's tokens that this rank stores: `cur_pos` is length - 1."""
         self._set(row, length - 1)
 
-    def set_blocks(self, row: int, first: int, blocks: Iterable[int]) -> None:
-        """Set entries of a row of the block table from index `first` on."""
-        begin = self._table_begin + row * self._slots + first
+    def set_blocks(self, row: int, first: int, blocks: Iterable[int], kind: int = 0) -> None:
+        """Set entries of a row of a block table from index `first` on."""
+        begin = self._table_begin + (kind * self._rows + row) * self._slots + first
         for at, block in enumerate(blocks, begin):
             self._set(at, block)
 

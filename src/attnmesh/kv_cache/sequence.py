@@ -1,4 +1,4 @@
-"""Handles that a cache returns (`Sequence`, `ShardedSequence`, `NewTokens`) and the validation of its arguments.
+"""Handles that a cache returns (`Sequence`, `NewTokens`) and the validation of its arguments.
 
 Validation raises ValueError with the argument's name and value, before anything changes.
 """
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 @dataclass(eq=False, repr=False)
 class Sequence:
-    """A sequence in a `BlockCache`. All fields change through the cache only.
+    """A sequence in a `BlockCache` or a `ShardedCache`. All fields change through the cache only.
 
-    `row` is its row in the cache's tables, `length` its number of tokens, and `cached` the number of prompt tokens that
-    were reused when it was allocated.
+    `row` is its row in the batch, `length` its number of tokens over all ranks, and `cached` the number of prompt
+    tokens that were reused when it was allocated.
     """
 
     row: int
@@ -36,44 +36,23 @@ class Sequence:
     root: bytes  # the parent hash of the first block
     hashes: list[bytes]  # prefix hashes of the full blocks that were registered or reused
     pending: dict[NewTokens, int]  # tokens not yet written in every layer, and their first position, in order
+    window_blocks: list[int]  # of layers with a window: -1 where it does not reach
+    kvdp_rank: int = 0  # that stores it
+    window_begin: int = 0  # the first of `window_blocks` that may not be -1
 
     @property
     def written(self) -> int:
         """The number of leading tokens that are written in every layer."""
         return next(iter(self.pending.values()), self.length)
 
-    def __repr__(self) -> str:
-        state = "" if self.owner is not None else ", freed"
-        return f"Sequence(row={self.row}, length={self.length}, cached={self.cached}{state})"
-
-
-@dataclass(eq=False, repr=False)
-class ShardedSequence:
-    """A sequence in a `ShardedCache`. `row` is its row in the batch; the rest is as in `Sequence`."""
-
-    row: int
-    kvdp_rank: int  # the KVDP rank that stores it
-    sequence: Sequence  # in the cache of that KVDP rank
-    owner: object  # stands for the cache
-
-    @property
-    def length(self) -> int:
-        """The number of tokens, over all ranks."""
-        return self.sequence.length
-
-    @property
-    def cached(self) -> int:
-        """The number of prompt tokens that were reused when it was allocated."""
-        return self.sequence.cached
-
     @property
     def freed(self) -> bool:
         """Whether it was freed."""
-        return self.sequence.owner is None
+        return self.owner is None
 
     def __repr__(self) -> str:
         state = ", freed" if self.freed else ""
-        return f"ShardedSequence(row={self.row}, length={self.length}, cached={self.cached}{state})"
+        return f"Sequence(row={self.row}, length={self.length}, cached={self.cached}{state})"
 
 
 @dataclass(eq=False, repr=False)
@@ -81,18 +60,20 @@ class NewTokens:
     """Slots for T new tokens of n sequences: `slots` int64 [n, T] on the device, block * block_size + offset.
 
     A slot is -1, and skipped by `write`, where another rank stores the token, or where the token was truncated or freed
-    before it was written.
+    before it was written. `window_slots` are those of layers that keep a window: below 0 also before it.
     """
 
     slots: Tensor
     sequences: tuple[Sequence, ...]
     unwritten_layers: set[int]
     owner: object  # stands for the cache
+    window_slots: Tensor
 
     def drop(self, sequence: Sequence, begin: int) -> None:
         """Do not write a sequence's new tokens from index `begin` on: their slots may be in use elsewhere by now."""
         if not self.slots.is_meta:
-            self.slots[self.sequences.index(sequence), begin:] = -1
+            for slots in (self.slots, self.window_slots):
+                slots[self.sequences.index(sequence), begin:] = -1
 
     def __repr__(self) -> str:
         return f"NewTokens({list(self.slots.shape)} slots, unwritten layers {sorted(self.unwritten_layers)})"

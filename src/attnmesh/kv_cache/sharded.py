@@ -16,7 +16,6 @@ from torch import Tensor
 from attnmesh.core.call_log import CallLog, text_digest
 from attnmesh.core.validation import (
     check_bool,
-    check_choice,
     check_index,
     check_positive,
     check_tensor,
@@ -30,14 +29,13 @@ from attnmesh.kv_cache.pools import fp8_scale, write_tokens
 from attnmesh.kv_cache.sequence import (
     NewTokens,
     Sequence,
-    ShardedSequence,
     check_distinct,
     check_length,
     check_new_kv,
     new_ids,
 )
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
-from attnmesh.ops.storage import STORAGES, Stored, check_storage
+from attnmesh.ops.storage import Stored
 from attnmesh.plan.decode import DecodeSharding
 
 _Appended = tuple[list[Sequence], int | abc.Sequence[abc.Sequence[int]]]  # sequences and their new tokens
@@ -100,9 +98,9 @@ class Step:
     """
 
     tokens: int
-    sequences: tuple[ShardedSequence, ...]
+    sequences: tuple[Sequence, ...]
     new_tokens: dict[int, NewTokens]  # by KVDP rank
-    skipped: dict[int, ShardedSequence]  # layers in which a sequence lacks earlier tokens, and one such sequence
+    skipped: dict[int, Sequence]  # layers in which a sequence lacks earlier tokens, and one such sequence
     tensors: StepTensors
 
     @property
@@ -177,14 +175,15 @@ class ShardedCache:
         max_length: int,
         k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None,
+        latent: bool = False,
+        windows: abc.Sequence[int | None] = (),
+        window_blocks: int = 0,
     ) -> None:
         _check_rank(sharding, rank)
         check_positive(
             batch=batch, kv_heads=kv_heads, num_blocks=num_blocks, block_size=block_size, max_length=max_length,
             layers=layers, head_dim=head_dim, value_dim=head_dim if value_dim is None else value_dim,
         )  # fmt: skip
-        check_choice("storage", storage, STORAGES)
-        check_storage(storage, head_dim)
         sharding.check_heads(kv_heads * sharding.ranks, kv_heads)  # valid for any number of query heads
         shard, heads = sharding.position_shard(rank), sharding.kv_heads(rank, kv_heads)
         needed = BlockLayout(shard, block_size).num_blocks(max_length)
@@ -194,30 +193,30 @@ class ShardedCache:
                 f"under {sharding} with block_size={block_size}, got {num_blocks}"
             )
         self.sharding, self.rank, self.batch = sharding, rank, batch
-        self.kv_heads, self.head_dim, self.value_dim = kv_heads, head_dim, value_dim or head_dim
+        self.kv_heads, self.head_dim, self.latent = kv_heads, head_dim, latent
         self.block_size, self.num_blocks, self.max_length, self.storage = block_size, num_blocks, max_length, storage
         self.layers, self.scales = layers, (k_scale, v_scale)
-        self._shape = (len(heads), head_dim, head_dim if value_dim is None else value_dim)
         self._rows_of_rank = [sharding.sequences(peer, batch) for peer in sharding.kvdp_peers(rank)]
         kvdp_rank = sharding.place(rank).kvdp
         self._caches = [
             BlockCache(
                 layers=layers, num_blocks=num_blocks, block_size=block_size, kv_heads=len(heads), head_dim=head_dim,
                 value_dim=value_dim, storage=storage, device=device if peer == kvdp_rank else "meta",
-                max_sequences=max(1, len(rows)), max_length=max_length, shard=shard,
+                max_sequences=max(1, len(rows)), max_length=max_length, shard=shard, latent=latent, windows=windows,
+                window_blocks=window_blocks, rows=rows or range(rows.start, rows.start + 1), kvdp_rank=peer,
                 k_scale=_local_scale("k_scale", k_scale, storage, kv_heads, heads),
                 v_scale=_local_scale("v_scale", v_scale, storage, kv_heads, heads),
             )
             for peer, rows in enumerate(self._rows_of_rank)
         ]  # fmt: skip
         self._kvdp_rank, self._local = kvdp_rank, self._caches[kvdp_rank]
+        self.value_dim = self._local.value_dim
+        self._shape = (len(heads), head_dim, self.value_dim)
         self.rows = self._rows_of_rank[kvdp_rank]
         self.block_table = self._local.block_table[: len(self.rows)]
         lengths = torch.arange(max_length + 1, device=self.block_table.device)
         self._local_lengths = shard.length(lengths).to(torch.int32)
         self._tensors: dict[int, StepTensors] = {}
-        self._sequences: dict[int, ShardedSequence] = {}
-        self._owner = object()  # not the cache itself: without a cycle, its memory is freed with the last reference
         self._current: Step | None = None
         self.log = CallLog()
         self.number: int | None = None
@@ -232,20 +231,25 @@ class ShardedCache:
         return self._local.values(layer)
 
     @property
-    def sequences(self) -> dict[int, ShardedSequence]:
+    def sequences(self) -> dict[int, Sequence]:
         """All sequences that were not freed, by row."""
-        return dict(sorted(self._sequences.items()))
+        return {row: each for cache in self._caches for row, each in cache.sequences.items()}
 
     @property
     def local(self) -> BlockCache:
         """The cache of this rank's rows, which has its memory."""
         return self._local
 
+    @property
+    def by_kvdp_rank(self) -> abc.Sequence[BlockCache]:
+        """The cache of each KVDP rank, without memory for those of others."""
+        return self._caches
+
     def stats(self) -> list[CacheStats]:
         """The statistics of each KVDP rank's cache, the same on every rank."""
         return [cache.stats() for cache in self._caches]
 
-    def allocate(self, prompt: abc.Sequence[int] | int, *, cache_key: str = "") -> ShardedSequence:
+    def allocate(self, prompt: abc.Sequence[int] | int, *, cache_key: str = "") -> Sequence:
         """A sequence for a prompt, as `BlockCache.allocate`, on the KVDP rank that reuses the longest prefix.
 
         Ties go to the KVDP rank with the most free rows, then to the first. If one is full, the next is tried. Raises
@@ -258,7 +262,7 @@ class ShardedCache:
         full: list[CacheFull] = []
         for peer in ranks:
             try:
-                sequence = self._sharded(peer, self._caches[peer].allocate(prompt, cache_key=cache_key))
+                sequence = self._caches[peer].allocate(prompt, cache_key=cache_key)
             except CacheFull as error:
                 full.append(error)
             else:
@@ -269,7 +273,7 @@ class ShardedCache:
             raise _no_row(self.batch, limit=f"batch={self.batch}")
         raise next(error for error in full if error.resource == "blocks")
 
-    def append(self, sequences: abc.Sequence[ShardedSequence], tokens: int | abc.Sequence[abc.Sequence[int]]) -> Step:
+    def append(self, sequences: abc.Sequence[Sequence], tokens: int | abc.Sequence[abc.Sequence[int]]) -> Step:
         """A step of T more tokens for each sequence. Raises CacheFull, for all of them, if blocks are missing.
 
         `tokens` is as for `BlockCache.append`. Write every layer of a step before the next append. A step is valid
@@ -292,7 +296,7 @@ class ShardedCache:
         tensors = self._tensors_for(count)
         if own in parts:
             local, local_tokens = parts[own]
-            numbers = [*begins, *(sequence.row for sequence in local)]
+            numbers = [*begins, *(sequence.row - self.rows.start for sequence in local)]
             new[own], sent = self._local.append_with(local, local_tokens, numbers)
             tensors.fill(sent[: self.batch], sent[self.batch :], new[own].slots)
         else:
@@ -315,7 +319,7 @@ class ShardedCache:
             sequence = step.skipped[layer]
             raise ValueError(
                 f"{sequence} has earlier tokens that are not written in layer {layer}: truncate it to "
-                f"{sequence.sequence.written} tokens, and append those again"
+                f"{sequence.written} tokens, and append those again"
             )
         if layer in step.unwritten_layers and written:
             raise ValueError(f"layer {layer} of this step is not written yet, got written=True")
@@ -345,7 +349,7 @@ class ShardedCache:
         for each in layers:
             self._mark_written(step, each)
 
-    def fork(self, sequence: ShardedSequence) -> ShardedSequence:
+    def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence with the same tokens in the same blocks, and so on the same KVDP rank.
 
         Raises CacheFull if that has no free row, whatever others have.
@@ -353,7 +357,7 @@ class ShardedCache:
         self._check_sequence(sequence)
         rank, rows = sequence.kvdp_rank, len(self._rows_of_rank[sequence.kvdp_rank])
         try:
-            fork = self._sharded(rank, self._caches[rank].fork(sequence.sequence))
+            fork = self._caches[rank].fork(sequence)
         except CacheFull:
             limit = f"batch={self.batch}"
             raise _no_row(
@@ -362,43 +366,36 @@ class ShardedCache:
         self._log("fork", row=sequence.row, fork=fork.row)
         return fork
 
-    def truncate(self, sequence: ShardedSequence, length: int) -> None:
+    def truncate(self, sequence: Sequence, length: int) -> None:
         """Keep the first `length` tokens, as after rejected drafts. Blocks reserved for a prompt are freed, too."""
         self._check_sequence(sequence)
-        self._caches[sequence.kvdp_rank].truncate(sequence.sequence, length)
+        self._caches[sequence.kvdp_rank].truncate(sequence, length)
         self._log("truncate", row=sequence.row, length=length)
         self._invalidate_step(sequence)
 
-    def free(self, sequence: ShardedSequence) -> None:
+    def free(self, sequence: Sequence) -> None:
         """End a sequence and free its blocks. Blocks with a prefix hash stay cached until they are evicted."""
         self._check_sequence(sequence)
-        self._caches[sequence.kvdp_rank].free(sequence.sequence)
-        del self._sequences[sequence.row]
+        self._caches[sequence.kvdp_rank].free(sequence)
         self._log("free", row=sequence.row)
         self._invalidate_step(sequence)
 
     def restore(
         self, row: int, length: int, reserved: int, ids: array[int], root: bytes, shared: list[int]
-    ) -> ShardedSequence:
+    ) -> Sequence:
         """A sequence in a given free row whose keys and values the caller copies, as `BlockManager.restore`."""
         kvdp_rank = next(peer for peer, rows in enumerate(self._rows_of_rank) if row in rows)
-        local_row = self._rows_of_rank[kvdp_rank].index(row)
-        sequence = self._caches[kvdp_rank].restore(local_row, length, reserved, ids, root, shared)
+        sequence = self._caches[kvdp_rank].restore(row, length, reserved, ids, root, shared)
         self._log("restore", row=row, length=length, ids=hash(tuple(ids)))
-        return self._sharded(kvdp_rank, sequence)
+        return sequence
 
-    def mark_restored(self, sequence: ShardedSequence) -> None:
+    def mark_restored(self, sequence: Sequence) -> None:
         """Record that the keys and values of a restored sequence were copied: prompts can reuse its full blocks."""
         self._check_sequence(sequence)
-        self._caches[sequence.kvdp_rank].mark_restored(sequence.sequence)
+        self._caches[sequence.kvdp_rank].mark_restored(sequence)
 
     def _log(self, operation: str, **numbers: int | tuple[int, ...]) -> None:
         self.log.add(operation, hash((text_digest(operation), *numbers.values())), numbers)
-
-    def _sharded(self, kvdp_rank: int, sequence: Sequence) -> ShardedSequence:
-        sharded = ShardedSequence(self._rows_of_rank[kvdp_rank][sequence.row], kvdp_rank, sequence, self._owner)
-        self._sequences[sharded.row] = sharded
-        return sharded
 
     def _tensors_for(self, tokens: int) -> StepTensors:
         """The tensors shared by all decode steps of `tokens` tokens; a longer step, of a prompt, gets its own."""
@@ -413,7 +410,7 @@ class ShardedCache:
         for kvdp_rank, new in step.new_tokens.items():
             self._caches[kvdp_rank].mark_written(new, layer)
 
-    def _invalidate_step(self, sequence: ShardedSequence) -> None:
+    def _invalidate_step(self, sequence: Sequence) -> None:
         if self._current is not None and sequence in self._current.sequences:
             self._current = None
 
@@ -424,12 +421,12 @@ class ShardedCache:
                 f"step must be the latest of this cache, with no sequence truncated or freed since, got {step}"
             )
 
-    def _check_sequence(self, sequence: ShardedSequence, at: int | None = None) -> None:
+    def _check_sequence(self, sequence: Sequence, at: int | None = None) -> None:
         """Raise ValueError unless `sequence`, or `sequences[at]`, is one of this cache."""
-        if not isinstance(sequence, ShardedSequence):
+        if not isinstance(sequence, Sequence):
             name = "sequence" if at is None else f"sequences[{at}]"
             raise ValueError(f"{name} must be what allocate or fork returned, got {shown(sequence)}")
-        if sequence.owner is not self._owner or sequence.freed:
+        if self._caches[sequence.kvdp_rank % len(self._caches)].sequences.get(sequence.row) is not sequence:
             raise ValueError(f"{sequence} {'was freed' if sequence.freed else 'belongs to another cache'}")
 
 
@@ -451,20 +448,16 @@ def _local_scale(
     return scale
 
 
-def _by_kvdp_rank(
-    sequences: tuple[ShardedSequence, ...], count: int, given: list[array[int]] | None
-) -> dict[int, _Appended]:
+def _by_kvdp_rank(sequences: tuple[Sequence, ...], count: int, given: list[array[int]] | None) -> dict[int, _Appended]:
     """The sequences and new tokens of each KVDP rank that has any."""
     parts: dict[int, _Appended] = {}
     for kvdp_rank in sorted({sequence.kvdp_rank for sequence in sequences}):
         indices = [i for i, sequence in enumerate(sequences) if sequence.kvdp_rank == kvdp_rank]
         tokens = count if given is None else [given[i] for i in indices]
-        parts[kvdp_rank] = ([sequences[i].sequence for i in indices], tokens)
+        parts[kvdp_rank] = ([sequences[i] for i in indices], tokens)
     return parts
 
 
-def _unwritten_layers(sequences: tuple[ShardedSequence, ...]) -> dict[int, ShardedSequence]:
+def _unwritten_layers(sequences: tuple[Sequence, ...]) -> dict[int, Sequence]:
     """The layers in which tokens of a sequence are still unwritten, and one such sequence."""
-    return {
-        layer: sequence for sequence in sequences for new in sequence.sequence.pending for layer in new.unwritten_layers
-    }
+    return {layer: sequence for sequence in sequences for new in sequence.pending for layer in new.unwritten_layers}

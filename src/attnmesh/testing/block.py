@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm
-from attnmesh.kv_cache.sequence import ShardedSequence
+from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.norm_rope import Layout as RopeLayout
@@ -174,7 +174,7 @@ class BlockRunner:
 
     def __init__(self, block: AttentionBlock, cache: ShardedCache, x: Tensor) -> None:
         self.block, self.cache, self.x = block, cache, x
-        self.sequences: dict[int, ShardedSequence] = {}
+        self.sequences: dict[int, CacheSequence] = {}
         self.outputs: Tensor | None = None
 
     def allocate(self, *which: int, prompts: Sequence[Any] | None = None) -> BlockRunner:

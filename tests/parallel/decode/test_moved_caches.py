@@ -206,7 +206,7 @@ def other_operations(cache, comm):
 
 
 REFUSED = [
-    (pending, {}, r"cache must be written in every layer, but ShardedSequence\(row=1.*not from token 23 on"),
+    (pending, {}, r"cache must be written in every layer, but Sequence\(row=1.*not from token 23 on"),
     (other_operations, {}, "cache must be the same, after the same operations, on all ranks that hold it"),
     (None, {"to": DecodeSharding(tp=3)}, "tp must divide the kv heads or be a multiple of them, got tp=3, kv_heads=4"),
     (None, {"to": DecodeSharding(cp=4)}, "to must have at most the 3 ranks of comm, got .* with 4 ranks"),

@@ -16,7 +16,7 @@ from attnmesh.core.files import read_text
 from attnmesh.core.layouts import Layout
 from attnmesh.core.optional import require
 from attnmesh.core.text import counted
-from attnmesh.generation.prefill_shards import min_prefill_chunk
+from attnmesh.generation.engine import min_prefill_chunk
 from attnmesh.generation.rank_memory import ShardedMemory, kv_cache_bytes
 from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats

@@ -199,7 +199,7 @@ class DecodeAttention:
 
 
 def prefill_attention(
-    comm: Comm, q: Tensor, q_positions: Sequence[Ranges], k: Tensor, v: Tensor, k_positions: Ranges, *, mask: Mask,
+    comm: Comm, q: Tensor, q_positions: Sequence[Ranges], k: Tensor, v: Tensor, k_positions: Tensor, *, mask: Mask,
     scale: float, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Attention of a chunk of a prompt over a KV cache sharded over `comm`: [1, H, n, D] for this rank's queries.
@@ -211,9 +211,10 @@ def prefill_attention(
     """
     _, heads, _, dim = q.shape
     gathered = comm.all_gather(q.contiguous(), [(1, heads, ranges.size(part), dim) for part in q_positions])
-    stored = ranges.as_tensor(k_positions)
     states = [
-        attention_state(queries, k, v, mask=mask, scale=scale, q_positions=ranges.as_tensor(part), k_positions=stored)
+        attention_state(
+            queries, k, v, mask=mask, scale=scale, q_positions=ranges.as_tensor(part), k_positions=k_positions
+        )
         for queries, part in zip(gathered, q_positions, strict=True)
     ]
     return merge_packed(all_to_all_states(comm, [pack_state(state) for state in states]), sinks, q.dtype)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.call_log import alternatives, format_ranks, text_digest
 from attnmesh.core.validation import check_type
-from attnmesh.kv_cache.sequence import ShardedSequence
+from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.parallel.node_groups import comm_named
 from attnmesh.parallel.reshard.goal import (
@@ -56,7 +56,7 @@ def reshard(
     cache: ShardedCache | PrefillKV | None, to: DecodeSharding, comm: Group | None = ..., *,
     ranks: Sequence[int] | None = ..., into: ShardedCache, num_blocks: None = ..., block_size: None = ...,
     max_length: None = ..., device: torch.device | str | None = ..., message_bytes: int = ...,
-) -> dict[int, ShardedSequence]: ...  # fmt: skip
+) -> dict[int, CacheSequence]: ...  # fmt: skip
 def reshard(
     cache: ShardedCache | PrefillKV | None,
     to: DecodeSharding,
@@ -69,7 +69,7 @@ def reshard(
     max_length: int | None = None,
     device: torch.device | str | None = None,
     message_bytes: int = MESSAGE_BYTES,
-) -> ShardedCache | dict[int, ShardedSequence] | None:
+) -> ShardedCache | dict[int, CacheSequence] | None:
     """A cache with the same sequences in the same rows, sharded as `to`; None on ranks that are not among `ranks`.
 
     All ranks of `comm` must call it, also those without a part of the cache, which pass None. Rank i of `to` is rank
@@ -182,7 +182,7 @@ def _share_room(comm: Comm, into: ShardedCache | None, ranks: tuple[int, ...], d
 
 
 @contextmanager
-def _joining(into: ShardedCache, goal: Goal) -> Iterator[dict[int, ShardedSequence]]:
+def _joining(into: ShardedCache, goal: Goal) -> Iterator[dict[int, CacheSequence]]:
     """New sequences, whose keys and values are written within it; without them after an error."""
     joined = goal.contents.restore(into, goal.placed)
     try:

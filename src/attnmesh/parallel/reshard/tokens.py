@@ -60,7 +60,7 @@ class CacheTokens:
         blocks, offsets = [], []
         for row, of_row in positions:
             index = self._shard.index(of_row)
-            of_sequence = torch.tensor(self._sequences[row].sequence.blocks, dtype=torch.int64, device="cpu")
+            of_sequence = torch.tensor(self._sequences[row].blocks, dtype=torch.int64, device="cpu")
             blocks.append(of_sequence[index // self._block_size])
             offsets.append(index % self._block_size)
         return torch.cat(blocks).to(self.device), torch.cat(offsets).to(self.device)
