@@ -535,6 +535,7 @@ def _finish(
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
+    seen = gl.max(memory.seen.index(done % 2).load(_EVERY_WARP), 0)  # before the wait, which hides it
     # Alternating between two places: an attender is at most one item ahead of the other.
     place = 2 * (done % 2)
     memory.sums.index(place + PART).store(total)
@@ -544,7 +545,6 @@ def _finish(
     mbarrier.wait(barriers.sums_ready.index(place + 1 - PART), (done // 2) & 1)
     total = total + memory.sums.index(place + 1 - PART).load(down)
     # Without a valid slot the scores are -inf or NaN, the peak is -inf, and all sums may be NaN.
-    seen = gl.max(memory.seen.index(done % 2).load(_EVERY_WARP), 0)
     total = gl.where(seen < 0.0, 0.0, total)
     if seen < 0.0:  # rarely taken; the compiler would make a selection, for every item, of an assignment of 0
         out = gl.where(out == out, out, 0.0)  # 0 or NaN
