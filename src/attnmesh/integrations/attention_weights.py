@@ -71,8 +71,8 @@ def _check_parts(module: nn.Module) -> None:
             f"module must have {', '.join(_PROJECTIONS)} and may have {', '.join(_NORMS)} and sinks, got {name} with "
             f"{', '.join(sorted(have)) or 'none of them'}"
         )
-    if getattr(module.config, "clip_qkv", None):
-        raise ValueError(f"module must not use clip_qkv, got {name} with clip_qkv={module.config.clip_qkv}")
+    if clip := getattr(module.config, "clip_qkv", None):
+        raise ValueError(f"module must not use clip_qkv, got {name} with clip_qkv={clip}")
     for part in _PROJECTIONS:
         if (dtype := getattr(module, part).weight.dtype) not in _DTYPES:
             raise ValueError(f"{part} of {name} must have floating point weights, got {dtype}")

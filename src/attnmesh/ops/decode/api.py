@@ -232,7 +232,8 @@ class PagedStep:
         """
         key = (
             q.shape, q.dtype, values_of(k_pool).shape, values_of(v_pool).shape, type(k_pool), scale, window, softcap,
-            backend, sinks is None, id(mask), id(key_range), partial, None if into is None else (into.out.dtype, into.out.shape),
+            backend, sinks is None, id(mask), id(key_range), partial,
+            None if into is None else (into.out.dtype, into.out.shape),
         )  # fmt: skip
         if key not in self._checked:
             call = build_call(
