@@ -4,6 +4,8 @@ Rows of x that are not in a step, one of them of a sequence without tokens, and 
 NaN.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -66,10 +68,18 @@ def test_quantized_storage_with_replicated_queries():
     assert_exact([torch.cat(found, 2)], reference_block(config, weights, x, storage="int8"), STEPS, 1e-6)
 
 
-def test_kernels_of_a_gpu_over_ranks(device):
-    """A step after a prefill: in Triton's interpreter, unless there is a GPU."""
-    config, weights = random_block(2, 1, 16, **ALIBI, **SOFTCAP, window=7, device=device)
-    x = random_sequences(4, LENGTH, config).to(device)
-    steps = [((0,), 10), ((0, 1), 2)]
-    found = fed(am.DecodeSharding(cp=2), config, weights, x, steps, backend="triton")
-    assert_exact(found, reference_block(config, weights, x), steps)
+def test_other_slopes_and_a_backend_without_softcap_are_refused_on_every_rank():
+    config, weights = random_block(8, 2, **ALIBI, **SOFTCAP)
+    x = random_sequences(4, LENGTH, config)
+
+    def rank(comm):
+        own = replace(weights, alibi_slopes=weights.alibi_slopes + comm.rank)
+        with pytest.raises(ValueError, match="ranks disagree: checksum of alibi_slopes"):
+            shard_block(config, own, am.DecodeSharding(cp=2), comm)
+        block = shard_block(config, weights, am.DecodeSharding(cp=2), comm, backend="cpu")
+        runner = BlockRunner(block, poisoned_cache(block, 5, LENGTH), x).allocate(0)
+        with pytest.raises(ValueError, match=r"backend='cpu' cannot serve this call: .*no softcap"):
+            runner.feed([0])
+        return True
+
+    assert all(am.run_virtual(2, rank))
