@@ -30,7 +30,7 @@ from attnmesh.plan.vectorized import vectorized
 from attnmesh.plan.workload import RankSizes, Workload
 from attnmesh.planner.cost import Cost, cost
 from attnmesh.planner.hardware import Cluster, Device, Link
-from attnmesh.planner.simulator.rounds import TooLong
+from attnmesh.planner.simulator.rounds import TooLongError
 from attnmesh.planner.units import readable_seconds
 
 # A ring computes run by run; with more runs per shard than this (packed documents) its blocks become too small.
@@ -90,10 +90,10 @@ def choose_schedule(workload: Workload, cluster: Cluster, *, all_costs: bool = T
             until = done + 2 * most_rounds[schedule]
             try:
                 if limit < inf and schedule in ("ring", "ring+ring") and _seconds_of_rings(workload, nodes) > limit:
-                    raise TooLong
+                    raise TooLongError
                 backward = within(limit, schedule, backward=True)
                 costs[schedule] = within(limit - backward.seconds, schedule, backward=False) + backward
-            except TooLong:
+            except TooLongError:
                 slower.append(schedule)
             done = until
     best = min((name for name in able if name in costs), key=lambda name: costs[name].seconds)

@@ -97,7 +97,7 @@ def schedule_cost(schedule: str, workload: Workload, cluster: Cluster, *, backwa
 
 
 def cost(whole: Program, cluster: Cluster, limit: float = np.inf) -> Cost:
-    """The cost of a program. Raises TooLong, before its end, if it takes longer than `limit` seconds."""
+    """The cost of a program. Raises TooLongError, before its end, if it takes longer than `limit` seconds."""
     counter = LoadCounter(whole.world, cluster.ranks_per_node)
     ran = run_rounds(counter.counting(whole), cluster, Slowdown(), limit=limit)
     most = counter.maximum()

@@ -25,7 +25,7 @@ TINY = 1e-300  # seconds, to avoid a division by 0
 CACHED_ROUTES = 4  # exchanges whose routes are cached: the next often have the same ends, as in a ring
 
 
-class TooLong(Exception):
+class TooLongError(Exception):
     """A program takes longer than the limit."""
 
 
@@ -85,7 +85,7 @@ class _RoundSimulation:
             record.waited += after - worked
             self.now = after
             if after.max(initial=0.0) > limit:
-                raise TooLong
+                raise TooLongError
         end = self.wait(self.now, tuple(self.done), None)
         record.waited += end - self.now
         record.finish = end
@@ -253,5 +253,5 @@ class _RoundSimulation:
 def run_rounds(
     program: Program, cluster: Cluster, slow: Slowdown, keep: Collection[int] = (), limit: float = np.inf
 ) -> Record:
-    """Simulate a program on a cluster, round by round. Raises TooLong once a rank is later than `limit` seconds."""
+    """Simulate a program on a cluster, round by round. Raises TooLongError once a rank is later than `limit`."""
     return _RoundSimulation(program, cluster, slow, keep).run(limit)
