@@ -23,12 +23,12 @@ def reporting(report: Report) -> Iterator[None]:
 
 
 @contextmanager
-def reported_steps(total: int) -> Iterator[Callable[[int], None]]:
-    """A function that reports how many of `total` steps are done. Loops in the `with` statement do not report."""
+def reported_steps() -> Iterator[Report]:
+    """A function that reports how many of how many steps are done. Loops in the `with` statement do not report."""
     report = _listening[-1]
     _listening.append(None)
     try:
-        yield lambda done: None if report is None else report(done, total)
+        yield report or (lambda done, total: None)
     finally:
         _listening.pop()
 

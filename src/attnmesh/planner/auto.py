@@ -15,7 +15,7 @@ rank, which is not needed, so it always costs more than a reduce-scatter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
@@ -72,44 +72,43 @@ def choose_schedule(workload: Workload, cluster: Cluster, *, all_costs: bool = T
         if why is not None:
             refusals[schedule] = why
     able = [name for name in SCHEDULES if name not in refusals]
-    most_rounds = {name: _most_rounds(name, workload) for name in able}
+    weights = {name: _weight(name, workload) for name in able}
     nodes = cluster.with_ranks_per_node(workload.ranks_per_node)
-    done = 0
-    with reported_steps(2 * sum(most_rounds.values())) as report:
-
-        def within(limit: float, schedule: str, *, backward: bool) -> Cost:
-            nonlocal done
-            whole = program(schedule, workload, backward=backward)
-            found = cost(replace(whole, make=lambda: _watched(whole, report, done)), nodes, limit)
-            done += most_rounds[schedule]
-            return found
-
-        for schedule in able if all_costs else sorted(able, key=lambda name: most_rounds[name]):
+    at_least = {} if all_costs else dict.fromkeys(("ring", "ring+ring"), _seconds_of_rings(workload, nodes))
+    order = able if all_costs else sorted(able, key=lambda name: weights[name])
+    with reported_steps() as report:
+        for schedule in order:
             # What differs by rounding is no reason to leave a schedule.
             limit = inf if all_costs or not costs else min(known.seconds for known in costs.values()) * (1 + 1e-9)
-            until = done + 2 * most_rounds[schedule]
+            if at_least.get(schedule, 0.0) > limit:
+                slower.append(schedule)
+                continue
+            done = 2 * sum(weights[name] for name in (*costs, *slower))
+            total = 2 * sum(weights[name] for name in able if name in slower or at_least.get(name, 0.0) <= limit)
+
+            def watched(whole: Program, done: int = done, total: int = total) -> Program:
+                def rounds() -> Iterator[Round]:
+                    for at, round_ in enumerate(whole.rounds()):
+                        report(done + at, total)
+                        yield round_
+
+                return replace(whole, make=rounds)
+
+            backward, forward = (program(schedule, workload, backward=way) for way in (True, False))
             try:
-                if limit < inf and schedule in ("ring", "ring+ring") and _seconds_of_rings(workload, nodes) > limit:
-                    raise TooLongError
-                backward = within(limit, schedule, backward=True)
-                costs[schedule] = within(limit - backward.seconds, schedule, backward=False) + backward
+                back = cost(watched(backward), nodes, limit)
+                there = cost(watched(forward, done + weights[schedule]), nodes, limit - back.seconds)
+                costs[schedule] = there + back
             except TooLongError:
                 slower.append(schedule)
-            done = until
     best = min((name for name in able if name in costs), key=lambda name: costs[name].seconds)
     return Choice(best, costs, refusals, tuple(slower))
 
 
-def _watched(whole: Program, report: Callable[[int], None], done: int) -> Iterator[Round]:
-    for at, round_ in enumerate(whole.rounds()):
-        report(done + at)
-        yield round_
-
-
-def _most_rounds(schedule: str, workload: Workload) -> int:
-    """About how many rounds a schedule has at most: those of a ring grow with its ranks, or its nodes."""
+def _weight(schedule: str, workload: Workload) -> int:
+    """About how long a schedule takes to simulate, in rounds of a ring. Those grow with its ranks, or its nodes."""
     if not _is_ring(schedule):
-        return 8
+        return 8 + workload.world // (16 if schedule == "allgather" else 256)
     return 8 + workload.world // (workload.ranks_per_node if schedule.startswith("ulysses") else 1)
 
 

@@ -75,14 +75,14 @@ def prefill_ranking(request: PrefillRequest) -> Ranking:
     found = list(parallelisms(request))
     most = sum(parallelism.cp for parallelism in found if parallelism.cp <= MAX_CP_RANKS)
     done = 0  # the time grows with CP ranks
-    with reported_steps(most) as report:
+    with reported_steps() as report:
         for parallelism in found:
             if parallelism.cp > MAX_CP_RANKS:
                 refused[str(parallelism)] = f"more than {MAX_CP_RANKS} CP ranks: use `attnmesh simulate`"
                 continue
             schedules = _schedules(request, parallelism)
             for i, (schedule, why) in enumerate(schedules.items()):
-                report(done + i * parallelism.cp // len(schedules))
+                report(done + i * parallelism.cp // len(schedules), most)
                 name = f"{parallelism} {schedule}" if parallelism.cp > 1 else str(parallelism)
                 if why is not None:
                     refused[name] = why
