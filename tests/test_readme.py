@@ -27,7 +27,7 @@ PAGES = {
     "masks": 17,
     "layouts": 4,
     "decode": 6,
-    "sharded-generation": 8,
+    "sharded-generation": 9,
     "sparse-attention": 7,
     "debugging": 1,
     "planning": 1,

@@ -154,3 +154,9 @@ def test_heads_on_machines_go_by_time():
 
 def test_help_comes_without_a_command():
     assert "decode" in run_command("plan").output
+
+
+def test_shardings_are_counted_while_they_are_timed(monkeypatch):
+    monkeypatch.setattr("attnmesh.cli.output._LINE_EVERY", 0.0)
+    ran = run(*HEADS, "--batch", "2", "--ranks", "16", "--length", "4096", "--hardware", "h200")
+    assert "1 of 3: comparing shardings over 16 ranks, about" in ran.stderr

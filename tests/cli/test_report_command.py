@@ -20,7 +20,8 @@ def run(*arguments: object):
     return run_command("report", *arguments)
 
 
-def test_a_report_of_files_is_written(tmp_path):
+def test_a_report_of_files_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("attnmesh.cli.output._LINE_EVERY", 0.0)
     trace, figures, out = tmp_path / "measured.json", tmp_path / "generate.json", tmp_path / "report.html"
     write_trace(trace, [SPAN], title="a run")
     figures.write_text(json.dumps({"rows": [{"rank": 0, "tokens": 1024}]}))
@@ -28,6 +29,7 @@ def test_a_report_of_files_is_written(tmp_path):
         "--out", out, "--ranks", 4, "--length", "0.25k", "--trace", trace, "--figures", figures, "--mask", "window:20"
     )
     assert ran.exit_code == 0, ran.output
+    assert f"1 of {len(SCHEDULES)}: comparing every schedule with float64, about" in ran.stderr
     text = out.read_text(encoding="utf-8")
     assert "causal and window of 19 before" in text
     assert "generate: rows" in text

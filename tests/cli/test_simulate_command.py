@@ -129,6 +129,8 @@ def test_rounds_of_many_ranks_are_counted_with_an_estimate(capsys, monkeypatch):
     assert lines[0].startswith("0 of 65: ")
     assert lines[-1].startswith("63 of 65: ")
     assert re.search(", about [0-9]+ s left$", lines[-1])
+    ran = run("simulate", "--ranks", 32, "--length", "64k", "--schedule", "auto")
+    assert "18 of 236: choosing a schedule for 32 ranks" in ran.stderr  # rounds, of the schedules with fewest first
 
 
 @pytest.mark.parametrize(

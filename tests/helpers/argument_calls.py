@@ -104,11 +104,11 @@ SHARDING = am.DecodeSharding()
 
 
 def _weights() -> am.AttentionWeights:
-    return random_block(4, 2, 8, 24, sinks=True)[1]
+    return random_block(4, 2, 8, 24, sinks=True, alibi=True)[1]
 
 
 def _block() -> Arguments:
-    config, weights = random_block(4, 2, 8, 24, sinks=True)
+    config, weights = random_block(4, 2, 8, 24, sinks=True, alibi=True)
     return {"config": config, "weights": weights, "sharding": SHARDING, "comm": SoloComm()}
 
 
@@ -432,7 +432,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "Rope.rotate": [lambda rope: {"x": rows(1, 2, 3, 8), "positions": torch.tensor([[0, 1, 2]])}],
     "AttentionConfig": [
         lambda: {"hidden": 24, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "norm": Norm(1e-6), "rope": Rope.plain(8),
-                 "window": 4, "scale": 0.5},
+                 "window": 4, "scale": 0.5, "softcap": 2.0},
     ],
     "AttentionWeights": [lambda: vars(_weights())],
     "AttentionWeights.check": [lambda weights: {"config": CONFIG, "sharding": SHARDING, "rank": 0}],

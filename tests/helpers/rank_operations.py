@@ -199,7 +199,7 @@ def _sparse_inputs(random: Random) -> Tensors:
 
 # A block of a model, and its cache.
 
-STAGES = {"norm": True, "norm_before_rope": True, "norm_after_rope": True, "sinks": True}
+STAGES = {"norm": True, "norm_before_rope": True, "norm_after_rope": True, "sinks": True, "alibi": True}
 CONFIG = random_block(4, 2, 16, 24, **STAGES)[0]
 
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 pytest.importorskip("transformers")
 
 from torch import nn
-from transformers import GptOssConfig, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
+from transformers import Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
+from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention, Gemma3RMSNorm, Gemma3TextConfig
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
@@ -58,14 +59,18 @@ CASES = {
     ),
     "gpt-oss, window": (modeling_gpt_oss, "GptOss", GptOssConfig(**SIZES, sliding_window=4), 0, 4),
     "gpt-oss, full": (modeling_gpt_oss, "GptOss", GptOssConfig(**SIZES, sliding_window=4), 1, None),
+    "gemma2, softcap": (
+        modeling_gemma2, "Gemma2", Gemma2Config(**SIZES, sliding_window=6, attn_logit_softcapping=0.7), 0, 6
+    ),
 }  # fmt: skip
 
 
 def module_of(case):
     """The attention module of a case, its input norm and its rotary embedding, every weight random."""
     file, family, config, layer, window = CASES[case]
+    norm = modeling_llama.LlamaRMSNorm if family == "Gemma2" else getattr(file, f"{family}RMSNorm")  # its own adds 1
     parts = (
-        getattr(file, f"{family}Attention")(config, layer), getattr(file, f"{family}RMSNorm")(HIDDEN, eps=1e-3),
+        getattr(file, f"{family}Attention")(config, layer), norm(HIDDEN, eps=1e-3),
         getattr(file, f"{family}RotaryEmbedding")(config),
     )  # fmt: skip
     with torch.no_grad():
@@ -91,6 +96,8 @@ def from_parts(config: AttentionConfig, weights, x, positions):
     q, kv = F.linear(x, weights.qkv, weights.qkv_bias).split([Q * D, 2 * KV * D], -1)
     q, k, v = split_and_rotate(q, kv, positions, config, weights)
     scores = q @ k.repeat_interleave(Q // KV, 1).transpose(-1, -2) * config.scale
+    if config.softcap is not None:
+        scores = config.softcap * (scores / config.softcap).tanh()
     scores = scores.masked_fill(~who_sees_whom(config.window), -torch.inf)
     if weights.sinks is not None:
         sink = weights.sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
@@ -114,7 +121,7 @@ def test_the_parts_make_the_module_s_own_output(case, normed):
         scale = right.abs().max()
         assert (got - right).abs().max() <= 1e-5 * scale
         # Every stage matters: leave one out, and the output is another.
-        for stage in ("norm", "norm_before_rope", "rope", "window"):
+        for stage in ("norm", "norm_before_rope", "rope", "window", "softcap"):
             if getattr(config, stage) is not None:
                 without = from_parts(dataclasses.replace(config, **{stage: None}), weights, x, positions)
                 assert (without - right).abs().max() > 1e-3 * scale, stage
@@ -227,12 +234,11 @@ def test_what_it_does_not_know_is_refused():
         attention_from_transformers(gemma, rope=Rope.plain(D))
     with pytest.raises(ValueError, match=r"variance_epsilon.*, got Gemma3RMSNorm"):
         attention_from_transformers(module_of("llama")[0], input_norm=Gemma3RMSNorm(HIDDEN))
-    for where, name in (("module", "attn_logit_softcapping"), ("config", "clip_qkv")):
-        capped = Unknown()
-        capped.config = copy(capped.config)
-        setattr(capped if where == "module" else capped.config, name, 50.0)
-        with pytest.raises(ValueError, match="softcap or clip_qkv, got Unknown"):
-            attention_from_transformers(capped, rope=Rope.plain(D))
+    clipped = Unknown()
+    clipped.config = copy(clipped.config)
+    clipped.config.clip_qkv = 50.0
+    with pytest.raises(ValueError, match=r"must not use clip_qkv, got Unknown with clip_qkv=50\.0"):
+        attention_from_transformers(clipped, rope=Rope.plain(D))
     narrow = Unknown()
     narrow.q_proj = nn.Linear(HIDDEN, Q * D, bias=False).to(torch.float8_e4m3fn)
     with pytest.raises(

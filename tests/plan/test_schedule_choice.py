@@ -16,7 +16,7 @@ from attnmesh.plan.program import Load
 from attnmesh.plan.schedules import SCHEDULES, loads, refusal
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
-from attnmesh.planner.auto import choose_schedule
+from attnmesh.planner.auto import _seconds_of_rings, choose_schedule
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.cost import schedule_cost
 from attnmesh.planner.explain import Explanation
@@ -179,6 +179,28 @@ def test_the_choice_is_the_schedule_with_the_fewest_estimated_seconds():
             }
             assert choice.seconds[choice.schedule] == min(choice.seconds.values())
             assert choice.refusals == {}
+
+
+@pytest.mark.parametrize(
+    ("mask", "layout", "length"),
+    [(Causal(), Zigzag(), 9_000), (Full(), Contiguous(), 1 << 20), (SlidingWindow(900), Contiguous(), 65_536)],
+)
+def test_what_is_left_early_is_slower_than_the_choice(mask, layout, length):
+    workload, machine = case_of(mask, layout, length, 24, ranks_per_node=8, shape=USUAL), default_cluster("cuda")
+    choice, whole = choose_schedule(workload, machine, all_costs=False), choose_schedule(workload, machine)
+    assert choice.schedule == whole.schedule
+    assert choice.costs == {name: whole.costs[name] for name in choice.costs}
+    assert choice.slower
+    assert {*choice.costs, *choice.slower} == set(whole.costs)
+    assert all(whole.seconds[name] > whole.seconds[whole.schedule] for name in choice.slower)
+    assert 0 < _seconds_of_rings(workload, machine) <= min(whole.seconds["ring"], whole.seconds["ring+ring"])
+    assert f"{choice.slower[0]} more" in str(choice)
+
+
+def test_rings_of_many_ranks_are_left_before_they_are_simulated(monkeypatch):
+    monkeypatch.setattr("attnmesh.plan.vectorized.VectorizedRings._offsets_and_directions", None)
+    workload = case_of(Causal(), Zigzag(), 1 << 18, 1024, ranks_per_node=64, shape=USUAL)
+    assert choose_schedule(workload, default_cluster("cuda"), all_costs=False).slower[-2:] == ("ring", "ring+ring")
 
 
 def test_where_links_cost_nothing_the_simplest_of_those_that_tie_is_chosen():

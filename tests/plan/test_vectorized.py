@@ -1,5 +1,6 @@
 """Plans by arrays: the figures of plans patch by patch, to the row."""
 
+import tracemalloc
 from itertools import zip_longest
 
 import numpy as np
@@ -81,6 +82,22 @@ def test_messages_by_the_million_are_kept_as_their_sums(schedule, monkeypatch):
             ):  # fmt: skip
                 expected = np.bincount(ranks[kept], messages.nbytes[kept], 8)
                 np.testing.assert_array_equal(getattr(sums, side), expected)
+
+
+def test_totals_of_many_ranks_are_added_up_without_the_rows_of_all_pairs():
+    held = VectorizedShards.of(shards(Causal(), Zigzag(), 4096, 600))
+    assert held is not None
+    tracemalloc.start()
+    held.gathered([range(600)], 600, 8)
+    assert tracemalloc.get_traced_memory()[1] < 600 * 600 * 8 / 4
+    tracemalloc.stop()
+
+
+def test_a_backward_has_the_offsets_of_its_forward(monkeypatch):
+    workload = Workload(shards(Causal(), Zigzag(), 777, 24), SHAPE, 24)
+    rounds(monkeypatch, 0, "ring", workload, False)
+    monkeypatch.setattr(vectorized, "reported", None)  # the loop over all offsets
+    assert len(rounds(monkeypatch, 0, "ring", workload, True)) == 25
 
 
 def test_what_arrays_cannot_hold_stays_with_patches():

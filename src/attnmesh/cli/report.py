@@ -81,8 +81,7 @@ def report_command(
             figures=tables,
         )
     if check:
-        with output.status("comparing every schedule with float64"):
-            outcomes = compare_schedules(ranks, chosen_layout, parse_mask(mask, LENGTH), ranks_per_node)
+        outcomes = compare_schedules(ranks, chosen_layout, parse_mask(mask, LENGTH), ranks_per_node)
         made = replace(made, outcomes=outcomes)
     write_report(out, made)
     output.console().print(f"Report: {out}", soft_wrap=True)
@@ -106,6 +105,12 @@ def compare_schedules(
     per_node = ranks_per_node or default_ranks_per_node(ranks)
 
     def run(comm: Comm) -> list[Outcome]:
-        return list(verify.run(comm, "cpu", seed, enumerate(schedule_modes(comm, layout, mask, per_node))))
+        modes, outcomes = schedule_modes(comm, layout, mask, per_node), list[Outcome]()
+        with output.Progress(quiet=comm.rank > 0) as progress:
+            progress("comparing every schedule with float64", 0, len(modes))
+            for outcome in verify.run(comm, "cpu", seed, enumerate(modes)):
+                outcomes.append(outcome)
+                progress("comparing every schedule with float64", len(outcomes), len(modes))
+        return outcomes
 
     return run_virtual(ranks, run)[0]

@@ -164,7 +164,7 @@ def _shape(model: str | None, batch: int, q_heads: int | None, kv_heads: int | N
 
 def _schedule(schedule: str, workload: Workload, cluster: Cluster) -> str:
     if schedule == "auto":
-        choice = choose_schedule(workload, cluster)
+        choice = choose_schedule(workload, cluster, all_costs=False)
         _LOG.info("%s", choice)
         return choice.schedule
     if schedule not in SCHEDULES:

@@ -22,6 +22,17 @@ def reporting(report: Report) -> Iterator[None]:
         _listening.pop()
 
 
+@contextmanager
+def reported_steps() -> Iterator[Report]:
+    """A function that reports how many of how many steps are done. Loops in the `with` statement do not report."""
+    report = _listening[-1]
+    _listening.append(None)
+    try:
+        yield report or (lambda done, total: None)
+    finally:
+        _listening.pop()
+
+
 def reported(items: Iterable[T], total: int) -> Iterator[T]:
     """The items, at most `total`. The outermost loop reports, not those within its steps."""
     report = _listening[-1]

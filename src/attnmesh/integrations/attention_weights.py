@@ -1,7 +1,7 @@
 """The configuration and the weights of an `AttentionBlock` from an attention module of Transformers.
 
-Biases, norms of Q and K, sinks and windows are taken from the module's attributes. How its rotary embedding pairs
-dimensions is not an attribute: it is known for some model families, for others `rope` must be given.
+Biases, norms of Q and K, sinks, softcaps and windows are taken from the module's attributes. How its rotary embedding
+pairs dimensions is not an attribute: it is known for some model families, for others `rope` must be given.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attnmesh.plan.decode import DecodeSharding
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
-_ROTATE_HALF = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "GptOss")
+_ROTATE_HALF = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "GptOss", "Gemma2")
 _WINDOW_IN_CONFIG = ("Mistral", "Mixtral")  # in other families layers differ, and the module has it
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _UNSHARDED = DecodeSharding()
@@ -37,7 +37,7 @@ def attention_from_transformers(
     """The configuration of an attention module, and a copy of one rank's shard of its weights.
 
     Args:
-        module: attention as in Llama, Mistral, Qwen3 or GPT-OSS.
+        module: attention as in Llama, Mistral, Qwen3, GPT-OSS or Gemma 2.
         sharding: how the heads are sharded.
         rank: the rank whose shard is returned.
         rope: rotary embedding; by default that of the module's config.
@@ -71,8 +71,8 @@ def _check_parts(module: nn.Module) -> None:
             f"module must have {', '.join(_PROJECTIONS)} and may have {', '.join(_NORMS)} and sinks, got {name} with "
             f"{', '.join(sorted(have)) or 'none of them'}"
         )
-    if getattr(module, "attn_logit_softcapping", None) or getattr(module.config, "clip_qkv", None):
-        raise ValueError(f"module must not use a softcap or clip_qkv, got {name}")
+    if clip := getattr(module.config, "clip_qkv", None):
+        raise ValueError(f"module must not use clip_qkv, got {name} with clip_qkv={clip}")
     for part in _PROJECTIONS:
         if (dtype := getattr(module, part).weight.dtype) not in _DTYPES:
             raise ValueError(f"{part} of {name} must have floating point weights, got {dtype}")
@@ -93,6 +93,7 @@ def _config(module: Any, rope: Rope, input_norm: nn.Module | None) -> AttentionC
         rope=rope,
         window=_window(module),
         scale=module.scaling,
+        softcap=getattr(module, "attn_logit_softcapping", None),
     )
 
 

@@ -118,14 +118,14 @@ def paged_prefill_attention(
 
 
 def prefill_state(
-    q: Tensor, begins: Sequence[int], kv: PagedKV, *, scale: float | None, window: int | None, sinks: Tensor | None,
-    rounded: bool,
+    q: Tensor, begins: Sequence[int], kv: PagedKV, *, scale: float | None, softcap: float | None, window: int | None,
+    sinks: Tensor | None, alibi_slopes: Tensor | None, rounded: bool,
 ) -> State:  # fmt: skip
     """The state of the tokens of checked arguments q [B,Hq,T,D], at `begins[b]` and the positions after it.
 
     `kv` may be the cache of one rank; out is then to be merged with that of others, and not `rounded`.
     """
-    tokens, mask, scores = q.shape[2], prefill_mask(window), resolve_scores(q, scale, None, None)
+    tokens, mask, scores = q.shape[2], prefill_mask(window), resolve_scores(q, scale, softcap, alibi_slopes)
     states = [
         paged_attention(
             contiguous_last_dim(_rows(q, some, positions)), (positions,), kv.sequences(some), mask=mask, scores=scores,

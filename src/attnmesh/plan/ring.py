@@ -414,6 +414,14 @@ class RingBuffers:
         return peak
 
 
+@lru_cache(maxsize=32)
+def _ring_buffers(shards: Shards, groups: tuple[tuple[int, ...], ...], world: int) -> RingBuffers:
+    """The buffers of the rings of all rank groups. They do not depend on heads and batch, which plans differ in."""
+    buffers = RingBuffers(world)
+    buffers.add_ring(ring_stages(shards, groups))
+    return buffers
+
+
 class RingSpec(GroupSpec):
     """The keys of every rank are sent once around the ring."""
 
@@ -427,8 +435,7 @@ class RingSpec(GroupSpec):
     def group_memory(self, grouped: GroupedWorkload, *, backward: bool) -> Floats:
         """Buffers and partial results do not grow with the number of ranks."""
         sizes, groups = grouped.sizes, grouped.all_groups
-        buffers = RingBuffers(sizes.world)
-        buffers.add_ring(ring_stages(grouped.shards, groups))
+        buffers = _ring_buffers(grouped.shards, tuple(map(tuple, groups)), sizes.world)
         if not backward:
             return buffers.forward_bytes(sizes, cpu=grouped.workload.device == "cpu")
         own = np.zeros(sizes.world, dtype=np.int64)

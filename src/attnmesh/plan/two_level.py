@@ -119,13 +119,12 @@ Inner = Callable[[int], Iterator[RingStages]]
 """From an outer stage to the stages of all inner rings."""
 
 
-def _stages(workload: Workload) -> tuple[Iterator[RingStages], Inner]:
+def _stages(shards: Shards, ranks_per_node: int) -> tuple[Iterator[RingStages], Inner]:
     """The stages of the outer rings, and of the inner rings."""
-    ranks_per_node = workload.ranks_per_node
-    arrays = vectorized(workload.shards)
+    arrays = vectorized(shards)
     if arrays is not None:
         return arrays.two_level(ranks_per_node)
-    plan = two_level_plan(workload.shards, ranks_per_node)
+    plan = two_level_plan(shards, ranks_per_node)
     nodes = range(plan.nodes)
     groups = [[node * ranks_per_node + i for node in nodes] for i in range(ranks_per_node)]
     outer = concurrent_stages([plan_stages(plan.outer(i), group, computes=False) for i, group in enumerate(groups)])
@@ -172,6 +171,17 @@ def _during(inner: Iterator[Round], exchanges: dict[str, Messages]) -> Iterator[
     yield from rounds
 
 
+@lru_cache(maxsize=32)
+def _buffers(shards: Shards, ranks_per_node: int) -> tuple[RingBuffers, RingBuffers]:
+    """The buffers of the outer and of the inner rings, which do not depend on heads and batch."""
+    outer, inner = _stages(shards, ranks_per_node)
+    between, within = RingBuffers(shards.world), RingBuffers(shards.world)
+    for at, stage in enumerate(outer):
+        between.add_stage(stage, first=at == 0)
+        within.add_ring(inner(at), own_keys=at == 0)
+    return between, within
+
+
 class TwoLevelRingSpec(ScheduleSpec):
     """A ring within every node, and a ring between nodes."""
 
@@ -183,17 +193,13 @@ class TwoLevelRingSpec(ScheduleSpec):
 
     def rounds(self, workload: Workload, *, backward: bool) -> Iterator[Round]:
         """One round per stage of the inner rings, for every outer stage."""
-        outer, inner = _stages(workload)
+        outer, inner = _stages(workload.shards, workload.ranks_per_node)
         return (_backward if backward else _forward)(outer, inner, RankSizes.of_workload(workload))
 
     def memory(self, workload: Workload, *, backward: bool) -> Floats:
         """The buffers of both rings."""
-        outer, inner = _stages(workload)
         sizes = RankSizes.of_workload(workload)
-        between, within = RingBuffers(sizes.world), RingBuffers(sizes.world)
-        for at, stage in enumerate(outer):
-            between.add_stage(stage, first=at == 0)
-            within.add_ring(inner(at), own_keys=at == 0)
+        between, within = _buffers(workload.shards, workload.ranks_per_node)
         if not backward:
             return between.key_bytes(sizes) + within.forward_bytes(sizes, cpu=workload.device == "cpu")
         # Visiting keys have sums of gradients on this rank, as its own keys have.

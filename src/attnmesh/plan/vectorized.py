@@ -214,7 +214,11 @@ class VectorizedRings:
 
     def all_stages(self) -> Iterator[RingStages]:
         """The stages, in order."""
-        return map(self._stage, range(self.stages))
+        try:
+            for at in range(self.stages):
+                yield self._stage(at)
+        finally:
+            self._recent.clear()
 
     def here(self, at: int) -> tuple[Ints, Runs]:
         """For every place at a stage: whose keys are there, and their positions."""
@@ -353,7 +357,6 @@ def _gathered(band: Band, queries: Runs, keys: Runs, ranks: Ints, world: int, ra
     """What every rank gathers where the i-th rank of each group, `ranks[group, i]`, holds the i-th queries and keys."""
     visible = _visible_runs(band, queries, keys)
     places = ranks.shape[1]
-    rows = np.array([_overlap(keys.at(source), visible) for source in range(places)])  # [source, target]
     columns = np.zeros((6, world), dtype=np.int64)
     runs = queries.start < queries.stop
     sides, calls = queries.stop - queries.start, np.ones(places, dtype=np.int64)
@@ -364,15 +367,16 @@ def _gathered(band: Band, queries: Runs, keys: Runs, ranks: Ints, world: int, ra
         calls = np.maximum(runs.sum(-1) + (runs & (queries.start > 0)).sum(-1), 1)
     known = [pairs(band, queries, visible), calls, visible.size, keys.size, *causal]
     columns[:, ranks] = np.stack(known)[:, None, :]
-    np.fill_diagonal(rows, 0)
     if ranks.size * (places - 1) <= MAX_LISTED_MESSAGES:
+        rows = np.array([_overlap(keys.at(source), visible) for source in range(places)])  # [source, target]
+        np.fill_diagonal(rows, 0)
         source, target = np.nonzero(rows)
         sent = np.tile(rows[source, target], len(ranks))
         traffic: RowTraffic | RowTrafficTotals = RowTraffic(
             ranks[:, source].reshape(-1), ranks[:, target].reshape(-1), sent
         )
     else:
-        traffic = _totals(rows, ranks, world, ranks_per_node)
+        traffic = _totals(keys, visible, ranks, world, ranks_per_node)
     return Gathered(columns[0], columns[1], columns[2], columns[3], traffic, (columns[4], columns[5]))
 
 
@@ -384,28 +388,38 @@ def _visible_runs(band: Band, queries: Runs, keys: Runs) -> Runs:
     stop = np.where(empty, 0, np.clip(queries.stop - 1 + band.end, 0, total))
     before = np.maximum.accumulate(np.concatenate([np.zeros_like(stop[:, :1]), stop[:, :-1]], 1), 1)
     start = np.maximum(start, before)  # both ends are non-decreasing
-    return Runs(start, np.maximum(start, stop))
+    return Runs.of(Runs(start, np.maximum(start, stop)).columns)
 
 
 def _overlap(held: Runs, visible: Runs) -> Ints:
     """The number of positions of one shard that every shard of queries sees."""
-    low = np.maximum(held.start[None, None, :], visible.start[:, :, None])
-    high = np.minimum(held.stop[None, None, :], visible.stop[:, :, None])
-    shared: Ints = np.maximum(high - low, 0).sum((-1, -2))
-    return shared
+    return _total(
+        [
+            np.maximum(np.minimum(stop, end) - np.maximum(start, begin), 0)
+            for start, stop in held.columns
+            for begin, end in visible.columns
+        ]
+    )
 
 
-def _totals(rows: Ints, ranks: Ints, world: int, ranks_per_node: int) -> RowTrafficTotals:
-    intra_out, intra_in, inter_out, inter_in, sends, group = np.zeros((6, world), dtype=np.int64)
-    for index, members in enumerate(ranks):
-        nodes = members // ranks_per_node
-        group[members] = index
-        sends[members] = (rows > 0).sum(1)
-        for place, rank in enumerate(members):
-            near = nodes == nodes[place]
-            intra_out[rank], inter_out[rank] = rows[place, near].sum(), rows[place, ~near].sum()
-            intra_in[rank], inter_in[rank] = rows[near, place].sum(), rows[~near, place].sum()
-    return RowTrafficTotals(group, intra_out, intra_in, inter_out, inter_in, sends)
+def _totals(keys: Runs, visible: Runs, ranks: Ints, world: int, ranks_per_node: int) -> RowTrafficTotals:
+    """Added up source by source: the rows between all pairs of thousands of ranks would take gigabytes."""
+    nodes, places = ranks // ranks_per_node, ranks.shape[1]
+    out, into, sends = np.zeros((3, places), dtype=np.int64)
+    near_out, near_in = np.zeros((2, *ranks.shape), dtype=np.int64)
+    for source in reported(range(places), places):
+        rows = _overlap(keys.at(source), visible)
+        rows[source] = 0
+        out[source], sends[source] = rows.sum(), np.count_nonzero(rows)
+        into += rows
+        near = (nodes == nodes[:, source, None]) * rows
+        near_out[:, source] = near.sum(1)
+        near_in += near
+    group = np.broadcast_to(np.arange(len(ranks))[:, None], ranks.shape)
+    columns = np.zeros((6, world), dtype=np.int64)
+    known = (group, near_out, near_in, out - near_out, into - near_in, np.broadcast_to(sends, ranks.shape))
+    columns[:, ranks] = np.stack(known)
+    return RowTrafficTotals(*columns)
 
 
 @dataclass(frozen=True)
@@ -424,17 +438,25 @@ class VectorizedShards:
 
     def ring(self, groups: Sequence[Sequence[int]]) -> Iterator[RingStages]:
         """The stages of the rings of all rank groups."""
-        places = np.arange(len(groups[0]), dtype=np.int64)
-        rings = VectorizedRings(self.band, _with_ring_dim(self.queries), _with_ring_dim(self.keys), places[None])
         ranks = np.array(groups, dtype=np.int64)
-        if np.array_equal(ranks, places[None]):
-            yield from rings.all_stages()
+        if np.array_equal(ranks, self._ring.ranks):
+            yield from self._ring.all_stages()
             return
-        for stage in rings.all_stages():
+        for stage in self._ring.all_stages():
             tiled = {name: np.tile(column, len(groups)) for name, column in stage._asdict().items()}
             for name in ("rank", "owner", "next_rank", "own_rank"):
                 tiled[name] = ranks[:, getattr(stage, name)].reshape(-1)
             yield RingStages(**tiled)
+
+    def pairs_of(self, rank: int) -> Ints:
+        """The (query, key) pairs of a rank's queries and each rank's keys."""
+        return pairs(self.band, self.queries.at(rank), self.keys)
+
+    @cached_property
+    def _ring(self) -> VectorizedRings:
+        """A ring of all shards, whose offsets and directions a forward and a backward share."""
+        places = np.arange(len(self.queries.start), dtype=np.int64)
+        return VectorizedRings(self.band, _with_ring_dim(self.queries), _with_ring_dim(self.keys), places[None])
 
     def two_level(self, ranks_per_node: int) -> tuple[Iterator[RingStages], Callable[[int], Iterator[RingStages]]]:
         """The stages of the outer rings, and a function from an outer stage to the stages of all inner rings."""
@@ -464,4 +486,9 @@ def _with_ring_dim(runs: Runs) -> Runs:
 
 def vectorized(shards: Shards) -> VectorizedShards | None:
     """The shards as arrays, where there are too many ranks for the plans and the arrays can express them."""
-    return VectorizedShards.of(shards) if shards.world > MAX_PLANNED_RANKS else None
+    return _arrays(shards) if shards.world > MAX_PLANNED_RANKS else None
+
+
+@functools.lru_cache(maxsize=32)
+def _arrays(shards: Shards) -> VectorizedShards | None:
+    return VectorizedShards.of(shards)

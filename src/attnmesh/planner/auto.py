@@ -15,15 +15,22 @@ rank, which is not needed, so it always costs more than a reduce-scatter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import inf
 
-from attnmesh.core.progress import reported
+import numpy as np
+
+from attnmesh.core.progress import reported_steps
 from attnmesh.plan.decode import COMBINES, Combine, DecodeShape, DecodeSharding, bytes_sent
-from attnmesh.plan.schedules import SCHEDULES, refusal
-from attnmesh.plan.workload import Workload
-from attnmesh.planner.cost import Cost, schedule_cost
+from attnmesh.plan.program import Program, Round
+from attnmesh.plan.schedules import SCHEDULES, program, refusal
+from attnmesh.plan.vectorized import vectorized
+from attnmesh.plan.workload import RankSizes, Workload
+from attnmesh.planner.cost import Cost, cost
 from attnmesh.planner.hardware import Cluster, Device, Link
+from attnmesh.planner.simulator.rounds import TooLongError
 from attnmesh.planner.units import readable_seconds
 
 # A ring computes run by run; with more runs per shard than this (packed documents) its blocks become too small.
@@ -37,6 +44,7 @@ class Choice:
     schedule: str
     costs: dict[str, Cost]
     refusals: dict[str, str]
+    slower: tuple[str, ...] = ()  # schedules whose costs are only known to be larger
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -44,32 +52,98 @@ class Choice:
         return {name: cost.seconds for name, cost in self.costs.items()}
 
     def __str__(self) -> str:
-        costs = ", ".join(f"{name} {readable_seconds(seconds)}" for name, seconds in self.seconds.items())
+        known = [f"{name} {readable_seconds(seconds)}" for name, seconds in self.seconds.items()]
+        costs = ", ".join([*known, *(f"{name} more" for name in self.slower)])
         others = "".join(f"; {name} cannot: {why}" for name, why in self.refusals.items())
         return f"{self.schedule}, the fastest by estimate ({costs}){others}"
 
 
 @lru_cache(maxsize=256)
-def choose_schedule(workload: Workload, cluster: Cluster) -> Choice:
+def choose_schedule(workload: Workload, cluster: Cluster, *, all_costs: bool = True) -> Choice:
     """The fastest schedule by estimate; the simplest of those that tie.
 
     The cost of forward and backward counts even where no gradient is required: otherwise activation checkpointing,
-    which recomputes a forward with gradients, could get other bits.
+    which recomputes a forward with gradients, could get other bits. Without `all_costs` a schedule is left once it has
+    taken longer than another one: of thousands of ranks, few rounds of a ring show that.
     """
-    costs, refusals = {}, {}
-    for schedule in reported(SCHEDULES, len(SCHEDULES)):
+    costs, refusals, slower = dict[str, Cost](), dict[str, str](), list[str]()
+    for schedule in SCHEDULES:
         why = refusal(schedule, workload.shards, workload.ranks_per_node) or _unsuitable(schedule, workload)
         if why is not None:
             refusals[schedule] = why
-            continue
-        forward, backward = (schedule_cost(schedule, workload, cluster, backward=way) for way in (False, True))
-        costs[schedule] = forward + backward
-    return Choice(min(costs, key=lambda name: costs[name].seconds), costs, refusals)
+    able = [name for name in SCHEDULES if name not in refusals]
+    weights = {name: _weight(name, workload) for name in able}
+    nodes = cluster.with_ranks_per_node(workload.ranks_per_node)
+    at_least = {} if all_costs else dict.fromkeys(("ring", "ring+ring"), _seconds_of_rings(workload, nodes))
+    order = able if all_costs else sorted(able, key=lambda name: weights[name])
+    with reported_steps() as report:
+        for schedule in order:
+            # What differs by rounding is no reason to leave a schedule.
+            limit = inf if all_costs or not costs else min(known.seconds for known in costs.values()) * (1 + 1e-9)
+            if at_least.get(schedule, 0.0) > limit:
+                slower.append(schedule)
+                continue
+            done = 2 * sum(weights[name] for name in (*costs, *slower))
+            total = 2 * sum(weights[name] for name in able if name in slower or at_least.get(name, 0.0) <= limit)
+
+            def watched(whole: Program, done: int = done, total: int = total) -> Program:
+                def rounds() -> Iterator[Round]:
+                    for at, round_ in enumerate(whole.rounds()):
+                        report(done + at, total)
+                        yield round_
+
+                return replace(whole, make=rounds)
+
+            backward, forward = (program(schedule, workload, backward=way) for way in (True, False))
+            try:
+                back = cost(watched(backward), nodes, limit)
+                there = cost(watched(forward, done + weights[schedule]), nodes, limit - back.seconds)
+                costs[schedule] = there + back
+            except TooLongError:
+                slower.append(schedule)
+    best = min((name for name in able if name in costs), key=lambda name: costs[name].seconds)
+    return Choice(best, costs, refusals, tuple(slower))
+
+
+def _weight(schedule: str, workload: Workload) -> int:
+    """About how long a schedule takes to simulate, in rounds of a ring. Those grow with its ranks, or its nodes."""
+    if not _is_ring(schedule):
+        return 8 + workload.world // (16 if schedule == "allgather" else 256)
+    return 8 + workload.world // (workload.ranks_per_node if schedule.startswith("ulysses") else 1)
+
+
+def _seconds_of_rings(workload: Workload, cluster: Cluster) -> float:
+    """Seconds that the slowest rank of a ring, or of a ring of rings, computes at least, forward and backward.
+
+    For each rank whose keys it sees there is a call of its own. 0 for few ranks, whose rings are soon simulated.
+    """
+    arrays, sizes, most = vectorized(workload.shards), RankSizes.of_workload(workload), 0.0
+    if arrays is None:
+        return 0.0
+    for rank in (0, workload.world - 1):  # under some layout and mask one of them sees the most keys
+        pairs = arrays.pairs_of(rank)
+        pairs[rank] = 0  # own keys may take several calls
+        calls, none = (pairs > 0).astype(np.int64), np.zeros_like(pairs)
+        seconds = 0.0
+        for way in (False, True):
+            alone, beside = (
+                cluster.device.kernel_seconds(
+                    sizes.attention(pairs, calls, backward=way, causal=(none, none), single=single)
+                )
+                for single in (True, False)
+            )
+            seconds += float(np.minimum(alone, beside).sum())
+        most = max(most, seconds)
+    return most
+
+
+def _is_ring(schedule: str) -> bool:
+    return schedule.split("+")[-1] == "ring"
 
 
 def _unsuitable(schedule: str, workload: Workload) -> str | None:
     runs = max((len(shard) for side in (workload.shards.queries, workload.shards.keys) for shard in side), default=0)
-    if schedule.split("+")[-1] == "ring" and runs > _MAX_RING_RUNS:
+    if _is_ring(schedule) and runs > _MAX_RING_RUNS:
         return f"shards of {runs} runs would make the blocks of a ring too small"
     return None
 

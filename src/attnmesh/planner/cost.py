@@ -96,10 +96,10 @@ def schedule_cost(schedule: str, workload: Workload, cluster: Cluster, *, backwa
     return cost(program(schedule, workload, backward=backward), cluster.with_ranks_per_node(workload.ranks_per_node))
 
 
-def cost(whole: Program, cluster: Cluster) -> Cost:
-    """The cost of a program."""
+def cost(whole: Program, cluster: Cluster, limit: float = np.inf) -> Cost:
+    """The cost of a program. Raises TooLongError, before its end, if it takes longer than `limit` seconds."""
     counter = LoadCounter(whole.world, cluster.ranks_per_node)
-    ran = run_rounds(counter.counting(whole), cluster, Slowdown())
+    ran = run_rounds(counter.counting(whole), cluster, Slowdown(), limit=limit)
     most = counter.maximum()
     seconds, computed = float(ran.finish.max(initial=0.0)), float(ran.computed.max(initial=0.0))
     why = _bottleneck(seconds, float(np.median(ran.computed)), most, cluster)

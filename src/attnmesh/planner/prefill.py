@@ -15,7 +15,7 @@ import numpy as np
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
-from attnmesh.core.progress import reported
+from attnmesh.core.progress import reported_steps
 from attnmesh.core.validation import check_number, check_type
 from attnmesh.plan.schedules import SCHEDULES, peak_bytes, refusal
 from attnmesh.plan.shards import shards
@@ -73,16 +73,22 @@ def prefill_ranking(request: PrefillRequest) -> Ranking:
     check_type("request", request, PrefillRequest)
     options, refused = [], {}
     found = list(parallelisms(request))
-    for parallelism in reported(found, len(found)):
-        if parallelism.cp > MAX_CP_RANKS:
-            refused[str(parallelism)] = f"more than {MAX_CP_RANKS} CP ranks: use `attnmesh simulate`"
-            continue
-        for schedule, why in _schedules(request, parallelism).items():
-            name = f"{parallelism} {schedule}" if parallelism.cp > 1 else str(parallelism)
-            if why is not None:
-                refused[name] = why
+    most = sum(parallelism.cp for parallelism in found if parallelism.cp <= MAX_CP_RANKS)
+    done = 0  # the time grows with CP ranks
+    with reported_steps() as report:
+        for parallelism in found:
+            if parallelism.cp > MAX_CP_RANKS:
+                refused[str(parallelism)] = f"more than {MAX_CP_RANKS} CP ranks: use `attnmesh simulate`"
                 continue
-            options.append(_option(request, parallelism, schedule, name))
+            schedules = _schedules(request, parallelism)
+            for i, (schedule, why) in enumerate(schedules.items()):
+                report(done + i * parallelism.cp // len(schedules), most)
+                name = f"{parallelism} {schedule}" if parallelism.cp > 1 else str(parallelism)
+                if why is not None:
+                    refused[name] = why
+                    continue
+                options.append(_option(request, parallelism, schedule, name))
+            done += parallelism.cp
     return ranked(options, request.cluster.device.memory, refused)
 
 

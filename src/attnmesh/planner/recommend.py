@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
+from attnmesh.core.progress import reported
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_count, check_type
 from attnmesh.plan.decode import Copies, DecodeShape, DecodeSharding, bytes_sent, cache_bytes, weight_copies
@@ -169,7 +170,10 @@ def recommend_sharding(
         ]
         return Recommendation(options[0], tuple(options[1:]))
     layer = DecodeLayer(shape, kv_bytes / layers, context)
-    costs = {sharding: cost(decode_program(sharding, layer, cluster.intra_node), cluster) for sharding in shardings}
+    costs = {
+        sharding: cost(decode_program(sharding, layer, cluster.intra_node), cluster)
+        for sharding in reported(shardings, len(shardings))
+    }
     shardings.sort(
         key=lambda sharding: costs[sharding].seconds
     )  # stable: of equal times, the one of the rule comes first

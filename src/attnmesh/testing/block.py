@@ -30,7 +30,9 @@ def random_block(
     hidden: int = 24,
     *,
     window: int | None = None,
+    softcap: float | None = None,
     sinks: bool = False,
+    alibi: bool = False,
     out: bool = True,
     biases: bool = True,
     norm: bool = False,
@@ -45,7 +47,8 @@ def random_block(
 ) -> tuple[AttentionConfig, AttentionWeights]:
     """Return a configuration with these stages, and the weights of the whole block."""
     config = AttentionConfig(
-        hidden, q_heads, kv_heads, head_dim, window=window, scale=scale, norm=Norm(1e-2) if norm else None,
+        hidden, q_heads, kv_heads, head_dim, window=window, scale=scale, softcap=softcap,
+        norm=Norm(1e-2) if norm else None,
         norm_before_rope=Norm(1e-3) if norm_before_rope else None,
         norm_after_rope=Norm(1e-1) if norm_after_rope else None,
         rope=Rope.plain(rotary_dim or head_dim, 100.0, rope) if rope else None,
@@ -69,6 +72,7 @@ def random_block(
     for name, present in (("norm_before_rope", norm_before_rope), ("norm_after_rope", norm_after_rope)):
         for x in "qk":
             weights[f"{x}_{name}"] = normal(head_dim, mean=1.0, std=0.3) if present else None
+    weights["alibi_slopes"] = normal(q_heads, std=0.3).abs() if alibi else None
     return config, AttentionWeights(**weights)
 
 
@@ -105,7 +109,12 @@ def reference_block(
     if config.window:
         visible &= at[:, None] < at + config.window
     scale = config.head_dim**-0.5 if config.scale is None else config.scale
-    scores = (q @ k.transpose(2, 3) * scale).masked_fill(~visible, -torch.inf)
+    scores = q @ k.transpose(2, 3) * scale
+    if config.softcap is not None:
+        scores = config.softcap * (scores / config.softcap).tanh()
+    if w["alibi_slopes"] is not None:
+        scores = scores - w["alibi_slopes"][:, None, None] * (at[:, None] - at).abs()
+    scores = scores.masked_fill(~visible, -torch.inf)
     if w["sinks"] is not None:
         scores = torch.cat([scores, w["sinks"][:, None, None].expand(*scores.shape[:3], 1)], -1)
     attended: Tensor = (scores.softmax(-1)[..., : x.shape[1]] @ v).transpose(1, 2)

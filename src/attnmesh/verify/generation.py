@@ -72,6 +72,8 @@ _CASES = (
     _Case("replicate_q", "fp32", 3, _WINDOW, {"exchange": Exchange(replicate_q=True)}, interleave=3, cp=True),
     _Case("split_size", "fp32", 3, _WINDOW, {"split_size": _SPLIT}, interleave=2 * _SPLIT),
     _Case("split_size same bits", "fp32", 1, _SINKS, {"split_size": _SPLIT}, interleave=_SPLIT),
+    _Case("ALiBi window", "fp32", 3, {"alibi": True} | _WINDOW, interleave=2, cp=True),
+    _Case("prefill softcap ALiBi", "fp32", _NEW_TOKENS, {"alibi": True, "softcap": 1.5}),
 )
 
 

@@ -174,8 +174,7 @@ def _attention(case: Case, mask: am.SparseMask, device: str) -> None:
     valid = indexed.valid_slots(indices, keys, mask)
     at, used, some = _read(indices, valid, mask, keys)
 
-    # Queries stay as they are: the Gluon forward adds -inf to scores of slots that do not count, and NaN would remain.
-    given = {"dq": _poisoned(q, torch.ones_like(some), case), "dk": _poisoned(kv, used, case)}
+    given = {"dq": _poisoned(q, some, case), "dk": _poisoned(kv, used, case)}
     given |= {} if v is None else {"dv": _poisoned(v, used, case)}
     given |= {} if sinks is None else {"dsinks": sinks}
     if grads is not None:

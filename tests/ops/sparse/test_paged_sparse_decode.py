@@ -30,6 +30,11 @@ class Case:
     d_v: int
     scale: float = 0.13
 
+    def used(self) -> Tensor:
+        """Which indices are read, [B, T, topk]."""
+        counts = torch.full(self.q.shape[:2], self.indices.shape[2]) if self.counts is None else self.counts
+        return (torch.arange(self.indices.shape[2]) < counts[..., None]) & (self.indices >= 0)
+
     def exact(self, dtype: torch.dtype = torch.float64) -> list[Tensor]:
         """The results from the definition, in float64 or by the plain computation in another precision."""
         keys = dequantize(self.pool, dtype, head_axis=2)[:, :, 0]
@@ -41,10 +46,11 @@ class Case:
         )
 
     def run(self, backend: str, **how: object) -> list[Tensor]:
-        """The results of the function for a poisoned pool and views, on the CPU."""
+        """The results on the CPU for views, with poison in the pool and in queries of tokens that read nothing."""
         device = device_of(backend)
+        q = self.q.masked_fill(~self.used().any(2)[..., None, None], torch.nan)
         tensors = {
-            "q": embedded(self.q.to(device)), "pool": poisoned(self).to_device(device),
+            "q": embedded(q.to(device)), "pool": poisoned(self).to_device(device),
             "block_table": None if self.table is None else self.table.to(device), "indices": self.indices.to(device),
         }  # fmt: skip
         options = {name: None if (x := getattr(self, name)) is None else x.to(device) for name in ("counts", "sinks")}
@@ -79,10 +85,8 @@ class Movable:
 
 def poisoned(case: Case) -> Movable:
     """The pool with poison in every slot that no token reads."""
-    counts = torch.full(case.q.shape[:2], case.indices.shape[2]) if case.counts is None else case.counts
-    used = (torch.arange(case.indices.shape[2]) < counts[..., None]) & (case.indices >= 0)
     live = torch.zeros(values_of(case.pool).shape[:2], dtype=torch.bool)
-    for b, t, j in used.nonzero().tolist():
+    for b, t, j in case.used().nonzero().tolist():
         index = int(case.indices[b, t, j])
         live[index // BLOCK if case.table is None else int(case.table[b, index // BLOCK]), index % BLOCK] = True
     if isinstance(case.pool, Tensor):

@@ -47,7 +47,8 @@ class Case:
         return torch.where(self.valid, self.indices - self.offset, 0).long()
 
     def poison(self) -> None:
-        """Keys that no valid slot names hold NaN."""
+        """Keys that no valid slot names hold NaN, and so do queries of rows that see nothing."""
+        self.q[~self.valid.any(1)] = torch.nan
         unused = torch.ones(len(self.k), dtype=torch.bool, device=self.k.device)
         unused[self.keys[self.valid]] = False
         assert unused.any()

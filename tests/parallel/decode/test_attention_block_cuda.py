@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import attnmesh as am
+from attnmesh.testing.block import random_block, reference_block, shard_block
 from helpers.blocks import generate, layer_outputs, transformers_layer
 from helpers.cases import else_slow
 
@@ -69,6 +70,19 @@ def test_every_exchange(exchange):
         return generate(made("gpt-oss", sharding, comm, torch.float32, exchange=exchange), x, PROMPTS, STEPS)
 
     for seen in am.run_virtual(4, rank):
+        assert error(seen, truth) <= 1e-5
+
+
+@pytest.mark.parametrize("sharding", [(1, 1, 1), (1, 2, 2)])
+def test_softcap_and_slopes(sharding):
+    x, _ = inputs("qwen3", torch.float32)
+    config, weights = random_block(16, 4, hidden=48, softcap=0.8, alibi=True, window=9, device="cuda")
+    truth = reference_block(config, weights, x).cpu()
+    sharding = am.DecodeSharding(*sharding, interleave=2)
+    for seen in am.run_virtual(
+        sharding.ranks,
+        lambda comm: generate(shard_block(config, weights, sharding, comm), x, PROMPTS, STEPS, most=33),
+    ):
         assert error(seen, truth) <= 1e-5
 
 

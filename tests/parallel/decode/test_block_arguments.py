@@ -98,6 +98,16 @@ WRONG_ALONE = {
     "the bias of rank 0": ({"weights": {"out_bias": torch.ones(24)}}, "out_bias must be given on rank 0 only"),
     "sinks": ({"weights": {"sinks": torch.ones(8)}}, "ranks disagree: tensors is"),
     "sinks of its own heads": ({"weights": {"sinks": torch.ones(4)}}, r"sinks must be \[8\] on rank 2, got \[4\]"),
+    "another softcap": ({"config": random_block(8, 4, softcap=2.0)[0]}, "ranks disagree: config"),
+    "slopes": ({"weights": {"alibi_slopes": torch.ones(8)}}, "ranks disagree: tensors is"),
+    "slopes of its own heads": (
+        {"weights": {"alibi_slopes": torch.ones(4)}},
+        r"alibi_slopes must be \[8\] on rank 2, got \[4\]",
+    ),
+    "slopes elsewhere": (
+        {"weights": {"alibi_slopes": torch.ones(8, device="meta")}},
+        "alibi_slopes must be on the device of qkv, cpu, got meta",
+    ),
     "a norm that nobody asked for": ({"weights": {"norm": torch.ones(24)}}, "norm must be None, since config.norm"),
     "weights of another dtype": (
         {"weights": {"qkv": torch.ones(80, 24).half(), "qkv_bias": None, "out": torch.ones(24, 16).half()}},

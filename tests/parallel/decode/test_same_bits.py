@@ -16,13 +16,14 @@ from helpers.blocks import assert_outputs_close, exact_weights, fed_lengths
 
 SPLIT, LENGTH, SEQUENCES = 8, 40, 3
 KINDS = {"plain": {}, "window": {"window": 13}, "sinks": {"sinks": True}, "both": {"window": 5, "sinks": True}}
+SCORES = {"slopes": {"alibi": True, "window": 13}, "softcap": {"alibi": True, "softcap": 0.5}}
 COUNTS = (1, 8, 3, 1, 5, 2)
 
 
 @cache
 def problem(kind, head_dim=8, heads=(8, 2)):
     """Weights without an output projection, whose sum over ranks would depend on their number, and inputs."""
-    config, weights = random_block(*heads, head_dim, 16, out=False, scale=0.1, **KINDS[kind])
+    config, weights = random_block(*heads, head_dim, 16, out=False, scale=0.1, **(KINDS | SCORES)[kind])
     return config, *exact_weights(weights, SEQUENCES, LENGTH)
 
 
@@ -86,6 +87,14 @@ SHARDINGS = [
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "both")) for kind in KINDS])
 def test_ranks_do_not_show(kind, sharding):
     assert same(attended(am.DecodeSharding(*sharding), kind), unsharded(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("slopes", "cpu"), pytest.param("softcap", "reference", marks=pytest.mark.slow)]
+)
+def test_ranks_do_not_show_with_other_scores(kind, backend):
+    found = attended(am.DecodeSharding(1, 2, 2, 2 * SPLIT), kind, backend=backend)
+    assert same(found, unsharded(kind, backend=backend))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ class AttentionConfig:
 
     `norm` applies to the input of the projections, `norm_before_rope` and `norm_after_rope` to each head of Q and K.
     `window` is the number of last keys, up to its own, that a query attends to. `scale` multiplies the scores; 1 /
-    sqrt(head_dim) by default. Biases, sinks and the output projection are present if the weights contain them.
+    sqrt(head_dim) by default. `softcap` bounds them, as in `attention`. Biases, sinks, ALiBi slopes and the output
+    projection are present if the weights contain them.
 
     Examples:
         >>> config = am.AttentionConfig(2880, 64, 8, 64, norm=am.Norm(1e-5), rope=am.Rope.plain(64), window=128)
@@ -49,6 +50,7 @@ class AttentionConfig:
     rope: Rope | None = None
     window: int | None = None
     scale: float | None = None
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         check_positive(hidden=self.hidden, q_heads=self.q_heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
@@ -67,6 +69,8 @@ class AttentionConfig:
             check_positive(window=self.window)
         if self.scale is not None:
             check_number("scale", self.scale)
+        if self.softcap is not None:
+            check_number("softcap", self.softcap, above=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +78,8 @@ class AttentionWeights:
     """The tensors of one rank, which has q query heads and kv kv heads. All except `qkv` are optional.
 
     `qkv` [(q + 2 kv) D, hidden] has the rows of Q, then K, then V. `out` [hidden, q D] computes this rank's part of the
-    output, which is summed over ranks. `out_bias` [hidden] is therefore on rank 0 only. `sinks` [q_heads] are those of
-    the whole model, since ranks attend with other heads than they project.
+    output, which is summed over ranks. `out_bias` [hidden] is therefore on rank 0 only. `sinks` and `alibi_slopes`
+    [q_heads] are those of the whole model, since ranks attend with other heads than they project.
 
     Examples:
         >>> config = am.AttentionConfig(hidden=32, q_heads=4, kv_heads=2, head_dim=8)
@@ -96,6 +100,7 @@ class AttentionWeights:
     q_norm_after_rope: Tensor | None = None
     k_norm_after_rope: Tensor | None = None
     sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -164,6 +169,10 @@ class AttentionWeights:
                     f"{name} must have the dtype and device of qkv, {self.qkv.dtype} on {self.qkv.device}, got "
                     f"{tensor.dtype} on {tensor.device}"
                 )
+        for name in ("sinks", "alibi_slopes"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.device != self.qkv.device:
+                raise ValueError(f"{name} must be on the device of qkv, {self.qkv.device}, got {tensor.device}")
         for stage, names in _OF_STAGE.items():
             for name in names:
                 if getattr(self, name) is not None and getattr(config, stage) is None:
@@ -227,6 +236,7 @@ class _Heads:
             "out_bias": (config.hidden,),
             "norm": (config.hidden,),
             "sinks": (config.q_heads,),
+            "alibi_slopes": (config.q_heads,),
         } | dict.fromkeys(norms, (config.head_dim,))
 
 

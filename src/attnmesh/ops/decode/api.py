@@ -198,13 +198,17 @@ def _with_slopes(call: DecodeCall, slopes: Tensor | None) -> DecodeCall:
     if call.key_range is not None:
         raise ValueError("key_range and alibi_slopes are mutually exclusive, got both")
     keys, tokens = (torch.arange(n, device=call.q.device) for n in (call.capacity, call.q.shape[2]))
-    own = call.cur_pos.long()[:, None] - (len(tokens) - 1) + tokens  # [B, T]
-    distance = (own[:, None, :, None] - keys).abs().to(accumulation_dtype(call.q.dtype))
-    bias = -slopes.to(distance.dtype)[:, None, None] * distance
+    bias = alibi_bias(slopes, call.cur_pos.long()[:, None] - (len(tokens) - 1) + tokens, keys, call.q.dtype)
     if call.mask is not None and call.mask.dtype != torch.bool:
         bias[..., : call.mask.shape[3]] += call.mask
     bias = bias.masked_fill(~reference.visible_pairs(call), -torch.inf)
     return replace(call, mask=bias, tree=None)
+
+
+def alibi_bias(slopes: Tensor, positions: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """What ALiBi adds to the scores of tokens at `positions` [B,T] and keys at `keys` [N]: [B,Hq,T,N]."""
+    distance = (positions[:, None, :, None] - keys).abs().to(accumulation_dtype(dtype))
+    return -slopes.to(distance.dtype)[:, None, None] * distance
 
 
 class PagedStep:
@@ -219,21 +223,23 @@ class PagedStep:
 
     def __call__(
         self, q: Tensor, k_pool: Stored, v_pool: Stored, *, scale: float | None, window: int | None = None,
-        sinks: Tensor | None = None, key_range: KeyRange | None = None, partial: bool = False,
-        into: State | None = None, backend: str = "auto",
+        sinks: Tensor | None = None, softcap: float | None = None, mask: Tensor | None = None,
+        key_range: KeyRange | None = None, partial: bool = False, into: State | None = None, backend: str = "auto",
     ) -> State:  # fmt: skip
         """Out and lse of one layer. Arguments are those of `paged_decode_attention`.
 
         A `partial` state is one to be merged with others: out is not rounded. Otherwise only out is defined.
         """
         key = (
-            q.shape, q.dtype, values_of(k_pool).shape, values_of(v_pool).shape, type(k_pool), scale, window, backend,
-            sinks is None, id(key_range), partial, None if into is None else (into.out.dtype, into.out.shape),
+            q.shape, q.dtype, values_of(k_pool).shape, values_of(v_pool).shape, type(k_pool), scale, window, softcap,
+            backend, sinks is None, id(mask), id(key_range), partial,
+            None if into is None else (into.out.dtype, into.out.shape),
         )  # fmt: skip
         if key not in self._checked:
             call = build_call(
-                q, k_pool, v_pool, self.block_table, cur_pos=self.cur_pos, mask=None, tree=None, scale=scale,
+                q, k_pool, v_pool, self.block_table, cur_pos=self.cur_pos, mask=mask, tree=None, scale=scale,
                 window=window, sinks=sinks, share_cache=False, max_splits=None, split_size=None, key_range=key_range,
+                softcap=softcap,
             )  # fmt: skip
             call = replace(call, rounded=not partial) if into is None else check_into(into, call, None)
             chosen = choose(call, backend)

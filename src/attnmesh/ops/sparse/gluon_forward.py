@@ -17,6 +17,9 @@ own), and `free` when the attender that averages those columns has read it, whic
 peak and the decay of a tile are ready before its weights. They, the weights and the bias of a tile live as long as its
 keys, so they need no barrier of their own before they are overwritten. Barriers are waited for by the parity of their
 phase, counted over the pairs of all items; waiting for the phase before the first succeeds at once.
+
+The scores of a query with NaN or inf stay NaN where a slot is invalid. So whether an item has any valid slot is not
+told by its scores: the gatherer tells it.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -115,6 +118,7 @@ class Memory(NamedTuple):
     k: Any  # two halves of each tile
     tail: Any  # of each tile, and then its weights [HEADS, KEYS]
     bias: Any  # of each tile: 0, or -inf where the slot is invalid
+    seen: Any  # the maxima of the biases of all tiles, for two items: all are -inf if no slot is valid
     peak: Any  # of each tile: the running maximum with it
     decay: Any  # of each tile: the factor of the sums so far
     sums: Any  # of weights, of the tiles of an attender, for two items
@@ -179,6 +183,7 @@ def _forward_kernel(
         k=gl.allocate_shared_memory(dtype, [4, _KEYS, _HALF], wide),
         tail=gl.allocate_shared_memory(dtype, [2, _KEYS, _TAIL], wide),
         bias=gl.allocate_shared_memory(gl.float32, [2, _KEYS], flat),
+        seen=gl.allocate_shared_memory(gl.float32, [2, _KEYS], flat),
         peak=gl.allocate_shared_memory(gl.float32, [2, _HEADS], flat),
         decay=gl.allocate_shared_memory(gl.float32, [2, _HEADS], flat),
         sums=gl.allocate_shared_memory(gl.float32, [4, _HEADS], flat),
@@ -258,6 +263,7 @@ def _gather(
         head = item.head_begin + slot
         is_head = head < work.heads
         q_rows = q + item.row * q_row + head.to(gl.int64) * q_head
+        seen = gl.full([_KEYS], float("-inf"), gl.float32, gl.SliceLayout(1, grid))
         mbarrier.wait(barriers.q_free.index(0), (done & 1) ^ 1)
         for pair in range(item.pairs):
             free = (step & 1) ^ 1
@@ -287,7 +293,11 @@ def _gather(
                 if TAILED and tile == 0:
                     _copy_tail(memory.tail.index(0), rows, valid, grid)
                 async_copy.mbarrier_arrive(barriers.back_ready.index(tile), increment_count=False)
-                memory.bias.index(tile).store(gl.where(valid, 0.0, float("-inf")))
+                bias = gl.where(valid, 0.0, float("-inf"))
+                memory.bias.index(tile).store(bias)
+                seen = gl.maximum(seen, bias)
+                if tile == 1:  # both attenders have finished the item before the last, whose place this is
+                    memory.seen.index(done % 2).store(seen)
                 mbarrier.arrive(barriers.back_ready.index(tile), count=1)
             step += 1
         done += 1  # noqa: SIM113 - Gluon has no enumerate
@@ -525,6 +535,7 @@ def _finish(
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
+    seen = gl.max(memory.seen.index(done % 2).load(_EVERY_WARP), 0)  # before the wait, which hides it
     # Alternating between two places: an attender is at most one item ahead of the other.
     place = 2 * (done % 2)
     memory.sums.index(place + PART).store(total)
@@ -533,6 +544,10 @@ def _finish(
     mbarrier.arrive(barriers.sums_ready.index(place + PART), count=1)
     mbarrier.wait(barriers.sums_ready.index(place + 1 - PART), (done // 2) & 1)
     total = total + memory.sums.index(place + 1 - PART).load(down)
+    # Without a valid slot the scores are -inf or NaN, the peak is -inf, and all sums may be NaN.
+    total = gl.where(seen < 0.0, 0.0, total)
+    if seen < 0.0:  # rarely taken; the compiler would make a selection, for every item, of an assignment of 0
+        out = gl.where(out == out, out, 0.0)  # 0 or NaN
     head = item.head_begin + gl.arange(0, _HEADS, layout=down)
     is_head = head < heads
     kept = 1.0
@@ -544,6 +559,7 @@ def _finish(
         gl.store(results.lse + item.row * heads + head, (peak + gl.log2(total)) / _LOG2_E, mask=is_head)
         if results.top is not None:
             largest = gl.maximum(largest, memory.largest.index(place).load(down))
+            largest = gl.where(seen < 0.0, float("-inf"), largest)
             gl.store(results.top + item.row * heads + head, largest / _LOG2_E, mask=is_head)
     return (out * share[:, None]).to(results.out.dtype.element_ty)
 

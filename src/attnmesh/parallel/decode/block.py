@@ -50,7 +50,8 @@ from attnmesh.parallel.decode.ranks import DecodeRanks, all_ranks_of, decode_ran
 from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, KvRows
 
 _DEFAULT_EXCHANGE = Exchange()
-_REPLICATED = [field.name for field in fields(AttentionWeights) if "norm" in field.name or field.name == "sinks"]
+_OF_ALL_HEADS = ("sinks", "alibi_slopes")
+_REPLICATED = [field.name for field in fields(AttentionWeights) if "norm" in field.name or field.name in _OF_ALL_HEADS]
 _SHARED_WEIGHTS = [field.name for field in fields(AttentionWeights) if field.name != "out_bias"]  # only on rank 0
 
 
@@ -118,11 +119,11 @@ class AttentionBlock:
         self._heads_out = tuple(len(sharding.q_heads(peer, heads)) for peer in peers)
         cp_heads = tuple(len(sharding.cp_heads(peer, heads)) for peer in sharding.cp_peers(self.rank))
         self._states = StateExchange(self._ranks.cp, cp_heads)
-        group = sharding.group_heads(self.rank, heads)
-        sinks = None if weights.sinks is None else weights.sinks[group.start : group.stop]
+        sinks, slopes = self._of_heads(sharding.group_heads(self.rank, heads))
         self._attention = DecodeAttention(
-            self._states, config.scale, config.window, sinks, split_size, sharding.interleave, backend
-        )
+            self._states, config.scale, config.window, sinks, split_size, sharding.interleave, backend, config.softcap,
+            slopes,
+        )  # fmt: skip
 
     def make_cache(
         self, *, batch: int, num_blocks: int, block_size: int, max_length: int, layers: int = 1,
@@ -177,6 +178,13 @@ class AttentionBlock:
             cache.mark_written(step, layer)
         return out
 
+    def _of_heads(self, heads: range) -> tuple[Tensor | None, Tensor | None]:
+        """The sinks and the ALiBi slopes of some heads of the model."""
+        sinks, slopes = (
+            None if x is None else x[heads.start : heads.stop] for x in (self.weights.sinks, self.weights.alibi_slopes)
+        )
+        return sinks, slopes
+
     def _number_cache(self, cache: ShardedCache) -> ShardedCache:
         """The cache, with a number by which ranks compare which of several they use."""
         if cache.number is None:
@@ -192,7 +200,10 @@ class AttentionBlock:
         tokens = StepTokens(x, step.positions, cache.rows, step.slots if update_cache else None, cos_sin)
         buffer, _ = self._project(tokens, cache, layer, heads_in.parts, self._settings.kv_rows)
         q = self._gather_heads(heads_in, buffer, step.tokens)
-        kv = LocalKV(cache.keys(layer), cache.values(layer), cache.block_table, step.cur_pos, step.key_range)
+        kv = LocalKV(
+            cache.keys(layer), cache.values(layer), cache.block_table, step.cur_pos, step.key_range,
+            positions=None if self.weights.alibi_slopes is None else _positions(cache, step),
+        )  # fmt: skip
         out = self._attention(q, kv, self._combine(x))
         heads = heads_out.scatter_heads(out)
         return heads.transpose(1, 2) if self.weights.out is None else self._project_output(heads)
@@ -239,15 +250,17 @@ class AttentionBlock:
 
     def _first_tokens(self, q: Tensor, kv: Tensor, tokens: StepTokens, cache: ShardedCache, layer: int) -> Tensor:
         """The attention of this rank's query heads [n, q, T, D] over the projected kv alone, [n, T, q, D]."""
-        config, sinks = self.config, self.weights.sinks
+        config = self.config
         own = self.sharding.q_heads(self.rank, config.q_heads)
         per_kv, first = config.q_heads // config.kv_heads, self.sharding.kv_heads(self.rank, config.kv_heads).start
         angles = tokens.positions if tokens.cos_sin is None else tokens.cos_sin
         both = keys_and_values(kv, angles, config, self.weights)
         pools = cache.keys(layer), cache.values(layer)
         k, v = (kv_heads_of(as_stored(pool, x), own, per_kv, first) for x, pool in zip(both, pools, strict=True))
-        own_sinks = None if sinks is None else sinks[own.start : own.stop]
-        return by_heads(q, k, v, scale=config.scale, window=config.window, sinks=own_sinks)
+        sinks, slopes = self._of_heads(own)
+        return by_heads(
+            q, k, v, scale=config.scale, softcap=config.softcap, window=config.window, sinks=sinks, alibi_slopes=slopes
+        )
 
     def _gather_heads(self, heads_in: HeadExchange, buffer: Tensor, tokens: int) -> Tensor:
         """Queries of all heads that attend here, [B_own, H, T, D], from the send buffer."""
@@ -298,6 +311,12 @@ class AttentionBlock:
         """The output projection of this rank's heads [..., q, D], summed over all ranks: [..., hidden]."""
         part = F.linear(heads.flatten(-2), self.weights.out, self.weights.out_bias)  # type: ignore[arg-type]
         return part if self.sharding.ranks == 1 else self._ranks.all_ranks.all_reduce(part, reuse=True)
+
+
+def _positions(cache: ShardedCache, step: Step) -> tuple[Tensor, Tensor]:
+    """The positions of this rank's new tokens, and of the keys that a row of its block table can hold."""
+    index = torch.arange(cache.block_table.shape[1] * cache.block_size, device=cache.block_table.device)
+    return step.positions[cache.rows.start : cache.rows.stop], cache.local.layout.shard.position(index)
 
 
 def _faster_kv_rows(other_rows: int, weights: int, device: str) -> KvRows:

@@ -15,7 +15,8 @@ per sequence, B sequences, h_c query heads of rank c, h of this rank, and H of a
 
 The keys that a token attends to on one rank are a contiguous range of the keys stored there (`key_range`), so kernels
 know nothing of ranks. A new token is written by the rank that stores its position before any rank attends, and is
-attended to there, once. Sinks are added once, after the merge.
+attended to there, once. Sinks are added once, after the merge. ALiBi is a mask of the true distances, in place of the
+range.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from attnmesh.core.masks import Mask
 from attnmesh.core.merge import discount_sinks_batch_invariant, merge_stacked, scale_for_sum, unpack_state
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.decode.api import PagedStep, paged_decode_attention
+from attnmesh.ops.decode.api import PagedStep, alibi_bias, paged_decode_attention
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
 from attnmesh.ops.dense.api import attention_state
 from attnmesh.ops.merge import merge_packed
@@ -51,7 +52,8 @@ class LocalKV(NamedTuple):
 
     `block_table` is int32 [B, blocks], and `cur_pos` int32 [B] the index of the last key stored here. `key_range`
     returns, for a window, the keys stored here that each new token attends to: `first` and `end`, int32 [B, T]. `step`
-    is what the layers of a step share on the CPU: they are checked once.
+    is what the layers of a step share on the CPU: they are checked once. `positions`, which ALiBi needs, are those of
+    the new tokens [B, T] and of all keys that a row of the block table can hold [n], in the whole sequence.
     """
 
     keys: Stored
@@ -60,6 +62,7 @@ class LocalKV(NamedTuple):
     cur_pos: Tensor
     key_range: Callable[[int | None], tuple[Tensor, Tensor]]
     step: PagedStep | None = None
+    positions: tuple[Tensor, Tensor] | None = None
 
     def paged_step(self) -> PagedStep:
         """The step that this layer belongs to, or one of its own."""
@@ -120,8 +123,8 @@ class StateExchange:
 class DecodeAttention:
     """Attention of new tokens over the positions of all ranks of a CP group: a few per sequence, or `prefill`.
 
-    `sinks` [H] are those of all heads that attend here. With `split_size` the bits do not depend on the number of
-    ranks; `interleave` is then the number of consecutive positions per rank, a multiple of it.
+    `sinks` and `alibi_slopes` [H] are those of all heads that attend here. With `split_size` the bits do not depend on
+    the number of ranks; `interleave` is then the number of consecutive positions per rank, a multiple of it.
     """
 
     states: StateExchange
@@ -131,20 +134,25 @@ class DecodeAttention:
     split_size: int | None = None
     interleave: int = 1
     backend: str = "auto"
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
 
     def __call__(self, q: Tensor, kv: LocalKV, combine: Combine | Literal["all_gather"]) -> Tensor:
         """The output [B, h, T, D] of this rank's heads (of all heads with all_gather), from q [B, H, T, D]."""
         if self.split_size is not None:
             return self._with_fixed_splits(q, kv, self.split_size)
+        mask = self._alibi_mask(q, kv)
         if self.states.comm.world == 1:
             return kv.paged_step()(
-                q, kv.keys, kv.values, scale=self.scale, window=self.window, sinks=self.sinks, backend=self.backend
-            ).out
+                q, kv.keys, kv.values, scale=self.scale, window=self.window, sinks=self.sinks, softcap=self.softcap,
+                mask=mask, backend=self.backend,
+            ).out  # fmt: skip
         # One token without a window attends to all keys stored here: the kernel needs no range.
-        key_range = kv.key_range(self.window) if q.shape[2] > 1 or self.window is not None else None
+        ranged = mask is None and (q.shape[2] > 1 or self.window is not None)
+        key_range = kv.key_range(self.window) if ranged else None
         packed = _empty_packed(q, kv) if q.is_cuda else None  # on the CPU, packing a state costs less than views of it
         state = kv.paged_step()(
-            q, kv.keys, kv.values, scale=self.scale, key_range=key_range, partial=True,
+            q, kv.keys, kv.values, scale=self.scale, softcap=self.softcap, mask=mask, key_range=key_range, partial=True,
             into=None if packed is None else unpack_state(packed), backend=self.backend,
         )  # fmt: skip
         packed = pack_state(state) if packed is None else packed
@@ -157,10 +165,20 @@ class DecodeAttention:
         """
         sharded = self.states.comm.world > 1
         state = prefill_state(
-            q, begins, kv, scale=self.scale, window=self.window, sinks=None if sharded else self.sinks,
-            rounded=not sharded,
+            q, begins, kv, scale=self.scale, softcap=self.softcap, window=self.window,
+            sinks=None if sharded else self.sinks, alibi_slopes=self.alibi_slopes, rounded=not sharded,
         )  # fmt: skip
         return self.states.combine(pack_state(state), self.sinks, q.dtype, combine) if sharded else state.out
+
+    def _alibi_mask(self, q: Tensor, kv: LocalKV) -> Tensor | None:
+        """What ALiBi adds to the scores, [B, H, T, n]; -inf for keys that a token does not attend to."""
+        if self.alibi_slopes is None:
+            return None
+        assert kv.positions is not None
+        first, end = (x[:, None, :, None] for x in kv.key_range(self.window))
+        index = torch.arange(len(kv.positions[1]), device=q.device)
+        bias = alibi_bias(self.alibi_slopes, *kv.positions, q.dtype)
+        return bias.masked_fill_((index < first) | (index >= end), -torch.inf)
 
     def _with_fixed_splits(self, q: Tensor, kv: LocalKV, size: int) -> Tensor:
         """The same bits for any number of ranks: states of splits of `size` positions, merged in position order.
@@ -173,13 +191,18 @@ class DecodeAttention:
         start = torch.arange(0, splits * size, size, dtype=torch.int32, device=q.device)[:, None]
         first, end = ((x[:, None] - start).clamp(0, size).flatten(0, 1) for x in kv.key_range(self.window))
         queries = q.repeat_interleave(splits, 0)
+        mask = self._alibi_mask(q, kv)
+        if mask is not None:
+            mask = F.pad(mask, (0, splits * size - mask.shape[3]), value=-torch.inf)
+            mask = mask.unflatten(3, (splits, size)).movedim(3, 1).flatten(0, 1)
         packed = _empty_packed(queries, kv)
         for at in range(0, rows * splits, MAX_SEQUENCES):  # to the kernel, every split is a sequence
             some = slice(at, at + MAX_SEQUENCES)
             paged_decode_attention(
                 queries[some], kv.keys, kv.values, table[some], cur_pos=end[some, -1] - 1, scale=self.scale,
-                key_range=(first[some], end[some]), split_size=size, into=unpack_state(packed[:, some]),
-                backend=self.backend,
+                softcap=self.softcap, mask=None if mask is None else mask[some],
+                key_range=(first[some], end[some]) if mask is None else None, split_size=size,
+                into=unpack_state(packed[:, some]), backend=self.backend,
             )  # fmt: skip
         packed = packed.view(heads, rows, splits, tokens, packed.shape[-1])
         sharded = self.states.comm.world > 1

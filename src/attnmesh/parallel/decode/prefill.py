@@ -107,10 +107,12 @@ class PrefillRows:
 
 
 def by_heads(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None, sinks: Tensor | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, softcap: float | None, window: int | None,
+    sinks: Tensor | None, alibi_slopes: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Causal attention of the first T tokens of sequences, [B, T, h, D]: q [B, h, T, D] over its kv heads' k and v."""
-    call = Call(q, k, v, _square(prefill_mask(window), q.shape[2]), resolve_scores(q, scale, None, None))
+    scores = resolve_scores(q, scale, softcap, alibi_slopes)
+    call = Call(q, k, v, _square(prefill_mask(window), q.shape[2]), scores)
     return forward(call, sinks, "auto").out.transpose(1, 2)
 
 

@@ -25,6 +25,10 @@ TINY = 1e-300  # seconds, to avoid a division by 0
 CACHED_ROUTES = 4  # exchanges whose routes are cached: the next often have the same ends, as in a ring
 
 
+class TooLongError(Exception):
+    """A program takes longer than the limit."""
+
+
 @dataclass(frozen=True)
 class _Paths:
     """The routes of an exchange, and what follows from them."""
@@ -72,7 +76,7 @@ class _RoundSimulation:
         self.in_flight: list[InFlight] = []
         self.recent: list[_Paths] = []
 
-    def run(self) -> Record:
+    def run(self, limit: float) -> Record:
         record = self.record
         for round_ in self.program.rounds():
             self.start(round_)
@@ -80,6 +84,8 @@ class _RoundSimulation:
             after = self.wait(worked, round_.waits, round_)
             record.waited += after - worked
             self.now = after
+            if after.max(initial=0.0) > limit:
+                raise TooLongError
         end = self.wait(self.now, tuple(self.done), None)
         record.waited += end - self.now
         record.finish = end
@@ -244,6 +250,8 @@ class _RoundSimulation:
         return done
 
 
-def run_rounds(program: Program, cluster: Cluster, slow: Slowdown, keep: Collection[int] = ()) -> Record:
-    """Simulate a program on a cluster, round by round."""
-    return _RoundSimulation(program, cluster, slow, keep).run()
+def run_rounds(
+    program: Program, cluster: Cluster, slow: Slowdown, keep: Collection[int] = (), limit: float = np.inf
+) -> Record:
+    """Simulate a program on a cluster, round by round. Raises TooLongError once a rank is later than `limit`."""
+    return _RoundSimulation(program, cluster, slow, keep).run(limit)
