@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,24 +70,24 @@ class ContinuousBatch:
         )  # fmt: skip
         self._engine, self._ranks, self._stats, self._callbacks = engine, ranks, stats, callbacks
         self.requests: list[Request] = []  # in progress
-        self._changing = False  # also after an interruption
+        self._changing = self._in_ledger = False  # also after an interruption
         self._generator = generator
 
     def submit(self, request: Request) -> None:
         """Take a request."""
-        with self._change():
+        with self._change(), self._ledger():
             self.requests.append(request)
             self.scheduler.add(request)
 
     def cancel(self, request: Request) -> None:
         """End a request; what was computed stays cached for reuse."""
-        with self._change():
+        with self._change(), self._ledger():
             request.finish_reason = "cancelled"
             self._end(request)
 
     def forget_finished(self) -> None:
         """Free what is kept for reuse."""
-        with self._change():
+        with self._change(), self._ledger():
             for cache in self.scheduler.caches:
                 cache.forget_cached()
 
@@ -94,17 +95,23 @@ class ContinuousBatch:
         """Compute the next step of all groups, at most `step_tokens` tokens each; the new tokens, by request."""
         with self._change():
             began = time.perf_counter()
-            plan = self.scheduler.plan(step_tokens)
+            with self._ledger():
+                plan = self.scheduler.plan(step_tokens)
             for comm in (self._ranks.group, self._ranks.across_groups):  # compared with the next message
                 comm.note("step", str([self._generator, plan.width, *(each.digest for each in plan.groups)]))
             logits = self._compute(plan)
+            with self._ledger():
+                self._mark_written(plan)
             new = self._exchange(plan, self._choose(plan, logits))
             seconds = time.perf_counter() - began
             if any(plan.groups[group].chunks for group in self._ranks.computed):
                 self._stats.prefill_seconds += seconds
             else:
                 self._stats.decode_seconds += seconds
-            return self._commit(plan, new, logits)
+            with self._ledger():
+                tokens = self._commit(plan, new)
+            self._report_logits(tokens, logits)
+            return tokens
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -114,13 +121,21 @@ class ContinuousBatch:
         yield
         self._changing = False
 
+    @contextmanager
+    def _ledger(self) -> Iterator[None]:
+        """Around changes of caches and requests that belong together."""
+        self._in_ledger = True
+        yield
+        self._in_ledger = False
+
     def _restore(self) -> None:
-        """Compute all requests again from the tokens that they have."""
+        """Compute all requests again from the tokens that they have, where nothing else is cached for them."""
         for request in self.requests:
             if request.finish_reason not in ("cancelled", "error"):
                 request.restore()
         self.requests = [request for request in self.requests if not request.finished]
-        self.scheduler.reset(self.requests)
+        self.scheduler.reset(self.requests, clear=self._in_ledger)
+        self._in_ledger = False
 
     def _compute(self, plan: StepPlan) -> dict[Request, Tensor]:
         """Run the passes of the groups that this rank computes.
@@ -150,19 +165,22 @@ class ContinuousBatch:
                 logits[chunk.request] = after
             if self._callbacks.on_prefill is not None:
                 self._callbacks.on_prefill(chunk.begin + len(chunk.ids), len(chunk.sequence.ids))
-        for each in plan.groups:
+        return logits
+
+    def _mark_written(self, plan: StepPlan) -> None:
+        """Record, for all groups, that the keys and values of a step are in the cache."""
+        for cache, each in zip(self.scheduler.caches, plan.groups, strict=True):
             for new in [each.new, *(chunk.new for chunk in each.chunks)]:
                 if new is not None:
-                    self.scheduler.caches[new.sequences[0].kvdp_rank].mark_written(new)
+                    cache.mark_written(new)
         self._note_stored()
-        return logits
 
     def _note_stored(self) -> None:
         """Record what this rank stores, if it is more than before."""
         engine, stats = self._engine, self._stats
         own = engine.cache.local.sequences.values()
         stored = sum(engine.shard.length(each.length) for each in own)
-        if stored > stats.cached_tokens:
+        if stored >= stats.cached_tokens:
             held = [engine.kv_bytes(each) for each in own]
             stats.cached_tokens, stats.kv_bytes = stored, sum(each for each, _ in held)
             stats.kv_bytes_unsharded = sum(each for _, each in held)
@@ -227,9 +245,7 @@ class ContinuousBatch:
         pairs = [pair for both in zip(requests, rows, strict=True) for pair in zip(*both, strict=True)]
         return sorted(pairs, key=lambda pair: pair[0].number)
 
-    def _commit(
-        self, plan: StepPlan, new: list[tuple[Request, list[float]]], logits: dict[Request, Tensor]
-    ) -> list[Token]:
+    def _commit(self, plan: StepPlan, new: list[tuple[Request, list[float]]]) -> list[Token]:
         """Append the new tokens to their requests, and end those that are complete."""
         tokens = []
         for request in plan.failed:
@@ -248,12 +264,18 @@ class ContinuousBatch:
             tokens += new_tokens
             if request.group in self._ranks.computed:
                 self._stats.generated_tokens += len(new_tokens)
-                if self._callbacks.on_logits is not None:
-                    for row in logits[request][: len(new_tokens)].clone():  # who keeps one would keep those of all
-                        self._callbacks.on_logits(request.label, row)
             if request.finished:
                 self._end(request)
         return tokens
+
+    def _report_logits(self, tokens: list[Token], logits: dict[Request, Tensor]) -> None:
+        """Call the function of the caller with the logits of new tokens, of the groups that this rank computes."""
+        if self._callbacks.on_logits is None:
+            return
+        counts = Counter(token.row for token in tokens)
+        for request, rows in logits.items():
+            for row in rows[: counts[request.label]]:
+                self._callbacks.on_logits(request.label, row.clone())  # who keeps one would keep those of all
 
     def _extend(self, plan: StepPlan, request: Request, numbers: list[float]) -> list[Token]:
         """Append the next token or, with a draft, the correct part of that and one more."""

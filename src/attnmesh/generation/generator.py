@@ -6,6 +6,7 @@ Groups prefill and decode independently. After every step they exchange their ne
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,10 @@ from attnmesh.plan.decode import DecodeSharding
 
 _GREEDY = Sampling()
 _STEP_TOKENS = 2048
+
+
+class _Running:
+    """Lives as long as a step: also after an interruption it is known whether one is in progress."""
 
 
 class Generator:
@@ -133,6 +138,8 @@ class Generator:
             self.engine, self._ranks, generator=self._progress.generator, stats=self.stats, callbacks=self._callbacks
         )
         self._submitted = 0
+        self._running: weakref.ref[_Running] | None = None  # while a step is in progress
+        self._calls: list[tuple[weakref.ref[Iterator[Token]], list[Request]]] = []  # of generate, in progress
         self._owner = object()  # of requests: without a reference to this
 
     def generate(
@@ -184,7 +191,9 @@ class Generator:
         self._check_in_step()
         requests = check_on_all_ranks(self.comm, "generate", check_arguments, force=True)
         self._progress.begin_call([request.prompt for request in requests])
-        return self._generate(requests)
+        iterator = self._generate(requests)
+        self._calls.append((weakref.ref(iterator), requests))
+        return iterator
 
     def _generate(self, requests: list[Request]) -> Iterator[Token]:
         self._raise_if_out_of_step("generate")
@@ -206,10 +215,13 @@ class Generator:
                 if failed:
                     raise failed[0]
         finally:
-            if not self.engine.is_out_of_step:
-                for request in requests:
-                    if not request.finished:
-                        self._batch.cancel(request)
+            self._cancel_all(requests)
+
+    def _cancel_all(self, requests: list[Request]) -> None:
+        """Cancel what is left of a call of generate."""
+        for request in requests:
+            if request in self._batch.requests and not self.engine.is_out_of_step:
+                self._batch.cancel(request)
 
     # Continuous batching.
 
@@ -312,13 +324,17 @@ class Generator:
         return self._step("step", self._step_tokens) if self._batch.requests else []
 
     def _step(self, operation: str, step_tokens: int) -> list[Token]:
+        self._check_no_callback()
         bytes_before = self.comm.traffic.bytes
+        running = _Running()
         try:
+            self._running = weakref.ref(running)
             tokens = self._batch.step(step_tokens)
         except BaseException as error:
             self._report_interruption(operation, error)
             raise
         finally:
+            self._running = None
             self.stats.bytes_sent += self.comm.traffic.bytes - bytes_before
         self._progress.add_step([(token.row, [token.id]) for token in tokens])
         return tokens
@@ -379,8 +395,18 @@ class Generator:
     def _check_in_step(self) -> None:
         """Raise CommError after an interrupted exchange; log how far this rank is, to be compared with the others."""
         self._raise_if_out_of_step("generate")
+        self._check_no_callback()
+        for iterator, requests in self._calls:  # again, in case that was interrupted, too
+            if iterator() is None:
+                self._cancel_all(requests)
+        self._calls = [call for call in self._calls if call[0]() is not None]
         self.comm.note("earlier calls", str(self._progress))
-        self._ranks.group.note("cached sequences", self.engine.state())
+        self.comm.note("cached sequences", self.engine.state())
+
+    def _check_no_callback(self) -> None:
+        """Raise ValueError within a step: a function of the caller may not call the generator that calls it."""
+        if self._running is not None and self._running() is not None:
+            raise ValueError("a callback must not call the Generator that calls it: a step is in progress")
 
     def _raise_if_out_of_step(self, operation: str) -> None:
         if self.engine.is_out_of_step:

@@ -145,10 +145,13 @@ class Scheduler:
         for sequence, (_, token) in zip(request.sequences, beams, strict=True):
             sequence.ids.append(token)
 
-    def reset(self, requests: Sequence[Request]) -> None:
-        """Let these requests wait, in place of all others, with empty caches."""
+    def reset(self, requests: Sequence[Request], *, clear: bool) -> None:
+        """Let these requests wait, in place of all others. Finished blocks stay cached, unless caches are cleared."""
         for cache in self.caches:
-            cache.clear()
+            if clear:
+                cache.clear()
+            for sequence in list(cache.sequences.values()):
+                cache.free(sequence)
         for request in requests:
             request.sequences, request.search = [], None
         self.waiting, self.running = sorted(requests, key=_number), [[] for _ in self.caches]
@@ -179,7 +182,7 @@ class Scheduler:
         if not any(request.options.speculative for request, _ in decoded):
             return
         room = min(
-            MAX_DECODE_TOKENS, *(request.max_length - each.length for request, each in decoded),
+            MAX_DECODE_TOKENS, *(request.max_length - each.length - 1 for request, each in decoded),
             *(1 + plan.budget // len(plan.decoded) for plan in step.groups if plan.decoded),
         )  # fmt: skip
         drafts = {request: request.draft(each.ids, room - 1) for request, each in decoded}
