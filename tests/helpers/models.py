@@ -284,7 +284,7 @@ def _add_weights(writer, model) -> None:
 
 def check_blocks(generator):
     """Every block is in one state, and the sequences are those of requests in progress."""
-    for cache in generator.engine.cache.by_kvdp_rank:
-        cache._pool.check_invariants([each.blocks for each in cache.sequences.values()])
+    for group in generator.engine.cache.by_kvdp_rank:
+        group._pool.check_invariants([each.blocks for each in group.sequences.values()])
     sequences = [each for request in generator._batch.requests for each in request.sequences]
     assert sorted(each.row for each in sequences) == sorted(generator.engine.cache.sequences)

@@ -82,8 +82,9 @@ class ContinuousBatch:
     def cancel(self, request: Request) -> None:
         """End a request; what was computed stays cached for reuse."""
         with self._change(), self._ledger():
-            request.finish_reason = "cancelled"
-            self._end(request)
+            if request in self.requests:  # after an interruption it may have all its tokens
+                request.finish_reason = "cancelled"
+                self._end(request)
 
     def forget_finished(self) -> None:
         """Free what is kept for reuse."""

@@ -159,6 +159,7 @@ class Request:
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     processor_error: Exception | None = None  # on ranks where a logits processor raised it
+    cached: int = 0  # prompt tokens that were in the cache when it began
     group: int = 0  # of ranks that compute it
     sequences: list[CacheSequence] = field(default_factory=list)  # of each beam, or one; none while it waits
     search: BeamSearch | None = None  # once its prompt is computed, if it has beams

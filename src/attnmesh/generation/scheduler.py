@@ -249,6 +249,8 @@ class Scheduler:
             self.waiting.remove(request)
             insort(self.running[group], request, key=_number)
             request.group, request.sequences = group, [sequence]
+            if not request.tokens:  # and was not preempted
+                request.cached = sequence.cached
             step.groups[group].reused += sequence.cached
             self._compute_chunk(request, step.groups[group])
             return True
