@@ -1,7 +1,7 @@
 """Compile kernels for a GPU on a machine without one.
 
-A process of its own runs the launchers with a driver that reports that GPU, stops each launch after its compilation, and
-reads the machine code. (Of its own, because Triton interprets kernels in the tests' process. A fork of one that has
+A process of its own runs the launchers with a driver that reports that GPU, stops each launch after its compilation,
+and reads the machine code. (Of its own, because Triton interprets kernels in the tests' process. A fork of one that has
 imported torch, but not Triton: that takes half a second, not three.)
 """
 
