@@ -68,9 +68,9 @@ def fork_server(kind: str) -> SimpleNamespace:
     ("fail", "error", "message"),
     [
         ("ValueError", ValueError, "^add must be small, got 1\n"),
-        ("Unpicklable", RuntimeError, "UnpicklableError: 1 and 2"),
+        pytest.param("Unpicklable", RuntimeError, "UnpicklableError: 1 and 2", marks=pytest.mark.slow),
         ("killed", CommError, r"rank \d of 2 (was killed \(SIGKILL\)|failed: .*); the other ranks were stopped"),
-        ("exit", CommError, r"rank \d of 2 (exited with code 3|failed: .*); "),
+        pytest.param("exit", CommError, r"rank \d of 2 (exited with code 3|failed: .*); ", marks=pytest.mark.slow),
     ],
 )
 def test_the_error_of_a_process_is_raised(fail, error, message, start, monkeypatch):
