@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,10 +21,11 @@ from torch import Tensor
 from attnmesh.comm import Comm
 from attnmesh.generation.beam_search import BeamSearch
 from attnmesh.generation.engine import Engine, min_prefill_chunk
-from attnmesh.generation.requests import Request, Token
+from attnmesh.generation.requests import FinishReason, Request, Token
 from attnmesh.generation.sampling import FAILED_TOKEN, INVALID_TOKEN, InvalidLogits, most_likely
 from attnmesh.generation.scheduler import Scheduler, StepPlan
 from attnmesh.generation.stats import GenerationStats
+from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 
 _NO_TOKEN = (INVALID_TOKEN, FAILED_TOKEN)
 
@@ -79,12 +81,27 @@ class ContinuousBatch:
             self.requests.append(request)
             self.scheduler.add(request)
 
-    def cancel(self, request: Request) -> None:
+    def adopt(self, request: Request, sequence: CacheSequence) -> None:
+        """Take a request whose tokens are in the cache already, but for the last ones."""
+        with self._change(), self._ledger():
+            sequence.ids = array("q", request.known)
+            self.requests.append(request)
+            self.scheduler.adopt(request, sequence)
+
+    def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
         """End a request; what was computed stays cached for reuse."""
         with self._change(), self._ledger():
             if request in self.requests:  # after an interruption it may have all its tokens
-                request.finish_reason = "cancelled"
+                request.finish_reason = reason
                 self._end(request)
+
+    def restart_searches(self) -> None:
+        """Let beam searches in progress begin again: of them nothing is known but the prompt."""
+        with self._change(), self._ledger():
+            for request in self.requests:
+                if request.options.num_beams > 1 and request.sequences:
+                    self.scheduler.remove(request)
+                    self.scheduler.add(request)
 
     def forget_finished(self) -> None:
         """Free what is kept for reuse."""

@@ -30,6 +30,7 @@ from attnmesh.generation.requests import LogitsProcessor, Request, RequestOption
 from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
 from attnmesh.integrations.sharded_model import ShardedWeights, sharded_weights
+from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.parallel.node_groups import comm_named
 from attnmesh.plan.decode import DecodeSharding
 
@@ -371,6 +372,49 @@ class Generator:
             self.step()
         if request.error is not None:
             raise request.error
+
+    # Requests that go on elsewhere: see `moving`.
+
+    def states(self) -> list[dict[str, Any]]:
+        """All requests in progress, as JSON, each with the `row` of its sequence in the cache, or -1.
+
+        Beam searches begin again: their sequences are freed. Raises ValueError if a request cannot be moved.
+        """
+        self._check_in_step()
+        states = [request.to_json() for request in self._batch.requests]
+        self._batch.restart_searches()
+        rows = [each.sequences[0].row if each.sequences else -1 for each in self._batch.requests]
+        return [{**state, "row": row} for state, row in zip(states, rows, strict=True)]
+
+    def check_adopts(self) -> None:
+        """Raise ValueError unless requests of another generator can go on here."""
+        self._check_in_step()
+        if any(request.options.num_beams > 1 for request in self._batch.requests):
+            raise ValueError(f"target must have no beam search in progress, got {self._batch.requests}")
+
+    def requests_from(self, states: Sequence[dict[str, Any]]) -> list[Request]:
+        """Requests for this generator, which do not run yet; raises ValueError if it cannot hold one."""
+        requests = [
+            Request.from_json(state, self._submitted + at, self.tokenizer, self._owner)
+            for at, state in enumerate(states)
+        ]
+        for at, request in enumerate(requests):
+            self._check_prompt(f"requests[{at}]", request.prompt, request.options)
+        return requests
+
+    def adopt(self, requests: Sequence[Request], sequences: Sequence[CacheSequence | None]) -> None:
+        """Go on with requests whose sequences are in the cache; those that have none wait."""
+        self._submitted += len(requests)
+        for request, sequence in zip(requests, sequences, strict=True):
+            if sequence is None:
+                self._batch.submit(request)
+            else:
+                self._batch.adopt(request, sequence)
+
+    def end_moved(self) -> None:
+        """End all requests, which go on elsewhere."""
+        for request in list(self._batch.requests):
+            self._batch.cancel(request, "moved")
 
     def _check_request(self, request: Request) -> None:
         if not isinstance(request, Request) or request.owner is not self._owner:

@@ -104,6 +104,11 @@ class Scheduler:
         """Take a request."""
         insort(self.waiting, request, key=_number)
 
+    def adopt(self, request: Request, sequence: CacheSequence) -> None:
+        """Take a request that runs already, in the group whose cache has its sequence."""
+        request.group, request.sequences = sequence.kvdp_rank, [sequence]
+        insort(self.running[request.group], request, key=_number)
+
     def plan(self, step_tokens: int) -> StepPlan:
         """The next step, of at most `step_tokens` tokens per group, and their slots.
 
