@@ -46,9 +46,7 @@ class Ranks:
         self.shares = [InterleavedShard(ranks, rank, run) for rank in range(ranks)]
         self.caches = [self.make(share, "cpu") for share in self.shares]
         self.follower = self.make(self.shares[0], "meta")
-        self.pools = [
-            [pools.tensors[0].numpy()[..., 0, 0] for pools in (cache._keys, cache._values)] for cache in self.caches
-        ]
+        self.pools = [[x.numpy()[..., 0, 0] for x in cache.stored_tensors] for cache in self.caches]
         for pools in self.pools:
             for pool in pools:
                 pool[:] = np.nan

@@ -324,7 +324,7 @@ def test_bad_input_is_named_and_changes_nothing(pair):
         (lambda: cache.append([a, theirs], 1), "belongs to another cache"),
         (lambda: cache.append([a, freed], 1), "row=2, length=0, cached=0, freed.* was freed"),
         (lambda: cache.append([a], [[1], [2]]), "for each of 1 sequences"),
-        (lambda: cache.append([a.sequence], 1), "what allocate or fork returned, got Sequence"),
+        (lambda: cache.append([a.row], 1), r"sequences\[0\] must be what allocate or fork returned, got 0"),
         (lambda: cache.fork(a), "not written in every layer"),
         (lambda: cache.fork(freed), "was freed"),
         (lambda: cache.free(theirs), "belongs to another cache"),
