@@ -97,10 +97,13 @@ class BlockLayout:
 def max_window_blocks(layout: BlockLayout, window: int, tokens: int) -> int:
     """The most blocks that a sequence has in layers with a window, in a pass of at most `tokens` tokens.
 
-    Two runs of them: what the window before the pass reaches, and what the window after it does.
+    Two runs of them: what the window before the pass reaches, and what the window after it does. Rank 0 is up to
+    `interleave` tokens ahead of the last rank, which may be several blocks.
     """
-    run = -(-layout.shard.length(window + WINDOW_MARGIN, 0) // layout.block_size) + 2
-    return run + min(run, -(-layout.shard.length(tokens, 0) // layout.block_size) + 1)
+    shard, size = layout.shard, layout.block_size
+    ahead = (shard.interleave - 1) // size if shard.ranks > 1 else 0
+    run = -(-shard.length(window + WINDOW_MARGIN, 0) // size) + 2 + ahead
+    return run + min(run, -(-shard.length(tokens, 0) // size) + 1)
 
 
 @dataclass(frozen=True)
