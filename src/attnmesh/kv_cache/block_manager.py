@@ -282,6 +282,9 @@ class BlockManager:
             for kind in self._kinds:
                 for block in _stored(kind.blocks(sequence)):
                     kind.pool.remove_hash(block)
+            for kind in self._kinds[1:]:
+                for prefix_hash in sequence.hashes:  # also of blocks that a window has passed
+                    kind.pool.forget(prefix_hash)
         self.truncate(sequence, 0)
         heapq.heappush(self._free_rows, sequence.row)
         del self.sequences[sequence.row]
@@ -295,7 +298,7 @@ class BlockManager:
     def cache_full_blocks(self, sequence: Sequence) -> None:
         """Register the blocks that are full on every rank, with known token ids, and written in every layer.
 
-        What a window has passed is freed.
+        What a window has passed is freed. The table on the device has it until the next upload, where nothing reads it.
         """
         full = self._layout.num_full_blocks(min(sequence.written, len(sequence.ids)))
         for i in range(len(sequence.hashes), full):

@@ -152,7 +152,8 @@ class BlockCache:
         self._forget()
 
     def _forget(self) -> None:
-        pools = [BlockPool(blocks) for blocks in self._num_blocks]
+        limits = ("num_blocks", "window_blocks")
+        pools = [BlockPool(blocks, limit) for blocks, limit in zip(self._num_blocks, limits, strict=False)]
         kinds = [LayerKind(i, pool, self.window if i else None) for i, pool in enumerate(pools)]
         self._pool = pools[0]
         self._manager = BlockManager(kinds, self._tables, self._layout, self._rows, self._kvdp_rank)
