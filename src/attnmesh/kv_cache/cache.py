@@ -204,6 +204,10 @@ class BlockCache:
         """All sequences that were not freed, by row."""
         return dict(sorted(self._manager.sequences.items()))
 
+    def has(self, sequence: Sequence) -> bool:
+        """Whether a sequence is one of this cache, and was not freed."""
+        return sequence.owner is self._manager.owner
+
     @property
     def num_windowed(self) -> int:
         """The number of layers that keep a window only."""
@@ -464,7 +468,7 @@ class BlockCache:
         if not isinstance(sequence, Sequence):
             name = "sequence" if at is None else f"sequences[{at}]"
             raise ValueError(f"{name} must be what allocate or fork returned, got {shown(sequence)}")
-        if sequence.owner is not self._manager.owner:
+        if not self.has(sequence):
             of = "was freed" if sequence.owner is None else "belongs to another cache, or was ended by clear()"
             raise ValueError(f"{sequence} {of}")
 

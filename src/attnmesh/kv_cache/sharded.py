@@ -426,7 +426,7 @@ class ShardedCache:
         if not isinstance(sequence, Sequence):
             name = "sequence" if at is None else f"sequences[{at}]"
             raise ValueError(f"{name} must be what allocate or fork returned, got {shown(sequence)}")
-        if self._caches[sequence.kvdp_rank % len(self._caches)].sequences.get(sequence.row) is not sequence:
+        if not self._caches[sequence.kvdp_rank % len(self._caches)].has(sequence):
             raise ValueError(f"{sequence} {'was freed' if sequence.freed else 'belongs to another cache'}")
 
 
