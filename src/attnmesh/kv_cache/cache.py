@@ -36,6 +36,7 @@ from attnmesh.kv_cache.sequence import (
     NewTokens,
     Sequence,
     check_distinct,
+    check_given,
     check_length,
     check_new_kv,
     check_prompt_ids,
@@ -343,8 +344,8 @@ class BlockCache:
         self._check_unwritten(new, layer)
         if not self._tables.is_meta:
             check_tensor("k", k)
-            self._check_new("v", v, bool(self._values))
-            self._check_new("index_k", index_k, self._index is not None)
+            check_given("v", v, bool(self._values))
+            check_given("index_k", index_k, self._index is not None)
             check_new_kv(new.slots, self._heads, k=(k, self._dim), v=(v, self._value_dim))
             check_new_kv(new.slots, 1, index_k=(index_k, self._index_dim or 0))
             slots = self.slots_of(new, layer)
@@ -355,12 +356,6 @@ class BlockCache:
             if index_k is not None:
                 write_rows(self.index_keys(layer), new.slots, index_k)
         self.mark_written(new, layer)
-
-    def _check_new(self, name: str, x: object, stored: bool) -> None:
-        """Raise ValueError unless a tensor of new tokens is given exactly if it is stored."""
-        if (x is not None) != stored:
-            wanted = "a tensor" if stored else "None, for this cache does not store it"
-            raise ValueError(f"{name} must be {wanted}, got {shown(x)}")
 
     def mark_written(self, new: NewTokens, layer: int | None = None) -> None:
         """Record that the slots of one layer, or of all unwritten layers, were filled by other means than `write`."""
