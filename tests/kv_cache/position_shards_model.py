@@ -226,7 +226,8 @@ class Ranks:
     def free(self) -> None:
         if self.live:
             handles = self.random.choice(list(self.live))
-            self.each(lambda cache, i: cache.free(handles[i]))
+            forget = self.window is not None and self.random.random() < 0.2
+            self.each(lambda cache, i: cache.free(handles[i], forget=forget))
             del self.live[handles]
 
     def number(self, model: Model, id: int | None) -> int:

@@ -31,8 +31,7 @@ def test_ranks_in_lockstep_hold_their_windows(tight):
     done = Counter()
     for shard in SHARDS:
         done.update(drive(*shard, steps=40, seed=tight, window=WINDOW, tight=tight).done)
-    seen = ("full", "refused", *OPERATIONS) if tight else ("found", "full", "copied", "refused", *OPERATIONS)
-    assert min(done[name] for name in seen) >= 2, done
+    assert min(done[name] for name in ("found", "full", "copied", "refused", *OPERATIONS)) >= 1, done
 
 
 @pytest.mark.slow
