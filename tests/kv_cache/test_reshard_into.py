@@ -172,3 +172,30 @@ def test_a_failure_on_the_way_leaves_the_cache_as_it_was(monkeypatch):
     assert [part.find_prefix(list(range(50, 70))) for part in target.caches[0]._caches] == [0, 0]
     monkeypatch.setattr(CacheTokens, "write", write)
     assert join(source, target)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"latent": True, "kv_heads": 1}, "must have keys and values, got one with latent=True"),
+        ({"windows": (None, 4), "window_blocks": 9}, "must have the same blocks in every layer, got one with a window"),
+    ],
+)
+def test_latents_and_windows_are_refused_on_every_rank(more, message, tmp_path):
+    sharding, target = DecodeSharding(cp=2), DecodeSharding(kvdp=2)
+
+    def program(comm):
+        cache = am.ShardedCache(sharding, comm.rank, **sizes(**more)) if comm.rank < 2 else None
+        with pytest.raises(ValueError, match=f"cache {message}"):
+            am.reshard(cache, target, comm, ranks=[1, 2])
+        plain = am.ShardedCache(sharding, comm.rank, **sizes()) if comm.rank < 2 else None
+        into = am.ShardedCache(target, comm.rank - 1, **sizes(**more)) if comm.rank else None
+        with pytest.raises(ValueError, match=f"into {message}"):
+            am.reshard(plain, target, comm, ranks=[1, 2], into=into)
+
+    am.run_virtual(3, program)
+    with pytest.raises(ValueError, match=f"cache {message}"):
+        am.run_virtual(
+            2, lambda comm: am.save_cache(am.ShardedCache(sharding, comm.rank, **sizes(**more)), tmp_path / "x", comm)
+        )
+    assert not (tmp_path / "x").exists()

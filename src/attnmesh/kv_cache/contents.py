@@ -262,8 +262,20 @@ class Placement(NamedTuple):
 _SIZES = ("batch", "layers", "kv_heads", "head_dim", "value_dim", "max_length")
 
 
+def check_movable(name: str, cache: ShardedCache) -> None:
+    """Raise ValueError for latents, and for layers with blocks of their own: contents do not have these."""
+    if cache.latent:
+        raise ValueError(f"{name} must have keys and values, got one with latent=True")
+    if cache.local.window is not None:
+        raise ValueError(
+            f"{name} must have the same blocks in every layer, got one with a window of {cache.local.window} in "
+            f"{cache.local.num_windowed} of {cache.layers} layers"
+        )
+
+
 def contents_of(cache: ShardedCache) -> CacheContents:
     """The contents of a cache, the same on all its ranks. Raises ValueError if a sequence has unwritten tokens."""
+    check_movable("cache", cache)
     layout = cache.local.layout
     first_row: dict[tuple[int, int], int] = {}  # of those that refer to a block, by KVDP rank and block
     sequences: list[SequenceContents] = []

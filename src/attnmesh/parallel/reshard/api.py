@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.call_log import alternatives, format_ranks, text_digest
 from attnmesh.core.validation import check_type
+from attnmesh.kv_cache.contents import check_movable
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.parallel.node_groups import comm_named
@@ -144,6 +145,7 @@ def _check_into(into: object, cache: ShardedCache | PrefillKV | None, target: Ta
     """Raise ValueError unless sequences can be moved into a cache with these arguments."""
     check_type("into", into, ShardedCache, "a ShardedCache or None")
     assert isinstance(into, ShardedCache)
+    check_movable("into", into)
     if into is cache:
         raise ValueError("into must be another cache than the one that is moved, got the same")
     place = target.ranks.index(rank) if rank in target.ranks else None
