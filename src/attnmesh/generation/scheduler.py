@@ -107,7 +107,8 @@ class Scheduler:
     def plan(self, step_tokens: int) -> StepPlan:
         """The next step, of at most `step_tokens` tokens per group, and their slots.
 
-        The caller computes it, marks the slots as written, and appends the new tokens to the `ids` of the sequences.
+        The caller computes it, marks the slots as written, truncates padding and rejected drafts, and appends the new
+        tokens to the `ids` of the sequences.
         """
         step = StepPlan([GroupPlan(step_tokens) for _ in self.caches])
         for group in range(len(self.caches)):
@@ -198,7 +199,7 @@ class Scheduler:
         """Give slots to the running requests of a group: to answers, then to chunks of prompts, the oldest first."""
         cache = self.caches[group]
         if plan.decoded:
-            # Shorter drafts are padded with token 0, which is truncated with the rejected tokens.
+            # Shorter drafts are padded with token 0, which the caller truncates.
             drafts = [step.drafts.get(request, []) for request, _ in plan.decoded]
             given = [
                 [each.ids[-1], *draft, *[0] * (step.width - 1 - len(draft))]
