@@ -175,13 +175,16 @@ class Scheduler:
         plan.budget -= len(plan.decoded)
 
     def _draft(self, step: StepPlan) -> None:
-        """Drafts of the answers that are extended in this step, where all groups have room for them."""
+        """Drafts of the answers that are extended in this step, where all groups have room for them.
+
+        They leave the tokens of a chunk: prompts do not wait for the end of answers with drafts.
+        """
         decoded = [each for plan in step.groups for each in plan.decoded]
         if not any(request.options.speculative for request, _ in decoded):
             return
         room = min(
             MAX_DECODE_TOKENS, *(request.max_length - each.length for request, each in decoded),
-            *(1 + plan.budget // len(plan.decoded) for plan in step.groups if plan.decoded),
+            *(1 + (plan.budget - self._min_chunk) // len(plan.decoded) for plan in step.groups if plan.decoded),
         )  # fmt: skip
         drafts = {request: request.draft(each.ids, room - 1) for request, each in decoded}
         width = 1 + max(map(len, drafts.values()))
@@ -256,7 +259,8 @@ class Scheduler:
         """Whether a running request still computes more of a common prefix: parallel samples wait for their prompt."""
         cache, ids = self.caches[group], array("q", text)
         return any(
-            cache.reusable(min(common_prefix(sequence.ids, ids), len(ids) - 1)) > prefix
+            cache.reusable(min(common_prefix(sequence.ids, ids), len(ids) - 1))
+            > max(prefix, cache.reusable(sequence.written))  # what was written and is not found does not come back
             for request in self.running[group]
             for sequence in request.sequences[:1]
             if sequence.pending or _pending(sequence) > 1
