@@ -270,7 +270,7 @@ class BlockManager:
                 del sequence.pending[new]
         # A kept block may be full beyond the length and have a hash: it keeps that until tokens are appended to it.
         del sequence.ids[length:], sequence.hashes[self._layout.num_full_blocks(length) :]
-        sequence.length = length
+        sequence.length, sequence.window_begin = length, min(sequence.window_begin, kept)
         self._set_length(sequence)
 
     def free(self, sequence: Sequence, *, forget: bool = False) -> None:
