@@ -175,7 +175,8 @@ class ContinuousBatch:
             for i, (request, _) in enumerate(decoded):
                 at.setdefault(request, []).append(i)
             for request, indices in at.items():
-                logits[request] = rows[indices[0]] if len(indices) == 1 else rows[indices, 0]
+                num_tokens = self._num_tokens(plan, request)
+                logits[request] = rows[indices[0], :num_tokens] if len(indices) == 1 else rows[indices, 0]
         for chunk in [chunk for each in own for chunk in each.chunks]:
             after = engine.prefill(chunk.sequence, chunk.begin, chunk.ids, chunk.new)[None]
             stats.prefill_tokens += len(chunk.ids)
@@ -191,7 +192,16 @@ class ContinuousBatch:
             for new in [each.new, *(chunk.new for chunk in each.chunks)]:
                 if new is not None:
                     cache.mark_written(new)
+        self._remove_padding(plan)
         self._note_stored()
+
+    def _remove_padding(self, plan: StepPlan) -> None:
+        """Truncate the tokens after the draft of a sequence, if another one has a longer draft."""
+        for cache, of_group in zip(self.scheduler.caches, plan.groups, strict=True):
+            for request, sequence in of_group.decoded:
+                padding = plan.width - self._num_tokens(plan, request)
+                if padding:
+                    cache.truncate(sequence, sequence.length - padding)
 
     def _note_stored(self) -> None:
         """Record what this rank stores, if it is more than before."""
@@ -311,7 +321,7 @@ class ContinuousBatch:
                 self._stats.draft_tokens += len(draft)
                 self._stats.accepted_tokens += len(new) - 1
         known = len(request.prompt) + len(request.tokens)
-        if sequence.length >= known:  # rejected tokens, and padding
+        if sequence.length >= known:  # rejected tokens
             self.scheduler.caches[request.group].truncate(sequence, known - 1)
         sequence.ids.append(new[-1].id)
         return new

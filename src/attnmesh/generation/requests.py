@@ -210,7 +210,8 @@ class Request:
         return len(self.prompt) + self.options.max_new_tokens
 
     def draft(self, ids: Sequence[int], room: int) -> list[int]:
-        """At most `room` tokens that may follow the known ones."""
+        """At most `room` tokens that may follow the known ones; never the last one of the answer."""
+        room = min(room, self.max_length - len(ids) - 1)
         return self._lookup.draft(ids, room) if self.options.speculative and room > 0 else []
 
     @property
