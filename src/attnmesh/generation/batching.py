@@ -158,11 +158,11 @@ class ContinuousBatch:
         return logits
 
     def _note_stored(self) -> None:
-        """Record what this rank stores, if it is more than before."""
+        """Record what this rank stores, unless it was more before."""
         engine, stats = self._engine, self._stats
         own = engine.cache.local.sequences.values()
         stored = sum(engine.shard.length(each.length) for each in own)
-        if stored > stats.cached_tokens:
+        if stored >= stats.cached_tokens:  # also of more tokens, which other ranks store
             held = [engine.kv_bytes(each) for each in own]
             stats.cached_tokens, stats.kv_bytes = stored, sum(each for each, _ in held)
             stats.kv_bytes_unsharded = sum(each for _, each in held)
