@@ -138,6 +138,8 @@ class ContinuousBatch:
             stored = next((each.new for each in own if each.new is not None and not each.new.slots.is_meta), None)
             sequences = [sequence for _, sequence in decoded]
             rows = engine.decode(sequences, [plan.given(each) for each in sequences], stored)
+            if any(each.chunks for each in own):
+                rows = rows.clone()  # not a view of memory that the graph of a short chunk writes
             at: dict[Request, list[int]] = {}
             for i, (request, _) in enumerate(decoded):
                 at.setdefault(request, []).append(i)
