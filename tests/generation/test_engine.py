@@ -116,12 +116,12 @@ def check_story(kind, sharding, layout, prefill_chunk):
 @pytest.mark.parametrize(
     ("kind", "sharding", "layout", "prefill_chunk"),
     [
-        ("llama", CP[1], LAYOUTS["striped"], 16),
         ("qwen2", CP[2], LAYOUTS["striped"], 16),
+        ("llama", CP[1], LAYOUTS["striped"], 16),
         ("qwen3", CP[3], LAYOUTS["zigzag"], 16),
         ("mistral", CP[2], LAYOUTS["contiguous"], 11),
-        ("gpt_oss", CP[4], LAYOUTS["zigzag"], None),
-        ("qwen3_moe", am.DecodeSharding(cp=2, interleave=4), LAYOUTS["zigzag"], 13),
+        ("gpt_oss", am.DecodeSharding(cp=2, interleave=4), LAYOUTS["contiguous"], 13),
+        ("qwen3_moe", CP[4], LAYOUTS["zigzag"], None),
         ("llama", CP[2], am.Zigzag(pairs=(1, 3)), None),  # uneven parts
     ],
     ids=str,
