@@ -10,9 +10,8 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from attnmesh import Striped, Zigzag, run_virtual
+from attnmesh import DecodeSharding, Striped, Zigzag, run_virtual
 from attnmesh.cli.generate.job import quantized_cache
-from attnmesh.generation.engine import Engine
 from attnmesh.generation.generator import Generator
 from attnmesh.integrations.transformers_attention import register_attention
 from helpers.cases import else_slow
@@ -50,16 +49,27 @@ def model_of(kind: str) -> torch.nn.Module:
     return model.cuda().eval()
 
 
+def engine_of(model, comm=None, **settings):
+    sharding = DecodeSharding(cp=1 if comm is None else comm.world)
+    return Generator(model, None, comm, sharding=sharding, **{"cache_tokens": 2000, **settings}).engine
+
+
 def logits_along(model, ids, comm=None, layout=None, prefill_chunk=None, **settings) -> torch.Tensor:
     """Those of the last tokens: a prompt, single steps (the third of a kind is a replayed graph), steps of three."""
-    settings = {"cache_tokens": 2000, "layout": layout or Zigzag(), "prefill_chunk": prefill_chunk, **settings}
-    engine = Engine(model, comm, **settings)
-    sequence = engine.prefill(ids[:600], max_new_tokens=100)
-    seen = [sequence.logits]
-    for at in range(600, 605):
-        seen += engine.decode([sequence], [ids[at : at + 1]])[0].clone()
-    for at in range(605, 620, 3):
-        seen += engine.decode([sequence], [ids[at : at + 3]])[0].clone()
+    engine = engine_of(model, comm, layout=layout or Zigzag(), prefill_chunk=prefill_chunk, **settings)
+    cache = engine.cache.local
+    sequence = cache.allocate(ids[:600])
+    while sequence.length < 600:
+        begin = sequence.length
+        new = cache.append([sequence], min(600 - begin, engine.prefill_chunk))
+        logits = engine.prefill(sequence, begin, ids[begin : sequence.length], new)
+        cache.mark_written(new)
+    seen = [logits]
+    for count in (1, 1, 1, 1, 1, 3, 3, 3, 3, 3):
+        tokens = ids[sequence.length : sequence.length + count]
+        new = cache.append([sequence], [tokens])
+        seen += engine.decode([sequence], [tokens], new)[0].clone()
+        cache.mark_written(new)
     return torch.stack(seen).float()
 
 
@@ -109,8 +119,8 @@ def test_in_bf16_the_error_is_no_larger_than_that_of_sdpa(kind, world, prefill_c
 
 
 def test_repeated_calls_generate_the_same_tokens():
-    """From the second one on prompts are cached but for their last tokens, and from the third one steps are graphs."""
-    prompts = [[(7 * i + row) % 257 for i in range(40)] for row in range(2)]
+    """From the second one on prompts are cached but for a few tokens, and from the third one steps are graphs."""
+    prompts = [[(7 * i + row) % 257 for i in range(33)] for row in range(2)]
     generator = Generator(asked(model_of("llama")), None, cache_tokens=200, max_sequences=2)
     calls = [[(token.row, token.id) for token in generator.generate(prompts, max_new_tokens=5)] for _ in range(5)]
     assert calls == [calls[0]] * 5
@@ -153,8 +163,8 @@ def test_windows_that_are_kept_alone_give_the_same_logits(kind, world, chunk, st
     model = model_of(kind)
     ids = torch.randint(0, 257, (620,)).tolist()
     want = logits_along(asked(model), ids, max_sequences=99, storage=storage)  # all is kept
-    for module in ("rank_memory", "engine"):
-        monkeypatch.setattr(f"attnmesh.generation.{module}.MARGIN", 8)
+    for module in ("kv_cache.block_manager", "generation.engine"):
+        monkeypatch.setattr(f"attnmesh.{module}.WINDOW_MARGIN", 8)
 
     def rank(comm):
         return logits_along(asked(model), ids, comm, None, chunk, cache_tokens=2000 * world, storage=storage)
@@ -164,7 +174,7 @@ def test_windows_that_are_kept_alone_give_the_same_logits(kind, world, chunk, st
 
 
 def test_windows_are_kept_alone_here(monkeypatch):
-    for module in ("rank_memory", "engine"):
-        monkeypatch.setattr(f"attnmesh.generation.{module}.MARGIN", 8)
+    for module in ("kv_cache.block_manager", "generation.engine"):
+        monkeypatch.setattr(f"attnmesh.{module}.WINDOW_MARGIN", 8)
     for kind, window in (("gpt_oss", 40), ("mistral", 100), ("llama", None)):
-        assert Engine(asked(model_of(kind)), cache_tokens=2000).cache.window == window
+        assert engine_of(asked(model_of(kind))).cache.local.window == window

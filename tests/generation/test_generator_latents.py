@@ -151,8 +151,9 @@ def test_quantized_latents(sharding, whole):
         model = wide_model("attnmesh", latent)
         model = model if whole else am.shard_model(model, sharding, comm)
         generator = Generator(model, None, comm, sharding=sharding, storage=storage, **SETTINGS)
-        assert generator.engine.kv_bytes_per_token == 2 * (128 + 4 + 2 * 6)
-        return answers(generator)
+        found = answers(generator)
+        assert generator.stats.kv_bytes == 2 * (128 + 4 + 2 * 6) * generator.stats.cached_tokens
+        return found
 
     for of_rank in on_virtual_ranks(sharding.ranks, rank):
         assert all(rows == wide_tokens(latent, storage) for rows in of_rank)
@@ -195,7 +196,7 @@ def test_the_cache_has_one_vector_per_token():
         part = am.shard_model(model, sharding, comm)
         generator = Generator(part, None, comm, cache_tokens=200)
         generated_rows(generator, PROMPTS[:1], max_new_tokens=2)
-        pools, stats = generator.engine.cache.caches[0].stored_tensors, generator.stats
+        pools, stats = generator.engine.cache.local.stored_tensors, generator.stats
         slots = pools[0][0, ..., 0, 0].numel()
         assert stats.kv_bytes == latents * stats.cached_tokens
         assert stats.kv_bytes_unsharded == latents * (len(PROMPTS[0]) + 1)

@@ -138,11 +138,13 @@ def test_the_tokens_of_one_process_over_processes():
 
 
 def logits_of_prompts(comm, storage, chunk):
-    found = []
+    found = [[] for _ in PROMPTS]
     sharding = am.DecodeSharding(cp=1 if comm is None else comm.world)
-    generator = make("llama", comm, storage, sharding, prefill_chunk=chunk, on_logits=lambda _, row: found.append(row))
+    generator = make(
+        "llama", comm, storage, sharding, prefill_chunk=chunk, on_logits=lambda row, logits: found[row].append(logits)
+    )
     generated_rows(generator, PROMPTS, max_new_tokens=2)
-    return torch.stack(found)
+    return torch.stack([logits for row in found for logits in row])
 
 
 @pytest.mark.parametrize("storage", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
@@ -165,9 +167,9 @@ def test_bytes_per_token_are_those_of_the_storage_type(storage, head_bytes):
     """Of a head of 16 features: int8 adds a scale of 4 bytes, bfp8 one byte per 16 features."""
     _, model = models("llama")
     generator = Generator(model, None, cache_tokens=200, storage=storage)
-    cache = generator.engine.cache
-    stored = cache.stored_bytes / (cache.stats().total * BLOCK_SIZE)
-    assert stored == generator.engine.kv_bytes_per_token == 2 * 2 * 2 * head_bytes  # K and V, layers, kv heads
+    cache = generator.engine.cache.local
+    stored = sum(x.nbytes for x in cache.stored_tensors) / (cache.stats().total * BLOCK_SIZE)
+    assert stored == 2 * 2 * 2 * head_bytes  # K and V, layers, kv heads
     assert kv_bytes_per_token(model.config, storage or "fp32") == stored
     generated_rows(generator, PROMPTS[:1], max_new_tokens=3)
     held = len(PROMPTS[0]) + 2

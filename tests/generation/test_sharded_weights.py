@@ -7,7 +7,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.generation.generator import Generator
-from attnmesh.generation.rank_memory import ShardedMemory
+from attnmesh.generation.rank_memory import BLOCK_SIZE, ShardedMemory
 from attnmesh.integrations.sharded_model import sharded_weights
 from attnmesh.integrations.transformers_attention import register_attention
 from helpers.models import (
@@ -175,7 +175,7 @@ def test_sampling_and_prefix_reuse_are_those_of_one_rank():
     expected = [generated_rows(one, each, max_new_tokens=4, sampling=sampling) for each in (PROMPTS, longer)]
     for rows, reused in on_virtual_ranks(4, rank):
         assert rows == expected
-        assert reused == sum(map(len, PROMPTS))
+        assert reused == sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in PROMPTS) > 0
 
 
 # Bad input, on every rank.
@@ -248,7 +248,7 @@ def test_it_works_on_after_an_interruption_and_after_invalid_logits():
         after = generated_rows(generator, prompts, max_new_tokens=MOST)
         weight = generator.model.model.norm.weight
         weight.data.neg_().log_()  # NaN
-        with pytest.raises(ValueError, match="the logits of row 0, 1 have a NaN"):
+        with pytest.raises(ValueError, match="row 0: the logits have a NaN"):
             generated_rows(generator, prompts, max_new_tokens=MOST)
         weight.data.copy_(attnmesh_model("llama").model.norm.weight)
         return after, generated_rows(generator, prompts, max_new_tokens=MOST)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from attnmesh.cli.options import bytes_argument
-from attnmesh.generation.rank_memory import BLOCK_SIZE, window_blocks
+from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
 from attnmesh.integrations.weight_splits import SHARDED_MODELS
 from attnmesh.ops.storage import PLAIN, bytes_per_token
 from attnmesh.plan.decode import DecodeSharding
@@ -115,9 +115,11 @@ class RunHere:
         if option.replicas > 1:
             return f"run as {option.replicas} commands"
         assert option.sharding is not None
-        # Every rank sets aside what a window may take, however its positions are sharded.
-        kept = window_blocks(self._request.model.windows, 1) * BLOCK_SIZE * option.sharding.cp
-        windows = tuple(None if window is None else kept for window in self._request.model.windows)
+        # Layers with a window keep more than that: whole blocks, and two runs of them while a prompt is computed.
+        context, shard = self._request.context, option.sharding.position_shard(0)
+        blocks = CacheBlocks(self._request.model.windows, shard, context, 1, context)
+        kept = blocks.windowed * BLOCK_SIZE * option.sharding.cp
+        windows = tuple(None if window is None else kept for window in blocks.layer_windows)
         as_run = replace(self._request, model=replace(self._request.model, windows=windows))
         needed = decode_memory(as_run, option.sharding, self._request.batch).total
         return "" if needed <= self._usable else f"takes {readable_bytes(needed)} here"

@@ -171,6 +171,8 @@ class ContinuousBatch:
             stored = next((each.new for each in own if each.new is not None and not each.new.slots.is_meta), None)
             sequences = [sequence for _, sequence in decoded]
             rows = engine.decode(sequences, [plan.given(each) for each in sequences], stored)
+            if any(each.chunks for each in own):
+                rows = rows.clone()  # not a view of memory that the graph of a short chunk writes
             at: dict[Request, list[int]] = {}
             for i, (request, _) in enumerate(decoded):
                 at.setdefault(request, []).append(i)
@@ -204,11 +206,11 @@ class ContinuousBatch:
                     cache.truncate(sequence, sequence.length - padding)
 
     def _note_stored(self) -> None:
-        """Record what this rank stores, if it is more than before."""
+        """Record what this rank stores, unless it was more before."""
         engine, stats = self._engine, self._stats
         own = engine.cache.local.sequences.values()
         stored = sum(engine.shard.length(each.length) for each in own)
-        if stored >= stats.cached_tokens:
+        if stored >= stats.cached_tokens:  # also of more tokens, which other ranks store
             held = [engine.kv_bytes(each) for each in own]
             stats.cached_tokens, stats.kv_bytes = stored, sum(each for each, _ in held)
             stats.kv_bytes_unsharded = sum(each for _, each in held)

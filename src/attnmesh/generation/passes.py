@@ -160,7 +160,7 @@ class HomeExchange:
         shapes = [(count, heads, sum(widths)) for count in self._counts]
         received = self._comm.all_to_all([tokens[at].contiguous() for at in self._sent], shapes)
         home = torch.cat(list(received))[self._order].transpose(0, 1)[None]
-        return home.split(widths, -1)
+        return tuple(torch.split(home, widths, -1))
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ class GenerationStats:
 
     Attributes:
         rank: the rank.
-        cached_tokens: tokens whose keys and values this rank stores.
-        kv_bytes: bytes of K and V that this rank stores.
-        kv_bytes_unsharded: bytes that a single device would store.
+        cached_tokens: the most tokens of sequences in progress whose keys and values this rank has stored at a time;
+            a prefix that several of them share counts for each.
+        kv_bytes: bytes of K and V of these tokens on this rank.
+        kv_bytes_unsharded: bytes of the same sequences on a single device.
         bytes_sent: bytes that this rank has sent.
         prefill_tokens: tokens of prompts that the ranks have computed together.
         reused_tokens: tokens of prompts that were in the KV cache already.

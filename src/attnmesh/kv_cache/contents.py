@@ -263,9 +263,7 @@ _SIZES = ("batch", "layers", "kv_heads", "head_dim", "value_dim", "max_length")
 
 
 def check_movable(name: str, cache: ShardedCache) -> None:
-    """Raise ValueError for latents, and for layers with blocks of their own: contents do not have these."""
-    if cache.latent:
-        raise ValueError(f"{name} must have keys and values, got one with latent=True")
+    """Raise ValueError for layers with blocks of their own: contents do not have these."""
     if cache.local.window is not None:
         raise ValueError(
             f"{name} must have the same blocks in every layer, got one with a window of {cache.local.window} in "

@@ -56,9 +56,8 @@ class Job:
     def rank_memory(self, config: Any) -> ShardedMemory:
         """What ranks hold where the weights are divided."""
         return ShardedMemory(
-            config, self.dtype, storage=self.storage, cache_tokens=self.capacity, layout=self.layout,
-            prefill_chunk=self.prefill_chunk,
-        )  # fmt: skip
+            config, self.dtype, storage=self.storage, cache_tokens=self.capacity, prefill_chunk=self.prefill_chunk
+        )
 
     def position_ranks(self, ranks: int) -> int:
         """How many of `ranks` ranks share the positions of a sequence."""
