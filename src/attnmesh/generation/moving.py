@@ -54,7 +54,7 @@ def move_requests(source: Generator | None, target: Generator | None, comm: Comm
     """
     comm = comm_named("comm", comm)
 
-    def check_arguments() -> tuple[list[State], SharedValues]:
+    def check_arguments() -> tuple[Generator, SharedValues]:
         for name, generator in (("source", source), ("target", target)):
             check_type(name, generator, (Generator, type(None)), "a Generator or None")
         own = source or target
@@ -62,13 +62,9 @@ def move_requests(source: Generator | None, target: Generator | None, comm: Comm
             raise ValueError(f"source and target must be two Generators, or one and None, got {source} and {target}")
         if source is not None and target is not None and config_digest(source.model) != config_digest(target.model):
             raise ValueError("target must have a model of the configuration that the source has, got another one")
-        if target is not None:
-            target.check_adopts()
-        return [] if source is None else source.states(), {"config": config_digest(own.model)}
+        return own, {"config": config_digest(own.model)}
 
-    states = check_on_all_ranks(comm, "move_requests", check_arguments, force=True)
-    own = source or target
-    assert own is not None
+    own = check_on_all_ranks(comm, "move_requests", check_arguments, force=True)
     device = own.engine.device
     to = [-1, 0, 0, 0, 0] if target is None else [target.comm.rank, *_numbers(target.sharding)]
     header = torch.tensor([source is not None, *to], dtype=torch.int64, device=device)
@@ -77,18 +73,22 @@ def move_requests(source: Generator | None, target: Generator | None, comm: Comm
     def check_ranks() -> tuple[tuple[DecodeSharding, list[int]], SharedValues]:
         shardings = {tuple(each[2:]) for each in headers if each[1] >= 0}
         if not any(each[0] for each in headers) or len(shardings) != 1:
-            raise ValueError(
-                f"source must be given on some ranks and target on those of one, got {len(shardings)} targets"
-            )
+            raise ValueError(f"source must be given on some ranks, and one target, got {len(shardings)} targets")
         sharding = DecodeSharding(*shardings.pop())
         places = {each[1]: rank for rank, each in enumerate(headers) if each[1] >= 0}
         if sorted(places) != list(range(sharding.ranks)):
-            raise ValueError(
-                f"target must be given on each of its {sharding.ranks} ranks once, got ranks {sorted(places)}"
-            )
+            given = sorted(places)
+            raise ValueError(f"target must be given on each of its {sharding.ranks} ranks once, got its ranks {given}")
         return (sharding, [places[place] for place in range(sharding.ranks)]), {}
 
     sharding, ranks = check_on_all_ranks(comm, "move_requests ranks", check_ranks, force=True)
+
+    def begin() -> tuple[list[State], SharedValues]:
+        if target is not None:
+            target.check_adopts()
+        return [] if source is None else source.states(), {}
+
+    states = check_on_all_ranks(comm, "move_requests states", begin, force=True)
     having = [rank for rank, each in enumerate(headers) if each[0]]
     text = broadcast_text(comm, None if source is None else json.dumps(states).encode, having, device)
     states = states if source is not None else json.loads(text)
