@@ -93,14 +93,15 @@ def move_requests(source: Generator | None, target: Generator | None, comm: Comm
     text = broadcast_text(comm, None if source is None else json.dumps(states).encode, having, device)
     states = states if source is not None else json.loads(text)
     requests = _checked(comm, "move_requests", states, target)
-    joined: dict[int, CacheSequence] | None = {}
+    joined: dict[int, CacheSequence] = {}
     if any(state["row"] >= 0 for state in states):
         cache, into = (None if each is None else each.engine.cache for each in (source, target))
-        joined = reshard(cache, sharding, comm, ranks=ranks, into=into)
+        made = reshard(cache, sharding, comm, ranks=ranks, into=into)
+        joined = made if isinstance(made, dict) else {}
     if source is not None:
         source.end_moved()
     if target is not None:
-        target.adopt(requests, [(joined or {}).get(state["row"]) for state in states])
+        target.adopt(requests, [joined.get(state["row"]) for state in states])
     return requests
 
 

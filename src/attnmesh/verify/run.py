@@ -15,6 +15,7 @@ from attnmesh.verify.generation import generation_modes
 from attnmesh.verify.mode import Mode, Outcome
 from attnmesh.verify.sparse import sparse_modes, sparse_parallel_modes
 from attnmesh.verify.sparse_decode import sparse_decode_modes
+from attnmesh.verify.tokens import token_modes
 
 
 def modes(comm: Comm, device: str) -> list[Mode]:
@@ -24,6 +25,7 @@ def modes(comm: Comm, device: str) -> list[Mode]:
         *decode_modes(device),
         *cache_modes(),
         *generation_modes(comm),
+        *token_modes(comm),
         *sparse_modes(),
         *sparse_parallel_modes(comm),
         *sparse_decode_modes(comm),
