@@ -3,6 +3,7 @@
 import functools
 import gc
 import importlib.util
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +26,15 @@ if not torch.cuda.is_available():
 
 
 def _interpret_faster() -> None:
-    """Calls among device functions patch Triton's language anew each time, half of the interpreter's work.
+    """Leave out what Triton's interpreter does again and again, or for nothing: two thirds of its work.
 
-    A launch patches it already, for our modules; Triton's own need it once, since nothing takes it back there.
+    - Calls among device functions patch Triton's language anew each time. A launch patches it already, for our modules;
+      Triton's own need it once, since nothing takes it back there.
+    - Every integer operation is computed twice more, in 64 bits, to compare it with the bounds of its type. Without
+      debug=True, which no launch sets, the comparison is then not looked at.
+    - The types of NumPy are looked up in a table that is made anew, and the shape of every tensor is one of a few.
     """
+    from triton.language import core, semantic
     from triton.runtime import interpreter
 
     seen = set()
@@ -41,6 +47,34 @@ def _interpret_faster() -> None:
         return function.rewrite()(*args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = call
+
+    check_overflow = semantic.TritonSemantic.binary_op_sanitize_overflow_impl
+
+    def check_overflow_if_asked(self, lhs, rhs, binary_op):
+        if self.builder.options.debug:
+            check_overflow(self, lhs, rhs, binary_op)
+
+    semantic.TritonSemantic.binary_op_sanitize_overflow_impl = check_overflow_if_asked
+
+    find_numpy_type, numpy_types = interpreter._get_np_dtype, {}
+
+    def numpy_type(dtype):
+        name = dtype.scalar.name  # of pointers to integers, "pointer<int32>"
+        if name not in numpy_types:
+            numpy_types[name] = find_numpy_type(dtype)
+        return numpy_types[name]
+
+    interpreter._get_np_dtype = numpy_type
+
+    @functools.cache
+    def shape_of(sizes):
+        return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
+
+    def make_tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shape_of(tuple(type.shape) if type.is_block() else ())
+
+    core.tensor.__init__ = make_tensor
 
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):

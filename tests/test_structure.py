@@ -64,6 +64,8 @@ def imports_of(text: str, module: str, *, is_package: bool = False) -> set[str]:
     package = module.split(".") if is_package else module.split(".")[:-1]
     found = set()
     for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Import | ast.ImportFrom | ast.Call):  # most are not, and a match takes long
+            continue
         match node:
             case ast.Import(names=names):
                 found |= {alias.name for alias in names}

@@ -28,6 +28,7 @@ from attnmesh.core.masks import (
 from attnmesh.core.merge import merge, merge_sinks
 from attnmesh.core.state import State
 from attnmesh.generation.generator import Generator, generate
+from attnmesh.generation.moving import load_requests, move_requests, save_requests
 from attnmesh.generation.requests import Request, Token
 from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
@@ -138,8 +139,10 @@ __all__ = [
     "indexer_topk",
     "load_cache",
     "load_model",
+    "load_requests",
     "merge",
     "merge_sinks",
+    "move_requests",
     "paged_decode_attention",
     "paged_indexer_topk",
     "paged_prefill_attention",
@@ -152,6 +155,7 @@ __all__ = [
     "ring_distributed_attention",
     "run_virtual",
     "save_cache",
+    "save_requests",
     "shard_inputs",
     "shard_model",
     "sparse_attention",

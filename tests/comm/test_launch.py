@@ -2,11 +2,13 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from attnmesh.comm import Comm, CommError, VirtualComm, launch, monitor
+from helpers.processes import _context
 
 
 @pytest.fixture(autouse=True)
@@ -50,21 +52,31 @@ def test_processes_return_their_results_in_order():
     assert launch.run(work, 2, threads=1, add=0.5) == [(0, 2, 1.5, 1), (1, 2, 1.5, 1)]
 
 
+def of_the_fork_server(*args) -> None:
+    """A process of `launch` that is a child of another one than the caller."""
+    launch._end_with_parent = lambda: None
+    launch._process(*args)
+
+
+def fork_server(kind: str) -> SimpleNamespace:
+    assert kind == "spawn"
+    return SimpleNamespace(Process=lambda target, args: _context.Process(target=of_the_fork_server, args=args))
+
+
+@pytest.mark.parametrize("start", ["forked", pytest.param("spawned", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("fail", "error", "message"),
     [
         ("ValueError", ValueError, "^add must be small, got 1\n"),
         pytest.param("Unpicklable", RuntimeError, "UnpicklableError: 1 and 2", marks=pytest.mark.slow),
-        pytest.param(
-            "killed",
-            CommError,
-            r"rank \d of 2 (was killed \(SIGKILL\)|failed: .*); the other ranks were stopped",
-            marks=pytest.mark.slow,
-        ),
+        ("killed", CommError, r"rank \d of 2 (was killed \(SIGKILL\)|failed: .*); the other ranks were stopped"),
         pytest.param("exit", CommError, r"rank \d of 2 (exited with code 3|failed: .*); ", marks=pytest.mark.slow),
     ],
 )
-def test_the_error_of_a_process_is_raised(fail, error, message):
+def test_the_error_of_a_process_is_raised(fail, error, message, start, monkeypatch):
+    """Forks start at once; spawned processes, which import torch for seconds, run in the tests of `calibrate` too."""
+    if start == "forked":
+        monkeypatch.setattr(launch, "multiprocessing", SimpleNamespace(get_context=fork_server))
     with pytest.raises(error, match=message) as raised:
         launch.run(work, 2, threads=1, timeout=60, add=0, fail=fail)
     if error is not CommError:

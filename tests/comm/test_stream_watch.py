@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import subprocess
 import sys
 import threading
 import time
@@ -67,15 +66,17 @@ class BlockedEvent(Event):
 
 def test_an_operation_that_does_not_complete_in_time_is_reported():
     """Whether it is queued, CUDA does not say so, or it is still being posted."""
-    blocked = BlockedEvent()
-    for event in (Event(), None, blocked, Event()):
+    blocked, watched = BlockedEvent(), []
+    for event in (Event(), None, blocked, Event()):  # all at once, so that their time passes once
         overdue = Overdue()
         watch = StreamWatch(overdue.note)
         operation = QueuedOperation("ring", {1}, time.monotonic(), 0.3, event)
         watch.add(operation)
         watch.report_overdue()
         assert not overdue.names
-        deadline = time.monotonic() + 5
+        watched.append((watch, operation, overdue))
+    deadline = time.monotonic() + 5
+    for watch, operation, overdue in watched:
         while not overdue.names and time.monotonic() < deadline:  # the thread notices
             time.sleep(0.02)
         assert overdue.names[0] == "ring"
@@ -129,32 +130,27 @@ def test_an_error_that_is_raised_otherwise_is_withdrawn():
     assert ended == [True]
 
 
-TRACED = """
-import sys
-from attnmesh.comm import CommError
-from attnmesh.comm.caller_error import Caller, lock, uninterrupted
-
-error = Caller()
-try:
-    error.send(CommError("raised"))
-    while True:
-        pass
-except CommError:
-    error.withdraw()  # has been raised
-try:
-    with lock:
-        error.send(CommError("raised by the lock's end at the latest"))
-except CommError:
-    error.withdraw()
-sys.settrace(lambda *_: None)
-(lambda: None)()
-print("traced")
-"""
+def traced_after_errors(comm):
+    error = Caller()
+    try:
+        error.send(CommError("raised"))
+        while True:
+            pass
+    except CommError:
+        error.withdraw()  # has been raised
+    try:
+        with lock:
+            error.send(CommError("raised by the lock's end at the latest"))
+    except CommError:
+        error.withdraw()
+    sys.settrace(lambda *_: None)
+    (lambda: None)()
+    return "traced"
 
 
 def test_a_program_can_be_traced_after_an_error_was_withdrawn():
-    done = subprocess.run([sys.executable, "-c", TRACED], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "traced\n", done.stderr
+    """In a process of its own: it may crash."""
+    assert run_processes(1, traced_after_errors) == ["traced"]
 
 
 # Ranks with operations that never complete, as if NCCL carried them.
@@ -167,6 +163,7 @@ def wait_for_rank_1(comm, timeout):
     group.nccl.has_begun = True
     group.barrier()
     begin = time.monotonic()
+    raised = dist.distributed_c10d._get_default_store()
     if comm.rank == 1 and timeout > 10:
         os._exit(0)
     try:
@@ -177,10 +174,13 @@ def wait_for_rank_1(comm, timeout):
             operation = group.queued("ring")
             operation.event = Event()
             group.nccl._in_flight.add(operation)
-        while time.monotonic() < begin + (8 if comm.rank != 1 else 2.5):  # as in torch.cuda.synchronize()
+        while time.monotonic() < begin + 8:  # as in torch.cuda.synchronize()
+            if comm.rank == 1 and raised.add("raised", 0) == comm.world - 1:
+                break
             time.sleep(0.05)
         return "nothing", time.monotonic() - begin
     except CommError as error:
+        raised.add("raised", 1)
         with pytest.raises(CommError, match="this comm has failed before"):
             group.barrier()
         return str(error), time.monotonic() - begin
@@ -262,10 +262,13 @@ def go_on_after_a_pause(comm):
     group.nccl.has_begun = True
     group.barrier()
     time.sleep(0.6)  # the monitor has nothing more to compare
+    failed = dist.distributed_c10d._get_default_store()
     if comm.rank == 0:
         group.fail("injected")
+        failed.set("failed", "yes")
         return ""
-    time.sleep(1.2)
+    failed.wait(["failed"])
+    time.sleep(0.5)  # a pause of more than a second altogether, in which the monitor looks twice
     assert not group.has_failed
     with pytest.raises(CommError) as error:
         group._check_usable()

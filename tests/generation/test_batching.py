@@ -26,6 +26,7 @@ from helpers.models import (
     on_virtual_ranks,
     random_ids,
     transformers_model,
+    use_small_blocks,
 )
 from helpers.processes import run_processes
 
@@ -96,8 +97,7 @@ def expected():
     ],
 )
 def test_every_answer_is_that_of_the_request_alone(world, sharding, expected, monkeypatch):
-    for module in ("rank_memory", "engine", "batching"):  # small blocks: without room for all requests at once
-        monkeypatch.setattr(f"attnmesh.generation.{module}.BLOCK_SIZE", max(1, 2 // sharding.cp))
+    use_small_blocks(monkeypatch, max(1, 2 // sharding.cp))  # without room for all requests at once
     found = on_virtual_ranks(world, lambda comm: answers(comm, sharding))
     assert all(ids == expected for ids, _ in found)
     assert all(stats.reused_tokens for _, stats in found) or sharding.kvdp > 1
@@ -120,8 +120,7 @@ def test_every_answer_is_that_of_the_request_alone(world, sharding, expected, mo
 )
 def test_every_answer_with_sharded_weights(sharding, expected, monkeypatch):
     """Requests that join, leave, are preempted and share prefixes, where all ranks compute all of them together."""
-    for module in ("rank_memory", "engine", "batching"):
-        monkeypatch.setattr(f"attnmesh.generation.{module}.BLOCK_SIZE", max(1, 2 // sharding.cp))
+    use_small_blocks(monkeypatch, max(1, 2 // sharding.cp))
     found = on_virtual_ranks(sharding.ranks, lambda comm: answers(comm, sharding, shard_weights=True))
     assert all(ids == expected for ids, _ in found)
     assert all(stats.reused_tokens for _, stats in found)
@@ -167,7 +166,9 @@ def test_requests_share_the_blocks_of_a_common_prefix():
     prompt = random_ids(3 * BLOCK_SIZE, 3)
     handles = [generator.submit([*prompt, n], max_new_tokens=6, stop=()) for n in (8, 9, 10)]
     generator.step()
-    assert generator.engine.cache.stats().used == 3 + len(handles)
+    assert [len(handle.sequences) for handle in handles] == [1, 0, 0]  # the others wait for its prompt
+    generator.step()
+    assert generator.engine.cache.local.stats().used == 3 + len(handles)
     while generator.num_unfinished:
         generator.step()
     assert generator.stats.preemptions == 0
@@ -179,17 +180,17 @@ def test_requests_share_the_blocks_of_a_common_prefix():
 
 def test_an_answer_is_reused_by_the_next_question():
     generator = make(cache_tokens=200)
-    handle = generator.submit(DOCUMENT, max_new_tokens=10, stop=())
+    handle = generator.submit(DOCUMENT, max_new_tokens=BLOCK_SIZE, stop=())
     list(generator.stream(handle))
     again = generator.submit([*DOCUMENT, *handle.ids, 9, 9], max_new_tokens=3)
     list(generator.stream(again))
-    assert generator.stats.reused_tokens == len(DOCUMENT) + 9
+    assert len(DOCUMENT) < 2 * BLOCK_SIZE == generator.stats.reused_tokens  # full blocks
 
 
 def test_a_short_common_prefix_does_not_cost_a_long_one():
     """Such as that of a chat template, which all conversations begin with."""
     generator = make(cache_tokens=6 * BLOCK_SIZE, max_sequences=3, step_tokens=400)
-    long = random_ids(2 * BLOCK_SIZE + 5, 3)
+    long, short = random_ids(3 * BLOCK_SIZE + 5, 3), BLOCK_SIZE + 6
 
     def reused(prompt):
         before = generator.stats.reused_tokens
@@ -198,10 +199,8 @@ def test_a_short_common_prefix_does_not_cost_a_long_one():
         return generator.stats.reused_tokens - before
 
     assert reused(long) == 0
-    assert reused([*long[:6], 9, 9]) == reused([*long[:6], 10, 10]) == 6
-    assert reused([*long, 9]) == len(long)  # still there, in the last of three slots
-    assert reused([*long[:6], 11, 11]) == 6  # in place of the oldest
-    assert reused([*long, 10]) == len(long)
+    assert [reused([*long[:short], n, n]) for n in (9, 10, 11)] == [BLOCK_SIZE] * 3
+    assert reused([*long, 9]) == reused([*long, 10]) == 3 * BLOCK_SIZE
 
 
 # Options.
@@ -297,7 +296,7 @@ def test_parallel_samples_share_the_prompt_and_differ_in_their_random_numbers():
     assert generator.num_waiting == 3
     while generator.num_unfinished:
         generator.step()
-    assert generator.stats.prefill_tokens == len(prompt) + 3  # the last token once for each
+    assert generator.stats.prefill_tokens == len(prompt) + 3 * 5  # what follows the last full block, once for each
     assert generator.stats.preemptions == 0
     assert len({tuple(each.ids) for each in samples}) == 4
     rows = generated_rows(make(cache_tokens=600), [prompt] * 4, **how)
@@ -312,7 +311,7 @@ def test_a_reset_forgets_what_is_finished_and_nothing_else(sharding, expected):
         list(generator.stream(generator.submit([9, *DOCUMENT], max_new_tokens=3, stop=())))
         generator.reset_prefix_cache()
         check_blocks(generator)
-        assert sum(map(len, (cache.sequences for cache in generator._batch.scheduler.caches))) == 1
+        assert len(generator.engine.cache.sequences) == 1
         before = generator.stats.reused_tokens
         again = generator.submit([9, *DOCUMENT], max_new_tokens=3, stop=())
         while generator.num_unfinished:
@@ -322,11 +321,11 @@ def test_a_reset_forgets_what_is_finished_and_nothing_else(sharding, expected):
         assert generator.stats.reused_tokens == before
         assert len(list(generator.generate([DOCUMENT], max_new_tokens=3, stop=()))) == 3
         generator.reset_prefix_cache()
-        assert (generator.engine.cache.stats().used, generator.stats.cached_tokens) == (0, 0)
+        assert all(stats.free == stats.total for stats in generator.engine.cache.stats())
         tokens = generator.generate([DOCUMENT], max_new_tokens=3, stop=())
-        with pytest.raises(ValueError, match=r"another generate\(\) of this Generator is in progress"):
-            generator.reset_prefix_cache()
-        return len(list(tokens))
+        next(tokens)
+        generator.reset_prefix_cache()
+        return 1 + len(list(tokens))
 
     assert on_virtual_ranks(2, rank) == [3, 3]
 
@@ -433,27 +432,18 @@ def test_handles_that_are_unknown_or_finished():
     assert list(generator.stream(waiting[-1])) == []
 
 
-def test_generate_and_submit_exclude_each_other_only_while_they_run(expected):
+def test_generate_and_submit_run_beside_each_other(expected):
     generator = make(cache_tokens=200)
     handle = generator.submit(DOCUMENT, max_new_tokens=30)
     generator.step()
-    with pytest.raises(ValueError, match="generate needs all submitted requests to be finished, got 1 more"):
-        generator.generate([DOCUMENT])
-    list(generator.stream(handle))
-    assert handle.ids == expected[0]
-    tokens = generator.generate([DOCUMENT], max_new_tokens=30)
-    assert next(tokens).id == expected[0][0]
-    for operation in (
-        generator.step,
-        lambda: generator.submit(DOCUMENT, max_new_tokens=9),
-        lambda: generator.cancel(handle),
-    ):
-        with pytest.raises(ValueError, match=r"another generate\(\) of this Generator is in progress"):
-            operation()
-    assert [token.id for token in tokens] == expected[0][1:]
-    assert generator.stats.reused_tokens == len(DOCUMENT) - 1  # of the request
-    again = generator.submit(DOCUMENT, max_new_tokens=30)
-    assert [token.id for token in generator.stream(again)] == expected[0]
+    tokens = generator.generate([DOCUMENT, DOCUMENT[:9]], max_new_tokens=30)
+    first = next(tokens)
+    assert (first.row, first.id) == (0, expected[0][0])
+    other = generator.submit([*DOCUMENT, 10], max_new_tokens=25, sampling=Sampling(1.0, seed=3))
+    assert [token.id for token in generator.stream(other)] == expected[3]
+    assert [token.id for token in (first, *tokens) if token.row == 0] == expected[0]
+    assert [token.id for token in generator.stream(handle)] == expected[0]
+    assert generator.num_unfinished == 0
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -16,6 +16,7 @@ from helpers.models import (
     on_virtual_ranks,
     random_ids,
     transformers_model,
+    use_small_blocks,
 )
 
 PROMPTS = [random_ids(n, seed) for n, seed in ((9, 1), (40, 2), (5, 3))]
@@ -101,7 +102,7 @@ def test_groups_are_chosen_for_prompts_and_not_for_beams(world, prompts):
             attnmesh_model("llama"), None, comm, cache_tokens=200, max_sequences=world, sharding=apart
         )
         with pytest.raises(
-            ValueError, match=f"num_beams must be at most 1 for 1 prompt .* each of kvdp={world} groups"
+            ValueError, match=f"num_beams must be at most 1, as max_sequences={world} has 1 in each of kvdp={world} "
         ):
             generator.generate(PROMPTS[:1], max_new_tokens=8, num_beams=2)
         return [[token.id for token in tokens if token.row == row] for row in range(prompts)]
@@ -116,9 +117,9 @@ def test_beams_share_the_prompt_and_leave_no_blocks_behind():
     engine, used = generator.engine, []
     decode = engine.decode
 
-    def counting(sequences, ids):
-        used.append((len(sequences), engine.cache.stats().used))
-        return decode(sequences, ids)
+    def counting(sequences, *new):
+        used.append((len(sequences), engine.cache.local.stats().used))
+        return decode(sequences, *new)
 
     engine.decode = counting
     for _ in range(2):
@@ -126,9 +127,7 @@ def test_beams_share_the_prompt_and_leave_no_blocks_behind():
         assert rows == expected("llama", beams, most, [], [prompt])
     assert max(number for number, _ in used) == beams
     assert max(blocks for _, blocks in used) <= 3 + beams * 3  # full blocks of the prompt, and of each beam its own
-    (kept,) = engine.sequences
-    assert not kept.active
-    assert engine.cache.stats().used == len(kept.stored.parts[0].blocks)
+    assert engine.cache.local.stats().used == 0
     assert am.generate(attnmesh_model("llama"), None, [prompt], max_new_tokens=5, stop=[], num_beams=2)
 
 
@@ -165,7 +164,7 @@ def submitted(comm=None, sharding=None, shard_weights=False):
             assert [token for token in tokens if token.row == request.number] in ([], request.tokens)
         steps += 1
     assert gone.finish_reason == "cancelled"
-    assert generator._batch._searches == {}
+    assert all(request.search is None for request in requests)
     for request in requests:
         assert request.finish_reason == ("stop" if request.ids[-1] in request.options.stop else "length")
     return [request.ids for request in requests], generator.stats.preemptions
@@ -184,8 +183,7 @@ def submitted(comm=None, sharding=None, shard_weights=False):
 )
 def test_submitted_searches(sharding, shard_weights, monkeypatch):
     """They join and leave at any step and are preempted, beside others: the answers are those of Transformers."""
-    for module in ("rank_memory", "engine", "batching"):  # small blocks: without room for all requests at once
-        monkeypatch.setattr(f"attnmesh.generation.{module}.BLOCK_SIZE", 2)
+    use_small_blocks(monkeypatch, 2)  # without room for all requests at once
     wanted = [expected("llama", beams, most, ends, [prompt])[0] for prompt, beams, most, ends in REQUESTS]
     for ids, preemptions in on_virtual_ranks(sharding.ranks, lambda comm: submitted(comm, sharding, shard_weights)):
         assert ids == wanted
@@ -229,10 +227,10 @@ def test_the_search_alone(beams, seed):
     [
         ({"num_beams": 0}, "num_beams must be an integer >= 1, got 0"),
         ({"num_beams": True}, "num_beams must be an integer >= 1, got True"),
-        ({"num_beams": 5}, "prompts must be 1 to max_sequences=4, got 1 of num_beams=5 sequences each"),
-        ({"num_beams": 2, "speculative": True}, "num_beams must be 1 with speculative or a sampling .* got 2"),
-        ({"num_beams": 2, "sampling": am.Sampling(1.0)}, "num_beams must be 1 with speculative or a sampling .* got 2"),
-        ({"num_beams": 4, "max_new_tokens": 60}, "281 tokens of 4 sequences, .* do not fit.*cache_tokens=150"),
+        ({"num_beams": 5}, "num_beams must be at most 4, as max_sequences=4 has 4, got 5"),
+        ({"num_beams": 2, "speculative": True}, "num_beams must be 1 with a sampling .* or speculative, got 2"),
+        ({"num_beams": 2, "sampling": am.Sampling(1.0)}, "num_beams must be 1 with a sampling .* got 2"),
+        ({"num_beams": 4, "max_new_tokens": 60}, "max_new_tokens=60 may follow in each of num_beams=4: .*=150"),
     ],
 )
 def test_what_is_refused(options, message):
@@ -248,7 +246,7 @@ def test_what_is_refused(options, message):
         ({"num_beams": 5}, "num_beams must be at most 4, as max_sequences=4 has 4, got 5"),
         ({"num_beams": 4, "max_new_tokens": 36}, "max_new_tokens=36 may follow in each of num_beams=4: .*=150"),
         *(
-            ({"num_beams": 2, **other}, "num_beams must be 1 with a sampling .*, min_new_tokens, logprobs or .* got 2")
+            ({"num_beams": 2, **other}, "num_beams must be 1 with a sampling .*, min_new_tokens, logprobs, .* got 2")
             for other in (
                 {"sampling": am.Sampling(1.0)}, {"sampling": am.Sampling(presence_penalty=1.0)}, {"logprobs": 0},
                 {"min_new_tokens": 1}, {"logits_processors": [lambda ids, scores: scores]},
@@ -275,14 +273,14 @@ def test_callbacks_and_invalid_logits():
         model = am.shard_model(attnmesh_model("llama"), am.DecodeSharding(kvdp=2), comm)
         generator = Generator(model, None, comm, cache_tokens=150, max_sequences=8)
         model.model.norm.weight.data.neg_().log_()  # NaN
-        with pytest.raises(ValueError, match="the logits of row 0, 1 have a NaN"):
+        with pytest.raises(ValueError, match="row 0: the logits have a NaN"):
             list(generator.generate(PROMPTS[::2], max_new_tokens=4, num_beams=3))
         bad = generator.submit(PROMPTS[0], max_new_tokens=4, num_beams=3)
         generator.step()
         assert (bad.finish_reason, bad.ids, str(bad.error)[:36]) == (
             "error",
             [],
-            "request 0: the logits have a NaN or ",
+            "request 2: the logits have a NaN or ",
         )
         model.model.norm.weight.data.copy_(attnmesh_model("llama").model.norm.weight)
         good = generator.submit(PROMPTS[0], max_new_tokens=4, stop=[], num_beams=3)

@@ -9,10 +9,9 @@ import torch
 
 import attnmesh as am
 from attnmesh.comm import CommError
-from attnmesh.generation.engine import Engine
+from attnmesh.generation.engine import WholeEngine
 from attnmesh.generation.generator import Generator, generate
 from attnmesh.generation.models import MODELS, check_generation
-from attnmesh.generation.prompt_batch import rows_by_prefix
 from attnmesh.generation.prompts import eos_tokens
 from attnmesh.generation.requests import Token
 from attnmesh.generation.sampling import PromptLookup, Sampling
@@ -30,9 +29,17 @@ from helpers.models import (
     on_virtual_ranks,
     random_ids,
     transformers_model,
+    use_small_blocks,
 )
 
 MOST = 12
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    use_small_blocks(monkeypatch)
+
+
 # Of different lengths, and repetitive, so that there are drafts.
 PROMPTS = [random_ids(n, seed, high=30) * 3 for n, seed in ((7, 1), (13, 2), (5, 3))]
 
@@ -96,7 +103,7 @@ def check_tokens(kind, world, layout, batch, speculative, reuse, prefill_chunk, 
     ],
 )
 def test_tokens_are_those_of_one_process(kind, world, layout, batch, speculative, reuse, prefill_chunk, monkeypatch):
-    monkeypatch.setattr("attnmesh.generation.prompt_batch.PromptLookup", HalfRight)
+    monkeypatch.setattr("attnmesh.generation.requests.PromptLookup", HalfRight)
     check_tokens(kind, world, layout, batch, speculative, reuse, prefill_chunk)
 
 
@@ -138,7 +145,7 @@ def test_what_a_sharded_cache_does_not_serve_is_refused(kind, message):
 def test_tokens_are_those_of_one_process_in_every_way(
     kind, world, layout, batch, speculative, reuse, prefill_chunk, monkeypatch
 ):
-    monkeypatch.setattr("attnmesh.generation.prompt_batch.PromptLookup", HalfRight)
+    monkeypatch.setattr("attnmesh.generation.requests.PromptLookup", HalfRight)
     check_tokens(kind, world, layout, batch, speculative, reuse, prefill_chunk, most=24)
 
 
@@ -155,15 +162,15 @@ def test_sequences_are_dealt_to_groups(kvdp, cp, batch):
         generator = Generator(attnmesh_model("llama"), None, comm, cache_tokens=400, max_sequences=3, sharding=sharding)
         rows = generated_rows(generator, PROMPTS[:batch], max_new_tokens=MOST, speculative=speculative)
         again = generated_rows(generator, PROMPTS[:batch], max_new_tokens=MOST, speculative=speculative)
-        held = [(len(r.ids), len(r.local)) for r in generator.engine.sequences]
-        return rows, again, held, generator.stats
+        assert generator.engine.cache.sequences == {}
+        return rows, again, generator.stats
 
     found = on_virtual_ranks(kvdp * cp, rank)
-    for me, (rows, again, held, stats) in enumerate(found):
+    for me, (rows, again, stats) in enumerate(found):
         assert rows == again == expected
-        mine = sharding.sequences(me, batch)
-        assert len(held) == len(mine)
-        assert all(abs(own - length / cp) <= 2 for length, own in held)
+        mine = range(sharding.place(me).kvdp, batch, kvdp)  # in turn
+        held = sum(len(PROMPTS[number]) + len(expected[number]) for number in mine)
+        assert held / cp - 2 * len(mine) <= stats.cached_tokens <= held / cp + 8 * len(mine)  # with drafts
         assert stats.generated_tokens == 2 * sum(len(expected[number]) for number in mine)
         assert stats.rank == me
     assert sum(stats.generated_tokens for *_, stats in found) == cp * 2 * sum(map(len, expected))
@@ -217,23 +224,18 @@ def test_a_tiny_top_p_is_greedy():
 @pytest.mark.parametrize("how", [{}, {"sampling": Sampling(1.0, seed=3)}, {"speculative": True}])
 def test_ranks_agree_on_tokens_even_where_their_logits_differ(how, monkeypatch):
     """A rank of another make may round otherwise: here all its logits are wrong, and it goes along all the same."""
-    read, step = Engine.prefill, Engine.decode
+    prefill, step = WholeEngine.prefill, WholeEngine.decode
 
-    def disturbed(reader, logits):
-        return logits.flip(-1) if reader.comm.rank == 1 else logits
-
-    def disturbed_read(self, *args, **kwargs):
-        reading = read(self, *args, **kwargs)
-        reading.logits = disturbed(self, reading.logits)
-        return reading
+    def disturbed(engine, logits):
+        return logits.flip(-1) if engine.comm.rank == 1 else logits
 
     def generated(comm):
         generator = Generator(attnmesh_model("qwen3"), None, comm, cache_tokens=400)
         return generated_rows(generator, PROMPTS[1:2], max_new_tokens=MOST, stop=(), **how)
 
     expected = on_virtual_ranks(2, generated)[0]
-    monkeypatch.setattr(Engine, "prefill", disturbed_read)
-    monkeypatch.setattr(Engine, "decode", lambda self, *args: disturbed(self, step(self, *args)))
+    monkeypatch.setattr(WholeEngine, "prefill", lambda self, *args: disturbed(self, prefill(self, *args)))
+    monkeypatch.setattr(WholeEngine, "decode", lambda self, *args: disturbed(self, step(self, *args)))
     assert on_virtual_ranks(2, generated) == [expected] * 2
 
 
@@ -334,43 +336,71 @@ def test_who_has_heard_enough_may_leave():
         heard = generator.generate(PROMPTS[:1], max_new_tokens=MOST)
         first = next(heard)
         heard.close()
-        assert not any(sequence.active for sequence in generator.engine.sequences)
+        assert generator.num_unfinished == len(generator.engine.cache.sequences) == 0
         return first.id, generated_rows(generator, PROMPTS[:1], max_new_tokens=MOST)[0]
 
     expected = greedy_tokens("llama", PROMPTS[0], MOST)
     assert on_virtual_ranks(2, rank) == [(expected[0], expected)] * 2
 
 
-def test_iterators_of_two_generators_take_turns():
-    """zip() takes all tokens of the last one, and does not ask for more: it is not in progress any more."""
+@pytest.mark.parametrize("generators", [1, 2])
+def test_iterators_take_turns(generators):
+    """Those of one generator run one another's requests; zip() takes all tokens of the last one, and no more."""
 
     def rank(comm):
-        generators = [
-            Generator(attnmesh_model("llama"), None, comm, cache_tokens=100, max_sequences=6) for _ in range(2)
+        several = [
+            Generator(attnmesh_model("llama"), None, comm, cache_tokens=100, max_sequences=6) for _ in range(generators)
         ]
         iterators = [
-            each.generate([prompt], max_new_tokens=3) for each, prompt in zip(generators, PROMPTS, strict=False)
+            several[i % generators].generate([prompt], max_new_tokens=3) for i, prompt in enumerate(PROMPTS[:2])
         ]
         both = [[token.id for token in tokens] for tokens in zip(*iterators, strict=False)]
-        (left,) = generators[1].generate(PROMPTS[:1], max_new_tokens=1, num_beams=3)
-        held = generators[0].generate(PROMPTS[:2], max_new_tokens=1)  # two tokens in the last step
+        (left,) = several[-1].generate(PROMPTS[:1], max_new_tokens=1, num_beams=3)
+        held = several[0].generate(PROMPTS[:2], max_new_tokens=1)  # two tokens in the last step
         next(held)
-        with pytest.raises(ValueError, match=r"another generate\(\) of this Generator is in progress"):
-            generators[0].submit(PROMPTS[0], max_new_tokens=1)
+        request = several[0].submit(PROMPTS[0], max_new_tokens=1)
         if comm.rank:  # ranks may differ in whether they ask once more
             next(held)
         else:
             list(held)
-        request = generators[0].submit(PROMPTS[0], max_new_tokens=1)
-        assert list(held) == []
-        assert [token.id for token in generators[0].stream(request)] == [left.id]
-        beams = generators[0].generate(PROMPTS[:1], max_new_tokens=2, num_beams=2)
-        next(beams), next(beams)
-        assert generators[0].step() == []
+        assert [token.id for token in several[0].stream(request)] == [left.id]
+        assert several[0].step() == list(held) == []
         return both
 
     expected = list(zip(*(greedy_tokens("llama", prompt, 3) for prompt in PROMPTS[:2]), strict=True))
     assert on_virtual_ranks(2, rank) == [list(map(list, expected))] * 2
+
+
+def test_more_prompts_than_sequences_or_room_wait():
+    def rank(comm):
+        generator = Generator(attnmesh_model("llama"), None, comm, cache_tokens=60, max_sequences=2)
+        rows = [], [], []
+        for token in generator.generate(PROMPTS, max_new_tokens=MOST):
+            rows[token.row].append(token.id)
+        return list(rows)
+
+    assert on_virtual_ranks(2, rank) == [[greedy_tokens("llama", prompt, MOST) for prompt in PROMPTS]] * 2
+
+
+def test_stop_strings_end_rows_as_they_end_requests():
+    class Letters:
+        def __call__(self, text):
+            return {"input_ids": list(map(ord, text))}
+
+        def decode(self, ids, skip_special_tokens):
+            return "".join(chr(33 + token) for token in ids)
+
+    expected = greedy_tokens("llama", PROMPTS[0], MOST)
+    word = "".join(chr(33 + token) for token in expected[3:5])
+
+    def rank(comm):
+        generator = Generator(attnmesh_model("llama"), Letters(), comm, cache_tokens=60)
+        how = {"max_new_tokens": MOST, "stop_strings": [word]}
+        row = [token.id for token in generator.generate([PROMPTS[0]], speculative=True, **how)]
+        request = generator.submit(PROMPTS[0], speculative=True, **how)
+        return row, [token.id for token in generator.stream(request)], request.finish_reason
+
+    assert on_virtual_ranks(2, rank) == [(expected[:5], expected[:5], "stop")] * 2
 
 
 # What it says of itself.
@@ -383,19 +413,18 @@ def test_stats():
         generated_rows(generator, [[*PROMPTS[1], 9]], max_new_tokens=1)
         return generator.stats, comm.traffic.bytes
 
-    # 39 tokens of the prompt, and one more; the first answer's last token was never read.
-    found = on_virtual_ranks(2, rank)
-    assert sum(stats.cached_tokens for stats, _ in found) == 40
+    # 39 tokens of the prompt, of which 4 blocks on 2 ranks are reused, and one more; the last token is never read.
+    found, most = on_virtual_ranks(2, rank), 39 + MOST - 1
+    assert sum(stats.cached_tokens for stats, _ in found) == most
     for stats, sent in found:
         token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, numbers, bytes
         assert (stats.prefill_tokens, stats.reused_tokens, stats.generated_tokens, stats.decode_steps) == (
-            40,
-            39,
+            39 + 8,
+            32,
             MOST + 1,
             MOST - 1,
         )
-        assert abs(stats.cached_tokens - 20) <= 1
-        assert (stats.kv_bytes, stats.kv_bytes_unsharded) == (stats.cached_tokens * token, 40 * token)
+        assert (stats.kv_bytes, stats.kv_bytes_unsharded) == (stats.cached_tokens * token, most * token)
         assert 0 < stats.bytes_sent <= sent
         assert min(stats.prefill_seconds, stats.decode_seconds) > 0
 
@@ -447,8 +476,7 @@ def test_the_call_gives_up_its_cache_and_takes_all_options():
 @pytest.mark.parametrize(
     ("prompts", "how", "message"),
     [
-        ([], {}, "prompts must be 1 to max_sequences=2, got 0"),
-        ([PROMPTS[0]] * 3, {}, "prompts must be 1 to max_sequences=2, got 3"),
+        ([], {}, r"prompts must have at least one prompt, got \[\]"),
         ([PROMPTS[0], []], {}, r"prompts\[1\] is empty"),
         (
             [[8] * 503],
@@ -467,9 +495,9 @@ def test_the_call_gives_up_its_cache_and_takes_all_options():
             "sampling must be greedy",
         ),
         (
-            [[8] * 90],
+            [[8] * 98],
             {"max_new_tokens": 3},
-            "101 tokens of 1 sequence, 8 each for drafts, do not fit: there is room for cache_tokens=100",
+            r"prompts\[0\] has 98 tokens, and max_new_tokens=3 may follow: the cache never holds more than .*=100",
         ),
     ],
 )
@@ -482,25 +510,10 @@ def test_what_cannot_be_generated_is_refused_and_the_next_can(prompts, how, mess
         )  # fmt: skip
         with pytest.raises(ValueError, match=message):
             generator.generate(prompts, **how)
-        assert generator.engine.sequences == []
+        assert generator.engine.cache.sequences == {}
         return generated_rows(generator, PROMPTS[:1], max_new_tokens=2)
 
     assert on_virtual_ranks(3, rank) == [[expected]] * 3
-
-
-@pytest.mark.parametrize(
-    ("cached", "expected"),
-    [
-        ([[0, 0], [0, 0]], []),
-        ([[5], [0]], [[0], []]),
-        ([[0], [5]], [[], [0]]),
-        ([[3, 9, 0], [4, 8, 0]], [[1, 2], [0]]),  # the longest first, then where there is room
-        ([[4, 6, 5, 7], [1, 0, 0, 0]], [[1, 3], [0, 2]]),  # no group has more than its share
-        ([[0, 0, 2], [0, 0, 2], [0, 0, 0]], [[2], [0], [1]]),
-    ],
-)
-def test_rows_go_to_the_group_that_has_most_of_their_prompt(cached, expected):
-    assert rows_by_prefix(cached) == expected
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -522,7 +535,7 @@ def test_a_prefix_is_found_in_its_group_when_the_batch_changes(whole):
     asked = (prompts, longer[:1], longer[1:], longer[::-1], [random_ids(51, 3), longer[0]])
     assert rows == other == [[greedy_tokens("llama", prompt, 1) for prompt in batch] for batch in asked]
     both = [a + b for a, b in zip(reused, of_other, strict=True)] if whole else reused
-    assert both == [17, 17, 34, 17]
+    assert both[:3] == [16, 16, 32]
 
 
 @pytest.mark.parametrize(
@@ -559,7 +572,7 @@ def test_ranks_that_have_less_than_two_tokens_each():
     prompt = PROMPTS[0][:9]
 
     def rank(comm):
-        with pytest.raises(ValueError, match="prompts must be 1 to max_sequences=1, got 0"):
+        with pytest.raises(ValueError, match="prompts must have at least one prompt"):
             am.generate(attnmesh_model("llama"), None, [], comm)
         return [token.id for token in am.generate(attnmesh_model("llama"), None, [prompt], comm, max_new_tokens=1)]
 
@@ -596,12 +609,12 @@ def test_ranks_that_ask_different_things_are_all_told(mine, how, message):
     assert on_virtual_ranks(2, rank) == [[greedy_tokens("llama", PROMPTS[0], MOST)[:4]]] * 2
 
 
-def test_what_one_group_has_no_room_for_all_are_told():
+def test_what_no_group_has_room_for_all_are_told():
     def rank(comm):
         generator = Generator(
             attnmesh_model("llama"), None, comm, cache_tokens=80, max_sequences=2, sharding=DecodeSharding(kvdp=2)
         )  # fmt: skip
-        with pytest.raises(ValueError, match=r"98 tokens of 1 sequence, .* do not fit.* \(on rank 1\)"):
+        with pytest.raises(ValueError, match=r"prompts\[1\] has 82 tokens, .* may follow: the cache never holds more"):
             generator.generate([PROMPTS[0], [8] * 82], max_new_tokens=8)
         return generated_rows(generator, PROMPTS[:2], max_new_tokens=8)
 
@@ -619,14 +632,14 @@ def test_a_model_that_does_not_ask_us_is_refused():
 
 @pytest.mark.parametrize(("world", "sharding"), [(3, DecodeSharding(cp=3)), (4, DecodeSharding(kvdp=2, cp=2))])
 def test_a_rank_that_is_lost_ends_the_others_wait(world, sharding, monkeypatch):
-    step, steps, heard = Engine.decode, itertools.count(), {}
+    step, steps, heard = WholeEngine.decode, itertools.count(), {}
 
     def lost(self, *args):
         if self.comm.rank == 0 and next(steps) == 5:
             raise OSError("the device is gone")
         return step(self, *args)
 
-    monkeypatch.setattr(Engine, "decode", lost)
+    monkeypatch.setattr(WholeEngine, "decode", lost)
 
     def rank(comm):
         generator = Generator(attnmesh_model("llama"), None, comm, cache_tokens=300, max_sequences=2, sharding=sharding)

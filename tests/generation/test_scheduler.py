@@ -1,450 +1,421 @@
-"""The scheduler of continuous batching, with a model of random requests: nothing is lost, starved or mixed up.
+"""The scheduler and the loop over its plans, with a model of random requests: nothing is lost, starved or mixed up.
 
-The fake model's next token depends on all tokens before it. The fake group stores what a plan says, in real block
-caches without memory, one for each rank: a plan that shares, copies or frees a wrong block differs from them.
+The fake engine stores the ids of tokens as keys in real block caches, and checks all that it reads: a plan that shares,
+copies, truncates or frees a wrong block differs from the ids of a sequence.
 """
 
 import random
-from dataclasses import dataclass, field
+from array import array
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh.core import ranges
-from attnmesh.core.layouts import Contiguous, Zigzag
-from attnmesh.generation.cached_sequences import CachedSequence, CacheLimits, GroupCache, common_prefix
-from attnmesh.generation.scheduler import Job, Scheduler
-from attnmesh.generation.windows import KeptPositions
+import attnmesh as am
+from attnmesh.comm.base import SoloComm
+from attnmesh.core.ranges import InterleavedShard
+from attnmesh.generation.batching import BatchRanks, Callbacks, ContinuousBatch
+from attnmesh.generation.beam_search import BeamSearch
+from attnmesh.generation.requests import Request, RequestOptions
+from attnmesh.generation.scheduler import Scheduler, common_prefix
+from attnmesh.generation.stats import GenerationStats
+from attnmesh.kv_cache import block_manager
+from attnmesh.kv_cache.block_manager import BlockLayout, max_window_blocks
 from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.parallel.decode.positions import balance, interleave
 
-BLOCK, VOCABULARY = 4, 5
-WINDOW, MARGIN = 6, 8
-
-
-def next_token(ids):
-    """A token that depends on all before it; few different ones, so that prefixes are shared."""
-    return hash((17, *ids)) % VOCABULARY
+BLOCK, VOCABULARY, WINDOW, MARGIN = 4, 6, 6, 8
+STOP = VOCABULARY - 1
 
 
-def next_beams(answers, beams):
-    """The next beams of a search, as (beam, token): they depend on all of them, and some have several or none."""
-    mixed = [hash((i, *map(tuple, answers))) for i in range(beams)]
-    return [(number // 7 % len(answers), number % VOCABULARY) for number in mixed]
+@pytest.fixture(autouse=True, scope="module")
+def small_margin():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_manager, "WINDOW_MARGIN", MARGIN)
+        yield
 
 
-def advanced(answers, beams):
-    return [[*answers[beam], token] for beam, token in beams]
+def new_request(number, prompt, new=8, *, stop=(), sampling=am.Sampling(), **how):  # noqa: B008  (immutable)
+    return Request(number, list(prompt), RequestOptions(new, sampling, frozenset(stop), **how), None, None)
 
 
-def sharding(world, layout=None):
-    """The positions that ranks store, as an Engine gives them out."""
-
-    def shard(counts, new):
-        if len(new) < 2 * world:
-            return interleave(new, world)
-        if new.start:
-            return balance(new, counts)
-        return [(layout or Zigzag()).ranges(len(new), world, rank) for rank in range(world)]
-
-    return shard
+def new_cache(blocks=8, rows=4, *, length=None, shard=InterleavedShard(), device="meta", **how):  # noqa: B008
+    length = blocks * BLOCK if length is None else length
+    return BlockCache(
+        layers=2, num_blocks=blocks, block_size=BLOCK, kv_heads=1, head_dim=1, storage="fp32", device=device,
+        max_sequences=rows, max_length=length, shard=shard, **how,
+    )  # fmt: skip
 
 
-@dataclass(eq=False)
-class Stored:
-    """A sequence as a group stores it."""
-
-    ids: list[int]
-    by_rank: list
-    kept: set[int] = field(default_factory=set)  # positions, in layers with a window
+# Random requests.
 
 
-class FakeGroup:
-    """Does what plans say with the block caches of its ranks, and checks that it can."""
-
-    def __init__(self, world, limits, shard):
-        self.world, self.shard = world, shard
-        self.caches = [
-            BlockCache(
-                layers=1, num_blocks=limits.blocks, block_size=limits.block_size, kv_heads=1, head_dim=1, device="meta",
-                max_sequences=limits.max_sequences, max_length=limits.max_length,
-            )
-            for _ in range(world)
-        ]  # fmt: skip
-        self.stored: dict[CachedSequence, Stored] = {}
-
-    def run(self, plan, step_tokens):
-        assert len(plan.decode) + sum(len(chunk.ids) for chunk in plan.chunks) <= step_tokens
-        jobs = [*plan.decode, *(chunk.job for chunk in plan.chunks)]
-        assert len(set(jobs)) == len(jobs)
-        for job in jobs:  # the beams of a search together
-            assert not job.search or [each for each in plan.decode if each.search is job.search] == job.search.beams
-        for sequence in plan.freed:
-            self.free(sequence)
-        for job in plan.decode:
-            self.append(job.sequence, job.ids[-1:])
-        for chunk in plan.chunks:
-            if chunk.is_new:
-                self.start(chunk)
-            stored = self.stored[chunk.job.sequence]
-            assert len(stored.ids) == chunk.begin
-            assert chunk.ids or chunk.job.pending  # the next token follows from one that is computed
-            self.append(chunk.job.sequence, chunk.ids)
-
-    def start(self, chunk):
-        if chunk.source is None:
-            stored = Stored([], [cache.allocate(0) for cache in self.caches])
-        elif chunk.source is chunk.job.sequence:
-            stored = self.stored[chunk.source]
-        else:
-            self.fork(chunk.job.sequence, chunk.source)
-            stored = self.stored[chunk.job.sequence]
-        counts = chunk.job.sequence.shards.truncated(chunk.begin).counts
-        for cache, each, count in zip(self.caches, stored.by_rank, counts, strict=True):
-            cache.truncate(each, count)
-        del stored.ids[chunk.begin :]
-        stored.kept = {position for position in stored.kept if position < chunk.begin}
-        if chunk.job.sequence.kept is not None:
-            assert stored.kept >= set(range(max(0, chunk.begin - WINDOW + 1), chunk.begin))
-        self.stored[chunk.job.sequence] = stored
-
-    def fork(self, sequence, source):
-        source = self.stored[source]
-        forks = [cache.fork(each) for cache, each in zip(self.caches, source.by_rank, strict=True)]
-        self.stored[sequence] = Stored(list(source.ids), forks, set(source.kept))
-
-    def append(self, sequence, ids):
-        stored = self.stored[sequence]
-        begin = len(stored.ids)
-        new = self.shard([each.length for each in stored.by_rank], range(begin, begin + len(ids)))
-        for cache, each, part in zip(self.caches, stored.by_rank, new, strict=True):
-            if ranges.size(part):
-                cache.mark_written(cache.append([each], ranges.size(part)))  # raises CacheFull
-        stored.ids += ids
-        if sequence.kept is not None:
-            stored.kept |= set(range(begin, len(stored.ids)))
-            stored.kept &= {position for run in sequence.kept.ranges for position in run}
-
-    def free(self, sequence):
-        for cache, each in zip(self.caches, self.stored.pop(sequence).by_rank, strict=True):
-            cache.free(each)
-
-    def check(self, cache):
-        """What is stored is what the scheduler believes, block for block."""
-        assert set(self.stored) == set(cache.sequences)
-        for sequence, stored in self.stored.items():
-            assert sequence.ids == stored.ids
-            assert sequence.counts == [each.length for each in stored.by_rank]
-            if sequence.kept is not None:
-                assert stored.kept == {position for run in sequence.kept.ranges for position in run}
-        assert cache.used == [each.stats().used for each in self.caches]
-        assert max(cache.used) <= cache.limits.blocks
+def logits_after(ids):
+    """Logits that repeat themselves, so that drafts are right for a while."""
+    draw = random.Random(hash((len(ids) // 20, *ids[-2:])))
+    return torch.tensor([draw.random() for _ in range(VOCABULARY)])
 
 
-@dataclass
-class Wanted:
-    """A request of the random model, and its answer alone."""
+def answer_alone(request):
+    """The answer to a request of its own."""
+    alone, options = Request(0, request.prompt, request.options, None, None), request.options
+    if options.num_beams == 1:
+        while not alone.finished:
+            alone.add(alone.choose(logits_after(alone.known)))
+        return alone.ids
+    search, texts = BeamSearch(options.num_beams, options.max_new_tokens, options.stop), [alone.prompt]
+    while True:
+        logits = torch.stack([logits_after(ids) for ids in texts]).expand(options.num_beams, -1)
+        beams = search.step(search.candidates(search.best(logits).flatten().tolist()))
+        if not beams:
+            return search.answer
+        texts = [[*texts[each.beam % len(texts)], each.token] for each in beams]
 
-    job: Job
-    answer: list[int]
-    submitted: int
-    got: list[int] = field(default_factory=list)
+
+class FakeEngine:
+    """Stores tokens where the caches say, and checks that what is stored of a sequence are its tokens."""
+
+    def __init__(self, caches, chunk, shard):
+        self.cache = SimpleNamespace(by_kvdp_rank=caches, local=SimpleNamespace(sequences={}))
+        self.prefill_chunk, self.position_ranks, self.shard = chunk, SimpleNamespace(world=shard.ranks), shard
+        self.model = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCABULARY))
+        self.device, self.exchange = torch.device("cpu"), lambda comm: nullcontext()
+
+    def decode(self, sequences, ids, new):
+        assert len({len(row) for row in ids}) == 1
+        for sequence, row in zip(sequences, ids, strict=True):
+            self._store(sequence, sequence.length - len(row), row)
+        return torch.stack([
+            torch.stack([logits_after(each.ids[: each.length - len(row) + 1 + i]) for i in range(len(row))])
+            for each, row in zip(sequences, ids, strict=True)
+        ])  # fmt: skip
+
+    def prefill(self, sequence, begin, ids, new):
+        assert begin + len(ids) == sequence.length
+        self._store(sequence, begin, ids)
+        return logits_after(sequence.ids[: sequence.length])
+
+    def _store(self, sequence, begin, ids):
+        """Read what the first new token attends to, and write the new tokens that this rank has."""
+        cache, shard = self.cache.by_kvdp_rank[sequence.kvdp_rank], self.shard
+        own = range(shard.length(begin), shard.length(sequence.length))
+        for layer in (0, 1):
+            blocks = sequence.window_blocks if cache.kind_of(layer) else sequence.blocks
+            keys = cache.keys(layer).flatten()
+            first = shard.length(max(0, begin - cache.window + 1)) if cache.kind_of(layer) else 0
+            for at in range(first, own.start):
+                assert blocks[at // BLOCK] >= 0
+                assert keys[blocks[at // BLOCK] * BLOCK + at % BLOCK] == sequence.ids[shard.position(at)]
+            for at in own:
+                if blocks[at // BLOCK] >= 0:
+                    keys[blocks[at // BLOCK] * BLOCK + at % BLOCK] = ids[shard.position(at) - begin]
 
 
 class World:
-    """A scheduler and groups of ranks, driven at random."""
+    """Requests to some groups, drawn at random, and computed by a fake engine on `rank` of `world`."""
 
-    def __init__(self, seed, groups=2, world=2, max_sequences=5, blocks=16, step_tokens=9, layout=None, window=None):
-        self.random = random.Random(seed)
-        shard = sharding(world, layout)
-        limits = CacheLimits(blocks, BLOCK, max_sequences, max_length=blocks * BLOCK)
-        self.limits, self.world = limits, world
-        self.longest = blocks * BLOCK * world - 6 * world
-        self.step_tokens = step_tokens
-        self.scheduler = Scheduler(
-            [GroupCache(world, shard, limits, window) for _ in range(groups)],
-            step_tokens=step_tokens, max_chunk=7 * world, min_chunk=2 * world,
+    def __init__(self, seed, groups=2, world=2, rows=5, tokens=60, budget=5, *, rank=0, windowed=False):
+        self.random, self.tokens, self.rows, self.rank = random.Random(seed), tokens, rows, rank
+        shard = InterleavedShard(world, rank)
+        layout, chunk = BlockLayout(shard, BLOCK), 7 * world
+        windows = {"windows": [None, WINDOW], "window_blocks": rows * max_window_blocks(layout, WINDOW, chunk)}
+        blocks = layout.num_blocks(tokens) + 2 * min(rows, 3)  # enough for any request alone
+        self.caches = [
+            new_cache(blocks, rows, length=tokens, shard=shard, device="cpu", kvdp_rank=group,
+                      **windows if windowed else {})
+            for group in range(groups)
+        ]  # fmt: skip
+        self.stats, alone = GenerationStats(rank), SoloComm()
+        self.batch = ContinuousBatch(
+            FakeEngine(self.caches, chunk, shard), BatchRanks(alone, alone, groups, together=True), generator=0,
+            stats=self.stats, callbacks=Callbacks(),
         )  # fmt: skip
-        self.groups = [FakeGroup(world, limits, shard) for _ in range(groups)]
-        self.open: dict[int, Wanted] = {}
-        self.prompts, self.finished, self.cancelled, self.preempted, self.steps, self.number = [], 0, 0, 0, 0, 0
-        self.reused = self.admitted = self.searched = 0
+        self.step_tokens = rows + 2 * world + budget
+        self.requests, self.digests, self.steps = [], [], 0
+        self._plan, self.batch.scheduler.plan = self.batch.scheduler.plan, self.checked_plan
 
     def submit(self):
         draw = self.random
-        prompt = [draw.randrange(VOCABULARY) for _ in range(draw.choice((2, 5, 9, 30)))]
-        if self.prompts and draw.random() < 0.6:  # begins like an earlier one
-            earlier = draw.choice(self.prompts[-8:])
+        prompt = [draw.randrange(VOCABULARY) for _ in range(draw.choice((1, 4, 9, 30)))]
+        if self.requests and draw.random() < 0.6:  # begins like an earlier one
+            earlier = draw.choice(self.requests[-8:]).known
             prompt = [*earlier[: draw.randrange(len(earlier) + 1)], *prompt]
-        prompt = prompt[: self.longest - 30]
-        new, beams = draw.choice((1, 4, 30)), draw.choice((1, 1, 1, 2, 3))
-        if beams > 1 and beams <= self.limits.max_sequences:
-            new = min(new, 9)
-            blocks = self.limits.blocks - beams * -(-(BLOCK + -(-new // self.world)) // BLOCK)
-            prompt = prompt[: max(1, (blocks * BLOCK - 4) * self.world)]
-            found = [[]]
-            for _ in range(new):
-                found = advanced(found, next_beams([[*prompt, *each] for each in found], beams))
-            answer = found[0]
-        else:
-            beams, answer, ids = 1, [], list(prompt)
-            for _ in range(new):
-                ids.append(next_token(ids))
-                answer.append(ids[-1])
-        self.prompts.append(prompt)
-        self.number += 1
-        job = Job(self.number, list(prompt), len(prompt) + beams * new, beams)
-        self.open[self.number] = Wanted(job, answer, self.steps)
-        self.scheduler.add(job)
+        how = draw.choice((
+            {}, {"speculative": True}, {"speculative": True}, {"num_beams": draw.randint(2, 3)},
+            {"sampling": am.Sampling(temperature=1.0, seed=draw.randrange(9))},
+        ))  # fmt: skip
+        beams = min(how.get("num_beams", 1), self.rows)
+        how = how | {"num_beams": beams}
+        new = draw.choice((1, 4, 12 if beams > 1 else 30))
+        prompt = prompt[: self.tokens - beams * new]
+        stop = (STOP,) if draw.random() < 0.3 else ()
+        self.requests.append(new_request(len(self.requests), prompt, new, stop=stop, **how))
+        self.batch.submit(self.requests[-1])
 
-    def end(self, number, keep=True):
-        job = self.open.pop(number).job
-        sequences = [part.sequence for part in job.parts]
-        freed = self.scheduler.remove(job, keep=keep)
-        assert set(freed) <= set(sequences)
-        for sequence in freed:
-            self.groups[job.group].free(sequence)
+    def checked_plan(self, step_tokens):
+        plan = self._plan(step_tokens)
+        assert not plan.failed
+        self.digests.append((plan.width, *(each.digest for each in plan.groups)))
+        least = self.batch.scheduler._min_chunk
+        for group, running in zip(plan.groups, self.batch.scheduler.running, strict=True):
+            chunks = [each.new.slots.shape[1] for each in group.chunks]
+            assert len(group.decoded) * plan.width + sum(chunks) + group.budget == step_tokens
+            assert group.budget >= 0
+            assert all(n >= least or each.ends_prompt for n, each in zip(chunks, group.chunks, strict=True))
+            assert all(each.length <= request.max_length for request, each in group.decoded)
+            assert running == sorted(running, key=lambda request: request.number)
+        return plan
 
     def step(self):
         self.steps += 1
-        oldest = min(self.open, default=None)
-        before = None if oldest is None else self.progress(oldest)
-        plan = self.scheduler.plan()
-        assert not plan.failed
-        for group, of_group in zip(self.groups, plan.groups, strict=True):
-            group.run(of_group, self.step_tokens)
-            self.preempted += of_group.preemptions
-            self.admitted += sum(chunk.is_new for chunk in of_group.chunks)
-            self.reused += sum(chunk.begin for chunk in of_group.chunks if chunk.is_new)
-        for group, cache in zip(self.groups, self.scheduler.caches, strict=True):
-            group.check(cache)
-        sampled = [(group, job) for group, of in zip(self.groups, plan.groups, strict=True) for job in of.sampled]
-        assert len({job.number for _, job in sampled}) == len(sampled)
-        for group, job in sampled:
-            wanted = self.open[job.number]
-            if job.num_beams > 1:
-                self.search(group, job, wanted)
-                continue
-            # The model sees what the group has stored for the sequence, and nothing else.
-            assert group.stored[job.sequence].ids == job.ids
-            token = next_token(group.stored[job.sequence].ids)
-            wanted.got.append(token)
-            job.ids.append(token)
-            assert wanted.got == wanted.answer[: len(wanted.got)]
-            if len(wanted.got) == len(wanted.answer):
-                self.end(job.number)
-                self.finished += 1
-        if oldest in self.open:
-            waits = self.open[oldest].job in self.scheduler.waiting
-            assert self.progress(oldest) > before or waits, "the oldest request waits"
+        oldest = min(self.batch.requests, key=lambda request: request.number, default=None)
+        before = oldest.sequences[0].length if oldest and oldest.sequences else -1
+        interrupted = self.batch._changing
+        self.batch.step(self.step_tokens)
+        if oldest and oldest.sequences and not interrupted:
+            assert oldest.sequences[0].length > before, "the oldest request waits"
+        for cache in self.caches:
+            for kind in cache._manager._kinds:
+                kind.pool.check_invariants([
+                    [block for block in kind.blocks(each) if block >= 0] for each in cache.sequences.values()
+                ])  # fmt: skip
+        held = [sequence for request in self.batch.requests for sequence in request.sequences]
+        assert set(held) == {each for cache in self.caches for each in cache.sequences.values()}
 
-    def search(self, group, job, wanted):
-        """One step of a beam search, which ends when all tokens of the answer are there."""
-        stored = [group.stored[part.sequence].ids for part in job.parts]
-        assert stored == [part.ids for part in job.parts]
-        beams = next_beams(stored, job.num_beams)
-        found = advanced(stored, beams)
-        if len(found[0]) == len(job.ids) + len(wanted.answer):
-            assert found[0][len(job.ids) :] == wanted.answer
-            self.end(job.number)
-            self.finished += 1
-            self.searched += 1
-            return
-        change = self.scheduler.advance(job, beams)
-        for sequence in change.freed:
-            group.free(sequence)
-        for fork, source in change.forks:
-            group.fork(fork, source)
-        assert [part.ids for part in job.beams] == found
-
-    def progress(self, number):
-        job = self.open[number].job.parts[0]
-        return len(job.ids) + (0 if job.sequence is None else len(job.sequence.ids))
-
-    def run(self, steps, load=0.35):
+    def run(self, steps, load=0.4):
         while self.steps < steps:
-            if self.random.random() < load:
+            chance = self.random.random()
+            if chance < load:
                 self.submit()
-            if self.open and self.random.random() < 0.03:
-                self.end(self.random.choice(list(self.open)))
-                self.cancelled += 1
+            elif chance > 0.98:
+                self.batch._changing = True  # as after an interruption
+            elif chance > 0.95 and self.batch.requests:
+                self.batch.cancel(self.random.choice(self.batch.requests))
             self.step()
-        bound = self.steps + 40 * (len(self.open) + 2)
-        while self.open:
+        bound = self.steps + 40 * (len(self.batch.requests) + 2)
+        while self.batch.requests:
             self.step()
-            assert self.steps < bound, f"starved: {self.open}"
-        assert self.finished + self.cancelled == self.number
+            assert self.steps < bound, f"starved: {self.batch.requests}"
+        for request in self.requests:
+            expected = answer_alone(request)
+            assert request.error is None
+            assert request.ids == (expected[: len(request.ids)] if request.finish_reason == "cancelled" else expected)
+        assert [cache.stats().used for cache in self.caches] == [0] * len(self.caches)
+        return self
 
 
-@pytest.mark.parametrize(("groups", "world"), [(1, 1), (2, 2), (1, 4), (3, 1)])
-def test_random_requests_are_answered_as_alone(groups, world):
-    model = World(groups * 10 + world, groups, world, blocks=6 + 10 // world, step_tokens=10 + 2 * world)
-    model.run(250)
-    assert model.preempted > 0
-    assert model.reused > 0
-    assert model.searched > 0
-
-
-@pytest.mark.parametrize(("groups", "world"), [(1, 2), (2, 1)])
-def test_random_requests_to_layers_with_a_window(groups, world):
-    nothing = KeptPositions(WINDOW, MARGIN)
-    model = World(groups * 10 + world, groups, world, blocks=24, step_tokens=10 + 2 * world, window=nothing)
-    model.run(250)
-    assert model.reused > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("groups", "world", "layout"), [(1, 1, None), (2, 2, Zigzag()), (1, 4, Contiguous())])
-def test_10000_steps_of_random_requests(groups, world, layout):
-    model = World(7, groups, world, blocks=6 + 10 // world, step_tokens=10 + 2 * world, layout=layout)
-    model.run(10_000)
-    print(model.finished, "finished", model.preempted, "preempted", model.reused, "tokens reused")
-    assert model.finished > 2000
-    assert model.preempted > 100
+@pytest.mark.parametrize(("groups", "world", "windowed"), [(1, 1, False), (2, 2, True)])
+@pytest.mark.parametrize("steps", [150, pytest.param(3000, marks=pytest.mark.slow)])
+def test_random_requests_are_answered_as_alone(groups, world, windowed, steps):
+    """On all ranks, which have the same plans."""
+    found = [World(3, groups, world, rank=rank, windowed=windowed).run(steps) for rank in range(world)]
+    assert all(each.digests == found[0].digests for each in found)
+    stats = found[0].stats
+    assert stats.preemptions > 0
+    assert stats.reused_tokens > 0
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
 
 
 @settings(max_examples=15)
 @given(
-    seed=st.integers(0, 2**32), groups=st.integers(1, 3), world=st.integers(1, 3), sequences=st.integers(1, 4),
-    blocks=st.integers(16, 24), budget=st.integers(0, 40),
+    seed=st.integers(0, 2**32), groups=st.integers(1, 3), world=st.integers(1, 3), rows=st.integers(1, 4),
+    tokens=st.integers(40, 90), budget=st.integers(0, 40), windowed=st.booleans(),
 )  # fmt: skip
-def test_any_sizes(seed, groups, world, sequences, blocks, budget):
-    window = KeptPositions(WINDOW, MARGIN) if seed % 2 else None
-    World(seed, groups, world, sequences, blocks, step_tokens=sequences + 2 * world + budget, window=window).run(25)
+def test_any_sizes(seed, groups, world, rows, tokens, budget, windowed):
+    World(seed, groups, world, rows, tokens, budget, windowed=windowed).run(20)
 
 
-def make(groups=1, world=1, blocks=8, max_sequences=4, step_tokens=64, max_length=None, layout=None):
-    limits = CacheLimits(blocks, BLOCK, max_sequences, blocks * BLOCK if max_length is None else max_length)
-    caches = [GroupCache(world, sharding(world, layout), limits) for _ in range(groups)]
-    return Scheduler(caches, step_tokens=step_tokens, max_chunk=step_tokens, min_chunk=2 * world)
+# One rule at a time.
 
 
-def plan(scheduler):
-    """Plan a step, and give every sampled request a token."""
-    step = scheduler.plan()
-    for job in [job for of_group in step.groups for job in of_group.sampled]:
-        job.ids.append(9)
+def scheduler_with(*requests, groups=1, world=1, rows=4, blocks=20, max_chunk=64, **how):
+    caches = [new_cache(blocks, rows, kvdp_rank=group, **how) for group in range(groups)]
+    scheduler = Scheduler(caches, max_chunk=max_chunk, min_chunk=2 * world)
+    for request in requests:
+        scheduler.add(request)
+    return scheduler
+
+
+def run_step(scheduler, step_tokens=64, token=9):
+    """Compute a step of requests without beams: every sampled one gets a token, and no draft is right."""
+    step = scheduler.plan(step_tokens)
+    for cache, plan in zip(scheduler.caches, step.groups, strict=True):
+        sampled = plan.sampled
+        for new in [plan.new, *(chunk.new for chunk in plan.chunks)]:
+            if new is not None:
+                cache.mark_written(new)
+        for _, sequence in plan.decoded:
+            cache.truncate(sequence, sequence.length - step.width + 1)
+        for request in sampled:
+            request.add([token])
+            request.sequences[0].ids.append(token)
     return step
 
 
+def sizes(step):
+    return [
+        ([request.number for request, _ in plan.decoded], [each.new.slots.shape[1] for each in plan.chunks])
+        for plan in step.groups
+    ]
+
+
 def test_prompts_take_what_answers_leave_of_the_budget():
-    scheduler = make(step_tokens=6, max_sequences=4, blocks=20)
-    short, long = Job(0, [1, 2], 60), Job(1, list(range(20)), 60)
-    scheduler.add(short)
-    scheduler.add(long)
-    steps = [plan(scheduler).groups[0] for _ in range(6)]
-    sizes = [(len(step.decode), [len(chunk.ids) for chunk in step.chunks]) for step in steps]
-    assert sizes == [(0, [2, 4]), (1, [5]), (1, [5]), (1, [5]), (2, []), (2, [])]
+    scheduler = scheduler_with(new_request(1, range(30), 9), new_request(0, [1, 2], 9), max_chunk=6)
+    found = [sizes(run_step(scheduler, 8))[0] for _ in range(7)]
+    assert found == [([], [2, 6]), *[([0], [6])] * 4, ([0, 1], []), ([0, 1], [])]
+
+
+def test_a_budget_below_the_least_chunk_computes_answers_only():
+    scheduler = scheduler_with(new_request(0, [1, 2, 3], speculative=True), new_request(1, range(20)), world=2)
+    assert sizes(run_step(scheduler, 3)) == [([], [3])]
+    assert [sizes(run_step(scheduler, tokens)) for tokens in (0, 4)] == [[([0], [])]] * 2
+    assert sizes(run_step(scheduler, 5)) == [([0], [4])]
 
 
 def test_a_full_cache_preempts_the_latest_request_which_is_computed_again(caplog):
-    scheduler = make(blocks=4)
-    old, new = Job(0, [1] * 7, 20), Job(1, [2] * 7, 20)
-    scheduler.add(new)
-    scheduler.add(old)  # in the order of numbers
-    plan(scheduler)
-    assert scheduler.running[0] == [old, new]
-    steps = [plan(scheduler) for _ in range(3)]
-    assert sum(step.groups[0].preemptions for step in steps) == 1
+    old, new = new_request(0, [1] * 7, 20), new_request(1, [2] * 7, 20)
+    scheduler = scheduler_with(new, old, blocks=5)  # in the order of numbers
+    run_step(scheduler)
+    assert scheduler.running == [[old, new]]
+    steps = [run_step(scheduler) for _ in range(6)]
+    assert [step.groups[0].preemptions for step in steps] == [0, 1, 0, 0, 0, 0]
     logged = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert logged == [("WARNING", "the cache of group 0 is full: a request is preempted and computed again")]
-    assert scheduler.waiting == [new]
-    assert len(old.ids) == 11
-    assert 7 < len(new.ids) < 11  # its tokens are kept
-    scheduler.remove(old, keep=False)
-    step = plan(scheduler).groups[0]
-    assert [(chunk.begin, chunk.ids) for chunk in step.chunks] == [(0, new.ids[:-1])]
+    assert (scheduler.waiting, new.sequences) == ([new], [])
+    assert (len(old.tokens), len(new.tokens)) == (7, 2)  # its tokens are kept
+    scheduler.remove(old, forget=True)
+    (chunk,) = scheduler.plan(64).groups[0].chunks
+    assert (chunk.request, chunk.begin + chunk.new.slots.shape[1], chunk.ends_prompt) == (new, 9, True)
 
 
-def test_beams_are_preempted_together_and_begin_again():
-    scheduler = make(blocks=6)
-    old, search = Job(0, [1] * 7, 16), Job(1, [2] * 6, 20, num_beams=3)
-    scheduler.add(old)
-    scheduler.add(search)
-    plan(scheduler)
-    search.ids.pop()  # the helper's token: a search has no answer before its end
-    assert scheduler.running[0] == [old, search]
-    change = scheduler.advance(search, [(0, 3), (1, 4), (2, 5)])  # all continue the prompt
-    assert (change.freed, [source for _, source in change.forks]) == ([], [search.beams[0].sequence] * 2)
-    assert [beam.ids for beam in search.beams] == [[2] * 6 + [token] for token in (3, 4, 5)]
-    assert scheduler.running[0] == [old, *search.beams]
-    freed = [beam.sequence for beam in search.beams]
-    step = scheduler.plan().groups[0]  # copies of the block for two beams: 2 + 4 blocks
-    assert (step.decode, step.freed, step.sampled) == ([old, *search.beams], [], [old, search])
-    old.ids.append(9)
-    for beam in search.beams:
-        beam.ids.append(9)
-    step = scheduler.plan().groups[0]  # `old` needs a block
-    assert (step.decode, step.freed, step.preemptions, step.sampled) == ([old], freed, 1, [old])
-    assert (scheduler.waiting, search.beams, search.sequence, search.ids) == ([search], [], None, [2] * 6)
-
-
-def test_a_search_waits_until_there_are_sequences_for_all_its_beams():
-    scheduler = make(blocks=40, max_sequences=4)
-    jobs = [Job(0, [1] * 3, 20), Job(1, [2] * 3, 20), Job(2, [3] * 3, 30, num_beams=3), Job(3, [4] * 3, 20)]
-    for job in jobs:
-        scheduler.add(job)
-    plan(scheduler)
-    assert scheduler.waiting == jobs[2:]  # a later one does not overtake it
-    scheduler.remove(jobs[0], keep=True)
-    plan(scheduler)
-    assert (scheduler.running, scheduler.waiting) == ([jobs[1:3]], jobs[3:])
-    (kept,) = [each for each in scheduler.caches[0].sequences if not each.active]
-    change = scheduler.advance(jobs[2], [(0, 5), (0, 6), (0, 7)])
-    assert (change.freed, len(change.forks)) == ([kept], 2)  # in place of what was kept for reuse
+def test_a_request_that_can_never_grow_fails_alone():
+    too_long, fits = new_request(0, [1] * 5, 30), new_request(1, [2] * 3, 4)
+    scheduler = scheduler_with(too_long, fits, blocks=3, length=40)
+    steps = [run_step(scheduler) for _ in range(9)]
+    assert [step.failed for step in steps] == [[]] * 8 + [[too_long]]
+    assert steps[-1].groups[0].decoded == []
+    assert (scheduler.running, scheduler.caches[0].stats().used) == ([[fits]], 1)
 
 
 def test_a_request_that_does_not_fit_is_not_overtaken():
-    scheduler = make(blocks=6)
-    scheduler.add(Job(0, [1] * 15, 20))
-    plan(scheduler)
-    scheduler.add(Job(1, [2] * 15, 20))
-    scheduler.add(Job(2, [3], 4))
-    plan(scheduler)
-    assert [job.number for job in scheduler.waiting] == [1, 2]
+    requests = [new_request(0, [1] * 15), new_request(1, [2] * 8), new_request(2, [3])]
+    scheduler = scheduler_with(*requests, blocks=6)
+    run_step(scheduler)
+    assert scheduler.waiting == requests[1:]  # a block is left for the next token
+    scheduler.remove(requests[0])
+    run_step(scheduler)
+    assert scheduler.running == [requests[1:]]
+
+
+def test_parallel_samples_wait_for_their_common_prompt_and_not_for_its_answer():
+    first, second, third = (new_request(number, [*range(10), 4], 30) for number in range(3))
+    scheduler = scheduler_with(first, second, max_chunk=6)
+    assert sizes(run_step(scheduler)) == [([], [6])]
+    assert sizes(run_step(scheduler)) == [([], [5])]
+    step = run_step(scheduler)
+    assert (sizes(step), step.groups[0].reused) == ([([0], [3])], 8)
+    scheduler.remove(second, forget=True)  # nothing of the prompt can be reused any more
+    scheduler.add(third)
+    assert sizes(run_step(scheduler)) == [([0], [6])]
 
 
 def test_a_prompt_goes_to_the_group_that_has_most_of_it_and_short_prefixes_do_not_decide():
-    scheduler = make(groups=2, blocks=20)
-    first, second = Job(0, [1] * 12, 30), Job(1, [2] * 12, 30)
-    for job in (first, second):
-        scheduler.add(job)
-        plan(scheduler)
-    assert (first.group, second.group) == (0, 1)
-    same, other = Job(2, [2] * 12 + [3], 30), Job(3, [1] * 5 + [4] * 20, 40)
-    scheduler.add(same)
-    step = plan(scheduler)
-    assert (same.group, step.groups[1].chunks[0].begin) == (1, 12)
-    scheduler.add(other)
-    plan(scheduler)
-    assert other.group == 0  # with fewer requests
-    third = Job(4, [1] * 5 + [5] * 20, 40)
-    scheduler.add(third)
-    plan(scheduler)
-    assert third.group == 0
+    prompts = [[1] * 12, [2] * 12, [2] * 12 + [3], [2] * 8 + [4] * 20, [1] * 4 + [5] * 20, [6] * 20]
+    requests = [new_request(number, prompt, 30) for number, prompt in enumerate(prompts)]
+    scheduler = scheduler_with(groups=2, blocks=40)
+    reused = []
+    for request in requests:
+        scheduler.add(request)
+        reused.append([plan.reused for plan in run_step(scheduler).groups])
+    assert [request.group for request in requests] == [0, 1, 1, 0, 0, 1]
+    assert reused == [[0, 0], [0, 0], [0, 12], [0, 0], [4, 0], [0, 0]]
 
 
-def test_a_sequence_that_one_rank_cannot_hold_fails_alone():
-    """As with a layout that gives one rank too much: the request ends with an error, others go on."""
-    scheduler = make(world=2, blocks=20, max_length=6)
-    fits, too_long = Job(0, [1] * 6, 12), Job(1, [2] * 30, 40)
-    scheduler.add(fits)
-    scheduler.add(too_long)
-    failed = [job for _ in range(4) for job in plan(scheduler).failed]
-    assert failed == [too_long]
-    assert scheduler.running == [[fits]]
-    assert len(fits.ids) == 10
+def test_beams_are_forked_freed_and_preempted_together_and_begin_again():
+    old, search = new_request(0, [1] * 7, 20), new_request(1, [2] * 6, 20, num_beams=3)
+    scheduler = scheduler_with(old, search, blocks=7)
+    (cache,) = scheduler.caches
+
+    def step_to(beams):
+        step = scheduler.plan(64).groups[0]
+        for new in [step.new, *(chunk.new for chunk in step.chunks)]:
+            if new is not None:
+                cache.mark_written(new)
+        old.add([9])
+        old.sequences[0].ids.append(9)
+        if beams:
+            scheduler.advance(search, beams)
+        return step, [each.ids[6:].tolist() for each in search.sequences]
+
+    _, found = step_to([(0, 3), (1, 4), (2, 5)])  # all continue the prompt
+    assert found == [[3], [4], [5]]
+    assert len({tuple(each.blocks) for each in search.sequences}) == 1
+    first, second, third = search.sequences
+    step, found = step_to([(2, 3), (0, 4), (2, 5)])
+    assert ([request.number for request, _ in step.decoded], step.sampled) == ([0, 1, 1, 1], [old, search])
+    assert (found, second.freed, search.sequences[:2]) == ([[5, 3], [3, 4], [5, 5]], True, [third, first])
+    assert cache.stats().used == 5  # the last block has a copy, and a fork shares it
+    step_to([(0, 3), (1, 4), (2, 5)])
+    step, _ = step_to(None)  # all beams need a block
+    assert (step.preemptions, step.sampled, scheduler.waiting) == (1, [old], [search])
+    assert (search.sequences, first.freed, search.known) == ([], True, [2] * 6)
 
 
-def test_a_budget_that_answers_could_use_up_is_refused():
-    with pytest.raises(ValueError, match=r"step_tokens must be at least 6, one for each sequence .*, got 5"):
-        make(step_tokens=5)
+def test_a_search_waits_until_there_are_sequences_for_all_its_beams():
+    requests = [new_request(number, [number] * 3, num_beams=3 if number == 2 else 1) for number in range(4)]
+    scheduler = scheduler_with(*requests)
+    run_step(scheduler)
+    assert scheduler.waiting == requests[2:]  # a later one does not overtake it
+    scheduler.remove(requests[0])
+    scheduler.plan(64)
+    assert (scheduler.running, scheduler.waiting) == ([requests[1:3]], requests[3:])
+
+
+def test_after_a_reset_requests_begin_again_in_their_order():
+    requests = [new_request(number, range(number, number + 9)) for number in range(3)]
+    scheduler = scheduler_with(*requests, groups=2)
+    run_step(scheduler)
+    scheduler.reset([requests[2], requests[0]])
+    assert (scheduler.waiting, scheduler.running) == ([requests[0], requests[2]], [[], []])
+    assert [cache.stats().free for cache in scheduler.caches] == [20, 20]
+    assert sizes(run_step(scheduler)) == [([], [10]), ([], [10])]
+
+
+# Drafts.
+
+
+def test_drafts_of_all_groups_have_one_width_and_leave_a_chunk_of_the_budget():
+    drafted, plain = new_request(0, [*range(1, 13)] * 2, 30, speculative=True), new_request(1, range(5), 30)
+    scheduler = scheduler_with(drafted, plain, groups=2)
+    run_step(scheduler, token=1)
+    scheduler.add(new_request(2, range(40, 60)))
+    step = scheduler.plan(8)
+    assert (step.width, step.drafts) == (6, {drafted: [2, 3, 4, 5, 6], plain: []})
+    given = [step.given(each) for plan in step.groups for _, each in plan.decoded]
+    assert given == [[1, 2, 3, 4, 5, 6], [1, 0, 0, 0, 0, 0]]
+    assert sizes(step) == [([0], [2]), ([1], [])]
+
+
+@pytest.mark.parametrize(("left", "width"), [(2, 1), (3, 2), (20, 8)])
+def test_a_draft_ends_before_the_last_token_of_an_answer(left, width):
+    scheduler = scheduler_with(new_request(0, [*range(1, 13)] * 2, left, speculative=True))
+    run_step(scheduler, token=1)
+    assert run_step(scheduler).width == width
+
+
+@pytest.mark.parametrize(("blocks", "width"), [(13, 1), (14, 8)])
+def test_there_are_no_drafts_where_the_cache_has_no_room_for_them(blocks, width):
+    drafted, other = new_request(0, [*range(1, 13)] * 2, 30, speculative=True), new_request(1, [5] * 13, 30)
+    scheduler = scheduler_with(drafted, other, blocks=blocks, length=60)
+    run_step(scheduler, token=1)
+    assert run_step(scheduler).width == width
 
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, 1), max_size=40), st.lists(st.integers(0, 1), max_size=40), st.integers(0, 3000))
 def test_the_common_prefix(a, b, zeros):
-    a, b = [0] * zeros + a, [0] * zeros + b
+    a, b = array("q", [0] * zeros + a), array("q", [0] * zeros + b)
     expected = next((i for i in range(min(len(a), len(b))) if a[i] != b[i]), min(len(a), len(b)))
     assert common_prefix(a, b) == expected

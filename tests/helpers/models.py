@@ -128,6 +128,12 @@ def logits_of(kind: str, ids: list[int], dtype: torch.dtype = torch.float32) -> 
     return transformers_model(kind, dtype)(input_ids=torch.tensor([ids])).logits[0]
 
 
+def use_small_blocks(monkeypatch, size=4):
+    """Let the caches of generators have blocks of few tokens, so that short prompts have full ones."""
+    for module in ("rank_memory", "engine"):
+        monkeypatch.setattr(f"attnmesh.generation.{module}.BLOCK_SIZE", size)
+
+
 def generated_rows(generator: Generator, prompts: list[list[int]], **how: Any) -> list[list[int]]:
     """Return all tokens of each row."""
     rows: list[list[int]] = [[] for _ in prompts]
@@ -277,11 +283,8 @@ def _add_weights(writer, model) -> None:
 
 
 def check_blocks(generator):
-    """The scheduler's count of blocks is that of the cache."""
-    scheduler, engine, ranks = generator._batch.scheduler, generator.engine, generator._ranks
-    for group in ranks.computed:
-        scheduled, in_engine = scheduler.caches[group], ranks.in_engine(group)
-        if in_engine == engine.own_group:
-            assert scheduled.used[engine.position_ranks.rank] == engine.cache.stats().used
-        sequences = [each for each in engine.sequences if each.group == in_engine]
-        assert sorted(each.ids for each in scheduled.sequences) == sorted(each.ids for each in sequences)
+    """Every block is in one state, and the sequences are those of requests in progress."""
+    for group in generator.engine.cache.by_kvdp_rank:
+        group._pool.check_invariants([each.blocks for each in group.sequences.values()])
+    sequences = [each for request in generator._batch.requests for each in request.sequences]
+    assert sorted(each.row for each in sequences) == sorted(generator.engine.cache.sequences)

@@ -1,23 +1,26 @@
 """Compile kernels for a GPU on a machine without one.
 
-A subprocess runs the launchers with a driver that reports that GPU, stops each launch after its compilation, and reads
-the machine code. (A subprocess, because Triton interprets kernels in the tests' own process.)
+A process of its own runs the launchers with a driver that reports that GPU, stops each launch after its compilation,
+and reads the machine code. (Of its own, because Triton interprets kernels in the tests' process. A fork of one that has
+imported torch, but not Triton: that takes half a second, not three.)
 """
 
 import importlib
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from helpers.carried_values import dropped_bounds, uncarried_in
+from helpers.processes import Died, Raised, _context, _result
 
 # Compute capability (Ampere, Ada, Hopper, Blackwell) -> bytes of shared memory of one program.
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -43,25 +46,21 @@ def compiled(test_file: str, cases: dict[int, list[tuple]], processes: int = 2) 
     `cases` are those of each compute capability. Compiling takes all the time, and test machines have two cores: more
     processes do not help.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")])
     every = [(target, case) for target, of_target in cases.items() for case in of_target]
     shares = [every[i::processes] for i in range(min(processes, len(every)))]
-    runs = [
-        subprocess.Popen(
-            [sys.executable, __file__, test_file, json.dumps(share)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for share in shares
-    ]  # fmt: skip
-    lines = []
-    for run in runs:
-        out, err = run.communicate()
-        assert run.returncode == 0, err
-        lines += out.splitlines()
-    kernels = [json.loads(line) for line in lines]
-    for kernel in kernels:
-        kernel["case"] = tuple(kernel["case"])
+    runs = []
+    for share in shares:
+        ours, theirs = _context.Pipe(duplex=False)
+        process = _context.Process(target=_compile, args=(theirs, test_file, share), daemon=True)
+        process.start()
+        theirs.close()
+        runs.append((ours, process))
+    kernels = []
+    for ours, process in runs:
+        found = _result(ours, process)
+        process.join()
+        assert not isinstance(found, Raised | Died), getattr(found, "traceback", found)
+        kernels += found
     launched = [(kernel["target"], kernel["case"]) for kernel in kernels]
     assert all(one in launched for one in every), "a case launched nothing"
     dropped = {(kernel["kernel"], each) for kernel in kernels for each in kernel["dropped"]}
@@ -92,8 +91,16 @@ def count(kernel: dict, pattern: str) -> int:
     return sum(n for name, n in kernel["instructions"].items() if re.match(pattern, name))
 
 
-def compile_launches(test_file: str, cases: list[tuple[int, list]]) -> None:
-    """Print a line of JSON for every kernel; runs in the subprocess."""
+def _compile(pipe: Connection, test_file: str, cases: list[tuple[int, tuple]]) -> None:
+    os.environ.pop("TRITON_INTERPRET", None)  # Triton reads it when it is imported
+    try:
+        pipe.send(compile_launches(test_file, cases))
+    except Exception as error:
+        pipe.send(Raised(type(error).__name__, str(error), traceback.format_exc()))
+
+
+def compile_launches(test_file: str, cases: list[tuple[int, tuple]]) -> list[dict]:
+    """The resources of every kernel; runs in a process of its own."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -111,8 +118,9 @@ def compile_launches(test_file: str, cases: list[tuple[int, list]]) -> None:
         binary = launch(kernel, *args, warmup=True, **options)
         dropped = uncarried_in(binary, GPUTarget("cuda", target, 32), options) + dropped_bounds(binary.asm["source"])
         report = {"case": case, "kernel": kernel.fn.__name__, "target": target, "dropped": dropped}
-        print(json.dumps(report | resources(binary, disassemble=kernel.is_gluon())), flush=True)
+        reports.append(report | resources(binary, disassemble=kernel.is_gluon()))
 
+    reports: list[dict] = []
     driver.set_active(Driver())
     launch, JITFunction.run = JITFunction.run, compile_only
     sys.path.insert(0, str(Path(test_file).parent))
@@ -120,6 +128,7 @@ def compile_launches(test_file: str, cases: list[tuple[int, list]]) -> None:
     for target, case in cases:
         gpu.WITHOUT_GPU = gpu.GPU(target, SHARED_MEMORY[target])
         launcher.launch(*case)
+    return reports
 
 
 def resources(binary, *, disassemble: bool) -> dict:
@@ -168,7 +177,3 @@ def tool(name: str, *args: str) -> str:
     import triton
 
     return subprocess.check_output([Path(triton.__file__).parent / "backends/nvidia/bin" / name, *args], text=True)
-
-
-if __name__ == "__main__":
-    compile_launches(sys.argv[1], json.loads(sys.argv[2]))

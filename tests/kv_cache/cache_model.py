@@ -64,7 +64,7 @@ class Pair:
         self.numbers: dict[tuple, int] = {}
         self.fresh = count(1)
         self.done: dict[str, int] = {}
-        self.pools = [x.tensors[0].numpy()[..., 0, 0] for x in (self.cache._keys, self.cache._values)]
+        self.pools = [x.numpy()[..., 0, 0] for x in self.cache.stored_tensors]
         self.addresses = self.where()
 
     def make(self) -> BlockCache:
@@ -75,7 +75,7 @@ class Pair:
         )  # fmt: skip
 
     def where(self) -> tuple[int, ...]:
-        return tuple(x.data_ptr() for x in (self.cache.block_table, self.cache.cur_pos, *self.cache._keys.tensors))
+        return tuple(x.data_ptr() for x in (self.cache.block_table, self.cache.cur_pos, *self.cache.stored_tensors))
 
     def step(self, operation: str, random: Random) -> None:
         """One random operation of a kind, then everything is compared."""

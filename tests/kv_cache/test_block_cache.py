@@ -337,48 +337,6 @@ def test_after_clear_nothing_is_left_and_nothing_of_before_is_accepted():
     assert torch.equal(read(cache, again), wanted(PROMPT))
 
 
-def test_blocks_that_are_left_out_have_no_memory():
-    cache = make()
-    a = cache.allocate(0)
-    fill(cache, a, PROMPT, given=False)
-    cache.keep(a, {1, 2})
-    assert (cache.stats().used, a.length, a.blocks[0], int(cache.cur_pos[a.row])) == (2, 11, -1, 10)
-    new = cache.append([a], 9, kept=[2, 4])  # of blocks 2, 3 and 4
-    assert [slot >= 0 for slot in new.slots[0].tolist()] == [True, *[False] * 4, *[True] * 4]
-    for layer in (0, 1):
-        k = rows_of(range(9), layer=layer)
-        cache.write(layer, new, k, -k)
-    assert cache.stats().used == 3
-    assert cache.block_table[a.row].tolist() == [*a.blocks, -1]
-    for window, tokens in ((4, [5, 6, 7, 8]), (3, [6, 7, 8])):  # what is stored is read, nothing else
-        q = rows_of([77]).repeat(1, 2, 1, 1)
-        at = {"cur_pos": cache.cur_pos[a.row : a.row + 1]}
-        out = paged_decode_attention(
-            q, cache.keys(0), cache.values(0), cache.block_table[a.row : a.row + 1], window=window, **at
-        )
-        k = rows_of(tokens)
-        assert torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, -k, enable_gqa=True))
-    b = cache.fork(a)
-    cache.truncate(a, 14)  # within a block that is left out: it gets one of its own
-    assert cache.stats().used == 3
-    fill(cache, a, [8], given=False)
-    assert (cache.stats().used, a.blocks[3] >= 0, b.blocks[3]) == (4, True, -1)
-    fill(cache, b, [9], given=False)
-    cache._pool.check_invariants([[block for block in each.blocks if block >= 0] for each in (a, b)])
-    for sequence in (a, b):
-        cache.free(sequence)
-    assert cache.stats().used == 0
-
-
-def test_a_prompt_with_blocks_that_are_left_out_is_found_up_to_these():
-    cache = make()
-    a = cache.allocate(PROMPT)
-    new = cache.append([a], 11, kept={0, 2})
-    for layer in (0, 1):
-        cache.write(layer, new, rows_of(PROMPT), rows_of(PROMPT))
-    assert cache.find_prefix(PROMPT) == 4
-
-
 def test_rows_run_out():
     cache = make(max_sequences=2)
     a = cache.allocate(PROMPT)
@@ -485,8 +443,6 @@ NEW = torch.zeros(1, 2, 3, 16)
         (lambda c, a, new: c.truncate(a, 4), r"length must be 0 to 3 for Sequence\(.*\), got 4"),
         (lambda c, a, new: c.truncate(a, -1), "length must be 0 to 3"),
         (lambda c, a, new: c.free(make().allocate(1)), "belongs to another cache"),
-        (lambda c, a, new: c.keep(a, 3), "kept must be a set or list of indices of blocks, each at least 0, got 3"),
-        (lambda c, a, new: c.append([a], 1, kept=[-1]), r"each at least 0, got \[-1\]"),
         (lambda c, a, new: c.keys(2), "layer must be 0 to 1, got 2"),
         (lambda c, a, new: c.values(-1), "layer must be 0 to 1, got -1"),
         (lambda c, a, new: c.write(2, new, NEW, NEW), "layer must be 0 to 1, got 2"),
@@ -532,6 +488,6 @@ def whole_state(cache, a, new):
         cache.stats(), a.length, a.row, list(a.blocks), list(a.ids), list(a.hashes), dict(a.pending),
         sorted(new.unwritten_layers), new.slots.tolist(), cache.block_table.tolist(), cache.cur_pos.tolist(),
         list(cache._manager._free_rows),
-        [x.tolist() for pools in (cache._keys, cache._values) for x in pools.tensors],
+        [x.tolist() for x in cache.stored_tensors],
         list(cache._pool._free_blocks), list(cache._pool._ref_counts), dict(cache._pool._hash_of_block),
     )  # fmt: skip

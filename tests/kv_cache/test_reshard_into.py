@@ -172,3 +172,69 @@ def test_a_failure_on_the_way_leaves_the_cache_as_it_was(monkeypatch):
     assert [part.find_prefix(list(range(50, 70))) for part in target.caches[0]._caches] == [0, 0]
     monkeypatch.setattr(CacheTokens, "write", write)
     assert join(source, target)
+
+
+@pytest.mark.parametrize("storage", ["fp32", "fp8_ds_mla"])
+def test_latents_move_and_are_saved(storage, tmp_path):
+    before, after, width = DecodeSharding(cp=2), DecodeSharding(kvdp=2, cp=1), 136
+    shape = {"batch": 2, "layers": 2, "num_blocks": 12, "block_size": 4, "kv_heads": 1, "head_dim": width}
+    shape |= {"max_length": 40, "latent": True, "storage": storage, "value_dim": 128, "device": "cpu"}
+
+    def program(comm):
+        cache = am.ShardedCache(before, comm.rank, **shape)
+        for row, length in enumerate((13, 22)):
+            step = cache.append([cache.allocate(list(range(row, row + length)))], length)
+            for layer in range(2):
+                k = torch.randn(2, 1, length, width, generator=torch.Generator().manual_seed(10 * row + layer))
+                cache.write(layer, step, k, None)
+        am.save_cache(cache, tmp_path / "latents", comm)
+        moved, loaded = am.reshard(cache, after, comm), am.load_cache(tmp_path / "latents", after, comm)
+        raw = [each.local.stored_tensors for each in (cache, moved, loaded)]
+        found = []
+        for each, tensors in zip((cache, moved, loaded), raw, strict=True):
+            shard, rows = each.sharding.position_shard(comm.rank), {}
+            for row, sequence in each.sequences.items():
+                if row in each.rows:
+                    at = torch.arange(shard.length(sequence.length))
+                    blocks = torch.tensor(sequence.blocks)[at // 4]
+                    rows[row] = dict(
+                        zip(shard.position(at).tolist(), tensors[0][:, blocks, at % 4].unbind(1), strict=True)
+                    )
+            found.append(rows)
+        return found
+
+    ranks = am.run_virtual(2, program)
+    tokens = {}
+    for found in ranks:
+        for row, by_position in found[0].items():
+            tokens.setdefault(row, {}).update(by_position)
+    assert {row: len(each) for row, each in tokens.items()} == {0: 13, 1: 22}
+    for found in ranks:
+        for rows in found[1:]:
+            for row, by_position in rows.items():
+                assert by_position.keys() == tokens[row].keys()
+                assert all(torch.equal(x, tokens[row][position]) for position, x in by_position.items())
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [({"windows": (None, 4), "window_blocks": 9}, "must have the same blocks in every layer, got one with a window")],
+)
+def test_windows_are_refused_on_every_rank(more, message, tmp_path):
+    sharding, target = DecodeSharding(cp=2), DecodeSharding(kvdp=2)
+
+    def program(comm):
+        cache = am.ShardedCache(sharding, comm.rank, **sizes(**more)) if comm.rank < 2 else None
+        with pytest.raises(ValueError, match=f"cache {message}"):
+            am.reshard(cache, target, comm, ranks=[1, 2])
+        plain = am.ShardedCache(sharding, comm.rank, **sizes()) if comm.rank < 2 else None
+        into = am.ShardedCache(target, comm.rank - 1, **sizes(**more)) if comm.rank else None
+        with pytest.raises(ValueError, match=f"into {message}"):
+            am.reshard(plain, target, comm, ranks=[1, 2], into=into)
+
+    am.run_virtual(3, program)
+    with pytest.raises(ValueError, match=f"cache {message}"):
+        am.run_virtual(
+            2, lambda comm: am.save_cache(am.ShardedCache(sharding, comm.rank, **sizes(**more)), tmp_path / "x", comm)
+        )
+    assert not (tmp_path / "x").exists()

@@ -4,10 +4,10 @@ import pytest
 import torch
 from sharded_model import OPERATIONS, Mesh, sizes
 
-from attnmesh import CacheFull, ShardedCache
+from attnmesh import CacheFull, ShardedCache, quantize
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sharded import StepTensors
-from attnmesh.ops.storage import STORAGES
+from attnmesh.ops.storage import STORAGES, dequantize
 from attnmesh.plan.decode import DecodeSharding
 
 SHARDINGS = {
@@ -324,7 +324,7 @@ def test_bad_input_is_named_and_changes_nothing(pair):
         (lambda: cache.append([a, theirs], 1), "belongs to another cache"),
         (lambda: cache.append([a, freed], 1), "row=2, length=0, cached=0, freed.* was freed"),
         (lambda: cache.append([a], [[1], [2]]), "for each of 1 sequences"),
-        (lambda: cache.append([a.sequence], 1), "what allocate or fork returned, got Sequence"),
+        (lambda: cache.append([a.row], 1), r"sequences\[0\] must be what allocate or fork returned, got 0"),
         (lambda: cache.fork(a), "not written in every layer"),
         (lambda: cache.fork(freed), "was freed"),
         (lambda: cache.free(theirs), "belongs to another cache"),
@@ -358,3 +358,55 @@ def test_scales_and_heads_are_a_ranks_own():
     replicated = ShardedCache(DecodeSharding(tp=4), 3, **sizes(storage="fp8", k_scale=scales[:2], value_dim=3))
     assert replicated.keys(0).scales.tolist() == [2.0]
     assert replicated.values(0).values.shape == (12, 3, 1, 3)
+
+
+# Latents and windows.
+
+
+@pytest.mark.parametrize("storage", ["fp32", "fp8_ds_mla"])
+def test_latents_of_a_sharded_cache(storage):
+    """Every CP rank has its positions of the latents, whatever TP rank it is; values are not written."""
+    sharding, dim = DecodeSharding(tp=2, cp=2, interleave=2), 144
+    latents = torch.randn(2, 1, 7, dim, generator=torch.Generator().manual_seed(1))
+    wanted = dequantize(quantize(latents.transpose(1, 2), storage), torch.float32)[:, :, 0]
+    for rank in range(sharding.ranks):
+        cache = ShardedCache(
+            sharding, rank, **sizes(batch=2, kv_heads=1, head_dim=dim, value_dim=128, latent=True, storage=storage)
+        )
+        step = cache.append([cache.allocate(7), cache.allocate(7)], 7)
+        with pytest.raises(ValueError, match="v must be None, for this cache does not store it"):
+            cache.write(0, step, latents, latents[..., :128])
+        for layer in range(2):
+            cache.write(layer, step, latents)
+        positions = [at for at in range(7) if at // 2 % 2 == sharding.place(rank).cp]
+        index = torch.arange(len(positions))
+        for row, layer in ((0, 0), (1, 1)):
+            stored = dequantize(cache.keys(layer), torch.float32)
+            read = stored[cache.block_table[row, index // 3].long(), index % 3, 0]
+            assert torch.equal(read, wanted[row, positions])
+    with pytest.raises(ValueError, match="a latent cache has one kv head"):
+        ShardedCache(DecodeSharding(), 0, **sizes(latent=True))
+
+
+def test_every_kvdp_rank_has_the_blocks_of_windows():
+    """Windows are filled through the caches of the KVDP ranks: a step would have one slot per token."""
+    sharding = DecodeSharding(kvdp=2, cp=2)
+    caches = [
+        ShardedCache(sharding, rank, **sizes(batch=4, windows=(None, 2), window_blocks=9))
+        for rank in range(sharding.ranks)
+    ]
+    for cache in caches:
+        own = [cache.allocate(5), cache.allocate(5)]
+        assert [each.kvdp_rank for each in own] == [0, 1]
+        with pytest.raises(ValueError, match=r"slots in every layer, got .* window of 2 in 1 of 2 layers: append to"):
+            cache.append(own, 5)
+        assert [each.length for each in own] == [0, 0]
+        for each in own:
+            local = cache.by_kvdp_rank[each.kvdp_rank]
+            local.mark_written(local.append([each], 5))
+        cache.truncate(own[0], 4)
+        cache.free(own[1])
+    assert [cache.sequences[0].window_blocks for cache in caches] == [[0]] * 4
+    assert [cache.local.block_tables.shape[0] for cache in caches] == [2] * 4
+    assert caches[0].local is caches[0].by_kvdp_rank[0]
+    assert caches[0].by_kvdp_rank[1].block_table.is_meta

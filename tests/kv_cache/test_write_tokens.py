@@ -42,7 +42,7 @@ def pools(storage, heads, dim, value_dim, device, scale=None):
         layers=2, num_blocks=BLOCKS, block_size=BLOCK_SIZE, kv_heads=heads, head_dim=dim, value_dim=value_dim,
         storage=storage, device=device, max_sequences=2, max_length=8, k_scale=scale, v_scale=scale,
     )  # fmt: skip
-    for x in (*cache._keys.tensors, *cache._values.tensors):
+    for x in cache.stored_tensors:
         x.fill_(torch.nan if x.dtype.is_floating_point else 0x55)
     return cache
 
@@ -73,7 +73,7 @@ def check(way, storage, dtype, device, *, dims=(32, 16), heads=3, sequences=2, t
     k, v = (numbers(sequences, heads, tokens, dim, dtype=dtype, device=device) for dim in dims)
     if way is kernel and storage == "bf16" and device.type == "cpu":
         k, v = k.bfloat16().to(dtype), v.bfloat16().to(dtype)  # the interpreter cuts off where it should round
-    before = [raw(x).clone() for x in (*cache._keys.tensors, *cache._values.tensors)]
+    before = [raw(x).clone() for x in cache.stored_tensors]
     way(cache.keys(1), cache.values(1), slots, k, v)
 
     named = torch.zeros(BLOCKS * BLOCK_SIZE, dtype=torch.bool, device=device)
@@ -84,7 +84,7 @@ def check(way, storage, dtype, device, *, dims=(32, 16), heads=3, sequences=2, t
         assert storage_of(pool) == storage
         for got, right in zip(tensors(pool), tensors(wanted), strict=True):
             assert torch.equal(raw(got).flatten(0, 1)[slots[slots >= 0]], raw(right)), (storage, got.dtype)
-    for x, old in zip((*cache._keys.tensors, *cache._values.tensors), before, strict=True):
+    for x, old in zip(cache.stored_tensors, before, strict=True):
         new = raw(x)
         assert torch.equal(new[0], old[0])  # the other layer
         assert torch.equal(new[1].flatten(0, 1)[~named], old[1].flatten(0, 1)[~named])
@@ -162,7 +162,7 @@ def test_inputs_of_any_strides(way, storage, device):
         plain, strided = pools(storage, 4, 32, 32, device), pools(storage, 4, 32, 32, device)
         way(plain.keys(0), plain.values(0), slots, given.contiguous(), -given.contiguous())
         way(strided.keys(0), strided.values(0), slots, given, -given)
-        both = ((*cache._keys.tensors, *cache._values.tensors) for cache in (plain, strided))
+        both = (cache.stored_tensors for cache in (plain, strided))
         for a, b in zip(*both, strict=True):
             assert torch.equal(raw(a), raw(b))
 

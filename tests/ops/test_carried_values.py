@@ -107,5 +107,5 @@ def launch(name: str) -> None:
 
 def test_faulty_kernels_are_found_by_name_and_no_others():
     with pytest.raises(AssertionError, match="values that Triton drops") as error:
-        compiled_for_hopper(__file__, [(name,) for name in KERNELS])
+        compiled_for_hopper(__file__, [(name,) for name in KERNELS], processes=1)
     assert {name for name in KERNELS if f"('{name}'" in str(error.value)} == {*FAULTY}

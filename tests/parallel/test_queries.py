@@ -299,7 +299,7 @@ def test_tiles_of_any_size_serve_chunks_of_any_size(device, ring_size, tiles):
 
 @pytest.mark.parametrize("backend", ["aten", "triton"])
 def test_what_a_device_does_not_see_may_be_anything(device, backend):
-    length, ring_size = 31, 3
+    length, ring_size = 31, 3 if backend == "aten" else 2  # the interpreter takes a second for two devices
     inputs = [x.to(device if backend == "triton" else "cpu") for x in random_inputs(length, heads=(1, 1), batch=1)]
     for ring_id in range(ring_size):
         patch = planned(length, ring_size, ring_id)

@@ -65,7 +65,9 @@ def every_schedule(comm: Comm, kind: str, *, full: bool = True) -> tuple[int, in
     else:
         names = ("node", "cp") if kind == "names" else None
         group, how = init_device_mesh("cpu", (2, 2), mesh_dim_names=names), {}
-    schedules = (*SCHEDULES, "auto") if full or kind == "ranks_per_node" else ("ring+ring", "ulysses+allgather")
+    # Otherwise the two kinds of levels, and on nodes the choice: `shards_and_traffic` has every schedule there.
+    few = ("ring+ring", "ulysses+allgather", *(["auto"] if kind == "ranks_per_node" else []))
+    schedules = (*SCHEDULES, "auto") if full else few
     for i, schedule in enumerate(schedules):
         cp = ContextParallel(group, schedule=schedule, **how)
         for case in CASES if full else [CASES[i % len(CASES)]]:

@@ -35,7 +35,7 @@ def expected(held: ranges.Ranges, wanted: ranges.Ranges) -> list[tuple[int, int]
     return [(row, there[position]) for row, position in enumerate(listed(held)) if position in there]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(some_spans(), some_spans(most_step=1))
 def test_every_wanted_row_moves_once_to_where_its_position_belongs(held, wanted):
     found = pieces(held, wanted)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnmesh.plan.program import KERNEL_KINDS
@@ -81,6 +81,7 @@ NEW = '[device.mine]\nsource = "a guess"\nmemory_gb = 1\nlaunch_us = 1\ncopy = 1
             r"unknown link in .*mine\.toml: device\.mine\.intra_node names 'nvlink'\. Did you mean",
         ),
     ],
+    ids=lambda text: text[:40],  # a name of a megabyte takes half a second, in each report of the test
 )
 def test_what_cannot_be_read_is_refused(tmp_path, text, said):  # in one line, whatever the file holds
     path = tmp_path / "mine.toml"
@@ -129,9 +130,14 @@ def devices(draw):
 links = st.builds(Link, new_names, texts, latency=numbers, bandwidth=numbers, message=numbers, shared=st.booleans())
 
 
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("written") / "mine.toml"
+
+
+@settings(max_examples=40)
 @given(device=devices(), link=links, ranks_per_node=st.none() | st.integers(1, 99))
-def test_what_is_written_is_read_back(tmp_path_factory, device, link, ranks_per_node):
-    path = tmp_path_factory.mktemp("written") / "mine.toml"
+def test_what_is_written_is_read_back(path, device, link, ranks_per_node):
     wiring = Wiring(intra_node=link.name, inter_node="pcie", ranks_per_node=ranks_per_node)
     path.write_text(as_toml(device, [link], wiring), encoding="utf-8", newline="")
     read = load(path)

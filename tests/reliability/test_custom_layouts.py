@@ -91,7 +91,7 @@ def attend(comm, layout, schedule="ring"):
 
 @pytest.mark.parametrize("schedule", ["ring", "allgather", "ulysses"])
 def test_random_partitions_are_exact_and_damaged_ones_are_refused(schedule):
-    for seed in range(8):
+    for seed in range(4):
         rng = random.Random(seed)
         shards = random_partition(rng)
         right = as_layout(shards)

@@ -164,6 +164,7 @@ def test_an_event_of_another_kind_is_named(tmp_path, wrong, said):
         "[" * 100_000,
         "\0",
     ],
+    ids=lambda text: text[:20],
 )
 def test_a_file_of_another_kind_is_refused(tmp_path, text):
     path = tmp_path / "trace.json"

@@ -37,6 +37,11 @@ def model_values(model: Any) -> SharedValues:
     }
 
 
+def config_digest(model: Any) -> str:
+    """Equal for models of the same configuration."""
+    return digest(sorted((name, repr(x)) for name, x in model.config.to_dict().items() if name not in _NOT_COMPARED))
+
+
 def digest(value: object) -> str:
     """A short digest of a value with a `repr` that is the same on all ranks."""
     return sha256(repr(value).encode()).hexdigest()[:16]

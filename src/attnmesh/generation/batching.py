@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +21,11 @@ from torch import Tensor
 from attnmesh.comm import Comm
 from attnmesh.generation.beam_search import BeamSearch
 from attnmesh.generation.engine import Engine, min_prefill_chunk
-from attnmesh.generation.requests import Request, Token
+from attnmesh.generation.requests import FinishReason, Request, Token
 from attnmesh.generation.sampling import FAILED_TOKEN, INVALID_TOKEN, InvalidLogits, most_likely
 from attnmesh.generation.scheduler import Scheduler, StepPlan
 from attnmesh.generation.stats import GenerationStats
+from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 
 _NO_TOKEN = (INVALID_TOKEN, FAILED_TOKEN)
 
@@ -69,24 +72,40 @@ class ContinuousBatch:
         )  # fmt: skip
         self._engine, self._ranks, self._stats, self._callbacks = engine, ranks, stats, callbacks
         self.requests: list[Request] = []  # in progress
-        self._changing = False  # also after an interruption
+        self._changing = self._in_ledger = False  # also after an interruption
         self._generator = generator
 
     def submit(self, request: Request) -> None:
         """Take a request."""
-        with self._change():
+        with self._change(), self._ledger():
             self.requests.append(request)
             self.scheduler.add(request)
 
-    def cancel(self, request: Request) -> None:
+    def adopt(self, request: Request, sequence: CacheSequence) -> None:
+        """Take a request whose tokens are in the cache already, but for the last ones."""
+        with self._change(), self._ledger():
+            sequence.ids = array("q", request.known)
+            self.requests.append(request)
+            self.scheduler.adopt(request, sequence)
+
+    def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
         """End a request; what was computed stays cached for reuse."""
-        with self._change():
-            request.finish_reason = "cancelled"
-            self._end(request)
+        with self._change(), self._ledger():
+            if request in self.requests:  # after an interruption it may have all its tokens
+                request.finish_reason = reason
+                self._end(request)
+
+    def restart_searches(self) -> None:
+        """Let beam searches in progress begin again: of them nothing is known but the prompt."""
+        with self._change(), self._ledger():
+            for request in self.requests:
+                if request.options.num_beams > 1 and request.sequences:
+                    self.scheduler.remove(request)
+                    self.scheduler.add(request)
 
     def forget_finished(self) -> None:
         """Free what is kept for reuse."""
-        with self._change():
+        with self._change(), self._ledger():
             for cache in self.scheduler.caches:
                 cache.forget_cached()
 
@@ -94,17 +113,23 @@ class ContinuousBatch:
         """Compute the next step of all groups, at most `step_tokens` tokens each; the new tokens, by request."""
         with self._change():
             began = time.perf_counter()
-            plan = self.scheduler.plan(step_tokens)
+            with self._ledger():
+                plan = self.scheduler.plan(step_tokens)
             for comm in (self._ranks.group, self._ranks.across_groups):  # compared with the next message
                 comm.note("step", str([self._generator, plan.width, *(each.digest for each in plan.groups)]))
             logits = self._compute(plan)
+            with self._ledger():
+                self._mark_written(plan)
             new = self._exchange(plan, self._choose(plan, logits))
             seconds = time.perf_counter() - began
             if any(plan.groups[group].chunks for group in self._ranks.computed):
                 self._stats.prefill_seconds += seconds
             else:
                 self._stats.decode_seconds += seconds
-            return self._commit(plan, new, logits)
+            with self._ledger():
+                tokens = self._commit(plan, new)
+            self._report_logits(tokens, logits)
+            return tokens
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -114,13 +139,21 @@ class ContinuousBatch:
         yield
         self._changing = False
 
+    @contextmanager
+    def _ledger(self) -> Iterator[None]:
+        """Around changes of caches and requests that belong together."""
+        self._in_ledger = True
+        yield
+        self._in_ledger = False
+
     def _restore(self) -> None:
-        """Compute all requests again from the tokens that they have."""
+        """Compute all requests again from the tokens that they have, where nothing else is cached for them."""
         for request in self.requests:
             if request.finish_reason not in ("cancelled", "error"):
                 request.restore()
         self.requests = [request for request in self.requests if not request.finished]
-        self.scheduler.reset(self.requests)
+        self.scheduler.reset(self.requests, clear=self._in_ledger)
+        self._in_ledger = False
 
     def _compute(self, plan: StepPlan) -> dict[Request, Tensor]:
         """Run the passes of the groups that this rank computes.
@@ -144,7 +177,8 @@ class ContinuousBatch:
             for i, (request, _) in enumerate(decoded):
                 at.setdefault(request, []).append(i)
             for request, indices in at.items():
-                logits[request] = rows[indices[0]] if len(indices) == 1 else rows[indices, 0]
+                num_tokens = self._num_tokens(plan, request)
+                logits[request] = rows[indices[0], :num_tokens] if len(indices) == 1 else rows[indices, 0]
         for chunk in [chunk for each in own for chunk in each.chunks]:
             after = engine.prefill(chunk.sequence, chunk.begin, chunk.ids, chunk.new)[None]
             stats.prefill_tokens += len(chunk.ids)
@@ -152,12 +186,24 @@ class ContinuousBatch:
                 logits[chunk.request] = after
             if self._callbacks.on_prefill is not None:
                 self._callbacks.on_prefill(chunk.begin + len(chunk.ids), len(chunk.sequence.ids))
-        for each in plan.groups:
+        return logits
+
+    def _mark_written(self, plan: StepPlan) -> None:
+        """Record, for all groups, that the keys and values of a step are in the cache."""
+        for cache, each in zip(self.scheduler.caches, plan.groups, strict=True):
             for new in [each.new, *(chunk.new for chunk in each.chunks)]:
                 if new is not None:
-                    self.scheduler.caches[new.sequences[0].kvdp_rank].mark_written(new)
+                    cache.mark_written(new)
+        self._remove_padding(plan)
         self._note_stored()
-        return logits
+
+    def _remove_padding(self, plan: StepPlan) -> None:
+        """Truncate the tokens after the draft of a sequence, if another one has a longer draft."""
+        for cache, of_group in zip(self.scheduler.caches, plan.groups, strict=True):
+            for request, sequence in of_group.decoded:
+                padding = plan.width - self._num_tokens(plan, request)
+                if padding:
+                    cache.truncate(sequence, sequence.length - padding)
 
     def _note_stored(self) -> None:
         """Record what this rank stores, unless it was more before."""
@@ -229,9 +275,7 @@ class ContinuousBatch:
         pairs = [pair for both in zip(requests, rows, strict=True) for pair in zip(*both, strict=True)]
         return sorted(pairs, key=lambda pair: pair[0].number)
 
-    def _commit(
-        self, plan: StepPlan, new: list[tuple[Request, list[float]]], logits: dict[Request, Tensor]
-    ) -> list[Token]:
+    def _commit(self, plan: StepPlan, new: list[tuple[Request, list[float]]]) -> list[Token]:
         """Append the new tokens to their requests, and end those that are complete."""
         tokens = []
         for request in plan.failed:
@@ -250,12 +294,18 @@ class ContinuousBatch:
             tokens += new_tokens
             if request.group in self._ranks.computed:
                 self._stats.generated_tokens += len(new_tokens)
-                if self._callbacks.on_logits is not None:
-                    for row in logits[request][: len(new_tokens)].clone():  # who keeps one would keep those of all
-                        self._callbacks.on_logits(request.label, row)
             if request.finished:
                 self._end(request)
         return tokens
+
+    def _report_logits(self, tokens: list[Token], logits: dict[Request, Tensor]) -> None:
+        """Call the function of the caller with the logits of new tokens, of the groups that this rank computes."""
+        if self._callbacks.on_logits is None:
+            return
+        counts = Counter(token.row for token in tokens)
+        for request, rows in logits.items():
+            for row in rows[: counts[request.label]]:
+                self._callbacks.on_logits(request.label, row.clone())  # who keeps one would keep those of all
 
     def _extend(self, plan: StepPlan, request: Request, numbers: list[float]) -> list[Token]:
         """Append the next token or, with a draft, the correct part of that and one more."""
@@ -273,7 +323,7 @@ class ContinuousBatch:
                 self._stats.draft_tokens += len(draft)
                 self._stats.accepted_tokens += len(new) - 1
         known = len(request.prompt) + len(request.tokens)
-        if sequence.length >= known:  # rejected tokens, and padding
+        if sequence.length >= known:  # rejected tokens
             self.scheduler.caches[request.group].truncate(sequence, known - 1)
         sequence.ids.append(new[-1].id)
         return new

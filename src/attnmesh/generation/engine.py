@@ -127,8 +127,6 @@ class Engine(ABC):
         self._kvdp_rank = sharding.place(rank).kvdp
         widths = latent_widths(config)
         self._latents = None if widths is None else LatentProjections(model, widths)
-        self.passes = 0
-        """Prefill and decode passes so far; the same on every rank."""
         self._exchanges = 0  # that were begun and have not ended, or were interrupted
         self._step_context: AbstractContextManager[None] = nullcontext()
         use_one_call(model)
@@ -160,7 +158,6 @@ class Engine(ABC):
         """
         slots = self._slots(new)
         if len(ids) >= min_prefill_chunk(self.position_ranks.world):
-            self.passes += 1
             return self._prefill_chunk(sequence, range(begin, begin + len(ids)), ids, slots)
         logits = torch.empty(0, dtype=torch.float32, device="cpu")
         for at in range(0, len(ids), MAX_DECODE_TOKENS):  # too short to shard
@@ -185,9 +182,7 @@ class Engine(ABC):
         own_positions = positions[own[0] : own[0] + len(own)] if own else positions[:0]
         step = StepKV(tuple(table[at] for table in local.block_tables), local.cur_pos[at], own_positions, self.shard)
         with self.exchange(self.comm), self._step_context:
-            logits = self._forward_step(self._decode_pass(sequences, slots, step), tokens.view(-1, count), positions)
-        self.passes += 1
-        return logits
+            return self._forward_step(self._decode_pass(sequences, slots, step), tokens.view(-1, count), positions)
 
     @abstractmethod
     def _decode_pass(self, sequences: Sequence[CacheSequence], slots: tuple[Tensor, ...], step: StepKV) -> CachePass:
@@ -224,10 +219,10 @@ class Engine(ABC):
         self._exchanges -= comm.world > 1
 
     def state(self) -> str:
-        """The cache, in short: equal on all ranks that are in step."""
+        """The cache of all groups, in short: equal on all ranks that are in step."""
         stats = [(each.free, each.cached, each.hits, each.evictions) for each in self.cache.stats()]
         sequences = [(row, each.length) for row, each in self.cache.sequences.items()]
-        return f"after {self.passes} passes, digest {hash((*stats, *sequences)) % 2**64:016x}"
+        return f"{len(sequences)}, digest {hash((*stats, *sequences)) % 2**64:016x}"
 
     def kv_bytes(self, sequence: CacheSequence) -> tuple[int, int]:
         """Bytes of a sequence in the cache of this rank, and in that of a single device."""

@@ -6,6 +6,7 @@ Groups prefill and decode independently. After every step they exchange their ne
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,11 +30,16 @@ from attnmesh.generation.requests import LogitsProcessor, Request, RequestOption
 from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
 from attnmesh.integrations.sharded_model import ShardedWeights, sharded_weights
+from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.parallel.node_groups import comm_named
 from attnmesh.plan.decode import DecodeSharding
 
 _GREEDY = Sampling()
 _STEP_TOKENS = 2048
+
+
+class _Running:
+    """Lives as long as a step: also after an interruption it is known whether one is in progress."""
 
 
 class Generator:
@@ -133,6 +139,8 @@ class Generator:
             self.engine, self._ranks, generator=self._progress.generator, stats=self.stats, callbacks=self._callbacks
         )
         self._submitted = 0
+        self._running: weakref.ref[_Running] | None = None  # while a step is in progress
+        self._calls: list[tuple[weakref.ref[Iterator[Token]], list[Request]]] = []  # of generate, in progress
         self._owner = object()  # of requests: without a reference to this
 
     def generate(
@@ -184,7 +192,9 @@ class Generator:
         self._check_in_step()
         requests = check_on_all_ranks(self.comm, "generate", check_arguments, force=True)
         self._progress.begin_call([request.prompt for request in requests])
-        return self._generate(requests)
+        iterator = self._generate(requests)
+        self._calls.append((weakref.ref(iterator), requests))
+        return iterator
 
     def _generate(self, requests: list[Request]) -> Iterator[Token]:
         self._raise_if_out_of_step("generate")
@@ -206,10 +216,13 @@ class Generator:
                 if failed:
                     raise failed[0]
         finally:
-            if not self.engine.is_out_of_step:
-                for request in requests:
-                    if not request.finished:
-                        self._batch.cancel(request)
+            self._cancel_all(requests)
+
+    def _cancel_all(self, requests: list[Request]) -> None:
+        """Cancel what is left of a call of generate."""
+        for request in requests:
+            if request in self._batch.requests and not self.engine.is_out_of_step:
+                self._batch.cancel(request)
 
     # Continuous batching.
 
@@ -312,13 +325,17 @@ class Generator:
         return self._step("step", self._step_tokens) if self._batch.requests else []
 
     def _step(self, operation: str, step_tokens: int) -> list[Token]:
+        self._check_no_callback()
         bytes_before = self.comm.traffic.bytes
+        running = _Running()
         try:
+            self._running = weakref.ref(running)
             tokens = self._batch.step(step_tokens)
         except BaseException as error:
             self._report_interruption(operation, error)
             raise
         finally:
+            self._running = None
             self.stats.bytes_sent += self.comm.traffic.bytes - bytes_before
         self._progress.add_step([(token.row, [token.id]) for token in tokens])
         return tokens
@@ -356,6 +373,49 @@ class Generator:
         if request.error is not None:
             raise request.error
 
+    # Requests that go on elsewhere: see `moving`.
+
+    def states(self) -> list[dict[str, Any]]:
+        """All requests in progress, as JSON, each with the `row` of its sequence in the cache, or -1.
+
+        Beam searches begin again: their sequences are freed. Raises ValueError if a request cannot be moved.
+        """
+        self._check_in_step()
+        states = [request.to_json() for request in self._batch.requests]
+        self._batch.restart_searches()
+        rows = [each.sequences[0].row if each.sequences else -1 for each in self._batch.requests]
+        return [{**state, "row": row} for state, row in zip(states, rows, strict=True)]
+
+    def check_adopts(self) -> None:
+        """Raise ValueError unless requests of another generator can go on here."""
+        self._check_in_step()
+        if any(request.options.num_beams > 1 for request in self._batch.requests):
+            raise ValueError(f"target must have no beam search in progress, got {self._batch.requests}")
+
+    def requests_from(self, states: Sequence[dict[str, Any]]) -> list[Request]:
+        """Requests for this generator, which do not run yet; raises ValueError if it cannot hold one."""
+        requests = [
+            Request.from_json(state, self._submitted + at, self.tokenizer, self._owner)
+            for at, state in enumerate(states)
+        ]
+        for at, request in enumerate(requests):
+            self._check_prompt(f"requests[{at}]", request.prompt, request.options)
+        return requests
+
+    def adopt(self, requests: Sequence[Request], sequences: Sequence[CacheSequence | None]) -> None:
+        """Go on with requests whose sequences are in the cache; those that have none wait."""
+        self._submitted += len(requests)
+        for request, sequence in zip(requests, sequences, strict=True):
+            if sequence is None:
+                self._batch.submit(request)
+            else:
+                self._batch.adopt(request, sequence)
+
+    def end_moved(self) -> None:
+        """End all requests, which go on elsewhere."""
+        for request in list(self._batch.requests):
+            self._batch.cancel(request, "moved")
+
     def _check_request(self, request: Request) -> None:
         if not isinstance(request, Request) or request.owner is not self._owner:
             raise ValueError(f"request must be one that submit() of this Generator returned, got {shown(request)}")
@@ -379,8 +439,18 @@ class Generator:
     def _check_in_step(self) -> None:
         """Raise CommError after an interrupted exchange; log how far this rank is, to be compared with the others."""
         self._raise_if_out_of_step("generate")
+        self._check_no_callback()
+        for iterator, requests in self._calls:  # again, in case that was interrupted, too
+            if iterator() is None:
+                self._cancel_all(requests)
+        self._calls = [call for call in self._calls if call[0]() is not None]
         self.comm.note("earlier calls", str(self._progress))
-        self._ranks.group.note("cached sequences", self.engine.state())
+        self.comm.note("cached sequences", self.engine.state())
+
+    def _check_no_callback(self) -> None:
+        """Raise ValueError within a step: a function of the caller may not call the generator that calls it."""
+        if self._running is not None and self._running() is not None:
+            raise ValueError("a callback must not call the Generator that calls it: a step is in progress")
 
     def _raise_if_out_of_step(self, operation: str) -> None:
         if self.engine.is_out_of_step:

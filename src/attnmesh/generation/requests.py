@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -25,7 +25,7 @@ from attnmesh.generation.sampling import (
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sequence import token_ids
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "moved", "error"]
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """Logits [1, vocabulary] in place of those that the model computed, from the ids [1, length] before them and these: as
@@ -137,8 +137,8 @@ class Request:
     """A prompt that is being answered. It changes with every step of its `Generator`, until `finish_reason` is set.
 
     `finish_reason` is None while it is in progress, then "stop" (a stop token or string), "length" (max_new_tokens),
-    "cancelled", or "error" with an `error`. `tokens` has the answer so far, with the stop token; `text` ends before a
-    stop string.
+    "cancelled", "moved" (to another `Generator`), or "error" with an `error`. `tokens` has the answer so far, with the
+    stop token; `text` ends before a stop string. `cached` is the number of prompt tokens that were in the cache.
 
     Examples:
         >>> generator = am.Generator(model, cache_tokens=64)
@@ -159,6 +159,7 @@ class Request:
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     processor_error: Exception | None = None  # on ranks where a logits processor raised it
+    cached: int = 0  # prompt tokens that were in the cache when it began
     group: int = 0  # of ranks that compute it
     sequences: list[CacheSequence] = field(default_factory=list)  # of each beam, or one; none while it waits
     search: BeamSearch | None = None  # once its prompt is computed, if it has beams
@@ -209,7 +210,8 @@ class Request:
         return len(self.prompt) + self.options.max_new_tokens
 
     def draft(self, ids: Sequence[int], room: int) -> list[int]:
-        """At most `room` tokens that may follow the known ones."""
+        """At most `room` tokens that may follow the known ones; never the last one of the answer."""
+        room = min(room, self.max_length - len(ids) - 1)
         return self._lookup.draft(ids, room) if self.options.speculative and room > 0 else []
 
     @property
@@ -265,6 +267,30 @@ class Request:
         self.tokens.append(new)
         self.finish_reason = reason
         return new
+
+    def to_json(self) -> dict[str, Any]:
+        """What another generator needs to go on. Raises ValueError with functions of the caller, which stay here."""
+        options = self.options
+        if options.logits_processors:
+            raise ValueError(f"{self.name} must have no logits_processors to be moved, got {shown(self.options)}")
+        fields_of = {**asdict(options), "stop": sorted(options.stop), "sampling": asdict(options.sampling)}
+        tokens = [
+            [each.id, *([] if each.logprob is None else [each.logprob, *zip(*each.top_logprobs, strict=True)])]
+            for each in self.tokens
+        ]  # fmt: skip
+        return {"prompt": list(self.prompt), "options": fields_of, "tokens": tokens}
+
+    @classmethod
+    def from_json(cls, value: Any, number: int, tokenizer: Any, owner: object) -> Request:
+        """A request that goes on where another one was."""
+        given = value["options"]
+        lists = {name: tuple(given[name]) for name in ("stop_strings", "logits_processors")}
+        sampling = Sampling(**given["sampling"])
+        options = RequestOptions(**{**given, **lists, "stop": frozenset(given["stop"]), "sampling": sampling})
+        request = cls(number, value["prompt"], options, tokenizer, owner)
+        for token, *scores in value["tokens"]:
+            request.add([token, *scores[:1], *(number for each in scores[1:] for number in each)])
+        return request
 
     def fail(self, error: Exception) -> None:
         """End with an error."""

@@ -104,10 +104,16 @@ class Scheduler:
         """Take a request."""
         insort(self.waiting, request, key=_number)
 
+    def adopt(self, request: Request, sequence: CacheSequence) -> None:
+        """Take a request that runs already, in the group whose cache has its sequence."""
+        request.group, request.sequences = sequence.kvdp_rank, [sequence]
+        insort(self.running[request.group], request, key=_number)
+
     def plan(self, step_tokens: int) -> StepPlan:
         """The next step, of at most `step_tokens` tokens per group, and their slots.
 
-        The caller computes it, marks the slots as written, and appends the new tokens to the `ids` of the sequences.
+        The caller computes it, marks the slots as written, truncates padding and rejected drafts, and appends the new
+        tokens to the `ids` of the sequences.
         """
         step = StepPlan([GroupPlan(step_tokens) for _ in self.caches])
         for group in range(len(self.caches)):
@@ -145,10 +151,13 @@ class Scheduler:
         for sequence, (_, token) in zip(request.sequences, beams, strict=True):
             sequence.ids.append(token)
 
-    def reset(self, requests: Sequence[Request]) -> None:
-        """Let these requests wait, in place of all others, with empty caches."""
+    def reset(self, requests: Sequence[Request], *, clear: bool) -> None:
+        """Let these requests wait, in place of all others. Finished blocks stay cached, unless caches are cleared."""
         for cache in self.caches:
-            cache.clear()
+            if clear:
+                cache.clear()
+            for sequence in list(cache.sequences.values()):
+                cache.free(sequence)
         for request in requests:
             request.sequences, request.search = [], None
         self.waiting, self.running = sorted(requests, key=_number), [[] for _ in self.caches]
@@ -174,13 +183,16 @@ class Scheduler:
         plan.budget -= len(plan.decoded)
 
     def _draft(self, step: StepPlan) -> None:
-        """Drafts of the answers that are extended in this step, where all groups have room for them."""
+        """Drafts of the answers that are extended in this step, where all groups have room for them.
+
+        They leave the tokens of a chunk: prompts do not wait for the end of answers with drafts.
+        """
         decoded = [each for plan in step.groups for each in plan.decoded]
         if not any(request.options.speculative for request, _ in decoded):
             return
         room = min(
             MAX_DECODE_TOKENS, *(request.max_length - each.length for request, each in decoded),
-            *(1 + plan.budget // len(plan.decoded) for plan in step.groups if plan.decoded),
+            *(1 + (plan.budget - self._min_chunk) // len(plan.decoded) for plan in step.groups if plan.decoded),
         )  # fmt: skip
         drafts = {request: request.draft(each.ids, room - 1) for request, each in decoded}
         width = 1 + max(map(len, drafts.values()))
@@ -198,7 +210,7 @@ class Scheduler:
         """Give slots to the running requests of a group: to answers, then to chunks of prompts, the oldest first."""
         cache = self.caches[group]
         if plan.decoded:
-            # Shorter drafts are padded with token 0, which is truncated with the rejected tokens.
+            # Shorter drafts are padded with token 0, which the caller truncates.
             drafts = [step.drafts.get(request, []) for request, _ in plan.decoded]
             given = [
                 [each.ids[-1], *draft, *[0] * (step.width - 1 - len(draft))]
@@ -246,6 +258,8 @@ class Scheduler:
             self.waiting.remove(request)
             insort(self.running[group], request, key=_number)
             request.group, request.sequences = group, [sequence]
+            if not request.tokens:  # and was not preempted
+                request.cached = sequence.cached
             step.groups[group].reused += sequence.cached
             self._compute_chunk(request, step.groups[group])
             return True
@@ -255,7 +269,8 @@ class Scheduler:
         """Whether a running request still computes more of a common prefix: parallel samples wait for their prompt."""
         cache, ids = self.caches[group], array("q", text)
         return any(
-            cache.reusable(min(common_prefix(sequence.ids, ids), len(ids) - 1)) > prefix
+            cache.reusable(min(common_prefix(sequence.ids, ids), len(ids) - 1))
+            > max(prefix, cache.reusable(sequence.written))  # what was written and is not found does not come back
             for request in self.running[group]
             for sequence in request.sequences[:1]
             if sequence.pending or _pending(sequence) > 1

@@ -97,10 +97,13 @@ class BlockLayout:
 def max_window_blocks(layout: BlockLayout, window: int, tokens: int) -> int:
     """The most blocks that a sequence has in layers with a window, in a pass of at most `tokens` tokens.
 
-    Two runs of them: what the window before the pass reaches, and what the window after it does.
+    Two runs of them: what the window before the pass reaches, and what the window after it does. Rank 0 is up to
+    `interleave` tokens ahead of the last rank, which may be several blocks.
     """
-    run = -(-layout.shard.length(window + WINDOW_MARGIN, 0) // layout.block_size) + 2
-    return run + min(run, -(-layout.shard.length(tokens, 0) // layout.block_size) + 1)
+    shard, size = layout.shard, layout.block_size
+    ahead = (shard.interleave - 1) // size if shard.ranks > 1 else 0
+    run = -(-shard.length(window + WINDOW_MARGIN, 0) // size) + 2 + ahead
+    return run + min(run, -(-shard.length(tokens, 0) // size) + 1)
 
 
 @dataclass(frozen=True)
@@ -270,7 +273,7 @@ class BlockManager:
                 del sequence.pending[new]
         # A kept block may be full beyond the length and have a hash: it keeps that until tokens are appended to it.
         del sequence.ids[length:], sequence.hashes[self._layout.num_full_blocks(length) :]
-        sequence.length = length
+        sequence.length, sequence.window_begin = length, min(sequence.window_begin, kept)
         self._set_length(sequence)
 
     def free(self, sequence: Sequence, *, forget: bool = False) -> None:
@@ -279,6 +282,9 @@ class BlockManager:
             for kind in self._kinds:
                 for block in _stored(kind.blocks(sequence)):
                     kind.pool.remove_hash(block)
+            for kind in self._kinds[1:]:
+                for prefix_hash in sequence.hashes:  # also of blocks that a window has passed
+                    kind.pool.forget(prefix_hash)
         self.truncate(sequence, 0)
         heapq.heappush(self._free_rows, sequence.row)
         del self.sequences[sequence.row]
@@ -292,7 +298,7 @@ class BlockManager:
     def cache_full_blocks(self, sequence: Sequence) -> None:
         """Register the blocks that are full on every rank, with known token ids, and written in every layer.
 
-        What a window has passed is freed.
+        What a window has passed is freed. The table on the device has it until the next upload, where nothing reads it.
         """
         full = self._layout.num_full_blocks(min(sequence.written, len(sequence.ids)))
         for i in range(len(sequence.hashes), full):

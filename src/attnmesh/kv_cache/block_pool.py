@@ -107,10 +107,13 @@ def block_hash(parent: bytes, ids: array[int]) -> bytes:
 
 
 class BlockPool:
-    """The state of every block. `check_invariants` verifies that each block is in exactly one state."""
+    """The state of every block. `check_invariants` verifies that each block is in exactly one state.
 
-    def __init__(self, total: int) -> None:
-        self.total = total
+    `limit` is the argument that `total` was given as.
+    """
+
+    def __init__(self, total: int, limit: str = "num_blocks") -> None:
+        self.total, self.limit = total, f"{limit}={total}"
         self.evictions = 0
         self._ref_counts = [0] * total
         self._free_blocks = list(range(total - 1, -1, -1))  # a stack: block 0 is allocated first
@@ -140,7 +143,9 @@ class BlockPool:
         """Raise CacheFull unless `needed` blocks can be allocated without evicting any block of `keep`."""
         cached = self.num_cached - sum(block in self._cached_blocks for block in keep)
         if needed > self.num_free + cached:
-            raise CacheFull("blocks", needed=needed, free=self.num_free, cached=cached, total=self.total)
+            raise CacheFull(
+                "blocks", needed=needed, free=self.num_free, cached=cached, total=self.total, limit=self.limit
+            )
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with a reference count of 1: free blocks first, then the least recently used cached ones."""
@@ -199,6 +204,14 @@ class BlockPool:
             del blocks[block]
             if not blocks:
                 del self._blocks_of_hash[prefix_hash]
+
+    def forget(self, prefix_hash: bytes) -> None:
+        """Remove all blocks under a prefix hash from the lookup table, and free the cached one."""
+        for block in list(self._blocks_of_hash.get(prefix_hash, ())):
+            self.remove_hash(block)
+            if block in self._cached_blocks:
+                del self._cached_blocks[block]
+                self._free_blocks.append(block)
 
     def forget_cached(self) -> None:
         """Free all cached blocks."""

@@ -36,6 +36,7 @@ from attnmesh.kv_cache.sequence import (
     NewTokens,
     Sequence,
     check_distinct,
+    check_given,
     check_length,
     check_new_kv,
     check_prompt_ids,
@@ -152,7 +153,8 @@ class BlockCache:
         self._forget()
 
     def _forget(self) -> None:
-        pools = [BlockPool(blocks) for blocks in self._num_blocks]
+        limits = ("num_blocks", "window_blocks")
+        pools = [BlockPool(blocks, limit) for blocks, limit in zip(self._num_blocks, limits, strict=False)]
         kinds = [LayerKind(i, pool, self.window if i else None) for i, pool in enumerate(pools)]
         self._pool = pools[0]
         self._manager = BlockManager(kinds, self._tables, self._layout, self._rows, self._kvdp_rank)
@@ -202,6 +204,10 @@ class BlockCache:
     def sequences(self) -> dict[int, Sequence]:
         """All sequences that were not freed, by row."""
         return dict(sorted(self._manager.sequences.items()))
+
+    def has(self, sequence: Sequence) -> bool:
+        """Whether a sequence is one of this cache, and was not freed."""
+        return sequence.owner is self._manager.owner
 
     @property
     def num_windowed(self) -> int:
@@ -338,8 +344,8 @@ class BlockCache:
         self._check_unwritten(new, layer)
         if not self._tables.is_meta:
             check_tensor("k", k)
-            self._check_new("v", v, bool(self._values))
-            self._check_new("index_k", index_k, self._index is not None)
+            check_given("v", v, bool(self._values))
+            check_given("index_k", index_k, self._index is not None)
             check_new_kv(new.slots, self._heads, k=(k, self._dim), v=(v, self._value_dim))
             check_new_kv(new.slots, 1, index_k=(index_k, self._index_dim or 0))
             slots = self.slots_of(new, layer)
@@ -350,12 +356,6 @@ class BlockCache:
             if index_k is not None:
                 write_rows(self.index_keys(layer), new.slots, index_k)
         self.mark_written(new, layer)
-
-    def _check_new(self, name: str, x: object, stored: bool) -> None:
-        """Raise ValueError unless a tensor of new tokens is given exactly if it is stored."""
-        if (x is not None) != stored:
-            wanted = "a tensor" if stored else "None, for this cache does not store it"
-            raise ValueError(f"{name} must be {wanted}, got {shown(x)}")
 
     def mark_written(self, new: NewTokens, layer: int | None = None) -> None:
         """Record that the slots of one layer, or of all unwritten layers, were filled by other means than `write`."""
@@ -463,7 +463,7 @@ class BlockCache:
         if not isinstance(sequence, Sequence):
             name = "sequence" if at is None else f"sequences[{at}]"
             raise ValueError(f"{name} must be what allocate or fork returned, got {shown(sequence)}")
-        if sequence.owner is not self._manager.owner:
+        if not self.has(sequence):
             of = "was freed" if sequence.owner is None else "belongs to another cache, or was ended by clear()"
             raise ValueError(f"{sequence} {of}")
 

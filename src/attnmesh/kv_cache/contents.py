@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.ranges import InterleavedShard
-from attnmesh.core.validation import check_count, check_index, check_list, check_number, check_positive, shown
+from attnmesh.core.validation import (
+    check_bool,
+    check_count,
+    check_index,
+    check_list,
+    check_number,
+    check_positive,
+    shown,
+)
 from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sequence import token_ids
@@ -61,11 +69,13 @@ class CacheContents:
     k_scale: float | tuple[float, ...] | None
     v_scale: float | tuple[float, ...] | None
     sequences: tuple[SequenceContents, ...]
+    latent: bool = False
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in _SIZES}
         check_positive(**sizes)
-        for dim in (self.head_dim, self.value_dim):
+        check_bool(latent=self.latent)
+        for dim in self.widths:
             check_storage(self.storage, dim)
         for name in ("k_scale", "v_scale"):
             _check_scale(name, getattr(self, name), self.kv_heads)
@@ -95,6 +105,11 @@ class CacheContents:
         most = 0 if sequence.base == -1 else min(sequence.length, lengths[sequence.base])
         check_count("common", sequence.common, most=most)
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The widths of what is stored per token and head: keys and values, or latents."""
+        return (self.head_dim,) if self.latent else (self.head_dim, self.value_dim)
+
     def to_json(self) -> dict[str, Any]:
         """The contents as numbers, strings, lists and dictionaries."""
         return asdict(self)
@@ -102,6 +117,8 @@ class CacheContents:
     @classmethod
     def from_json(cls, value: object) -> CacheContents:
         """The contents from what `to_json` returned; raises ValueError for anything else."""
+        if isinstance(value, dict):
+            value = {"latent": False, **value}  # which earlier files do not have
         given = _record("the cache", value, cls)
         sequences = tuple(_sequence(one) for one in check_list("sequences", given["sequences"], "sequences"))
         scales = {name: _tuple(given[name]) for name in ("k_scale", "v_scale")}
@@ -208,7 +225,7 @@ class CacheContents:
         cache = ShardedCache(
             sharding, rank, **{name: getattr(self, name) for name in _SIZES}, storage=self.storage,
             num_blocks=num_blocks, block_size=block_size, device=device, k_scale=_scale(self.k_scale),
-            v_scale=_scale(self.v_scale),
+            v_scale=_scale(self.v_scale), latent=self.latent,
         )  # fmt: skip
         for made in self.restore(cache, self.placements(sharding, block_size)).values():
             cache.mark_restored(made)
@@ -245,8 +262,18 @@ class Placement(NamedTuple):
 _SIZES = ("batch", "layers", "kv_heads", "head_dim", "value_dim", "max_length")
 
 
+def check_movable(name: str, cache: ShardedCache) -> None:
+    """Raise ValueError for layers with blocks of their own: contents do not have these."""
+    if cache.local.window is not None:
+        raise ValueError(
+            f"{name} must have the same blocks in every layer, got one with a window of {cache.local.window} in "
+            f"{cache.local.num_windowed} of {cache.layers} layers"
+        )
+
+
 def contents_of(cache: ShardedCache) -> CacheContents:
     """The contents of a cache, the same on all its ranks. Raises ValueError if a sequence has unwritten tokens."""
+    check_movable("cache", cache)
     layout = cache.local.layout
     first_row: dict[tuple[int, int], int] = {}  # of those that refer to a block, by KVDP rank and block
     sequences: list[SequenceContents] = []
@@ -285,7 +312,7 @@ def sizes_of(cache: ShardedCache) -> CacheContents:
     k_scale, v_scale = (_scale_numbers(scale) for scale in cache.scales)
     return CacheContents(
         **{name: getattr(cache, name) for name in _SIZES}, storage=cache.storage, k_scale=k_scale, v_scale=v_scale,
-        sequences=(),
+        sequences=(), latent=cache.latent,
     )  # fmt: skip
 
 

@@ -146,6 +146,13 @@ def check_prompt_ids(sequence: Sequence, given: array[int]) -> None:
             raise ValueError(f"token {at} of {sequence} is {got}, but the prompt it was allocated with has {expected}")
 
 
+def check_given(name: str, x: object, stored: bool) -> None:
+    """Raise ValueError unless a tensor of new tokens is given exactly if it is stored."""
+    if (x is not None) != stored:
+        wanted = "a tensor" if stored else "None, for this cache does not store it"
+        raise ValueError(f"{name} must be {wanted}, got {shown(x)}")
+
+
 def check_new_kv(slots: Tensor, kv_heads: int, **given: tuple[Tensor | None, int]) -> None:
     """Raise ValueError unless each of the given tensors is [n, kv_heads, T, D] for slots [n, T], or None."""
     n, tokens = slots.shape

@@ -25,11 +25,12 @@ from attnmesh.core.validation import (
 from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.block_pool import CacheFull, CacheStats
 from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.pools import fp8_scale, write_tokens
+from attnmesh.kv_cache.pools import fp8_scale, write_rows, write_tokens
 from attnmesh.kv_cache.sequence import (
     NewTokens,
     Sequence,
     check_distinct,
+    check_given,
     check_length,
     check_new_kv,
     new_ids,
@@ -142,7 +143,7 @@ class ShardedCache:
     All ranks must perform the same operations in the same order. They then agree on rows, reused prefixes and CacheFull
     without communication. `log` has the operations so far; an `AttentionBlock` compares it with that of other ranks.
     `batch`, `kv_heads`, `max_length` and the fp8 scales are those of the whole model; `num_blocks` is per rank.
-    `device` is torch's default device if it is None.
+    `device` is torch's default device if it is None. `latent`, `windows` and `window_blocks` are as in `BlockCache`.
 
     The rows of each KVDP rank are a `BlockCache` of their own. A rank has the memory of its own rows, and tracks the
     blocks of the other KVDP ranks on the meta device.
@@ -276,9 +277,15 @@ class ShardedCache:
     def append(self, sequences: abc.Sequence[Sequence], tokens: int | abc.Sequence[abc.Sequence[int]]) -> Step:
         """A step of T more tokens for each sequence. Raises CacheFull, for all of them, if blocks are missing.
 
-        `tokens` is as for `BlockCache.append`. Write every layer of a step before the next append. A step is valid
+        Raises ValueError where layers with a window have blocks of their own: append to `by_kvdp_rank` there. `tokens`
+        is as for `BlockCache.append`. Write every layer of a step before the next append. A step is valid
         until the next append, or until one of its sequences is truncated or freed.
         """
+        if self._local.window is not None:
+            raise ValueError(
+                f"a step has the same slots in every layer, got a cache with a window of {self._local.window} in "
+                f"{self._local.num_windowed} of {self.layers} layers: append to the caches in by_kvdp_rank"
+            )
         sequences = check_distinct(sequences, self._check_sequence)
         count, given = new_ids(tokens, len(sequences))
         longest = max(sequences, key=lambda sequence: sequence.length)
@@ -328,16 +335,20 @@ class ShardedCache:
                 f"layer {layer} of this step is already written, unwritten are {sorted(step.unwritten_layers)}"
             )
 
-    def write(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
+    def write(self, layer: int, step: Step, k: Tensor, v: Tensor | None = None) -> None:
         """Write one layer of a step: k [rows, own kv heads, T, head_dim] and v [rows, own kv heads, T, value_dim].
 
         Rows are those of this rank; rows that are not in the step are ignored. Every rank passes all T tokens, and
-        those that other ranks store are skipped.
+        those that other ranks store are skipped. Of latents there is no v.
         """
         self.check_step(step, layer)
+        check_given("v", v, not self.latent)
         heads, dim, value_dim = self._shape
-        check_new_kv(step.slots, heads, k=(check_tensor("k", k), dim), v=(check_tensor("v", v), value_dim))
-        write_tokens(self.keys(layer), self.values(layer), step.slots, k, v)
+        check_new_kv(step.slots, heads, k=(check_tensor("k", k), dim), v=(v, value_dim))
+        if v is None:
+            write_rows(self.keys(layer), step.slots, k)
+        else:
+            write_tokens(self.keys(layer), self.values(layer), step.slots, k, v)
         self._mark_written(step, layer)
 
     def mark_written(self, step: Step, layer: int | None = None) -> None:
@@ -426,7 +437,7 @@ class ShardedCache:
         if not isinstance(sequence, Sequence):
             name = "sequence" if at is None else f"sequences[{at}]"
             raise ValueError(f"{name} must be what allocate or fork returned, got {shown(sequence)}")
-        if self._caches[sequence.kvdp_rank % len(self._caches)].sequences.get(sequence.row) is not sequence:
+        if not self._caches[sequence.kvdp_rank % len(self._caches)].has(sequence):
             raise ValueError(f"{sequence} {'was freed' if sequence.freed else 'belongs to another cache'}")
 
 

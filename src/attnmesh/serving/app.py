@@ -201,12 +201,17 @@ class Service:
             include_usage=call.include_usage, eos=self._eos,
         )  # fmt: skip
         prompt_tokens = sum(map(len, prompts))
+
+        def used() -> Json:
+            first = answers.choices[:: len(answers.choices) // len(prompts)]  # of each prompt: the others reuse its own
+            return usage(prompt_tokens, sum(each.cached_tokens for each in first), answers.new_tokens)
+
         gone.add_done_callback(lambda task: None if task.cancelled() else answers.cancel())
         try:
             await answers.accepted(gone)
             self.metrics.prompt_tokens.inc(prompt_tokens)
             if call.stream:
-                parts = _stream(answers, formatter, prompt_tokens, gone)
+                parts = _stream(answers, formatter, used, gone)
                 return StreamingResponse(parts, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
             async for _ in answers.tokens(gone):
                 pass
@@ -215,7 +220,7 @@ class Service:
             gone.cancel()
             raise
         gone.cancel()
-        return JSONResponse(formatter.whole(answers.choices, usage(prompt_tokens, answers.new_tokens)))
+        return JSONResponse(formatter.whole(answers.choices, used()))
 
 
 class _Answers:
@@ -257,6 +262,7 @@ class _Answers:
                 yield self.choices[0], None
                 continue
             choice, times = self.choices[event.choice], self._times[event.choice]
+            choice.cached_tokens = event.cached
             if event.token is not None:
                 choice.add(event.token, event.finish_reason)
                 self.new_tokens += 1
@@ -320,7 +326,7 @@ async def _unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _stream(
-    answers: _Answers, formatter: Formatter, prompt_tokens: int, gone: asyncio.Task[None]
+    answers: _Answers, formatter: Formatter, used: Callable[[], Json], gone: asyncio.Task[None]
 ) -> AsyncIterator[str]:
     """Server-sent events."""
     try:
@@ -331,7 +337,7 @@ async def _stream(
                 yield ": computing\n\n"
             elif (part := formatter.chunk(choice, token)) is not None:
                 yield _event(part)
-        if (last := formatter.last_chunk(usage(prompt_tokens, answers.new_tokens))) is not None:
+        if (last := formatter.last_chunk(used())) is not None:
             yield _event(last)
         yield "data: [DONE]\n\n"
     except ApiError as error:  # the status has been sent

@@ -27,6 +27,7 @@ class Event:
     token: Token | None = None
     finish_reason: FinishReason | None = None
     error: Exception | None = None
+    cached: int = 0  # tokens of its prompt that were in the KV cache
 
 
 Listener = Callable[[Event], None]
@@ -99,6 +100,7 @@ class RequestQueue:
         token: Token | None = None,
         finish_reason: FinishReason | None = None,
         error: Exception | None = None,
+        cached: int = 0,
     ) -> None:
         """Tell the listener of a request, if it was not cancelled."""
         is_last = finish_reason is not None or error is not None
@@ -106,7 +108,7 @@ class RequestQueue:
             found = self._listeners.pop(ticket, None) if is_last else self._listeners.get(ticket)
         if found is not None:
             listener, choice = found
-            listener(Event(choice, token, finish_reason, error))
+            listener(Event(choice, token, finish_reason, error, cached))
 
     def close(self) -> None:
         """Take no more requests."""
@@ -193,4 +195,4 @@ class ServingLoop:
             if request.finished:
                 del self._requests[ticket]
             if self._queue is not None and (token is not None or request.finished):
-                self._queue.report(ticket, token, request.finish_reason, request.error)
+                self._queue.report(ticket, token, request.finish_reason, request.error, request.cached)

@@ -42,10 +42,10 @@ class Metrics:
         )  # fmt: skip
         _gauge(registry, "attnmesh_requests_in_progress", "Requests that are not finished.", in_progress)
         _gauge(registry, "attnmesh_requests_waiting", "Requests that wait for room.", lambda: generator.num_waiting)
-        cache = generator.engine.cache
+        cache = generator.engine.cache.local
         _gauge(
             registry, "attnmesh_kv_cache_usage_ratio", "Blocks of rank 0 in use, also those kept for later prompts.",
-            lambda: cache.stats().used / cache.stats().total,
+            lambda: 1 - cache.stats().free / cache.stats().total,
         )  # fmt: skip
         _gauge(
             registry, "attnmesh_reused_tokens", "Prompt tokens that rank 0 took from its KV cache.",

@@ -23,6 +23,7 @@ class Choice:
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None
+    cached_tokens: int = 0  # of its prompt, when it began
 
     def add(self, token: Token, finish_reason: str | None) -> None:
         """Append a token."""
@@ -121,10 +122,11 @@ def _finite(logprob: float | None) -> float:
     return _LOWEST if logprob is None else max(logprob, _LOWEST)
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> Json:
-    """The number of tokens that a call has computed."""
+def usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Json:
+    """The number of tokens of a call, and of those of its prompts that were in the KV cache."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }

@@ -53,7 +53,7 @@ HUGE = [(torch.bfloat16, exponent) for exponent in (20, 28, 32, 60, 120)] + [(to
 
 @pytest.mark.parametrize(("dtype", "exponent"), mostly_slow(HUGE, 3))
 def test_huge_scores(dtype, exponent):
-    problem = with_huge_scores(grouped([200, 90], dtype=dtype, kv_heads=1, max_splits=1), exponent)
+    problem = with_huge_scores(grouped([130], dtype=dtype, kv_heads=1, max_splits=1), exponent)
     call = problem.call()
     state = call.empty_state()
     emulated(gluon_grouped).launch(call, state, 0)

@@ -183,7 +183,7 @@ def test_the_deterministic_sum_is_the_same_to_the_bit_in_any_chunks(device, dtyp
 
 def test_many_slots_of_one_key_are_summed_row_by_row(device):
     """The error is that of a chain of rows and of one of slots, not of all in a chain."""
-    rows, slots = (130, 2048) if torch.cuda.is_available() else (24, 64)
+    rows, slots = (130, 2048) if torch.cuda.is_available() else (12, 32)  # so few tell chains apart on no device
     grads = torch.rand(rows, slots, 16, device=device)
     order = torch.arange(rows * slots, device=device)
     total = torch.zeros(1, 16, device=device)

@@ -232,6 +232,10 @@ WRONG_CALLS = {
         {"cache": lambda ready: of(ready, kv_heads=2)},
         "must have 4 kv heads of 8, got 2 heads",
     ),
+    "a cache of latents": (
+        {"cache": lambda ready: of(ready, kv_heads=1, latent=True)},
+        "cache must have keys and values, got one with latent=True",
+    ),
     "a cache of other values": ({"cache": lambda ready: of(ready, value_dim=4)}, "with values of 4"),
     "a cache of bf16": (
         {"cache": lambda ready: of(ready, storage="bf16")},

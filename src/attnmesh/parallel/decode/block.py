@@ -432,6 +432,8 @@ def _check_cache(settings: _Settings, cache: ShardedCache, rank: int, weight: Te
         raise ValueError(
             f"cache must be that of rank {rank} under {sharding!r}, got rank {cache.rank} under {cache.sharding!r}"
         )
+    if cache.latent:
+        raise ValueError("cache must have keys and values, got one with latent=True")
     shape = (cache.kv_heads, cache.head_dim, cache.value_dim)
     if shape != (config.kv_heads, config.head_dim, config.head_dim):
         raise ValueError(

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.call_log import alternatives, format_ranks, text_digest
 from attnmesh.core.validation import check_type
+from attnmesh.kv_cache.contents import check_movable
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.parallel.node_groups import comm_named
@@ -144,6 +145,7 @@ def _check_into(into: object, cache: ShardedCache | PrefillKV | None, target: Ta
     """Raise ValueError unless sequences can be moved into a cache with these arguments."""
     check_type("into", into, ShardedCache, "a ShardedCache or None")
     assert isinstance(into, ShardedCache)
+    check_movable("into", into)
     if into is cache:
         raise ValueError("into must be another cache than the one that is moved, got the same")
     place = target.ranks.index(rank) if rank in target.ranks else None
@@ -177,7 +179,7 @@ def _share_room(comm: Comm, into: ShardedCache | None, ranks: tuple[int, ...], d
             "into must be the same, after the same operations, on all its ranks, got "
             f"{alternatives(texts, comm.global_ranks)}"
         )
-    text = _broadcast(comm, None if room is None else room.to_text, having, device)
+    text = broadcast_text(comm, None if room is None else room.to_text, having, device)
     return Room.from_text(text) if room is None else room
 
 
@@ -243,12 +245,12 @@ def share_holders(comm: Comm, source: Source | None, device: torch.device) -> tu
             f"cache must be given for each of its {expected} ranks once, got those of {format_ranks(given)}"
             + (f" without {format_ranks(missing)}" if missing else "")
         )
-    text = _broadcast(comm, None if source is None else source.holders.to_text, having, device)
+    text = broadcast_text(comm, None if source is None else source.holders.to_text, having, device)
     holders = Holders.from_text(text) if source is None else source.holders
     return holders, [parts[part] for part in range(expected)]
 
 
-def _broadcast(comm: Comm, encode: Callable[[], bytes] | None, having: list[int], device: torch.device) -> bytes:
+def broadcast_text(comm: Comm, encode: Callable[[], bytes] | None, having: list[int], device: torch.device) -> bytes:
     """The text of the first of the ranks `having`, on all others; `encode` is None there."""
     root, others = having[0], [rank for rank in range(comm.world) if rank not in having]
     if not others:

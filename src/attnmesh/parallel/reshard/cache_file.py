@@ -1,8 +1,9 @@
 """`CacheFile`: the keys and values of one rank in a safetensors file.
 
-Per sequence it has the tensors `sequence.ROW.keys` and `.values`, and with int8 and bfp8 `.key_scales` and
-`.value_scales`: [tokens, layers, kv heads, ...] of the positions that the rank holds, in ascending order. Positions
-that a sequence shares with an earlier one are stored with that one only. `checksums` has a CRC-32 for each chunk.
+Per sequence it has the tensors `sequence.ROW.keys` and `.values` (of latents only `.keys`), and with int8 and bfp8
+`.key_scales` and `.value_scales`: [tokens, layers, kv heads, ...] of the positions that the rank holds, in ascending
+order. Positions that a sequence shares with an earlier one are stored with that one only. `checksums` has a CRC-32 for
+each chunk.
 
 The header of a file follows from the manifest: a file with another one is not read. Files are read and written chunk by
 chunk, `CHUNK_BYTES` (or one token) at a time.
@@ -24,7 +25,7 @@ from torch import Tensor
 from attnmesh.core import ranges
 from attnmesh.core.files import check_file
 from attnmesh.kv_cache.contents import CacheContents
-from attnmesh.ops.storage import BFP_GROUP
+from attnmesh.ops.storage import BFP_GROUP, bytes_per_token
 from attnmesh.parallel.reshard.tokens import CacheTokens
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.reshard import Move, Part
@@ -169,8 +170,10 @@ class CacheFile:
     def _of(self, row: int, tokens: int) -> list[_Entry]:
         contents, entries = self.contents, []
         front = (tokens, contents.layers, len(self.part.heads))
-        for name, dim in (("key", contents.head_dim), ("value", contents.value_dim)):
+        for name, dim in zip(("key", "value"), contents.widths, strict=False):
             kind, itemsize = _STORED.get(contents.storage, ("I8", 1))
+            if contents.storage == "fp8_ds_mla":  # scales and the rotary part among the bytes of a token
+                kind, dim = "U8", int(bytes_per_token(contents.storage, dim))
             entries.append(_Entry(f"sequence.{row}.{name}s", kind, itemsize, (*front, dim)))
             if contents.storage == "int8":
                 entries.append(_Entry(f"sequence.{row}.{name}_scales", "F32", 4, front))

@@ -170,8 +170,8 @@ class Goal:
 
     def token_bytes(self, heads: int) -> int:
         """The bytes of a token with so many heads in all layers."""
-        dims = (self.contents.head_dim, self.contents.value_dim)
-        return int(self.contents.layers * heads * sum(bytes_per_token(self.contents.storage, dim) for dim in dims))
+        widths = self.contents.widths
+        return int(self.contents.layers * heads * sum(bytes_per_token(self.contents.storage, each) for each in widths))
 
     def chunk_tokens(self, move: Move, message_bytes: int) -> int:
         """The tokens of a move that fit into one message."""

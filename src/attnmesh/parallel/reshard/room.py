@@ -16,7 +16,7 @@ from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.parallel.reshard.goal import Goal
 from attnmesh.plan.decode import DecodeSharding, Place
 
-_SAME = ("layers", "kv_heads", "head_dim", "value_dim", "storage")
+_SAME = ("layers", "kv_heads", "head_dim", "value_dim", "storage", "latent")
 
 
 @dataclass(frozen=True)

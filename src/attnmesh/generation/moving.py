@@ -1,0 +1,179 @@
+"""Requests that go on elsewhere: `move_requests` to other ranks, `save_requests` and `load_requests` by files.
+
+A request is its prompt, its options and the tokens of its answer: random numbers depend on the seed, the sample and the
+number of a token only. Its keys and values move with it, bit by bit (`reshard`); what is not in a cache yet is computed
+by the generator that goes on. The tokens are those that the first generator would have computed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
+from attnmesh.core.files import read_json
+from attnmesh.core.validation import check_path, check_type, shown
+from attnmesh.generation.agreement import config_digest
+from attnmesh.generation.generator import Generator
+from attnmesh.generation.requests import Request
+from attnmesh.kv_cache.sequence import Sequence as CacheSequence
+from attnmesh.parallel.node_groups import comm_named
+from attnmesh.parallel.reshard.api import broadcast_text, reshard
+from attnmesh.parallel.reshard.files import load_cache, save_cache
+from attnmesh.plan.decode import DecodeSharding
+
+_FILE = "requests.json"
+State = dict[str, Any]
+"""A request as JSON, and the row of its sequence in the cache, -1 if it has none there."""
+
+
+def move_requests(source: Generator | None, target: Generator | None, comm: Comm | None = None) -> list[Request]:
+    """Let all requests of one generator go on in another one, on other ranks or with another sharding.
+
+    All ranks of `comm` must call it, with the generators that they belong to, and None for the other. Returns the
+    requests of the target in the order of their submission; none on other ranks. The requests of the source end with
+    `finish_reason` "moved". Keys and values are sent once, as they are stored; requests that wait, and beam searches,
+    begin again. Both generators must have the same model and storage, without blocks of their own for windows. Raises
+    CacheFull on every rank if the target has no room: the source then goes on.
+
+    Examples:
+        >>> def rank(comm):
+        ...     by_position, by_sequence = (
+        ...         am.Generator(model, comm=comm, cache_tokens=64, max_sequences=2, sharding=sharding)
+        ...         for sharding in (am.DecodeSharding(cp=2), am.DecodeSharding(kvdp=2)))
+        ...     by_position.submit([1, 2, 3], max_new_tokens=4, stop=[])
+        ...     by_position.step()
+        ...     (request,) = am.move_requests(by_position, by_sequence, comm)
+        ...     return [token.id for token in by_sequence.stream(request)]
+        >>> alone = [token.id for token in am.generate(model, None, [[1, 2, 3]], max_new_tokens=4, stop=[])]
+        >>> am.run_virtual(2, rank) == [alone, alone]
+        True
+    """
+    comm = comm_named("comm", comm)
+
+    def check_arguments() -> tuple[Generator, SharedValues]:
+        for name, generator in (("source", source), ("target", target)):
+            check_type(name, generator, (Generator, type(None)), "a Generator or None")
+        own = source or target
+        if own is None or source is target:
+            raise ValueError(f"source and target must be two Generators, or one and None, got {source} and {target}")
+        if source is not None and target is not None and config_digest(source.model) != config_digest(target.model):
+            raise ValueError("target must have a model of the configuration that the source has, got another one")
+        return own, {"config": config_digest(own.model)}
+
+    own = check_on_all_ranks(comm, "move_requests", check_arguments, force=True)
+    device = own.engine.device
+    to = [-1, 0, 0, 0, 0] if target is None else [target.comm.rank, *_numbers(target.sharding)]
+    header = torch.tensor([source is not None, *to], dtype=torch.int64, device=device)
+    headers = [each.tolist() for each in comm.all_gather(header, [(6,)] * comm.world)]
+
+    def check_ranks() -> tuple[tuple[DecodeSharding, list[int]], SharedValues]:
+        shardings = {tuple(each[2:]) for each in headers if each[1] >= 0}
+        if not any(each[0] for each in headers) or len(shardings) != 1:
+            raise ValueError(f"source must be given on some ranks, and one target, got {len(shardings)} targets")
+        sharding = DecodeSharding(*shardings.pop())
+        places = {each[1]: rank for rank, each in enumerate(headers) if each[1] >= 0}
+        if sorted(places) != list(range(sharding.ranks)):
+            given = sorted(places)
+            raise ValueError(f"target must be given on each of its {sharding.ranks} ranks once, got its ranks {given}")
+        return (sharding, [places[place] for place in range(sharding.ranks)]), {}
+
+    sharding, ranks = check_on_all_ranks(comm, "move_requests ranks", check_ranks, force=True)
+
+    def begin() -> tuple[list[State], SharedValues]:
+        if target is not None:
+            target.check_adopts()
+        return [] if source is None else source.states(), {}
+
+    states = check_on_all_ranks(comm, "move_requests states", begin, force=True)
+    having = [rank for rank, each in enumerate(headers) if each[0]]
+    text = broadcast_text(comm, None if source is None else json.dumps(states).encode, having, device)
+    states = states if source is not None else json.loads(text)
+    requests = _checked(comm, "move_requests", states, target)
+    joined: dict[int, CacheSequence] | None = {}
+    if any(state["row"] >= 0 for state in states):
+        cache, into = (None if each is None else each.engine.cache for each in (source, target))
+        joined = reshard(cache, sharding, comm, ranks=ranks, into=into)
+    if source is not None:
+        source.end_moved()
+    if target is not None:
+        target.adopt(requests, [(joined or {}).get(state["row"]) for state in states])
+    return requests
+
+
+def save_requests(generator: Generator, folder: str | Path) -> None:
+    """Write all requests of a generator with their keys and values to a folder, which must be empty or not exist.
+
+    All ranks of the generator must call it. Requests go on here, too: beam searches begin again. The folder has the
+    files of `save_cache`, and `requests.json`.
+
+    Examples:
+        >>> import tempfile
+        >>> first, second = (am.Generator(model, cache_tokens=64) for _ in range(2))
+        >>> request = first.submit([1, 2, 3], max_new_tokens=4, stop=[])
+        >>> tokens = first.step()
+        >>> folder = tempfile.mkdtemp()
+        >>> am.save_requests(first, folder)
+        >>> (again,) = am.load_requests(second, folder)
+        >>> [token.id for token in second.stream(again)] == [token.id for token in first.stream(request)]
+        True
+    """
+    check_type("generator", generator, Generator)
+    comm, path = generator.comm, check_path("folder", folder)
+    states = check_on_all_ranks(comm, "save_requests", lambda: (generator.states(), {}), force=True)
+    save_cache(generator.engine.cache, path, comm)
+
+    def write() -> tuple[None, SharedValues]:
+        if comm.rank == 0:
+            try:
+                (path / _FILE).write_text(json.dumps(states))
+            except OSError as error:
+                raise ValueError(f"folder: {path / _FILE} cannot be written: {error.strerror or error}") from None
+        return None, {}
+
+    check_on_all_ranks(comm, "save_requests file", write, force=True)
+
+
+def load_requests(generator: Generator, folder: str | Path) -> list[Request]:
+    """The requests that `save_requests` wrote, which a generator goes on with, on any number of ranks.
+
+    All its ranks must call it and see the folder. The model must be the same; files that are missing or damaged raise
+    ValueError on every rank, and CacheFull is raised if there is no room.
+    """
+    check_type("generator", generator, Generator)
+    comm, engine, path = generator.comm, generator.engine, check_path("folder", folder)
+
+    def read() -> tuple[list[State], SharedValues]:
+        generator.check_adopts()
+        states = read_json(path / _FILE, f"folder: {path / _FILE}")
+        if not isinstance(states, list) or not all(isinstance(each, dict) and "row" in each for each in states):
+            raise ValueError(f"folder: {path / _FILE} must be what save_requests wrote, got {shown(states)}")
+        return states, {}
+
+    states = check_on_all_ranks(comm, "load_requests", read, force=True)
+    requests = _checked(comm, "load_requests", states, generator)
+    cache = load_cache(path, generator.sharding, comm, device=engine.device)
+    assert cache is not None
+    joined = reshard(cache, generator.sharding, comm, into=engine.cache) if cache.sequences else {}
+    assert isinstance(joined, dict)
+    generator.adopt(requests, [joined.get(state["row"]) for state in states])
+    return requests
+
+
+def _checked(comm: Comm, operation: str, states: list[State], target: Generator | None) -> list[Request]:
+    """The requests of the target; all ranks raise ValueError if it cannot take one."""
+
+    def check() -> tuple[list[Request], SharedValues]:
+        try:
+            return [] if target is None else target.requests_from(states), {}
+        except (KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"requests must be what a Generator wrote, got {type(error).__name__}: {error}") from None
+
+    return check_on_all_ranks(comm, operation + " requests", check, force=True)
+
+
+def _numbers(sharding: DecodeSharding) -> tuple[int, ...]:
+    return sharding.tp, sharding.kvdp, sharding.cp, sharding.interleave

@@ -1,0 +1,173 @@
+"""Requests that go on in another generator, on other ranks or later: the tokens are those of one generator."""
+
+import json
+
+import pytest
+
+import attnmesh as am
+from attnmesh.comm import IndependentSubComm
+from attnmesh.generation.generator import Generator
+from attnmesh.generation.sampling import Sampling
+from attnmesh.plan.decode import DecodeSharding
+from helpers.models import attnmesh_model, check_blocks, on_virtual_ranks, random_ids, use_small_blocks
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    use_small_blocks(monkeypatch)
+
+
+# A long prompt that is not complete, answers of two kinds, a search, and one that waits.
+REQUESTS = [
+    (random_ids(30, 1), {"max_new_tokens": 9}),
+    (random_ids(9, 2), {"max_new_tokens": 12, "sampling": Sampling(1.0, seed=3), "logprobs": 2}),
+    (random_ids(70, 3), {"max_new_tokens": 4, "min_new_tokens": 2}),
+    (random_ids(5, 4), {"max_new_tokens": 6, "num_beams": 2}),
+    (random_ids(6, 5), {"max_new_tokens": 5, "speculative": True}),
+]
+
+
+def make(comm=None, sharding=None, kind="llama", storage=None, weights=None):
+    model = attnmesh_model(kind)
+    if weights is not None:
+        model = am.shard_model(model, sharding, comm)
+    return Generator(
+        model, None, comm, cache_tokens=200, max_sequences=5, step_tokens=24, sharding=sharding, storage=storage
+    )
+
+
+def submit(generator, requests=REQUESTS):
+    return [generator.submit(prompt, stop=(), **how) for prompt, how in requests]
+
+
+def finish(generator, requests):
+    while generator.num_unfinished:
+        generator.step()
+        check_blocks(generator)
+    return [[(token.id, token.top_logprobs and token.top_logprobs[0][0]) for token in each.tokens] for each in requests]
+
+
+def expected(kind="llama", storage=None):
+    generator = make(kind=kind, storage=storage)
+    return finish(generator, submit(generator))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind", "storage"),
+    [
+        (DecodeSharding(cp=2), DecodeSharding(kvdp=2), "llama", None),
+        (DecodeSharding(kvdp=2), DecodeSharding(cp=2, interleave=4), "llama", "int8"),
+        (DecodeSharding(cp=2), DecodeSharding(kvdp=2), "deepseek_v3", None),  # latents
+    ],
+    ids=str,
+)
+def test_the_same_ranks_go_on_with_another_sharding(before, after, kind, storage):
+    def rank(comm):
+        source, target = (make(comm, sharding, kind, storage) for sharding in (before, after))
+        old = submit(source)
+        for _ in range(4):
+            source.step()
+        begun = sum(len(each.tokens) for each in old)
+        new = am.move_requests(source, target, comm)
+        assert source.num_unfinished == len(source.engine.cache.sequences) == 0
+        assert {each.finish_reason for each in old} == {"moved"}
+        before_moving = target.stats.prefill_tokens
+        found = finish(target, new)
+        assert target.stats.prefill_tokens - before_moving < sum(len(prompt) for prompt, _ in REQUESTS)
+        return begun, found
+
+    for begun, found in on_virtual_ranks(2, rank):
+        assert begun > 3
+        assert found == expected(kind, storage)
+
+
+def test_prefill_ranks_hand_over_to_decode_ranks():
+    """Two ranks compute prompts, two others go on, one of which has weights of two: tokens of one process."""
+
+    def rank(comm):
+        parts = [[0, 1], [2, 3]]
+        side = comm.rank // 2
+        own = IndependentSubComm(comm, parts[side])
+        if side == 0:
+            source, target = make(own, DecodeSharding(cp=2)), None
+        else:
+            source, target = None, make(own, DecodeSharding(tp=2), weights=True)
+        found = []
+        for some in (REQUESTS[:2], REQUESTS[2:]):
+            if source is not None:
+                submit(source, some)
+                source.step()
+            found += am.move_requests(source, target, comm)
+            if target is not None:
+                target.step()
+        return None if target is None else finish(target, found)
+
+    assert on_virtual_ranks(4, rank) == [None, None, expected(), expected()]
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
+def test_requests_that_are_saved_go_on_later_on_other_ranks(kind, tmp_path):
+    def write(comm):
+        generator = make(comm, DecodeSharding(kvdp=2), kind)
+        requests = submit(generator)
+        for _ in range(4):
+            generator.step()
+        am.save_requests(generator, tmp_path / "requests")
+        return finish(generator, requests)
+
+    def read(comm):
+        generator = make(comm, DecodeSharding(cp=3), kind)
+        return finish(generator, am.load_requests(generator, tmp_path / "requests"))
+
+    assert on_virtual_ranks(2, write) == [expected(kind)] * 2
+    assert on_virtual_ranks(3, read) == [expected(kind)] * 3
+
+
+def test_what_cannot_go_on_is_refused_on_every_rank(tmp_path):
+    def rank(comm):
+        source, target = make(comm, DecodeSharding(cp=2)), make(comm, DecodeSharding(kvdp=2))
+        small = Generator(attnmesh_model("llama"), None, comm, cache_tokens=20, max_sequences=2)
+        other = make(comm, DecodeSharding(cp=2), "qwen3")
+        with pytest.raises(ValueError, match="source and target must be two Generators"):
+            am.move_requests(source, source, comm)
+        with pytest.raises(
+            ValueError, match=r"move_requests ranks: .*target must be given on each of its 2 ranks once"
+        ):
+            am.move_requests(source, target if comm.rank else None, comm)
+        request = source.submit(REQUESTS[0][0], max_new_tokens=3, logits_processors=[lambda ids, scores: scores])
+        with pytest.raises(ValueError, match="request 0 must have no logits_processors to be moved"):
+            am.move_requests(source, target, comm)
+        source.cancel(request)
+        request = source.submit(REQUESTS[0][0], max_new_tokens=3, stop=())
+        source.step()
+        with pytest.raises(ValueError, match=r"requests\[0\] has 30 tokens, .* never holds more than cache_tokens=20"):
+            am.move_requests(source, small, comm)
+        with pytest.raises(ValueError, match="target must have a model of the configuration that the source has"):
+            am.move_requests(source, other, comm)
+        busy = target.submit(REQUESTS[3][0], max_new_tokens=6, num_beams=2)
+        with pytest.raises(ValueError, match="target must have no beam search in progress"):
+            am.move_requests(source, target, comm)
+        target.cancel(busy)
+        full = [target.submit([8, n], max_new_tokens=30, stop=()) for n in range(6)]
+        target.step()
+        with pytest.raises(am.CacheFull):
+            am.move_requests(source, target, comm)
+        for each in full:
+            target.cancel(each)
+        (moved,) = am.move_requests(source, target, comm)
+        return finish(target, [moved])
+
+    alone = make()
+    wanted = finish(alone, [alone.submit(REQUESTS[0][0], max_new_tokens=3, stop=())])
+    assert on_virtual_ranks(2, rank) == [wanted] * 2
+    generator = make()
+    for text, message in (
+        ("{}", "must be what save_requests wrote"),
+        ("[", "requests.json"),
+        (json.dumps([{"row": 0, "prompt": [1]}]), "requests must be what a Generator wrote, got KeyError"),
+    ):
+        (tmp_path / "requests.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            am.load_requests(generator, tmp_path)
+    with pytest.raises(ValueError, match=r"requests\.json"):
+        am.load_requests(generator, tmp_path / "nothing")
