@@ -16,8 +16,8 @@ from attnmesh.cli.options import MeasuredDeviceOption, default_device, length_ar
 from attnmesh.cli.output import Rows
 from attnmesh.comm import Comm, launch
 from attnmesh.core.optional import require
-from attnmesh.generation.engine import Engine
 from attnmesh.generation.generator import Generator
+from attnmesh.generation.models import kv_bytes_per_token
 from attnmesh.integrations.loading import load_model
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.integrations.transformers_models import NAME
@@ -67,7 +67,7 @@ def _rank(comm: Comm, prompt: int) -> dict[str, Any]:
     ids = prompt_ids(model, prompt)
     list(generator.generate([ids[:64]], max_new_tokens=2, stop=[]))  # what is made once is made now
     before = generator.stats.prefill_seconds, generator.stats.decode_seconds, generator.stats.decode_steps
-    generator.engine.free(generator.engine.sequences[0])
+    generator.reset_prefix_cache()
     tokens = [token.id for token in generator.generate([ids], max_new_tokens=STEPS, stop=[])]
     stats = generator.stats
     return {
@@ -146,19 +146,16 @@ def _random_llama() -> Any:
 def _attnmesh_cuda(model: Any, ids: list[int], steps: int) -> tuple[float, float, Tensor]:
     """Seconds to the first token, seconds a token, and the logits of the first."""
     model.set_attn_implementation(NAME)
-    engine = Engine(model, cache_tokens=len(ids) + steps + 8)
+    logits: list[Tensor] = []
+    generator = Generator(model, None, cache_tokens=len(ids) + steps + 8, on_logits=lambda _, row: logits.append(row))
+    tokens = generator.generate([ids], max_new_tokens=1 + steps, stop=[])
     torch.cuda.synchronize()
-    began = time.perf_counter()
-    sequence = engine.prefill(ids, max_new_tokens=steps)
-    logits = sequence.logits
-    token = int(logits.argmax())
-    prefill = time.perf_counter() - began
     seconds = []
-    for _ in range(steps):
+    for _ in range(1 + steps):
         began = time.perf_counter()
-        token = int(engine.decode([sequence], [[token]])[0, -1].argmax())
+        next(tokens)
         seconds.append(time.perf_counter() - began)
-    return prefill, statistics.median(seconds), logits
+    return seconds[0], statistics.median(seconds[1:]), logits[0]
 
 
 @torch.no_grad()
@@ -214,7 +211,7 @@ def _batch_cuda(model: Any, sequences: int, length: int) -> dict[str, Any]:
     pace = statistics.median(seconds)
     on_gpu = statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
     weights = sum(x.nbytes for x in model.parameters()) - model.get_input_embeddings().weight.nbytes
-    read = weights + sequences * length * engine.kv_bytes_per_token
+    read = weights + sequences * length * kv_bytes_per_token(model.config, engine.storage)
     return {
         "sequences": sequences, "tokens": length, "steps": len(seconds), "step_ms": 1e3 * pace, "gpu_ms": 1e3 * on_gpu,
         "host_share": 1 - on_gpu / pace, "tokens_per_s": sequences / pace, "read_tb_per_s": read / pace / 1e12,

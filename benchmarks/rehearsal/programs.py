@@ -26,11 +26,14 @@ from attnmesh.calibration.links import LinkFigures
 from attnmesh.comm import Comm, launch
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.generation.engine import Engine
+from attnmesh.generation.generator import Generator
 from attnmesh.generation.passes import DecodePass, PrefillPass
 from attnmesh.integrations.transformers_attention import NAME, register_attention
+from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.parallel.context import ContextParallel
+from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.program import Messages, Program, Round
+from attnmesh.plan.reshard import Part, Piece, plan_moves
 from attnmesh.plan.schedules import program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
@@ -95,10 +98,22 @@ def planned_programs(measured: Measured, world: int, ranks_per_node: int) -> lis
     if measured.name == "prefill":
         last = [_LOGITS] + [0] * (world - 1)  # the zigzag layout gives the last token to rank 0
         attention = [program(SCHEDULE, workload, backward=False)] * measured.layers
-        return [*attention, _all_gather("logits", last)]
+        stored = [_to_where_it_is_stored(measured, world)] * measured.layers
+        return [*attention, *stored, _all_gather("logits", last)]
     attention = [program(SCHEDULE, workload, backward=way) for way in (False, True)] * measured.layers
     gradients = [planned_all_reduce(nbytes, world) for nbytes in [*measured.parameters, 4]]
     return [*attention, *gradients]
+
+
+def _to_where_it_is_stored(measured: Measured, world: int) -> Program:
+    """The keys and values of a layer, from the ranks that compute them to those that store their positions."""
+    sharding = DecodeSharding(cp=world)
+    computed = [Zigzag().ranges(measured.length, world, rank) for rank in range(world)]
+    stored = [sharding.position_shard(rank).ranges(measured.length) for rank in range(world)]
+    before, after = ([Part(range(1), (Piece(0, 0, each),)) for each in parts] for parts in (computed, stored))
+    moves = [move for move in plan_moves(before, after) if move.source != move.target]
+    messages = Messages.of((move.source, move.target, move.tokens * measured.shape.key_row) for move in moves)
+    return Program("store", world, lambda: iter([Round("store", {"store": messages}, (), ("store",))]))
 
 
 def _all_gather(name: str, nbytes: Sequence[int]) -> Program:
@@ -227,8 +242,44 @@ def _facts(model: Any, batch: int) -> dict[str, Any]:
     }
 
 
-def _generation(comm: Comm) -> list[Measured]:
-    """Prefill of long prompts, and decode steps of many sequences."""
+class GenerationSteps:
+    """Prefill of long prompts, and decode steps of many sequences: the passes of a Generator."""
+
+    def __init__(self, model: Any, comm: Comm) -> None:
+        generator = Generator(
+            model, None, comm, cache_tokens=2 * PROMPT, max_sequences=SEQUENCES, schedule=SCHEDULE,
+            sharding=DecodeSharding(cp=comm.world),
+        )  # fmt: skip
+        self._engine, self._cache = generator.engine, generator.engine.cache.local
+        self._sequences: list[CacheSequence] = []
+
+    def prefill(self, step: int) -> None:
+        """A long prompt, of which nothing is kept."""
+        self._cache.free(self._prefilled(step, PROMPT), forget=True)
+
+    def begin_decode(self) -> None:
+        """Prefill the prompts that decode steps follow."""
+        self._sequences = [self._prefilled(i, SHORT_PROMPT) for i in range(SEQUENCES)]
+
+    def decode(self, step: int) -> None:
+        """A token of every sequence."""
+        ids = [[step]] * SEQUENCES
+        new = self._cache.append(self._sequences, ids)
+        self._engine.decode(self._sequences, ids, new)
+        self._cache.mark_written(new)
+
+    def _prefilled(self, seed: int, length: int) -> CacheSequence:
+        dice = torch.Generator().manual_seed(seed)
+        ids: list[int] = torch.randint(_VOCABULARY, (length,), generator=dice).tolist()
+        sequence = self._cache.allocate(ids)
+        new = self._cache.append([sequence], length)
+        self._engine.prefill(sequence, 0, ids, new)
+        self._cache.mark_written(new)
+        return sequence
+
+
+def generation_model() -> Any:
+    """A Llama of two layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     register_attention()
@@ -238,27 +289,31 @@ def _generation(comm: Comm) -> list[Measured]:
         num_attention_heads=8, num_key_value_heads=4, head_dim=64, max_position_embeddings=PROMPT,
         attn_implementation=NAME,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    engine = Engine(model, comm, cache_tokens=2 * PROMPT, max_sequences=SEQUENCES, schedule=SCHEDULE)
+    return LlamaForCausalLM(config).eval()
 
-    def prompt(seed: int, length: int) -> list[int]:
-        return [seed, *torch.randint(_VOCABULARY, (length - 1,)).tolist()]  # none begins as another one
 
-    def prefill(step: int) -> None:
-        engine.free(engine.prefill(prompt(step, PROMPT)))
-
-    def decode(step: int) -> None:
-        engine.decode(sequences, [[step]] * SEQUENCES)
+def _generation(comm: Comm) -> list[Measured]:
+    model = generation_model()
+    steps = GenerationSteps(model, comm)
 
     def measured(name: str, step: Callable[[int], None], batch: int, length: int) -> Measured:
         seconds, counters = _steps(comm, step)
-        with patch.object(PrefillPass, "attend", _own_attention), patch.object(DecodePass, "attend", _own_attention):
+        with (
+            patch.object(PrefillPass, "attend", _own_attention),
+            patch.object(PrefillPass, "_stored_here", _own_tokens),
+            patch.object(DecodePass, "attend", _own_attention),
+        ):
             own_seconds, _ = _steps(comm, step)
-        return Measured(name, STEPS, seconds, own_seconds, counters, length=length, losses=[], **_facts(model, batch))
+        facts = _facts(model, batch)
+        return Measured(name, STEPS, seconds, own_seconds, counters, length=length, losses=[], **facts)
 
-    first = measured("prefill", prefill, 1, PROMPT)
-    sequences = [engine.prefill(prompt(i, SHORT_PROMPT), 2 + 2 * STEPS) for i in range(SEQUENCES)]
-    return [first, measured("decode", decode, SEQUENCES, SHORT_PROMPT)]
+    first = measured("prefill", steps.prefill, 1, PROMPT)
+    steps.begin_decode()
+    return [first, measured("decode", steps.decode, SEQUENCES, SHORT_PROMPT)]
+
+
+def _own_tokens(self: object, layer: int, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return new  # as many as those that are stored here
 
 
 def _own_attention(self: object, layer: int, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:

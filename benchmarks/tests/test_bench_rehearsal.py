@@ -134,6 +134,26 @@ def test_a_planned_all_reduce_sends_what_ranks_send(elements: int) -> None:
     assert sorted(planned) == sorted(sent)
 
 
+def test_a_planned_prefill_sends_what_ranks_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "PROMPT", 250)
+    model = programs.generation_model()
+
+    def rank(comm: VirtualComm) -> int:
+        steps = programs.GenerationSteps(model, comm)
+        steps.prefill(0)  # also agrees on what is sent
+        comm.traffic.reset()
+        steps.prefill(1)
+        return comm.traffic.bytes
+
+    facts = programs._facts(model, 1)
+    prefill = programs.Measured("prefill", 1, 0.0, 0.0, [], length=programs.PROMPT, losses=[], **facts)
+    planned = np.zeros(WORLD, dtype=np.int64)
+    for each in programs.planned_programs(prefill, WORLD, 1):
+        for messages in (messages for round_ in each.rounds() for messages in round_.starts.values()):
+            np.add.at(planned, messages.source, messages.nbytes)
+    assert planned.tolist() == run_virtual(WORLD, rank)
+
+
 def test_two_levels_must_send_less_than_flat_schedules() -> None:
     outcomes = [_outcome(case, 2) for case in cases(2, quick=True)]
     rows = fewer_rows(outcomes, 1)

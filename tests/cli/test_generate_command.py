@@ -50,8 +50,8 @@ def run(model, *arguments: str, document: str | None = DOCUMENT):
     return run_command("generate", "--model", model, *given, "--max-new-tokens", 12, *arguments)
 
 
-def virtual(model, *arguments: str):
-    return run(model, "--virtual", "--ranks", "3", *arguments)
+def virtual(model, *arguments: str, document: str | None = DOCUMENT):
+    return run(model, "--virtual", "--ranks", "3", *arguments, document=document)
 
 
 def right(ran):
@@ -105,12 +105,12 @@ def test_a_report_of_the_run_is_written(model, tmp_path):
 
 
 def test_the_second_question_finds_the_document_read(model):
-    output = right(virtual(model, "--question", "a b", "--question", "c d"))
+    output = right(virtual(model, "--question", "a b", "--question", "c d", document=3 * DOCUMENT))
     assert "> a b\n" in output
     assert "> c d\n" in output
-    assert re.search(r"prompt of 50 tokens, prefill in ", output)
-    assert re.search(r"prompt of 50 tokens \(48 from the KV cache\), prefill in ", output)
-    assert "Prompts: 100 tokens, 52 computed and 48 reused from the KV cache of an earlier question." in output
+    assert re.search(r"prompt of 146 tokens, prefill in ", output)
+    assert re.search(r"prompt of 146 tokens \(96 from the KV cache\), prefill in ", output)  # blocks of 3 ranks
+    assert "Prompts: 292 tokens, 196 computed and 96 reused from the KV cache of an earlier question." in output
 
 
 def test_a_line_a_rank_says_what_it_held_and_did(model):
@@ -371,9 +371,9 @@ def test_sharded_weights_give_the_same_answers(model):
 
 def test_the_sharding_is_chosen_for_the_memory_of_the_ranks(model):
     """TP4 keeps every kv head twice; TP2-CP2 divides the cache, and exchanges results."""
-    ran = run(model, "--virtual", "--ranks", "4", "--sharding", "auto", "--memory", "52kB", "--check")
+    ran = run(model, "--virtual", "--ranks", "4", "--sharding", "auto", "--memory", "45kB", "--check")
     output = " ".join(right(ran).split())
-    assert "Weights and KV cache: TP2-CP2, the only one that fits, 44.67 kB of 52 kB per rank." in output
+    assert "Weights and KV cache: TP2-CP2, the only one that fits, 36.48 kB of 45 kB per rank." in output
     assert "all 12 tokens equal those of a single process" in output
 
 

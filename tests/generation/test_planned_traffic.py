@@ -1,4 +1,4 @@
-"""What ranks send in a decode step with sharded weights is what the plan predicts: bytes and messages of every rank."""
+"""What ranks send is what the plan predicts: in a decode step with sharded weights, and of a prompt to be stored."""
 
 import copy
 from functools import cache
@@ -9,13 +9,16 @@ import torch
 
 import attnmesh as am
 from attnmesh.generation.generator import Generator
+from attnmesh.generation.models import kv_bytes_per_token
 from attnmesh.plan.decode import DecodeShape, bytes_sent, messages_sent
+from attnmesh.plan.reshard import Part, Piece, plan_moves
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.decode import DecodeRequest, decode_option
 from attnmesh.planner.models.read import model_from_config
-from helpers.models import VOCABULARY, attnmesh_model, on_virtual_ranks, random_ids
+from helpers.models import LAYOUTS, VOCABULARY, attnmesh_model, on_virtual_ranks, random_ids
 
-PROMPTS = [random_ids(n, seed, high=30) for n, seed in ((9, 1), (16, 2), (5, 4))]
+# Groups have as many each: a plan gives those that are left to the last groups, and a Generator to the first.
+PROMPTS = [random_ids(n, seed, high=30) for n, seed in ((9, 1), (16, 2), (5, 4), (7, 5), (12, 6), (8, 7))]
 
 
 @cache
@@ -28,7 +31,7 @@ def step_traffic(kind, sharding):
 
     def rank(comm):
         generator = Generator(
-            am.shard_model(model(kind), sharding, comm), None, comm, cache_tokens=200, max_sequences=3
+            am.shard_model(model(kind), sharding, comm), None, comm, cache_tokens=200, max_sequences=len(PROMPTS)
         )
         tokens = generator.generate(PROMPTS, max_new_tokens=4, stop=[])
         for _ in range(2 * len(PROMPTS)):  # prefill, and a decode step
@@ -75,6 +78,34 @@ def test_a_decode_step_sends_what_is_planned(kind, sharding):
             assert sent.get("exchange", (0, 0)) == (messages, exchanged)
         in_layers.append(exchanged + 2 * layers * summed)
     assert ranking_bytes(config, sharding, batch) == max(in_layers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "interleave"),
+    [("llama", "zigzag", 1), ("deepseek_v3", "contiguous", 4), ("gpt_oss", "striped", 1)],
+)
+def test_a_prompt_is_sent_to_where_it_is_stored_once(kind, layout, interleave):
+    """Keys and values, or latents, of every layer in its dtype. The striped layout has each where it is stored."""
+    length, config = 53, model(kind).config
+    sharding = am.DecodeSharding(cp=3, interleave=interleave)
+    computed = [LAYOUTS[layout].ranges(length, 3, rank) for rank in range(3)]
+    stored = [sharding.position_shard(rank).ranges(length) for rank in range(3)]
+    parts = ([Part(range(1), (Piece(0, 0, each),)) for each in positions] for positions in (computed, stored))
+    moves = [move for move in plan_moves(*parts) if move.source != move.target]
+    assert bool(moves) == (layout != "striped")
+
+    def rank(comm):
+        generator = Generator(
+            model(kind), None, comm, cache_tokens=100, sharding=sharding, layout=LAYOUTS[layout], schedule="ring"
+        )
+        comm.traffic.reset()
+        list(generator.generate([random_ids(length, 3)], max_new_tokens=1, stop=[]))
+        return comm.traffic.by_op.get("all_to_all", (0, 0))
+
+    per_token = kv_bytes_per_token(config, "fp16")
+    for number, sent in enumerate(on_virtual_ranks(3, rank)):
+        planned = per_token * sum(move.tokens for move in moves if move.source == number)
+        assert sent == (config.num_hidden_layers if moves else 0, planned)
 
 
 def ranking_bytes(config, sharding, batch):

@@ -102,8 +102,6 @@ def generate(comm: am.Comm, device: str) -> Step:
     """Prefill and decode of a Transformers model."""
     import transformers
 
-    from attnmesh.generation.engine import Engine
-
     am.register_attention()
     config = transformers.LlamaConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
@@ -111,13 +109,15 @@ def generate(comm: am.Comm, device: str) -> Step:
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).to(device).eval()
-    engine = Engine(model, comm, cache_tokens=400, max_sequences=8)
+    logits: list[Tensor] = []
+    generator = am.Generator(
+        model, None, comm, cache_tokens=400, sharding=am.DecodeSharding(cp=comm.world),
+        on_logits=lambda _, row: logits.append(row),
+    )  # fmt: skip
 
     def step() -> Tensor:
-        sequence = engine.prefill(list(range(24)), 8)
-        logits = engine.decode([sequence], [[5]])
-        engine.free(sequence)
-        return logits
+        list(generator.generate([list(range(24))], max_new_tokens=2, stop=[]))
+        return logits[-1]
 
     return step
 
