@@ -27,13 +27,13 @@ from attnmesh.verify.mode import Mode
 
 _VOCABULARY, _WINDOW, _NEW_TOKENS = 96, 8, 10
 _SIZES = {
-    "vocab_size": _VOCABULARY, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 256, "initializer_range": 0.3,
+    "vocab_size": _VOCABULARY, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16,
+    "num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 256, "initializer_range": 0.3,
 }  # fmt: skip
 _LATENTS = {
-    "num_key_value_heads": 12, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 8, "first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-    "topk_group": 1,
+    "num_key_value_heads": 12, "head_dim": 8, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 2, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 
 
