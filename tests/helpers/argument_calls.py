@@ -154,6 +154,12 @@ def _cache_folder() -> Path:
     return folder
 
 
+def _requests_folder() -> Path:
+    folder = Path(tempfile.mkdtemp())
+    am.save_requests(am.Generator(**_generator()), folder)
+    return folder
+
+
 def _step(cache: am.ShardedCache) -> Any:
     return cache.append([cache.allocate([1, 2, 3, 4])], 2)
 
@@ -492,6 +498,11 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     ],
     "shard_model": [lambda: {"model": model(), "sharding": am.DecodeSharding(), "comm": None}],
     "Generator": [_generator],
+    "move_requests": [
+        lambda: {"source": am.Generator(**_generator()), "target": am.Generator(**_generator()), "comm": SoloComm()},
+    ],
+    "save_requests": [lambda: {"generator": am.Generator(**_generator()), "folder": Path(tempfile.mkdtemp())}],
+    "load_requests": [lambda: {"generator": am.Generator(**_generator()), "folder": _requests_folder()}],
     "Generator.generate": [lambda generator: _generate()],
     "Generator.submit": [lambda generator: _submit()],
     "Generator.stream": [lambda generator: {"request": generator.submit(**_submit())}],
@@ -682,6 +693,11 @@ NOT_FUZZED = {
     "BlockCache.append_with": "called by ShardedCache; `append` checks the same arguments",
     "BlockCache.check_allocate": "called by Scheduler; `allocate` checks the same prompt",
     "BlockCache.reusable": "called by Scheduler with its own numbers",
+    "BlockCache.has": "called by ShardedCache with what it was given",
+    **dict.fromkeys(
+        (f"Generator.{name}" for name in ("requests_from", "adopt")),
+        "called by move_requests, save_requests and load_requests",
+    ),
     "BlockCache.kind_of": "called by passes with their own layers",
     "BlockCache.slots_of": "called by passes with their own tokens",
     "BlockCache.index_keys": "as `keys`, of a cache with an indexer",
@@ -700,7 +716,10 @@ NOT_FUZZED = {
     ),
     "GenerationStats": "a result",
     "Token": "a result",
-    **dict.fromkeys(("Request", "Request.choose", "Request.add", "Request.fail"), "made and changed by a Generator"),
+    **dict.fromkeys(
+        ("Request", *(f"Request.{name}" for name in ("choose", "add", "fail", "draft", "from_json"))),
+        "made and changed by a Generator",
+    ),
     "GeneratedAnswer": "a record that is only shown",
     "GenerationReport": "a result",
     "ScheduleReport": "a result",

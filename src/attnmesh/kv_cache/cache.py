@@ -409,6 +409,7 @@ class BlockCache:
         With `forget` they do not: no prompt reuses a block of this sequence, which may be invalid.
         """
         self._check_sequence(sequence)
+        check_bool(forget=forget)
         self._manager.free(sequence, forget=forget)
         self._tables.upload()
 
