@@ -81,7 +81,7 @@ def test_a_cache_that_does_not_fit_is_refused(model, monkeypatch):
         (
             ("--sharding", "auto", "--memory", "110kB", "--max-sequences", 1),
             DecodeSharding(tp=2, cp=2),
-            "Weights and KV cache: TP2-CP2, the fastest of 2 that fit, 77.44 kB of 110 kB",
+            "Weights and KV cache: TP2-CP2, the fastest of 2 that fit, 69.25 kB of 110 kB",
         ),
     ],
 )
