@@ -32,7 +32,7 @@ PAGES = {
     "debugging": 1,
     "planning": 1,
     "cluster": 1,
-    "language-models": 3,
+    "language-models": 4,
     "reference/attention": 1,
     "reference/masks": 1,
     "reference/layouts": 1,
