@@ -134,7 +134,8 @@ def command(*words: object):
 
 
 @pytest.mark.parametrize("schedule", ["ring", "auto", "ulysses+ring"])
-def test_the_command_writes_a_file_and_says_what_ranks_did(tmp_path, schedule):
+def test_the_command_writes_a_file_and_says_what_ranks_did(tmp_path, schedule, monkeypatch):
+    monkeypatch.setattr("attnmesh.cli.output._LINE_EVERY", 0.0)
     out = tmp_path / "trace.json"
     ranks_per_node = ("--ranks-per-node", 2) if "+" in schedule else ()
     done = command(
@@ -142,6 +143,7 @@ def test_the_command_writes_a_file_and_says_what_ranks_did(tmp_path, schedule):
         "--layout", "contiguous",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
+    assert f"1 of 2: tracing {schedule} on 4 ranks" in done.output
     assert "communication ms" in done.output
     assert "Virtual ranks take turns" in done.output
     assert schedule != "auto" or any(f"auto ({name})" in done.output for name in SCHEDULES)

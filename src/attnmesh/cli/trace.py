@@ -6,7 +6,7 @@ import os
 import pickle
 import platform
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -39,6 +39,7 @@ from attnmesh.cli.options import (
 )
 from attnmesh.comm import Comm, VirtualComm, launch, recording
 from attnmesh.core.layouts import LAYOUTS
+from attnmesh.core.progress import reported_steps
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_timeout
 from attnmesh.integrations.checkpoint import free_memory, readable_gib
@@ -141,7 +142,8 @@ class TraceCase:
 
 def _trace(comm: Comm, *, case: TraceCase, out: Path) -> None:
     """One rank's run; rank 0 writes the file and prints the summary."""
-    with output.status(f"tracing {case.schedule} on {counted(comm.world, 'rank')}", quiet=comm.rank > 0):
+    message = f"tracing {case.schedule} on {counted(comm.world, 'rank')}"
+    with output.counting(message) if comm.rank == 0 else nullcontext():
         spans = record_attention(comm, case)
     if comm.rank > 0:
         return
@@ -165,9 +167,11 @@ def record_attention(comm: Comm, case: TraceCase) -> list[Span]:
         if case.backward:
             out.backward(grad)
 
-    attend()
-    with recording(comm, case.device) as recorder:
+    with reported_steps() if comm.rank == 0 else nullcontext(lambda done, total: None) as report:
         attend()
+        report(1, 2)
+        with recording(comm, case.device) as recorder:
+            attend()
     return gather_spans(comm, recorder, case.device)
 
 
