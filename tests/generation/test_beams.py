@@ -72,7 +72,8 @@ def test_the_answers_of_transformers(kind, beams, most, ends):
     ],
     ids=str,
 )
-def test_over_ranks(kind, sharding, whole):
+def test_over_ranks(kind, sharding, whole, monkeypatch):
+    use_small_blocks(monkeypatch)
     wanted = expected(kind, 3, 12, ENDS)
 
     def rank(comm):
