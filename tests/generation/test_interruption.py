@@ -14,7 +14,7 @@ import attnmesh.generation
 import attnmesh.kv_cache
 from attnmesh.comm import CommError, comm_from
 from attnmesh.generation.generator import Generator
-from attnmesh.generation.sampling import Sampling
+from attnmesh.generation.sampling import InvalidLogits, Sampling
 from attnmesh.plan.decode import DecodeSharding
 from helpers.models import OneLayer, check_blocks, generated_rows, on_virtual_ranks, random_ids, use_small_blocks
 from helpers.processes import run_processes
@@ -371,3 +371,15 @@ def test_a_call_within_a_callback_is_refused():
     generator = make(on_prefill=again)
     with pytest.raises(ValueError, match="a callback must not call the Generator that calls it"):
         list(generator.generate(PROMPTS, max_new_tokens=MOST))
+
+
+def test_an_error_in_a_step_of_another_call_is_raised_by_generate():
+    broken = OneLayer()
+    generator = Generator(broken, None, cache_tokens=100)
+    tokens = generator.generate([PROMPTS[0]], max_new_tokens=MOST, stop=())
+    next(tokens)
+    with torch.no_grad():
+        broken.embedding.weight.fill_(float("nan"))
+    assert generator.step() == []
+    with pytest.raises(InvalidLogits, match="row 0"):
+        next(tokens)

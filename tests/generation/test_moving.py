@@ -171,3 +171,12 @@ def test_what_cannot_go_on_is_refused_on_every_rank(tmp_path):
             am.load_requests(generator, tmp_path)
     with pytest.raises(ValueError, match=r"requests\.json"):
         am.load_requests(generator, tmp_path / "nothing")
+
+
+def test_an_iterator_whose_rows_are_moved_says_so():
+    source, target = make(), make()
+    tokens = source.generate([REQUESTS[0][0]], max_new_tokens=5, stop=())
+    next(tokens)
+    am.move_requests(source, target)
+    with pytest.raises(RuntimeError, match="row 0 goes on in another Generator"):
+        next(tokens)

@@ -203,18 +203,19 @@ class Generator:
                 self._submit(request)
             taken = [0] * len(requests)
             while True:
-                # Steps that another call has run may have computed several tokens of each.
-                while any(at < len(request.tokens) for at, request in zip(taken, requests, strict=True)):
-                    for row, request in enumerate(requests):
-                        if taken[row] < len(request.tokens):
-                            yield request.tokens[taken[row]]
-                            taken[row] += 1
-                if all(request.finished for request in requests):
+                for request in requests:  # also of a step that another call has run
+                    if request.error is not None:
+                        raise request.error
+                    if request.finish_reason == "moved":
+                        raise RuntimeError(f"{request.name} goes on in another Generator: see move_requests")
+                behind = [row for row, request in enumerate(requests) if taken[row] < len(request.tokens)]
+                for row in behind:
+                    yield requests[row].tokens[taken[row]]
+                    taken[row] += 1
+                if all(request.finished for request in requests) and not behind:
                     return
-                self._step("generate", self.engine.cache_tokens + self.engine.max_sequences)
-                failed = [request.error for request in requests if request.error is not None]
-                if failed:
-                    raise failed[0]
+                if not behind:
+                    self._step("generate", self.engine.cache_tokens + self.engine.max_sequences)
         finally:
             self._cancel_all(requests)
 
