@@ -180,3 +180,26 @@ def test_an_iterator_whose_rows_are_moved_says_so():
     am.move_requests(source, target)
     with pytest.raises(RuntimeError, match="row 0 goes on in another Generator"):
         next(tokens)
+
+
+def test_requests_move_out_of_and_into_generators_that_were_interrupted():
+    """Also where the interruption came between the last token of an answer and the end of its request."""
+    source, target = make(), make()
+    complete, *_ = submit(source, [(REQUESTS[0][0], {"max_new_tokens": 1}), *REQUESTS[1:3]])
+    there = target.submit(REQUESTS[4][0], max_new_tokens=5, stop=())
+    for generator, method in ((source, "_end"), (target, "_mark_written")):
+        working = getattr(generator._batch, method)
+        setattr(generator._batch, method, _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                generator.step()
+        setattr(generator._batch, method, working)
+    moved = am.move_requests(source, target)
+    assert len(complete.tokens) == 1
+    assert len(moved) == 2
+    found = finish(target, [*moved, there])
+    assert found == [expected()[at] for at in (1, 2, 4)]
+
+
+def _interrupted(*_, **__):
+    raise KeyboardInterrupt

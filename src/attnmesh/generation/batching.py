@@ -95,6 +95,11 @@ class ContinuousBatch:
                 request.finish_reason = reason
                 self._end(request)
 
+    def settle(self) -> None:
+        """Restore now what an interrupted call has left, as the next change would."""
+        with self._change():
+            pass
+
     def restart_searches(self) -> None:
         """Let beam searches in progress begin again: of them nothing is known but the prompt."""
         with self._change(), self._ledger():
@@ -149,7 +154,7 @@ class ContinuousBatch:
     def _restore(self) -> None:
         """Compute all requests again from the tokens that they have, where nothing else is cached for them."""
         for request in self.requests:
-            if request.finish_reason not in ("cancelled", "error"):
+            if request.finish_reason not in ("cancelled", "moved", "error"):
                 request.restore()
         self.requests = [request for request in self.requests if not request.finished]
         self.scheduler.reset(self.requests, clear=self._in_ledger)

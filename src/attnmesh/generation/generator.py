@@ -382,6 +382,7 @@ class Generator:
         Beam searches begin again: their sequences are freed. Raises ValueError if a request cannot be moved.
         """
         self._check_in_step()
+        self._batch.settle()
         states = [request.to_json() for request in self._batch.requests]
         self._batch.restart_searches()
         rows = [each.sequences[0].row if each.sequences else -1 for each in self._batch.requests]
@@ -390,6 +391,7 @@ class Generator:
     def check_adopts(self) -> None:
         """Raise ValueError unless requests of another generator can go on here."""
         self._check_in_step()
+        self._batch.settle()  # or what joins the cache would be freed with what was interrupted
         if any(request.options.num_beams > 1 for request in self._batch.requests):
             raise ValueError(f"target must have no beam search in progress, got {self._batch.requests}")
 
