@@ -140,6 +140,7 @@ class Generator:
         )
         self._submitted = 0
         self._running: weakref.ref[_Running] | None = None  # while a step is in progress
+        self._dropped: list[Request] = []  # to be cancelled after a step: of iterators that were closed within it
         self._calls: list[tuple[weakref.ref[Iterator[Token]], list[Request]]] = []  # of generate, in progress
         self._owner = object()  # of requests: without a reference to this
 
@@ -183,7 +184,7 @@ class Generator:
             for row, ids in enumerate(rows):
                 self._check_prompt(f"prompts[{row}]", ids, options[row])
             requests = [
-                Request(row, ids, of_row, self.tokenizer, self._owner, row)
+                Request(self._submitted + row, ids, of_row, self.tokenizer, self._owner, row)
                 for row, (ids, of_row) in enumerate(zip(rows, options, strict=True))
             ]
             lengths = f"{len(rows)} of {', '.join(str(len(row)) for row in rows)} tokens {digest(rows)}"
@@ -192,15 +193,17 @@ class Generator:
         self._check_in_step()
         requests = check_on_all_ranks(self.comm, "generate", check_arguments, force=True)
         self._progress.begin_call([request.prompt for request in requests])
+        self._submitted += len(requests)  # numbered here: ranks that take their first tokens in another order are told
         iterator = self._generate(requests)
         self._calls.append((weakref.ref(iterator), requests))
         return iterator
 
     def _generate(self, requests: list[Request]) -> Iterator[Token]:
         self._raise_if_out_of_step("generate")
+        self._check_no_callback()
         try:
             for request in requests:
-                self._submit(request)
+                self._batch.submit(request)
             taken = [0] * len(requests)
             while True:
                 for request in requests:  # also of a step that another call has run
@@ -220,7 +223,10 @@ class Generator:
             self._cancel_all(requests)
 
     def _cancel_all(self, requests: list[Request]) -> None:
-        """Cancel what is left of a call of generate."""
+        """Cancel what is left of a call of generate; after the step, if one is in progress."""
+        if self._is_in_step:
+            self._dropped += requests
+            return
         for request in requests:
             if request in self._batch.requests and not self.engine.is_out_of_step:
                 self._batch.cancel(request)
@@ -267,13 +273,9 @@ class Generator:
         ids, options = check_on_all_ranks(self.comm, "submit", check_arguments, force=True)
         self._progress.begin_call([ids])
         request = Request(self._submitted, ids, options, self.tokenizer, self._owner)
-        self._submit(request)
-        return request
-
-    def _submit(self, request: Request) -> None:
-        request.number = self._submitted
         self._submitted += 1
         self._batch.submit(request)
+        return request
 
     def _check_prompt(self, name: str, ids: list[int], options: RequestOptions) -> None:
         """Raise ValueError unless the model and the cache can take a prompt with these options."""
@@ -337,6 +339,8 @@ class Generator:
             raise
         finally:
             self._running = None
+            self._cancel_all(self._dropped)
+            self._dropped = []
             self.stats.bytes_sent += self.comm.traffic.bytes - bytes_before
         self._progress.add_step([(token.row, [token.id]) for token in tokens])
         return tokens
@@ -450,9 +454,13 @@ class Generator:
         self.comm.note("earlier calls", str(self._progress))
         self.comm.note("cached sequences", self.engine.state())
 
+    @property
+    def _is_in_step(self) -> bool:
+        return self._running is not None and self._running() is not None
+
     def _check_no_callback(self) -> None:
         """Raise ValueError within a step: a function of the caller may not call the generator that calls it."""
-        if self._running is not None and self._running() is not None:
+        if self._is_in_step:
             raise ValueError("a callback must not call the Generator that calls it: a step is in progress")
 
     def _raise_if_out_of_step(self, operation: str) -> None:
