@@ -6,10 +6,18 @@ import pytest
 
 import attnmesh as am
 from attnmesh.comm import IndependentSubComm
+from attnmesh.generation.agreement import config_digest, digest
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.sampling import Sampling
 from attnmesh.plan.decode import DecodeSharding
-from helpers.models import attnmesh_model, check_blocks, on_virtual_ranks, random_ids, use_small_blocks
+from helpers.models import (
+    attnmesh_model,
+    check_blocks,
+    on_virtual_ranks,
+    random_ids,
+    tiny_tokenizer,
+    use_small_blocks,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -164,13 +172,51 @@ def test_what_cannot_go_on_is_refused_on_every_rank(tmp_path):
     for text, message in (
         ("{}", "must be what save_requests wrote"),
         ("[", "requests.json"),
-        (json.dumps([{"row": 0, "prompt": [1]}]), "requests must be what a Generator wrote, got KeyError"),
+        (_file([{"row": 0, "prompt": [1]}], generator), "requests must be what a Generator wrote, got KeyError"),
     ):
         (tmp_path / "requests.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             am.load_requests(generator, tmp_path)
     with pytest.raises(ValueError, match=r"requests\.json"):
         am.load_requests(generator, tmp_path / "nothing")
+
+
+def _file(states, generator):
+    values = {"model": config_digest(generator.model), "digest": digest(json.dumps(states)), "requests": states}
+    return json.dumps(values)
+
+
+def test_files_of_another_model_or_another_call_are_refused(tmp_path):
+    """Nothing of them stays in the cache."""
+    folders = [tmp_path / name for name in "ab"]
+    for folder, (prompt, how) in zip(folders, REQUESTS[:2], strict=True):
+        generator = make()
+        generator.submit(prompt, stop=(), **how)
+        generator.step()
+        am.save_requests(generator, folder)
+    file = folders[0] / "requests.json"
+    text = file.read_text()
+    target = make()
+    changed = json.loads(text)
+    changed["requests"][0]["options"]["max_new_tokens"] = 3  # digits of a damaged file
+    for damaged in (json.dumps(changed), (folders[1] / "requests.json").read_text()):
+        file.write_text(damaged)
+        with pytest.raises(ValueError, match=r"must be what save_requests wrote|must be of one call of save_requests"):
+            am.load_requests(target, folders[0])
+    file.write_text(text)
+    with pytest.raises(ValueError, match="must have a model of the configuration"):
+        am.load_requests(make(kind="qwen3"), folders[0])
+    assert target.num_unfinished == len(target.engine.cache.sequences) == 0
+    assert finish(target, am.load_requests(target, folders[0])) == expected()[:1]
+
+
+def test_options_that_the_target_cannot_honour_are_refused():
+    source, target = (Generator(attnmesh_model("llama"), each, cache_tokens=60) for each in (tiny_tokenizer(), None))
+    request = source.submit([8, 9], stop_strings=["d"], max_new_tokens=4, stop=())
+    source.step()
+    with pytest.raises(ValueError, match="stop_strings must be empty without a tokenizer"):
+        am.move_requests(source, target)
+    assert not request.finished
 
 
 def test_an_iterator_whose_rows_are_moved_says_so():

@@ -402,7 +402,7 @@ class Generator:
     def requests_from(self, states: Sequence[dict[str, Any]]) -> list[Request]:
         """Requests for this generator, which do not run yet; raises ValueError if it cannot hold one."""
         requests = [
-            Request.from_json(state, self._submitted + at, self.tokenizer, self._owner)
+            Request.from_json(state, self._submitted + at, self.model, self.tokenizer, self._owner)
             for at, state in enumerate(states)
         ]
         for at, request in enumerate(requests):

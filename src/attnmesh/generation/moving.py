@@ -16,7 +16,7 @@ import torch
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
 from attnmesh.core.files import read_json
 from attnmesh.core.validation import check_path, check_type, shown
-from attnmesh.generation.agreement import config_digest
+from attnmesh.generation.agreement import config_digest, digest
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.requests import Request
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
@@ -130,7 +130,8 @@ def save_requests(generator: Generator, folder: str | Path) -> None:
     def write() -> tuple[None, SharedValues]:
         if comm.rank == 0:
             try:
-                (path / _FILE).write_text(json.dumps(states))
+                model, text = config_digest(generator.model), json.dumps(states)
+                (path / _FILE).write_text(json.dumps({"model": model, "digest": digest(text), "requests": states}))
             except OSError as error:
                 raise ValueError(f"folder: {path / _FILE} cannot be written: {error.strerror or error}") from None
         return None, {}
@@ -141,23 +142,31 @@ def save_requests(generator: Generator, folder: str | Path) -> None:
 def load_requests(generator: Generator, folder: str | Path) -> list[Request]:
     """The requests that `save_requests` wrote, which a generator goes on with, on any number of ranks.
 
-    All its ranks must call it and see the folder. The model must be the same; files that are missing or damaged raise
-    ValueError on every rank, and CacheFull is raised if there is no room.
+    All its ranks must call it and see the folder. The model must be the same: its configuration is compared, its
+    weights are not. Files that are missing or damaged raise ValueError on every rank, and CacheFull is raised if there
+    is no room.
     """
     check_type("generator", generator, Generator)
     comm, engine, path = generator.comm, generator.engine, check_path("folder", folder)
 
     def read() -> tuple[list[State], SharedValues]:
         generator.check_adopts()
-        states = read_json(path / _FILE, f"folder: {path / _FILE}")
-        if not isinstance(states, list) or not all(isinstance(each, dict) and "row" in each for each in states):
-            raise ValueError(f"folder: {path / _FILE} must be what save_requests wrote, got {shown(states)}")
-        return states, {}
+        given = read_json(path / _FILE, f"folder: {path / _FILE}")
+        is_written = isinstance(given, dict) and set(given) == {"model", "digest", "requests"}
+        if not is_written or given["digest"] != digest(json.dumps(given["requests"])):
+            raise ValueError(f"folder: {path / _FILE} must be what save_requests wrote, got {shown(given)}")
+        if given["model"] != config_digest(generator.model):
+            raise ValueError("generator must have a model of the configuration that the requests have, got another one")
+        return given["requests"], {"requests": given["digest"]}
 
     states = check_on_all_ranks(comm, "load_requests", read, force=True)
     requests = _checked(comm, "load_requests", states, generator)
     cache = load_cache(path, generator.sharding, comm, device=engine.device)
     assert cache is not None
+    cached = {row: list(each.ids[: each.length]) for row, each in cache.sequences.items()}
+    of_rows = {state["row"]: each.known for state, each in zip(states, requests, strict=True) if state["row"] >= 0}
+    if set(cached) != set(of_rows) or any(ids != of_rows[row][: len(ids)] for row, ids in cached.items()):
+        raise ValueError(f"folder: the cache and {_FILE} must be of one call of save_requests, got sequences of others")
     joined = reshard(cache, generator.sharding, comm, into=engine.cache) if cache.sequences else {}
     assert isinstance(joined, dict)
     generator.adopt(requests, [joined.get(state["row"]) for state in states])
