@@ -249,3 +249,19 @@ def test_requests_move_out_of_and_into_generators_that_were_interrupted():
 
 def _interrupted(*_, **__):
     raise KeyboardInterrupt
+
+
+def test_ranks_of_a_generator_that_differ_are_told_when_its_requests_are_moved():
+    def rank(comm):
+        side = comm.rank // 2
+        own = make(IndependentSubComm(comm, [2 * side, 2 * side + 1]), DecodeSharding(cp=2))
+        tokens = own.generate([REQUESTS[0][0]], max_new_tokens=5, stop=()) if side == 0 else None
+        if tokens is not None:
+            next(tokens)
+        if comm.rank == 1:  # the other rank still has it
+            tokens.close()
+        with pytest.raises(ValueError, match="source must be the same, after the same calls, on all its ranks"):
+            am.move_requests(*((own, None) if side == 0 else (None, own)), comm)
+        return True
+
+    assert on_virtual_ranks(4, rank) == [True] * 4

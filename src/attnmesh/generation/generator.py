@@ -392,6 +392,11 @@ class Generator:
         rows = [each.sequences[0].row if each.sequences else -1 for each in self._batch.requests]
         return [{**state, "row": row} for state, row in zip(states, rows, strict=True)]
 
+    @property
+    def progress(self) -> str:
+        """How far it is: equal on all its ranks, or they are out of step."""
+        return f"{self._progress}, {self.engine.state()}"
+
     def check_adopts(self) -> None:
         """Raise ValueError unless requests of another generator can go on here."""
         self._check_in_step()

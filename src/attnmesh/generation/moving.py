@@ -89,6 +89,7 @@ def move_requests(source: Generator | None, target: Generator | None, comm: Comm
         return [] if source is None else source.states(), {}
 
     states = check_on_all_ranks(comm, "move_requests states", begin, force=True)
+    _check_in_step(comm, source, target, device)
     having = [rank for rank, each in enumerate(headers) if each[0]]
     text = broadcast_text(comm, None if source is None else json.dumps(states).encode, having, device)
     states = states if source is not None else json.loads(text)
@@ -171,6 +172,15 @@ def load_requests(generator: Generator, folder: str | Path) -> list[Request]:
     assert isinstance(joined, dict)
     generator.adopt(requests, [joined.get(state["row"]) for state in states])
     return requests
+
+
+def _check_in_step(comm: Comm, source: Generator | None, target: Generator | None, device: torch.device) -> None:
+    """Raise ValueError on every rank unless each generator is in the same state on all its ranks."""
+    own = [-1 if each is None else int(digest(each.progress), 16) >> 1 for each in (source, target)]
+    numbers = comm.all_gather(torch.tensor(own, dtype=torch.int64, device=device), [(2,)] * comm.world)
+    for name, by_rank in zip(("source", "target"), torch.stack(list(numbers), 1).tolist(), strict=True):
+        if len({each for each in by_rank if each >= 0}) > 1:
+            raise ValueError(f"{name} must be the same, after the same calls, on all its ranks, got different ones")
 
 
 def _checked(comm: Comm, operation: str, states: list[State], target: Generator | None) -> list[Request]:
