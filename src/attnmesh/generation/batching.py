@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,7 +133,7 @@ class ContinuousBatch:
             with self._ledger():
                 tokens = self._commit(plan, new)
             self._report_logits(tokens, logits)
-            return tokens
+            return [token for of_request in tokens.values() for token in of_request]
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -280,9 +279,9 @@ class ContinuousBatch:
         pairs = [pair for both in zip(requests, rows, strict=True) for pair in zip(*both, strict=True)]
         return sorted(pairs, key=lambda pair: pair[0].number)
 
-    def _commit(self, plan: StepPlan, new: list[tuple[Request, list[float]]]) -> list[Token]:
+    def _commit(self, plan: StepPlan, new: list[tuple[Request, list[float]]]) -> dict[Request, list[Token]]:
         """Append the new tokens to their requests, and end those that are complete."""
-        tokens = []
+        tokens: dict[Request, list[Token]] = {}
         for request in plan.failed:
             request.fail(_no_room(request, self._engine))
             self.requests.remove(request)
@@ -293,23 +292,21 @@ class ContinuousBatch:
                 self._end(request, forget=is_invalid)  # its keys and values may be invalid, too
                 continue
             if request.options.num_beams > 1:
-                new_tokens = [request.add([token]) for token in self._continue_search(request, numbers[1:])]
+                tokens[request] = [request.add([token]) for token in self._continue_search(request, numbers[1:])]
             else:
-                new_tokens = self._extend(plan, request, numbers)
-            tokens += new_tokens
+                tokens[request] = self._extend(plan, request, numbers)
             if request.group in self._ranks.computed:
-                self._stats.generated_tokens += len(new_tokens)
+                self._stats.generated_tokens += len(tokens[request])
             if request.finished:
                 self._end(request)
         return tokens
 
-    def _report_logits(self, tokens: list[Token], logits: dict[Request, Tensor]) -> None:
+    def _report_logits(self, tokens: dict[Request, list[Token]], logits: dict[Request, Tensor]) -> None:
         """Call the function of the caller with the logits of new tokens, of the groups that this rank computes."""
         if self._callbacks.on_logits is None:
             return
-        counts = Counter(token.row for token in tokens)
         for request, rows in logits.items():
-            for row in rows[: counts[request.label]]:
+            for row in rows[: len(tokens.get(request, ()))]:
                 self._callbacks.on_logits(request.label, row.clone())  # who keeps one would keep those of all
 
     def _extend(self, plan: StepPlan, request: Request, numbers: list[float]) -> list[Token]:
