@@ -8,6 +8,7 @@ by the generator that goes on. The tokens are those that the first generator wou
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def move_requests(source: Generator | None, target: Generator | None, comm: Comm
 
     own = check_on_all_ranks(comm, "move_requests", check_arguments, force=True)
     device = own.engine.device
-    to = [-1, 0, 0, 0, 0] if target is None else [target.comm.rank, *_numbers(target.sharding)]
+    to = [-1, 0, 0, 0, 0] if target is None else [target.comm.rank, *astuple(target.sharding)]
     header = torch.tensor([source is not None, *to], dtype=torch.int64, device=device)
     headers = [each.tolist() for each in comm.all_gather(header, [(6,)] * comm.world)]
 
@@ -193,7 +194,3 @@ def _checked(comm: Comm, operation: str, states: list[State], target: Generator 
             raise ValueError(f"requests must be what a Generator wrote, got {type(error).__name__}: {error}") from None
 
     return check_on_all_ranks(comm, operation + " requests", check, force=True)
-
-
-def _numbers(sharding: DecodeSharding) -> tuple[int, ...]:
-    return sharding.tp, sharding.kvdp, sharding.cp, sharding.interleave
