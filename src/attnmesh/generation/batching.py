@@ -198,16 +198,11 @@ class ContinuousBatch:
             for new in [each.new, *(chunk.new for chunk in each.chunks)]:
                 if new is not None:
                     cache.mark_written(new)
-        self._remove_padding(plan)
-        self._note_stored()
-
-    def _remove_padding(self, plan: StepPlan) -> None:
-        """Truncate the tokens after the draft of a sequence, if another one has a longer draft."""
-        for cache, of_group in zip(self.scheduler.caches, plan.groups, strict=True):
-            for request, sequence in of_group.decoded:
+            for request, sequence in each.decoded:
                 padding = plan.width - self._num_tokens(plan, request)
-                if padding:
+                if padding:  # after its draft, where another one has a longer draft
                     cache.truncate(sequence, sequence.length - padding)
+        self._note_stored()
 
     def _note_stored(self) -> None:
         """Record what this rank stores, unless it was more before."""
