@@ -210,7 +210,7 @@ class World:
 @pytest.mark.parametrize("steps", [150, pytest.param(3000, marks=pytest.mark.slow)])
 def test_random_requests_are_answered_as_alone(groups, world, windowed, steps):
     """On all ranks, which have the same plans."""
-    found = [World(3, groups, world, rank=rank, windowed=windowed).run(steps) for rank in range(world)]
+    found = [World(5, groups, world, rank=rank, windowed=windowed).run(steps) for rank in range(world)]
     assert all(each.digests == found[0].digests for each in found)
     stats = found[0].stats
     assert stats.preemptions > 0
@@ -377,7 +377,7 @@ def test_after_a_reset_requests_begin_again_in_their_order():
     requests = [new_request(number, range(number, number + 9)) for number in range(3)]
     scheduler = scheduler_with(*requests, groups=2)
     run_step(scheduler)
-    scheduler.reset([requests[2], requests[0]])
+    scheduler.reset([requests[2], requests[0]], clear=True)
     assert (scheduler.waiting, scheduler.running) == ([requests[0], requests[2]], [[], []])
     assert [cache.stats().free for cache in scheduler.caches] == [20, 20]
     assert sizes(run_step(scheduler)) == [([], [10]), ([], [10])]
