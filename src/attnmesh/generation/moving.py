@@ -154,12 +154,12 @@ def load_requests(generator: Generator, folder: str | Path) -> list[Request]:
     def read() -> tuple[list[State], SharedValues]:
         generator.check_adopts()
         given = read_json(path / _FILE, f"folder: {path / _FILE}")
-        is_written = isinstance(given, dict) and set(given) == {"model", "digest", "requests"}
-        if not is_written or given["digest"] != digest(json.dumps(given["requests"])):
+        values = given if isinstance(given, dict) else {}
+        if "model" not in values or values.get("digest") != digest(json.dumps(values.get("requests"))):
             raise ValueError(f"folder: {path / _FILE} must be what save_requests wrote, got {shown(given)}")
-        if given["model"] != config_digest(generator.model):
+        if values["model"] != config_digest(generator.model):
             raise ValueError("generator must have a model of the configuration that the requests have, got another one")
-        return given["requests"], {"requests": given["digest"]}
+        return values["requests"], {"requests": values["digest"]}
 
     states = check_on_all_ranks(comm, "load_requests", read, force=True)
     requests = _checked(comm, "load_requests", states, generator)
