@@ -543,3 +543,16 @@ def test_logits_that_a_callback_keeps_are_those_of_one_request():
     assert all(logits.untyped_storage().nbytes() == logits.nbytes for _, logits in kept)
     for request in requests:
         assert [int(logits.argmax()) for number, logits in kept if number == request.number] == request.ids
+
+
+def test_logits_are_those_of_tokens_also_where_a_row_and_a_request_have_the_same_number():
+    """Of rejected drafts there are none."""
+    found = []
+    generator = make(cache_tokens=200, on_logits=lambda label, logits: found.append((label, int(logits.argmax()))))
+    request = generator.submit([9, 8] * 8, max_new_tokens=20, stop=(), speculative=True)
+    rows = generated_rows(generator, [DOCUMENT * 2], max_new_tokens=20, stop=(), speculative=True)
+    while not request.finished:
+        generator.step()
+    assert request.label == 0
+    assert generator.stats.draft_tokens > generator.stats.accepted_tokens
+    assert sorted(found) == sorted((0, token) for token in (*request.ids, *rows[0]))

@@ -14,7 +14,7 @@ import attnmesh.generation
 import attnmesh.kv_cache
 from attnmesh.comm import CommError, comm_from
 from attnmesh.generation.generator import Generator
-from attnmesh.generation.sampling import Sampling
+from attnmesh.generation.sampling import InvalidLogits, Sampling
 from attnmesh.plan.decode import DecodeSharding
 from helpers.models import OneLayer, check_blocks, generated_rows, on_virtual_ranks, random_ids, use_small_blocks
 from helpers.processes import run_processes
@@ -371,3 +371,50 @@ def test_a_call_within_a_callback_is_refused():
     generator = make(on_prefill=again)
     with pytest.raises(ValueError, match="a callback must not call the Generator that calls it"):
         list(generator.generate(PROMPTS, max_new_tokens=MOST))
+
+
+def test_an_error_in_a_step_of_another_call_is_raised_by_generate():
+    broken = OneLayer()
+    generator = Generator(broken, None, cache_tokens=100)
+    tokens = generator.generate([PROMPTS[0]], max_new_tokens=MOST, stop=())
+    next(tokens)
+    with torch.no_grad():
+        broken.embedding.weight.fill_(float("nan"))
+    assert generator.step() == []
+    with pytest.raises(InvalidLogits, match="row 0"):
+        next(tokens)
+
+
+@pytest.mark.parametrize("act", [lambda tokens: tokens.close(), next], ids=["close", "begin"])
+def test_an_iterator_that_is_closed_or_begun_within_a_callback(act):
+    """As by the garbage collector, which may come at any time: the step that is in progress is not disturbed."""
+    others = []
+
+    def on_prefill(*_):
+        if others:
+            with suppress(ValueError):
+                act(others.pop())
+
+    generator = make(on_prefill=on_prefill)
+    other = generator.generate(PROMPTS[:1], max_new_tokens=MOST)
+    if act is not next:
+        next(other)
+    others.append(other)
+    request = generator.submit(PROMPTS[1], max_new_tokens=MOST)
+    while not request.finished:
+        generator.step()
+        check_blocks(generator)
+    assert request.ids == uninterrupted(tuple(PROMPTS[1]), MOST)
+    assert generator.num_unfinished == 0
+    check_next(generator)
+
+
+def test_ranks_that_begin_iterators_in_another_order_are_told():
+    def rank(comm):
+        generator = make(comm, DecodeSharding(cp=2))
+        calls = [generator.generate([prompt], max_new_tokens=MOST) for prompt in (PROMPTS[0], PROMPTS[0][::-1])]
+        with pytest.raises((ValueError, CommError)):
+            next(calls[comm.rank])
+        return True
+
+    assert on_virtual_ranks(2, rank) == [True, True]

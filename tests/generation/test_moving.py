@@ -6,10 +6,18 @@ import pytest
 
 import attnmesh as am
 from attnmesh.comm import IndependentSubComm
+from attnmesh.generation.agreement import config_digest, digest
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.sampling import Sampling
 from attnmesh.plan.decode import DecodeSharding
-from helpers.models import attnmesh_model, check_blocks, on_virtual_ranks, random_ids, use_small_blocks
+from helpers.models import (
+    attnmesh_model,
+    check_blocks,
+    on_virtual_ranks,
+    random_ids,
+    tiny_tokenizer,
+    use_small_blocks,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -164,10 +172,95 @@ def test_what_cannot_go_on_is_refused_on_every_rank(tmp_path):
     for text, message in (
         ("{}", "must be what save_requests wrote"),
         ("[", "requests.json"),
-        (json.dumps([{"row": 0, "prompt": [1]}]), "requests must be what a Generator wrote, got KeyError"),
+        (_file([{"row": 0, "prompt": [1]}], generator), "requests must be what a Generator wrote, got KeyError"),
     ):
         (tmp_path / "requests.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             am.load_requests(generator, tmp_path)
     with pytest.raises(ValueError, match=r"requests\.json"):
         am.load_requests(generator, tmp_path / "nothing")
+
+
+def _file(states, generator):
+    values = {"model": config_digest(generator.model), "digest": digest(json.dumps(states)), "requests": states}
+    return json.dumps(values)
+
+
+def test_files_of_another_model_or_another_call_are_refused(tmp_path):
+    """Nothing of them stays in the cache."""
+    folders = [tmp_path / name for name in "ab"]
+    for folder, (prompt, how) in zip(folders, REQUESTS[:2], strict=True):
+        generator = make()
+        generator.submit(prompt, stop=(), **how)
+        generator.step()
+        am.save_requests(generator, folder)
+    file = folders[0] / "requests.json"
+    text = file.read_text()
+    target = make()
+    changed = json.loads(text)
+    changed["requests"][0]["options"]["max_new_tokens"] = 3  # digits of a damaged file
+    for damaged in (json.dumps(changed), (folders[1] / "requests.json").read_text()):
+        file.write_text(damaged)
+        with pytest.raises(ValueError, match=r"must be what save_requests wrote|must be of one call of save_requests"):
+            am.load_requests(target, folders[0])
+    file.write_text(text)
+    with pytest.raises(ValueError, match="must have a model of the configuration"):
+        am.load_requests(make(kind="qwen3"), folders[0])
+    assert target.num_unfinished == len(target.engine.cache.sequences) == 0
+    assert finish(target, am.load_requests(target, folders[0])) == expected()[:1]
+
+
+def test_options_that_the_target_cannot_honour_are_refused():
+    source, target = (Generator(attnmesh_model("llama"), each, cache_tokens=60) for each in (tiny_tokenizer(), None))
+    request = source.submit([8, 9], stop_strings=["d"], max_new_tokens=4, stop=())
+    source.step()
+    with pytest.raises(ValueError, match="stop_strings must be empty without a tokenizer"):
+        am.move_requests(source, target)
+    assert not request.finished
+
+
+def test_an_iterator_whose_rows_are_moved_says_so():
+    source, target = make(), make()
+    tokens = source.generate([REQUESTS[0][0]], max_new_tokens=5, stop=())
+    next(tokens)
+    am.move_requests(source, target)
+    with pytest.raises(RuntimeError, match="row 0 goes on in another Generator"):
+        next(tokens)
+
+
+def test_requests_move_out_of_and_into_generators_that_were_interrupted():
+    """Also where the interruption came between the last token of an answer and the end of its request."""
+    source, target = make(), make()
+    complete, *_ = submit(source, [(REQUESTS[0][0], {"max_new_tokens": 1}), *REQUESTS[1:3]])
+    there = target.submit(REQUESTS[4][0], max_new_tokens=5, stop=())
+    for generator, method in ((source, "_end"), (target, "_mark_written")):
+        working = getattr(generator._batch, method)
+        setattr(generator._batch, method, _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            finish(generator, [])
+        setattr(generator._batch, method, working)
+    moved = am.move_requests(source, target)
+    assert len(complete.tokens) == 1
+    assert len(moved) == 2
+    found = finish(target, [*moved, there])
+    assert found == [expected()[at] for at in (1, 2, 4)]
+
+
+def _interrupted(*_, **__):
+    raise KeyboardInterrupt
+
+
+def test_ranks_of_a_generator_that_differ_are_told_when_its_requests_are_moved():
+    def rank(comm):
+        side = comm.rank // 2
+        own = make(IndependentSubComm(comm, [2 * side, 2 * side + 1]), DecodeSharding(cp=2))
+        tokens = own.generate([REQUESTS[0][0]], max_new_tokens=5, stop=()) if side == 0 else None
+        if tokens is not None:
+            next(tokens)
+        if comm.rank == 1:  # the other rank still has it
+            tokens.close()
+        with pytest.raises(ValueError, match="source must be the same, after the same calls, on all its ranks"):
+            am.move_requests(*((own, None) if side == 0 else (None, own)), comm)
+        return True
+
+    assert on_virtual_ranks(4, rank) == [True] * 4

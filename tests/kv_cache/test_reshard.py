@@ -100,3 +100,17 @@ def test_a_cache_in_use_moves_there_and_back(a, b):
 def test_every_pair_of_shardings(a):
     for b in SHARDINGS:
         check_pair(a, b, steps=20)
+
+
+def test_a_prompt_keeps_its_tokens_and_blocks_for_them():
+    """Also if its last block is begun: under another sharding the rest of the prompt may take further blocks."""
+    prompt = list(range(100, 116))
+    sizes = {"batch": 1, "layers": 1, "num_blocks": 4, "block_size": 4, "kv_heads": 1, "head_dim": 8, "max_length": 16}
+
+    def rank(comm):
+        cache = am.ShardedCache(am.DecodeSharding(cp=2), comm.rank, device="cpu", storage="fp32", **sizes)
+        cache.mark_written(cache.append([cache.allocate(prompt)], 9))  # of 16 that fit into the two blocks
+        moved = am.reshard(cache, am.DecodeSharding(), comm)
+        return None if moved is None else (moved.sequences[0].ids.tolist(), len(moved.sequences[0].blocks))
+
+    assert am.run_virtual(2, rank) == [(prompt, 4), None]

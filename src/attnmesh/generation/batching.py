@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,6 +94,11 @@ class ContinuousBatch:
                 request.finish_reason = reason
                 self._end(request)
 
+    def settle(self) -> None:
+        """Restore now what an interrupted call has left, as the next change would."""
+        with self._change():
+            pass
+
     def restart_searches(self) -> None:
         """Let beam searches in progress begin again: of them nothing is known but the prompt."""
         with self._change(), self._ledger():
@@ -129,7 +133,7 @@ class ContinuousBatch:
             with self._ledger():
                 tokens = self._commit(plan, new)
             self._report_logits(tokens, logits)
-            return tokens
+            return [token for of_request in tokens.values() for token in of_request]
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -149,7 +153,7 @@ class ContinuousBatch:
     def _restore(self) -> None:
         """Compute all requests again from the tokens that they have, where nothing else is cached for them."""
         for request in self.requests:
-            if request.finish_reason not in ("cancelled", "error"):
+            if request.finish_reason not in ("cancelled", "moved", "error"):
                 request.restore()
         self.requests = [request for request in self.requests if not request.finished]
         self.scheduler.reset(self.requests, clear=self._in_ledger)
@@ -194,16 +198,11 @@ class ContinuousBatch:
             for new in [each.new, *(chunk.new for chunk in each.chunks)]:
                 if new is not None:
                     cache.mark_written(new)
-        self._remove_padding(plan)
-        self._note_stored()
-
-    def _remove_padding(self, plan: StepPlan) -> None:
-        """Truncate the tokens after the draft of a sequence, if another one has a longer draft."""
-        for cache, of_group in zip(self.scheduler.caches, plan.groups, strict=True):
-            for request, sequence in of_group.decoded:
+            for request, sequence in each.decoded:
                 padding = plan.width - self._num_tokens(plan, request)
-                if padding:
+                if padding:  # after its draft, where another one has a longer draft
                     cache.truncate(sequence, sequence.length - padding)
+        self._note_stored()
 
     def _note_stored(self) -> None:
         """Record what this rank stores, unless it was more before."""
@@ -275,9 +274,9 @@ class ContinuousBatch:
         pairs = [pair for both in zip(requests, rows, strict=True) for pair in zip(*both, strict=True)]
         return sorted(pairs, key=lambda pair: pair[0].number)
 
-    def _commit(self, plan: StepPlan, new: list[tuple[Request, list[float]]]) -> list[Token]:
+    def _commit(self, plan: StepPlan, new: list[tuple[Request, list[float]]]) -> dict[Request, list[Token]]:
         """Append the new tokens to their requests, and end those that are complete."""
-        tokens = []
+        tokens: dict[Request, list[Token]] = {}
         for request in plan.failed:
             request.fail(_no_room(request, self._engine))
             self.requests.remove(request)
@@ -288,23 +287,21 @@ class ContinuousBatch:
                 self._end(request, forget=is_invalid)  # its keys and values may be invalid, too
                 continue
             if request.options.num_beams > 1:
-                new_tokens = [request.add([token]) for token in self._continue_search(request, numbers[1:])]
+                tokens[request] = [request.add([token]) for token in self._continue_search(request, numbers[1:])]
             else:
-                new_tokens = self._extend(plan, request, numbers)
-            tokens += new_tokens
+                tokens[request] = self._extend(plan, request, numbers)
             if request.group in self._ranks.computed:
-                self._stats.generated_tokens += len(new_tokens)
+                self._stats.generated_tokens += len(tokens[request])
             if request.finished:
                 self._end(request)
         return tokens
 
-    def _report_logits(self, tokens: list[Token], logits: dict[Request, Tensor]) -> None:
+    def _report_logits(self, tokens: dict[Request, list[Token]], logits: dict[Request, Tensor]) -> None:
         """Call the function of the caller with the logits of new tokens, of the groups that this rank computes."""
         if self._callbacks.on_logits is None:
             return
-        counts = Counter(token.row for token in tokens)
         for request, rows in logits.items():
-            for row in rows[: counts[request.label]]:
+            for row in rows[: len(tokens.get(request, ()))]:
                 self._callbacks.on_logits(request.label, row.clone())  # who keeps one would keep those of all
 
     def _extend(self, plan: StepPlan, request: Request, numbers: list[float]) -> list[Token]:

@@ -140,6 +140,7 @@ class Generator:
         )
         self._submitted = 0
         self._running: weakref.ref[_Running] | None = None  # while a step is in progress
+        self._dropped: list[Request] = []  # to be cancelled after a step: of iterators that were closed within it
         self._calls: list[tuple[weakref.ref[Iterator[Token]], list[Request]]] = []  # of generate, in progress
         self._owner = object()  # of requests: without a reference to this
 
@@ -183,7 +184,7 @@ class Generator:
             for row, ids in enumerate(rows):
                 self._check_prompt(f"prompts[{row}]", ids, options[row])
             requests = [
-                Request(row, ids, of_row, self.tokenizer, self._owner, row)
+                Request(self._submitted + row, ids, of_row, self.tokenizer, self._owner, row)
                 for row, (ids, of_row) in enumerate(zip(rows, options, strict=True))
             ]
             lengths = f"{len(rows)} of {', '.join(str(len(row)) for row in rows)} tokens {digest(rows)}"
@@ -192,34 +193,40 @@ class Generator:
         self._check_in_step()
         requests = check_on_all_ranks(self.comm, "generate", check_arguments, force=True)
         self._progress.begin_call([request.prompt for request in requests])
+        self._submitted += len(requests)  # numbered here: ranks that take their first tokens in another order are told
         iterator = self._generate(requests)
         self._calls.append((weakref.ref(iterator), requests))
         return iterator
 
     def _generate(self, requests: list[Request]) -> Iterator[Token]:
         self._raise_if_out_of_step("generate")
+        self._check_no_callback()
         try:
             for request in requests:
-                self._submit(request)
+                self._batch.submit(request)
             taken = [0] * len(requests)
             while True:
-                # Steps that another call has run may have computed several tokens of each.
-                while any(at < len(request.tokens) for at, request in zip(taken, requests, strict=True)):
-                    for row, request in enumerate(requests):
-                        if taken[row] < len(request.tokens):
-                            yield request.tokens[taken[row]]
-                            taken[row] += 1
-                if all(request.finished for request in requests):
+                for request in requests:  # also of a step that another call has run
+                    if request.error is not None:
+                        raise request.error
+                    if request.finish_reason == "moved":
+                        raise RuntimeError(f"{request.name} goes on in another Generator: see move_requests")
+                behind = [row for row, request in enumerate(requests) if taken[row] < len(request.tokens)]
+                for row in behind:
+                    yield requests[row].tokens[taken[row]]
+                    taken[row] += 1
+                if all(request.finished for request in requests) and not behind:
                     return
-                self._step("generate", self.engine.cache_tokens + self.engine.max_sequences)
-                failed = [request.error for request in requests if request.error is not None]
-                if failed:
-                    raise failed[0]
+                if not behind:
+                    self._step("generate", self.engine.cache_tokens + self.engine.max_sequences)
         finally:
             self._cancel_all(requests)
 
     def _cancel_all(self, requests: list[Request]) -> None:
-        """Cancel what is left of a call of generate."""
+        """Cancel what is left of a call of generate; after the step, if one is in progress."""
+        if self._is_in_step:
+            self._dropped += requests
+            return
         for request in requests:
             if request in self._batch.requests and not self.engine.is_out_of_step:
                 self._batch.cancel(request)
@@ -266,13 +273,9 @@ class Generator:
         ids, options = check_on_all_ranks(self.comm, "submit", check_arguments, force=True)
         self._progress.begin_call([ids])
         request = Request(self._submitted, ids, options, self.tokenizer, self._owner)
-        self._submit(request)
-        return request
-
-    def _submit(self, request: Request) -> None:
-        request.number = self._submitted
         self._submitted += 1
         self._batch.submit(request)
+        return request
 
     def _check_prompt(self, name: str, ids: list[int], options: RequestOptions) -> None:
         """Raise ValueError unless the model and the cache can take a prompt with these options."""
@@ -336,6 +339,8 @@ class Generator:
             raise
         finally:
             self._running = None
+            self._cancel_all(self._dropped)
+            self._dropped = []
             self.stats.bytes_sent += self.comm.traffic.bytes - bytes_before
         self._progress.add_step([(token.row, [token.id]) for token in tokens])
         return tokens
@@ -381,21 +386,28 @@ class Generator:
         Beam searches begin again: their sequences are freed. Raises ValueError if a request cannot be moved.
         """
         self._check_in_step()
+        self._batch.settle()
         states = [request.to_json() for request in self._batch.requests]
         self._batch.restart_searches()
         rows = [each.sequences[0].row if each.sequences else -1 for each in self._batch.requests]
         return [{**state, "row": row} for state, row in zip(states, rows, strict=True)]
 
+    @property
+    def progress(self) -> str:
+        """How far it is: equal on all its ranks, or they are out of step."""
+        return f"{self._progress}, {self.engine.state()}"
+
     def check_adopts(self) -> None:
         """Raise ValueError unless requests of another generator can go on here."""
         self._check_in_step()
+        self._batch.settle()  # or what joins the cache would be freed with what was interrupted
         if any(request.options.num_beams > 1 for request in self._batch.requests):
             raise ValueError(f"target must have no beam search in progress, got {self._batch.requests}")
 
     def requests_from(self, states: Sequence[dict[str, Any]]) -> list[Request]:
         """Requests for this generator, which do not run yet; raises ValueError if it cannot hold one."""
         requests = [
-            Request.from_json(state, self._submitted + at, self.tokenizer, self._owner)
+            Request.from_json(state, self._submitted + at, self.model, self.tokenizer, self._owner)
             for at, state in enumerate(states)
         ]
         for at, request in enumerate(requests):
@@ -447,9 +459,13 @@ class Generator:
         self.comm.note("earlier calls", str(self._progress))
         self.comm.note("cached sequences", self.engine.state())
 
+    @property
+    def _is_in_step(self) -> bool:
+        return self._running is not None and self._running() is not None
+
     def _check_no_callback(self) -> None:
         """Raise ValueError within a step: a function of the caller may not call the generator that calls it."""
-        if self._running is not None and self._running() is not None:
+        if self._is_in_step:
             raise ValueError("a callback must not call the Generator that calls it: a step is in progress")
 
     def _raise_if_out_of_step(self, operation: str) -> None:

@@ -8,6 +8,7 @@ by the generator that goes on. The tokens are those that the first generator wou
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
 from attnmesh.core.files import read_json
 from attnmesh.core.validation import check_path, check_type, shown
-from attnmesh.generation.agreement import config_digest
+from attnmesh.generation.agreement import config_digest, digest
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.requests import Request
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
@@ -66,7 +67,7 @@ def move_requests(source: Generator | None, target: Generator | None, comm: Comm
 
     own = check_on_all_ranks(comm, "move_requests", check_arguments, force=True)
     device = own.engine.device
-    to = [-1, 0, 0, 0, 0] if target is None else [target.comm.rank, *_numbers(target.sharding)]
+    to = [-1, 0, 0, 0, 0] if target is None else [target.comm.rank, *astuple(target.sharding)]
     header = torch.tensor([source is not None, *to], dtype=torch.int64, device=device)
     headers = [each.tolist() for each in comm.all_gather(header, [(6,)] * comm.world)]
 
@@ -89,6 +90,7 @@ def move_requests(source: Generator | None, target: Generator | None, comm: Comm
         return [] if source is None else source.states(), {}
 
     states = check_on_all_ranks(comm, "move_requests states", begin, force=True)
+    _check_in_step(comm, source, target, device)
     having = [rank for rank, each in enumerate(headers) if each[0]]
     text = broadcast_text(comm, None if source is None else json.dumps(states).encode, having, device)
     states = states if source is not None else json.loads(text)
@@ -130,7 +132,8 @@ def save_requests(generator: Generator, folder: str | Path) -> None:
     def write() -> tuple[None, SharedValues]:
         if comm.rank == 0:
             try:
-                (path / _FILE).write_text(json.dumps(states))
+                model, text = config_digest(generator.model), json.dumps(states)
+                (path / _FILE).write_text(json.dumps({"model": model, "digest": digest(text), "requests": states}))
             except OSError as error:
                 raise ValueError(f"folder: {path / _FILE} cannot be written: {error.strerror or error}") from None
         return None, {}
@@ -141,27 +144,44 @@ def save_requests(generator: Generator, folder: str | Path) -> None:
 def load_requests(generator: Generator, folder: str | Path) -> list[Request]:
     """The requests that `save_requests` wrote, which a generator goes on with, on any number of ranks.
 
-    All its ranks must call it and see the folder. The model must be the same; files that are missing or damaged raise
-    ValueError on every rank, and CacheFull is raised if there is no room.
+    All its ranks must call it and see the folder. The model must be the same: its configuration is compared, its
+    weights are not. Files that are missing or damaged raise ValueError on every rank, and CacheFull is raised if there
+    is no room.
     """
     check_type("generator", generator, Generator)
     comm, engine, path = generator.comm, generator.engine, check_path("folder", folder)
 
     def read() -> tuple[list[State], SharedValues]:
         generator.check_adopts()
-        states = read_json(path / _FILE, f"folder: {path / _FILE}")
-        if not isinstance(states, list) or not all(isinstance(each, dict) and "row" in each for each in states):
-            raise ValueError(f"folder: {path / _FILE} must be what save_requests wrote, got {shown(states)}")
-        return states, {}
+        given = read_json(path / _FILE, f"folder: {path / _FILE}")
+        values = given if isinstance(given, dict) else {}
+        if "model" not in values or values.get("digest") != digest(json.dumps(values.get("requests"))):
+            raise ValueError(f"folder: {path / _FILE} must be what save_requests wrote, got {shown(given)}")
+        if values["model"] != config_digest(generator.model):
+            raise ValueError("generator must have a model of the configuration that the requests have, got another one")
+        return values["requests"], {"requests": values["digest"]}
 
     states = check_on_all_ranks(comm, "load_requests", read, force=True)
     requests = _checked(comm, "load_requests", states, generator)
     cache = load_cache(path, generator.sharding, comm, device=engine.device)
     assert cache is not None
+    cached = {row: list(each.ids[: each.length]) for row, each in cache.sequences.items()}
+    of_rows = {state["row"]: each.known for state, each in zip(states, requests, strict=True) if state["row"] >= 0}
+    if set(cached) != set(of_rows) or any(ids != of_rows[row][: len(ids)] for row, ids in cached.items()):
+        raise ValueError(f"folder: the cache and {_FILE} must be of one call of save_requests, got sequences of others")
     joined = reshard(cache, generator.sharding, comm, into=engine.cache) if cache.sequences else {}
     assert isinstance(joined, dict)
     generator.adopt(requests, [joined.get(state["row"]) for state in states])
     return requests
+
+
+def _check_in_step(comm: Comm, source: Generator | None, target: Generator | None, device: torch.device) -> None:
+    """Raise ValueError on every rank unless each generator is in the same state on all its ranks."""
+    own = [-1 if each is None else int(digest(each.progress), 16) >> 1 for each in (source, target)]
+    numbers = comm.all_gather(torch.tensor(own, dtype=torch.int64, device=device), [(2,)] * comm.world)
+    for name, by_rank in zip(("source", "target"), torch.stack(list(numbers), 1).tolist(), strict=True):
+        if len({each for each in by_rank if each >= 0}) > 1:
+            raise ValueError(f"{name} must be the same, after the same calls, on all its ranks, got different ones")
 
 
 def _checked(comm: Comm, operation: str, states: list[State], target: Generator | None) -> list[Request]:
@@ -174,7 +194,3 @@ def _checked(comm: Comm, operation: str, states: list[State], target: Generator 
             raise ValueError(f"requests must be what a Generator wrote, got {type(error).__name__}: {error}") from None
 
     return check_on_all_ranks(comm, operation + " requests", check, force=True)
-
-
-def _numbers(sharding: DecodeSharding) -> tuple[int, ...]:
-    return sharding.tp, sharding.kvdp, sharding.cp, sharding.interleave

@@ -281,13 +281,11 @@ class Request:
         return {"prompt": list(self.prompt), "options": fields_of, "tokens": tokens}
 
     @classmethod
-    def from_json(cls, value: Any, number: int, tokenizer: Any, owner: object) -> Request:
-        """A request that goes on where another one was."""
+    def from_json(cls, value: Any, number: int, model: Any, tokenizer: Any, owner: object) -> Request:
+        """A request that goes on where another one was; raises ValueError if `model` or `tokenizer` cannot."""
         given = value["options"]
-        lists = {name: tuple(given[name]) for name in ("stop_strings", "logits_processors")}
-        sampling = Sampling(**given["sampling"])
-        options = RequestOptions(**{**given, **lists, "stop": frozenset(given["stop"]), "sampling": sampling})
-        request = cls(number, value["prompt"], options, tokenizer, owner)
+        options = RequestOptions.checked(model, tokenizer, **{**given, "sampling": Sampling(**given["sampling"])})
+        request = cls(number, list(token_ids("prompt", value["prompt"])), options, tokenizer, owner)
         for token, *scores in value["tokens"]:
             request.add([token, *scores[:1], *(number for each in scores[1:] for number in each)])
         return request

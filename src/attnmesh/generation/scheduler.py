@@ -19,6 +19,7 @@ from array import array
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from attnmesh.generation.requests import Request
 from attnmesh.kv_cache.block_pool import CacheFull
@@ -28,6 +29,7 @@ from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 
 _LOG = logging.getLogger(__name__)
+_NUMBER = attrgetter("number")  # of a request
 _COMPARED = 1024  # tokens that are compared at a time
 
 
@@ -102,12 +104,12 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Take a request."""
-        insort(self.waiting, request, key=_number)
+        insort(self.waiting, request, key=_NUMBER)
 
     def adopt(self, request: Request, sequence: CacheSequence) -> None:
         """Take a request that runs already, in the group whose cache has its sequence."""
         request.group, request.sequences = sequence.kvdp_rank, [sequence]
-        insort(self.running[request.group], request, key=_number)
+        insort(self.running[request.group], request, key=_NUMBER)
 
     def plan(self, step_tokens: int) -> StepPlan:
         """The next step, of at most `step_tokens` tokens per group, and their slots.
@@ -160,7 +162,7 @@ class Scheduler:
                 cache.free(sequence)
         for request in requests:
             request.sequences, request.search = [], None
-        self.waiting, self.running = sorted(requests, key=_number), [[] for _ in self.caches]
+        self.waiting, self.running = sorted(requests, key=_NUMBER), [[] for _ in self.caches]
 
     def _make_room(self, group: int, step: StepPlan) -> None:
         """Preempt requests of a group, the latest first, until the others can grow by a token."""
@@ -256,7 +258,7 @@ class Scheduler:
             except CacheFull:
                 continue
             self.waiting.remove(request)
-            insort(self.running[group], request, key=_number)
+            insort(self.running[group], request, key=_NUMBER)
             request.group, request.sequences = group, [sequence]
             if not request.tokens:  # and was not preempted
                 request.cached = sequence.cached
@@ -289,7 +291,3 @@ def common_prefix(a: array[int], b: array[int]) -> int:
 def _pending(sequence: CacheSequence) -> int:
     """The number of known tokens that are not in the cache."""
     return len(sequence.ids) - sequence.length
-
-
-def _number(request: Request) -> int:
-    return request.number

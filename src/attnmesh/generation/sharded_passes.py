@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from attnmesh.generation.passes import CachePass, ChunkKV, StepKV, window_of
 from attnmesh.kv_cache.pools import as_stored
 from attnmesh.ops.dense.api import attention, attention_state
 from attnmesh.parallel.decode.core import DecodeAttention, StateExchange, pack_state
-from attnmesh.parallel.decode.exchange import HeadExchange
+from attnmesh.parallel.decode.exchange import HeadExchange, part_of
 from attnmesh.parallel.decode.prefill import kv_heads_of
 from attnmesh.parallel.decode.ranks import DecodeRanks
 from attnmesh.plan.decode import DecodeSharding
@@ -85,9 +84,7 @@ class _HeadShardedPass(CachePass, ABC):
 
     @property
     def _own_rows(self) -> slice:
-        kvdp = self.heads.ranks.kvdp.rank
-        end = list(accumulate(self.rows))[kvdp]
-        return slice(end - self.rows[kvdp], end)
+        return part_of(self.rows, self.heads.ranks.kvdp.rank)
 
     @abstractmethod
     def _attend(

@@ -190,9 +190,7 @@ class BlockPool:
         """Register a used block under its prefix hash. A cached block with the same content becomes free."""
         copy = self.lookup(prefix_hash)
         if copy is not None and copy in self._cached_blocks:
-            del self._cached_blocks[copy]
-            self.remove_hash(copy)
-            self._free_blocks.append(copy)
+            self._forget(copy)
         self._blocks_of_hash.setdefault(prefix_hash, {})[block] = None
         self._hash_of_block[block] = prefix_hash
 
@@ -208,16 +206,17 @@ class BlockPool:
     def forget(self, prefix_hash: bytes) -> None:
         """Remove all blocks under a prefix hash from the lookup table, and free the cached one."""
         for block in list(self._blocks_of_hash.get(prefix_hash, ())):
-            self.remove_hash(block)
-            if block in self._cached_blocks:
-                del self._cached_blocks[block]
-                self._free_blocks.append(block)
+            self._forget(block)
 
     def forget_cached(self) -> None:
         """Free all cached blocks."""
         for block in list(self._cached_blocks):
+            self._forget(block)
+
+    def _forget(self, block: int) -> None:
+        self.remove_hash(block)
+        if block in self._cached_blocks:
             del self._cached_blocks[block]
-            self.remove_hash(block)
             self._free_blocks.append(block)
 
     def _has_copy(self, block: int) -> bool:

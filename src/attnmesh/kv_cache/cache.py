@@ -38,6 +38,7 @@ from attnmesh.kv_cache.sequence import (
     check_distinct,
     check_given,
     check_length,
+    check_live,
     check_new_kv,
     check_prompt_ids,
     new_ids,
@@ -460,13 +461,7 @@ class BlockCache:
             )
 
     def _check_sequence(self, sequence: Sequence, at: int | None = None) -> None:
-        """Raise ValueError unless `sequence`, or `sequences[at]`, is one of this cache."""
-        if not isinstance(sequence, Sequence):
-            name = "sequence" if at is None else f"sequences[{at}]"
-            raise ValueError(f"{name} must be what allocate or fork returned, got {shown(sequence)}")
-        if not self.has(sequence):
-            of = "was freed" if sequence.owner is None else "belongs to another cache, or was ended by clear()"
-            raise ValueError(f"{sequence} {of}")
+        check_live(sequence, self.has, at)
 
 
 def _latent_width(storage: str, head_dim: int) -> int | None:

@@ -294,7 +294,7 @@ def contents_of(cache: ShardedCache) -> CacheContents:
             common = _common(one.blocks, live[base].blocks, layout, min(one.length, live[base].length))
         for block in blocks:
             first_row.setdefault((one.kvdp_rank, block), row)
-        reserved = one.length
+        reserved = max(one.length, len(one.ids))
         if len(one.blocks) > len(blocks):  # for a prompt: at most what fits into them
             fits = layout.shard.position(len(one.blocks) * layout.block_size, 0)
             reserved = min(cache.max_length, max(fits, len(one.ids)))

@@ -130,6 +130,16 @@ def check_distinct(sequences: object, check_one: abc.Callable[[T, int], None]) -
     return tuple(sequences)
 
 
+def check_live(sequence: object, has: abc.Callable[[Sequence], bool], at: int | None) -> None:
+    """Raise ValueError unless `sequence`, or `sequences[at]`, is one that a cache `has`."""
+    if not isinstance(sequence, Sequence):
+        name = "sequence" if at is None else f"sequences[{at}]"
+        raise ValueError(f"{name} must be what allocate or fork returned, got {shown(sequence)}")
+    if not has(sequence):
+        of = "was freed" if sequence.freed else "belongs to another cache, or was ended by clear()"
+        raise ValueError(f"{sequence} {of}")
+
+
 def check_length(name: object, length: int, max_length: int) -> None:
     """Raise ValueError for a length that does not fit into a row of the block table."""
     if length > max_length:

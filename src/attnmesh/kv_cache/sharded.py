@@ -20,7 +20,6 @@ from attnmesh.core.validation import (
     check_positive,
     check_tensor,
     check_type,
-    shown,
 )
 from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.block_pool import CacheFull, CacheStats
@@ -32,6 +31,7 @@ from attnmesh.kv_cache.sequence import (
     check_distinct,
     check_given,
     check_length,
+    check_live,
     check_new_kv,
     new_ids,
 )
@@ -433,12 +433,7 @@ class ShardedCache:
             )
 
     def _check_sequence(self, sequence: Sequence, at: int | None = None) -> None:
-        """Raise ValueError unless `sequence`, or `sequences[at]`, is one of this cache."""
-        if not isinstance(sequence, Sequence):
-            name = "sequence" if at is None else f"sequences[{at}]"
-            raise ValueError(f"{name} must be what allocate or fork returned, got {shown(sequence)}")
-        if not self._caches[sequence.kvdp_rank % len(self._caches)].has(sequence):
-            raise ValueError(f"{sequence} {'was freed' if sequence.freed else 'belongs to another cache'}")
+        check_live(sequence, lambda each: self._caches[each.kvdp_rank % len(self._caches)].has(each), at)
 
 
 def _no_row(total: int, limit: str) -> CacheFull:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
@@ -44,6 +43,7 @@ from attnmesh.ops.merge import merge_packed
 from attnmesh.ops.paged import PagedKV
 from attnmesh.ops.paged_prefill import prefill_state
 from attnmesh.ops.storage import Stored, values_of
+from attnmesh.parallel.decode.exchange import part_of, receive_buffer
 from attnmesh.plan.decode import Combine
 
 
@@ -79,15 +79,14 @@ class StateExchange:
     @property
     def own(self) -> slice:
         """The heads of this rank among all heads."""
-        end = list(accumulate(self.heads))[self.comm.rank]
-        return slice(end - self.heads[self.comm.rank], end)
+        return part_of(self.heads, self.comm.rank)
 
     def gather_heads(self, q: Tensor) -> Tensor:
         """Queries of all heads, [H, B, T, D], from those of this rank, [h, B, T, D]."""
         if self.comm.world == 1:
             return q
         shapes = [(heads, *q.shape[1:]) for heads in self.heads]
-        gathered = _receive_buffer(self.comm, (sum(self.heads), *q.shape[1:]), q)
+        gathered = receive_buffer(self.comm, (sum(self.heads), *q.shape[1:]), q)
         self.comm.all_gather(q, shapes, into=gathered)
         return gathered
 
@@ -251,7 +250,7 @@ def pack_state(state: State) -> Tensor:
 def all_to_all_states(comm: Comm, parts: Sequence[Tensor]) -> Tensor:
     """The states of this rank's part over every rank's keys, [world, ...], where `parts[r]` is sent to rank r."""
     shape = parts[comm.rank].shape
-    received = _receive_buffer(comm, (comm.world, *shape), parts[comm.rank])
+    received = receive_buffer(comm, (comm.world, *shape), parts[comm.rank])
     comm.all_to_all(parts, [shape] * comm.world, into=received)
     return received
 
@@ -261,7 +260,7 @@ def all_gather_states(comm: Comm, packed: Tensor) -> Tensor:
     shapes = [packed.shape] * comm.world
     if not packed.is_cuda:
         return torch.stack(comm.all_gather(packed, shapes))
-    received = _receive_buffer(comm, (comm.world, *packed.shape), packed)
+    received = receive_buffer(comm, (comm.world, *packed.shape), packed)
     comm.all_gather(packed, shapes, into=received)
     return received
 
@@ -285,7 +284,3 @@ def _empty_packed(q: Tensor, kv: LocalKV) -> Tensor:
     batch, heads, tokens, _ = q.shape
     width = values_of(kv.values).shape[-1] + 1
     return torch.empty(heads, batch, tokens, width, dtype=accumulation_dtype(q.dtype), device=q.device)
-
-
-def _receive_buffer(comm: Comm, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    return comm.buffer(shape, dtype=like.dtype, device=like.device)

@@ -95,13 +95,13 @@ class HeadExchange:
         if self.collective == "all_to_all":
             sent = [(self.heads[me], rows, tokens, dim) for rows in self.rows]
             shapes = [(heads, self.rows[me], tokens, dim) for heads in self.heads]
-            received = self._receive_buffer(buffer, (sum(self.heads), self.rows[me], tokens, dim))
+            received = receive_buffer(self.comm, (sum(self.heads), self.rows[me], tokens, dim), buffer)
             self.comm.all_to_all(split_buffer(buffer, sent), shapes, into=received)
             return received
         shapes = [(heads, sum(self.rows), tokens, dim) for heads in self.heads]
-        gathered = self._receive_buffer(buffer, (sum(self.heads), sum(self.rows), tokens, dim))
+        gathered = receive_buffer(self.comm, (sum(self.heads), sum(self.rows), tokens, dim), buffer)
         self.comm.all_gather(buffer.view(shapes[me]), shapes, into=gathered)
-        return gathered[:, _slice(self.rows, me)]
+        return gathered[:, part_of(self.rows, me)]
 
     def scatter_heads(self, out: Tensor) -> Tensor:
         """This rank's heads of all sequences, [B, T, q, D], from all heads of its own, [B_own, H, T, D]."""
@@ -111,13 +111,13 @@ class HeadExchange:
         _, _, tokens, dim = out.shape
         if self.collective == "all_to_all":
             shapes = [(rows, tokens, self.heads[me], dim) for rows in self.rows]
-            received = self._receive_buffer(out, (sum(self.rows), tokens, self.heads[me], dim))
+            received = receive_buffer(self.comm, (sum(self.rows), tokens, self.heads[me], dim), out)
             self.comm.all_to_all(self._split_heads(out), shapes, into=received)
             return received
         shapes = [(rows, sum(self.heads), tokens, dim) for rows in self.rows]
-        gathered = self._receive_buffer(out, (sum(self.rows), sum(self.heads), tokens, dim))
+        gathered = receive_buffer(self.comm, (sum(self.rows), sum(self.heads), tokens, dim), out)
         self.comm.all_gather(out, shapes, into=gathered)
-        return gathered[:, _slice(self.heads, me)].transpose(1, 2)
+        return gathered[:, part_of(self.heads, me)].transpose(1, 2)
 
     def _split_heads(self, out: Tensor) -> list[Tensor]:
         """A part [B_own, T, q_d, D] for each rank, by a single copy if all have the same size."""
@@ -126,10 +126,13 @@ class HeadExchange:
             return [part.contiguous() for part in by_token.split(self.heads, dim=2)]
         return list(by_token.unflatten(2, (len(self.heads), -1)).movedim(2, 0).contiguous())
 
-    def _receive_buffer(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return self.comm.buffer(shape, dtype=like.dtype, device=like.device)
+
+def receive_buffer(comm: Comm, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """A buffer to receive in, of the dtype and on the device of a tensor."""
+    return comm.buffer(shape, dtype=like.dtype, device=like.device)
 
 
-def _slice(counts: Sequence[int], part: int) -> slice:
+def part_of(counts: Sequence[int], part: int) -> slice:
+    """Where a part is among parts of so many items."""
     end = list(accumulate(counts))[part]
     return slice(end - counts[part], end)

@@ -6,7 +6,7 @@ Pure functions of their arguments: all ranks compute the same, and raise the sam
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
@@ -68,8 +68,7 @@ def cache_holders(cache: ShardedCache) -> Holders:
     """The contents of a cache and the ranks of its sharding."""
     sharding = cache.sharding
     capacity = cache.num_blocks * cache.block_size * sharding.kvdp * sharding.cp
-    numbers = (sharding.tp, sharding.kvdp, sharding.cp, sharding.interleave)
-    return Holders(contents_of(cache), cache.block_size, capacity, numbers)
+    return Holders(contents_of(cache), cache.block_size, capacity, astuple(sharding))
 
 
 def prefill_holders(prefill: PrefillKV) -> Holders:

@@ -6,7 +6,7 @@ Pure functions of their arguments: all ranks compute the same, and raise the sam
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.kv_cache.block_manager import BlockLayout
@@ -103,7 +103,7 @@ def room_of(cache: ShardedCache) -> Room:
     rows = [sharding.sequences(sharding.rank(Place(0, 0, peer)), cache.batch) for peer in range(sharding.kvdp)]
     stats = cache.stats()
     return Room(
-        sizes_of(cache), (sharding.tp, sharding.kvdp, sharding.cp, sharding.interleave), cache.num_blocks,
+        sizes_of(cache), astuple(sharding), cache.num_blocks,
         cache.block_size, tuple(tuple(row for row in own if row not in used) for own in rows),
         tuple(each.free for each in stats), tuple(each.cached for each in stats),
     )  # fmt: skip
