@@ -147,6 +147,17 @@ def load_requests(generator: Generator, folder: str | Path) -> list[Request]:
     All its ranks must call it and see the folder. The model must be the same: its configuration is compared, its
     weights are not. Files that are missing or damaged raise ValueError on every rank, and CacheFull is raised if there
     is no room.
+
+    Examples:
+        >>> import tempfile
+        >>> first, folder = am.Generator(model, cache_tokens=64), tempfile.mkdtemp()
+        >>> request = first.submit([1, 2, 3], max_new_tokens=4, stop=[])
+        >>> am.save_requests(first, folder)
+        >>> def rank(comm):  # more ranks than it was written by
+        ...     generator = am.Generator(model, comm=comm, cache_tokens=64)
+        ...     return [token.id for again in am.load_requests(generator, folder) for token in generator.stream(again)]
+        >>> am.run_virtual(2, rank)[1] == [token.id for token in first.stream(request)]
+        True
     """
     check_type("generator", generator, Generator)
     comm, engine, path = generator.comm, generator.engine, check_path("folder", folder)
