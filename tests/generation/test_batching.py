@@ -440,6 +440,7 @@ def test_generate_and_submit_run_beside_each_other(expected):
     first = next(tokens)
     assert (first.row, first.id) == (0, expected[0][0])
     other = generator.submit([*DOCUMENT, 10], max_new_tokens=25, sampling=Sampling(1.0, seed=3))
+    assert {token.row for _ in range(3) for token in generator.step()} == {handle.number, other.number}  # no rows
     assert [token.id for token in generator.stream(other)] == expected[3]
     assert [token.id for token in (first, *tokens) if token.row == 0] == expected[0]
     assert [token.id for token in generator.stream(handle)] == expected[0]

@@ -315,7 +315,9 @@ class Generator:
         self._batch.forget_finished()
 
     def step(self) -> list[Token]:
-        """The next tokens of all requests, by their numbers; the same on every rank.
+        """The next tokens of submitted requests, by their numbers; the same on every rank.
+
+        Calls of `generate` in progress go on, too: their iterators return their tokens.
 
         It is at most one of each, and more where drafts are accepted. The tokens of a beam search come all at once, in
         its last step.
@@ -325,9 +327,12 @@ class Generator:
         interrupted at different points: then every rank raises CommError.
         """
         self._raise_if_out_of_step("step")
-        return self._step("step", self._step_tokens) if self._batch.requests else []
+        submitted = [(request, len(request.tokens)) for request in self._batch.requests if request.row is None]
+        if self._batch.requests:
+            self._step("step", self._step_tokens)
+        return [token for request, before in submitted for token in request.tokens[before:]]
 
-    def _step(self, operation: str, step_tokens: int) -> list[Token]:
+    def _step(self, operation: str, step_tokens: int) -> None:
         self._check_no_callback()
         bytes_before = self.comm.traffic.bytes
         running = _Running()
@@ -343,7 +348,6 @@ class Generator:
             self._dropped = []
             self.stats.bytes_sent += self.comm.traffic.bytes - bytes_before
         self._progress.add_step([(token.row, [token.id]) for token in tokens])
-        return tokens
 
     def stream(self, request: Request) -> Iterator[Token]:
         """The tokens of a request, from its first one on; runs steps, of all requests, while it is in progress.

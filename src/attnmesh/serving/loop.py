@@ -189,10 +189,13 @@ class ServingLoop:
 
     def _report(self, tokens: Sequence[Token]) -> None:
         """Tell the listeners, and forget requests that are finished."""
-        new = {token.row: token for token in tokens}
         for ticket, request in list(self._requests.items()):
-            token = new.get(request.number)
+            new = [token for token in tokens if token.row == request.number]
             if request.finished:
                 del self._requests[ticket]
-            if self._queue is not None and (token is not None or request.finished):
-                self._queue.report(ticket, token, request.finish_reason, request.error, request.cached)
+            if self._queue is None or not (new or request.finished):
+                continue
+            for token in new[:-1]:
+                self._queue.report(ticket, token)
+            last = new[-1] if new else None
+            self._queue.report(ticket, last, request.finish_reason, request.error, request.cached)
