@@ -66,6 +66,8 @@ def test_ranks_that_wait_for_one_another_are_told_apart_by_their_calls():
     second.report_waiting([2], "barrier", here=False)
     late = "rank 1 did not arrive within 3 s, waiting in another group: barrier"
     assert first.causes_of_absence("did not arrive within 3 s") == [late]
+    first.report_end(2, "its process has ended")  # after it has said that it waits: the others wait for it, perhaps
+    assert first.causes_of_absence("did not arrive within 3 s") == ["rank 2 is dead: its process has ended"]
 
 
 def test_one_comparison_tells_that_ranks_are_out_of_step():
