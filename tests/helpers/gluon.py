@@ -281,11 +281,19 @@ class Barrier:
 
     def __init__(self):
         self.count = self.pending = self.phase = self.bytes = 0
+        self.valid = False
 
     def init(self, count):
+        assert not self.valid, "a barrier is initialized twice"
         self.count = self.pending = count
+        self.valid = True
+
+    def invalidate(self):
+        assert self.valid, "a barrier is invalidated that is not valid"
+        self.valid = False
 
     def arrive(self, count, expected=0):
+        assert self.valid, "an arrival at a barrier that is not valid"
         self.pending -= count
         self.bytes += expected
         assert self.pending >= 0, "more arrivals than the barrier counts"
@@ -342,6 +350,10 @@ class Kernel:
             for program in range(grid[0]):
                 self.machine.program, self.machine.programs = program, grid[0]
                 self.function(*args, **constants)
+                # Triton may have given the memory of a barrier to something else after its last use: the kernel must
+                # use it to its end, or a GPU that is shared with other processes writes to that memory.
+                assert not any(x.valid for x in self.machine.barriers), "a barrier is valid at the end of a program"
+                self.machine.barriers = []
 
         return launch
 
@@ -423,7 +435,6 @@ class Machine:
             raise failures[0]
         assert not stuck, f"these wait for ever: {[group.name for group in stuck]}"
         assert not any(barrier.bytes for barrier in self.barriers), "a barrier expects bytes that never come"
-        self.barriers = []
 
     def pause(self, until=lambda: True):
         """Where another group may go on: before all that others can see."""
@@ -585,6 +596,7 @@ class Machine:
             "mbarrier": SimpleNamespace(
                 MBarrierLayout=lambda: "barriers",
                 init=Barrier.init,
+                invalidate=Barrier.invalidate,
                 wait=self.wait,
                 arrive=self.arrive,
                 expect=self.expect,

@@ -65,6 +65,8 @@ def compiled(test_file: str, cases: dict[int, list[tuple]], processes: int = 2) 
     assert all(one in launched for one in every), "a case launched nothing"
     dropped = {(kernel["kernel"], each) for kernel in kernels for each in kernel["dropped"]}
     assert not dropped, f"loops carry values that Triton drops: {sorted(dropped)}"
+    left = {kernel["kernel"] for kernel in kernels if kernel["invalidated"] < kernel["barriers"]}
+    assert not left, f"kernels end with valid barriers, whose memory Triton may use for something else: {sorted(left)}"
     return kernels
 
 
@@ -145,6 +147,8 @@ def resources(binary, *, disassemble: bool) -> dict:
         "tensor memory": binary.metadata.tmem_size or 0,
         "warps": binary.metadata.num_warps,
         "wgmma": "wgmma.mma_async" in binary.asm["ptx"],
+        "barriers": binary.asm["ptx"].count("mbarrier.init"),
+        "invalidated": binary.asm["ptx"].count("mbarrier.inval"),
         "overwritten": overwritten_operands(code),
         "instructions": Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([\w.]+)", code, re.MULTILINE)),
     }

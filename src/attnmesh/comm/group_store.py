@@ -187,7 +187,9 @@ class FailureNotices(GroupStore):
         absent = {rank for rank in missed if members.get(rank) in gave_up} or missed - self.globally(waiting)
         if missed and not absent:
             # Who waits for a dead rank may not be known: NCCL's error about it ends messages of other ranks, too.
-            return self._ends(self.ended()) or self._circle({rank: (call, here) for rank, (_, call, here) in sorted(waiting.items())}, how)
+            return self._ends(self.ended()) or self._circle(
+                {rank: (call, here) for rank, (_, call, here) in sorted(waiting.items())}, how
+            )
         ended = self.ended().keys() & {member for rank, member in members.items() if rank in absent}
         late = sorted(rank for rank in absent if members.get(rank) not in ended)
         causes = _each_once(gave_up) + self._ends(ended)

@@ -1,7 +1,9 @@
 """Barriers in shared memory, by which the groups of warps of a Gluon kernel wait for one another.
 
-A kernel allocates all of them before it initializes the first: memory that is not used any more may be allocated again,
-and the memory of a barrier must not be initialized twice.
+A barrier's memory is its own from its initialization to its invalidation, used or not: a GPU that interrupts a program
+for another process writes the words of all valid barriers again when it resumes the program, over whatever else lies
+there by then. Triton allocates memory again after its last use. So a kernel allocates all barriers before it
+initializes the first, and invalidates all of them at its end.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -24,3 +26,17 @@ def init_barriers(barriers, ARRIVALS: gl.constexpr):
     NUMBER: gl.constexpr = barriers.shape[0]
     for i in gl.static_range(NUMBER):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
+
+
+@gluon.jit
+def invalidate_barriers(barriers):
+    """Invalidates every barrier of a tuple of their memories, when no group of warps uses any of them again."""
+    for memory in gl.static_range(len(barriers)):
+        _invalidate(barriers[memory])
+
+
+@gluon.jit
+def _invalidate(barriers):
+    NUMBER: gl.constexpr = barriers.shape[0]
+    for i in gl.static_range(NUMBER):
+        mbarrier.invalidate(barriers.index(i))

@@ -61,7 +61,7 @@ from attnmesh.ops.decode.gluon_common import (
 )
 from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
 from attnmesh.ops.decode.triton import DecodeTiles, Launch
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gluon_exponents import TIMES
 from attnmesh.ops.storage import Quantized
 
@@ -183,6 +183,7 @@ def _attend_kernel(
         [4, 4, 1],
         [AVERAGER, AVERAGER, _LOADER],
     )
+    invalidate_barriers(barriers)
 
 
 @gluon.jit

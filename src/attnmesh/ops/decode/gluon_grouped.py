@@ -53,7 +53,7 @@ from attnmesh.ops.decode.gluon_common import (
 )
 from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
 from attnmesh.ops.decode.triton import DecodeTiles, Launch
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, peak_of, row_exponents
 from attnmesh.ops.storage import Quantized, values_of
 
@@ -177,6 +177,7 @@ def _attend_kernel(
         [4, 1],
         [_SECOND, _LOADER],
     )  # fmt: skip
+    invalidate_barriers(barriers)
 
 
 @gluon.jit

@@ -72,7 +72,7 @@ from attnmesh.ops.decode.gluon_common import (
 )
 from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
 from attnmesh.ops.decode.triton import DecodeTiles, Launch
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, peak_of, row_exponents
 
 ROWS = 64  # of a tile: the rows of one matrix instruction
@@ -190,6 +190,7 @@ def _attend_kernel(
         [4, 4, 1],
         [_AVERAGER, _AVERAGER, _LOADER],
     )
+    invalidate_barriers(barriers)
 
 
 @gluon.jit

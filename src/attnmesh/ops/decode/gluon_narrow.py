@@ -55,7 +55,7 @@ from attnmesh.ops.decode.gluon_common import (
 )
 from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
 from attnmesh.ops.decode.triton import DecodeTiles, Launch
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, peak_of, row_exponents
 
 ROWS = 16  # of a tile, at most
@@ -160,6 +160,7 @@ def _attend_kernel(
         [4, 1],
         [_AVERAGER, _LOADER],
     )
+    invalidate_barriers(barriers)
 
 
 @gluon.jit

@@ -62,6 +62,7 @@ from attnmesh.ops.dense.gluon_backward_memory import (
 )
 from attnmesh.ops.dense.gluon_backward_steps import add_products, add_sums, finish, score, weights_of, zero_blocks
 from attnmesh.ops.dense.gluon_backward_wide import differentiate_by_half, differentiate_keys, differentiate_values
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 
 _TILE = gl.constexpr(TILE)
 _DIFFERENTIATOR, _OTHER = gl.constexpr(240), gl.constexpr(24)  # registers per thread, of 504
@@ -137,29 +138,32 @@ def backward_kernel(
         ds_tiles,
         grad_q_tiles,
     )
-    once: gl.constexpr = mbarrier.MBarrierLayout()
     barriers = Barriers(
-        gl.allocate_shared_memory(gl.int64, [1, 1], once), gl.allocate_shared_memory(gl.int64, [1, 1], once),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], once), gl.allocate_shared_memory(gl.int64, [STAGES, 1], once),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], once), gl.allocate_shared_memory(gl.int64, [STAGES, 1], once),
-        gl.allocate_shared_memory(gl.int64, [1, 1], once), gl.allocate_shared_memory(gl.int64, [1, 1], once),
-        gl.allocate_shared_memory(gl.int64, [2, 1], once), gl.allocate_shared_memory(gl.int64, [1, 1], once),
-        gl.allocate_shared_memory(gl.int64, [2, 1], once), gl.allocate_shared_memory(gl.int64, [2, 1], once),
-    )  # fmt: skip
-    mbarrier.init(barriers.k_ready.index(0), count=1)
-    mbarrier.init(barriers.v_ready.index(0), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(barriers.q_ready.index(stage), count=2)  # the copies and, once, the terms of the rows
-        mbarrier.init(barriers.grad_out_ready.index(stage), count=2)
-        mbarrier.init(barriers.grad_out_free.index(stage), count=2 if SHAPE.values else 1)
-        mbarrier.init(barriers.q_free.index(stage), count=2)
-    mbarrier.init(barriers.weights_ready.index(0), count=1)
-    mbarrier.init(barriers.weights_free.index(0), count=1)
-    mbarrier.init(barriers.ds_free.index(0), count=HALVES)
-    for stage in gl.static_range(2):
-        mbarrier.init(barriers.ds_ready.index(stage), count=HALVES)
-        mbarrier.init(barriers.grad_q_ready.index(stage), count=1)
-        mbarrier.init(barriers.grad_q_free.index(stage), count=1)
+        k_ready=allocate_barriers(1),
+        v_ready=allocate_barriers(1),
+        q_ready=allocate_barriers(STAGES),
+        q_free=allocate_barriers(STAGES),
+        grad_out_ready=allocate_barriers(STAGES),
+        grad_out_free=allocate_barriers(STAGES),
+        weights_ready=allocate_barriers(1),
+        weights_free=allocate_barriers(1),
+        ds_ready=allocate_barriers(2),
+        ds_free=allocate_barriers(1),
+        grad_q_ready=allocate_barriers(2),
+        grad_q_free=allocate_barriers(2),
+    )
+    init_barriers(barriers.k_ready, 1)
+    init_barriers(barriers.v_ready, 1)
+    init_barriers(barriers.q_ready, 2)  # the copies and, once, the terms of the rows
+    init_barriers(barriers.q_free, 2)
+    init_barriers(barriers.grad_out_ready, 2)
+    init_barriers(barriers.grad_out_free, 2 if SHAPE.values else 1)
+    init_barriers(barriers.weights_ready, 1)
+    init_barriers(barriers.weights_free, 1)
+    init_barriers(barriers.ds_ready, HALVES)
+    init_barriers(barriers.ds_free, HALVES)
+    init_barriers(barriers.grad_q_ready, 1)
+    init_barriers(barriers.grad_q_free, 1)
     fence_async_shared()
 
     row_terms = (lse, lse_strides, delta, delta_strides, first, end, bounds_stride)
@@ -189,6 +193,7 @@ def backward_kernel(
              (add_rows, (grad_q, memory, barriers, work, SHAPE))],
             [4, 1, 1], [_DIFFERENTIATOR, _OTHER, _OTHER],
         )  # fmt: skip
+    invalidate_barriers(barriers)
 
 
 @gluon.jit

@@ -51,6 +51,7 @@ from attnmesh.ops.dense.gluon_loader import load
 from attnmesh.ops.dense.gluon_online_softmax import ROWS, factor_of, initial, operand, rescale, softmax
 from attnmesh.ops.dense.gluon_state import IN_PLACE, NEW, OTHER, join_state, load_lse, load_state, release, store_state
 from attnmesh.ops.dense.triton_tiles import LENGTHS, PLAIN, Bounds, ScoreTerms, blocks_of, row_strides
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.gluon_exponents import lowest_of, peak_of
 from attnmesh.ops.merge import empty_out
@@ -263,38 +264,33 @@ def _forward_kernel(
     if SHAPE.staged:
         states = _allocate(state_main, state_rest, _ATTENDERS)
     work = gl.allocate_shared_memory(gl.int32, [2, _RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    once: gl.constexpr = mbarrier.MBarrierLayout()
-    work_ready = gl.allocate_shared_memory(gl.int64, [2, 1], once)
-    work_free = gl.allocate_shared_memory(gl.int64, [2, 1], once)
-    q_ready = gl.allocate_shared_memory(gl.int64, [_ATTENDERS, 1], once)
-    q_free = gl.allocate_shared_memory(gl.int64, [_ATTENDERS, 1], once)
-    turn = gl.allocate_shared_memory(gl.int64, [_ATTENDERS, 1], once)
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
-    state_ready = gl.allocate_shared_memory(gl.int64, [_ATTENDERS, 1], once)
-    state_free = gl.allocate_shared_memory(gl.int64, [_ATTENDERS, 1], once)
-    for record in gl.static_range(2):
-        mbarrier.init(work_ready.index(record), count=1)
-        mbarrier.init(work_free.index(record), count=_ATTENDERS)
-    for attender in gl.static_range(_ATTENDERS):
-        mbarrier.init(q_ready.index(attender), count=1)
-        mbarrier.init(q_free.index(attender), count=1)
-        mbarrier.init(turn.index(attender), count=1)
-        mbarrier.init(state_ready.index(attender), count=1)
-        mbarrier.init(state_free.index(attender), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(stage), count=1)
-        mbarrier.init(v_ready.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=_ATTENDERS)
-        mbarrier.init(v_free.index(stage), count=_ATTENDERS)
+    barriers = Barriers(
+        work_ready=allocate_barriers(2),
+        work_free=allocate_barriers(2),
+        q_ready=allocate_barriers(_ATTENDERS),
+        q_free=allocate_barriers(_ATTENDERS),
+        turn=allocate_barriers(_ATTENDERS),
+        k_ready=allocate_barriers(STAGES),
+        k_free=allocate_barriers(STAGES),
+        v_ready=allocate_barriers(STAGES),
+        v_free=allocate_barriers(STAGES),
+        state_ready=allocate_barriers(_ATTENDERS),
+        state_free=allocate_barriers(_ATTENDERS),
+    )
+    init_barriers(barriers.work_ready, 1)
+    init_barriers(barriers.work_free, _ATTENDERS)
+    init_barriers(barriers.q_ready, 1)
+    init_barriers(barriers.q_free, 1)
+    init_barriers(barriers.turn, 1)
+    init_barriers(barriers.k_ready, 1)
+    init_barriers(barriers.k_free, _ATTENDERS)
+    init_barriers(barriers.v_ready, 1)
+    init_barriers(barriers.v_free, _ATTENDERS)
+    init_barriers(barriers.state_ready, 1)
+    init_barriers(barriers.state_free, 1)
     fence_async_shared()
 
     memory = Memory(queries, keys, values, states, work)
-    barriers = Barriers(
-        work_ready, work_free, q_ready, q_free, turn, k_ready, k_free, v_ready, v_free, state_ready, state_free
-    )
     mask = (first, end, (part_stride, sequence_stride))
     before = (state_out, state_out_strides, state_lse, (state_lse_batch, state_lse_head, state_lse_row))
     after = (out, out_strides, lse, (lse_batch, lse_head, lse_row), sinks)
@@ -308,6 +304,7 @@ def _forward_kernel(
          (load, (q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, sizes, SHAPE))],
         [4, 1], [_ATTENDER_REGISTERS, _LOADER_REGISTERS],
     )  # fmt: skip
+    invalidate_barriers(barriers)
 
 
 @gluon.jit

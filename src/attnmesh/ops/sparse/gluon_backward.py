@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.sparse.arguments import RowBounds
 from attnmesh.ops.sparse.gluon_common import D_TAIL, D_V, HEADS, KEYS
@@ -210,6 +210,7 @@ def grad_query_kernel(
         [4, 4],
         [208, 96],
     )
+    invalidate_barriers((ready, free))
 
 
 @gluon.jit
@@ -332,6 +333,7 @@ def grad_key_kernel(
         [4, 4],
         [192, 112],
     )
+    invalidate_barriers((q_ready, dout_ready, ready, free, turns))
 
 
 @gluon.jit

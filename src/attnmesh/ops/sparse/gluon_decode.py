@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.sparse.gluon_common import (
     D_TAIL,
@@ -234,6 +234,7 @@ def _attend_kernel(
         [4, 4, 4],
         [_AVERAGER, _AVERAGER, _GATHERER],
     )  # fmt: skip
+    invalidate_barriers(barriers)
 
 
 @gluon.jit

@@ -41,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gpu import is_hopper
 
 # Tuning.
@@ -432,17 +433,12 @@ def _distribution_kernel(
     if TAIL > 0:
         tail = gl.allocate_shared_memory(q.dtype.element_ty, [_SLOTS, _KEYS, TAIL], swizzled)
     sums = gl.allocate_shared_memory(gl.float32, [_SUMS * CONSUMERS, 4, _KEYS], plain)
-    ready = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
-    summed = gl.allocate_shared_memory(gl.int64, [_SUMS, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(_SLOTS):
-        mbarrier.init(ready.index(i), count=128)  # every thread of the producer, when its copies have arrived
-        mbarrier.init(free.index(i), count=CONSUMERS)
-    for i in gl.static_range(_SUMS):
-        mbarrier.init(summed.index(i), count=CONSUMERS)
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
+    ready, free = allocate_barriers(_SLOTS), allocate_barriers(_SLOTS)
+    summed, turns = allocate_barriers(_SUMS), allocate_barriers(2)
+    init_barriers(ready, 128)  # every thread of the producer, when its copies have arrived
+    init_barriers(free, CONSUMERS)
+    init_barriers(summed, CONSUMERS)
+    init_barriers(turns, 1)
 
     consumer = (lse, lse_stride, lse_head_stride, slots, main, tail, sums, ready, free, summed, turns,
                 s_q, h, topk, scale_log2)  # fmt: skip
@@ -467,3 +463,4 @@ def _distribution_kernel(
             [4],
             [PRODUCER_REGISTERS],
         )
+    invalidate_barriers((ready, free, summed, turns))

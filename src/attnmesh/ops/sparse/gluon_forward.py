@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.sparse.gluon_common import (
     D_TAIL,
@@ -225,6 +225,7 @@ def _forward_kernel(
         [4, 4],
         [_ATTENDER, _GATHERER],
     )  # fmt: skip
+    invalidate_barriers(barriers)
 
 
 @gluon.jit

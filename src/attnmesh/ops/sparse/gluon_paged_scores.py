@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnmesh.ops.decode.gluon_common import group_barrier
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.sparse.gluon_topk import KEYS, final_score, score_layout
@@ -220,6 +220,8 @@ def score_kernel(
         gl.store(of_groups, best)
         if SHAPE.parts == 2:
             gl.store(of_groups + _KEYS, other)
+    group_barrier()  # all have waited for their last tile
+    invalidate_barriers((ready,))
 
 
 @gluon.jit

@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnmesh.ops.decode.gluon_common import group_barrier
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.sparse.arguments import TopKIndices, empty_topk
@@ -412,3 +412,4 @@ def _topk_kernel(
          (_plan, (w, w_strides, lo, hi, count, memory, barriers, sizes, SHAPE))],
         [4, 2, 1, 1], [_SCORER_REGISTERS, _HELPER_REGISTERS, _HELPER_REGISTERS, _HELPER_REGISTERS],
     )  # fmt: skip
+    invalidate_barriers(barriers)
