@@ -33,16 +33,12 @@ def test_a_context_is_made_current_once_in_a_thread(monkeypatch):
         def record_event(self):
             recorded.append(self.device)
 
-    class OnDevice:
-        def __init__(self, index):
-            self.get_device = lambda: index
-
     monkeypatch.setattr(gluon_descriptor, "_contexts", gluon_descriptor._Contexts())
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
 
     def twice():
         for index in (0, 0, 1, -1, 0):
-            gluon_descriptor.ensure_context(OnDevice(index))
+            gluon_descriptor.ensure_context(index)
 
     twice()
     in_new_thread(twice)
@@ -228,7 +224,7 @@ def test_the_context_of_a_tensor_is_current_for_the_driver():
 
     def before_and_after() -> tuple[int | None, int | None]:
         before = context()
-        gluon_descriptor.ensure_context(x)
+        gluon_descriptor.ensure_context(x.get_device())
         return before, context()
 
     before, after = in_new_thread(before_and_after)

@@ -26,19 +26,18 @@ _contexts = _Contexts()
 
 def descriptor(x: Tensor, block: list[int]) -> Any:
     """The copy engine's view of `x`, in blocks of this shape. To be passed to a kernel by the same thread."""
-    ensure_context(x)
+    ensure_context(x.get_device())
     # A dimension of size 1 is never stepped along, but its stride would have to be aligned.
     strides = [64 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, _layout(x.element_size(), block[-1], x.ndim))
 
 
-def ensure_context(x: Tensor) -> None:
-    """Make the context of x's device current, once in a thread.
+def ensure_context(device: int) -> None:
+    """Make the context of a device current, once in a thread.
 
     Recording an event requires a context, does not synchronize, and is allowed while a CUDA graph is captured.
     (`torch.cuda.set_device` calls nothing if the device is the current one, as device 0 is in a new thread.)
     """
-    device = x.get_device()
     if device not in _contexts.devices:
         torch.cuda.current_stream(device).record_event()
         _contexts.devices.add(device)

@@ -1,0 +1,268 @@
+"""Launches that repeat: a kernel is found, and its arguments are bound, once for each signature of its tensors.
+
+Triton binds and specializes every argument of every launch in Python, and encodes each descriptor of the copy engine
+(TMA) from a Python object: some hundred microseconds for the kernels here. A `Launch` keeps what Triton passed to the
+driver, and repeats it with other addresses. The caller keeps it under a key that fixes everything else (`signature`).
+
+Where Triton does not pass its arguments on as expected, in the interpreter, and while somebody listens to launches, a
+`Launch` goes the ordinary way.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from types import CellType, FunctionType
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
+_MOST_MAPS = 64  # addresses whose encoded descriptors an argument keeps
+_STREAM = 3  # where the stream is among what Triton passes to the driver: after the grid
+_recording = threading.Lock()
+
+
+class Recent(dict[Hashable, T], Generic[T]):
+    """What has been prepared, by signature. Drops the oldest, so that calls of ever new shapes do not fill memory."""
+
+    def __init__(self, most: int = 256) -> None:
+        super().__init__()
+        self._most = most
+
+    def add(self, key: Hashable, value: T) -> T:
+        """Keep a value, and return it."""
+        if len(self) >= self._most:
+            with suppress(KeyError, RuntimeError, StopIteration):  # another thread has dropped it
+                del self[next(iter(self))]
+        self[key] = value
+        return value
+
+
+def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """What a launch depends on besides addresses: dtype, shape, strides, device, and alignment to 16 bytes."""
+    return tuple(
+        [None if x is None else (x.dtype, x.shape, x.stride(), x.get_device(), x.data_ptr() & 15 == 0) for x in tensors]
+    )
+
+
+def prepare(
+    kernel: Any, grid: tuple[int, ...], args: Sequence[Any], tensors: Sequence[Tensor | None], **options: Any
+) -> Launch:
+    """Launch `kernel[grid](*args, **options)`, and return what repeats it with other tensors.
+
+    `tensors` are all those in `args`, as they are, as views, or in descriptors. Raises ValueError for one that is not
+    among them: its address would be that of the first call for ever.
+    """
+    places = _places(args, tensors)
+    compiled = kernel[grid](*args, **options)
+    return Launch(kernel, grid, tuple(args), places, options, compiled)
+
+
+class _Place(NamedTuple):
+    """An argument that is a view of one of the tensors, or a descriptor of such a view."""
+
+    at: int  # the argument
+    tensor: int  # the number of the tensor
+    offset: int  # bytes from its address
+    view: Tensor  # on the device "meta": its shape and strides
+
+
+class _Map(NamedTuple):
+    """An argument of the driver that is an encoded descriptor."""
+
+    at: int
+    tensor: int
+    offset: int
+    encode: Callable[..., Any]
+    rest: tuple[Any, ...]  # what `encode` takes after the address
+    known: Recent[Any]  # by address
+
+
+class Launch:
+    """A kernel with all arguments but the addresses of its tensors."""
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], places: list[_Place],
+        options: dict[str, Any], compiled: Any,
+    ) -> None:  # fmt: skip
+        self._kernel, self._grid, self._args, self._places, self._options = kernel, grid, args, places, options
+        self._passed: list[Any] | None = None
+        self._inner: list[Any] | None = None  # the kernel's arguments, if Triton passes them as one
+        self._pointers: list[tuple[int, int, int]] = []
+        self._maps: list[_Map] = []
+        if getattr(compiled, "function", None) is not None:
+            try:
+                self._record(compiled)
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                _LOG.info("%s is launched the ordinary way: %s: %s", kernel, type(error).__name__, error)
+                self._passed = None
+        self._args = tuple(None if isinstance(x, Tensor) else x for x in args)  # addresses come with each call
+        for place in places:
+            if not isinstance(args[place.at], Tensor):
+                self._args = (*self._args[: place.at], _without_base(args[place.at]), *self._args[place.at + 1 :])
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch on the current stream, with tensors of the same signature in the same order."""
+        if self._passed is None or any(getattr(hook, "calls", hook) for hook in self._hooks()):
+            self._launch_ordinarily(tensors)
+            return
+        if self._current_device() != self._device:
+            with torch.cuda.device(self._device):
+                self(*tensors)
+            return
+        passed = self._passed.copy()
+        passed[_STREAM] = self._current_stream(self._device)
+        args = passed if self._inner is None else self._inner.copy()
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        for at, number, offset in self._pointers:
+            args[at] = addresses[number] + offset
+        for each in self._maps:
+            address = addresses[each.tensor] + each.offset
+            args[each.at] = each.known.get(address) or self._encoded(each, address)
+        if self._inner is not None:
+            passed[-1] = args
+        self._driver(*passed)
+
+    def _encoded(self, descriptor: _Map, address: int) -> Any:
+        from attnmesh.ops.gluon_descriptor import ensure_context
+
+        ensure_context(self._device)
+        return descriptor.known.add(address, descriptor.encode(address, *descriptor.rest))
+
+    def _launch_ordinarily(self, tensors: Sequence[Tensor | None]) -> None:
+        args = list(self._args)
+        for at, number, offset, view in self._places:
+            x = tensors[number]
+            assert x is not None
+            begin = x.storage_offset() + offset // x.element_size()
+            part = x.as_strided(view.shape, view.stride(), begin)
+            args[at] = part if args[at] is None else _with_base(args[at], part)
+        self._kernel[self._grid](*args, **self._options)
+
+    def _record(self, compiled: Any) -> None:
+        """Let Triton pass the arguments to the driver once more, but to a list."""
+        from triton import knobs
+        from triton.runtime import driver
+
+        active = driver.active
+        run, found = copy.copy(compiled.run), []
+        names = [name for name in dir(active.utils) if name.startswith("fill_tma_descriptor")]
+        encoded: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = []
+        run.launch, self._driver = _spied(run.launch, lambda *passed: found.append(list(passed)))
+        if run.global_scratch_size or run.profile_scratch_size:
+            raise ValueError("it needs memory for every launch")
+        bound = inspect.signature(self._kernel.fn).bind(
+            *self._args, **{name: x for name, x in self._options.items() if name in self._kernel.arg_names}
+        )
+        bound.apply_defaults()
+        grid = (*self._grid, 1, 1)[:3]
+        with _recording:  # others encode through the same functions meanwhile, and do not mind
+            originals = {name: getattr(active.utils, name) for name in names}
+            own = threading.get_ident()
+
+            def spy(encode: Callable[..., Any]) -> Callable[..., Any]:
+                def call(*args: Any) -> Any:
+                    result = encode(*args)
+                    if threading.get_ident() == own:
+                        encoded.append((encode, args, result))
+                    return result
+
+                return call
+
+            try:
+                for name, encode in originals.items():
+                    setattr(active.utils, name, spy(encode))
+                run(*grid, 0, compiled.function, compiled.packed_metadata, None, None, None, *bound.arguments.values())
+            finally:
+                for name, encode in originals.items():
+                    setattr(active.utils, name, encode)
+        passed = found[0]
+        if passed[: _STREAM + 2] != [*grid, 0, compiled.function]:
+            raise ValueError("the first arguments are not the grid, the stream and the function")
+        # Triton 3.6 passes the arguments of the kernel one by one, Triton 3.7 as one sequence at the end.
+        ours = {id(result) for _, _, result in encoded}
+        is_flat = any(isinstance(x, Tensor) or id(x) in ours for x in passed)
+        args = passed if is_flat else list(passed[-1])
+        tensors = [at for at, x in enumerate(args) if isinstance(x, Tensor)]
+        plain = [place for place in self._places if isinstance(self._args[place.at], Tensor)]
+        if len(tensors) != len(plain) or any(args[at] is not self._args[p.at] for at, p in zip(tensors, plain)):  # noqa: B905
+            raise ValueError("its tensors are not passed one by one")
+        self._pointers = [(at, place.tensor, place.offset) for at, place in zip(tensors, plain, strict=True)]
+        described = [place for place in self._places if not isinstance(self._args[place.at], Tensor)]
+        if len(encoded) != len(described):
+            raise ValueError("its descriptors are not encoded one by one")
+        for place, (encode, (address, *rest), result) in zip(described, encoded, strict=True):
+            if address != self._args[place.at].base.data_ptr():
+                raise ValueError("a descriptor begins elsewhere")
+            at = next(i for i, x in enumerate(args) if x is result)
+            self._maps.append(_Map(at, place.tensor, place.offset, encode, tuple(rest), Recent(_MOST_MAPS)))
+        for at in (*tensors, *(each.at for each in self._maps)):
+            args[at] = None
+        self._passed, self._inner = passed, None if is_flat else args
+        self._hooks = lambda: (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+        self._device = active.get_current_device()
+        self._current_device, self._current_stream = active.get_current_device, active.get_current_stream
+
+
+def _places(args: Sequence[Any], tensors: Sequence[Tensor | None]) -> list[_Place]:
+    places = []
+    for at, arg in enumerate(args):
+        x = arg if isinstance(arg, Tensor) else getattr(arg, "base", None)
+        if isinstance(arg, tuple) and any(isinstance(each, Tensor) for each in arg):
+            raise ValueError(f"argument {at} of a launch must not be a tuple with tensors, which are not replaced")
+        if not isinstance(x, Tensor):
+            continue
+        number = _number_of(x, tensors)
+        if number is None:
+            raise ValueError(f"argument {at} of a launch must be one of its tensors or a part of one")
+        offset = x.data_ptr() - tensors[number].data_ptr()  # type: ignore[union-attr]
+        view = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        places.append(_Place(at, number, offset, view))
+    return places
+
+
+def _number_of(x: Tensor, tensors: Sequence[Tensor | None]) -> int | None:
+    """The number of the tensor that is x, that begins where x begins, or the only one with the memory of x."""
+    given = [(number, each) for number, each in enumerate(tensors) if each is not None]
+    storage = x.untyped_storage().data_ptr()
+    same = [number for number, each in given if each.untyped_storage().data_ptr() == storage]
+    for candidates in (
+        [number for number, each in given if each is x],
+        [number for number, each in given if number in same and each.data_ptr() == x.data_ptr()][:1],
+        same if len(same) == 1 else [],
+    ):
+        if candidates:
+            return candidates[0]
+    return None
+
+
+def _spied(launch: Any, record: Callable[..., None]) -> tuple[Any, Callable[..., Any]]:
+    """Triton's function that passes arguments to the driver, with another driver; and the driver."""
+    names = getattr(getattr(launch, "__code__", None), "co_freevars", ())
+    if "launcher" not in names:
+        return record, launch
+    cells = dict(zip(names, launch.__closure__, strict=True))
+    real = cells["launcher"].cell_contents
+    cells["launcher"] = CellType(record)
+    closure = tuple(cells[name] for name in names)
+    return FunctionType(launch.__code__, launch.__globals__, launch.__name__, launch.__defaults__, closure), real
+
+
+def _without_base(descriptor: Any) -> Any:
+    bare = copy.copy(descriptor)
+    object.__setattr__(bare, "base", None)
+    return bare
+
+
+def _with_base(descriptor: Any, base: Tensor) -> Any:
+    full = copy.copy(descriptor)
+    object.__setattr__(full, "base", base)
+    return full
