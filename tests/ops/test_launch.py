@@ -52,10 +52,26 @@ def test_a_kernel_that_is_not_compiled_is_launched_the_ordinary_way():
     assert (grid, options) == ((2,), {"num_warps": 4})
 
 
+def test_a_view_in_another_dtype_is_made_again():
+    """As of a mask, whose bytes a kernel reads, or of pairs of values of 8 bits."""
+    seen = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args: seen.append(args)
+
+    x, new = (torch.arange(begin, begin + 16, dtype=torch.int8).view(2, 8) for begin in (0, 50))
+    launch = prepare(Kernel(), (1,), (x.view(torch.int16), x[1:].view(torch.int32)), (x,))
+    launch(new)
+    assert torch.equal(seen[1][0], new.view(torch.int16))
+    assert torch.equal(seen[1][1], new[1:].view(torch.int32))
+
+
 def test_what_a_launch_depends_on_is_in_the_signature():
     x = torch.zeros(64)
     same = signature(x[4:12], None)
     assert signature(torch.ones(64)[8:16], None) == same
+    assert signature(x[1:9]) != signature(x[2:10])  # of which other parts are aligned
     for other in (x[5:13], x[4:13], x[4:20:2], x[4:12].view(2, 4), x[4:12].to(torch.float64)):
         assert signature(other, None) != same
     assert signature(x[4:12], x) != same

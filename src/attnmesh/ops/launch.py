@@ -47,9 +47,12 @@ class Recent(dict[Hashable, T], Generic[T]):
 
 
 def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What a launch depends on besides addresses: dtype, shape, strides, device, and alignment to 16 bytes."""
+    """What a launch depends on besides addresses: dtype, shape, strides, device, and where in 16 bytes it begins.
+
+    Not only whether it is aligned: parts of a tensor that is not may be.
+    """
     return tuple(
-        [None if x is None else (x.dtype, x.shape, x.stride(), x.get_device(), x.data_ptr() & 15 == 0) for x in tensors]
+        [None if x is None else (x.dtype, x.shape, x.stride(), x.get_device(), x.data_ptr() & 15) for x in tensors]
     )
 
 
@@ -148,6 +151,7 @@ class Launch:
         for at, number, offset, view in self._places:
             x = tensors[number]
             assert x is not None
+            x = x if x.dtype == view.dtype else x.view(view.dtype)
             begin = x.storage_offset() + offset // x.element_size()
             part = x.as_strided(view.shape, view.stride(), begin)
             args[at] = part if args[at] is None else _with_base(args[at], part)
