@@ -240,14 +240,14 @@ def _places(args: Sequence[Any], tensors: Sequence[Tensor | None]) -> list[_Plac
 
 
 def _number_of(x: Tensor, tensors: Sequence[Tensor | None]) -> int | None:
-    """The number of the tensor that is x, that begins where x begins, or the only one with the memory of x."""
+    """The number of the tensor that is x, that begins where x begins, or whose memory x is in, if that is clear."""
     given = [(number, each) for number, each in enumerate(tensors) if each is not None]
     storage = x.untyped_storage().data_ptr()
     same = [number for number, each in given if each.untyped_storage().data_ptr() == storage]
     for candidates in (
         [number for number, each in given if each is x],
         [number for number, each in given if number in same and each.data_ptr() == x.data_ptr()][:1],
-        same if len(same) == 1 else [],
+        same if len({tensors[number].data_ptr() for number in same}) == 1 else [],  # type: ignore[union-attr]
     ):
         if candidates:
             return candidates[0]

@@ -41,6 +41,10 @@ class Cpu:
             return "torch's flash kernel takes no softcap"
         return None
 
+    def prepared(self) -> Callable[[DecodeCall, State | None], State]:
+        """`run`."""
+        return self.run
+
     def run(self, call: DecodeCall, into: State | None = None) -> State:
         """Out and lse. Skipped sequences cost nothing."""
         adjacent = _memoized(call, "adjacent", lambda: adjacent_keys(call))
