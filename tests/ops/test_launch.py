@@ -75,6 +75,16 @@ def test_what_a_launch_depends_on_is_in_the_signature():
     for other in (x[5:13], x[4:13], x[4:20:2], x[4:12].view(2, 4), x[4:12].to(torch.float64)):
         assert signature(other, None) != same
     assert signature(x[4:12], x) != same
+    assert signature(None, x[4:12]) != same
+
+
+def test_tensors_that_begin_at_one_address_are_told_apart_from_others():
+    """As keys that are passed as values, too: a launch that is repeated for other values would read the keys."""
+    x, y = torch.zeros(8), torch.zeros(8)
+    both = signature(x, x, None)
+    assert signature(y, y, None) == signature(x, x[:8], None) == both
+    assert signature(x, y, None) != both
+    assert signature(x, x, y) != signature(x, y, y) != signature(x, y, x)
 
 
 def test_the_oldest_are_dropped():

@@ -49,11 +49,14 @@ class Recent(dict[Hashable, T], Generic[T]):
 def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
     """What a launch depends on besides addresses: dtype, shape, strides, device, and where in 16 bytes it begins.
 
-    Not only whether it is aligned: parts of a tensor that is not may be.
+    (Not only whether it is aligned: parts of a tensor that is not may be.) And which tensors begin at one address:
+    arguments of a launch are told apart by where they begin.
     """
-    return tuple(
-        [None if x is None else (x.dtype, x.shape, x.stride(), x.get_device(), x.data_ptr() & 15) for x in tensors]
-    )
+    given = [x for x in tensors if x is not None]
+    addresses = [x.data_ptr() for x in given]
+    shared = None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses))
+    found = [(x.dtype, x.shape, x.stride(), x.get_device(), at & 15) for x, at in zip(given, addresses, strict=True)]
+    return (*[x is None for x in tensors], *found, shared)
 
 
 def prepare(

@@ -179,16 +179,15 @@ def signature_of(
         return None
     try:
         tensors = [q, table, mask, tree, sinks]
-        memory: tuple[object, ...] = ()
-        if isinstance(k, Quantized) and isinstance(v, Quantized):
-            parts = [k.values, k.scales, k.rope, v.values, v.scales, v.rope]
-            # Pairs of values are read as words; a latent cache is both.
-            memory = tuple([None if x is None else (x.storage_offset() & 3, x.data_ptr()) for x in parts])
-            memory = memory[:3] == memory[3:], *[x and x[0] for x in memory]
-            tensors += parts
-        else:
+        offsets: list[int | None] = []
+        if isinstance(k, Tensor) and isinstance(v, Tensor):
             tensors += (k, v)
-            memory = (k.data_ptr() == v.data_ptr(),)
+        elif isinstance(k, Quantized) and isinstance(v, Quantized):
+            parts = k.values, k.scales, k.rope, v.values, v.scales, v.rope
+            tensors += parts
+            offsets = [None if x is None else x.storage_offset() & 3 for x in parts]  # values are read as words
+        else:
+            return None
         if isinstance(cur_pos, Tensor):
             tensors.append(cur_pos)
         if key_range is not None:
@@ -198,7 +197,7 @@ def signature_of(
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
             return None
         kinds = (type(k), type(v), type(cur_pos), type(key_range), type(into), len(tensors))
-        return (*signature(*tensors), memory, kinds, *map(type, tensors), options, *map(type, options))
+        return (*signature(*tensors), *offsets, kinds, *map(type, tensors), options, *map(type, options))
     except (AttributeError, RuntimeError, TypeError):  # not tensors, or not dense ones
         return None
 
