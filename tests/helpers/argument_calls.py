@@ -698,7 +698,6 @@ NOT_FUZZED = {
         (f"Generator.{name}" for name in ("requests_from", "adopt")),
         "called by move_requests, save_requests and load_requests",
     ),
-    "BlockCache.kind_of": "called by passes with their own layers",
     "BlockCache.slots_of": "called by passes with their own tokens",
     "BlockCache.index_keys": "as `keys`, of a cache with an indexer",
     "BlockCache.restore": "called by reshard with the sequences of another cache",

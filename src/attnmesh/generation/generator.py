@@ -24,7 +24,7 @@ from attnmesh.generation.agreement import (
     report_error,
 )
 from attnmesh.generation.batching import BatchRanks, Callbacks, ContinuousBatch
-from attnmesh.generation.engine import Engine, EngineSettings, ShardedEngine, WholeEngine, min_prefill_chunk
+from attnmesh.generation.engine import Engine, EngineSettings, min_prefill_chunk
 from attnmesh.generation.prompts import check_prompt, check_tokenizer, one_prompt, prompt_ids
 from attnmesh.generation.requests import LogitsProcessor, Request, RequestOptions, Token
 from attnmesh.generation.sampling import Sampling
@@ -104,16 +104,15 @@ class Generator:
             weights = sharded_weights(model)
             chosen = _sharding(sharding, weights, max_sequences, self.comm)
             settings = EngineSettings(cache_tokens, max_sequences, storage, layout, schedule, prefill_chunk)
-            self.engine: Engine
             if weights is None:
                 group, across = (
                     _subgroup(self.comm, each) for each in (chosen.cp_peers(rank), chosen.kvdp_peers(rank))
                 )
                 self._ranks = BatchRanks(group, across, chosen.kvdp)
-                self.engine = WholeEngine(model, chosen, rank, group, settings)
+                self.engine = Engine(model, chosen, rank, group, settings)
             else:
                 self._ranks = BatchRanks(self.comm, _subgroup(self.comm, [rank]), chosen.kvdp, together=True)
-                self.engine = ShardedEngine(model, weights, settings)
+                self.engine = Engine(model, chosen, rank, weights.ranks.all_ranks, settings, weights)
             self._step_tokens = self._checked_step_tokens(step_tokens)
             return chosen, {
                 "cache_tokens": cache_tokens, "max_sequences": max_sequences, "sharding": repr(chosen),
@@ -131,7 +130,7 @@ class Generator:
             report_error(self.comm, "Generator", error)
             raise
         check_same_weights(self.comm, model, self.engine.device)
-        if self.engine.device.type == "cpu" and isinstance(self.engine, WholeEngine) and self._all_share_memory():
+        if self.engine.device.type == "cpu" and sharded_weights(model) is None and self._all_share_memory():
             self.engine.use_tensor_parallel()
         self.max_sequences, self.stats = max_sequences, GenerationStats(rank)
         self._progress = Progress(self.comm.log.number("Generator"))

@@ -25,6 +25,7 @@ from attnmesh.kv_cache.block_manager import BlockLayout, BlockManager, LayerKind
 from attnmesh.kv_cache.block_pool import BlockPool, CacheStats, root_hash
 from attnmesh.kv_cache.pools import (
     DeviceTables,
+    LayerPools,
     Pools,
     fp8_scale,
     make_index_pools,
@@ -134,19 +135,18 @@ class BlockCache:
         self._heads, self._dim, self._value_dim = kv_heads, head_dim, value_dim
         self._layout = BlockLayout(shard, block_size)
         self._num_blocks = (num_blocks,) if self.window is None else (num_blocks, window_blocks)
-        self._kind_of = [0 if self.window is None or windows[layer] is None else 1 for layer in range(layers)]
-        self._index_of = [self._kind_of[:layer].count(kind) for layer, kind in enumerate(self._kind_of)]
+        kinds = [0 if self.window is None or windows[layer] is None else 1 for layer in range(layers)]
         self._tables = DeviceTables(len(self._num_blocks), max_sequences, self._layout.num_blocks(max_length), device)
         self.block_tables, self.cur_pos = self._tables.block_tables, self._tables.cur_pos
         self.block_table = self.block_tables[0]
         device = self.cur_pos.device
         k_scale = fp8_scale("k_scale", k_scale, storage, kv_heads, device)
         v_scale = fp8_scale("v_scale", v_scale, storage, kv_heads, device)
-        shapes = [
-            (self._kind_of.count(kind), blocks, block_size, kv_heads) for kind, blocks in enumerate(self._num_blocks)
-        ]
+        shapes = [(kinds.count(kind), blocks, block_size, kv_heads) for kind, blocks in enumerate(self._num_blocks)]
         self._keys = [make_pools((*shape, head_dim), storage, k_scale, device) for shape in shapes]
         self._values = [] if latent else [make_pools((*shape, value_dim), storage, v_scale, device) for shape in shapes]
+        self.pools = tuple(self._layer_pools(kind, kinds[:layer].count(kind)) for layer, kind in enumerate(kinds))
+        """Where each layer's keys and values are."""
         self._index_dim = index_dim
         self._index = None if index_dim is None else make_index_pools(shapes[0][:3], index_dim, storage, device)
         self._rows, self._kvdp_rank = range(max_sequences) if rows is None else rows, kvdp_rank
@@ -162,23 +162,28 @@ class BlockCache:
 
     def keys(self, layer: int) -> Stored:
         """The pool of a layer's keys, [num_blocks, block_size, kv_heads, head_dim]."""
-        kind, index = self._place_of(layer)
-        return self._keys[kind].layers[index]
+        check_index("layer", layer, self._layers)
+        return self.pools[layer].keys
 
     def values(self, layer: int) -> Stored:
         """The pool of a layer's values, [num_blocks, block_size, kv_heads, value_dim]; of latents, a view of the keys.
 
         Raises ValueError for fp8_ds_mla: what reads its keys knows that they contain the values.
         """
-        kind, index = self._place_of(layer)
-        if self._values:
-            return self._values[kind].layers[index]
-        keys = self._keys[kind].layers[index]
-        if not isinstance(keys, Tensor):
+        check_index("layer", layer, self._layers)
+        _, keys, values = self.pools[layer]
+        if values is keys:
             raise ValueError(
                 f"a cache of storage {storage_of(keys)!r} has no pool of values: they are in keys({layer})"
             )
-        return keys[..., : self._value_dim]
+        return values
+
+    def _layer_pools(self, kind: int, index: int) -> LayerPools:
+        """The pools of a layer, the one of this index among those of its kind."""
+        keys = self._keys[kind].layers[index]
+        if self._values:
+            return LayerPools(kind, keys, self._values[kind].layers[index])
+        return LayerPools(kind, keys, keys[..., : self._value_dim] if isinstance(keys, Tensor) else keys)
 
     def index_keys(self, layer: int) -> Stored:
         """The pool of a layer's index keys, [num_blocks, block_size, 1, index_dim]."""
@@ -186,15 +191,6 @@ class BlockCache:
         if self._index is None:
             raise ValueError("a cache has index keys only if it was made with index_dim, got None")
         return self._index.layers[layer]
-
-    def kind_of(self, layer: int) -> int:
-        """Which of `block_tables` a layer's blocks are in: 1 for layers with blocks of their own, for a window."""
-        return self._kind_of[layer]
-
-    def _place_of(self, layer: int) -> tuple[int, int]:
-        """The kind of a layer, and its index among the layers of that kind."""
-        check_index("layer", layer, self._layers)
-        return self._kind_of[layer], self._index_of[layer]
 
     @property
     def value_dim(self) -> int:
@@ -213,7 +209,7 @@ class BlockCache:
     @property
     def num_windowed(self) -> int:
         """The number of layers that keep a window only."""
-        return sum(self._kind_of)
+        return sum(pools.kind for pools in self.pools)
 
     @property
     def max_sequences(self) -> int:
@@ -231,9 +227,10 @@ class BlockCache:
 
         fp8 scales are not stored per token, and not among them. Index keys in fp8_token are [layers, num_blocks, ...].
         """
-        return tuple(x for kind in range(len(self._num_blocks)) for pools in self._pools(kind) for x in pools.tensors)
+        kinds = range(len(self._num_blocks))
+        return tuple(x for kind in kinds for pools in self._pools_of(kind) for x in pools.tensors)
 
-    def _pools(self, kind: int) -> list[Pools]:
+    def _pools_of(self, kind: int) -> list[Pools]:
         index = [] if self._index is None or kind else [self._index]
         return [*self._keys[kind : kind + 1], *self._values[kind : kind + 1], *index]
 
@@ -313,7 +310,7 @@ class BlockCache:
             extra = sent[-1]
             for kind, (sources, _) in enumerate(copies):
                 if sources:
-                    for pools in self._pools(kind):
+                    for pools in self._pools_of(kind):
                         pools.copy_blocks(*sent[2 + 2 * kind : 4 + 2 * kind])
         new = NewTokens(slots[0], sequences, set(range(self._layers)), self._manager.owner, slots[-1])
         for sequence, begin in zip(sequences, begins, strict=True):
@@ -322,7 +319,7 @@ class BlockCache:
 
     def slots_of(self, new: NewTokens, layer: int) -> Tensor:
         """The slots [n, T] of new tokens in a layer."""
-        return new.window_slots if self._kind_of[layer] else new.slots
+        return new.window_slots if self.pools[layer].kind else new.slots
 
     def upload(self, numbers: abc.Sequence[int]) -> Tensor:
         """`numbers` as int64 on the device, where `append_with` has nothing to append."""
