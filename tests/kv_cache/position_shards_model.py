@@ -311,7 +311,7 @@ class Ranks:
             for layer, pools in enumerate(self.pools[rank]):
                 kind = cache._manager._kinds[cache.pools[layer].kind]
                 mine = np.zeros((kind.pool.total, self.block_size), dtype=bool)
-                mine[list(kind.pool._hash_of_block)] = True
+                mine[list(kind.pool.hash_of_block)] = True
                 for handles in self.live:
                     held = share.length(handles[0].length)
                     for index, block in enumerate(kind.blocks(handles[0])):

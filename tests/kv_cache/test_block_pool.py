@@ -28,7 +28,7 @@ def test_a_block_is_given_back_with_its_last_holder():
     (block,) = blocks.allocate(1)
     blocks.acquire(block)
     blocks.free([block])
-    assert blocks.ref_count(block) == 1
+    assert blocks.ref_counts[block] == 1
     assert blocks.num_free == 1
     blocks.check_invariants([[block]])
     blocks.free([block])
@@ -148,11 +148,11 @@ def test_digests_say_all_tokens_before_and_the_key():
 @pytest.mark.parametrize(
     "fault",
     [
-        lambda blocks: blocks._free_blocks.pop(),  # lost
-        lambda blocks: blocks._free_blocks.append(0),  # in two states
-        lambda blocks: blocks._ref_counts.__setitem__(0, 2),  # held by a ghost
+        lambda blocks: blocks.free_blocks.pop(),  # lost
+        lambda blocks: blocks.free_blocks.append(0),  # in two states
+        lambda blocks: blocks.ref_counts.__setitem__(0, 2),  # held by a ghost
         lambda blocks: blocks._blocks_of_hash.clear(),  # cached, but not to be found
-        lambda blocks: blocks._hash_of_block.__setitem__(3, b"x"),  # free, but findable
+        lambda blocks: blocks.hash_of_block.__setitem__(3, b"x"),  # free, but findable
         lambda blocks: blocks._cached_blocks.popitem(),
     ],
 )

@@ -119,8 +119,9 @@ class ContinuousBatch:
             began = time.perf_counter()
             with self._ledger():
                 plan = self.scheduler.plan(step_tokens)
-            for comm in (self._ranks.group, self._ranks.across_groups):  # compared with the next message
-                comm.note("step", str([self._generator, plan.width, *(each.digest for each in plan.groups)]))
+            for comm in (self._ranks.group, self._ranks.across_groups):
+                if comm.world > 1:  # compared with the next message
+                    comm.note("step", str([self._generator, plan.width, *(each.digest for each in plan.groups)]))
             logits = self._compute(plan)
             with self._ledger():
                 self._mark_written(plan)

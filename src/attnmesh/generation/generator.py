@@ -346,7 +346,8 @@ class Generator:
             self._cancel_all(self._dropped)
             self._dropped = []
             self.stats.bytes_sent += self.comm.traffic.bytes - bytes_before
-        self._progress.add_step([(token.row, [token.id]) for token in tokens])
+        if self.comm.world > 1:
+            self._progress.add_step([(token.row, [token.id]) for token in tokens])
 
     def stream(self, request: Request) -> Iterator[Token]:
         """The tokens of a request, from its first one on; runs steps, of all requests, while it is in progress.

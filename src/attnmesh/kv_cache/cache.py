@@ -283,38 +283,31 @@ class BlockCache:
         tables include the new tokens at once: write a layer before reading it. Blocks that other sequences reference
         are copied first, in all layers.
         """
-        return self.append_with(sequences, tokens, ())[0]
+        return self.extend(*self._check_append(sequences, tokens))[0]
 
-    def append_with(
-        self,
-        sequences: abc.Sequence[Sequence],
-        tokens: int | abc.Sequence[abc.Sequence[int]],
-        numbers: abc.Sequence[int],
-    ) -> tuple[NewTokens, Tensor]:
-        """As `append`, and `numbers` as int64 on the device, copied in the same transfer."""
-        sequences, count, given = self._check_append(sequences, tokens)
-        begins = tuple(sequence.length for sequence in sequences)
+    def extend(
+        self, sequences: tuple[Sequence, ...], count: int, given: abc.Sequence[abc.Sequence[int]] | None = None,
+        numbers: abc.Sequence[int] = (),
+    ) -> tuple[NewTokens, Tensor]:  # fmt: skip
+        """As `append` of valid arguments, and `numbers` as int64 on the device, copied in the same transfer."""
         copies = self._manager.append(sequences, count, given)
         if self._tables.is_meta:
             slots = [_meta_slots(len(sequences), count)]
             extra = self._tables.upload()
         else:
-            places = [
-                [slot for sequence in sequences for slot in self._new_slots(sequence.blocks, sequence, count)],
-                [slot for sequence in sequences for slot in self._new_slots(sequence.window_blocks, sequence, count)]
-                if self.window is not None else [],
-            ]  # fmt: skip
-            parts = [*places, *(blocks for both in copies for blocks in both), numbers]
+            kinds = len(copies)
+            parts = [self._manager.new_slots(sequences, count, kind) for kind in range(kinds)]
+            parts += [*(blocks for both in copies for blocks in both), [*numbers]]
             sent = self._tables.upload([number for part in parts for number in part]).split([*map(len, parts)])
-            slots = [each.view(len(sequences), count) for each in sent[:2] if len(each)]
+            slots = [each.view(len(sequences), count) for each in sent[:kinds]]
             extra = sent[-1]
             for kind, (sources, _) in enumerate(copies):
                 if sources:
                     for pools in self._pools_of(kind):
-                        pools.copy_blocks(*sent[2 + 2 * kind : 4 + 2 * kind])
+                        pools.copy_blocks(*sent[kinds + 2 * kind : kinds + 2 * kind + 2])
         new = NewTokens(slots[0], sequences, set(range(self._layers)), self._manager.owner, slots[-1])
-        for sequence, begin in zip(sequences, begins, strict=True):
-            sequence.pending[new] = begin
+        for sequence in sequences:
+            sequence.pending[new] = sequence.length - count
         return new, extra
 
     def slots_of(self, new: NewTokens, layer: int) -> Tensor:
@@ -322,13 +315,17 @@ class BlockCache:
         return new.window_slots if self.pools[layer].kind else new.slots
 
     def upload(self, numbers: abc.Sequence[int]) -> Tensor:
-        """`numbers` as int64 on the device, where `append_with` has nothing to append."""
+        """`numbers` as int64 on the device, where `extend` has nothing to append."""
         return self._tables.upload(numbers)
 
     def check_append(self, sequences: abc.Sequence[Sequence], tokens: int | abc.Sequence[abc.Sequence[int]]) -> None:
         """Raise what `append` would raise, without changing anything."""
         sequences, count, _ = self._check_append(sequences, tokens)
         self._manager.check_append(sequences, count)
+
+    def check_extend(self, sequences: abc.Sequence[Sequence], count: int) -> None:
+        """Raise CacheFull if `extend` would."""
+        self._manager.check_room(sequences, count)
 
     def write(
         self, layer: int, new: NewTokens, k: Tensor, v: Tensor | None = None, index_k: Tensor | None = None
@@ -358,8 +355,7 @@ class BlockCache:
     def mark_written(self, new: NewTokens, layer: int | None = None) -> None:
         """Record that the slots of one layer, or of all unwritten layers, were filled by other means than `write`."""
         self._check_unwritten(new, layer)
-        for each in sorted(new.unwritten_layers) if layer is None else [layer]:
-            new.unwritten_layers.discard(each)
+        new.unwritten_layers -= new.unwritten_layers if layer is None else {layer}
         if not new.unwritten_layers:
             for sequence in new.sequences:
                 if sequence.pending.pop(new, None) is not None:
@@ -422,9 +418,6 @@ class BlockCache:
         """
         self._tables.clear()
         self._forget()
-
-    def _new_slots(self, blocks: list[int], sequence: Sequence, count: int) -> list[int]:
-        return self._layout.slots(blocks, sequence.length - count, sequence.length)
 
     def _check_prompt(self, prompt: abc.Sequence[int] | int, cache_key: str) -> tuple[int, array[int], bytes]:
         """The length of a prompt, its ids, and the parent hash of its first block."""

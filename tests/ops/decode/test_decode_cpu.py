@@ -14,8 +14,7 @@ from attnmesh.core.state import State
 from attnmesh.ops.decode import cpu_keys, reference
 from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.decode.call import DecodeCall, Splits, build_call
-from attnmesh.ops.decode.cpu import Cpu
-from attnmesh.ops.decode.cpu_adjacent import adjacent_keys
+from attnmesh.ops.decode.cpu import Cpu, adjacent_keys
 from attnmesh.ops.decode.cpu_keys import KeyPart, split_keys
 from attnmesh.ops.storage import PLAIN, STORAGES, Quantized, Stored, quantize
 

@@ -20,7 +20,7 @@ from attnmesh.ops.decode.cpu import Cpu
 from attnmesh.ops.decode.device_errors import check_positions
 from attnmesh.ops.decode.gluon import Gluon, GluonGQA
 from attnmesh.ops.decode.triton import Triton
-from attnmesh.ops.storage import Stored, values_of
+from attnmesh.ops.storage import Stored
 
 _LOG = logging.getLogger(__name__)
 
@@ -237,8 +237,8 @@ class PagedStep:
         A `partial` state is one to be merged with others: out is not rounded. Otherwise only out is defined.
         """
         key = (
-            q.shape, q.dtype, values_of(k_pool).shape, values_of(v_pool).shape, type(k_pool), scale, window, softcap,
-            backend, sinks is None, id(mask), key_range is None, partial, self.block_table.shape[1],
+            q.shape, q.dtype, k_pool.shape, v_pool.shape, type(k_pool), scale, window, softcap, backend, sinks is None,
+            id(mask), key_range is None, partial, self.block_table.shape[1],
             None if into is None else (into.out.dtype, into.out.shape),
         )  # fmt: skip
         found = self._checked.get(key)
