@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ class BatchRanks:
     kvdp: int
     together: bool = False
 
-    @property
+    @cached_property
     def computed(self) -> list[int]:
         """The groups of sequences that this rank computes."""
         return list(range(self.kvdp)) if self.together else [self.across_groups.rank]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -70,30 +69,19 @@ def min_prefill_chunk(world: int) -> int:
     return MIN_TOKENS_PER_RANK * world
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """The settings of a `Generator` that its engine needs; `max_sequences` is over all groups."""
-
-    cache_tokens: int
-    max_sequences: int
-    storage: str | None
-    layout: Layout
-    schedule: str
-    prefill_chunk: int | None
-
-
 class Engine:
     """The cache of a model, and the passes that compute new tokens. All ranks construct it and make the same calls.
 
     The ranks of `comm` compute together: those of a group, or all with sharded `weights`. `position_ranks` shard the
     positions of a sequence. A token attends to all keys and values as the cache stores them, its own and those of its
     chunk included. So they have one value for all later tokens, and neither chunks nor ranks nor prefix reuse change
-    the result.
+    the result. The settings are those of a `Generator`: `max_sequences` is over all groups.
     """
 
     def __init__(
-        self, model: Any, sharding: DecodeSharding, rank: int, comm: Comm, of: EngineSettings,
-        weights: ShardedWeights | None = None,
+        self, model: Any, sharding: DecodeSharding, rank: int, comm: Comm, weights: ShardedWeights | None, *,
+        cache_tokens: int, max_sequences: int, storage: str | None, layout: Layout, schedule: str,
+        prefill_chunk: int | None,
     ) -> None:  # fmt: skip
         check_model(model)
         config, weight, name = model.config, model.get_input_embeddings().weight, type(model).__name__
@@ -106,31 +94,31 @@ class Engine:
             check_sharded_model(config, name, sharding)
             self.position_ranks, self._heads = weights.ranks.cp, HeadRanks.of_sharded(weights, heads)
         self.model, self.comm, world = model, comm, self.position_ranks.world
-        self.device, self.cache_tokens = weight.device, of.cache_tokens
+        self.device, self.cache_tokens = weight.device, cache_tokens
         least = min_prefill_chunk(world)
-        chunk = max(of.cache_tokens, least) if of.prefill_chunk is None else of.prefill_chunk
+        chunk = max(cache_tokens, least) if prefill_chunk is None else prefill_chunk
         self.prefill_chunk = check_count("prefill_chunk", chunk)
         if self.prefill_chunk < least:
             raise ValueError(
                 f"prefill_chunk must be at least {MIN_TOKENS_PER_RANK} tokens per rank, {least} for "
-                f"{counted(world, 'rank')}, got {of.prefill_chunk}"
+                f"{counted(world, 'rank')}, got {prefill_chunk}"
             )
-        if not all(of.layout.ranges(least, world, each) for each in range(world)):
+        if not all(layout.ranges(least, world, each) for each in range(world)):
             raise ValueError(
-                f"layout must give every one of {counted(world, 'rank')} a part of the sequence, got {of.layout}"
+                f"layout must give every one of {counted(world, 'rank')} a part of the sequence, got {layout}"
             )
-        self.context = ContextParallel(self.position_ranks, layout=of.layout, schedule=of.schedule)
-        self.storage = cache_storage(config, weight.dtype, of.storage)
-        self.max_sequences = -(-of.max_sequences // sharding.kvdp)
+        self.context = ContextParallel(self.position_ranks, layout=layout, schedule=schedule)
+        self.storage = cache_storage(config, weight.dtype, storage)
+        self.max_sequences = -(-max_sequences // sharding.kvdp)
         """The most sequences of a group."""
         blocks = CacheBlocks(
-            layer_windows(config), sharding.position_shard(rank), of.cache_tokens, self.max_sequences,
-            min(self.prefill_chunk, of.cache_tokens),
+            layer_windows(config), sharding.position_shard(rank), cache_tokens, self.max_sequences,
+            min(self.prefill_chunk, cache_tokens),
         )  # fmt: skip
         self.cache = ShardedCache(
             sharding, rank, batch=self.max_sequences * sharding.kvdp, layers=len(blocks.windows),
             num_blocks=blocks.full, block_size=BLOCK_SIZE, kv_heads=heads.kv, **cached_widths(config),
-            storage=self.storage, device=self.device, max_length=of.cache_tokens, windows=blocks.layer_windows,
+            storage=self.storage, device=self.device, max_length=cache_tokens, windows=blocks.layer_windows,
             window_blocks=blocks.windowed,
         )  # fmt: skip
         self.shard: InterleavedShard = sharding.position_shard(rank)
