@@ -690,6 +690,7 @@ NOT_FUZZED = {
     "Layout.assign": "called by ranges with numbers that were checked",
     "Intervals.key_ranges": "called by kernels with positions that were checked",
     "SparseMask.bounds": "called by kernels with the sizes of tensors that were checked",
+    "BlockCache.write_slots": "called by ShardedCache, whose `write` passes them on",
     "BlockCache.extend": "called by ShardedCache and Scheduler; `append` checks the same arguments",
     "BlockCache.check_extend": "called by ShardedCache and Scheduler; `check_append` checks the same arguments",
     "BlockCache.check_allocate": "called by Scheduler; `allocate` checks the same prompt",

@@ -258,7 +258,7 @@ class Pair:
         metadata = copy.deepcopy(
             {name: list(x) if hasattr(x, "popitem") else x for name, x in vars(cache._pool).items()}
         )
-        mirror = (cache._tables._mirror.tobytes(), dict(cache._tables._changed), list(cache._manager._free_rows))
+        mirror = (cache._tables._mirror.tobytes(), dict(cache._tables._changed), list(cache._manager.free_rows))
         device = (cache._tables._device_copy.numpy().tobytes(), *(pool.tobytes() for pool in self.pools))
         return sequences, metadata, mirror, device, cache.stats()
 

@@ -254,7 +254,7 @@ class Ranks:
         return (
             sequences,
             [repr(each[name]) for each in blocks for name in sorted(each)],
-            list(cache._manager._free_rows),
+            list(cache._manager.free_rows),
             cache.stats(),
         )
 

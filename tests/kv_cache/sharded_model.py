@@ -178,7 +178,7 @@ class Mesh:
             for one in handles
         ]
         pools = [[repr(x) for _, x in sorted(vars(part._pool).items())] for part in cache.by_kvdp_rank]
-        return sequences, pools, cache.stats(), [list(part._manager._free_rows) for part in cache.by_kvdp_rank]
+        return sequences, pools, cache.stats(), [list(part._manager.free_rows) for part in cache.by_kvdp_rank]
 
     def check(self) -> None:
         first = self.metadata(0)

@@ -191,7 +191,7 @@ def test_forks_copy_in_both_kinds_of_layers():
     cache.free(b)
     assert [block >= 0 for block in a.window_blocks] == [False] * 10 + [True] * 3
     pool = cache._manager._kinds[1].pool
-    assert pool.num_cached + pool.num_free == 30 - 3
+    assert len(pool.cached_blocks) + len(pool.free_blocks) == 30 - 3
 
 
 def test_truncation_reaches_back_as_far_as_the_margin():

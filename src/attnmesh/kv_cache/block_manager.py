@@ -165,12 +165,7 @@ class BlockManager:
         self.sequences: dict[int, Sequence] = {}  # by row
         self._kinds, self._tables, self._layout = kinds, tables, layout
         self._pool, self._rows, self._kvdp_rank = kinds[0].pool, rows, kvdp_rank
-        self._free_rows = list(rows)  # a heap, lowest first: rows in use stay together
-
-    @property
-    def free_rows(self) -> int:
-        """The number of sequences that can still be allocated."""
-        return len(self._free_rows)
+        self.free_rows = list(rows)  # a heap, lowest first: rows in use stay together
 
     def find_prefix(self, root: bytes, ids: array[int]) -> int:
         """The number of tokens of a prompt that are cached."""
@@ -187,7 +182,7 @@ class BlockManager:
         There is room for `count` tokens, and `spare` blocks besides.
         """
         hashes = self._find_prefix(root, ids)
-        if not self._free_rows:
+        if not self.free_rows:
             raise CacheFull("sequences", needed=1, free=0, cached=0, total=len(self._rows))
         needed = self._layout.num_blocks(count) - len(hashes) + spare
         self._pool.check_available(needed, keep=self._cached(self._kinds[0], hashes))
@@ -204,18 +199,18 @@ class BlockManager:
             for block in _stored(blocks):
                 kind.pool.acquire(block)
         cached[0] += self._pool.allocate(self._layout.num_blocks(count) - len(hashes))
-        return self._place(heapq.heappop(self._free_rows), length, cached, ids, root, hashes)
+        return self._place(heapq.heappop(self.free_rows), length, cached, ids, root, hashes)
 
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence over the same non-empty blocks; reserved blocks stay with the first sequence."""
-        if not self._free_rows:
+        if not self.free_rows:
             raise CacheFull("sequences", needed=1, free=0, cached=0, total=len(self._rows))
         count = self._layout.num_blocks(sequence.length)
         shared = [kind.blocks(sequence)[:count] for kind in self._kinds]
         for kind, blocks in zip(self._kinds, shared, strict=True):
             for block in _stored(blocks):
                 kind.pool.acquire(block)
-        row, ids = heapq.heappop(self._free_rows), sequence.ids[: sequence.length]
+        row, ids = heapq.heappop(self.free_rows), sequence.ids[: sequence.length]
         fork = self._place(row, sequence.length, shared, ids, sequence.root, list(sequence.hashes))
         fork.window_begin = sequence.window_begin
         return fork
@@ -231,8 +226,8 @@ class BlockManager:
         blocks = [*shared, *self._pool.allocate(self._layout.num_blocks(reserved) - len(shared))]
         for block in shared:
             self._pool.acquire(block)
-        self._free_rows.remove(row)
-        heapq.heapify(self._free_rows)
+        self.free_rows.remove(row)
+        heapq.heapify(self.free_rows)
         return self._place(row, length, [blocks], ids, root, [])
 
     def check_room(self, sequences: abc.Sequence[Sequence], count: int) -> None:
@@ -308,7 +303,7 @@ class BlockManager:
                 for prefix_hash in sequence.hashes:  # also of blocks that a window has passed
                     kind.pool.forget(prefix_hash)
         self.truncate(sequence, 0)
-        heapq.heappush(self._free_rows, sequence.row)
+        heapq.heappush(self.free_rows, sequence.row)
         del self.sequences[sequence.row]
         sequence.owner = None
 

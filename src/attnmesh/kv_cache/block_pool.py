@@ -118,19 +118,9 @@ class BlockPool:
         self.ref_counts = [0] * total
         """The number of sequences that reference each block."""
         self.free_blocks = list(range(total - 1, -1, -1))  # a stack: block 0 is allocated first
-        self._cached_blocks: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.cached_blocks: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._blocks_of_hash: dict[bytes, dict[int, None]] = {}  # oldest first
         self.hash_of_block: dict[int, bytes] = {}
-
-    @property
-    def num_free(self) -> int:
-        """The number of free blocks."""
-        return len(self.free_blocks)
-
-    @property
-    def num_cached(self) -> int:
-        """The number of cached blocks that no sequence references."""
-        return len(self._cached_blocks)
 
     def lookup(self, prefix_hash: bytes) -> int | None:
         """A block registered under a prefix hash, or None."""
@@ -138,11 +128,9 @@ class BlockPool:
 
     def check_available(self, needed: int, keep: Iterable[int] = ()) -> None:
         """Raise CacheFull unless `needed` blocks can be allocated without evicting any block of `keep`."""
-        cached = self.num_cached - sum(block in self._cached_blocks for block in keep)
-        if needed > self.num_free + cached:
-            raise CacheFull(
-                "blocks", needed=needed, free=self.num_free, cached=cached, total=self.total, limit=self.limit
-            )
+        free, cached = len(self.free_blocks), len(self.cached_blocks) - sum(x in self.cached_blocks for x in keep)
+        if needed > free + cached:
+            raise CacheFull("blocks", needed=needed, free=free, cached=cached, total=self.total, limit=self.limit)
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with a reference count of 1: free blocks first, then the least recently used cached ones."""
@@ -153,7 +141,7 @@ class BlockPool:
         if self.free_blocks:
             block = self.free_blocks.pop()
         else:
-            block, _ = self._cached_blocks.popitem(last=False)
+            block, _ = self.cached_blocks.popitem(last=False)
             self.remove_hash(block)
             self.evictions += 1
             _LOG.debug("evicted the cached block %d", block)
@@ -162,7 +150,7 @@ class BlockPool:
 
     def acquire(self, block: int) -> None:
         """Add a reference to a used or cached block."""
-        self._cached_blocks.pop(block, None)
+        self.cached_blocks.pop(block, None)
         self.ref_counts[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
@@ -179,14 +167,14 @@ class BlockPool:
                 if self._has_copy(block):
                     self.remove_hash(block)
                 if block in self.hash_of_block:
-                    self._cached_blocks[block] = None
+                    self.cached_blocks[block] = None
                 else:
                     self.free_blocks.append(block)
 
     def add_hash(self, block: int, prefix_hash: bytes) -> None:
         """Register a used block under its prefix hash. A cached block with the same content becomes free."""
         copy = self.lookup(prefix_hash)
-        if copy is not None and copy in self._cached_blocks:
+        if copy is not None and copy in self.cached_blocks:
             self._forget(copy)
         self._blocks_of_hash.setdefault(prefix_hash, {})[block] = None
         self.hash_of_block[block] = prefix_hash
@@ -207,13 +195,13 @@ class BlockPool:
 
     def forget_cached(self) -> None:
         """Free all cached blocks."""
-        for block in list(self._cached_blocks):
+        for block in list(self.cached_blocks):
             self._forget(block)
 
     def _forget(self, block: int) -> None:
         self.remove_hash(block)
-        if block in self._cached_blocks:
-            del self._cached_blocks[block]
+        if block in self.cached_blocks:
+            del self.cached_blocks[block]
             self.free_blocks.append(block)
 
     def _has_copy(self, block: int) -> bool:
@@ -226,7 +214,7 @@ class BlockPool:
         used = Counter(block for blocks in block_lists for block in blocks)
         if dict(used) != {block: n for block, n in enumerate(self.ref_counts) if n}:
             raise AssertionError(f"sequences reference {dict(used)}, reference counts are {self.ref_counts}")
-        free, cached = self.free_blocks, list(self._cached_blocks)
+        free, cached = self.free_blocks, list(self.cached_blocks)
         if sorted([*free, *cached, *used]) != list(range(self.total)):
             raise AssertionError(f"free {free}, cached {cached}, used {sorted(used)}: not every block exactly once")
         registered = {block: prefix_hash for prefix_hash, blocks in self._blocks_of_hash.items() for block in blocks}

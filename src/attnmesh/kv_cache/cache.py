@@ -132,11 +132,14 @@ class BlockCache:
         self.window = _widest_window(windows, layers, window_blocks, index_dim)
         """The tokens that layers with blocks of their own attend to; None if there are none."""
         self._layers, self._max_length = layers, max_length
-        self._heads, self._dim, self._value_dim = kv_heads, head_dim, value_dim
-        self._layout = BlockLayout(shard, block_size)
+        self._heads, self._dim, self.value_dim = kv_heads, head_dim, value_dim
+        self.layout = BlockLayout(shard, block_size)
+        """The blocks that positions lie in."""
         self._num_blocks = (num_blocks,) if self.window is None else (num_blocks, window_blocks)
         kinds = [0 if self.window is None or windows[layer] is None else 1 for layer in range(layers)]
-        self._tables = DeviceTables(len(self._num_blocks), max_sequences, self._layout.num_blocks(max_length), device)
+        self.num_windowed = sum(kinds)
+        """The number of layers that keep a window only."""
+        self._tables = DeviceTables(len(self._num_blocks), max_sequences, self.layout.num_blocks(max_length), device)
         self.block_tables, self.cur_pos = self._tables.block_tables, self._tables.cur_pos
         self.block_table = self.block_tables[0]
         device = self.cur_pos.device
@@ -150,6 +153,7 @@ class BlockCache:
         self._index_dim = index_dim
         self._index = None if index_dim is None else make_index_pools(shapes[0][:3], index_dim, storage, device)
         self._rows, self._kvdp_rank = range(max_sequences) if rows is None else rows, kvdp_rank
+        self.max_sequences = max_sequences
         self._lookups = self._hits = 0
         self._forget()
 
@@ -158,7 +162,7 @@ class BlockCache:
         pools = [BlockPool(blocks, limit) for blocks, limit in zip(self._num_blocks, limits, strict=False)]
         kinds = [LayerKind(i, pool, self.window if i else None) for i, pool in enumerate(pools)]
         self._pool = pools[0]
-        self._manager = BlockManager(kinds, self._tables, self._layout, self._rows, self._kvdp_rank)
+        self._manager = BlockManager(kinds, self._tables, self.layout, self._rows, self._kvdp_rank)
 
     def keys(self, layer: int) -> Stored:
         """The pool of a layer's keys, [num_blocks, block_size, kv_heads, head_dim]."""
@@ -183,7 +187,7 @@ class BlockCache:
         keys = self._keys[kind].layers[index]
         if self._values:
             return LayerPools(kind, keys, self._values[kind].layers[index])
-        return LayerPools(kind, keys, keys[..., : self._value_dim] if isinstance(keys, Tensor) else keys)
+        return LayerPools(kind, keys, keys[..., : self.value_dim] if isinstance(keys, Tensor) else keys)
 
     def index_keys(self, layer: int) -> Stored:
         """The pool of a layer's index keys, [num_blocks, block_size, 1, index_dim]."""
@@ -191,11 +195,6 @@ class BlockCache:
         if self._index is None:
             raise ValueError("a cache has index keys only if it was made with index_dim, got None")
         return self._index.layers[layer]
-
-    @property
-    def value_dim(self) -> int:
-        """The width of values."""
-        return self._value_dim
 
     @property
     def sequences(self) -> dict[int, Sequence]:
@@ -207,19 +206,9 @@ class BlockCache:
         return sequence.owner is self._manager.owner
 
     @property
-    def num_windowed(self) -> int:
-        """The number of layers that keep a window only."""
-        return sum(pools.kind for pools in self.pools)
-
-    @property
-    def max_sequences(self) -> int:
-        """The most sequences at a time."""
-        return len(self._rows)
-
-    @property
     def free_rows(self) -> int:
         """The number of sequences that can still be allocated."""
-        return self._manager.free_rows
+        return len(self._manager.free_rows)
 
     @property
     def stored_tensors(self) -> tuple[Tensor, ...]:
@@ -234,17 +223,12 @@ class BlockCache:
         index = [] if self._index is None or kind else [self._index]
         return [*self._keys[kind : kind + 1], *self._values[kind : kind + 1], *index]
 
-    @property
-    def layout(self) -> BlockLayout:
-        """The blocks that positions lie in."""
-        return self._layout
-
     def stats(self) -> CacheStats:
         """The number of free, used and cached blocks, prefix hits and evictions."""
-        pool = self._pool
+        pool, free, cached = self._pool, len(self._pool.free_blocks), len(self._pool.cached_blocks)
         return CacheStats(
-            total=pool.total, free=pool.num_free, used=pool.total - pool.num_free - pool.num_cached,
-            cached=pool.num_cached, lookups=self._lookups, hits=self._hits, evictions=pool.evictions,
+            total=pool.total, free=free, used=pool.total - free - cached, cached=cached, lookups=self._lookups,
+            hits=self._hits, evictions=pool.evictions,
         )  # fmt: skip
 
     def allocate(self, prompt: abc.Sequence[int] | int, *, cache_key: str = "") -> Sequence:
@@ -338,19 +322,22 @@ class BlockCache:
         """
         self._check_unwritten(new, layer)
         if not self._tables.is_meta:
-            check_tensor("k", k)
-            check_given("v", v, bool(self._values))
             check_given("index_k", index_k, self._index is not None)
-            check_new_kv(new.slots, self._heads, k=(k, self._dim), v=(v, self._value_dim))
             check_new_kv(new.slots, 1, index_k=(index_k, self._index_dim or 0))
-            slots = self.slots_of(new, layer)
-            if v is None:
-                write_rows(self.keys(layer), slots, k)
-            else:
-                write_tokens(self.keys(layer), self.values(layer), slots, k, v)
+            self.write_slots(layer, self.slots_of(new, layer), k, v)
             if index_k is not None:
                 write_rows(self.index_keys(layer), new.slots, index_k)
         self.mark_written(new, layer)
+
+    def write_slots(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
+        """Write k and v, as of `write`, to `slots` [n, T] of a layer; slots below 0 are skipped."""
+        check_tensor("k", k)
+        check_given("v", v, bool(self._values))
+        check_new_kv(slots, self._heads, k=(k, self._dim), v=(v, self.value_dim))
+        if v is None:
+            write_rows(self.pools[layer].keys, slots, k)
+        else:
+            write_tokens(self.pools[layer].keys, self.pools[layer].values, slots, k, v)
 
     def mark_written(self, new: NewTokens, layer: int | None = None) -> None:
         """Record that the slots of one layer, or of all unwritten layers, were filled by other means than `write`."""

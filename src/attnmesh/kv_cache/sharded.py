@@ -14,27 +14,12 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.call_log import CallLog, text_digest
-from attnmesh.core.validation import (
-    check_bool,
-    check_index,
-    check_positive,
-    check_tensor,
-    check_type,
-)
+from attnmesh.core.validation import check_bool, check_index, check_positive, check_type
 from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.block_pool import CacheFull, CacheStats
 from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.pools import fp8_scale, write_rows, write_tokens
-from attnmesh.kv_cache.sequence import (
-    NewTokens,
-    Sequence,
-    check_distinct,
-    check_given,
-    check_length,
-    check_live,
-    check_new_kv,
-    new_ids,
-)
+from attnmesh.kv_cache.pools import fp8_scale
+from attnmesh.kv_cache.sequence import NewTokens, Sequence, check_distinct, check_length, check_live, new_ids
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import Stored
 from attnmesh.plan.decode import DecodeSharding
@@ -104,20 +89,9 @@ class Step:
     skipped: dict[int, Sequence]  # layers in which a sequence lacks earlier tokens, and one such sequence
     tensors: StepTensors
 
-    @property
-    def positions(self) -> Tensor:
-        """The positions of the new tokens in the whole sequence."""
-        return self.tensors.positions
-
-    @property
-    def slots(self) -> Tensor:
-        """The slots that new tokens are written to on this rank."""
-        return self.tensors.slots
-
-    @property
-    def cur_pos(self) -> Tensor:
-        """The index of each row's last key on this rank."""
-        return self.tensors.cur_pos
+    def __post_init__(self) -> None:
+        tensors = self.tensors
+        self.positions, self.slots, self.cur_pos = tensors.positions, tensors.slots, tensors.cur_pos
 
     @property
     def unwritten_layers(self) -> set[int]:
@@ -180,7 +154,8 @@ class ShardedCache:
         windows: abc.Sequence[int | None] = (),
         window_blocks: int = 0,
     ) -> None:
-        _check_rank(sharding, rank)
+        check_type("sharding", sharding, DecodeSharding)
+        sharding.place(rank)  # raises
         check_positive(
             batch=batch, kv_heads=kv_heads, num_blocks=num_blocks, block_size=block_size, max_length=max_length,
             layers=layers, head_dim=head_dim, value_dim=head_dim if value_dim is None else value_dim,
@@ -214,7 +189,6 @@ class ShardedCache:
         self.local: BlockCache = self.by_kvdp_rank[kvdp_rank]
         """The cache of this rank's rows, which has its memory."""
         self._kvdp_rank, self.value_dim = kvdp_rank, self.local.value_dim
-        self._shape = (len(heads), head_dim, self.value_dim)
         self.rows = self._rows_of_rank[kvdp_rank]
         self.block_table = self.local.block_table[: len(self.rows)]
         lengths = torch.arange(max_length + 1, device=self.block_table.device)
@@ -338,13 +312,7 @@ class ShardedCache:
         those that other ranks store are skipped. Of latents there is no v.
         """
         self.check_step(step, layer)
-        check_given("v", v, not self.latent)
-        heads, dim, value_dim = self._shape
-        check_new_kv(step.slots, heads, k=(check_tensor("k", k), dim), v=(v, value_dim))
-        if v is None:
-            write_rows(self.keys(layer), step.slots, k)
-        else:
-            write_tokens(self.keys(layer), self.values(layer), step.slots, k, v)
+        self.local.write_slots(layer, step.slots, k, v)
         self._mark_written(step, layer)
 
     def mark_written(self, step: Step, layer: int | None = None) -> None:
@@ -434,11 +402,6 @@ class ShardedCache:
 
 def _no_row(total: int, limit: str) -> CacheFull:
     return CacheFull("sequences", needed=1, free=0, cached=0, total=total, limit=limit)
-
-
-def _check_rank(sharding: DecodeSharding, rank: int) -> None:
-    check_type("sharding", sharding, DecodeSharding)
-    sharding.place(rank)
 
 
 def _local_scale(

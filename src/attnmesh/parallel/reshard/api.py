@@ -163,7 +163,7 @@ def _share_room(comm: Comm, into: ShardedCache | None, ranks: tuple[int, ...], d
     """What is free in the cache that sequences are moved into, on every rank; None if there is no such cache."""
     room = None if into is None else room_of(into)
     own = None if into is None else (0, (text_digest(repr(room)) ^ into.log.digest) & _INT63, 0)
-    having = list(_share_headers(comm, "into", "its ranks", own, device))
+    having = list(_share_headers(comm, "into", "all its ranks", own, device))
     if not having:
         return None
     if having != sorted(ranks):
