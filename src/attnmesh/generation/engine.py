@@ -191,7 +191,8 @@ class Engine:
         for kind, each in enumerate(self._steps):
             each.advance(local.block_tables[kind, at], cur_pos)
         step = StepKV(self._steps, own_positions, self.shard)
-        decode = DecodePass(local, slots, self._heads, self._rows(sequences), step, latents=self._latents)
+        by_rank = () if self._heads.exchange is None else self._rows(sequences)
+        decode = DecodePass(local, slots, self._heads, by_rank, step, latents=self._latents)
         with self.exchange(self.comm), self._step_context:
             return self._forward_step(decode, tokens.view(-1, count), positions)
 

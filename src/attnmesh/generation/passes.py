@@ -345,7 +345,8 @@ class StepKV:
 class DecodePass(CachePass):
     """A decode step: the same few new tokens of some sequences on every rank that computes them.
 
-    `rows` is the number of sequences of each KVDP rank, those of rank 0 first; `step` has those that this rank stores.
+    `rows` is the number of sequences of each KVDP rank, those of rank 0 first, where ranks exchange heads for
+    sequences; `step` has those that this rank stores.
     Each rank attends over the positions that it stores, and merges the states of all ranks in the same order, so all
     ranks continue with the same bits.
     """
