@@ -169,7 +169,7 @@ def test_a_failure_on_the_way_leaves_the_cache_as_it_was(monkeypatch):
         join(source, target)
     target.check()
     assert [stats.used for stats in target.caches[0].stats()] == used
-    assert [part.find_prefix(list(range(50, 70))) for part in target.caches[0]._caches] == [0, 0]
+    assert [part.find_prefix(list(range(50, 70))) for part in target.caches[0].by_kvdp_rank] == [0, 0]
     monkeypatch.setattr(CacheTokens, "write", write)
     assert join(source, target)
 

@@ -162,22 +162,14 @@ def _check_into(into: object, cache: ShardedCache | PrefillKV | None, target: Ta
 def _share_room(comm: Comm, into: ShardedCache | None, ranks: tuple[int, ...], device: torch.device) -> Room | None:
     """What is free in the cache that sequences are moved into, on every rank; None if there is no such cache."""
     room = None if into is None else room_of(into)
-    digest = 0 if into is None else (text_digest(repr(room)) ^ into.log.digest) & _INT63
-    header = torch.tensor([into is not None, digest], dtype=torch.int64, device=device)
-    headers = [part.tolist() for part in comm.all_gather(header, [(2,)] * comm.world)]
-    having = [rank for rank in range(comm.world) if headers[rank][0]]
+    own = None if into is None else (0, (text_digest(repr(room)) ^ into.log.digest) & _INT63, 0)
+    having = list(_share_headers(comm, "into", "all its ranks", own, device))
     if not having:
         return None
     if having != sorted(ranks):
         raise ValueError(
             f"into must be given on all ranks of the sharding, {format_ranks(sorted(ranks))}, got it on "
             f"{format_ranks(having)}"
-        )
-    if len({headers[rank][1] for rank in having}) > 1:
-        texts = {rank: f"one of digest {headers[rank][1]:016x}" for rank in having}
-        raise ValueError(
-            "into must be the same, after the same operations, on all its ranks, got "
-            f"{alternatives(texts, comm.global_ranks)}"
         )
     text = broadcast_text(comm, None if room is None else room.to_text, having, device)
     return Room.from_text(text) if room is None else room
@@ -186,7 +178,7 @@ def _share_room(comm: Comm, into: ShardedCache | None, ranks: tuple[int, ...], d
 @contextmanager
 def _joining(into: ShardedCache, goal: Goal) -> Iterator[dict[int, CacheSequence]]:
     """New sequences, whose keys and values are written within it; without them after an error."""
-    joined = goal.contents.restore(into, goal.placed)
+    joined = goal.restore(into)
     try:
         yield joined
     except BaseException:
@@ -223,19 +215,11 @@ def source_of(cache: ShardedCache | PrefillKV) -> Source:
 
 def share_holders(comm: Comm, source: Source | None, device: torch.device) -> tuple[Holders, list[int]]:
     """What is moved, and the rank of `comm` that has each part, on every rank; all raise if parts do not fit."""
-    lacking = -1, 0, 0
-    own = lacking if source is None else (source.rank, source.digest, source.holders.ranks)
-    header = torch.tensor(own, dtype=torch.int64, device=device)
-    headers = [part.tolist() for part in comm.all_gather(header, [(3,)] * comm.world)]
-    having = [rank for rank in range(comm.world) if headers[rank][0] >= 0]
+    own = None if source is None else (source.rank, source.digest, source.holders.ranks)
+    headers = _share_headers(comm, "cache", "all ranks that hold it", own, device)
+    having = list(headers)
     if not having:
         raise ValueError(f"cache must be given on the ranks that hold it, got None on all {comm.world} ranks")
-    if len({tuple(headers[rank][1:]) for rank in having}) > 1:
-        texts = {rank: f"one of digest {headers[rank][1]:016x}" for rank in having}
-        raise ValueError(
-            "cache must be the same, after the same operations, on all ranks that hold it, got "
-            f"{alternatives(texts, comm.global_ranks)}"
-        )
     parts = {headers[rank][0]: rank for rank in having}
     expected = headers[having[0]][2]
     if len(parts) < len(having) or len(parts) < expected:
@@ -248,6 +232,22 @@ def share_holders(comm: Comm, source: Source | None, device: torch.device) -> tu
     text = broadcast_text(comm, None if source is None else source.holders.to_text, having, device)
     holders = Holders.from_text(text) if source is None else source.holders
     return holders, [parts[part] for part in range(expected)]
+
+
+def _share_headers(
+    comm: Comm, name: str, holders: str, own: tuple[int, int, int] | None, device: torch.device
+) -> dict[int, list[int]]:
+    """The part, digest and number of parts of what ranks hold, by rank; all raise if the last two differ."""
+    header = torch.tensor((-1, 0, 0) if own is None else own, dtype=torch.int64, device=device)
+    gathered = [part.tolist() for part in comm.all_gather(header, [(3,)] * comm.world)]
+    headers = {rank: numbers for rank, numbers in enumerate(gathered) if numbers[0] >= 0}
+    if len({tuple(numbers[1:]) for numbers in headers.values()}) > 1:
+        texts = {rank: f"one of digest {numbers[1]:016x}" for rank, numbers in headers.items()}
+        raise ValueError(
+            f"{name} must be the same, after the same operations, on {holders}, got "
+            f"{alternatives(texts, comm.global_ranks)}"
+        )
+    return headers
 
 
 def broadcast_text(comm: Comm, encode: Callable[[], bytes] | None, having: list[int], device: torch.device) -> bytes:
