@@ -12,7 +12,7 @@ from torch import Tensor
 from attnmesh.comm import Comm
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.requests import Request
-from attnmesh.generation.sampling import Sampling
+from attnmesh.generation.sampling import LogitBias, Sampling
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Submission:
 
     def submit(self, generator: Generator) -> Request:
         """Submit it. All ranks call this alike."""
-        processors = [_LogitBias(self.logit_bias)] if self.logit_bias else []
+        processors = [LogitBias.of(self.logit_bias)] if self.logit_bias else []
         return generator.submit(
             self.prompt, max_new_tokens=self.max_new_tokens, sampling=self.sampling, stop=self.stop,
             stop_strings=self.stop_strings, min_new_tokens=self.min_new_tokens, logprobs=self.logprobs,
@@ -90,15 +90,3 @@ def broadcast(comm: Comm, commands: Commands | None, device: torch.device) -> Co
 def _from_first(comm: Comm, x: Tensor, size: int = 1) -> Tensor:
     shapes = [(size if rank == 0 else 0,) for rank in range(comm.world)]
     return comm.all_gather(x if comm.rank == 0 else x.new_empty(0), shapes)[0]
-
-
-class _LogitBias:
-    """A logits processor that adds numbers to some logits."""
-
-    def __init__(self, bias: dict[int, float]) -> None:
-        self._tokens, self._numbers = list(map(int, bias)), list(bias.values())  # JSON has strings as names
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        tokens = torch.tensor(self._tokens, dtype=torch.int64, device=scores.device)
-        numbers = torch.tensor(self._numbers, dtype=scores.dtype, device=scores.device)
-        return scores.index_add(1, tokens, numbers[None])
