@@ -168,10 +168,8 @@ class Scheduler:
         """Preempt requests of a group, the latest first, until the others can grow by a token."""
         cache, running, plan = self.caches[group], self.running[group], step.groups[group]
         while True:
-            going_on = [request for request in running if not request.held]
-            plan.decoded = [
-                (request, each) for request in going_on for each in request.sequences if _pending(each) == 1
-            ]
+            active = [request for request in running if not request.held]
+            plan.decoded = [(request, each) for request in active for each in request.sequences if _pending(each) == 1]
             try:
                 if plan.decoded:
                     cache.check_append([each for _, each in plan.decoded], 1)

@@ -42,15 +42,19 @@ class Submission:
 
 @dataclass
 class Commands:
-    """Requests to submit and tickets of requests to cancel, in this order; `stop` ends the loop of all ranks."""
+    """Requests to submit, tickets of those to move and to cancel, in this order; `stop` ends the loop of all ranks."""
 
     submissions: list[Submission] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)  # from prefill ranks to decode ranks
     cancelled: list[int] = field(default_factory=list)
     stop: bool = False
 
+    def __bool__(self) -> bool:
+        return bool(self.submissions or self.moved or self.cancelled or self.stop)
+
     def encode(self) -> bytes:
         """As JSON; empty without commands. Samples of a prompt differ in two fields only: the others are there once."""
-        if not (self.submissions or self.cancelled or self.stop):
+        if not self:
             return b""
         groups: list[tuple[Submission, list[tuple[int, int]]]] = []
         for each in self.submissions:
@@ -58,7 +62,7 @@ class Commands:
                 groups.append((each, []))
             groups[-1][1].append((each.ticket, each.sample))
         submissions = [{**asdict(first), "samples": samples} for first, samples in groups]
-        return json.dumps({"submissions": submissions, "cancelled": self.cancelled, "stop": self.stop}).encode()
+        return json.dumps({**vars(self), "submissions": submissions}).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Commands:
