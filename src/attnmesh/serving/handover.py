@@ -133,6 +133,7 @@ class PrefillLoop(ServingLoop):
         super().__init__(generator, queue, should_stop=should_stop, grace=grace)
         self._all_ranks, self._channel = all_ranks, channel
         self._offered: list[tuple[int, int]] = []  # what the decode side was told last
+        self._computed = self._total = 0  # passes of the latest step, and of all before
         self._lost: Exception | None = None  # why the channel has ended
 
     def run(self) -> None:
@@ -162,7 +163,7 @@ class PrefillLoop(ServingLoop):
 
     @property
     def _is_busy(self) -> bool:
-        return any(not request.held for request in self._requests.values())
+        return self._computed > 0  # or those that are held leave no room for others, until one moves or ends
 
     def _next_commands(self) -> Commands:
         if self._lost is not None:
@@ -172,7 +173,8 @@ class PrefillLoop(ServingLoop):
         there = [ticket for ticket in commands.cancelled if ticket not in self._requests]
         if there:  # or they have ended
             self._channel.send(cancelled=there)
-        commands.moved = [t for t in commands.moved if t in self._requests and t not in commands.cancelled]
+        moved = dict.fromkeys(commands.moved)  # room was found twice for those of two offers
+        commands.moved = [t for t in moved if t in self._requests and t not in commands.cancelled]
         return commands
 
     def _move(self, tickets: Sequence[int]) -> None:
@@ -188,6 +190,8 @@ class PrefillLoop(ServingLoop):
 
     def _report(self, tokens: Sequence[Token]) -> None:
         super()._report(tokens)
+        total = self._generator.stats.prefill_tokens + self._generator.stats.decode_steps
+        self._computed, self._total = total - self._total, total
         for request in self._requests.values():
             request.held = request.held or bool(request.tokens)
         offered = [(ticket, len(request.known)) for ticket, request in self._requests.items() if request.held]
@@ -214,17 +218,16 @@ class DecodeLoop(ServingLoop):
         assert channel is not None
         commands = Commands()
         while True:
-            is_busy = self._is_busy
-            wait = 0.0 if is_busy or commands else POLL
-            while channel.poll(wait):
-                message, wait = channel.receive(), 0.0
+            while channel.poll(0.0):
+                message = channel.receive()
                 self._offered = message.get("offered", self._offered)
                 commands.moved += message.get("moved", [])
                 commands.cancelled += message.get("cancelled", [])
                 commands.stop = commands.stop or message.get("stop", False)
             self._offer_room()
-            if is_busy or commands or time.monotonic() >= until:
+            if self._is_busy or commands or time.monotonic() >= until:
                 return commands
+            channel.poll(POLL)
 
     def _offer_room(self) -> None:
         """Tell the prefill side which requests there is room for; those that were preempted come first."""
