@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
 from attnmesh.comm import Comm, CommError, Pending
@@ -73,22 +72,34 @@ class _Expected(Pending):
 
 
 def run_threads(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
-    """Run `fn(comm, *args)` on as many threads and return the results in rank order; raises the first error."""
+    """Run `fn(comm, *args)` on as many threads and return the results in rank order; raises the first error.
+
+    After an error or the timeout, threads that do not use their comm are left to themselves.
+    """
     shared = _World()
+    results: dict[int, Any] = {}
+    errors: list[BaseException] = []
 
-    def rank(comm: ThreadComm) -> Any:
+    def rank(comm: ThreadComm) -> None:
+        error, result = None, None
         try:
-            return fn(comm, *args)
-        except BaseException:
-            with shared.changed:
+            result = fn(comm, *args)
+        except BaseException as raised:
+            error = raised
+        with shared.changed:
+            if error is None:
+                results[comm.rank] = result
+            else:
+                errors.append(error)
                 shared.failed = True
-                shared.changed.notify_all()
-            raise
+            shared.changed.notify_all()
 
-    with ThreadPoolExecutor(world) as pool:
-        ranks = [pool.submit(rank, ThreadComm(shared, number, world, timeout)) for number in range(world)]
-        done, _ = wait(ranks, timeout, FIRST_EXCEPTION)
-        errors = [error for each in done if (error := each.exception()) is not None]
-        if errors:
-            raise next((error for error in errors if not isinstance(error, CommError)), errors[0])
-        return [each.result(0) for each in ranks]
+    for number in range(world):
+        comm = ThreadComm(shared, number, world, timeout)
+        threading.Thread(target=rank, args=(comm,), name=f"rank {number}", daemon=True).start()
+    with shared.changed:
+        shared.changed.wait_for(lambda: errors or len(results) == world, timeout)
+    if errors:
+        raise errors[0]
+    assert len(results) == world, f"only ranks {sorted(results)} have ended after {timeout} s"
+    return [results[number] for number in range(world)]

@@ -22,7 +22,6 @@ from attnmesh.comm import Comm, CommError, SoloComm, comm_from
 from attnmesh.generation.agreement import check_same_weights
 from attnmesh.generation.generator import Generator
 from attnmesh.integrations.loading import load_model
-from attnmesh.kv_cache.contents import check_movable
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.serving.app import AppSettings, Service, create_app
 from attnmesh.serving.connections import ConnectionLimits, LimitedProtocol, RequestGate, WaitingConnections
@@ -104,7 +103,6 @@ def serve(comm: Comm, *, settings: ServerSettings, shared_model: tuple[Any, Any]
     )  # fmt: skip
     channel = None
     if settings.prefill_ranks:
-        check_movable("to be moved from --prefill-ranks, the KV cache", generator.engine.cache)
         check_same_weights(comm, model, generator.engine.device)
         channel = connect(comm, settings.prefill_ranks, generator.engine.device)
     comm.barrier()
