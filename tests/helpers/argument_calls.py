@@ -412,7 +412,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "reshard": [
         lambda: {"cache": _stored_cache(), "to": SHARDING, "comm": SoloComm(), "ranks": [0], "num_blocks": 8,
                  "block_size": 4, "max_length": 16, "device": "cpu", "message_bytes": 4096},
-        lambda: {"cache": _stored_cache(), "to": SHARDING, "comm": SoloComm(), "into": _stored_cache()},
+        lambda: {"cache": _stored_cache(), "to": SHARDING, "comm": SoloComm(), "into": _stored_cache(), "rows": [0]},
     ],
     "save_cache": [lambda: {"cache": _stored_cache(), "folder": Path(tempfile.mkdtemp()), "comm": SoloComm()}],
     "load_cache": [
@@ -499,7 +499,8 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "shard_model": [lambda: {"model": model(), "sharding": am.DecodeSharding(), "comm": None}],
     "Generator": [_generator],
     "move_requests": [
-        lambda: {"source": am.Generator(**_generator()), "target": am.Generator(**_generator()), "comm": SoloComm()},
+        lambda: {"source": am.Generator(**_generator()), "target": am.Generator(**_generator()), "comm": SoloComm(),
+                 "requests": []},
     ],
     "save_requests": [lambda: {"generator": am.Generator(**_generator()), "folder": Path(tempfile.mkdtemp())}],
     "load_requests": [lambda: {"generator": am.Generator(**_generator()), "folder": _requests_folder()}],

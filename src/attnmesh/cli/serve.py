@@ -215,8 +215,10 @@ def serve_command(
         shared = load_model(folder, device=device.value, dtype=dtype.dtype) if is_shared else None
         _on_signals(settings)
         how = f" {sharding_note(divided, why)}" if shard_weights else ""
+        sides_note = "" if prefill_ranks is None else f" ({prefill_ranks} prefill, {decode_ranks} decode)"
         output.console(stderr=True).print(
-            f"Loading {settings.app.model_name} on {counted(world, 'rank')}, {device.value}.{how}", soft_wrap=True
+            f"Loading {settings.app.model_name} on {counted(world, 'rank')}{sides_note}, {device.value}.{how}",
+            soft_wrap=True,
         )
         launch.run(
             serve, ranks, device=device.value, virtual=virtual, share_gpu=share_gpu, timeout=timeout,
