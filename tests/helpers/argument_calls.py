@@ -696,7 +696,7 @@ NOT_FUZZED = {
     "BlockCache.reusable": "called by Scheduler with its own numbers",
     "BlockCache.has": "called by ShardedCache with what it was given",
     **dict.fromkeys(
-        (f"Generator.{name}" for name in ("requests_from", "adopt")),
+        (f"Generator.{name}" for name in ("states", "requests_from", "adopt", "end_moved")),
         "called by move_requests, save_requests and load_requests",
     ),
     "BlockCache.kind_of": "called by passes with their own layers",
