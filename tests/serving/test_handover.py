@@ -99,9 +99,14 @@ OUTGROWING = [Submission(0, random_ids(20, seed), 60, SAMPLED, stop=[]) for seed
 ASKED = {all_at_once: REQUESTS, with_cancelled: REQUESTS[:3], two_that_outgrow_the_cache: OUTGROWING}
 
 
+def leaves_one(queue):
+    """Go while an answer is computed."""
+    return Call(queue, Submission(0, random_ids(8, 7), 100, Sampling(), stop=[])).read(3)
+
+
 def both_sides(comm, prefill_ranks, sharding, client, options, kind="llama"):
     """A service on these ranks, as `serve` makes it; what its client found, and what each rank has done."""
-    prefills = comm.rank < prefill_ranks
+    prefills, grace = comm.rank < prefill_ranks, options.get("grace", 30)
     if isinstance(comm, ThreadComm):
         members = list(range(prefill_ranks) if prefills else range(prefill_ranks, comm.world))
         own = SoloComm() if len(members) == 1 else IndependentSubComm(comm, members)
@@ -110,7 +115,7 @@ def both_sides(comm, prefill_ranks, sharding, client, options, kind="llama"):
     generator = Generator(
         copy.deepcopy(attnmesh_model(kind)), tiny_tokenizer(), own, step_tokens=STEP,
         sharding=DecodeSharding(cp=prefill_ranks) if prefills else sharding,
-        **{"cache_tokens": CACHE, "max_sequences": 2, **options},
+        cache_tokens=CACHE, max_sequences=options.get("max_sequences", 2),
     )  # fmt: skip
     channel = connect(comm, prefill_ranks, generator.engine.device)
     if not prefills:
@@ -128,7 +133,7 @@ def both_sides(comm, prefill_ranks, sharding, client, options, kind="llama"):
 
     if comm.rank == 0:
         threading.Thread(target=ask, daemon=True).start()
-    how = {"should_stop": done.is_set, "grace": 30, "all_ranks": comm, "channel": channel}
+    how = {"should_stop": done.is_set, "grace": grace, "all_ranks": comm, "channel": channel}
     PrefillLoop(generator, queue if comm.rank == 0 else None, **how).run()
     check_blocks(generator)
     return (found or [None])[0], generator.stats
@@ -173,6 +178,14 @@ def test_requests_that_are_preempted_are_computed_again_on_the_decode_ranks(monk
 def test_layers_with_windows(monkeypatch):
     """A server has blocks for all tokens in every layer, so that they move."""
     check_threads(monkeypatch, 2, DecodeSharding(cp=2), all_at_once, "mistral")
+
+
+def test_the_end_does_not_wait_for_answers_longer_than_the_grace(monkeypatch):
+    use_small_blocks(monkeypatch)
+    attnmesh_model("llama")
+    (_, prefill), (_, decode) = run_threads(2, both_sides, 1, DecodeSharding(), leaves_one, {"grace": 0})
+    assert prefill.generated_tokens == 1
+    assert 2 <= decode.generated_tokens < 99
 
 
 def test_requests_that_find_no_room_after_all_come_again(monkeypatch):

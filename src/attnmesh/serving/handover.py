@@ -138,12 +138,14 @@ class PrefillLoop(ServingLoop):
 
     def run(self) -> None:
         """Run until the end; all prefill ranks call it."""
+        # Tokens do not wait for the end of a step, which may compute a long prompt.
+        receiving = threading.Thread(target=self._receive, name="decode ranks", daemon=True)
         if self._channel is not None:
-            # Tokens do not wait for the end of a step, which may compute a long prompt.
-            threading.Thread(target=self._receive, name="decode ranks", daemon=True).start()
+            receiving.start()
         super().run()
         if self._channel is not None:
             self._channel.send(stop=True)
+            receiving.join(self._all_ranks.timeout)  # the decode side sends until it has read this
 
     def _receive(self) -> None:
         """Pass on what the decode side sends."""
@@ -212,6 +214,12 @@ class DecodeLoop(ServingLoop):
         self._all_ranks, self._channel = all_ranks, channel
         self._offered: list[tuple[int, int]] = []  # requests that wait on the prefill side, and their lengths
         self._news: list[Any] = []  # of the latest step
+
+    def run(self) -> None:
+        """Run until the end; all decode ranks call it."""
+        super().run()
+        if self._channel is not None:
+            self._channel.close()
 
     def _next_commands(self) -> Commands:
         channel, until = self._channel, time.monotonic() + self._max_idle

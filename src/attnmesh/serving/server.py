@@ -185,7 +185,8 @@ class HttpServer:
 
 def _log_to_stderr() -> None:
     """Write the server's log to stderr, unless the log of this process goes somewhere already."""
-    if not _log.hasHandlers():
+    above = (_log, logging.getLogger("attnmesh"), logging.root)
+    if all(isinstance(handler, logging.NullHandler) for each in above for handler in each.handlers):
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         _log.addHandler(handler)
