@@ -130,7 +130,12 @@ class PrefillLoop(ServingLoop):
         all_ranks: Comm,
         channel: Channel | None,
     ) -> None:
-        super().__init__(generator, queue, should_stop=should_stop, grace=grace)
+        def should_end() -> bool:
+            if self._lost is not None:
+                raise CommError(f"the decode ranks have ended: {self._lost}")
+            return should_stop()
+
+        super().__init__(generator, queue, should_stop=should_end, grace=grace)
         self._all_ranks, self._channel = all_ranks, channel
         self._offered: list[tuple[int, int]] = []  # what the decode side was told last
         self._computed = self._total = 0  # passes of the latest step, and of all before
@@ -168,8 +173,6 @@ class PrefillLoop(ServingLoop):
         return self._computed > 0  # or those that are held leave no room for others, until one moves or ends
 
     def _next_commands(self) -> Commands:
-        if self._lost is not None:
-            raise CommError(f"the decode ranks have ended: {self._lost}")
         assert self._channel is not None
         commands = super()._next_commands()
         there = [ticket for ticket in commands.cancelled if ticket not in self._requests]
