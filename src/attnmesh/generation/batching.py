@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -101,10 +101,10 @@ class ContinuousBatch:
         with self._change():
             pass
 
-    def restart_searches(self) -> None:
-        """Let beam searches in progress begin again: of them nothing is known but the prompt."""
+    def restart_searches(self, requests: Iterable[Request]) -> None:
+        """Let beam searches among these begin again: of them nothing is known but the prompt."""
         with self._change(), self._ledger():
-            for request in self.requests:
+            for request in requests:
                 if request.options.num_beams > 1 and request.sequences:
                     self.scheduler.remove(request)
                     self.scheduler.add(request)

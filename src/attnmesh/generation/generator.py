@@ -384,16 +384,21 @@ class Generator:
 
     # Requests that go on elsewhere: see `moving`.
 
-    def states(self) -> list[dict[str, Any]]:
-        """All requests in progress, as JSON, each with the `row` of its sequence in the cache, or -1.
+    def states(self, requests: Sequence[Request] | None = None) -> list[dict[str, Any]]:
+        """Requests in progress, by default all, as JSON, each with the `row` of its sequence in the cache, or -1.
 
         Beam searches begin again: their sequences are freed. Raises ValueError if a request cannot be moved.
         """
         self._check_in_step()
         self._batch.settle()
-        states = [request.to_json() for request in self._batch.requests]
-        self._batch.restart_searches()
-        rows = [each.sequences[0].row if each.sequences else -1 for each in self._batch.requests]
+        chosen = self._batch.requests if requests is None else list(requests)
+        for each in chosen:
+            self._check_request(each)
+            if each.finished or chosen.count(each) > 1:
+                raise ValueError(f"requests must be in progress, each once, got {shown(requests)}")
+        states = [request.to_json() for request in chosen]
+        self._batch.restart_searches(chosen)
+        rows = [each.sequences[0].row if each.sequences else -1 for each in chosen]
         return [{**state, "row": row} for state, row in zip(states, rows, strict=True)]
 
     @property
@@ -427,9 +432,9 @@ class Generator:
             else:
                 self._batch.adopt(request, sequence)
 
-    def end_moved(self) -> None:
-        """End all requests, which go on elsewhere."""
-        for request in list(self._batch.requests):
+    def end_moved(self, requests: Sequence[Request] | None = None) -> None:
+        """End requests, by default all, which go on elsewhere."""
+        for request in list(self._batch.requests if requests is None else requests):
             self._batch.cancel(request, "moved")
 
     def _check_request(self, request: Request) -> None:

@@ -18,6 +18,7 @@ from attnmesh.generation.sampling import (
     INVALID_TOKEN,
     MAX_ROWS,
     InvalidLogits,
+    LogitBias,
     PromptLookup,
     Sampling,
     TextStream,
@@ -143,6 +144,7 @@ class Request:
     error: Exception | None = None
     processor_error: Exception | None = None  # on ranks where a logits processor raised it
     cached: int = 0  # prompt tokens that were in the cache when it began
+    held: bool = False  # whether it keeps its place and computes no more tokens, until it moves
     group: int = 0  # of ranks that compute it
     sequences: list[CacheSequence] = field(default_factory=list)  # of each beam, or one; none while it waits
     search: BeamSearch | None = None  # once its prompt is computed, if it has beams
@@ -254,21 +256,28 @@ class Request:
     def to_json(self) -> dict[str, Any]:
         """What another generator needs to go on. Raises ValueError with functions of the caller, which stay here."""
         options = self.options
-        if options.logits_processors:
+        if not all(isinstance(each, LogitBias) for each in options.logits_processors):
             raise ValueError(f"{self.name} must have no logits_processors to be moved, got {shown(self.options)}")
-        fields_of = {**asdict(options), "stop": sorted(options.stop), "sampling": asdict(options.sampling)}
+        fields_of = {**asdict(options), "stop": sorted(options.stop)}
         tokens = [
             [each.id, *([] if each.logprob is None else [each.logprob, *zip(*each.top_logprobs, strict=True)])]
             for each in self.tokens
         ]  # fmt: skip
-        return {"prompt": list(self.prompt), "options": fields_of, "tokens": tokens}
+        return {"prompt": list(self.prompt), "options": fields_of, "tokens": tokens, "cached": self.cached}
 
     @classmethod
     def from_json(cls, value: Any, number: int, model: Any, tokenizer: Any, owner: object) -> Request:
         """A request that goes on where another one was; raises ValueError if `model` or `tokenizer` cannot."""
         given = value["options"]
-        options = RequestOptions(**{**given, "sampling": Sampling(**given["sampling"])}).checked(model, tokenizer)
+        given = {
+            **given, "sampling": Sampling(**given["sampling"]),
+            "logits_processors": [
+                LogitBias(tuple(each["tokens"]), tuple(each["numbers"])) for each in given["logits_processors"]
+            ],
+        }  # fmt: skip
+        options = RequestOptions(**given).checked(model, tokenizer)
         request = cls(number, list(token_ids("prompt", value["prompt"])), options, tokenizer, owner)
+        request.cached = value["cached"]
         for token, *scores in value["tokens"]:
             request.add([token, *scores[:1], *(number for each in scores[1:] for number in each)])
         return request

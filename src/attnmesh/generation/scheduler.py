@@ -168,7 +168,8 @@ class Scheduler:
         """Preempt requests of a group, the latest first, until the others can grow by a token."""
         cache, running, plan = self.caches[group], self.running[group], step.groups[group]
         while True:
-            plan.decoded = [(request, each) for request in running for each in request.sequences if _pending(each) == 1]
+            active = [request for request in running if not request.held]
+            plan.decoded = [(request, each) for request in active for each in request.sequences if _pending(each) == 1]
             try:
                 if plan.decoded:
                     cache.check_extend([each for _, each in plan.decoded], 1)

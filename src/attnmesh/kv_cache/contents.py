@@ -8,7 +8,7 @@ Sequences with common blocks (prefixes, forks) are a tree: the first `common` po
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -228,13 +228,13 @@ def check_movable(name: str, cache: ShardedCache) -> None:
         )
 
 
-def contents_of(cache: ShardedCache) -> CacheContents:
-    """The contents of a cache, the same on all its ranks. Raises ValueError if a sequence has unwritten tokens."""
+def contents_of(cache: ShardedCache, rows: Collection[int] | None = None) -> CacheContents:
+    """The contents of a cache, or of some rows, the same on all its ranks. Raises ValueError for unwritten tokens."""
     check_movable("cache", cache)
     layout = cache.local.layout
     first_row: dict[tuple[int, int], int] = {}  # of those that refer to a block, by KVDP rank and block
     sequences: list[SequenceContents] = []
-    live = cache.sequences
+    live = {row: one for row, one in cache.sequences.items() if rows is None or row in rows}
     for row, one in live.items():
         if one.pending:
             raise ValueError(

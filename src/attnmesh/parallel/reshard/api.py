@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.call_log import alternatives, format_ranks, text_digest
-from attnmesh.core.validation import check_type
+from attnmesh.core.validation import check_index, check_list, check_type, shown
 from attnmesh.kv_cache.contents import check_movable
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
@@ -49,14 +49,15 @@ Group = Comm | ProcessGroup | DeviceMesh
 @overload
 def reshard(
     cache: ShardedCache | PrefillKV | None, to: DecodeSharding, comm: Group | None = ..., *,
-    ranks: Sequence[int] | None = ..., into: None = ..., num_blocks: int | None = ..., block_size: int | None = ...,
-    max_length: int | None = ..., device: torch.device | str | None = ..., message_bytes: int = ...,
+    ranks: Sequence[int] | None = ..., rows: Sequence[int] | None = ..., into: None = ...,
+    num_blocks: int | None = ..., block_size: int | None = ..., max_length: int | None = ...,
+    device: torch.device | str | None = ..., message_bytes: int = ...,
 ) -> ShardedCache | None: ...  # fmt: skip
 @overload
 def reshard(
     cache: ShardedCache | PrefillKV | None, to: DecodeSharding, comm: Group | None = ..., *,
-    ranks: Sequence[int] | None = ..., into: ShardedCache, num_blocks: None = ..., block_size: None = ...,
-    max_length: None = ..., device: torch.device | str | None = ..., message_bytes: int = ...,
+    ranks: Sequence[int] | None = ..., rows: Sequence[int] | None = ..., into: ShardedCache, num_blocks: None = ...,
+    block_size: None = ..., max_length: None = ..., device: torch.device | str | None = ..., message_bytes: int = ...,
 ) -> dict[int, CacheSequence]: ...  # fmt: skip
 def reshard(
     cache: ShardedCache | PrefillKV | None,
@@ -64,6 +65,7 @@ def reshard(
     comm: Group | None = None,
     *,
     ranks: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
     into: ShardedCache | None = None,
     num_blocks: int | None = None,
     block_size: int | None = None,
@@ -75,7 +77,8 @@ def reshard(
 
     All ranks of `comm` must call it, also those without a part of the cache, which pass None. Rank i of `to` is rank
     `ranks[i]` of `comm`, by default i. Prefixes and forks keep sharing blocks within a KVDP rank, and full blocks with
-    known token ids serve later prompts. Cached blocks that no sequence refers to are left behind.
+    known token ids serve later prompts. Cached blocks that no sequence refers to are left behind. Where the ranks of a
+    `ShardedCache` pass `rows`, only the sequences in these rows are moved.
 
     Keys and values keep their storage type and every bit. A rank receives only what it lacks. `cache` does not change,
     and both caches exist until the caller drops it. Besides them a rank needs `2 * message_bytes`, and indices.
@@ -103,7 +106,9 @@ def reshard(
         target = Target(to, target_ranks(ranks, to, comm.world), num_blocks, block_size, max_length, message_bytes)
         if into is not None:
             _check_into(into, cache, target, comm.rank)
-        source = None if cache is None else source_of(cache)
+        if rows is not None and not isinstance(cache, ShardedCache):
+            raise ValueError(f"rows must be None without a ShardedCache that they are of, got {shown(rows)}")
+        source = None if cache is None else source_of(cache, rows)
         devices = [source.tokens.device] if source is not None else []
         devices += [into.block_table.device] if into is not None else []
         if len(set(devices)) > 1:
@@ -202,12 +207,17 @@ class Source:
     tokens: Reader
 
 
-def source_of(cache: ShardedCache | PrefillKV) -> Source:
-    """This rank's part; raises ValueError if a sequence has unwritten tokens."""
+def source_of(cache: ShardedCache | PrefillKV, rows: Sequence[int] | None = None) -> Source:
+    """This rank's part, or some rows of it; raises ValueError if a sequence has unwritten tokens."""
     if isinstance(cache, PrefillKV):
         holders, state = prefill_holders(cache), hash(tuple(one.ids for one in cache.contents().sequences))
     else:
-        holders, state = cache_holders(cache), cache.log.digest
+        chosen = None
+        if rows is not None:
+            chosen = sorted({check_index("rows", row, cache.batch) for row in check_list("rows", rows, "rows")})
+            if not set(chosen) <= set(cache.sequences):
+                raise ValueError(f"rows must be among those of sequences, {sorted(cache.sequences)}, got {shown(rows)}")
+        holders, state = cache_holders(cache, chosen), cache.log.digest ^ text_digest(f"rows {chosen}")
     sizes = replace(holders, contents=replace(holders.contents, sequences=()))
     digest = (text_digest(repr(sizes)) ^ state) & _INT63
     return Source(cache.rank, digest, holders, cache if isinstance(cache, PrefillKV) else CacheTokens(cache))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass, replace
 
 import torch
@@ -67,11 +67,11 @@ class Holders:
         return cls(contents, given["block_size"], given["capacity"], tuple(given["sharding"]), positions)
 
 
-def cache_holders(cache: ShardedCache) -> Holders:
-    """The contents of a cache and the ranks of its sharding."""
+def cache_holders(cache: ShardedCache, rows: Collection[int] | None = None) -> Holders:
+    """The contents of a cache, or of some of its rows, and the ranks of its sharding."""
     sharding = cache.sharding
     capacity = cache.num_blocks * cache.block_size * sharding.kvdp * sharding.cp
-    return Holders(contents_of(cache), cache.block_size, capacity, astuple(sharding))
+    return Holders(contents_of(cache, rows), cache.block_size, capacity, astuple(sharding))
 
 
 def prefill_holders(prefill: PrefillKV) -> Holders:

@@ -6,6 +6,7 @@ Pure functions of their arguments: all ranks compute the same, and raise the sam
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from attnmesh.kv_cache.block_pool import CacheFull
@@ -76,6 +77,23 @@ class Room:
             blocks[best.kvdp_rank] -= best.new_blocks
             placed.append(best)
         return Goal(contents, sharding, self.num_blocks, self.block_size, placed)
+
+    def num_fitting(self, lengths: Sequence[int]) -> int:
+        """How many sequences of these lengths, the first ones, there is room for, with a block more for each.
+
+        They are placed as `goal` places sequences that share nothing.
+        """
+        sharding = DecodeSharding(*self.sharding)
+        layout = layout_of(sharding, self.block_size)
+        rows = list(map(len, self.free_rows))
+        blocks = [sum(both) for both in zip(self.free_blocks, self.cached_blocks, strict=True)]
+        for fitting, length in enumerate(lengths):
+            needed = min(layout.num_blocks(length) + 1, self.num_blocks)  # an empty cache takes any
+            peer = max(range(sharding.kvdp), key=lambda each: (rows[each] > 0, blocks[each]))
+            if not rows[peer] or blocks[peer] < needed:
+                return fitting
+            rows[peer], blocks[peer] = rows[peer] - 1, blocks[peer] - needed
+        return len(lengths)
 
     def _check_sizes(self, contents: CacheContents) -> None:
         for name in _SAME:
