@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -271,11 +271,17 @@ class PagedStep:
     """`paged_decode_attention` for the layers of one step: they share a block table and positions, checked once.
 
     Neither may change between the calls. A layer whose shapes or options differ from those before is checked again.
+    `advance` goes on to another step, whose layers are not checked again.
     """
 
     def __init__(self, block_table: Tensor, cur_pos: Tensor) -> None:
+        self._checked: Recent[PreparedCall] = Recent()  # on the host; those on a GPU are in `_prepared`
+        self.advance(block_table, cur_pos)
+
+    def advance(self, block_table: Tensor, cur_pos: Tensor) -> None:
+        """Go on to a step with a valid table and valid positions, as a cache has them, of the same dtype and device."""
         self.block_table, self.cur_pos = block_table, cur_pos
-        self._checked: dict[object, tuple[PreparedCall, dict[Any, Any]]] = {}
+        self._memos: dict[object, tuple[KeyRange | None, dict[Any, Any]]] = {}  # what backends derive from both
 
     def __call__(
         self, q: Tensor, k_pool: Stored, v_pool: Stored, *, scale: float | None, window: int | None = None,
@@ -287,25 +293,31 @@ class PagedStep:
         A `partial` state is one to be merged with others: out is not rounded. Otherwise only out is defined.
         """
         given = q, k_pool, v_pool, self.block_table, self.cur_pos, mask, None, key_range, sinks
-        options = (_LOG.isEnabledFor(logging.INFO), scale, window, softcap, partial, backend)
-        key = signature_of(*given, into, options)
-        within = key, id(mask), id(key_range)  # what a backend derives from them is derived once
-        if within not in self._checked or key is None:
-            known = None if key is None or q.device.type == "cpu" else _find(key)
-            if known is None:
-                call = build_call(
-                    q, k_pool, v_pool, self.block_table, cur_pos=self.cur_pos, mask=mask, tree=None, scale=scale,
-                    window=window, sinks=sinks, share_cache=False, max_splits=None, split_size=None,
-                    key_range=key_range, softcap=softcap,
-                )  # fmt: skip
-                call = replace(call, rounded=not partial) if into is None else check_into(into, call, None)
-                known = PreparedCall(call, choose(call, backend))
-                if q.device.type == "cpu":
-                    check_positions(call)
-                if key is not None:
-                    _prepared.add(key, known)
-            self._checked[within] = known, {}
-        known, memo = self._checked[within]
+        key: Hashable
+        if q.is_cuda:
+            options = (_LOG.isEnabledFor(logging.INFO), scale, window, softcap, partial, backend)
+            key = signature_of(*given, into, options)
+        else:  # no launch is repeated, and what else a backend does not depend on strides
+            key = (
+                q.shape, q.dtype, k_pool.shape, v_pool.shape, type(k_pool), scale, window, softcap, backend,
+                sinks is None, id(mask), key_range is None, partial, self.block_table.shape[1],
+                None if into is None else (into.out.dtype, into.out.shape),
+            )  # fmt: skip
+        prepared = _prepared if q.is_cuda else self._checked
+        known = prepared.get(key)
+        if known is None:
+            call = build_call(
+                q, k_pool, v_pool, self.block_table, cur_pos=self.cur_pos, mask=mask, tree=None, scale=scale,
+                window=window, sinks=sinks, share_cache=False, max_splits=None, split_size=None, key_range=key_range,
+                softcap=softcap,
+            )  # fmt: skip
+            call = replace(call, rounded=not partial) if into is None else check_into(into, call, None)
+            known = PreparedCall(call, choose(call, backend), repeats=q.is_cuda)
+            if q.device.type == "cpu":
+                check_positions(call)
+            if key is not None:
+                prepared.add(key, known)
+        _, memo = self._memos.setdefault((key, id(key_range)), (key_range, {}))
         return known.run(known.call(*given, memo=memo), into)
 
 

@@ -136,13 +136,16 @@ class Backend(Protocol):
 
 
 class PreparedCall:
-    """What is known of a call by its signature: its options, and the backend that runs it. Keeps no tensors."""
+    """What is known of a call by its signature: its options, and the backend that runs it. Keeps no tensors.
 
-    def __init__(self, call: DecodeCall, backend: Backend) -> None:
+    Its launches are those of all calls with the signature, unless it does not `repeat` them.
+    """
+
+    def __init__(self, call: DecodeCall, backend: Backend, *, repeats: bool = True) -> None:
         tensors = ("q", "k", "v", "table", "cur_pos", "mask", "tree", "key_range", "sinks", "memo")
         self._options = {name: x for name, x in vars(call).items() if name not in tensors}
         self._dtype, self.capacity = call.q.dtype, call.capacity
-        self.run = backend.prepared()
+        self.run = backend.prepared() if repeats else backend.run
         self.on_host = call.q.device.type == "cpu"  # where positions are free to read
         self.reads_positions = self.on_host or backend.name == "reference"
 
