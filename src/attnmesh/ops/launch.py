@@ -27,6 +27,7 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _MOST_MAPS = 64  # addresses whose encoded descriptors an argument keeps
 _STREAM = 3  # where the stream is among what Triton passes to the driver: after the grid
+_PLAIN = {int, float, bool, str, tuple, type(None)}  # types of arguments that are equal if they are the same
 _recording = threading.Lock()
 
 
@@ -55,7 +56,7 @@ def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
     given = [x for x in tensors if x is not None]
     addresses = [x.data_ptr() for x in given]
     shared = None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses))
-    found = [(x.dtype, x.shape, x.stride(), x.get_device(), at & 15) for x, at in zip(given, addresses, strict=True)]
+    found = [(x.dtype, x.shape, x.stride(), x.device, at & 15) for x, at in zip(given, addresses, strict=True)]
     return (*[x is None for x in tensors], *found, shared)
 
 
@@ -70,6 +71,36 @@ def prepare(
     places = _places(args, tensors)
     compiled = kernel[grid](*args, **options)
     return Launch(kernel, grid, tuple(args), places, options, compiled)
+
+
+def repeat(known: Recent[Launch], kernel: Any, grid: tuple[int, ...], args: Sequence[Any], **options: Any) -> None:
+    """Launch `kernel[grid](*args, **options)`: as before, if all but the addresses of its tensors is as it was.
+
+    `known` has the launches of a module, which must keep its kernels. Where a caller knows what its launches depend on,
+    it asks for less: see `prepare`.
+    """
+    if torch.compiler.is_compiling():
+        kernel[grid](*args, **options)
+        return
+    tensors, rest = [], []
+    for x in args:
+        if isinstance(x, Tensor):
+            tensors.append(x)
+            rest.append(Tensor)
+        elif type(x) in _PLAIN:
+            rest += (type(x), x)
+        elif isinstance(base := getattr(x, "base", None), Tensor):  # a descriptor; its layout is one of a few
+            tensors.append(base)
+            rest += (tuple(x.shape), tuple(x.strides), tuple(x.block_shape), x.layout)
+        else:
+            rest.append(x)
+    key = (id(kernel), grid, *rest, *options.items(), *signature(*tensors))
+    launch = known.get(key)
+    if launch is not None:
+        launch(*tensors)
+        return
+    with torch.cuda.device_of(tensors[0]):
+        known.add(key, prepare(kernel, grid, args, tensors, **options))
 
 
 class _Place(NamedTuple):

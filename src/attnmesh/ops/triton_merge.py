@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnmesh.core.state import State
 from attnmesh.ops.dense.triton_tiles import at_head, locate, padded, row_strides, store_rows, tile_mask, tile_pointers
-from attnmesh.ops.launch import Launch, Recent, prepare
+from attnmesh.ops.launch import Launch, Recent, prepare, repeat
 
 MAX_PARTS = 4
 _ELEMENTS = 2048  # of one tensor per program: four 16-byte accesses in flight for each thread
@@ -235,8 +235,9 @@ def merge_packed(parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Ten
     rows = heads * batch * tokens
     if rows:
         with torch.cuda.device_of(parts):
-            _merge_packed_kernel[(triton.cdiv(rows, _ROWS),)](
-                parts, parts.stride()[:4], sinks, out, out.stride()[:3], count, rows, batch, tokens,
+            repeat(
+                _launches, _merge_packed_kernel, (triton.cdiv(rows, _ROWS),),
+                (parts, parts.stride()[:4], sinks, out, out.stride()[:3], count, rows, batch, tokens),
                 D=width - 1, BLOCK_D=triton.next_power_of_2(width - 1), ROWS=_ROWS, num_warps=4,
             )  # fmt: skip
     return out
