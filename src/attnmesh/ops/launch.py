@@ -82,7 +82,8 @@ def repeat(known: Recent[Launch], kernel: Any, grid: tuple[int, ...], args: Sequ
     if torch.compiler.is_compiling():
         kernel[grid](*args, **options)
         return
-    tensors, rest = [], []
+    tensors: list[Tensor] = []
+    rest: list[Any] = []
     for x in args:
         if isinstance(x, Tensor):
             tensors.append(x)

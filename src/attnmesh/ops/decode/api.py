@@ -318,7 +318,7 @@ class PagedStep:
             if key is not None:
                 prepared.add(key, known)
         _, memo = self._memos.setdefault((key, id(key_range)), (key_range, {}))
-        return known.run(known.call(*given, memo=memo), into)
+        return known.run(known.call(*given, memo), into)
 
 
 class Reference:

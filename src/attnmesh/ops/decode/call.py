@@ -182,7 +182,7 @@ def signature_of(
         return None
     try:
         tensors = [q, table, mask, tree, sinks]
-        offsets: list[int | None] = []
+        offsets: list[Any] = []
         if isinstance(k, Tensor) and isinstance(v, Tensor):
             tensors += (k, v)
         elif isinstance(k, Quantized) and isinstance(v, Quantized):
