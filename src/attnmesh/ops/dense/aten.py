@@ -21,6 +21,9 @@ from attnmesh.ops.merge import StateAccumulator
 from attnmesh.plan.blocks import Block, Kind
 
 aten = torch.ops.aten
+# torch's own bindings of operators take 20 us less than `torch.ops`.
+_cpu_attention = torch._scaled_dot_product_flash_attention_for_cpu  # type: ignore[attr-defined]
+_cudnn_attention = torch._scaled_dot_product_cudnn_attention  # type: ignore[attr-defined]
 
 _CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CUDA_DTYPES = (torch.float16, torch.bfloat16)
@@ -71,7 +74,9 @@ class Aten:
         call, _ = _with_positive_scale(call)
         for block in call.visibility.blocks:
             for rows, part in kernel(call, block):
-                total.add(State(part.out[..., :width], part.lse), rows.start, _first_sequence(block))
+                if part.out.shape[3] != width:
+                    part = State(part.out[..., :width], part.lse)
+                total.add(part, rows.start, _first_sequence(block))
 
     def prepare(self, call: Call, result: Result) -> None:
         """Copies out and grad_out to the strides that cuDNN's backward requires."""
@@ -88,8 +93,9 @@ class Aten:
         if call.q.device.type == "cpu":
             kernel = _cpu_backward
             call = _cpu_call(call)
-            out, grad_out = (_padded(_widened(x), call.v.shape[3]) for x in (result.out, result.grad_out))
-            result = replace(result, out=out, grad_out=grad_out)
+            if result.out.shape != (*call.q.shape[:3], call.v.shape[3]) or result.out.dtype != call.q.dtype:
+                out, grad_out = (_padded(_widened(x), call.v.shape[3]) for x in (result.out, result.grad_out))
+                result = replace(result, out=out, grad_out=grad_out)
             if result.grad_lse is not None:
                 call, result = _with_lse_column(call, result)
         call, sign = _with_positive_scale(call)
@@ -98,7 +104,8 @@ class Aten:
                 parts = (dq if sign == 1 else dq * sign, dk, dv)
                 for grad, part, row, width in zip((grads.q, grads.k, grads.v), parts, (q, k, k), widths, strict=True):
                     if grad is not None:
-                        grad.add(part[..., :width], row.start, _first_sequence(block))
+                        part = part if part.shape[3] == width else part[..., :width]
+                        grad.add(part, row.start, _first_sequence(block))
 
 
 def _with_positive_scale(call: Call) -> tuple[Call, int]:
@@ -112,7 +119,8 @@ def _with_positive_scale(call: Call) -> tuple[Call, int]:
 
 def _rows(x: Tensor, rows: range, block: Block) -> Tensor:
     """Some rows of the sequences of a block."""
-    return of_sequences(x, block.sequences)[:, :, rows.start : rows.stop]
+    x = of_sequences(x, block.sequences)
+    return x if len(rows) == x.shape[2] else x[:, :, rows.start : rows.stop]
 
 
 def _first_sequence(block: Block) -> int:
@@ -127,6 +135,8 @@ def _cpu_call(call: Call) -> Call:
     if any(block.kind is Kind.PARTIAL for block in call.visibility.blocks):
         call = call.with_unseen_zeroed()
     width = max(call.q.shape[3], call.v.shape[3])
+    if call.q.dtype in (torch.float32, torch.float64) and width == call.q.shape[3] == call.v.shape[3]:
+        return call
     q, k, v = (_padded(_widened(x), width) for x in (call.q, call.k, call.v))
     return replace(call, q=q, k=k, v=v)
 
@@ -152,7 +162,7 @@ def _has_bf16() -> bool:
 
 def _cpu_forward(call: Call, block: Block) -> Iterator[tuple[range, State]]:
     for q, k, mask, empty in _strips(call, block):
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = _cpu_attention(
             _rows(call.q, q, block), _rows(call.k, k, block), _rows(call.v, k, block), 0.0, block.kind is Kind.CAUSAL,
             attn_mask=mask, scale=call.scores.scale,
         )  # fmt: skip
@@ -166,7 +176,7 @@ def _cpu_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]:
         lse = _rows(result.lse, q, block)
         # The kernel computes exp(score - lse) of masked scores too, and -inf - -inf is NaN. Such rows have no keys.
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
-        yield q, k, aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        yield q, k, aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             _rows(result.grad_out, q, block), _rows(call.q, q, block), _rows(call.k, k, block),
             _rows(call.v, k, block), _rows(result.out, q, block), lse, 0.0, block.kind is Kind.CAUSAL, attn_mask=mask,
             scale=call.scores.scale,
@@ -214,12 +224,12 @@ def _cuda_forward(call: Call, block: Block) -> Iterator[tuple[range, State]]:
     q, k, v = _block_inputs(call, block)
     causal = block.kind is Kind.CAUSAL
     if _cudnn_takes(q, k):
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        out, lse, *_ = _cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=call.scores.scale
         )
         lse = lse.view(out.shape[:3])
     else:
-        out, lse, *_ = aten._flash_attention_forward(
+        out, lse, *_ = aten._flash_attention_forward.default(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
             None, None, q.shape[2], k.shape[2], 0.0, causal, False, scale=call.scores.scale,
         )  # fmt: skip
@@ -237,13 +247,13 @@ def _cuda_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]
         # torch caches a plan per shape and strides of q, k and v, whatever the strides of out are. So out must have the
         # strides that the forward would give it for this q, or the plan of another call reads wrong memory.
         out, grad_out = result.with_layout_of(q, block.q, block.sequences)
-        parts = aten._scaled_dot_product_cudnn_attention_backward(
+        parts = aten._scaled_dot_product_cudnn_attention_backward.default(
             grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), unused[0], unused[1], None, None, None,
             q.shape[2], k.shape[2], 0.0, causal, scale=call.scores.scale,
         )  # fmt: skip
     else:
         out, grad_out = (aligned(_rows(x, block.q, block)) for x in (result.out, result.grad_out))
-        parts = aten._flash_attention_backward(
+        parts = aten._flash_attention_backward.default(
             *(x.transpose(1, 2) for x in (grad_out, q, k, v, out)), lse.contiguous(), None, None,
             q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=call.scores.scale,
         )  # fmt: skip
