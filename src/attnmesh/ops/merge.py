@@ -67,7 +67,7 @@ class StateAccumulator:
         self._pending.append(Part(part, row, sequence))
         if self._parts_left is not None:
             self._parts_left -= 1
-        if self._parts_left != 0 and len(self._pending) >= _max_pending(self._total):
+        if len(self._pending) > 1 and self._parts_left != 0 and len(self._pending) >= _max_pending(self._total):
             self.flush()
 
     def flush(self) -> State | None:
@@ -163,7 +163,7 @@ class GradAccumulator:
         self._pending.append(Part(part, row, sequence))
         if self._parts_left is not None:
             self._parts_left -= 1
-        if self._parts_left != 0 and len(self._pending) >= _max_pending(self._total):
+        if len(self._pending) > 1 and self._parts_left != 0 and len(self._pending) >= _max_pending(self._total):
             self.total()
 
     @property

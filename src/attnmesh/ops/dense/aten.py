@@ -6,7 +6,7 @@ Their backward accepts the out and lse of the whole softmax, so the gradients of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -67,8 +67,9 @@ class Aten:
 
     def forward(self, call: Call, total: StateAccumulator) -> None:
         """Merges the attention of this call into `total`."""
-        kernel, width = _cuda_forward, call.v.shape[3]
-        if call.q.device.type == "cpu":
+        kernel: Callable[[Call, Block], Iterable[tuple[range, State]]] = _cuda_forward
+        width = call.v.shape[3]
+        if not call.q.is_cuda:
             kernel = _cpu_forward
             call = _cpu_call(call)
         call, _ = _with_positive_scale(call)
@@ -90,7 +91,7 @@ class Aten:
         """Adds the gradients of this call to `grads`."""
         widths = [x.shape[3] for x in (call.q, call.k, call.v)]
         kernel = _cuda_backward
-        if call.q.device.type == "cpu":
+        if not call.q.is_cuda:
             kernel = _cpu_backward
             call = _cpu_call(call)
             if result.out.shape != (*call.q.shape[:3], call.v.shape[3]) or result.out.dtype != call.q.dtype:
@@ -119,7 +120,8 @@ def _with_positive_scale(call: Call) -> tuple[Call, int]:
 
 def _rows(x: Tensor, rows: range, block: Block) -> Tensor:
     """Some rows of the sequences of a block."""
-    x = of_sequences(x, block.sequences)
+    if block.sequences is not None:
+        x = of_sequences(x, block.sequences)
     return x if len(rows) == x.shape[2] else x[:, :, rows.start : rows.stop]
 
 
@@ -132,11 +134,14 @@ def _first_sequence(block: Block) -> int:
 
 def _cpu_call(call: Call) -> Call:
     """The call in the dtype of the kernel, of one width, and without the NaN that masked rows and keys may hold."""
-    if any(block.kind is Kind.PARTIAL for block in call.visibility.blocks):
-        call = call.with_unseen_zeroed()
-    width = max(call.q.shape[3], call.v.shape[3])
-    if call.q.dtype in (torch.float32, torch.float64) and width == call.q.shape[3] == call.v.shape[3]:
+    for block in call.visibility.blocks:
+        if block.kind is Kind.PARTIAL:
+            call = call.with_unseen_zeroed()
+            break
+    width, value_width = call.q.shape[3], call.v.shape[3]
+    if width == value_width and call.q.dtype in (torch.float32, torch.float64):
         return call
+    width = max(width, value_width)
     q, k, v = (_padded(_widened(x), width) for x in (call.q, call.k, call.v))
     return replace(call, q=q, k=k, v=v)
 
@@ -160,19 +165,29 @@ def _has_bf16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _cpu_forward(call: Call, block: Block) -> Iterator[tuple[range, State]]:
+def _cpu_forward(call: Call, block: Block) -> Iterable[tuple[range, State]]:
+    if block.kind is Kind.PARTIAL:
+        return _cpu_strips(call, block)
+    out, lse = _cpu_attention(
+        _rows(call.q, block.q, block), _rows(call.k, block.k, block), _rows(call.v, block.k, block), 0.0,
+        block.kind is Kind.CAUSAL, scale=call.scores.scale,
+    )  # fmt: skip
+    return ((block.q, State(out, lse)),)
+
+
+def _cpu_strips(call: Call, block: Block) -> Iterator[tuple[range, State]]:
     for q, k, mask, empty in _strips(call, block):
         out, lse = _cpu_attention(
-            _rows(call.q, q, block), _rows(call.k, k, block), _rows(call.v, k, block), 0.0, block.kind is Kind.CAUSAL,
+            _rows(call.q, q, block), _rows(call.k, k, block), _rows(call.v, k, block), 0.0, False,
             attn_mask=mask, scale=call.scores.scale,
         )  # fmt: skip
-        if empty is not None:  # the kernel gives a row without keys an lse of 0
-            lse = lse.masked_fill(empty, -torch.inf)
-        yield q, State(out, lse)
+        # The kernel gives a row without keys an lse of 0.
+        yield q, State(out, lse.masked_fill(empty, -torch.inf))
 
 
 def _cpu_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]:
-    for q, k, mask, _ in _strips(call, block):
+    parts = _strips(call, block) if block.kind is Kind.PARTIAL else ((block.q, block.k, None, None),)
+    for q, k, mask, _ in parts:
         lse = _rows(result.lse, q, block)
         # The kernel computes exp(score - lse) of masked scores too, and -inf - -inf is NaN. Such rows have no keys.
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
@@ -183,11 +198,8 @@ def _cpu_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]:
         )  # fmt: skip
 
 
-def _strips(call: Call, block: Block) -> Iterator[tuple[range, range, Tensor | None, Tensor | None]]:
-    """(rows, keys, additive mask, rows without keys) of the kernel calls that make up a block."""
-    if block.kind is not Kind.PARTIAL:
-        yield block.q, block.k, None, None
-        return
+def _strips(call: Call, block: Block) -> Iterator[tuple[range, range, Tensor, Tensor]]:
+    """(rows, keys, additive mask, rows without keys) of the kernel calls that make up a PARTIAL block."""
     first, end = call.bounds(block, call.q.device)
     batch = call.q.shape[0] if block.sequences is None else len(block.sequences)
     strip = strip_rows(first, end, batch * call.q.shape[1], _SCORES_PER_CALL)

@@ -228,15 +228,14 @@ def prepared(
     alibi_slopes: Tensor | None, q_at: Tensor | None, k_at: Tensor | None,
 ) -> Prepared:  # fmt: skip
     """The call of checked arguments. What does not depend on values is checked once for each signature."""
-    key = _signature(q, k, v, mask, scale, softcap, sinks, alibi_slopes, q_at, k_at)
-    known = None if key is None else _checked.get(key)
+    key, known = _signature(q, k, v, mask, scale, softcap, sinks, alibi_slopes, q_at, k_at)
     if known is not None and (known[0] is mask or type(mask) in _SMALL):
         _, visibility, scores = known
         if alibi_slopes is not None:
             scores = resolve_scores(q, scale, softcap, alibi_slopes)
-        return Prepared(
-            Call(contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v), visibility, scores), None
-        )
+        if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+            q, k, v = (contiguous_last_dim(x) for x in (q, k, v))
+        return Prepared(Call(q, k, v, visibility, scores), None)
     check_inputs(q, k, v, scale)
     check_score_terms(q, softcap, sinks, alibi_slopes)
     check_mask("mask", mask)
@@ -275,27 +274,26 @@ _checked: Recent[tuple[Mask, Patch, Scores]] = Recent()
 def _signature(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, softcap: float | None, sinks: Tensor | None,
     slopes: Tensor | None, q_at: Tensor | None, k_at: Tensor | None,
-) -> Hashable | None:  # fmt: skip
-    """All that checks and visible keys depend on; None if they are to be found out again, as for wrong arguments.
+) -> tuple[Hashable | None, tuple[Mask, Patch, Scores] | None]:  # fmt: skip
+    """All that checks and visible keys depend on, and what is known about it.
 
-    Classes are part of it: True equals 1, and a subclass of Tensor may be anything.
+    None if they are to be found out again, as for wrong arguments. Classes are part of it: True equals 1, and a subclass of Tensor may be anything.
     """
     try:
         runs = None
         if q_at is not None or k_at is not None:
             runs = _runs("q_positions", q_at, q), _runs("k_positions", k_at, k)
             if None in runs:
-                return None
+                return None, None
         key = (
             mask if type(mask) in _SMALL else id(mask), scale, type(scale), softcap, type(softcap), runs,
             q.dtype, q.shape, q.device, type(q), k.dtype, k.shape, k.device, type(k), v.dtype, v.shape, v.device, type(v),
             None if sinks is None else (sinks.dtype, sinks.shape, sinks.device, type(sinks)),
             None if slopes is None else (slopes.dtype, slopes.shape, slopes.device, type(slopes), slopes.requires_grad),
         )  # fmt: skip
-        hash(key)
-    except (AttributeError, IndexError, TypeError, ValueError):
-        return None
-    return key
+        return key, _checked.get(key)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return None, None
 
 
 @lru_cache(maxsize=128)
