@@ -32,7 +32,7 @@ PAGES = {
     "debugging": 1,
     "planning": 1,
     "cluster": 1,
-    "language-models": 4,
+    "language-models": 5,
     "reference/attention": 1,
     "reference/masks": 1,
     "reference/layouts": 1,

@@ -13,7 +13,8 @@ import pytest
 for name in ("transformers", "openai", "fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(name)
 
-from attnmesh.generation.generator import generate  # noqa: E402
+from attnmesh.generation.generator import Generator, generate  # noqa: E402
+from attnmesh.generation.sampling import Sampling  # noqa: E402
 from attnmesh.integrations.loading import load_model  # noqa: E402
 from attnmesh.plan.decode import DecodeSharding  # noqa: E402
 from helpers.cli import assert_refused, words  # noqa: E402
@@ -32,6 +33,28 @@ def model(tmp_path_factory):
     [
         (("--host", "0.0.0.0"), "--host must be one of 127.0.0.1, ::1, localhost without a key"),
         (("--ranks", 3, "--groups", 2), "--groups must divide the 3 ranks, got 2"),
+        (
+            ("--prefill-ranks", 2),
+            "--prefill-ranks and --decode-ranks must be given together, got --prefill-ranks 2 alone",
+        ),
+        (
+            ("--decode-ranks", 2),
+            "--prefill-ranks and --decode-ranks must be given together, got --decode-ranks 2 alone",
+        ),
+        (("--prefill-ranks", 0, "--decode-ranks", 2), "0"),
+        (
+            ("--ranks", 3, "--prefill-ranks", 2, "--decode-ranks", 2),
+            "--prefill-ranks + --decode-ranks must be the number of ranks, 3, got 2 + 2",
+        ),
+        (
+            ("--virtual", "--prefill-ranks", 1, "--decode-ranks", 1),
+            "--prefill-ranks must be processes, which step on their own, got --virtual",
+        ),
+        (
+            ("--tp", 2, "--prefill-ranks", 2, "--decode-ranks", 2),
+            "--prefill-ranks 2 is for whole weights on every rank, got a sharding",
+        ),
+        (("--prefill-ranks", 2, "--decode-ranks", 3, "--groups", 2), "--groups must divide the 3 ranks, got 2"),
         (("--groups", 2, "--tp", 2), "--groups is for whole weights on every rank, got --groups 2"),
         (("--ranks", 3, "--kvdp", 2), "--tp x --kvdp x --cp must be the number of ranks, 3, got --kvdp 2"),
         (("--cp", 4, "--sharding", "auto"), "--sharding auto chooses all of --tp, --kvdp and --cp, got --cp 4"),
@@ -95,6 +118,44 @@ def test_how_the_ranks_divide_the_model(model, monkeypatch, options, sharding, s
     assert how["settings"].sharding == sharding
     assert how["settings"].shard_weights == (how["shared_model"] is None) == bool(said)
     assert said in words(ran.output)
+
+
+def test_ranks_that_prefill_and_ranks_that_decode(model, monkeypatch):
+    calls = []
+    monkeypatch.setattr("attnmesh.comm.launch.run", lambda serve, ranks, **how: calls.append((ranks, how)))
+    monkeypatch.setattr("attnmesh.cli.serve._on_signals", lambda settings: None)
+    ran = run_command("serve", "--model", model, "--prefill-ranks", 3, "--decode-ranks", 2, "--cache-tokens", 600)
+    assert ran.exit_code == 0, ran.output
+    ((ranks, how),) = calls
+    assert ranks == 5
+    assert (how["settings"].prefill_ranks, how["settings"].sharding) == (3, DecodeSharding(kvdp=2))
+    assert "on 5 ranks (3 prefill, 2 decode)" in words(ran.output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [ATTNMESH, [*TORCHRUN, *ATTNMESH]], ids=["processes", "torchrun"])
+def test_a_server_with_ranks_that_prefill(model, start):
+    """Concurrent answers of unequal length, streamed and sampled, are those of one process."""
+    sides = (1, 1) if start != ATTNMESH else (2, 2)
+    options = ("--port", 0, "--served-model-name", "m", "--prefill-ranks", sides[0], "--decode-ranks", sides[1])
+    prompts = [("a b c d e f g h " * n)[: 2 * length - 1] for n, length in ((1, 3), (4, 30), (9, 70), (2, 12), (1, 1))]
+    with Command(*start, "serve", "--model", model, *options, "--max-sequences", 3) as command:
+        url = re.search(r"http://\S+", command.line())[0]
+        answers = [[] for _ in prompts]
+        how = {"max_tokens": 40, "min_tokens": 40, "temperature": 1, "seed": 4}
+        threads = [asked(url, found, prompt=prompt, **how) for found, prompt in zip(answers, prompts, strict=True)]
+        for thread in threads:
+            thread.join()
+        command.signal(signal.SIGTERM)
+        found = command.wait(60)
+        assert found.left == []
+        assert found.code == 0 or start != ATTNMESH  # torchrun reports the signal
+    loaded, tokenizer = load_model(model)
+    for ((status, text),), prompt in zip(answers, prompts, strict=True):
+        alone = Generator(loaded, tokenizer, cache_tokens=400)
+        request = alone.submit(prompt, max_new_tokens=40, min_new_tokens=40, sampling=Sampling(1.0, seed=4))
+        list(alone.stream(request))
+        assert (status, json.loads(text)["choices"][0]["text"]) == (200, request.text)
 
 
 @pytest.mark.slow
@@ -165,8 +226,9 @@ def asked(url, answers, **changes):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_is_answered_with_an_error(model):
-    options = ("--model", model, "--port", 0, "--served-model-name", "m", "--ranks", 2, "--groups", 1)
+@pytest.mark.parametrize("ranks", [("--ranks", 2, "--groups", 1), ("--prefill-ranks", 1, "--decode-ranks", 1)])
+def test_a_rank_that_is_killed_is_answered_with_an_error(model, ranks):
+    options = ("--model", model, "--port", 0, "--served-model-name", "m", *ranks)
     with Command(*ATTNMESH, "serve", *options, "--no-access-log") as command:
         url = re.search(r"http://\S+", command.line())[0]
         answers = []

@@ -2,6 +2,9 @@
 
 import copy
 import math
+import sys
+from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -557,3 +560,30 @@ def test_logits_are_those_of_tokens_also_where_a_row_and_a_request_have_the_same
     assert request.label == 0
     assert generator.stats.draft_tokens > generator.stats.accepted_tokens
     assert sorted(found) == sorted((0, token) for token in (*request.ids, *rows[0]))
+
+
+def test_a_repeated_step_goes_straight_to_its_work():
+    """What was decided in the first step of a shape is not decided again: a step enters few files."""
+    generator = Generator(attnmesh_model("llama"), cache_tokens=200)
+    generator.submit(random_ids(5, 1), max_new_tokens=20, stop=[])
+    for _ in range(3):
+        generator.step()
+    root, entered = Path(am.__file__).parent, set()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and root in Path(frame.f_code.co_filename).parents:
+            entered.add(Path(frame.f_code.co_filename).relative_to(root).as_posix())
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        generator.step()
+    finally:
+        sys.setprofile(before)
+    assert {"generation/scheduler.py", "kv_cache/cache.py", "parallel/decode/core.py", "ops/decode/cpu.py"} <= set(
+        entered
+    )
+    assert not {"ops/decode/call.py", "kv_cache/sequence.py", "core/validation.py"} & set(
+        entered
+    )  # checks of arguments
+    assert len(entered) <= 18, sorted(entered)

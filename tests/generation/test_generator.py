@@ -9,7 +9,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.comm import CommError
-from attnmesh.generation.engine import WholeEngine
+from attnmesh.generation.engine import Engine
 from attnmesh.generation.generator import Generator, generate
 from attnmesh.generation.models import MODELS, check_generation
 from attnmesh.generation.prompts import eos_tokens
@@ -224,7 +224,7 @@ def test_a_tiny_top_p_is_greedy():
 @pytest.mark.parametrize("how", [{}, {"sampling": Sampling(1.0, seed=3)}, {"speculative": True}])
 def test_ranks_agree_on_tokens_even_where_their_logits_differ(how, monkeypatch):
     """A rank of another make may round otherwise: here all its logits are wrong, and it goes along all the same."""
-    prefill, step = WholeEngine.prefill, WholeEngine.decode
+    prefill, step = Engine.prefill, Engine.decode
 
     def disturbed(engine, logits):
         return logits.flip(-1) if engine.comm.rank == 1 else logits
@@ -234,8 +234,8 @@ def test_ranks_agree_on_tokens_even_where_their_logits_differ(how, monkeypatch):
         return generated_rows(generator, PROMPTS[1:2], max_new_tokens=MOST, stop=(), **how)
 
     expected = on_virtual_ranks(2, generated)[0]
-    monkeypatch.setattr(WholeEngine, "prefill", lambda self, *args: disturbed(self, prefill(self, *args)))
-    monkeypatch.setattr(WholeEngine, "decode", lambda self, *args: disturbed(self, step(self, *args)))
+    monkeypatch.setattr(Engine, "prefill", lambda self, *args: disturbed(self, prefill(self, *args)))
+    monkeypatch.setattr(Engine, "decode", lambda self, *args: disturbed(self, step(self, *args)))
     assert on_virtual_ranks(2, generated) == [expected] * 2
 
 
@@ -632,14 +632,14 @@ def test_a_model_that_does_not_ask_us_is_refused():
 
 @pytest.mark.parametrize(("world", "sharding"), [(3, DecodeSharding(cp=3)), (4, DecodeSharding(kvdp=2, cp=2))])
 def test_a_rank_that_is_lost_ends_the_others_wait(world, sharding, monkeypatch):
-    step, steps, heard = WholeEngine.decode, itertools.count(), {}
+    step, steps, heard = Engine.decode, itertools.count(), {}
 
     def lost(self, *args):
         if self.comm.rank == 0 and next(steps) == 5:
             raise OSError("the device is gone")
         return step(self, *args)
 
-    monkeypatch.setattr(WholeEngine, "decode", lost)
+    monkeypatch.setattr(Engine, "decode", lost)
 
     def rank(comm):
         generator = Generator(attnmesh_model("llama"), None, comm, cache_tokens=300, max_sequences=2, sharding=sharding)

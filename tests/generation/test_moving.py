@@ -113,6 +113,56 @@ def test_prefill_ranks_hand_over_to_decode_ranks():
     assert on_virtual_ranks(4, rank) == [None, None, expected(), expected()]
 
 
+def test_a_part_of_the_requests_moves_and_the_others_go_on():
+    """Those whose prompts are computed move, in any order, into a generator that is in use."""
+
+    def rank(comm):
+        source, target = make(comm, DecodeSharding(cp=2)), make(comm, DecodeSharding(kvdp=2))
+        there = target.submit(REQUESTS[1][0], stop=(), **REQUESTS[1][1])
+        old = submit(source)
+        found = {}
+        while source.num_unfinished:
+            source.step()
+            target.step()
+            ready = [each for each in reversed(old) if each.tokens and not each.finished]
+            moved = am.move_requests(source, target, comm, requests=ready)
+            assert all(each.finish_reason == "moved" for each in ready)
+            found |= {old.index(each): new for each, new in zip(ready, moved, strict=True)}
+            check_blocks(source)
+        requests = [found.get(at, each) for at, each in enumerate(old)]
+        return len(found), finish(target, requests), finish(target, [there])
+
+    for moved, found, there in on_virtual_ranks(2, rank):
+        assert moved == 4  # all but the search, whose tokens come at its end
+        assert found == expected()
+        assert there == expected()[1:2]
+
+
+def test_requests_that_are_named_wrongly_are_refused_on_every_rank():
+    def rank(comm):
+        source, target = make(comm, DecodeSharding(cp=2)), make(comm, DecodeSharding(kvdp=2))
+        first, second = submit(source, REQUESTS[:2])
+        other = target.submit([8, 9], max_new_tokens=1, stop=())
+        source.step()
+        target.step()
+        for requests, message in (
+            ([other], "request must be one that submit\\(\\) of this Generator returned"),
+            ([first, first], "requests must be in progress, each once"),
+            (first, "requests must be a list of requests"),
+            ([first if comm.rank else second], "source must be the same, after the same calls, on all its ranks"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                am.move_requests(source, target, comm, requests=requests)
+        with pytest.raises(ValueError, match="requests must be in progress"):
+            am.move_requests(target, source, comm, requests=[other])
+        with pytest.raises(ValueError, match="requests must be None on ranks without their source"):
+            am.move_requests(None, target, comm, requests=[first])
+        assert am.move_requests(source, target, comm, requests=[]) == []
+        return finish(source, [first, second])
+
+    assert on_virtual_ranks(2, rank) == [expected()[:2]] * 2
+
+
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
 def test_requests_that_are_saved_go_on_later_on_other_ranks(kind, tmp_path):
     def write(comm):

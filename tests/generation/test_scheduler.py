@@ -102,9 +102,9 @@ class FakeEngine:
         cache, shard = self.cache.by_kvdp_rank[sequence.kvdp_rank], self.shard
         own = range(shard.length(begin), shard.length(sequence.length))
         for layer in (0, 1):
-            blocks = sequence.window_blocks if cache.kind_of(layer) else sequence.blocks
+            blocks = sequence.window_blocks if cache.pools[layer].kind else sequence.blocks
             keys = cache.keys(layer).flatten()
-            first = shard.length(max(0, begin - cache.window + 1)) if cache.kind_of(layer) else 0
+            first = shard.length(max(0, begin - cache.window + 1)) if cache.pools[layer].kind else 0
             for at in range(first, own.start):
                 assert blocks[at // BLOCK] >= 0
                 assert keys[blocks[at // BLOCK] * BLOCK + at % BLOCK] == sequence.ids[shard.position(at)]

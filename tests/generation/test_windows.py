@@ -52,9 +52,9 @@ def check_blocks(cache):
     for kind in kinds:
         held = [[block for block in kind.blocks(each) if block >= 0] for each in cache.sequences.values()]
         kind.pool.check_invariants(held)
-        for pools in cache._pools(kind.number):
+        for pools in cache._pools_of(kind.number):
             for x in pools.tensors:
-                x[:, kind.pool._free_blocks] = torch.nan
+                x[:, kind.pool.free_blocks] = torch.nan
     for each in cache.sequences.values():
         needed = range(kinds[1].first_needed(cache.layout, each.length), cache.layout.num_blocks(each.length))
         assert all(each.window_blocks[at] >= 0 for at in needed)

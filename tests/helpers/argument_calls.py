@@ -412,7 +412,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "reshard": [
         lambda: {"cache": _stored_cache(), "to": SHARDING, "comm": SoloComm(), "ranks": [0], "num_blocks": 8,
                  "block_size": 4, "max_length": 16, "device": "cpu", "message_bytes": 4096},
-        lambda: {"cache": _stored_cache(), "to": SHARDING, "comm": SoloComm(), "into": _stored_cache()},
+        lambda: {"cache": _stored_cache(), "to": SHARDING, "comm": SoloComm(), "into": _stored_cache(), "rows": [0]},
     ],
     "save_cache": [lambda: {"cache": _stored_cache(), "folder": Path(tempfile.mkdtemp()), "comm": SoloComm()}],
     "load_cache": [
@@ -499,7 +499,8 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "shard_model": [lambda: {"model": model(), "sharding": am.DecodeSharding(), "comm": None}],
     "Generator": [_generator],
     "move_requests": [
-        lambda: {"source": am.Generator(**_generator()), "target": am.Generator(**_generator()), "comm": SoloComm()},
+        lambda: {"source": am.Generator(**_generator()), "target": am.Generator(**_generator()), "comm": SoloComm(),
+                 "requests": []},
     ],
     "save_requests": [lambda: {"generator": am.Generator(**_generator()), "folder": Path(tempfile.mkdtemp())}],
     "load_requests": [lambda: {"generator": am.Generator(**_generator()), "folder": _requests_folder()}],
@@ -690,15 +691,16 @@ NOT_FUZZED = {
     "Layout.assign": "called by ranges with numbers that were checked",
     "Intervals.key_ranges": "called by kernels with positions that were checked",
     "SparseMask.bounds": "called by kernels with the sizes of tensors that were checked",
-    "BlockCache.append_with": "called by ShardedCache; `append` checks the same arguments",
+    "BlockCache.write_slots": "called by ShardedCache, whose `write` passes them on",
+    "BlockCache.extend": "called by ShardedCache and Scheduler; `append` checks the same arguments",
+    "BlockCache.check_extend": "called by ShardedCache and Scheduler; `check_append` checks the same arguments",
     "BlockCache.check_allocate": "called by Scheduler; `allocate` checks the same prompt",
     "BlockCache.reusable": "called by Scheduler with its own numbers",
     "BlockCache.has": "called by ShardedCache with what it was given",
     **dict.fromkeys(
-        (f"Generator.{name}" for name in ("requests_from", "adopt")),
+        (f"Generator.{name}" for name in ("states", "requests_from", "adopt", "end_moved")),
         "called by move_requests, save_requests and load_requests",
     ),
-    "BlockCache.kind_of": "called by passes with their own layers",
     "BlockCache.slots_of": "called by passes with their own tokens",
     "BlockCache.index_keys": "as `keys`, of a cache with an indexer",
     "BlockCache.restore": "called by reshard with the sequences of another cache",

@@ -258,7 +258,7 @@ class Pair:
         metadata = copy.deepcopy(
             {name: list(x) if hasattr(x, "popitem") else x for name, x in vars(cache._pool).items()}
         )
-        mirror = (cache._tables._mirror.tobytes(), dict(cache._tables._changed), list(cache._manager._free_rows))
+        mirror = (cache._tables._mirror.tobytes(), dict(cache._tables._changed), list(cache._manager.free_rows))
         device = (cache._tables._device_copy.numpy().tobytes(), *(pool.tobytes() for pool in self.pools))
         return sequences, metadata, mirror, device, cache.stats()
 
@@ -288,7 +288,7 @@ class Pair:
 
     def shares_tail(self, sequence) -> bool:
         index, filled = divmod(sequence.length, self.sizes[2])
-        return bool(filled) and self.cache._pool.ref_count(sequence.blocks[index]) > 1
+        return bool(filled) and self.cache._pool.ref_counts[sequence.blocks[index]] > 1
 
     # What must hold after every operation.
 
@@ -304,10 +304,10 @@ class Pair:
             wanted_table[sequence.row, : len(sequence.blocks)] = sequence.blocks
             wanted_last[sequence.row] = sequence.length - 1
             reserved = sequence.blocks[-(-sequence.length // block_size) :]
-            assert all(cache._pool.ref_count(block) == 1 for block in reserved), "reserved for two"
+            assert all(cache._pool.ref_counts[block] == 1 for block in reserved), "reserved for two"
             assert None not in map(cache._pool.lookup, sequence.hashes), "a live sequence holds it, and it is not found"
             for i, block in enumerate(sequence.blocks):
-                if block in cache._pool._hash_of_block:
+                if block in cache._pool.hash_of_block:
                     tokens = model.tokens[i * block_size : (i + 1) * block_size]
                     assert all(token.layers & every == every for token in tokens), "findable before it is written"
         assert (table == wanted_table).all()

@@ -254,7 +254,7 @@ class Ranks:
         return (
             sequences,
             [repr(each[name]) for each in blocks for name in sorted(each)],
-            list(cache._manager._free_rows),
+            list(cache._manager.free_rows),
             cache.stats(),
         )
 
@@ -292,12 +292,12 @@ class Ranks:
         numbers = np.array([token.number for token in tokens])
         written = np.array([token.layers for token in tokens], dtype=np.int64)
         for layer, pools in enumerate(self.pools[rank]):
-            blocks = cache.block_tables[cache.kind_of(layer), sequence.row].numpy()[index // self.block_size]
-            if cache.kind_of(layer):  # the table has what the window passed until the next operation
+            blocks = cache.block_tables[cache.pools[layer].kind, sequence.row].numpy()[index // self.block_size]
+            if cache.pools[layer].kind:  # the table has what the window passed until the next operation
                 own = np.array(sequence.window_blocks, dtype=np.int64)[index // self.block_size]
                 assert (blocks == own)[own >= 0].all()
                 blocks = own
-            reach = 0 if not cache.kind_of(layer) else len(model.tokens) + 1 - self.window
+            reach = 0 if not cache.pools[layer].kind else len(model.tokens) + 1 - self.window
             assert (blocks >= 0)[np.array(positions, dtype=np.int64) >= reach].all(), "the next token needs it"
             for values, pool in enumerate(pools):
                 read = pool[blocks, index % self.block_size]
@@ -309,9 +309,9 @@ class Ranks:
         """NaN wherever no sequence looks and no prompt may find anything."""
         for rank, (cache, share) in enumerate(zip(self.caches, self.shares, strict=True)):
             for layer, pools in enumerate(self.pools[rank]):
-                kind = cache._manager._kinds[cache.kind_of(layer)]
+                kind = cache._manager._kinds[cache.pools[layer].kind]
                 mine = np.zeros((kind.pool.total, self.block_size), dtype=bool)
-                mine[list(kind.pool._hash_of_block)] = True
+                mine[list(kind.pool.hash_of_block)] = True
                 for handles in self.live:
                     held = share.length(handles[0].length)
                     for index, block in enumerate(kind.blocks(handles[0])):

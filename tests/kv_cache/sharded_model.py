@@ -72,7 +72,7 @@ class Mesh:
             prompt = [random.randrange(2) for _ in range(random.randrange(most + 1))]
             if self.said and random.random() < 0.6:
                 prompt = [*random.choice(self.said), *prompt][:most]
-        found = [part.find_prefix(prompt) for part in self.caches[0]._caches]
+        found = [part.find_prefix(prompt) for part in self.caches[0].by_kvdp_rank]
         handles = self.each(lambda cache, rank: cache.allocate(prompt))
         if handles is None:
             return None
@@ -177,8 +177,8 @@ class Mesh:
             )
             for one in handles
         ]
-        pools = [[repr(x) for _, x in sorted(vars(part._pool).items())] for part in cache._caches]
-        return sequences, pools, cache.stats(), [list(part._manager._free_rows) for part in cache._caches]
+        pools = [[repr(x) for _, x in sorted(vars(part._pool).items())] for part in cache.by_kvdp_rank]
+        return sequences, pools, cache.stats(), [list(part._manager.free_rows) for part in cache.by_kvdp_rank]
 
     def check(self) -> None:
         first = self.metadata(0)
@@ -186,7 +186,7 @@ class Mesh:
         assert len(set(rows)) == len(rows)
         for rank, cache in enumerate(self.caches):
             assert self.metadata(rank) == first, f"the metadata of rank {rank} differs"
-            for i, part in enumerate(cache._caches):
+            for i, part in enumerate(cache.by_kvdp_rank):
                 part._pool.check_invariants([h[rank].blocks for h in self.live if h[rank].kvdp_rank == i])
             for handles, tokens in self.live.items():
                 if handles[rank].row in cache.rows:

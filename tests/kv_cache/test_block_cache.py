@@ -487,7 +487,7 @@ def whole_state(cache, a, new):
     return (
         cache.stats(), a.length, a.row, list(a.blocks), list(a.ids), list(a.hashes), dict(a.pending),
         sorted(new.unwritten_layers), new.slots.tolist(), cache.block_table.tolist(), cache.cur_pos.tolist(),
-        list(cache._manager._free_rows),
+        list(cache._manager.free_rows),
         [x.tolist() for x in cache.stored_tensors],
-        list(cache._pool._free_blocks), list(cache._pool._ref_counts), dict(cache._pool._hash_of_block),
+        list(cache._pool.free_blocks), list(cache._pool.ref_counts), dict(cache._pool.hash_of_block),
     )  # fmt: skip

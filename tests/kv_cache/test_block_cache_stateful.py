@@ -137,8 +137,8 @@ def release_twice(monkeypatch):
 
     def release(self, blocks):
         real(self, blocks)
-        self._free_blocks.extend(
-            block for block in blocks if not self._ref_counts[block] and block not in self._hash_of_block
+        self.free_blocks.extend(
+            block for block in blocks if not self.ref_counts[block] and block not in self.hash_of_block
         )
 
     monkeypatch.setattr(BlockPool, "free", release)

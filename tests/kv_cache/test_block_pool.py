@@ -16,10 +16,10 @@ def test_blocks_are_taken_and_given_back():
     blocks = BlockPool(3)
     held = blocks.allocate(2)
     assert held == [0, 1]
-    assert (blocks.num_free, blocks.num_cached) == (1, 0)
+    assert (len(blocks.free_blocks), len(blocks.cached_blocks)) == (1, 0)
     blocks.check_invariants([held])
     blocks.free(held)
-    assert (blocks.num_free, blocks.num_cached) == (3, 0)
+    assert (len(blocks.free_blocks), len(blocks.cached_blocks)) == (3, 0)
     blocks.check_invariants([])
 
 
@@ -28,11 +28,11 @@ def test_a_block_is_given_back_with_its_last_holder():
     (block,) = blocks.allocate(1)
     blocks.acquire(block)
     blocks.free([block])
-    assert blocks.ref_count(block) == 1
-    assert blocks.num_free == 1
+    assert blocks.ref_counts[block] == 1
+    assert len(blocks.free_blocks) == 1
     blocks.check_invariants([[block]])
     blocks.free([block])
-    assert blocks.num_free == 2
+    assert len(blocks.free_blocks) == 2
 
 
 def test_none_is_freed_twice():
@@ -48,7 +48,7 @@ def test_free_blocks_go_before_cached_ones():
     held = blocks.allocate(1)
     blocks.add_hash(held[0], digest(1))
     blocks.free(held)
-    assert (blocks.num_free, blocks.num_cached) == (2, 1)
+    assert (len(blocks.free_blocks), len(blocks.cached_blocks)) == (2, 1)
     others = blocks.allocate(2)
     assert blocks.lookup(digest(1)) == held[0]
     assert held[0] not in others
@@ -86,11 +86,11 @@ def test_of_two_equal_blocks_the_one_in_use_stays_findable(freed):
         blocks.add_hash(block, digest(1))
     assert blocks.lookup(digest(1)) == both[0]
     blocks.free([both.pop(freed)])
-    assert (blocks.num_free, blocks.num_cached) == (1, 0)
+    assert (len(blocks.free_blocks), len(blocks.cached_blocks)) == (1, 0)
     assert blocks.lookup(digest(1)) == both[0]
     blocks.check_invariants([both])
     blocks.free(both)
-    assert (blocks.num_free, blocks.num_cached) == (1, 1)
+    assert (len(blocks.free_blocks), len(blocks.cached_blocks)) == (1, 1)
     assert blocks.lookup(digest(1)) == both[0]
     blocks.check_invariants([])
 
@@ -102,7 +102,7 @@ def test_a_cached_block_is_free_once_a_used_one_has_its_content():
     blocks.free([first])
     blocks.add_hash(second, digest(1))
     assert blocks.lookup(digest(1)) == second
-    assert (blocks.num_free, blocks.num_cached) == (1, 0)
+    assert (len(blocks.free_blocks), len(blocks.cached_blocks)) == (1, 0)
     blocks.check_invariants([[second]])
 
 
@@ -114,7 +114,7 @@ def test_a_forgotten_block_is_free_when_it_goes_back():
     blocks.remove_hash(held[0])
     assert blocks.lookup(digest(1)) is None
     blocks.free(held)
-    assert (blocks.num_free, blocks.num_cached) == (1, 0)
+    assert (len(blocks.free_blocks), len(blocks.cached_blocks)) == (1, 0)
 
 
 def test_full_says_the_numbers():
@@ -148,12 +148,12 @@ def test_digests_say_all_tokens_before_and_the_key():
 @pytest.mark.parametrize(
     "fault",
     [
-        lambda blocks: blocks._free_blocks.pop(),  # lost
-        lambda blocks: blocks._free_blocks.append(0),  # in two states
-        lambda blocks: blocks._ref_counts.__setitem__(0, 2),  # held by a ghost
+        lambda blocks: blocks.free_blocks.pop(),  # lost
+        lambda blocks: blocks.free_blocks.append(0),  # in two states
+        lambda blocks: blocks.ref_counts.__setitem__(0, 2),  # held by a ghost
         lambda blocks: blocks._blocks_of_hash.clear(),  # cached, but not to be found
-        lambda blocks: blocks._hash_of_block.__setitem__(3, b"x"),  # free, but findable
-        lambda blocks: blocks._cached_blocks.popitem(),
+        lambda blocks: blocks.hash_of_block.__setitem__(3, b"x"),  # free, but findable
+        lambda blocks: blocks.cached_blocks.popitem(),
     ],
 )
 def test_the_audit_finds_a_planted_fault(fault):

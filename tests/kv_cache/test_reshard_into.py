@@ -26,8 +26,11 @@ def two_meshes(a: DecodeSharding, b: DecodeSharding) -> tuple[Mesh, Mesh]:
     return source, target
 
 
-def join(source: Mesh, target: Mesh, others: int = 0) -> bool:
-    """Move all sequences of one mesh into the other, whose ranks are `others` or more further on; False if full."""
+def join(source: Mesh, target: Mesh, others: int = 0, rows: list[int] | None = None) -> bool:
+    """Move all sequences of one mesh, or those of some rows, into the other; False if full.
+
+    The ranks of the other one are `others` or more further on.
+    """
     before = [[mesh.metadata(rank) for rank in range(len(mesh.caches))] for mesh in (source, target)]
     ranks = [others + rank for rank in range(target.sharding.ranks)]
 
@@ -35,7 +38,8 @@ def join(source: Mesh, target: Mesh, others: int = 0) -> bool:
         cache = source.caches[comm.rank] if comm.rank < source.sharding.ranks else None
         into = target.caches[comm.rank - others] if comm.rank in ranks else None
         try:
-            joined = am.reshard(cache, target.sharding, comm, ranks=ranks, into=into, message_bytes=64)
+            own = None if cache is None else rows
+            joined = am.reshard(cache, target.sharding, comm, ranks=ranks, rows=own, into=into, message_bytes=64)
         except am.CacheFull as full:
             return str(full)
         assert (joined is None) == (into is None)
@@ -46,7 +50,9 @@ def join(source: Mesh, target: Mesh, others: int = 0) -> bool:
         assert len(set(results)) == 1, "some ranks are full, others are not"
         assert before == [[mesh.metadata(rank) for rank in range(len(mesh.caches))] for mesh in (source, target)]
         return False
-    for handles, tokens in source.live.items():
+    moved = {each: tokens for each, tokens in source.live.items() if rows is None or each[0].row in rows}
+    assert all(len(each) == len(moved) for each in results if each is not None)
+    for handles, tokens in moved.items():
         new = tuple(results[rank][handles[0].row] for rank in ranks)
         assert new not in target.live
         assert (new[0].length, new[0].cached) == (handles[0].length, handles[0].cached)
@@ -92,6 +98,37 @@ def test_forks_share_blocks_and_their_prefixes_serve_prompts():
     after = [stats.used for stats in target.caches[0].stats()]
     assert sorted(x - y for x, y in zip(after, used, strict=True)) == [0, 5]  # those of one
     assert target.caches[0].allocate([*range(100, 112), 1]).cached == 12
+
+
+def test_some_rows_move_also_those_whose_prefix_stays():
+    source, target = two_meshes(DecodeSharding(cp=2), DecodeSharding(kvdp=2))
+    first = source.allocate(list(range(100, 113)))
+    source.append([first], 13)
+    second = source.allocate([*range(100, 112), 7, 8])  # shares the blocks of its prefix with the first one
+    source.append([second], 2)
+    source.append([source.allocate([5, 6, 7])], 3)
+    assert source.caches[0].sequences[second[0].row].cached == 12
+    assert join(source, target, rows=[second[0].row])
+    assert join(source, target, others=1, rows=[0, 2])
+    assert join(source, target, rows=[])
+
+
+def test_rows_that_are_not_there_are_refused_on_every_rank():
+    def rank(comm):
+        cache = filled(DecodeSharding(cp=2), comm.rank, (4, 9))
+        for rows, message in (
+            ([2], r"rows must be among those of sequences, \[0, 1\], got \[2\]"),
+            ([-1], "rows must be"),
+            (3, "rows must be a list of rows, got 3"),
+            ([comm.rank], "cache must be the same, after the same operations, on all ranks that hold it"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                am.reshard(cache, DecodeSharding(kvdp=2), comm, rows=rows)
+        with pytest.raises(ValueError, match="rows must be None without a ShardedCache that they are of"):
+            am.reshard(None if comm.rank else cache, DecodeSharding(kvdp=2), comm, rows=[0])
+        return sorted(am.reshard(cache, DecodeSharding(kvdp=2), comm, rows=[1]).sequences)
+
+    assert am.run_virtual(2, rank) == [[1], [1]]
 
 
 def filled(sharding: DecodeSharding, rank: int, lengths: tuple[int, ...], **more) -> am.ShardedCache:
@@ -169,7 +206,7 @@ def test_a_failure_on_the_way_leaves_the_cache_as_it_was(monkeypatch):
         join(source, target)
     target.check()
     assert [stats.used for stats in target.caches[0].stats()] == used
-    assert [part.find_prefix(list(range(50, 70))) for part in target.caches[0]._caches] == [0, 0]
+    assert [part.find_prefix(list(range(50, 70))) for part in target.caches[0].by_kvdp_rank] == [0, 0]
     monkeypatch.setattr(CacheTokens, "write", write)
     assert join(source, target)
 

@@ -43,7 +43,7 @@ def forget_the_others(monkeypatch):
 
 def skip_check(monkeypatch):
     """Caches of KVDP ranks append one after the other, until one of them is full."""
-    monkeypatch.setattr(BlockCache, "check_append", lambda *_: None)
+    monkeypatch.setattr(BlockCache, "check_extend", lambda *_: None)
 
 
 def keep_old_key_range(monkeypatch):

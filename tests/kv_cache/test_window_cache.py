@@ -191,7 +191,7 @@ def test_forks_copy_in_both_kinds_of_layers():
     cache.free(b)
     assert [block >= 0 for block in a.window_blocks] == [False] * 10 + [True] * 3
     pool = cache._manager._kinds[1].pool
-    assert pool.num_cached + pool.num_free == 30 - 3
+    assert len(pool.cached_blocks) + len(pool.free_blocks) == 30 - 3
 
 
 def test_truncation_reaches_back_as_far_as_the_margin():
@@ -303,7 +303,7 @@ def test_windows_that_cannot_be_are_refused(wrong, said):
 
 def test_the_widest_window_counts():
     cache = make(layers=4, windows=[2, None, 7, None], window_blocks=5)
-    assert (cache.window, cache.num_windowed, [cache.kind_of(layer) for layer in range(4)]) == (7, 2, [1, 0, 1, 0])
+    assert (cache.window, cache.num_windowed, [cache.pools[layer].kind for layer in range(4)]) == (7, 2, [1, 0, 1, 0])
     assert [len(cache.keys(layer)) for layer in range(4)] == [5, 30, 5, 30]
     new = cache.append([cache.allocate(3)], 3)
     assert [cache.slots_of(new, layer) is new.window_slots for layer in range(4)] == [True, False, True, False]

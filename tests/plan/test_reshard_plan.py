@@ -7,6 +7,7 @@ import pytest
 from attnmesh.core.ranges import size
 from attnmesh.kv_cache.block_pool import root_hash
 from attnmesh.kv_cache.contents import CacheContents, SequenceContents
+from attnmesh.parallel.reshard.goal import Goal
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.reshard import Part, Piece, plan_moves
 
@@ -18,6 +19,11 @@ SHARDINGS = [
     DecodeSharding(cp=8, interleave=3),
     DecodeSharding(tp=2, cp=2, kvdp=2, interleave=16),
 ]
+
+
+def needs(contents: CacheContents, sharding: DecodeSharding, block_size: int) -> list[Part]:
+    """What each rank is to hold of a cache that it makes."""
+    return Goal(contents, sharding, 1, block_size, contents.placements(sharding, block_size)).needs()
 
 
 def contents(*sequences: tuple[int, int, int]) -> CacheContents:
@@ -44,7 +50,7 @@ def cells(part: Part | None) -> set[tuple[int, int, int]]:
 def test_everything_arrives_once_and_only_what_is_missing_is_sent(a, b):
     world = max(a.ranks, b.ranks)
     sources = [*CONTENTS.parts(a), *[None] * (world - a.ranks)]
-    targets = [*CONTENTS.needs(b, 4), *[None] * (world - b.ranks)]
+    targets = [*needs(CONTENTS, b, 4), *[None] * (world - b.ranks)]
     moves = plan_moves(sources, targets)
     arrived = {rank: [] for rank in range(world)}
     for move in moves:
@@ -71,13 +77,13 @@ def test_everything_arrives_once_and_only_what_is_missing_is_sent(a, b):
 
 def test_replicas_share_the_work():
     moves = plan_moves([*CONTENTS.parts(DecodeSharding(tp=8)), *[None] * 4], [
-        *[None] * 8, *CONTENTS.needs(DecodeSharding(kvdp=4), 4),
+        *[None] * 8, *needs(CONTENTS, DecodeSharding(kvdp=4), 4),
     ])  # fmt: skip
     assert len({move.source for move in moves}) == 8  # 2 ranks have each head
 
 
 def test_chunks_have_a_number_of_tokens_across_sequences():
-    (move,) = plan_moves([None, *CONTENTS.parts(DecodeSharding())], [*CONTENTS.needs(DecodeSharding(cp=1), 4), None])
+    (move,) = plan_moves([None, *CONTENTS.parts(DecodeSharding())], [*needs(CONTENTS, DecodeSharding(cp=1), 4), None])
     for tokens in (1, 7, 1000):
         chunks = list(move.chunks(tokens))
         sizes = [sum(size(piece.positions) for piece in chunk) for chunk in chunks]
@@ -96,6 +102,6 @@ def test_what_no_rank_holds_is_an_error():
 def test_a_plan_of_a_million_tokens_is_small():
     long = contents((1 << 20, -1, 0))
     a, b = DecodeSharding(cp=8, interleave=16), DecodeSharding(tp=2, cp=4, interleave=64)
-    moves = plan_moves(long.parts(a), long.needs(b, 64), 3)
+    moves = plan_moves(long.parts(a), needs(long, b, 64), 3)
     assert sum(len(piece.positions) for move in moves for piece in move.pieces) < 20_000
     assert sum(move.tokens for move in moves if move.target == 3) == 1 << 18

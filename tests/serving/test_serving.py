@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import http.client
 import json
+import logging
 import re
 import threading
 import time
@@ -26,7 +27,7 @@ for name in ("transformers", "openai", "fastapi", "uvicorn", "prometheus_client"
 import openai  # noqa: E402
 
 from attnmesh.serving.app import _Answers  # noqa: E402
-from attnmesh.serving.server import serve  # noqa: E402
+from attnmesh.serving.server import _log_to_stderr, serve  # noqa: E402
 from helpers.serving import NAME, Server, settings, virtual_server, write_model  # noqa: E402
 
 PROMPT = "a b c d e f g h i j"
@@ -369,6 +370,15 @@ def test_metrics_count(server, client):
     after = [metric(server, name) for name in names]
     assert [now - was for now, was in zip(after, before, strict=True)] == [10, 24, 2]
     assert raw(server, "GET", "/health") == (200, {"status": "ok"})
+
+
+def test_the_log_goes_to_stderr_unless_it_goes_somewhere_already(monkeypatch):
+    log, package = logging.getLogger("attnmesh.serving"), logging.getLogger("attnmesh")
+    for above, added in (([logging.NullHandler()], 1), ([logging.NullHandler(), logging.StreamHandler()], 0)):
+        for each, handlers in ((log, []), (logging.root, []), (package, above)):
+            monkeypatch.setattr(each, "handlers", handlers)
+        _log_to_stderr()
+        assert len(log.handlers) == added
 
 
 # Keys, ends and failures.

@@ -66,6 +66,24 @@ _MIN_KEY = 16  # characters
 def serve_command(
     model: LanguageModelOption = None,
     ranks: RanksOption = None,
+    prefill_ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=launch.MAX_RANKS,
+            show_default="all ranks compute all",
+            help="The first ranks, which compute prompts and first tokens only. Requires --decode-ranks.",
+        ),
+    ] = None,
+    decode_ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=launch.MAX_RANKS,
+            show_default="all ranks compute all",
+            help="The ranks after these, which answers move to with their keys and values.",
+        ),
+    ] = None,
     device: DeviceOption = Device.CPU,
     dtype: DtypeOption = Precision.FP32,
     storage: CacheStorageOption = None,
@@ -102,7 +120,8 @@ def serve_command(
         typer.Option(
             min=1,
             show_default="by cost",
-            help="Where every rank has all weights, the number of groups of ranks that have requests of their own.",
+            help="Where every rank has all weights, the number of groups of ranks that have requests of their own; "
+            "with --decode-ranks, of these ranks.",
         ),
     ] = None,
     step_tokens: Annotated[
@@ -142,6 +161,10 @@ def serve_command(
     check_device(device)
     check_share_gpu(share_gpu, device.value, virtual)
     check_timeout(timeout)
+    if prefill_ranks is not None or decode_ranks is not None:
+        ranks = _both_sides(prefill_ranks, decode_ranks, ranks, virtual)
+        if any(each is not None for each in (sharding, tp, kvdp, cp)):
+            raise ValueError(f"--prefill-ranks {prefill_ranks} is for whole weights on every rank, got a sharding")
     world = launch.world_size(ranks, virtual=virtual)
     divided = given_sharding(sharding, tp, kvdp, cp, world)
     shard_weights = divided is not None or sharding is not None
@@ -173,9 +196,11 @@ def serve_command(
         of_rank = held.of(divided)
         available.check_fits(folder, of_rank.weights, of_rank.kv_cache, advice)
     else:
-        divided = _groups(groups, max_sequences, world)
-        sequences = -(-max_sequences // divided.kvdp)
-        kv_cache = kv_cache_bytes(config, stored_as, -(-tokens // divided.cp), sequences)
+        divided = _groups(groups, max_sequences, decode_ranks or world)
+        sides = [divided] if prefill_ranks is None else [divided, DecodeSharding(cp=prefill_ranks)]
+        kv_cache = max(
+            kv_cache_bytes(config, stored_as, -(-tokens // side.cp), -(-max_sequences // side.kvdp)) for side in sides
+        )
         available.check_fits(folder, weight_bytes(folder, dtype.dtype), kv_cache, advice)
     default_name = "SmolLM2-135M-Instruct" if model is None else model.resolve().name
     with tempfile.TemporaryDirectory() as name:
@@ -183,15 +208,17 @@ def serve_command(
             model=folder, device=device.value, dtype=dtype.dtype, folder=Path(name),
             app=AppSettings(served_model_name or default_name, key, max_body_mib * 2**20), host=host, port=port,
             cache_tokens=tokens, max_sequences=max_sequences, max_queue=max_queue, grace=grace, sharding=divided,
-            shard_weights=shard_weights, step_tokens=step_tokens, storage=storage, max_per_address=max_per_address,
-            access_log=access_log, announce=_announce,
+            shard_weights=shard_weights, prefill_ranks=prefill_ranks or 0, step_tokens=step_tokens, storage=storage,
+            max_per_address=max_per_address, access_log=access_log, announce=_announce,
         )  # fmt: skip
         is_shared = virtual and not shard_weights
         shared = load_model(folder, device=device.value, dtype=dtype.dtype) if is_shared else None
         _on_signals(settings)
         how = f" {sharding_note(divided, why)}" if shard_weights else ""
+        sides_note = "" if prefill_ranks is None else f" ({prefill_ranks} prefill, {decode_ranks} decode)"
         output.console(stderr=True).print(
-            f"Loading {settings.app.model_name} on {counted(world, 'rank')}, {device.value}.{how}", soft_wrap=True
+            f"Loading {settings.app.model_name} on {counted(world, 'rank')}{sides_note}, {device.value}.{how}",
+            soft_wrap=True,
         )
         launch.run(
             serve, ranks, device=device.value, virtual=virtual, share_gpu=share_gpu, timeout=timeout,
@@ -220,6 +247,21 @@ def _on_signals(settings: ServerSettings) -> None:
 
     signal.signal(signal.SIGINT, handler(KeyboardInterrupt))
     signal.signal(signal.SIGTERM, handler(Terminated))
+
+
+def _both_sides(prefill: int | None, decode: int | None, ranks: int | None, virtual: bool) -> int | None:
+    """The number of ranks to start, None under torchrun, where some prefill and the others decode."""
+    if prefill is None or decode is None:
+        given = f"--prefill-ranks {prefill}" if decode is None else f"--decode-ranks {decode}"
+        raise ValueError(f"--prefill-ranks and --decode-ranks must be given together, got {given} alone")
+    if virtual:
+        raise ValueError("--prefill-ranks must be processes, which step on their own, got --virtual: they take turns")
+    world = launch.world_size() if launch.under_torchrun() else ranks
+    if world is not None and world != prefill + decode:
+        raise ValueError(
+            f"--prefill-ranks + --decode-ranks must be the number of ranks, {world}, got {prefill} + {decode}"
+        )
+    return ranks if launch.under_torchrun() else prefill + decode
 
 
 def _groups(groups: int | None, max_sequences: int, world: int) -> DecodeSharding:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -43,7 +45,7 @@ class BatchRanks:
     kvdp: int
     together: bool = False
 
-    @property
+    @cached_property
     def computed(self) -> list[int]:
         """The groups of sequences that this rank computes."""
         return list(range(self.kvdp)) if self.together else [self.across_groups.rank]
@@ -99,10 +101,10 @@ class ContinuousBatch:
         with self._change():
             pass
 
-    def restart_searches(self) -> None:
-        """Let beam searches in progress begin again: of them nothing is known but the prompt."""
+    def restart_searches(self, requests: Iterable[Request]) -> None:
+        """Let beam searches among these begin again: of them nothing is known but the prompt."""
         with self._change(), self._ledger():
-            for request in self.requests:
+            for request in requests:
                 if request.options.num_beams > 1 and request.sequences:
                     self.scheduler.remove(request)
                     self.scheduler.add(request)
@@ -119,8 +121,9 @@ class ContinuousBatch:
             began = time.perf_counter()
             with self._ledger():
                 plan = self.scheduler.plan(step_tokens)
-            for comm in (self._ranks.group, self._ranks.across_groups):  # compared with the next message
-                comm.note("step", str([self._generator, plan.width, *(each.digest for each in plan.groups)]))
+            for comm in (self._ranks.group, self._ranks.across_groups):
+                if comm.world > 1:  # compared with the next message
+                    comm.note("step", str([self._generator, plan.width, *(each.digest for each in plan.groups)]))
             logits = self._compute(plan)
             with self._ledger():
                 self._mark_written(plan)
@@ -252,27 +255,26 @@ class ContinuousBatch:
 
         Ranks of a group may round differently: all take the tokens of the first. There is none if a rank has none.
         """
-        group, across, device = self._ranks.group, self._ranks.across_groups, self._engine.device
+        group, across = self._ranks.group, self._ranks.across_groups
         requests = [of_group.sampled for of_group in plan.groups]
         if self._ranks.together:
             requests = [[each for of_group in requests for each in of_group]]
         widths = [[self._width(plan, each) for each in of_group] for of_group in requests]
         if group.world > 1 and own:
-            x = torch.tensor([n for row in own for n in row], dtype=torch.float64, device=device)
-            with self._engine.exchange(group):
-                received = [each.tolist() for each in group.all_gather(x, [x.shape] * group.world)]
-            by_rank = [_split(numbers, widths[across.rank]) for numbers in received]
+            by_rank = self._all_gather(group, own, [widths[across.rank]] * group.world)
             own = [next((row for row in rows if row[0] in _NO_TOKEN), rows[0]) for rows in zip(*by_rank, strict=True)]
         rows = [own]
-        if across.world > 1 and any(widths):
-            x = torch.tensor([n for row in own for n in row], dtype=torch.float64, device=device)
-            with self._engine.exchange(across):
-                gathered = [each.tolist() for each in across.all_gather(x, [(sum(each),) for each in widths])]
-            rows = [_split(numbers, each) for numbers, each in zip(gathered, widths, strict=True)]
-        elif across.world > 1:
-            rows = [[] for _ in requests]
+        if across.world > 1:
+            rows = self._all_gather(across, own, widths) if any(widths) else [[] for _ in requests]
         pairs = [pair for both in zip(requests, rows, strict=True) for pair in zip(*both, strict=True)]
         return sorted(pairs, key=lambda pair: pair[0].number)
+
+    def _all_gather(self, comm: Comm, own: list[list[float]], widths: list[list[int]]) -> list[list[list[float]]]:
+        """The numbers of every rank; rank r has `widths[r]` of each of its requests."""
+        x = torch.tensor([n for row in own for n in row], dtype=torch.float64, device=self._engine.device)
+        with self._engine.exchange(comm):
+            gathered = [iter(each.tolist()) for each in comm.all_gather(x, [(sum(each),) for each in widths])]
+        return [[list(islice(numbers, n)) for n in each] for numbers, each in zip(gathered, widths, strict=True)]
 
     def _commit(self, plan: StepPlan, new: list[tuple[Request, list[float]]]) -> dict[Request, list[Token]]:
         """Append the new tokens to their requests, and end those that are complete."""
@@ -337,14 +339,6 @@ class ContinuousBatch:
     def _end(self, request: Request, *, forget: bool = False) -> None:
         self.scheduler.remove(request, forget=forget)
         self.requests.remove(request)
-
-
-def _split(numbers: list[float], widths: list[int]) -> list[list[float]]:
-    parts, at = [], 0
-    for width in widths:
-        parts.append(numbers[at : at + width])
-        at += width
-    return parts
 
 
 def _no_room(request: Request, engine: Engine) -> Exception:

@@ -12,10 +12,8 @@ its CP rank, and tracks the blocks of the others without their keys and values (
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,14 +39,15 @@ from attnmesh.generation.norms import one_call, use_one_call
 from attnmesh.generation.passes import (
     CachePass,
     ChunkKV,
+    ContextPrefill,
     DecodeGraphs,
     DecodePass,
+    HeadPrefill,
+    HeadRanks,
     HomeExchange,
-    PrefillPass,
     StepKV,
 )
 from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
-from attnmesh.generation.sharded_passes import HeadRanks, ShardedDecodePass, ShardedPrefillPass
 from attnmesh.generation.tensor_parallel import TensorParallel
 from attnmesh.integrations.sharded_model import ShardedWeights
 from attnmesh.integrations.transformers_models import check_model
@@ -57,6 +56,7 @@ from attnmesh.kv_cache.block_manager import WINDOW_MARGIN
 from attnmesh.kv_cache.sequence import NewTokens
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
+from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.decode import DecodeSharding
@@ -69,62 +69,62 @@ def min_prefill_chunk(world: int) -> int:
     return MIN_TOKENS_PER_RANK * world
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """The settings of a `Generator` that its engine needs; `max_sequences` is over all groups."""
-
-    cache_tokens: int
-    max_sequences: int
-    storage: str | None
-    layout: Layout
-    schedule: str
-    prefill_chunk: int | None
-
-
-class Engine(ABC):
+class Engine:
     """The cache of a model, and the passes that compute new tokens. All ranks construct it and make the same calls.
 
-    `ranks` are those that compute together, and `position_ranks` those that shard the positions of a sequence. A token
-    attends to all keys and values as the cache stores them, its own and those of its chunk included. So they have one
-    value for all later tokens, and neither chunks nor ranks nor prefix reuse change the result.
+    The ranks of `comm` compute together: those of a group, or all with sharded `weights`. `position_ranks` shard the
+    positions of a sequence. A token attends to all keys and values as the cache stores them, its own and those of its
+    chunk included. So they have one value for all later tokens, and neither chunks nor ranks nor prefix reuse change
+    the result. The settings are those of a `Generator`: `max_sequences` is over all groups.
     """
 
     def __init__(
-        self, model: Any, sharding: DecodeSharding, rank: int, ranks: Comm, position_ranks: Comm, of: EngineSettings
-    ) -> None:
+        self, model: Any, sharding: DecodeSharding, rank: int, comm: Comm, weights: ShardedWeights | None, *,
+        cache_tokens: int, max_sequences: int, storage: str | None, layout: Layout, schedule: str,
+        prefill_chunk: int | None,
+    ) -> None:  # fmt: skip
         check_model(model)
-        self._check_model(model)
-        self.model, self.comm, self.position_ranks = model, ranks, position_ranks
-        config, weight, world = model.config, model.get_input_embeddings().weight, position_ranks.world
-        self.device, self.cache_tokens = weight.device, of.cache_tokens
+        config, weight, name = model.config, model.get_input_embeddings().weight, type(model).__name__
+        heads, self._weights = heads_of(config), weights
+        if weights is None:
+            check_generation(config, name)
+            self.position_ranks, self._heads = comm, HeadRanks.of_whole(comm, heads)
+        else:
+            check_attention(config, name)
+            check_sharded_model(config, name, sharding)
+            self.position_ranks, self._heads = weights.ranks.cp, HeadRanks.of_sharded(weights, heads)
+        self.model, self.comm, world = model, comm, self.position_ranks.world
+        self.device, self.cache_tokens = weight.device, cache_tokens
         least = min_prefill_chunk(world)
-        chunk = max(of.cache_tokens, least) if of.prefill_chunk is None else of.prefill_chunk
+        chunk = max(cache_tokens, least) if prefill_chunk is None else prefill_chunk
         self.prefill_chunk = check_count("prefill_chunk", chunk)
         if self.prefill_chunk < least:
             raise ValueError(
                 f"prefill_chunk must be at least {MIN_TOKENS_PER_RANK} tokens per rank, {least} for "
-                f"{counted(world, 'rank')}, got {of.prefill_chunk}"
+                f"{counted(world, 'rank')}, got {prefill_chunk}"
             )
-        if not all(of.layout.ranges(least, world, each) for each in range(world)):
+        if not all(layout.ranges(least, world, each) for each in range(world)):
             raise ValueError(
-                f"layout must give every one of {counted(world, 'rank')} a part of the sequence, got {of.layout}"
+                f"layout must give every one of {counted(world, 'rank')} a part of the sequence, got {layout}"
             )
-        self.context = ContextParallel(position_ranks, layout=of.layout, schedule=of.schedule)
-        self.storage = cache_storage(config, weight.dtype, of.storage)
-        self.max_sequences = -(-of.max_sequences // sharding.kvdp)
+        self.context = ContextParallel(self.position_ranks, layout=layout, schedule=schedule)
+        self.storage = cache_storage(config, weight.dtype, storage)
+        self.max_sequences = -(-max_sequences // sharding.kvdp)
         """The most sequences of a group."""
         blocks = CacheBlocks(
-            layer_windows(config), sharding.position_shard(rank), of.cache_tokens, self.max_sequences,
-            min(self.prefill_chunk, of.cache_tokens),
+            layer_windows(config), sharding.position_shard(rank), cache_tokens, self.max_sequences,
+            min(self.prefill_chunk, cache_tokens),
         )  # fmt: skip
         self.cache = ShardedCache(
             sharding, rank, batch=self.max_sequences * sharding.kvdp, layers=len(blocks.windows),
-            num_blocks=blocks.full, block_size=BLOCK_SIZE, kv_heads=heads_of(config).kv, **cached_widths(config),
-            storage=self.storage, device=self.device, max_length=of.cache_tokens, windows=blocks.layer_windows,
+            num_blocks=blocks.full, block_size=BLOCK_SIZE, kv_heads=heads.kv, **cached_widths(config),
+            storage=self.storage, device=self.device, max_length=cache_tokens, windows=blocks.layer_windows,
             window_blocks=blocks.windowed,
         )  # fmt: skip
         self.shard: InterleavedShard = sharding.position_shard(rank)
-        self._kvdp_rank = sharding.place(rank).kvdp
+        self._kvdp_rank, self._kvdp = sharding.place(rank).kvdp, sharding.kvdp
+        local = self.cache.local
+        self._steps = tuple(PagedStep(table, local.cur_pos) for table in local.block_tables)  # of each kind of layers
         widths = latent_widths(config)
         self._latents = None if widths is None else LatentProjections(model, widths)
         self._exchanges = 0  # that were begun and have not ended, or were interrupted
@@ -132,14 +132,21 @@ class Engine(ABC):
         use_one_call(model)
         self._forward = partial(_logits, model)
         self._forward_step: Callable[[Any, Tensor, Tensor], Tensor] = self._forward
-        own_heads = len(sharding.kv_heads(rank, heads_of(config).kv))
+        if self.device.type == "cuda" and weights is None:
+            self.use_tensor_parallel()
+            # Mixture-of-experts routing on the host cannot be captured. NCCL's messages can, but NCCL does not destroy
+            # a communicator before the last graph with its messages: an engine that is still referred to, as by the
+            # traceback of an exception, would block the end of its process.
+            if comm.world == 1 and not hasattr(config, "num_local_experts"):
+                self._forward_step = DecodeGraphs(self._forward)
+        own_heads = len(sharding.kv_heads(rank, heads.kv))
         self._bytes_per_token = (
             kv_bytes_per_token(config, self.storage, own_heads), kv_bytes_per_token(config, self.storage)
         )  # fmt: skip
 
-    @abstractmethod
-    def _check_model(self, model: Any) -> None:
-        """Raise ValueError unless this engine serves the model."""
+    def use_tensor_parallel(self) -> None:
+        """Compute decode steps of whole weights tensor-parallel from now on. All ranks must call it."""
+        self._step_context = TensorParallel(self.model, self.comm)
 
     # Passes.
 
@@ -158,7 +165,8 @@ class Engine(ABC):
         """
         slots = self._slots(new)
         if len(ids) >= min_prefill_chunk(self.position_ranks.world):
-            return self._prefill_chunk(sequence, range(begin, begin + len(ids)), ids, slots)
+            chunk = self._prefill_by_context if self._weights is None else self._prefill_by_heads
+            return chunk(sequence, range(begin, begin + len(ids)), ids, slots)
         logits = torch.empty(0, dtype=torch.float32, device="cpu")
         for at in range(0, len(ids), MAX_DECODE_TOKENS):  # too short to shard
             some = slice(at, at + MAX_DECODE_TOKENS)
@@ -179,18 +187,64 @@ class Engine(ABC):
         begin, tokens, at = packed.split([len(begins), len(begins) * count, len(rows)])
         positions = begin[:, None] + torch.arange(count, device=self.device)
         local = self.cache.local
-        own_positions = positions[own[0] : own[0] + len(own)] if own else positions[:0]
-        step = StepKV(tuple(table[at] for table in local.block_tables), local.cur_pos[at], own_positions, self.shard)
+        cur_pos, own_positions = local.cur_pos[at], positions[own[0] : own[0] + len(own)] if own else positions[:0]
+        for kind, each in enumerate(self._steps):
+            each.advance(local.block_tables[kind, at], cur_pos)
+        step = StepKV(self._steps, own_positions, self.shard)
+        by_rank = () if self._heads.exchange is None else self._rows(sequences)
+        decode = DecodePass(local, slots, self._heads, by_rank, step, latents=self._latents)
         with self.exchange(self.comm), self._step_context:
-            return self._forward_step(self._decode_pass(sequences, slots, step), tokens.view(-1, count), positions)
+            return self._forward_step(decode, tokens.view(-1, count), positions)
 
-    @abstractmethod
-    def _decode_pass(self, sequences: Sequence[CacheSequence], slots: tuple[Tensor, ...], step: StepKV) -> CachePass:
-        """The pass of a decode step: the sequences of a group are adjacent."""
+    def _rows(self, sequences: Sequence[CacheSequence]) -> tuple[int, ...]:
+        """The number of sequences of each KVDP rank; those of one are adjacent."""
+        groups = [sequence.kvdp_rank for sequence in sequences]
+        return tuple(groups.count(group) for group in range(self._kvdp))
 
-    @abstractmethod
-    def _prefill_chunk(self, sequence: CacheSequence, at: range, ids: list[int], slots: tuple[Tensor, ...]) -> Tensor:
-        """Prefill a chunk at these positions, sharded over the ranks."""
+    def _prefill_by_context(
+        self, sequence: CacheSequence, at: range, ids: list[int], slots: tuple[Tensor, ...]
+    ) -> Tensor:
+        """Prefill a chunk at these positions with whole weights, sharded over the ranks."""
+        parts, comm, device = self._parts(at), self.comm, self.device
+        chunk = self._chunk_kv(sequence, at)
+        own = chunk.own.to(device)
+        prefill = ContextPrefill(
+            self.cache.local, tuple(each[:, own] for each in slots), chunk, self.context, parts,
+            HomeExchange(comm, parts, self.shard, device), latents=self._latents,
+        )  # fmt: skip
+        positions = ranges.as_tensor(parts[comm.rank])
+        tokens = torch.tensor(ids, device="cpu")[positions - at.start]
+        last = next(rank for rank, part in enumerate(parts) if at[-1] in part[-1])
+        with self.exchange(comm):
+            logits = self._forward(prefill, tokens[None].to(device), positions[None].to(device), keep=1)[0, -1]
+            return _broadcast(comm, logits, last)
+
+    def _parts(self, at: range) -> list[Ranges]:
+        """The positions of a chunk that each rank computes: in the layout, or later where they are stored."""
+        world = self.comm.world
+        if at.start == 0:
+            return [self.context.layout.ranges(len(at), world, rank) for rank in range(world)]
+        if self.shard.interleave == 1:
+            return [InterleavedShard(world, rank).ranges(at.stop, at.start) for rank in range(world)]
+        return [(at[len(at) * rank // world : len(at) * (rank + 1) // world],) for rank in range(world)]
+
+    def _prefill_by_heads(
+        self, sequence: CacheSequence, at: range, ids: list[int], slots: tuple[Tensor, ...]
+    ) -> Tensor:
+        """Prefill a chunk at these positions with sharded weights."""
+        assert self._weights is not None
+        chunk, n, world = self._chunk_kv(sequence, at), len(ids), self.comm.world
+        own = chunk.own.to(self.device)
+        prefill = HeadPrefill(
+            self.cache.local, tuple(each[:, own] for each in slots), chunk, self._heads, self._rows([sequence]), own,
+            latents=self._latents,
+        )  # fmt: skip
+        counts = [n * (rank + 1) // world - n * rank // world for rank in range(world)]
+        divided = self._weights.tokens.divided(counts) if n >= world > 1 else nullcontext()
+        tokens = torch.tensor([ids], device=self.device)
+        positions = torch.arange(at.start, at.stop, device=self.device)[None]
+        with self.exchange(self.comm), divided:
+            return self._forward(prefill, tokens, positions, keep=1)[0, -1]
 
     def _slots(self, new: NewTokens | None) -> tuple[Tensor, ...]:
         """The slots of new tokens for each kind of layers; none if this rank does not store them."""
@@ -236,90 +290,6 @@ class Engine(ABC):
             for (count, passed), each in zip(counts, self._bytes_per_token, strict=True)
         )
         return own, of_all
-
-
-class WholeEngine(Engine):
-    """An engine with whole weights: `ranks` are those of one group."""
-
-    def __init__(self, model: Any, sharding: DecodeSharding, rank: int, ranks: Comm, of: EngineSettings) -> None:
-        super().__init__(model, sharding, rank, ranks, ranks, of)
-        if self.device.type == "cuda":
-            self.use_tensor_parallel()
-        # Mixture-of-experts routing on the host cannot be captured. NCCL's messages can, but NCCL does not destroy a
-        # communicator before the last graph with its messages: an engine that is still referred to, as by the traceback
-        # of an exception, would block the end of its process.
-        if self.device.type == "cuda" and ranks.world == 1 and not hasattr(model.config, "num_local_experts"):
-            self._forward_step = DecodeGraphs(self._forward)
-
-    def use_tensor_parallel(self) -> None:
-        """Compute decode steps tensor-parallel from now on. All ranks must call it."""
-        self._step_context = TensorParallel(self.model, self.comm)
-
-    def _check_model(self, model: Any) -> None:
-        check_generation(model.config, type(model).__name__)
-
-    def _decode_pass(self, sequences: Sequence[CacheSequence], slots: tuple[Tensor, ...], step: StepKV) -> CachePass:
-        return DecodePass(self.cache.local, slots, self.comm, step, latents=self._latents)
-
-    def _prefill_chunk(self, sequence: CacheSequence, at: range, ids: list[int], slots: tuple[Tensor, ...]) -> Tensor:
-        parts, comm, device = self._parts(at), self.comm, self.device
-        chunk = self._chunk_kv(sequence, at)
-        own = chunk.own.to(device)
-        prefill = PrefillPass(
-            self.cache.local, tuple(each[:, own] for each in slots), self.context, parts, chunk,
-            HomeExchange(comm, parts, self.shard, device), latents=self._latents,
-        )  # fmt: skip
-        positions = ranges.as_tensor(parts[comm.rank])
-        tokens = torch.tensor(ids, device="cpu")[positions - at.start]
-        last = next(rank for rank, part in enumerate(parts) if at[-1] in part[-1])
-        with self.exchange(comm):
-            logits = self._forward(prefill, tokens[None].to(device), positions[None].to(device), keep=1)[0, -1]
-            return _broadcast(comm, logits, last)
-
-    def _parts(self, at: range) -> list[Ranges]:
-        """The positions of a chunk that each rank computes: in the layout, or later where they are stored."""
-        world = self.comm.world
-        if at.start == 0:
-            return [self.context.layout.ranges(len(at), world, rank) for rank in range(world)]
-        if self.shard.interleave == 1:
-            return [InterleavedShard(world, rank).ranges(at.stop, at.start) for rank in range(world)]
-        return [(at[len(at) * rank // world : len(at) * (rank + 1) // world],) for rank in range(world)]
-
-
-class ShardedEngine(Engine):
-    """An engine with sharded weights: all ranks compute the sequences of all groups together."""
-
-    def __init__(self, model: Any, weights: ShardedWeights, of: EngineSettings) -> None:
-        self._weights = weights
-        self._heads = HeadRanks(weights.sharding, weights.ranks, heads_of(model.config))
-        super().__init__(model, weights.sharding, weights.ranks.rank, weights.ranks.all_ranks, weights.ranks.cp, of)
-
-    def _check_model(self, model: Any) -> None:
-        check_attention(model.config, type(model).__name__)
-        check_sharded_model(model.config, type(model).__name__, self._weights.sharding)
-
-    def _decode_pass(self, sequences: Sequence[CacheSequence], slots: tuple[Tensor, ...], step: StepKV) -> CachePass:
-        rows = self._rows(sequences)
-        return ShardedDecodePass(self.cache.local, slots, self._heads, rows, step, latents=self._latents)
-
-    def _prefill_chunk(self, sequence: CacheSequence, at: range, ids: list[int], slots: tuple[Tensor, ...]) -> Tensor:
-        chunk, n, world = self._chunk_kv(sequence, at), len(ids), self.comm.world
-        own = chunk.own.to(self.device)
-        prefill = ShardedPrefillPass(
-            self.cache.local, tuple(each[:, own] for each in slots), self._heads, self._rows([sequence]), own, chunk,
-            latents=self._latents,
-        )  # fmt: skip
-        counts = [n * (rank + 1) // world - n * rank // world for rank in range(world)]
-        divided = self._weights.tokens.divided(counts) if n >= world > 1 else nullcontext()
-        tokens = torch.tensor([ids], device=self.device)
-        positions = torch.arange(at.start, at.stop, device=self.device)[None]
-        with self.exchange(self.comm), divided:
-            return self._forward(prefill, tokens, positions, keep=1)[0, -1]
-
-    def _rows(self, sequences: Sequence[CacheSequence]) -> tuple[int, ...]:
-        """The number of sequences of each KVDP rank."""
-        groups = [sequence.kvdp_rank for sequence in sequences]
-        return tuple(groups.count(group) for group in range(self._weights.sharding.kvdp))
 
 
 @torch.no_grad()

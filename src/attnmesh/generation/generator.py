@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from attnmesh.generation.agreement import (
     report_error,
 )
 from attnmesh.generation.batching import BatchRanks, Callbacks, ContinuousBatch
-from attnmesh.generation.engine import Engine, EngineSettings, ShardedEngine, WholeEngine, min_prefill_chunk
+from attnmesh.generation.engine import Engine, min_prefill_chunk
 from attnmesh.generation.prompts import check_prompt, check_tokenizer, one_prompt, prompt_ids
 from attnmesh.generation.requests import LogitsProcessor, Request, RequestOptions, Token
 from attnmesh.generation.sampling import Sampling
@@ -103,17 +104,18 @@ class Generator:
                     raise ValueError(f"{name} must be a function or None, got {shown(callback)}")
             weights = sharded_weights(model)
             chosen = _sharding(sharding, weights, max_sequences, self.comm)
-            settings = EngineSettings(cache_tokens, max_sequences, storage, layout, schedule, prefill_chunk)
-            self.engine: Engine
             if weights is None:
                 group, across = (
                     _subgroup(self.comm, each) for each in (chosen.cp_peers(rank), chosen.kvdp_peers(rank))
                 )
                 self._ranks = BatchRanks(group, across, chosen.kvdp)
-                self.engine = WholeEngine(model, chosen, rank, group, settings)
             else:
+                group = weights.ranks.all_ranks
                 self._ranks = BatchRanks(self.comm, _subgroup(self.comm, [rank]), chosen.kvdp, together=True)
-                self.engine = ShardedEngine(model, weights, settings)
+            self.engine = Engine(
+                model, chosen, rank, group, weights, cache_tokens=cache_tokens, max_sequences=max_sequences,
+                storage=storage, layout=layout, schedule=schedule, prefill_chunk=prefill_chunk,
+            )  # fmt: skip
             self._step_tokens = self._checked_step_tokens(step_tokens)
             return chosen, {
                 "cache_tokens": cache_tokens, "max_sequences": max_sequences, "sharding": repr(chosen),
@@ -131,7 +133,7 @@ class Generator:
             report_error(self.comm, "Generator", error)
             raise
         check_same_weights(self.comm, model, self.engine.device)
-        if self.engine.device.type == "cpu" and isinstance(self.engine, WholeEngine) and self._all_share_memory():
+        if self.engine.device.type == "cpu" and sharded_weights(model) is None and self._all_share_memory():
             self.engine.use_tensor_parallel()
         self.max_sequences, self.stats = max_sequences, GenerationStats(rank)
         self._progress = Progress(self.comm.log.number("Generator"))
@@ -174,13 +176,10 @@ class Generator:
             rows = prompt_ids(self.tokenizer, prompts)
             if not rows:
                 raise ValueError(f"prompts must have at least one prompt, got {shown(prompts)}")
-            options = [
-                RequestOptions.checked(
-                    self.model, self.tokenizer, max_new_tokens, sampling, stop, stop_strings, 0, None, (), row,
-                    num_beams, speculative,
-                )
-                for row in range(len(rows))
-            ]  # fmt: skip
+            of_all = RequestOptions(
+                max_new_tokens, sampling, stop, stop_strings, num_beams=num_beams, speculative=speculative
+            )
+            options = [replace(of_all, sample=row).checked(self.model, self.tokenizer) for row in range(len(rows))]
             for row, ids in enumerate(rows):
                 self._check_prompt(f"prompts[{row}]", ids, options[row])
             requests = [
@@ -261,10 +260,10 @@ class Generator:
         """
 
         def check_arguments() -> tuple[tuple[list[int], RequestOptions], SharedValues]:
-            options = RequestOptions.checked(
-                self.model, self.tokenizer, max_new_tokens, sampling, stop, stop_strings, min_new_tokens, logprobs,
-                logits_processors, sample, num_beams, speculative,
-            )  # fmt: skip
+            options = RequestOptions(
+                max_new_tokens, sampling, stop, stop_strings, min_new_tokens, logprobs, logits_processors, sample,
+                num_beams, speculative,
+            ).checked(self.model, self.tokenizer)  # fmt: skip
             ids = one_prompt(self.tokenizer, "prompt", prompt)
             self._check_prompt("prompt", ids, options)
             return (ids, options), {"prompt": f"{len(ids)} tokens {digest(ids)}", **options.shared_values}
@@ -347,7 +346,8 @@ class Generator:
             self._cancel_all(self._dropped)
             self._dropped = []
             self.stats.bytes_sent += self.comm.traffic.bytes - bytes_before
-        self._progress.add_step([(token.row, [token.id]) for token in tokens])
+        if self.comm.world > 1:
+            self._progress.add_step([(token.row, [token.id]) for token in tokens])
 
     def stream(self, request: Request) -> Iterator[Token]:
         """The tokens of a request, from its first one on; runs steps, of all requests, while it is in progress.
@@ -384,16 +384,21 @@ class Generator:
 
     # Requests that go on elsewhere: see `moving`.
 
-    def states(self) -> list[dict[str, Any]]:
-        """All requests in progress, as JSON, each with the `row` of its sequence in the cache, or -1.
+    def states(self, requests: Sequence[Request] | None = None) -> list[dict[str, Any]]:
+        """Requests in progress, by default all, as JSON, each with the `row` of its sequence in the cache, or -1.
 
         Beam searches begin again: their sequences are freed. Raises ValueError if a request cannot be moved.
         """
         self._check_in_step()
         self._batch.settle()
-        states = [request.to_json() for request in self._batch.requests]
-        self._batch.restart_searches()
-        rows = [each.sequences[0].row if each.sequences else -1 for each in self._batch.requests]
+        chosen = self._batch.requests if requests is None else list(requests)
+        for each in chosen:
+            self._check_request(each)
+            if each.finished or chosen.count(each) > 1:
+                raise ValueError(f"requests must be in progress, each once, got {shown(requests)}")
+        states = [request.to_json() for request in chosen]
+        self._batch.restart_searches(chosen)
+        rows = [each.sequences[0].row if each.sequences else -1 for each in chosen]
         return [{**state, "row": row} for state, row in zip(states, rows, strict=True)]
 
     @property
@@ -427,9 +432,9 @@ class Generator:
             else:
                 self._batch.adopt(request, sequence)
 
-    def end_moved(self) -> None:
-        """End all requests, which go on elsewhere."""
-        for request in list(self._batch.requests):
+    def end_moved(self, requests: Sequence[Request] | None = None) -> None:
+        """End requests, by default all, which go on elsewhere."""
+        for request in list(self._batch.requests if requests is None else requests):
             self._batch.cancel(request, "moved")
 
     def _check_request(self, request: Request) -> None:

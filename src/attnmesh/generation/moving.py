@@ -8,6 +8,7 @@ by the generator that goes on. The tokens are those that the first generator wou
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
 from attnmesh.core.files import read_json
-from attnmesh.core.validation import check_path, check_type, shown
+from attnmesh.core.validation import check_list, check_path, check_type, shown
 from attnmesh.generation.agreement import config_digest, digest
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.requests import Request
@@ -31,14 +32,21 @@ State = dict[str, Any]
 """A request as JSON, and the row of its sequence in the cache, -1 if it has none there."""
 
 
-def move_requests(source: Generator | None, target: Generator | None, comm: Comm | None = None) -> list[Request]:
-    """Let all requests of one generator go on in another one, on other ranks or with another sharding.
+def move_requests(
+    source: Generator | None,
+    target: Generator | None,
+    comm: Comm | None = None,
+    *,
+    requests: Sequence[Request] | None = None,
+) -> list[Request]:
+    """Let requests of one generator go on in another one, on other ranks or with another sharding.
 
-    All ranks of `comm` must call it, with the generators that they belong to, and None for the other. Returns the
-    requests of the target in the order of their submission; none on other ranks. The requests of the source end with
-    `finish_reason` "moved". Keys and values are sent once, as they are stored; requests that wait, and beam searches,
-    begin again. Both generators must have the same model and storage, without blocks of their own for windows. Raises
-    CacheFull on every rank if the target has no room: the source then goes on.
+    All ranks of `comm` must call it, with the generators that they belong to, and None for the other. The ranks of the
+    source may name the `requests`, such as those whose prompts are computed; by default all move. Returns the requests
+    of the target in this order, by default that of their submission; none on other ranks. The requests of the source
+    end with `finish_reason` "moved"; others go on. Keys and values are sent once, as they are stored; requests that
+    wait, and beam searches, begin again. Both generators must have the same model and storage, without blocks of their
+    own for windows. Raises CacheFull on every rank if the target has no room: the source then goes on.
 
     Examples:
         >>> def rank(comm):
@@ -55,17 +63,20 @@ def move_requests(source: Generator | None, target: Generator | None, comm: Comm
     """
     comm = comm_named("comm", comm)
 
-    def check_arguments() -> tuple[Generator, SharedValues]:
+    def check_arguments() -> tuple[tuple[Generator, list[Request] | None], SharedValues]:
         for name, generator in (("source", source), ("target", target)):
             check_type(name, generator, (Generator, type(None)), "a Generator or None")
         own = source or target
+        if requests is not None and source is None:
+            raise ValueError(f"requests must be None on ranks without their source, got {shown(requests)}")
         if own is None or source is target:
             raise ValueError(f"source and target must be two Generators, or one and None, got {source} and {target}")
         if source is not None and target is not None and config_digest(source.model) != config_digest(target.model):
             raise ValueError("target must have a model of the configuration that the source has, got another one")
-        return own, {"config": config_digest(own.model)}
+        chosen = None if requests is None else check_list("requests", requests, "requests")
+        return (own, chosen), {"config": config_digest(own.model)}
 
-    own = check_on_all_ranks(comm, "move_requests", check_arguments, force=True)
+    own, chosen = check_on_all_ranks(comm, "move_requests", check_arguments, force=True)
     device = own.engine.device
     to = [-1, 0, 0, 0, 0] if target is None else [target.comm.rank, *astuple(target.sharding)]
     header = torch.tensor([source is not None, *to], dtype=torch.int64, device=device)
@@ -87,24 +98,25 @@ def move_requests(source: Generator | None, target: Generator | None, comm: Comm
     def begin() -> tuple[list[State], SharedValues]:
         if target is not None:
             target.check_adopts()
-        return [] if source is None else source.states(), {}
+        return [] if source is None else source.states(chosen), {}
 
     states = check_on_all_ranks(comm, "move_requests states", begin, force=True)
-    _check_in_step(comm, source, target, device)
+    _check_in_step(comm, source, target, states, device)
     having = [rank for rank, each in enumerate(headers) if each[0]]
     text = broadcast_text(comm, None if source is None else json.dumps(states).encode, having, device)
     states = states if source is not None else json.loads(text)
-    requests = _checked(comm, "move_requests", states, target)
+    moved = _checked(comm, "move_requests", states, target)
     joined: dict[int, CacheSequence] = {}
-    if any(state["row"] >= 0 for state in states):
+    rows = [state["row"] for state in states if state["row"] >= 0]
+    if rows:
         cache, into = (None if each is None else each.engine.cache for each in (source, target))
-        made = reshard(cache, sharding, comm, ranks=ranks, into=into)
+        made = reshard(cache, sharding, comm, ranks=ranks, rows=None if source is None else rows, into=into)
         joined = made if isinstance(made, dict) else {}
     if source is not None:
-        source.end_moved()
+        source.end_moved(chosen)
     if target is not None:
-        target.adopt(requests, [joined.get(state["row"]) for state in states])
-    return requests
+        target.adopt(moved, [joined.get(state["row"]) for state in states])
+    return moved
 
 
 def save_requests(generator: Generator, folder: str | Path) -> None:
@@ -186,9 +198,12 @@ def load_requests(generator: Generator, folder: str | Path) -> list[Request]:
     return requests
 
 
-def _check_in_step(comm: Comm, source: Generator | None, target: Generator | None, device: torch.device) -> None:
-    """Raise ValueError on every rank unless each generator is in the same state on all its ranks."""
-    own = [-1 if each is None else int(digest(each.progress), 16) >> 1 for each in (source, target)]
+def _check_in_step(
+    comm: Comm, source: Generator | None, target: Generator | None, states: list[State], device: torch.device
+) -> None:
+    """Raise ValueError on every rank unless each generator, and what it moves, is the same on all its ranks."""
+    progress = None if source is None else (source.progress, states), None if target is None else target.progress
+    own = [-1 if each is None else int(digest(each), 16) >> 1 for each in progress]
     numbers = comm.all_gather(torch.tensor(own, dtype=torch.int64, device=device), [(2,)] * comm.world)
     for name, by_rank in zip(("source", "target"), torch.stack(list(numbers), 1).tolist(), strict=True):
         if len({each for each in by_rank if each >= 0}) > 1:

@@ -1,14 +1,22 @@
 """The forward passes of a Transformers model over a sharded KV cache: prefill chunks and decode steps.
 
-A pass is what Transformers takes for a cache, and it computes the attention of `attn_implementation="attnmesh"`. Decode
-steps of a single GPU run as CUDA graphs.
+A pass is what Transformers takes for a cache, and it computes the attention of `attn_implementation="attnmesh"`.
+
+With whole weights a rank has all heads of what it computes. With sharded weights it projects its query heads, and its
+TP rank's kv heads, of all sequences (`HeadRanks`): KVDP ranks exchange query heads for sequences, CP ranks merge their
+states, and the results return to the ranks of the heads, as in `AttentionBlock`. Every rank has the keys and values of
+all tokens of the pass, and stores those of its sequences and positions. The latents of latent attention are one kv
+head, which every TP rank has.
+
+Decode steps of a single GPU run as CUDA graphs.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,20 +26,75 @@ from attnmesh.core import ranges
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
 from attnmesh.core.ranges import InterleavedShard, Ranges
 from attnmesh.generation.latents import LatentProjections
+from attnmesh.integrations.sharded_model import ShardedWeights
 from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.pools import as_stored, write_rows, write_tokens
+from attnmesh.kv_cache.pools import LayerPools, as_stored, write_rows, write_tokens
 from attnmesh.ops.decode.api import PagedStep
+from attnmesh.ops.dense.api import attention, attention_state
 from attnmesh.ops.paged import PagedKV
-from attnmesh.ops.storage import Quantized, Stored
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.parallel.decode.core import DecodeAttention, LocalKV, StateExchange, prefill_attention
+from attnmesh.parallel.decode.core import DecodeAttention, LocalKV, StateExchange, pack_state, prefill_attention
+from attnmesh.parallel.decode.exchange import HeadExchange, part_of
+from attnmesh.parallel.decode.prefill import kv_heads_of
+from attnmesh.plan.decode import Combine
+from attnmesh.plan.weights import Heads
+
+
+@dataclass(frozen=True)
+class HeadRanks:
+    """The query heads of this rank, and the ranks that it shares them with.
+
+    It projects the heads `own`, and attends for those of `group`, its own and those of its KVDP and CP ranks.
+    """
+
+    states: StateExchange  # between CP ranks
+    combine: Combine | Literal["all_gather"]
+    own: range
+    group: range
+    exchange: HeadExchange | None = None  # of heads for sequences, without rows; None if they all attend here
+    per_kv: int = 1  # query heads of a kv head
+    first_kv: int = 0  # the first kv head of this rank
+    attentions: dict[tuple[int, Mask, float], tuple[Tensor | None, DecodeAttention]] = field(default_factory=dict)
+    """How each layer decodes, and the sinks that it was made for: decided in its first step."""
+
+    @classmethod
+    def of_whole(cls, comm: Comm, heads: Heads) -> HeadRanks:
+        """Of whole weights: every rank of `comm` has all heads, and continues with the same bits."""
+        everything = range(heads.q)
+        return cls(StateExchange(comm, (heads.q,) * comm.world), "all_gather", everything, everything)
+
+    @classmethod
+    def of_sharded(cls, weights: ShardedWeights, heads: Heads) -> HeadRanks:
+        """Of sharded weights."""
+        sharding, ranks = weights.sharding, weights.ranks
+        rank, all_here = ranks.rank, sharding.ranks == sharding.tp
+        by_cp = tuple(len(sharding.cp_heads(peer, heads.q)) for peer in sharding.cp_peers(rank))
+        by_kvdp = tuple(len(sharding.q_heads(peer, heads.q)) for peer in sharding.kvdp_peers(rank))
+        return cls(
+            StateExchange(ranks.cp, by_cp), "all_to_all", sharding.q_heads(rank, heads.q),
+            sharding.group_heads(rank, heads.q), None if all_here else HeadExchange(ranks.kvdp, (), by_kvdp),
+            heads.q // heads.kv, sharding.kv_heads(rank, heads.kv).start,
+        )  # fmt: skip
+
+    def exchanged(self, q: Tensor, rows: tuple[int, ...], value_dim: int, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """Exchange heads for sequences, let `attend` compute [B_own, h_c, T, Dv] from [B_own, H, T, D], and back."""
+        if self.exchange is None:
+            return attend(q)
+        exchange, (tokens, dim) = replace(self.exchange, rows=rows), q.shape[2:]
+        buffer = torch.cat([part.transpose(0, 1).reshape(-1) for part in q.split(rows)])
+        gathered = self.states.gather_heads(exchange.gather_heads(buffer, tokens, dim))
+        if gathered.shape[1]:
+            out = attend(gathered.transpose(0, 1))
+        else:  # none of these sequences is cached here, nor by the ranks that would merge with this one
+            out = q.new_empty(0, sum(exchange.heads), tokens, value_dim)
+        return exchange.scatter_heads(out).transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class CachePass:
     """A pass that writes keys and values of new tokens to `slots` [B, T] of this rank's cache; below 0 is skipped.
 
-    There are slots for each kind of layers (`BlockCache.kind_of`); none if this rank stores none of the tokens.
+    There are slots for each kind of layers (`LayerPools.kind`); none if this rank stores none of the tokens.
     """
 
     cache: BlockCache
@@ -46,37 +109,26 @@ class CachePass:
         Of a model with latent attention they are latents and the keys' rope parts, one head of each, which the model
         expands: they are returned as they are stored.
         """
+        pools = self.cache.pools[layer]
         if self.latents is None:
-            self._write(layer, (key, value))
+            stored = self._stored_here(pools.kind, (key, value))
+            if self.slots:
+                write_tokens(pools.keys, pools.values, self.slots[pools.kind], *stored)
             return key, value
         vectors = self.latents.vectors(key, value)
-        self._write(layer, (vectors,))
-        return self.latents.parts(as_stored(self.cache.keys(layer), vectors))
+        stored = self._stored_here(pools.kind, (vectors,))
+        if self.slots:
+            write_rows(pools.keys, self.slots[pools.kind], *stored)
+        return self.latents.parts(as_stored(pools.keys, vectors))
 
-    def _write(self, layer: int, new: tuple[Tensor, ...]) -> None:
-        """Write keys and values, or latents, of new tokens."""
-        stored = self._stored_here(layer, new)
-        if not self.slots:
-            return
-        slots = self.slots[self.cache.kind_of(layer)]
-        if len(stored) == 1:
-            write_rows(self.cache.keys(layer), slots, *stored)
-        else:
-            write_tokens(self.cache.keys(layer), self.cache.values(layer), slots, *stored)
-
-    def _stored_here(self, layer: int, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _stored_here(self, kind: int, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Those of new keys and values that `slots` are for: all of them."""
         return new
-
-    def pools(self, layer: int) -> tuple[Stored, Stored]:
-        """Where a layer's keys and values are read; of latents in fp8_ds_mla both are the keys."""
-        keys = self.cache.keys(layer)
-        return keys, keys if isinstance(keys, Quantized) and keys.rope is not None else self.cache.values(layer)
 
     def check_mask(self, layer: int, mask: Mask) -> None:
         """Raise ValueError if a layer that keeps a window only attends to more."""
         window = self.cache.window or 0
-        if self.cache.kind_of(layer) and not (isinstance(mask, SlidingWindow) and mask.left < window):
+        if self.cache.pools[layer].kind and not (isinstance(mask, SlidingWindow) and mask.left < window):
             raise ValueError(
                 f"mask of layer {layer} must be a sliding window of at most {window} tokens, as the model's "
                 f"configuration has it, got {mask!r}"
@@ -120,14 +172,14 @@ class ChunkKV:
         first, end = self.shard.length(self.new.start), self.shard.length(self.new.stop)
         return self.shard.position(torch.arange(first, end, device="cpu")) - self.new.start
 
-    def read(self, cache_pass: CachePass, layer: int, dtype: torch.dtype, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values [1, Hkv, n, D] that the chunk may attend to here, and their positions.
+    def read(self, pools: LayerPools, dtype: torch.dtype, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [1, Hkv, n, D] of a layer that the chunk may attend to here, and their positions.
 
         Layers that keep a window only need not store all of the chunk: only what was before it is read.
         """
-        kind, end = cache_pass.cache.kind_of(layer), self.shard.length(self.new.stop)
-        paged = PagedKV(*cache_pass.pools(layer), self.blocks[kind][None])
-        if not kind:
+        end = self.shard.length(self.new.stop)
+        paged = PagedKV(pools.keys, pools.values, self.blocks[pools.kind][None])
+        if not pools.kind:
             return *paged.read(range(end), dtype), self.shard.position(torch.arange(end, device="cpu"))
         assert isinstance(mask, SlidingWindow)
         first = self.shard.length(max(0, self.new.start - mask.left))
@@ -164,21 +216,14 @@ class HomeExchange:
 
 
 @dataclass(frozen=True)
-class PrefillPass(CachePass):
-    """A prefill chunk of one sequence, sharded over the ranks: `parts[r]` are the positions of rank r's tokens.
+class PrefillPass(CachePass, ABC):
+    """A prefill chunk of one sequence. The first one of a prompt needs no cache; later ones attend over it."""
 
-    The first chunk of a prompt uses context parallelism, in its layout. Later chunks attend over the sharded cache
-    (`prefill_attention`). Either way every key goes to the rank that stores its position (`exchange`).
-    """
-
-    context: ContextParallel
-    parts: Sequence[Ranges]
     chunk: ChunkKV
-    exchange: HomeExchange
 
-    def _stored_here(self, layer: int, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        home = self.exchange(new)
-        if self.cache.kind_of(layer) and self.chunk.new.start:
+    def _stored_here(self, kind: int, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        home = self._home(new)
+        if kind and self.chunk.new.start:
             self.chunk.home[:] = [home]
         return home
 
@@ -187,17 +232,87 @@ class PrefillPass(CachePass):
     ) -> Tensor:
         """The output of this rank's queries over all tokens up to and including this chunk."""
         self.check_mask(layer, mask)
+        pools = self.cache.pools[layer]
         if self.chunk.new.start == 0:
-            if self.latents is None:  # else they were expanded from what is stored
-                k, v = as_stored(self.cache.keys(layer), k), as_stored(self.cache.values(layer), v)
-            return self.context.attention(q, k, v, mask=mask, scale=scale, sinks=sinks, length=len(self.chunk.new))
-        keys, values, positions = self.chunk.read(self, layer, k.dtype, mask)
-        return self._over_cache(
-            layer, q,
-            lambda queries: prefill_attention(
-                self.context.comm, queries, self.parts, keys, values, positions, mask=mask, scale=scale, sinks=sinks
-            ),
+            if self.latents is None:  # else they were expanded from what is stored, for this rank's heads only
+                k, v = as_stored(pools.keys, k), as_stored(pools.values, v)
+            return self._first(q, k, v, mask, scale, sinks)
+        return self._over_cache(layer, q, lambda queries: self._later(queries, pools, mask, scale, sinks))
+
+    @abstractmethod
+    def _home(self, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Keys and values of the tokens that this rank stores, from those that it has computed."""
+
+    @abstractmethod
+    def _first(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None) -> Tensor:
+        """The output of the first chunk."""
+
+    @abstractmethod
+    def _later(self, q: Tensor, pools: LayerPools, mask: Mask, scale: float, sinks: Tensor | None) -> Tensor:
+        """The output of a later chunk, over what the caches of all ranks hold."""
+
+
+@dataclass(frozen=True)
+class ContextPrefill(PrefillPass):
+    """A chunk with whole weights, sharded over the ranks: `parts[r]` are the positions of rank r's tokens.
+
+    The first chunk uses context parallelism, in its layout. Later ones attend over the sharded cache
+    (`prefill_attention`). Either way every key goes to the rank that stores its position (`exchange`).
+    """
+
+    context: ContextParallel
+    parts: Sequence[Ranges]
+    exchange: HomeExchange
+
+    def _home(self, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.exchange(new)
+
+    def _first(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None) -> Tensor:
+        return self.context.attention(q, k, v, mask=mask, scale=scale, sinks=sinks, length=len(self.chunk.new))
+
+    def _later(self, q: Tensor, pools: LayerPools, mask: Mask, scale: float, sinks: Tensor | None) -> Tensor:
+        stored = self.chunk.read(pools, q.dtype, mask)
+        return prefill_attention(self.context.comm, q, self.parts, *stored, mask=mask, scale=scale, sinks=sinks)
+
+
+@dataclass(frozen=True)
+class HeadPrefill(PrefillPass):
+    """A chunk with sharded weights: every rank has all its tokens, and stores `own`, unless another group does.
+
+    The first chunk attends by heads, without messages. `rows` is the number of sequences of each KVDP rank.
+    """
+
+    heads: HeadRanks
+    rows: tuple[int, ...]
+    own: Tensor
+
+    def _home(self, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(x[:, :, self.own] for x in new)
+
+    def _first(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None) -> Tensor:
+        heads = self.heads
+        if self.latents is None:
+            k, v = (kv_heads_of(x, heads.own, heads.per_kv, heads.first_kv) for x in (k, v))
+        return attention(
+            q, k, v, mask=mask, scale=scale, sinks=_of_heads(sinks, heads.own),
+            k_positions=torch.arange(len(self.chunk.new), device="cpu"),  # or a short prompt would be warned of
         )  # fmt: skip
+
+    def _later(self, q: Tensor, pools: LayerPools, mask: Mask, scale: float, sinks: Tensor | None) -> Tensor:
+        def over_own(queries: Tensor) -> Tensor:
+            keys, values, positions = self.chunk.read(pools, q.dtype, mask)
+            state = attention_state(
+                queries, keys, values, mask=mask, scale=scale, k_positions=positions,
+                q_positions=torch.arange(self.chunk.new.start, self.chunk.new.stop, device="cpu"),
+            )  # fmt: skip
+            of_group = _of_heads(sinks, self.heads.group)
+            return self.heads.states.combine(pack_state(state), of_group, q.dtype, "all_to_all")
+
+        return self.heads.exchanged(q, self.rows, self.cache.value_dim, over_own)
+
+
+def _of_heads(sinks: Tensor | None, heads: range) -> Tensor | None:
+    return None if sinks is None else sinks[heads.start : heads.stop]
 
 
 # Decode.
@@ -207,25 +322,16 @@ class PrefillPass(CachePass):
 class StepKV:
     """What this rank stores of the sequences of a decode step, the new tokens included.
 
-    `positions` int64 [B, T] are those of the new tokens. `shard` are the positions of a sequence that are stored here.
+    `steps` have the block table of each kind of layers, and the index of the last key stored here. `positions` int64
+    [B, T] are those of the new tokens. `shard` are the positions of a sequence that are stored here.
     """
 
-    block_tables: tuple[Tensor, ...]  # int32 [B, blocks], of each kind of layers
-    cur_pos: Tensor  # int32 [B]: the index of the last key stored here
+    steps: tuple[PagedStep, ...]
     positions: Tensor
     shard: InterleavedShard
     _key_ranges: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    _steps: dict[int, PagedStep] = field(default_factory=dict)  # of each kind, shared by its layers
 
-    def of(self, cache_pass: CachePass, layer: int) -> LocalKV:
-        """The keys and values of a layer."""
-        kind = cache_pass.cache.kind_of(layer)
-        table = self.block_tables[kind]
-        if kind not in self._steps:
-            self._steps[kind] = PagedStep(table, self.cur_pos)
-        return LocalKV(*cache_pass.pools(layer), table, self.cur_pos, self._key_range, self._steps[kind])
-
-    def _key_range(self, window: int | None) -> tuple[Tensor, Tensor]:
+    def key_range(self, window: int | None) -> tuple[Tensor, Tensor]:
         """The keys stored here that each new token attends to: the same for all layers with this window."""
         if window not in self._key_ranges:
             end = self.shard.length(self.positions + 1).to(torch.int32)
@@ -235,37 +341,53 @@ class StepKV:
         return self._key_ranges[window]
 
 
-def window_of(mask: Mask) -> int | None:
-    """The window of a decode step, None for all keys. Raises ValueError for masks that a step does not take."""
-    if not isinstance(mask, (Causal, SlidingWindow)):
-        raise ValueError(f"mask must be Causal() or SlidingWindow(), got {mask!r}")
-    return mask.left + 1 if isinstance(mask, SlidingWindow) else None
-
-
 @dataclass(frozen=True)
 class DecodePass(CachePass):
-    """A decode step: the same few new tokens of some sequences on every rank, which all ranks compute.
+    """A decode step: the same few new tokens of some sequences on every rank that computes them.
 
+    `rows` is the number of sequences of each KVDP rank, those of rank 0 first, where ranks exchange heads for
+    sequences; `step` has those that this rank stores.
     Each rank attends over the positions that it stores, and merges the states of all ranks in the same order, so all
     ranks continue with the same bits.
     """
 
-    comm: Comm
+    heads: HeadRanks
+    rows: tuple[int, ...]
     step: StepKV
-    _attentions: dict[tuple[Mask, float, int, int], DecodeAttention] = field(default_factory=dict)  # shared by layers
+
+    def _stored_here(self, kind: int, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self.heads.exchange is None:
+            return new
+        own = part_of(self.rows, self.heads.exchange.comm.rank)
+        return tuple(x[own] for x in new)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """The output of the new tokens over all positions, the same on every rank."""
+        """The output [B, h, T, Dv] of this rank's query heads q [B, h, T, D] over all positions."""
+        heads, pools, step = self.heads, self.cache.pools[layer], self.step
+        of, attention = heads.attentions.get((layer, mask, scale), (None, None))
+        if attention is None or of is not sinks:
+            attention = self._decided(layer, mask, scale, sinks)
+        kv = LocalKV(pools.keys, pools.values, step.steps[pools.kind], step.key_range)
+        if self.latents is None and heads.exchange is None:
+            return attention(q, kv, heads.combine)
+        return self._over_cache(
+            layer, q,
+            lambda queries: heads.exchanged(
+                queries, self.rows, self.cache.value_dim, lambda own: attention(own, kv, heads.combine)
+            ),
+        )  # fmt: skip
+
+    def _decided(self, layer: int, mask: Mask, scale: float, sinks: Tensor | None) -> DecodeAttention:
+        """How a layer decodes; raises ValueError for masks that a step does not take."""
         self.check_mask(layer, mask)
-        kv = self.step.of(self, layer)
-        layers = mask, scale, q.shape[1], id(sinks)
-        attention = self._attentions.get(layers)
-        if attention is None:
-            states = StateExchange(self.comm, (q.shape[1],) * self.comm.world)  # every rank has all heads
-            attention = self._attentions[layers] = DecodeAttention(states, scale, window_of(mask), sinks)
-        return self._over_cache(layer, q, lambda queries: attention(queries, kv, "all_gather"))
+        if not isinstance(mask, (Causal, SlidingWindow)):
+            raise ValueError(f"mask must be Causal() or SlidingWindow(), got {mask!r}")
+        window = mask.left + 1 if isinstance(mask, SlidingWindow) else None
+        attention = DecodeAttention(self.heads.states, scale, window, _of_heads(sinks, self.heads.group))
+        self.heads.attentions[layer, mask, scale] = sinks, attention
+        return attention
 
 
 # CUDA graphs.
@@ -302,10 +424,8 @@ class _DecodeGraph:
         self._inputs = [x.clone() for x in _graph_inputs(step, ids, positions)]
         cur_pos, static_ids, static_positions, *tables = self._inputs
         caches = len(step.slots)
-        static_step = replace(
-            step.step, block_tables=tuple(tables[caches:]), cur_pos=cur_pos, positions=static_positions,
-            _key_ranges={}, _steps={},
-        )  # fmt: skip
+        steps = tuple(PagedStep(table, cur_pos) for table in tables[caches:])
+        static_step = replace(step.step, steps=steps, positions=static_positions, _key_ranges={})
         static = replace(step, slots=tuple(tables[:caches]), step=static_step)
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(ids.device)
@@ -320,4 +440,5 @@ class _DecodeGraph:
 
 
 def _graph_inputs(step: DecodePass, ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-    return step.step.cur_pos, ids, positions, *step.slots, *step.step.block_tables
+    steps = step.step.steps
+    return steps[0].cur_pos, ids, positions, *step.slots, *(each.block_table for each in steps)

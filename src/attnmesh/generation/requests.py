@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from attnmesh.generation.sampling import (
     INVALID_TOKEN,
     MAX_ROWS,
     InvalidLogits,
+    LogitBias,
     PromptLookup,
     Sampling,
     TextStream,
@@ -62,63 +63,46 @@ class RequestOptions:
 
     max_new_tokens: int
     sampling: Sampling
-    stop: frozenset[int]
-    stop_strings: tuple[str, ...] = ()
+    stop: Any  # Sequence[int] | None as given by a caller, then frozenset[int]
+    stop_strings: Sequence[str] = ()
     min_new_tokens: int = 0
     logprobs: int | None = None
-    logits_processors: tuple[LogitsProcessor, ...] = ()
+    logits_processors: Sequence[LogitsProcessor] = ()
     sample: int = 0
     num_beams: int = 1
     speculative: bool = False
 
-    @classmethod
-    def checked(
-        cls,
-        model: Any,
-        tokenizer: Any,
-        max_new_tokens: int,
-        sampling: Sampling,
-        stop: Sequence[int] | None,
-        stop_strings: Sequence[str],
-        min_new_tokens: int,
-        logprobs: int | None,
-        logits_processors: Sequence[LogitsProcessor],
-        sample: int,
-        num_beams: int,
-        speculative: bool,
-    ) -> RequestOptions:
-        """The options, if all are valid; otherwise raises ValueError."""
-        vocabulary = model.config.vocab_size
-        ends = eos_tokens(model) if stop is None else set(token_ids("stop", stop))
-        check_positive(max_new_tokens=max_new_tokens)
+    def checked(self, model: Any, tokenizer: Any) -> RequestOptions:
+        """The options of a caller for a model, whose eos tokens are the default of `stop`; raises ValueError."""
+        vocabulary, sampling, num_beams = model.config.vocab_size, self.sampling, self.num_beams
+        stop = eos_tokens(model) if self.stop is None else set(token_ids("stop", self.stop))
+        check_positive(max_new_tokens=self.max_new_tokens)
         check_type("sampling", sampling, Sampling)
-        check_count("min_new_tokens", min_new_tokens, most=max_new_tokens)
-        if logprobs is not None:
-            check_count("logprobs", logprobs, most=vocabulary)
-        processors = check_list("logits_processors", logits_processors, "functions")
+        check_count("min_new_tokens", self.min_new_tokens, most=self.max_new_tokens)
+        if self.logprobs is not None:
+            check_count("logprobs", self.logprobs, most=vocabulary)
+        processors = check_list("logits_processors", self.logits_processors, "functions")
         for i, processor in enumerate(processors):
             if not callable(processor):
                 raise ValueError(f"logits_processors[{i}] must be a function, got {shown(processor)}")
-        check_index("sample", sample, MAX_ROWS)
-        strings = check_stop_strings(tokenizer, stop_strings)
-        check_bool(speculative=speculative)
+        check_index("sample", self.sample, MAX_ROWS)
+        strings = check_stop_strings(tokenizer, self.stop_strings)
+        check_bool(speculative=self.speculative)
         is_greedy = sampling.greedy and not sampling.has_penalties
-        is_plain = is_greedy and logprobs is None and not min_new_tokens and not processors
-        if check_count("num_beams", num_beams, least=1) > 1 and (not is_plain or strings or speculative):
+        is_plain = is_greedy and self.logprobs is None and not self.min_new_tokens and not processors
+        if check_count("num_beams", num_beams, least=1) > 1 and (not is_plain or strings or self.speculative):
             raise ValueError(
                 "num_beams must be 1 with a sampling that is not greedy or has penalties, stop_strings, "
                 f"min_new_tokens, logprobs, logits_processors or speculative, got {num_beams}"
             )
-        if speculative and not is_greedy:
+        if self.speculative and not is_greedy:
             raise ValueError(
                 f"sampling must be greedy (temperature 0), without penalties, with speculative, got {sampling}"
             )
-        if speculative and not is_plain:
+        if self.speculative and not is_plain:
             raise ValueError("speculative must be False with min_new_tokens, logprobs or logits_processors, got True")
-        return cls(
-            max_new_tokens, sampling, frozenset(token for token in ends if 0 <= token < vocabulary), strings,
-            min_new_tokens, logprobs, tuple(processors), sample, num_beams, speculative,
-        )  # fmt: skip
+        ends = frozenset(token for token in stop if 0 <= token < vocabulary)
+        return replace(self, stop=ends, stop_strings=strings, logits_processors=tuple(processors))
 
     @property
     def shared_values(self) -> SharedValues:
@@ -160,6 +144,7 @@ class Request:
     error: Exception | None = None
     processor_error: Exception | None = None  # on ranks where a logits processor raised it
     cached: int = 0  # prompt tokens that were in the cache when it began
+    held: bool = False  # whether it keeps its place and computes no more tokens, until it moves
     group: int = 0  # of ranks that compute it
     sequences: list[CacheSequence] = field(default_factory=list)  # of each beam, or one; none while it waits
     search: BeamSearch | None = None  # once its prompt is computed, if it has beams
@@ -271,21 +256,28 @@ class Request:
     def to_json(self) -> dict[str, Any]:
         """What another generator needs to go on. Raises ValueError with functions of the caller, which stay here."""
         options = self.options
-        if options.logits_processors:
+        if not all(isinstance(each, LogitBias) for each in options.logits_processors):
             raise ValueError(f"{self.name} must have no logits_processors to be moved, got {shown(self.options)}")
-        fields_of = {**asdict(options), "stop": sorted(options.stop), "sampling": asdict(options.sampling)}
+        fields_of = {**asdict(options), "stop": sorted(options.stop)}
         tokens = [
             [each.id, *([] if each.logprob is None else [each.logprob, *zip(*each.top_logprobs, strict=True)])]
             for each in self.tokens
         ]  # fmt: skip
-        return {"prompt": list(self.prompt), "options": fields_of, "tokens": tokens}
+        return {"prompt": list(self.prompt), "options": fields_of, "tokens": tokens, "cached": self.cached}
 
     @classmethod
     def from_json(cls, value: Any, number: int, model: Any, tokenizer: Any, owner: object) -> Request:
         """A request that goes on where another one was; raises ValueError if `model` or `tokenizer` cannot."""
         given = value["options"]
-        options = RequestOptions.checked(model, tokenizer, **{**given, "sampling": Sampling(**given["sampling"])})
+        given = {
+            **given, "sampling": Sampling(**given["sampling"]),
+            "logits_processors": [
+                LogitBias(tuple(each["tokens"]), tuple(each["numbers"])) for each in given["logits_processors"]
+            ],
+        }  # fmt: skip
+        options = RequestOptions(**given).checked(model, tokenizer)
         request = cls(number, list(token_ids("prompt", value["prompt"])), options, tokenizer, owner)
+        request.cached = value["cached"]
         for token, *scores in value["tokens"]:
             request.add([token, *scores[:1], *(number for each in scores[1:] for number in each)])
         return request

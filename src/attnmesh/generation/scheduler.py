@@ -168,10 +168,11 @@ class Scheduler:
         """Preempt requests of a group, the latest first, until the others can grow by a token."""
         cache, running, plan = self.caches[group], self.running[group], step.groups[group]
         while True:
-            plan.decoded = [(request, each) for request in running for each in request.sequences if _pending(each) == 1]
+            active = [request for request in running if not request.held]
+            plan.decoded = [(request, each) for request in active for each in request.sequences if _pending(each) == 1]
             try:
                 if plan.decoded:
-                    cache.check_append([each for _, each in plan.decoded], 1)
+                    cache.check_extend([each for _, each in plan.decoded], 1)
                 break
             except CacheFull:
                 latest = running[-1]
@@ -201,7 +202,7 @@ class Scheduler:
         try:
             for cache, plan in zip(self.caches, step.groups, strict=True):
                 if plan.decoded:
-                    cache.check_append([each for _, each in plan.decoded], width)
+                    cache.check_extend([each for _, each in plan.decoded], width)
         except CacheFull:
             return
         step.width, step.drafts = width, drafts
@@ -212,13 +213,11 @@ class Scheduler:
         """Give slots to the running requests of a group: to answers, then to chunks of prompts, the oldest first."""
         cache = self.caches[group]
         if plan.decoded:
-            # Shorter drafts are padded with token 0, which the caller truncates.
-            drafts = [step.drafts.get(request, []) for request, _ in plan.decoded]
-            given = [
-                [each.ids[-1], *draft, *[0] * (step.width - 1 - len(draft))]
-                for (_, each), draft in zip(plan.decoded, drafts, strict=True)
-            ]
-            plan.new = cache.append([each for _, each in plan.decoded], given)
+            given = None
+            if step.drafts:  # shorter ones are padded with token 0, which the caller truncates
+                drafts = [[each.ids[-1], *step.drafts[request]] for request, each in plan.decoded]
+                given = [draft + [0] * (step.width - len(draft)) for draft in drafts]
+            plan.new, _ = cache.extend(tuple(each for _, each in plan.decoded), step.width, given)
         for request in self.running[group]:
             if _pending(request.sequences[0]) > 1:
                 self._compute_chunk(request, plan)
@@ -230,7 +229,7 @@ class Scheduler:
         tokens = min(pending, plan.budget, self._max_chunk)
         if tokens < pending and tokens < self._min_chunk:
             return
-        new = self.caches[request.group].append([sequence], tokens)
+        new, _ = self.caches[request.group].extend((sequence,), tokens)
         plan.chunks.append(Chunk(request, sequence, begin, new))
         plan.budget -= tokens
 

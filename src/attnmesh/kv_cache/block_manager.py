@@ -23,7 +23,8 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import Counter, abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import gcd
 from typing import NamedTuple
 
@@ -47,13 +48,18 @@ class BlockLayout:
         """The number of blocks that a sequence of `length` tokens has."""
         return -(-self.shard.length(length, 0) // self.block_size)
 
+    @cached_property
+    def _last(self) -> InterleavedShard:
+        """The positions of the last rank, which fills its blocks last."""
+        return replace(self.shard, rank=self.shard.ranks - 1)
+
     def num_full_blocks(self, length: int) -> int:
         """The number of blocks that are full on every rank."""
-        return self.shard.length(length, self.shard.ranks - 1) // self.block_size
+        return self._last.length(length) // self.block_size
 
     def num_tokens(self, blocks: int) -> int:
-        """The shortest length with `blocks` full blocks on every rank. The last rank fills its block last."""
-        return self.shard.position(blocks * self.block_size - 1, self.shard.ranks - 1) + 1 if blocks else 0
+        """The shortest length with `blocks` full blocks on every rank."""
+        return self._last.position(blocks * self.block_size - 1) + 1 if blocks else 0
 
     def num_resumable(self, blocks: int) -> int:
         """The largest number of blocks, at most `blocks`, that are full on every rank before any rank starts another.
@@ -159,12 +165,7 @@ class BlockManager:
         self.sequences: dict[int, Sequence] = {}  # by row
         self._kinds, self._tables, self._layout = kinds, tables, layout
         self._pool, self._rows, self._kvdp_rank = kinds[0].pool, rows, kvdp_rank
-        self._free_rows = list(rows)  # a heap, lowest first: rows in use stay together
-
-    @property
-    def free_rows(self) -> int:
-        """The number of sequences that can still be allocated."""
-        return len(self._free_rows)
+        self.free_rows = list(rows)  # a heap, lowest first: rows in use stay together
 
     def find_prefix(self, root: bytes, ids: array[int]) -> int:
         """The number of tokens of a prompt that are cached."""
@@ -181,7 +182,7 @@ class BlockManager:
         There is room for `count` tokens, and `spare` blocks besides.
         """
         hashes = self._find_prefix(root, ids)
-        if not self._free_rows:
+        if not self.free_rows:
             raise CacheFull("sequences", needed=1, free=0, cached=0, total=len(self._rows))
         needed = self._layout.num_blocks(count) - len(hashes) + spare
         self._pool.check_available(needed, keep=self._cached(self._kinds[0], hashes))
@@ -198,18 +199,18 @@ class BlockManager:
             for block in _stored(blocks):
                 kind.pool.acquire(block)
         cached[0] += self._pool.allocate(self._layout.num_blocks(count) - len(hashes))
-        return self._place(heapq.heappop(self._free_rows), length, cached, ids, root, hashes)
+        return self._place(heapq.heappop(self.free_rows), length, cached, ids, root, hashes)
 
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence over the same non-empty blocks; reserved blocks stay with the first sequence."""
-        if not self._free_rows:
+        if not self.free_rows:
             raise CacheFull("sequences", needed=1, free=0, cached=0, total=len(self._rows))
         count = self._layout.num_blocks(sequence.length)
         shared = [kind.blocks(sequence)[:count] for kind in self._kinds]
         for kind, blocks in zip(self._kinds, shared, strict=True):
             for block in _stored(blocks):
                 kind.pool.acquire(block)
-        row, ids = heapq.heappop(self._free_rows), sequence.ids[: sequence.length]
+        row, ids = heapq.heappop(self.free_rows), sequence.ids[: sequence.length]
         fork = self._place(row, sequence.length, shared, ids, sequence.root, list(sequence.hashes))
         fork.window_begin = sequence.window_begin
         return fork
@@ -225,18 +226,29 @@ class BlockManager:
         blocks = [*shared, *self._pool.allocate(self._layout.num_blocks(reserved) - len(shared))]
         for block in shared:
             self._pool.acquire(block)
-        self._free_rows.remove(row)
-        heapq.heapify(self._free_rows)
+        self.free_rows.remove(row)
+        heapq.heapify(self.free_rows)
         return self._place(row, length, [blocks], ids, root, [])
+
+    def check_room(self, sequences: abc.Sequence[Sequence], count: int) -> None:
+        """Raise CacheFull if there are too few blocks for `count` more tokens per sequence."""
+        if any(len(kind.pool.free_blocks) < len(sequences) * count for kind in self._kinds):  # else it fits anyway
+            self.check_append(sequences, count)
 
     def check_append(self, sequences: abc.Sequence[Sequence], count: int) -> list[_TouchedBlock]:
         """The blocks that `count` more tokens per sequence go to; raises CacheFull if there are too few."""
-        touched = [block for kind in self._kinds for block in self._touched_blocks(kind, sequences, count)]
+        touched: list[_TouchedBlock] = []
         for kind in self._kinds:
-            kind.pool.check_available(sum(each.is_new or each.is_copy for each in touched if each.kind is kind))
+            of_kind = list(self._touched_blocks(kind, sequences, count))
+            needed = [each for each in of_kind if each.is_new or each.is_copy]
+            if needed:
+                kind.pool.check_available(len(needed))
+            touched += of_kind
         return touched
 
-    def append(self, sequences: tuple[Sequence, ...], count: int, given: list[array[int]] | None) -> list[BlockCopies]:
+    def append(
+        self, sequences: tuple[Sequence, ...], count: int, given: abc.Sequence[abc.Sequence[int]] | None
+    ) -> list[BlockCopies]:
         """Extend each sequence by `count` tokens. Returns the blocks to copy, of each kind of layer."""
         copies = [BlockCopies([], []) for _ in self._kinds]
         for block in self.check_append(sequences, count):
@@ -247,6 +259,11 @@ class BlockManager:
             sequence.length += count
             self._set_length(sequence)
         return copies
+
+    def new_slots(self, sequences: abc.Sequence[Sequence], count: int, kind: int) -> list[int]:
+        """The slots of the last `count` tokens of sequences on this rank, in layers of a kind."""
+        slots, blocks = self._layout.slots, self._kinds[kind].blocks
+        return [slot for each in sequences for slot in slots(blocks(each), each.length - count, each.length)]
 
     def check_truncate(self, sequence: Sequence, length: int) -> None:
         """Raise ValueError if a window after `length` tokens has left blocks that it would need again."""
@@ -286,7 +303,7 @@ class BlockManager:
                 for prefix_hash in sequence.hashes:  # also of blocks that a window has passed
                     kind.pool.forget(prefix_hash)
         self.truncate(sequence, 0)
-        heapq.heappush(self._free_rows, sequence.row)
+        heapq.heappush(self.free_rows, sequence.row)
         del self.sequences[sequence.row]
         sequence.owner = None
 
@@ -300,7 +317,8 @@ class BlockManager:
 
         What a window has passed is freed. The table on the device has it until the next upload, where nothing reads it.
         """
-        full = self._layout.num_full_blocks(min(sequence.written, len(sequence.ids)))
+        written = sequence.written if sequence.pending else sequence.length
+        full = self._layout.num_full_blocks(min(written, len(sequence.ids)))
         for i in range(len(sequence.hashes), full):
             prefix_hash = self._hash(sequence.hashes[-1] if sequence.hashes else sequence.root, sequence.ids, i)
             sequence.hashes.append(prefix_hash)
@@ -308,7 +326,7 @@ class BlockManager:
                 for block in _stored(kind.blocks(sequence)[i : i + 1]):
                     kind.pool.add_hash(block, prefix_hash)
         for kind in self._kinds[1:]:
-            end = kind.first_kept(self._layout, sequence.written)
+            end = kind.first_kept(self._layout, written)
             blocks = kind.blocks(sequence)
             for at in range(sequence.window_begin, end):
                 kind.pool.free(_stored(blocks[at : at + 1]))
@@ -369,7 +387,7 @@ class BlockManager:
                 is_new, is_copy = at >= len(blocks) or blocks[at] < 0, False
                 if is_new and at < kept:
                     continue
-                if not is_new and (references := kind.pool.ref_count(blocks[at])) > 1:
+                if not is_new and (references := kind.pool.ref_counts[blocks[at]]) > 1:
                     is_copy = references - copied[blocks[at]] > 1
                     copied[blocks[at]] += is_copy
                 yield _TouchedBlock(kind, sequence, at, is_new, is_copy)
@@ -379,7 +397,8 @@ class BlockManager:
         kind, sequence, at, is_new, is_copy = touched
         blocks = kind.blocks(sequence)
         if not is_new and not is_copy:
-            kind.pool.remove_hash(blocks[at])  # it may have been full before a truncation
+            if blocks[at] in kind.pool.hash_of_block:  # it was full before a truncation
+                kind.pool.remove_hash(blocks[at])
             return
         (block,) = kind.pool.allocate(1)
         if is_copy:

@@ -115,25 +115,12 @@ class BlockPool:
     def __init__(self, total: int, limit: str = "num_blocks") -> None:
         self.total, self.limit = total, f"{limit}={total}"
         self.evictions = 0
-        self._ref_counts = [0] * total
-        self._free_blocks = list(range(total - 1, -1, -1))  # a stack: block 0 is allocated first
-        self._cached_blocks: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.ref_counts = [0] * total
+        """The number of sequences that reference each block."""
+        self.free_blocks = list(range(total - 1, -1, -1))  # a stack: block 0 is allocated first
+        self.cached_blocks: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._blocks_of_hash: dict[bytes, dict[int, None]] = {}  # oldest first
-        self._hash_of_block: dict[int, bytes] = {}
-
-    @property
-    def num_free(self) -> int:
-        """The number of free blocks."""
-        return len(self._free_blocks)
-
-    @property
-    def num_cached(self) -> int:
-        """The number of cached blocks that no sequence references."""
-        return len(self._cached_blocks)
-
-    def ref_count(self, block: int) -> int:
-        """The number of sequences that reference a block."""
-        return self._ref_counts[block]
+        self.hash_of_block: dict[int, bytes] = {}
 
     def lookup(self, prefix_hash: bytes) -> int | None:
         """A block registered under a prefix hash, or None."""
@@ -141,11 +128,9 @@ class BlockPool:
 
     def check_available(self, needed: int, keep: Iterable[int] = ()) -> None:
         """Raise CacheFull unless `needed` blocks can be allocated without evicting any block of `keep`."""
-        cached = self.num_cached - sum(block in self._cached_blocks for block in keep)
-        if needed > self.num_free + cached:
-            raise CacheFull(
-                "blocks", needed=needed, free=self.num_free, cached=cached, total=self.total, limit=self.limit
-            )
+        free, cached = len(self.free_blocks), len(self.cached_blocks) - sum(x in self.cached_blocks for x in keep)
+        if needed > free + cached:
+            raise CacheFull("blocks", needed=needed, free=free, cached=cached, total=self.total, limit=self.limit)
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with a reference count of 1: free blocks first, then the least recently used cached ones."""
@@ -153,20 +138,20 @@ class BlockPool:
         return [self._allocate() for _ in range(count)]
 
     def _allocate(self) -> int:
-        if self._free_blocks:
-            block = self._free_blocks.pop()
+        if self.free_blocks:
+            block = self.free_blocks.pop()
         else:
-            block, _ = self._cached_blocks.popitem(last=False)
+            block, _ = self.cached_blocks.popitem(last=False)
             self.remove_hash(block)
             self.evictions += 1
             _LOG.debug("evicted the cached block %d", block)
-        self._ref_counts[block] = 1
+        self.ref_counts[block] = 1
         return block
 
     def acquire(self, block: int) -> None:
         """Add a reference to a used or cached block."""
-        self._cached_blocks.pop(block, None)
-        self._ref_counts[block] += 1
+        self.cached_blocks.pop(block, None)
+        self.ref_counts[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
         """Drop one reference to each of a sequence's blocks, given in sequence order.
@@ -175,28 +160,28 @@ class BlockPool:
         the beginning, and no later block can be looked up without it.
         """
         for block in reversed(list(blocks)):
-            if not self._ref_counts[block]:
+            if not self.ref_counts[block]:
                 raise RuntimeError(f"block {block} has a reference count of 0 and cannot be freed")
-            self._ref_counts[block] -= 1
-            if not self._ref_counts[block]:
+            self.ref_counts[block] -= 1
+            if not self.ref_counts[block]:
                 if self._has_copy(block):
                     self.remove_hash(block)
-                if block in self._hash_of_block:
-                    self._cached_blocks[block] = None
+                if block in self.hash_of_block:
+                    self.cached_blocks[block] = None
                 else:
-                    self._free_blocks.append(block)
+                    self.free_blocks.append(block)
 
     def add_hash(self, block: int, prefix_hash: bytes) -> None:
         """Register a used block under its prefix hash. A cached block with the same content becomes free."""
         copy = self.lookup(prefix_hash)
-        if copy is not None and copy in self._cached_blocks:
+        if copy is not None and copy in self.cached_blocks:
             self._forget(copy)
         self._blocks_of_hash.setdefault(prefix_hash, {})[block] = None
-        self._hash_of_block[block] = prefix_hash
+        self.hash_of_block[block] = prefix_hash
 
     def remove_hash(self, block: int) -> None:
         """Remove a block from the lookup table, because its content is about to change."""
-        prefix_hash = self._hash_of_block.pop(block, None)
+        prefix_hash = self.hash_of_block.pop(block, None)
         if prefix_hash is not None:
             blocks = self._blocks_of_hash[prefix_hash]
             del blocks[block]
@@ -210,32 +195,32 @@ class BlockPool:
 
     def forget_cached(self) -> None:
         """Free all cached blocks."""
-        for block in list(self._cached_blocks):
+        for block in list(self.cached_blocks):
             self._forget(block)
 
     def _forget(self, block: int) -> None:
         self.remove_hash(block)
-        if block in self._cached_blocks:
-            del self._cached_blocks[block]
-            self._free_blocks.append(block)
+        if block in self.cached_blocks:
+            del self.cached_blocks[block]
+            self.free_blocks.append(block)
 
     def _has_copy(self, block: int) -> bool:
         """Whether another block is registered under the hash of a block."""
-        prefix_hash = self._hash_of_block.get(block)
+        prefix_hash = self.hash_of_block.get(block)
         return prefix_hash is not None and len(self._blocks_of_hash[prefix_hash]) > 1
 
     def check_invariants(self, block_lists: Iterable[Iterable[int]]) -> None:
         """Raise AssertionError unless the state agrees with the blocks of all sequences."""
         used = Counter(block for blocks in block_lists for block in blocks)
-        if dict(used) != {block: n for block, n in enumerate(self._ref_counts) if n}:
-            raise AssertionError(f"sequences reference {dict(used)}, reference counts are {self._ref_counts}")
-        free, cached = self._free_blocks, list(self._cached_blocks)
+        if dict(used) != {block: n for block, n in enumerate(self.ref_counts) if n}:
+            raise AssertionError(f"sequences reference {dict(used)}, reference counts are {self.ref_counts}")
+        free, cached = self.free_blocks, list(self.cached_blocks)
         if sorted([*free, *cached, *used]) != list(range(self.total)):
             raise AssertionError(f"free {free}, cached {cached}, used {sorted(used)}: not every block exactly once")
         registered = {block: prefix_hash for prefix_hash, blocks in self._blocks_of_hash.items() for block in blocks}
-        if registered != self._hash_of_block or not all(self._blocks_of_hash.values()):
+        if registered != self.hash_of_block or not all(self._blocks_of_hash.values()):
             raise AssertionError("the two hash tables disagree")
-        hashed = set(self._hash_of_block)
+        hashed = set(self.hash_of_block)
         if not set(cached) <= hashed or hashed & set(free):
             raise AssertionError(f"blocks with a hash {hashed}, cached {cached}, free {free}")
         if any(self._has_copy(block) for block in cached):

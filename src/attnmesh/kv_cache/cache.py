@@ -25,6 +25,7 @@ from attnmesh.kv_cache.block_manager import BlockLayout, BlockManager, LayerKind
 from attnmesh.kv_cache.block_pool import BlockPool, CacheStats, root_hash
 from attnmesh.kv_cache.pools import (
     DeviceTables,
+    LayerPools,
     Pools,
     fp8_scale,
     make_index_pools,
@@ -131,25 +132,28 @@ class BlockCache:
         self.window = _widest_window(windows, layers, window_blocks, index_dim)
         """The tokens that layers with blocks of their own attend to; None if there are none."""
         self._layers, self._max_length = layers, max_length
-        self._heads, self._dim, self._value_dim = kv_heads, head_dim, value_dim
-        self._layout = BlockLayout(shard, block_size)
+        self._heads, self._dim, self.value_dim = kv_heads, head_dim, value_dim
+        self.layout = BlockLayout(shard, block_size)
+        """The blocks that positions lie in."""
         self._num_blocks = (num_blocks,) if self.window is None else (num_blocks, window_blocks)
-        self._kind_of = [0 if self.window is None or windows[layer] is None else 1 for layer in range(layers)]
-        self._index_of = [self._kind_of[:layer].count(kind) for layer, kind in enumerate(self._kind_of)]
-        self._tables = DeviceTables(len(self._num_blocks), max_sequences, self._layout.num_blocks(max_length), device)
+        kinds = [0 if self.window is None or windows[layer] is None else 1 for layer in range(layers)]
+        self.num_windowed = sum(kinds)
+        """The number of layers that keep a window only."""
+        self._tables = DeviceTables(len(self._num_blocks), max_sequences, self.layout.num_blocks(max_length), device)
         self.block_tables, self.cur_pos = self._tables.block_tables, self._tables.cur_pos
         self.block_table = self.block_tables[0]
         device = self.cur_pos.device
         k_scale = fp8_scale("k_scale", k_scale, storage, kv_heads, device)
         v_scale = fp8_scale("v_scale", v_scale, storage, kv_heads, device)
-        shapes = [
-            (self._kind_of.count(kind), blocks, block_size, kv_heads) for kind, blocks in enumerate(self._num_blocks)
-        ]
+        shapes = [(kinds.count(kind), blocks, block_size, kv_heads) for kind, blocks in enumerate(self._num_blocks)]
         self._keys = [make_pools((*shape, head_dim), storage, k_scale, device) for shape in shapes]
         self._values = [] if latent else [make_pools((*shape, value_dim), storage, v_scale, device) for shape in shapes]
+        self.pools = tuple(self._layer_pools(kind, kinds[:layer].count(kind)) for layer, kind in enumerate(kinds))
+        """Where each layer's keys and values are."""
         self._index_dim = index_dim
         self._index = None if index_dim is None else make_index_pools(shapes[0][:3], index_dim, storage, device)
         self._rows, self._kvdp_rank = range(max_sequences) if rows is None else rows, kvdp_rank
+        self.max_sequences = max_sequences
         self._lookups = self._hits = 0
         self._forget()
 
@@ -158,27 +162,32 @@ class BlockCache:
         pools = [BlockPool(blocks, limit) for blocks, limit in zip(self._num_blocks, limits, strict=False)]
         kinds = [LayerKind(i, pool, self.window if i else None) for i, pool in enumerate(pools)]
         self._pool = pools[0]
-        self._manager = BlockManager(kinds, self._tables, self._layout, self._rows, self._kvdp_rank)
+        self._manager = BlockManager(kinds, self._tables, self.layout, self._rows, self._kvdp_rank)
 
     def keys(self, layer: int) -> Stored:
         """The pool of a layer's keys, [num_blocks, block_size, kv_heads, head_dim]."""
-        kind, index = self._place_of(layer)
-        return self._keys[kind].layers[index]
+        check_index("layer", layer, self._layers)
+        return self.pools[layer].keys
 
     def values(self, layer: int) -> Stored:
         """The pool of a layer's values, [num_blocks, block_size, kv_heads, value_dim]; of latents, a view of the keys.
 
         Raises ValueError for fp8_ds_mla: what reads its keys knows that they contain the values.
         """
-        kind, index = self._place_of(layer)
-        if self._values:
-            return self._values[kind].layers[index]
-        keys = self._keys[kind].layers[index]
-        if not isinstance(keys, Tensor):
+        check_index("layer", layer, self._layers)
+        _, keys, values = self.pools[layer]
+        if values is keys:
             raise ValueError(
                 f"a cache of storage {storage_of(keys)!r} has no pool of values: they are in keys({layer})"
             )
-        return keys[..., : self._value_dim]
+        return values
+
+    def _layer_pools(self, kind: int, index: int) -> LayerPools:
+        """The pools of a layer, the one of this index among those of its kind."""
+        keys = self._keys[kind].layers[index]
+        if self._values:
+            return LayerPools(kind, keys, self._values[kind].layers[index])
+        return LayerPools(kind, keys, keys[..., : self.value_dim] if isinstance(keys, Tensor) else keys)
 
     def index_keys(self, layer: int) -> Stored:
         """The pool of a layer's index keys, [num_blocks, block_size, 1, index_dim]."""
@@ -186,20 +195,6 @@ class BlockCache:
         if self._index is None:
             raise ValueError("a cache has index keys only if it was made with index_dim, got None")
         return self._index.layers[layer]
-
-    def kind_of(self, layer: int) -> int:
-        """Which of `block_tables` a layer's blocks are in: 1 for layers with blocks of their own, for a window."""
-        return self._kind_of[layer]
-
-    def _place_of(self, layer: int) -> tuple[int, int]:
-        """The kind of a layer, and its index among the layers of that kind."""
-        check_index("layer", layer, self._layers)
-        return self._kind_of[layer], self._index_of[layer]
-
-    @property
-    def value_dim(self) -> int:
-        """The width of values."""
-        return self._value_dim
 
     @property
     def sequences(self) -> dict[int, Sequence]:
@@ -211,19 +206,9 @@ class BlockCache:
         return sequence.owner is self._manager.owner
 
     @property
-    def num_windowed(self) -> int:
-        """The number of layers that keep a window only."""
-        return sum(self._kind_of)
-
-    @property
-    def max_sequences(self) -> int:
-        """The most sequences at a time."""
-        return len(self._rows)
-
-    @property
     def free_rows(self) -> int:
         """The number of sequences that can still be allocated."""
-        return self._manager.free_rows
+        return len(self._manager.free_rows)
 
     @property
     def stored_tensors(self) -> tuple[Tensor, ...]:
@@ -231,23 +216,19 @@ class BlockCache:
 
         fp8 scales are not stored per token, and not among them. Index keys in fp8_token are [layers, num_blocks, ...].
         """
-        return tuple(x for kind in range(len(self._num_blocks)) for pools in self._pools(kind) for x in pools.tensors)
+        kinds = range(len(self._num_blocks))
+        return tuple(x for kind in kinds for pools in self._pools_of(kind) for x in pools.tensors)
 
-    def _pools(self, kind: int) -> list[Pools]:
+    def _pools_of(self, kind: int) -> list[Pools]:
         index = [] if self._index is None or kind else [self._index]
         return [*self._keys[kind : kind + 1], *self._values[kind : kind + 1], *index]
 
-    @property
-    def layout(self) -> BlockLayout:
-        """The blocks that positions lie in."""
-        return self._layout
-
     def stats(self) -> CacheStats:
         """The number of free, used and cached blocks, prefix hits and evictions."""
-        pool = self._pool
+        pool, free, cached = self._pool, len(self._pool.free_blocks), len(self._pool.cached_blocks)
         return CacheStats(
-            total=pool.total, free=pool.num_free, used=pool.total - pool.num_free - pool.num_cached,
-            cached=pool.num_cached, lookups=self._lookups, hits=self._hits, evictions=pool.evictions,
+            total=pool.total, free=free, used=pool.total - free - cached, cached=cached, lookups=self._lookups,
+            hits=self._hits, evictions=pool.evictions,
         )  # fmt: skip
 
     def allocate(self, prompt: abc.Sequence[int] | int, *, cache_key: str = "") -> Sequence:
@@ -286,52 +267,49 @@ class BlockCache:
         tables include the new tokens at once: write a layer before reading it. Blocks that other sequences reference
         are copied first, in all layers.
         """
-        return self.append_with(sequences, tokens, ())[0]
+        return self.extend(*self._check_append(sequences, tokens))[0]
 
-    def append_with(
-        self,
-        sequences: abc.Sequence[Sequence],
-        tokens: int | abc.Sequence[abc.Sequence[int]],
-        numbers: abc.Sequence[int],
-    ) -> tuple[NewTokens, Tensor]:
-        """As `append`, and `numbers` as int64 on the device, copied in the same transfer."""
-        sequences, count, given = self._check_append(sequences, tokens)
-        begins = tuple(sequence.length for sequence in sequences)
+    def extend(
+        self, sequences: tuple[Sequence, ...], count: int, given: abc.Sequence[abc.Sequence[int]] | None = None,
+        numbers: abc.Sequence[int] = (),
+    ) -> tuple[NewTokens, Tensor]:  # fmt: skip
+        """As `append` of valid arguments, and `numbers` as int64 on the device, copied in the same transfer."""
         copies = self._manager.append(sequences, count, given)
         if self._tables.is_meta:
             slots = [_meta_slots(len(sequences), count)]
             extra = self._tables.upload()
         else:
-            places = [
-                [slot for sequence in sequences for slot in self._new_slots(sequence.blocks, sequence, count)],
-                [slot for sequence in sequences for slot in self._new_slots(sequence.window_blocks, sequence, count)]
-                if self.window is not None else [],
-            ]  # fmt: skip
-            parts = [*places, *(blocks for both in copies for blocks in both), numbers]
+            kinds = len(copies)
+            parts = [self._manager.new_slots(sequences, count, kind) for kind in range(kinds)]
+            parts += [*(blocks for both in copies for blocks in both), [*numbers]]
             sent = self._tables.upload([number for part in parts for number in part]).split([*map(len, parts)])
-            slots = [each.view(len(sequences), count) for each in sent[:2] if len(each)]
+            slots = [each.view(len(sequences), count) for each in sent[:kinds]]
             extra = sent[-1]
             for kind, (sources, _) in enumerate(copies):
                 if sources:
-                    for pools in self._pools(kind):
-                        pools.copy_blocks(*sent[2 + 2 * kind : 4 + 2 * kind])
+                    for pools in self._pools_of(kind):
+                        pools.copy_blocks(*sent[kinds + 2 * kind : kinds + 2 * kind + 2])
         new = NewTokens(slots[0], sequences, set(range(self._layers)), self._manager.owner, slots[-1])
-        for sequence, begin in zip(sequences, begins, strict=True):
-            sequence.pending[new] = begin
+        for sequence in sequences:
+            sequence.pending[new] = sequence.length - count
         return new, extra
 
     def slots_of(self, new: NewTokens, layer: int) -> Tensor:
         """The slots [n, T] of new tokens in a layer."""
-        return new.window_slots if self._kind_of[layer] else new.slots
+        return new.window_slots if self.pools[layer].kind else new.slots
 
     def upload(self, numbers: abc.Sequence[int]) -> Tensor:
-        """`numbers` as int64 on the device, where `append_with` has nothing to append."""
+        """`numbers` as int64 on the device, where `extend` has nothing to append."""
         return self._tables.upload(numbers)
 
     def check_append(self, sequences: abc.Sequence[Sequence], tokens: int | abc.Sequence[abc.Sequence[int]]) -> None:
         """Raise what `append` would raise, without changing anything."""
         sequences, count, _ = self._check_append(sequences, tokens)
         self._manager.check_append(sequences, count)
+
+    def check_extend(self, sequences: abc.Sequence[Sequence], count: int) -> None:
+        """Raise CacheFull if `extend` would."""
+        self._manager.check_room(sequences, count)
 
     def write(
         self, layer: int, new: NewTokens, k: Tensor, v: Tensor | None = None, index_k: Tensor | None = None
@@ -344,25 +322,27 @@ class BlockCache:
         """
         self._check_unwritten(new, layer)
         if not self._tables.is_meta:
-            check_tensor("k", k)
-            check_given("v", v, bool(self._values))
             check_given("index_k", index_k, self._index is not None)
-            check_new_kv(new.slots, self._heads, k=(k, self._dim), v=(v, self._value_dim))
             check_new_kv(new.slots, 1, index_k=(index_k, self._index_dim or 0))
-            slots = self.slots_of(new, layer)
-            if v is None:
-                write_rows(self.keys(layer), slots, k)
-            else:
-                write_tokens(self.keys(layer), self.values(layer), slots, k, v)
+            self.write_slots(layer, self.slots_of(new, layer), k, v)
             if index_k is not None:
                 write_rows(self.index_keys(layer), new.slots, index_k)
         self.mark_written(new, layer)
 
+    def write_slots(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
+        """Write k and v, as of `write`, to `slots` [n, T] of a layer; slots below 0 are skipped."""
+        check_tensor("k", k)
+        check_given("v", v, bool(self._values))
+        check_new_kv(slots, self._heads, k=(k, self._dim), v=(v, self.value_dim))
+        if v is None:
+            write_rows(self.pools[layer].keys, slots, k)
+        else:
+            write_tokens(self.pools[layer].keys, self.pools[layer].values, slots, k, v)
+
     def mark_written(self, new: NewTokens, layer: int | None = None) -> None:
         """Record that the slots of one layer, or of all unwritten layers, were filled by other means than `write`."""
         self._check_unwritten(new, layer)
-        for each in sorted(new.unwritten_layers) if layer is None else [layer]:
-            new.unwritten_layers.discard(each)
+        new.unwritten_layers -= new.unwritten_layers if layer is None else {layer}
         if not new.unwritten_layers:
             for sequence in new.sequences:
                 if sequence.pending.pop(new, None) is not None:
@@ -425,9 +405,6 @@ class BlockCache:
         """
         self._tables.clear()
         self._forget()
-
-    def _new_slots(self, blocks: list[int], sequence: Sequence, count: int) -> list[int]:
-        return self._layout.slots(blocks, sequence.length - count, sequence.length)
 
     def _check_prompt(self, prompt: abc.Sequence[int] | int, cache_key: str) -> tuple[int, array[int], bytes]:
         """The length of a prompt, its ids, and the parent hash of its first block."""

@@ -8,8 +8,7 @@ Sequences with common blocks (prefixes, forks) are a tree: the first `common` po
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -28,7 +27,6 @@ from attnmesh.core.validation import (
     shown,
 )
 from attnmesh.kv_cache.block_manager import BlockLayout
-from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sequence import token_ids
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.ops.storage import check_storage
@@ -72,7 +70,7 @@ class CacheContents:
     latent: bool = False
 
     def __post_init__(self) -> None:
-        sizes = {name: getattr(self, name) for name in _SIZES}
+        sizes = {name: getattr(self, name) for name in SIZES}
         check_positive(**sizes)
         check_bool(latent=self.latent)
         for dim in self.widths:
@@ -142,7 +140,7 @@ class CacheContents:
 
     def placements(self, sharding: DecodeSharding, block_size: int) -> list[Placement]:
         """Where each sequence goes: it keeps its row, and shares blocks with an earlier one of the same KVDP rank."""
-        layout = BlockLayout(InterleavedShard(sharding.cp, 0, sharding.interleave), block_size)
+        layout = layout_of(sharding, block_size)
         rows = [sharding.sequences(sharding.rank(Place(0, 0, peer)), self.batch) for peer in range(sharding.kvdp)]
         placed: list[Placement] = []
         for sequence in self.sequences:
@@ -186,20 +184,7 @@ class CacheContents:
             for rank in range(sharding.ranks)
         ]
 
-    def needs(self, sharding: DecodeSharding, block_size: int, placed: Sequence[Placement] | None = None) -> list[Part]:
-        """What each rank of a sharding is to hold in blocks of its own: all but the blocks that sequences share."""
-        placed = self.placements(sharding, block_size) if placed is None else placed
-        parts = []
-        for rank in range(sharding.ranks):
-            shard, kvdp_rank = sharding.position_shard(rank), sharding.place(rank).kvdp
-            pieces = []
-            for one in placed:
-                if one.kvdp_rank == kvdp_rank:
-                    pieces += self._pieces(one, shard, shard.position(one.shared * block_size))
-            parts.append(Part(sharding.kv_heads(rank, self.kv_heads), tuple(pieces)))
-        return parts
-
-    def _pieces(self, placed: Placement, shard: InterleavedShard, begin: int) -> list[Piece]:
+    def pieces(self, placed: Placement, shard: InterleavedShard, begin: int) -> list[Piece]:
         """The positions from `begin` on of a sequence on a rank, by the row whose content they are."""
         pieces, at, end = [], placed.sequence, placed.sequence.length
         while begin < end:
@@ -208,39 +193,6 @@ class CacheContents:
             end = min(end, at.common)
             at = self._by_row[at.base] if at.base != -1 else at
         return pieces
-
-    def num_blocks(self, sharding: DecodeSharding, block_size: int) -> int:
-        """The blocks per rank that a sharding needs at least: for all sequences, and for one of `max_length`."""
-        layout = BlockLayout(InterleavedShard(sharding.cp, 0, sharding.interleave), block_size)
-        used = [0] * sharding.kvdp
-        for placed in self.placements(sharding, block_size):
-            used[placed.kvdp_rank] += placed.new_blocks
-        return max(layout.num_blocks(self.max_length), *used)
-
-    def make_cache(
-        self, sharding: DecodeSharding, rank: int, *, num_blocks: int, block_size: int,
-        device: torch.device | str | None,
-    ) -> ShardedCache:  # fmt: skip
-        """A rank's cache with all sequences, in the same rows. Their keys and values are still to be copied."""
-        cache = ShardedCache(
-            sharding, rank, **{name: getattr(self, name) for name in _SIZES}, storage=self.storage,
-            num_blocks=num_blocks, block_size=block_size, device=device, k_scale=_scale(self.k_scale),
-            v_scale=_scale(self.v_scale), latent=self.latent,
-        )  # fmt: skip
-        for made in self.restore(cache, self.placements(sharding, block_size)).values():
-            cache.mark_restored(made)
-        return cache
-
-    def restore(self, cache: ShardedCache, placements: Sequence[Placement]) -> dict[int, CacheSequence]:
-        """New sequences of a cache, by the row of each here, without keys and values. The cache must have room."""
-        made: dict[int, CacheSequence] = {}
-        for placed in placements:
-            one = placed.sequence
-            shared = made[placed.base].blocks[: placed.shared] if placed.shared else []
-            ids, root = array("q", one.ids), bytes.fromhex(one.root)
-            made[one.row] = cache.restore(placed.row, one.length, one.reserved, ids, root, shared)
-            made[one.row].cached = one.cached
-        return made
 
 
 class Placement(NamedTuple):
@@ -259,7 +211,12 @@ class Placement(NamedTuple):
         return self.blocks - self.shared
 
 
-_SIZES = ("batch", "layers", "kv_heads", "head_dim", "value_dim", "max_length")
+SIZES = ("batch", "layers", "kv_heads", "head_dim", "value_dim", "max_length")
+
+
+def layout_of(sharding: DecodeSharding, block_size: int) -> BlockLayout:
+    """The blocks that positions lie in under a sharding, on the first of its ranks."""
+    return BlockLayout(InterleavedShard(sharding.cp, 0, sharding.interleave), block_size)
 
 
 def check_movable(name: str, cache: ShardedCache) -> None:
@@ -271,13 +228,13 @@ def check_movable(name: str, cache: ShardedCache) -> None:
         )
 
 
-def contents_of(cache: ShardedCache) -> CacheContents:
-    """The contents of a cache, the same on all its ranks. Raises ValueError if a sequence has unwritten tokens."""
+def contents_of(cache: ShardedCache, rows: Collection[int] | None = None) -> CacheContents:
+    """The contents of a cache, or of some rows, the same on all its ranks. Raises ValueError for unwritten tokens."""
     check_movable("cache", cache)
     layout = cache.local.layout
     first_row: dict[tuple[int, int], int] = {}  # of those that refer to a block, by KVDP rank and block
     sequences: list[SequenceContents] = []
-    live = cache.sequences
+    live = {row: one for row, one in cache.sequences.items() if rows is None or row in rows}
     for row, one in live.items():
         if one.pending:
             raise ValueError(
@@ -311,7 +268,7 @@ def sizes_of(cache: ShardedCache) -> CacheContents:
     """The sizes of a cache, without sequences."""
     k_scale, v_scale = (_scale_numbers(scale) for scale in cache.scales)
     return CacheContents(
-        **{name: getattr(cache, name) for name in _SIZES}, storage=cache.storage, k_scale=k_scale, v_scale=v_scale,
+        **{name: getattr(cache, name) for name in SIZES}, storage=cache.storage, k_scale=k_scale, v_scale=v_scale,
         sequences=(), latent=cache.latent,
     )  # fmt: skip
 
@@ -329,7 +286,8 @@ def _scale_numbers(scale: float | Tensor | None) -> float | tuple[float, ...] | 
     return tuple(numbers.tolist()) if numbers.ndim else float(numbers)
 
 
-def _scale(numbers: float | tuple[float, ...] | None) -> float | Tensor | None:
+def scale_of(numbers: float | tuple[float, ...] | None) -> float | Tensor | None:
+    """An fp8 scale, as a cache takes it, from the numbers of `CacheContents`."""
     return torch.tensor(numbers, dtype=torch.float32, device="cpu") if isinstance(numbers, tuple) else numbers
 
 

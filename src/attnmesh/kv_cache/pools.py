@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,17 @@ _ALIGNMENT = 64  # entries: the block table starts at a multiple of 256 bytes, a
 
 
 # Pools.
+
+
+class LayerPools(NamedTuple):
+    """Where a layer's keys and values are stored; values that are a part of the keys (fp8_ds_mla) are read there.
+
+    `kind` is which of `BlockCache.block_tables` its blocks are in: 1 for layers with blocks of their own, for a window.
+    """
+
+    kind: int
+    keys: Stored
+    values: Stored
 
 
 @dataclass(frozen=True)

@@ -14,32 +14,17 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.call_log import CallLog, text_digest
-from attnmesh.core.validation import (
-    check_bool,
-    check_index,
-    check_positive,
-    check_tensor,
-    check_type,
-)
+from attnmesh.core.validation import check_bool, check_index, check_positive, check_type
 from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.block_pool import CacheFull, CacheStats
 from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.pools import fp8_scale, write_rows, write_tokens
-from attnmesh.kv_cache.sequence import (
-    NewTokens,
-    Sequence,
-    check_distinct,
-    check_given,
-    check_length,
-    check_live,
-    check_new_kv,
-    new_ids,
-)
+from attnmesh.kv_cache.pools import fp8_scale
+from attnmesh.kv_cache.sequence import NewTokens, Sequence, check_distinct, check_length, check_live, new_ids
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import Stored
 from attnmesh.plan.decode import DecodeSharding
 
-_Appended = tuple[list[Sequence], int | abc.Sequence[abc.Sequence[int]]]  # sequences and their new tokens
+_Appended = tuple[tuple[Sequence, ...], "list[array[int]] | None"]  # sequences and the ids of their new tokens
 
 
 class StepTensors:
@@ -104,20 +89,9 @@ class Step:
     skipped: dict[int, Sequence]  # layers in which a sequence lacks earlier tokens, and one such sequence
     tensors: StepTensors
 
-    @property
-    def positions(self) -> Tensor:
-        """The positions of the new tokens in the whole sequence."""
-        return self.tensors.positions
-
-    @property
-    def slots(self) -> Tensor:
-        """The slots that new tokens are written to on this rank."""
-        return self.tensors.slots
-
-    @property
-    def cur_pos(self) -> Tensor:
-        """The index of each row's last key on this rank."""
-        return self.tensors.cur_pos
+    def __post_init__(self) -> None:
+        tensors = self.tensors
+        self.positions, self.slots, self.cur_pos = tensors.positions, tensors.slots, tensors.cur_pos
 
     @property
     def unwritten_layers(self) -> set[int]:
@@ -180,7 +154,8 @@ class ShardedCache:
         windows: abc.Sequence[int | None] = (),
         window_blocks: int = 0,
     ) -> None:
-        _check_rank(sharding, rank)
+        check_type("sharding", sharding, DecodeSharding)
+        sharding.place(rank)  # raises
         check_positive(
             batch=batch, kv_heads=kv_heads, num_blocks=num_blocks, block_size=block_size, max_length=max_length,
             layers=layers, head_dim=head_dim, value_dim=head_dim if value_dim is None else value_dim,
@@ -199,7 +174,7 @@ class ShardedCache:
         self.layers, self.scales = layers, (k_scale, v_scale)
         self._rows_of_rank = [sharding.sequences(peer, batch) for peer in sharding.kvdp_peers(rank)]
         kvdp_rank = sharding.place(rank).kvdp
-        self._caches = [
+        self.by_kvdp_rank = [
             BlockCache(
                 layers=layers, num_blocks=num_blocks, block_size=block_size, kv_heads=len(heads), head_dim=head_dim,
                 value_dim=value_dim, storage=storage, device=device if peer == kvdp_rank else "meta",
@@ -210,11 +185,12 @@ class ShardedCache:
             )
             for peer, rows in enumerate(self._rows_of_rank)
         ]  # fmt: skip
-        self._kvdp_rank, self._local = kvdp_rank, self._caches[kvdp_rank]
-        self.value_dim = self._local.value_dim
-        self._shape = (len(heads), head_dim, self.value_dim)
+        """The cache of each KVDP rank, without memory for those of others."""
+        self.local: BlockCache = self.by_kvdp_rank[kvdp_rank]
+        """The cache of this rank's rows, which has its memory."""
+        self._kvdp_rank, self.value_dim = kvdp_rank, self.local.value_dim
         self.rows = self._rows_of_rank[kvdp_rank]
-        self.block_table = self._local.block_table[: len(self.rows)]
+        self.block_table = self.local.block_table[: len(self.rows)]
         lengths = torch.arange(max_length + 1, device=self.block_table.device)
         self._local_lengths = shard.length(lengths).to(torch.int32)
         self._tensors: dict[int, StepTensors] = {}
@@ -225,30 +201,20 @@ class ShardedCache:
 
     def keys(self, layer: int) -> Stored:
         """The pool of a layer's keys, [num_blocks, block_size, own kv heads, head_dim]."""
-        return self._local.keys(layer)
+        return self.local.keys(layer)
 
     def values(self, layer: int) -> Stored:
         """The pool of a layer's values, [num_blocks, block_size, own kv heads, value_dim]."""
-        return self._local.values(layer)
+        return self.local.values(layer)
 
     @property
     def sequences(self) -> dict[int, Sequence]:
         """All sequences that were not freed, by row."""
-        return {row: each for cache in self._caches for row, each in cache.sequences.items()}
-
-    @property
-    def local(self) -> BlockCache:
-        """The cache of this rank's rows, which has its memory."""
-        return self._local
-
-    @property
-    def by_kvdp_rank(self) -> abc.Sequence[BlockCache]:
-        """The cache of each KVDP rank, without memory for those of others."""
-        return self._caches
+        return {row: each for cache in self.by_kvdp_rank for row, each in cache.sequences.items()}
 
     def stats(self) -> list[CacheStats]:
         """The statistics of each KVDP rank's cache, the same on every rank."""
-        return [cache.stats() for cache in self._caches]
+        return [cache.stats() for cache in self.by_kvdp_rank]
 
     def allocate(self, prompt: abc.Sequence[int] | int, *, cache_key: str = "") -> Sequence:
         """A sequence for a prompt, as `BlockCache.allocate`, on the KVDP rank that reuses the longest prefix.
@@ -258,12 +224,12 @@ class ShardedCache:
         """
         ranks = [peer for peer, rows in enumerate(self._rows_of_rank) if rows]  # a batch may be smaller than kvdp
         if len(ranks) > 1:
-            cached = {peer: self._caches[peer].find_prefix(prompt, cache_key=cache_key) for peer in ranks}
-            ranks.sort(key=lambda peer: (-cached[peer], -self._caches[peer].free_rows, peer))
+            cached = {peer: self.by_kvdp_rank[peer].find_prefix(prompt, cache_key=cache_key) for peer in ranks}
+            ranks.sort(key=lambda peer: (-cached[peer], -self.by_kvdp_rank[peer].free_rows, peer))
         full: list[CacheFull] = []
         for peer in ranks:
             try:
-                sequence = self._caches[peer].allocate(prompt, cache_key=cache_key)
+                sequence = self.by_kvdp_rank[peer].allocate(prompt, cache_key=cache_key)
             except CacheFull as error:
                 full.append(error)
             else:
@@ -281,33 +247,37 @@ class ShardedCache:
         is as for `BlockCache.append`. Write every layer of a step before the next append. A step is valid
         until the next append, or until one of its sequences is truncated or freed.
         """
-        if self._local.window is not None:
+        if self.local.window is not None:
             raise ValueError(
-                f"a step has the same slots in every layer, got a cache with a window of {self._local.window} in "
-                f"{self._local.num_windowed} of {self.layers} layers: append to the caches in by_kvdp_rank"
+                f"a step has the same slots in every layer, got a cache with a window of {self.local.window} in "
+                f"{self.local.num_windowed} of {self.layers} layers: append to the caches in by_kvdp_rank"
             )
         sequences = check_distinct(sequences, self._check_sequence)
         count, given = new_ids(tokens, len(sequences))
         longest = max(sequences, key=lambda sequence: sequence.length)
         check_length(longest, longest.length + count, self.max_length)
-        parts = _by_kvdp_rank(sequences, count, given)
+        parts = _by_kvdp_rank(sequences, given)
         if len(parts) > 1:  # a single cache changes nothing when it raises
-            for kvdp_rank, part in parts.items():
-                self._caches[kvdp_rank].check_append(*part)
+            for kvdp_rank, (some, _) in parts.items():
+                self.by_kvdp_rank[kvdp_rank].check_extend(some, count)
         begins = [-1] * self.batch
         for sequence in sequences:
             begins[sequence.row] = sequence.length
         skipped = _unwritten_layers(sequences)
         own = self._kvdp_rank
-        new = {peer: self._caches[peer].append(*part) for peer, part in parts.items() if peer != own}
+        new = {
+            peer: self.by_kvdp_rank[peer].extend(some, count, ids)[0]
+            for peer, (some, ids) in parts.items()
+            if peer != own
+        }
         tensors = self._tensors_for(count)
         if own in parts:
-            local, local_tokens = parts[own]
+            local, local_ids = parts[own]
             numbers = [*begins, *(sequence.row - self.rows.start for sequence in local)]
-            new[own], sent = self._local.append_with(local, local_tokens, numbers)
+            new[own], sent = self.local.extend(local, count, local_ids, numbers)
             tensors.fill(sent[: self.batch], sent[self.batch :], new[own].slots)
         else:
-            sent = self._local.upload(begins)
+            sent = self.local.upload(begins)
             tensors.fill(sent, sent[:0], sent[:0, None].expand(0, count))
         ids = 0 if given is None else hash(tuple(map(tuple, given)))
         self._log("append", tokens=count, rows=tuple(s.row for s in sequences), at=tuple(begins), ids=ids)
@@ -342,13 +312,7 @@ class ShardedCache:
         those that other ranks store are skipped. Of latents there is no v.
         """
         self.check_step(step, layer)
-        check_given("v", v, not self.latent)
-        heads, dim, value_dim = self._shape
-        check_new_kv(step.slots, heads, k=(check_tensor("k", k), dim), v=(v, value_dim))
-        if v is None:
-            write_rows(self.keys(layer), step.slots, k)
-        else:
-            write_tokens(self.keys(layer), self.values(layer), step.slots, k, v)
+        self.local.write_slots(layer, step.slots, k, v)
         self._mark_written(step, layer)
 
     def mark_written(self, step: Step, layer: int | None = None) -> None:
@@ -368,7 +332,7 @@ class ShardedCache:
         self._check_sequence(sequence)
         rank, rows = sequence.kvdp_rank, len(self._rows_of_rank[sequence.kvdp_rank])
         try:
-            fork = self._caches[rank].fork(sequence)
+            fork = self.by_kvdp_rank[rank].fork(sequence)
         except CacheFull:
             limit = f"batch={self.batch}"
             raise _no_row(
@@ -380,14 +344,14 @@ class ShardedCache:
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Keep the first `length` tokens, as after rejected drafts. Blocks reserved for a prompt are freed, too."""
         self._check_sequence(sequence)
-        self._caches[sequence.kvdp_rank].truncate(sequence, length)
+        self.by_kvdp_rank[sequence.kvdp_rank].truncate(sequence, length)
         self._log("truncate", row=sequence.row, length=length)
         self._invalidate_step(sequence)
 
     def free(self, sequence: Sequence) -> None:
         """End a sequence and free its blocks. Blocks with a prefix hash stay cached until they are evicted."""
         self._check_sequence(sequence)
-        self._caches[sequence.kvdp_rank].free(sequence)
+        self.by_kvdp_rank[sequence.kvdp_rank].free(sequence)
         self._log("free", row=sequence.row)
         self._invalidate_step(sequence)
 
@@ -396,14 +360,14 @@ class ShardedCache:
     ) -> Sequence:
         """A sequence in a given free row whose keys and values the caller copies, as `BlockManager.restore`."""
         kvdp_rank = next(peer for peer, rows in enumerate(self._rows_of_rank) if row in rows)
-        sequence = self._caches[kvdp_rank].restore(row, length, reserved, ids, root, shared)
+        sequence = self.by_kvdp_rank[kvdp_rank].restore(row, length, reserved, ids, root, shared)
         self._log("restore", row=row, length=length, ids=hash(tuple(ids)))
         return sequence
 
     def mark_restored(self, sequence: Sequence) -> None:
         """Record that the keys and values of a restored sequence were copied: prompts can reuse its full blocks."""
         self._check_sequence(sequence)
-        self._caches[sequence.kvdp_rank].mark_restored(sequence)
+        self.by_kvdp_rank[sequence.kvdp_rank].mark_restored(sequence)
 
     def _log(self, operation: str, **numbers: int | tuple[int, ...]) -> None:
         self.log.add(operation, hash((text_digest(operation), *numbers.values())), numbers)
@@ -419,7 +383,7 @@ class ShardedCache:
 
     def _mark_written(self, step: Step, layer: int) -> None:
         for kvdp_rank, new in step.new_tokens.items():
-            self._caches[kvdp_rank].mark_written(new, layer)
+            self.by_kvdp_rank[kvdp_rank].mark_written(new, layer)
 
     def _invalidate_step(self, sequence: Sequence) -> None:
         if self._current is not None and sequence in self._current.sequences:
@@ -433,16 +397,11 @@ class ShardedCache:
             )
 
     def _check_sequence(self, sequence: Sequence, at: int | None = None) -> None:
-        check_live(sequence, lambda each: self._caches[each.kvdp_rank % len(self._caches)].has(each), at)
+        check_live(sequence, lambda each: self.by_kvdp_rank[each.kvdp_rank % len(self.by_kvdp_rank)].has(each), at)
 
 
 def _no_row(total: int, limit: str) -> CacheFull:
     return CacheFull("sequences", needed=1, free=0, cached=0, total=total, limit=limit)
-
-
-def _check_rank(sharding: DecodeSharding, rank: int) -> None:
-    check_type("sharding", sharding, DecodeSharding)
-    sharding.place(rank)
 
 
 def _local_scale(
@@ -454,13 +413,13 @@ def _local_scale(
     return scale
 
 
-def _by_kvdp_rank(sequences: tuple[Sequence, ...], count: int, given: list[array[int]] | None) -> dict[int, _Appended]:
+def _by_kvdp_rank(sequences: tuple[Sequence, ...], given: list[array[int]] | None) -> dict[int, _Appended]:
     """The sequences and new tokens of each KVDP rank that has any."""
     parts: dict[int, _Appended] = {}
     for kvdp_rank in sorted({sequence.kvdp_rank for sequence in sequences}):
         indices = [i for i, sequence in enumerate(sequences) if sequence.kvdp_rank == kvdp_rank]
-        tokens = count if given is None else [given[i] for i in indices]
-        parts[kvdp_rank] = ([sequences[i] for i in indices], tokens)
+        ids = None if given is None else [given[i] for i in indices]
+        parts[kvdp_rank] = tuple(sequences[i] for i in indices), ids
     return parts
 
 

@@ -108,6 +108,11 @@ class Quantized:
             )
 
     @property
+    def shape(self) -> torch.Size:
+        """The shape of the values."""
+        return self.values.shape
+
+    @property
     def storage(self) -> str:
         """`fp8`, `int8`, `bfp8`, `fp8_token` or `fp8_ds_mla`."""
         if self.rope is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnmesh.comm import Comm
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.requests import Request
-from attnmesh.generation.sampling import Sampling
+from attnmesh.generation.sampling import LogitBias, Sampling
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Submission:
 
     def submit(self, generator: Generator) -> Request:
         """Submit it. All ranks call this alike."""
-        processors = [_LogitBias(self.logit_bias)] if self.logit_bias else []
+        processors = [LogitBias.of(self.logit_bias)] if self.logit_bias else []
         return generator.submit(
             self.prompt, max_new_tokens=self.max_new_tokens, sampling=self.sampling, stop=self.stop,
             stop_strings=self.stop_strings, min_new_tokens=self.min_new_tokens, logprobs=self.logprobs,
@@ -42,15 +42,19 @@ class Submission:
 
 @dataclass
 class Commands:
-    """Requests to submit and tickets of requests to cancel, in this order; `stop` ends the loop of all ranks."""
+    """Requests to submit, tickets of those to move and to cancel, in this order; `stop` ends the loop of all ranks."""
 
     submissions: list[Submission] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)  # from prefill ranks to decode ranks
     cancelled: list[int] = field(default_factory=list)
     stop: bool = False
 
+    def __bool__(self) -> bool:
+        return bool(self.submissions or self.moved or self.cancelled or self.stop)
+
     def encode(self) -> bytes:
         """As JSON; empty without commands. Samples of a prompt differ in two fields only: the others are there once."""
-        if not (self.submissions or self.cancelled or self.stop):
+        if not self:
             return b""
         groups: list[tuple[Submission, list[tuple[int, int]]]] = []
         for each in self.submissions:
@@ -58,7 +62,7 @@ class Commands:
                 groups.append((each, []))
             groups[-1][1].append((each.ticket, each.sample))
         submissions = [{**asdict(first), "samples": samples} for first, samples in groups]
-        return json.dumps({"submissions": submissions, "cancelled": self.cancelled, "stop": self.stop}).encode()
+        return json.dumps({**vars(self), "submissions": submissions}).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Commands:
@@ -90,15 +94,3 @@ def broadcast(comm: Comm, commands: Commands | None, device: torch.device) -> Co
 def _from_first(comm: Comm, x: Tensor, size: int = 1) -> Tensor:
     shapes = [(size if rank == 0 else 0,) for rank in range(comm.world)]
     return comm.all_gather(x if comm.rank == 0 else x.new_empty(0), shapes)[0]
-
-
-class _LogitBias:
-    """A logits processor that adds numbers to some logits."""
-
-    def __init__(self, bias: dict[int, float]) -> None:
-        self._tokens, self._numbers = list(map(int, bias)), list(bias.values())  # JSON has strings as names
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        tokens = torch.tensor(self._tokens, dtype=torch.int64, device=scores.device)
-        numbers = torch.tensor(self._numbers, dtype=scores.dtype, device=scores.device)
-        return scores.index_add(1, tokens, numbers[None])

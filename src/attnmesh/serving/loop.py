@@ -15,7 +15,7 @@ from attnmesh.generation.generator import Generator
 from attnmesh.generation.requests import FinishReason, Request, Token
 from attnmesh.serving.commands import Commands, Submission, broadcast
 
-_POLL = 0.2  # seconds between looks at whether to stop
+POLL = 0.2  # seconds between looks at whether to stop
 _MAX_IDLE = 10.0  # seconds between messages to other ranks, which would give up waiting otherwise
 
 
@@ -89,10 +89,29 @@ class RequestQueue:
     def take(self, timeout: float) -> Commands:
         """What to do next, as soon as there is something, or after some seconds."""
         with self._changed:
-            if not self._commands.submissions and not self._commands.cancelled and timeout > 0:
+            if not self._commands and timeout > 0:
                 self._changed.wait(timeout)
             commands, self._commands = self._commands, Commands()
         return commands
+
+    def move(self, tickets: Sequence[int]) -> None:
+        """Let these requests go on on the decode ranks, which have room for them."""
+        with self._changed:
+            self._commands.moved += tickets
+            self._changed.notify_all()
+
+    def report_tokens(
+        self,
+        ticket: int,
+        new: Sequence[Token],
+        finish_reason: FinishReason | None,
+        error: Exception | None,
+        cached: int,
+    ) -> None:
+        """Tell the listener of a request about new tokens and its end, or one of both."""
+        for token in new[:-1]:
+            self.report(ticket, token)
+        self.report(ticket, new[-1] if new else None, finish_reason, error, cached)
 
     def report(
         self,
@@ -141,10 +160,12 @@ class ServingLoop:
         generator, queue = self._generator, self._queue
         try:
             while True:
-                own = None if queue is None else self._next_commands(queue)
+                own = self._next_commands() if generator.comm.rank == 0 else None
                 commands = broadcast(generator.comm, own, generator.engine.device)
                 for submission in commands.submissions:
                     self._submit(submission)
+                if commands.moved:
+                    self._move(commands.moved)
                 for ticket in commands.cancelled:
                     self._cancel(ticket)
                 if commands.stop:
@@ -157,18 +178,28 @@ class ServingLoop:
         if queue is not None:
             queue.fail_all(Closed("the server is shutting down"))
 
-    def _next_commands(self, queue: RequestQueue) -> Commands:
-        """What rank 0 passes on: at once while requests are in progress, otherwise as soon as there is something."""
+    @property
+    def _is_busy(self) -> bool:
+        """Whether the next step computes something."""
+        return self._generator.num_unfinished > 0
+
+    def _move(self, tickets: Sequence[int]) -> None:
+        """Let requests go on on other ranks."""
+        raise NotImplementedError  # there are no other ranks
+
+    def _next_commands(self) -> Commands:
+        """What the first rank passes on: at once while it is busy, otherwise as soon as there is something."""
+        queue = self._queue
+        assert queue is not None
         until = time.monotonic() + self._max_idle
         while True:
             if self._deadline is None and self._should_stop():
                 queue.close()
                 self._deadline = time.monotonic() + self._grace
-            is_busy = self._generator.num_unfinished > 0
-            commands = queue.take(0.0 if is_busy else _POLL)
-            is_over = self._deadline is not None and time.monotonic() >= self._deadline
-            commands.stop = is_over or (self._deadline is not None and not is_busy and not commands.submissions)
-            if is_busy or commands.submissions or commands.stop or time.monotonic() >= until:
+            is_busy = self._is_busy
+            commands = queue.take(0.0 if is_busy else POLL)
+            commands.stop = self._deadline is not None and (not len(queue) or time.monotonic() >= self._deadline)
+            if is_busy or commands or time.monotonic() >= until:
                 return commands
 
     def _submit(self, submission: Submission) -> None:
@@ -193,9 +224,10 @@ class ServingLoop:
             new = [token for token in tokens if token.row == request.number]
             if request.finished:
                 del self._requests[ticket]
-            if self._queue is None or not (new or request.finished):
-                continue
-            for token in new[:-1]:
-                self._queue.report(ticket, token)
-            last = new[-1] if new else None
-            self._queue.report(ticket, last, request.finish_reason, request.error, request.cached)
+            if new or request.finished:
+                self._tell(ticket, request, new)
+
+    def _tell(self, ticket: int, request: Request, new: Sequence[Token]) -> None:
+        """Report new tokens of a request, and its end."""
+        if self._queue is not None:
+            self._queue.report_tokens(ticket, new, request.finish_reason, request.error, request.cached)

@@ -9,19 +9,23 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import uvicorn
 
-from attnmesh.comm import Comm, CommError
+from attnmesh.comm import Comm, CommError, SoloComm, comm_from
+from attnmesh.generation.agreement import check_same_weights
 from attnmesh.generation.generator import Generator
 from attnmesh.integrations.loading import load_model
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.serving.app import AppSettings, Service, create_app
 from attnmesh.serving.connections import ConnectionLimits, LimitedProtocol, RequestGate, WaitingConnections
+from attnmesh.serving.handover import DecodeLoop, PrefillLoop, connect
 from attnmesh.serving.loop import RequestQueue, ServingLoop
 
 _CLOSE_SECONDS = 5  # in which connections must end after the last answer
@@ -51,7 +55,8 @@ class ServerSettings:
     max_sequences: int
     max_queue: int
     grace: float
-    sharding: DecodeSharding | None = None
+    sharding: DecodeSharding | None = None  # of the decode ranks, if there are others that prefill
+    prefill_ranks: int = 0  # the first ones, which compute prompts only; with 0 all ranks compute all
     shard_weights: bool = False  # whether it divides the weights, too; otherwise every rank has all of them
     step_tokens: int | None = None
     storage: str | None = None
@@ -90,16 +95,28 @@ def serve(comm: Comm, *, settings: ServerSettings, shared_model: tuple[Any, Any]
     """Serve until the file `stop` exists. `shared_model` is the whole model of virtual ranks, and its tokenizer."""
     listening = _listen(settings.host, settings.port) if comm.rank == 0 else None
     model, tokenizer = shared_model or _load(settings, comm)
+    prefills = comm.rank < settings.prefill_ranks
     generator = Generator(
-        model, tokenizer, comm, cache_tokens=settings.cache_tokens, max_sequences=settings.max_sequences,
-        sharding=settings.sharding, step_tokens=settings.step_tokens, storage=settings.storage,
+        model, tokenizer, _own_side(comm, settings.prefill_ranks), cache_tokens=settings.cache_tokens,
+        max_sequences=settings.max_sequences, step_tokens=settings.step_tokens, storage=settings.storage,
+        sharding=DecodeSharding(cp=settings.prefill_ranks) if prefills else settings.sharding,
     )  # fmt: skip
+    channel = None
+    if settings.prefill_ranks:
+        check_same_weights(comm, model, generator.engine.device)
+        channel = connect(comm, settings.prefill_ranks, generator.engine.device)
     comm.barrier()
     if threading.current_thread() is threading.main_thread() and shared_model is None:
         _leave_signals_to_the_parent()
     (settings.folder / "serving").touch()
+    if settings.prefill_ranks and not prefills:
+        DecodeLoop(generator, comm, channel).run()
+        return
+    loop: Callable[..., ServingLoop] = ServingLoop
+    if prefills:
+        loop = partial(PrefillLoop, all_ranks=comm, channel=channel)
     if listening is None:
-        ServingLoop(generator, None, should_stop=lambda: False, grace=0).run()
+        loop(generator, None, should_stop=lambda: False, grace=0).run()
         return
     queue = RequestQueue(settings.max_queue)
     _log_to_stderr()
@@ -112,7 +129,7 @@ def serve(comm: Comm, *, settings: ServerSettings, shared_model: tuple[Any, Any]
         return settings.should_stop() or not http.is_alive
 
     try:
-        ServingLoop(generator, queue, should_stop=should_stop, grace=settings.grace).run()
+        loop(generator, queue, should_stop=should_stop, grace=settings.grace).run()
     except Exception as error:
         _log.error("the server has failed: %s: %s", type(error).__name__, error)
         raise
@@ -168,7 +185,8 @@ class HttpServer:
 
 def _log_to_stderr() -> None:
     """Write the server's log to stderr, unless the log of this process goes somewhere already."""
-    if not _log.hasHandlers():
+    above = (_log, logging.getLogger("attnmesh"), logging.root)
+    if all(isinstance(handler, logging.NullHandler) for each in above for handler in each.handlers):
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         _log.addHandler(handler)
@@ -187,6 +205,18 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ValueError(f"cannot listen on host {host} and port {port}: {error.strerror or error}") from None
     return listening
+
+
+def _own_side(comm: Comm, prefill_ranks: int) -> Comm:
+    """The ranks that this one computes with: those that prefill, those that decode, or all."""
+    if not prefill_ranks:
+        return comm
+    own: Comm = SoloComm(comm.timeout)
+    for side in (range(prefill_ranks), range(prefill_ranks, comm.world)):
+        if len(side) > 1:  # all ranks make both groups
+            group = dist.new_group(list(side), timeout=timedelta(seconds=comm.timeout))
+            own = comm_from(group, timeout=comm.timeout) if comm.rank in side else own
+    return own
 
 
 def _load(settings: ServerSettings, comm: Comm) -> tuple[Any, Any]:

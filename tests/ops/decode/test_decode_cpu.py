@@ -14,8 +14,7 @@ from attnmesh.core.state import State
 from attnmesh.ops.decode import cpu_keys, reference
 from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.decode.call import DecodeCall, Splits, build_call
-from attnmesh.ops.decode.cpu import Cpu
-from attnmesh.ops.decode.cpu_adjacent import adjacent_keys
+from attnmesh.ops.decode.cpu import Cpu, adjacent_keys
 from attnmesh.ops.decode.cpu_keys import KeyPart, split_keys
 from attnmesh.ops.storage import PLAIN, STORAGES, Quantized, Stored, quantize
 
@@ -336,3 +335,28 @@ def test_adjacent_blocks_are_read_in_place(group: int, by_head: bool, options: d
     for out in got:
         torch.testing.assert_close(out, exact(call).out.to(out.dtype), rtol=1e-4, atol=1e-5)
     assert adjacent_keys(replace(call, table=table.flip(1))) is None
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("storage", ["fp32", "int8"])
+def test_a_later_step_has_a_table_and_positions_of_its_own(storage: str, tokens: int) -> None:
+    """What an earlier step of the same shapes derived from its own is not used again; another batch is checked anew."""
+    pools = [_stored(torch.randn(40, 16, 2, 32), storage, 2) for _ in range(2)]
+    step = PagedStep(torch.arange(8).view(2, 4).int(), torch.tensor([30, 20], dtype=torch.int32))
+    scattered = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    ranges = (torch.tensor([[3] * tokens] * 2), torch.tensor([[15] * tokens] * 2))
+    steps = [
+        (torch.arange(20, 28).view(2, 4), [31, 45], {}),  # adjacent blocks, at other places
+        (scattered[:8].view(2, 4), [32, 7], {}),  # gathered ones
+        (scattered[8:16].view(2, 4), [33, 50], {"window": 9}),
+        (torch.arange(4).view(1, 4), [12], {}),
+        (torch.arange(8).view(2, 4), [21, 30], {"key_range": ranges}),
+        (torch.arange(8).view(2, 4), [21, 30], {"key_range": tuple(x - 2 for x in ranges)}),
+    ]
+    for table, last, options in steps:
+        q, cur_pos = torch.randn(len(last), 4, tokens, 32), torch.tensor(last, dtype=torch.int32)
+        step.advance(table.int(), cur_pos)
+        for _ in range(2):  # layers
+            got = step(q, *pools, scale=None, **options).out
+            alone = PagedStep(table.int(), cur_pos)(q, *pools, scale=None, **options).out
+            assert torch.equal(got, alone)

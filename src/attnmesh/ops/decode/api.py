@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from attnmesh.ops.decode.cpu import Cpu
 from attnmesh.ops.decode.device_errors import check_positions
 from attnmesh.ops.decode.gluon import Gluon, GluonGQA
 from attnmesh.ops.decode.triton import Triton
-from attnmesh.ops.storage import Stored, values_of
+from attnmesh.ops.storage import Stored
 
 _LOG = logging.getLogger(__name__)
 
@@ -215,11 +215,17 @@ class PagedStep:
     """`paged_decode_attention` for the layers of one step: they share a block table and positions, checked once.
 
     Neither may change between the calls. A layer whose shapes or options differ from those before is checked again.
+    `advance` goes on to another step, whose layers are not checked again.
     """
 
     def __init__(self, block_table: Tensor, cur_pos: Tensor) -> None:
-        self.block_table, self.cur_pos = block_table, cur_pos
         self._checked: dict[object, tuple[DecodeCall, Backend]] = {}
+        self.advance(block_table, cur_pos)
+
+    def advance(self, block_table: Tensor, cur_pos: Tensor) -> None:
+        """Go on to a step with a valid table and valid positions, as a cache has them, of the same dtype and device."""
+        self.block_table, self.cur_pos = block_table, cur_pos
+        self._memos: dict[object, tuple[KeyRange | None, dict[Any, Any]]] = {}  # what backends derive from both
 
     def __call__(
         self, q: Tensor, k_pool: Stored, v_pool: Stored, *, scale: float | None, window: int | None = None,
@@ -231,11 +237,12 @@ class PagedStep:
         A `partial` state is one to be merged with others: out is not rounded. Otherwise only out is defined.
         """
         key = (
-            q.shape, q.dtype, values_of(k_pool).shape, values_of(v_pool).shape, type(k_pool), scale, window, softcap,
-            backend, sinks is None, id(mask), id(key_range), partial,
+            q.shape, q.dtype, k_pool.shape, v_pool.shape, type(k_pool), scale, window, softcap, backend, sinks is None,
+            id(mask), key_range is None, partial, self.block_table.shape[1],
             None if into is None else (into.out.dtype, into.out.shape),
         )  # fmt: skip
-        if key not in self._checked:
+        found = self._checked.get(key)
+        if found is None:
             call = build_call(
                 q, k_pool, v_pool, self.block_table, cur_pos=self.cur_pos, mask=mask, tree=None, scale=scale,
                 window=window, sinks=sinks, share_cache=False, max_splits=None, split_size=None, key_range=key_range,
@@ -245,9 +252,15 @@ class PagedStep:
             chosen = choose(call, backend)
             if q.device.type == "cpu":
                 check_positions(call)
-            self._checked[key] = replace(call, memo={}), chosen
-        call, chosen = self._checked[key]
-        return chosen.run(call.of_layer(q, k_pool, v_pool, sinks), into)
+            found = self._checked[key] = call, chosen
+        checked, chosen = found
+        _, memo = self._memos.setdefault((key, id(key_range)), (key_range, {}))
+        call = object.__new__(DecodeCall)  # as `dataclasses.replace` would return it, in a fifth of the time
+        vars(call).update(
+            vars(checked), q=q.to(checked.q.dtype), k=k_pool, v=v_pool, table=self.block_table, cur_pos=self.cur_pos,
+            key_range=key_range, sinks=sinks, memo=memo,
+        )  # fmt: skip
+        return chosen.run(call, into)
 
 
 def _run(call: DecodeCall, backend: str, return_lse: bool, into: State | None = None) -> Tensor | tuple[Tensor, Tensor]:

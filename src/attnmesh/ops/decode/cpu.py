@@ -3,26 +3,30 @@
 The query heads of one kv head and their T tokens are the rows of one product, so each key is read once for all of them.
 A float32 cache is read in place. Blocks of a pool and narrower dtypes are first gathered and widened, as many keys at a
 time as stay in the cores' caches. The cost of a sequence is proportional to its visible keys.
+
+One token over keys that are adjacent in a pool of blocks is a single call of the kernel, without a copy
+(`AdjacentKeys`): at the sizes of a decode step each torch call takes as long as reading a hundred keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
 from math import gcd
-from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.core.merge import add_sinks, merge_stacked
 from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.cpu_adjacent import MAX_SINGLE_ROWS, MIN_PART, AdjacentKeys, adjacent_keys
 from attnmesh.ops.decode.cpu_keys import CacheReader, KeyPart, VisibleKeys, split_keys
 
-T = TypeVar("T")
-
+_kernel = torch._scaled_dot_product_flash_attention_for_cpu
+_MIN_PART = 256  # keys that are worth a task of their own
+_MAX_SINGLE_ROWS = 3
 _MAX_PENDING = 64  # states waiting to be merged: memory stays small beside the cache however short the splits are
 _CACHED_PART = 512  # keys of a head that stay in a core's cache while its few rows are processed one by one
 _ROWS_PER_TASK = 32  # query rows that one task of the kernel takes; more rows read the keys again
@@ -43,14 +47,16 @@ class Cpu:
 
     def run(self, call: DecodeCall, into: State | None = None) -> State:
         """Out and lse. Skipped sequences cost nothing."""
-        adjacent = _memoized(call, "adjacent", lambda: adjacent_keys(call))
-        if adjacent is not None:
-            return _adjacent(call, adjacent, into)
+        memo = {} if call.memo is None else call.memo
+        if "adjacent" not in memo:
+            memo["adjacent"] = adjacent_keys(call)
+        if memo["adjacent"] is not None:
+            return _adjacent(call, memo["adjacent"], into)
         cache = CacheReader(call)
         q = cache.query(call.q, call.scale)
-        batches = _memoized(
-            call, "visible", lambda: [(some, VisibleKeys(call, some, last)) for some, last in _batches(call, cache)]
-        )
+        if "visible" not in memo:
+            memo["visible"] = [(some, VisibleKeys(call, some, last)) for some, last in _batches(call, cache)]
+        batches = memo["visible"]
         if into is None and len(batches) == 1 and len(batches[0][0]) == len(q):
             out, lse = _attention(call, cache, q, *batches[0])
             return State(out.to(call.out_dtype), lse)
@@ -65,14 +71,100 @@ class Cpu:
         return whole
 
 
-def _memoized(call: DecodeCall, name: str, compute: Callable[[], T]) -> T:
-    """What `compute` returns for the first layer of a step."""
-    if call.memo is None:
-        return compute()
-    if name not in call.memo:
-        call.memo[name] = compute()
-    found: T = call.memo[name]
-    return found
+@dataclass(frozen=True)
+class AdjacentKeys:
+    """The keys of one sequence: `parts` parts of `size` tokens each, which begin `step` tokens apart.
+
+    Parts let the threads share a kv head. All have one size, so they may overlap: `bias` hides from each part the keys
+    that the one before has.
+    """
+
+    begin: int  # the first token, counted in the pool
+    size: int
+    step: int
+    parts: int
+    together: bool  # the query heads of a kv head are the rows of one product
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, begin: int, count: int, parts: int, together: bool, dtype: torch.dtype) -> AdjacentKeys:
+        """`count` keys from token `begin` of the pool on."""
+        if parts == 1:
+            return cls(begin, count, 0, 1, together, None)
+        size = -(-count // parts)
+        while (count - size) % (parts - 1):
+            size += 1
+        step = (count - size) // (parts - 1)
+        bias = None
+        if step < size:
+            bias = torch.zeros(parts, 1, 1, size, dtype=dtype, device="cpu")
+            bias[1:, ..., : size - step] = -torch.inf
+        return cls(begin, size, step, parts, together, bias)
+
+    def state(self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, needs_lse: bool) -> State:
+        """Out [1, Hq, 1, D] and lse [1, Hq, 1] of q [1, Hq, 1, D] over pools k and v [blocks, block_size, Hkv, D].
+
+        Without `needs_lse` the lse is undefined.
+        """
+        shape = q.shape
+        rows = q.reshape(1, k.shape[2], -1, shape[3]) if self.together else q
+        keys, values = self._in_pool(k), self._in_pool(v)
+        if self.parts == 1 and not needs_lse:  # the same kernel, by a shorter way
+            out = F.scaled_dot_product_attention(rows, keys, values, scale=scale, enable_gqa=not self.together)
+            return State(out.view(shape) if self.together else out, out)
+        if self.parts > 1:
+            rows = rows.expand(self.parts, -1, -1, -1)
+        out, lse = _kernel(rows, keys, values, 0.0, False, attn_mask=self.bias, scale=scale)
+        if self.parts > 1:
+            out = (out * torch.softmax(lse, 0).unsqueeze(-1)).sum(0)
+            lse = lse.logsumexp(0) if needs_lse else lse[0]
+        return State(out.reshape(shape), lse.reshape(shape[:3]))
+
+    def _in_pool(self, pool: Tensor) -> Tensor:
+        """The keys or values of each part and head, [parts, Hkv, size, D], in place."""
+        _, token, head, _ = pool.stride()
+        return pool.as_strided(
+            (self.parts, pool.shape[2], self.size, pool.shape[3]), (self.step * token, head, token, 1),
+            pool.storage_offset() + self.begin * token,
+        )  # fmt: skip
+
+
+def adjacent_keys(call: DecodeCall) -> list[AdjacentKeys] | None:
+    """The keys of each sequence, if these states are all that a call needs; else None."""
+    q, k, v, table = call.q, call.k, call.v, call.table
+    if (
+        table is None or table.shape[0] < q.shape[0] or q.shape[2] > 1 or call.mask is not None or call.tree is not None
+        or call.splits.size is not None or not isinstance(k, Tensor) or not isinstance(v, Tensor)
+        or k.dtype != torch.promote_types(q.dtype, torch.float32) or k.shape != v.shape
+        or not (_has_even_strides(k) and _has_even_strides(v))
+    ):  # fmt: skip
+        return None
+    _, block_size, kv_heads, width = k.shape
+    threads = torch.get_num_threads()
+    # One by one, rows take the kernel's matrix-vector product, which is faster if the keys of a head are adjacent.
+    together = q.shape[1] // kv_heads > _MAX_SINGLE_ROWS or k.stride(1) > width
+    tasks = kv_heads if together else q.shape[1]
+    wanted = 1 if tasks >= 2 * threads else threads // gcd(tasks, threads)  # merging parts costs more than uneven tasks
+    found = []
+    for sequence, last in enumerate(call.cur_pos.tolist()):
+        first, end = 0 if call.window is None else max(0, last + 1 - call.window), last + 1
+        if call.key_range is not None:
+            first, end = max(0, int(call.key_range[0][sequence])), min(end, int(call.key_range[1][sequence]))
+        if end <= first:
+            return None
+        slot = first // block_size
+        blocks = table[sequence, slot : -(-end // block_size)].tolist()
+        if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
+            return None
+        parts = min(wanted, (end - first) // _MIN_PART, call.splits.max_count or wanted)
+        begin = first + (blocks[0] - slot) * block_size
+        found.append(AdjacentKeys.of(begin, end - first, max(1, parts), together, k.dtype))
+    return found or None  # a rank may have no sequence
+
+
+def _has_even_strides(pool: Tensor) -> bool:
+    """Whether the tokens of adjacent blocks are equally far apart, and the numbers of a token's head adjacent."""
+    return pool.stride(0) == pool.shape[1] * pool.stride(1) and (pool.stride(3) == 1 or pool.shape[3] == 1)
 
 
 def _adjacent(call: DecodeCall, keys: list[AdjacentKeys], into: State | None) -> State:
@@ -94,10 +186,8 @@ def _adjacent(call: DecodeCall, keys: list[AdjacentKeys], into: State | None) ->
             into.out[sequence] = state.out[0]
             into.lse[sequence] = state.lse[0]
         return into
-    if len(states) == 1:
-        out, lse = states[0]
-        return State(out if out.dtype == call.out_dtype else out.to(call.out_dtype), lse)
-    return State(torch.cat([out for out, _ in states]).to(call.out_dtype), torch.cat([lse for _, lse in states]))
+    out, lse = states[0] if len(states) == 1 else map(torch.cat, zip(*states, strict=True))
+    return State(out.to(call.dtype) if call.rounded else out, lse)  # computed in the accumulation dtype
 
 
 def _batches(call: DecodeCall, cache: CacheReader) -> Iterator[tuple[range, int]]:
@@ -178,7 +268,7 @@ def _split_sizes(call: DecodeCall, cache: CacheReader, visible: VisibleKeys, q: 
     parts = 1 if q.shape[0] > 1 else threads // gcd(tasks, threads)
     length = len(visible.unmasked) if visible.unmasked else cache.chunk
     length = length if cache.in_place else min(length, cache.chunk)
-    parts = max(1, min(parts, length // MIN_PART))
+    parts = max(1, min(parts, length // _MIN_PART))
     if _row_by_row(q.shape[2], call.paged):
         parts = max(parts, length // _CACHED_PART)
     parts = min(parts, call.splits.max_count or parts)
@@ -193,7 +283,7 @@ def _row_by_row(rows: int, paged: bool) -> bool:
     The kernel's matrix-vector product reads keys in place. Its matrix product first copies them into its own layout,
     which pays off from four rows on, and from two in a pool, where the keys of a head are not adjacent.
     """
-    return 1 < rows <= MAX_SINGLE_ROWS and not paged
+    return 1 < rows <= _MAX_SINGLE_ROWS and not paged
 
 
 def _flash(
@@ -210,9 +300,7 @@ def _flash(
         q = q.expand(parts, -1, -1, -1)
     if row_by_row:
         q = q.reshape(-1, heads * rows, 1, width)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, False, attn_mask=bias, scale=1.0
-    )
+    out, lse = _kernel(q, k, v, 0.0, False, attn_mask=bias, scale=1.0)
     if row_by_row:
         out, lse = out.reshape(-1, heads, rows, width), lse.reshape(-1, heads, rows)
     return State(out, lse)

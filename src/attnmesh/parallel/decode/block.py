@@ -39,7 +39,7 @@ from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.norm_rope import CosSin, rms_norm
 from attnmesh.ops.block.stages import ProjectedKV, keys_and_values
-from attnmesh.ops.decode.api import check_backend
+from attnmesh.ops.decode.api import PagedStep, check_backend
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.paged import PagedKV
 from attnmesh.ops.storage import PLAIN
@@ -201,7 +201,7 @@ class AttentionBlock:
         buffer, _ = self._project(tokens, cache, layer, heads_in.parts, self._settings.kv_rows)
         q = self._gather_heads(heads_in, buffer, step.tokens)
         kv = LocalKV(
-            cache.keys(layer), cache.values(layer), cache.block_table, step.cur_pos, step.key_range,
+            cache.keys(layer), cache.values(layer), PagedStep(cache.block_table, step.cur_pos), step.key_range,
             positions=None if self.weights.alibi_slopes is None else _positions(cache, step),
         )  # fmt: skip
         out = self._attention(q, kv, self._combine(x))

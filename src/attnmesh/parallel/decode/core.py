@@ -50,23 +50,17 @@ from attnmesh.plan.decode import Combine
 class LocalKV(NamedTuple):
     """The keys and values of one layer that this rank stores, for B sequences.
 
-    `block_table` is int32 [B, blocks], and `cur_pos` int32 [B] the index of the last key stored here. `key_range`
-    returns, for a window, the keys stored here that each new token attends to: `first` and `end`, int32 [B, T]. `step`
-    is what the layers of a step share on the CPU: they are checked once. `positions`, which ALiBi needs, are those of
-    the new tokens [B, T] and of all keys that a row of the block table can hold [n], in the whole sequence.
+    `step` has the block table, int32 [B, blocks], and `cur_pos`, int32 [B], the index of the last key stored here; the
+    layers of a step share it. `key_range` returns, for a window, the keys stored here that each new token attends to:
+    `first` and `end`, int32 [B, T]. `positions`, which ALiBi needs, are those of the new tokens [B, T] and of all keys
+    that a row of the block table can hold [n], in the whole sequence.
     """
 
     keys: Stored
     values: Stored
-    block_table: Tensor
-    cur_pos: Tensor
+    step: PagedStep
     key_range: Callable[[int | None], tuple[Tensor, Tensor]]
-    step: PagedStep | None = None
     positions: tuple[Tensor, Tensor] | None = None
-
-    def paged_step(self) -> PagedStep:
-        """The step that this layer belongs to, or one of its own."""
-        return PagedStep(self.block_table, self.cur_pos) if self.step is None else self.step
 
 
 @dataclass(frozen=True)
@@ -140,9 +134,9 @@ class DecodeAttention:
         """The output [B, h, T, D] of this rank's heads (of all heads with all_gather), from q [B, H, T, D]."""
         if self.split_size is not None:
             return self._with_fixed_splits(q, kv, self.split_size)
-        mask = self._alibi_mask(q, kv)
+        mask = None if self.alibi_slopes is None else self._alibi_mask(self.alibi_slopes, q, kv)
         if self.states.comm.world == 1:
-            return kv.paged_step()(
+            return kv.step(
                 q, kv.keys, kv.values, scale=self.scale, window=self.window, sinks=self.sinks, softcap=self.softcap,
                 mask=mask, backend=self.backend,
             ).out  # fmt: skip
@@ -150,7 +144,7 @@ class DecodeAttention:
         ranged = mask is None and (q.shape[2] > 1 or self.window is not None)
         key_range = kv.key_range(self.window) if ranged else None
         packed = _empty_packed(q, kv) if q.is_cuda else None  # on the CPU, packing a state costs less than views of it
-        state = kv.paged_step()(
+        state = kv.step(
             q, kv.keys, kv.values, scale=self.scale, softcap=self.softcap, mask=mask, key_range=key_range, partial=True,
             into=None if packed is None else unpack_state(packed), backend=self.backend,
         )  # fmt: skip
@@ -169,14 +163,12 @@ class DecodeAttention:
         )  # fmt: skip
         return self.states.combine(pack_state(state), self.sinks, q.dtype, combine) if sharded else state.out
 
-    def _alibi_mask(self, q: Tensor, kv: LocalKV) -> Tensor | None:
+    def _alibi_mask(self, slopes: Tensor, q: Tensor, kv: LocalKV) -> Tensor:
         """What ALiBi adds to the scores, [B, H, T, n]; -inf for keys that a token does not attend to."""
-        if self.alibi_slopes is None:
-            return None
         assert kv.positions is not None
         first, end = (x[:, None, :, None] for x in kv.key_range(self.window))
         index = torch.arange(len(kv.positions[1]), device=q.device)
-        bias = alibi_bias(self.alibi_slopes, *kv.positions, q.dtype)
+        bias = alibi_bias(slopes, *kv.positions, q.dtype)
         return bias.masked_fill_((index < first) | (index >= end), -torch.inf)
 
     def _with_fixed_splits(self, q: Tensor, kv: LocalKV, size: int) -> Tensor:
@@ -190,8 +182,9 @@ class DecodeAttention:
         start = torch.arange(0, splits * size, size, dtype=torch.int32, device=q.device)[:, None]
         first, end = ((x[:, None] - start).clamp(0, size).flatten(0, 1) for x in kv.key_range(self.window))
         queries = q.repeat_interleave(splits, 0)
-        mask = self._alibi_mask(q, kv)
-        if mask is not None:
+        mask = None
+        if self.alibi_slopes is not None:
+            mask = self._alibi_mask(self.alibi_slopes, q, kv)
             mask = F.pad(mask, (0, splits * size - mask.shape[3]), value=-torch.inf)
             mask = mask.unflatten(3, (splits, size)).movedim(3, 1).flatten(0, 1)
         packed = _empty_packed(queries, kv)
@@ -214,7 +207,7 @@ class DecodeAttention:
         """A block table [B * splits, blocks per split], the splits per sequence, and the splits per `interleave`."""
         per_run = self.interleave // size if self.states.comm.world > 1 else 1
         blocks = size // values_of(kv.keys).shape[1]
-        table = kv.block_table
+        table = kv.step.block_table
         width = -(-table.shape[1] // (blocks * per_run)) * blocks * per_run
         table = F.pad(table, (0, width - table.shape[1]), value=-1)
         return table.reshape(-1, blocks), width // blocks, per_run

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.call_log import alternatives, format_ranks, text_digest
-from attnmesh.core.validation import check_type
+from attnmesh.core.validation import check_index, check_list, check_type, shown
 from attnmesh.kv_cache.contents import check_movable
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
@@ -49,14 +49,15 @@ Group = Comm | ProcessGroup | DeviceMesh
 @overload
 def reshard(
     cache: ShardedCache | PrefillKV | None, to: DecodeSharding, comm: Group | None = ..., *,
-    ranks: Sequence[int] | None = ..., into: None = ..., num_blocks: int | None = ..., block_size: int | None = ...,
-    max_length: int | None = ..., device: torch.device | str | None = ..., message_bytes: int = ...,
+    ranks: Sequence[int] | None = ..., rows: Sequence[int] | None = ..., into: None = ...,
+    num_blocks: int | None = ..., block_size: int | None = ..., max_length: int | None = ...,
+    device: torch.device | str | None = ..., message_bytes: int = ...,
 ) -> ShardedCache | None: ...  # fmt: skip
 @overload
 def reshard(
     cache: ShardedCache | PrefillKV | None, to: DecodeSharding, comm: Group | None = ..., *,
-    ranks: Sequence[int] | None = ..., into: ShardedCache, num_blocks: None = ..., block_size: None = ...,
-    max_length: None = ..., device: torch.device | str | None = ..., message_bytes: int = ...,
+    ranks: Sequence[int] | None = ..., rows: Sequence[int] | None = ..., into: ShardedCache, num_blocks: None = ...,
+    block_size: None = ..., max_length: None = ..., device: torch.device | str | None = ..., message_bytes: int = ...,
 ) -> dict[int, CacheSequence]: ...  # fmt: skip
 def reshard(
     cache: ShardedCache | PrefillKV | None,
@@ -64,6 +65,7 @@ def reshard(
     comm: Group | None = None,
     *,
     ranks: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
     into: ShardedCache | None = None,
     num_blocks: int | None = None,
     block_size: int | None = None,
@@ -75,7 +77,8 @@ def reshard(
 
     All ranks of `comm` must call it, also those without a part of the cache, which pass None. Rank i of `to` is rank
     `ranks[i]` of `comm`, by default i. Prefixes and forks keep sharing blocks within a KVDP rank, and full blocks with
-    known token ids serve later prompts. Cached blocks that no sequence refers to are left behind.
+    known token ids serve later prompts. Cached blocks that no sequence refers to are left behind. Where the ranks of a
+    `ShardedCache` pass `rows`, only the sequences in these rows are moved.
 
     Keys and values keep their storage type and every bit. A rank receives only what it lacks. `cache` does not change,
     and both caches exist until the caller drops it. Besides them a rank needs `2 * message_bytes`, and indices.
@@ -103,7 +106,9 @@ def reshard(
         target = Target(to, target_ranks(ranks, to, comm.world), num_blocks, block_size, max_length, message_bytes)
         if into is not None:
             _check_into(into, cache, target, comm.rank)
-        source = None if cache is None else source_of(cache)
+        if rows is not None and not isinstance(cache, ShardedCache):
+            raise ValueError(f"rows must be None without a ShardedCache that they are of, got {shown(rows)}")
+        source = None if cache is None else source_of(cache, rows)
         devices = [source.tokens.device] if source is not None else []
         devices += [into.block_table.device] if into is not None else []
         if len(set(devices)) > 1:
@@ -162,22 +167,14 @@ def _check_into(into: object, cache: ShardedCache | PrefillKV | None, target: Ta
 def _share_room(comm: Comm, into: ShardedCache | None, ranks: tuple[int, ...], device: torch.device) -> Room | None:
     """What is free in the cache that sequences are moved into, on every rank; None if there is no such cache."""
     room = None if into is None else room_of(into)
-    digest = 0 if into is None else (text_digest(repr(room)) ^ into.log.digest) & _INT63
-    header = torch.tensor([into is not None, digest], dtype=torch.int64, device=device)
-    headers = [part.tolist() for part in comm.all_gather(header, [(2,)] * comm.world)]
-    having = [rank for rank in range(comm.world) if headers[rank][0]]
+    own = None if into is None else (0, (text_digest(repr(room)) ^ into.log.digest) & _INT63, 0)
+    having = list(_share_headers(comm, "into", "all its ranks", own, device))
     if not having:
         return None
     if having != sorted(ranks):
         raise ValueError(
             f"into must be given on all ranks of the sharding, {format_ranks(sorted(ranks))}, got it on "
             f"{format_ranks(having)}"
-        )
-    if len({headers[rank][1] for rank in having}) > 1:
-        texts = {rank: f"one of digest {headers[rank][1]:016x}" for rank in having}
-        raise ValueError(
-            "into must be the same, after the same operations, on all its ranks, got "
-            f"{alternatives(texts, comm.global_ranks)}"
         )
     text = broadcast_text(comm, None if room is None else room.to_text, having, device)
     return Room.from_text(text) if room is None else room
@@ -186,7 +183,7 @@ def _share_room(comm: Comm, into: ShardedCache | None, ranks: tuple[int, ...], d
 @contextmanager
 def _joining(into: ShardedCache, goal: Goal) -> Iterator[dict[int, CacheSequence]]:
     """New sequences, whose keys and values are written within it; without them after an error."""
-    joined = goal.contents.restore(into, goal.placed)
+    joined = goal.restore(into)
     try:
         yield joined
     except BaseException:
@@ -210,12 +207,17 @@ class Source:
     tokens: Reader
 
 
-def source_of(cache: ShardedCache | PrefillKV) -> Source:
-    """This rank's part; raises ValueError if a sequence has unwritten tokens."""
+def source_of(cache: ShardedCache | PrefillKV, rows: Sequence[int] | None = None) -> Source:
+    """This rank's part, or some rows of it; raises ValueError if a sequence has unwritten tokens."""
     if isinstance(cache, PrefillKV):
         holders, state = prefill_holders(cache), hash(tuple(one.ids for one in cache.contents().sequences))
     else:
-        holders, state = cache_holders(cache), cache.log.digest
+        chosen = None
+        if rows is not None:
+            chosen = sorted({check_index("rows", row, cache.batch) for row in check_list("rows", rows, "rows")})
+            if not set(chosen) <= set(cache.sequences):
+                raise ValueError(f"rows must be among those of sequences, {sorted(cache.sequences)}, got {shown(rows)}")
+        holders, state = cache_holders(cache, chosen), cache.log.digest ^ text_digest(f"rows {chosen}")
     sizes = replace(holders, contents=replace(holders.contents, sequences=()))
     digest = (text_digest(repr(sizes)) ^ state) & _INT63
     return Source(cache.rank, digest, holders, cache if isinstance(cache, PrefillKV) else CacheTokens(cache))
@@ -223,19 +225,11 @@ def source_of(cache: ShardedCache | PrefillKV) -> Source:
 
 def share_holders(comm: Comm, source: Source | None, device: torch.device) -> tuple[Holders, list[int]]:
     """What is moved, and the rank of `comm` that has each part, on every rank; all raise if parts do not fit."""
-    lacking = -1, 0, 0
-    own = lacking if source is None else (source.rank, source.digest, source.holders.ranks)
-    header = torch.tensor(own, dtype=torch.int64, device=device)
-    headers = [part.tolist() for part in comm.all_gather(header, [(3,)] * comm.world)]
-    having = [rank for rank in range(comm.world) if headers[rank][0] >= 0]
+    own = None if source is None else (source.rank, source.digest, source.holders.ranks)
+    headers = _share_headers(comm, "cache", "all ranks that hold it", own, device)
+    having = list(headers)
     if not having:
         raise ValueError(f"cache must be given on the ranks that hold it, got None on all {comm.world} ranks")
-    if len({tuple(headers[rank][1:]) for rank in having}) > 1:
-        texts = {rank: f"one of digest {headers[rank][1]:016x}" for rank in having}
-        raise ValueError(
-            "cache must be the same, after the same operations, on all ranks that hold it, got "
-            f"{alternatives(texts, comm.global_ranks)}"
-        )
     parts = {headers[rank][0]: rank for rank in having}
     expected = headers[having[0]][2]
     if len(parts) < len(having) or len(parts) < expected:
@@ -248,6 +242,22 @@ def share_holders(comm: Comm, source: Source | None, device: torch.device) -> tu
     text = broadcast_text(comm, None if source is None else source.holders.to_text, having, device)
     holders = Holders.from_text(text) if source is None else source.holders
     return holders, [parts[part] for part in range(expected)]
+
+
+def _share_headers(
+    comm: Comm, name: str, holders: str, own: tuple[int, int, int] | None, device: torch.device
+) -> dict[int, list[int]]:
+    """The part, digest and number of parts of what ranks hold, by rank; all raise if the last two differ."""
+    header = torch.tensor((-1, 0, 0) if own is None else own, dtype=torch.int64, device=device)
+    gathered = [part.tolist() for part in comm.all_gather(header, [(3,)] * comm.world)]
+    headers = {rank: numbers for rank, numbers in enumerate(gathered) if numbers[0] >= 0}
+    if len({tuple(numbers[1:]) for numbers in headers.values()}) > 1:
+        texts = {rank: f"one of digest {numbers[1]:016x}" for rank, numbers in headers.items()}
+        raise ValueError(
+            f"{name} must be the same, after the same operations, on {holders}, got "
+            f"{alternatives(texts, comm.global_ranks)}"
+        )
+    return headers
 
 
 def broadcast_text(comm: Comm, encode: Callable[[], bytes] | None, having: list[int], device: torch.device) -> bytes:

@@ -6,13 +6,16 @@ Pure functions of their arguments: all ranks compute the same, and raise the sam
 from __future__ import annotations
 
 import json
+from array import array
+from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass, replace
 
 import torch
 
 from attnmesh.comm import SharedValues
 from attnmesh.core.validation import check_count, check_device, check_list, check_type, shown
-from attnmesh.kv_cache.contents import CacheContents, Placement, contents_of
+from attnmesh.kv_cache.contents import SIZES, CacheContents, Placement, contents_of, layout_of, scale_of
+from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.ops.storage import bytes_per_token
 from attnmesh.parallel.reshard.prefill import PrefillKV
@@ -64,11 +67,11 @@ class Holders:
         return cls(contents, given["block_size"], given["capacity"], tuple(given["sharding"]), positions)
 
 
-def cache_holders(cache: ShardedCache) -> Holders:
-    """The contents of a cache and the ranks of its sharding."""
+def cache_holders(cache: ShardedCache, rows: Collection[int] | None = None) -> Holders:
+    """The contents of a cache, or of some of its rows, and the ranks of its sharding."""
     sharding = cache.sharding
     capacity = cache.num_blocks * cache.block_size * sharding.kvdp * sharding.cp
-    return Holders(contents_of(cache), cache.block_size, capacity, astuple(sharding))
+    return Holders(contents_of(cache, rows), cache.block_size, capacity, astuple(sharding))
 
 
 def prefill_holders(prefill: PrefillKV) -> Holders:
@@ -135,7 +138,9 @@ class Target:
             if self.max_length < longest:
                 raise ValueError(f"max_length must be at least {longest}, the longest sequence, got {self.max_length}")
             contents = replace(contents, max_length=self.max_length)
-        needed = contents.num_blocks(sharding, block_size)
+        placed = contents.placements(sharding, block_size)
+        used = [sum(each.new_blocks for each in placed if each.kvdp_rank == peer) for peer in range(sharding.kvdp)]
+        needed = max(layout_of(sharding, block_size).num_blocks(contents.max_length), *used)
         if self.num_blocks is not None and self.num_blocks < needed:
             raise ValueError(
                 f"num_blocks must be at least {needed}, what the sequences of the cache and one of max_length="
@@ -143,7 +148,6 @@ class Target:
                 f"{self.num_blocks}"
             )
         equal = -(-holders.capacity // (block_size * sharding.kvdp * sharding.cp))
-        placed = tuple(contents.placements(sharding, block_size))
         return Goal(contents, sharding, self.num_blocks or max(needed, equal), block_size, placed)
 
 
@@ -155,17 +159,43 @@ class Goal:
     sharding: DecodeSharding
     num_blocks: int
     block_size: int
-    placed: tuple[Placement, ...]
+    placed: Sequence[Placement]
 
     def needs(self) -> list[Part]:
-        """What each rank of the sharding is to hold."""
-        return self.contents.needs(self.sharding, self.block_size, self.placed)
+        """What each rank of the sharding is to hold in blocks of its own: all but the blocks that sequences share."""
+        sharding, contents, parts = self.sharding, self.contents, []
+        for rank in range(sharding.ranks):
+            shard, kvdp_rank = sharding.position_shard(rank), sharding.place(rank).kvdp
+            pieces = [
+                piece
+                for one in self.placed if one.kvdp_rank == kvdp_rank
+                for piece in contents.pieces(one, shard, shard.position(one.shared * self.block_size))
+            ]  # fmt: skip
+            parts.append(Part(sharding.kv_heads(rank, contents.kv_heads), tuple(pieces)))
+        return parts
 
     def make_cache(self, rank: int, device: torch.device) -> ShardedCache:
-        """A rank's cache, without keys and values."""
-        return self.contents.make_cache(
-            self.sharding, rank, num_blocks=self.num_blocks, block_size=self.block_size, device=device
-        )
+        """A rank's cache with all sequences. Their keys and values are still to be copied."""
+        contents = self.contents
+        cache = ShardedCache(
+            self.sharding, rank, **{name: getattr(contents, name) for name in SIZES}, storage=contents.storage,
+            num_blocks=self.num_blocks, block_size=self.block_size, device=device, latent=contents.latent,
+            k_scale=scale_of(contents.k_scale), v_scale=scale_of(contents.v_scale),
+        )  # fmt: skip
+        for made in self.restore(cache).values():
+            cache.mark_restored(made)
+        return cache
+
+    def restore(self, cache: ShardedCache) -> dict[int, CacheSequence]:
+        """New sequences of a cache, by the row of each before, without keys and values. The cache must have room."""
+        made: dict[int, CacheSequence] = {}
+        for placed in self.placed:
+            one = placed.sequence
+            shared = made[placed.base].blocks[: placed.shared] if placed.shared else []
+            ids, root = array("q", one.ids), bytes.fromhex(one.root)
+            made[one.row] = cache.restore(placed.row, one.length, one.reserved, ids, root, shared)
+            made[one.row].cached = one.cached
+        return made
 
     def token_bytes(self, heads: int) -> int:
         """The bytes of a token with so many heads in all layers."""

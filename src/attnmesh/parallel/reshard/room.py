@@ -6,12 +6,11 @@ Pure functions of their arguments: all ranks compute the same, and raise the sam
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from attnmesh.core.ranges import InterleavedShard
-from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.block_pool import CacheFull
-from attnmesh.kv_cache.contents import CacheContents, Placement, sizes_of
+from attnmesh.kv_cache.contents import CacheContents, Placement, layout_of, sizes_of
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.parallel.reshard.goal import Goal
 from attnmesh.plan.decode import DecodeSharding, Place
@@ -51,7 +50,7 @@ class Room:
         """
         self._check_sizes(contents)
         sharding = DecodeSharding(*self.sharding)
-        layout = BlockLayout(InterleavedShard(sharding.cp, 0, sharding.interleave), self.block_size)
+        layout = layout_of(sharding, self.block_size)
         rows = [list(free) for free in self.free_rows]
         blocks = [sum(both) for both in zip(self.free_blocks, self.cached_blocks, strict=True)]
         if len(contents.sequences) > sum(map(len, rows)):
@@ -77,7 +76,24 @@ class Room:
             rows[best.kvdp_rank].pop(0)
             blocks[best.kvdp_rank] -= best.new_blocks
             placed.append(best)
-        return Goal(contents, sharding, self.num_blocks, self.block_size, tuple(placed))
+        return Goal(contents, sharding, self.num_blocks, self.block_size, placed)
+
+    def num_fitting(self, lengths: Sequence[int]) -> int:
+        """How many sequences of these lengths, the first ones, there is room for, with a block more for each.
+
+        They are placed as `goal` places sequences that share nothing.
+        """
+        sharding = DecodeSharding(*self.sharding)
+        layout = layout_of(sharding, self.block_size)
+        rows = list(map(len, self.free_rows))
+        blocks = [sum(both) for both in zip(self.free_blocks, self.cached_blocks, strict=True)]
+        for fitting, length in enumerate(lengths):
+            needed = min(layout.num_blocks(length) + 1, self.num_blocks)  # an empty cache takes any
+            peer = max(range(sharding.kvdp), key=lambda each: (rows[each] > 0, blocks[each]))
+            if not rows[peer] or blocks[peer] < needed:
+                return fitting
+            rows[peer], blocks[peer] = rows[peer] - 1, blocks[peer] - needed
+        return len(lengths)
 
     def _check_sizes(self, contents: CacheContents) -> None:
         for name in _SAME:
