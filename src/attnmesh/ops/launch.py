@@ -47,9 +47,17 @@ class Recent(dict[Hashable, T], Generic[T]):
 
 
 def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What a launch depends on besides addresses: dtype, shape, strides, device, and alignment to 16 bytes."""
-    return tuple(
-        [None if x is None else (x.dtype, x.shape, x.stride(), x.get_device(), x.data_ptr() & 15 == 0) for x in tensors]
+    """What a launch depends on besides addresses: dtype, shape, strides, device, and alignment to 16 bytes.
+
+    Also which of the tensors begin at the same address: a launch takes the address of one of them for all.
+    """
+    addresses = [-1 if x is None else x.data_ptr() for x in tensors]
+    return (
+        *[
+            None if x is None else (x.dtype, x.shape, x.stride(), x.get_device(), at & 15 == 0)
+            for x, at in zip(tensors, addresses, strict=True)
+        ],
+        *map(addresses.index, addresses),
     )
 
 
@@ -237,6 +245,7 @@ def _places(args: Sequence[Any], tensors: Sequence[Tensor | None]) -> list[_Plac
 
 def _number_of(x: Tensor, tensors: Sequence[Tensor | None]) -> int | None:
     """The number of the tensor that is x, that begins where x begins, or the only one with the memory of x."""
+    x = getattr(x, "columns_of", x)
     given = [(number, each) for number, each in enumerate(tensors) if each is not None]
     storage = x.untyped_storage().data_ptr()
     same = [number for number, each in given if each.untyped_storage().data_ptr() == storage]

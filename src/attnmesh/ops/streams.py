@@ -18,8 +18,19 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from attnmesh.plan.workload import STREAMS
+
+
+def stream_of(x: Tensor) -> int:
+    """The number of the current stream of the device of x; 0 on the CPU."""
+    return int(torch._C._cuda_getCurrentRawStream(x.get_device())) if x.is_cuda else 0  # type: ignore[attr-defined]
+
+
+def is_capturing(x: Tensor) -> bool:
+    """Whether the current stream of the device of x is being captured: what it computes is there after a replay."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class StreamPair:
