@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from attnmesh.comm import Comm, RankGroups, propagate_failure
+from attnmesh.comm import Comm, RankGroups, report_failure
 from attnmesh.core.checksums import ValueChecks
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Mask
-from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import Call, Grads, Result, Scores, resolve_scores
 from attnmesh.parallel.node_groups import NodeGroups
@@ -114,13 +114,41 @@ class ExecutorFactory(ABC):
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, executor: Executor, scores: Scores, sinks: Tensor | None = None
-) -> State:  # fmt: skip
-    """The state of this rank's queries over the keys of all ranks. Differentiable.
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and lse of this rank's queries over the keys of all ranks. Differentiable.
 
     The gradient of the sinks is what this rank's queries contribute to it.
     """
-    out, lse = _Attention.apply(q, k, v, sinks, executor, scores)  # type: ignore[no-untyped-call]
-    return State(out, lse)
+    if _is_differentiated(q, k, v, sinks):
+        return _Attention.apply(q, k, v, sinks, executor, scores)  # type: ignore[no-any-return, no-untyped-call]
+    return forward(executor, q, k, v, scores, sinks)[0]
+
+
+def _is_differentiated(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
+    """Whether a call needs an autograd function: for a backward, or to refuse other transforms than that."""
+    return (
+        torch.is_grad_enabled()
+        and (q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad))
+    ) or _is_transformed()
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of torch.func, or forward-mode differentiation, is active."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def forward(
+    executor: Executor, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
+) -> tuple[State, tuple[Tensor, ...]]:  # fmt: skip
+    """`Executor.forward` in the dtype of its inputs; a failure is reported to the other ranks."""
+    try:
+        if torch.is_autocast_enabled(q.device.type):
+            with torch.autocast(q.device.type, enabled=False):
+                return executor.forward(q, k, v, scores, sinks)
+        return executor.forward(q, k, v, scores, sinks)
+    except Exception as error:
+        report_failure(executor.comm, error)
+        raise
 
 
 class _Attention(torch.autograd.Function):
@@ -128,8 +156,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, executor: Executor, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        with propagate_failure(executor.comm), torch.autocast(q.device.type, enabled=False):
-            state, saved = executor.forward(q, k, v, scores, sinks)
+        state, saved = forward(executor, q, k, v, scores, sinks)
         ctx.save_for_backward(*state, sinks, *saved)
         ctx.executor, ctx.scores = executor, scores
         ctx.call = executor.comm.calls
@@ -141,7 +168,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         out, lse, sinks, *saved = ctx.saved_tensors
         needs_grad = ctx.needs_input_grad[:4]
-        ctx.executor.comm.note("backward of attention", f"call {ctx.call}")
+        ctx.executor.comm.note("backward of attention", ctx.call)
         grads = backward(ctx.executor, saved, Result.of(out, lse, grad_out, grad_lse), ctx.scores, sinks, needs_grad)
         return *grads, None, None
 
@@ -151,13 +178,27 @@ def backward(
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients of q, k, v and sinks; None for those that are not needed."""
+    kind = result.out.device.type
+    try:
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return _gradients(executor, saved, result, scores, sinks, needs_grad)
+        return _gradients(executor, saved, result, scores, sinks, needs_grad)
+    except Exception as error:
+        report_failure(executor.comm, error)
+        raise
+
+
+def _gradients(
+    executor: Executor, saved: Sequence[Tensor], result: Result, scores: Scores, sinks: Tensor | None,
+    needs_grad: Sequence[bool],
+) -> list[Tensor | None]:  # fmt: skip
     grads: list[Tensor | None] = [None] * 4
-    with propagate_failure(executor.comm), torch.autocast(result.out.device.type, enabled=False):
-        if any(needs_grad[:3]):
-            sums = executor.backward(tuple(saved), result, scores, needs_grad[:3])
-            grads[:3] = [None if grad is None else grad.finish() for grad in (sums.q, sums.k, sums.v)]
-        if needs_grad[3] and sinks is not None:
-            grads[3] = result.sink_gradient(sinks).to(sinks.dtype)
+    if needs_grad[0] or needs_grad[1] or needs_grad[2]:
+        sums = executor.backward(tuple(saved), result, scores, needs_grad[:3])
+        grads[:3] = [None if grad is None else grad.finish() for grad in (sums.q, sums.k, sums.v)]
+    if needs_grad[3] and sinks is not None:
+        grads[3] = result.sink_gradient(sinks).to(sinks.dtype)
     return grads
 
 
@@ -181,12 +222,51 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.comm.note("backward of unshard", f"call {ctx.call}")
+        ctx.comm.note("backward of unshard", ctx.call)
         total = ctx.comm.all_reduce(grad.contiguous())
         return ctx.layout.shard(total, ctx.dim, ctx.comm.world, ctx.comm.rank), None, None, None, None
 
 
 # Messages.
+
+View = tuple[tuple[int, ...], tuple[int, ...], int]
+"""A part of a buffer as the arguments of `torch.as_strided`: size, strides and offset."""
+
+
+class RowLayout(NamedTuple):
+    """Rows of tensors [B, H, rows, width] in a message [rows, B, H, sum of widths]."""
+
+    batch: int
+    heads: int
+    widths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, *tensors: Tensor) -> RowLayout:
+        """The layout of messages of these tensors."""
+        return cls(*tensors[0].shape[:2], tuple(x.shape[3] for x in tensors))
+
+    @property
+    def elements(self) -> int:
+        """The elements of a row."""
+        return self.batch * self.heads * sum(self.widths)
+
+    def shape(self, rows: int) -> tuple[int, int, int, int]:
+        """The shape of a message."""
+        return rows, self.batch, self.heads, sum(self.widths)
+
+    def rows(self, start: int, stop: int) -> View:
+        """Some rows of a message, which are contiguous."""
+        width = sum(self.widths)
+        return self.shape(stop - start), (self.elements, self.heads * width, width, 1), start * self.elements
+
+    def parts(self, start: int, stop: int) -> tuple[View, ...]:
+        """The tensors [B, H, rows, width] of some rows of a message."""
+        width, at, views = sum(self.widths), start * self.elements, []
+        for part in self.widths:
+            shape = self.batch, self.heads, stop - start, part
+            views.append((shape, (self.heads * width, width, self.elements, 1), at))
+            at += part
+        return tuple(views)
 
 
 def row_shape(tensors: Sequence[Tensor]) -> tuple[int, int, int]:
@@ -226,9 +306,3 @@ def copy_rows(target: Tensor, source: Tensor) -> None:
     ):
         target, source = target.view(torch.complex128), source.view(torch.complex128)
     target.copy_(source)
-
-
-def message_rows(message: Tensor, rows: Ranges) -> Tensor:
-    """One range of rows of a message."""
-    (run,) = rows
-    return message[run.start : run.stop]
