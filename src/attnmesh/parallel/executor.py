@@ -104,7 +104,7 @@ class ExecutorFactory(ABC):
     """Builds the executor of a call: a `ContextParallel`, as a compiled operator knows it."""
 
     @abstractmethod
-    def agreed_executor(self, inputs: Inputs, options: AttentionOptions, *, compiled: bool = False) -> Executor:
+    def agreed_executor(self, inputs: Inputs, options: AttentionOptions) -> Executor:
         """The executor of a call, after all ranks agreed on its arguments; ValueError on every rank otherwise."""
 
     @abstractmethod
@@ -243,66 +243,53 @@ class RowLayout(NamedTuple):
     @classmethod
     def of(cls, *tensors: Tensor) -> RowLayout:
         """The layout of messages of these tensors."""
-        return cls(*tensors[0].shape[:2], tuple(x.shape[3] for x in tensors))
+        batch, heads, _, _ = tensors[0].shape
+        return cls(batch, heads, tuple(x.shape[3] for x in tensors))
 
     @property
     def elements(self) -> int:
         """The elements of a row."""
         return self.batch * self.heads * sum(self.widths)
 
+    def with_heads(self, heads: int) -> RowLayout:
+        """The layout of messages of some heads."""
+        return RowLayout(self.batch, heads, self.widths)
+
     def shape(self, rows: int) -> tuple[int, int, int, int]:
         """The shape of a message."""
         return rows, self.batch, self.heads, sum(self.widths)
 
-    def rows(self, start: int, stop: int) -> View:
-        """Some rows of a message, which are contiguous."""
+    def rows(self, rows: range, heads: range | None = None) -> View:
+        """Some rows of a message, which are contiguous if they are consecutive; or some heads of them."""
         width = sum(self.widths)
-        return self.shape(stop - start), (self.elements, self.heads * width, width, 1), start * self.elements
+        shape = len(rows), self.batch, self.heads if heads is None else len(heads), width
+        strides = self.elements * rows.step, self.heads * width, width, 1
+        return shape, strides, rows.start * self.elements + (0 if heads is None else heads.start * width)
 
-    def parts(self, start: int, stop: int) -> tuple[View, ...]:
+    def parts(self, rows: range) -> tuple[View, ...]:
         """The tensors [B, H, rows, width] of some rows of a message."""
-        width, at, views = sum(self.widths), start * self.elements, []
+        width, at, views = sum(self.widths), rows.start * self.elements, []
         for part in self.widths:
-            shape = self.batch, self.heads, stop - start, part
-            views.append((shape, (self.heads * width, width, self.elements, 1), at))
+            shape = self.batch, self.heads, len(rows), part
+            views.append((shape, (self.heads * width, width, self.elements * rows.step, 1), at))
             at += part
         return tuple(views)
 
 
-def row_shape(tensors: Sequence[Tensor]) -> tuple[int, int, int]:
-    """The shape of one row of a message of these tensors."""
-    batch, heads, _, _ = tensors[0].shape
-    return batch, heads, sum(x.shape[3] for x in tensors)
-
-
-def two_buffers(comm: Comm, rows: int, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Two messages, one to compute on and send from while the other is received into."""
-    shape, device = (rows, *row_shape(tensors)), tensors[0].device
-    return [comm.buffer(shape, dtype=dtype, device=device) for _ in range(2)]
-
-
-def unpack(message: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of a message of these tensors (or of their gradients), as views [B, H, rows, width]."""
-    parts = message.split([x.shape[3] for x in tensors], -1)
-    return [part.permute(1, 2, 0, 3) for part in parts]
-
-
-def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """A message of tensors [B, H, rows, width], which may differ in width."""
-    message = torch.empty(tensors[0].shape[2], *row_shape(tensors), dtype=tensors[0].dtype, device=tensors[0].device)
-    for part, x in zip(unpack(message, tensors), tensors, strict=True):
-        copy_rows(part, x)
-    return message
-
-
 def copy_rows(target: Tensor, source: Tensor) -> None:
     """Copies rows [..., width], 16 bytes at a time where both are aligned: torch copies strided rows by elements."""
-    step = 16 // source.element_size()
-    if all(
-        x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and not any(n % step for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
-        for x in (target, source)
-    ):
+    if _is_in_words(target) and _is_in_words(source):
         target, source = target.view(torch.complex128), source.view(torch.complex128)
     target.copy_(source)
+
+
+def _is_in_words(x: Tensor) -> bool:
+    """Whether rows [..., width] consist of whole words of 16 bytes, at multiples of 16 bytes."""
+    *outer, last = x.stride()
+    step = 16 // x.element_size()
+    if last != 1 or x.data_ptr() % 16 or x.shape[-1] % step or x.storage_offset() % step:
+        return False
+    for stride in outer:  # noqa: SIM110  (any() and a generator would take twice as long)
+        if stride % step:
+            return False
+    return True

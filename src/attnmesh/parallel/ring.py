@@ -7,7 +7,7 @@ depends on the plan and on shapes is computed once: `_Program`, `KVRoute` and `G
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -74,10 +74,11 @@ class Ring(Executor):
         program = self._program(q, k, v, scores)
         work = program.backward(q, k, v, scores, result)
         streams = SINGLE_STREAM if work.parts is None else StreamPair(enabled=True)
+        one_call = len(work.stages) == 1
         grads = Grads(
-            GradAccumulator(q, streams, work.parts) if needs_grad[0] else None,
-            GradAccumulator(k, streams) if needs_grad[1] else None,
-            GradAccumulator(v, streams) if needs_grad[2] else None,
+            GradAccumulator(q, streams, work.parts, one_call=one_call) if needs_grad[0] else None,
+            GradAccumulator(k, streams, one_call=one_call) if needs_grad[1] else None,
+            GradAccumulator(v, streams, one_call=one_call) if needs_grad[2] else None,
         )
         self._backward(program, work, saved, scores, result, grads, streams)
         return grads
@@ -236,7 +237,7 @@ class _KVStage(NamedTuple):
     k: View
     v: View
     sends: tuple[tuple[View, int], ...]  # of the K and V that are here
-    packed: tuple[tuple[Ranges, tuple[View, View], View, int], ...]  # own rows, where they are copied to, and the peer
+    packed: tuple[tuple[Ranges, tuple[View, ...], View, int], ...]  # own rows, where they are copied to, and the peer
     recvs: tuple[tuple[View, int], ...]  # of the next ones
     nbytes: int  # sent
 
@@ -252,6 +253,7 @@ class KVRoute:
         self, stages: tuple[Stage, ...], layout: RowLayout, dtype: torch.dtype, device: torch.device
     ) -> None:  # fmt: skip
         self.dtype, self.device = dtype, device
+        stages = stages if layout.elements else tuple(map(_without_messages, stages))
         own = [sum(transfer.size for transfer in stage.own_sent) for stage in stages]
         self.shape = layout.shape(max([own[0], *(size(stage.keys) for stage in stages[1:])]))
         self.packed_shape = layout.shape(max(own[1:])) if any(own[1:]) else None
@@ -259,17 +261,13 @@ class KVRoute:
 
     def _stage(self, stages: tuple[Stage, ...], at: int, layout: RowLayout) -> _KVStage:
         stage, following = stages[at], stages[at + 1 : at + 2]
-        sends = tuple((layout.rows(*_run(t.rows)), t.target) for t in stage.sent if t.size)
+        sends = tuple((layout.rows(*t.rows), t.target) for t in stage.sent)
         packed = tuple(
-            (t.rows, layout.parts(rows.start, rows.stop), layout.rows(rows.start, rows.stop), t.target)
-            for t, rows in packed_rows(stage.own_sent)
-            if t.size
+            (t.rows, layout.parts(rows), layout.rows(rows), t.target) for t, rows in packed_rows(stage.own_sent)
         )
-        recvs = tuple(
-            (layout.rows(*_run(t.to)), t.source) for s in following for t in (*s.received, *s.from_owner) if t.size
-        )
+        recvs = tuple((layout.rows(*t.to), t.source) for s in following for t in (*s.received, *s.from_owner))
         sent = sum(transfer.size for transfer in (*stage.sent, *stage.own_sent))
-        k, v = layout.parts(0, size(stage.keys))
+        k, v = layout.parts(range(size(stage.keys)))
         return _KVStage(k, v, sends, packed, recvs, sent * layout.elements * self.dtype.itemsize)
 
 
@@ -308,7 +306,7 @@ class KVExchange:
         stage, buffer = self._stages[at], self._buffers[at % 2]
         return torch.as_strided(buffer, *stage.k), torch.as_strided(buffer, *stage.v)
 
-    def _pack(self, buffer: Tensor, targets: tuple[View, View], rows: Ranges) -> None:
+    def _pack(self, buffer: Tensor, targets: tuple[View, ...], rows: Ranges) -> None:
         """Copies rows of this rank's own K and V: the only copy that a ring makes."""
         for view, x in zip(targets, (self._k, self._v), strict=True):
             target = torch.as_strided(buffer, *view)
@@ -327,15 +325,14 @@ class KVExchange:
 class _GradStage(NamedTuple):
     """The gradients of the K and V that are here at a stage, and the messages that are posted after it."""
 
-    k: View
-    v: View
+    kv: tuple[View, ...]
     whole: View
     is_first: bool  # the buffer was never used before, and this rank is the first to add to these gradients
     unreceived: tuple[View, ...]  # rows of which no gradients arrive
     sends: tuple[tuple[View, int], ...]
     recvs: tuple[tuple[View, int], ...]  # of the next stage
     own_recvs: tuple[tuple[View, int], ...]  # of this rank's own K and V
-    returned: tuple[tuple[View, View, int], ...]  # where they are received, and the first of the own rows
+    returned: tuple[tuple[tuple[View, ...], int], ...]  # where they are received, and the first of the own rows
     nbytes: int  # sent
 
 
@@ -350,6 +347,7 @@ class GradRoute:
         self, stages: tuple[Stage, ...], layout: RowLayout, dtype: torch.dtype, device: torch.device
     ) -> None:  # fmt: skip
         self.dtype, self.device = dtype, device
+        stages = stages if layout.elements else tuple(map(_without_messages, stages))
         self.shape = layout.shape(max([0, *(size(stage.keys) for stage in stages[1:])]))
         self.returned_shape = layout.shape(max(sum(t.size for t in stage.own_returned) for stage in stages))
         self.stages = [self._stage(stages, at, layout) for at in range(len(stages))]
@@ -359,19 +357,18 @@ class GradRoute:
         received = tuple(run for transfer in stage.received for run in transfer.to)
         own_recvs, returned = [], []
         for transfer, rows in packed_rows(stage.own_returned):
-            own_recvs.append((layout.rows(rows.start, rows.stop), transfer.source))
+            own_recvs.append((layout.rows(rows), transfer.source))
             begin = rows.start
             for run in transfer.to:
-                returned.append((*layout.parts(begin, begin + len(run)), run.start))
+                returned.append((layout.parts(range(begin, begin + len(run))), run.start))
                 begin += len(run)
         sent = sum(transfer.size for transfer in (*stage.sent, *stage.returned))
-        k, v = layout.parts(0, size(stage.keys))
         return _GradStage(
-            k, v, layout.rows(0, size(stage.keys)),
+            layout.parts(range(size(stage.keys))), layout.rows(range(size(stage.keys))),
             is_first=at <= 2 and not stage.received,
-            unreceived=tuple(layout.rows(run.start, run.stop) for run in difference(rows_of(stage.keys), received)),
-            sends=tuple((layout.rows(*_run(t.rows)), t.target) for t in (*stage.sent, *stage.returned)),
-            recvs=tuple((layout.rows(*_run(t.to)), t.source) for s in following for t in s.received),
+            unreceived=tuple(layout.rows(run) for run in difference(rows_of(stage.keys), received)),
+            sends=tuple((layout.rows(*t.rows), t.target) for t in (*stage.sent, *stage.returned)),
+            recvs=tuple((layout.rows(*t.to), t.source) for s in following for t in s.received),
             own_recvs=tuple(own_recvs), returned=tuple(returned),
             nbytes=sent * layout.elements * self.dtype.itemsize,
         )  # fmt: skip
@@ -402,10 +399,10 @@ class GradReturn:
         """Where kernels compute the gradient of K (0) or V (1) of stage `at`: where it is sent from, if possible."""
         stage = self._stages[at]
         if stage.is_first:
-            return torch.as_strided(self._buffers[at % 2], *stage[i])
+            return torch.as_strided(self._buffers[at % 2], *stage.kv[i])
         if self._computed is None:
             self._computed = torch.empty_like(self._buffers[0])
-        return torch.as_strided(self._computed, *stage[i])
+        return torch.as_strided(self._computed, *stage.kv[i])
 
     def add(self, at: int, k: GradAccumulator | None, v: GradAccumulator | None) -> None:
         """Add this rank's gradients of stage `at` to those that arrived from earlier ranks."""
@@ -420,9 +417,9 @@ class GradReturn:
             torch.as_strided(buffer, *stage.whole).add_(torch.as_strided(self._computed, *stage.whole))
             return
         if k is not None:
-            k.add_to(torch.as_strided(buffer, *stage.k))
+            k.add_to(torch.as_strided(buffer, *stage.kv[0]))
         if v is not None:
-            v.add_to(torch.as_strided(buffer, *stage.v))
+            v.add_to(torch.as_strided(buffer, *stage.kv[1]))
 
     def send(self, at: int) -> None:
         """Start to send the gradients of stage `at` to the next rank or the owner, and to receive those of the next."""
@@ -446,21 +443,20 @@ class GradReturn:
         for i, grad in enumerate(self._own):
             if grad is None:
                 continue
-            for returned in stage.returned:
-                grad.add(torch.as_strided(self._returned, *returned[i]), returned[2])  # type: ignore[misc]
+            for views, row in stage.returned:
+                grad.add(torch.as_strided(self._returned, *views[i]), row)
             if stage.returned and not last:  # the buffer is reused
                 grad.total()
 
 
-def packed_rows(transfers: Transfers) -> Iterator[tuple[Transfer, slice]]:
+def packed_rows(transfers: Transfers) -> Iterator[tuple[Transfer, range]]:
     """Transfers and the rows of a buffer in which they lie one after another."""
     begin = 0
     for transfer in transfers:
-        yield transfer, slice(begin, begin + transfer.size)
+        yield transfer, range(begin, begin + transfer.size)
         begin += transfer.size
 
 
-def _run(rows: Ranges) -> tuple[int, int]:
-    """The only range of rows of a message."""
-    (run,) = rows
-    return run.start, run.stop
+def _without_messages(stage: Stage) -> Stage:
+    """The stage of a batch without sequences: messages without elements are not sent."""
+    return replace(stage, received=(), from_owner=(), sent=(), own_sent=(), returned=(), own_returned=())
