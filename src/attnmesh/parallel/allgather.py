@@ -266,11 +266,16 @@ class _GradReturn:
         self, group: _HeadGroup, k: Tensor, v: Tensor, needs_grad: Sequence[bool]
     ) -> list[GradAccumulator | None]:  # fmt: skip
         """Accumulators for the gradients of a group, for those that are needed: kernels compute what is sent."""
-        self._gathered = self._buffer(group.shape)
         return [
-            GradAccumulator(x, memory=partial(torch.as_strided, self._gathered, *view)) if need else None
+            GradAccumulator(x, memory=partial(self._memory, group.shape, view)) if need else None
             for x, view, need in zip((k, v), group.gathered, needs_grad[1:], strict=True)
         ]
+
+    def _memory(self, shape: Sequence[int], view: View) -> Tensor:
+        """Where kernels compute the gradient of K or V of a group."""
+        if self._gathered is None:
+            self._gathered = self._buffer(shape)
+        return torch.as_strided(self._gathered, *view)
 
     def send(self, group: _HeadGroup, grads: Grads) -> None:
         """Start to send the gradients of some heads to the owners, after those sent before have arrived."""

@@ -258,7 +258,11 @@ class ContextParallel(ExecutorFactory):
             key = repeated = None
         if repeated is not None:
             call = repeated[0]
-            self._begin_again(call, sinks, alibi_slopes)
+            if sinks is None and alibi_slopes is None:
+                for agreement in call.agreements:
+                    agreement.begin()
+            else:
+                self._begin_with_terms(call, sinks, alibi_slopes)
         else:
             tensors = Inputs(q, k, v, sinks, alibi_slopes)
             needs_grad = tuple(grad and isinstance(x, Tensor) and x.requires_grad for x in tensors[:4])
@@ -283,13 +287,14 @@ class ContextParallel(ExecutorFactory):
         def check_arguments() -> tuple[_PreparedCall, SharedValues]:
             call = self._checked_call(inputs, options)
             terms = self._compared_terms(inputs.sinks, inputs.alibi_slopes)
-            return call, call.values | terms if terms else call.values
+            return call, call.values | terms
 
         call = check_on_all_ranks(self._groups, operation, check_arguments)
-        self._count_terms(inputs.sinks, inputs.alibi_slopes)
+        if inputs.sinks is not None or inputs.alibi_slopes is not None:
+            self._score_checks.count()
         return call
 
-    def _begin_again(self, call: _PreparedCall, sinks: Tensor | None, alibi_slopes: Tensor | None) -> None:
+    def _begin_with_terms(self, call: _PreparedCall, sinks: Tensor | None, alibi_slopes: Tensor | None) -> None:
         """Begin a call that all ranks have agreed on before: values of sinks and slopes are compared again."""
         terms = self._compared_terms(sinks, alibi_slopes)
         if terms:
@@ -297,17 +302,11 @@ class ContextParallel(ExecutorFactory):
         else:
             for agreement in call.agreements:
                 agreement.begin()
-        self._count_terms(sinks, alibi_slopes)
+        self._score_checks.count()
 
     def _compared_terms(self, sinks: Tensor | None, alibi_slopes: Tensor | None) -> dict[str, object]:
         """The checksums of sinks and slopes that ranks compare in this call."""
-        if (sinks is None and alibi_slopes is None) or self.world == 1:
-            return {}
-        return self._score_checks.compared(sinks=sinks, alibi_slopes=alibi_slopes)
-
-    def _count_terms(self, sinks: Tensor | None, alibi_slopes: Tensor | None) -> None:
-        if (sinks is not None or alibi_slopes is not None) and self.world > 1:
-            self._score_checks.count()
+        return {} if self.world == 1 else self._score_checks.compared(sinks=sinks, alibi_slopes=alibi_slopes)
 
     def executor(self, inputs: Inputs, options: AttentionOptions) -> Executor:
         """The executor of a call whose arguments the ranks have agreed on before."""
@@ -411,7 +410,7 @@ class ContextParallel(ExecutorFactory):
             "gradient of q": needs_grad[0], "gradient of k": needs_grad[1], "gradient of v": needs_grad[2],
             "gradient of sinks": needs_grad[3],
         }  # fmt: skip
-        agreements = self._groups.agreement("ContextParallel.attention", values)
+        agreements = self._groups.agreement("ContextParallel.attention", values) if self.world > 1 else []
         return _PreparedCall(executor, values, replace(scores, alibi_slopes=None), agreements)
 
     def _schedule_for(self, workload: Workload, mask: Mask, length: int) -> str:

@@ -119,22 +119,13 @@ def attend(
 
     The gradient of the sinks is what this rank's queries contribute to it.
     """
-    if _is_differentiated(q, k, v, sinks):
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return _Attention.apply(q, k, v, sinks, executor, scores)  # type: ignore[no-any-return, no-untyped-call]
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    ):
+        return _apply(q, k, v, sinks, executor, scores)  # type: ignore[no-any-return]
     return forward(executor, q, k, v, scores, sinks)[0]
-
-
-def _is_differentiated(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
-    """Whether a call needs an autograd function: for a backward, or to refuse other transforms than that."""
-    return (
-        torch.is_grad_enabled()
-        and (q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad))
-    ) or _is_transformed()
-
-
-def _is_transformed() -> bool:
-    """Whether a transform of torch.func, or forward-mode differentiation, is active."""
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def forward(
@@ -164,13 +155,20 @@ class _Attention(torch.autograd.Function):
         return state.out, state.lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        out, lse, sinks, *saved = ctx.saved_tensors
-        needs_grad = ctx.needs_input_grad[:4]
-        ctx.executor.comm.note("backward of attention", ctx.call)
-        grads = backward(ctx.executor, saved, Result.of(out, lse, grad_out, grad_lse), ctx.scores, sinks, needs_grad)
-        return *grads, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (_refused_twice if torch.is_grad_enabled() else _backward)(ctx, *grads)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    out, lse, sinks, *saved = ctx.saved_tensors
+    ctx.executor.comm.note("backward of attention", ctx.call)
+    result = Result.of(out, lse, grad_out, grad_lse)
+    return *backward(ctx.executor, saved, result, ctx.scores, sinks, ctx.needs_input_grad), None, None
+
+
+_refused_twice = once_differentiable(_backward)  # what it returns has no gradient of its own
+_apply = super(torch.autograd.Function, _Attention).apply
+"""`_Attention.apply` without what it does for transforms of torch.func, which takes longer than the function itself."""
 
 
 def backward(
