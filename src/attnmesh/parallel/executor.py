@@ -124,7 +124,7 @@ def attend(
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     ):
-        return _apply(q, k, v, sinks, executor, scores)  # type: ignore[no-any-return]
+        return _apply(q, k, v, sinks, executor, scores)  # type: ignore[no-any-return, no-untyped-call]
     return forward(executor, q, k, v, scores, sinks)[0]
 
 
