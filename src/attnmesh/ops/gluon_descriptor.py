@@ -24,8 +24,14 @@ class _Contexts(threading.local):
 _contexts = _Contexts()
 
 
-def descriptor(x: Tensor, block: list[int]) -> Any:
-    """The copy engine's view of `x`, in blocks of this shape. To be passed to a kernel by the same thread."""
+def descriptor(x: Tensor, block: list[int], begin: int = 0) -> Any:
+    """The copy engine's view of the columns of `x` from one on, in blocks of this shape.
+
+    To be passed to a kernel by the same thread.
+    """
+    if begin:
+        whole, x = x, x[..., begin:]
+        x.columns_of = whole  # type: ignore[attr-defined]  # for `launch.prepare`: others may share the memory
     ensure_context(x.get_device())
     # A dimension of size 1 is never stepped along, but its stride would have to be aligned.
     strides = [64 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]

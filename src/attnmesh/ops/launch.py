@@ -276,6 +276,7 @@ def _places(args: Sequence[Any], tensors: Sequence[Tensor | None]) -> list[_Plac
 
 def _number_of(x: Tensor, tensors: Sequence[Tensor | None]) -> int | None:
     """The number of the tensor that is x, that begins where x begins, or whose memory x is in, if that is clear."""
+    x = getattr(x, "columns_of", x)
     given = [(number, each) for number, each in enumerate(tensors) if each is not None]
     storage = x.untyped_storage().data_ptr()
     same = [number for number, each in given if each.untyped_storage().data_ptr() == storage]

@@ -49,17 +49,25 @@ class StateAccumulator:
     ) -> None:  # fmt: skip
         self._q, self._streams, self._parts_left = q, streams, parts
         self.sinks, self.last_call = sinks, last_call
-        self._shape = torch.Size((*q.shape[:3], width))
-        self._dtype = accumulation_dtype(q.dtype)
+        self._width = width
         self._total: State | None = None
         self._pending: list[Part[State]] = []
         self._result: State | None = None
 
+    @property
+    def _shape(self) -> torch.Size:
+        return torch.Size((*self._q.shape[:3], self._width))
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return accumulation_dtype(self._q.dtype)
+
     def add(self, part: State, row: int = 0, sequence: int = 0) -> None:
         """Merges a partial state of rows `row`, `row + 1`, ... of sequences `sequence`, `sequence + 1`, ..."""
         self._pending.append(Part(part, row, sequence))
-        self._parts_left = _decremented(self._parts_left)
-        if self._parts_left != 0 and len(self._pending) >= _max_pending(self._total):
+        if self._parts_left is not None:
+            self._parts_left -= 1
+        if len(self._pending) > 1 and self._parts_left != 0 and len(self._pending) >= _max_pending(self._total):
             self.flush()
 
     def flush(self) -> State | None:
@@ -89,11 +97,11 @@ class StateAccumulator:
     def finish(self, dtype: torch.dtype) -> State:
         """Returns the merged state, with the sinks: `out` in `dtype` and `lse` in the accumulation dtype."""
         if self._result is not None:
-            return State(self._result.out.to(dtype), self._result.lse)
+            return _rounded(self._result, dtype)
         if self.sinks is None and self._total is None and len(self._pending) == 1:
             only = self._pending[0].value
-            if only.out.shape == self._shape:
-                return State(only.out.to(dtype), only.lse)
+            if only.lse.shape == self._q.shape[:3]:
+                return _rounded(only, dtype)
         if self._finishes_in_triton():
             lse = torch.empty(self._shape[:3], dtype=self._dtype, device=self._q.device)
             result = State(empty_out(self._q, self._shape, dtype), lse)
@@ -102,7 +110,7 @@ class StateAccumulator:
         total = self.total()
         if self.sinks is not None:
             total = add_sinks(total, self.sinks[:, None])
-        return State(total.out.to(dtype), total.lse)
+        return _rounded(total, dtype)
 
     def finish_into(self, result: State) -> None:
         """Writes the merged state, with the sinks, to `result`, which may be strided."""
@@ -153,8 +161,9 @@ class GradAccumulator:
     def add(self, part: Tensor, row: int = 0, sequence: int = 0) -> None:
         """Adds a partial gradient of rows `row`, `row + 1`, ... of sequences `sequence`, `sequence + 1`, ..."""
         self._pending.append(Part(part, row, sequence))
-        self._parts_left = _decremented(self._parts_left)
-        if self._parts_left != 0 and len(self._pending) >= _max_pending(self._total):
+        if self._parts_left is not None:
+            self._parts_left -= 1
+        if len(self._pending) > 1 and self._parts_left != 0 and len(self._pending) >= _max_pending(self._total):
             self.total()
 
     @property
@@ -196,7 +205,8 @@ class GradAccumulator:
     def finish(self) -> Tensor:
         """Returns the sum in the dtype of `like`."""
         if self._total is None and len(self._pending) == 1 and self._pending[0].value.shape == self._like.shape:
-            return self._pending[0].value.to(self._like.dtype)
+            only = self._pending[0].value
+            return only if only.dtype == self._like.dtype else only.to(self._like.dtype)
         return self._summed(self._like.dtype)
 
     def _summed(self, dtype: torch.dtype) -> Tensor:
@@ -220,8 +230,8 @@ def merge_packed(parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Ten
     return out.transpose(0, 1).to(dtype)
 
 
-def _decremented(parts: int | None) -> int | None:
-    return None if parts is None else parts - 1
+def _rounded(state: State, dtype: torch.dtype) -> State:
+    return state if state.out.dtype == dtype else State(state.out.to(dtype), state.lse)
 
 
 def _max_pending(total: object | None) -> int:
@@ -268,6 +278,13 @@ def empty_out(q: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     if q.stride(1) < q.stride(2):
         return torch.empty(batch, rows, heads, width, dtype=dtype, device=q.device).transpose(1, 2)
     return torch.empty(shape, dtype=dtype, device=q.device)
+
+
+def new_state(q: Tensor, width: int, dtype: torch.dtype) -> State:
+    """Memory for the state of q [B, H, S, D] and values of a width: `out` in `dtype`, `lse` in float32."""
+    shape = q.shape[:3]
+    out = empty_out(q, torch.Size((*shape, width)), dtype)
+    return State(out, torch.empty(shape, dtype=torch.float32, device=q.device))
 
 
 def _use_triton(x: Tensor) -> bool:

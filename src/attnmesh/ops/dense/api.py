@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from attnmesh.core.masks import Full, Mask
@@ -82,21 +83,24 @@ def attention(
         tensors = q, k, v, sinks, alibi_slopes, q_positions, k_positions
         out, lse = compiled_attention(*tensors, mask, scale, softcap, backend)
         return (out, lse) if return_lse else out
-    check_bool(return_lse=return_lse)
+    if type(return_lse) is not bool:
+        check_bool(return_lse=return_lse)
     work = prepared(q, k, v, mask, scale, softcap, sinks, alibi_slopes, q_positions, k_positions)
-    choice = choose(work.call, backend)
-    if choice.backend == "reference":
+    call = work.call
+    if backend == "reference":
         at = [
             torch.arange(x.shape[2], device="cpu") if p is None else p for x, p in ((q, q_positions), (k, k_positions))
         ]
         with torch.autocast(q.device.type, enabled=False):  # the reference computes in the given dtype
             state = reference.attention(
-                q, k, v, mask, work.call.scores.scale, *(p.to(q.device, torch.long) for p in at),
+                q, k, v, mask, call.scores.scale, *(p.to(q.device, torch.long) for p in at),
                 softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
             )  # fmt: skip
         return (state.out, state.lse) if return_lse else state.out
-    call = work.call
-    out, lse = _Attention.apply(call.q, call.k, call.v, sinks, call.visibility, call.scores, backend)  # type: ignore[no-untyped-call]
+    if _is_differentiated(q, k, v, sinks):
+        out, lse = _Attention.apply(call.q, call.k, call.v, sinks, call.visibility, call.scores, backend)  # type: ignore[no-untyped-call]
+    else:
+        out, lse = forward(call, sinks, backend)
     if work.order is not None:
         back = work.order.argsort()
         out, lse = out[:, :, back], lse[:, :, back]
@@ -138,6 +142,15 @@ def explain_attention(
     return replace(choice, reason=reason)
 
 
+def _is_differentiated(*inputs: Tensor | None) -> bool:
+    """Whether autograd, forward-mode AD or a transform of torch.func has to know about the call."""
+    if torch.is_grad_enabled():
+        for x in inputs:
+            if x is not None and x.requires_grad:
+                return True
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 class _Attention(torch.autograd.Function):
     """The fused path: backends add to accumulators; the backward needs only (out, lse)."""
 
@@ -146,16 +159,23 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, visibility: Visibility, scores: Scores,
         backend: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        state = forward(Call(q.detach(), k.detach(), v.detach(), visibility, scores), sinks, backend)
+        state = forward(Call(q, k, v, visibility, scores), sinks, backend)
         ctx.save_for_backward(q, k, v, sinks, *state)
         ctx.visibility, ctx.scores, ctx.backend = visibility, scores, backend
         ctx.set_materialize_grads(False)
         return state.out, state.lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        call = Call(q, k, v, ctx.visibility, ctx.scores)
-        result = Result.of(out, lse, grad_out, grad_lse)
-        return *gradients(call, sinks, result, ctx.backend, ctx.needs_input_grad[:4]), None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        backward = _refused_twice if torch.is_grad_enabled() else _backward
+        return backward(ctx, *grads)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, out, lse = ctx.saved_tensors
+    call = Call(q, k, v, ctx.visibility, ctx.scores)
+    result = Result.of(out, lse, grad_out, grad_lse)
+    return *gradients(call, sinks, result, ctx.backend, ctx.needs_input_grad), None, None, None
+
+
+_refused_twice = once_differentiable(_backward)  # what it returns has no gradient of its own

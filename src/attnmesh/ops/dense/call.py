@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
@@ -96,13 +96,13 @@ class Call:
         )
         return first, end
 
-    def with_unseen_zeroed(self, *, zero_rows: bool = True) -> Call:
-        """The same call with 0 in keys that no row sees and, with `zero_rows`, in rows that see no key.
+    def with_unseen_zeroed(self) -> Call:
+        """The same call with 0 in keys that no row sees and in rows that see no key.
 
         Both may hold NaN, and a weight of 0 times NaN is NaN. Only PARTIAL blocks contain any.
         """
         rows, keys = self.visibility.unseen(self.q.device)
-        q = self.q if rows is None or not zero_rows else self.q.masked_fill(rows[:, None, :, None], 0.0)
+        q = self.q if rows is None else self.q.masked_fill(rows[:, None, :, None], 0.0)
         k, v = (x if keys is None else x.masked_fill(keys[:, None, :, None], 0.0) for x in (self.k, self.v))
         return replace(self, q=q, k=k, v=v)
 
@@ -124,10 +124,12 @@ class Result:
 
     def with_layout_of(self, q: Tensor, rows: range, sequences: range | None = None) -> tuple[Tensor, Tensor]:
         """The given rows of out and grad_out with the strides of `torch.empty_like(q)`; copied at most once."""
-        strides = torch.empty_like(q, device="meta").stride()
+        strides = _strides_like(q.shape, q.stride())
         at = rows, sequences, strides
         if at not in self._by_layout:
-            parts = [of_sequences(x, sequences)[:, :, rows.start : rows.stop] for x in (self.out, self.grad_out)]
+            parts = [of_sequences(x, sequences) for x in (self.out, self.grad_out)]
+            if len(rows) < parts[0].shape[2]:
+                parts = [x[:, :, rows.start : rows.stop] for x in parts]
             out, grad_out = (
                 x if _strided(x, strides) and _is_aligned(x) else torch.empty_like(q).copy_(x) for x in parts
             )
@@ -156,6 +158,12 @@ class Result:
         """
         lse, delta = (x.movedim(1, -1).flatten(0, -2) for x in (self.lse, self.delta))
         return sink_gradient(sinks.detach(), lse, delta)
+
+
+@lru_cache(maxsize=256)
+def _strides_like(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of `torch.empty_like` of a tensor."""
+    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
 def _strided(x: Tensor, strides: tuple[int, ...]) -> bool:
@@ -233,24 +241,26 @@ _MAX_HEADS = 256
 
 
 @explained_in("masks.md#head-shapes-and-scores")
-def check_dim_order(q: Tensor, k: Tensor, length: int, key_length: int) -> None:
+def check_dim_order(q: Tensor, k: Tensor, length: int, key_length: int) -> bool:
     """Raise ValueError, or warn, if q and k seem to be [batch, seq, heads, head_dim], as FlashAttention has them.
 
     The lengths are those of the whole sequences. Both must be shorter than there are heads. It raises if there are more
     heads than any model has. It warns if q and k have equally many heads and the lengths are such as head counts are:
-    a short prompt of a model with fewer KV heads, and a decode step, do not look like that.
+    a short prompt of a model with fewer KV heads, and a decode step, do not look like that. Returns whether it warned.
     """
     heads, kv_heads = q.shape[1], k.shape[1]
     if not (1 < length < heads and 0 < key_length < kv_heads):
-        return
+        return False
     text = (
         f"q and k, [batch, heads, seq, head_dim], have more heads than positions, got q {list(q.shape)} and k "
         f"{list(k.shape)}: if they are [batch, seq, heads, head_dim], pass x.transpose(1, 2)"
     )
     if min(heads, kv_heads) > _MAX_HEADS:
         raise ValueError(f"{text}; heads that are in fact sequences belong to the batch dimension")
-    if heads == kv_heads and length % key_length == 0:
-        warn_caller(text)
+    if heads != kv_heads or length % key_length:
+        return False
+    warn_caller(text)
+    return True
 
 
 def check_batch(mask: Mask, q: Tensor) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,17 @@ from attnmesh.core.docs import explained_in
 from attnmesh.core.intervals import Intervals
 from attnmesh.core.log import log_choice, wants_choices
 from attnmesh.core.mask import MAX_INTERVALS, sequence_intervals
-from attnmesh.core.masks import Mask, check_mask
+from attnmesh.core.masks import (
+    BlockCausal,
+    Causal,
+    Chunked,
+    Full,
+    Global,
+    Mask,
+    Prefix,
+    SlidingWindow,
+    check_mask,
+)
 from attnmesh.core.state import State
 from attnmesh.core.validation import check_choice, check_tensor
 from attnmesh.ops.dense import cost
@@ -25,6 +36,7 @@ from attnmesh.ops.dense.call import (
     Call,
     Grads,
     Result,
+    Scores,
     check_batch,
     check_dim_order,
     check_inputs,
@@ -35,8 +47,9 @@ from attnmesh.ops.dense.call import (
 from attnmesh.ops.dense.gluon import Gluon
 from attnmesh.ops.dense.torch_tiles import TorchTiles
 from attnmesh.ops.dense.triton import Triton
+from attnmesh.ops.launch import Recent
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
-from attnmesh.plan.blocks import Block, Kind, Patch, bounds_of, stacked_bounds, unseen_of
+from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, bounds_of, stacked_bounds, unseen_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -112,20 +125,44 @@ def _chosen(call: Call, backend: str, refusals: dict[str, str | None], *, backwa
 
 def choose_fused(call: Call, backend: str) -> Backend:
     """The backend for a forward that must be fused (it merges into an accumulator)."""
+    key = _key(call, backend)
+    known = None if key is None else _known.get(key)
+    if known is not None and known[0] is call.visibility:
+        return known[1]
     choice = choose(call, backend)
     if choice.backend == "reference":
         raise ValueError('backend="reference" keeps every score, and has no state to merge')
-    return _in_turns(_FUSED[choice.backend], call)
+    return _kept(key, call, choice)
 
 
 def choose_fused_backward(call: Call, result: Result, backend: str) -> Backend:
     """The backend for the backward of a call."""
-    chosen = choose_backward(call, backend, grad_lse=result.grad_lse is not None)
-    return _in_turns(_FUSED[chosen.backend], call)
+    grad_lse, deterministic = result.grad_lse is not None, torch.are_deterministic_algorithms_enabled()
+    key = _key(call, backend, "backward", grad_lse, deterministic)
+    known = None if key is None else _known.get(key)
+    if known is not None and known[0] is call.visibility:
+        return known[1]
+    return _kept(key, call, choose_backward(call, backend, grad_lse=grad_lse))
 
 
-def _in_turns(backend: Backend, call: Call) -> Backend:
-    return backend if len(_turns(call)) == 1 else _InTurns(backend)
+_known: Recent[tuple[Visibility, Backend]] = Recent()
+
+
+def _key(call: Call, backend: str, *more: object) -> Hashable | None:
+    """All that the choice of a backend depends on; None for a choice that is to be made, and logged, again."""
+    visibility, q, scores = call.visibility, call.q, call.scores
+    if not isinstance(visibility, Patch) or type(backend) is not str or wants_choices(_LOG):
+        return None
+    shapes = q.shape, call.k.shape, call.v.shape
+    return id(visibility), q.dtype, q.device, shapes, scores.softcap is None, scores.alibi_slopes is None, backend, *more
+
+
+def _kept(key: Hashable | None, call: Call, choice: Choice) -> Backend:
+    backend = _FUSED[choice.backend]
+    backend = backend if len(_turns(call)) == 1 else _InTurns(backend)
+    if key is not None:
+        _known.add(key, (call.visibility, backend))
+    return backend
 
 
 def _turns(call: Call) -> list[Call]:
@@ -172,14 +209,13 @@ def gradients(
         GradAccumulator(x, one_call=True) if needed else None
         for x, needed in zip((call.q, call.k, call.v), needs_grad, strict=False)
     ]
-    if any(needs_grad[:3]):
+    if needs_grad[0] or needs_grad[1] or needs_grad[2]:
         choose_fused_backward(call, result, backend).backward(call, result, Grads(*sums))
     grad_sinks = result.sink_gradient(sinks).to(sinks.dtype) if needs_grad[3] and sinks is not None else None
     return [*(None if grad is None else grad.finish() for grad in sums), grad_sinks]
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """A call with ascending positions, and the permutations that sorted queries and keys (None: already sorted)."""
 
     call: Call
@@ -191,13 +227,22 @@ def prepared(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, softcap: float | None, sinks: Tensor | None,
     alibi_slopes: Tensor | None, q_at: Tensor | None, k_at: Tensor | None,
 ) -> Prepared:  # fmt: skip
-    """The call of checked arguments."""
+    """The call of checked arguments. What does not depend on values is checked once for each signature."""
+    key, known = _signature(q, k, v, mask, scale, softcap, sinks, alibi_slopes, q_at, k_at)
+    if known is not None and (known[0] is mask or type(mask) in _SMALL):
+        _, visibility, scores = known
+        if alibi_slopes is not None:
+            scores = resolve_scores(q, scale, softcap, alibi_slopes)
+        if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+            q, k, v = (contiguous_last_dim(x) for x in (q, k, v))
+        return Prepared(Call(q, k, v, visibility, scores), None)
     check_inputs(q, k, v, scale)
     check_score_terms(q, softcap, sinks, alibi_slopes)
     check_mask("mask", mask)
     check_batch(mask, q)
+    warned = False
     if q_at is None and k_at is None and mask.length is None:  # nothing else tells positions from heads
-        check_dim_order(q, k, q.shape[2], k.shape[2])
+        warned = check_dim_order(q, k, q.shape[2], k.shape[2])
     if k_at is None:
         mask.check(k.shape[2])
     q, k, v = (contiguous_last_dim(x) for x in (q, k, v))
@@ -205,7 +250,10 @@ def prepared(
     q_runs = _runs("q_positions", q_at, q)
     k_runs = _runs("k_positions", k_at, k)
     if q_runs is not None and k_runs is not None and len(q_runs) * len(k_runs) <= _MAX_RUN_PAIRS:
-        return Prepared(Call(q, k, v, _patch(mask, q_runs, k_runs), scores), None)
+        patch = _patch(mask, q_runs, k_runs)
+        if key is not None and not warned:
+            _checked.add(key, (mask, patch, resolve_scores(q, scale, softcap, None)))
+        return Prepared(Call(q, k, v, patch, scores), None)
 
     # Irregular positions: sort both sides (attention is permutation-equivariant) and use row bounds.
     q_pos, k_pos = (
@@ -216,6 +264,36 @@ def prepared(
     k_pos, k_order = k_pos.sort(stable=True)
     q, k, v = q[:, :, q_order], k[:, :, k_order], v[:, :, k_order]
     return Prepared(Call(q, k, v, _Irregular(mask, q_pos, k_pos), scores), q_order, k_order)
+
+
+# Masks of a few numbers, which are compared by value: programs construct them anew for every call.
+_SMALL = (Full, Causal, SlidingWindow, Prefix, Chunked, BlockCausal, Global)
+_checked: Recent[tuple[Mask, Patch, Scores]] = Recent()
+
+
+def _signature(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, softcap: float | None, sinks: Tensor | None,
+    slopes: Tensor | None, q_at: Tensor | None, k_at: Tensor | None,
+) -> tuple[Hashable | None, tuple[Mask, Patch, Scores] | None]:  # fmt: skip
+    """All that checks and visible keys depend on, and what is known about it.
+
+    None if they are to be found out again, as for wrong arguments. Classes are part of it: True equals 1, and a subclass of Tensor may be anything.
+    """
+    try:
+        runs = None
+        if q_at is not None or k_at is not None:
+            runs = _runs("q_positions", q_at, q), _runs("k_positions", k_at, k)
+            if None in runs:
+                return None, None
+        key = (
+            mask if type(mask) in _SMALL else id(mask), scale, type(scale), softcap, type(softcap), runs,
+            q.dtype, q.shape, q.device, type(q), k.dtype, k.shape, k.device, type(k), v.dtype, v.shape, v.device, type(v),
+            None if sinks is None else (sinks.dtype, sinks.shape, sinks.device, type(sinks)),
+            None if slopes is None else (slopes.dtype, slopes.shape, slopes.device, type(slopes), slopes.requires_grad),
+        )  # fmt: skip
+        return key, _checked.get(key)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return None, None
 
 
 @lru_cache(maxsize=128)

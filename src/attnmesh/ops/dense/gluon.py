@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 
 import torch
 
-from attnmesh.core.optional import installed, require
+from attnmesh.core.optional import installed
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import Call
-from attnmesh.ops.dense.triton import Triton
+from attnmesh.ops.dense.triton import Triton, _module
 from attnmesh.ops.gpu import is_hopper
 
 
@@ -39,16 +38,12 @@ class Gluon(Triton):
             return "its kernels need a Hopper GPU (compute capability 9.0)"
         if call.scores.alibi_slopes is not None:
             return "its kernels do not take alibi_slopes"
-        reason: str | None = _kernels(part).refusal(call.q, call.v)
+        reason: str | None = _module(f"gluon_{part}").refusal(call.q, call.v)
         return reason
 
     def _forward(self) -> Callable[..., State]:
-        kernel: Callable[..., State] = _kernels("forward").forward
-        return kernel
+        return _module("gluon_forward").forward  # type: ignore[no-any-return]
 
     def _backward(self) -> Callable[..., None]:
-        return partial(_kernels("backward").backward, deterministic=torch.are_deterministic_algorithms_enabled())
-
-
-def _kernels(part: str) -> ModuleType:
-    return require(f"attnmesh.ops.dense.gluon_{part}", extra="triton")
+        backward: Callable[..., None] = _module("gluon_backward").backward
+        return partial(backward, deterministic=True) if torch.are_deterministic_algorithms_enabled() else backward

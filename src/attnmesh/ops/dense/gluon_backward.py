@@ -16,6 +16,7 @@ from attnmesh.ops.dense.gluon_backward_kernel import backward_kernel
 from attnmesh.ops.dense.gluon_backward_memory import TILE, Shape
 from attnmesh.ops.dense.triton_tiles import PLAIN, Bounds, ScoreTerms, padded
 from attnmesh.ops.gluon_descriptor import descriptor
+from attnmesh.ops.launch import Launch, Recent, prepare, signature
 
 MAX_WIDTH = 256  # of keys and values
 _SHARED_MEMORY = 220 * 1024  # bytes of a program, without the terms of rows
@@ -110,7 +111,6 @@ def backward(
 
     Programs add to grad_q in the order in which they come. If `deterministic`, a second pass, in Triton, computes it.
     """
-    tiles = tiles or BackwardTiles.pick(q, v, causal=causal)
     overwrite_keys |= overwrite
     if deterministic:
         common: dict[str, Any] = {
@@ -121,21 +121,38 @@ def backward(
             "terms": terms,
         }
         triton_backward.backward(q, k, v, grad_out, lse, delta, grad_q=grad_q, **common)
-        grad_q, tiles = None, tiles._replace(heads=None)
+        grad_q, tiles = None, (tiles or BackwardTiles.pick(q, v, causal=causal))._replace(heads=None)
     if grad_q is grad_k is grad_v is None:
         return
-    if q.numel() == 0 or k.numel() == 0:
-        for grad, written in ((grad_q, overwrite), (grad_k, overwrite_keys), (grad_v, overwrite_keys)):
-            if grad is not None and written:
-                grad.zero_()
-        return
-    q, k, v, grad_out = (loadable(x) for x in (q, k, v, grad_out))
-    once = overwrite_keys and tiles.heads is None and (bounds is None or bounds[0].shape[0] == 1)
+    visible = Bounds.of(bounds)
+    given = q, k, v, grad_out, lse, delta, visible.first, visible.end
+    how = scale, causal, overwrite, overwrite_keys, terms.softcap, tiles
+    key = signature(*given, grad_q, grad_k, grad_v), *how
+    known = _known.get(key)
+    if known is None:
+        if q.numel() == 0 or k.numel() == 0:
+            for grad, written in ((grad_q, overwrite), (grad_k, overwrite_keys), (grad_v, overwrite_keys)):
+                if grad is not None and written:
+                    grad.zero_()
+            return
+        q, k, v, grad_out = (loadable(x) for x in given[:4])
+        tiles = tiles or BackwardTiles.pick(q, v, causal=causal)
+        once = overwrite_keys and tiles.heads is None and visible.parts == 1
+    else:
+        once = known.once
     sum_q = None if grad_q is None else _sums(grad_q, overwrite, once=False)
-    sum_k, sum_v = (None if grad is None else _sums(grad, overwrite_keys, once) for grad in (grad_k, grad_v))
-    with torch.cuda.device_of(q):
-        sums = sum_q, sum_k, sum_v
-        _launch(q, k, v, grad_out, lse, delta, *sums, scale, causal, bounds, terms.softcap, once, tiles)
+    sum_k = None if grad_k is None else _sums(grad_k, overwrite_keys, once)
+    sum_v = None if grad_v is None else _sums(grad_v, overwrite_keys, once)
+    sums = sum_q, sum_k, sum_v
+    if known is not None:
+        for part, launch in zip(visible.each(), known.launches, strict=True):
+            ranges = None if bounds is None else _ranges(part, q, k, known.keys)
+            launch(q, k, v, grad_out, lse, delta, part.first, part.end, ranges, *sums)
+    else:
+        with torch.cuda.device_of(q):
+            known = _launch(q, k, v, grad_out, lse, delta, *sums, scale, causal, visible, terms.softcap, once, tiles)
+        if all(x is y for x, y in zip((q, k, v, grad_out), given, strict=False)):
+            _known.add(key, known)
     for grad, total, written in (
         (grad_q, sum_q, overwrite), (grad_k, sum_k, overwrite_keys), (grad_v, sum_v, overwrite_keys),
     ):  # fmt: skip
@@ -144,6 +161,21 @@ def backward(
                 grad.copy_(total)
             else:
                 grad.add_(total)
+
+
+class _Known(NamedTuple):
+    """What a call launches: a kernel for each part of the mask, the keys of a program, and if it writes only once."""
+
+    launches: tuple[Launch, ...]
+    keys: int
+    once: bool
+
+
+_known: Recent[_Known] = Recent()
+
+
+def _ranges(visible: Bounds, q: Tensor, k: Tensor, keys: int) -> Tensor:
+    return triton_backward.rows_per_key_tile(visible, q.shape[2], k.shape[2], keys)
 
 
 def _sums(grad: Tensor, overwrite: bool, once: bool) -> Tensor:
@@ -158,9 +190,9 @@ def _sums(grad: Tensor, overwrite: bool, once: bool) -> Tensor:
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor,
     grad_q: Tensor | None, grad_k: Tensor | None, grad_v: Tensor | None,
-    scale: float, causal: bool, bounds: tuple[Tensor, Tensor] | None, softcap: float | None, overwrite: bool,
+    scale: float, causal: bool, visible: Bounds, softcap: float | None, overwrite: bool,
     tiles: BackwardTiles,
-) -> None:  # fmt: skip
+) -> _Known:  # fmt: skip
     """One launch for each part of the mask."""
     batch, q_heads, q_len, key_dim = q.shape
     kv_heads, kv_len, value_dim = v.shape[1:]
@@ -181,8 +213,9 @@ def _launch(
     stages = tiles.stages if scores else _stages_of_values(*widths)
     # With one use in a turn of the loop, ptxas 12.8 gives the registers of what is held to other values.
     held = tiles.held and tiles.paired and needs_q and not shared_keys and not halved
+    bounded = visible.first is not None
     shape = Shape(
-        needs_q, scores, grad_v is not None, shared_keys, halved, bounds is not None, causal,
+        needs_q, scores, grad_v is not None, shared_keys, halved, bounded, causal,
         splits > 1, overwrite,
         key_dim, key_block, key_blocks, value_dim, value_block, value_blocks, query_block, key_blocks,
         stages, tiles.grad_out_stages if shared_keys else stages, unrolled, paired, held,
@@ -193,16 +226,22 @@ def _launch(
         None if grad_q is None else descriptor(grad_q, [1, 1, TILE, query_block]),
     )  # fmt: skip
     no_strides = (0, 0, 0)
-    for part in range(1 if bounds is None else bounds[0].shape[0]):
-        visible = Bounds.of(None if bounds is None else (bounds[0][part : part + 1], bounds[1][part : part + 1]))
-        ranges = None if bounds is None else triton_backward.rows_per_key_tile(visible, q_len, kv_len, keys)
-        backward_kernel[(streams * triton.cdiv(kv_len, keys),)](
-            *blocks, lse, lse.stride(), delta, delta.stride(), visible.first, visible.end, visible.strides[1], ranges,
-            grad_k, no_strides if grad_k is None else grad_k.stride()[:3],
-            grad_v, no_strides if grad_v is None else grad_v.stride()[:3],
-            q_len, kv_len, kv_heads, splits, members, streams, scale, softcap, SHAPE=shape, num_warps=4,
-            launch_pdl=True,
+    launches = []
+    for part in visible.each():
+        ranges = _ranges(part, q, k, keys) if bounded else None
+        launch = prepare(
+            backward_kernel, (streams * triton.cdiv(kv_len, keys),),
+            (
+                *blocks, lse, lse.stride(), delta, delta.stride(), part.first, part.end, part.strides[1], ranges,
+                grad_k, no_strides if grad_k is None else grad_k.stride()[:3],
+                grad_v, no_strides if grad_v is None else grad_v.stride()[:3],
+                q_len, kv_len, kv_heads, splits, members, streams, scale, softcap,
+            ),
+            (q, k, v, grad_out, lse, delta, part.first, part.end, ranges, grad_q, grad_k, grad_v),
+            SHAPE=shape, num_warps=4, launch_pdl=True,
         )  # fmt: skip
+        launches.append(launch)
+    return _Known(tuple(launches), keys, overwrite)
 
 
 def _stages_of_values(key_width: int, value_width: int) -> int:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from attnmesh.core.optional import installed, require
 from attnmesh.core.state import State
-from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.ops.dense.call import Call, Grads, Result, Scores
+from attnmesh.ops.launch import Recent
 from attnmesh.ops.merge import StateAccumulator
-from attnmesh.plan.blocks import Block, Kind, key_hull
+from attnmesh.ops.streams import is_capturing, stream_of
+from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, key_hull
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -40,30 +44,32 @@ class Triton:
         return self.refusal(call)
 
     def _forward(self) -> Callable[..., State]:
-        kernel: Callable[..., State] = require("attnmesh.ops.dense.triton_forward", extra="triton").forward
-        return kernel
+        return _module("triton_forward").forward  # type: ignore[no-any-return]
 
     def _backward(self) -> Callable[..., None]:
-        kernel: Callable[..., None] = require("attnmesh.ops.dense.triton_backward", extra="triton").backward
-        return kernel
+        return _module("triton_backward").backward  # type: ignore[no-any-return]
 
     def forward(self, call: Call, total: StateAccumulator) -> None:
         """Merges the attention of this call into `total`."""
         # The kernel continues the state it is given, so that partial results never round to bf16. It selects scores of
         # rows without keys away. The last call covers all rows: they are rounded, and have sinks.
-        kernel = self._forward()
-        call, blocks = _launches(call, zero_rows=False, all_rows=total.last_call)
-        for block in blocks:
-            q, k, v = _sliced(call, block)
+        kernel, scores = self._forward(), call.scores
+        for launch in _launches(call, zero_rows=False, all_rows=total.last_call):
+            q, k, v = launch.inputs(call)
             if total.last_call:
-                how = {"state": total.flush(), "out_dtype": q.dtype, "sinks": total.sinks}
-                total.complete(kernel(q, k, v, **_arguments(call, block), **how))
+                result = kernel(
+                    q, k, v, scale=scores.scale, causal=launch.causal, bounds=launch.bounds, state=total.flush(),
+                    out_dtype=q.dtype, terms=launch.terms(scores), sinks=total.sinks,
+                )  # fmt: skip
+                total.complete(result)
                 continue
-            state = total.flush() if len(block.q) == call.q.shape[2] else total.total()
-            if state is not None:
-                rows = slice(block.q.start, block.q.stop)
-                state = State(state.out[:, :, rows], state.lse[:, :, rows])
-            new = kernel(q, k, v, **_arguments(call, block), state=state, out_dtype=torch.float32)
+            state = total.flush() if launch.rows is None else total.total()
+            if state is not None and launch.rows is not None:
+                state = State(state.out[:, :, launch.rows], state.lse[:, :, launch.rows])
+            new = kernel(
+                q, k, v, scale=scores.scale, causal=launch.causal, bounds=launch.bounds, state=state,
+                out_dtype=torch.float32, terms=launch.terms(scores),
+            )  # fmt: skip
             if state is None:
                 total.replace(new)
 
@@ -72,72 +78,122 @@ class Triton:
 
     def backward(self, call: Call, result: Result, grads: Grads) -> None:
         """Adds the gradients of this call to `grads`."""
-        kernel = self._backward()
-        call, blocks = _launches(call, zero_rows=True)
-        every = (grads.q, call.q, "q"), (grads.k, call.k, "k"), (grads.v, call.v, "v")
-        wanted = {name: (grad, x) for grad, x, name in every if grad is not None}
+        kernel, scores = self._backward(), call.scores
+        launches = _launches(call, zero_rows=True)
+        every = ("q", grads.q, call.q), ("k", grads.k, call.k), ("v", grads.v, call.v)
+        wanted = [(name, grad, x) for name, grad, x in every if grad is not None]
         # The only call writes its gradients in their dtype; others add to float32, or write the first part of a sum.
-        overwrite = all(grad.one_call for grad, _ in wanted.values())
-        keys_wanted = [(grad, x) for name, (grad, x) in wanted.items() if name != "q"]
-        first = not overwrite and len(blocks) == 1 and len(blocks[0].k) == call.k.shape[2]
-        first = first and all(grad.empty and grad.shape == x.shape for grad, x in keys_wanted)
-        for block in blocks:
-            q, k, v = _sliced(call, block)
-            rows, keys = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
+        overwrite = all(grad.one_call for _, grad, _ in wanted)
+        first = not overwrite and len(launches) == 1 and launches[0].keys is None
+        first = first and all(name == "q" or (grad.empty and grad.shape == x.shape) for name, grad, x in wanted)
+        for launch in launches:
             if overwrite:
-                whole = len(block.q) == call.q.shape[2] and len(block.k) == call.k.shape[2]
-                new = torch.empty_like if whole else torch.zeros_like
-                sums = {name: new(x) for name, (_, x) in wanted.items()}
+                new = torch.empty_like if launch.rows is launch.keys is None else torch.zeros_like
+                sums = {name: new(x) for name, _, x in wanted}
             else:
-                sums = {name: grad.total(overwritten=first and name != "q") for name, (grad, _) in wanted.items()}
-            parts = {f"grad_{name}": x[:, :, rows if name == "q" else keys] for name, x in sums.items()}
+                sums = {name: grad.total(overwritten=first and name != "q") for name, grad, _ in wanted}
+            rows = result.grad_out, result.lse, result.delta
+            parts = {f"grad_{name}": _part(x, launch.rows if name == "q" else launch.keys) for name, x in sums.items()}
             kernel(
-                q, k, v, result.grad_out[:, :, rows], result.lse[:, :, rows], result.delta[:, :, rows],
-                **_arguments(call, block), **parts, overwrite=overwrite, overwrite_keys=first,
+                *launch.inputs(call), *(_part(x, launch.rows) for x in rows), scale=scores.scale, causal=launch.causal,
+                bounds=launch.bounds, terms=launch.terms(scores), **parts, overwrite=overwrite, overwrite_keys=first,
             )  # fmt: skip
             if overwrite:
-                for name, (grad, _) in wanted.items():
+                for name, grad, _ in wanted:
                     grad.add(sums[name])
 
 
-def _launches(call: Call, *, zero_rows: bool, all_rows: bool = False) -> tuple[Call, tuple[Block, ...]]:
+class _Launch(NamedTuple):
+    """What a launch of a kernel has besides the tensors and scores of a call."""
+
+    rows: slice | None  # of the queries; None: all of them
+    keys: slice | None
+    causal: bool
+    bounds: Any  # `Bounds`, or None: rows attend to all keys, or to those up to their own
+    positions: tuple[Tensor | None, Tensor | None]  # where the scores depend on them
+    unseen: tuple[Tensor | None, Tensor | None]  # rows and keys that may hold NaN, to be read as 0
+
+    def inputs(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries, keys and values."""
+        q, k, v = call.q, call.k, call.v
+        rows, keys = self.unseen
+        if rows is not None:
+            q = q.masked_fill(rows, 0.0)
+        if keys is not None:
+            k, v = k.masked_fill(keys, 0.0), v.masked_fill(keys, 0.0)
+        return _part(q, self.rows), _part(k, self.keys), _part(v, self.keys)
+
+    def terms(self, scores: Scores) -> Any:
+        """The terms of the scores, as both kernels take them."""
+        tiles = _module("triton_tiles")
+        if scores.plain:
+            return tiles.PLAIN
+        return tiles.ScoreTerms(scores.softcap, scores.alibi_slopes, *self.positions)
+
+
+_known: Recent[tuple[Visibility, tuple[_Launch, ...]]] = Recent()
+
+
+def _launches(call: Call, *, zero_rows: bool, all_rows: bool = False) -> tuple[_Launch, ...]:
+    """The launches that serve a call. With `all_rows` they include all rows.
+
+    They are kept with the bounds of the mask, for each stream: what one has computed, others have not waited for.
+    """
+    visibility, q = call.visibility, call.q
+    with_positions = call.scores.alibi_slopes is not None
+    key = id(visibility), q.device, stream_of(q), zero_rows, all_rows, with_positions
+    known = _known.get(key)
+    if known is not None and known[0] is visibility:
+        return known[1]
+    found = tuple(_planned(call, zero_rows, all_rows, with_positions))
+    if isinstance(visibility, Patch) and not is_capturing(q):
+        _known.add(key, (visibility, found))
+    return found
+
+
+def _planned(call: Call, zero_rows: bool, all_rows: bool, with_positions: bool) -> Iterator[_Launch]:
     """A block without a mask as it is; any others as one launch over all rows and the keys that blocks include.
 
-    With `all_rows` a block of some of the rows needs a mask, too. A call with other masks is returned without the NaN
-    that unseen keys (and rows without keys) may hold.
+    With `all_rows` a block of some of the rows needs a mask, too. A call with other masks is launched without the NaN
+    that unseen keys (and, with `zero_rows`, rows without keys) may hold.
     """
-    blocks = call.visibility.blocks
+    visibility, device = call.visibility, call.q.device
+    blocks, unseen = visibility.blocks, (None, None)
     masked = [block for block in blocks if block.kind is Kind.PARTIAL or block.sequences is not None]
-    rows = range(call.q.shape[2])
+    rows, keys = range(call.q.shape[2]), range(call.k.shape[2])
     if len(blocks) > 1 or masked:
-        call = call.with_unseen_zeroed(zero_rows=zero_rows)
-    elif not all_rows or all(block.q == rows for block in blocks):
-        return call, blocks
-    return call, (Block(rows, key_hull(blocks), Kind.PARTIAL),)
+        unseen = tuple(None if x is None else x[:, None, :, None] for x in visibility.unseen(device))
+        unseen = unseen if zero_rows else (None, unseen[1])
+    if len(blocks) > 1 or masked or (all_rows and any(block.q != rows for block in blocks)):
+        blocks = (Block(rows, key_hull(blocks), Kind.PARTIAL),)
+    for block in blocks:
+        at, to = (
+            None if part == whole else slice(part.start, part.stop)
+            for part, whole in ((block.q, rows), (block.k, keys))
+        )
+        bounds, positions = None, (None, None)
+        if block.kind is Kind.PARTIAL:
+            bounds = visibility.bounds(device)
+            if at is not None or to is not None:
+                bounds = tuple((_last(x, at) - block.k.start).clamp_(0, len(block.k)) for x in bounds)
+            bounds = _module("triton_tiles").Bounds.of(bounds)
+        if with_positions:
+            q_positions, k_positions = visibility.positions(device)
+            positions = _last(q_positions, at), _last(k_positions, to)
+        yield _Launch(at, to, block.kind is Kind.CAUSAL, bounds, positions, unseen)
 
 
-def _sliced(call: Call, block: Block) -> Any:
-    rows, keys = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
-    return call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys]
+def _part(x: Tensor, rows: slice | None) -> Tensor:
+    return x if rows is None else x[:, :, rows]
 
 
-def _arguments(call: Call, block: Block) -> dict[str, Any]:
-    """The visible keys and the scores of a block, as both kernels take them."""
-    rows, keys = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
-    bounds = None
-    if block.kind is Kind.PARTIAL:
-        first, end = call.visibility.bounds(call.q.device)
-        if len(block.q) < call.q.shape[2] or len(block.k) < call.k.shape[2]:
-            first, end = ((x[..., rows] - block.k.start).clamp_(0, len(block.k)) for x in (first, end))
-        bounds = first, end
-    tiles = require("attnmesh.ops.dense.triton_tiles", extra="triton")
-    scores = call.scores
-    positions: tuple[Any, Any] = (None, None)
-    if scores.alibi_slopes is not None:
-        q_positions, k_positions = call.visibility.positions(call.q.device)
-        positions = q_positions[rows], k_positions[keys]
-    terms = tiles.ScoreTerms(scores.softcap, scores.alibi_slopes, *positions)
-    return {"scale": scores.scale, "causal": block.kind is Kind.CAUSAL, "bounds": bounds, "terms": terms}
+def _last(x: Tensor, rows: slice | None) -> Tensor:
+    return x if rows is None else x[..., rows]
+
+
+@cache
+def _module(name: str) -> Any:
+    return require(f"attnmesh.ops.dense.{name}", extra="triton")
 
 
 def _interpreted() -> bool:

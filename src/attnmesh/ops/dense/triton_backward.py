@@ -13,6 +13,8 @@ so the keys may be processed in any number of parts, in any order.
 # Kernels are Triton's language, not Python's: its names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -51,6 +53,8 @@ from attnmesh.ops.dense.triton_tiles import (
     visible_keys,
     zero_tile,
 )
+from attnmesh.ops.launch import Launch, Recent, prepare, signature
+from attnmesh.ops.streams import is_capturing, stream_of
 
 _LOG2_E = tl.constexpr(LOG2_E)
 _DELTA_ELEMENTS = 4096  # per program of the memory-bound delta kernel
@@ -62,20 +66,31 @@ _SCANNED_ROWS = 1024  # at a time, by the kernel that finds the rows of each key
 
 def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
     """The row term of the softmax gradient, `rowsum(out * grad_out) - grad_lse`: float32 [B, H, S]."""
-    batch, heads, length, head_dim = out.shape
     result = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
-    if result.numel() == 0:
-        return result
-    rows = max(1, _DELTA_ELEMENTS // padded(head_dim))
-    out_strides, grad_out_strides = row_strides(out=out, grad_out=grad_out)
-    with torch.cuda.device_of(out):
-        _delta_kernel[(triton.cdiv(length, rows) * batch * heads,)](
-            out, out_strides, grad_out, grad_out_strides,
-            grad_lse, (0, 0, 0) if grad_lse is None else grad_lse.stride(),
-            result, result.stride(), length, heads,
-            D=head_dim, BLOCKS=(padded(head_dim), 0), ROWS=rows, num_warps=4,
-        )  # fmt: skip
+    key = signature(out, grad_out, grad_lse)
+    launch = _known.get(key)
+    if launch is not None:
+        launch(out, grad_out, grad_lse, result)
+    elif result.numel():
+        batch, heads, length, head_dim = out.shape
+        rows = max(1, _DELTA_ELEMENTS // padded(head_dim))
+        out_strides, grad_out_strides = row_strides(out=out, grad_out=grad_out)
+        with torch.cuda.device_of(out):
+            launch = prepare(
+                _delta_kernel, (triton.cdiv(length, rows) * batch * heads,),
+                (
+                    out, out_strides, grad_out, grad_out_strides,
+                    grad_lse, (0, 0, 0) if grad_lse is None else grad_lse.stride(),
+                    result, result.stride(), length, heads,
+                ),
+                (out, grad_out, grad_lse, result),
+                D=head_dim, BLOCKS=(padded(head_dim), 0), ROWS=rows, num_warps=4,
+            )  # fmt: skip
+        _known.add(key, launch)
     return result
+
+
+_known: Recent[Launch] = Recent()
 
 
 def backward(
@@ -113,54 +128,81 @@ def backward(
             if grad is not None and written:
                 grad.zero_()
         return
-    batch, q_heads, q_len, key_dim = q.shape
-    kv_heads, kv_len, value_dim = v.shape[1:]
-    visible = Bounds.of(bounds)
-    q_strides, k_strides, v_strides, grad_out_strides, grad_q_strides, grad_k_strides, grad_v_strides = row_strides(
-        q=q, k=k, v=v, grad_out=grad_out, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v
-    )
-    inputs = (
-        q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
-        lse, lse.stride(), delta, delta.stride(),
+    rows = q, k, v, grad_out, lse, delta
+    how = scale, causal, overwrite, overwrite_keys, terms.softcap, query_tiles, key_tiles, steps_per_split
+    if grad_q is not None:
+        visible = Bounds.of(bounds)
+        tensors = *rows, visible.first, visible.end, *terms[1:], grad_q
+        key = "queries", signature(*tensors), *how
+        if key in _known:
+            _known[key](*tensors)
+        else:
+            tiles = query_tiles or pick_tiles(GRAD_QUERY_TILES, q, v, held=("q", "grad_out"))
+            programs = triton.cdiv(q.shape[2], tiles.rows) * q.shape[0] * q.shape[1]
+            (strides,) = row_strides(grad_q=grad_q)
+            with torch.cuda.device_of(q):
+                launch = prepare(
+                    _grad_query_kernel, (programs,),
+                    (
+                        *_inputs(*rows), visible.first, visible.end, visible.strides, grad_q, strides,
+                        *_sizes(q, k, scale, terms),
+                    ),
+                    tensors, **_options(q, v, visible), OVERWRITE=overwrite, CAUSAL=causal, ROWS=tiles.rows,
+                    KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+                )  # fmt: skip
+            _known.add(key, launch)
+    if grad_k is not None or grad_v is not None:
+        # The same kernel for every mask: without bounds the compiler recomputes more in each step.
+        visible = _as_bounds(causal, q, k) if bounds is None else Bounds.of(bounds)
+        tiles = key_tiles or pick_tiles(GRAD_KEY_TILES, q, v, held=("k", "v"))
+        programs = triton.cdiv(k.shape[2], tiles.keys) * k.shape[0] * k.shape[1]
+        splits = _MAX_SPLITS if visible.parts > 1 else 1
+        once = overwrite_keys and splits == 1
+        sums = [grad_k, grad_v]
+        if overwrite_keys and not once:  # splits add to float32
+            sums = [None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in sums]
+        rows_per_tile = rows_per_key_tile(visible, q.shape[2], k.shape[2], tiles.keys)
+        for keys, values in _key_targets(*sums):
+            turns = torch.zeros(programs, dtype=torch.int32, device=q.device) if splits > 1 else None
+            tensors = *rows, visible.first, visible.end, *terms[1:], rows_per_tile, turns, keys, values
+            key = "keys", signature(*tensors), *how
+            if key in _known:
+                _known[key](*tensors)
+                continue
+            key_strides, value_strides = row_strides(grad_k=keys, grad_v=values)
+            with torch.cuda.device_of(q):
+                launch = prepare(
+                    _grad_key_kernel, (programs * splits,),
+                    (
+                        *_inputs(*rows), visible.first, visible.end, visible.strides, rows_per_tile, turns,
+                        keys, key_strides, values, value_strides, *_sizes(q, k, scale, terms),
+                    ),
+                    tensors, **_options(q, v, visible), OVERWRITE=once, SPLITS=splits, STEPS=steps_per_split,
+                    ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+                )  # fmt: skip
+            _known.add(key, launch)
+        for grad, total in zip((grad_k, grad_v), sums, strict=True):
+            if grad is not None and total is not None and grad is not total:
+                grad.copy_(total)
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor) -> tuple[Any, ...]:
+    q_strides, k_strides, v_strides, grad_out_strides = row_strides(q=q, k=k, v=v, grad_out=grad_out)
+    return (
+        q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides, lse, lse.stride(), delta, delta.stride(),
     )  # fmt: skip
-    sizes = (q_len, kv_len, q_heads, q_heads // kv_heads, scale, *terms)
-    options = {
+
+
+def _sizes(q: Tensor, k: Tensor, scale: float, terms: ScoreTerms) -> tuple[Any, ...]:
+    return q.shape[2], k.shape[2], q.shape[1], q.shape[1] // k.shape[1], scale, *terms
+
+
+def _options(q: Tensor, v: Tensor, visible: Bounds) -> dict[str, Any]:
+    key_dim, value_dim = q.shape[3], v.shape[3]
+    return {
         "PARTS": visible.parts, "D": key_dim, "K_BLOCKS": blocks_of(key_dim), "DV": value_dim,
         "V_BLOCKS": blocks_of(value_dim),
     }  # fmt: skip
-    with torch.cuda.device_of(q):
-        if grad_q is not None:
-            tiles = query_tiles or pick_tiles(GRAD_QUERY_TILES, q, v, held=("q", "grad_out"))
-            _grad_query_kernel[(triton.cdiv(q_len, tiles.rows) * batch * q_heads,)](
-                *inputs, visible.first, visible.end, visible.strides, grad_q, grad_q_strides, *sizes,
-                **options, OVERWRITE=overwrite, CAUSAL=causal, ROWS=tiles.rows, KEYS=tiles.keys,
-                num_warps=tiles.warps, num_stages=tiles.stages,
-            )  # fmt: skip
-        if grad_k is not None or grad_v is not None:
-            tiles = key_tiles or pick_tiles(GRAD_KEY_TILES, q, v, held=("k", "v"))
-            programs = triton.cdiv(kv_len, tiles.keys) * batch * kv_heads
-            splits = _MAX_SPLITS if visible.parts > 1 else 1
-            once = overwrite_keys and splits == 1
-            if overwrite_keys and not once:  # splits add to float32
-                sums = [None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in (grad_k, grad_v)]
-                grad_k_strides, grad_v_strides = row_strides(grad_k=sums[0], grad_v=sums[1])
-            else:
-                sums = [grad_k, grad_v]
-            if bounds is None:
-                # The same kernel for every mask: without bounds the compiler recomputes more in each step.
-                visible = Bounds.of(_as_bounds(causal, q_len, kv_len, q.device))
-            rows_per_tile = rows_per_key_tile(visible, q_len, kv_len, tiles.keys)
-            for keys, values in _key_targets(*sums):
-                turns = torch.zeros(programs, dtype=torch.int32, device=q.device) if splits > 1 else None
-                _grad_key_kernel[(programs * splits,)](
-                    *inputs, visible.first, visible.end, visible.strides, rows_per_tile, turns,
-                    keys, grad_k_strides, values, grad_v_strides, *sizes,
-                    **options, OVERWRITE=once, SPLITS=splits, STEPS=steps_per_split, ROWS=tiles.rows, KEYS=tiles.keys,
-                    num_warps=tiles.warps, num_stages=tiles.stages,
-                )  # fmt: skip
-            for grad, total in zip((grad_k, grad_v), sums, strict=True):
-                if grad is not None and total is not None and grad is not total:
-                    grad.copy_(total)
 
 
 def _key_targets(grad_k: Tensor | None, grad_v: Tensor | None) -> list[tuple[Tensor | None, Tensor | None]]:
@@ -170,27 +212,44 @@ def _key_targets(grad_k: Tensor | None, grad_v: Tensor | None) -> list[tuple[Ten
     return [(grad_k, None), (None, grad_v)]
 
 
-def _as_bounds(causal: bool, q_len: int, kv_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+_bounds: Recent[Bounds] = Recent(32)
+
+
+def _as_bounds(causal: bool, q: Tensor, k: Tensor) -> Bounds:
     """The bounds of rows that attend to all keys, or to keys j <= i if `causal`."""
-    if causal:
-        end = torch.arange(1, q_len + 1, dtype=torch.int32, device=device)
-    else:
-        end = torch.full((q_len,), kv_len, dtype=torch.int32, device=device)
-    return torch.zeros_like(end)[None, None], end[None, None]
+    q_len, kv_len, device = q.shape[2], k.shape[2], q.device
+    key = causal, q_len, kv_len, device, stream_of(q)
+    found = _bounds.get(key)
+    if found is None:
+        if causal:
+            end = torch.arange(1, q_len + 1, dtype=torch.int32, device=device)
+        else:
+            end = torch.full((q_len,), kv_len, dtype=torch.int32, device=device)
+        found = Bounds.of((torch.zeros_like(end)[None, None], end[None, None]))
+        if not is_capturing(q):
+            _bounds.add(key, found)
+    return found
 
 
 def rows_per_key_tile(visible: Bounds, q_len: int, kv_len: int, keys: int) -> Tensor:
     """The rows that attend to each key tile: int32 [parts, B or 1, tiles, 4] of begin, full_begin, full_end, stop.
 
     Rows in [begin, stop) attend to some key of the tile, rows in [full_begin, full_end) to every key. Computed on the
-    device of the bounds; the host does not wait.
+    device of the bounds, once for each stream; the host does not wait.
     """
     assert visible.first is not None
-    tile_count = triton.cdiv(kv_len, keys)
-    result = torch.empty((*visible.first.shape[:2], tile_count, 4), dtype=torch.int32, device=visible.first.device)
-    _rows_per_key_tile_kernel[(tile_count, result.shape[1], result.shape[0])](
-        visible.first, visible.end, visible.strides, result, q_len, kv_len, KEYS=keys, ROWS=_SCANNED_ROWS, num_warps=4
-    )
+    key = q_len, kv_len, keys, stream_of(visible.first)
+    result: Tensor | None = visible.kept.get(key)
+    if result is None:
+        tile_count = triton.cdiv(kv_len, keys)
+        result = torch.empty((*visible.first.shape[:2], tile_count, 4), dtype=torch.int32, device=visible.first.device)
+        with torch.cuda.device_of(result):
+            _rows_per_key_tile_kernel[(tile_count, result.shape[1], result.shape[0])](
+                visible.first, visible.end, visible.strides, result, q_len, kv_len, KEYS=keys, ROWS=_SCANNED_ROWS,
+                num_warps=4,
+            )  # fmt: skip
+        if not is_capturing(result):
+            visible.kept[key] = result
     return result
 
 

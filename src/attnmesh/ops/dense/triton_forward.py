@@ -47,7 +47,8 @@ from attnmesh.ops.dense.triton_tiles import (
     visible_keys,
     zero_tile,
 )
-from attnmesh.ops.merge import empty_out
+from attnmesh.ops.launch import Launch, Recent, prepare, signature
+from attnmesh.ops.merge import new_state
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -74,38 +75,59 @@ def forward(
     the result is new. `sinks` [Hq] are scores of one more key per head, whose value is 0. A row that attends to no key
     has out 0, and the sink or -inf as its lse.
     """
-    batch, q_heads, q_len, key_dim = q.shape
-    kv_heads, kv_len, value_dim = v.shape[1:]
+    visible = Bounds.of(bounds)
+    state_out, state_lse = state or (None, None)
+    sinks = None if sinks is None else sinks.contiguous()
+    given = q, k, v, visible.first, visible.end, state_out, state_lse, sinks, *terms[1:]
+    key = signature(*given), scale, causal, out_dtype, terms.softcap, tiles
+    launch = _known.get(key)
+    if launch is None and scale <= 0:  # the kernel takes the maximum before it scales
+        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+        return forward(
+            q, k, v, scale=scale, causal=causal, bounds=bounds, state=state, out_dtype=out_dtype, terms=terms,
+            sinks=sinks, tiles=tiles,
+        )  # fmt: skip
     if state is not None and out_dtype == torch.float32:
         result = state
     else:
-        result = State(
-            empty_out(q, torch.Size((*q.shape[:3], value_dim)), out_dtype),
-            torch.empty(q.shape[:3], dtype=torch.float32, device=q.device),
-        )
-    if result.out.numel() == 0:
-        return result
-    if scale <= 0:  # the kernel takes the maximum before it scales
-        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+        result = new_state(q, v.shape[3], out_dtype)
+    if launch is not None:
+        launch(*given, *result)
+    elif result.out.numel():
+        with torch.cuda.device_of(q):
+            _known.add(key, _first_launch(q, k, v, visible, state, sinks, terms, result, scale, causal, tiles))
+    return result
 
-    visible = Bounds.of(bounds)
+
+_known: Recent[Launch] = Recent()
+
+
+def _first_launch(
+    q: Tensor, k: Tensor, v: Tensor, visible: Bounds, state: State | None, sinks: Tensor | None, terms: ScoreTerms,
+    result: State, scale: float, causal: bool, tiles: DenseTiles | None,
+) -> Launch:  # fmt: skip
+    batch, q_heads, q_len, key_dim = q.shape
+    kv_heads, kv_len, value_dim = v.shape[1:]
     state_out, state_lse = state or (None, None)
-    tiles = tiles or pick_tiles(FORWARD_TILES if bounds is None else BOUNDED_FORWARD_TILES, q, v, held=("q",))
+    table = FORWARD_TILES if visible.first is None else BOUNDED_FORWARD_TILES
+    tiles = tiles or pick_tiles(table, q, v, held=("q",))
     q_strides, k_strides, v_strides, state_strides, out_strides = row_strides(
         q=q, k=k, v=v, state_out=state_out, out=result.out
     )
     # Without keys the loops are empty and the state passes through.
-    with torch.cuda.device_of(q):
-        _forward_kernel[(triton.cdiv(q_len, tiles.rows) * batch * q_heads,)](
+    return prepare(
+        _forward_kernel, (triton.cdiv(q_len, tiles.rows) * batch * q_heads,),
+        (
             q, q_strides, k, k_strides, v, v_strides, visible.first, visible.end, visible.strides,
             state_out, state_strides, state_lse, (0, 0, 0) if state_lse is None else state_lse.stride(),
             result.out, out_strides, result.lse, result.lse.stride(),
-            None if sinks is None else sinks.contiguous(), q_len, kv_len, q_heads, q_heads // kv_heads, scale, *terms,
-            CAUSAL=causal, PARTS=visible.parts, D=key_dim, K_BLOCKS=blocks_of(key_dim), DV=value_dim,
-            V_BLOCKS=blocks_of(value_dim), ROWS=tiles.rows, KEYS=tiles.keys,
-            num_warps=tiles.warps, num_stages=tiles.stages,
-        )  # fmt: skip
-    return result
+            sinks, q_len, kv_len, q_heads, q_heads // kv_heads, scale, *terms,
+        ),
+        (q, k, v, visible.first, visible.end, state_out, state_lse, sinks, *terms[1:], *result),
+        CAUSAL=causal, PARTS=visible.parts, D=key_dim, K_BLOCKS=blocks_of(key_dim), DV=value_dim,
+        V_BLOCKS=blocks_of(value_dim), ROWS=tiles.rows, KEYS=tiles.keys,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=LENGTHS)

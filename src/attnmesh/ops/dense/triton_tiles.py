@@ -23,7 +23,8 @@ the next power of two: 192 = 128 + 64, 576 = 512 + 64. Tiles are tuples of one o
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
 import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -162,22 +163,40 @@ def _fitted(tiles: DenseTiles, key_dim: int, value_dim: int, size: int, held: tu
 
 
 class Bounds(NamedTuple):
-    """The bounds of a mask as kernel arguments: pointers, strides over parts and sequences, and the number of parts."""
+    """The bounds of a mask as kernel arguments: pointers, strides over parts and sequences, and the number of parts.
+
+    `kept` is what kernels derive from the bounds, for the next launch.
+    """
 
     first: Tensor | None
     end: Tensor | None
     strides: tuple[int, int]
     parts: int
+    kept: dict[Any, Any]
 
     @classmethod
-    def of(cls, bounds: tuple[Tensor, Tensor] | None) -> "Bounds":
+    def of(cls, bounds: "tuple[Tensor, Tensor] | Bounds | None") -> "Bounds":
         """From `first` and `end`, int32 [parts, B or 1, rows]; None is a mask that is not described by bounds."""
         if bounds is None:
-            return cls(None, None, (0, 0), 1)
+            return _NO_BOUNDS
+        if isinstance(bounds, Bounds):
+            return bounds
         first, end = bounds
         if first.stride(-1) != 1 or first.stride() != end.stride():
             first, end = first.contiguous(), end.contiguous()
-        return cls(first, end, (first.stride(0), 0 if first.shape[1] == 1 else first.stride(1)), first.shape[0])
+        return cls(first, end, (first.stride(0), 0 if first.shape[1] == 1 else first.stride(1)), first.shape[0], {})
+
+    def each(self) -> "Sequence[Bounds]":
+        """The bounds of each part."""
+        if self.parts == 1 or self.first is None or self.end is None:
+            return (self,)
+        if "each" not in self.kept:
+            pairs = zip(self.first.split(1), self.end.split(1), strict=True)
+            self.kept["each"] = [Bounds.of(pair) for pair in pairs]
+        return self.kept["each"]  # type: ignore[no-any-return]
+
+
+_NO_BOUNDS = Bounds(None, None, (0, 0), 1, {})
 
 
 class ScoreTerms(NamedTuple):
