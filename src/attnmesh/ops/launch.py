@@ -47,6 +47,16 @@ class Recent(dict[Hashable, T], Generic[T]):
         return value
 
 
+def cdiv(n: int, size: int) -> int:
+    """The number of parts of `size` that cover n. (Triton's takes microseconds on the host.)"""
+    return -(-n // size)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
 def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
     """What a launch depends on besides addresses: dtype, shape, strides, device, and where in 16 bytes it begins.
 

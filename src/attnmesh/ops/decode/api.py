@@ -210,7 +210,7 @@ def _decode(given: _Given, slopes: Tensor | None, into: State | None, *options: 
         if key is not None:
             _prepared.add(key, known)
     else:
-        call = known.call(*given)
+        call = known.call(None, *given)
     if known.reads_positions:
         check_positions(call)
     state = known.run(call, into)
@@ -292,7 +292,7 @@ class PagedStep:
 
         A `partial` state is one to be merged with others: out is not rounded. Otherwise only out is defined.
         """
-        given = q, k_pool, v_pool, self.block_table, self.cur_pos, mask, None, key_range, sinks
+        given: _Given = (q, k_pool, v_pool, self.block_table, self.cur_pos, mask, None, key_range, sinks)
         key: Hashable
         if q.is_cuda:
             options = (_LOG.isEnabledFor(logging.INFO), scale, window, softcap, partial, backend)
@@ -318,7 +318,7 @@ class PagedStep:
             if key is not None:
                 prepared.add(key, known)
         _, memo = self._memos.setdefault((key, id(key_range)), (key_range, {}))
-        return known.run(known.call(*given, memo), into)
+        return known.run(known.call(memo, *given), into)
 
 
 class Reference:

@@ -150,12 +150,15 @@ class PreparedCall:
         self.reads_positions = self.on_host or backend.name == "reference"
 
     def call(
-        self, q: Tensor, k: Stored, v: Stored, table: Tensor | None, cur_pos: Sequence[int] | Tensor | None,
-        mask: Tensor | None, tree: Tensor | None, key_range: tuple[Tensor, Tensor] | None, sinks: Tensor | None,
-        memo: dict[Any, Any] | None = None,
+        self, memo: dict[Any, Any] | None, q: Tensor, k: Stored, v: Stored, table: Tensor | None,
+        cur_pos: Sequence[int] | Tensor | None, mask: Tensor | None, tree: Tensor | None,
+        key_range: tuple[Tensor, Tensor] | None, sinks: Tensor | None,
     ) -> DecodeCall:  # fmt: skip
-        """A call with this signature. Checks what depends on values, as far as the host can read them."""
-        if memo is None:  # else they have been checked in this step
+        """A call with this signature. Checks what depends on values, as far as the host can read them.
+
+        With a `memo` it is one of a step, whose values have been checked.
+        """
+        if memo is None:
             if self.on_host or not isinstance(cur_pos, Tensor):
                 cur_pos = _positions(cur_pos, q, self.capacity)
             if self.on_host and key_range is not None:

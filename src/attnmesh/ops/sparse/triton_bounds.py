@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.launch import Launch, Recent, prepare, signature
+from attnmesh.ops.launch import Launch, Recent, cdiv, prepare, signature
 
 _ROWS = 1024
 _launches: Recent[Launch] = Recent()
@@ -36,7 +36,7 @@ def bounds(
         _launches.add(
             key,
             prepare(
-                _bounds_kernel, (triton.cdiv(s_q, _ROWS),), (*given, strides, result, s_q, *numbers[:-1]),
+                _bounds_kernel, (cdiv(s_q, _ROWS),), (*given, strides, result, s_q, *numbers[:-1]),
                 (*given, result), CAUSAL=causal, ROWS=_ROWS, num_warps=4,
             ),
         )  # fmt: skip
