@@ -63,11 +63,18 @@ def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
     (Not only whether it is aligned: parts of a tensor that is not may be.) And which tensors begin at one address:
     arguments of a launch are told apart by where they begin.
     """
-    given = [x for x in tensors if x is not None]
-    addresses = [x.data_ptr() for x in given]
-    shared = None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses))
-    found = [(x.dtype, x.shape, x.stride(), x.device, at & 15) for x, at in zip(given, addresses, strict=True)]
-    return (*[x is None for x in tensors], *found, shared)
+    found: list[Any] = []
+    addresses: list[int] = []
+    for x in tensors:
+        if x is None:
+            found.append(None)
+        else:
+            address = x.data_ptr()
+            addresses.append(address)
+            found += (x.dtype, x.shape, x.stride(), x.device, address & 15)
+    if len(set(addresses)) != len(addresses):
+        found.append(tuple(map(addresses.index, addresses)))
+    return tuple(found)
 
 
 def prepare(

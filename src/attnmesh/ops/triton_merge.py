@@ -288,7 +288,7 @@ _launches: Recent[Launch] = Recent()
 
 def merge_states(states: Sequence[State], key: Hashable) -> State:
     """`attnmesh.core.merge.merge` of 1 to 8 states that are not empty, nor of float64. `key`: their `signature`."""
-    tensors = [x if x.is_contiguous() else x.contiguous() for state in states for x in state]
+    tensors = [x.contiguous() for state in states for x in state]
     out = torch.empty(states[0].out.shape, dtype=torch.float32, device=tensors[0].device)
     lse = torch.empty(states[0].lse.shape, dtype=torch.float32, device=tensors[0].device)
     launch = _launches.get(key)

@@ -200,7 +200,7 @@ def signature_of(
             tensors += key_range
         if into is not None:
             tensors += into
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        if torch.is_grad_enabled() and True in [x is not None and x.requires_grad for x in tensors]:
             return None
         kinds = (type(k), type(v), type(cur_pos), type(key_range), type(into), len(tensors))
         return (*signature(*tensors), *offsets, kinds, *map(type, tensors), options, *map(type, options))

@@ -95,8 +95,9 @@ def forward(
     """`triton_forward.forward` for arguments that satisfy `supports`."""
     assert v is None
     s_q, heads, d = q.shape
-    out = torch.empty(s_q, heads, d_v, dtype=out_dtype, device=q.device)
-    lse = torch.empty(s_q, heads, dtype=torch.float32, device=q.device)
+    device = q.device
+    out = torch.empty_strided((s_q, heads, d_v), (heads * d_v, d_v, 1), dtype=out_dtype, device=device)
+    lse = torch.empty_strided((s_q, heads), (heads, 1), dtype=torch.float32, device=device)
     top = torch.empty_like(lse) if max_logits else None
     sinks = None if sinks is None else sinks.contiguous()
     results = (out, lse) if top is None else (out, lse, top)

@@ -20,7 +20,7 @@ def bounds(
     *, first: int, end: int, q_start: int, k_stride: int, topk: int, causal: bool, device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """lo, hi and slots of `RowBounds`, of keys [first, end). The tensors [s_q] are int32 or int64 on the device."""
-    result = torch.empty(3, s_q, dtype=torch.int32, device=device)
+    result = torch.empty_strided((3, s_q), (s_q, 1), dtype=torch.int32, device=device)
     lo, hi, slots = result.unbind()
     if not s_q:
         return lo, hi, slots

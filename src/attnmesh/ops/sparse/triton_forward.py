@@ -62,14 +62,15 @@ def forward(
     scaled score [s_q, h] without sinks, float32.
     """
     s_q, heads, d = q.shape
-    out = torch.empty(s_q, heads, d_v, dtype=out_dtype, device=q.device)
-    lse = torch.empty(s_q, heads, dtype=torch.float32, device=q.device)
+    device = q.device
+    out = torch.empty_strided((s_q, heads, d_v), (heads * d_v, d_v, 1), dtype=out_dtype, device=device)
+    lse = torch.empty_strided((s_q, heads), (heads, 1), dtype=torch.float32, device=device)
     top = torch.empty_like(lse) if max_logits else None
     sinks = None if sinks is None else sinks.contiguous()
     results = (out, lse) if top is None else (out, lse, top)
     if out.numel() == 0:
         return results
-    gpu = gpu_of(q.device)
+    gpu = gpu_of(device)
     inputs = q, k, v, indices, lo, hi, slots, sinks
     key = (*signature(*inputs), d_v, k_offset, scale, out_dtype, max_logits, tiles, gpu)
     launch = _launches.get(key)
