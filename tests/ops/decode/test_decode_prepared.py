@@ -61,6 +61,24 @@ def test_tensors_of_other_strides_and_alignments(backend):
             torch.testing.assert_close(found, expected(queries, k, v, slots, [20, 7]))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_alibi_slopes_become_a_mask_in_every_call(backend):
+    device = device_of(backend)
+    for seed in range(2):
+        given = caches(seed, device)
+        slopes = torch.rand(4, device=device)
+        for how in (
+            {"alibi_slopes": slopes},
+            {},
+            {"alibi_slopes": slopes, "mask": torch.rand(2, 1, 1, 32, device=device)},
+        ):
+            found, exact = (
+                paged_decode_attention(*given, cur_pos=[20 + seed, 7], **how, backend=name)
+                for name in (backend, "reference")
+            )
+            torch.testing.assert_close(found, exact)
+
+
 def test_quantized_pools_that_can_be_read_in_pairs_and_that_cannot():
     """Of the same shapes and strides: at even and at odd addresses."""
     q, k, v, table = caches(2)

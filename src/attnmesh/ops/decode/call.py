@@ -174,8 +174,8 @@ class PreparedCall:
 
 def signature_of(
     q: Tensor, k: Stored, v: Stored, table: Tensor | None, cur_pos: Sequence[int] | Tensor | None, mask: Tensor | None,
-    tree: Tensor | None, key_range: tuple[Tensor, Tensor] | None, sinks: Tensor | None, into: State | None,
-    options: tuple[object, ...],
+    tree: Tensor | None, key_range: tuple[Tensor, Tensor] | None, sinks: Tensor | None, slopes: Tensor | None,
+    into: State | None, options: tuple[object, ...],
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """What the checks of a call, its backend and its launches depend on, besides the values of positions.
 
@@ -184,7 +184,7 @@ def signature_of(
     if torch.compiler.is_compiling():
         return None
     try:
-        tensors = [q, table, mask, tree, sinks]
+        tensors = [q, table, mask, tree, sinks, slopes]
         offsets: list[Any] = []
         if isinstance(k, Tensor) and isinstance(v, Tensor):
             tensors += (k, v)
