@@ -250,7 +250,7 @@ def _with_slopes(call: DecodeCall, slopes: Tensor | None) -> DecodeCall:
     """The call with ALiBi slopes, as a mask that is added to the scores."""
     if slopes is None:
         return call
-    slopes = checked_per_head("alibi_slopes", slopes, call.q)
+    checked_per_head("alibi_slopes", slopes, call.q)
     if call.key_range is not None:
         raise ValueError("key_range and alibi_slopes are mutually exclusive, got both")
     keys, tokens = (torch.arange(n, device=call.q.device) for n in (call.capacity, call.q.shape[2]))
