@@ -140,7 +140,7 @@ class Descriptor:
         assert all(n > 0 for n in shape)
         assert all(n & (n - 1) == 0 for n in block_shape), "the sides of a block are powers of two"
         assert all(n <= 256 for n in block_shape[:-1]), "a side of a block is longer than 256"
-        self.base, self.layout_of_x = base, (tuple(shape), tuple(strides))
+        self.base, self.shape, self.strides = base, tuple(shape), tuple(strides)
         self.dtype, self.block_shape = base.dtype, list(block_shape)
         nbytes = math.prod(block_shape) * size
         self.block_type = SimpleNamespace(shape=self.block_shape, element_ty=base.dtype, nbytes=nbytes)
@@ -148,7 +148,7 @@ class Descriptor:
 
     @property
     def x(self) -> Tensor:
-        return self.base.as_strided(*self.layout_of_x)
+        return self.base.as_strided(self.shape, self.strides)
 
     def inside(self, coord) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """The part of a block that is inside of the tensor: where it lies in the tensor, and where in the block."""

@@ -59,7 +59,7 @@ def operations() -> dict[str, Callable[[], object]]:
 
 MOST = {
     "paged_decode_attention": 410, "decode_attention": 315, "sparse_attention": 165, "attention_distribution": 175,
-    "indexer_topk": 630, "indexer_kl_loss": 1160, "paged_sparse_decode_attention": 690, "merge": 75,
+    "indexer_topk": 240, "indexer_kl_loss": 375, "paged_sparse_decode_attention": 295, "merge": 75,
 }  # fmt: skip
 
 
@@ -110,8 +110,8 @@ def count_before_launches() -> None:
         am.paged_decode_attention(q, pool, v_pool, table, cur_pos=last, backend="triton")
 
     cases = {
-        "paged_decode_attention": (decode, 2, 120),
-        "sparse_attention": (lambda: am.sparse_attention(rows, latents, indices, scale=0.1, backend="triton"), 2, 132),
+        "paged_decode_attention": (decode, 2, 108),
+        "sparse_attention": (lambda: am.sparse_attention(rows, latents, indices, scale=0.1, backend="triton"), 2, 136),
         "merge": (lambda: am.merge([state, other]), 1, 75),
     }
     for name, (call, launches, most) in cases.items():

@@ -47,17 +47,34 @@ class Recent(dict[Hashable, T], Generic[T]):
         return value
 
 
+def cdiv(n: int, size: int) -> int:
+    """The number of parts of `size` that cover n. (Triton's takes microseconds on the host.)"""
+    return -(-n // size)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
 def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
     """What a launch depends on besides addresses: dtype, shape, strides, device, and where in 16 bytes it begins.
 
     (Not only whether it is aligned: parts of a tensor that is not may be.) And which tensors begin at one address:
     arguments of a launch are told apart by where they begin.
     """
-    given = [x for x in tensors if x is not None]
-    addresses = [x.data_ptr() for x in given]
-    shared = None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses))
-    found = [(x.dtype, x.shape, x.stride(), x.device, at & 15) for x, at in zip(given, addresses, strict=True)]
-    return (*[x is None for x in tensors], *found, shared)
+    found: list[Any] = []
+    addresses: list[int] = []
+    for x in tensors:
+        if x is None:
+            found.append(None)
+        else:
+            address = x.data_ptr()
+            addresses.append(address)
+            found += (x.dtype, x.shape, x.stride(), x.device, address & 15)
+    if len(set(addresses)) != len(addresses):
+        found.append(tuple(map(addresses.index, addresses)))
+    return tuple(found)
 
 
 def prepare(
@@ -82,7 +99,8 @@ def repeat(known: Recent[Launch], kernel: Any, grid: tuple[int, ...], args: Sequ
     if torch.compiler.is_compiling():
         kernel[grid](*args, **options)
         return
-    tensors, rest = [], []
+    tensors: list[Tensor] = []
+    rest: list[Any] = []
     for x in args:
         if isinstance(x, Tensor):
             tensors.append(x)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnmesh.core.state import State
 from attnmesh.ops.dense.triton_tiles import at_head, locate, padded, row_strides, store_rows, tile_mask, tile_pointers
-from attnmesh.ops.launch import Launch, Recent, prepare, repeat
+from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, prepare, repeat
 
 MAX_PARTS = 4
 _ELEMENTS = 2048  # of one tensor per program: four 16-byte accesses in flight for each thread
@@ -55,7 +55,7 @@ def accumulate(
             torch.empty(shape[:3], dtype=torch.float32, device=device),
         )
     tile = _rows_per_program(head_dim)
-    programs = triton.cdiv(len(rows), tile) * len(sequences) * heads
+    programs = cdiv(len(rows), tile) * len(sequences) * heads
     if programs == 0 or head_dim == 0:
         return result
 
@@ -94,7 +94,7 @@ def add(
     else:
         result = torch.empty(shape, dtype=out_dtype, device=parts[0][0].device)
     tile = _rows_per_program(head_dim)
-    programs = triton.cdiv(len(rows), tile) * len(sequences) * heads
+    programs = cdiv(len(rows), tile) * len(sequences) * heads
     if programs == 0 or head_dim == 0:
         return result
     addends = [*([] if total is None else [(total, 0, 0)]), *parts]  # the total is one more part
@@ -236,9 +236,9 @@ def merge_packed(parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Ten
     if rows:
         with torch.cuda.device_of(parts):
             repeat(
-                _launches, _merge_packed_kernel, (triton.cdiv(rows, _ROWS),),
+                _launches, _merge_packed_kernel, (cdiv(rows, _ROWS),),
                 (parts, parts.stride()[:4], sinks, out, out.stride()[:3], count, rows, batch, tokens),
-                D=width - 1, BLOCK_D=triton.next_power_of_2(width - 1), ROWS=_ROWS, num_warps=4,
+                D=width - 1, BLOCK_D=next_power_of_2(width - 1), ROWS=_ROWS, num_warps=4,
             )  # fmt: skip
     return out
 
@@ -288,7 +288,7 @@ _launches: Recent[Launch] = Recent()
 
 def merge_states(states: Sequence[State], key: Hashable) -> State:
     """`attnmesh.core.merge.merge` of 1 to 8 states that are not empty, nor of float64. `key`: their `signature`."""
-    tensors = [x if x.is_contiguous() else x.contiguous() for state in states for x in state]
+    tensors = [x.contiguous() for state in states for x in state]
     out = torch.empty(states[0].out.shape, dtype=torch.float32, device=tensors[0].device)
     lse = torch.empty(states[0].lse.shape, dtype=torch.float32, device=tensors[0].device)
     launch = _launches.get(key)
@@ -300,7 +300,7 @@ def merge_states(states: Sequence[State], key: Hashable) -> State:
         args = (*tensors, *[None] * (2 * (MAX_STATES - len(states))), out, lse, rows)
         with torch.cuda.device_of(out):
             launch = prepare(
-                _merge_states_kernel, (triton.cdiv(rows, tile),), args, (*tensors, out, lse), D=width,
+                _merge_states_kernel, (cdiv(rows, tile),), args, (*tensors, out, lse), D=width,
                 BLOCK_D=padded(width), ROWS=tile, num_warps=4,
             )  # fmt: skip
         _launches.add(key, launch)

@@ -478,7 +478,7 @@ def launch(group: int, tokens: int, dtype: str, block_size: int, how: dict) -> N
     """A case, in the process that compiles."""
     problem = latent([200, 70], group=group, tokens=tokens, dtype=getattr(torch, dtype), block_size=block_size, **how)
     call = problem.call()
-    gluon.Gluon()._launch(call, call.empty_state(), None, 0)
+    gluon.Gluon().launch(call, call.empty_state(), None, 0)
 
 
 COMPILED = [

@@ -202,7 +202,7 @@ _prepared: Recent[PreparedCall] = Recent()
 
 def _decode(given: _Given, slopes: Tensor | None, into: State | None, *options: Any) -> Tensor | tuple[Tensor, Tensor]:
     """Out, or out and lse. What depends on the signature of a call alone is checked and chosen once."""
-    key = None if slopes is not None else signature_of(*given, into, (_LOG.isEnabledFor(logging.INFO), *options))
+    key = signature_of(*given, slopes, into, (_LOG.isEnabledFor(logging.INFO), *options))
     known = None if key is None else _find(key)
     if known is None:
         call, chosen = _checked(given, slopes, into, *options)
@@ -210,7 +210,7 @@ def _decode(given: _Given, slopes: Tensor | None, into: State | None, *options: 
         if key is not None:
             _prepared.add(key, known)
     else:
-        call = known.call(*given)
+        call = _with_slopes(known.call(None, *given), slopes)
     if known.reads_positions:
         check_positions(call)
     state = known.run(call, into)
@@ -248,9 +248,9 @@ def _checked(
 
 def _with_slopes(call: DecodeCall, slopes: Tensor | None) -> DecodeCall:
     """The call with ALiBi slopes, as a mask that is added to the scores."""
-    slopes = checked_per_head("alibi_slopes", slopes, call.q)
     if slopes is None:
         return call
+    checked_per_head("alibi_slopes", slopes, call.q)
     if call.key_range is not None:
         raise ValueError("key_range and alibi_slopes are mutually exclusive, got both")
     keys, tokens = (torch.arange(n, device=call.q.device) for n in (call.capacity, call.q.shape[2]))
@@ -292,11 +292,11 @@ class PagedStep:
 
         A `partial` state is one to be merged with others: out is not rounded. Otherwise only out is defined.
         """
-        given = q, k_pool, v_pool, self.block_table, self.cur_pos, mask, None, key_range, sinks
+        given: _Given = (q, k_pool, v_pool, self.block_table, self.cur_pos, mask, None, key_range, sinks)
         key: Hashable
         if q.is_cuda:
             options = (_LOG.isEnabledFor(logging.INFO), scale, window, softcap, partial, backend)
-            key = signature_of(*given, into, options)
+            key = signature_of(*given, None, into, options)
         else:  # no launch is repeated, and what else a backend does not depend on strides
             key = (
                 q.shape, q.dtype, k_pool.shape, v_pool.shape, type(k_pool), scale, window, softcap, backend,
@@ -318,7 +318,7 @@ class PagedStep:
             if key is not None:
                 prepared.add(key, known)
         _, memo = self._memos.setdefault((key, id(key_range)), (key_range, {}))
-        return known.run(known.call(*given, memo=memo), into)
+        return known.run(known.call(memo, *given), into)
 
 
 class Reference:

@@ -150,12 +150,15 @@ class PreparedCall:
         self.reads_positions = self.on_host or backend.name == "reference"
 
     def call(
-        self, q: Tensor, k: Stored, v: Stored, table: Tensor | None, cur_pos: Sequence[int] | Tensor | None,
-        mask: Tensor | None, tree: Tensor | None, key_range: tuple[Tensor, Tensor] | None, sinks: Tensor | None,
-        memo: dict[Any, Any] | None = None,
+        self, memo: dict[Any, Any] | None, q: Tensor, k: Stored, v: Stored, table: Tensor | None,
+        cur_pos: Sequence[int] | Tensor | None, mask: Tensor | None, tree: Tensor | None,
+        key_range: tuple[Tensor, Tensor] | None, sinks: Tensor | None,
     ) -> DecodeCall:  # fmt: skip
-        """A call with this signature. Checks what depends on values, as far as the host can read them."""
-        if memo is None:  # else they have been checked in this step
+        """A call with this signature. Checks what depends on values, as far as the host can read them.
+
+        With a `memo` it is one of a step, whose values have been checked.
+        """
+        if memo is None:
             if self.on_host or not isinstance(cur_pos, Tensor):
                 cur_pos = _positions(cur_pos, q, self.capacity)
             if self.on_host and key_range is not None:
@@ -171,8 +174,8 @@ class PreparedCall:
 
 def signature_of(
     q: Tensor, k: Stored, v: Stored, table: Tensor | None, cur_pos: Sequence[int] | Tensor | None, mask: Tensor | None,
-    tree: Tensor | None, key_range: tuple[Tensor, Tensor] | None, sinks: Tensor | None, into: State | None,
-    options: tuple[object, ...],
+    tree: Tensor | None, key_range: tuple[Tensor, Tensor] | None, sinks: Tensor | None, slopes: Tensor | None,
+    into: State | None, options: tuple[object, ...],
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """What the checks of a call, its backend and its launches depend on, besides the values of positions.
 
@@ -181,8 +184,8 @@ def signature_of(
     if torch.compiler.is_compiling():
         return None
     try:
-        tensors = [q, table, mask, tree, sinks]
-        offsets: list[int | None] = []
+        tensors = [q, table, mask, tree, sinks, slopes]
+        offsets: list[Any] = []
         if isinstance(k, Tensor) and isinstance(v, Tensor):
             tensors += (k, v)
         elif isinstance(k, Quantized) and isinstance(v, Quantized):
@@ -197,7 +200,7 @@ def signature_of(
             tensors += key_range
         if into is not None:
             tensors += into
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        if torch.is_grad_enabled() and True in [x is not None and x.requires_grad for x in tensors]:
             return None
         kinds = (type(k), type(v), type(cur_pos), type(key_range), type(into), len(tensors))
         return (*signature(*tensors), *offsets, kinds, *map(type, tensors), options, *map(type, options))

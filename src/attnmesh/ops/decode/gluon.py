@@ -35,7 +35,8 @@ class Gluon(Triton):
             refused = _module(self._checks).refusal(call)
         return refused
 
-    def _launch(self, call: DecodeCall, state: State, tiles: DecodeTiles | None, first_sequence: int) -> Launches:
+    def launch(self, call: DecodeCall, state: State, tiles: DecodeTiles | None, first_sequence: int) -> Launches:
+        """Launches the kernels for up to 1024 sequences."""
         few = call.group * call.q.shape[2] <= _FEW_ROWS
         kind = "fp8" if rope_of(call.k) is not None else "narrow" if few else "latent"
         return _launched(kind, call, state, first_sequence)
@@ -54,7 +55,8 @@ class GluonGQA(Gluon):
         """
         return call.q.shape[3] == 128 and call.group * call.q.shape[2] in _MANY_ROWS
 
-    def _launch(self, call: DecodeCall, state: State, tiles: DecodeTiles | None, first_sequence: int) -> Launches:
+    def launch(self, call: DecodeCall, state: State, tiles: DecodeTiles | None, first_sequence: int) -> Launches:
+        """Launches the kernels for up to 1024 sequences."""
         return _launched("grouped", call, state, first_sequence)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -266,46 +265,53 @@ class Triton:
             return "its kernels need compute capability 8.9 to read fp8 caches"
         return None
 
-    def run(
-        self, call: DecodeCall, into: State | None = None, tiles: DecodeTiles | None = None,
-        known: dict[tuple[int, int], Launches] | None = None,
-    ) -> State:  # fmt: skip
-        """Out and lse, in two launches per 1024 sequences. Raises errors that earlier calls have recorded.
-
-        `known` are the launches of earlier calls with this signature, by their sequences; new ones are added.
-        """
-        raise_device_error(call.q.device)
-        batch = call.q.shape[0]
-        state = call.empty_state() if into is None else into
-        if batch <= _SEQUENCES_PER_LAUNCH:
-            if state.out.numel():
-                self._repeat(call, state, tiles, range(batch), known)
-            return state
-        for first in range(0, batch if state.out.numel() else 0, _SEQUENCES_PER_LAUNCH):
-            some = slice(first, first + _SEQUENCES_PER_LAUNCH)
-            part = State(state.out[some], state.lse[some])
-            self._repeat(_sequences(call, some), part, tiles, range(batch)[some], known)
-        return state
+    def run(self, call: DecodeCall, into: State | None = None, tiles: DecodeTiles | None = None) -> State:
+        """Out and lse, in two launches per 1024 sequences. Raises errors that earlier calls have recorded."""
+        return _Run(self, tiles)(call, into)
 
     def prepared(self) -> Callable[[DecodeCall, State | None], State]:
         """`run` for calls of one signature."""
-        return partial(self.run, known={})
+        return _Run(self)
 
-    def _repeat(
-        self, call: DecodeCall, state: State, tiles: DecodeTiles | None, sequences: range,
-        known: dict[tuple[int, int], Launches] | None,
-    ) -> None:  # fmt: skip
-        if known is None:
-            self._launch(call, state, tiles, sequences.start)
-            return
-        launches = known.get((sequences.start, sequences.stop))
+    def launch(self, call: DecodeCall, state: State, tiles: DecodeTiles | None, first_sequence: int) -> Launches:
+        """Launches the kernels for up to 1024 sequences."""
+        return _launch(call, state, tiles or pick_tiles(call), first_sequence)
+
+
+class _Run:
+    """`Triton.run` for calls of one signature: the launches of the first are those of all."""
+
+    def __init__(self, backend: Triton, tiles: DecodeTiles | None = None) -> None:
+        self._backend, self._tiles = backend, tiles
+        self._empty: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []  # of out and lse
+        self._launches: dict[tuple[int, int], Launches] = {}  # by their sequences
+
+    def __call__(self, call: DecodeCall, into: State | None = None) -> State:
+        device, batch = call.q.device, call.q.shape[0]
+        raise_device_error(device)
+        if into is not None:
+            state = into
+        elif self._empty:
+            state = State(*[torch.empty_strided(*shape, dtype=x, device=device) for *shape, x in self._empty])
+        else:
+            state = call.empty_state()
+            self._empty = [(x.shape, x.stride(), x.dtype) for x in state]
+        if not state.out.numel():
+            return state
+        if batch <= _SEQUENCES_PER_LAUNCH:
+            self._run(call, state, 0, batch)
+            return state
+        for first in range(0, batch, _SEQUENCES_PER_LAUNCH):
+            some = slice(first, first + _SEQUENCES_PER_LAUNCH)
+            self._run(_sequences(call, some), State(state.out[some], state.lse[some]), first, some.stop)
+        return state
+
+    def _run(self, call: DecodeCall, state: State, first: int, stop: int) -> None:
+        launches = self._launches.get((first, stop))
         if launches is None:
-            known[sequences.start, sequences.stop] = self._launch(call, state, tiles, sequences.start)
+            self._launches[first, stop] = self._backend.launch(call, state, self._tiles, first)
         else:
             launches(call, state)
-
-    def _launch(self, call: DecodeCall, state: State, tiles: DecodeTiles | None, first_sequence: int) -> Launches:
-        return _launch(call, state, tiles or pick_tiles(call), first_sequence)
 
 
 class Launches(NamedTuple):
@@ -320,7 +326,7 @@ class Launches(NamedTuple):
     def __call__(self, call: DecodeCall, state: State) -> None:
         """Out and lse of a call."""
         tensors = _tensors(_readable(call) if self.copied else call, state)
-        parts = torch.empty(self.parts, dtype=torch.float32, device=call.q.device)
+        parts = torch.empty_strided((self.parts,), (1,), dtype=torch.float32, device=call.q.device)
         self.attend(*tensors, parts, *self.fixed)
         self.merge(*tensors, parts, *self.fixed)
 

@@ -22,7 +22,6 @@ stage `step % 2` is used for the `step // 2`-th time; waiting for the phase befo
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -37,7 +36,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gpu import is_hopper
-from attnmesh.ops.launch import Launch, Recent, repeat
+from attnmesh.ops.launch import Launch, Recent, cdiv, repeat
 from attnmesh.ops.sparse.gluon_common import (
     D_TAIL,
     D_V,
@@ -158,7 +157,7 @@ def attend(
     """
     assert pool.rope is not None
     rows, heads, _ = q.shape
-    items = rows * splits * triton.cdiv(heads, HEADS)
+    items = rows * splits * cdiv(heads, HEADS)
     repeat(
         _launches, _attend_kernel, (min(items, processors(q)),),
         (

@@ -28,7 +28,6 @@ told by its scores: the gatherer tells it.
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -42,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gpu import is_hopper
-from attnmesh.ops.launch import Launch, Recent, prepare, signature
+from attnmesh.ops.launch import Launch, Recent, cdiv, prepare, signature
 from attnmesh.ops.sparse.gluon_common import (
     D_TAIL,
     D_V,
@@ -96,8 +95,9 @@ def forward(
     """`triton_forward.forward` for arguments that satisfy `supports`."""
     assert v is None
     s_q, heads, d = q.shape
-    out = torch.empty(s_q, heads, d_v, dtype=out_dtype, device=q.device)
-    lse = torch.empty(s_q, heads, dtype=torch.float32, device=q.device)
+    device = q.device
+    out = torch.empty_strided((s_q, heads, d_v), (heads * d_v, d_v, 1), dtype=out_dtype, device=device)
+    lse = torch.empty_strided((s_q, heads), (heads, 1), dtype=torch.float32, device=device)
     top = torch.empty_like(lse) if max_logits else None
     sinks = None if sinks is None else sinks.contiguous()
     results = (out, lse) if top is None else (out, lse, top)
@@ -109,7 +109,7 @@ def forward(
     if launch is not None:
         launch(*inputs, *results)
         return results
-    items = s_q * triton.cdiv(heads, HEADS)
+    items = s_q * cdiv(heads, HEADS)
     args = (
         q, q.stride(0), q.stride(1), k, k.stride(0), indices, indices.stride(0), lo, hi, slots, sinks, out, lse,
         top, items, heads, indices.shape[1], k_offset, scale * LOG2_E,

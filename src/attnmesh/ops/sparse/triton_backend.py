@@ -99,9 +99,8 @@ class Triton:
     ) -> TopKIndices:
         """`Backend.topk`. The kernel chooses its own block size; `block_size` is ignored."""
         topk_of = gluon_topk.topk if gluon_topk.is_faster(iq, ik, topk) else triton_topk.topk
-        selected = topk_of(
-            iq, ik, w, topk, bounds.lo - bounds.k_offset, bounds.hi - bounds.k_offset, scale=scale, relu=relu
-        )
         if not bounds.k_offset:
-            return selected
+            return topk_of(iq, ik, w, topk, bounds.lo, bounds.hi, scale=scale, relu=relu)
+        lo, hi = bounds.lo - bounds.k_offset, bounds.hi - bounds.k_offset
+        selected = topk_of(iq, ik, w, topk, lo, hi, scale=scale, relu=relu)
         return selected._replace(indices=torch.where(selected.indices < 0, -1, selected.indices + bounds.k_offset))

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.launch import Launch, Recent, repeat
+from attnmesh.ops.launch import Launch, Recent, cdiv, repeat
 from attnmesh.ops.sparse import gluon_backward, gluon_common
 from attnmesh.ops.sparse.arguments import RowBounds
 from attnmesh.ops.sparse.triton_sums_by_key import SlotsByKey, add_by_key, sort_slots_by_key
@@ -81,7 +81,7 @@ def row_delta(out: Tensor, dout: Tensor) -> Tensor:
     columns = _power_of_two(width)
     pairs = max(1, _DELTA_ELEMENTS // columns)
     repeat(
-        _launches, delta_kernel, (triton.cdiv(rows * heads, pairs),),
+        _launches, delta_kernel, (cdiv(rows * heads, pairs),),
         (out, out.stride()[:2], dout, dout.stride()[:2], result, rows * heads),
         H=heads, DV=width, PAIRS=pairs, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
@@ -262,8 +262,8 @@ def _plan(
     least_slots = gluon_common.KEYS if hopper else 1  # of a tile
     every = [_fitted(table[size], heads, max(slots, least_slots), width) for table in (scores, grad_query, grad_key)]
     most_heads, most_keys = max(tiles.heads for tiles in every), max(tiles.keys for tiles in every)
-    padded_heads = triton.cdiv(heads, most_heads) * most_heads
-    padded_slots = triton.cdiv(slots, most_keys) * most_keys
+    padded_heads = cdiv(heads, most_heads) * most_heads
+    padded_slots = cdiv(slots, most_keys) * most_keys
     budget, row_bytes = WORKSPACE, 2 * padded_heads * padded_slots * size
     if deterministic:
         budget, row_bytes = WORKSPACE_DETERMINISTIC, row_bytes + slots * width * 4

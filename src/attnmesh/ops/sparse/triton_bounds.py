@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.launch import Launch, Recent, prepare, signature
+from attnmesh.ops.launch import Launch, Recent, cdiv, prepare, signature
 
 _ROWS = 1024
 _launches: Recent[Launch] = Recent()
@@ -20,7 +20,7 @@ def bounds(
     *, first: int, end: int, q_start: int, k_stride: int, topk: int, causal: bool, device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """lo, hi and slots of `RowBounds`, of keys [first, end). The tensors [s_q] are int32 or int64 on the device."""
-    result = torch.empty(3, s_q, dtype=torch.int32, device=device)
+    result = torch.empty_strided((3, s_q), (s_q, 1), dtype=torch.int32, device=device)
     lo, hi, slots = result.unbind()
     if not s_q:
         return lo, hi, slots
@@ -36,7 +36,7 @@ def bounds(
         _launches.add(
             key,
             prepare(
-                _bounds_kernel, (triton.cdiv(s_q, _ROWS),), (*given, strides, result, s_q, *numbers[:-1]),
+                _bounds_kernel, (cdiv(s_q, _ROWS),), (*given, strides, result, s_q, *numbers[:-1]),
                 (*given, result), CAUSAL=causal, ROWS=_ROWS, num_warps=4,
             ),
         )  # fmt: skip

@@ -34,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_device_error
 from attnmesh.ops.gpu import gpu_of, starts_early
-from attnmesh.ops.launch import Launch, Recent, repeat
+from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, repeat
 from attnmesh.ops.sparse import gluon_common, gluon_decode, gluon_forward, triton_forward
 from attnmesh.ops.sparse.paged import PagedKeys, SparseDecodeCall
 from attnmesh.ops.sparse.triton_forward import LOG2_E, ForwardTiles, pick_tiles, split_width
@@ -112,7 +112,7 @@ def locate(keys: PagedKeys, indices: Tensor, counts: Tensor | None) -> tuple[Ten
 
 
 def _tiles(call: SparseDecodeCall) -> ForwardTiles:
-    heads = min(64, max(16, int(triton.next_power_of_2(call.q.shape[2]))))
+    heads = min(64, max(16, next_power_of_2(call.q.shape[2])))
     if isinstance(call.keys.pool, Tensor):
         main, tail = split_width(call.keys.width)
         return pick_tiles(heads, main, main + tail, call.q.dtype, separate=False, gpu=gpu_of(call.q.device))
@@ -125,9 +125,9 @@ def _attend(
     q = call.q
     batch, tokens, heads, _ = q.shape
     rows, topk = batch * tokens, call.indices.shape[2]
-    head_tiles = triton.cdiv(heads, tiles.heads)
+    head_tiles = cdiv(heads, tiles.heads)
     span = call.split_size or _span(rows * head_tiles, topk, tiles.keys, q.device)
-    splits = triton.cdiv(topk, span)
+    splits = cdiv(topk, span)
     parts = _parts(call, splits) if splits > 1 else (None, None, None)
     sinks, sizes = None if call.sinks is None else call.sinks.contiguous(), _pool_sizes(call.keys)
     repeat(
@@ -146,9 +146,9 @@ def _attend(
 def _attend_in_gluon(call: SparseDecodeCall, slots: Tensor, lengths: Tensor, results: tuple[Tensor, ...]) -> None:
     q, pool, topk = call.q.flatten(0, 1), call.keys.pool, call.indices.shape[2]
     assert isinstance(pool, Quantized)
-    programs = len(q) * triton.cdiv(q.shape[1], gluon_common.HEADS)
+    programs = len(q) * cdiv(q.shape[1], gluon_common.HEADS)
     span = call.split_size or _span(programs, topk, gluon_common.KEYS, q.device)
-    splits = triton.cdiv(topk, span)
+    splits = cdiv(topk, span)
     sinks = None if call.sinks is None else call.sinks.contiguous()
     parts = _parts(call, splits) if splits > 1 else results
     gluon_decode.attend(q, pool, slots, lengths, sinks, parts, span=span, splits=splits, scale=call.scale)
@@ -170,9 +170,9 @@ def _merge(
     rows, splits, heads, d_v = parts[0].shape
     early = starts_early(lengths.device)
     repeat(
-        _launches, _merge_kernel, (rows, triton.cdiv(heads, _MERGED_HEADS)),
+        _launches, _merge_kernel, (rows, cdiv(heads, _MERGED_HEADS)),
         (*parts, lengths, sinks, *results, heads, span, splits),
-        D_V=d_v, HEADS=_MERGED_HEADS, COLUMNS=max(16, int(triton.next_power_of_2(d_v))), EARLY=early, num_warps=4,
+        D_V=d_v, HEADS=_MERGED_HEADS, COLUMNS=max(16, next_power_of_2(d_v)), EARLY=early, num_warps=4,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
@@ -180,8 +180,8 @@ def _merge(
 def _span(programs: int, topk: int, keys: int, device: torch.device) -> int:
     """The number of slots of one program: all of a token's, or fewer where few programs would leave the GPU idle."""
     wanted = max(1, _processors(device) // programs)
-    tiles = triton.cdiv(topk, keys)
-    return int(triton.cdiv(tiles, min(wanted, max(1, tiles // 2)))) * keys
+    tiles = cdiv(topk, keys)
+    return int(cdiv(tiles, min(wanted, max(1, tiles // 2)))) * keys
 
 
 @functools.cache
@@ -196,7 +196,7 @@ def fastest_way(call: SparseDecodeCall) -> Way:
     rows, heads = call.q.shape[0] * call.q.shape[1], call.q.shape[2]
     if gluon_decode.supports(call.q.flatten(0, 1), call.keys.pool, d_v=call.d_v):
         return Way.GLUON
-    enough = 2 * rows * triton.cdiv(heads, gluon_common.HEADS) >= _processors(call.q.device)
+    enough = 2 * rows * cdiv(heads, gluon_common.HEADS) >= _processors(call.q.device)
     return Way.AS_PREFILL if call.q.is_cuda and call.split_size is None and heads > 32 and enough else Way.IN_PLACE
 
 
@@ -238,7 +238,7 @@ def _gather(keys: PagedKeys, slots: Tensor, lengths: Tensor, target: Tensor) -> 
     """Write the keys of slots [rows, topk] to rows of `target` [rows * topk, D], dequantized."""
     rows, topk = slots.shape
     repeat(
-        _launches, _gather_kernel, (rows, triton.cdiv(topk, _GATHERED)),
+        _launches, _gather_kernel, (rows, cdiv(topk, _GATHERED)),
         (*_pool_arguments(keys), slots, slots.stride(0), lengths, target, target.stride(0), topk),
         **_pool_sizes(keys), KEYS=_GATHERED, num_warps=4,
     )  # fmt: skip
@@ -261,7 +261,7 @@ def _pool_sizes(keys: PagedKeys) -> dict[str, int]:
     if isinstance(keys.pool, Quantized):
         assert keys.pool.rope is not None
         width, rest = keys.pool.values.shape[-1], keys.pool.rope.shape[-1]
-        main, tail = int(triton.next_power_of_2(width)), max(16, int(triton.next_power_of_2(rest)))
+        main, tail = next_power_of_2(width), max(16, next_power_of_2(rest))
     else:
         width, rest = keys.width, 0
         main, tail = split_width(width)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnmesh.ops.gpu import gpu_of
-from attnmesh.ops.launch import Launch, Recent, repeat
+from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, repeat
 
 LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, as the hardware does
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -76,19 +76,19 @@ def distribution(
     """
     s_q, h, d = q.shape
     topk = indices.shape[1]
-    groups = triton.cdiv(h, head_group)
+    groups = cdiv(h, head_group)
     out = torch.empty(groups, s_q, topk, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out
     main = 1 << (d.bit_length() - 1)  # 576 is 512 + 64: padded to one power of two it would be nearly twice as wide
-    tail = max(16, triton.next_power_of_2(d - main)) if d > main else 0
+    tail = max(16, next_power_of_2(d - main)) if d > main else 0
     group = min(head_group, h)
     tiles = tiles or pick_tiles(q, group, main + tail)
     # Few rows: several programs share each of them.
-    blocks = triton.cdiv(topk, tiles.keys)
-    span = triton.cdiv(blocks, max(1, min(blocks, PROGRAMS // (s_q * groups)))) * tiles.keys
+    blocks = cdiv(topk, tiles.keys)
+    span = cdiv(blocks, max(1, min(blocks, PROGRAMS // (s_q * groups)))) * tiles.keys
     repeat(
-        _launches, _distribution_kernel, (s_q * groups * triton.cdiv(topk, span),),
+        _launches, _distribution_kernel, (s_q * groups * cdiv(topk, span),),
         (
             q, q.stride(), k, k.stride(), indices, indices.stride(0),
             lo.contiguous(), hi.contiguous(), slots.contiguous(), lse, lse.stride(), out,
@@ -104,7 +104,7 @@ def pick_tiles(q: Tensor, group: int, width: int) -> DistributionTiles:
     """The first tiles whose keys and queries fit the device's shared memory."""
     if q.element_size() == 4:
         return WIDE_TILES
-    heads = min(max(16, triton.next_power_of_2(group)), MAX_HEADS)
+    heads = min(max(16, next_power_of_2(group)), MAX_HEADS)
     warps = 8 if width > 256 else 4  # addresses of wide rows would fill the registers of fewer threads
     choices = [DistributionTiles(keys, min(heads, most), warps, stages) for keys, most, stages in TILES]
     limit = gpu_of(q.device).shared_memory - RESERVED

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnmesh.ops.gpu import GPU, gpu_of
-from attnmesh.ops.launch import Launch, Recent, prepare, signature
+from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, prepare, signature
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -62,14 +62,15 @@ def forward(
     scaled score [s_q, h] without sinks, float32.
     """
     s_q, heads, d = q.shape
-    out = torch.empty(s_q, heads, d_v, dtype=out_dtype, device=q.device)
-    lse = torch.empty(s_q, heads, dtype=torch.float32, device=q.device)
+    device = q.device
+    out = torch.empty_strided((s_q, heads, d_v), (heads * d_v, d_v, 1), dtype=out_dtype, device=device)
+    lse = torch.empty_strided((s_q, heads), (heads, 1), dtype=torch.float32, device=device)
     top = torch.empty_like(lse) if max_logits else None
     sinks = None if sinks is None else sinks.contiguous()
     results = (out, lse) if top is None else (out, lse, top)
     if out.numel() == 0:
         return results
-    gpu = gpu_of(q.device)
+    gpu = gpu_of(device)
     inputs = q, k, v, indices, lo, hi, slots, sinks
     key = (*signature(*inputs), d_v, k_offset, scale, out_dtype, max_logits, tiles, gpu)
     launch = _launches.get(key)
@@ -90,7 +91,7 @@ def forward(
     )  # fmt: skip
     with torch.cuda.device_of(q):
         launch = prepare(
-            _forward_kernel, (s_q * triton.cdiv(heads, tiles.heads),), args, (*inputs, *results),
+            _forward_kernel, (s_q * cdiv(heads, tiles.heads),), args, (*inputs, *results),
             D=d, MAIN=main, TAIL=tail, D_V=d_v, VALUE_MAIN=value_main, VALUE_TAIL=value_tail,
             HEADS=tiles.heads, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
@@ -100,10 +101,10 @@ def forward(
 
 def split_width(width: int) -> tuple[int, int]:
     """Widths of the two column tiles, powers of two or 0: 576 is 512 + 64, not 1024."""
-    whole = triton.next_power_of_2(max(width, 16))
+    whole = next_power_of_2(max(width, 16))
     if width >= whole:
         return whole, 0
-    rest = max(16, triton.next_power_of_2(width - whole // 2)) if width > whole // 2 >= 16 else whole
+    rest = max(16, next_power_of_2(width - whole // 2)) if width > whole // 2 >= 16 else whole
     return (whole, 0) if rest >= whole // 2 else (whole // 2, rest)
 
 
@@ -112,7 +113,7 @@ def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separat
 
     `width` is the number of elements of a key in shared memory, including its value if that is `separate`.
     """
-    heads = min(64, max(16, triton.next_power_of_2(heads)))
+    heads = min(64, max(16, next_power_of_2(heads)))
     if dtype == torch.float32:
         tiles = ForwardTiles(16, 16, 8, 2) if main > 64 else ForwardTiles(16, 32, 4, 2)
     elif main > 256:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnmesh.ops.gpu import gpu_of
-from attnmesh.ops.launch import Launch, Recent, repeat
+from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, repeat
 
 MAX_HEAD_DIM = 256
 _launches: Recent[Launch] = Recent()
@@ -56,7 +56,7 @@ SPAN = 1024  # keys that one program of the top-k scores at a time
 
 def padded(n: int) -> int:
     """The extent of a tile that holds `n`: the next power of two, at least 16 for a matrix product."""
-    return max(16, int(triton.next_power_of_2(n)))
+    return max(16, next_power_of_2(n))
 
 
 def head_tile(heads: int) -> int:
@@ -189,7 +189,7 @@ def scores_at(
     shares = min(-(-_MIN_PROGRAMS // s_q), -(-topk // (4 * tiles.keys)))
     span = -(-topk // (shares * tiles.keys)) * tiles.keys
     repeat(
-        _launches, _scores_kernel, (s_q * triton.cdiv(topk, span),),
+        _launches, _scores_kernel, (s_q * cdiv(topk, span),),
         (
             iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(), indices, indices.stride(0), lo, hi, slots, scores,
             topk, span, heads, k_offset, scale,

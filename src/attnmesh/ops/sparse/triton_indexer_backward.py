@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.launch import Launch, Recent, repeat
+from attnmesh.ops.launch import Launch, Recent, cdiv, repeat
 from attnmesh.ops.sparse.arguments import RowBounds
 from attnmesh.ops.sparse.triton_indexer import (
     DENSE_KEY_PROGRAMS,
@@ -113,7 +113,7 @@ def launch_grads(
     with torch.cuda.device_of(iq):
         for head in range(0, heads, head_block):
             repeat(
-                _launches, _grad_kernel, (len(rows), triton.cdiv(padded(width), columns)),
+                _launches, _grad_kernel, (len(rows), cdiv(padded(width), columns)),
                 (
                     iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(),
                     indices, 0 if indices is None else indices.stride(0), lo, hi, slots,
@@ -250,7 +250,7 @@ def dense_scores_backward(
     )  # fmt: skip
 
     head_block, columns = grad_head_tile(heads), min(padded(width), MAX_GRAD_COLUMNS)
-    blocks, pieces = triton.cdiv(n, tiles.keys), triton.cdiv(padded(width), columns)
+    blocks, pieces = cdiv(n, tiles.keys), cdiv(padded(width), columns)
     begins, ends = _row_ranges(lo, hi, blocks, tiles.keys)
     shares = max(1, min(DENSE_KEY_PROGRAMS // (blocks * pieces), s_q))
     parts = grads.ik[None] if shares == 1 else torch.empty(shares, *ik.shape, dtype=torch.float32, device=iq.device)

@@ -20,6 +20,8 @@ that of a key that the row must not see.
 import triton
 import triton.language as tl
 
+from attnmesh.ops.launch import next_power_of_2
+
 NEIGHBORS = 16  # neighbors that share a maximum
 _MAX_CANDIDATES = 8192  # in registers; selection is slower for a top-k of more than 4096
 _NEIGHBORS = tl.constexpr(NEIGHBORS)
@@ -27,7 +29,7 @@ _NEIGHBORS = tl.constexpr(NEIGHBORS)
 
 def candidate_block(topk: int) -> int:
     """The number of candidates that fit in registers, BLOCK below."""
-    return min(_MAX_CANDIDATES, max(1024, 2 * int(triton.next_power_of_2(topk))))
+    return min(_MAX_CANDIDATES, max(1024, 2 * next_power_of_2(topk)))
 
 
 def row_elements(row_len: int, block: int, groups: int = 0) -> int:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.launch import Launch, Recent, repeat
+from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, repeat
 from attnmesh.ops.sparse.arguments import RowBounds
 
 _MAX_COLUMNS = 1024  # per program
@@ -41,9 +41,9 @@ def sort_slots_by_key(indices: Tensor, bounds: RowBounds, keys: int) -> SlotsByK
 def add_by_key(total: Tensor, grads: Tensor, slots: SlotsByKey) -> None:
     """Adds the gradient of each slot, float32 [..., width], to the row of its key in `total` [keys, width]."""
     keys, width = total.shape
-    columns = min(_MAX_COLUMNS, triton.next_power_of_2(width))
+    columns = min(_MAX_COLUMNS, next_power_of_2(width))
     repeat(
-        _launches, sum_kernel, (keys, triton.cdiv(width, columns)), (grads, *slots, total, total.stride(0)),
+        _launches, sum_kernel, (keys, cdiv(width, columns)), (grads, *slots, total, total.stride(0)),
         WIDTH=width, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
 
