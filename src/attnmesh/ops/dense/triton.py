@@ -49,6 +49,9 @@ class Triton:
     def _backward(self) -> Callable[..., None]:
         return _module("triton_backward").backward  # type: ignore[no-any-return]
 
+    def _gradients(self) -> Callable[..., list[Tensor | None]]:
+        return _module("triton_backward").gradients  # type: ignore[no-any-return]
+
     def forward(self, call: Call, total: StateAccumulator) -> None:
         """Merges the attention of this call into `total`."""
         # The kernel continues the state it is given, so that partial results never round to bf16. It selects scores of
@@ -78,18 +81,28 @@ class Triton:
 
     def backward(self, call: Call, result: Result, grads: Grads) -> None:
         """Adds the gradients of this call to `grads`."""
-        kernel, scores = self._backward(), call.scores
-        launches = _launches(call, zero_rows=True)
+        scores, launches = call.scores, _launches(call, zero_rows=True)
         every = ("q", grads.q, call.q), ("k", grads.k, call.k), ("v", grads.v, call.v)
         wanted = [(name, grad, x) for name, grad, x in every if grad is not None]
         # The only call writes its gradients in their dtype; others add to float32, or write the first part of a sum.
         overwrite = all(grad.one_call for _, grad, _ in wanted)
+        if overwrite and len(launches) == 1 and launches[0].rows is launches[0].keys is None:
+            (launch,) = launches
+            found = self._gradients()(
+                *launch.inputs(call), result.grad_out, result.lse, result.delta,
+                needs=(grads.q is not None, grads.k is not None, grads.v is not None), scale=scores.scale,
+                causal=launch.causal, bounds=launch.bounds, terms=launch.terms(scores),
+            )  # fmt: skip
+            for (_, grad, _), part in zip(every, found, strict=True):
+                if grad is not None:
+                    grad.add(part)
+            return
+        kernel = self._backward()
         first = not overwrite and len(launches) == 1 and launches[0].keys is None
         first = first and all(name == "q" or (grad.empty and grad.shape == x.shape) for name, grad, x in wanted)
         for launch in launches:
             if overwrite:
-                new = torch.empty_like if launch.rows is launch.keys is None else torch.zeros_like
-                sums = {name: new(x) for name, _, x in wanted}
+                sums = {name: torch.zeros_like(x) for name, _, x in wanted}
             else:
                 sums = {name: grad.total(overwritten=first and name != "q") for name, grad, _ in wanted}
             rows = result.grad_out, result.lse, result.delta

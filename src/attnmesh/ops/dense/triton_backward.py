@@ -186,6 +186,17 @@ def backward(
                 grad.copy_(total)
 
 
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, *, needs: tuple[bool, bool, bool],
+    **how: Any,
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients of q, k and v, or None where they are not needed, in their dtype. `how` is as for `backward`."""
+    grads = [torch.empty_like(x) if need else None for x, need in zip((q, k, v), needs, strict=True)]
+    grad_q, grad_k, grad_v = grads
+    backward(q, k, v, grad_out, lse, delta, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v, overwrite=True, **how)
+    return grads
+
+
 def _inputs(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor) -> tuple[Any, ...]:
     q_strides, k_strides, v_strides, grad_out_strides = row_strides(q=q, k=k, v=v, grad_out=grad_out)
     return (
