@@ -12,23 +12,24 @@ import pytest
 import torch
 
 import attnmesh as am
+from attnmesh.ops.dense import dispatch
 from helpers.launches import calls_of, record_launches
 
-CAUSAL = am.Causal()  # another one, equal to the first, takes a comparison
 ON_THE_CPU = {
-    "causal": 44, "a mask per call": 45, "full": 46, "with lse": 44, "window": 91, "positions": 178, "sinks": 125,
-    "forward and backward": 116,
+    "causal": 45, "a mask per call": 46, "full": 45, "with lse": 45, "window": 92, "positions": 179, "sinks": 126,
+    "forward and backward": 115,
 }  # fmt: skip
 ON_HOPPER = {
-    ("gluon", "causal"): (80, 233), ("gluon", "documents"): (89, 256),
-    ("triton", "causal"): (77, 287), ("triton", "documents"): (86, 304),
+    ("gluon", "causal"): (74, 171), ("gluon", "documents"): (83, 194),
+    ("triton", "causal"): (71, 236), ("triton", "documents"): (80, 253),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ON_THE_CPU)
 def test_calls_of_a_repeat_on_the_cpu(case):
     q, k, v = torch.randn(3, 1, 4, 8, 16).unbind()
-    causal, window, at = CAUSAL, am.SlidingWindow(3), torch.arange(4, 8)
+    dispatch._checked.clear()  # an equal mask of another test takes a comparison
+    causal, window, at = am.Causal(), am.SlidingWindow(3), torch.arange(4, 8)
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     run = {
         "causal": lambda: am.attention(q, k, v, mask=causal),

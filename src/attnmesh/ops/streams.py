@@ -25,7 +25,7 @@ from attnmesh.plan.workload import STREAMS
 
 def stream_of(x: Tensor) -> int:
     """The number of the current stream of the device of x; 0 on the CPU."""
-    return int(torch._C._cuda_getCurrentRawStream(x.get_device())) if x.is_cuda else 0  # type: ignore[attr-defined]
+    return int(torch._C._cuda_getCurrentRawStream(x.get_device())) if x.is_cuda else 0
 
 
 def is_capturing(x: Tensor) -> bool:

@@ -47,13 +47,9 @@ def is_loadable(x: Tensor) -> bool:
 
 
 def _is_aligned(x: Tensor) -> bool:
-    if x.data_ptr() % 16:
-        return False
     step = 16 // x.element_size()
-    for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        if n != 1 and stride % step:
-            return False
-    return True
+    strides = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    return x.data_ptr() % 16 == 0 and all(n == 1 or stride % step == 0 for n, stride in strides)
 
 
 @dataclass(frozen=True)
@@ -128,7 +124,7 @@ class Result:
 
     def with_layout_of(self, q: Tensor, rows: range, sequences: range | None = None) -> tuple[Tensor, Tensor]:
         """The given rows of out and grad_out with the strides of `torch.empty_like(q)`; copied at most once."""
-        strides = strides_like(q.shape, q.stride())
+        strides = _strides_like(q.shape, q.stride())
         at = rows, sequences, strides
         if at not in self._by_layout:
             parts = [of_sequences(x, sequences) for x in (self.out, self.grad_out)]
@@ -165,7 +161,7 @@ class Result:
 
 
 @lru_cache(maxsize=256)
-def strides_like(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+def _strides_like(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of `torch.empty_like` of a tensor."""
     return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from attnmesh.ops.dense import triton_backward
-from attnmesh.ops.dense.call import is_loadable, loadable, strides_like
+from attnmesh.ops.dense.call import is_loadable, loadable
 from attnmesh.ops.dense.gluon_backward_kernel import backward_kernel
 from attnmesh.ops.dense.gluon_backward_memory import TILE, Shape
 from attnmesh.ops.dense.triton_tiles import PLAIN, Bounds, ScoreTerms, padded
@@ -149,6 +149,7 @@ def backward(
             ranges = None if bounds is None else _ranges(part, q, k, known.keys)
             launch(q, k, v, grad_out, lse, delta, part.first, part.end, ranges, *sums)
     else:
+        assert tiles is not None
         with torch.cuda.device_of(q):
             known = _launch(q, k, v, grad_out, lse, delta, *sums, scale, causal, visible, terms.softcap, once, tiles)
         if all(x is y for x, y in zip((q, k, v, grad_out), given, strict=False)):
@@ -202,22 +203,17 @@ def gradients(
 
 def _new_sums(
     q: Tensor, k: Tensor, v: Tensor, needs: tuple[bool, bool, bool], once: bool
-) -> list[Tensor | None]:  # fmt: skip
-    """Where the kernel adds, in the layout of the inputs: float32 zeros in one tensor, or memory that it writes."""
-    if once:
-        return [
-            torch.zeros_like(q, dtype=torch.float32) if needs[0] else None,
-            torch.empty_like(k) if needs[1] else None,
-            torch.empty_like(v) if needs[2] else None,
-        ]
-    wanted = [x if need else None for x, need in zip((q, k, v), needs, strict=True)]
-    zeros = torch.zeros(sum(0 if x is None else x.numel() for x in wanted), dtype=torch.float32, device=q.device)
-    sums: list[Tensor | None] = []
-    at = 0
-    for x in wanted:
-        sums.append(None if x is None else zeros.as_strided(x.shape, strides_like(x.shape, x.stride()), at))
-        at += 0 if x is None else x.numel()
-    return sums
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Where the kernel adds, in the layout of the inputs: float32 zeros, or memory that it writes once."""
+
+    def summed(x: Tensor) -> Tensor:
+        return torch.empty_like(x) if once else torch.zeros_like(x, dtype=torch.float32)
+
+    return (
+        torch.zeros_like(q, dtype=torch.float32) if needs[0] else None,
+        summed(k) if needs[1] else None,
+        summed(v) if needs[2] else None,
+    )
 
 
 class _Known(NamedTuple):

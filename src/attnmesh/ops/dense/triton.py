@@ -76,6 +76,28 @@ class Triton:
             if state is None:
                 total.replace(new)
 
+    def attend(self, call: Call, sinks: Tensor | None) -> State | None:
+        """The state of a whole call, with the sinks, in the dtype of q; None if it is more than one launch, or none."""
+        launches = _launches(call, zero_rows=False, all_rows=True)
+        if len(launches) != 1:
+            return None
+        launch, scores = launches[0], call.scores
+        return self._forward()(
+            *launch.inputs(call), scale=scores.scale, causal=launch.causal, bounds=launch.bounds, state=None,
+            out_dtype=call.q.dtype, terms=launch.terms(scores), sinks=sinks,
+        )  # fmt: skip
+
+    def gradients(self, call: Call, result: Result, needs: tuple[bool, bool, bool]) -> list[Tensor | None] | None:
+        """The gradients of q, k and v in a whole call; None if that is not one launch over all rows and keys."""
+        launches = _launches(call, zero_rows=True)
+        if len(launches) != 1 or launches[0].rows is not None or launches[0].keys is not None:
+            return None
+        launch, scores = launches[0], call.scores
+        return self._gradients()(
+            *launch.inputs(call), result.grad_out, result.lse, result.delta, needs=needs, scale=scores.scale,
+            causal=launch.causal, bounds=launch.bounds, terms=launch.terms(scores),
+        )  # fmt: skip
+
     def prepare(self, call: Call, result: Result) -> None:
         """Does nothing: its blocks do not run on two streams."""
 
@@ -86,17 +108,6 @@ class Triton:
         wanted = [(name, grad, x) for name, grad, x in every if grad is not None]
         # The only call writes its gradients in their dtype; others add to float32, or write the first part of a sum.
         overwrite = all(grad.one_call for _, grad, _ in wanted)
-        if overwrite and len(launches) == 1 and launches[0].rows is launches[0].keys is None:
-            (launch,) = launches
-            found = self._gradients()(
-                *launch.inputs(call), result.grad_out, result.lse, result.delta,
-                needs=(grads.q is not None, grads.k is not None, grads.v is not None), scale=scores.scale,
-                causal=launch.causal, bounds=launch.bounds, terms=launch.terms(scores),
-            )  # fmt: skip
-            for (_, grad, _), part in zip(every, found, strict=True):
-                if grad is not None:
-                    grad.add(part)
-            return
         kernel = self._backward()
         first = not overwrite and len(launches) == 1 and launches[0].keys is None
         first = first and all(name == "q" or (grad.empty and grad.shape == x.shape) for name, grad, x in wanted)
@@ -134,7 +145,11 @@ class _Launch(NamedTuple):
             q = q.masked_fill(rows, 0.0)
         if keys is not None:
             k, v = k.masked_fill(keys, 0.0), v.masked_fill(keys, 0.0)
-        return _part(q, self.rows), _part(k, self.keys), _part(v, self.keys)
+        if self.rows is not None:
+            q = q[:, :, self.rows]
+        if self.keys is not None:
+            k, v = k[:, :, self.keys], v[:, :, self.keys]
+        return q, k, v
 
     def terms(self, scores: Scores) -> Any:
         """The terms of the scores, as both kernels take them."""
@@ -171,12 +186,13 @@ def _planned(call: Call, zero_rows: bool, all_rows: bool, with_positions: bool) 
     that unseen keys (and, with `zero_rows`, rows without keys) may hold.
     """
     visibility, device = call.visibility, call.q.device
-    blocks, unseen = visibility.blocks, (None, None)
+    blocks = visibility.blocks
+    unseen_rows: Tensor | None = None
+    unseen_keys: Tensor | None = None
     masked = [block for block in blocks if block.kind is Kind.PARTIAL or block.sequences is not None]
     rows, keys = range(call.q.shape[2]), range(call.k.shape[2])
     if len(blocks) > 1 or masked:
-        unseen = tuple(None if x is None else x[:, None, :, None] for x in visibility.unseen(device))
-        unseen = unseen if zero_rows else (None, unseen[1])
+        unseen_rows, unseen_keys = (None if x is None else x[:, None, :, None] for x in visibility.unseen(device))
     if len(blocks) > 1 or masked or (all_rows and any(block.q != rows for block in blocks)):
         blocks = (Block(rows, key_hull(blocks), Kind.PARTIAL),)
     for block in blocks:
@@ -184,15 +200,17 @@ def _planned(call: Call, zero_rows: bool, all_rows: bool, with_positions: bool) 
             None if part == whole else slice(part.start, part.stop)
             for part, whole in ((block.q, rows), (block.k, keys))
         )
-        bounds, positions = None, (None, None)
+        bounds = None
         if block.kind is Kind.PARTIAL:
-            bounds = visibility.bounds(device)
+            first, end = visibility.bounds(device)
             if at is not None or to is not None:
-                bounds = tuple((_last(x, at) - block.k.start).clamp_(0, len(block.k)) for x in bounds)
-            bounds = _module("triton_tiles").Bounds.of(bounds)
+                first, end = ((_last(x, at) - block.k.start).clamp_(0, len(block.k)) for x in (first, end))
+            bounds = _module("triton_tiles").Bounds.of((first, end))
+        positions: tuple[Tensor | None, Tensor | None] = (None, None)
         if with_positions:
             q_positions, k_positions = visibility.positions(device)
             positions = _last(q_positions, at), _last(k_positions, to)
+        unseen = unseen_rows if zero_rows else None, unseen_keys
         yield _Launch(at, to, block.kind is Kind.CAUSAL, bounds, positions, unseen)
 
 

@@ -132,10 +132,10 @@ def backward(
     how = scale, causal, overwrite, overwrite_keys, terms.softcap, query_tiles, key_tiles, steps_per_split
     if grad_q is not None:
         visible = Bounds.of(bounds)
-        tensors = *rows, visible.first, visible.end, *terms[1:], grad_q
-        key = "queries", signature(*tensors), *how
+        used = *rows, visible.first, visible.end, *terms[1:], grad_q
+        key = "queries", signature(*used), *how
         if key in _known:
-            _known[key](*tensors)
+            _known[key](*used)
         else:
             tiles = query_tiles or pick_tiles(GRAD_QUERY_TILES, q, v, held=("q", "grad_out"))
             programs = triton.cdiv(q.shape[2], tiles.rows) * q.shape[0] * q.shape[1]
@@ -147,7 +147,7 @@ def backward(
                         *_inputs(*rows), visible.first, visible.end, visible.strides, grad_q, strides,
                         *_sizes(q, k, scale, terms),
                     ),
-                    tensors, **_options(q, v, visible), OVERWRITE=overwrite, CAUSAL=causal, ROWS=tiles.rows,
+                    used, **_options(q, v, visible), OVERWRITE=overwrite, CAUSAL=causal, ROWS=tiles.rows,
                     KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
                 )  # fmt: skip
             _known.add(key, launch)
