@@ -25,7 +25,7 @@ from attnmesh.core.masks import (
     Slices,
     SlidingWindow,
 )
-from attnmesh.core.merge import merge, merge_sinks
+from attnmesh.core.merge import merge_sinks
 from attnmesh.core.state import State
 from attnmesh.generation.generator import Generator, generate
 from attnmesh.generation.moving import load_requests, move_requests, save_requests
@@ -46,6 +46,7 @@ from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.ops.decode.api import decode_attention, paged_decode_attention
 from attnmesh.ops.decode.device_errors import check_decode_errors
 from attnmesh.ops.dense.api import attention, explain_attention
+from attnmesh.ops.merge_states import merge
 from attnmesh.ops.paged_prefill import paged_prefill_attention
 from attnmesh.ops.sparse.arguments import SparseMask, TopKIndices, canonicalize, convert_lse
 from attnmesh.ops.sparse.attention import attention_distribution, sparse_attention

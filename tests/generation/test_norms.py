@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from attnmesh.generation.norms import one_call, use_one_call
+from attnmesh.generation.norms import one_call, run_in_one_call, use_one_call
 
 
 def test_an_rms_norm_takes_one_call_only_where_that_has_its_bits(monkeypatch):
@@ -84,3 +84,20 @@ def test_a_model_can_be_compiled_as_one_graph_once_an_engine_has_it():
     assert torch.equal(compiled(x), expected)
     with one_call():
         assert torch.equal(compiled(x), expected)
+
+
+def test_a_pass_that_is_interrupted_leaves_nothing_behind():
+    norm, x = LlamaRMSNorm(48), torch.randn(2, 48)
+    use_one_call(norm)
+
+    def interrupted() -> None:
+        one_call().__enter__()  # as if the end never came
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_in_one_call(interrupted)
+    with patch.object(F, "rms_norm", Mock(wraps=F.rms_norm)) as calls:
+        norm(x)
+        assert not calls.called
+        run_in_one_call(norm, x)
+        assert calls.call_count == 1

@@ -3,14 +3,15 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from helpers.triton_driver import record_launches
+
 pytest.importorskip("triton")
 
-from attnmesh.ops.launch import Recent, prepare, signature
+from attnmesh.ops.launch import Recent, prepare, repeat, signature
 
 
 def test_a_repeat_passes_what_triton_passes():
@@ -19,6 +20,37 @@ def test_a_repeat_passes_what_triton_passes():
     done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "4 launches compared"
+
+
+def test_repeats_differ_in_addresses_only():
+    """A kernel that is launched with the same numbers is prepared once; others get launches of their own."""
+    seen = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: seen.append((grid, args, options))
+
+    kernel, known = Kernel(), Recent()
+    given = [(torch.full((8,), float(i)), torch.zeros(4, 2)) for i in range(3)]
+    for x, y in given:
+        repeat(known, kernel, (2,), (x, 3, (1, 2), y[1:], None), WIDTH=4)
+    assert len(known) == 1
+    for (x, y), (grid, args, options) in zip(given, seen, strict=True):
+        assert torch.equal(args[0], x)
+        assert (args[1:3], args[3].data_ptr(), args[4]) == ((3, (1, 2)), y[1:].data_ptr(), None)
+        assert (grid, options) == ((2,), {"WIDTH": 4})
+    x, y = given[0]
+    for grid, args, width in [
+        ((3,), (x, 3, (1, 2), y[1:], None), 4),
+        ((2,), (x, 3.0, (1, 2), y[1:], None), 4),
+        ((2,), (x, 3, (1, 3), y[1:], None), 4),
+        ((2,), (x, 3, (1, 2), None, y[1:]), 4),
+        ((2,), (x, 3, (1, 2), y[:3], None), 4),
+        ((2,), (x, 3, (1, 2), y[1:], None), 8),
+    ]:
+        before = len(known)
+        repeat(known, kernel, grid, args, WIDTH=width)
+        assert len(known) == before + 1
 
 
 def test_a_tensor_that_is_not_replaced_is_refused():
@@ -52,13 +84,39 @@ def test_a_kernel_that_is_not_compiled_is_launched_the_ordinary_way():
     assert (grid, options) == ((2,), {"num_warps": 4})
 
 
+def test_a_view_in_another_dtype_is_made_again():
+    """As of a mask, whose bytes a kernel reads, or of pairs of values of 8 bits."""
+    seen = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args: seen.append(args)
+
+    x, new = (torch.arange(begin, begin + 16, dtype=torch.int8).view(2, 8) for begin in (0, 50))
+    launch = prepare(Kernel(), (1,), (x.view(torch.int16), x[1:].view(torch.int32)), (x,))
+    launch(new)
+    assert torch.equal(seen[1][0], new.view(torch.int16))
+    assert torch.equal(seen[1][1], new[1:].view(torch.int32))
+
+
 def test_what_a_launch_depends_on_is_in_the_signature():
     x = torch.zeros(64)
     same = signature(x[4:12], None)
     assert signature(torch.ones(64)[8:16], None) == same
-    for other in (x[5:13], x[4:13], x[4:20:2], x[4:12].view(2, 4), x[4:12].to(torch.float64)):
+    assert signature(x[1:9]) != signature(x[2:10])  # of which other parts are aligned
+    for other in (x[5:13], x[4:13], x[4:20:2], x[4:12].view(2, 4), x[4:12].to(torch.float64), x[4:12].to("meta")):
         assert signature(other, None) != same
     assert signature(x[4:12], x) != same
+    assert signature(None, x[4:12]) != same
+
+
+def test_tensors_that_begin_at_one_address_are_told_apart_from_others():
+    """As keys that are passed as values, too: a launch that is repeated for other values would read the keys."""
+    x, y = torch.zeros(8), torch.zeros(8)
+    both = signature(x, x, None)
+    assert signature(y, y, None) == signature(x, x[:8], None) == both
+    assert signature(x, y, None) != both
+    assert signature(x, x, y) != signature(x, y, y) != signature(x, y, x)
 
 
 def test_the_oldest_are_dropped():
@@ -75,43 +133,13 @@ def compare() -> None:
     import triton
     import triton.language as tl
     from triton import knobs
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia import driver as nvidia
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-    from triton.runtime import driver
 
     from attnmesh.ops.gluon_descriptor import descriptor
 
-    passed, stream = [], [100]
-
-    def encode(*args):
-        return ("map", args)
-
-    def launch(*args):
-        passed.append(args)
-
-    utils = SimpleNamespace(
-        load_binary=lambda *_: (1, 2, 32, 0, 1024), get_device_properties=lambda _: {"max_shared_mem": 232448},
-        fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode, launch=launch,
-        build_signature_metadata=lambda _: b"",
-    )  # fmt: skip
-    # Triton 3.6 builds a module for every signature, Triton 3.7 has one.
-    nvidia.compile_module_from_src = lambda **_: SimpleNamespace(launch=launch)
-    nvidia.library_dirs = list
-    for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE"):
-        setattr(nvidia, name, name)
-    nvidia.PyKernelArg = lambda **given: tuple(given.items())
-    driver.set_active(
-        SimpleNamespace(
-            get_current_target=lambda: GPUTarget("cuda", 90, 32),
-            get_current_device=lambda: -1,
-            get_current_stream=lambda _: stream[0],
-            launcher_cls=nvidia.CudaLauncher,
-            utils=utils,
-        )
-    )
+    passed, stream = record_launches()
 
     @triton.jit
     def scaled(x, strides, y, n, scale, sinks, WIDTH: tl.constexpr):

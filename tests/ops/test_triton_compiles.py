@@ -26,7 +26,7 @@ from attnmesh.ops.dense.triton_backward import backward, delta
 from attnmesh.ops.dense.triton_forward import forward
 from attnmesh.ops.dense.triton_tiles import FORWARD_TILES, GRAD_KEY_TILES, GRAD_QUERY_TILES, ScoreTerms, pick_tiles
 from attnmesh.ops.storage import quantize
-from attnmesh.ops.triton_merge import accumulate, add
+from attnmesh.ops.triton_merge import accumulate, add, merge_states
 
 HEAD_DIMS = [64, 80, 128, 256]
 WIDTHS = [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (576, 512)]
@@ -84,6 +84,7 @@ def memory_bound(head_dim, dtype, parts):
     add(None, [(x, 0)] * parts, x.dtype, x.shape)
     accumulate(total, [(part, 0)] * parts, torch.float32, x.shape)
     accumulate(None, [(part, 0)] * parts, x.dtype, x.shape)
+    merge_states([State(x, total.lse)] * parts, (head_dim, dtype, parts))
 
 
 def cache_write(head_dim, dtype, storage, heads, tokens):

@@ -5,7 +5,8 @@ import torch
 
 from attnmesh.core.merge import discount_sinks_batch_invariant, merge, merge_sequential
 from attnmesh.core.state import State
-from attnmesh.ops.triton_merge import accumulate, add, merge_packed
+from attnmesh.ops.launch import signature
+from attnmesh.ops.triton_merge import accumulate, add, merge_packed, merge_states
 
 SHAPE = (2, 3, 50, 24)  # head_dim is no power of two, and 50 rows are no whole number of tiles
 
@@ -175,3 +176,18 @@ def test_nothing_to_do(device):
     total = torch.zeros(SHAPE, device=device)
     add(total, [(total[:, :, :0], 0, 0)], torch.float32, SHAPE)
     assert (total == 0).all()
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_merges_whole_states_as_torch_does(device, count):
+    """Of several dtypes, strided or not, with rows without keys, infinite and NaN; twice, with one launch prepared."""
+    dtypes = [torch.float32, torch.float16, torch.bfloat16]
+    for _ in range(2):
+        states = [make_part(device, 50, dtypes[i % 3], strided=i % 2 == 1) for i in range(count)]
+        for i, state in enumerate(states):
+            state.lse[0, 0, :2] = -torch.inf  # of all states
+            state.lse[1, 2, 10 + i : 13] = torch.inf
+        states[0].lse[0, 1, 7] = torch.nan
+        found, expected = merge_states(states, signature(*[x for state in states for x in state])), merge(states)
+        assert found.out.dtype == found.lse.dtype == torch.float32
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)

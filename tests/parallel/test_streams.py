@@ -118,10 +118,10 @@ def device(monkeypatch) -> Device:
     monkeypatch.setattr(streams, "torch", FakeTorch)
     monkeypatch.setattr(streams, "_streams", lambda *_: device.streams)
 
-    def two_streams(calls, backends, comm):
-        return streams.StreamPair(enabled=True), sum(len(call.visibility.blocks) for call in calls if call)
+    def on_two_streams(stages, device):
+        return sum(len(patch.blocks) for patch, backend in stages if backend is not None)
 
-    monkeypatch.setattr(ring, "_two_streams", two_streams)
+    monkeypatch.setattr(ring, "_parts_on_two_streams", on_two_streams)
     for name, method in (("forward", Aten.forward), ("backward", Aten.backward)):
 
         def compute(self, call, *rest, original=method, name=name):

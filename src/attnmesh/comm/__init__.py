@@ -11,7 +11,7 @@ from attnmesh.comm.base import (
 from attnmesh.comm.from_group import comm_from
 from attnmesh.comm.group_store import CommError
 from attnmesh.comm.process_group import GroupComm
-from attnmesh.comm.rank_groups import OBJECT, RankGroups, check_on_all_ranks, propagate_failure
+from attnmesh.comm.rank_groups import OBJECT, RankGroups, check_on_all_ranks, propagate_failure, report_failure
 from attnmesh.comm.subgroups import IndependentSubComm, SubComm
 from attnmesh.comm.virtual import VirtualComm, run_virtual
 
@@ -32,5 +32,6 @@ __all__ = [
     "comm_from",
     "propagate_failure",
     "recording",
+    "report_failure",
     "run_virtual",
 ]

@@ -74,6 +74,9 @@ class Finished(Pending):
         """Return immediately."""
 
 
+FINISHED = Finished()
+
+
 class Comm(ABC):
     """One rank's endpoint in a world of ranks that make the same calls in the same order.
 
@@ -129,7 +132,10 @@ class Comm(ABC):
         return False
 
     def buffer(self, shape: Shape, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialized receive buffer. A transport that needs special memory overrides this."""
+        """An uninitialized receive buffer, contiguous, at the begin of its storage.
+
+        A transport that needs special memory overrides this.
+        """
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     # Operations.
@@ -146,7 +152,7 @@ class Comm(ABC):
         sends = [message for message in sends if message[0].numel()]
         recvs = [message for message in recvs if message[0].numel()]
         if not sends and not recvs:
-            return Finished()
+            return FINISHED
         self.traffic.add("exchange", len(sends), sum(tensor.nbytes for tensor, _ in sends))
         return self._exchange("exchange", sends, recvs)
 
@@ -214,6 +220,17 @@ class Comm(ABC):
         logged (`log`), and messages pass only between ranks with equal logs. Ranks that are out of step, because one
         remembers what is new to another or because their states differ, raise CommError.
         """
+        digest = self._agreed_digest(operation, values, error, force)
+        if self.world == 1:
+            return
+        if state is None:
+            self.log.add(operation, digest, values)
+        else:
+            self.log.add(operation, digest ^ state.digest, (values, state.last_call))
+
+    @final
+    def _agreed_digest(self, operation: str, values: Mapping[str, object], error: str | None, force: bool) -> int:
+        """The digest of values that all ranks have compared, now or before."""
         self._check_one_thread(operation)
         self._operation = operation
         key: object = operation, tuple(values.items())
@@ -225,14 +242,9 @@ class Comm(ABC):
         if digest is None or force or error is not None:
             digest = self._compared(operation, values, error)
             if len(self._agreed) >= _MAX_REMEMBERED:
-                self._agreed.clear()  # on all ranks in the same call, since they agree on the same values
+                self._agreed = {}  # on all ranks in the same call, since they agree on the same values
             self._agreed[key] = digest
-        if self.world == 1:
-            return
-        if state is None:
-            self.log.add(operation, digest, values)
-        else:
-            self.log.add(operation, digest ^ state.digest, (values, state.last_call))
+        return digest
 
     def _compared(self, operation: str, values: Mapping[str, object], error: str | None) -> int:
         """The digest of values, once all ranks have compared them."""
@@ -247,11 +259,18 @@ class Comm(ABC):
         return text_digest(call_text(operation, dict(sorted(texts.items()))))
 
     @final
-    def note(self, operation: str, detail: str | None = None) -> None:
-        """Log an operation that follows from an earlier call, such as its backward. Nothing is compared now."""
+    def note(self, operation: str, detail: str | int | None = None) -> None:
+        """Log an operation that follows from an earlier call, such as its backward. Nothing is compared now.
+
+        A detail that is a number is that of the call (`calls`).
+        """
         self._check_one_thread(operation)
         self._operation = operation
-        if self.world > 1:
+        if self.world == 1:
+            return
+        if isinstance(detail, int):
+            self.log.add(operation, hash((text_digest(operation), detail)), detail)
+        else:
             self.log.add(operation, text_digest(call_text(operation, detail)), detail)
 
     @property
@@ -378,6 +397,41 @@ class Comm(ABC):
         """Count a collective as one message; in a world of one, as none."""
         if self.world > 1:
             self.traffic.add(op, 1, nbytes)
+
+
+def post(comm: Comm, sends: Sequence[Message], recvs: Sequence[Message], nbytes: int) -> Pending:
+    """`Comm.exchange` of messages that a plan made: valid, none of them empty. `nbytes` are sent."""
+    if not sends and not recvs:
+        return FINISHED
+    comm._check_one_thread("exchange")
+    comm.traffic.add("exchange", len(sends), nbytes)
+    return comm._exchange("exchange", sends, recvs)
+
+
+class Agreement:
+    """A call whose arguments were checked, with the values that all ranks must agree on, to be made again and again.
+
+    `begin` is `Comm.agree`, but compares the values with those that ranks agreed on before only once.
+    """
+
+    __slots__ = ("_agreed", "_comm", "_digest", "_operation", "_values")
+
+    def __init__(self, comm: Comm, operation: str, values: SharedValues) -> None:
+        self._comm, self._operation, self._values = comm, operation, values
+        self._agreed: object = None  # what the comm remembered, with this call
+        self._digest = 0
+
+    def begin(self) -> None:
+        """Raise ValueError on all ranks if they do not agree; log the call."""
+        comm = self._comm
+        if self._agreed is not comm._agreed:
+            self._digest = comm._agreed_digest(self._operation, self._values, None, force=False)
+            self._agreed = comm._agreed
+        else:
+            comm._check_one_thread(self._operation)
+            comm._operation = self._operation
+        if comm.world > 1:
+            comm.log.add(self._operation, self._digest, self._values)
 
 
 class SoloComm(Comm):

@@ -196,8 +196,10 @@ class GroupComm(Comm):
 
     def _check_usable(self) -> None:
         """Raise after a failure, or if other ranks did not read the disagreement that this rank raised before."""
-        self._raise_if_broken()
-        _ = self.group  # raises if it has been destroyed
+        if self._broken is not None or os.getpid() != self._process:
+            self._raise_if_broken()
+        if self._group_ref() is None:
+            _ = self.group  # raises
         self._check_after_pause()
         if self._unread is not None:
             problem, self._unread = self._unread, None
@@ -207,8 +209,11 @@ class GroupComm(Comm):
 
     def _check_after_pause(self) -> None:
         """Raise if others have given up while this rank was away: NCCL would send to nobody, and complete."""
-        used, self._used_at, causes = self._used_at, time.monotonic(), list[str]()
-        if self.nccl.has_begun and self._used_at - used > _PAUSE:
+        used, self._used_at = self._used_at, time.monotonic()
+        if self._used_at - used <= _PAUSE:
+            return
+        causes = list[str]()
+        if self.nccl.has_begun:
             with suppress(StoreLostError):  # the monitor notices that too
                 causes = self._monitor.call(self._store.causes)
             self._raise_if_broken()  # the monitor may have noticed it first
@@ -396,33 +401,28 @@ class GroupComm(Comm):
             if messages[0].wire_buffer.is_cuda:
                 return list(self.nccl.post(self._p2p_ops(messages), self.queued(op, messages)))
             if self._local_peers is None:
-                return self._post_to_backend(messages)
+                return [self._post_to_backend(message) for message in messages]
             recvs, sends = ([(m.wire_buffer, m.peer) for m in messages if m.send is send] for send in (False, True))
             works = self._local_peers.post(messages[0].tag, recvs, sends)
-            others = [message for message, work in zip(messages, works, strict=True) if work is None]
-            posted = iter(self._post_to_backend(others) if others else ())
-            return [work or next(posted) for work in works]
+            pairs = zip(works, messages, strict=True)
+            return [self._post_to_backend(message) if work is None else work for work, message in pairs]
         except RuntimeError as error:
             raise self.message_error(op, messages, error) from error
 
-    def _post_to_backend(self, messages: Sequence[InFlightMessage]) -> list[Waitable]:
-        return list(dist.batch_isend_irecv(self._p2p_ops(messages)))
+    def _post_to_backend(self, message: InFlightMessage) -> Waitable:
+        """Post a message over gloo."""
+        post = self.group.send if message.send else self.group.recv
+        return post([_bytes(message)], message.peer, (message.tag + message.tensor.nbytes * _SIZE_FACTOR) % _TAGS)
 
     def _p2p_ops(self, messages: Sequence[InFlightMessage]) -> list[dist.P2POp]:
-        # As bytes, so that every dtype can be sent, whether the backend knows it or not.
+        """Messages for NCCL, which has no tags."""
         return [
-            dist.P2POp(
-                dist.isend if message.send else dist.irecv,
-                message.wire_buffer.view(-1).view(torch.uint8),
-                group=self.group,
-                group_peer=message.peer,
-                tag=(message.tag + message.tensor.nbytes * _SIZE_FACTOR) % _TAGS,
-            )
-            for message in messages
+            dist.P2POp(dist.isend if m.send else dist.irecv, _bytes(m), group=self.group, group_peer=m.peer)
+            for m in messages
         ]
 
     def _common_backend(self, sends: Sequence[Message], recvs: Sequence[Message]) -> str:
-        devices = {tensor.device for tensor, _ in sends} | {tensor.device for tensor, _ in recvs}
+        devices = {tensor.device for tensor, _ in (*sends, *recvs)}
         if len(devices) > 1:
             raise ValueError(
                 f"all buffers of an exchange must be on one device, got {', '.join(sorted(map(str, devices)))}"
@@ -563,6 +563,11 @@ class GroupComm(Comm):
         else:
             self._all_reduce(op, torch.zeros(1, dtype=torch.float32, device="cuda"))
             torch.cuda.current_stream().synchronize()
+
+
+def _bytes(message: InFlightMessage) -> Tensor:
+    """A message as bytes, so that every dtype can be sent, whether the backend knows it or not."""
+    return message.wire_buffer.view(-1).view(torch.uint8)
 
 
 def _reason(error: Exception) -> str:

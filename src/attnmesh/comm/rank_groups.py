@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
-from attnmesh.comm.base import Comm, SharedValues
+from attnmesh.comm.base import Agreement, Comm, SharedValues
 from attnmesh.comm.group_store import CommError
 from attnmesh.core.call_log import CallLog
 
@@ -24,6 +24,11 @@ class RankGroups:
 
     def __init__(self, all_ranks: Comm | None, subgroups: Mapping[str, Comm]) -> None:
         self._all_ranks, self._subgroups = all_ranks, dict(subgroups)
+        groups = {id(comm): comm for comm in (all_ranks, *subgroups.values()) if comm is not None}
+        self._comms = list(groups.values())
+        # All agree in the comm of all ranks. But NCCL needs all ranks in its first call, and messages are checked per
+        # group: those that are process groups of their own log the calls, too.
+        self._logged = [comm for comm in self._comms if all_ranks is None or comm is all_ranks or comm.is_own_group]
 
     @property
     def all_ranks(self) -> Comm:
@@ -45,36 +50,34 @@ class RankGroups:
             self._agree_along_each(operation, values, error, state, force)
             return
         self._all_ranks.agree(operation, values, error, state=state, force=force)
-        for subgroup in self._subgroups.values():
-            if subgroup.is_own_group and subgroup is not self._all_ranks:
-                # All agree already, but NCCL needs all ranks in its first call, and messages are checked per group.
-                subgroup.agree(operation, values, error, state=state)
+        for subgroup in self._logged[1:]:
+            subgroup.agree(operation, values, error, state=state)
+
+    def agreement(self, operation: str, values: SharedValues) -> list[Agreement]:
+        """A call to be made again and again: `begin` each. There must be a comm over all ranks."""
+        assert self._all_ranks is not None
+        return [Agreement(comm, operation, values) for comm in self._logged]
 
     def number(self, *kind: Hashable) -> int:
         """`CallLog.number` of a new object on these groups."""
-        comms = self._comms() if self._all_ranks is None else [self._all_ranks]
+        comms = self._comms if self._all_ranks is None else [self._all_ranks]
         logs = [comm.log for comm in comms if comm.world > 1]
         return logs[0].number(*kind, *logs[1:]) if logs else 0  # alone, there is nobody to compare with
 
     @property
     def calls(self) -> int:
         """The number of calls that were logged in each group together."""
-        return sum(comm.calls for comm in self._comms())
+        return sum(comm.calls for comm in self._comms)
 
-    def note(self, operation: str, detail: str | None = None) -> None:
+    def note(self, operation: str, detail: str | int | None = None) -> None:
         """`Comm.note` in every group."""
-        for comm in self._comms():
-            if comm is self._all_ranks or comm.is_own_group or self._all_ranks is None:
-                comm.note(operation, detail)
+        for comm in self._logged:
+            comm.note(operation, detail)
 
     def fail(self, message: str) -> None:
         """`Comm.fail` in every group, since a peer may be waiting for this rank in any of them."""
-        for comm in self._comms():
+        for comm in self._comms:
             comm.fail(message)
-
-    def _comms(self) -> list[Comm]:
-        comms = (self._all_ranks, *self._subgroups.values())
-        return list({id(comm): comm for comm in comms if comm is not None}.values())
 
     def _agree_along_each(
         self, operation: str, values: Mapping[str, object], error: str | None, state: CallLog | None, force: bool
@@ -121,8 +124,12 @@ def propagate_failure(ranks: Comm | RankGroups) -> Iterator[None]:
     """Report an exception in the body to the other ranks, so that their errors give the reason."""
     try:
         yield
-    except CommError:
-        raise
     except Exception as error:
-        ranks.fail(f"{type(error).__name__}: {error}")
+        report_failure(ranks, error)
         raise
+
+
+def report_failure(ranks: Comm | RankGroups, error: Exception) -> None:
+    """Report an exception to the other ranks, except one that they know of."""
+    if not isinstance(error, CommError):
+        ranks.fail(f"{type(error).__name__}: {error}")

@@ -75,9 +75,14 @@ def text_digest(text: str) -> int:
 
 
 def call_text(operation: str, detail: object) -> str:
-    """`operation(name=value, ...)`. A detail of two parts is the arguments and the last call of the state."""
+    """`operation(name=value, ...)`. A detail of two parts is the arguments and the last call of the state.
+
+    One that is a number is that of a call.
+    """
     if detail is None:
         return operation
+    if isinstance(detail, int):
+        return f"{operation}(call {detail})"
     if isinstance(detail, tuple):
         detail, last_call = detail
         return call_text(operation, detail) + (f" after {call_text(*last_call)}" if last_call else "")

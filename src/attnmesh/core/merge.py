@@ -43,25 +43,14 @@ from attnmesh.core.validation import check_list, check_tensor, check_type, shown
 
 
 def merge(states: Iterable[State]) -> State:
-    """Returns the state over all keys of `states`, whose key sets are disjoint.
-
-    Takes any number of states. Associative, commutative and total: rows with `lse = -inf` contribute nothing, whatever
-    their `out` holds. Where some states have `lse = +inf`, the result is the mean of their `out`, with `lse = +inf`: an
-    infinite weight, never a row without keys. FlashMLA writes `+inf` for rows without keys, and vLLM's merge reads it
-    so: pass `lse.masked_fill(lse == torch.inf, -torch.inf)`. An lse in base 2 goes through `convert_lse` first.
-    Differentiable through every `out` and every finite `lse`. The result is float32 (float64 if any input is).
-
-    Examples:
-        >>> q, k, v = torch.randn(3, 1, 2, 10, 8)
-        >>> early = am.State(*am.attention(q, k[:, :, :4], v[:, :, :4], return_lse=True))
-        >>> late = am.State(*am.attention(q, k[:, :, 4:], v[:, :, 4:], return_lse=True))
-        >>> torch.allclose(am.merge([early, late]).out, am.attention(q, k, v), atol=1e-6)
-        True
-    """
+    """The public `merge` in torch, on any device. Differentiable."""
     states = check_list("states", states, "states")
-    if not states:
-        raise ValueError("states must contain at least one state, got none")
-    _check_states({f"states[{i}]": state for i, state in enumerate(states)})
+    check_states(states)
+    return merge_checked(states)
+
+
+def merge_checked(states: list[State]) -> State:
+    """`merge` of states that have been checked."""
     dtype = accumulation_dtype(_widest_dtype(states))
     lse = torch.stack([state.lse.to(dtype) for state in states])
 
@@ -79,6 +68,13 @@ def merge(states: Iterable[State]) -> State:
         w = w.unsqueeze(-1)
         out = out + w * torch.where(w > 0, state.out.to(dtype), 0.0)
     return State(out, torch.where(nonempty, top + torch.log(total), -torch.inf))
+
+
+def check_states(states: list[State]) -> None:
+    """Raises ValueError unless these are states that can be merged, at least one."""
+    if not states:
+        raise ValueError("states must contain at least one state, got none")
+    _check_states({f"states[{i}]": state for i, state in enumerate(states)})
 
 
 def _check_states(states: Mapping[str, State]) -> None:

@@ -35,7 +35,7 @@ from attnmesh.generation.models import (
     kv_bytes_per_token,
     layer_windows,
 )
-from attnmesh.generation.norms import one_call, use_one_call
+from attnmesh.generation.norms import run_in_one_call, use_one_call
 from attnmesh.generation.passes import (
     CachePass,
     ChunkKV,
@@ -130,7 +130,7 @@ class Engine:
         self._exchanges = 0  # that were begun and have not ended, or were interrupted
         self._step_context: AbstractContextManager[None] = nullcontext()
         use_one_call(model)
-        self._forward = partial(_logits, model)
+        self._forward = partial(run_in_one_call, _logits, model)
         self._forward_step: Callable[[Any, Tensor, Tensor], Tensor] = self._forward
         if self.device.type == "cuda" and weights is None:
             self.use_tensor_parallel()
@@ -216,7 +216,7 @@ class Engine:
         tokens = torch.tensor(ids, device="cpu")[positions - at.start]
         last = next(rank for rank, part in enumerate(parts) if at[-1] in part[-1])
         with self.exchange(comm):
-            logits = self._forward(prefill, tokens[None].to(device), positions[None].to(device), keep=1)[0, -1]
+            logits = self._forward(prefill, tokens[None].to(device), positions[None].to(device), 1)[0, -1]
             return _broadcast(comm, logits, last)
 
     def _parts(self, at: range) -> list[Ranges]:
@@ -244,7 +244,7 @@ class Engine:
         tokens = torch.tensor([ids], device=self.device)
         positions = torch.arange(at.start, at.stop, device=self.device)[None]
         with self.exchange(self.comm), divided:
-            return self._forward(prefill, tokens, positions, keep=1)[0, -1]
+            return self._forward(prefill, tokens, positions, 1)[0, -1]
 
     def _slots(self, new: NewTokens | None) -> tuple[Tensor, ...]:
         """The slots of new tokens for each kind of layers; none if this rank does not store them."""
@@ -295,12 +295,10 @@ class Engine:
 @torch.no_grad()
 def _logits(model: Any, cache_pass: CachePass, ids: Tensor, positions: Tensor, keep: int = 0) -> Tensor:
     """The logits of the last `keep` tokens, or of all if 0."""
-    with one_call():
-        out = model(
-            input_ids=ids, position_ids=positions, past_key_values=cache_pass, mesh=cache_pass, use_cache=True,
-            logits_to_keep=keep,
-        )  # fmt: skip
-    logits: Tensor = out.logits
+    logits: Tensor = model(
+        input_ids=ids, position_ids=positions, past_key_values=cache_pass, mesh=cache_pass, use_cache=True,
+        logits_to_keep=keep,
+    ).logits  # fmt: skip
     return logits
 
 

@@ -8,14 +8,16 @@ CPU one call has the same bits; in half precision it rounds once, and the model'
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
+from contextvars import ContextVar, copy_context
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+T = TypeVar("T")
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _IN_PASS: ContextVar[bool] = ContextVar("in_pass", default=False)
@@ -29,6 +31,16 @@ def one_call() -> Iterator[None]:
         yield
     finally:
         _IN_PASS.reset(before)
+
+
+def run_in_one_call(function: Callable[..., T], *args: Any) -> T:
+    """Call a function within `one_call`, in a context of its own: an interruption leaves nothing behind."""
+
+    def run() -> T:
+        with one_call():
+            return function(*args)
+
+    return copy_context().run(run)
 
 
 class _OneCall:

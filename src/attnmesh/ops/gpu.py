@@ -34,7 +34,7 @@ def gpu_of(device: torch.device) -> GPU:
 
 def is_hopper(device: torch.device) -> bool:
     """Whether a device is a GPU of compute capability 9.0 of NVIDIA: AMD's have such numbers, too."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+    return device.type == "cuda" and torch.version.hip is None and gpu_of(device).capability // 10 == 9
 
 
 def starts_early(device: torch.device) -> bool:

@@ -27,6 +27,7 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _MOST_MAPS = 64  # addresses whose encoded descriptors an argument keeps
 _STREAM = 3  # where the stream is among what Triton passes to the driver: after the grid
+_PLAIN = {int, float, bool, str, tuple, type(None)}  # types of arguments that are equal if they are the same
 _recording = threading.Lock()
 
 
@@ -47,18 +48,16 @@ class Recent(dict[Hashable, T], Generic[T]):
 
 
 def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What a launch depends on besides addresses: dtype, shape, strides, device, and alignment to 16 bytes.
+    """What a launch depends on besides addresses: dtype, shape, strides, device, and where in 16 bytes it begins.
 
-    Also which of the tensors begin at the same address: a launch takes the address of one of them for all.
+    (Not only whether it is aligned: parts of a tensor that is not may be.) And which tensors begin at one address:
+    arguments of a launch are told apart by where they begin.
     """
-    addresses = [-1 if x is None else x.data_ptr() for x in tensors]
-    return (
-        *[
-            None if x is None else (x.dtype, x.shape, x.stride(), x.get_device(), at & 15 == 0)
-            for x, at in zip(tensors, addresses, strict=True)
-        ],
-        *map(addresses.index, addresses),
-    )
+    given = [x for x in tensors if x is not None]
+    addresses = [x.data_ptr() for x in given]
+    shared = None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses))
+    found = [(x.dtype, x.shape, x.stride(), x.device, at & 15) for x, at in zip(given, addresses, strict=True)]
+    return (*[x is None for x in tensors], *found, shared)
 
 
 def prepare(
@@ -72,6 +71,36 @@ def prepare(
     places = _places(args, tensors)
     compiled = kernel[grid](*args, **options)
     return Launch(kernel, grid, tuple(args), places, options, compiled)
+
+
+def repeat(known: Recent[Launch], kernel: Any, grid: tuple[int, ...], args: Sequence[Any], **options: Any) -> None:
+    """Launch `kernel[grid](*args, **options)`: as before, if all but the addresses of its tensors is as it was.
+
+    `known` has the launches of a module, which must keep its kernels. Where a caller knows what its launches depend on,
+    it asks for less: see `prepare`.
+    """
+    if torch.compiler.is_compiling():
+        kernel[grid](*args, **options)
+        return
+    tensors, rest = [], []
+    for x in args:
+        if isinstance(x, Tensor):
+            tensors.append(x)
+            rest.append(Tensor)
+        elif type(x) in _PLAIN:
+            rest += (type(x), x)
+        elif isinstance(base := getattr(x, "base", None), Tensor):  # a descriptor; its layout is one of a few
+            tensors.append(base)
+            rest += (tuple(x.shape), tuple(x.strides), tuple(x.block_shape), x.layout)
+        else:
+            rest.append(x)
+    key = (id(kernel), grid, *rest, *options.items(), *signature(*tensors))
+    launch = known.get(key)
+    if launch is not None:
+        launch(*tensors)
+        return
+    with torch.cuda.device_of(tensors[0]):
+        known.add(key, prepare(kernel, grid, args, tensors, **options))
 
 
 class _Place(NamedTuple):
@@ -156,6 +185,7 @@ class Launch:
         for at, number, offset, view in self._places:
             x = tensors[number]
             assert x is not None
+            x = x if x.dtype == view.dtype else x.view(view.dtype)
             begin = x.storage_offset() + offset // x.element_size()
             part = x.as_strided(view.shape, view.stride(), begin)
             args[at] = part if args[at] is None else _with_base(args[at], part)
@@ -244,7 +274,7 @@ def _places(args: Sequence[Any], tensors: Sequence[Tensor | None]) -> list[_Plac
 
 
 def _number_of(x: Tensor, tensors: Sequence[Tensor | None]) -> int | None:
-    """The number of the tensor that is x, that begins where x begins, or the only one with the memory of x."""
+    """The number of the tensor that is x, that begins where x begins, or whose memory x is in, if that is clear."""
     x = getattr(x, "columns_of", x)
     given = [(number, each) for number, each in enumerate(tensors) if each is not None]
     storage = x.untyped_storage().data_ptr()
@@ -252,7 +282,7 @@ def _number_of(x: Tensor, tensors: Sequence[Tensor | None]) -> int | None:
     for candidates in (
         [number for number, each in given if each is x],
         [number for number, each in given if number in same and each.data_ptr() == x.data_ptr()][:1],
-        same if len(same) == 1 else [],
+        same if len({tensors[number].data_ptr() for number in same}) == 1 else [],  # type: ignore[union-attr]
     ):
         if candidates:
             return candidates[0]

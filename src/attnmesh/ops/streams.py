@@ -14,13 +14,15 @@ the device, so memory would grow with the ring.) `tests/parallel/test_streams.py
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from attnmesh.plan.workload import STREAMS
+
+_NOTHING = nullcontext()
 
 
 def stream_of(x: Tensor) -> int:
@@ -46,12 +48,12 @@ class StreamPair:
             self._summed = self._arrived
             self._done: list[torch.cuda.Event] = []  # one per block so far, alternating between the streams
 
-    @contextmanager
-    def next_stream(self) -> Iterator[None]:
+    def next_stream(self) -> AbstractContextManager[None]:
         """Runs a block on the next stream, after everything whose arrival has been recorded."""
-        if not self._enabled:
-            yield
-            return
+        return self._on_next_stream() if self._enabled else _NOTHING
+
+    @contextmanager
+    def _on_next_stream(self) -> Iterator[None]:
         stream = self._current = self._streams[len(self._done) % STREAMS]
         stream.wait_event(self._arrived)
         stream.wait_event(self._summed)
@@ -60,12 +62,12 @@ class StreamPair:
         self._done.append(stream.record_event())
         self._current = self._main
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def exclusive(self) -> AbstractContextManager[None]:
         """Runs work that reads results of both streams: after all blocks so far, and before any later block."""
-        if not self._enabled:
-            yield
-            return
+        return self._after_all_blocks() if self._enabled else _NOTHING
+
+    @contextmanager
+    def _after_all_blocks(self) -> Iterator[None]:
         for done in self._done[-STREAMS:]:
             self._current.wait_event(done)
         yield

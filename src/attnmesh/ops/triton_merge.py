@@ -8,7 +8,7 @@ any number of packed states in order, in one launch. The torch equivalents are i
 # Kernels are Triton's language, not Python's: its names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnmesh.core.state import State
 from attnmesh.ops.dense.triton_tiles import at_head, locate, padded, row_strides, store_rows, tile_mask, tile_pointers
+from attnmesh.ops.launch import Launch, Recent, prepare, repeat
 
 MAX_PARTS = 4
 _ELEMENTS = 2048  # of one tensor per program: four 16-byte accesses in flight for each thread
@@ -234,8 +235,9 @@ def merge_packed(parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Ten
     rows = heads * batch * tokens
     if rows:
         with torch.cuda.device_of(parts):
-            _merge_packed_kernel[(triton.cdiv(rows, _ROWS),)](
-                parts, parts.stride()[:4], sinks, out, out.stride()[:3], count, rows, batch, tokens,
+            repeat(
+                _launches, _merge_packed_kernel, (triton.cdiv(rows, _ROWS),),
+                (parts, parts.stride()[:4], sinks, out, out.stride()[:3], count, rows, batch, tokens),
                 D=width - 1, BLOCK_D=triton.next_power_of_2(width - 1), ROWS=_ROWS, num_warps=4,
             )  # fmt: skip
     return out
@@ -277,3 +279,82 @@ def _merge_packed_kernel(
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
     target = out + sequence * out_strides[0] + head * out_strides[1] + token * out_strides[2]
     tl.store(target[:, None] + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
+
+
+MAX_STATES = 8
+MAX_WIDTH = 8192  # of out: a program has whole rows
+_launches: Recent[Launch] = Recent()
+
+
+def merge_states(states: Sequence[State], key: Hashable) -> State:
+    """`attnmesh.core.merge.merge` of 1 to 8 states that are not empty, nor of float64. `key`: their `signature`."""
+    tensors = [x if x.is_contiguous() else x.contiguous() for state in states for x in state]
+    out = torch.empty(states[0].out.shape, dtype=torch.float32, device=tensors[0].device)
+    lse = torch.empty(states[0].lse.shape, dtype=torch.float32, device=tensors[0].device)
+    launch = _launches.get(key)
+    if launch is not None:
+        launch(*tensors, out, lse)
+    else:
+        rows, width = lse.numel(), out.shape[-1]
+        tile = _rows_per_program(width)
+        args = (*tensors, *[None] * (2 * (MAX_STATES - len(states))), out, lse, rows)
+        with torch.cuda.device_of(out):
+            launch = prepare(
+                _merge_states_kernel, (triton.cdiv(rows, tile),), args, (*tensors, out, lse), D=width,
+                BLOCK_D=padded(width), ROWS=tile, num_warps=4,
+            )  # fmt: skip
+        _launches.add(key, launch)
+    return State(out, lse)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _merge_states_kernel(
+    out0, lse0, out1, lse1, out2, lse2, out3, lse3, out4, lse4, out5, lse5, out6, lse6, out7, lse7, out, lse, rows,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    real = row < rows
+    peak = _lse_of_rows(lse0, row, real)
+    peak = tl.maximum(peak, _lse_of_rows(lse1, row, real))
+    peak = tl.maximum(peak, _lse_of_rows(lse2, row, real))
+    peak = tl.maximum(peak, _lse_of_rows(lse3, row, real))
+    peak = tl.maximum(peak, _lse_of_rows(lse4, row, real))
+    peak = tl.maximum(peak, _lse_of_rows(lse5, row, real))
+    peak = tl.maximum(peak, _lse_of_rows(lse6, row, real))
+    peak = tl.maximum(peak, _lse_of_rows(lse7, row, real))
+    # No keys in any state: subtract 0, since -inf - -inf would be NaN.
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc, total = _add_state(acc, total, peak, out0, lse0, row, real, column, D)
+    acc, total = _add_state(acc, total, peak, out1, lse1, row, real, column, D)
+    acc, total = _add_state(acc, total, peak, out2, lse2, row, real, column, D)
+    acc, total = _add_state(acc, total, peak, out3, lse3, row, real, column, D)
+    acc, total = _add_state(acc, total, peak, out4, lse4, row, real, column, D)
+    acc, total = _add_state(acc, total, peak, out5, lse5, row, real, column, D)
+    acc, total = _add_state(acc, total, peak, out6, lse6, row, real, column, D)
+    acc, total = _add_state(acc, total, peak, out7, lse7, row, real, column, D)
+    acc /= tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out + row[:, None] * D + column, acc, mask=real[:, None] & (column < D))
+    tl.store(lse + row, tl.where(total > 0.0, peak + tl.log(total), float("-inf")), mask=real)
+
+
+@triton.jit
+def _lse_of_rows(lse, row, real):
+    if lse is None:
+        return tl.full(row.shape, float("-inf"), tl.float32)
+    else:  # noqa: RET505, a constant condition
+        return tl.load(lse + row, mask=real, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _add_state(acc, total, peak, out, lse, row, real, column, D: tl.constexpr):
+    if lse is None:
+        return acc, total
+    else:  # noqa: RET505, a constant condition
+        weight = _exp_difference(_lse_of_rows(lse, row, real), peak)
+        # An `out` of weight 0 is not read: 0 * NaN would be NaN.
+        mask = (real & (weight > 0.0))[:, None] & (column < D)
+        values = tl.load(out + row[:, None] * D + column, mask=mask, other=0.0).to(tl.float32)
+        return acc + values * weight[:, None], total + weight

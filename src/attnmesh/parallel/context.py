@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks
+from attnmesh.comm.base import Agreement
 from attnmesh.core.compiling import not_compiled
 from attnmesh.core.docs import explained_in, see
 from attnmesh.core.layouts import Layout, Zigzag, check_layout, dimension, positions_checksum
@@ -22,7 +23,14 @@ from attnmesh.core.mask import And
 from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.core.validation import check_bool, check_choice, check_count, check_device, check_dtype
-from attnmesh.ops.dense.call import check_batch, check_dim_order, check_inputs, check_score_terms
+from attnmesh.ops.dense.call import (
+    Scores,
+    check_batch,
+    check_dim_order,
+    check_inputs,
+    check_score_terms,
+    resolve_scores,
+)
 from attnmesh.ops.dense.dispatch import choose_fused
 from attnmesh.parallel.allgather import AllGather
 from attnmesh.parallel.executor import (
@@ -64,11 +72,13 @@ _MAX_CACHED_CALLS = 512
 
 
 @dataclass(frozen=True)
-class _CachedCall:
+class _PreparedCall:
     """A call whose arguments have been checked: its executor, and the values to agree on with other ranks."""
 
     executor: Executor
     values: SharedValues
+    scores: Scores  # without slopes, which have values of their own
+    agreements: Sequence[Agreement]  # of repeated calls
 
 
 class ContextParallel(ExecutorFactory):
@@ -123,7 +133,8 @@ class ContextParallel(ExecutorFactory):
         self.comm = self._groups.all_ranks
         self.layout, self.schedule, self.backend = layout, schedule, backend
         self._score_checks = score_checks(self.comm)
-        self._calls: dict[object, _CachedCall] = {}
+        self._calls: dict[object, _PreparedCall] = {}
+        self._repeated: dict[object, tuple[_PreparedCall, Mask, Layout | None]] = {}
         self._kept_choices: dict[object, str] = {}  # of contexts by `with_layout`
         self._keeps_choices = False
         self._handle = context_handle(self)  # by which compiled graphs refer to it
@@ -152,7 +163,7 @@ class ContextParallel(ExecutorFactory):
         """
         check_layout("layout", layout)
         other = copy.copy(self)
-        other.layout, other._calls, other._keeps_choices = layout, {}, True
+        other.layout, other._calls, other._repeated, other._keeps_choices = layout, {}, {}, True
         other._handle = context_handle(other)
         return other
 
@@ -224,35 +235,78 @@ class ContextParallel(ExecutorFactory):
         the group and then in every 251st; a difference raises ValueError on every rank. The gradient of `sinks` on a
         rank is the contribution of its queries, as for any replicated weight: the sum over ranks is the whole gradient.
         """
-        inputs = Inputs(q, k, v, sinks, alibi_slopes)
-        # Inputs that are not tensors are reported later, on all ranks together.
-        needs_grad = tuple(torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in inputs[:4])
-        options = AttentionOptions(mask, scale, softcap, length, key_length, key_layout, return_lse, needs_grad)
+        grad = torch.is_grad_enabled()
         if torch.compiler.is_compiling():
-            out, lse = compiled_attention(inputs, self._handle, options)
+            needs_grad = tuple(grad and isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
+            options = AttentionOptions(mask, scale, softcap, length, key_length, key_layout, return_lse, needs_grad)
+            out, lse = compiled_attention(Inputs(q, k, v, sinks, alibi_slopes), self._handle, options)
+            return (out, lse) if return_lse else out
+        # A repeated call is known by the identity of its mask and layout, which are kept: nothing else can have it.
+        # With the types, since True == 1 == 1.0: what is valid as an integer must not make another type valid.
+        key: object
+        try:
+            key = (
+                type(q), q.shape, q.dtype, q.device, grad and q.requires_grad,
+                type(k), k.shape, k.dtype, k.device, grad and k.requires_grad,
+                type(v), v.shape, v.dtype, v.device, grad and v.requires_grad,
+                None if sinks is None else (_kind(sinks), grad), None if alibi_slopes is None else _kind(alibi_slopes),
+                id(mask), id(key_layout), scale, type(scale), softcap, type(softcap), length, type(length),
+                key_length, type(key_length), return_lse, type(return_lse),
+            )  # fmt: skip
+            repeated = self._repeated.get(key)
+        except (AttributeError, TypeError):  # not a tensor, or not hashable: reported on all ranks together
+            key = repeated = None
+        if repeated is not None:
+            call = repeated[0]
+            if sinks is None and alibi_slopes is None:
+                for agreement in call.agreements:
+                    agreement.begin()
+            else:
+                self._begin_with_terms(call, sinks, alibi_slopes)
         else:
-            executor = self.agreed_executor(inputs, options)
-            out, lse = attend(q, k, v, executor, options.scores(inputs), sinks)
+            tensors = Inputs(q, k, v, sinks, alibi_slopes)
+            needs_grad = tuple(grad and isinstance(x, Tensor) and x.requires_grad for x in tensors[:4])
+            options = AttentionOptions(mask, scale, softcap, length, key_length, key_layout, return_lse, needs_grad)
+            call = self._agreed_call(tensors, options, "ContextParallel.attention")
+            if key is not None:
+                if len(self._repeated) >= _MAX_CACHED_CALLS:
+                    self._repeated.clear()
+                self._repeated[key] = call, mask, key_layout
+        scores = call.scores if alibi_slopes is None else resolve_scores(q, scale, softcap, alibi_slopes)
+        out, lse = attend(q, k, v, call.executor, scores, sinks)
         return (out, lse) if return_lse else out
 
-    def agreed_executor(self, inputs: Inputs, options: AttentionOptions, *, compiled: bool = False) -> Executor:
-        """The executor of a call, after all ranks have agreed on its arguments."""
-
-        has_terms = self.world > 1 and (inputs.sinks is not None or inputs.alibi_slopes is not None)
-
-        def check_arguments() -> tuple[Executor, SharedValues]:
-            call = self._checked_call(inputs, options)
-            if not has_terms:
-                return call.executor, call.values
-            terms = self._score_checks.compared(sinks=inputs.sinks, alibi_slopes=inputs.alibi_slopes)
-            return call.executor, call.values | terms
-
+    def agreed_executor(self, inputs: Inputs, options: AttentionOptions) -> Executor:
+        """The executor of a call in a compiled graph, after all ranks have agreed on its arguments."""
         # A compiled backward sends other messages than an eager one.
-        name = "ContextParallel.attention in a compiled graph" if compiled else "ContextParallel.attention"
-        executor = check_on_all_ranks(self._groups, name, check_arguments)
-        if has_terms:
+        return self._agreed_call(inputs, options, "ContextParallel.attention in a compiled graph").executor
+
+    def _agreed_call(self, inputs: Inputs, options: AttentionOptions, operation: str) -> _PreparedCall:
+        """A call, after all ranks have agreed on its arguments."""
+
+        def check_arguments() -> tuple[_PreparedCall, SharedValues]:
+            call = self._checked_call(inputs, options)
+            terms = self._compared_terms(inputs.sinks, inputs.alibi_slopes)
+            return call, call.values | terms
+
+        call = check_on_all_ranks(self._groups, operation, check_arguments)
+        if inputs.sinks is not None or inputs.alibi_slopes is not None:
             self._score_checks.count()
-        return executor
+        return call
+
+    def _begin_with_terms(self, call: _PreparedCall, sinks: Tensor | None, alibi_slopes: Tensor | None) -> None:
+        """Begin a call that all ranks have agreed on before: values of sinks and slopes are compared again."""
+        terms = self._compared_terms(sinks, alibi_slopes)
+        if terms:
+            self._groups.agree("ContextParallel.attention", call.values | terms)
+        else:
+            for agreement in call.agreements:
+                agreement.begin()
+        self._score_checks.count()
+
+    def _compared_terms(self, sinks: Tensor | None, alibi_slopes: Tensor | None) -> dict[str, object]:
+        """The checksums of sinks and slopes that ranks compare in this call."""
+        return {} if self.world == 1 else self._score_checks.compared(sinks=sinks, alibi_slopes=alibi_slopes)
 
     def executor(self, inputs: Inputs, options: AttentionOptions) -> Executor:
         """The executor of a call whose arguments the ranks have agreed on before."""
@@ -295,8 +349,8 @@ class ContextParallel(ExecutorFactory):
         check_schedule(schedule, workload.shards, workload.ranks_per_node)
         return explain_schedule(schedule, workload, default_cluster(kind), choice)
 
-    def _checked_call(self, inputs: Inputs, options: AttentionOptions) -> _CachedCall:
-        """The cached call; ValueError for arguments that this rank can see to be wrong."""
+    def _checked_call(self, inputs: Inputs, options: AttentionOptions) -> _PreparedCall:
+        """The prepared call; ValueError for arguments that this rank can see to be wrong."""
         tensors = [isinstance(x, Tensor) or (x is None and at >= 3) for at, x in enumerate(inputs)]
         if not all(tensors) or getattr(inputs.alibi_slopes, "requires_grad", False):
             return self._new_call(inputs, options)  # raises
@@ -314,7 +368,7 @@ class ContextParallel(ExecutorFactory):
             self._calls[key] = call
         return call
 
-    def _new_call(self, inputs: Inputs, options: AttentionOptions) -> _CachedCall:
+    def _new_call(self, inputs: Inputs, options: AttentionOptions) -> _PreparedCall:
         q, k, v, sinks, alibi_slopes = inputs
         mask, scale, softcap, length, key_length, key_layout, return_lse, needs_grad = options
         check_inputs(q, k, v, scale)
@@ -342,23 +396,22 @@ class ContextParallel(ExecutorFactory):
         executor = EXECUTORS[schedule](ExecutorConfig(positions, self.backend, self._groups, with_lse))
         for kernel_call in executor.calls(q, k, v, scores):
             choose_fused(kernel_call, self.backend)  # raises if no backend serves it
-        return _CachedCall(
-            executor,
-            {
-                OBJECT: self._number, "batch": shape.batch, "query heads": shape.q_heads, "kv heads": shape.kv_heads,
-                "head_dim": shape.head_dim, "head_dim of v": shape.out_dim,
-                f"length{inferred}": length, "key_length": key_length,
-                "dtype": q.dtype, "device": q.device.type, "mask": mask, "scale": scores.scale, "softcap": softcap,
-                "sinks": None if sinks is None else sinks.dtype, "alibi_slopes": alibi_slopes is not None,
-                "layout": self.layout, "key_layout": key_layout,
-                "positions of layout": positions_checksum(self.layout, length, self.world),
-                "positions of key_layout": positions_checksum(key_layout, key_length, self.world),
-                "schedule": schedule, "backend": self.backend,
-                "ranks_per_node": self._groups.ranks_per_node, "return_lse": return_lse,
-                "gradient of q": needs_grad[0], "gradient of k": needs_grad[1], "gradient of v": needs_grad[2],
-                "gradient of sinks": needs_grad[3],
-            },
-        )  # fmt: skip
+        values = {
+            OBJECT: self._number, "batch": shape.batch, "query heads": shape.q_heads, "kv heads": shape.kv_heads,
+            "head_dim": shape.head_dim, "head_dim of v": shape.out_dim,
+            f"length{inferred}": length, "key_length": key_length,
+            "dtype": q.dtype, "device": q.device.type, "mask": mask, "scale": scores.scale, "softcap": softcap,
+            "sinks": None if sinks is None else sinks.dtype, "alibi_slopes": alibi_slopes is not None,
+            "layout": self.layout, "key_layout": key_layout,
+            "positions of layout": positions_checksum(self.layout, length, self.world),
+            "positions of key_layout": positions_checksum(key_layout, key_length, self.world),
+            "schedule": schedule, "backend": self.backend,
+            "ranks_per_node": self._groups.ranks_per_node, "return_lse": return_lse,
+            "gradient of q": needs_grad[0], "gradient of k": needs_grad[1], "gradient of v": needs_grad[2],
+            "gradient of sinks": needs_grad[3],
+        }  # fmt: skip
+        agreements = self._groups.agreement("ContextParallel.attention", values) if self.world > 1 else []
+        return _PreparedCall(executor, values, replace(scores, alibi_slopes=None), agreements)
 
     def _schedule_for(self, workload: Workload, mask: Mask, length: int) -> str:
         """The name of the schedule of a call."""
@@ -417,6 +470,10 @@ class UnnumberedContext(ContextParallel):
 def _check_names(schedule: str, backend: str) -> None:
     check_choice("schedule", schedule, ("auto", *SCHEDULES))
     check_choice("backend", backend, BACKENDS)
+
+
+def _kind(x: Tensor) -> tuple[object, ...]:
+    return type(x), x.shape, x.dtype, x.device, x.requires_grad
 
 
 def _described(x: Tensor | None) -> tuple[object, ...] | None:

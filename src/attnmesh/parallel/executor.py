@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from attnmesh.comm import Comm, RankGroups, propagate_failure
+from attnmesh.comm import Comm, RankGroups, report_failure
 from attnmesh.core.checksums import ValueChecks
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Mask
-from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import Call, Grads, Result, Scores, resolve_scores
 from attnmesh.parallel.node_groups import NodeGroups
@@ -104,7 +104,7 @@ class ExecutorFactory(ABC):
     """Builds the executor of a call: a `ContextParallel`, as a compiled operator knows it."""
 
     @abstractmethod
-    def agreed_executor(self, inputs: Inputs, options: AttentionOptions, *, compiled: bool = False) -> Executor:
+    def agreed_executor(self, inputs: Inputs, options: AttentionOptions) -> Executor:
         """The executor of a call, after all ranks agreed on its arguments; ValueError on every rank otherwise."""
 
     @abstractmethod
@@ -114,13 +114,32 @@ class ExecutorFactory(ABC):
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, executor: Executor, scores: Scores, sinks: Tensor | None = None
-) -> State:  # fmt: skip
-    """The state of this rank's queries over the keys of all ranks. Differentiable.
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and lse of this rank's queries over the keys of all ranks. Differentiable.
 
     The gradient of the sinks is what this rank's queries contribute to it.
     """
-    out, lse = _Attention.apply(q, k, v, sinks, executor, scores)  # type: ignore[no-untyped-call]
-    return State(out, lse)
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return _Attention.apply(q, k, v, sinks, executor, scores)  # type: ignore[no-any-return, no-untyped-call]
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    ):
+        return _apply(q, k, v, sinks, executor, scores)  # type: ignore[no-any-return, no-untyped-call]
+    return forward(executor, q, k, v, scores, sinks)[0]
+
+
+def forward(
+    executor: Executor, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
+) -> tuple[State, tuple[Tensor, ...]]:  # fmt: skip
+    """`Executor.forward` in the dtype of its inputs; a failure is reported to the other ranks."""
+    try:
+        if torch.is_autocast_enabled(q.device.type):
+            with torch.autocast(q.device.type, enabled=False):
+                return executor.forward(q, k, v, scores, sinks)
+        return executor.forward(q, k, v, scores, sinks)
+    except Exception as error:
+        report_failure(executor.comm, error)
+        raise
 
 
 class _Attention(torch.autograd.Function):
@@ -128,8 +147,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, executor: Executor, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        with propagate_failure(executor.comm), torch.autocast(q.device.type, enabled=False):
-            state, saved = executor.forward(q, k, v, scores, sinks)
+        state, saved = forward(executor, q, k, v, scores, sinks)
         ctx.save_for_backward(*state, sinks, *saved)
         ctx.executor, ctx.scores = executor, scores
         ctx.call = executor.comm.calls
@@ -137,13 +155,20 @@ class _Attention(torch.autograd.Function):
         return state.out, state.lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        out, lse, sinks, *saved = ctx.saved_tensors
-        needs_grad = ctx.needs_input_grad[:4]
-        ctx.executor.comm.note("backward of attention", f"call {ctx.call}")
-        grads = backward(ctx.executor, saved, Result.of(out, lse, grad_out, grad_lse), ctx.scores, sinks, needs_grad)
-        return *grads, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (_refused_twice if torch.is_grad_enabled() else _backward)(ctx, *grads)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    out, lse, sinks, *saved = ctx.saved_tensors
+    ctx.executor.comm.note("backward of attention", ctx.call)
+    result = Result.of(out, lse, grad_out, grad_lse)
+    return *backward(ctx.executor, saved, result, ctx.scores, sinks, ctx.needs_input_grad), None, None
+
+
+_refused_twice = once_differentiable(_backward)  # what it returns has no gradient of its own
+_apply = super(torch.autograd.Function, _Attention).apply
+"""`_Attention.apply` without what it does for transforms of torch.func, which takes longer than the function itself."""
 
 
 def backward(
@@ -151,13 +176,27 @@ def backward(
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients of q, k, v and sinks; None for those that are not needed."""
+    kind = result.out.device.type
+    try:
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return _gradients(executor, saved, result, scores, sinks, needs_grad)
+        return _gradients(executor, saved, result, scores, sinks, needs_grad)
+    except Exception as error:
+        report_failure(executor.comm, error)
+        raise
+
+
+def _gradients(
+    executor: Executor, saved: Sequence[Tensor], result: Result, scores: Scores, sinks: Tensor | None,
+    needs_grad: Sequence[bool],
+) -> list[Tensor | None]:  # fmt: skip
     grads: list[Tensor | None] = [None] * 4
-    with propagate_failure(executor.comm), torch.autocast(result.out.device.type, enabled=False):
-        if any(needs_grad[:3]):
-            sums = executor.backward(tuple(saved), result, scores, needs_grad[:3])
-            grads[:3] = [None if grad is None else grad.finish() for grad in (sums.q, sums.k, sums.v)]
-        if needs_grad[3] and sinks is not None:
-            grads[3] = result.sink_gradient(sinks).to(sinks.dtype)
+    if needs_grad[0] or needs_grad[1] or needs_grad[2]:
+        sums = executor.backward(tuple(saved), result, scores, needs_grad[:3])
+        grads[:3] = [None if grad is None else grad.finish() for grad in (sums.q, sums.k, sums.v)]
+    if needs_grad[3] and sinks is not None:
+        grads[3] = result.sink_gradient(sinks).to(sinks.dtype)
     return grads
 
 
@@ -181,54 +220,74 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.comm.note("backward of unshard", f"call {ctx.call}")
+        ctx.comm.note("backward of unshard", ctx.call)
         total = ctx.comm.all_reduce(grad.contiguous())
         return ctx.layout.shard(total, ctx.dim, ctx.comm.world, ctx.comm.rank), None, None, None, None
 
 
 # Messages.
 
-
-def row_shape(tensors: Sequence[Tensor]) -> tuple[int, int, int]:
-    """The shape of one row of a message of these tensors."""
-    batch, heads, _, _ = tensors[0].shape
-    return batch, heads, sum(x.shape[3] for x in tensors)
+View = tuple[tuple[int, ...], tuple[int, ...], int]
+"""A part of a buffer as the arguments of `torch.as_strided`: size, strides and offset."""
 
 
-def two_buffers(comm: Comm, rows: int, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Two messages, one to compute on and send from while the other is received into."""
-    shape, device = (rows, *row_shape(tensors)), tensors[0].device
-    return [comm.buffer(shape, dtype=dtype, device=device) for _ in range(2)]
+class RowLayout(NamedTuple):
+    """Rows of tensors [B, H, rows, width] in a message [rows, B, H, sum of widths]."""
 
+    batch: int
+    heads: int
+    widths: tuple[int, ...]
 
-def unpack(message: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of a message of these tensors (or of their gradients), as views [B, H, rows, width]."""
-    parts = message.split([x.shape[3] for x in tensors], -1)
-    return [part.permute(1, 2, 0, 3) for part in parts]
+    @classmethod
+    def of(cls, *tensors: Tensor) -> RowLayout:
+        """The layout of messages of these tensors."""
+        batch, heads, _, _ = tensors[0].shape
+        return cls(batch, heads, tuple(x.shape[3] for x in tensors))
 
+    @property
+    def elements(self) -> int:
+        """The elements of a row."""
+        return self.batch * self.heads * sum(self.widths)
 
-def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """A message of tensors [B, H, rows, width], which may differ in width."""
-    message = torch.empty(tensors[0].shape[2], *row_shape(tensors), dtype=tensors[0].dtype, device=tensors[0].device)
-    for part, x in zip(unpack(message, tensors), tensors, strict=True):
-        copy_rows(part, x)
-    return message
+    def with_heads(self, heads: int) -> RowLayout:
+        """The layout of messages of some heads."""
+        return RowLayout(self.batch, heads, self.widths)
+
+    def shape(self, rows: int) -> tuple[int, int, int, int]:
+        """The shape of a message."""
+        return rows, self.batch, self.heads, sum(self.widths)
+
+    def rows(self, rows: range, heads: range | None = None) -> View:
+        """Some rows of a message, which are contiguous if they are consecutive; or some heads of them."""
+        width = sum(self.widths)
+        shape = len(rows), self.batch, self.heads if heads is None else len(heads), width
+        strides = self.elements * rows.step, self.heads * width, width, 1
+        return shape, strides, rows.start * self.elements + (0 if heads is None else heads.start * width)
+
+    def parts(self, rows: range) -> tuple[View, ...]:
+        """The tensors [B, H, rows, width] of some rows of a message."""
+        width, at, views = sum(self.widths), rows.start * self.elements, []
+        for part in self.widths:
+            shape = self.batch, self.heads, len(rows), part
+            views.append((shape, (self.heads * width, width, self.elements * rows.step, 1), at))
+            at += part
+        return tuple(views)
 
 
 def copy_rows(target: Tensor, source: Tensor) -> None:
     """Copies rows [..., width], 16 bytes at a time where both are aligned: torch copies strided rows by elements."""
-    step = 16 // source.element_size()
-    if all(
-        x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and not any(n % step for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
-        for x in (target, source)
-    ):
+    if _is_in_words(target) and _is_in_words(source):
         target, source = target.view(torch.complex128), source.view(torch.complex128)
     target.copy_(source)
 
 
-def message_rows(message: Tensor, rows: Ranges) -> Tensor:
-    """One range of rows of a message."""
-    (run,) = rows
-    return message[run.start : run.stop]
+def _is_in_words(x: Tensor) -> bool:
+    """Whether rows [..., width] consist of whole words of 16 bytes, at multiples of 16 bytes."""
+    *outer, last = x.stride()
+    step = 16 // x.element_size()
+    if last != 1 or x.data_ptr() % 16 or x.shape[-1] % step or x.storage_offset() % step:
+        return False
+    for stride in outer:  # noqa: SIM110  (any() and a generator would take twice as long)
+        if stride % step:
+            return False
+    return True

@@ -19,7 +19,7 @@ from attnmesh.comm import propagate_failure
 from attnmesh.core.mask_encoding import decode, decode_mask, encode, encode_mask
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.dense.call import Result
-from attnmesh.parallel.executor import AttentionOptions, ExecutorFactory, Inputs, backward
+from attnmesh.parallel.executor import AttentionOptions, ExecutorFactory, Inputs, backward, forward
 
 _contexts: WeakValueDictionary[int, ExecutorFactory] = WeakValueDictionary()
 _numbers = itertools.count()
@@ -58,11 +58,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     context, inputs = _context(handle), Inputs(q, k, v, sinks, alibi_slopes)
     options = _options(documents, mask, scale, softcap, length, key_length, key_layout, return_lse, needs_grad)
-    executor = context.agreed_executor(inputs, options, compiled=True)
+    executor = context.agreed_executor(inputs, options)
     if _needs_lse(return_lse, needs_grad) and not return_lse:
         executor = context.executor(inputs, options._replace(return_lse=True))
-    with propagate_failure(executor.comm), torch.autocast(q.device.type, enabled=False):
-        state, _ = executor.forward(q, k, v, options.scores(inputs), sinks)
+    state, _ = forward(executor, q, k, v, options.scores(inputs), sinks)
     return state.out.contiguous(), state.lse.contiguous() if _needs_lse(return_lse, needs_grad) else _empty(state.lse)
 
 

@@ -167,7 +167,7 @@ def ring_distributed_attention(
     comm = SoloComm() if group is None else context_comm(group)
     checks = score_checks(comm)
 
-    def check_arguments() -> tuple[Callable[[], State], SharedValues]:
+    def check_arguments() -> tuple[Callable[[], tuple[Tensor, Tensor]], SharedValues]:
         check_bool(return_lse=return_lse)
         check_choice("backend", backend, BACKENDS)
         kv = _checked_kv(q, k, v, block_table, scale, sinks)
@@ -180,7 +180,7 @@ def ring_distributed_attention(
         _check_ring(size, index)
         chunks = Zigzag(pairs).ranges(q.shape[2], size, index)
         scores = resolve_scores(q, scale, softcap, alibi_slopes)
-        run: Callable[[], State]
+        run: Callable[[], tuple[Tensor, Tensor]]
         if isinstance(kv, PagedKV):
             cached = _CacheShare(chunks, offsets, mask, scores, sinks, backend, comm, kv)
             cached.check_calls(q)

@@ -1,18 +1,21 @@
 """Ring context parallelism: K and V travel from rank to rank, and every block is merged into the state of the queries.
 
-The algorithm is the two loops of `_RingPass`, forward and backward; `KVExchange` and `GradReturn` move the data.
+The algorithm is the two loops of `Ring`, forward and backward; `KVExchange` and `GradReturn` move the data. What only
+depends on the plan and on shapes is computed once: `_Program`, `KVRoute` and `GradRoute`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm, Pending
+from attnmesh.comm.base import FINISHED, post
 from attnmesh.core.ranges import Ranges, difference, rows_of, size
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.dense.aten import Aten
@@ -20,7 +23,8 @@ from attnmesh.ops.dense.call import Backend, Call, Grads, Result, Scores, contig
 from attnmesh.ops.dense.dispatch import choose_fused, choose_fused_backward
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
-from attnmesh.parallel.executor import Executor, ExecutorConfig, copy_rows, message_rows, row_shape, two_buffers, unpack
+from attnmesh.parallel.executor import Executor, ExecutorConfig, RowLayout, View, copy_rows
+from attnmesh.plan.blocks import Patch
 from attnmesh.plan.ring import RingPlan, Stage, Transfer, Transfers, ring_plan
 
 
@@ -32,9 +36,7 @@ class Ring(Executor):
     backend: str
     comm: Comm
     stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
-    _forward_backends: dict[object, list[Backend | None]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _programs: dict[object, _Program] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", self.plan.stages(self.comm.rank))
@@ -57,11 +59,11 @@ class Ring(Executor):
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
     ) -> tuple[State, tuple[Tensor, ...]]:
         """Once around the ring."""
-        ring = _RingPass(self, q, k, v, scores)
-        backends = self._backends(ring.calls, q, v, scores)
-        streams, parts = _two_streams(ring.calls, backends, self.comm)
-        total = StateAccumulator(q, v.shape[3], streams, parts, sinks=sinks)
-        ring.forward(total, backends, streams, last=True)
+        program = self._program(q, k, v, scores)
+        work = program.forward(q, k, v, scores)
+        streams = SINGLE_STREAM if work.parts is None else StreamPair(enabled=True)
+        total = StateAccumulator(q, v.shape[3], streams, work.parts, sinks=sinks)
+        self._forward(program, work, (q, k, v), scores, total, streams, last=True)
         return total.finish(q.dtype), (q, k, v)
 
     def backward(
@@ -69,258 +71,392 @@ class Ring(Executor):
     ) -> Grads:  # fmt: skip
         """Once around the ring with K and V again, and their gradients back to the owners."""
         q, k, v = saved
-        ring = _RingPass(self, q, k, v, scores)
-        backends = self._backward_backends(ring.calls, result)
-        streams, parts = _two_streams(ring.calls, backends, self.comm)
-        dq = GradAccumulator(q, streams, parts) if needs_grad[0] else None
-        dk, dv = (GradAccumulator(x, streams) if need else None for x, need in zip((k, v), needs_grad[1:], strict=True))
-        grads = Grads(dq, dk, dv)
-        ring.backward(result, grads, backends, streams)
+        program = self._program(q, k, v, scores)
+        work = program.backward(q, k, v, scores, result)
+        streams = SINGLE_STREAM if work.parts is None else StreamPair(enabled=True)
+        one_call = len(work.stages) == 1
+        grads = Grads(
+            GradAccumulator(q, streams, work.parts, one_call=one_call) if needs_grad[0] else None,
+            GradAccumulator(k, streams, one_call=one_call) if needs_grad[1] else None,
+            GradAccumulator(v, streams, one_call=one_call) if needs_grad[2] else None,
+        )
+        self._backward(program, work, saved, scores, result, grads, streams)
         return grads
 
     def forward_into(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, total: StateAccumulator, *, last: bool
     ) -> None:  # fmt: skip
         """Once around the ring, merging into a state to which other rings contribute as well, this one as the last."""
-        ring = _RingPass(self, q, k, v, scores)
-        ring.forward(total, self._backends(ring.calls, q, v, scores), SINGLE_STREAM, last=last)
+        program = self._program(q, k, v, scores)
+        work = program.forward(q, k, v, scores)
+        self._forward(program, work, (q, k, v), scores, total, SINGLE_STREAM, last=last)
 
     def backward_into(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, result: Result, grads: Grads) -> None:
         """The backward of `forward_into`: adds to gradients to which other rings contribute as well."""
-        ring = _RingPass(self, q, k, v, scores)
-        ring.backward(result, grads, self._backward_backends(ring.calls, result), SINGLE_STREAM)
+        program = self._program(q, k, v, scores)
+        work = program.backward(q, k, v, scores, result)
+        self._backward(program, work, (q, k, v), scores, result, grads, SINGLE_STREAM)
 
-    def _backends(
-        self, calls: Sequence[Call | None], q: Tensor, v: Tensor, scores: Scores
-    ) -> list[Backend | None]:  # fmt: skip
-        """The backend of every stage of the forward. It depends on the plan and on these properties only."""
-        key = q.dtype, q.device, q.shape[-1], v.shape[-1], scores.plain
-        if key not in self._forward_backends:
-            self._forward_backends[key] = [choose_fused(call, self.backend) if call else None for call in calls]
-        return self._forward_backends[key]
+    def _program(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> _Program:
+        key = q.shape, k.shape, v.shape, q.dtype, q.device, scores.softcap is None, scores.alibi_slopes is None
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = _Program(self, k, v)
+        return program
 
-    def _backward_backends(self, calls: Sequence[Call | None], result: Result) -> list[Backend | None]:
-        """The backend of every stage of the backward, with its shared inputs prepared."""
-        backends: list[Backend | None] = []
-        for call in calls:
-            backend = choose_fused_backward(call, result, self.backend) if call else None
-            if call and backend:
-                backend.prepare(call, result)
-            backends.append(backend)
-        return backends
-
-
-class _RingPass:
-    """One pass around the ring."""
-
-    def __init__(self, ring: Ring, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> None:
-        q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
-        self._ring, self._stages, self._own = ring, ring.stages, (k, v)
-        self._exchange = KVExchange(k, v, self._stages, ring.comm)
-        self.calls = [
-            Call(q, *self._exchange.visible_kv(at), stage.patch, scores) if stage.patch.blocks else None
-            for at, stage in enumerate(self._stages)
-        ]
-
-    def forward(
-        self, total: StateAccumulator, backends: Sequence[Backend | None], streams: StreamPair, *, last: bool
+    def _forward(
+        self, program: _Program, work: _Work, qkv: Sequence[Tensor], scores: Scores, total: StateAccumulator,
+        streams: StreamPair, *, last: bool,
     ) -> None:  # fmt: skip
-        recorder = self._ring.comm.recorder
-        last_computing = max((at for at, call in enumerate(self.calls) if call), default=0)
-        for at, (call, backend) in enumerate(zip(self.calls, backends, strict=True)):
-            streams.wait_for_last_block()  # it reads the buffer into which the next K and V are received
-            pending = self._exchange.start(at)  # the next K and V are in flight while these are computed
-            if call and backend:
-                total.last_call = last and at == last_computing
-                with streams.next_stream(), kernel_span(recorder, "attention", backend, call):
+        q, k, v = map(contiguous_last_dim, qkv)
+        exchange = KVExchange(k, v, program.keys, self.comm)
+        recorder, on_two_streams = self.comm.recorder, streams is not SINGLE_STREAM
+        for at, (patch, backend) in enumerate(work.stages):
+            if on_two_streams:
+                streams.wait_for_last_block()  # it reads the buffer into which the next K and V are received
+            pending = exchange.start(at)  # the next K and V are in flight while these are computed
+            if backend is not None:
+                call = Call(q, *exchange.visible_kv(at), patch, scores)
+                total.last_call = last and at == work.last
+                if on_two_streams or recorder is not None:
+                    with streams.next_stream(), kernel_span(recorder, "attention", backend, call):
+                        backend.forward(call, total)
+                else:
                     backend.forward(call, total)
             pending.wait()
-            streams.record_arrival()
-        streams.join()
+            if on_two_streams:
+                streams.record_arrival()
+        if on_two_streams:
+            streams.join()
 
-    def backward(self, result: Result, grads: Grads, backends: Sequence[Backend | None], streams: StreamPair) -> None:
-        own, recorder = (grads.k, grads.v), self._ring.comm.recorder
+    def _backward(
+        self, program: _Program, work: _Work, qkv: Sequence[Tensor], scores: Scores, result: Result, grads: Grads,
+        streams: StreamPair,
+    ) -> None:  # fmt: skip
+        q, k, v = map(contiguous_last_dim, qkv)
+        exchange = KVExchange(k, v, program.keys, self.comm)
+        recorder, on_two_streams = self.comm.recorder, streams is not SINGLE_STREAM
+        if on_two_streams:
+            for at, (patch, backend) in enumerate(work.stages):
+                if backend is not None:
+                    backend.prepare(Call(q, *exchange.visible_kv(at), patch, scores), result)
         grad_return = None
-        if any(grad is not None for grad in own):
-            grad_return = GradReturn(*self._own, self._stages, own, self._ring.comm)
-        for at, (call, backend) in enumerate(zip(self.calls, backends, strict=True)):
-            streams.wait_for_last_block()
-            pending = self._exchange.start(at)
-            kv_grads: tuple[GradAccumulator | None, ...] = own  # gradients of this rank's own K and V stay here
-            if at > 0:  # those of other ranks' K and V are sent on with them
-                kv_grads = (None, None)
-            if call and backend:
-                if at > 0 and grad_return is not None:
-                    kv_grads = grad_return.accumulators(at, (call.k, call.v))
-                with streams.next_stream(), kernel_span(recorder, "attention backward", backend, call):
-                    backend.backward(call, result, replace(grads, k=kv_grads[0], v=kv_grads[1]))
-            pending.wait()
-            streams.record_arrival()
-            if grad_return is not None and at > 0:
+        if (grads.k is not None or grads.v is not None) and len(work.stages) > 1:
+            grad_return = GradReturn(program.grads, (grads.k, grads.v), self.comm)
+        for at, (patch, backend) in enumerate(work.stages):
+            if on_two_streams:
                 streams.wait_for_last_block()
-                grad_return.add(at, kv_grads)  # the gradients of earlier ranks arrived while this stage computed
+            pending = exchange.start(at)
+            here = grads  # gradients of this rank's own K and V stay here
+            if at > 0:  # those of other ranks' K and V are sent on with them
+                here = Grads(grads.q, None, None)
+            if backend is not None:
+                call = Call(q, *exchange.visible_kv(at), patch, scores)
+                if at > 0 and grad_return is not None:
+                    here = Grads(grads.q, *grad_return.accumulators(at, call.k, call.v))
+                if on_two_streams or recorder is not None:
+                    with streams.next_stream(), kernel_span(recorder, "attention backward", backend, call):
+                        backend.backward(call, result, here)
+                else:
+                    backend.backward(call, result, here)
+            pending.wait()
+            if on_two_streams:
+                streams.record_arrival()
+            if grad_return is not None and at > 0:
+                if on_two_streams:
+                    streams.wait_for_last_block()
+                grad_return.add(at, here.k, here.v)  # the gradients of earlier ranks arrived while this stage computed
                 grad_return.send(at)
-        streams.join()
+        if on_two_streams:
+            streams.join()
         if grad_return is not None:
             grad_return.finish()
 
 
-class KVExchange:
-    """K and V of each stage on this rank, received and sent on in exactly two buffers.
+class _Work(NamedTuple):
+    """What every stage computes, and by which backend (None: nothing)."""
 
-    Rows that this rank sends of its own K and V are packed into a third one, except at the first stage.
+    stages: tuple[tuple[Patch, Backend | None], ...]
+    last: int  # the last stage that computes
+    parts: int | None  # blocks, if they run on two streams
+
+
+class _Program:
+    """What a ring does for inputs of some shapes, dtype and device."""
+
+    def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
+        self._patches, self._backend = [stage.patch for stage in ring.stages], ring.backend
+        self._shares_stream = ring.comm.shares_stream
+        layout = RowLayout.of(k, v)
+        self.keys = KVRoute(ring.stages, layout, k.dtype, k.device)
+        self.grads = GradRoute(ring.stages, layout, accumulation_dtype(k.dtype), k.device)
+        self._forward: _Work | None = None
+        self._backward: dict[object, _Work] = {}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> _Work:
+        """The work of a forward, whose backends depend only on the plan and on what programs differ in."""
+        if self._forward is None:
+            self._forward = self._work(q, k, v, scores, lambda call: choose_fused(call, self._backend))
+        return self._forward
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, result: Result) -> _Work:
+        """The work of a backward: its backends also depend on whether there is a gradient of the lse."""
+        key = result.grad_lse is None, torch.are_deterministic_algorithms_enabled()
+        work = self._backward.get(key)
+        if work is None:
+            work = self._work(q, k, v, scores, lambda call: choose_fused_backward(call, result, self._backend))
+            self._backward[key] = work
+        return work
+
+    def _work(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, choose: Callable[[Call], Backend]) -> _Work:
+        stages = [  # the tensors only give dtype and device
+            (patch, choose(Call(q, k, v, patch, scores)) if patch.blocks else None) for patch in self._patches
+        ]
+        last = max((at for at, (_, backend) in enumerate(stages) if backend is not None), default=0)
+        parts = None if self._shares_stream else _parts_on_two_streams(stages, q.device)
+        return _Work(tuple(stages), last, parts)
+
+
+def _parts_on_two_streams(stages: Sequence[tuple[Patch, Backend | None]], device: torch.device) -> int | None:
+    """The number of blocks, if they run on two streams: if torch's fused kernels compute them all.
+
+    Triton's kernels continue a single state and stay on one stream.
+    """
+    work = [(patch, backend) for patch, backend in stages if backend is not None]
+    if len(work) < 2 or device.type != "cuda" or not all(isinstance(backend, Aten) for _, backend in work):
+        return None
+    return sum(len(patch.blocks) for patch, _ in work)
+
+
+# K and V.
+
+
+class _KVStage(NamedTuple):
+    """The messages that are posted at a stage, and the K and V that are computed on."""
+
+    k: View
+    v: View
+    sends: tuple[tuple[View, int], ...]  # of the K and V that are here
+    packed: tuple[tuple[Ranges, tuple[View, ...], View, int], ...]  # own rows, where they are copied to, and the peer
+    recvs: tuple[tuple[View, int], ...]  # of the next ones
+    nbytes: int  # sent
+
+
+class KVRoute:
+    """The messages of K and V of some layout around a ring, as views of buffers.
+
+    Each pass has exactly two buffers, in which K and V are received and sent on. Rows that this rank sends of its own K
+    and V are packed into a third one, except at the first stage.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, stages: tuple[Stage, ...], comm: Comm) -> None:
-        self.stages = stages
-        self._own, self._comm = (k, v), comm
+    def __init__(
+        self, stages: tuple[Stage, ...], layout: RowLayout, dtype: torch.dtype, device: torch.device
+    ) -> None:  # fmt: skip
+        self.dtype, self.device = dtype, device
+        stages = stages if layout.elements else tuple(map(_without_messages, stages))
         own = [sum(transfer.size for transfer in stage.own_sent) for stage in stages]
-        self._buffers = two_buffers(comm, max([own[0], *(size(s.keys) for s in stages[1:])]), (k, v), k.dtype)
-        self._packed = self._buffers[0]
-        if any(own[1:]):
-            self._packed = comm.buffer((max(own[1:]), *row_shape(self._own)), dtype=k.dtype, device=k.device)
+        self.shape = layout.shape(max([own[0], *(size(stage.keys) for stage in stages[1:])]))
+        self.packed_shape = layout.shape(max(own[1:])) if any(own[1:]) else None
+        self.stages = [self._stage(stages, at, layout) for at in range(len(stages))]
+
+    def _stage(self, stages: tuple[Stage, ...], at: int, layout: RowLayout) -> _KVStage:
+        stage, following = stages[at], stages[at + 1 : at + 2]
+        sends = tuple((layout.rows(*t.rows), t.target) for t in stage.sent)
+        packed = tuple(
+            (t.rows, layout.parts(rows), layout.rows(rows), t.target) for t, rows in packed_rows(stage.own_sent)
+        )
+        recvs = tuple((layout.rows(*t.to), t.source) for s in following for t in (*s.received, *s.from_owner))
+        sent = sum(transfer.size for transfer in (*stage.sent, *stage.own_sent))
+        k, v = layout.parts(range(size(stage.keys)))
+        return _KVStage(k, v, sends, packed, recvs, sent * layout.elements * self.dtype.itemsize)
+
+
+class KVExchange:
+    """K and V of each stage of one pass on this rank."""
+
+    def __init__(self, k: Tensor, v: Tensor, route: KVRoute, comm: Comm) -> None:
+        self._k, self._v, self._comm, self._stages = k, v, comm, route.stages
+        if len(route.stages) > 1:
+            dtype, device = route.dtype, route.device
+            self._buffers = [comm.buffer(route.shape, dtype=dtype, device=device) for _ in range(2)]
+            self._packed = self._buffers[0]
+            if route.packed_shape is not None:
+                self._packed = comm.buffer(route.packed_shape, dtype=dtype, device=device)
 
     def start(self, at: int) -> Pending:
         """Start to send the K and V that the next stage needs, and to receive those of stage `at + 1`."""
-        stage, following = self.stages[at], self.stages[at + 1 : at + 2]
-        here, there = self._buffers[at % 2], self._buffers[(at + 1) % 2]
-        sends = [(message_rows(here, transfer.rows), transfer.target) for transfer in stage.sent]
-        packed = self._packed if at else self._buffers[0]
-        for transfer, rows in packed_rows(stage.own_sent):
-            self._pack(packed[rows], transfer.rows)
-            sends.append((packed[rows], transfer.target))
-        recvs = [(message_rows(there, t.to), t.source) for s in following for t in (*s.received, *s.from_owner)]
-        return self._comm.exchange(sends, recvs)
+        _, _, sends, packed, recvs, nbytes = self._stages[at]
+        if not (sends or packed or recvs):
+            return FINISHED
+        buffers, as_strided = self._buffers, torch.as_strided
+        here = buffers[at % 2]
+        messages = [(as_strided(here, *view), peer) for view, peer in sends]
+        if packed:
+            buffer = self._packed if at else here
+            for rows, targets, view, peer in packed:
+                self._pack(buffer, targets, rows)
+                messages.append((as_strided(buffer, *view), peer))
+        there = buffers[1 - at % 2]
+        return post(self._comm, messages, [(as_strided(there, *view), peer) for view, peer in recvs], nbytes)
 
     def visible_kv(self, at: int) -> tuple[Tensor, Tensor]:
         """K and V of a stage, [B, Hkv, rows, width]: the rows that this rank's queries attend to."""
         if at == 0:
-            return self._own
-        k, v = unpack(self._buffers[at % 2][: size(self.stages[at].keys)], self._own)
-        return k, v
+            return self._k, self._v
+        stage, buffer = self._stages[at], self._buffers[at % 2]
+        return torch.as_strided(buffer, *stage.k), torch.as_strided(buffer, *stage.v)
 
-    def _pack(self, packed: Tensor, rows: Ranges) -> None:
+    def _pack(self, buffer: Tensor, targets: tuple[View, ...], rows: Ranges) -> None:
         """Copies rows of this rank's own K and V: the only copy that a ring makes."""
-        for target, x in zip(unpack(packed, self._own), self._own, strict=True):
+        for view, x in zip(targets, (self._k, self._v), strict=True):
+            target = torch.as_strided(buffer, *view)
+            if len(rows) == 1:
+                copy_rows(target, x[:, :, rows[0].start : rows[0].stop])
+                continue
             begin = 0
             for run in rows:
                 copy_rows(target[:, :, begin : begin + len(run)], x[:, :, run.start : run.stop])
                 begin += len(run)
 
 
-class GradReturn:
-    """Gradients of K and V on their way back to the owners, float32, in two buffers: one to send, one to receive.
+# Gradients of K and V.
 
-    A third one receives gradients of this rank's own K and V, which are added to `own`. Kernels compute a stage's in
-    a fourth one, laid out alike: one addition of whole rows adds it to what arrived.
+
+class _GradStage(NamedTuple):
+    """The gradients of the K and V that are here at a stage, and the messages that are posted after it."""
+
+    kv: tuple[View, ...]
+    whole: View
+    is_first: bool  # the buffer was never used before, and this rank is the first to add to these gradients
+    unreceived: tuple[View, ...]  # rows of which no gradients arrive
+    sends: tuple[tuple[View, int], ...]
+    recvs: tuple[tuple[View, int], ...]  # of the next stage
+    own_recvs: tuple[tuple[View, int], ...]  # of this rank's own K and V
+    returned: tuple[tuple[tuple[View, ...], int], ...]  # where they are received, and the first of the own rows
+    nbytes: int  # sent
+
+
+class GradRoute:
+    """The messages of gradients of K and V back to the owners, in `dtype`, as views of buffers.
+
+    Each pass has two buffers, one to send and one to receive. A third one receives gradients of this rank's own K and
+    V. Kernels compute a stage's in a fourth one, laid out alike: one addition of whole rows adds it to what arrived.
     """
 
     def __init__(
-        self, k: Tensor, v: Tensor, stages: tuple[Stage, ...], own: Sequence[GradAccumulator | None], comm: Comm
-    ) -> None:
-        self._kv, self._stages, self._own, self._comm = (k, v), stages, own, comm
-        dtype = accumulation_dtype(k.dtype)
-        rows = max([0, *(size(stage.keys) for stage in stages[1:])])
-        self._buffers = two_buffers(comm, rows, self._kv, dtype)
-        rows = max(sum(transfer.size for transfer in stage.own_returned) for stage in stages)
-        self._returned = comm.buffer((rows, *row_shape(self._kv)), dtype=dtype, device=k.device)
-        self._computed: Tensor | None = None
-        self._pending: list[tuple[Pending, Transfers]] = []
+        self, stages: tuple[Stage, ...], layout: RowLayout, dtype: torch.dtype, device: torch.device
+    ) -> None:  # fmt: skip
+        self.dtype, self.device = dtype, device
+        stages = stages if layout.elements else tuple(map(_without_messages, stages))
+        self.shape = layout.shape(max([0, *(size(stage.keys) for stage in stages[1:])]))
+        self.returned_shape = layout.shape(max(sum(t.size for t in stage.own_returned) for stage in stages))
+        self.stages = [self._stage(stages, at, layout) for at in range(len(stages))]
 
-    def accumulators(self, at: int, tensors: Sequence[Tensor]) -> tuple[GradAccumulator | None, ...]:
+    def _stage(self, stages: tuple[Stage, ...], at: int, layout: RowLayout) -> _GradStage:
+        stage, following = stages[at], stages[at + 1 : at + 2]
+        received = tuple(run for transfer in stage.received for run in transfer.to)
+        own_recvs, returned = [], []
+        for transfer, rows in packed_rows(stage.own_returned):
+            own_recvs.append((layout.rows(rows), transfer.source))
+            begin = rows.start
+            for run in transfer.to:
+                returned.append((layout.parts(range(begin, begin + len(run))), run.start))
+                begin += len(run)
+        sent = sum(transfer.size for transfer in (*stage.sent, *stage.returned))
+        return _GradStage(
+            layout.parts(range(size(stage.keys))), layout.rows(range(size(stage.keys))),
+            is_first=at <= 2 and not stage.received,
+            unreceived=tuple(layout.rows(run) for run in difference(rows_of(stage.keys), received)),
+            sends=tuple((layout.rows(*t.rows), t.target) for t in (*stage.sent, *stage.returned)),
+            recvs=tuple((layout.rows(*t.to), t.source) for s in following for t in s.received),
+            own_recvs=tuple(own_recvs), returned=tuple(returned),
+            nbytes=sent * layout.elements * self.dtype.itemsize,
+        )  # fmt: skip
+
+
+class GradReturn:
+    """Gradients of K and V of one pass on their way back to the owners; those of this rank are added to `own`."""
+
+    def __init__(
+        self, route: GradRoute, own: tuple[GradAccumulator | None, GradAccumulator | None], comm: Comm
+    ) -> None:
+        self._own, self._comm, self._stages = own, comm, route.stages
+        dtype, device = route.dtype, route.device
+        self._buffers = [comm.buffer(route.shape, dtype=dtype, device=device) for _ in range(2)]
+        self._returned = comm.buffer(route.returned_shape, dtype=dtype, device=device)
+        self._computed: Tensor | None = None
+        self._pending: tuple[Pending, _GradStage] | None = None
+
+    def accumulators(self, at: int, k: Tensor, v: Tensor) -> tuple[GradAccumulator | None, GradAccumulator | None]:
         """Accumulators for the gradients of stage `at`, for those that are needed. One call computes both."""
-        return tuple(
-            None if grad is None else GradAccumulator(x, memory=partial(self._memory, at, i))
-            for i, (grad, x) in enumerate(zip(self._own, tensors, strict=True))
+        own_k, own_v = self._own
+        return (
+            None if own_k is None else GradAccumulator(k, memory=partial(self._memory, at, 0)),
+            None if own_v is None else GradAccumulator(v, memory=partial(self._memory, at, 1)),
         )
 
     def _memory(self, at: int, i: int) -> Tensor:
         """Where kernels compute the gradient of K (0) or V (1) of stage `at`: where it is sent from, if possible."""
-        rows = size(self._stages[at].keys)
-        if self._first(at):
-            return unpack(self._buffers[at % 2][:rows], self._kv)[i]
+        stage = self._stages[at]
+        if stage.is_first:
+            return torch.as_strided(self._buffers[at % 2], *stage.kv[i])
         if self._computed is None:
             self._computed = torch.empty_like(self._buffers[0])
-        return unpack(self._computed[:rows], self._kv)[i]
+        return torch.as_strided(self._computed, *stage.kv[i])
 
-    def _first(self, at: int) -> bool:
-        """Whether the buffer of a stage was never used, and this rank is the first to add to its gradients."""
-        return at <= 2 and not self._stages[at].received
-
-    def add(self, at: int, grads: Sequence[GradAccumulator | None]) -> None:
+    def add(self, at: int, k: GradAccumulator | None, v: GradAccumulator | None) -> None:
         """Add this rank's gradients of stage `at` to those that arrived from earlier ranks."""
         self._wait(last=False)
-        stage = self._stages[at]
-        if not stage.keys:
+        stage, buffer = self._stages[at], self._buffers[at % 2]
+        in_memory = (k or v) is not None and (k is None or k.in_memory) and (v is None or v.in_memory)
+        if in_memory and stage.is_first:
             return
-        rows = size(stage.keys)
-        buffer = self._buffers[at % 2][:rows]
-        needed = [grad for grad in grads if grad is not None]
-        in_memory = bool(needed) and all(grad.in_memory for grad in needed)
-        if in_memory and self._first(at):
-            return
-        for run in difference(rows_of(stage.keys), tuple(run for transfer in stage.received for run in transfer.to)):
-            buffer[run.start : run.stop].zero_()
+        for view in stage.unreceived:
+            torch.as_strided(buffer, *view).zero_()
         if in_memory and self._computed is not None:
-            buffer += self._computed[:rows]
+            torch.as_strided(buffer, *stage.whole).add_(torch.as_strided(self._computed, *stage.whole))
             return
-        for target, grad in zip(unpack(buffer, self._kv), grads, strict=True):
-            if grad is not None:
-                grad.add_to(target)
+        if k is not None:
+            k.add_to(torch.as_strided(buffer, *stage.kv[0]))
+        if v is not None:
+            v.add_to(torch.as_strided(buffer, *stage.kv[1]))
 
     def send(self, at: int) -> None:
         """Start to send the gradients of stage `at` to the next rank or the owner, and to receive those of the next."""
-        stage, following = self._stages[at], self._stages[at + 1 : at + 2]
-        here, there = self._buffers[at % 2], self._buffers[(at + 1) % 2]
-        sends = [(message_rows(here, t.rows), t.target) for t in (*stage.sent, *stage.returned)]
-        recvs = [(message_rows(there, t.to), t.source) for s in following for t in s.received]
-        recvs += [(self._returned[rows], t.source) for t, rows in packed_rows(stage.own_returned)]
-        self._pending.append((self._comm.exchange(sends, recvs), stage.own_returned))
+        stage, as_strided = self._stages[at], torch.as_strided
+        here, there, returned = self._buffers[at % 2], self._buffers[1 - at % 2], self._returned
+        sends = [(as_strided(here, *view), peer) for view, peer in stage.sends]
+        recvs = [(as_strided(there, *view), peer) for view, peer in stage.recvs]
+        recvs += [(as_strided(returned, *view), peer) for view, peer in stage.own_recvs]
+        self._pending = post(self._comm, sends, recvs, stage.nbytes), stage
 
     def finish(self) -> None:
         """Add the last returned gradients to those that this rank computed for its own K and V."""
         self._wait(last=True)
 
     def _wait(self, *, last: bool) -> None:
-        while self._pending:
-            pending, returned = self._pending.pop()
-            pending.wait()
-            for transfer, rows in packed_rows(returned):
-                self._add_returned(self._returned[rows], transfer.to)
-            if returned and not last:  # the buffer is reused
-                for grad in self._own:
-                    if grad is not None:
-                        grad.total()
-
-    def _add_returned(self, message: Tensor, to: Ranges) -> None:
-        for grad, x in zip(self._own, unpack(message, self._kv), strict=True):
-            begin = 0
-            for run in to:
-                if grad is not None:
-                    grad.add(x[:, :, begin : begin + len(run)], run.start)
-                begin += len(run)
+        if self._pending is None:
+            return
+        pending, stage = self._pending
+        self._pending = None
+        pending.wait()
+        for i, grad in enumerate(self._own):
+            if grad is None:
+                continue
+            for views, row in stage.returned:
+                grad.add(torch.as_strided(self._returned, *views[i]), row)
+            if stage.returned and not last:  # the buffer is reused
+                grad.total()
 
 
-def packed_rows(transfers: Transfers) -> Iterator[tuple[Transfer, slice]]:
+def packed_rows(transfers: Transfers) -> Iterator[tuple[Transfer, range]]:
     """Transfers and the rows of a buffer in which they lie one after another."""
     begin = 0
     for transfer in transfers:
-        yield transfer, slice(begin, begin + transfer.size)
+        yield transfer, range(begin, begin + transfer.size)
         begin += transfer.size
 
 
-def _two_streams(
-    calls: Sequence[Call | None], backends: Sequence[Backend | None], comm: Comm
-) -> tuple[StreamPair, int | None]:
-    """Two streams if torch's fused kernels compute all blocks, and the number of blocks.
-
-    Triton's kernels continue a single state and stay on one stream.
-    """
-    work = [(call, backend) for call, backend in zip(calls, backends, strict=True) if call and backend]
-    if (
-        len(work) < 2
-        or comm.shares_stream
-        or not all(call.q.is_cuda and isinstance(backend, Aten) for call, backend in work)
-    ):
-        return SINGLE_STREAM, None
-    return StreamPair(enabled=True), sum(len(call.visibility.blocks) for call, _ in work)
+def _without_messages(stage: Stage) -> Stage:
+    """The stage of a batch without sequences: messages without elements are not sent."""
+    return replace(stage, received=(), from_owner=(), sent=(), own_sent=(), returned=(), own_returned=())

@@ -8,20 +8,22 @@ one level no communication is left; on two levels it is a ring or an all-gather 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm, SubComm
+from attnmesh.comm.base import post
 from attnmesh.core import ranges
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.dense.call import Call, Grads, Result, Scores
 from attnmesh.ops.merge import GradAccumulator
-from attnmesh.parallel.allgather import AllGather, PendingRows, RowReceiver, other_ranks, source_of, target_of
-from attnmesh.parallel.executor import Executor, ExecutorConfig, pack, row_shape, unpack
+from attnmesh.parallel.allgather import AllGather, PendingRows, ReceivedRows, other_ranks, receive
+from attnmesh.parallel.executor import Executor, ExecutorConfig, RowLayout, View, copy_rows
 from attnmesh.parallel.node_groups import NodeGroups
 from attnmesh.parallel.ring import Ring
 from attnmesh.plan.allgather import gather_plan
@@ -75,7 +77,7 @@ class Ulysses(Executor):
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
     ) -> tuple[State, tuple[Tensor, ...]]:
         """All-to-all, attention, all-to-all. The exchanged tensors are saved, so that they are not exchanged again."""
-        shares = _HeadShares.of(q, k, self.keys.comm)
+        shares = _head_shares(q.shape[1], k.shape[1], self.keys.comm.world, self.keys.comm.rank)
         pending_q, pending_kv = self.queries.to_heads([q], shares.q), self.keys.to_heads([k, v], shares.kv)
         (q_all,), (k_all, v_all) = pending_q.wait(), pending_kv.wait()
         saved = [torch.empty_like(x[:, :, :0]) for x in (q, k, v)]  # for their shapes
@@ -100,7 +102,7 @@ class Ulysses(Executor):
 
     def recompute_saved(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
         """Exchange the tensors again."""
-        shares = _HeadShares.of(q, k, self.keys.comm)
+        shares = _head_shares(q.shape[1], k.shape[1], self.keys.comm.world, self.keys.comm.rank)
         pending_q = self.queries.to_heads([q, state.out], shares.q)
         pending_lse = self.queries.to_heads([state.lse.unsqueeze(-1)], shares.q)
         pending_kv = self.keys.to_heads([k, v], shares.kv)
@@ -117,7 +119,7 @@ class Ulysses(Executor):
     ) -> Grads:  # fmt: skip
         """The same two exchanges for the gradients."""
         q, k, v, *by_segment = saved
-        shares = _HeadShares.of(q, k, self.keys.comm)
+        shares = _head_shares(q.shape[1], k.shape[1], self.keys.comm.world, self.keys.comm.rank)
         (grad_out,) = self.queries.to_heads([result.grad_out], shares.q).wait()
         grad_lse = None
         if self.return_lse:  # even if nothing depends on it on this rank: on other ranks something may
@@ -162,6 +164,8 @@ class Ulysses(Executor):
 
     def _joined(self, exchange: HeadExchange, parts: list[Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
         """The segments' results as one tensor [B, this rank's heads, all rows, width of `like`]; maybe of no heads."""
+        if len(parts) == 1:
+            return parts[0]
         rows = ranges.size(exchange.whole)
         empty = torch.empty(like.shape[0], 0, rows, like.shape[3], dtype=dtype, device=like.device)
         return torch.cat([empty, *parts], 1)
@@ -183,6 +187,34 @@ class UlyssesAllGather(Ulysses):
         return AllGather(gather_plan(shards), config.backend, comm)
 
 
+class _ToHeads(NamedTuple):
+    """The messages of rows of all heads for all rows of some heads, as views of buffers."""
+
+    shape: tuple[int, ...]  # of the gathered rows
+    gathered: tuple[View, ...]
+    packed: tuple[tuple[slice, tuple[int, ...], tuple[View, ...], tuple[View, ...], int], ...]
+    """The heads of every peer, the shape of its message, where each tensor is packed, what is sent, and the peer."""
+    recvs: tuple[ReceivedRows, ...]
+    local: tuple[tuple[tuple[View, ...], slice], ...]  # where this rank's own rows are gathered
+    own_heads: slice
+    elements: int  # sent
+
+
+class _ToRows(NamedTuple):
+    """The messages of all rows of some heads for rows of all heads, as views of buffers."""
+
+    shape: tuple[int, ...]  # of this rank's heads
+    packed: tuple[View, ...]
+    sends: tuple[tuple[View, bool, int], ...]  # with whether the rows are contiguous
+    shards: tuple[tuple[int, ...], ...]  # the shapes of this rank's rows of the heads of every rank
+    recvs: tuple[tuple[View, int], ...]
+    local: tuple[tuple[View, View], ...]  # of this rank's heads: rows of the shard, and where they are
+    results: tuple[tuple[int, ...], ...]  # shapes
+    summed: tuple[tuple[tuple[View, ...], slice, slice, slice, slice], ...]
+    """The tensors of every shard; the heads of the results to which the first of its heads are added; the others."""
+    elements: int  # sent
+
+
 @dataclass(frozen=True)
 class HeadExchange:
     """The all-to-all between rows and heads of ranks that hold the positions `held`, by rank.
@@ -193,87 +225,134 @@ class HeadExchange:
     held: tuple[Ranges, ...]
     whole: Ranges
     comm: Comm
+    _routes: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[range]) -> PendingRows:
+    def to_heads(self, tensors: Sequence[Tensor], heads: tuple[range, ...]) -> PendingRows:
         """Start to gather all rows of this rank's heads, [B,h,rows,width], from shards [B,H,n,width].
 
         `heads` is by rank. Widths may differ.
         """
-        rank, others = self.comm.rank, other_ranks(self.comm)
-        gathered = self._message(ranges.size(self.whole), len(heads[rank]), tensors)
-        receiver = RowReceiver(gathered, self.comm)
-        for source in others:
-            for piece in pieces(self.held[source], self.whole):
-                receiver.expect(piece, source)
-        own = pieces(self.held[rank], self.whole)
+        first, comm = tensors[0], self.comm
+        key = "heads", heads, first.shape[:2], *(x.shape[3] for x in tensors)
+        route: _ToHeads = self._routes.get(key) or self._routes.setdefault(key, self._to_heads(tensors, heads))
+        gathered = comm.buffer(route.shape, dtype=first.dtype, device=first.device)
+        recvs, copies = receive(route.recvs, gathered, comm)
         sends = []
-        for target in others:
-            packed = pack([x[:, heads[target].start : heads[target].stop] for x in tensors])
-            sends += [(source_of(piece, packed), target) for piece in own]
-        pending = self.comm.exchange(sends, receiver.messages)
-        for piece in own:
-            for rows, x in zip(unpack(target_of(piece, gathered), tensors), tensors, strict=True):
-                rows.copy_(x[:, heads[rank].start : heads[rank].stop, piece.rows.start : piece.rows.stop])
-        return PendingRows(pending, receiver, tensors)
+        for their_heads, shape, parts, views, peer in route.packed:
+            packed = torch.empty(shape, dtype=first.dtype, device=first.device)
+            for view, x in zip(parts, tensors, strict=True):
+                copy_rows(torch.as_strided(packed, *view), x[:, their_heads])
+            sends += [(torch.as_strided(packed, *view), peer) for view in views]
+        pending = post(comm, sends, recvs, route.elements * first.element_size())
+        for parts, rows in route.local:
+            for view, x in zip(parts, tensors, strict=True):
+                torch.as_strided(gathered, *view).copy_(x[:, route.own_heads, rows])
+        return PendingRows(pending, copies, gathered, route.gathered)
 
-    def to_rows(self, tensors: Sequence[Tensor], heads: Sequence[range], all_heads: int) -> list[Tensor]:
+    def _to_heads(self, tensors: Sequence[Tensor], heads: tuple[range, ...]) -> _ToHeads:
+        rank, others, layout = self.comm.rank, other_ranks(self.comm), RowLayout.of(*tensors)
+        mine, own = layout.with_heads(len(heads[rank])), pieces(self.held[rank], self.whole)
+        rows = ranges.size(self.held[rank])
+        packed, elements = [], 0
+        for peer in others:
+            theirs = layout.with_heads(len(heads[peer]))
+            if theirs.elements and rows:
+                views = tuple(theirs.rows(piece.rows) for piece in own)
+                packed.append((_slice(heads[peer]), theirs.shape(rows), theirs.parts(range(rows)), views, peer))
+                elements += sum(len(piece.rows) for piece in own) * theirs.elements
+        received = [(piece, source) for source in others for piece in pieces(self.held[source], self.whole)]
+        return _ToHeads(
+            mine.shape(ranges.size(self.whole)), mine.parts(range(ranges.size(self.whole))), tuple(packed),
+            recvs=tuple(
+                ReceivedRows(mine.rows(piece.to), piece.in_place, source)
+                for piece, source in received if mine.elements
+            ),
+            local=tuple((mine.parts(piece.to), _slice(piece.rows)) for piece in own),
+            own_heads=_slice(heads[rank]), elements=elements,
+        )  # fmt: skip
+
+    def to_rows(self, tensors: Sequence[Tensor], heads: tuple[range, ...], all_heads: int) -> list[Tensor]:
         """This rank's rows of all heads, [B,H,n,width], from all rows of this rank's heads [B,h,rows,width].
 
         Heads that several ranks have are summed, in rank order; others are copied.
         """
-        rank, others = self.comm.rank, other_ranks(self.comm)
-        whole = pack(tensors)
-        own = pieces(self.held[rank], self.whole)
-        sends = [
-            (target_of(piece, whole).contiguous(), target)
-            for target in others
-            for piece in pieces(self.held[target], self.whole)
-        ]
-        shards = [self._message(ranges.size(self.held[rank]), len(share), tensors) for share in heads]
-        recvs = [(source_of(piece, shards[source]), source) for source in others for piece in own]
-        pending = self.comm.exchange(sends, recvs)
-        for piece in own:
-            source_of(piece, shards[rank]).copy_(target_of(piece, whole))
+        first, comm = tensors[0], self.comm
+        key = "rows", heads, first.shape[:2], all_heads, *(x.shape[3] for x in tensors)
+        route: _ToRows = self._routes.get(key) or self._routes.setdefault(key, self._to_rows(tensors, heads, all_heads))
+        dtype, device = first.dtype, first.device
+        whole = torch.empty(route.shape, dtype=dtype, device=device)
+        for view, x in zip(route.packed, tensors, strict=True):
+            copy_rows(torch.as_strided(whole, *view), x)
+        sends = []
+        for view, is_contiguous, peer in route.sends:
+            rows = torch.as_strided(whole, *view)
+            sends.append((rows if is_contiguous else rows.contiguous(), peer))
+        shards = [comm.buffer(shape, dtype=dtype, device=device) for shape in route.shards]
+        recvs = [(torch.as_strided(shards[peer], *view), peer) for view, peer in route.recvs]
+        pending = post(comm, sends, recvs, route.elements * first.element_size())
+        own = shards[comm.rank]
+        for view, source in route.local:
+            torch.as_strided(own, *view).copy_(torch.as_strided(whole, *source))
         pending.wait()
-        rows = ranges.size(self.held[rank])
-        results = [
-            torch.empty(x.shape[0], all_heads, rows, x.shape[3], dtype=x.dtype, device=x.device) for x in tensors
-        ]
-        assigned = 0  # heads below this one have a value already
-        for share, shard in zip(heads, shards, strict=True):
-            again = max(0, min(share.stop, assigned) - share.start)
-            for result, part in zip(results, unpack(shard, tensors), strict=True):
-                result[:, share.start : share.start + again] += part[:, :again]
-                result[:, share.start + again : share.stop] = part[:, again:]
-            assigned = max(assigned, share.stop)
+        results = [torch.empty(shape, dtype=dtype, device=device) for shape in route.results]
+        for shard, (parts, added, added_from, set_, set_from) in zip(shards, route.summed, strict=True):
+            for result, view in zip(results, parts, strict=True):
+                part = torch.as_strided(shard, *view)
+                if added.start < added.stop:
+                    result[:, added] += part[:, added_from]
+                if set_.start < set_.stop:
+                    result[:, set_].copy_(part[:, set_from])
         return results
 
-    def _message(self, rows: int, heads: int, like: Sequence[Tensor]) -> Tensor:
-        batch, _, width = row_shape(like)
-        return self.comm.buffer((rows, batch, heads, width), dtype=like[0].dtype, device=like[0].device)
+    def _to_rows(self, tensors: Sequence[Tensor], heads: tuple[range, ...], all_heads: int) -> _ToRows:
+        rank, others, layout = self.comm.rank, other_ranks(self.comm), RowLayout.of(*tensors)
+        own, rows = pieces(self.held[rank], self.whole), ranges.size(self.held[rank])
+        sent = [(piece, peer) for peer in others for piece in pieces(self.held[peer], self.whole) if layout.elements]
+        shares = [layout.with_heads(len(share)) for share in heads]
+        summed, assigned = [], 0  # heads below this one have a value already
+        for share, theirs in zip(heads, shares, strict=True):
+            again = max(0, min(share.stop, assigned) - share.start)
+            added, others_ = range(share.start, share.start + again), range(share.start + again, share.stop)
+            halves = _slice(added), slice(0, again), _slice(others_), slice(again, None)
+            summed.append((theirs.parts(range(rows)), *halves))
+            assigned = max(assigned, share.stop)
+        return _ToRows(
+            layout.shape(ranges.size(self.whole)), layout.parts(range(ranges.size(self.whole))),
+            sends=tuple((layout.rows(piece.to), piece.in_place, peer) for piece, peer in sent),
+            shards=tuple(theirs.shape(rows) for theirs in shares),
+            recvs=tuple(
+                (shares[source].rows(piece.rows), source)
+                for source in others for piece in own if shares[source].elements
+            ),
+            local=tuple((layout.rows(piece.rows), layout.rows(piece.to)) for piece in own),
+            results=tuple((x.shape[0], all_heads, rows, x.shape[3]) for x in tensors),
+            summed=tuple(summed), elements=sum(len(piece.rows) for piece, _ in sent) * layout.elements,
+        )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _HeadShares:
+def _slice(run: range) -> slice:
+    return slice(run.start, run.stop)
+
+
+class _HeadShares(NamedTuple):
     """The heads of every rank after the all-to-all."""
 
-    rank: int
-    q: list[range]
-    kv: list[range]
+    q: tuple[range, ...]
+    kv: tuple[range, ...]
+    own_q: range
     segments: tuple[Segment, ...]  # of this rank
     replicated: bool  # whether some kv head is on several ranks
 
     def head_slice(self, heads: range) -> slice:
         """These query heads of this rank among all query heads."""
-        first = self.q[self.rank].start
-        return slice(first + heads.start, first + heads.stop)
+        return slice(self.own_q.start + heads.start, self.own_q.start + heads.stop)
 
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, comm: Comm) -> _HeadShares:
-        heads = q.shape[1], k.shape[1], comm.world
-        shares = [head_share(*heads, rank) for rank in range(comm.world)]
-        q_heads, kv_heads = [share.q for share in shares], [share.kv for share in shares]
-        return cls(comm.rank, q_heads, kv_heads, shares[comm.rank].segments, replicated(*heads))
+
+@lru_cache(maxsize=256)
+def _head_shares(q_heads: int, kv_heads: int, world: int, rank: int) -> _HeadShares:
+    shares = [head_share(q_heads, kv_heads, world, each) for each in range(world)]
+    of_all = tuple(share.q for share in shares), tuple(share.kv for share in shares)
+    return _HeadShares(*of_all, shares[rank].q, shares[rank].segments, replicated(q_heads, kv_heads, world))
 
 
 def _heads(x: Tensor, heads: range) -> Tensor:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from attnmesh import SparseMask, canonicalize, convert_lse
 from attnmesh.ops.sparse import reference
-from helpers.sparse import HIGH, LOW, MASKS, random_indices
+from attnmesh.ops.sparse.arguments import RowBounds
+from helpers.sparse import HIGH, LOW, MASKS, device_of, random_indices
 
 # Masks.
 
@@ -22,6 +23,43 @@ def agrees(mask: SparseMask, indices: torch.Tensor, s_kv: int) -> None:
     assert torch.equal(rows.valid(indices), reference.valid_slots(indices, s_kv, mask))
     for start, stop in ((0, 2), (1, 4)):
         assert torch.equal(rows.narrow(start, stop).valid(indices[start:stop]), rows.valid(indices)[start:stop])
+
+
+def in_one_launch(mask: SparseMask, s_q: int, s_kv: int, topk: int) -> RowBounds:
+    """What `bounds` does on a GPU."""
+    pytest.importorskip("triton")
+    from attnmesh.ops.sparse import triton_bounds
+
+    device = device_of("triton")
+    rows = (mask.k_start, mask.k_end, mask.q_positions, mask.topk_length)
+    found = triton_bounds.bounds(
+        s_q, *(None if x is None else x.to(device) for x in rows), first=mask.k_offset, end=mask.k_offset + s_kv,
+        q_start=mask.q_start, k_stride=mask.k_stride, topk=topk, causal=mask.causal, device=device,
+    )  # fmt: skip
+    return RowBounds(*(x.cpu() for x in found), mask.k_offset)
+
+
+EXTREME = torch.tensor([2**63 - 1, -(2**63), -1, 7, 40])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        SparseMask(),
+        SparseMask(k_offset=3, causal=True, q_start=9, k_stride=4),
+        SparseMask(causal=True, q_start=2**62),
+        SparseMask(causal=True, q_positions=EXTREME, k_stride=2**31 - 1),
+        SparseMask(k_start=EXTREME, k_end=EXTREME.flip(0), topk_length=EXTREME.clamp(-5, 40).int(), k_offset=5),
+        SparseMask(causal=True, q_positions=EXTREME, k_end=torch.stack([EXTREME, EXTREME], 1)[:, 1]),  # strided
+    ],
+)
+def test_bounds_in_one_launch_are_those_of_torch(mask):
+    """Twice: the second launch is a prepared one."""
+    for _ in range(2):
+        found, expected = in_one_launch(mask, 5, 30, 16), mask.bounds(5, 30, 16, CPU)
+        assert found.k_offset == expected.k_offset
+        assert all(torch.equal(x, y) for x, y in zip(found[:3], expected[:3], strict=True))
+    assert in_one_launch(SparseMask(), 0, 30, 16).lo.shape == (0,)
 
 
 @pytest.mark.parametrize("s_kv", [0, 1, 23])

@@ -22,6 +22,7 @@ from attnmesh.ops.sparse import (
     gluon_paged_scores,
     gluon_topk,
     triton_backward,
+    triton_bounds,
     triton_decode,
     triton_distribution,
     triton_forward,
@@ -41,6 +42,9 @@ def rows(*of_each: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def forward(what, dtype, heads, d, d_v, separate=False, out_dtype="bfloat16", sinks=False):
     v = torch.empty(KEYS, d_v, dtype=dtype) if separate else None
+    given = (None,) * 4 if separate else (NOTHING.long(), NOTHING, NOTHING, NOTHING)
+    how = {"first": 0, "end": KEYS, "q_start": 0, "k_stride": 4, "topk": 128}
+    triton_bounds.bounds(ROWS, *given, **how, causal=True, device=torch.device("cpu"))
     module = {"forward triton": triton_forward, "forward gluon": gluon_forward}[what]
     module.forward(
         rows(heads, d, dtype=dtype), torch.empty(KEYS, d, dtype=dtype), v, rows(128, dtype=torch.int32),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -15,11 +15,20 @@ from attnmesh.core.log import log_choice, wants_choices
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_bool, check_choice, check_tensor
 from attnmesh.ops.decode import reference
-from attnmesh.ops.decode.call import Backend, DecodeCall, build_call, check_into, checked_per_head
+from attnmesh.ops.decode.call import (
+    Backend,
+    DecodeCall,
+    PreparedCall,
+    build_call,
+    check_into,
+    checked_per_head,
+    signature_of,
+)
 from attnmesh.ops.decode.cpu import Cpu
 from attnmesh.ops.decode.device_errors import check_positions
 from attnmesh.ops.decode.gluon import Gluon, GluonGQA
 from attnmesh.ops.decode.triton import Triton
+from attnmesh.ops.launch import Recent
 from attnmesh.ops.storage import Stored
 
 _LOG = logging.getLogger(__name__)
@@ -104,13 +113,11 @@ def decode_attention(
         >>> bool(out[1].any()), lse[1, 0].tolist()
         (False, [-inf])
     """
-    call = build_call(
-        q, k_cache, v_cache, None, cur_pos=cur_pos, mask=mask, tree=tree, scale=scale, window=window, sinks=sinks,
-        share_cache=share_cache, max_splits=max_splits, split_size=split_size, key_range=key_range, out_dtype=out_dtype,
-        softcap=softcap,
+    given = q, k_cache, v_cache, None, cur_pos, mask, tree, key_range, sinks
+    return _decode(
+        given, alibi_slopes, None, scale, window, softcap, share_cache, max_splits, split_size, out_dtype, backend,
+        return_lse,
     )  # fmt: skip
-    call = _with_slopes(call, alibi_slopes)
-    return _run(call, backend, return_lse)
 
 
 @overload
@@ -176,18 +183,67 @@ def paged_decode_attention(
         >>> torch.allclose(out[:1], am.decode_attention(q[:1], k, v), atol=1e-5)
         True
     """
-    check_tensor("block_table", block_table, "int32 [batch, slots]")
-    if cur_pos is None:
+    given = q, k_pool, v_pool, block_table, cur_pos, mask, tree, key_range, sinks
+    if block_table is None or cur_pos is None:
+        check_tensor("block_table", block_table, "int32 [batch, slots]")
         raise ValueError("cur_pos must be given for a paged cache, got None")
+    return _decode(
+        given, alibi_slopes, into, scale, window, softcap, share_cache, max_splits, split_size, out_dtype, backend,
+        return_lse,
+    )  # fmt: skip
+
+
+_Given = tuple[
+    Tensor, Stored, Stored, Tensor | None, Positions | None, Tensor | None, Tensor | None, KeyRange | None,
+    Tensor | None,
+]  # fmt: skip
+_prepared: Recent[PreparedCall] = Recent()
+
+
+def _decode(given: _Given, slopes: Tensor | None, into: State | None, *options: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """Out, or out and lse. What depends on the signature of a call alone is checked and chosen once."""
+    key = None if slopes is not None else signature_of(*given, into, (_LOG.isEnabledFor(logging.INFO), *options))
+    known = None if key is None else _find(key)
+    if known is None:
+        call, chosen = _checked(given, slopes, into, *options)
+        known = PreparedCall(call, chosen)
+        if key is not None:
+            _prepared.add(key, known)
+    else:
+        call = known.call(*given)
+    if known.reads_positions:
+        check_positions(call)
+    state = known.run(call, into)
+    return (state.out, state.lse) if options[-1] else state.out
+
+
+def _find(key: tuple[Any, ...]) -> PreparedCall | None:
+    try:
+        return _prepared.get(key)
+    except TypeError:  # an option that is no number
+        return None
+
+
+def _checked(
+    given: _Given, slopes: Tensor | None, into: State | None, scale: float | None, window: int | None,
+    softcap: float | None, share_cache: bool, max_splits: int | None, split_size: int | None,
+    out_dtype: torch.dtype | None, backend: str, return_lse: bool,
+) -> tuple[DecodeCall, Backend]:  # fmt: skip
+    """The call and its backend; raises ValueError."""
+    q, k, v, table, cur_pos, mask, tree, key_range, sinks = given
+    if table is not None:
+        check_tensor("block_table", table, "int32 [batch, slots]")
     call = build_call(
-        q, k_pool, v_pool, block_table, cur_pos=cur_pos, mask=mask, tree=tree, scale=scale, window=window, sinks=sinks,
+        q, k, v, table, cur_pos=cur_pos, mask=mask, tree=tree, scale=scale, window=window, sinks=sinks,
         share_cache=share_cache, max_splits=max_splits, split_size=split_size, key_range=key_range, out_dtype=out_dtype,
         softcap=softcap,
     )  # fmt: skip
-    call = _with_slopes(call, alibi_slopes)
+    call = _with_slopes(call, slopes)
     if into is not None:
         call = check_into(into, call, out_dtype)
-    return _run(call, backend, return_lse, into)
+    if return_lse is not False and return_lse is not True:
+        check_bool(return_lse=return_lse)  # raises
+    return call, choose(call, backend)
 
 
 def _with_slopes(call: DecodeCall, slopes: Tensor | None) -> DecodeCall:
@@ -219,7 +275,7 @@ class PagedStep:
     """
 
     def __init__(self, block_table: Tensor, cur_pos: Tensor) -> None:
-        self._checked: dict[object, tuple[DecodeCall, Backend]] = {}
+        self._checked: Recent[PreparedCall] = Recent()  # on the host; those on a GPU are in `_prepared`
         self.advance(block_table, cur_pos)
 
     def advance(self, block_table: Tensor, cur_pos: Tensor) -> None:
@@ -236,41 +292,33 @@ class PagedStep:
 
         A `partial` state is one to be merged with others: out is not rounded. Otherwise only out is defined.
         """
-        key = (
-            q.shape, q.dtype, k_pool.shape, v_pool.shape, type(k_pool), scale, window, softcap, backend, sinks is None,
-            id(mask), key_range is None, partial, self.block_table.shape[1],
-            None if into is None else (into.out.dtype, into.out.shape),
-        )  # fmt: skip
-        found = self._checked.get(key)
-        if found is None:
+        given = q, k_pool, v_pool, self.block_table, self.cur_pos, mask, None, key_range, sinks
+        key: Hashable
+        if q.is_cuda:
+            options = (_LOG.isEnabledFor(logging.INFO), scale, window, softcap, partial, backend)
+            key = signature_of(*given, into, options)
+        else:  # no launch is repeated, and what else a backend does not depend on strides
+            key = (
+                q.shape, q.dtype, k_pool.shape, v_pool.shape, type(k_pool), scale, window, softcap, backend,
+                sinks is None, id(mask), key_range is None, partial, self.block_table.shape[1],
+                None if into is None else (into.out.dtype, into.out.shape),
+            )  # fmt: skip
+        prepared = _prepared if q.is_cuda else self._checked
+        known = prepared.get(key)
+        if known is None:
             call = build_call(
                 q, k_pool, v_pool, self.block_table, cur_pos=self.cur_pos, mask=mask, tree=None, scale=scale,
                 window=window, sinks=sinks, share_cache=False, max_splits=None, split_size=None, key_range=key_range,
                 softcap=softcap,
             )  # fmt: skip
             call = replace(call, rounded=not partial) if into is None else check_into(into, call, None)
-            chosen = choose(call, backend)
+            known = PreparedCall(call, choose(call, backend), repeats=q.is_cuda)
             if q.device.type == "cpu":
                 check_positions(call)
-            found = self._checked[key] = call, chosen
-        checked, chosen = found
+            if key is not None:
+                prepared.add(key, known)
         _, memo = self._memos.setdefault((key, id(key_range)), (key_range, {}))
-        call = object.__new__(DecodeCall)  # as `dataclasses.replace` would return it, in a fifth of the time
-        vars(call).update(
-            vars(checked), q=q.to(checked.q.dtype), k=k_pool, v=v_pool, table=self.block_table, cur_pos=self.cur_pos,
-            key_range=key_range, sinks=sinks, memo=memo,
-        )  # fmt: skip
-        return chosen.run(call, into)
-
-
-def _run(call: DecodeCall, backend: str, return_lse: bool, into: State | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    if return_lse is not False and return_lse is not True:
-        check_bool(return_lse=return_lse)  # raises
-    chosen = choose(call, backend)
-    if call.q.device.type == "cpu" or chosen.name == "reference":
-        check_positions(call)
-    state = chosen.run(call, into)
-    return (state.out, state.lse) if return_lse else state.out
+        return known.run(known.call(*given, memo=memo), into)
 
 
 class Reference:
@@ -281,6 +329,10 @@ class Reference:
     def refusal(self, call: DecodeCall) -> str | None:
         """None: it serves every call."""
         return None
+
+    def prepared(self) -> Callable[[DecodeCall, State | None], State]:
+        """`run`."""
+        return self.run
 
     def run(self, call: DecodeCall, into: State | None = None) -> State:
         """Out and lse, with every score in memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_bool, check_number, check_tensor, shown
+from attnmesh.ops.launch import signature
 from attnmesh.ops.storage import SPARSE_STORAGES, STORAGES, Quantized, Stored, storage_of, values_of, width_of
 
 MAX_DECODE_TOKENS = 8  # queries per sequence: more is prefill, which `attention` computes
@@ -129,6 +130,79 @@ class Backend(Protocol):
 
     def run(self, call: DecodeCall, into: State | None = None) -> State:
         """Out [B, Hq, T, Dv] and lse [B, Hq, T], written to `into` if given."""
+
+    def prepared(self) -> Callable[[DecodeCall, State | None], State]:
+        """`run` for calls of one signature."""
+
+
+class PreparedCall:
+    """What is known of a call by its signature: its options, and the backend that runs it. Keeps no tensors.
+
+    Its launches are those of all calls with the signature, unless it does not `repeat` them.
+    """
+
+    def __init__(self, call: DecodeCall, backend: Backend, *, repeats: bool = True) -> None:
+        tensors = ("q", "k", "v", "table", "cur_pos", "mask", "tree", "key_range", "sinks", "memo")
+        self._options = {name: x for name, x in vars(call).items() if name not in tensors}
+        self._dtype, self.capacity = call.q.dtype, call.capacity
+        self.run = backend.prepared() if repeats else backend.run
+        self.on_host = call.q.device.type == "cpu"  # where positions are free to read
+        self.reads_positions = self.on_host or backend.name == "reference"
+
+    def call(
+        self, q: Tensor, k: Stored, v: Stored, table: Tensor | None, cur_pos: Sequence[int] | Tensor | None,
+        mask: Tensor | None, tree: Tensor | None, key_range: tuple[Tensor, Tensor] | None, sinks: Tensor | None,
+        memo: dict[Any, Any] | None = None,
+    ) -> DecodeCall:  # fmt: skip
+        """A call with this signature. Checks what depends on values, as far as the host can read them."""
+        if memo is None:  # else they have been checked in this step
+            if self.on_host or not isinstance(cur_pos, Tensor):
+                cur_pos = _positions(cur_pos, q, self.capacity)
+            if self.on_host and key_range is not None:
+                _checked_key_range(key_range, q)
+        call = object.__new__(DecodeCall)
+        vars(call).update(
+            self._options, q=q if q.dtype == self._dtype else q.to(self._dtype), k=k, v=v, table=table, cur_pos=cur_pos,
+            mask=mask, tree=tree[None] if tree is not None and tree.ndim == 2 else tree, key_range=key_range,
+            sinks=sinks, memo=memo,
+        )  # fmt: skip
+        return call
+
+
+def signature_of(
+    q: Tensor, k: Stored, v: Stored, table: Tensor | None, cur_pos: Sequence[int] | Tensor | None, mask: Tensor | None,
+    tree: Tensor | None, key_range: tuple[Tensor, Tensor] | None, sinks: Tensor | None, into: State | None,
+    options: tuple[object, ...],
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """What the checks of a call, its backend and its launches depend on, besides the values of positions.
+
+    None if it cannot be known: then the call is checked, and computed or refused, as if it were the first.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    try:
+        tensors = [q, table, mask, tree, sinks]
+        offsets: list[int | None] = []
+        if isinstance(k, Tensor) and isinstance(v, Tensor):
+            tensors += (k, v)
+        elif isinstance(k, Quantized) and isinstance(v, Quantized):
+            parts = k.values, k.scales, k.rope, v.values, v.scales, v.rope
+            tensors += parts
+            offsets = [None if x is None else x.storage_offset() & 3 for x in parts]  # values are read as words
+        else:
+            return None
+        if isinstance(cur_pos, Tensor):
+            tensors.append(cur_pos)
+        if key_range is not None:
+            tensors += key_range
+        if into is not None:
+            tensors += into
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+            return None
+        kinds = (type(k), type(v), type(cur_pos), type(key_range), type(into), len(tensors))
+        return (*signature(*tensors), *offsets, kinds, *map(type, tensors), options, *map(type, options))
+    except (AttributeError, RuntimeError, TypeError):  # not tensors, or not dense ones
+        return None
 
 
 def build_call(

@@ -10,7 +10,7 @@ One token over keys that are adjacent in a pool of blocks is a single call of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from math import gcd
@@ -44,6 +44,10 @@ class Cpu:
         if call.softcap is not None:
             return "torch's flash kernel takes no softcap"
         return None
+
+    def prepared(self) -> Callable[[DecodeCall, State | None], State]:
+        """`run`."""
+        return self.run
 
     def run(self, call: DecodeCall, into: State | None = None) -> State:
         """Out and lse. Skipped sequences cost nothing."""

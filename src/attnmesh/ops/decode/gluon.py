@@ -7,7 +7,7 @@ from types import ModuleType
 from attnmesh.core.optional import require
 from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.triton import DecodeTiles, Triton, rope_of
+from attnmesh.ops.decode.triton import DecodeTiles, Launches, Triton, rope_of
 from attnmesh.ops.gpu import gpu_of
 
 _FEW_ROWS = 16
@@ -35,10 +35,10 @@ class Gluon(Triton):
             refused = _module(self._checks).refusal(call)
         return refused
 
-    def _launch(self, call: DecodeCall, state: State, tiles: DecodeTiles | None, first_sequence: int) -> None:
+    def _launch(self, call: DecodeCall, state: State, tiles: DecodeTiles | None, first_sequence: int) -> Launches:
         few = call.group * call.q.shape[2] <= _FEW_ROWS
         kind = "fp8" if rope_of(call.k) is not None else "narrow" if few else "latent"
-        _module(kind).launch(call, state, first_sequence)
+        return _launched(kind, call, state, first_sequence)
 
 
 class GluonGQA(Gluon):
@@ -54,8 +54,13 @@ class GluonGQA(Gluon):
         """
         return call.q.shape[3] == 128 and call.group * call.q.shape[2] in _MANY_ROWS
 
-    def _launch(self, call: DecodeCall, state: State, tiles: DecodeTiles | None, first_sequence: int) -> None:
-        _module("grouped").launch(call, state, first_sequence)
+    def _launch(self, call: DecodeCall, state: State, tiles: DecodeTiles | None, first_sequence: int) -> Launches:
+        return _launched("grouped", call, state, first_sequence)
+
+
+def _launched(kind: str, call: DecodeCall, state: State, first_sequence: int) -> Launches:
+    launches: Launches = _module(kind).launch(call, state, first_sequence)
+    return launches
 
 
 def _module(name: str) -> ModuleType:

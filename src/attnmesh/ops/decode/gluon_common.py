@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.gluon_schedule import KEYS
-from attnmesh.ops.decode.triton import Launch, rope_of, v_in_k
+from attnmesh.ops.decode.triton import Launches, Schedule, rope_of, v_in_k
 from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
 
@@ -91,28 +91,29 @@ def aligned(*pools: Tensor) -> bool:
     )
 
 
-def shape_of(launch: Launch, tile: int, ring: int) -> Shape:
-    """The constants for tiles of `tile` rows, of which `launch.rows` are in the buffers of splits."""
-    call = launch.call
+def shape_of(schedule: Schedule, tile: int, ring: int) -> Shape:
+    """The constants for tiles of `tile` rows, of which `schedule.rows` are in the buffers of splits."""
+    call = schedule.call
     return Shape(
-        call.q.shape[2], call.group, launch.rows, tile, call.block_size, min(KEYS, call.block_size),
-        launch.constants["UNIT"], launch.fixed, (call.scale > 0) - (call.scale < 0), ring,
+        call.q.shape[2], call.group, schedule.rows, tile, call.block_size, min(KEYS, call.block_size),
+        schedule.constants["UNIT"], schedule.fixed, (call.scale > 0) - (call.scale < 0), ring,
     )  # fmt: skip
 
 
 def launch_kernel(
-    kernel: Any, launch: Launch, pools: Sequence[Any], shape: Shape, first_sequence: int, **constants: Any
-) -> None:
+    kernel: Any, schedule: Schedule, pools: Sequence[Any], shape: Shape, first_sequence: int, **constants: Any
+) -> Launches:
     """Launches a kernel that attends over splits, on the copy engine's views of the pools, and the one that merges."""
-    q, call = launch.q, launch.call
-    batch, kv_heads, _, capacity, window, shares, max_splits = launch.numbers
-    with torch.cuda.device_of(q):
-        kernel[(launch.shares * launch.heads,)](
-            *pools, q, q.stride()[:3], *launch.sources, *launch.written, *launch.parts, launch.sinks,
-            batch, kv_heads, capacity, window, shares, max_splits, (abs(call.scale) or 1.0) * LOG2_E,
-            SHAPE=shape, BATCH=launch.constants["BATCH"], EARLY=launch.constants["EARLY"], num_warps=4, **constants,
-        )  # fmt: skip
-        launch.merge(first_sequence)
+    call = schedule.call
+    batch, kv_heads, _, capacity, window, shares, max_splits = schedule.numbers
+    args = (
+        *pools, call.q, call.q.stride()[:3], *schedule.sources, *schedule.written, *schedule.parts, call.sinks,
+        batch, kv_heads, capacity, window, shares, max_splits, (abs(call.scale) or 1.0) * LOG2_E,
+    )  # fmt: skip
+    return schedule.launch(
+        kernel, args, first_sequence, SHAPE=shape, BATCH=schedule.constants["BATCH"],
+        EARLY=schedule.constants["EARLY"], num_warps=4, **constants,
+    )  # fmt: skip
 
 
 def pool_descriptors(call: DecodeCall, piece: int) -> tuple[Any, Any]:

@@ -60,7 +60,7 @@ from attnmesh.ops.decode.gluon_common import (
     split_row,
 )
 from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
-from attnmesh.ops.decode.triton import DecodeTiles, Launch
+from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gluon_exponents import TIMES
 from attnmesh.ops.storage import Quantized
@@ -120,14 +120,14 @@ class Keys(NamedTuple):
     table_stride: Any
 
 
-def launch(call: DecodeCall, state: State, first_sequence: int) -> None:
+def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
     """Out and lse of a call without a `refusal`, in two launches."""
     assert isinstance(call.k, Quantized)
-    shared = Launch.of(call, state, TILES)
+    shared = Schedule.of(call, state, TILES)
     tile = max(16, shared.rows)
     shape = shape_of(shared, tile, 4 if tile == 16 else 3)  # what the queries leave of shared memory
     pools = (*pool_descriptors(call, shape.piece), scale_descriptor(call.k.scales, shape.piece))
-    launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
+    return launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)

@@ -52,7 +52,7 @@ from attnmesh.ops.decode.gluon_common import (
     store_rows,
 )
 from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
-from attnmesh.ops.decode.triton import DecodeTiles, Launch
+from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, peak_of, row_exponents
 from attnmesh.ops.storage import Quantized, values_of
@@ -105,16 +105,16 @@ def refusal(call: DecodeCall) -> str | None:
     )
 
 
-def launch(call: DecodeCall, state: State, first_sequence: int) -> None:
+def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
     """Out and lse of a call without a `refusal`, in two launches."""
     halves = 1 if call.group * call.q.shape[2] <= 64 else 2
-    shared = Launch.of(call, state, DecodeTiles(rows=64 * halves, keys=KEYS, warps=4, stages=2, resident=1))
+    shared = Schedule.of(call, state, DecodeTiles(rows=64 * halves, keys=KEYS, warps=4, stages=2, resident=1))
     head_dim = call.q.shape[3]
     # Even, so that all tiles in a place are read by one group of warps, which never waits for a phase too far ahead.
     ring = (4 if halves == 1 else 6) * (128 // head_dim)
     shape = shape_of(shared, 64, ring)
     pools = [pool_descriptor(values_of(pool), head_dim, shape.piece) for pool in (call.k, call.v)]
-    launch_kernel(_attend_kernel, shared, pools, shape, first_sequence, D=head_dim, HALVES=halves)
+    return launch_kernel(_attend_kernel, shared, pools, shape, first_sequence, D=head_dim, HALVES=halves)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)

@@ -71,7 +71,7 @@ from attnmesh.ops.decode.gluon_common import (
     store_rows,
 )
 from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
-from attnmesh.ops.decode.triton import DecodeTiles, Launch
+from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, peak_of, row_exponents
 
@@ -131,11 +131,11 @@ class Barriers(NamedTuple):
     result_free: Any
 
 
-def launch(call: DecodeCall, state: State, first_sequence: int) -> None:
+def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
     """Out and lse of a call without a `refusal`, in two launches."""
-    shared = Launch.of(call, state, TILES)
+    shared = Schedule.of(call, state, TILES)
     shape = shape_of(shared, ROWS, QUARTERS)
-    launch_kernel(_attend_kernel, shared, pool_descriptors(call, shape.piece), shape, first_sequence)
+    return launch_kernel(_attend_kernel, shared, pool_descriptors(call, shape.piece), shape, first_sequence)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)

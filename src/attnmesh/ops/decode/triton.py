@@ -7,7 +7,9 @@ timing. Tuned on an H200 (docs/benchmarks.md); tests/ops/test_triton_compiles.py
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES, error_record, raise_device_error
 from attnmesh.ops.gpu import gpu_of, starts_early
+from attnmesh.ops.launch import Launch, prepare
 from attnmesh.ops.storage import Quantized, Stored, values_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -263,45 +266,115 @@ class Triton:
             return "its kernels need compute capability 8.9 to read fp8 caches"
         return None
 
-    def run(self, call: DecodeCall, into: State | None = None, tiles: DecodeTiles | None = None) -> State:
-        """Out and lse, in two launches per 1024 sequences. Raises errors that earlier calls have recorded."""
+    def run(
+        self, call: DecodeCall, into: State | None = None, tiles: DecodeTiles | None = None,
+        known: dict[tuple[int, int], Launches] | None = None,
+    ) -> State:  # fmt: skip
+        """Out and lse, in two launches per 1024 sequences. Raises errors that earlier calls have recorded.
+
+        `known` are the launches of earlier calls with this signature, by their sequences; new ones are added.
+        """
         raise_device_error(call.q.device)
         batch = call.q.shape[0]
         state = call.empty_state() if into is None else into
-        if state.out.numel():
-            for first in range(0, batch, _SEQUENCES_PER_LAUNCH):
-                some = slice(first, first + _SEQUENCES_PER_LAUNCH)
-                part = call if batch <= _SEQUENCES_PER_LAUNCH else _sequences(call, some)
-                self._launch(part, State(state.out[some], state.lse[some]), tiles, first)
+        if batch <= _SEQUENCES_PER_LAUNCH:
+            if state.out.numel():
+                self._repeat(call, state, tiles, range(batch), known)
+            return state
+        for first in range(0, batch if state.out.numel() else 0, _SEQUENCES_PER_LAUNCH):
+            some = slice(first, first + _SEQUENCES_PER_LAUNCH)
+            part = State(state.out[some], state.lse[some])
+            self._repeat(_sequences(call, some), part, tiles, range(batch)[some], known)
         return state
 
-    def _launch(self, call: DecodeCall, state: State, tiles: DecodeTiles | None, first_sequence: int) -> None:
-        _launch(call, state, tiles or pick_tiles(call), first_sequence)
+    def prepared(self) -> Callable[[DecodeCall, State | None], State]:
+        """`run` for calls of one signature."""
+        return partial(self.run, known={})
+
+    def _repeat(
+        self, call: DecodeCall, state: State, tiles: DecodeTiles | None, sequences: range,
+        known: dict[tuple[int, int], Launches] | None,
+    ) -> None:  # fmt: skip
+        if known is None:
+            self._launch(call, state, tiles, sequences.start)
+            return
+        launches = known.get((sequences.start, sequences.stop))
+        if launches is None:
+            known[sequences.start, sequences.stop] = self._launch(call, state, tiles, sequences.start)
+        else:
+            launches(call, state)
+
+    def _launch(self, call: DecodeCall, state: State, tiles: DecodeTiles | None, first_sequence: int) -> Launches:
+        return _launch(call, state, tiles or pick_tiles(call), first_sequence)
+
+
+class Launches(NamedTuple):
+    """The launches of a call, which calls of the same signature repeat."""
+
+    attend: Launch
+    merge: Launch
+    copied: bool  # the kernels read copies of some tensors
+    parts: int  # elements of the buffer of splits
+    fixed: tuple[Tensor | None, ...]  # tensors of every call
+
+    def __call__(self, call: DecodeCall, state: State) -> None:
+        """Out and lse of a call."""
+        tensors = _tensors(_readable(call) if self.copied else call, state)
+        parts = torch.empty(self.parts, dtype=torch.float32, device=call.q.device)
+        self.attend(*tensors, parts, *self.fixed)
+        self.merge(*tensors, parts, *self.fixed)
+
+
+def _tensors(call: DecodeCall, state: State) -> tuple[Tensor | None, ...]:
+    """All tensors of a call."""
+    k, v = call.k, call.v
+    first, end = (None, None) if call.key_range is None else call.key_range
+    others = call.table, call.cur_pos, first, end, call.mask, call.tree, call.sinks, state.out, state.lse
+    if isinstance(k, Tensor):
+        assert isinstance(v, Tensor)
+        return (call.q, k, v, *others)
+    assert isinstance(v, Quantized)
+    return (call.q, k.values, k.scales, k.rope, v.values, v.scales, v.rope, *others)
+
+
+def _readable(call: DecodeCall) -> DecodeCall:
+    """The call with copies of what the kernels cannot read as it is."""
+    changed: dict[str, Any] = {}
+    if call.q.stride(-1) != 1:
+        changed["q"] = call.q.contiguous()
+    if call.table is not None and call.table.stride(1) != 1:
+        changed["table"] = call.table.contiguous()
+    for name, x in (("cur_pos", call.cur_pos), ("sinks", call.sinks)):
+        if x is not None and not x.is_contiguous():
+            changed[name] = x.contiguous()
+    if call.key_range is not None and not all(x.is_contiguous() for x in call.key_range):
+        changed["key_range"] = tuple(x.contiguous() for x in call.key_range)
+    return replace(call, **changed) if changed else call
 
 
 @dataclass(frozen=True)
-class Launch:
+class Schedule:
     """What the kernels that attend over splits, and the one that merges them, have in common."""
 
     call: DecodeCall
-    q: Tensor
     rows: int  # of a tile
     heads: int  # tiles of rows of all kv heads
     owners: int  # sequences, or 1 if they share a cache and are rows of one tile
     shares: int
     fixed: bool
     sources: tuple[Any, ...]  # table and its stride, cur_pos, key range
-    sinks: Tensor | None
     written: tuple[Any, ...]  # out and lse with their strides
-    parts: tuple[Tensor, Tensor]  # out and lse of splits
+    parts: tuple[Tensor, Tensor]  # out and lse of splits, in one buffer
     numbers: tuple[Any, ...]
     constants: dict[str, Any]
+    given: tuple[Tensor | None, ...]  # all tensors
+    copied: bool
 
     @classmethod
-    def of(cls, call: DecodeCall, state: State, tiles: DecodeTiles) -> Launch:
+    def of(cls, given: DecodeCall, state: State, tiles: DecodeTiles) -> Schedule:
         """The schedule of a call, and the buffers that it needs."""
-        q = call.q if call.q.stride(-1) == 1 else call.q.contiguous()
-        key_range = (None, None) if call.key_range is None else tuple(x.contiguous() for x in call.key_range)
+        call = _readable(given)
+        q = call.q
         batch, _, tokens, _ = q.shape
         shared = _is_read_once(call)
         kv_heads, group = call.kv_heads // tiles.heads, call.group * tiles.heads
@@ -314,47 +387,62 @@ class Launch:
         unit = min(call.splits.size or _NO_SPLIT, _NO_SPLIT) if fixed else tiles.keys
         units = owners * -(-call.capacity // unit)
         shares = max(1, min(units, count_shares(owners, heads, tiles.resident * multiprocessors(q.device))))
-        partials = heads * (units if fixed else 2 * shares)
-        part_out = torch.empty(partials, row_tile, call.value_dim, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(partials, row_tile, dtype=torch.float32, device=q.device)
+        partial_rows = heads * (units if fixed else 2 * shares) * row_tile
+        parts = torch.empty(partial_rows * (call.value_dim + 1), dtype=torch.float32, device=q.device)
 
-        table: tuple[Tensor | None, int] = (None, 0)
-        if call.table is not None:
-            slots = call.table if call.table.stride(1) == 1 else call.table.contiguous()
-            table = (slots, 0 if slots.shape[0] == 1 else slots.stride(0))
+        table = (call.table, 0)
+        if call.table is not None and call.table.shape[0] > 1:
+            table = (call.table, call.table.stride(0))
         # The window is limited so that differences fit 32 bits.
         window = None if call.window is None else min(call.window, max(1, call.capacity))
         num_blocks = values_of(call.k).shape[0]
         with torch.cuda.device_of(q):
             early = starts_early(q.device)
         return cls(
-            call, q, row_tile, heads, owners, shares, fixed,
-            (*table, call.cur_pos.contiguous(), *key_range),
-            None if call.sinks is None else call.sinks.contiguous(),
+            call, row_tile, heads, owners, shares, fixed,
+            (*table, call.cur_pos, *((None, None) if call.key_range is None else call.key_range)),
             (state.out, state.out.stride()[:3], state.lse, state.lse.stride()),
-            (part_out, part_lse),
+            (parts[: partial_rows * call.value_dim], parts[partial_rows * call.value_dim :]),
             (batch, kv_heads, num_blocks, call.capacity, window, shares, None if fixed else call.splits.max_count),
             {
                 "TOKENS": tokens, "GROUP": group, "ROWS": row_tile, "DV": call.value_dim,
                 "BLOCK_SIZE": call.block_size if call.paged else 0, "UNIT": unit, "FIXED": fixed, "SHARED": shared,
                 "BATCH": power_of_two(batch), "EARLY": early,
             },
+            (*_tensors(call, state), parts),
+            call is not given,
         )  # fmt: skip
 
-    def merge(self, first_sequence: int) -> None:
-        """Launches the kernel that merges the splits and records errors, of sequences from `first_sequence` on."""
-        call, device = self.call, self.q.device
-        part = pick_merge_tile(self.shares // self.owners + 2, self.rows, call.value_dim, self.fixed)
-        _kernel("merge")[(self.owners * self.heads, self.rows // part.rows, -(-call.value_dim // part.columns))](
-            *self.parts, *self.sources, self.sinks, *self.written, error_record(device), first_sequence, *self.numbers,
-            **self.constants, SPLITS=part.splits, SOME_ROWS=part.rows, COLUMNS=part.columns, num_warps=part.warps,
-            **({"launch_pdl": True} if self.constants["EARLY"] else {}),
-        )  # fmt: skip
+    def launch(
+        self, kernel: Any, args: Sequence[Any], first_sequence: int, more: Tensor | None = None, **options: Any
+    ) -> Launches:
+        """Launches the kernel that attends over splits, and the one that merges them and records errors.
+
+        `more` is a tensor of `args` besides those of the call. Errors are of sequences from `first_sequence` on.
+        """
+        call, errors = self.call, error_record(self.call.q.device)
+        merged = pick_merge_tile(self.shares // self.owners + 2, self.rows, call.value_dim, self.fixed)
+        grid = (self.owners * self.heads, self.rows // merged.rows, -(-call.value_dim // merged.columns))
+        tensors = (*self.given, errors, more)
+        with torch.cuda.device_of(call.q):
+            return Launches(
+                prepare(kernel, (self.shares * self.heads,), args, tensors, **options),
+                prepare(
+                    _kernel("merge"), grid,
+                    (
+                        *self.parts, *self.sources, call.sinks, *self.written, errors, first_sequence, *self.numbers
+                    ),
+                    tensors, **self.constants, SPLITS=merged.splits, SOME_ROWS=merged.rows, COLUMNS=merged.columns,
+                    num_warps=merged.warps, **({"launch_pdl": True} if self.constants["EARLY"] else {}),
+                ),
+                self.copied, sum(x.numel() for x in self.parts), (errors, more),
+            )  # fmt: skip
 
 
-def _launch(call: DecodeCall, state: State, tiles: DecodeTiles, first_sequence: int) -> None:
-    launch = Launch.of(call, state, tiles)
-    q, constants = launch.q, launch.constants
+def _launch(call: DecodeCall, state: State, tiles: DecodeTiles, first_sequence: int) -> Launches:
+    schedule = Schedule.of(call, state, tiles)
+    call, constants = schedule.call, schedule.constants
+    q = call.q
     head_dim, block_size, unit = q.shape[3], constants["BLOCK_SIZE"], constants["UNIT"]
     storage = "plain" if isinstance(call.k, Tensor) else call.k.storage
     words = _reads_pairs(call)
@@ -365,21 +453,22 @@ def _launch(call: DecodeCall, state: State, tiles: DecodeTiles, first_sequence: 
     shifts = _scale_shifts(q.device) if words and storage == "bfp8" else None
     mask, tree = (_as_bytes(x) for x in (call.mask, call.tree))
     main, tail = _blocks(head_dim)
-    with torch.cuda.device_of(q):
-        _kernel("split")[(launch.shares * launch.heads,)](
-            q, q.stride()[:3], k, v, *k_parts, *v_parts, shifts, *launch.sources,
-            mask, _broadcast_strides(mask, 4), 0 if mask is None else mask.shape[3],
-            tree, _broadcast_strides(tree, 3), launch.sinks, *launch.written, *launch.parts, *launch.numbers,
-            call.scale * _LOG2_E, None if call.softcap is None else call.softcap * _LOG2_E,
-            **constants, KEYS=tiles.keys, D=head_dim, MAIN=main, TAIL=tail,
-            BLOCK_DV=max(16, power_of_two(call.value_dim)),
-            STORAGE=storage, PAIRED=words,
-            V_IN_K=v_in_k(call) and call.value_dim == main,  # narrower keys are padded rather than read
-            COMPILED=not _interpreted(), HEADS=tiles.heads,
-            ALIGNED=unit % tiles.keys == 0 and (tiles.keys % max(block_size, 1) == 0 or block_size % tiles.keys == 0),
-            WIDE=max(_reach(call.k), _reach(call.v)) >= 2**31, num_warps=tiles.warps, num_stages=tiles.stages,
-        )  # fmt: skip
-        launch.merge(first_sequence)
+    args = (
+        q, q.stride()[:3], k, v, *k_parts, *v_parts, shifts, *schedule.sources,
+        mask, _broadcast_strides(mask, 4), 0 if mask is None else mask.shape[3],
+        tree, _broadcast_strides(tree, 3), call.sinks, *schedule.written, *schedule.parts, *schedule.numbers,
+        call.scale * _LOG2_E, None if call.softcap is None else call.softcap * _LOG2_E,
+    )  # fmt: skip
+    return schedule.launch(
+        _kernel("split"), args, first_sequence, shifts,
+        **constants, KEYS=tiles.keys, D=head_dim, MAIN=main, TAIL=tail,
+        BLOCK_DV=max(16, power_of_two(call.value_dim)),
+        STORAGE=storage, PAIRED=words,
+        V_IN_K=v_in_k(call) and call.value_dim == main,  # narrower keys are padded rather than read
+        COMPILED=not _interpreted(), HEADS=tiles.heads,
+        ALIGNED=unit % tiles.keys == 0 and (tiles.keys % max(block_size, 1) == 0 or block_size % tiles.keys == 0),
+        WIDE=max(_reach(call.k), _reach(call.v)) >= 2**31, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
 
 
 def _sequences(call: DecodeCall, some: slice) -> DecodeCall:

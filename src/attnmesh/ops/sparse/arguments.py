@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.core.optional import installed
 from attnmesh.core.validation import check_bool, check_count, check_positive, check_tensor, shown
 
 Base = Literal["e", "2"]
@@ -104,6 +105,22 @@ class SparseMask:
         end = self.k_offset + s_kv
         if end > _INT32_MAX:
             raise ValueError(f"indices are int32: k_offset={self.k_offset} plus {s_kv} keys exceeds {_INT32_MAX}")
+        given = self.k_start, self.k_end, self.q_positions, self.topk_length
+        if (
+            device.type == "cuda"
+            and not torch.compiler.is_compiling()
+            and installed("triton")
+            and all(x is None or x.device == device for x in given)
+        ):
+            from attnmesh.ops.sparse import triton_bounds
+
+            for name, x in zip(("k_start", "k_end", "q_positions", "topk_length"), given, strict=True):
+                _check_rows(name, x, s_q)
+            rows = triton_bounds.bounds(
+                s_q, *given, first=self.k_offset, end=end, q_start=self.q_start, k_stride=self.k_stride, topk=topk,
+                causal=self.causal, device=device,
+            )  # fmt: skip
+            return RowBounds(*rows, self.k_offset)
         lo = _per_row("k_start", self.k_start, self.k_offset, s_q, device)
         hi = _per_row("k_end", self.k_end, end, s_q, device)
         if self.causal:
@@ -130,9 +147,13 @@ def _check_integers(name: str, given: object) -> None:
 def _per_row(name: str, given: Tensor | None, default: int, s_q: int, device: torch.device) -> Tensor:
     if given is None:
         return torch.full((s_q,), default, dtype=torch.int64, device=device)
-    if given.shape[0] != s_q:
-        raise ValueError(f"{name} must be [{s_q}], one number per row of q, got [{given.shape[0]}]")
+    _check_rows(name, given, s_q)
     return given.to(device, torch.int64)
+
+
+def _check_rows(name: str, given: Tensor | None, s_q: int) -> None:
+    if given is not None and given.shape[0] != s_q:
+        raise ValueError(f"{name} must be [{s_q}], one number per row of q, got [{given.shape[0]}]")
 
 
 # Top-k indices.
@@ -264,7 +285,7 @@ def check_indices(indices: object, s_q: int | None = None) -> Tensor:
     if indices.ndim != 2 or not indices.shape[1] or (s_q is not None and indices.shape[0] != s_q):
         rows = "s_q" if s_q is None else s_q
         raise ValueError(f"indices must be [{rows}, topk] or [{rows}, 1, topk] with topk >= 1, got {shape}")
-    return indices if indices.stride(1) == 1 or indices.shape[1] == 1 else indices.contiguous()
+    return contiguous_features(indices)
 
 
 def check_queries(name: str, q: object) -> Tensor:
@@ -274,7 +295,7 @@ def check_queries(name: str, q: object) -> Tensor:
         raise ValueError(f"{name} must be a tensor [s_q, heads, d], got {list(q.shape)}")
     if q.dtype not in _DTYPES:
         raise ValueError(f"{name} must be float16, bfloat16, float32 or float64, got {q.dtype}")
-    return _contiguous_features(q)
+    return contiguous_features(q)
 
 
 def check_keys(name: str, k: object, q: Tensor, width: int | None) -> Tensor:
@@ -288,7 +309,7 @@ def check_keys(name: str, k: object, q: Tensor, width: int | None) -> Tensor:
         raise ValueError(f"{name} must be [s_kv, {d}] or [s_kv, 1, {d}] (one kv head), got {shape}")
     if k.dtype != q.dtype or k.device != q.device:
         raise ValueError(f"{name} must be {q.dtype} on {q.device} like its queries, got {k.dtype} on {k.device}")
-    return _contiguous_features(k)
+    return contiguous_features(k)
 
 
 def check_per_head(name: str, x: object, q: Tensor) -> Tensor:
@@ -331,6 +352,11 @@ def check_same_device(indices: Tensor, q: Tensor) -> Tensor:
     return indices
 
 
-def _contiguous_features(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
+    """Keys or indices that have been checked, as kernels take them."""
+    return contiguous_features(x[:, 0] if x.ndim == 3 else x)
+
+
+def contiguous_features(x: Tensor) -> Tensor:
     """Kernels read whole rows of features; the other dimensions may have any stride."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from attnmesh.core.merge import sink_gradient
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.core.validation import check_bool, check_number, check_positive
+from attnmesh.ops.launch import Recent, signature
 from attnmesh.ops.sparse import arguments
 from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, check_base, convert_lse
-from attnmesh.ops.sparse.backend import Backend, select_backend
+from attnmesh.ops.sparse.backend import LOG, Backend, select_backend
 
 MAX_DEFAULT_D_V = 512  # the latent of an MLA key; the features after it encode the position
 
@@ -87,9 +90,12 @@ def sparse_attention(
     check_bool(return_attn_sum=return_attn_sum, return_max_logits=return_max_logits)
     call = attention_call(q, kv, indices, scale, d_v, v, mask, deterministic, backend)
     arguments.check_sinks(sinks, call.q)
-    out, lse, *largest = _SparseAttention.apply(  # type: ignore[no-untyped-call]
-        call.q, call.k, call.v, sinks, call, return_max_logits
-    )
+    if _has_gradient(call.q, call.k, call.v, sinks):
+        out, lse, *largest = _SparseAttention.apply(  # type: ignore[no-untyped-call]
+            call.q, call.k, call.v, sinks, call, return_max_logits
+        )
+    else:
+        out, lse, *largest = _forward(call, sinks, return_max_logits)
     if not return_attn_sum:
         return (out, lse, *largest)
     return (out, lse, distribution(call, lse.detach(), call.q.shape[1])[0], *largest)
@@ -167,7 +173,53 @@ def attention_call(
     q: Tensor, k: Tensor, indices: Tensor, scale: float, d_v: int | None, v: Tensor | None, mask: SparseMask,
     deterministic: bool, backend: str, s_kv: int | None = None, k_name: str = "kv",
 ) -> AttentionCall:  # fmt: skip
-    """Validates the arguments. `s_kv` is the number of keys in the sequence, where `k` is a shard of them."""
+    """Validates the arguments. `s_kv` is the number of keys in the sequence, where `k` is a shard of them.
+
+    What depends on the signature of the arguments alone is checked and chosen once.
+    """
+    key = _signature(q, k, indices, v, scale, d_v, deterministic, backend, s_kv, k_name)
+    known = _find(key)
+    if known is None:
+        return _checked_call(key, q, k, indices, scale, d_v, v, mask, deterministic, backend, s_kv, k_name)
+    q, k, indices = arguments.contiguous_features(q), arguments.as_rows(k), arguments.as_rows(indices)
+    v = None if v is None else arguments.as_rows(v)
+    bounds = arguments.mask_bounds(mask, q, k.shape[0] if s_kv is None else s_kv, indices.shape[1])
+    return AttentionCall(q, k, v, indices, bounds, known.scale, known.d_v, deterministic, known.backend)
+
+
+class _Known(NamedTuple):
+    """What calls of a signature have in common."""
+
+    scale: float
+    d_v: int
+    backend: Backend
+
+
+_known: Recent[_Known] = Recent()
+
+
+def _signature(q: Tensor, k: Tensor, indices: Tensor, v: Tensor | None, *options: object) -> tuple[Any, ...] | None:
+    """What the checks of a call and its backend depend on; None if it cannot be known: then the call is checked."""
+    if torch.compiler.is_compiling():
+        return None
+    try:
+        kinds = type(q), type(k), type(indices), type(v), LOG.isEnabledFor(logging.INFO)
+        return (*signature(q, k, indices, v), *kinds, options, *map(type, options))
+    except (AttributeError, RuntimeError, TypeError):  # not tensors, or not dense ones
+        return None
+
+
+def _find(key: tuple[Any, ...] | None) -> _Known | None:
+    try:
+        return None if key is None else _known.get(key)
+    except TypeError:  # an option that is no number
+        return None
+
+
+def _checked_call(
+    key: tuple[Any, ...] | None, q: Tensor, k: Tensor, indices: Tensor, scale: float, d_v: int | None,
+    v: Tensor | None, mask: SparseMask, deterministic: bool, backend: str, s_kv: int | None, k_name: str,
+) -> AttentionCall:  # fmt: skip
     q = arguments.check_queries("q", q)
     width = q.shape[2]
     k = arguments.check_keys(k_name, k, q, width)
@@ -186,7 +238,24 @@ def attention_call(
     bounds = arguments.mask_bounds(mask, q, k.shape[0] if s_kv is None else s_kv, indices.shape[1])
     scale = check_number("scale", scale)
     check_bool(deterministic=deterministic)
-    return AttentionCall(q, k, v, indices, bounds, scale, d_v, deterministic, select_backend(q, backend))
+    known = _Known(scale, d_v, select_backend(q, backend))
+    if key is not None:
+        _known.add(key, known)
+    return AttentionCall(q, k, v, indices, bounds, scale, d_v, deterministic, known.backend)
+
+
+def _has_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what is computed from these tensors, backward or forward."""
+    if forward_ad._current_level >= 0 or torch.compiler.is_compiling():
+        return True
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _forward(call: AttentionCall, sinks: Tensor | None, max_logits: bool) -> tuple[Tensor, ...]:
+    return call.backend.forward(
+        call.q, call.k, call.v, call.indices, call.bounds, scale=call.scale, d_v=call.d_v, dtype=call.q.dtype,
+        sinks=sinks, max_logits=max_logits,
+    )  # fmt: skip
 
 
 class _SparseAttention(torch.autograd.Function):
@@ -194,10 +263,7 @@ class _SparseAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None, call: AttentionCall, max_logits: bool
     ) -> tuple[Tensor, ...]:
-        out, lse, *largest = call.backend.forward(
-            q, k, v, call.indices, call.bounds, scale=call.scale, d_v=call.d_v, dtype=q.dtype, sinks=sinks,
-            max_logits=max_logits,
-        )  # fmt: skip
+        out, lse, *largest = _forward(call._replace(q=q, k=k, v=v), sinks, max_logits)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.call = call.without_tensors()
         ctx.set_materialize_grads(False)

@@ -16,7 +16,8 @@ from attnmesh.core.validation import check_choice
 from attnmesh.ops.sparse import torch_backend
 from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices
 
-_LOG = logging.getLogger(__name__)
+LOG = logging.getLogger(__name__)
+"""Of choices of a backend."""
 
 _NAMES = ("auto", "torch", "triton")
 
@@ -122,7 +123,7 @@ def select_backend(q: Tensor, backend: str) -> Backend:
         raise ValueError(f"backend='triton' cannot serve this call: {refusal}")
     use_triton = backend == "triton" or (backend == "auto" and q.is_cuda and refusal is None)
     if backend == "auto":
-        log_backend(_LOG, "sparse attention", q, "triton" if use_triton else "torch", refusal)
+        log_backend(LOG, "sparse attention", q, "triton" if use_triton else "torch", refusal)
     if use_triton:
         from attnmesh.ops.sparse.triton_backend import Triton
 

@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gpu import is_hopper
+from attnmesh.ops.launch import Launch, Recent, repeat
 from attnmesh.ops.sparse.arguments import RowBounds
 from attnmesh.ops.sparse.gluon_common import D_TAIL, D_V, HEADS, KEYS
 
@@ -55,6 +56,7 @@ _THREADS = gl.constexpr(128)  # of the loader
 _NO_KEY = gl.constexpr(-2147483648)
 _NOT_SPECIALIZED = ["row_begin", "rows", "heads", "k_offset", "slot_count", "row_step", "part_step"]
 _LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # eight lanes copy 128 bytes of a row
+_launches: Recent[Launch] = Recent()
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor | None, dout: Tensor, *, d_v: int) -> bool:
@@ -112,9 +114,12 @@ def grad_query(
     """
     begin, padded_slots, k_offset = chunk
     parts, main, extra = _parts(dq.shape[2], _QUERY_MAIN)
-    grad_query_kernel[(count * parts,)](
-        grad_scores, k, k.stride(0), *listed, dq, dq.stride(0), dq.stride(1),
-        begin, dq.shape[1], padded_slots, k_offset, scale,
+    repeat(
+        _launches, grad_query_kernel, (count * parts,),
+        (
+            grad_scores, k, k.stride(0), *listed, dq, dq.stride(0), dq.stride(1),
+            begin, dq.shape[1], padded_slots, k_offset, scale,
+        ),
         PARTS=parts, MAIN=main, EXTRA=extra, STAGES=4, num_warps=4,
     )  # fmt: skip
 
@@ -145,10 +150,13 @@ def grad_key(
     parts, main, extra = _parts(target.shape[1], _KEY_MAIN)
     segment_slots = -(-slot_count // (KEYS * max(1, segments))) * KEYS
     row_step, part_step = (1, count) if segments else (parts, 1)
-    grad_key_kernel[(count * parts * -(-slot_count // segment_slots),)](
-        grad_scores, weights, q, q.stride(0), q.stride(1), dout, dout.stride(0), dout.stride(1), *listed,
-        target, target.stride(0), begin, count, q.shape[1], padded_slots, k_offset, slot_count,
-        segment_slots, row_step, part_step, scale,
+    repeat(
+        _launches, grad_key_kernel, (count * parts * -(-slot_count // segment_slots),),
+        (
+            grad_scores, weights, q, q.stride(0), q.stride(1), dout, dout.stride(0), dout.stride(1), *listed,
+            target, target.stride(0), begin, count, q.shape[1], padded_slots, k_offset, slot_count,
+            segment_slots, row_step, part_step, scale,
+        ),
         HEADS=padded_heads, PARTS=parts, MAIN=main, EXTRA=extra, STAGES=STAGES[padded_heads],
         ATOMIC=atomic, num_warps=4,
     )  # fmt: skip

@@ -7,6 +7,8 @@ two halves in `gluon_forward` and four quarters in `gluon_decode`; see there for
 # Kernels are written in Gluon's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+import functools
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -32,8 +34,12 @@ _HALF_LINES = gl.constexpr(gl.DistributedLinearLayout([*_LINES[0], [0, 128]], *_
 
 def processors(q: Tensor) -> int:
     """The multiprocessors of q's GPU, each of which runs one program."""
-    # Three in the emulation, so that a program has several items.
-    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 3
+    return _processors(q.device) if q.is_cuda else 3  # in the emulation, so that a program has several items
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @gluon.jit

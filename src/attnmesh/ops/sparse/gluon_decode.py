@@ -37,6 +37,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gpu import is_hopper
+from attnmesh.ops.launch import Launch, Recent, repeat
 from attnmesh.ops.sparse.gluon_common import (
     D_TAIL,
     D_V,
@@ -64,6 +65,7 @@ _WORDS = gl.constexpr(
     )
 )  # fmt: skip
 NOT_SPECIALIZED = ["items", "heads", "span", "splits", "topk", "scale_log2"]
+_launches: Recent[Launch] = Recent()
 
 
 class Results(NamedTuple):
@@ -157,14 +159,16 @@ def attend(
     assert pool.rope is not None
     rows, heads, _ = q.shape
     items = rows * splits * triton.cdiv(heads, HEADS)
-    with torch.cuda.device_of(q):
-        _attend_kernel[(min(items, processors(q)),)](
+    repeat(
+        _launches, _attend_kernel, (min(items, processors(q)),),
+        (
             q, _steps(q), pool.values[:, :, 0].view(torch.int32), _steps(pool.values), pool.scales, _steps(pool.scales),
             pool.rope, _steps(pool.rope), slots, lengths, *results, sinks,
             items, heads, span, splits, slots.shape[1], scale * LOG2_E,
-            BLOCK_SIZE=pool.values.shape[1], SPLIT=splits > 1, NARROW_OUT=results[0].dtype.itemsize == 2, num_warps=4,
-            launch_pdl=True,
-        )  # fmt: skip
+        ),
+        BLOCK_SIZE=pool.values.shape[1], SPLIT=splits > 1, NARROW_OUT=results[0].dtype.itemsize == 2, num_warps=4,
+        launch_pdl=True,
+    )  # fmt: skip
 
 
 def _steps(x: Tensor) -> tuple[int, int]:

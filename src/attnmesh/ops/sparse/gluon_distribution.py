@@ -43,11 +43,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gpu import is_hopper
+from attnmesh.ops.launch import Launch, Recent, repeat
 
 # Tuning.
 # Consumers -> registers per thread of consumer 1, of the producer (consumer 0 has the rest), and at launch.
 REGISTERS = {1: (None, 72, 240), 2: (216, 72, None)}
 WIDTHS = {128: (128, 0), 192: (128, 64), 256: (256, 0), 512: (512, 0), 576: (512, 64)}  # blocks are powers of two wide
+_launches: Recent[Launch] = Recent()
 
 
 def handover(tiles: int) -> int:
@@ -143,14 +145,16 @@ def distribution(
         return out
     main, tail = WIDTHS[d]
     of_consumer, of_producer, cap = REGISTERS[consumers]
-    with torch.cuda.device_of(q):
-        _distribution_kernel[(processors(q.device),)](
+    repeat(
+        _launches, _distribution_kernel, (processors(q.device),),
+        (
             q, q.stride(0) // 8, q.stride(1) // 8, k, k.stride(0) // 8, indices, indices.stride(0),
             lo.contiguous(), hi.contiguous(), slots.contiguous(), lse, lse.stride(0), lse.stride(1), out,
             s_q, h, topk, k_offset, scale * LOG2_E,
-            CONSUMERS=consumers, MAIN=main, TAIL=tail, GROUPS=groups, HANDOVER=handover(d // TILE),
-            CONSUMER_REGISTERS=of_consumer, PRODUCER_REGISTERS=of_producer, num_warps=4, maxnreg=cap,
-        )  # fmt: skip
+        ),
+        CONSUMERS=consumers, MAIN=main, TAIL=tail, GROUPS=groups, HANDOVER=handover(d // TILE),
+        CONSUMER_REGISTERS=of_consumer, PRODUCER_REGISTERS=of_producer, num_warps=4, maxnreg=cap,
+    )  # fmt: skip
     return out
 
 

@@ -45,6 +45,7 @@ from attnmesh.ops.decode.gluon_common import group_barrier
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.gpu import is_hopper
+from attnmesh.ops.launch import Launch, Recent, repeat
 from attnmesh.ops.sparse.arguments import TopKIndices, empty_topk
 from attnmesh.ops.sparse.gluon_common import processors
 from attnmesh.ops.sparse.gluon_select import select_row
@@ -67,6 +68,7 @@ _ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _UNIT_TILES = 8  # of a unit, about: few, so that few rows are scored at a time
 _WORKSPACE = 128 << 20  # 240 rows of 128k keys: two warps select slowly, so that many rows wait for them
 _MIN_QUERIES = 1024
+_launches: Recent[Launch] = Recent()
 
 
 class Shape(NamedTuple):
@@ -178,14 +180,16 @@ def topk(
     programs = min(programs or processors(iq), groups * max(items, rows))
     buffer = torch.empty(ring * rows, row_size, dtype=torch.float32, device=iq.device)
     counters = torch.zeros(2 + 2 * groups, dtype=torch.int32, device=iq.device)
-    with torch.cuda.device_of(iq):
-        _topk_kernel[(programs,)](
+    repeat(
+        _launches, _topk_kernel, (programs,),
+        (
             descriptor(iq, [rows, head_tile(heads), padded(width)]), descriptor(ik, [KEYS, padded(width)]),
             w, w.stride(), lo.contiguous(), hi.contiguous(), indices, scores.view(torch.int32), lengths,
             buffer, buffer.view(torch.int32), counters,
             s_q, s_kv, heads, topk, groups, items, ring, row_len, row_size, scale,
-            SHAPE=Shape(rows, head_tile(heads), relu, block, score_layout(rows)), num_warps=4,
-        )  # fmt: skip
+        ),
+        SHAPE=Shape(rows, head_tile(heads), relu, block, score_layout(rows)), num_warps=4,
+    )  # fmt: skip
     return TopKIndices(indices, scores, lengths)
 
 

@@ -31,12 +31,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnmesh.ops.launch import Launch, Recent, repeat
 from attnmesh.ops.sparse import gluon_backward, gluon_common
 from attnmesh.ops.sparse.arguments import RowBounds
 from attnmesh.ops.sparse.triton_sums_by_key import SlotsByKey, add_by_key, sort_slots_by_key
 
 _Listed = tuple[Tensor, int, Tensor, Tensor, Tensor]  # indices and their stride, lo, hi and slots
 _Factors = tuple[Tensor, Tensor]  # a workspace, and the q or dout that it is multiplied with
+_launches: Recent[Launch] = Recent()
 
 
 class BackwardTiles(NamedTuple):
@@ -78,11 +80,11 @@ def row_delta(out: Tensor, dout: Tensor) -> Tensor:
         return result
     columns = _power_of_two(width)
     pairs = max(1, _DELTA_ELEMENTS // columns)
-    with torch.cuda.device_of(out):
-        delta_kernel[(triton.cdiv(rows * heads, pairs),)](
-            out, out.stride()[:2], dout, dout.stride()[:2], result, rows * heads,
-            H=heads, DV=width, PAIRS=pairs, COLUMNS=columns, num_warps=4,
-        )  # fmt: skip
+    repeat(
+        _launches, delta_kernel, (triton.cdiv(rows * heads, pairs),),
+        (out, out.stride()[:2], dout, dout.stride()[:2], result, rows * heads),
+        H=heads, DV=width, PAIRS=pairs, COLUMNS=columns, num_warps=4,
+    )  # fmt: skip
     return result
 
 
@@ -143,10 +145,14 @@ def backward(
             count = min(plan.rows, rows - begin)
             chunk = (begin, plan.padded_slots, k_offset)
             tiles = plan.scores
-            scores_kernel[(count * (plan.padded_heads // tiles.heads) * (plan.padded_slots // tiles.keys),)](
-                q, q.stride()[:2], k, k.stride(0), k if v is None else v, k.stride(0) if v is None else v.stride(0),
-                dout, dout.stride()[:2], *listed, lse, lse.stride(), delta, delta.stride(), weights, grad_scores,
-                *chunk, scale, width,
+            repeat(
+                _launches, scores_kernel,
+                (count * (plan.padded_heads // tiles.heads) * (plan.padded_slots // tiles.keys),),
+                (
+                    q, q.stride()[:2], k, k.stride(0), k if v is None else v, k.stride(0) if v is None else v.stride(0),
+                    dout, dout.stride()[:2], *listed, lse, lse.stride(), delta, delta.stride(), weights, grad_scores,
+                    *chunk, scale, width,
+                ),
                 D=width, DV=d_v, V_IN_K=v is None, H=heads, PADDED_HEADS=plan.padded_heads,
                 HEADS=tiles.heads, KEYS=tiles.keys, COLUMNS=tiles.columns,
                 num_warps=tiles.warps, num_stages=tiles.stages,
@@ -181,8 +187,9 @@ def _grad_query(
     _, heads, width = dq.shape
     tiles = plan.grad_query
     parts = _parts(width, tiles.columns)
-    grad_query_kernel[(count * (plan.padded_heads // tiles.heads) * parts.number,)](
-        grad_scores, k, k.stride(0), *listed, dq, dq.stride()[:2], *chunk, scale,
+    repeat(
+        _launches, grad_query_kernel, (count * (plan.padded_heads // tiles.heads) * parts.number,),
+        (grad_scores, k, k.stride(0), *listed, dq, dq.stride()[:2], *chunk, scale),
         D=width, H=heads, PADDED_HEADS=plan.padded_heads, HEADS=tiles.heads, KEYS=tiles.keys,
         PARTS=parts.number, MAIN=parts.main, EXTRA=parts.extra,
         num_warps=tiles.warps, num_stages=tiles.stages,
@@ -216,9 +223,12 @@ def _add_to_keys(
     else:
         tiles = plan.grad_key
         parts = _parts(width, tiles.columns)
-        grad_key_kernel[(count * parts.number,)](
-            left, right, right.stride()[:2], left_v, right_v, right_v.stride()[:2], *listed,
-            into, into.stride(0), *chunk, plan.slots, scale,
+        repeat(
+            _launches, grad_key_kernel, (count * parts.number,),
+            (
+                left, right, right.stride()[:2], left_v, right_v, right_v.stride()[:2], *listed,
+                into, into.stride(0), *chunk, plan.slots, scale,
+            ),
             WIDTH=width, WIDTH_V=right_v.shape[2], H=right.shape[1], PADDED_HEADS=plan.padded_heads,
             HEADS=tiles.heads, KEYS=tiles.keys, PARTS=parts.number, MAIN=parts.main, EXTRA=parts.extra,
             ATOMIC=order is None, num_warps=tiles.warps, num_stages=tiles.stages,

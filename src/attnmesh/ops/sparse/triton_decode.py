@@ -34,6 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_device_error
 from attnmesh.ops.gpu import gpu_of, starts_early
+from attnmesh.ops.launch import Launch, Recent, repeat
 from attnmesh.ops.sparse import gluon_common, gluon_decode, gluon_forward, triton_forward
 from attnmesh.ops.sparse.paged import PagedKeys, SparseDecodeCall
 from attnmesh.ops.sparse.triton_forward import LOG2_E, ForwardTiles, pick_tiles, split_width
@@ -50,6 +51,7 @@ _GATHERED = 32  # slots that a program dequantizes
 _WORKSPACE = 512 << 20  # bytes of dequantized keys
 _MERGED_HEADS = 4
 _NOT_SPECIALIZED = ["tokens", "topk", "num_blocks", "table_width", "heads", "span", "splits", "scale_log2"]
+_launches: Recent[Launch] = Recent()
 
 
 class Way(enum.StrEnum):
@@ -95,10 +97,13 @@ def locate(keys: PagedKeys, indices: Tensor, counts: Tensor | None) -> tuple[Ten
     slots = torch.empty(batch * tokens, topk, dtype=torch.int32, device=indices.device)
     lengths = torch.empty(batch * tokens, dtype=torch.int32, device=indices.device)
     table, shard = keys.table, keys.shard
-    _locate_kernel[(batch * tokens,)](
-        indices, indices.stride(), counts, (0, 0) if counts is None else counts.stride(),
-        table, (0, 0) if table is None else table.stride(), slots, lengths, error_record(indices.device),
-        tokens, topk, keys.num_blocks, 0 if table is None else table.shape[1],
+    repeat(
+        _launches, _locate_kernel, (batch * tokens,),
+        (
+            indices, indices.stride(), counts, (0, 0) if counts is None else counts.stride(),
+            table, (0, 0) if table is None else table.stride(), slots, lengths, error_record(indices.device),
+            tokens, topk, keys.num_blocks, 0 if table is None else table.shape[1],
+        ),
         RANKS=1 if shard is None else shard.ranks, RANK=0 if shard is None else shard.rank,
         INTERLEAVE=1 if shard is None else shard.interleave, BLOCK_SIZE=keys.block_size, BLOCK=_LOCATED,
         EARLY=starts_early(indices.device), num_warps=4,
@@ -125,9 +130,12 @@ def _attend(
     splits = triton.cdiv(topk, span)
     parts = _parts(call, splits) if splits > 1 else (None, None, None)
     sinks, sizes = None if call.sinks is None else call.sinks.contiguous(), _pool_sizes(call.keys)
-    _attend_kernel[(rows * splits * head_tiles,)](
-        q, q.stride()[:3], *_pool_arguments(call.keys), slots, lengths, sinks, *results, *parts,
-        tokens, heads, topk, span, splits, call.scale * LOG2_E,
+    repeat(
+        _launches, _attend_kernel, (rows * splits * head_tiles,),
+        (
+            q, q.stride()[:3], *_pool_arguments(call.keys), slots, lengths, sinks, *results, *parts,
+            tokens, heads, topk, span, splits, call.scale * LOG2_E,
+        ),
         **sizes, D_V=call.d_v, VALUE_TAIL=sizes["TAIL"] if not sizes["REST"] and call.d_v > sizes["MAIN"] else 0,
         HEADS=tiles.heads, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
@@ -161,8 +169,9 @@ def _merge(
 ) -> None:  # fmt: skip
     rows, splits, heads, d_v = parts[0].shape
     early = starts_early(lengths.device)
-    _merge_kernel[(rows, triton.cdiv(heads, _MERGED_HEADS))](
-        *parts, lengths, sinks, *results, heads, span, splits,
+    repeat(
+        _launches, _merge_kernel, (rows, triton.cdiv(heads, _MERGED_HEADS)),
+        (*parts, lengths, sinks, *results, heads, span, splits),
         D_V=d_v, HEADS=_MERGED_HEADS, COLUMNS=max(16, int(triton.next_power_of_2(d_v))), EARLY=early, num_warps=4,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
@@ -228,8 +237,9 @@ def _flat_pool(keys: PagedKeys) -> Tensor | None:
 def _gather(keys: PagedKeys, slots: Tensor, lengths: Tensor, target: Tensor) -> None:
     """Write the keys of slots [rows, topk] to rows of `target` [rows * topk, D], dequantized."""
     rows, topk = slots.shape
-    _gather_kernel[(rows, triton.cdiv(topk, _GATHERED))](
-        *_pool_arguments(keys), slots, slots.stride(0), lengths, target, target.stride(0), topk,
+    repeat(
+        _launches, _gather_kernel, (rows, triton.cdiv(topk, _GATHERED)),
+        (*_pool_arguments(keys), slots, slots.stride(0), lengths, target, target.stride(0), topk),
         **_pool_sizes(keys), KEYS=_GATHERED, num_warps=4,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnmesh.ops.gpu import gpu_of
+from attnmesh.ops.launch import Launch, Recent, repeat
 
 LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, as the hardware does
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -27,6 +28,7 @@ _NOT_SPECIALIZED = [
     "span",
     "indices_stride",
 ]  # they vary, and each value would be compiled separately
+_launches: Recent[Launch] = Recent()
 
 
 class DistributionTiles(NamedTuple):
@@ -85,14 +87,16 @@ def distribution(
     # Few rows: several programs share each of them.
     blocks = triton.cdiv(topk, tiles.keys)
     span = triton.cdiv(blocks, max(1, min(blocks, PROGRAMS // (s_q * groups)))) * tiles.keys
-    with torch.cuda.device_of(q):
-        _distribution_kernel[(s_q * groups * triton.cdiv(topk, span),)](
+    repeat(
+        _launches, _distribution_kernel, (s_q * groups * triton.cdiv(topk, span),),
+        (
             q, q.stride(), k, k.stride(), indices, indices.stride(0),
             lo.contiguous(), hi.contiguous(), slots.contiguous(), lse, lse.stride(), out,
             s_q, h, topk, k_offset, scale * LOG2_E, span, group,
-            D=d, MAIN=main, TAIL=tail, STEP=STEPS.get(q.element_size(), 0), HEADS=tiles.heads, KEYS=tiles.keys,
-            num_warps=tiles.warps, num_stages=tiles.stages,
-        )  # fmt: skip
+        ),
+        D=d, MAIN=main, TAIL=tail, STEP=STEPS.get(q.element_size(), 0), HEADS=tiles.heads, KEYS=tiles.keys,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
     return out
 
 

@@ -17,8 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from attnmesh.ops.gpu import gpu_of
+from attnmesh.ops.launch import Launch, Recent, repeat
 
 MAX_HEAD_DIM = 256
+_launches: Recent[Launch] = Recent()
 
 
 class IndexerTiles(NamedTuple):
@@ -186,13 +188,15 @@ def scores_at(
     # Enough programs to fill the GPU, each with at least four tiles.
     shares = min(-(-_MIN_PROGRAMS // s_q), -(-topk // (4 * tiles.keys)))
     span = -(-topk // (shares * tiles.keys)) * tiles.keys
-    with torch.cuda.device_of(iq):
-        _scores_kernel[(s_q * triton.cdiv(topk, span),)](
+    repeat(
+        _launches, _scores_kernel, (s_q * triton.cdiv(topk, span),),
+        (
             iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(), indices, indices.stride(0), lo, hi, slots, scores,
             topk, span, heads, k_offset, scale,
-            RELU=relu, KEYS=tiles.keys, HEADS=head_tile(heads), ONE_TILE=heads <= head_tile(heads),
-            D=width, BLOCK_D=padded(width), num_warps=tiles.warps, num_stages=tiles.stages,
-        )  # fmt: skip
+        ),
+        RELU=relu, KEYS=tiles.keys, HEADS=head_tile(heads), ONE_TILE=heads <= head_tile(heads),
+        D=width, BLOCK_D=padded(width), num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
     return scores
 
 

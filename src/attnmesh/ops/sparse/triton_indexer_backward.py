@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnmesh.ops.launch import Launch, Recent, repeat
 from attnmesh.ops.sparse.arguments import RowBounds
 from attnmesh.ops.sparse.triton_indexer import (
     DENSE_KEY_PROGRAMS,
@@ -40,6 +41,7 @@ from attnmesh.ops.sparse.triton_indexer import (
 from attnmesh.ops.sparse.triton_sums_by_key import add_by_key, sort_slots_by_key
 
 _WORKSPACE = 256 << 20  # bytes of the gradients per slot, if deterministic
+_launches: Recent[Launch] = Recent()
 
 
 class Grads(NamedTuple):
@@ -110,10 +112,13 @@ def launch_grads(
     head_block, columns = grad_head_tile(heads), min(padded(width), MAX_GRAD_COLUMNS)
     with torch.cuda.device_of(iq):
         for head in range(0, heads, head_block):
-            _grad_kernel[(len(rows), triton.cdiv(padded(width), columns))](
-                iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(),
-                indices, 0 if indices is None else indices.stride(0), lo, hi, slots,
-                grad, grad.stride(0), d_iq, d_ik, d_w, parts, rows.start, topk, head, heads, k_offset, scale,
+            repeat(
+                _launches, _grad_kernel, (len(rows), triton.cdiv(padded(width), columns)),
+                (
+                    iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(),
+                    indices, 0 if indices is None else indices.stride(0), lo, hi, slots,
+                    grad, grad.stride(0), d_iq, d_ik, d_w, parts, rows.start, topk, head, heads, k_offset, scale,
+                ),
                 RELU=relu, KEYS=tiles.keys, HEADS=head_block, D=width, BLOCK_D=padded(width), COLUMNS=columns,
                 NARROW=iq.dtype == torch.float16, MORE=head > 0, num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
@@ -251,9 +256,12 @@ def dense_scores_backward(
     parts = grads.ik[None] if shares == 1 else torch.empty(shares, *ik.shape, dtype=torch.float32, device=iq.device)
     with torch.cuda.device_of(iq):
         for head in range(0, heads, head_block):
-            _grad_keys_kernel[(blocks * shares, pieces)](
-                iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(), lo, hi, grad, grad.stride(0),
-                begins, ends, parts, s_q, n, head, heads, scale, shares,
+            repeat(
+                _launches, _grad_keys_kernel, (blocks * shares, pieces),
+                (
+                    iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(), lo, hi, grad, grad.stride(0),
+                    begins, ends, parts, s_q, n, head, heads, scale, shares,
+                ),
                 RELU=relu, KEYS=tiles.keys, HEADS=head_block, D=width, BLOCK_D=padded(width), COLUMNS=columns,
                 NARROW=iq.dtype == torch.float16, MORE=head > 0, num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip

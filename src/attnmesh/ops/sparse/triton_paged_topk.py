@@ -27,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_device_error
 from attnmesh.ops.gpu import starts_early
+from attnmesh.ops.launch import Launch, Recent, repeat
 from attnmesh.ops.sparse import gluon_paged_scores
 from attnmesh.ops.sparse.arguments import TopKIndices, empty_topk
 from attnmesh.ops.sparse.gluon_topk import KEYS
@@ -55,6 +56,7 @@ _SELECT_WARPS = 16
 _FAULTS = tl.constexpr(512)  # read at a time
 _INDEX_FAULT = tl.constexpr(INDEX_FAULT)
 _NEIGHBORS = tl.constexpr(NEIGHBORS)
+_launches: Recent[Launch] = Recent()
 
 
 def paged_topk(
@@ -123,28 +125,37 @@ def paged_topk(
         for first in range(0, groups, at_once):
             count = min(at_once, groups - first)
             if gluon:
-                gluon_paged_scores.score_kernel[(count * items,)](
-                    iq, iq.stride()[:2], descriptor, scales, strides_of_scales, table, table.stride(), errors, faults,
-                    tokens, keys.num_blocks, w, w.stride(), lo, hi, buffer, row_len, row_size, maxima,
-                    batch * tokens, capacity, heads, scale, first, items,
+                repeat(
+                    _launches, gluon_paged_scores.score_kernel, (count * items,),
+                    (
+                        iq, iq.stride()[:2], descriptor, scales, strides_of_scales, table, table.stride(), errors,
+                        faults, tokens, keys.num_blocks, w, w.stride(), lo, hi, buffer, row_len, row_size, maxima,
+                        batch * tokens, capacity, heads, scale, first, items,
+                    ),
                     SHAPE=gluon_paged_scores.shape_of(
                         tiles.rows, head_tile(heads), relu, block, keys.block_size, parts if wide else 0
                     ), num_warps=4,
                 )  # fmt: skip
             else:
-                _score_kernel[(count * items,)](
-                    iq, iq.stride()[:2], pool, pool.stride()[:2], scales, strides_of_scales,
-                    table, table.stride(), errors, faults, tokens, keys.num_blocks,
-                    w, w.stride(), lo, hi, buffer, row_len, row_size, maxima,
-                    batch * tokens, capacity, heads, scale, first, items,
+                repeat(
+                    _launches, _score_kernel, (count * items,),
+                    (
+                        iq, iq.stride()[:2], pool, pool.stride()[:2], scales, strides_of_scales,
+                        table, table.stride(), errors, faults, tokens, keys.num_blocks,
+                        w, w.stride(), lo, hi, buffer, row_len, row_size, maxima,
+                        batch * tokens, capacity, heads, scale, first, items,
+                    ),
                     RELU=relu, KEYS=tiles.keys, ROWS=tiles.rows, HEADS=head_tile(heads),
                     ONE_TILE=heads <= head_tile(heads), D=width, BLOCK_D=padded(width), BLOCK=block,
                     BLOCK_SIZE=keys.block_size, PARTS=parts if wide else 0, EARLY=early,
                     num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=_REGISTERS if small else None,
                 )  # fmt: skip
-            _select_kernel[(count * tiles.rows,)](
-                lo, hi, *found, buffer, buffer.view(torch.int32), errors, faults, tokens,
-                capacity, topk, row_len, row_size, maxima, first * tiles.rows, items,
+            repeat(
+                _launches, _select_kernel, (count * tiles.rows,),
+                (
+                    lo, hi, *found, buffer, buffer.view(torch.int32), errors, faults, tokens,
+                    capacity, topk, row_len, row_size, maxima, first * tiles.rows, items,
+                ),
                 KEYS=tiles.keys, ROWS=tiles.rows, BLOCK=block, WIDE=wide, EARLY=early,
                 num_warps=_SELECT_WARPS, **({"launch_pdl": True} if early else {}),
             )  # fmt: skip

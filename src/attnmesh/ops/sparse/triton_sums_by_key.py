@@ -14,10 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnmesh.ops.launch import Launch, Recent, repeat
 from attnmesh.ops.sparse.arguments import RowBounds
 
 _MAX_COLUMNS = 1024  # per program
 _IN_FLIGHT = tl.constexpr(8)  # loads issued before the first is added
+_launches: Recent[Launch] = Recent()
 
 
 class SlotsByKey(NamedTuple):
@@ -40,10 +42,10 @@ def add_by_key(total: Tensor, grads: Tensor, slots: SlotsByKey) -> None:
     """Adds the gradient of each slot, float32 [..., width], to the row of its key in `total` [keys, width]."""
     keys, width = total.shape
     columns = min(_MAX_COLUMNS, triton.next_power_of_2(width))
-    with torch.cuda.device_of(total):
-        sum_kernel[(keys, triton.cdiv(width, columns))](
-            grads, *slots, total, total.stride(0), WIDTH=width, COLUMNS=columns, num_warps=4
-        )
+    repeat(
+        _launches, sum_kernel, (keys, triton.cdiv(width, columns)), (grads, *slots, total, total.stride(0)),
+        WIDTH=width, COLUMNS=columns, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit

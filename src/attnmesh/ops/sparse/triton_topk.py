@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnmesh.ops.launch import Launch, Recent, repeat
 from attnmesh.ops.sparse.arguments import TopKIndices, empty_topk
 from attnmesh.ops.sparse.triton_indexer import (
     LONG_ROW,
@@ -43,6 +44,7 @@ from attnmesh.ops.sparse.triton_select import candidate_block, row_elements, sel
 _MEMORY_FRACTION = 0.09  # size of the workspace, relative to inputs and outputs
 _MIN_WORKSPACE = 4 << 20
 _LONG_WORKSPACE = 64 << 20  # of long rows: 120 of 128k keys are selected from at a time
+_launches: Recent[Launch] = Recent()
 
 
 def topk(
@@ -89,15 +91,17 @@ def topk(
     buffer = torch.empty(ring * tiles.rows, row_elements(row_len, block), dtype=torch.float32, device=iq.device)
     # Tickets, and the two counters of each group.
     counters = torch.zeros(1 + 2 * groups, dtype=torch.int32, device=iq.device)
-    with torch.cuda.device_of(iq):
-        _topk_kernel[(programs,)](
+    repeat(
+        _launches, _topk_kernel, (programs,),
+        (
             iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(), lo, hi, *found,
             buffer, buffer.view(torch.int32), counters,
             s_q, s_kv, heads, topk, scale, row_len, groups, items, ring, lag, span,
-            RELU=relu, KEYS=tiles.keys, ROWS=tiles.rows, HEADS=head_tile(heads), ONE_TILE=heads <= head_tile(heads),
-            D=width, BLOCK_D=padded(width), BLOCK=block,
-            num_warps=tiles.warps, num_stages=tiles.stages,
-        )  # fmt: skip
+        ),
+        RELU=relu, KEYS=tiles.keys, ROWS=tiles.rows, HEADS=head_tile(heads), ONE_TILE=heads <= head_tile(heads),
+        D=width, BLOCK_D=padded(width), BLOCK=block,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
     return TopKIndices(*found)
 
 

@@ -77,7 +77,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         call, sharding = ctx.rest
-        sharding.groups.note("backward of sparse attention", f"call {ctx.number}")
+        sharding.groups.note("backward of sparse attention", ctx.number)
         with propagate_failure(sharding.groups):
             if d_out is None:
                 d_out = torch.zeros_like(out)

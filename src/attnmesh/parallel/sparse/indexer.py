@@ -79,7 +79,7 @@ class _ScoresAt(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         iq, ik, w = ctx.saved_tensors
         call, indices, bounds, sharding, rows = ctx.rest
-        sharding.groups.note("backward of indexer scores", f"call {ctx.number}")
+        sharding.groups.note("backward of indexer scores", ctx.number)
         with propagate_failure(sharding.groups):
             keys = exchange_keys([ik], sharding)
             slots, grad_return = keys.slots(indices, bounds), keys.grad_return()
@@ -182,7 +182,7 @@ class _DenseKL(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         iq, ik, w, log_z, mass = ctx.saved_tensors
         call, source, bounds, sharding, rows = ctx.rest
-        sharding.groups.note("backward of the indexer loss", f"call {ctx.number}")
+        sharding.groups.note("backward of the indexer loss", ctx.number)
         with propagate_failure(sharding.groups):
             keys = exchange_keys([ik, source.k], sharding)
             grad_return, total = keys.grad_return(), _RowGrads(iq, w, single=False)

@@ -1,0 +1,43 @@
+"""A driver of a Hopper GPU for Triton, on a machine without one: it writes down what it is passed.
+
+For a process of its own: Triton reads whether to interpret kernels when it is imported.
+"""
+
+from types import SimpleNamespace
+
+
+def record_launches() -> tuple[list, list]:
+    """Make it the active driver; returns what launches pass to it from now on, and its stream, to be changed."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import driver
+
+    passed, stream = [], [100]
+
+    def encode(*args):
+        return ("map", args)
+
+    def launch(*args):
+        passed.append(args)
+
+    utils = SimpleNamespace(
+        load_binary=lambda *_: (1, 2, 32, 0, 1024), get_device_properties=lambda _: {"max_shared_mem": 232448},
+        fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode, launch=launch,
+        build_signature_metadata=lambda _: b"",
+    )  # fmt: skip
+    # Triton 3.6 builds a module for every signature, Triton 3.7 has one.
+    nvidia.compile_module_from_src = lambda **_: SimpleNamespace(launch=launch)
+    nvidia.library_dirs = list
+    for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE"):
+        setattr(nvidia, name, name)
+    nvidia.PyKernelArg = lambda **given: tuple(given.items())
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_current_device=lambda: -1,
+            get_current_stream=lambda _: stream[0],
+            launcher_cls=nvidia.CudaLauncher,
+            utils=utils,
+        )
+    )
+    return passed, stream
