@@ -14,7 +14,7 @@ from attnmesh.core.state import State
 from attnmesh.ops.dense.call import Call, Grads, Result, Scores
 from attnmesh.ops.launch import Recent
 from attnmesh.ops.merge import StateAccumulator
-from attnmesh.ops.streams import is_capturing, stream_of
+from attnmesh.ops.streams import stream_of
 from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, key_hull
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -169,12 +169,13 @@ def _launches(call: Call, *, zero_rows: bool, all_rows: bool = False) -> tuple[_
     """
     visibility, q = call.visibility, call.q
     with_positions = call.scores.alibi_slopes is not None
-    key = id(visibility), q.device, stream_of(q), zero_rows, all_rows, with_positions
+    stream = stream_of(q)
+    key = id(visibility), q.device, stream, zero_rows, all_rows, with_positions
     known = _known.get(key)
     if known is not None and known[0] is visibility:
         return known[1]
     found = tuple(_planned(call, zero_rows, all_rows, with_positions))
-    if isinstance(visibility, Patch) and not is_capturing(q):
+    if isinstance(visibility, Patch) and stream is not None:
         _known.add(key, (visibility, found))
     return found
 

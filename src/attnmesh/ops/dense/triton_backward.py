@@ -54,7 +54,7 @@ from attnmesh.ops.dense.triton_tiles import (
     zero_tile,
 )
 from attnmesh.ops.launch import Launch, Recent, prepare, signature
-from attnmesh.ops.streams import is_capturing, stream_of
+from attnmesh.ops.streams import stream_of
 
 _LOG2_E = tl.constexpr(LOG2_E)
 _DELTA_ELEMENTS = 4096  # per program of the memory-bound delta kernel
@@ -229,7 +229,8 @@ _bounds: Recent[Bounds] = Recent(32)
 def _as_bounds(causal: bool, q: Tensor, k: Tensor) -> Bounds:
     """The bounds of rows that attend to all keys, or to keys j <= i if `causal`."""
     q_len, kv_len, device = q.shape[2], k.shape[2], q.device
-    key = causal, q_len, kv_len, device, stream_of(q)
+    stream = stream_of(q)
+    key = causal, q_len, kv_len, device, stream
     found = _bounds.get(key)
     if found is None:
         if causal:
@@ -237,7 +238,7 @@ def _as_bounds(causal: bool, q: Tensor, k: Tensor) -> Bounds:
         else:
             end = torch.full((q_len,), kv_len, dtype=torch.int32, device=device)
         found = Bounds.of((torch.zeros_like(end)[None, None], end[None, None]))
-        if not is_capturing(q):
+        if stream is not None:
             _bounds.add(key, found)
     return found
 
@@ -249,7 +250,8 @@ def rows_per_key_tile(visible: Bounds, q_len: int, kv_len: int, keys: int) -> Te
     device of the bounds, once for each stream; the host does not wait.
     """
     assert visible.first is not None
-    key = q_len, kv_len, keys, stream_of(visible.first)
+    stream = stream_of(visible.first)
+    key = q_len, kv_len, keys, stream
     result: Tensor | None = visible.kept.get(key)
     if result is None:
         tile_count = triton.cdiv(kv_len, keys)
@@ -259,7 +261,7 @@ def rows_per_key_tile(visible: Bounds, q_len: int, kv_len: int, keys: int) -> Te
                 visible.first, visible.end, visible.strides, result, q_len, kv_len, KEYS=keys, ROWS=_SCANNED_ROWS,
                 num_warps=4,
             )  # fmt: skip
-        if not is_capturing(result):
+        if stream is not None:
             visible.kept[key] = result
     return result
 
