@@ -193,6 +193,22 @@ def test_deterministic_and_single_gradients(tiles):
         assert relative(grads[i] - whole[i], truth) < 5e-4
 
 
+@pytest.mark.parametrize(("mask", "heads"), [("causal", None), ("causal", 1), ("union", None)])
+def test_new_gradients_of_a_first_call_and_of_a_repeat(mask, heads):
+    """Written once, or summed by several programs or launches; the repeat has other values."""
+    module = emulation()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        case = Case(mask, 100, 140, (4, 2))
+        found = module.gradients(
+            case.q, case.k, case.v, case.grad_out, case.lse, case.delta, needs=(True, True, True), scale=case.scale,
+            **case.seen, terms=case.terms, tiles=BackwardTiles(heads=heads),
+        )  # fmt: skip
+        case.compare(found)
+        for x, grad in zip((case.q, case.k, case.v), found, strict=True):
+            assert (grad.dtype, grad.stride()) == (x.dtype, torch.empty_like(x).stride())
+
+
 def test_nothing_to_add():
     q, k = torch.empty(1, 2, 0, 64, dtype=torch.float16), torch.ones(1, 2, 5, 64, dtype=torch.float16)
     grad = torch.ones(1, 2, 5, 64, dtype=torch.float16)

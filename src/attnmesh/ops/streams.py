@@ -25,14 +25,15 @@ from attnmesh.plan.workload import STREAMS
 _NOTHING = nullcontext()
 
 
-def stream_of(x: Tensor) -> int:
-    """The number of the current stream of the device of x; 0 on the CPU."""
-    return int(torch._C._cuda_getCurrentRawStream(x.get_device())) if x.is_cuda else 0  # type: ignore[attr-defined]
+def stream_of(x: Tensor) -> int | None:
+    """The number of the current stream of the device of x, by which to keep what it computes; 0 on the CPU.
 
-
-def is_capturing(x: Tensor) -> bool:
-    """Whether the current stream of the device of x is being captured: what it computes is there after a replay."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    None while a graph is captured: what the graph computes is not there before it runs, and what it reads must live as
+    long as the graph does.
+    """
+    if not x.is_cuda:
+        return 0
+    return None if torch.cuda.is_current_stream_capturing() else int(torch._C._cuda_getCurrentRawStream(x.get_device()))
 
 
 class StreamPair:

@@ -22,8 +22,8 @@ from attnmesh.plan.blocks import Block, Kind
 
 aten = torch.ops.aten
 # torch's own bindings of operators take 20 us less than `torch.ops`.
-_cpu_attention = torch._scaled_dot_product_flash_attention_for_cpu  # type: ignore[attr-defined]
-_cudnn_attention = torch._scaled_dot_product_cudnn_attention  # type: ignore[attr-defined]
+_cpu_attention = torch._scaled_dot_product_flash_attention_for_cpu
+_cudnn_attention = torch._scaled_dot_product_cudnn_attention
 
 _CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CUDA_DTYPES = (torch.float16, torch.bfloat16)
@@ -236,9 +236,7 @@ def _cuda_forward(call: Call, block: Block) -> Iterator[tuple[range, State]]:
     q, k, v = _block_inputs(call, block)
     causal = block.kind is Kind.CAUSAL
     if _cudnn_takes(q, k):
-        out, lse, *_ = _cudnn_attention(
-            q, k, v, None, True, 0.0, causal, False, scale=call.scores.scale
-        )
+        out, lse, *_ = _cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=call.scores.scale)
         lse = lse.view(out.shape[:3])
     else:
         out, lse, *_ = aten._flash_attention_forward.default(

@@ -154,7 +154,16 @@ def _key(call: Call, backend: str, *more: object) -> Hashable | None:
     if not isinstance(visibility, Patch) or type(backend) is not str or wants_choices(_LOG):
         return None
     shapes = q.shape, call.k.shape, call.v.shape
-    return id(visibility), q.dtype, q.device, shapes, scores.softcap is None, scores.alibi_slopes is None, backend, *more
+    return (
+        id(visibility),
+        q.dtype,
+        q.device,
+        shapes,
+        scores.softcap is None,
+        scores.alibi_slopes is None,
+        backend,
+        *more,
+    )
 
 
 def _kept(key: Hashable | None, call: Call, choice: Choice) -> Backend:
@@ -196,23 +205,33 @@ class _InTurns:
 
 def forward(call: Call, sinks: Tensor | None, backend: str) -> State:
     """The state of a call, with the sinks, in the dtype of q."""
-    total = StateAccumulator(call.q, call.v.shape[3], sinks=sinks, last_call=True)
-    choose_fused(call, backend).forward(call, total)
-    return total.finish(call.q.dtype)
+    chosen = choose_fused(call, backend)
+    state = chosen.attend(call, sinks) if isinstance(chosen, Triton) else None
+    if state is None:
+        total = StateAccumulator(call.q, call.v.shape[3], sinks=sinks, last_call=True)
+        chosen.forward(call, total)
+        state = total.finish(call.q.dtype)
+    return state
 
 
 def gradients(
     call: Call, sinks: Tensor | None, result: Result, backend: str, needs_grad: Sequence[bool]
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients of q, k, v and sinks; None for those that are not needed."""
-    sums = [
-        GradAccumulator(x, one_call=True) if needed else None
-        for x, needed in zip((call.q, call.k, call.v), needs_grad, strict=False)
-    ]
-    if needs_grad[0] or needs_grad[1] or needs_grad[2]:
-        choose_fused_backward(call, result, backend).backward(call, result, Grads(*sums))
     grad_sinks = result.sink_gradient(sinks).to(sinks.dtype) if needs_grad[3] and sinks is not None else None
-    return [*(None if grad is None else grad.finish() for grad in sums), grad_sinks]
+    needs_q, needs_k, needs_v = needs_grad[:3]
+    if not (needs_q or needs_k or needs_v):
+        return [None, None, None, grad_sinks]
+    chosen = choose_fused_backward(call, result, backend)
+    found = chosen.gradients(call, result, (needs_q, needs_k, needs_v)) if isinstance(chosen, Triton) else None
+    if found is None:
+        sums = [
+            GradAccumulator(x, one_call=True) if needed else None
+            for x, needed in zip((call.q, call.k, call.v), needs_grad, strict=False)
+        ]
+        chosen.backward(call, result, Grads(*sums))
+        found = [None if grad is None else grad.finish() for grad in sums]
+    return [*found, grad_sinks]
 
 
 class Prepared(NamedTuple):
@@ -277,7 +296,8 @@ def _signature(
 ) -> tuple[Hashable | None, tuple[Mask, Patch, Scores] | None]:  # fmt: skip
     """All that checks and visible keys depend on, and what is known about it.
 
-    None if they are to be found out again, as for wrong arguments. Classes are part of it: True equals 1, and a subclass of Tensor may be anything.
+    None if they are to be found out again, as for wrong arguments. Classes are part of it: True equals 1, and a
+    subclass of Tensor may be anything.
     """
     try:
         runs = None
@@ -287,7 +307,8 @@ def _signature(
                 return None, None
         key = (
             mask if type(mask) in _SMALL else id(mask), scale, type(scale), softcap, type(softcap), runs,
-            q.dtype, q.shape, q.device, type(q), k.dtype, k.shape, k.device, type(k), v.dtype, v.shape, v.device, type(v),
+            q.dtype, q.shape, q.device, type(q), k.dtype, k.shape, k.device, type(k),
+            v.dtype, v.shape, v.device, type(v),
             None if sinks is None else (sinks.dtype, sinks.shape, sinks.device, type(sinks)),
             None if slopes is None else (slopes.dtype, slopes.shape, slopes.device, type(slopes), slopes.requires_grad),
         )  # fmt: skip

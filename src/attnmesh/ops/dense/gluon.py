@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from attnmesh.core.optional import installed
 from attnmesh.core.state import State
@@ -43,6 +44,10 @@ class Gluon(Triton):
 
     def _forward(self) -> Callable[..., State]:
         return _module("gluon_forward").forward  # type: ignore[no-any-return]
+
+    def _gradients(self) -> Callable[..., list[Tensor | None]]:
+        gradients: Callable[..., list[Tensor | None]] = _module("gluon_backward").gradients
+        return partial(gradients, deterministic=True) if torch.are_deterministic_algorithms_enabled() else gradients
 
     def _backward(self) -> Callable[..., None]:
         backward: Callable[..., None] = _module("gluon_backward").backward

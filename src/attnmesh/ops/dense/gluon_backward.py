@@ -149,6 +149,7 @@ def backward(
             ranges = None if bounds is None else _ranges(part, q, k, known.keys)
             launch(q, k, v, grad_out, lse, delta, part.first, part.end, ranges, *sums)
     else:
+        assert tiles is not None
         with torch.cuda.device_of(q):
             known = _launch(q, k, v, grad_out, lse, delta, *sums, scale, causal, visible, terms.softcap, once, tiles)
         if all(x is y for x, y in zip((q, k, v, grad_out), given, strict=False)):
@@ -161,6 +162,58 @@ def backward(
                 grad.copy_(total)
             else:
                 grad.add_(total)
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, *, needs: tuple[bool, bool, bool],
+    scale: float, causal: bool, bounds: tuple[Tensor, Tensor] | None, terms: ScoreTerms = PLAIN,
+    deterministic: bool = False, tiles: BackwardTiles | None = None,
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients of q, k and v, or None where they are not needed, in their dtype."""
+    visible = Bounds.of(bounds)
+    rows = q, k, v, grad_out, lse, delta
+    key = signature(*rows, visible.first, visible.end), needs, scale, causal, terms.softcap, tiles
+    known = None if deterministic else _known.get(key)
+    once = False
+    if known is not None:
+        once = known.once
+    else:
+        apart = deterministic or not q.numel() or not k.numel() or not all(is_loadable(x) for x in rows[:4])
+        if apart or not any(needs):
+            grads = [torch.empty_like(x) if need else None for x, need in zip(rows[:3], needs, strict=True)]
+            grad_q, grad_k, grad_v = grads
+            backward(
+                *rows, scale=scale, causal=causal, bounds=bounds, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v,
+                overwrite=True, terms=terms, deterministic=deterministic, tiles=tiles,
+            )  # fmt: skip
+            return grads
+        tiles = tiles or BackwardTiles.pick(q, v, causal=causal)
+        once = tiles.heads is None and visible.parts == 1
+    sums = _new_sums(q, k, v, needs, once)
+    if known is not None:
+        for part, launch in zip(visible.each(), known.launches, strict=True):
+            ranges = None if bounds is None else _ranges(part, q, k, known.keys)
+            launch(*rows, part.first, part.end, ranges, *sums)
+    else:
+        assert tiles is not None
+        with torch.cuda.device_of(q):
+            _known.add(key, _launch(*rows, *sums, scale, causal, visible, terms.softcap, once, tiles))
+    return [x if x is None or x.dtype == q.dtype else x.to(q.dtype) for x in sums]
+
+
+def _new_sums(
+    q: Tensor, k: Tensor, v: Tensor, needs: tuple[bool, bool, bool], once: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Where the kernel adds, in the layout of the inputs: float32 zeros, or memory that it writes once."""
+
+    def summed(x: Tensor) -> Tensor:
+        return torch.empty_like(x) if once else torch.zeros_like(x, dtype=torch.float32)
+
+    return (
+        torch.zeros_like(q, dtype=torch.float32) if needs[0] else None,
+        summed(k) if needs[1] else None,
+        summed(v) if needs[2] else None,
+    )
 
 
 class _Known(NamedTuple):

@@ -14,7 +14,7 @@ from attnmesh.core.state import State
 from attnmesh.ops.dense.call import Call, Grads, Result, Scores
 from attnmesh.ops.launch import Recent
 from attnmesh.ops.merge import StateAccumulator
-from attnmesh.ops.streams import is_capturing, stream_of
+from attnmesh.ops.streams import stream_of
 from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, key_hull
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -49,6 +49,9 @@ class Triton:
     def _backward(self) -> Callable[..., None]:
         return _module("triton_backward").backward  # type: ignore[no-any-return]
 
+    def _gradients(self) -> Callable[..., list[Tensor | None]]:
+        return _module("triton_backward").gradients  # type: ignore[no-any-return]
+
     def forward(self, call: Call, total: StateAccumulator) -> None:
         """Merges the attention of this call into `total`."""
         # The kernel continues the state it is given, so that partial results never round to bf16. It selects scores of
@@ -73,23 +76,44 @@ class Triton:
             if state is None:
                 total.replace(new)
 
+    def attend(self, call: Call, sinks: Tensor | None) -> State | None:
+        """The state of a whole call, with the sinks, in the dtype of q; None if it is more than one launch, or none."""
+        launches = _launches(call, zero_rows=False, all_rows=True)
+        if len(launches) != 1:
+            return None
+        launch, scores = launches[0], call.scores
+        return self._forward()(
+            *launch.inputs(call), scale=scores.scale, causal=launch.causal, bounds=launch.bounds, state=None,
+            out_dtype=call.q.dtype, terms=launch.terms(scores), sinks=sinks,
+        )  # fmt: skip
+
+    def gradients(self, call: Call, result: Result, needs: tuple[bool, bool, bool]) -> list[Tensor | None] | None:
+        """The gradients of q, k and v in a whole call; None if that is not one launch over all rows and keys."""
+        launches = _launches(call, zero_rows=True)
+        if len(launches) != 1 or launches[0].rows is not None or launches[0].keys is not None:
+            return None
+        launch, scores = launches[0], call.scores
+        return self._gradients()(
+            *launch.inputs(call), result.grad_out, result.lse, result.delta, needs=needs, scale=scores.scale,
+            causal=launch.causal, bounds=launch.bounds, terms=launch.terms(scores),
+        )  # fmt: skip
+
     def prepare(self, call: Call, result: Result) -> None:
         """Does nothing: its blocks do not run on two streams."""
 
     def backward(self, call: Call, result: Result, grads: Grads) -> None:
         """Adds the gradients of this call to `grads`."""
-        kernel, scores = self._backward(), call.scores
-        launches = _launches(call, zero_rows=True)
+        scores, launches = call.scores, _launches(call, zero_rows=True)
         every = ("q", grads.q, call.q), ("k", grads.k, call.k), ("v", grads.v, call.v)
         wanted = [(name, grad, x) for name, grad, x in every if grad is not None]
         # The only call writes its gradients in their dtype; others add to float32, or write the first part of a sum.
         overwrite = all(grad.one_call for _, grad, _ in wanted)
+        kernel = self._backward()
         first = not overwrite and len(launches) == 1 and launches[0].keys is None
         first = first and all(name == "q" or (grad.empty and grad.shape == x.shape) for name, grad, x in wanted)
         for launch in launches:
             if overwrite:
-                new = torch.empty_like if launch.rows is launch.keys is None else torch.zeros_like
-                sums = {name: new(x) for name, _, x in wanted}
+                sums = {name: torch.zeros_like(x) for name, _, x in wanted}
             else:
                 sums = {name: grad.total(overwritten=first and name != "q") for name, grad, _ in wanted}
             rows = result.grad_out, result.lse, result.delta
@@ -121,7 +145,11 @@ class _Launch(NamedTuple):
             q = q.masked_fill(rows, 0.0)
         if keys is not None:
             k, v = k.masked_fill(keys, 0.0), v.masked_fill(keys, 0.0)
-        return _part(q, self.rows), _part(k, self.keys), _part(v, self.keys)
+        if self.rows is not None:
+            q = q[:, :, self.rows]
+        if self.keys is not None:
+            k, v = k[:, :, self.keys], v[:, :, self.keys]
+        return q, k, v
 
     def terms(self, scores: Scores) -> Any:
         """The terms of the scores, as both kernels take them."""
@@ -141,12 +169,13 @@ def _launches(call: Call, *, zero_rows: bool, all_rows: bool = False) -> tuple[_
     """
     visibility, q = call.visibility, call.q
     with_positions = call.scores.alibi_slopes is not None
-    key = id(visibility), q.device, stream_of(q), zero_rows, all_rows, with_positions
+    stream = stream_of(q)
+    key = id(visibility), q.device, stream, zero_rows, all_rows, with_positions
     known = _known.get(key)
     if known is not None and known[0] is visibility:
         return known[1]
     found = tuple(_planned(call, zero_rows, all_rows, with_positions))
-    if isinstance(visibility, Patch) and not is_capturing(q):
+    if isinstance(visibility, Patch) and stream is not None:
         _known.add(key, (visibility, found))
     return found
 
@@ -158,12 +187,13 @@ def _planned(call: Call, zero_rows: bool, all_rows: bool, with_positions: bool) 
     that unseen keys (and, with `zero_rows`, rows without keys) may hold.
     """
     visibility, device = call.visibility, call.q.device
-    blocks, unseen = visibility.blocks, (None, None)
+    blocks = visibility.blocks
+    unseen_rows: Tensor | None = None
+    unseen_keys: Tensor | None = None
     masked = [block for block in blocks if block.kind is Kind.PARTIAL or block.sequences is not None]
     rows, keys = range(call.q.shape[2]), range(call.k.shape[2])
     if len(blocks) > 1 or masked:
-        unseen = tuple(None if x is None else x[:, None, :, None] for x in visibility.unseen(device))
-        unseen = unseen if zero_rows else (None, unseen[1])
+        unseen_rows, unseen_keys = (None if x is None else x[:, None, :, None] for x in visibility.unseen(device))
     if len(blocks) > 1 or masked or (all_rows and any(block.q != rows for block in blocks)):
         blocks = (Block(rows, key_hull(blocks), Kind.PARTIAL),)
     for block in blocks:
@@ -171,15 +201,17 @@ def _planned(call: Call, zero_rows: bool, all_rows: bool, with_positions: bool) 
             None if part == whole else slice(part.start, part.stop)
             for part, whole in ((block.q, rows), (block.k, keys))
         )
-        bounds, positions = None, (None, None)
+        bounds = None
         if block.kind is Kind.PARTIAL:
-            bounds = visibility.bounds(device)
+            first, end = visibility.bounds(device)
             if at is not None or to is not None:
-                bounds = tuple((_last(x, at) - block.k.start).clamp_(0, len(block.k)) for x in bounds)
-            bounds = _module("triton_tiles").Bounds.of(bounds)
+                first, end = ((_last(x, at) - block.k.start).clamp_(0, len(block.k)) for x in (first, end))
+            bounds = _module("triton_tiles").Bounds.of((first, end))
+        positions: tuple[Tensor | None, Tensor | None] = (None, None)
         if with_positions:
             q_positions, k_positions = visibility.positions(device)
             positions = _last(q_positions, at), _last(k_positions, to)
+        unseen = unseen_rows if zero_rows else None, unseen_keys
         yield _Launch(at, to, block.kind is Kind.CAUSAL, bounds, positions, unseen)
 
 

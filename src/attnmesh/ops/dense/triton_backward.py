@@ -54,7 +54,7 @@ from attnmesh.ops.dense.triton_tiles import (
     zero_tile,
 )
 from attnmesh.ops.launch import Launch, Recent, prepare, signature
-from attnmesh.ops.streams import is_capturing, stream_of
+from attnmesh.ops.streams import stream_of
 
 _LOG2_E = tl.constexpr(LOG2_E)
 _DELTA_ELEMENTS = 4096  # per program of the memory-bound delta kernel
@@ -132,10 +132,10 @@ def backward(
     how = scale, causal, overwrite, overwrite_keys, terms.softcap, query_tiles, key_tiles, steps_per_split
     if grad_q is not None:
         visible = Bounds.of(bounds)
-        tensors = *rows, visible.first, visible.end, *terms[1:], grad_q
-        key = "queries", signature(*tensors), *how
+        used = *rows, visible.first, visible.end, *terms[1:], grad_q
+        key = "queries", signature(*used), *how
         if key in _known:
-            _known[key](*tensors)
+            _known[key](*used)
         else:
             tiles = query_tiles or pick_tiles(GRAD_QUERY_TILES, q, v, held=("q", "grad_out"))
             programs = triton.cdiv(q.shape[2], tiles.rows) * q.shape[0] * q.shape[1]
@@ -147,7 +147,7 @@ def backward(
                         *_inputs(*rows), visible.first, visible.end, visible.strides, grad_q, strides,
                         *_sizes(q, k, scale, terms),
                     ),
-                    tensors, **_options(q, v, visible), OVERWRITE=overwrite, CAUSAL=causal, ROWS=tiles.rows,
+                    used, **_options(q, v, visible), OVERWRITE=overwrite, CAUSAL=causal, ROWS=tiles.rows,
                     KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
                 )  # fmt: skip
             _known.add(key, launch)
@@ -186,6 +186,17 @@ def backward(
                 grad.copy_(total)
 
 
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, *, needs: tuple[bool, bool, bool],
+    **how: Any,
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients of q, k and v, or None where they are not needed, in their dtype. `how` is as for `backward`."""
+    grads = [torch.empty_like(x) if need else None for x, need in zip((q, k, v), needs, strict=True)]
+    grad_q, grad_k, grad_v = grads
+    backward(q, k, v, grad_out, lse, delta, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v, overwrite=True, **how)
+    return grads
+
+
 def _inputs(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor) -> tuple[Any, ...]:
     q_strides, k_strides, v_strides, grad_out_strides = row_strides(q=q, k=k, v=v, grad_out=grad_out)
     return (
@@ -218,7 +229,8 @@ _bounds: Recent[Bounds] = Recent(32)
 def _as_bounds(causal: bool, q: Tensor, k: Tensor) -> Bounds:
     """The bounds of rows that attend to all keys, or to keys j <= i if `causal`."""
     q_len, kv_len, device = q.shape[2], k.shape[2], q.device
-    key = causal, q_len, kv_len, device, stream_of(q)
+    stream = stream_of(q)
+    key = causal, q_len, kv_len, device, stream
     found = _bounds.get(key)
     if found is None:
         if causal:
@@ -226,7 +238,7 @@ def _as_bounds(causal: bool, q: Tensor, k: Tensor) -> Bounds:
         else:
             end = torch.full((q_len,), kv_len, dtype=torch.int32, device=device)
         found = Bounds.of((torch.zeros_like(end)[None, None], end[None, None]))
-        if not is_capturing(q):
+        if stream is not None:
             _bounds.add(key, found)
     return found
 
@@ -238,7 +250,8 @@ def rows_per_key_tile(visible: Bounds, q_len: int, kv_len: int, keys: int) -> Te
     device of the bounds, once for each stream; the host does not wait.
     """
     assert visible.first is not None
-    key = q_len, kv_len, keys, stream_of(visible.first)
+    stream = stream_of(visible.first)
+    key = q_len, kv_len, keys, stream
     result: Tensor | None = visible.kept.get(key)
     if result is None:
         tile_count = triton.cdiv(kv_len, keys)
@@ -248,7 +261,7 @@ def rows_per_key_tile(visible: Bounds, q_len: int, kv_len: int, keys: int) -> Te
                 visible.first, visible.end, visible.strides, result, q_len, kv_len, KEYS=keys, ROWS=_SCANNED_ROWS,
                 num_warps=4,
             )  # fmt: skip
-        if not is_capturing(result):
+        if stream is not None:
             visible.kept[key] = result
     return result
 

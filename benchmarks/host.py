@@ -1,0 +1,176 @@
+"""Host time of eager calls beside torch's own attention.
+
+The inputs are tiny, so that on CUDA the device ends before the host does and nothing waits for it. Calls take turns in
+slices, with torch's `scaled_dot_product_attention` among them; medians. One rank of a ring of 8 is measured as
+`benchmarks.ring` does, called eagerly and as a replayed graph.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.calibration.timing import host_ms, interleaved, queued
+from attnmesh.cli.options import MeasuredDeviceOption, default_device
+from attnmesh.cli.output import Rows
+from benchmarks.common import JsonOption, QuickOption, make_app, publish
+from benchmarks.one_rank import OneRankComm
+from benchmarks.peers import one_device, random_inputs, run_backward
+from benchmarks.ring import rank_program
+
+Calls = dict[tuple[str, bool], Callable[[], object]]  # by name, and whether there is a backward
+_RANKS = 8
+_TORCH = "torch's scaled_dot_product_attention"
+
+
+def measure_calls(device: str, *, rounds: int, repeats: int) -> Rows:
+    """Microseconds per call, and over those of torch's operator in the same direction."""
+    calls = {**attention_calls(device), **other_calls(device)}
+    samples: dict[tuple[str, bool], list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(3):  # compiles, and prepares
+            call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            _wait(device)
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            samples[name].append(1e6 * (time.perf_counter() - begin) / repeats)
+    _wait(device)
+    us = {name: statistics.median(values) for name, values in samples.items()}
+    return [
+        {
+            "call": name,
+            "direction": "forward+backward" if backward else "forward",
+            "host_us": us[name, backward],
+            "over_torch": us[name, backward] / us[_TORCH, backward],
+        }
+        for name, backward in calls
+    ]
+
+
+def attention_calls(device: str) -> Calls:
+    """Causal attention by torch, by every backend that serves it here, and by one rank."""
+    shape, kv_shape, dtype = (1, 8, 64, 64), (1, 8, 64, 64), torch.float32
+    if device == "cuda":
+        shape, kv_shape, dtype = (1, 8, 128, 128), (1, 2, 128, 128), torch.bfloat16
+    q, k, v = (torch.randn(size, device=device).to(dtype) for size in (shape, kv_shape, kv_shape))
+    causal, one_rank = am.Causal(), am.ContextParallel(am.comm_from(None))
+    programs: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        _TORCH: partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]),
+        "attention": partial(am.attention, mask=causal),
+    }
+    refusals = dict(am.explain_attention(q, k, v, mask=causal).refusals)
+    for backend in ("aten", "triton", "gluon", "torch"):
+        if backend not in refusals and (device == "cpu" or backend != "torch"):
+            programs[f"attention, {backend}"] = partial(am.attention, mask=causal, backend=backend)
+    programs["attention, window"] = partial(am.attention, mask=am.SlidingWindow(16))
+    programs["ContextParallel.attention, one rank"] = partial(one_rank.attention, mask=causal, length=q.shape[2])
+    inputs = tuple(x.clone().requires_grad_() for x in (q, k, v))
+    grad = torch.randn(shape, device=device).to(dtype)
+    calls: Calls = {}
+    for name, program in programs.items():
+        calls[name, False] = partial(_no_grad, program, q, k, v)
+        calls[name, True] = partial(_forward_backward, program, inputs, grad)
+    return calls
+
+
+def other_calls(device: str) -> Calls:
+    """Decode from a block cache, sparse attention and a merge of two states."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    cache = am.BlockCache(
+        layers=1, num_blocks=64, block_size=16, kv_heads=2, head_dim=128, device=device, max_sequences=4,
+        max_length=256, storage="bf16" if device == "cuda" else "fp32",
+    )  # fmt: skip
+    tokens = 100
+    sequence = cache.allocate(list(range(tokens)))
+    kv = torch.randn(2, 1, 2, tokens, 128, device=device).to(dtype)
+    cache.write(0, cache.append([sequence], tokens), *kv)
+    q = torch.randn(4, 8, 1, 128, device=device).to(dtype)
+    pools = cache.keys(0), cache.values(0), cache.block_table
+    rows, heads, slots = (64, 128, 128) if device == "cuda" else (2, 4, 16)
+    sparse_q = torch.randn(rows, heads, 576, device=device).to(dtype)
+    sparse_k = torch.randn(512, 576, device=device).to(dtype)
+    indices = torch.randint(0, 512, (rows, slots), device=device, dtype=torch.int32)
+    states = [am.State(torch.randn(1, 8, 64, 64, device=device), torch.randn(1, 8, 64, device=device)) for _ in "ab"]
+    return {
+        ("paged_decode_attention", False): partial(am.paged_decode_attention, q, *pools, cur_pos=cache.cur_pos),
+        ("sparse_attention", False): partial(am.sparse_attention, sparse_q, sparse_k, indices, scale=0.04),
+        ("merge", False): partial(am.merge, states),
+    }
+
+
+def measure_ring(device: str, lengths: tuple[int, ...], *, rounds: int) -> Rows:
+    """The last of 8 ranks: host microseconds per stage and, on CUDA, its efficiency against one device."""
+    lines: Rows = []
+    for length in lengths:
+        for backward in (False, True):
+            comm = OneRankComm(_RANKS - 1, _RANKS)
+            at = am.Zigzag().local_length(length, _RANKS, comm.rank)
+            line: dict[str, object] = {
+                "length": length, "direction": "forward+backward" if backward else "forward",
+            }  # fmt: skip
+            if device == "cuda":
+                run = rank_program(comm, length, random_inputs(at, backward), "auto")
+                one = partial(one_device, "cuDNN", *random_inputs(length, backward))
+                replayed = interleaved({"one": one, "rank": run}, rounds)
+                eager = queued({"rank": run}, rounds)["rank"]
+                line["host_us_per_stage"] = 1e3 * host_ms(run) / _RANKS
+                line["efficiency_eager"] = replayed["one"] / (_RANKS * eager)
+                line["efficiency_replayed"] = replayed["one"] / (_RANKS * replayed["rank"])
+            else:
+                drawn = [torch.randn(1, 4, at, 64) for _ in range(4)]
+                q, k, v = (x.requires_grad_(backward) for x in drawn[:3])
+                run = rank_program(comm, length, (q, k, v, drawn[3] if backward else None), "auto")
+                run()
+                samples = []
+                for _ in range(rounds):
+                    begin = time.perf_counter()
+                    run()
+                    samples.append(1e6 * (time.perf_counter() - begin))
+                line["us_per_stage"] = statistics.median(samples) / _RANKS  # kernels included: they are the host's
+            lines.append(line)
+    return lines
+
+
+def _no_grad(program: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    with torch.no_grad():
+        return program(*inputs)
+
+
+def _forward_backward(
+    program: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor
+) -> Tensor:  # fmt: skip
+    return run_backward(program(*inputs), inputs, grad)
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def main(device: MeasuredDeviceOption = None, quick: QuickOption = False, json: JsonOption = None) -> None:
+    """Measure the host time of eager calls beside torch's attention, and one rank of a ring without graphs."""
+    chosen = default_device(device)
+
+    def sections() -> Iterator[tuple[str, Rows]]:
+        yield "host time per eager call", measure_calls(chosen, rounds=2 if quick else 7, repeats=2 if quick else 50)
+        lengths = (16384, 32768) if chosen == "cuda" else (1024,)
+        title = f"one of {_RANKS} ranks of a ring (causal, zigzag{', bf16, 32/8 heads, D=128' * (chosen == 'cuda')})"
+        yield title, measure_ring(chosen, lengths, rounds=2 if quick else 5)
+
+    publish("host", chosen, sections(), json)
+
+
+app = make_app(main)
+
+if __name__ == "__main__":
+    app()
