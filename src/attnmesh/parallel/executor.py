@@ -231,6 +231,18 @@ View = tuple[tuple[int, ...], tuple[int, ...], int]
 """A part of a buffer as the arguments of `torch.as_strided`: size, strides and offset."""
 
 
+class Views(dict[View, Tensor]):
+    """Parts of a buffer, each of which is made when it is first asked for: a view costs as much as a small kernel."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__()
+        self.buffer = buffer
+
+    def __missing__(self, view: View) -> Tensor:
+        part = self[view] = torch.as_strided(self.buffer, *view)
+        return part
+
+
 class RowLayout(NamedTuple):
     """Rows of tensors [B, H, rows, width] in a message [rows, B, H, sum of widths]."""
 
@@ -284,7 +296,7 @@ def copy_rows(target: Tensor, source: Tensor) -> None:
 def _is_in_words(x: Tensor) -> bool:
     """Whether rows [..., width] consist of whole words of 16 bytes, at multiples of 16 bytes."""
     *outer, last = x.stride()
-    step = 16 // x.element_size()
+    step = 16 // x.dtype.itemsize
     if last != 1 or x.data_ptr() % 16 or x.shape[-1] % step or x.storage_offset() % step:
         return False
     for stride in outer:  # noqa: SIM110  (any() and a generator would take twice as long)

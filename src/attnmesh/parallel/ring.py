@@ -23,7 +23,7 @@ from attnmesh.ops.dense.call import Backend, Call, Grads, Result, Scores, contig
 from attnmesh.ops.dense.dispatch import choose_fused, choose_fused_backward
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
-from attnmesh.parallel.executor import Executor, ExecutorConfig, RowLayout, View, copy_rows
+from attnmesh.parallel.executor import Executor, ExecutorConfig, RowLayout, View, Views, copy_rows
 from attnmesh.plan.blocks import Patch
 from attnmesh.plan.ring import RingPlan, Stage, Transfer, Transfers, ring_plan
 
@@ -278,38 +278,36 @@ class KVExchange:
         self._k, self._v, self._comm, self._stages = k, v, comm, route.stages
         if len(route.stages) > 1:
             dtype, device = route.dtype, route.device
-            self._buffers = [comm.buffer(route.shape, dtype=dtype, device=device) for _ in range(2)]
+            self._buffers = [Views(comm.buffer(route.shape, dtype=dtype, device=device)) for _ in range(2)]
             self._packed = self._buffers[0]
             if route.packed_shape is not None:
-                self._packed = comm.buffer(route.packed_shape, dtype=dtype, device=device)
+                self._packed = Views(comm.buffer(route.packed_shape, dtype=dtype, device=device))
 
     def start(self, at: int) -> Pending:
         """Start to send the K and V that the next stage needs, and to receive those of stage `at + 1`."""
         _, _, sends, packed, recvs, nbytes = self._stages[at]
         if not (sends or packed or recvs):
             return FINISHED
-        buffers, as_strided = self._buffers, torch.as_strided
-        here = buffers[at % 2]
-        messages = [(as_strided(here, *view), peer) for view, peer in sends]
+        here, there = self._buffers[at % 2], self._buffers[1 - at % 2]
+        messages = [(here[view], peer) for view, peer in sends]
         if packed:
-            buffer = self._packed if at else here
+            own = self._packed if at else here
             for rows, targets, view, peer in packed:
-                self._pack(buffer, targets, rows)
-                messages.append((as_strided(buffer, *view), peer))
-        there = buffers[1 - at % 2]
-        return post(self._comm, messages, [(as_strided(there, *view), peer) for view, peer in recvs], nbytes)
+                self._pack(own, targets, rows)
+                messages.append((own[view], peer))
+        return post(self._comm, messages, [(there[view], peer) for view, peer in recvs], nbytes)
 
     def visible_kv(self, at: int) -> tuple[Tensor, Tensor]:
         """K and V of a stage, [B, Hkv, rows, width]: the rows that this rank's queries attend to."""
         if at == 0:
             return self._k, self._v
-        stage, buffer = self._stages[at], self._buffers[at % 2]
-        return torch.as_strided(buffer, *stage.k), torch.as_strided(buffer, *stage.v)
+        stage, here = self._stages[at], self._buffers[at % 2]
+        return here[stage.k], here[stage.v]
 
-    def _pack(self, buffer: Tensor, targets: tuple[View, ...], rows: Ranges) -> None:
+    def _pack(self, own: Views, targets: tuple[View, ...], rows: Ranges) -> None:
         """Copies rows of this rank's own K and V: the only copy that a ring makes."""
         for view, x in zip(targets, (self._k, self._v), strict=True):
-            target = torch.as_strided(buffer, *view)
+            target = own[view]
             if len(rows) == 1:
                 copy_rows(target, x[:, :, rows[0].start : rows[0].stop])
                 continue
@@ -382,9 +380,9 @@ class GradReturn:
     ) -> None:
         self._own, self._comm, self._stages = own, comm, route.stages
         dtype, device = route.dtype, route.device
-        self._buffers = [comm.buffer(route.shape, dtype=dtype, device=device) for _ in range(2)]
-        self._returned = comm.buffer(route.returned_shape, dtype=dtype, device=device)
-        self._computed: Tensor | None = None
+        self._buffers = [Views(comm.buffer(route.shape, dtype=dtype, device=device)) for _ in range(2)]
+        self._returned = Views(comm.buffer(route.returned_shape, dtype=dtype, device=device))
+        self._computed: Views | None = None
         self._pending: tuple[Pending, _GradStage] | None = None
 
     def accumulators(self, at: int, k: Tensor, v: Tensor) -> tuple[GradAccumulator | None, GradAccumulator | None]:
@@ -399,35 +397,36 @@ class GradReturn:
         """Where kernels compute the gradient of K (0) or V (1) of stage `at`: where it is sent from, if possible."""
         stage = self._stages[at]
         if stage.is_first:
-            return torch.as_strided(self._buffers[at % 2], *stage.kv[i])
+            return self._buffers[at % 2][stage.kv[i]]
         if self._computed is None:
-            self._computed = torch.empty_like(self._buffers[0])
-        return torch.as_strided(self._computed, *stage.kv[i])
+            self._computed = Views(torch.empty_like(self._buffers[0].buffer))
+        return self._computed[stage.kv[i]]
 
     def add(self, at: int, k: GradAccumulator | None, v: GradAccumulator | None) -> None:
         """Add this rank's gradients of stage `at` to those that arrived from earlier ranks."""
         self._wait(last=False)
-        stage, buffer = self._stages[at], self._buffers[at % 2]
+        stage, here = self._stages[at], self._buffers[at % 2]
         in_memory = (k or v) is not None and (k is None or k.in_memory) and (v is None or v.in_memory)
         if in_memory and stage.is_first:
             return
         for view in stage.unreceived:
-            torch.as_strided(buffer, *view).zero_()
+            here[view].zero_()
         if in_memory and self._computed is not None:
-            torch.as_strided(buffer, *stage.whole).add_(torch.as_strided(self._computed, *stage.whole))
+            here[stage.whole].add_(self._computed[stage.whole])
             return
         if k is not None:
-            k.add_to(torch.as_strided(buffer, *stage.kv[0]))
+            k.add_to(here[stage.kv[0]])
         if v is not None:
-            v.add_to(torch.as_strided(buffer, *stage.kv[1]))
+            v.add_to(here[stage.kv[1]])
 
     def send(self, at: int) -> None:
         """Start to send the gradients of stage `at` to the next rank or the owner, and to receive those of the next."""
-        stage, as_strided = self._stages[at], torch.as_strided
-        here, there, returned = self._buffers[at % 2], self._buffers[1 - at % 2], self._returned
-        sends = [(as_strided(here, *view), peer) for view, peer in stage.sends]
-        recvs = [(as_strided(there, *view), peer) for view, peer in stage.recvs]
-        recvs += [(as_strided(returned, *view), peer) for view, peer in stage.own_recvs]
+        stage, returned = self._stages[at], self._returned
+        here, there = self._buffers[at % 2], self._buffers[1 - at % 2]
+        sends = [(here[view], peer) for view, peer in stage.sends]
+        recvs = [(there[view], peer) for view, peer in stage.recvs]
+        if stage.own_recvs:
+            recvs += [(returned[view], peer) for view, peer in stage.own_recvs]
         self._pending = post(self._comm, sends, recvs, stage.nbytes), stage
 
     def finish(self) -> None:
@@ -444,7 +443,7 @@ class GradReturn:
             if grad is None:
                 continue
             for views, row in stage.returned:
-                grad.add(torch.as_strided(self._returned, *views[i]), row)
+                grad.add(self._returned[views[i]], row)
             if stage.returned and not last:  # the buffer is reused
                 grad.total()
 

@@ -276,7 +276,7 @@ class HeadExchange:
             for which, view in parts:
                 copy_rows(as_strided(packed, *view), x[:, which] if isinstance(which, slice) else x.view(which))
         sends = [(as_strided(packed, *view), peer) for view, peer in route.sends]
-        pending = post(comm, sends, recvs, route.elements * first.element_size())
+        pending = post(comm, sends, recvs, route.elements * first.dtype.itemsize)
         for target, source in route.local:
             as_strided(gathered, *target).copy_(as_strided(packed, *source))
         return PendingRows(pending, copies, gathered, route.gathered)
@@ -311,13 +311,13 @@ class HeadExchange:
         packed = torch.empty(route.shape, dtype=dtype, device=device)
         for view, x in zip(route.packed, tensors, strict=True):
             copy_rows(as_strided(packed, *view), x)
-        sends = []
-        for view, is_contiguous, peer in route.sends:
-            rows = as_strided(packed, *view)
-            sends.append((rows if is_contiguous else rows.contiguous(), peer))
+        sends = [
+            (as_strided(packed, *view) if is_contiguous else as_strided(packed, *view).contiguous(), peer)
+            for view, is_contiguous, peer in route.sends
+        ]
         received = comm.buffer((route.received.size,), dtype=dtype, device=device)
         recvs = [(as_strided(received, *view), peer) for view, peer in route.recvs]
-        pending = post(comm, sends, recvs, route.elements * first.element_size())
+        pending = post(comm, sends, recvs, route.elements * first.dtype.itemsize)
         for target, source in route.local:
             as_strided(received, *target).copy_(as_strided(packed, *source))
         pending.wait()
