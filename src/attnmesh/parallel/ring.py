@@ -261,11 +261,11 @@ class KVRoute:
 
     def _stage(self, stages: tuple[Stage, ...], at: int, layout: RowLayout) -> _KVStage:
         stage, following = stages[at], stages[at + 1 : at + 2]
-        sends = tuple((layout.rows(*t.rows), t.target) for t in stage.sent)
+        sends = tuple((layout.rows(_only(t.rows)), t.target) for t in stage.sent)
         packed = tuple(
             (t.rows, layout.parts(rows), layout.rows(rows), t.target) for t, rows in packed_rows(stage.own_sent)
         )
-        recvs = tuple((layout.rows(*t.to), t.source) for s in following for t in (*s.received, *s.from_owner))
+        recvs = tuple((layout.rows(_only(t.to)), t.source) for s in following for t in (*s.received, *s.from_owner))
         sent = sum(transfer.size for transfer in (*stage.sent, *stage.own_sent))
         k, v = layout.parts(range(size(stage.keys)))
         return _KVStage(k, v, sends, packed, recvs, sent * layout.elements * self.dtype.itemsize)
@@ -365,8 +365,8 @@ class GradRoute:
             layout.parts(range(size(stage.keys))), layout.rows(range(size(stage.keys))),
             is_first=at <= 2 and not stage.received,
             unreceived=tuple(layout.rows(run) for run in difference(rows_of(stage.keys), received)),
-            sends=tuple((layout.rows(*t.rows), t.target) for t in (*stage.sent, *stage.returned)),
-            recvs=tuple((layout.rows(*t.to), t.source) for s in following for t in s.received),
+            sends=tuple((layout.rows(_only(t.rows)), t.target) for t in (*stage.sent, *stage.returned)),
+            recvs=tuple((layout.rows(_only(t.to)), t.source) for s in following for t in s.received),
             own_recvs=tuple(own_recvs), returned=tuple(returned),
             nbytes=sent * layout.elements * self.dtype.itemsize,
         )  # fmt: skip
@@ -454,6 +454,12 @@ def packed_rows(transfers: Transfers) -> Iterator[tuple[Transfer, range]]:
     for transfer in transfers:
         yield transfer, range(begin, begin + transfer.size)
         begin += transfer.size
+
+
+def _only(rows: Ranges) -> range:
+    """The rows of a message that is not packed."""
+    (run,) = rows
+    return run
 
 
 def _without_messages(stage: Stage) -> Stage:
