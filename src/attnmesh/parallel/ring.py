@@ -18,6 +18,7 @@ from attnmesh.comm import Comm, Pending
 from attnmesh.comm.base import FINISHED, post
 from attnmesh.core.ranges import Ranges, difference, rows_of, size
 from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.ops.dense import dispatch
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result, Scores, contiguous_last_dim, kernel_span
 from attnmesh.ops.dense.dispatch import choose_fused, choose_fused_backward
@@ -36,10 +37,13 @@ class Ring(Executor):
     backend: str
     comm: Comm
     stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
+    _local: Patch | None = field(init=False, repr=False, compare=False)  # of the only call, which is one of `attention`
     _programs: dict[object, _Program] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stages", self.plan.stages(self.comm.rank))
+        stages = self.plan.stages(self.comm.rank)
+        object.__setattr__(self, "stages", stages)
+        object.__setattr__(self, "_local", stages[0].patch if len(stages) == 1 and stages[0].patch.blocks else None)
 
     @classmethod
     def build(cls, config: ExecutorConfig) -> Ring:
@@ -59,6 +63,9 @@ class Ring(Executor):
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
     ) -> tuple[State, tuple[Tensor, ...]]:
         """Once around the ring."""
+        if self._local is not None and self.comm.recorder is None:
+            call = Call(contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v), self._local, scores)
+            return dispatch.forward(call, sinks, self.backend), (q, k, v)
         program = self._program(q, k, v, scores)
         work = program.forward(q, k, v, scores)
         streams = SINGLE_STREAM if work.parts is None else StreamPair(enabled=True)
@@ -82,6 +89,17 @@ class Ring(Executor):
         )
         self._backward(program, work, saved, scores, result, grads, streams)
         return grads
+
+    def gradients(
+        self, saved: tuple[Tensor, ...], result: Result, scores: Scores, sinks: Tensor | None,
+        needs_grad: Sequence[bool],
+    ) -> list[Tensor | None]:  # fmt: skip
+        """The gradients of q, k, v and sinks; None for those that are not needed."""
+        if self._local is not None and self.comm.recorder is None:
+            q, k, v = saved
+            call = Call(contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v), self._local, scores)
+            return dispatch.gradients(call, sinks, result, self.backend, needs_grad)
+        return super().gradients(saved, result, scores, sinks, needs_grad)
 
     def forward_into(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, total: StateAccumulator, *, last: bool
