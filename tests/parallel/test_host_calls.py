@@ -8,6 +8,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ KERNELS = tuple(f"{SOURCE}/{path}" for path in ("ops/dense/", "ops/merge.py", "c
 
 
 def counted_calls(function: Callable[[], object]) -> int:
-    """The function calls of the library in the second half of `function`'s repeats."""
+    """The function calls of the library in a repeat of `function`."""
     count = 0
 
     def notice(frame, event, _):
@@ -59,31 +60,37 @@ def repeated_call(comm: OneRankComm | None, *, backward: bool, **options) -> Cal
     return call
 
 
-BOUNDS = {  # forward, and forward and backward
-    "one rank": (1, {}, 33, 76),
-    "ring": (8, {"schedule": "ring"}, 150, 560),
-    "allgather": (8, {"schedule": "allgather"}, 200, 490),
-    "ulysses": (4, {"schedule": "ulysses"}, 260, 560),
-    "ring+ring": (8, {"schedule": "ring+ring", "ranks_per_node": 4}, 330, 1000),
-    "ulysses+ring": (4, {"schedule": "ulysses+ring", "ranks_per_node": 2}, 260, 560),
-    "ulysses+allgather": (4, {"schedule": "ulysses+allgather", "ranks_per_node": 2}, 260, 560),
+BOUNDS = {  # ranks, and the calls of a forward, and of a forward and backward
+    "one rank": (1, {}, 19, 36),
+    "ring": (8, {"schedule": "ring"}, 170, 446),
+    "allgather": (8, {"schedule": "allgather"}, 194, 536),
+    "ulysses": (4, {"schedule": "ulysses"}, 292, 537),
+    "ring+ring": (8, {"schedule": "ring+ring", "ranks_per_node": 4}, 361, 979),
+    "ulysses+ring": (4, {"schedule": "ulysses+ring", "ranks_per_node": 2}, 311, 672),
+    "ulysses+allgather": (4, {"schedule": "ulysses+allgather", "ranks_per_node": 2}, 293, 654),
 }
 
 
-@pytest.mark.parametrize("name", BOUNDS)
-def test_a_repeated_call_makes_few_function_calls(name):
-    world, options, *bounds = BOUNDS[name]
-    for backward, bound in zip((False, True), bounds, strict=True):
-        comm = OneRankComm(1, world) if world > 1 else None
-        assert counted_calls(repeated_call(comm, backward=backward, **options)) <= bound
+def test_a_repeated_call_makes_few_function_calls():
+    above = {}
+    for name, (world, options, *bounds) in BOUNDS.items():
+        for backward, bound in zip((False, True), bounds, strict=True):
+            comm = OneRankComm(1, world) if world > 1 else None
+            calls = counted_calls(repeated_call(comm, backward=backward, **options))
+            if calls > bound:
+                above[name, backward] = calls
+    assert not above
 
 
-@pytest.mark.parametrize(("backward", "bound"), [(False, 16), (True, 63)])
-def test_a_stage_of_a_ring_makes_few_function_calls(backward, bound):
-    few, many = (
-        counted_calls(repeated_call(OneRankComm(1, world), backward=backward, schedule="ring")) for world in (4, 12)
-    )
-    assert (many - few) / 8 <= bound
+def test_a_stage_of_a_ring_makes_few_function_calls():
+    def per_stage(*, backward: bool) -> float:
+        few, many = (
+            counted_calls(repeated_call(OneRankComm(1, world), backward=backward, schedule="ring")) for world in (4, 12)
+        )
+        return (many - few) / 8
+
+    assert per_stage(backward=False) <= 10.5
+    assert per_stage(backward=True) <= 33
 
 
 def test_ranks_agree_on_a_repeated_call_in_few_function_calls():
@@ -101,17 +108,18 @@ def test_kernels_get_the_same_visibility_in_every_repeat(schedule, monkeypatch):
     seen: list[list[int]] = []
     for name in ("forward", "backward"):
 
-        def compute(self, call, *rest, original=getattr(Aten, name)):
+        def compute(self, call, *rest, original):
             seen[-1].append(id(call.visibility))
             original(self, call, *rest)
 
-        monkeypatch.setattr(Aten, name, compute)
+        monkeypatch.setattr(Aten, name, partialmethod(compute, original=getattr(Aten, name)))
     ranks_per_node = 2 if schedule == "ring+ring" else None
     call = repeated_call(OneRankComm(1, 4), backward=True, schedule=schedule, ranks_per_node=ranks_per_node)
     for _ in range(3):
         seen.append([])
         call()
-    assert seen[0] and seen[0] == seen[1] == seen[2]
+    assert seen[0]
+    assert seen[0] == seen[1] == seen[2]
 
 
 @pytest.mark.parametrize("schedule", ["ring", "allgather", "ulysses", "ring+ring", "ulysses+ring"])
@@ -151,8 +159,8 @@ def test_an_argument_of_another_type_is_refused_after_valid_calls():
     cp.attention(q, q, q, length=1, scale=1.0)
     for options, text in (
         ({"length": True}, "length must be an integer"),
-        ({"scale": True}, "scale must be a number"),
-        ({"scale": [1.0]}, "scale must be a number"),
+        ({"scale": True}, "scale must be a finite number"),
+        ({"scale": [1.0]}, "scale must be a finite number"),
         ({"return_lse": 0}, "return_lse must be True or False"),
     ):
         with pytest.raises(ValueError, match=text):

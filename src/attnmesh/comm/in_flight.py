@@ -6,7 +6,6 @@ import _thread
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -182,9 +181,6 @@ class BatchComm(Protocol):
     def watch(self, operation: QueuedOperation, /) -> None:
         """Watch it; CommError if it was ended."""
 
-    def message_errors(self, op: str, messages: Sequence[InFlightMessage], /) -> AbstractContextManager[None]:
-        """Errors of the backend as CommError."""
-
     def message_error(self, op: str, messages: Sequence[InFlightMessage], error: Exception, /) -> CommError:
         """An error of the backend, after which the comm has failed."""
 
@@ -207,9 +203,11 @@ class Batch(Pending):
 
     def _wait_on_stream(self) -> None:
         comm = self._comm
-        with comm.message_errors(self._op, self._messages):
+        try:
             for work in self._works:
                 work.wait()
+        except RuntimeError as error:
+            raise comm.message_error(self._op, self._messages, error) from error
         if self._works:
             comm.watch(comm.queued(self._op, self._messages))
 

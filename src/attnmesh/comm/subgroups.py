@@ -69,11 +69,10 @@ class SubComm(Comm):
         return self._exchange_with(self.log, op, sends, recvs)
 
     def _exchange_with(self, log: CallLog, op: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        def to_parent(messages: Sequence[Message]) -> list[Message]:
-            return [(tensor, self._members[peer]) for tensor, peer in messages]
-
-        self._parent.traffic.add("exchange", len(sends), sum(tensor.nbytes for tensor, _ in sends))
-        return self._parent._exchange_with(log, "exchange", to_parent(sends), to_parent(recvs))
+        parent, members = self._parent, self._members
+        parent.traffic.add("exchange", len(sends), sum([tensor.nbytes for tensor, _ in sends]))
+        sent = [(tensor, members[peer]) for tensor, peer in sends]
+        return parent._exchange_with(log, "exchange", sent, [(tensor, members[peer]) for tensor, peer in recvs])
 
     def _compare(self, signature: Signature) -> Mapping[int, Signature]:
         return self._parent._compare(signature)

@@ -23,7 +23,7 @@ from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result, Scores, contiguous_last_dim, kernel_span
 from attnmesh.ops.dense.dispatch import choose_fused, choose_fused_backward
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
-from attnmesh.parallel.executor import Executor, ExecutorConfig, RowLayout, View
+from attnmesh.parallel.executor import Executor, ExecutorConfig, RowLayout, View, Views
 from attnmesh.plan.allgather import GatherPlan, gather_plan, groups_that_fill, head_groups
 
 
@@ -154,6 +154,7 @@ class _HeadGroup(NamedTuple):
     """Some heads, and the messages of their K and V and of their gradients, as views of buffers."""
 
     at: int
+    is_part: bool  # there are other groups
     kv_heads: slice
     q_heads: slice
     outgoing: tuple[View, ...]  # this rank's K and V; none if they are not sent
@@ -198,7 +199,8 @@ class _Program:
                 sums.append((self.layout.rows(piece.rows, heads), added, reader))
         row_bytes = layout.elements * self.dtype.itemsize
         return _HeadGroup(
-            at, slice(heads.start, heads.stop), slice(heads.start * q_per_kv, heads.stop * q_per_kv),
+            at, is_part=len(heads) < self.layout.heads, kv_heads=slice(heads.start, heads.stop),
+            q_heads=slice(heads.start * q_per_kv, heads.stop * q_per_kv),
             outgoing=layout.parts(range(self.own_rows)) if sent else (),
             local=tuple((layout.parts(piece.to), slice(piece.rows.start, piece.rows.stop)) for piece in own),
             sends=tuple((layout.rows(piece.rows), target) for piece, target in sent),
@@ -233,22 +235,23 @@ class _KVGather:
 
     def __init__(self, k: Tensor, v: Tensor, program: _Program, comm: Comm) -> None:
         self._own, self._comm = (k, v), comm
-        self._gathered, self._outgoing = (
-            [comm.buffer(shape, dtype=program.dtype, device=program.device) for _ in range(2)]
-            for shape in (program.gathered_shape, program.outgoing_shape)
-        )
+        dtype, device = program.dtype, program.device
+        self._gathered = [comm.buffer(program.gathered_shape, dtype=dtype, device=device) for _ in range(2)]
+        self._outgoing = [Views(comm.buffer(program.outgoing_shape, dtype=dtype, device=device)) for _ in range(2)]
 
     def start(self, group: _HeadGroup) -> PendingRows:
         """Start to send this rank's K and V of some heads to all ranks that need them, and to receive its own."""
         gathered, outgoing = self._gathered[group.at % 2], self._outgoing[group.at % 2]
-        own = [x[:, group.kv_heads] for x in self._own]
+        own: Sequence[Tensor] = self._own
+        if group.is_part:
+            own = [x[:, group.kv_heads] for x in own]
         for view, x in zip(group.outgoing, own, strict=False):
-            torch.as_strided(outgoing, *view).copy_(x)
+            torch.as_strided(outgoing.buffer, *view).copy_(x)
         for views, rows in group.local:
             for view, x in zip(views, own, strict=True):
                 torch.as_strided(gathered, *view).copy_(x[:, :, rows])
         recvs, copies = receive(group.recvs, gathered, self._comm)
-        sends = [(torch.as_strided(outgoing, *view), peer) for view, peer in group.sends]
+        sends = [(outgoing[view], peer) for view, peer in group.sends]  # the same rows to several ranks
         return PendingRows(post(self._comm, sends, recvs, group.nbytes), copies, gathered, group.gathered)
 
 

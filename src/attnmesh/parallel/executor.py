@@ -95,6 +95,19 @@ class Executor(ABC):
     ) -> Grads:  # fmt: skip
         """The gradients of q, k and v, not rounded yet; None for those that are not needed."""
 
+    def gradients(
+        self, saved: tuple[Tensor, ...], result: Result, scores: Scores, sinks: Tensor | None,
+        needs_grad: Sequence[bool],
+    ) -> list[Tensor | None]:  # fmt: skip
+        """The gradients of q, k, v and sinks; None for those that are not needed."""
+        grads: list[Tensor | None] = [None] * 4
+        if needs_grad[0] or needs_grad[1] or needs_grad[2]:
+            sums = self.backward(saved, result, scores, needs_grad[:3])
+            grads[:3] = [None if grad is None else grad.finish() for grad in (sums.q, sums.k, sums.v)]
+        if needs_grad[3] and sinks is not None:
+            grads[3] = result.sink_gradient(sinks).to(sinks.dtype)
+        return grads
+
     def recompute_saved(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
         """The tensors that the forward saved, from its inputs and outputs: a compiled graph keeps nothing else."""
         return q, k, v
@@ -180,24 +193,11 @@ def backward(
     try:
         if torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
-                return _gradients(executor, saved, result, scores, sinks, needs_grad)
-        return _gradients(executor, saved, result, scores, sinks, needs_grad)
+                return executor.gradients(tuple(saved), result, scores, sinks, needs_grad)
+        return executor.gradients(tuple(saved), result, scores, sinks, needs_grad)
     except Exception as error:
         report_failure(executor.comm, error)
         raise
-
-
-def _gradients(
-    executor: Executor, saved: Sequence[Tensor], result: Result, scores: Scores, sinks: Tensor | None,
-    needs_grad: Sequence[bool],
-) -> list[Tensor | None]:  # fmt: skip
-    grads: list[Tensor | None] = [None] * 4
-    if needs_grad[0] or needs_grad[1] or needs_grad[2]:
-        sums = executor.backward(tuple(saved), result, scores, needs_grad[:3])
-        grads[:3] = [None if grad is None else grad.finish() for grad in (sums.q, sums.k, sums.v)]
-    if needs_grad[3] and sinks is not None:
-        grads[3] = result.sink_gradient(sinks).to(sinks.dtype)
-    return grads
 
 
 def unshard(x: Tensor, dim: int, length: int, layout: Layout, comm: Comm) -> Tensor:
@@ -229,6 +229,18 @@ class _Unshard(torch.autograd.Function):
 
 View = tuple[tuple[int, ...], tuple[int, ...], int]
 """A part of a buffer as the arguments of `torch.as_strided`: size, strides and offset."""
+
+
+class Views(dict[View, Tensor]):
+    """Parts of a buffer, each of which is made when it is first asked for: a view costs as much as a small kernel."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__()
+        self.buffer = buffer
+
+    def __missing__(self, view: View) -> Tensor:
+        part = self[view] = torch.as_strided(self.buffer, *view)
+        return part
 
 
 class RowLayout(NamedTuple):
@@ -284,7 +296,7 @@ def copy_rows(target: Tensor, source: Tensor) -> None:
 def _is_in_words(x: Tensor) -> bool:
     """Whether rows [..., width] consist of whole words of 16 bytes, at multiples of 16 bytes."""
     *outer, last = x.stride()
-    step = 16 // x.element_size()
+    step = 16 // x.dtype.itemsize
     if last != 1 or x.data_ptr() % 16 or x.shape[-1] % step or x.storage_offset() % step:
         return False
     for stride in outer:  # noqa: SIM110  (any() and a generator would take twice as long)

@@ -18,12 +18,13 @@ from attnmesh.comm import Comm, Pending
 from attnmesh.comm.base import FINISHED, post
 from attnmesh.core.ranges import Ranges, difference, rows_of, size
 from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.ops.dense import dispatch
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result, Scores, contiguous_last_dim, kernel_span
 from attnmesh.ops.dense.dispatch import choose_fused, choose_fused_backward
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
-from attnmesh.parallel.executor import Executor, ExecutorConfig, RowLayout, View, copy_rows
+from attnmesh.parallel.executor import Executor, ExecutorConfig, RowLayout, View, Views, copy_rows
 from attnmesh.plan.blocks import Patch
 from attnmesh.plan.ring import RingPlan, Stage, Transfer, Transfers, ring_plan
 
@@ -36,10 +37,13 @@ class Ring(Executor):
     backend: str
     comm: Comm
     stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
+    _local: Patch | None = field(init=False, repr=False, compare=False)  # of the only call, which is one of `attention`
     _programs: dict[object, _Program] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stages", self.plan.stages(self.comm.rank))
+        stages = self.plan.stages(self.comm.rank)
+        object.__setattr__(self, "stages", stages)
+        object.__setattr__(self, "_local", stages[0].patch if len(stages) == 1 and stages[0].patch.blocks else None)
 
     @classmethod
     def build(cls, config: ExecutorConfig) -> Ring:
@@ -59,6 +63,9 @@ class Ring(Executor):
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
     ) -> tuple[State, tuple[Tensor, ...]]:
         """Once around the ring."""
+        if self._local is not None and self.comm.recorder is None:
+            call = Call(contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v), self._local, scores)
+            return dispatch.forward(call, sinks, self.backend), (q, k, v)
         program = self._program(q, k, v, scores)
         work = program.forward(q, k, v, scores)
         streams = SINGLE_STREAM if work.parts is None else StreamPair(enabled=True)
@@ -82,6 +89,17 @@ class Ring(Executor):
         )
         self._backward(program, work, saved, scores, result, grads, streams)
         return grads
+
+    def gradients(
+        self, saved: tuple[Tensor, ...], result: Result, scores: Scores, sinks: Tensor | None,
+        needs_grad: Sequence[bool],
+    ) -> list[Tensor | None]:  # fmt: skip
+        """The gradients of q, k, v and sinks; None for those that are not needed."""
+        if self._local is not None and self.comm.recorder is None:
+            q, k, v = saved
+            call = Call(contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v), self._local, scores)
+            return dispatch.gradients(call, sinks, result, self.backend, needs_grad)
+        return super().gradients(saved, result, scores, sinks, needs_grad)
 
     def forward_into(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, total: StateAccumulator, *, last: bool
@@ -261,11 +279,11 @@ class KVRoute:
 
     def _stage(self, stages: tuple[Stage, ...], at: int, layout: RowLayout) -> _KVStage:
         stage, following = stages[at], stages[at + 1 : at + 2]
-        sends = tuple((layout.rows(*t.rows), t.target) for t in stage.sent)
+        sends = tuple((layout.rows(_only(t.rows)), t.target) for t in stage.sent)
         packed = tuple(
             (t.rows, layout.parts(rows), layout.rows(rows), t.target) for t, rows in packed_rows(stage.own_sent)
         )
-        recvs = tuple((layout.rows(*t.to), t.source) for s in following for t in (*s.received, *s.from_owner))
+        recvs = tuple((layout.rows(_only(t.to)), t.source) for s in following for t in (*s.received, *s.from_owner))
         sent = sum(transfer.size for transfer in (*stage.sent, *stage.own_sent))
         k, v = layout.parts(range(size(stage.keys)))
         return _KVStage(k, v, sends, packed, recvs, sent * layout.elements * self.dtype.itemsize)
@@ -278,38 +296,36 @@ class KVExchange:
         self._k, self._v, self._comm, self._stages = k, v, comm, route.stages
         if len(route.stages) > 1:
             dtype, device = route.dtype, route.device
-            self._buffers = [comm.buffer(route.shape, dtype=dtype, device=device) for _ in range(2)]
+            self._buffers = [Views(comm.buffer(route.shape, dtype=dtype, device=device)) for _ in range(2)]
             self._packed = self._buffers[0]
             if route.packed_shape is not None:
-                self._packed = comm.buffer(route.packed_shape, dtype=dtype, device=device)
+                self._packed = Views(comm.buffer(route.packed_shape, dtype=dtype, device=device))
 
     def start(self, at: int) -> Pending:
         """Start to send the K and V that the next stage needs, and to receive those of stage `at + 1`."""
         _, _, sends, packed, recvs, nbytes = self._stages[at]
         if not (sends or packed or recvs):
             return FINISHED
-        buffers, as_strided = self._buffers, torch.as_strided
-        here = buffers[at % 2]
-        messages = [(as_strided(here, *view), peer) for view, peer in sends]
+        here, there = self._buffers[at % 2], self._buffers[1 - at % 2]
+        messages = [(here[view], peer) for view, peer in sends]
         if packed:
-            buffer = self._packed if at else here
+            own = self._packed if at else here
             for rows, targets, view, peer in packed:
-                self._pack(buffer, targets, rows)
-                messages.append((as_strided(buffer, *view), peer))
-        there = buffers[1 - at % 2]
-        return post(self._comm, messages, [(as_strided(there, *view), peer) for view, peer in recvs], nbytes)
+                self._pack(own, targets, rows)
+                messages.append((own[view], peer))
+        return post(self._comm, messages, [(there[view], peer) for view, peer in recvs], nbytes)
 
     def visible_kv(self, at: int) -> tuple[Tensor, Tensor]:
         """K and V of a stage, [B, Hkv, rows, width]: the rows that this rank's queries attend to."""
         if at == 0:
             return self._k, self._v
-        stage, buffer = self._stages[at], self._buffers[at % 2]
-        return torch.as_strided(buffer, *stage.k), torch.as_strided(buffer, *stage.v)
+        stage, here = self._stages[at], self._buffers[at % 2]
+        return here[stage.k], here[stage.v]
 
-    def _pack(self, buffer: Tensor, targets: tuple[View, ...], rows: Ranges) -> None:
+    def _pack(self, own: Views, targets: tuple[View, ...], rows: Ranges) -> None:
         """Copies rows of this rank's own K and V: the only copy that a ring makes."""
         for view, x in zip(targets, (self._k, self._v), strict=True):
-            target = torch.as_strided(buffer, *view)
+            target = own[view]
             if len(rows) == 1:
                 copy_rows(target, x[:, :, rows[0].start : rows[0].stop])
                 continue
@@ -367,8 +383,8 @@ class GradRoute:
             layout.parts(range(size(stage.keys))), layout.rows(range(size(stage.keys))),
             is_first=at <= 2 and not stage.received,
             unreceived=tuple(layout.rows(run) for run in difference(rows_of(stage.keys), received)),
-            sends=tuple((layout.rows(*t.rows), t.target) for t in (*stage.sent, *stage.returned)),
-            recvs=tuple((layout.rows(*t.to), t.source) for s in following for t in s.received),
+            sends=tuple((layout.rows(_only(t.rows)), t.target) for t in (*stage.sent, *stage.returned)),
+            recvs=tuple((layout.rows(_only(t.to)), t.source) for s in following for t in s.received),
             own_recvs=tuple(own_recvs), returned=tuple(returned),
             nbytes=sent * layout.elements * self.dtype.itemsize,
         )  # fmt: skip
@@ -382,9 +398,9 @@ class GradReturn:
     ) -> None:
         self._own, self._comm, self._stages = own, comm, route.stages
         dtype, device = route.dtype, route.device
-        self._buffers = [comm.buffer(route.shape, dtype=dtype, device=device) for _ in range(2)]
-        self._returned = comm.buffer(route.returned_shape, dtype=dtype, device=device)
-        self._computed: Tensor | None = None
+        self._buffers = [Views(comm.buffer(route.shape, dtype=dtype, device=device)) for _ in range(2)]
+        self._returned = Views(comm.buffer(route.returned_shape, dtype=dtype, device=device))
+        self._computed: Views | None = None
         self._pending: tuple[Pending, _GradStage] | None = None
 
     def accumulators(self, at: int, k: Tensor, v: Tensor) -> tuple[GradAccumulator | None, GradAccumulator | None]:
@@ -399,35 +415,36 @@ class GradReturn:
         """Where kernels compute the gradient of K (0) or V (1) of stage `at`: where it is sent from, if possible."""
         stage = self._stages[at]
         if stage.is_first:
-            return torch.as_strided(self._buffers[at % 2], *stage.kv[i])
+            return self._buffers[at % 2][stage.kv[i]]
         if self._computed is None:
-            self._computed = torch.empty_like(self._buffers[0])
-        return torch.as_strided(self._computed, *stage.kv[i])
+            self._computed = Views(torch.empty_like(self._buffers[0].buffer))
+        return self._computed[stage.kv[i]]
 
     def add(self, at: int, k: GradAccumulator | None, v: GradAccumulator | None) -> None:
         """Add this rank's gradients of stage `at` to those that arrived from earlier ranks."""
         self._wait(last=False)
-        stage, buffer = self._stages[at], self._buffers[at % 2]
+        stage, here = self._stages[at], self._buffers[at % 2]
         in_memory = (k or v) is not None and (k is None or k.in_memory) and (v is None or v.in_memory)
         if in_memory and stage.is_first:
             return
         for view in stage.unreceived:
-            torch.as_strided(buffer, *view).zero_()
+            here[view].zero_()
         if in_memory and self._computed is not None:
-            torch.as_strided(buffer, *stage.whole).add_(torch.as_strided(self._computed, *stage.whole))
+            here[stage.whole].add_(self._computed[stage.whole])
             return
         if k is not None:
-            k.add_to(torch.as_strided(buffer, *stage.kv[0]))
+            k.add_to(here[stage.kv[0]])
         if v is not None:
-            v.add_to(torch.as_strided(buffer, *stage.kv[1]))
+            v.add_to(here[stage.kv[1]])
 
     def send(self, at: int) -> None:
         """Start to send the gradients of stage `at` to the next rank or the owner, and to receive those of the next."""
-        stage, as_strided = self._stages[at], torch.as_strided
-        here, there, returned = self._buffers[at % 2], self._buffers[1 - at % 2], self._returned
-        sends = [(as_strided(here, *view), peer) for view, peer in stage.sends]
-        recvs = [(as_strided(there, *view), peer) for view, peer in stage.recvs]
-        recvs += [(as_strided(returned, *view), peer) for view, peer in stage.own_recvs]
+        stage, returned = self._stages[at], self._returned
+        here, there = self._buffers[at % 2], self._buffers[1 - at % 2]
+        sends = [(here[view], peer) for view, peer in stage.sends]
+        recvs = [(there[view], peer) for view, peer in stage.recvs]
+        if stage.own_recvs:
+            recvs += [(returned[view], peer) for view, peer in stage.own_recvs]
         self._pending = post(self._comm, sends, recvs, stage.nbytes), stage
 
     def finish(self) -> None:
@@ -444,7 +461,7 @@ class GradReturn:
             if grad is None:
                 continue
             for views, row in stage.returned:
-                grad.add(torch.as_strided(self._returned, *views[i]), row)
+                grad.add(self._returned[views[i]], row)
             if stage.returned and not last:  # the buffer is reused
                 grad.total()
 
@@ -455,6 +472,12 @@ def packed_rows(transfers: Transfers) -> Iterator[tuple[Transfer, range]]:
     for transfer in transfers:
         yield transfer, range(begin, begin + transfer.size)
         begin += transfer.size
+
+
+def _only(rows: Ranges) -> range:
+    """The rows of a message that is not packed."""
+    (run,) = rows
+    return run
 
 
 def _without_messages(stage: Stage) -> Stage:

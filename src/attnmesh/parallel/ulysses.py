@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -187,16 +188,50 @@ class UlyssesAllGather(Ulysses):
         return AllGather(gather_plan(shards), config.backend, comm)
 
 
+class _Shards(NamedTuple):
+    """The rows of this rank, of the heads of every rank, in one buffer: the shards of ranks one after another."""
+
+    size: int  # elements
+    layouts: tuple[RowLayout, ...]
+    begins: tuple[int, ...]  # elements
+    parts: tuple[tuple[tuple[slice | tuple[int, ...], View], ...], ...]
+    """Of every tensor [B, H, n, width]: some heads, or another shape of all of it, and where that is in the buffer."""
+
+    @classmethod
+    def of(cls, layout: RowLayout, heads: tuple[range, ...], rows: int) -> _Shards:
+        """The shards of messages of all heads in a layout, for the heads of every rank."""
+        layouts = tuple(layout.with_heads(len(share)) for share in heads)
+        *begins, size = accumulate((rows * each.elements for each in layouts), initial=0)
+        width, each = sum(layout.widths), len(heads[0])
+        parts: list[tuple[tuple[slice | tuple[int, ...], View], ...]] = []
+        for i, part in enumerate(layout.widths):
+            views = [_moved(one.parts(range(rows))[i], begin) for one, begin in zip(layouts, begins, strict=True)]
+            if heads == tuple(range(at * each, (at + 1) * each) for at in range(len(heads))):  # one copy for all
+                shape = layout.batch, len(heads), each, rows, part
+                strides = each * width, rows * layouts[0].elements, width, layouts[0].elements, 1
+                parts.append(((shape, (shape, strides, views[0][2])),))
+            else:
+                parts.append(tuple((_slice(share), view) for share, view in zip(heads, views, strict=True)))
+        return cls(size, layouts, tuple(begins), tuple(parts))
+
+    def rows(self, rank: int, rows: range) -> View:
+        """Some rows of the shard of a rank."""
+        return _moved(self.layouts[rank].rows(rows), self.begins[rank])
+
+
+def _moved(view: View, by: int) -> View:
+    return view[0], view[1], view[2] + by
+
+
 class _ToHeads(NamedTuple):
     """The messages of rows of all heads for all rows of some heads, as views of buffers."""
 
     shape: tuple[int, ...]  # of the gathered rows
     gathered: tuple[View, ...]
-    packed: tuple[tuple[slice, tuple[int, ...], tuple[View, ...], tuple[View, ...], int], ...]
-    """The heads of every peer, the shape of its message, where each tensor is packed, what is sent, and the peer."""
+    packed: _Shards
+    sends: tuple[tuple[View, int], ...]
     recvs: tuple[ReceivedRows, ...]
-    local: tuple[tuple[tuple[View, ...], slice], ...]  # where this rank's own rows are gathered
-    own_heads: slice
+    local: tuple[tuple[View, View], ...]  # where this rank's own rows are gathered, and where they are packed
     elements: int  # sent
 
 
@@ -206,12 +241,11 @@ class _ToRows(NamedTuple):
     shape: tuple[int, ...]  # of this rank's heads
     packed: tuple[View, ...]
     sends: tuple[tuple[View, bool, int], ...]  # with whether the rows are contiguous
-    shards: tuple[tuple[int, ...], ...]  # the shapes of this rank's rows of the heads of every rank
+    received: _Shards
     recvs: tuple[tuple[View, int], ...]
-    local: tuple[tuple[View, View], ...]  # of this rank's heads: rows of the shard, and where they are
+    local: tuple[tuple[View, View], ...]  # of this rank's heads: where they are received, and packed
     results: tuple[tuple[int, ...], ...]  # shapes
-    summed: tuple[tuple[tuple[View, ...], slice, slice, slice, slice], ...]
-    """The tensors of every shard; the heads of the results to which the first of its heads are added; the others."""
+    again: tuple[int, ...]  # how many heads of every rank have been received from ranks before it
     elements: int  # sent
 
 
@@ -232,43 +266,37 @@ class HeadExchange:
 
         `heads` is by rank. Widths may differ.
         """
-        first, comm = tensors[0], self.comm
+        first, comm, as_strided = tensors[0], self.comm, torch.as_strided
         key = "heads", heads, first.shape[:2], *(x.shape[3] for x in tensors)
         route: _ToHeads = self._routes.get(key) or self._routes.setdefault(key, self._to_heads(tensors, heads))
         gathered = comm.buffer(route.shape, dtype=first.dtype, device=first.device)
         recvs, copies = receive(route.recvs, gathered, comm)
-        sends = []
-        for their_heads, shape, parts, views, peer in route.packed:
-            packed = torch.empty(shape, dtype=first.dtype, device=first.device)
-            for view, x in zip(parts, tensors, strict=True):
-                copy_rows(torch.as_strided(packed, *view), x[:, their_heads])
-            sends += [(torch.as_strided(packed, *view), peer) for view in views]
-        pending = post(comm, sends, recvs, route.elements * first.element_size())
-        for parts, rows in route.local:
-            for view, x in zip(parts, tensors, strict=True):
-                torch.as_strided(gathered, *view).copy_(x[:, route.own_heads, rows])
+        packed = torch.empty(route.packed.size, dtype=first.dtype, device=first.device)
+        for x, parts in zip(tensors, route.packed.parts, strict=True):
+            for which, view in parts:
+                copy_rows(as_strided(packed, *view), x[:, which] if isinstance(which, slice) else x.view(which))
+        sends = [(as_strided(packed, *view), peer) for view, peer in route.sends]
+        pending = post(comm, sends, recvs, route.elements * first.dtype.itemsize)
+        for target, source in route.local:
+            as_strided(gathered, *target).copy_(as_strided(packed, *source))
         return PendingRows(pending, copies, gathered, route.gathered)
 
     def _to_heads(self, tensors: Sequence[Tensor], heads: tuple[range, ...]) -> _ToHeads:
         rank, others, layout = self.comm.rank, other_ranks(self.comm), RowLayout.of(*tensors)
         mine, own = layout.with_heads(len(heads[rank])), pieces(self.held[rank], self.whole)
-        rows = ranges.size(self.held[rank])
-        packed, elements = [], 0
-        for peer in others:
-            theirs = layout.with_heads(len(heads[peer]))
-            if theirs.elements and rows:
-                views = tuple(theirs.rows(piece.rows) for piece in own)
-                packed.append((_slice(heads[peer]), theirs.shape(rows), theirs.parts(range(rows)), views, peer))
-                elements += sum(len(piece.rows) for piece in own) * theirs.elements
+        rows = ranges.size(self.whole)
+        packed = _Shards.of(layout, heads, ranges.size(self.held[rank]))
         received = [(piece, source) for source in others for piece in pieces(self.held[source], self.whole)]
+        sent = [(piece.rows, peer) for peer in others for piece in own if packed.layouts[peer].elements]
         return _ToHeads(
-            mine.shape(ranges.size(self.whole)), mine.parts(range(ranges.size(self.whole))), tuple(packed),
+            mine.shape(rows), mine.parts(range(rows)), packed,
+            sends=tuple((packed.rows(peer, sent_rows), peer) for sent_rows, peer in sent),
             recvs=tuple(
                 ReceivedRows(mine.rows(piece.to), piece.in_place, source)
                 for piece, source in received if mine.elements
             ),
-            local=tuple((mine.parts(piece.to), _slice(piece.rows)) for piece in own),
-            own_heads=_slice(heads[rank]), elements=elements,
+            local=tuple((mine.rows(piece.to), packed.rows(rank, piece.rows)) for piece in own),
+            elements=sum(len(sent_rows) * packed.layouts[peer].elements for sent_rows, peer in sent),
         )  # fmt: skip
 
     def to_rows(self, tensors: Sequence[Tensor], heads: tuple[range, ...], all_heads: int) -> list[Tensor]:
@@ -276,57 +304,57 @@ class HeadExchange:
 
         Heads that several ranks have are summed, in rank order; others are copied.
         """
-        first, comm = tensors[0], self.comm
+        first, comm, as_strided = tensors[0], self.comm, torch.as_strided
         key = "rows", heads, first.shape[:2], all_heads, *(x.shape[3] for x in tensors)
         route: _ToRows = self._routes.get(key) or self._routes.setdefault(key, self._to_rows(tensors, heads, all_heads))
         dtype, device = first.dtype, first.device
-        whole = torch.empty(route.shape, dtype=dtype, device=device)
+        packed = torch.empty(route.shape, dtype=dtype, device=device)
         for view, x in zip(route.packed, tensors, strict=True):
-            copy_rows(torch.as_strided(whole, *view), x)
-        sends = []
-        for view, is_contiguous, peer in route.sends:
-            rows = torch.as_strided(whole, *view)
-            sends.append((rows if is_contiguous else rows.contiguous(), peer))
-        shards = [comm.buffer(shape, dtype=dtype, device=device) for shape in route.shards]
-        recvs = [(torch.as_strided(shards[peer], *view), peer) for view, peer in route.recvs]
-        pending = post(comm, sends, recvs, route.elements * first.element_size())
-        own = shards[comm.rank]
-        for view, source in route.local:
-            torch.as_strided(own, *view).copy_(torch.as_strided(whole, *source))
+            copy_rows(as_strided(packed, *view), x)
+        sends = [
+            (as_strided(packed, *view) if is_contiguous else as_strided(packed, *view).contiguous(), peer)
+            for view, is_contiguous, peer in route.sends
+        ]
+        received = comm.buffer((route.received.size,), dtype=dtype, device=device)
+        recvs = [(as_strided(received, *view), peer) for view, peer in route.recvs]
+        pending = post(comm, sends, recvs, route.elements * first.dtype.itemsize)
+        for target, source in route.local:
+            as_strided(received, *target).copy_(as_strided(packed, *source))
         pending.wait()
         results = [torch.empty(shape, dtype=dtype, device=device) for shape in route.results]
-        for shard, (parts, added, added_from, set_, set_from) in zip(shards, route.summed, strict=True):
-            for result, view in zip(results, parts, strict=True):
-                part = torch.as_strided(shard, *view)
-                if added.start < added.stop:
-                    result[:, added] += part[:, added_from]
-                if set_.start < set_.stop:
-                    result[:, set_].copy_(part[:, set_from])
+        for result, parts in zip(results, route.received.parts, strict=True):
+            for (which, view), again in zip(parts, route.again, strict=False):
+                part = as_strided(received, *view)
+                if not isinstance(which, slice):
+                    result.view(which).copy_(part)
+                elif not again:
+                    result[:, which].copy_(part)
+                else:
+                    first_new = which.start + again
+                    result[:, which.start : first_new] += part[:, :again]
+                    result[:, first_new : which.stop] = part[:, again:]
         return results
 
     def _to_rows(self, tensors: Sequence[Tensor], heads: tuple[range, ...], all_heads: int) -> _ToRows:
         rank, others, layout = self.comm.rank, other_ranks(self.comm), RowLayout.of(*tensors)
         own, rows = pieces(self.held[rank], self.whole), ranges.size(self.held[rank])
+        received = _Shards.of(layout.with_heads(all_heads), heads, rows)
         sent = [(piece, peer) for peer in others for piece in pieces(self.held[peer], self.whole) if layout.elements]
-        shares = [layout.with_heads(len(share)) for share in heads]
-        summed, assigned = [], 0  # heads below this one have a value already
-        for share, theirs in zip(heads, shares, strict=True):
-            again = max(0, min(share.stop, assigned) - share.start)
-            added, others_ = range(share.start, share.start + again), range(share.start + again, share.stop)
-            halves = _slice(added), slice(0, again), _slice(others_), slice(again, None)
-            summed.append((theirs.parts(range(rows)), *halves))
+        again, assigned = [], 0  # heads below this one have a value already
+        for share in heads:
+            again.append(max(0, min(share.stop, assigned) - share.start))
             assigned = max(assigned, share.stop)
         return _ToRows(
             layout.shape(ranges.size(self.whole)), layout.parts(range(ranges.size(self.whole))),
             sends=tuple((layout.rows(piece.to), piece.in_place, peer) for piece, peer in sent),
-            shards=tuple(theirs.shape(rows) for theirs in shares),
+            received=received,
             recvs=tuple(
-                (shares[source].rows(piece.rows), source)
-                for source in others for piece in own if shares[source].elements
+                (received.rows(peer, piece.rows), peer)
+                for peer in others for piece in own if received.layouts[peer].elements
             ),
-            local=tuple((layout.rows(piece.rows), layout.rows(piece.to)) for piece in own),
+            local=tuple((received.rows(rank, piece.rows), layout.rows(piece.to)) for piece in own),
             results=tuple((x.shape[0], all_heads, rows, x.shape[3]) for x in tensors),
-            summed=tuple(summed), elements=sum(len(piece.rows) for piece, _ in sent) * layout.elements,
+            again=tuple(again), elements=sum(len(piece.rows) for piece, _ in sent) * layout.elements,
         )  # fmt: skip
 
 
