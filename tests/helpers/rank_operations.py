@@ -403,7 +403,8 @@ def rank_operations() -> list[Operation]:
         Operation("weights", ("AttentionWeights.whole", "AttentionWeights.shard"), _projections, _shards_of_weights),
         *(
             Operation(
-                f"write {storage}", ("BlockCache", "BlockCache.write", "BlockCache.write_slots", "ShardedCache", "ShardedCache.write"),
+                f"write {storage}",
+                ("BlockCache", "BlockCache.write", "BlockCache.write_slots", "ShardedCache", "ShardedCache.write"),
                 _new_tokens, _written(storage), exact="auto" if storage == "fp32" else None,
             )
             for storage in ("fp32", "fp8", "int8", "bfp8")
