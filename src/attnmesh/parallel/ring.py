@@ -95,7 +95,7 @@ class Ring(Executor):
         needs_grad: Sequence[bool],
     ) -> list[Tensor | None]:  # fmt: skip
         """The gradients of q, k, v and sinks; None for those that are not needed."""
-        if self._local is not None and self.comm.recorder is None:
+        if self._local is not None and saved and self.comm.recorder is None:
             q, k, v = saved
             call = Call(contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v), self._local, scores)
             return dispatch.gradients(call, sinks, result, self.backend, needs_grad)
