@@ -3,7 +3,21 @@
 For a process of its own: Triton reads whether to interpret kernels when it is imported.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
+
+
+def said_by_its_own_process(file: str) -> str:
+    """Run a test file as a program; returns the last line that it prints."""
+    tests = str(Path(__file__).resolve().parents[1])
+    env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (tests, env.get("PYTHONPATH"))))
+    done = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()[-1]
 
 
 def record_launches() -> tuple[list, list]:

@@ -3,8 +3,6 @@
 The bounds are what was counted, and a tenth more for other versions of Python and torch. A change may lower them.
 """
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from helpers.triton_driver import record_launches
+from helpers.triton_driver import record_launches, said_by_its_own_process
 
 
 def function_calls(call: Callable[[], object]) -> int:
@@ -71,10 +69,7 @@ def test_calls_on_the_cpu(operation):
 def test_calls_before_launches():
     """In a process of its own, up to the driver of a GPU that is not there."""
     pytest.importorskip("triton")
-    env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "in bounds"
+    assert said_by_its_own_process(__file__) == "in bounds"
 
 
 def count_before_launches() -> None:

@@ -4,8 +4,6 @@ A count is the same on every machine, where a time is not. A change may lower th
 """
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 
@@ -14,7 +12,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.ops.dense import dispatch
-from helpers.triton_driver import record_launches, skip_compilation
+from helpers.triton_driver import record_launches, said_by_its_own_process, skip_compilation
 
 ON_THE_CPU = {
     "causal": 45, "a mask per call": 46, "full": 45, "with lse": 45, "window": 92, "positions": 179, "sinks": 126,
@@ -69,10 +67,7 @@ def test_calls_of_a_repeat_on_the_cpu(case):
 def on_hopper():
     """In a process of its own: see `helpers.triton_driver`."""
     pytest.importorskip("triton")
-    env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(said_by_its_own_process(__file__))
 
 
 @pytest.mark.parametrize(("backend", "mask"), ON_HOPPER)

@@ -1,13 +1,9 @@
 """A launch that repeats passes to the driver what Triton would pass, with other addresses."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
-from helpers.triton_driver import record_launches
+from helpers.triton_driver import record_launches, said_by_its_own_process
 
 pytest.importorskip("triton")
 
@@ -16,10 +12,7 @@ from attnmesh.ops.launch import Recent, prepare, repeat, signature
 
 def test_a_repeat_passes_what_triton_passes():
     """In a process of its own: Triton reads whether to interpret when it is imported."""
-    env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "4 launches compared"
+    assert said_by_its_own_process(__file__) == "4 launches compared"
 
 
 def test_repeats_differ_in_addresses_only():

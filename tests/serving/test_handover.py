@@ -183,6 +183,8 @@ def test_layers_with_windows(monkeypatch):
 def test_the_end_does_not_wait_for_answers_longer_than_the_grace(monkeypatch):
     use_small_blocks(monkeypatch)
     attnmesh_model("llama")
+    step = Generator.step
+    monkeypatch.setattr(Generator, "step", lambda generator: time.sleep(0.02) or step(generator))  # 2 s for all tokens
     (_, prefill), (_, decode) = run_threads(2, both_sides, 1, DecodeSharding(), leaves_one, {"grace": 0})
     assert prefill.generated_tokens == 1
     assert 2 <= decode.generated_tokens < 99

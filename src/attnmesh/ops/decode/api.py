@@ -18,10 +18,11 @@ from attnmesh.ops.decode import reference
 from attnmesh.ops.decode.call import (
     Backend,
     DecodeCall,
-    PreparedCall,
     build_call,
     check_into,
+    checked_key_range,
     checked_per_head,
+    checked_positions,
     signature_of,
 )
 from attnmesh.ops.decode.cpu import Cpu
@@ -197,6 +198,45 @@ _Given = tuple[
     Tensor, Stored, Stored, Tensor | None, Positions | None, Tensor | None, Tensor | None, KeyRange | None,
     Tensor | None,
 ]  # fmt: skip
+
+
+class PreparedCall:
+    """What is known of a call by its signature: its options, and the backend that runs it. Keeps no tensors.
+
+    Its launches are those of all calls with the signature, unless it does not `repeat` them.
+    """
+
+    def __init__(self, call: DecodeCall, backend: Backend, *, repeats: bool = True) -> None:
+        tensors = ("q", "k", "v", "table", "cur_pos", "mask", "tree", "key_range", "sinks", "memo")
+        self._options = {name: x for name, x in vars(call).items() if name not in tensors}
+        self._dtype, self.capacity = call.q.dtype, call.capacity
+        self.run = backend.prepared() if repeats else backend.run
+        self.on_host = call.q.device.type == "cpu"  # where positions are free to read
+        self.reads_positions = self.on_host or backend.name == "reference"
+
+    def call(
+        self, memo: dict[Any, Any] | None, q: Tensor, k: Stored, v: Stored, table: Tensor | None,
+        cur_pos: Sequence[int] | Tensor | None, mask: Tensor | None, tree: Tensor | None,
+        key_range: tuple[Tensor, Tensor] | None, sinks: Tensor | None,
+    ) -> DecodeCall:  # fmt: skip
+        """A call with this signature. Checks what depends on values, as far as the host can read them.
+
+        With a `memo` it is one of a step, whose values have been checked.
+        """
+        if memo is None:
+            if self.on_host or not isinstance(cur_pos, Tensor):
+                cur_pos = checked_positions(cur_pos, q, self.capacity)
+            if self.on_host and key_range is not None:
+                checked_key_range(key_range, q)
+        call = object.__new__(DecodeCall)
+        vars(call).update(
+            self._options, q=q if q.dtype == self._dtype else q.to(self._dtype), k=k, v=v, table=table, cur_pos=cur_pos,
+            mask=mask, tree=tree[None] if tree is not None and tree.ndim == 2 else tree, key_range=key_range,
+            sinks=sinks, memo=memo,
+        )  # fmt: skip
+        return call
+
+
 _prepared: Recent[PreparedCall] = Recent()
 
 

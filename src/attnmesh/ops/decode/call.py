@@ -135,43 +135,6 @@ class Backend(Protocol):
         """`run` for calls of one signature."""
 
 
-class PreparedCall:
-    """What is known of a call by its signature: its options, and the backend that runs it. Keeps no tensors.
-
-    Its launches are those of all calls with the signature, unless it does not `repeat` them.
-    """
-
-    def __init__(self, call: DecodeCall, backend: Backend, *, repeats: bool = True) -> None:
-        tensors = ("q", "k", "v", "table", "cur_pos", "mask", "tree", "key_range", "sinks", "memo")
-        self._options = {name: x for name, x in vars(call).items() if name not in tensors}
-        self._dtype, self.capacity = call.q.dtype, call.capacity
-        self.run = backend.prepared() if repeats else backend.run
-        self.on_host = call.q.device.type == "cpu"  # where positions are free to read
-        self.reads_positions = self.on_host or backend.name == "reference"
-
-    def call(
-        self, memo: dict[Any, Any] | None, q: Tensor, k: Stored, v: Stored, table: Tensor | None,
-        cur_pos: Sequence[int] | Tensor | None, mask: Tensor | None, tree: Tensor | None,
-        key_range: tuple[Tensor, Tensor] | None, sinks: Tensor | None,
-    ) -> DecodeCall:  # fmt: skip
-        """A call with this signature. Checks what depends on values, as far as the host can read them.
-
-        With a `memo` it is one of a step, whose values have been checked.
-        """
-        if memo is None:
-            if self.on_host or not isinstance(cur_pos, Tensor):
-                cur_pos = _positions(cur_pos, q, self.capacity)
-            if self.on_host and key_range is not None:
-                _checked_key_range(key_range, q)
-        call = object.__new__(DecodeCall)
-        vars(call).update(
-            self._options, q=q if q.dtype == self._dtype else q.to(self._dtype), k=k, v=v, table=table, cur_pos=cur_pos,
-            mask=mask, tree=tree[None] if tree is not None and tree.ndim == 2 else tree, key_range=key_range,
-            sinks=sinks, memo=memo,
-        )  # fmt: skip
-        return call
-
-
 def signature_of(
     q: Tensor, k: Stored, v: Stored, table: Tensor | None, cur_pos: Sequence[int] | Tensor | None, mask: Tensor | None,
     tree: Tensor | None, key_range: tuple[Tensor, Tensor] | None, sinks: Tensor | None, slopes: Tensor | None,
@@ -265,12 +228,12 @@ def build_call(
         k,
         v,
         table,
-        _positions(cur_pos, q, capacity),
+        checked_positions(cur_pos, q, capacity),
         _checked_mask(mask, q, capacity),
         _checked_tree(tree, q),
         1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
         window,
-        _checked_key_range(key_range, q),
+        checked_key_range(key_range, q),
         checked_per_head("sinks", sinks, q),
         Splits(max_splits, split_size),
         out_dtype in (None, dtype),
@@ -407,7 +370,8 @@ def _check_batch(q: Tensor, owner: Tensor, share_cache: bool, name: str) -> None
         )
 
 
-def _positions(cur_pos: Sequence[int] | Tensor | None, q: Tensor, capacity: int) -> Tensor:
+def checked_positions(cur_pos: Sequence[int] | Tensor | None, q: Tensor, capacity: int) -> Tensor:
+    """The positions as a tensor; raises ValueError for wrong ones that the host can see."""
     batch = q.shape[0]
     if cur_pos is None:
         return torch.full((batch,), capacity - 1, dtype=torch.int32, device=q.device)
@@ -486,7 +450,8 @@ def _checked_tree(tree: Tensor | None, q: Tensor) -> Tensor | None:
     return tree
 
 
-def _checked_key_range(key_range: tuple[Tensor, Tensor] | None, q: Tensor) -> tuple[Tensor, Tensor] | None:
+def checked_key_range(key_range: tuple[Tensor, Tensor] | None, q: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The key range as it is given; raises ValueError for a wrong one."""
     if key_range is None:
         return None
     if not isinstance(key_range, tuple) or len(key_range) != 2:
