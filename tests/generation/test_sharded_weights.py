@@ -62,9 +62,8 @@ def answers(comm, kind, sharding, chunks):
 @pytest.mark.parametrize(
     ("kind", "sharding"),
     [
-        ("llama", am.DecodeSharding(tp=2)),
         ("llama", am.DecodeSharding(tp=2, kvdp=1, cp=2)),
-        ("llama", am.DecodeSharding(tp=1, kvdp=3, cp=2)),
+        pytest.param("llama", am.DecodeSharding(tp=1, kvdp=3, cp=2), marks=pytest.mark.slow),
         ("qwen3", am.DecodeSharding(tp=4)),  # more than kv heads
         ("qwen3_moe", am.DecodeSharding(tp=2, kvdp=2)),
         ("gpt_oss", am.DecodeSharding(kvdp=2, cp=2)),

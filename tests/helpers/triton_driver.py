@@ -3,21 +3,38 @@
 For a process of its own: Triton reads whether to interpret kernels when it is imported.
 """
 
+import io
 import os
-import subprocess
-import sys
-from pathlib import Path
+import runpy
+import traceback
+from contextlib import redirect_stdout
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
+
+from helpers.processes import Raised, _context, _result
 
 
 def said_by_its_own_process(file: str) -> str:
-    """Run a test file as a program; returns the last line that it prints."""
-    tests = str(Path(__file__).resolve().parents[1])
-    env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (tests, env.get("PYTHONPATH"))))
-    done = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()[-1]
+    """Run a test file as a program, in a process that has imported torch; returns the last line that it prints."""
+    ours, theirs = _context.Pipe(duplex=False)
+    process = _context.Process(target=_run, args=(theirs, file), daemon=True)
+    process.start()
+    theirs.close()
+    said = _result(ours, process)
+    process.join()
+    assert isinstance(said, str), getattr(said, "traceback", said)
+    return said.splitlines()[-1]
+
+
+def _run(pipe: Connection, file: str) -> None:
+    os.environ.pop("TRITON_INTERPRET", None)  # Triton reads it when it is imported
+    said = io.StringIO()
+    try:
+        with redirect_stdout(said):
+            runpy.run_path(file, run_name="__main__")
+        pipe.send(said.getvalue())
+    except BaseException as error:
+        pipe.send(Raised(type(error).__name__, str(error), traceback.format_exc()))
 
 
 def record_launches() -> tuple[list, list]:

@@ -63,25 +63,21 @@ def test_calls_of_a_repeat_on_the_cpu(case):
     assert calls_of(run) <= ON_THE_CPU[case]
 
 
-@pytest.fixture(scope="module")
-def on_hopper():
-    """In a process of its own: see `helpers.triton_driver`."""
+def test_repeats_on_hopper():
+    """In a process of its own (`helpers.triton_driver`): function calls, and what is launched.
+
+    A repeat launches with the tensors of its own call, whatever those of the first call shared memory with: keys and
+    values that were one tensor, or parts of one.
+    """
     pytest.importorskip("triton")
-    return json.loads(said_by_its_own_process(__file__))
-
-
-@pytest.mark.parametrize(("backend", "mask"), ON_HOPPER)
-def test_calls_of_a_repeat_on_hopper(on_hopper, backend, mask):
-    forward, both = on_hopper["calls"][f"{backend} {mask}"]
-    assert forward <= ON_HOPPER[backend, mask][0]
-    assert both <= ON_HOPPER[backend, mask][1]
-
-
-def test_a_repeat_launches_with_the_tensors_of_its_own_call(on_hopper):
-    """Whatever they shared memory with in the first call: keys and values that were one tensor, or parts of one."""
-    assert len(on_hopper["launches"]) == 16
-    for case, (prepared, first) in on_hopper["launches"].items():
-        assert prepared == first, case
+    found = json.loads(said_by_its_own_process(__file__))
+    for (backend, mask), (forward, both) in ON_HOPPER.items():
+        calls = found["calls"][f"{backend} {mask}"]
+        assert calls[0] <= forward, (backend, mask)
+        assert calls[1] <= both, (backend, mask)
+    assert len(found["launches"]) == 16
+    for case, (repeated, first) in found["launches"].items():
+        assert repeated == first, case
 
 
 def main() -> None:

@@ -162,6 +162,7 @@ def check_threads(monkeypatch, prefill_ranks, sharding, client, kind="llama"):
     check(run_threads(prefill_ranks + sharding.ranks, both_sides, *how, {}, kind), *how, kind)
 
 
+@pytest.mark.slow
 def test_nine_requests_with_room_for_two(monkeypatch):
     check_threads(monkeypatch, 1, DecodeSharding(cp=2), all_at_once)
 
