@@ -47,6 +47,10 @@ def model(tmp_path_factory):
             "--prefill-ranks + --decode-ranks must be the number of ranks, 3, got 2 + 2",
         ),
         (
+            ("--device", "cuda", "--prefill-ranks", 1, "--decode-ranks", 1),
+            "--prefill-ranks is tested on the CPU only, and requires --device cpu, got cuda",
+        ),
+        (
             ("--virtual", "--prefill-ranks", 1, "--decode-ranks", 1),
             "--prefill-ranks must be processes, which step on their own, got --virtual",
         ),
@@ -62,7 +66,7 @@ def model(tmp_path_factory):
         (("--ranks", 5, "--sharding", "auto"), "over 5 ranks: it has 4 query heads and 2 kv heads"),
         (
             ("--sharding", "auto", "--memory", "1MB", "--cache-tokens", "1M"),
-            "per rank (19.07 kB of weights, 67.24 MB of KV cache",
+            "per rank (19.07 kB of weights, 67.17 MB of KV cache",
         ),
         (("--tp", 2, "--memory", "1MB", "--cache-tokens", "1M"), "and --memory is 1 MB; reduce --cache-tokens"),
         (("--model", "/no/model"), "/no/model"),

@@ -54,7 +54,7 @@ def test_a_tensor_that_is_not_replaced_is_refused():
         prepare(None, (1,), ((x, other),), (x, other))
 
 
-def test_a_kernel_that_is_not_compiled_is_launched_the_ordinary_way():
+def test_a_kernel_that_is_not_compiled_is_launched_through_triton():
     """As in the interpreter. The second launch has the views of other tensors, and numbers as before."""
     seen = []
 
@@ -179,7 +179,7 @@ def compare() -> None:
             before = len(passed)
             kernel[(3,)](*arguments(kernel, *given), **options)
             again(*used)
-            assert again._passed is not None, "the ordinary way"
+            assert again._passed is not None, "it is launched through Triton"
             assert len(passed) == before + 2, passed[before:]
             # Nobody listens: hooks and what they would be told are left out.
             theirs, ours = (

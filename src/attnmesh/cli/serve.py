@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 _DEFAULT_CACHE = 32768  # tokens, if the model has as many positions
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 _MIN_KEY = 16  # characters
+_SOME_RANKS: dict[str, Any] = {"min": 1, "max": launch.MAX_RANKS, "show_default": "all ranks compute all"}
 
 
 def serve_command(
@@ -68,21 +69,11 @@ def serve_command(
     ranks: RanksOption = None,
     prefill_ranks: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=launch.MAX_RANKS,
-            show_default="all ranks compute all",
-            help="The first ranks, which compute prompts and first tokens only. Requires --decode-ranks.",
-        ),
+        typer.Option(**_SOME_RANKS, help="The first ranks, which compute prompts. Requires --decode-ranks."),
     ] = None,
     decode_ranks: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=launch.MAX_RANKS,
-            show_default="all ranks compute all",
-            help="The ranks after these, which answers move to with their keys and values.",
-        ),
+        typer.Option(**_SOME_RANKS, help="The ranks after these, which compute the answers from the second token on."),
     ] = None,
     device: DeviceOption = Device.CPU,
     dtype: DtypeOption = Precision.FP32,
@@ -158,13 +149,13 @@ def serve_command(
     from attnmesh.serving.app import AppSettings
     from attnmesh.serving.server import ServerSettings, serve
 
+    if prefill_ranks is not None or decode_ranks is not None:
+        ranks = _both_sides(prefill_ranks, decode_ranks, ranks, virtual, device)
+        if any(each is not None for each in (sharding, tp, kvdp, cp)):
+            raise ValueError(f"--prefill-ranks {prefill_ranks} is for whole weights on every rank, got a sharding")
     check_device(device)
     check_share_gpu(share_gpu, device.value, virtual)
     check_timeout(timeout)
-    if prefill_ranks is not None or decode_ranks is not None:
-        ranks = _both_sides(prefill_ranks, decode_ranks, ranks, virtual)
-        if any(each is not None for each in (sharding, tp, kvdp, cp)):
-            raise ValueError(f"--prefill-ranks {prefill_ranks} is for whole weights on every rank, got a sharding")
     world = launch.world_size(ranks, virtual=virtual)
     divided = given_sharding(sharding, tp, kvdp, cp, world)
     shard_weights = divided is not None or sharding is not None
@@ -249,11 +240,15 @@ def _on_signals(settings: ServerSettings) -> None:
     signal.signal(signal.SIGTERM, handler(Terminated))
 
 
-def _both_sides(prefill: int | None, decode: int | None, ranks: int | None, virtual: bool) -> int | None:
+def _both_sides(
+    prefill: int | None, decode: int | None, ranks: int | None, virtual: bool, device: Device
+) -> int | None:  # fmt: skip
     """The number of ranks to start, None under torchrun, where some prefill and the others decode."""
     if prefill is None or decode is None:
         given = f"--prefill-ranks {prefill}" if decode is None else f"--decode-ranks {decode}"
         raise ValueError(f"--prefill-ranks and --decode-ranks must be given together, got {given} alone")
+    if device is not Device.CPU:
+        raise ValueError(f"--prefill-ranks is tested on the CPU only, and requires --device cpu, got {device.value}")
     if virtual:
         raise ValueError("--prefill-ranks must be processes, which step on their own, got --virtual: they take turns")
     world = launch.world_size() if launch.under_torchrun() else ranks

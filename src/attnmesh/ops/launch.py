@@ -4,8 +4,8 @@ Triton binds and specializes every argument of every launch in Python, and encod
 (TMA) from a Python object: some hundred microseconds for the kernels here. A `Launch` keeps what Triton passed to the
 driver, and repeats it with other addresses. The caller keeps it under a key that fixes everything else (`signature`).
 
-Where Triton does not pass its arguments on as expected, in the interpreter, and while somebody listens to launches, a
-`Launch` goes the ordinary way.
+A `Launch` calls the kernel through Triton where Triton does not pass its arguments on as expected, in the interpreter,
+and while a hook, such as a profiler's, listens to launches.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Launch:
             try:
                 self._record(compiled)
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-                _LOG.info("%s is launched the ordinary way: %s: %s", kernel, type(error).__name__, error)
+                _LOG.info("%s is launched through Triton each time: %s: %s", kernel, type(error).__name__, error)
                 self._passed = None
         self._args = tuple(None if isinstance(x, Tensor) else x for x in args)  # addresses come with each call
         for place in places:
@@ -168,7 +168,7 @@ class Launch:
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on the current stream, with tensors of the same signature in the same order."""
         if self._passed is None or self._is_watched():
-            self._launch_ordinarily(tensors)
+            self._launch_through_triton(tensors)
             return
         if self._current_device() != self._device:
             with torch.cuda.device(self._device):
@@ -198,7 +198,7 @@ class Launch:
         ensure_context(self._device)
         return descriptor.known.add(address, descriptor.encode(address, *descriptor.rest))
 
-    def _launch_ordinarily(self, tensors: Sequence[Tensor | None]) -> None:
+    def _launch_through_triton(self, tensors: Sequence[Tensor | None]) -> None:
         args = list(self._args)
         for at, number, offset, view in self._places:
             x = tensors[number]
@@ -207,7 +207,9 @@ class Launch:
             begin = x.storage_offset() + offset // x.element_size()
             part = x.as_strided(view.shape, view.stride(), begin)
             args[at] = part if args[at] is None else _with_base(args[at], part)
-        self._kernel[self._grid](*args, **self._options)
+        first: Any = next(x for x in tensors if x is not None)
+        with torch.cuda.device_of(first):
+            self._kernel[self._grid](*args, **self._options)
 
     def _record(self, compiled: Any) -> None:
         """Let Triton pass the arguments to the driver once more, but to a list."""
