@@ -137,7 +137,7 @@ def explain_attention(
     call = prepared(q, k, v, mask, scale, softcap, sinks, alibi_slopes, q_positions, k_positions).call
     choice = choose(call, backend)
     reason = f"{choice.reason} ({cost.described(call)})"
-    if choice.backend != "reference" and (back := choose_backward(call, backend)).backend != choice.backend:
+    if choice.backend != "reference" and (back := choose_backward(call, backend, whole=True)).backend != choice.backend:
         reason += f"; gradients by {back.backend}: {back.reason}"
     return replace(choice, reason=reason)
 
