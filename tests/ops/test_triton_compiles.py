@@ -82,10 +82,10 @@ def memory_bound(head_dim, dtype, parts):
     total = State(torch.empty(x.shape), torch.empty(x.shape[:3]))
     part = State(x, total.lse)
     delta(x, x, total.lse)
-    add(total.out, [(x, 0)] * parts, torch.float32, x.shape)
-    add(None, [(x, 0)] * parts, x.dtype, x.shape)
-    accumulate(total, [(part, 0)] * parts, torch.float32, x.shape)
-    accumulate(None, [(part, 0)] * parts, x.dtype, x.shape)
+    add(total.out, [(x, 0, 0)] * parts, torch.float32, x.shape)
+    add(None, [(x, 0, 0)] * parts, x.dtype, x.shape)
+    accumulate(total, [(part, 0, 0)] * parts, torch.float32, x.shape)
+    accumulate(None, [(part, 0, 0)] * parts, x.dtype, x.shape)
     merge_states([State(x, total.lse)] * parts, (head_dim, dtype, parts))
 
 
