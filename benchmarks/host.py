@@ -189,7 +189,8 @@ class Layer(torch.nn.Module):
         out = self.attend(self._rotated(q), self._rotated(k), v)
         x = x + self.proj(out.transpose(1, 2).reshape(rows, width))
         gate, up = self.gate_up(F.rms_norm(x, (width,), self.norms[1])).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+        result: Tensor = x + self.down(F.silu(gate) * up)
+        return result
 
     def _rotated(self, x: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
