@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +74,7 @@ def attention_calls(device: str) -> Calls:
     for backend in ("aten", "triton", "gluon", "torch"):
         if backend not in refusals and (device == "cpu" or backend != "torch"):
             programs[f"attention, {backend}"] = partial(am.attention, mask=causal, backend=backend)
+    programs["a Function that does nothing"] = _Nothing.apply
     programs["attention, window"] = partial(am.attention, mask=am.SlidingWindow(16))
     programs["ContextParallel.attention, one rank"] = partial(one_rank.attention, mask=causal, length=q.shape[2])
     inputs = tuple(x.clone().requires_grad_() for x in (q, k, v))
@@ -82,6 +84,21 @@ def attention_calls(device: str) -> Calls:
         calls[name, False] = partial(_no_grad, program, q, k, v)
         calls[name, True] = partial(_forward_backward, program, inputs, grad)
     return calls
+
+
+class _Nothing(torch.autograd.Function):
+    """The least that a function of autograd in Python takes."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Saves its inputs."""
+        ctx.save_for_backward(q, k, v)
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of any values."""
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
 
 
 def other_calls(device: str) -> Calls:

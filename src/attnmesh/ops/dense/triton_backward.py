@@ -212,7 +212,13 @@ def short_gradients(
     rows_per_tile = rows_per_key_tile(visible, q.shape[2], k.shape[2], tiles.keys)
     grads = [torch.empty_like(x) for x in (q, k, v)]
     used = q, k, v, grad_out, lse, out, visible.first, visible.end, *terms[1:]
-    key = "short", signature(*used), scale, terms.softcap
+    key = (
+        "short",
+        signature(*(used if bounds is not None or terms is not PLAIN else used[:6])),
+        scale,
+        causal,
+        terms.softcap,
+    )
     launch = _known.get(key)
     if launch is not None:
         launch(*used, rows_per_tile, *grads)
