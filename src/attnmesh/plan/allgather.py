@@ -17,7 +17,7 @@ import numpy as np
 from attnmesh.core import ranges
 from attnmesh.core.mask import sequence_intervals
 from attnmesh.core.ranges import Ranges
-from attnmesh.plan.blocks import Patch
+from attnmesh.core.visibility import Patch
 from attnmesh.plan.program import Floats, Kernels, Messages, MessageTotals, Round, RowTraffic, concurrent_rounds
 from attnmesh.plan.ring import causal_squares, kernel_calls
 from attnmesh.plan.schedule import GroupSpec, GroupStep, GroupTile, concurrent_steps

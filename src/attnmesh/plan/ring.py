@@ -28,7 +28,7 @@ import numpy as np
 
 from attnmesh.core import ranges
 from attnmesh.core.ranges import Ranges
-from attnmesh.plan.blocks import Kind, Patch
+from attnmesh.core.visibility import Kind, Patch
 from attnmesh.plan.program import Floats, Ints, Kernels, Messages, Round
 from attnmesh.plan.schedule import GroupSpec, GroupStep, GroupTile, single
 from attnmesh.plan.shards import Piece, Shards, pieces

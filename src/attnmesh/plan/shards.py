@@ -11,7 +11,7 @@ from attnmesh.core.layouts import Layout, check_layout
 from attnmesh.core.masks import Mask, check_mask
 from attnmesh.core.ranges import Ranges, rows_between
 from attnmesh.core.validation import MAX_RANKS, check_count
-from attnmesh.plan.blocks import Patch
+from attnmesh.core.visibility import Patch
 
 
 @dataclass(frozen=True)
