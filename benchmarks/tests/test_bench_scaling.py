@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from attnmesh.plan.program import Load
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.planner.catalog import cluster
+from attnmesh.planner.program import Load
 from attnmesh.planner.simulator.simulate import Simulated
 from benchmarks.scaling import study, tables
 from benchmarks.scaling.__main__ import app

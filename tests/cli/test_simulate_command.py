@@ -8,11 +8,12 @@ import pytest
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.schedules import SCHEDULES, program
+from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.catalog import cluster
+from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.trace.timeline import read_trace

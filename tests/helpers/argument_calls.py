@@ -19,13 +19,13 @@ import attnmesh as am
 from attnmesh.comm import SoloComm
 from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.plan.decode import DecodeShape, Place
-from attnmesh.plan.schedules import program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.catalog import catalog, cluster
 from attnmesh.planner.decode import DecodeRequest
 from attnmesh.planner.models import read
 from attnmesh.planner.prefill import PrefillRequest
+from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.report import GeneratedAnswer, schedule_report
 from attnmesh.testing.block import random_block

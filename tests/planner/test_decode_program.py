@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import attnmesh as am
-from attnmesh.plan.decode import DecodeShape, DecodeSharding, bytes_sent, messages_sent
+from attnmesh.plan.decode import DecodeShape, DecodeSharding
 from attnmesh.planner.auto import pick_combine
 from attnmesh.planner.catalog import cluster as named_cluster
 from attnmesh.planner.cost import cost
@@ -18,6 +18,7 @@ from attnmesh.planner.decode import (
     LinearLayers,
     decode_program,
 )
+from attnmesh.planner.decode_bytes import bytes_sent, messages_sent
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, shard_block
 from helpers.blocks import random_sequences
 from helpers.clusters import cluster, link

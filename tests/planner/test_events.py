@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from attnmesh.plan.program import Kernels, Messages, MessageTotals, Round
+from attnmesh.planner.program import Kernels, Messages, MessageTotals, Round
 from attnmesh.planner.simulator.events import run_events
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.rounds import run_rounds

@@ -7,11 +7,11 @@ import pytest
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Full
-from attnmesh.plan.program import Kernels, Messages, MessageTotals, Round
-from attnmesh.plan.schedules import program as schedule_program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.hardware import Cluster, Curve
+from attnmesh.planner.program import Kernels, Messages, MessageTotals, Round
+from attnmesh.planner.schedules import program as schedule_program
 from attnmesh.planner.simulator.events import run_events
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.record import host_seconds

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh.plan.program import Messages, MessageTotals, Program, Round
+from attnmesh.planner.program import Messages, MessageTotals, Program, Round
 from attnmesh.planner.simulator.events import run_events
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.rounds import run_rounds

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from attnmesh.plan.program import MessageTotals, Program, Round
+from attnmesh.planner.program import MessageTotals, Program, Round
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import MAX_MESSAGES, simulate
 from helpers.clusters import (

@@ -23,15 +23,18 @@ from math import inf
 import numpy as np
 
 from attnmesh.core.progress import reported_steps
-from attnmesh.plan.decode import COMBINES, Combine, DecodeShape, DecodeSharding, bytes_sent
-from attnmesh.plan.program import Program, Round
-from attnmesh.plan.schedules import SCHEDULES, program, refusal
-from attnmesh.plan.vectorized import vectorized
-from attnmesh.plan.workload import RankSizes, Workload
+from attnmesh.plan.decode import COMBINES, Combine, DecodeShape, DecodeSharding
+from attnmesh.plan.schedules import SCHEDULES, refusal
+from attnmesh.plan.workload import Workload
 from attnmesh.planner.cost import Cost, cost
+from attnmesh.planner.decode_bytes import bytes_sent
 from attnmesh.planner.hardware import Cluster, Device, Link
+from attnmesh.planner.program import Program, Round
+from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.rounds import TooLongError
+from attnmesh.planner.sizes import RankSizes
 from attnmesh.planner.units import readable_seconds
+from attnmesh.planner.vectorized import vectorized
 
 # A ring computes run by run; with more runs per shard than this (packed documents) its blocks become too small.
 _MAX_RING_RUNS = 4

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnmesh.core.validation import check_type
-from attnmesh.plan.program import Load, LoadCounter, Program
-from attnmesh.plan.schedules import program
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.program import Load, LoadCounter, Program
+from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.rounds import run_rounds
 

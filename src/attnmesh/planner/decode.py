@@ -16,11 +16,11 @@ import numpy as np
 
 from attnmesh.core.progress import reported
 from attnmesh.core.validation import check_number, check_type
-from attnmesh.plan.decode import DecodeShape, DecodeSharding, messages_sent
-from attnmesh.plan.program import Floats, Ints, Kernels, Messages, Program, Round
+from attnmesh.plan.decode import DecodeShape, DecodeSharding
 from attnmesh.planner.auto import pick_combine
 from attnmesh.planner.cost import cost
 from attnmesh.planner.counts import check_sizes, divisors
+from attnmesh.planner.decode_bytes import messages_sent
 from attnmesh.planner.hardware import Cluster, Device, Link, group_cluster, group_ranks_per_node
 from attnmesh.planner.models.config import (
     ModelConfig,
@@ -30,6 +30,7 @@ from attnmesh.planner.models.config import (
     parameters,
     weight_bytes,
 )
+from attnmesh.planner.program import Floats, Ints, Kernels, Messages, Program, Round
 from attnmesh.planner.ranking import Memory, Option, Ranking, ranked
 
 # Small kernels, in launches, from docs/benchmarks.md ("Overhead of the block"): one is a copy of 0.8 us and the

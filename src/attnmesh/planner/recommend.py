@@ -18,10 +18,11 @@ from math import gcd
 from attnmesh.core.progress import reported
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_count, check_type
-from attnmesh.plan.decode import Copies, DecodeShape, DecodeSharding, bytes_sent, cache_bytes, weight_copies
+from attnmesh.plan.decode import DecodeShape, DecodeSharding
 from attnmesh.planner.cost import Cost, cost
 from attnmesh.planner.counts import check_sizes, divisors
 from attnmesh.planner.decode import DecodeLayer, decode_program
+from attnmesh.planner.decode_bytes import Copies, bytes_sent, cache_bytes, weight_copies
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.ranking import is_tie
 from attnmesh.planner.units import readable_bytes, readable_seconds

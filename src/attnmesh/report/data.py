@@ -30,15 +30,15 @@ from attnmesh.core.progress import reported
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_bool, check_count, check_device, check_list, check_type, shown
 from attnmesh.generation.stats import GenerationStats
-from attnmesh.plan.program import Load, imbalance
-from attnmesh.plan.schedule import Step, is_step
-from attnmesh.plan.schedules import SCHEDULES, loads, program, refusal, steps
+from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import Choice, choose_schedule
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.counts import check_sizes
 from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.program import Load, imbalance
+from attnmesh.planner.schedules import Step, is_step, loads, program, steps
 from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.trace.timeline import Span
 from attnmesh.verify.mode import Outcome

@@ -15,8 +15,8 @@ from typing import Literal
 
 import numpy as np
 
-from attnmesh.plan.program import Floats, Messages, MessageTotals, Program, Round
 from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.program import Floats, Messages, MessageTotals, Program, Round
 from attnmesh.planner.simulator.network import Network, Slowdown
 from attnmesh.planner.simulator.record import Record, Timed, host_seconds, timed
 

@@ -18,8 +18,8 @@ from functools import cached_property
 import numpy as np
 
 from attnmesh.core.validation import MAX_RANKS, check_count, check_type, shown
-from attnmesh.plan.program import Floats, Ints, Messages
 from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.program import Floats, Ints, Messages
 
 MAX_FACTOR = 1e6
 """The largest slowdown, and the inverse of the smallest."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnmesh.plan.program import Floats, Ints, Messages, MessageTotals, Program, Round
 from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.program import Floats, Ints, Messages, MessageTotals, Program, Round
 from attnmesh.planner.simulator.network import InFlight, Network, PortShares, Routes, Slowdown, sums
 from attnmesh.planner.simulator.record import Record, host_seconds, timed
 

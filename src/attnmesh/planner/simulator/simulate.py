@@ -9,9 +9,9 @@ from itertools import chain
 import numpy as np
 
 from attnmesh.core.validation import check_bool, check_count, check_list, check_type
-from attnmesh.plan.program import Floats, MessageTotals, Program, Round
 from attnmesh.planner.counts import check_sizes
 from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.program import Floats, MessageTotals, Program, Round
 from attnmesh.planner.simulator.events import run_events
 from attnmesh.planner.simulator.network import Network, Slowdown
 from attnmesh.planner.simulator.record import Record
