@@ -226,7 +226,6 @@ def _prefill_row(schedule: str, workload: Workload, length: int, direction: str,
         "bytes_per_rank": held,
         "fits": held <= (1 - RESERVED_MEMORY) * cluster.device.memory,
         "bottleneck": find_bottleneck(runs[longest], ideals[longest], cluster),
-        "method": runs[longest].ran.method,
         "simulated_in": sum(run.wall for run in runs),
     }
 

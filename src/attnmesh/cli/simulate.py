@@ -143,8 +143,6 @@ def simulate_command(
     console = output.console()
     console.print(describe_cluster(cluster, ranks))
     output.show(console, title, [_row(run) for run in runs])
-    for method in dict.fromkeys(run.simulated.method for run in runs):
-        console.print(f"Simulated {method}.")
     if trace is not None:
         console.print(f"Trace: {trace} (open it in https://ui.perfetto.dev or chrome://tracing)", soft_wrap=True)
 
@@ -214,7 +212,6 @@ def _facts(run: _Run) -> dict[str, object]:
         "bytes_sent": run.busiest.sent,
         "bytes_between_nodes": run.busiest.inter_node,
         "flops": run.busiest.flops,
-        "method": simulated.method,
     }
 
 

@@ -31,7 +31,7 @@ from attnmesh.planner.decode_bytes import bytes_sent
 from attnmesh.planner.hardware import Cluster, Device, Link
 from attnmesh.planner.program import Program, Round
 from attnmesh.planner.schedules import program
-from attnmesh.planner.simulator.rounds import TooLongError
+from attnmesh.planner.simulator.simulate import TooLongError
 from attnmesh.planner.sizes import RankSizes
 from attnmesh.planner.units import readable_seconds
 from attnmesh.planner.vectorized import vectorized

@@ -16,7 +16,7 @@ from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.program import Load, LoadCounter, Program
 from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.network import Slowdown
-from attnmesh.planner.simulator.rounds import run_rounds
+from attnmesh.planner.simulator.simulate import run_rounds
 
 _NEGLIGIBLE = 0.1  # fraction of the time spent waiting up to which a run is compute bound
 
