@@ -20,7 +20,7 @@ from attnmesh.core.masks import And, Causal, Full, Mask, SlidingWindow
 from attnmesh.core.progress import reported
 from attnmesh.core.ranges import Ranges
 from attnmesh.plan.shards import Shards
-from attnmesh.planner.program import MAX_LISTED_MESSAGES, Ints, RowTraffic, RowTrafficTotals
+from attnmesh.planner.program import MAX_LISTED_MESSAGES, Exchange, Ints, Messages, MessageTotals
 
 MAX_PLANNED_RANKS = 16
 """Ranks up to which estimates read the plans that executors follow."""
@@ -50,7 +50,7 @@ class Gathered:
     calls: Ints
     rows: Ints  # gathered, its own included
     own: Ints  # keys that it holds
-    traffic: RowTraffic | RowTrafficTotals
+    traffic: Exchange  # in rows
     causal: tuple[Ints, Ints]  # pairs and calls of the causal squares among them
 
 
@@ -372,9 +372,7 @@ def _gathered(band: Band, queries: Runs, keys: Runs, ranks: Ints, world: int, ra
         np.fill_diagonal(rows, 0)
         source, target = np.nonzero(rows)
         sent = np.tile(rows[source, target], len(ranks))
-        traffic: RowTraffic | RowTrafficTotals = RowTraffic(
-            ranks[:, source].reshape(-1), ranks[:, target].reshape(-1), sent
-        )
+        traffic: Exchange = Messages(ranks[:, source].reshape(-1), ranks[:, target].reshape(-1), sent)
     else:
         traffic = _totals(keys, visible, ranks, world, ranks_per_node)
     return Gathered(columns[0], columns[1], columns[2], columns[3], traffic, (columns[4], columns[5]))
@@ -402,7 +400,7 @@ def _overlap(held: Runs, visible: Runs) -> Ints:
     )
 
 
-def _totals(keys: Runs, visible: Runs, ranks: Ints, world: int, ranks_per_node: int) -> RowTrafficTotals:
+def _totals(keys: Runs, visible: Runs, ranks: Ints, world: int, ranks_per_node: int) -> MessageTotals:
     """Added up source by source: the rows between all pairs of thousands of ranks would take gigabytes."""
     nodes, places = ranks // ranks_per_node, ranks.shape[1]
     out, into, sends = np.zeros((3, places), dtype=np.int64)
@@ -419,7 +417,7 @@ def _totals(keys: Runs, visible: Runs, ranks: Ints, world: int, ranks_per_node: 
     columns = np.zeros((6, world), dtype=np.int64)
     known = (group, near_out, near_in, out - near_out, into - near_in, np.broadcast_to(sends, ranks.shape))
     columns[:, ranks] = np.stack(known)
-    return RowTrafficTotals(*columns)
+    return MessageTotals(*columns)
 
 
 @dataclass(frozen=True)

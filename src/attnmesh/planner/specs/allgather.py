@@ -12,7 +12,7 @@ from attnmesh.core import ranges
 from attnmesh.plan.allgather import gather_plan, groups_that_fill, head_groups
 from attnmesh.plan.shards import Shards
 from attnmesh.plan.workload import Shape, Workload
-from attnmesh.planner.program import Floats, Kernels, Messages, MessageTotals, Round, RowTraffic, concurrent_rounds
+from attnmesh.planner.program import Exchange, Floats, Kernels, Messages, Round, concurrent_rounds
 from attnmesh.planner.sizes import GroupedWorkload, RankSizes, copy, relayout, row_coverage
 from attnmesh.planner.specs.base import GroupSpec, GroupTile, NamedTiles
 from attnmesh.planner.specs.ring import causal_squares, kernel_calls
@@ -42,46 +42,35 @@ def gathered(shards: Shards, groups: Sequence[Sequence[int]], world: int, ranks_
         mine = plan.pairs(i), kernel_calls(patch), plan.rows(i), held, *causal_squares(patch)
         columns[:, [group[i] for group in groups]] = np.array(mine)[:, None]
     ends = [(s, t) for s in range(plan.world) for t in range(plan.world) if s != t]
-    sent = [(group[s], group[t], plan.rows_sent(s, t)) for group in groups for s, t in ends]
-    traffic = RowTraffic(*np.array(sent, dtype=np.int64).reshape(-1, 3).T)
+    traffic = Messages.of((group[s], group[t], plan.rows_sent(s, t)) for group in groups for s, t in ends)
     return Gathered(pairs, calls, rows, own, traffic, (causal[0], causal[1]))
 
 
-def _forward(part: Gathered, heads: Sequence[int], sizes: RankSizes, name: str) -> Iterator[Round]:
-    """The next group's keys are sent while this group is computed. `heads` is the kv heads of every group."""
+def _rounds(part: Gathered, heads: Sequence[int], sizes: RankSizes, name: str, *, backward: bool) -> Iterator[Round]:
+    """The keys of the next group of heads are sent while this group is computed. `heads` is the kv heads of each group.
+
+    In a backward, the gradients of the previous group return to their owners at the same time.
+    """
+    gradients: dict[str, Exchange] = {}
     for at, count in enumerate((*heads, 0)):
-        posted = {f"{name} {at}": _keys(part, sizes, count, sum(heads))} if count else {}
+        posted = {f"{name} {at}": part.traffic.scaled(sizes.key_row * count // sum(heads))} if count else {}
         work = [_pack(part, sizes, count, sum(heads))] if count else []
         if at:
-            work += _attention(part, sizes, heads[at - 1], sum(heads), backward=False)
-        if not count and len(heads) > 1:
+            work += _attention(part, sizes, heads[at - 1], sum(heads), backward=backward)
+        if not backward and not count and len(heads) > 1:
             work.append(copy(sizes.rows * sizes.out_row * (part.pairs > 0)))  # the groups' outputs are concatenated
-        yield Round(f"{name} {at}", posted, tuple(work), tuple(posted))
-
-
-def _backward(part: Gathered, heads: Sequence[int], sizes: RankSizes, name: str) -> Iterator[Round]:
-    """Gradients of the previous group return to their owners at the same time."""
-    gradients: dict[str, Messages | MessageTotals] = {}
-    for at, count in enumerate((*heads, 0)):
-        posted = {f"{name} {at}": _keys(part, sizes, count, sum(heads))} if count else {}
-        work = [_pack(part, sizes, count, sum(heads))] if count else []
-        if at:
-            work += _attention(part, sizes, heads[at - 1], sum(heads), backward=True)
         yield Round(f"{name} {at}", posted | gradients, tuple(work), (*posted, *gradients))
         gradients = {}
-        if at:
+        if at and backward:
             row = sizes.key_grad_row * heads[at - 1] // sum(heads)
-            gradients = {f"{name} gradients {at}": part.traffic.return_messages(row)}
-    yield Round(f"{name} return", gradients, (), tuple(gradients))
-
-
-def _keys(part: Gathered, sizes: RankSizes, heads: int, of: int) -> Messages | MessageTotals:
-    return part.traffic.messages(sizes.key_row * heads // of)
+            gradients = {f"{name} gradients {at}": part.traffic.returned().scaled(row)}
+    if backward:
+        yield Round(f"{name} return", gradients, (), tuple(gradients))
 
 
 def _pack(part: Gathered, sizes: RankSizes, heads: int, of: int) -> Kernels:
     """The own keys of a group: into a message, if some rank needs them, and among those that are gathered."""
-    copies = 1 + (part.traffic.rows_sent(sizes.world) > 0)
+    copies = 1 + (part.traffic.sent(sizes.world) > 0)
     return relayout(copies * part.own * sizes.key_row * heads // of, calls=4)
 
 
@@ -130,7 +119,7 @@ class AllGatherSpec(GroupSpec):
         heads = [len(group) for group in workload_head_groups(workload, grouped.shards, shape)]
         part = gathered(grouped.shards, grouped.groups[shape], sizes.world, workload.ranks_per_node)
         name = "keys" if len(grouped.groups) == 1 else f"keys of {shape.q_heads}/{shape.kv_heads} heads"
-        return (_backward if backward else _forward)(part, heads, sizes, name)
+        return _rounds(part, heads, sizes, name, backward=backward)
 
     def _tiles(self, grouped: GroupedWorkload, shape: Shape) -> list[NamedTiles[GroupTile]]:
         plan, groups = gather_plan(grouped.shards), grouped.groups[shape]
@@ -159,7 +148,7 @@ def _backward_bytes(part: Gathered, share: Floats, sizes: RankSizes, *, cpu: boo
     """Of one group: gradients of its keys as kernels leave them, those that are sent, and those that are received."""
     parts = row_coverage(part.calls)
     partial = np.minimum(parts, 2) * part.rows * sizes.key_row
-    sent = (part.rows + part.traffic.rows_sent(sizes.world)) * sizes.key_grad_row
+    sent = (part.rows + part.traffic.sent(sizes.world)) * sizes.key_grad_row
     totals = part.own * sizes.key_grad_row + sizes.rows * sizes.query_row
     return _key_bytes(part, share, sizes) + totals + share * (partial + sent + sizes.query_grad_bytes(parts))
 

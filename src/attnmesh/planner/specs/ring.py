@@ -86,30 +86,25 @@ class PartsCount:
         self.parts: Ints = np.zeros(sizes.world, dtype=np.int64)
 
 
-def ring_forward(
-    stages: Iterator[RingStages], sizes: RankSizes, count: PartsCount, *, name: str = "keys", finish: bool = True
-) -> Iterator[Round]:
-    """The next keys are sent while these are computed. `finish`: the last stage also rounds the results."""
-    for at, (stage, last) in enumerate(_with_last(stages)):
-        work = _work(at, stage, sizes, count, last=last, finish=finish, backward=False)
-        posted = {f"{name} {at + 1}": key_messages(stage, sizes)}
-        yield Round(f"{name} {at}", posted, work, tuple(posted))
+def ring_rounds(
+    stages: Iterator[RingStages], sizes: RankSizes, count: PartsCount, *, backward: bool, name: str = "keys",
+    finish: bool = True,
+) -> Iterator[Round]:  # fmt: skip
+    """The next keys are sent while these are computed. `finish`: the last stage also rounds the results.
 
-
-def ring_backward(
-    stages: Iterator[RingStages], sizes: RankSizes, count: PartsCount, *, name: str = "keys", finish: bool = True
-) -> Iterator[Round]:
-    """Keys are sent as in the forward; their gradients follow one stage behind and return to the owner at the end."""
+    In a backward, gradients follow their keys one stage behind and return to the owner at the end.
+    """
     gradients: dict[str, Messages] = {}
     for at, (stage, last) in enumerate(_with_last(stages)):
-        work = _work(at, stage, sizes, count, last=last, finish=finish, backward=True)
-        if at:  # gradients of visiting keys are added to those received with them
+        work = _work(at, stage, sizes, count, last=last, finish=finish, backward=backward)
+        if at and backward:  # gradients of visiting keys are added to those received with them
             added = sizes.by_rank(stage.rank, stage.rows) * sizes.key_grad_row
             work = (*work, relayout(added, calls=2, overlapped=True))
         posted = {f"{name} {at + 1}": key_messages(stage, sizes)} | gradients
         yield Round(f"{name} {at}", posted, work, tuple(posted))
-        gradients = {f"{name} gradients {at}": grad_messages(stage, sizes)} if at else {}
-    yield Round(f"{name} return", gradients, (), tuple(gradients))
+        gradients = {f"{name} gradients {at}": grad_messages(stage, sizes)} if at and backward else {}
+    if backward:
+        yield Round(f"{name} return", gradients, (), tuple(gradients))
 
 
 def key_messages(stage: RingStages, sizes: RankSizes) -> Messages:
@@ -223,7 +218,7 @@ class RingSpec(GroupSpec):
     def group_rounds(self, grouped: GroupedWorkload, *, backward: bool) -> Iterator[Round]:
         """One round per stage."""
         stages = ring_stages(grouped.shards, grouped.all_groups)
-        return (ring_backward if backward else ring_forward)(stages, grouped.sizes, PartsCount(grouped.sizes))
+        return ring_rounds(stages, grouped.sizes, PartsCount(grouped.sizes), backward=backward)
 
     def group_memory(self, grouped: GroupedWorkload, *, backward: bool) -> Floats:
         """Buffers and partial results do not grow with the number of ranks."""

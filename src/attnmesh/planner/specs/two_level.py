@@ -20,8 +20,7 @@ from attnmesh.planner.specs.ring import (
     key_messages,
     key_source,
     plan_stages,
-    ring_backward,
-    ring_forward,
+    ring_rounds,
 )
 from attnmesh.planner.vectorized import RingStages, vectorized
 
@@ -50,29 +49,20 @@ def _stages(shards: Shards, ranks_per_node: int) -> tuple[Iterator[RingStages], 
     return outer, inner
 
 
-def _forward(outer: Iterator[RingStages], inner: Inner, sizes: RankSizes) -> Iterator[Round]:
-    """An outer stage has as many rounds as its longest inner ring."""
-    count = PartsCount(sizes)
+def _rounds(outer: Iterator[RingStages], inner: Inner, sizes: RankSizes, *, backward: bool) -> Iterator[Round]:
+    """An outer stage has the rounds of its longest inner ring."""
+    count, gradients = PartsCount(sizes), dict[str, Messages]()
     for t, stage in enumerate(outer):
         keys = {f"keys between nodes {t + 1}": key_messages(stage, sizes)}
-        yield from _during(ring_forward(inner(t), sizes, count, name=f"keys {t}.", finish=False), keys)
-    yield Round("finish", work=(sizes.merge(count.parts, count.parts, last=True),))
-
-
-def _backward(outer: Iterator[RingStages], inner: Inner, sizes: RankSizes) -> Iterator[Round]:
-    """The gradients that a node has computed for visiting keys are sent on with them."""
-    count = PartsCount(sizes)
-    gradients: dict[str, Messages] = {}
-    for t, stage in enumerate(outer):
-        keys = {f"keys between nodes {t + 1}": key_messages(stage, sizes)}
-        rounds = ring_backward(inner(t), sizes, count, name=f"keys {t}.", finish=False)
+        rounds = ring_rounds(inner(t), sizes, count, backward=backward, name=f"keys {t}.", finish=False)
         yield from _during(rounds, keys | gradients)
         gradients = {}
-        if t:
+        if t and backward:
             rows = sizes.by_rank(stage.rank, stage.rows)
             yield Round(f"add gradients {t}", work=(relayout(rows * sizes.key_grad_row, calls=2),))
             gradients = {f"gradients between nodes {t}": grad_messages(stage, sizes)}
-    yield Round("return", gradients, (sizes.merge(count.parts, count.parts, last=True),), tuple(gradients))
+    last = sizes.merge(count.parts, count.parts, last=True)
+    yield Round("return" if backward else "finish", gradients, (last,), tuple(gradients))
 
 
 def _during(inner: Iterator[Round], exchanges: dict[str, Messages]) -> Iterator[Round]:
@@ -100,7 +90,7 @@ class TwoLevelRingSpec(ScheduleSpec):
     def rounds(self, workload: Workload, *, backward: bool) -> Iterator[Round]:
         """One round per stage of the inner rings, for every outer stage."""
         outer, inner = _stages(workload.shards, workload.ranks_per_node)
-        return (_backward if backward else _forward)(outer, inner, RankSizes.of_workload(workload))
+        return _rounds(outer, inner, RankSizes.of_workload(workload), backward=backward)
 
     def memory(self, workload: Workload, *, backward: bool) -> Floats:
         """The buffers of both rings."""

@@ -11,16 +11,7 @@ from attnmesh.core import ranges
 from attnmesh.plan.shards import node_shards
 from attnmesh.plan.ulysses import HeadShare, head_share, replicated
 from attnmesh.plan.workload import Shape, Workload
-from attnmesh.planner.program import (
-    MAX_LISTED_MESSAGES,
-    Floats,
-    Ints,
-    Messages,
-    MessageTotals,
-    Round,
-    RowTraffic,
-    RowTrafficTotals,
-)
+from attnmesh.planner.program import MAX_LISTED_MESSAGES, Exchange, Floats, Ints, Messages, MessageTotals, Round
 from attnmesh.planner.sizes import GroupedWorkload, RankSizes, key_rows, query_rows, relayout
 from attnmesh.planner.specs.base import GroupSpec, NamedTiles, ScheduleSpec, Tile
 
@@ -58,7 +49,7 @@ class HeadAllToAll:
             self.workload, shards, groups, RankSizes.of(self.shapes(), rows, segments, mask=shards.mask)
         )
 
-    def exchanges(self, *, backward: bool) -> tuple[Messages | MessageTotals, Messages | MessageTotals]:
+    def exchanges(self, *, backward: bool) -> tuple[Exchange, Exchange]:
         """The two exchanges. Forward: q, k, v, then out (and lse). Backward: dout, then dq, dk, dv."""
         workload, shapes = self.workload, self.shapes()
         rows, keys = query_rows(workload.shards), key_rows(workload.shards)
@@ -81,22 +72,21 @@ class HeadAllToAll:
         inputs += key_rows(self.workload.shards) * shape.key_row
         return (outputs, inputs) if backward else (inputs, outputs)
 
-    def _exchange(self, parts: list[tuple[Ints, Ints]], *, back: bool) -> Messages | MessageTotals:
+    def _exchange(self, parts: list[tuple[Ints, Ints]], *, back: bool) -> Exchange:
         """Each part: the rows of one rank, and the bytes of a row of the other's heads."""
         world = self.workload.world
-        ones = np.ones(world, dtype=np.int64)
         if world * (self.ranks - 1) > MAX_LISTED_MESSAGES:
             totals = self._totals(parts)
-            return totals.return_messages(ones) if back else totals.messages(ones)
+            return totals.returned() if back else totals
         group = np.arange(world, dtype=np.int64) // self.ranks
         source = np.repeat(np.arange(world, dtype=np.int64), self.ranks)
         target = np.repeat(group * self.ranks, self.ranks) + np.tile(np.arange(self.ranks), world)
         kept = source != target
         source, target = source[kept], target[kept]
         nbytes = sum((rows[source] * row[target] for rows, row in parts), np.zeros(len(source), np.int64))
-        return RowTraffic(*((target, source) if back else (source, target)), nbytes).messages(ones)
+        return Messages.sized(*((target, source) if back else (source, target)), nbytes)
 
-    def _totals(self, parts: list[tuple[Ints, Ints]]) -> RowTrafficTotals:
+    def _totals(self, parts: list[tuple[Ints, Ints]]) -> MessageTotals:
         world, ranks_per_node = self.workload.world, self.workload.ranks_per_node
         ranks = np.arange(world)
         group, node = ranks // self.ranks, ranks // ranks_per_node
@@ -112,7 +102,7 @@ class HeadAllToAll:
         inter_out = sum((rows * others(row, group) for rows, row in parts), zeros) - intra_out
         inter_in = sum((row * others(rows, group) for rows, row in parts), zeros) - intra_in
         sends = np.full(world, self.ranks - 1, np.int64)
-        return RowTrafficTotals(group, intra_out, intra_in, inter_out, inter_in, sends)
+        return MessageTotals(group, intra_out, intra_in, inter_out, inter_in, sends)
 
 
 class UlyssesSpec(ScheduleSpec):
