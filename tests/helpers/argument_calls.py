@@ -457,14 +457,11 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "DecodeSharding.kv_heads": [lambda sharding: {"rank": 1, "kv_heads": 2}],
     "DecodeSharding.cp_peers": [lambda sharding: {"rank": 1}],
     "DecodeSharding.kvdp_peers": [lambda sharding: {"rank": 1}],
-    "DecodeSharding.local_index": [lambda sharding: {"position": 5}],
-    "DecodeSharding.local_length": [lambda sharding: {"length": 9, "cp_rank": 1}],
     "DecodeSharding.owner": [lambda sharding: {"position": 5}],
     "DecodeSharding.place": [lambda sharding: {"rank": 1}],
     "DecodeSharding.position_shard": [lambda sharding: {"rank": 1}],
     "DecodeSharding.rank": [lambda sharding: {"place": Place(0, 1, 1)}],
     "DecodeSharding.sequences": [lambda sharding: {"rank": 1, "batch": 4}],
-    "DecodeSharding.slot": [lambda sharding: {"position": 5, "blocks": [3, 4], "block_size": 4}],
     "Exchange": [lambda: {"kvdp": "all_gather", "cp": "reduce_scatter", "replicate_q": True}],
     "Exchange.combine": [
         lambda exchange: {

@@ -157,26 +157,6 @@ class DecodeSharding:
         """The CP rank that holds a position."""
         return InterleavedShard(self.cp, 0, self.interleave).owner(check_count("position", position))
 
-    def local_index(self, position: int) -> int:
-        """The index of a position in its owner's cache."""
-        return InterleavedShard(self.cp, 0, self.interleave).index(check_count("position", position))
-
-    def local_length(self, length: int, cp_rank: int) -> int:
-        """The number of a sequence's first `length` positions that a CP rank holds."""
-        check_index("cp_rank", cp_rank, self.cp, self)
-        return InterleavedShard(self.cp, cp_rank, self.interleave).length(check_count("length", length))
-
-    def slot(self, position: int, blocks: list[int], block_size: int) -> int:
-        """A position's slot in its owner's block pool, where the sequence has `blocks`."""
-        check_positive(block_size=block_size)
-        check_type("blocks", blocks, (list, tuple), "a list of blocks")
-        for i, block in enumerate(blocks):
-            check_count(f"blocks[{i}]", block)
-        index = self.local_index(position)
-        if index // block_size >= len(blocks):
-            raise ValueError(f"position must be in one of {len(blocks)} blocks of {block_size}, got {position}")
-        return blocks[index // block_size] * block_size + index % block_size
-
 
 def _part(count: int, parts: int, part: int, least: int = 0) -> range:
     """The part-th of `parts` nearly equal parts of `range(count)`; with `least`, parts may overlap."""

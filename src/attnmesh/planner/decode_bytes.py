@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from attnmesh.core.validation import check_choice, check_positive
 from attnmesh.plan.decode import COMBINES, KVDP_EXCHANGES, Combine, DecodeShape, DecodeSharding, KvdpExchange
@@ -19,14 +19,9 @@ class Copies(NamedTuple):
 
 
 def bytes_sent(
-    sharding: DecodeSharding,
-    shape: DecodeShape,
-    rank: int,
-    *,
-    kvdp: KvdpExchange = "all_to_all",
-    combine: Combine = "all_to_all",
-    replicate_q: bool = False,
-) -> dict[str, int]:
+    sharding: DecodeSharding, shape: DecodeShape, rank: int, *, kvdp: KvdpExchange = "all_to_all",
+    combine: Combine = "all_to_all", replicate_q: bool = False,
+) -> dict[str, int]:  # fmt: skip
     """Bytes that a rank sends in each collective of a decode step, per layer.
 
     With `replicate_q` a rank projects the queries of all its CP peers instead of gathering them.
@@ -34,38 +29,45 @@ def bytes_sent(
     sharding.check_heads(shape.q_heads, shape.kv_heads)
     check_choice("kvdp", kvdp, KVDP_EXCHANGES)
     check_choice("combine", combine, COMBINES)
-    sent_in, sent_out = _kvdp_bytes(sharding, shape, rank, kvdp, replicate_q)
-    lse, out = _cp_bytes(sharding, shape, rank, combine)
-    gathered = 0 if replicate_q else (sharding.cp - 1) * _cp_heads(sharding, shape, rank) * _row(sharding, shape, rank)
+    messages = messages_sent(sharding, shape, rank, kvdp=kvdp, combine=combine, replicate_q=replicate_q)
+    sent = {name: sum(parts.values()) for name, parts in messages.items()}
+    if combine == "all_reduce":
+        out = len(sharding.group_heads(rank, shape.q_heads)) * _lse_row(sharding, shape, rank) * shape.head_dim
+        sent["cp out"] = _all_reduced(out, sharding.cp)
     projected = shape.batch * shape.tokens * shape.hidden * shape.itemsize
-    return {
-        "kvdp in": sent_in,
-        "cp in": gathered,
-        "cp lse": lse,
-        "cp out": out,
-        "kvdp out": sent_out,
-        "projection": _all_reduced(projected, sharding.ranks),
-    }
+    return {**sent, "projection": _all_reduced(projected, sharding.ranks)}
 
 
 def messages_sent(
-    sharding: DecodeSharding, shape: DecodeShape, rank: int, *, combine: Literal["all_to_all", "reduce_scatter"]
-) -> dict[str, dict[int, int]]:
-    """Bytes of each message between peers, by collective and target, with an all-to-all between KVDP ranks.
+    sharding: DecodeSharding, shape: DecodeShape, rank: int, *, kvdp: KvdpExchange = "all_to_all",
+    combine: Combine, replicate_q: bool = False,
+) -> dict[str, dict[int, int]]:  # fmt: skip
+    """Bytes of each message between peers, by collective and target; an all-reduce is sent as a reduce-scatter is.
 
-    They add up to `bytes_sent`, without the all-reduce of the projection.
+    KVDP peers exchange query heads of all sequences before attention, and results of all query heads after it. CP peers
+    send the lse alone and then out, or both in one message.
     """
-    kvdp, cp = ([peer for peer in peers(rank) if peer != rank] for peers in (sharding.kvdp_peers, sharding.cp_peers))
+    kvdp_peers, cp_peers = (
+        [peer for peer in peers(rank) if peer != rank] for peers in (sharding.kvdp_peers, sharding.cp_peers)
+    )
     mine, lse_row = _row(sharding, shape, rank), _lse_row(sharding, shape, rank)
-    projected, gathered = len(sharding.q_heads(rank, shape.q_heads)), _cp_heads(sharding, shape, rank)
+    projected = len((sharding.replicated_q_heads if replicate_q else sharding.q_heads)(rank, shape.q_heads))
+    gathered = _cp_heads(sharding, shape, rank)
+    if kvdp == "all_gather":
+        all_rows = shape.batch * shape.tokens * shape.head_dim * shape.itemsize
+        there = dict.fromkeys(kvdp_peers, projected * all_rows)
+        back = dict.fromkeys(kvdp_peers, gathered * mine)
+    else:
+        there = {peer: projected * _row(sharding, shape, peer) for peer in kvdp_peers}
+        back = {peer: len(sharding.q_heads(peer, shape.q_heads)) * mine for peer in kvdp_peers}
     result_row = lse_row * (shape.head_dim + 1) if combine == "all_to_all" else lse_row * shape.head_dim
     lse = 0 if combine == "all_to_all" else len(sharding.group_heads(rank, shape.q_heads)) * lse_row
     return {
-        "kvdp in": {peer: projected * _row(sharding, shape, peer) for peer in kvdp},
-        "cp in": dict.fromkeys(cp, gathered * mine),
-        "cp lse": dict.fromkeys(cp, lse),
-        "cp out": {peer: _cp_heads(sharding, shape, peer) * result_row for peer in cp},
-        "kvdp out": {peer: len(sharding.q_heads(peer, shape.q_heads)) * mine for peer in kvdp},
+        "kvdp in": there,
+        "cp in": dict.fromkeys(cp_peers, 0 if replicate_q else gathered * mine),
+        "cp lse": dict.fromkeys(cp_peers, lse),
+        "cp out": {peer: _cp_heads(sharding, shape, peer) * result_row for peer in cp_peers},
+        "kvdp out": back,
     }
 
 
@@ -84,33 +86,6 @@ def weight_copies(sharding: DecodeSharding, kv_heads: int, *, replicate_q: bool 
     """W_q and W_out are sharded over all ranks; W_kv is replicated on all ranks that share its kv heads."""
     shared = sharding.kvdp * sharding.cp * max(1, sharding.tp // kv_heads)
     return Copies(w_q=sharding.cp if replicate_q else 1, w_kv=shared, w_out=1)
-
-
-def _kvdp_bytes(
-    sharding: DecodeSharding, shape: DecodeShape, rank: int, kvdp: KvdpExchange, replicate_q: bool
-) -> tuple[int, int]:
-    """Bytes between KVDP peers: query heads of all sequences before, results of all query heads after attention."""
-    peers, others = sharding.kvdp_peers(rank), sharding.kvdp - 1
-    projected = sharding.replicated_q_heads if replicate_q else sharding.q_heads
-    heads = len(projected(rank, shape.q_heads))
-    if kvdp == "all_gather":
-        all_rows = shape.batch * shape.tokens * shape.head_dim * shape.itemsize
-        return others * heads * all_rows, others * _cp_heads(sharding, shape, rank) * _row(sharding, shape, rank)
-    there = sum(heads * _row(sharding, shape, peer) for peer in peers if peer != rank)
-    back = sum(len(sharding.q_heads(peer, shape.q_heads)) for peer in peers if peer != rank)
-    return there, back * _row(sharding, shape, rank)
-
-
-def _cp_bytes(sharding: DecodeSharding, shape: DecodeShape, rank: int, combine: Combine) -> tuple[int, int]:
-    """Bytes between CP peers: the lse alone, and out (with the lse, where one message holds both)."""
-    lse_row = _lse_row(sharding, shape, rank)
-    out_row = lse_row * shape.head_dim
-    heads = len(sharding.group_heads(rank, shape.q_heads))
-    theirs = heads - _cp_heads(sharding, shape, rank)
-    if combine == "all_to_all":
-        return 0, theirs * (out_row + lse_row)
-    lse = (sharding.cp - 1) * heads * lse_row
-    return lse, theirs * out_row if combine == "reduce_scatter" else _all_reduced(heads * out_row, sharding.cp)
 
 
 def _row(sharding: DecodeSharding, shape: DecodeShape, rank: int) -> int:

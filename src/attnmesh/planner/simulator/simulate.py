@@ -20,7 +20,7 @@ from attnmesh.core.validation import check_count, check_list, check_type
 from attnmesh.planner.counts import check_sizes
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.program import Floats, Ints, Messages, MessageTotals, Program, Round
-from attnmesh.planner.simulator.network import InFlight, Network, PortShares, Routes, Slowdown, sums
+from attnmesh.planner.simulator.network import PORTS, InFlight, Network, PortShares, Routes, Slowdown, sums
 from attnmesh.planner.simulator.record import Record, host_seconds, timed
 from attnmesh.trace.timeline import Span
 
@@ -205,18 +205,8 @@ class _RoundSimulation:
     def load(self, exchange: MessageTotals) -> Floats:
         """Bytes by port."""
         network = self.network
-        intra_node = (
-            (network.intra_node_out, exchange.intra_node_out),
-            (network.intra_node_in, exchange.intra_node_in),
-        )
-        inter_node = (
-            (network.inter_node_out, exchange.inter_node_out),
-            (network.inter_node_in, exchange.inter_node_in),
-        )
-        return sum(
-            (sums(ports, nbytes, network.ports) for ports, nbytes in (*intra_node, *inter_node)),
-            np.zeros(network.ports),
-        )
+        tables = (sums(getattr(network, port), getattr(exchange, port), network.ports) for port in PORTS)
+        return sum(tables, np.zeros(network.ports))
 
     def totals(self, name: str, exchange: MessageTotals, load: Floats, ports: PortShares) -> Floats:
         """When an exchange known by its totals is finished, by rank."""
@@ -226,13 +216,8 @@ class _RoundSimulation:
         is_far = (exchange.inter_node_out > 0) | (exchange.inter_node_in > 0)
         part = is_near | is_far
         passing = np.zeros(self.world)
-        for used, nbytes in (
-            (network.intra_node_out, exchange.intra_node_out),
-            (network.intra_node_in, exchange.intra_node_in),
-            (network.inter_node_out, exchange.inter_node_out),
-            (network.inter_node_in, exchange.inter_node_in),
-        ):
-            passing = np.maximum(passing, np.where(nbytes > 0, seconds[used], 0.0))
+        for port in PORTS:
+            passing = np.maximum(passing, np.where(getattr(exchange, port) > 0, seconds[getattr(network, port)], 0.0))
         gap = np.maximum(np.where(is_near, intra_node.message, 0.0), np.where(is_far, inter_node.message, 0.0))
         latency = np.maximum(np.where(is_near, intra_node.latency, 0.0), np.where(is_far, inter_node.latency, 0.0))
         taking = passing + exchange.sends * gap + latency
@@ -241,9 +226,9 @@ class _RoundSimulation:
         np.maximum.at(begin, group[part], self.now[part])
         np.maximum.at(longest, group[part], taking[part])
         done = np.where(part, (begin + longest)[group], NEVER)
-        for port_of in (network.intra_node_out, network.intra_node_in, network.inter_node_out, network.inter_node_in):
+        for port in PORTS:
             # One rank represents all that use a port: the exchange counts once there.
-            found, owner = np.unique(port_of[part], return_index=True)
+            found, owner = np.unique(getattr(network, port)[part], return_index=True)
             busy = load[found] > 0
             found, ranks = found[busy], np.flatnonzero(part)[owner[busy]]
             rate = load[found] / np.maximum(longest[group[ranks]], TINY)
