@@ -562,7 +562,6 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "default_cluster": [lambda: {"device": "cpu"}],
     "load": [lambda: {"path": hardware_file()}],
     "compare_shardings": [lambda: {"q_heads": 16, "kv_heads": 2, "ranks": 4}],
-    "tensor_parallel_size": [lambda: {"kv_heads": 2, "ranks": 4}],
     "model": [lambda: {"name_or_path": "llama-3.1-8b"}],
     "read_config": [lambda: {"path": model_folder() / "config.json"}],
     "read_model_config": [lambda: {"path": model_folder() / "config.json", "name": "tiny"}],
