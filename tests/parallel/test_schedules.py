@@ -156,7 +156,7 @@ def check(schedule: str, mesh: Mesh, layout: str, mask: str, length: int) -> Non
 
 def assert_refused(inputs: Sequence[Tensor], mask: Mask, layout: Layout, *, world: int, **how: object) -> None:
     def rank(comm: Comm) -> None:
-        with pytest.raises(ValueError, match=r"schedule=.* those of this layout interleave"):
+        with pytest.raises(ValueError, match=r"schedule=.* in this layout the shards of a node interleave"):
             shard_results(comm, inputs, mask, layout, **how)
 
     run_virtual(world, rank)

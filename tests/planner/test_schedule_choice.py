@@ -161,7 +161,7 @@ def test_shards_that_interleave_are_refused_where_a_node_takes_them_together():
         for schedule in SCHEDULES:
             why = refusal(schedule, problem, 2)
             if schedule in ("ulysses+ring", "ulysses+allgather"):
-                assert "those of this layout interleave" in why
+                assert "in this layout the shards of a node interleave" in why
             else:
                 assert why is None
 

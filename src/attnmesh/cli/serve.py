@@ -46,7 +46,7 @@ from attnmesh.plan.decode import DecodeSharding
 if TYPE_CHECKING:
     from attnmesh.serving.server import ServerSettings
 
-_DEFAULT_CACHE = 32768  # tokens, if the model has as many positions
+_DEFAULT_CACHE = 32768  # tokens, if the model has that many positions
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 _MIN_KEY = 16  # characters
 _SOME_RANKS: dict[str, Any] = {"min": 1, "max": launch.MAX_RANKS, "show_default": "all ranks compute all"}
@@ -231,7 +231,7 @@ def _on_signals(settings: ServerSettings) -> None:
 def _both_sides(
     prefill: int | None, decode: int | None, ranks: int | None, virtual: bool, device: options.Device
 ) -> int | None:  # fmt: skip
-    """The number of ranks to start, None under torchrun, where some prefill and the others decode."""
+    """The number of ranks to start, None under torchrun, where some ranks prefill and the rest decode."""
     if prefill is None or decode is None:
         given = f"--prefill-ranks {prefill}" if decode is None else f"--decode-ranks {decode}"
         raise ValueError(f"--prefill-ranks and --decode-ranks must be given together, got {given} alone")

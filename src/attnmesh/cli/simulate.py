@@ -131,7 +131,7 @@ def simulate_command(
 
 
 def _shape(model: str | None, batch: int, q_heads: int | None, kv_heads: int | None, head_dim: int | None) -> Shape:
-    """The heads of the model, or those that were given; bf16, accumulated in float32."""
+    """The heads of the model, or the given heads; bf16, accumulated in float32."""
     if model is None:
         shape = Shape(batch, q_heads or 32, kv_heads or 8, head_dim or 128, itemsize=2, sum_itemsize=4)
         if shape.q_heads % shape.kv_heads:

@@ -53,7 +53,7 @@ class GatherPlan:
         return self.patch(rank).pairs
 
     def rows_sent(self, source: int, target: int) -> int:
-        """The rows of keys that one rank sends to another in a forward; as many rows of gradients come back."""
+        """The rows of keys that one rank sends to another in a forward; the gradients of these rows come back."""
         return sum(len(piece.rows) for piece in self.pieces(source, target))
 
     @cached_property

@@ -48,7 +48,7 @@ class DecodeSharding:
         >>> sharding = am.DecodeSharding(tp=2, kvdp=2, cp=2)
         >>> sharding.ranks
         8
-        >>> sharding.kv_heads(0, 8), sharding.kv_heads(7, 8)  # of 8 kv heads, those of the first and the last rank
+        >>> sharding.kv_heads(0, 8), sharding.kv_heads(7, 8)  # the kv heads of the first and of the last rank
         (range(0, 4), range(4, 8))
     """
 

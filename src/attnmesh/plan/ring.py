@@ -93,7 +93,7 @@ class RingPlan:
         return sum(rows_in((*stage.sent, *stage.own_sent)) for stage in self.stages(rank))
 
     def grad_rows_sent(self, rank: int) -> int:
-        """The rows of key gradients the rank sends in a backward, in float32: as many as it received keys."""
+        """The rows of key gradients the rank sends in a backward, in float32: one for every row of keys it received."""
         return sum(rows_in((*stage.sent, *stage.returned)) for stage in self.stages(rank))
 
     @cached_property
@@ -200,7 +200,7 @@ def _transfers(
     source: int, target: int, found: Iterable[Piece], *, packs: bool = False, unpacks: bool = False
 ) -> Transfers:
     """Pieces in as few messages as possible: contiguous on the side of the sender unless it `packs` them,
-    and on that of the receiver unless it `unpacks` them.
+    and on the side of the receiver unless it `unpacks` them.
     """
     messages: list[tuple[list[range], list[range]]] = []
     for rows, to in found:

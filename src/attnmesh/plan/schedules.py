@@ -19,7 +19,7 @@ def refusal(schedule: str, shards: Shards, ranks_per_node: int) -> str | None:
             f"{ranks_per_node} of {shards.world} ranks per node"
         )
     if schedule.startswith("ulysses") and node_shards(shards, ranks_per_node) is None:
-        return f"{schedule} joins the shards of a node, and those of this layout interleave"
+        return f"{schedule} joins the shards of a node, and in this layout the shards of a node interleave"
     return None
 
 

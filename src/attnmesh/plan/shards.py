@@ -73,7 +73,7 @@ def _shards(
 
 @lru_cache(maxsize=64)
 def node_shards(shards: Shards, ranks_per_node: int) -> Shards | None:
-    """The shards of whole nodes of `ranks_per_node` consecutive ranks; None where those of a node interleave."""
+    """The shards of whole nodes of `ranks_per_node` consecutive ranks; None where the shards of a node interleave."""
 
     def joined(shards: tuple[Ranges, ...]) -> list[Ranges | None]:
         return [ranges.union(shards[first : first + ranks_per_node]) for first in range(0, len(shards), ranks_per_node)]

@@ -1,8 +1,8 @@
 """The two-level ring schedule: ranks within a node pass keys around among themselves, nodes send them on once.
 
 Rank `node x ranks_per_node + i` is the i-th of its node. An outer ring connects the i-th ranks of all nodes: a block
-crosses each slow link once, as a whole and in parallel with those of its neighbours, while the keys that the node has
-at that stage circulate on an inner ring. At outer stage t a node has the keys of exactly one node.
+crosses each slow link once, as a whole and in parallel with the blocks of its neighbours, while the keys that the node
+has at that stage circulate on an inner ring. At outer stage t a node has the keys of exactly one node.
 
 A row is sent to exactly the nodes of which some rank sees it, and within a node to exactly the ranks that do.
 """

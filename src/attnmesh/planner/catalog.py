@@ -67,7 +67,7 @@ def catalog(extra: Path | str | None = None) -> Catalog:
 
 
 def load(path: Path | str) -> Catalog:
-    """The built-in catalog updated with a file: its fields replace those of the same name."""
+    """The built-in catalog updated with a file: its fields replace fields of the same name."""
     path = check_path("path", path)
     ours, given = _built_in_tables(), read_tables(path)
     merged = Tables(
@@ -94,9 +94,9 @@ def cluster(
 
     Args:
         device: such as "h200" or "cpu". A name that the catalog does not have raises ValueError with those it has.
-        ranks_per_node: devices of a node; by default those of the device's usual node.
-        intra_node, inter_node: names of links, by default those of the device.
-        rails: network interfaces of a node, by default those of the device's usual node.
+        ranks_per_node: devices of a node; by default the number in the device's usual node.
+        intra_node, inter_node: names of links, by default the usual links of the device.
+        rails: network interfaces of a node, by default the number in the device's usual node.
         extra: a TOML file that updates the catalog, such as one that `attnmesh calibrate` wrote.
 
     Examples:

@@ -1,6 +1,6 @@
 """The cost of a schedule: seconds, operations, bytes, and the bottleneck.
 
-Seconds are those of its program on a cluster, simulated round by round: in every round a rank takes the longer of its
+Its program is simulated on a cluster, round by round: in every round a rank takes the longer of its
 compute and of the communication that it waits for. No overlap is assumed beyond what the rounds allow.
 """
 

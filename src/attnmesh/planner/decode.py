@@ -47,7 +47,7 @@ class LinearLayers:
     """The parameters of a layer's linear layers by how they are sharded, and their size."""
 
     attention: AttentionParameters = field(default_factory=AttentionParameters)
-    mlp: int = 0  # over all ranks; of experts, those that some token is routed to
+    mlp: int = 0  # over all ranks; of the experts that some token is routed to
     mlp_used: float = 0.0  # parameters of the MLP per token
     nbytes: float = 2.0  # per parameter of attention
     mlp_nbytes: float = 2.0
@@ -125,7 +125,7 @@ def all_reduce_rounds(name: str, nbytes: int, ranks: int, link: Link) -> Iterato
         steps = list(_direct(np.diff(ends)))
     for half, order in (("reduce-scatter", steps), ("all-gather", steps[::-1])):
         for i, (source, target, moved) in enumerate(order):
-            if half == "all-gather":  # the slices that a rank sent to be summed are those that it receives
+            if half == "all-gather":  # a rank receives the slices that it sent to be summed
                 source, target = target, source
             sent = moved > 0
             exchange = f"{name}, {half} {i + 1} of {len(order)}" if len(order) > 1 else f"{name}, {half}"

@@ -156,7 +156,7 @@ class Wiring:
 def group_ranks_per_node(ranks: int, ranks_per_node: int, devices: int) -> int:
     """How many ranks of a rank group share a node, where groups are placed one after another on `devices` devices.
 
-    Groups that neither divide a node nor are whole nodes extend over nodes: then as many as always do.
+    Groups that neither divide a node nor are whole nodes extend over nodes: then the ranks that always share a node.
     """
     return ranks if devices <= ranks_per_node else gcd(ranks, ranks_per_node)
 

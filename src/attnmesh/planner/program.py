@@ -62,7 +62,7 @@ class Messages:
         return Messages.sized(self.source, self.target, self.nbytes * row_bytes[self.source])
 
     def returned(self) -> Messages:
-        """The messages that carry the same back, from the ranks that received it."""
+        """The messages that carry the same bytes back, from the ranks that received them."""
         return Messages(self.target, self.source, self.nbytes)
 
     def sent(self, world: int) -> Ints:
@@ -91,7 +91,7 @@ class MessageTotals:
         return MessageTotals(self.group, *intra, *inter, self.sends)
 
     def returned(self) -> MessageTotals:
-        """The totals of the same on the way back."""
+        """The totals of the same bytes on the way back."""
         intra, inter = (self.intra_node_in, self.intra_node_out), (self.inter_node_in, self.inter_node_out)
         return MessageTotals(self.group, *intra, *inter, self.sends)
 

@@ -129,7 +129,7 @@ def recommend_sharding(
     of all layers and their number, `layers`, to count the KV cache of all of them.
 
     Without a `cluster` the choice follows the rule of this module. With a cluster and a context it is the fastest of
-    the same shardings: `seconds` are those of one layer's attention, its small kernels, its exchanges and the
+    the same shardings: `seconds` are the time of one layer's attention, its small kernels, its exchanges and the
     all-reduce of the projections, without reading weights, which takes the same time for all.
 
     Examples:
@@ -167,7 +167,7 @@ def recommend_sharding(
             each: cost(decode_program(each, layer, cluster.intra_node), cluster)
             for each in reported(shardings, len(shardings))
         }
-        shardings.sort(key=lambda each: costs[each].seconds)  # stable: of equal times, that of the rule comes first
+        shardings.sort(key=lambda each: costs[each].seconds)  # stable: the choice of the rule comes first among equals
         reasons = {each: _timed(each, costs, cluster) for each in shardings}
         seconds = {each: costs[each].seconds for each in shardings}
     choice, *others = (
@@ -215,7 +215,7 @@ def _option(
 
 
 def _timed(sharding: DecodeSharding, costs: dict[DecodeSharding, Cost], cluster: Cluster) -> list[str]:
-    """The time of the fastest, and the main difference of the others."""
+    """The time of the fastest sharding; of any other sharding, its main difference from the fastest."""
     best, mine = min(costs.values(), key=lambda option: option.seconds), costs[sharding]
     exchanges, of_best = (option.seconds - option.computed for option in (mine, best))
     if mine is best:

@@ -124,7 +124,7 @@ class RankSizes:
         return np.where(parts > 0, most, total + part)
 
     def query_grad_bytes(self, parts: Floats) -> Floats:
-        """Partial gradients of the queries, and as much in float32: their total, or a kernel's accumulator."""
+        """Partial gradients of the queries, and one gradient in float32: their total, or a kernel's accumulator."""
         nbytes: Floats = self.rows * (np.minimum(parts, PENDING_PARTS) * self.query_row + self.query_sum_row)
         return nbytes
 

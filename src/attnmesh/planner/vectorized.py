@@ -1,8 +1,9 @@
 """Plans of thousands of ranks as arrays: rings, two-level rings and all-gathers of banded masks.
 
-The same stages as those of the plans in `ring.py`, `two_level.py` and `allgather.py`, computed for all ranks at once.
-They serve masks that are a band along the diagonal and shards of a few contiguous runs; anything else, and every
-workload of at most `MAX_PLANNED_RANKS` ranks, is read from the plans that executors follow.
+The stages of the plans in `plan/ring.py`, `two_level.py` and `allgather.py`, computed for all ranks at once: 4,096
+ranks have 17 million patches, too many to plan one by one. They serve masks that are a band along the diagonal and
+shards of a few contiguous runs; anything else, and every workload of at most `MAX_PLANNED_RANKS` ranks, is read from
+the plans that executors follow.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class RingStages(NamedTuple):
     rows: Ints  # of the keys that are there
     owner: Ints  # of these keys
     next_rank: Ints  # the rank that has them next
-    next_rows: Ints  # rows that are sent to it, and their gradients; those of the others return to the owner
+    next_rows: Ints  # rows that are sent to it, and their gradients; gradients of other rows return to the owner
     own_rank: Ints  # the rank that has this rank's own keys next
     own_rows: Ints  # rows of own keys that are sent to it
     causal_pairs: Ints  # of the pairs, those in causal squares
@@ -262,8 +263,8 @@ class VectorizedRings:
         """Both in one pass: the positions at all offsets of thousands of ranks would take gigabytes.
 
         A direction counts how often a rank sends something to another, as `RingPlan.connections`. What two consecutive
-        offsets share is sent on, in either direction; what an offset does not share with the one before comes from the
-        owner, and gradients of what it does not share with the one after return there.
+        offsets share is sent on, in either direction; what an offset does not share with the offset before comes from
+        the owner, and gradients of what it does not share with the next offset return there.
         """
         up, down = np.zeros((2, len(self.ranks)), dtype=np.int64)
         needed, before, here, none = list[int](), np.zeros_like(self.ranks), None, np.zeros_like(self.ranks)

@@ -33,7 +33,7 @@ class Experts:
     count: int
     chosen: int  # experts per token
     width: int  # intermediate size of an expert
-    layers: int  # with experts; the others have one dense MLP
+    layers: int  # with experts; every other layer has one dense MLP
     shared: int = 0  # total intermediate size of the shared experts
 
 
@@ -48,7 +48,7 @@ class WeightBits:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a model. Attention only needs the first; the others are None where they are not known."""
+    """The sizes of a model. Attention only needs the first; sizes that are not known are None."""
 
     q_heads: int
     kv_heads: int
@@ -113,7 +113,7 @@ class Parameters:
     routers: int
     norms: int
     head: int
-    chosen: int  # of the routed experts, those of one token
+    chosen: int  # parameters of the routed experts of one token
 
     @property
     def total(self) -> int:

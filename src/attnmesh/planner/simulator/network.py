@@ -2,7 +2,7 @@
 
 Within a node a message leaves through the port of its source and enters through the port of its target; if the ranks of
 a node share one port (as processes share the memory of a host) it uses only that one. Between nodes it uses one port of
-each node, that of the rank's rail; rails have separate ports for both directions, unless the link is shared: then a
+each node, the port of the rank's rail; rails have separate ports for both directions, unless the link is shared: then a
 node has one port for everything.
 
 The bandwidth of a port is divided equally among its current messages, and the rate of a message is the smaller of the

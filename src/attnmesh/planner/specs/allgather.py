@@ -69,7 +69,7 @@ def _rounds(part: Gathered, heads: Sequence[int], sizes: RankSizes, name: str, *
 
 
 def _pack(part: Gathered, sizes: RankSizes, heads: int, of: int) -> Kernels:
-    """The own keys of a group: into a message, if some rank needs them, and among those that are gathered."""
+    """The own keys of a group: into a message, if some rank needs them, and among the gathered keys."""
     copies = 1 + (part.traffic.sent(sizes.world) > 0)
     return relayout(copies * part.own * sizes.key_row * heads // of, calls=4)
 
@@ -145,7 +145,7 @@ def _forward_bytes(part: Gathered, share: Floats, sizes: RankSizes, *, cpu: bool
 
 
 def _backward_bytes(part: Gathered, share: Floats, sizes: RankSizes, *, cpu: bool) -> Floats:
-    """Of one group: gradients of its keys as kernels leave them, those that are sent, and those that are received."""
+    """Of one group: gradients of its keys as kernels leave them, in the messages sent, and in the messages received."""
     parts = row_coverage(part.calls)
     partial = np.minimum(parts, 2) * part.rows * sizes.key_row
     sent = (part.rows + part.traffic.sent(sizes.world)) * sizes.key_grad_row

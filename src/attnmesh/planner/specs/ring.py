@@ -175,7 +175,7 @@ class RingBuffers:
 
     def add_stage(self, stage: RingStages, *, first: bool) -> None:
         """Count the buffers of one stage; gradients of the first stage stay on their rank."""
-        if first:  # no keys of others are here: those that are sent take their place
+        if first:  # no keys of others are here: the keys that are sent take their place
             np.maximum.at(self.keys, stage.rank, stage.own_rows)
             return
         np.maximum.at(self.own, stage.rank, stage.own_rows)
