@@ -19,13 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.calibration.timing import host_ms, interleaved, queued
+from attnmesh.calibration.timing import interleaved, queued
 from attnmesh.cli.options import MeasuredDeviceOption, default_device
 from attnmesh.cli.output import Rows
 from benchmarks.common import JsonOption, QuickOption, make_app, publish
 from benchmarks.one_rank import OneRankComm
 from benchmarks.peers import HEAD_DIM, HEADS, KV_HEADS, one_device, random_inputs, run_backward
 from benchmarks.ring import rank_program, run_rank
+from benchmarks.timers import host_ms
 
 Calls = dict[tuple[str, bool], Callable[[], object]]  # by name, and whether there is a backward
 _RANKS = 8

@@ -24,7 +24,6 @@ import typer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnmesh.calibration.timing import wall
 from attnmesh.cli.options import Device, check_device
 from attnmesh.cli.output import Rows
 from attnmesh.core.layouts import Balanced
@@ -36,6 +35,7 @@ from attnmesh.integrations.transformers_attention import NAME, register_attentio
 from attnmesh.parallel.context import ContextParallel
 from benchmarks.common import JsonOption, QuickOption, make_app, publish
 from benchmarks.one_rank import AllocatingComm, OneRankComm
+from benchmarks.timers import wall
 
 _MEMORY_LAYERS = 4
 _LONG = 0.15  # seconds

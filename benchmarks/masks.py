@@ -21,8 +21,8 @@ from attnmesh.calibration.timing import Run, queued
 from attnmesh.cli.options import Device, check_device
 from attnmesh.cli.output import Rows
 from attnmesh.core.masks import BlockCausal, Causal, Chunked, Documents, Global, Mask, Prefix, SlidingWindow
+from attnmesh.core.visibility import Patch
 from attnmesh.ops.dense.api import attention, explain_attention
-from attnmesh.plan.blocks import Patch
 from benchmarks.common import JsonOption, LengthsOption, QuickOption, make_app, publish
 from benchmarks.peers import HEAD_DIM, HEADS, KV_HEADS, compile_flex, random_inputs, run_backward
 

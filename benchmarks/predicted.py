@@ -24,12 +24,12 @@ from attnmesh.comm import Comm, launch
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.plan.program import Floats
-from attnmesh.plan.schedules import program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.catalog import load
 from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.program import Floats
+from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.simulate import simulate
 from benchmarks.common import HardwareFileOption, JsonOption, QuickOption, make_app, publish
 from benchmarks.one_rank import OneRankComm

@@ -13,8 +13,8 @@ from torch import Tensor
 from attnmesh.calibration.timing import Run, interleaved
 from attnmesh.cli.options import Device, check_device
 from attnmesh.core.masks import Causal
+from attnmesh.core.visibility import Patch
 from attnmesh.parallel.query_distributed import ring_chunks, ring_distributed_attention
-from attnmesh.plan.blocks import Patch
 from benchmarks.common import JsonOption, LengthsOption, added_bytes, make_app, publish
 from benchmarks.peers import one_device, random_inputs, run_backward
 

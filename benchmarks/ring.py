@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnmesh.calibration.timing import Run, host_ms, interleaved
+from attnmesh.calibration.timing import Run, interleaved
 from attnmesh.cli.options import MeasuredDeviceOption, default_device
 from attnmesh.comm import Comm, launch
 from attnmesh.core.layouts import Zigzag
@@ -30,6 +30,7 @@ from attnmesh.parallel.context import ContextParallel
 from benchmarks.common import JsonOption, make_app, publish
 from benchmarks.one_rank import AllocatingComm, OneRankComm
 from benchmarks.peers import Inputs, one_device, random_inputs, run_backward
+from benchmarks.timers import host_ms
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.ops.decode.api import paged_decode_attention
 from attnmesh.ops.storage import bytes_per_token, values_of
 from attnmesh.parallel.decode.block import AttentionBlock
-from attnmesh.plan.decode import DecodeShape, DecodeSharding, bytes_sent, cache_bytes
+from attnmesh.plan.decode import DecodeShape, DecodeSharding
+from attnmesh.planner.decode_bytes import bytes_sent, cache_bytes
 from benchmarks.common import JsonOption, make_app, publish
 from benchmarks.one_rank import OneRankComm
 

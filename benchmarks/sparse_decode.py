@@ -23,6 +23,7 @@ from attnmesh.ops.sparse.decode import attend, decode_call
 from attnmesh.ops.sparse.paged import SparseDecodeCall
 from attnmesh.ops.sparse.paged_indexer import IndexerStep, indexer_step, select
 from attnmesh.ops.storage import Stored, bytes_per_token, unpack_index_keys, unpack_latent
+from benchmarks import timers
 from benchmarks.common import JsonOption, QuickOption, make_app, publish
 
 BLOCK, DIM, VALUES, INDEX_DIM, INDEX_HEADS = 64, 576, 512, 128, 64
@@ -93,7 +94,7 @@ def _times(runs: dict[str, Callable[[], Tensor]], device: str) -> dict[str, floa
     """Microseconds of each run."""
     if device == "cuda":
         return timing.cold(runs)
-    return {name: 1e6 * seconds for name, seconds in timing.wall(runs, rounds=1).items()}
+    return {name: 1e6 * seconds for name, seconds in timers.wall(runs, rounds=1).items()}
 
 
 def _dtype(device: str) -> torch.dtype:

@@ -19,7 +19,7 @@ MAX_LINES = 600
 # A package imports only itself and packages earlier in this list. The last entries are attnmesh/__init__.py and
 # attnmesh/__main__.py.
 PACKAGES = [
-    "core", "trace", "plan", "planner", "ops", "kv_cache", "comm", "parallel", "integrations", "generation",
+    "core", "trace", "plan", "ops", "planner", "kv_cache", "comm", "parallel", "integrations", "generation",
     "serving", "calibration", "testing", "verify", "report", "cli", "attnmesh", "__main__",
 ]  # fmt: skip
 PURE = ("core", "trace", "plan", "planner")  # without processes and kernels
@@ -202,9 +202,9 @@ SOUND = {
     "attnmesh.core.state": "import torch",
     "attnmesh.core.masks": "",
     "attnmesh.plan": "",
-    "attnmesh.plan.blocks": "from attnmesh.core import masks\nfrom attnmesh.core.state import State",
+    "attnmesh.plan.shards": "from attnmesh.core import masks\nfrom attnmesh.core.state import State",
     "attnmesh.ops": "",
-    "attnmesh.ops.dense": "from attnmesh.plan.blocks import Patch",
+    "attnmesh.ops.dense": "from attnmesh.plan.shards import Patch",
     "attnmesh.comm": "from .base import Comm",
     "attnmesh.comm.base": "import torch.distributed as dist",
     "attnmesh.parallel": "",
@@ -218,17 +218,17 @@ def test_a_sound_package_passes():
     graph = import_graph(SOUND, SOUND_INITS)
     assert wrong_imports(graph) == []
     assert cycle(graph) == []
-    assert graph["attnmesh.plan.blocks"] == {"attnmesh.core.masks", "attnmesh.core.state"}
+    assert graph["attnmesh.plan.shards"] == {"attnmesh.core.masks", "attnmesh.core.state"}
     assert graph["attnmesh.comm"] == {"attnmesh.comm.base"}
 
 
 @pytest.mark.parametrize(
     ("module", "text", "imported"),
     [
-        ("attnmesh.core.state", "import attnmesh.plan.blocks", "attnmesh.plan.blocks"),
+        ("attnmesh.core.state", "import attnmesh.plan.shards", "attnmesh.plan.shards"),
         ("attnmesh.core.masks", "from ..comm import Comm", "attnmesh.comm"),
         ("attnmesh.core.masks", "from attnmesh import merge", "attnmesh"),
-        ("attnmesh.plan.blocks", "from ..ops import dense", "attnmesh.ops.dense"),
+        ("attnmesh.plan.shards", "from ..ops import dense", "attnmesh.ops.dense"),
         ("attnmesh.ops.dense", "def f():\n    import attnmesh.comm", "attnmesh.comm"),
         ("attnmesh.ops.dense", "from attnmesh import parallel as p", "attnmesh.parallel"),
         ("attnmesh.ops.dense", 'require("attnmesh.comm", extra="x")', "attnmesh.comm"),

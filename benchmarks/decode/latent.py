@@ -19,11 +19,12 @@ import torch
 import typer
 from torch import Tensor
 
-from attnmesh.calibration.timing import Run, cold, measured_floor, reason
+from attnmesh.calibration.timing import Run, cold, reason
 from attnmesh.ops.decode.api import paged_decode_attention
 from attnmesh.ops.storage import Stored, quantize
 from attnmesh.testing.decode import random_decode
 from benchmarks.common import make_app
+from benchmarks.timers import measured_floor
 
 BACKENDS = ("gluon", "triton")
 BLOCK_SIZE, KEY_DIM, VALUE_DIM = 64, 576, 512

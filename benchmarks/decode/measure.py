@@ -18,13 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnmesh.calibration.timing import Run, cold, measured_floor, wall
+from attnmesh.calibration.timing import Run, cold
 from attnmesh.cli.output import Rows
 from attnmesh.ops.decode.api import paged_decode_attention
 from attnmesh.ops.storage import PLAIN, STORAGES, quantize
 from benchmarks.decode import cases as given
 from benchmarks.decode.cases import BLOCK_SIZE, Case, Shape, backend_on, kernel_key, make_run, random_case
 from benchmarks.decode.peers import Cell, check_result, jax_paged, plain_fits, plain_softmax, sdpa, torch_peers
+from benchmarks.timers import measured_floor, wall
 
 _MOST_PROCESSES = 12  # each holds a context and a cache on the device
 

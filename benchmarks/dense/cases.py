@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnmesh.cli.options import parse_mask
 from attnmesh.core.masks import Causal, Mask
-from attnmesh.plan.blocks import Patch
+from attnmesh.core.visibility import Patch
 
 _K = 1024
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from attnmesh.plan.program import Ints, MessageTotals, Program
+from attnmesh.planner.program import Ints, MessageTotals, Program
 
 ETHERNET, IP, TCP = 14, 20, 32  # bytes; the TCP header carries a timestamp
 HEADERS = ETHERNET + IP + TCP

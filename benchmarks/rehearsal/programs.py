@@ -32,11 +32,11 @@ from attnmesh.integrations.transformers_attention import NAME, register_attentio
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.decode import DecodeSharding
-from attnmesh.plan.program import Messages, Program, Round
 from attnmesh.plan.reshard import Part, Piece, plan_moves
-from attnmesh.plan.schedules import program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
+from attnmesh.planner.program import Messages, Program, Round
+from attnmesh.planner.schedules import program
 from benchmarks.rehearsal.links import Counters
 from benchmarks.rehearsal.nodes import INTERFACE
 from benchmarks.rehearsal.ranks import link_figures

@@ -19,10 +19,10 @@ from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.node_groups import node_groups
-from attnmesh.plan.program import Program
-from attnmesh.plan.schedules import program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
+from attnmesh.planner.program import Program
+from attnmesh.planner.schedules import program
 from attnmesh.testing.errors import relative_error
 from benchmarks.rehearsal.links import Counters
 from benchmarks.rehearsal.nodes import INTERFACE

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.program import Program
 from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.shards import shards
 from attnmesh.planner.hardware import Cluster, Device, Link
+from attnmesh.planner.program import Program
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import simulate
 from benchmarks.rehearsal.failing import PROMISED, WITHOUT_STORE

@@ -14,15 +14,16 @@ import numpy as np
 from attnmesh.cli.output import Rows
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.program import Ints, Load, LoadCounter, Messages, MessageTotals, Program, Round
-from attnmesh.plan.schedules import SCHEDULES, program, refusal
+from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.decode import DecodeRequest, decode_ranking
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.models.read import model as model_named
+from attnmesh.planner.program import Ints, Load, LoadCounter, Messages, MessageTotals, Program, Round
 from attnmesh.planner.ranking import RESERVED_MEMORY, Option, Ranking
+from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import Simulated, simulate
 
@@ -225,7 +226,6 @@ def _prefill_row(schedule: str, workload: Workload, length: int, direction: str,
         "bytes_per_rank": held,
         "fits": held <= (1 - RESERVED_MEMORY) * cluster.device.memory,
         "bottleneck": find_bottleneck(runs[longest], ideals[longest], cluster),
-        "method": runs[longest].ran.method,
         "simulated_in": sum(run.wall for run in runs),
     }
 

@@ -50,17 +50,17 @@ def _prefill(lines: Lines) -> Iterable[tuple[str, str]]:
     largest = max(line["ranks"] for line in forward)
     longest = max(line["length"] for line in forward if line["ranks"] == largest)
     rows = [
-        (line["schedule"], f"{line['simulated_in']:.1f}", line["method"].split(":")[0])
+        (line["schedule"], f"{line['simulated_in']:.1f}")
         for line in forward
         if (line["ranks"], line["length"]) == (largest, longest)
     ]
     title = f"What simulating {largest:,} ranks and {short(longest)} tokens took on this machine"
-    yield title, _table(("schedule", "seconds:", "method"), rows)
+    yield title, _table(("schedule", "seconds:"), rows)
 
 
 _COLUMNS = (
     "GPUs:", "schedule", "time:", "efficiency:", "exposed communication:", "sent within the node:",
-    "sent between nodes:", "exchanges:", "memory per rank:", "bottleneck", "method",
+    "sent between nodes:", "exchanges:", "memory per rank:", "bottleneck",
 )  # fmt: skip
 
 
@@ -70,7 +70,6 @@ def _whole(line: Line) -> tuple[str, ...]:
         _percent(line["exposed_communication"]), readable_bytes(line["intra_node_bytes"]),
         readable_bytes(line["inter_node_bytes"]), str(line["exchanges"]),
         readable_bytes(line["bytes_per_rank"]) + ("" if line["fits"] else " (does not fit)"), line["bottleneck"],
-        "events" if line["method"].startswith("event") else "rounds",
     )  # fmt: skip
 
 

@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from attnmesh.calibration.timing import Name, queued, wall
+from attnmesh.calibration.timing import Name, queued
 from benchmarks.common import added_bytes
 from benchmarks.sparse.cases import Attention, Indexer, Sizes
 from benchmarks.sparse.checks import Verdict
+from benchmarks.timers import wall
 
 _NUMBER = 4  # bytes of an index, an lse, a score, an indexer's weight
 _HEADS_PER_PROGRAM = 64  # of the kernels that others have published

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from attnmesh.calibration import timing
 from attnmesh.ops.storage import STORAGES, Quantized, values_of
+from benchmarks import timers
 from benchmarks.decode import cases as decode_cases
 from benchmarks.decode import jax as decode_jax
 from benchmarks.decode import latent as decode_latent
@@ -193,7 +194,7 @@ def test_cold_leaves_out_what_fails_and_says_why(monkeypatch):
 
 def test_wall_takes_turns_and_does_not_count_the_first():
     log = []
-    times = timing.wall({"a": lambda: log.append("a"), "b": lambda: log.append("b")}, rounds=2)
+    times = timers.wall({"a": lambda: log.append("a"), "b": lambda: log.append("b")}, rounds=2)
     assert log == ["a", "b"] * 3
     assert set(times) == {"a", "b"}
 

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from attnmesh.comm import VirtualComm, run_virtual
 from attnmesh.comm.base import Message, Pending
-from attnmesh.plan.program import program_loads
 from attnmesh.planner.hardware import Curve, Device, Link
+from attnmesh.planner.program import program_loads
 from benchmarks.rehearsal import __main__ as command
 from benchmarks.rehearsal import nodes, programs
 from benchmarks.rehearsal.links import HEADERS, Counters, LinkBytes, planned_links

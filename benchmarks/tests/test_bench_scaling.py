@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from attnmesh.plan.program import Load
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.planner.catalog import cluster
+from attnmesh.planner.program import Load
 from attnmesh.planner.simulator.simulate import Simulated
 from benchmarks.scaling import study, tables
 from benchmarks.scaling.__main__ import app
@@ -160,7 +160,7 @@ def test_ulysses_holds_all_rows_of_its_heads_and_their_results():
 
 def run_of(computed, seconds, *, intra_node=0, inter_node=0, exchanges=1, sends=1):
     worked = np.array(computed)
-    ran = Simulated(np.full(len(worked), float(seconds)), worked, seconds - worked, [], "event by event")
+    ran = Simulated(np.full(len(worked), float(seconds)), worked, seconds - worked, [])
     return SimulatedRun(ran, Load(0, intra_node, inter_node), exchanges, sends, 0, 0.0)
 
 

@@ -11,9 +11,9 @@ from attnmesh import run_virtual
 from attnmesh.calibration import cpu, kernels, runs
 from attnmesh.calibration.kernels import KernelSample, kernel_curves, kernel_samples
 from attnmesh.calibration.links import LinkFigures
-from attnmesh.plan.program import KERNEL_KINDS
 from attnmesh.planner.catalog import cluster, load
 from attnmesh.planner.hardware import Cluster, Link
+from attnmesh.planner.program import KERNEL_KINDS
 from benchmarks import predicted
 from helpers.cli import run as run_command
 

@@ -115,8 +115,10 @@ def test_a_missing_gpu_is_reported(command):
     [
         (("verify", "--ranks", "0"), "0 is not in the range"),
         (("verify", "--device", "tpu"), "'tpu' is not one of"),
-        (("verfy",), "No such command"),
-        (("bench", "ring"), "No such command"),
+        (("verfy",), "No such command 'verfy': did you mean 'verify'? See attnmesh --help."),
+        (("bench", "ring"), "No such command 'bench': the commands are generate, serve, verify, trace, simulate"),
+        (("plan", "dcode"), "No such command 'dcode': did you mean 'decode'? See attnmesh plan --help."),
+        (("explain",), "No such command 'explain': attnmesh report shows why a schedule is chosen"),
     ],
 )
 def test_nonsense_is_refused(arguments, message):

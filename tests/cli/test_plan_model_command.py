@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from attnmesh.cli.plan_tables import show_plans
+from attnmesh.cli.plan_tables import show_ranking
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.decode import DecodeRequest, decode_ranking
 from attnmesh.planner.models import read as known_models
@@ -115,13 +115,14 @@ def test_tables_hide_some_and_all_shows_them():
 def test_tables_of_usual_widths_do_not_fold_and_keep_the_why(width):
     ranking = decode_ranking(DecodeRequest(model("gpt-oss-20b"), 8192, 8, 8, cluster("h200")))
     console = Console(width=width, file=StringIO())
-    show_plans(console, "plans", ranking, show_all=False)
+    show_ranking(console, ranking, "plans", "a cluster", tokens=1, show_all=False)
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     for option in ranking.options[:12]:
         (line,) = (line for line in lines if f"│ {option.name} " in line)
         assert ranking.why(option) in line
-    assert ("KV cache" in lines[2], "bytes sent" in lines[2]) == (width >= 130, width >= 100)
+    header = next(line for line in lines if "┃" in line)
+    assert ("KV cache" in header, "bytes sent" in header) == (width >= 130, width >= 100)
 
 
 # Nothing fits.

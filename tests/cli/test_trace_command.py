@@ -10,11 +10,12 @@ from attnmesh.cli.options import parse_mask
 from attnmesh.cli.trace import LAYOUTS, TraceCase, record_attention
 from attnmesh.plan.allgather import head_groups
 from attnmesh.plan.ring import RingPlan, ring_plan
-from attnmesh.plan.schedules import SCHEDULES, loads
+from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.plan.shards import node_shards, shards
 from attnmesh.plan.two_level import two_level_plan
 from attnmesh.plan.ulysses import head_share
 from attnmesh.plan.workload import Shape, Workload
+from attnmesh.planner.schedules import loads
 from attnmesh.trace.overlap import summarize_overlap
 from attnmesh.trace.timeline import TRACKS, Span, read_trace
 from helpers.cli import run as run_command

@@ -11,7 +11,8 @@ from test_trace_command import traced_case, workload
 from attnmesh import run_virtual
 from attnmesh.cli.trace import TraceCase, record_attention
 from attnmesh.comm.in_flight import InFlightMessage, record_on_stream
-from attnmesh.plan.schedules import SCHEDULES, loads
+from attnmesh.plan.schedules import SCHEDULES
+from attnmesh.planner.schedules import loads
 from attnmesh.trace.overlap import summarize_overlap
 from attnmesh.trace.recorder import Recorder
 from helpers.processes import run_processes

@@ -26,7 +26,7 @@ from attnmesh.core.masks import (
     Slices,
     SlidingWindow,
 )
-from attnmesh.plan.blocks import Patch
+from attnmesh.core.visibility import Patch
 from attnmesh.testing.attention import assert_attention_close, random_inputs, virtual_results
 from helpers.cases import MASKS, make_mask
 from helpers.masks import batch_masks, visible_pairs

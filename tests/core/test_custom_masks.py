@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attnmesh import Balanced, Causal, ContextParallel, CustomMask, Documents, Global, Mask, SlidingWindow, run_virtual
 from attnmesh import attention as attend
 from attnmesh.core.mask import IntervalMask
-from attnmesh.plan.blocks import Patch
+from attnmesh.core.visibility import Patch
 from helpers.masks import covered, visible_pairs
 
 

@@ -19,13 +19,13 @@ import attnmesh as am
 from attnmesh.comm import SoloComm
 from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.plan.decode import DecodeShape, Place
-from attnmesh.plan.schedules import program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.catalog import catalog, cluster
 from attnmesh.planner.decode import DecodeRequest
 from attnmesh.planner.models import read
 from attnmesh.planner.prefill import PrefillRequest
+from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.report import GeneratedAnswer, schedule_report
 from attnmesh.testing.block import random_block
@@ -457,14 +457,11 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "DecodeSharding.kv_heads": [lambda sharding: {"rank": 1, "kv_heads": 2}],
     "DecodeSharding.cp_peers": [lambda sharding: {"rank": 1}],
     "DecodeSharding.kvdp_peers": [lambda sharding: {"rank": 1}],
-    "DecodeSharding.local_index": [lambda sharding: {"position": 5}],
-    "DecodeSharding.local_length": [lambda sharding: {"length": 9, "cp_rank": 1}],
     "DecodeSharding.owner": [lambda sharding: {"position": 5}],
     "DecodeSharding.place": [lambda sharding: {"rank": 1}],
     "DecodeSharding.position_shard": [lambda sharding: {"rank": 1}],
     "DecodeSharding.rank": [lambda sharding: {"place": Place(0, 1, 1)}],
     "DecodeSharding.sequences": [lambda sharding: {"rank": 1, "batch": 4}],
-    "DecodeSharding.slot": [lambda sharding: {"position": 5, "blocks": [3, 4], "block_size": 4}],
     "Exchange": [lambda: {"kvdp": "all_gather", "cp": "reduce_scatter", "replicate_q": True}],
     "Exchange.combine": [
         lambda exchange: {
@@ -565,7 +562,6 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "default_cluster": [lambda: {"device": "cpu"}],
     "load": [lambda: {"path": hardware_file()}],
     "compare_shardings": [lambda: {"q_heads": 16, "kv_heads": 2, "ranks": 4}],
-    "tensor_parallel_size": [lambda: {"kv_heads": 2, "ranks": 4}],
     "model": [lambda: {"name_or_path": "llama-3.1-8b"}],
     "read_config": [lambda: {"path": model_folder() / "config.json"}],
     "read_model_config": [lambda: {"path": model_folder() / "config.json", "name": "tiny"}],

@@ -36,7 +36,7 @@ PLANNER_NAMES = {
     "attnmesh.planner.decode": ("DecodeRequest", "decode_ranking"),
     "attnmesh.planner.models.read": ("model", "read_config", "read_model_config"),
     "attnmesh.planner.prefill": ("PrefillRequest", "prefill_ranking"),
-    "attnmesh.planner.recommend": ("compare_shardings", "tensor_parallel_size"),
+    "attnmesh.planner.recommend": ("compare_shardings",),
     "attnmesh.planner.simulator.network": ("Slowdown",),
     "attnmesh.trace.timeline": ("read_trace", "write_trace"),
 }

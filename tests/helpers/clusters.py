@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from attnmesh.plan.program import KERNEL_KINDS, Kernels, Messages, Program, Round
 from attnmesh.planner.hardware import Cluster, Curve, Device, Link
+from attnmesh.planner.program import KERNEL_KINDS, Kernels, Messages, Program, Round
 
 
 def device(flops: float = 1.0, nbytes: float = math.inf, launch: float = 0.0, **more) -> Device:

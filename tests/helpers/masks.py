@@ -26,7 +26,7 @@ from attnmesh.core.masks import (
     Slices,
     SlidingWindow,
 )
-from attnmesh.plan.blocks import Kind, Patch
+from attnmesh.core.visibility import Kind, Patch
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnmesh import Causal, Documents, Full, Mask, SlidingWindow, Zigzag, attention, explain_attention
+from attnmesh.core import visibility
 from attnmesh.core.masks import BlockCausal, Chunked, Global, PerSequence, Prefix
 from attnmesh.ops.dense import dispatch
-from attnmesh.plan import blocks
 from attnmesh.testing.attention import (
     NAMES,
     assert_attention_close,
@@ -116,7 +116,7 @@ def test_masks_of_more_chains_than_a_launch_takes(mask, backend):
 
 @pytest.mark.parametrize("backend", ["aten", "triton", "torch"])
 def test_a_mask_in_several_launches(monkeypatch, backend):
-    for module in (blocks, dispatch):
+    for module in (visibility, dispatch):
         monkeypatch.setattr(module, "MAX_INTERVALS", 4)  # of 10 chains below
     inputs, sinks = random_inputs(11, batch=2, heads=(2, 1), device=device_of(backend)), torch.randn(2)
     sinks, shuffled = sinks.to(inputs[0].device), torch.randperm(11)

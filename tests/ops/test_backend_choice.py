@@ -7,9 +7,9 @@ import torch
 
 from attnmesh import Causal, Documents, SlidingWindow, attention, explain_attention
 from attnmesh.core.masks import BlockCausal, Global, Prefix
+from attnmesh.core.visibility import Patch
 from attnmesh.ops.dense import cost, dispatch
 from attnmesh.ops.dense.call import Call, Scores
-from attnmesh.plan.blocks import Patch
 from attnmesh.testing.attention import random_inputs
 
 LENGTH = 32768
@@ -133,5 +133,5 @@ def test_a_call_cuts_the_blocks_of_a_mask_once(monkeypatch):
     q, k, v = random_inputs(64)[:3]
     mask = Causal() & Documents([5, 59])
     attention(q, k, v, mask=mask)
-    monkeypatch.setattr("attnmesh.plan.blocks._cut", None)
+    monkeypatch.setattr("attnmesh.core.visibility._cut", None)
     attention(q, k, v, mask=mask)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from attnmesh import Causal, attention
+from attnmesh.core.visibility import Patch
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Call, Grads, Result, Scores, aligned
 from attnmesh.ops.merge import GradAccumulator
-from attnmesh.plan.blocks import Patch
 from attnmesh.testing.errors import relative_error
 
 

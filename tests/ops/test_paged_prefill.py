@@ -8,11 +8,10 @@ import torch
 import attnmesh as am
 from attnmesh.core.masks import Causal, SlidingWindow
 from attnmesh.core.ranges import InterleavedShard
+from attnmesh.core.visibility import InterleavedPatch, Kind
 from attnmesh.ops import paged
 from attnmesh.ops.dense import reference
 from attnmesh.ops.storage import dequantize
-from attnmesh.plan.blocks import Kind
-from attnmesh.plan.interleaved import InterleavedPatch
 from attnmesh.testing.decode import poison_cache
 from attnmesh.testing.errors import ROUNDING, assert_close
 

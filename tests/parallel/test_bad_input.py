@@ -193,7 +193,7 @@ def test_two_levels_where_there_is_only_one(schedule, ranks_per_node):
 )
 def test_shards_that_a_node_cannot_take_together(schedule, layout, key_layout):
     assert_all_say(
-        rf"schedule='{re.escape(schedule)}' .* those of this layout interleave",
+        rf"schedule='{re.escape(schedule)}' .* in this layout the shards of a node interleave",
         lambda comm: attend(comm, {"key_layout": key_layout}, schedule=schedule, layout=layout, ranks_per_node=2),
         world=4,
     )

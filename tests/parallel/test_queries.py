@@ -15,13 +15,13 @@ from torch import Tensor
 from attnmesh import Causal, Comm, Coverage, Documents, Full, SlidingWindow, Zigzag, attention, run_virtual
 from attnmesh.comm import SubComm
 from attnmesh.comm.base import Finished
+from attnmesh.core.visibility import Kind, Patch
 from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Call
 from attnmesh.ops.dense.triton_tiles import DenseTiles
 from attnmesh.ops.streams import StreamPair
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks, ring_distributed_attention
-from attnmesh.plan.blocks import Kind, Patch
 from attnmesh.testing.attention import (
     NAMES,
     assert_attention_close,

@@ -25,8 +25,8 @@ from attnmesh import (
     ring_chunks,
     run_virtual,
 )
+from attnmesh.core.visibility import Patch
 from attnmesh.parallel.query_distributed import ring_distributed_attention
-from attnmesh.plan.blocks import Patch
 from attnmesh.testing.attention import NAMES, assert_attention_close, forward_backward, random_inputs
 from helpers.masks import batch_masks
 

@@ -30,12 +30,13 @@ from attnmesh.core.layouts import Balanced, Joint
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.dense import aten
 from attnmesh.ops.dense.aten import Aten
-from attnmesh.plan.schedules import SCHEDULES, loads
+from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.schedules import loads
 from attnmesh.testing.attention import (
     NAMES,
     assert_attention_close,
@@ -155,7 +156,7 @@ def check(schedule: str, mesh: Mesh, layout: str, mask: str, length: int) -> Non
 
 def assert_refused(inputs: Sequence[Tensor], mask: Mask, layout: Layout, *, world: int, **how: object) -> None:
     def rank(comm: Comm) -> None:
-        with pytest.raises(ValueError, match=r"schedule=.* those of this layout interleave"):
+        with pytest.raises(ValueError, match=r"schedule=.* in this layout the shards of a node interleave"):
             shard_results(comm, inputs, mask, layout, **how)
 
     run_virtual(world, rank)

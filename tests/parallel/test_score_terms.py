@@ -25,9 +25,10 @@ from attnmesh import (
 )
 from attnmesh.core.layouts import Balanced
 from attnmesh.core.masks import Global, Padding, PerSequence, Prefix
-from attnmesh.plan.schedules import SCHEDULES, loads
+from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
+from attnmesh.planner.schedules import loads
 from attnmesh.testing.attention import (
     assert_attention_close,
     forward_backward,

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from attnmesh import Causal, Comm, ContextParallel, Striped, Zigzag, run_virtual
 from attnmesh.core.layouts import Balanced, Contiguous
 from attnmesh.core.masks import Chunked, Global, Mask, Padding, PerSequence, Prefix, SlidingWindow
-from attnmesh.plan.schedules import loads, refusal
+from attnmesh.plan.schedules import refusal
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
+from attnmesh.planner.schedules import loads
 from attnmesh.testing.attention import assert_attention_close, random_inputs, virtual_results
 from helpers.masks import batch_masks, checkered_slices, falling_slices
 

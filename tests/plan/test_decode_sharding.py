@@ -123,17 +123,13 @@ def test_every_sequence_is_on_one_kvdp_rank_and_on_all_that_differ_otherwise(bat
 
 @pytest.mark.parametrize("interleave", [1, 2, 3, 16])
 @pytest.mark.parametrize("cp", [1, 2, 5])
-def test_positions_by_rank_and_their_slots(cp, interleave):
-    sharding, block_size, length = DecodeSharding(2, 2, cp, interleave), 4, 90
+def test_positions_by_rank_and_their_indices(cp, interleave):
+    sharding, length = DecodeSharding(2, 2, cp, interleave), 90
     for rank in range(sharding.ranks):
         place, position_shard = sharding.place(rank), sharding.position_shard(rank)
         mine = [p for p in range(length) if sharding.owner(p) == place.cp]
         assert mine == [position_shard.position(i) for i in range(position_shard.length(length))]
-        assert [sharding.local_index(p) for p in mine] == list(range(len(mine)))
-        assert sharding.local_length(length, place.cp) == len(mine)
-        blocks = list(range(100, 100 - len(mine) // block_size - 1, -1))  # backwards: a slot must go through them
-        device_memory = [block * block_size + offset for block in blocks for offset in range(block_size)]
-        assert [sharding.slot(p, blocks, block_size) for p in mine] == device_memory[: len(mine)]
+        assert [position_shard.index(p) for p in mine] == list(range(len(mine)))
 
 
 # What is refused.
@@ -173,11 +169,6 @@ def test_a_rank_that_is_not_there_is_refused(rank):
 def test_a_place_that_is_not_there_is_refused(place, said):
     with pytest.raises(ValueError, match=said):
         DecodeSharding(2, 3, 4).rank(place)
-
-
-def test_a_cp_rank_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="cp_rank must be 0 to 3 for CP4, got 4"):
-        DecodeSharding(cp=4).local_length(10, 4)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from attnmesh.plan.program import KERNEL_KINDS, SIZED_IN_BYTES
 from attnmesh.planner.catalog import catalog, cluster, load
+from attnmesh.planner.program import KERNEL_KINDS, SIZED_IN_BYTES
 
 DEVICES = ["a100", "b200", "cpu", "h100", "h200", "mi300x", "trainium2"]
 H200_PEAK = {True: 4.8e12, False: 989.4e12}  # published, in bytes or operations a second

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh.plan.program import KERNEL_KINDS
 from attnmesh.planner.catalog import catalog, load
 from attnmesh.planner.catalog_file import as_toml
 from attnmesh.planner.hardware import Curve, Device, Link, Wiring
+from attnmesh.planner.program import KERNEL_KINDS
 from helpers.texts import any_text
 
 NEW = '[device.mine]\nsource = "a guess"\nmemory_gb = 1\nlaunch_us = 1\ncopy = 10\n'

@@ -19,11 +19,11 @@ import pytest
 
 from attnmesh.core.layouts import Contiguous, Layout, Zigzag
 from attnmesh.core.masks import Causal, Full, Mask
-from attnmesh.plan.allgather import workload_head_groups
-from attnmesh.plan.program import MessageTotals
-from attnmesh.plan.schedules import loads, peak_bytes, program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
+from attnmesh.planner.program import MessageTotals
+from attnmesh.planner.schedules import loads, peak_bytes, program
+from attnmesh.planner.specs.allgather import workload_head_groups
 
 B, HQ, HKV, D, E = 2, 64, 64, 16, 2  # as many heads as ranks, so that Ulysses divides them
 SHAPE = Shape(B, HQ, HKV, D, E, sum_itemsize=4)

@@ -8,13 +8,13 @@ import pytest
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.program import Kernels, Messages, Program, Round
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.cost import Cost, cost, schedule_cost
 from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.program import Kernels, Messages, Program, Round
 from helpers.clusters import cluster, device, link
 
 

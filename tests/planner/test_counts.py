@@ -4,7 +4,6 @@ import pytest
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.program import Program
 from attnmesh.plan.shards import shards
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.counts import MAX_BATCH, MAX_LENGTH, MAX_RANKS, check_sizes, divisors
@@ -12,6 +11,7 @@ from attnmesh.planner.decode import DecodeRequest
 from attnmesh.planner.models.config import ModelConfig
 from attnmesh.planner.models.read import model
 from attnmesh.planner.prefill import PrefillRequest
+from attnmesh.planner.program import Program
 from attnmesh.planner.recommend import compare_shardings, recommend_sharding
 from attnmesh.planner.simulator.simulate import simulate
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import attnmesh as am
-from attnmesh.plan.decode import DecodeShape, DecodeSharding, bytes_sent, messages_sent
+from attnmesh.plan.decode import DecodeShape, DecodeSharding
 from attnmesh.planner.auto import pick_combine
 from attnmesh.planner.catalog import cluster as named_cluster
 from attnmesh.planner.cost import cost
@@ -18,6 +18,8 @@ from attnmesh.planner.decode import (
     LinearLayers,
     decode_program,
 )
+from attnmesh.planner.decode_bytes import bytes_sent, messages_sent
+from attnmesh.planner.models.config import AttentionParameters
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, shard_block
 from helpers.blocks import random_sequences
 from helpers.clusters import cluster, link
@@ -142,7 +144,7 @@ def test_a_rank_reads_its_own_heads_sequences_and_positions():
 
 
 def test_weights_are_divided_but_those_of_kv_heads_which_are_copied():
-    linear = LinearLayers(sharded=120, by_kv_head=40, out=60, mlp=600, mlp_used=300.0, nbytes=2.0, mlp_nbytes=0.5)
+    linear = LinearLayers(AttentionParameters(120, 40, 60), 600, 300.0, nbytes=2.0, mlp_nbytes=0.5)
     layer = layer_of((12, 2), 3, linear=linear)
     for sharding, part in ((DecodeSharding(2), 0.5), (DecodeSharding(2, 3), 0.5), (DecodeSharding(1, 3), 1.0)):
         into, out, mlp = layer.qkv_projection(sharding), layer.out_projection(sharding), layer.mlp(sharding)
@@ -192,7 +194,7 @@ def test_kernels_take_what_was_measured_on_the_h200(context, batch):
     """Within 20%. Curves of attention are from the same table; products and small kernels are not."""
     h200 = named_cluster("h200")
     shape = DecodeShape(batch, 1, 64, 8, head_dim=64, hidden=2880)
-    weights = LinearLayers(sharded=2880 * 4096, by_kv_head=2880 * 1024, out=2880 * 4096)
+    weights = LinearLayers(AttentionParameters(2880 * 4096, 2880 * 1024, 2880 * 4096))
     layer = DecodeLayer(shape, cached=256.0, context=1024 * context, linear=weights)
     for way, measured in zip(WAYS, MEASURED[context, batch], strict=True):
         computed = cost(decode_program(way, layer, h200.intra_node), h200).computed

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from attnmesh.plan.program import Kernels, Messages, MessageTotals, Round
-from attnmesh.planner.simulator.events import run_events
+from attnmesh.planner.program import Kernels, Messages, MessageTotals, Round
 from attnmesh.planner.simulator.network import Slowdown
-from attnmesh.planner.simulator.rounds import run_rounds
+from attnmesh.planner.simulator.simulate import run_rounds
 from helpers.clusters import attention_kernels, make_program, ring_program, simulated_cluster
+from helpers.event_simulation import run_events
 
 both = pytest.mark.parametrize("run", [run_events, run_rounds])
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from attnmesh.plan.program import Messages
+from attnmesh.planner.program import Messages
 from attnmesh.planner.simulator.network import Network, Slowdown
 from helpers.clusters import simulated_cluster
 

@@ -8,10 +8,11 @@ from math import gcd
 import pytest
 
 import attnmesh as am
-from attnmesh.plan.decode import Copies, DecodeShape, DecodeSharding, bytes_sent, cache_bytes
+from attnmesh.plan.decode import DecodeShape, DecodeSharding
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.decode import DecodeLayer, decode_program
+from attnmesh.planner.decode_bytes import Copies, bytes_sent, cache_bytes
 from attnmesh.planner.recommend import ShardingComparison, compare_shardings, recommend_sharding
 from attnmesh.planner.units import readable_bytes
 

@@ -7,16 +7,16 @@ import pytest
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Full
-from attnmesh.plan.program import Kernels, Messages, MessageTotals, Round
-from attnmesh.plan.schedules import program as schedule_program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.hardware import Cluster, Curve
-from attnmesh.planner.simulator.events import run_events
+from attnmesh.planner.program import Kernels, Messages, MessageTotals, Round
+from attnmesh.planner.schedules import program as schedule_program
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.record import host_seconds
-from attnmesh.planner.simulator.rounds import run_rounds
+from attnmesh.planner.simulator.simulate import run_rounds
 from helpers.clusters import attention_kernels, make_program, simulated_cluster, simulated_device
+from helpers.event_simulation import run_events
 
 SHAPE = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, itemsize=4, sum_itemsize=4)
 SLOW_SQUARES = replace(simulated_device(), causal=(("attention", Curve(((1.0, 3.0),))),))

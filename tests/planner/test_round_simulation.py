@@ -7,11 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh.plan.program import Messages, MessageTotals, Program, Round
-from attnmesh.planner.simulator.events import run_events
+from attnmesh.core.layouts import Zigzag
+from attnmesh.core.masks import Causal
+from attnmesh.plan.schedules import SCHEDULES
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload
+from attnmesh.planner.catalog import cluster
+from attnmesh.planner.program import Messages, MessageTotals, Program, Round
+from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.network import Slowdown
-from attnmesh.planner.simulator.rounds import run_rounds
+from attnmesh.planner.simulator.simulate import run_rounds
 from helpers.clusters import all_to_all_program, attention_kernels, long_ring_program, make_program, simulated_cluster
+from helpers.event_simulation import run_events
 
 
 def same(make_program: Program, there, slow: Slowdown) -> None:
@@ -132,6 +139,16 @@ def test_a_ring_on_shared_cores_is_close(world):
         for s, spent in enumerate(rng.uniform(1, 2, (20, world)))
     ]
     close(make_program(world, *rounds), simulated_cluster(4, 1, cores=2), Slowdown({1: 2.0}), whole=0.05, each=0.05)
+
+
+@pytest.mark.parametrize("device", ["h200", "h100", "cpu"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_are_within_2_percent(schedule, device):
+    where = cluster(device, ranks_per_node=4)
+    shape = Shape(batch=1, q_heads=32, kv_heads=8, head_dim=128, itemsize=2, sum_itemsize=4)
+    workload = Workload(shards(Causal(), Zigzag(), 65536, 16), shape, ranks_per_node=4)
+    for backward in (False, True):
+        close(program(schedule, workload, backward=backward), where, Slowdown(), whole=0.02, each=0.02)
 
 
 def bundled(nbytes: np.ndarray, ranks_per_node: int, groups: np.ndarray | None = None) -> MessageTotals:

@@ -307,7 +307,7 @@ def test_a_length_that_no_integer_counts_is_refused_for_its_size():
 @pytest.mark.parametrize("arguments", [["pln"], ["plan", "prefil"]])
 def test_a_misspelt_command_gets_one_suggestion(arguments):
     line = refused(*arguments)
-    assert line.count("Did you mean") == 1
+    assert line.count("did you mean") == 1
     assert "?." not in line
 
 

@@ -21,10 +21,11 @@ from attnmesh.core.masks import (
     Slices,
     SlidingWindow,
 )
-from attnmesh.plan.schedules import SCHEDULES, loads
+from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape
 from attnmesh.planner.catalog import default_cluster
+from attnmesh.planner.schedules import loads
 from attnmesh.report import schedule_report
 from attnmesh.report.data import RankGroups, default_ranks_per_node, hardware_name, in_words
 from attnmesh.report.drawing import bands, drawing_data, pair_counts

@@ -18,7 +18,7 @@ Progress = Callable[[str, int, int], None]
 """Called with what is measured next, the steps done and their total."""
 
 _MAX_PROCESSES = 16  # enough to share memory bandwidth and caches
-_SHORT_ROWS = 128  # rows per rank of a short run; kernels of this size are among those that are timed
+_SHORT_ROWS = 128  # rows per rank of a short run; kernels of this size are timed
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _measure_rank(comm: Comm, *, busy: int, quick: bool, progress: Progress | No
 
 
 def _median_seconds(run: Run, budget: float) -> float:
-    """Median seconds of as many runs as fit into the budget, at least three, after one warm-up.
+    """Median seconds of the runs that fit into the budget, at least three, after one warm-up.
 
     Thread time, so that other programs on the machine do not count.
     """
@@ -119,7 +119,7 @@ def round_seconds(device: Device, link: Link, times: Sequence[float], world: int
 
     `times` are the seconds of every short run, averaged over the ranks.
     """
-    # One core per rank, since `times` are those of a rank's own core.
+    # One core per rank, since `times` were measured on a rank's own core.
     without = Cluster(replace(device, cores=max(world, device.cores or 1), round=0.0), link, link, world, world)
     counting = replace(without, device=replace(without.device, round=1.0))
     runs = all_runs((_SHORT_ROWS * world,))

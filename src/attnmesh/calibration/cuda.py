@@ -80,7 +80,7 @@ def _call_seconds(call: Run, rounds: int) -> float:
 def _measure_link(name: str, source: str, quick: bool) -> Link:
     figures = LinkFigures.from_times(launch.run(_time_link, 2, device="cuda", quick=quick)[0])
     origin = f"{source}; two GPUs that both send"
-    # The bandwidth is that of both directions together, and every GPU has a port per direction.
+    # The bandwidth is the sum of both directions, and every GPU has a port per direction.
     return Link(f"{name}-gpus", origin, figures.latency, figures.bandwidth / 2, figures.message)
 
 

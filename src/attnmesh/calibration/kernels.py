@@ -17,8 +17,8 @@ from attnmesh.ops.decode.api import decode_attention
 from attnmesh.ops.dense.api import attention
 from attnmesh.ops.sparse.attention import sparse_attention
 from attnmesh.ops.sparse.indexer import indexer_topk
-from attnmesh.plan.program import KernelKind
 from attnmesh.planner.hardware import Curve
+from attnmesh.planner.program import KernelKind
 
 Run = Callable[[], Tensor]
 

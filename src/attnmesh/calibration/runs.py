@@ -13,11 +13,11 @@ from attnmesh.comm import Comm
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.plan.program import Program
-from attnmesh.plan.schedules import program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.program import Program
+from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.simulate import Simulated, simulate
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64

@@ -1,11 +1,9 @@
-"""Timers that compare several functions in turns: CUDA graphs with a warm or cold L2, queued programs, wall time."""
+"""Timers that compare several functions in turns on a GPU: graphs with a warm or cold L2, and queued programs."""
 
 from __future__ import annotations
 
 import functools
 import statistics
-import time
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -17,7 +15,7 @@ Run = Callable[[], Tensor]
 
 _ROUNDS = 5
 _SLICE_MS = 100.0
-_BUSY = 40_000_000  # device cycles, about 20 ms
+_BUSY = 4_000_000  # device cycles, about 2 ms
 _COLD_ROUNDS = 15
 _FLUSH = 256 * 2**20  # bytes, several times any L2
 
@@ -68,7 +66,7 @@ def cold(
     it have read theirs. Before each replay a large buffer is summed, which fills the L2 with other data. It is read and
     not written, since evicting written lines would cost the program 8 to 10 us. Runs take turns, round by round, so
     that all see the same clocks. The host is ahead of the device, so nothing waits for it. Every figure includes the
-    time between two events around an empty graph (see `measured_floor`).
+    time between two events around an empty graph.
 
     A run that cannot be captured is left out and the reason stored in `failures`; without `failures` it raises.
     """
@@ -76,7 +74,7 @@ def cold(
     marks: dict[Name, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
     buffer = _buffer()
     torch.cuda.synchronize()
-    torch.cuda._sleep(_BUSY // 10)
+    torch.cuda._sleep(_BUSY)
     for _ in range(rounds):
         for name, graph in graphs.items():
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -87,28 +85,6 @@ def cold(
             marks[name].append((start, stop))
     torch.cuda.synchronize()
     return {name: 1e3 * statistics.median(a.elapsed_time(b) for a, b in pairs) for name, pairs in marks.items()}
-
-
-def measured_floor() -> dict[str, float]:
-    """What `cold` measures for an empty graph, and the bandwidth it measures for a sum over 1 GiB."""
-    nothing = torch.zeros((), dtype=torch.float32, device="cuda")
-    numbers = torch.ones(2**28, dtype=torch.float32, device="cuda")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns about an empty graph
-        times = cold({"empty": lambda: nothing, "read": numbers.sum})
-    return {"empty_graph_us": times["empty"], "read_tb_per_s": numbers.nbytes / times["read"] / 1e6}
-
-
-def wall(runs: Mapping[Name, Callable[[], object]], rounds: int = 7) -> dict[Name, float]:
-    """Median wall seconds of every run, in turns, after one warm-up."""
-    samples: dict[Name, list[float]] = {name: [] for name in runs}
-    for counts in [False] + [True] * rounds:
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if counts:
-                samples[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def reason(error: BaseException) -> str:
@@ -159,15 +135,3 @@ def _between_events(run: Callable[[], object], times: int) -> float:
     stop.record()
     stop.synchronize()
     return float(start.elapsed_time(stop)) / times
-
-
-def host_ms(run: Run) -> float:
-    """Milliseconds that the host needs to queue a run, measured while the device is busy."""
-    samples = []
-    for _ in range(_ROUNDS):
-        torch.cuda.synchronize()
-        torch.cuda._sleep(_BUSY)
-        begin = time.perf_counter()
-        run()
-        samples.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(samples)

@@ -1,6 +1,6 @@
-"""`--sharding auto`: the plan of `attnmesh plan decode` that is the fastest of those that fit into the ranks' memory.
+"""`--sharding auto`: the plan of `attnmesh plan decode` that is the fastest that fits into the ranks' memory.
 
-The times are the planner's, the bytes of weights and KV cache those that ranks will have.
+The times are the planner's, the bytes of weights and KV cache are what ranks will have.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AutoSharding:
     context: int
     rank_memory: ShardedMemory  # what ranks will have
     device_memory: DeviceMemory
-    storage: str | None = None  # of the KV cache; None: that of the dtype
+    storage: str | None = None  # of the KV cache; None: the dtype
 
     def choose(self) -> tuple[DecodeSharding, str]:
         """The fastest sharding that fits, and why. Raises ValueError if none fits."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -36,6 +36,7 @@ _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.
 _HELP = getattr(sys.modules[_ClickException.__module__], "NoArgsIsHelpError", typer.Exit)
 _ENDS: tuple[type[BaseException], ...] = (typer.Exit, typer.Abort, SystemExit, BrokenPipeError, _HELP)
 _FLAGS = ("--debug", "--verbose")
+_IN_PYTHON = {"explain": "attnmesh report shows why a schedule is chosen, and in Python ContextParallel.explain does"}
 _OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 """Errors that are not of the input."""
 
@@ -54,6 +55,15 @@ class CommandGroup(TyperGroup):
             args = [*flags, *(argument for argument in args if argument not in flags)]
         with _reported("attnmesh" if parent is None else f"attnmesh {info_name}"):
             return super().make_context(info_name, args, parent, **extra)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the first argument names; an unknown name is answered with one suggestion."""
+        name, known = args[0], self.list_commands(ctx)
+        if name not in known and not name.startswith("-"):
+            similar = get_close_matches(name, known, n=1)
+            meant = f"did you mean {similar[0]!r}?" if similar else f"the commands are {', '.join(known)}"
+            ctx.fail(f"No such command {name!r}: {_IN_PYTHON.get(name, meant)}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command of the group."""
@@ -142,7 +152,7 @@ def _message(error: BaseException, command: str) -> str:
         case KeyboardInterrupt():
             return "interrupted"
         case _ClickException():
-            text = re.sub(r"( Did you mean [^?]+\?)\1+", r"\1", error.format_message())  # of Click and of Typer
+            text = error.format_message()
             return f"{text.rstrip('.')}{'' if text.endswith('?') else '.'} See {command} --help."
         case OSError() if error.errno == errno.ENOSPC and error.filename is None:
             return f"{error}: standard output, or a temporary file"  # files that were asked for have a name

@@ -189,7 +189,7 @@ class Progress:
 
 
 def _left(elapsed: float, completed: int, total: int) -> str:
-    """How long the other steps take if they take as long as those that are done; "" while that is a guess."""
+    """How long the other steps take at the speed of the steps that are done; "" while that is a guess."""
     if elapsed < _LINE_EVERY or not 0 < completed < total:
         return ""
     seconds = elapsed * (total - completed) / completed

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from attnmesh.cli import output
+from attnmesh.cli import options, output
 from attnmesh.cli.errors import CommandGroup
-from attnmesh.cli.options import (
-    BatchOption,
-    ClusterNodeOption,
-    HardwareFileOption,
-    HardwareOption,
-    JsonFlag,
-    LengthOption,
-    LinksOption,
-    ModelOption,
-    OptionalLengthOption,
-    RailsOption,
-    bytes_argument,
-    describe_cluster,
-    resolve_cluster,
-)
 from attnmesh.cli.plan_tables import fitting_advice, ranking_facts, show_ranking, show_sharding
 from attnmesh.cli.sharding import RunHere, kv_itemsize, not_run_here
 from attnmesh.core.text import counted
@@ -37,7 +22,7 @@ from attnmesh.planner.models.config import ModelConfig
 from attnmesh.planner.models.read import model as known_model
 from attnmesh.planner.models.read import read_config
 from attnmesh.planner.prefill import MAX_CP_RANKS, PrefillRequest, parallelisms, prefill_memory, prefill_ranking
-from attnmesh.planner.ranking import Memory, Ranking
+from attnmesh.planner.ranking import Memory
 
 plan_app = typer.Typer(
     cls=CommandGroup, no_args_is_help=True, help="Rank the plans for a model on a cluster, without running anything."
@@ -54,7 +39,7 @@ DeviceMemoryOption = Annotated[
     int | None,
     typer.Option(
         "--memory",
-        parser=bytes_argument,
+        parser=options.bytes_argument,
         metavar="SIZE",
         show_default="that of the hardware",
         help="Memory per rank, such as 20GiB, with --model.",
@@ -65,50 +50,39 @@ AllOption = Annotated[bool, typer.Option("--all", help="Show all plans, not only
 
 @plan_app.command("prefill")
 def plan_prefill(
-    model: ModelOption,
-    length: LengthOption,
+    model: options.ModelOption,
+    length: options.LengthOption,
     ranks: RequiredRanksOption,
-    batch: BatchOption = 1,
-    hardware: HardwareOption = "h200",
-    hardware_file: HardwareFileOption = None,
-    links: LinksOption = None,
-    ranks_per_node: ClusterNodeOption = None,
-    rails: RailsOption = None,
+    batch: options.BatchOption = 1,
+    hardware: options.HardwareOption = "h200",
+    hardware_file: options.HardwareFileOption = None,
+    links: options.LinksOption = None,
+    ranks_per_node: options.ClusterNodeOption = None,
+    rails: options.RailsOption = None,
     memory: DeviceMemoryOption = None,
     storage: StorageOption = "bf16",
     show_all: AllOption = False,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Rank plans to prefill prompts by time, with memory, bytes sent, bottleneck and reason.
 
     Exits with 1 if no plan fits into memory, and reports what would fit.
     """
     chosen = known_model(model)
-    cluster = _with_memory(resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file), memory)
+    cluster = _with_memory(options.resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file), memory)
     task = PrefillRequest(chosen, length, batch, ranks, cluster, kv_itemsize(storage, chosen))
-    with output.counting(f"ranking plans for {chosen.name} on {counted(ranks, 'rank')}"):
-        ranking = prefill_ranking(task)
-
-        def least_memory(devices: int) -> Memory | None:
-            larger = replace(task, devices=devices)
-            plans = (plan for plan in parallelisms(larger) if plan.cp <= MAX_CP_RANKS)
-            return min((prefill_memory(larger, plan) for plan in plans), key=_total, default=None)
-
-        ranking = _with_advice(ranking, ranks, least_memory, task.kv_itemsize)
     title = f"prefill of {_sequences(batch)} of {length:,} tokens, {chosen.name}"
-    _print_ranking(
-        ranking, title, describe_cluster(cluster, ranks), tokens=batch * length, show_all=show_all, as_json=as_json
-    )
+    _rank(task, title, tokens=batch * length, show_all=show_all, as_json=as_json)
 
 
 @plan_app.command("decode")
 def plan_decode(
     ranks: RequiredRanksOption,
-    batch: BatchOption,
+    batch: options.BatchOption,
     model: Annotated[
         str | None, typer.Option(help="Model name, config.json file or its folder; plans are ranked by time.")
     ] = None,
-    length: OptionalLengthOption = None,
+    length: options.OptionalLengthOption = None,
     config: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="config.json file to take the heads from, without --model."),
@@ -133,15 +107,15 @@ def plan_decode(
             help="Device, as in `plan prefill`. With heads instead of a model it ranks shardings by time.",
         ),
     ] = None,
-    hardware_file: HardwareFileOption = None,
-    links: LinksOption = None,
-    ranks_per_node: ClusterNodeOption = None,
-    rails: RailsOption = None,
+    hardware_file: options.HardwareFileOption = None,
+    links: options.LinksOption = None,
+    ranks_per_node: options.ClusterNodeOption = None,
+    rails: options.RailsOption = None,
     memory: DeviceMemoryOption = None,
     tokens: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, help="New tokens per sequence and step.")] = 1,
     storage: StorageOption = "bf16",
     show_all: AllOption = False,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Rank plans to decode tokens.
 
@@ -154,7 +128,8 @@ def plan_decode(
         raise ValueError("--length is required with --model and with --hardware")
     cluster = None
     if model is not None or on_cluster:
-        cluster = resolve_cluster("h200" if hardware is None else hardware, links, ranks_per_node, rails, hardware_file)
+        named = "h200" if hardware is None else hardware
+        cluster = options.resolve_cluster(named, links, ranks_per_node, rails, hardware_file)
     if model is None:
         if memory is not None:
             raise ValueError(f"--memory requires --model, got {memory} bytes")
@@ -169,42 +144,29 @@ def plan_decode(
     assert length is not None
     assert cluster is not None
     chosen = known_model(model)
-    number = kv_itemsize(storage, chosen)
-    cluster = _with_memory(cluster, memory)
-    task = DecodeRequest(chosen, length, batch, ranks, cluster, tokens, number)
-    with output.counting(f"ranking plans for {chosen.name} on {counted(ranks, 'rank')}"):
-        ranking = decode_ranking(task)
-
-        def least_memory(devices: int) -> Memory | None:
-            larger = replace(task, devices=devices)
-            found = (decode_memory(larger, plan, batch // replicas) for replicas, plan in shardings(larger))
-            return min(found, key=_total, default=None)
-
-        ranking = _with_advice(ranking, ranks, least_memory, number)
+    itemsize, cluster = kv_itemsize(storage, chosen), _with_memory(cluster, memory)
+    task = DecodeRequest(chosen, length, batch, ranks, cluster, tokens, itemsize)
     title = f"one decode step of {_sequences(batch)} with {length:,} tokens in the KV cache, {chosen.name}"
-    _print_ranking(
-        ranking, title, describe_cluster(cluster, ranks), tokens=batch * tokens, show_all=show_all, as_json=as_json,
-        not_run=not_run_here(chosen, storage), run_here=RunHere(task, ranking, storage),
-    )  # fmt: skip
+    _rank(task, title, tokens=batch * tokens, show_all=show_all, as_json=as_json, storage=storage)
 
 
 def _with_memory(cluster: Cluster, memory: int | None) -> Cluster:
     return cluster if memory is None else replace(cluster, device=replace(cluster.device, memory=float(memory)))
 
 
-def _with_advice(
-    ranking: Ranking, ranks: int, least_memory: Callable[[int], Memory | None], kv_itemsize: float
-) -> Ranking:
-    if ranking.best is not None:
-        return ranking
-    return replace(ranking, advice=fitting_advice(ranking, ranks, least_memory, kv_itemsize))
-
-
-def _print_ranking(
-    ranking: Ranking, title: str, cluster: str, *, tokens: int, show_all: bool, as_json: bool,
-    not_run: Sequence[str] = (), run_here: RunHere | None = None,
+def _rank(
+    task: PrefillRequest | DecodeRequest, title: str, *, tokens: int, show_all: bool, as_json: bool,
+    storage: str | None = None,
 ) -> None:  # fmt: skip
     """Print the ranking, and what of it `attnmesh generate` and `attnmesh serve` run; exit with 1 if nothing fits."""
+    with output.counting(f"ranking plans for {task.model.name} on {counted(task.devices, 'rank')}"):
+        ranking = decode_ranking(task) if isinstance(task, DecodeRequest) else prefill_ranking(task)
+        if ranking.best is None:
+            advice = fitting_advice(ranking, task.devices, partial(_least_memory, task), task.kv_itemsize)
+            ranking = replace(ranking, advice=advice)
+    cluster, run_here, not_run = options.describe_cluster(task.cluster, task.devices), None, list[str]()
+    if isinstance(task, DecodeRequest) and storage is not None:
+        run_here, not_run = RunHere(task, ranking, storage), not_run_here(task.model, storage)
     if as_json:
         facts = {"workload": title, "cluster": cluster, **ranking_facts(ranking, run_here)}
         print(json.dumps(facts if run_here is None else {**facts, "not_run": not_run}, indent=2))
@@ -215,6 +177,16 @@ def _print_ranking(
             console.print(f"attnmesh generate does not run these plans as estimated: {reason}.", soft_wrap=True)
     if ranking.best is None:
         raise typer.Exit(1)
+
+
+def _least_memory(task: PrefillRequest | DecodeRequest, devices: int) -> Memory | None:
+    """The memory per rank of the smallest plan on other devices; None if there is no plan."""
+    larger = replace(task, devices=devices)
+    if isinstance(larger, DecodeRequest):
+        found = [decode_memory(larger, plan, larger.batch // replicas) for replicas, plan in shardings(larger)]
+    else:
+        found = [prefill_memory(larger, plan) for plan in parallelisms(larger) if plan.cp <= MAX_CP_RANKS]
+    return min(found, key=lambda memory: memory.total, default=None)
 
 
 def _heads(
@@ -232,7 +204,3 @@ def _heads(
 
 def _sequences(batch: int) -> str:
     return "1 sequence" if batch == 1 else f"{batch} sequences"
-
-
-def _total(memory: Memory) -> float:
-    return memory.total

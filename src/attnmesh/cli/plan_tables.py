@@ -29,7 +29,10 @@ def show_ranking(
     console: Console, ranking: Ranking, title: str, cluster: str, *, tokens: int, show_all: bool,
     run_here: RunHere | None = None,
 ) -> None:  # fmt: skip
-    """Print the best plan and why it is the best, then the table. `tokens` is what the plans process in their time."""
+    """Print the best plan and why it is the best, then all plans with the time and memory of each, best first.
+
+    `tokens` is what the plans process in their time.
+    """
     best = ranking.best
     if best is None:
         console.print(ranking.advice, style="bold")
@@ -41,13 +44,6 @@ def show_ranking(
         if run_here is not None:
             console.print(_runs(run_here, best, ranking), soft_wrap=True)
     console.print(cluster)
-    show_plans(console, title, ranking, show_all=show_all, run_here=run_here)
-
-
-def show_plans(
-    console: Console, title: str, ranking: Ranking, *, show_all: bool, run_here: RunHere | None = None
-) -> None:
-    """Print the plans, best first, with the time and memory of each and the reason for its rank."""
     shown = ranking.options if show_all else ranking.options[:SHOWN]
     rows = [
         {

@@ -10,20 +10,7 @@ from typing import Annotated
 
 import typer
 
-from attnmesh.cli import output
-from attnmesh.cli.options import (
-    BatchOption,
-    Device,
-    HeadDimOption,
-    KvHeadsOption,
-    LayoutName,
-    LayoutOption,
-    LengthOption,
-    MaskOption,
-    QHeadsOption,
-    check_output_file,
-    parse_mask,
-)
+from attnmesh.cli import options, output
 from attnmesh.comm import Comm, run_virtual
 from attnmesh.core.layouts import LAYOUTS, Layout
 from attnmesh.core.masks import Mask
@@ -39,13 +26,13 @@ from attnmesh.verify.mode import Outcome
 def report_command(
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("report.html"),
     ranks: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Number of ranks.")] = 8,
-    length: LengthOption = 131072,
-    layout: LayoutOption = LayoutName.ZIGZAG,
-    mask: MaskOption = "causal",
-    q_heads: QHeadsOption = 32,
-    kv_heads: KvHeadsOption = 8,
-    head_dim: HeadDimOption = 128,
-    batch: BatchOption = 1,
+    length: options.LengthOption = 131072,
+    layout: options.LayoutOption = options.LayoutName.ZIGZAG,
+    mask: options.MaskOption = "causal",
+    q_heads: options.QHeadsOption = 32,
+    kv_heads: options.KvHeadsOption = 8,
+    head_dim: options.HeadDimOption = 128,
+    batch: options.BatchOption = 1,
     ranks_per_node: Annotated[
         int | None,
         typer.Option(
@@ -56,15 +43,17 @@ def report_command(
             help="Number of ranks per node.",
         ),
     ] = None,
-    device: Annotated[Device, typer.Option(help="Device type that schedules are ranked for.")] = Device.CUDA,
+    device: Annotated[
+        options.Device, typer.Option(help="Device type that schedules are ranked for.")
+    ] = options.Device.CUDA,
     traces: Annotated[list[Path] | None, typer.Option("--trace", help="Trace to include. Repeatable.")] = None,
     figures: Annotated[Path | None, typer.Option(help="JSON file with figures to include.")] = None,
     check: Annotated[bool, typer.Option(help="Compute a small case on virtual ranks and compare with float64.")] = True,
 ) -> None:
     """Write an HTML report: what each rank holds, computes and sends, and which schedule is the fastest."""
     shape = Shape(batch, q_heads, kv_heads, head_dim, itemsize=2, sum_itemsize=4)  # bf16, accumulated in float32
-    check_output_file("--out", out)
-    chosen_mask, chosen_layout = parse_mask(mask, length), LAYOUTS[layout.value]
+    options.check_output_file("--out", out)
+    chosen_mask, chosen_layout = options.parse_mask(mask, length), LAYOUTS[layout.value]
     timelines = {path.stem: read_trace(path) for path in traces or ()}
     tables = read_figures(figures) if figures else {}
     with output.counting("planning and simulating every schedule"):
@@ -81,7 +70,7 @@ def report_command(
             figures=tables,
         )
     if check:
-        outcomes = compare_schedules(ranks, chosen_layout, parse_mask(mask, LENGTH), ranks_per_node)
+        outcomes = compare_schedules(ranks, chosen_layout, options.parse_mask(mask, LENGTH), ranks_per_node)
         made = replace(made, outcomes=outcomes)
     write_report(out, made)
     output.console().print(f"Report: {out}", soft_wrap=True)

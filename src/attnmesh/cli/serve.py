@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnmesh.cli import output
+from attnmesh.cli import options, output
 from attnmesh.cli.auto_sharding import AutoSharding
 from attnmesh.cli.errors import Terminated
 from attnmesh.cli.language_model import (
@@ -21,18 +21,6 @@ from attnmesh.cli.language_model import (
     LanguageModelOption,
     check_language_model,
     device_memory,
-)
-from attnmesh.cli.options import (
-    Device,
-    DeviceOption,
-    Precision,
-    RanksOption,
-    ShareGpuOption,
-    TimeoutOption,
-    VirtualOption,
-    check_device,
-    check_share_gpu,
-    length_argument,
 )
 from attnmesh.cli.sharding import (
     CpOption,
@@ -58,7 +46,7 @@ from attnmesh.plan.decode import DecodeSharding
 if TYPE_CHECKING:
     from attnmesh.serving.server import ServerSettings
 
-_DEFAULT_CACHE = 32768  # tokens, if the model has as many positions
+_DEFAULT_CACHE = 32768  # tokens, if the model has that many positions
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 _MIN_KEY = 16  # characters
 _SOME_RANKS: dict[str, Any] = {"min": 1, "max": launch.MAX_RANKS, "show_default": "all ranks compute all"}
@@ -66,7 +54,7 @@ _SOME_RANKS: dict[str, Any] = {"min": 1, "max": launch.MAX_RANKS, "show_default"
 
 def serve_command(
     model: LanguageModelOption = None,
-    ranks: RanksOption = None,
+    ranks: options.RanksOption = None,
     prefill_ranks: Annotated[
         int | None,
         typer.Option(**_SOME_RANKS, help="The first ranks, which compute prompts. Requires --decode-ranks."),
@@ -75,8 +63,8 @@ def serve_command(
         int | None,
         typer.Option(**_SOME_RANKS, help="The ranks after these, which compute the answers from the second token on."),
     ] = None,
-    device: DeviceOption = Device.CPU,
-    dtype: DtypeOption = Precision.FP32,
+    device: options.DeviceOption = options.Device.CPU,
+    dtype: DtypeOption = options.Precision.FP32,
     storage: CacheStorageOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on. One that others reach requires a key.")] = _LOCAL[0],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
@@ -92,7 +80,7 @@ def serve_command(
     cache_tokens: Annotated[
         int | None,
         typer.Option(
-            parser=length_argument,
+            parser=options.length_argument,
             metavar="LENGTH",
             show_default="the positions of the model, at most 32k",
             help="Tokens in the KV cache of each group of ranks; also the longest prompt with its answer.",
@@ -136,9 +124,9 @@ def serve_command(
     grace: Annotated[
         float, typer.Option(min=0, max=3600, help="Seconds that answers have to end after SIGINT or SIGTERM.")
     ] = 10.0,
-    virtual: VirtualOption = False,
-    share_gpu: ShareGpuOption = False,
-    timeout: TimeoutOption = launch.TIMEOUT,
+    virtual: options.VirtualOption = False,
+    share_gpu: options.ShareGpuOption = False,
+    timeout: options.TimeoutOption = launch.TIMEOUT,
 ) -> None:
     """Serve a language model over HTTP with OpenAI's API, sharded over ranks.
 
@@ -153,8 +141,8 @@ def serve_command(
         ranks = _both_sides(prefill_ranks, decode_ranks, ranks, virtual, device)
         if any(each is not None for each in (sharding, tp, kvdp, cp)):
             raise ValueError(f"--prefill-ranks {prefill_ranks} is for whole weights on every rank, got a sharding")
-    check_device(device)
-    check_share_gpu(share_gpu, device.value, virtual)
+    options.check_device(device)
+    options.check_share_gpu(share_gpu, device.value, virtual)
     check_timeout(timeout)
     world = launch.world_size(ranks, virtual=virtual)
     divided = given_sharding(sharding, tp, kvdp, cp, world)
@@ -241,13 +229,13 @@ def _on_signals(settings: ServerSettings) -> None:
 
 
 def _both_sides(
-    prefill: int | None, decode: int | None, ranks: int | None, virtual: bool, device: Device
+    prefill: int | None, decode: int | None, ranks: int | None, virtual: bool, device: options.Device
 ) -> int | None:  # fmt: skip
-    """The number of ranks to start, None under torchrun, where some prefill and the others decode."""
+    """The number of ranks to start, None under torchrun, where some ranks prefill and the rest decode."""
     if prefill is None or decode is None:
         given = f"--prefill-ranks {prefill}" if decode is None else f"--decode-ranks {decode}"
         raise ValueError(f"--prefill-ranks and --decode-ranks must be given together, got {given} alone")
-    if device is not Device.CPU:
+    if device is not options.Device.CPU:
         raise ValueError(f"--prefill-ranks is tested on the CPU only, and requires --device cpu, got {device.value}")
     if virtual:
         raise ValueError("--prefill-ranks must be processes, which step on their own, got --virtual: they take turns")

@@ -58,7 +58,7 @@ def given_sharding(
 ) -> DecodeSharding | None:
     """The sharding that the options give; None if they give none, or leave it to be chosen.
 
-    CP ranks are those that are left.
+    The ranks that are left are CP ranks.
     """
     given = {name: n for name, n in (("--tp", tp), ("--kvdp", kvdp), ("--cp", cp)) if n is not None}
     if not given:

@@ -13,39 +13,23 @@ from typing import Annotated
 
 import typer
 
-from attnmesh.cli import output
-from attnmesh.cli.options import (
-    BatchOption,
-    ClusterNodeOption,
-    HardwareFileOption,
-    HardwareOption,
-    JsonFlag,
-    LayoutName,
-    LayoutOption,
-    LengthOption,
-    LinksOption,
-    MaskOption,
-    RailsOption,
-    check_output_file,
-    describe_cluster,
-    parse_mask,
-    resolve_cluster,
-)
+from attnmesh.cli import options, output
 from attnmesh.core.layouts import LAYOUTS
 from attnmesh.core.progress import reported
 from attnmesh.core.text import counted
-from attnmesh.plan.program import Load, LoadCounter
-from attnmesh.plan.schedules import SCHEDULES, check_schedule, program
+from attnmesh.plan.schedules import SCHEDULES, check_schedule
 from attnmesh.plan.shards import shards
-from attnmesh.plan.vectorized import band_of
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.counts import MAX_HEAD_DIM, MAX_HEADS, MAX_RANKS, check_sizes
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.models.read import model as known_model
+from attnmesh.planner.program import Load, LoadCounter
+from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import Simulated, simulate
 from attnmesh.planner.units import readable_bytes, readable_seconds
+from attnmesh.planner.vectorized import band_of
 from attnmesh.trace.timeline import write_trace
 
 _LOG = logging.getLogger(__name__)
@@ -67,7 +51,7 @@ class _Run:
 
 def simulate_command(
     ranks: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Number of ranks, up to thousands.")],
-    length: LengthOption,
+    length: options.LengthOption,
     schedule: Annotated[str, typer.Option(help=f"auto, {', '.join(SCHEDULES)}.")] = "ring",
     model: Annotated[
         str | None, typer.Option(help="Model name, config.json file or its folder to take the heads from.")
@@ -81,15 +65,15 @@ def simulate_command(
     head_dim: Annotated[
         int | None, typer.Option(min=1, max=MAX_HEAD_DIM, show_default="128", help="Head dimension.")
     ] = None,
-    batch: BatchOption = 1,
-    layout: LayoutOption = LayoutName.ZIGZAG,
-    mask: MaskOption = "causal",
+    batch: options.BatchOption = 1,
+    layout: options.LayoutOption = options.LayoutName.ZIGZAG,
+    mask: options.MaskOption = "causal",
     backward: Annotated[bool, typer.Option("--backward", help="Also simulate the backward pass.")] = False,
-    hardware: HardwareOption = "h200",
-    hardware_file: HardwareFileOption = None,
-    links: LinksOption = None,
-    ranks_per_node: ClusterNodeOption = None,
-    rails: RailsOption = None,
+    hardware: options.HardwareOption = "h200",
+    hardware_file: options.HardwareFileOption = None,
+    links: options.LinksOption = None,
+    ranks_per_node: options.ClusterNodeOption = None,
+    rails: options.RailsOption = None,
     slow_ranks: Annotated[
         list[str] | None,
         typer.Option("--slow-rank", help="RANK:FACTOR; 3:1.5 makes rank 3 compute 1.5 times as long. Repeatable."),
@@ -102,19 +86,19 @@ def simulate_command(
     trace_ranks: Annotated[
         str | None, typer.Option(show_default="the first 16", help="Ranks in the trace, such as 0-7,12.")
     ] = None,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Simulate one attention layer under a schedule on a cluster: every rank, port and message."""
     if trace is not None:
-        check_output_file("--trace", trace)
+        options.check_output_file("--trace", trace)
     if trace_ranks is not None and trace is None:
         raise ValueError(f"--trace-ranks {trace_ranks} requires --trace")
     shape = _shape(model, batch, q_heads, kv_heads, head_dim)
     check_sizes(length=length, batch=batch, q_heads=shape.q_heads, head_dim=shape.head_dim)
-    cluster = resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file)
+    cluster = options.resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file)
     if cluster.ranks_per_node < ranks and ranks % cluster.ranks_per_node:
         raise ValueError(f"--ranks must be a multiple of the {cluster.ranks_per_node} ranks per node, got {ranks}")
-    chosen_mask = parse_mask(mask, length)
+    chosen_mask = options.parse_mask(mask, length)
     if ranks > MAX_RANKS_OF_OTHER_MASKS and band_of(chosen_mask) is None:
         most = f"at most {MAX_RANKS_OF_OTHER_MASKS} ranks (causal, full and window:N on {MAX_RANKS:,})"
         raise ValueError(f"--mask {mask} can be simulated on {most}, got {ranks:,}")
@@ -135,21 +119,19 @@ def simulate_command(
     if as_json:
         facts = {
             "schedule": chosen, "ranks": ranks, "length": length, "layout": layout.value, "mask": mask,
-            "cluster": describe_cluster(cluster, ranks), "runs": [_facts(run) for run in runs],
+            "cluster": options.describe_cluster(cluster, ranks), "runs": [_facts(run) for run in runs],
         }  # fmt: skip
         print(json.dumps(facts, indent=2))
         return
     console = output.console()
-    console.print(describe_cluster(cluster, ranks))
+    console.print(options.describe_cluster(cluster, ranks))
     output.show(console, title, [_row(run) for run in runs])
-    for method in dict.fromkeys(run.simulated.method for run in runs):
-        console.print(f"Simulated {method}.")
     if trace is not None:
         console.print(f"Trace: {trace} (open it in https://ui.perfetto.dev or chrome://tracing)", soft_wrap=True)
 
 
 def _shape(model: str | None, batch: int, q_heads: int | None, kv_heads: int | None, head_dim: int | None) -> Shape:
-    """The heads of the model, or those that were given; bf16, accumulated in float32."""
+    """The heads of the model, or the given heads; bf16, accumulated in float32."""
     if model is None:
         shape = Shape(batch, q_heads or 32, kv_heads or 8, head_dim or 128, itemsize=2, sum_itemsize=4)
         if shape.q_heads % shape.kv_heads:
@@ -213,7 +195,6 @@ def _facts(run: _Run) -> dict[str, object]:
         "bytes_sent": run.busiest.sent,
         "bytes_between_nodes": run.busiest.inter_node,
         "flops": run.busiest.flops,
-        "method": simulated.method,
     }
 
 

@@ -27,7 +27,7 @@ def start() -> None:
 def is_command(argv: list[str], original: list[str]) -> bool:
     """Whether a process runs the command: `attnmesh ...` or `python -m attnmesh ...`.
 
-    A rank that it started has the command's arguments, but not as those that it was itself started with.
+    A rank that the command started has the command's arguments, but was itself started with others.
     """
     if argv and argv[0] == "-m":  # while the package is imported
         return original[-len(argv) :][0].removeprefix("-m") == "attnmesh"

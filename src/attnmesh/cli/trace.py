@@ -15,28 +15,7 @@ import torch
 import typer
 from torch import Tensor
 
-from attnmesh.cli import output
-from attnmesh.cli.options import (
-    Device,
-    DeviceOption,
-    HeadDimOption,
-    KvHeadsOption,
-    LayoutName,
-    LayoutOption,
-    LengthOption,
-    MaskOption,
-    Precision,
-    QHeadsOption,
-    RanksOption,
-    RanksPerNodeOption,
-    ShareGpuOption,
-    TimeoutOption,
-    VirtualOption,
-    check_device,
-    check_output_file,
-    check_share_gpu,
-    parse_mask,
-)
+from attnmesh.cli import options, output
 from attnmesh.comm import Comm, VirtualComm, launch, recording
 from attnmesh.core.layouts import LAYOUTS
 from attnmesh.core.progress import reported_steps
@@ -55,27 +34,29 @@ _TENSORS = 8  # of the size of the queries
 
 def trace_command(
     out: Annotated[Path, typer.Option(help="File to write, in an existing folder.")],
-    ranks: RanksOption = None,
+    ranks: options.RanksOption = None,
     schedule: Annotated[str, typer.Option(help=f"auto, {', '.join(SCHEDULES)}.")] = "ring",
-    length: LengthOption = 8192,
-    layout: LayoutOption = LayoutName.ZIGZAG,
-    mask: MaskOption = "causal",
-    q_heads: QHeadsOption = 8,
-    kv_heads: KvHeadsOption = 2,
-    head_dim: HeadDimOption = 64,
+    length: options.LengthOption = 8192,
+    layout: options.LayoutOption = options.LayoutName.ZIGZAG,
+    mask: options.MaskOption = "causal",
+    q_heads: options.QHeadsOption = 8,
+    kv_heads: options.KvHeadsOption = 2,
+    head_dim: options.HeadDimOption = 64,
     backward: Annotated[bool, typer.Option("--backward", help="Also compute gradients.")] = False,
-    ranks_per_node: RanksPerNodeOption = None,
-    device: DeviceOption = Device.CPU,
-    dtype: Annotated[Precision | None, typer.Option(show_default="fp32 on cpu, bf16 on cuda", help="Dtype.")] = None,
-    virtual: VirtualOption = False,
-    share_gpu: ShareGpuOption = False,
-    timeout: TimeoutOption = launch.TIMEOUT,
+    ranks_per_node: options.RanksPerNodeOption = None,
+    device: options.DeviceOption = options.Device.CPU,
+    dtype: Annotated[
+        options.Precision | None, typer.Option(show_default="fp32 on cpu, bf16 on cuda", help="Dtype.")
+    ] = None,
+    virtual: options.VirtualOption = False,
+    share_gpu: options.ShareGpuOption = False,
+    timeout: options.TimeoutOption = launch.TIMEOUT,
 ) -> None:
     """Run attention over ranks and write when each rank computed, sent, received and waited, for a trace viewer."""
-    check_device(device)
-    check_share_gpu(share_gpu, device.value, virtual)
+    options.check_device(device)
+    options.check_share_gpu(share_gpu, device.value, virtual)
     check_timeout(timeout)
-    precision = dtype or (Precision.BF16 if device is Device.CUDA else Precision.FP32)
+    precision = dtype or (options.Precision.BF16 if device is options.Device.CUDA else options.Precision.FP32)
     case = TraceCase(
         schedule=schedule,
         length=length,
@@ -89,7 +70,7 @@ def trace_command(
         device=device.value,
         dtype=precision.value,
     )
-    check_output_file("--out", out)
+    options.check_output_file("--out", out)
     world = launch.world_size(ranks, virtual=virtual)
     case.check(world, local=int(os.environ.get("LOCAL_WORLD_SIZE", world)) if launch.under_torchrun() else world)
     launch.run(
@@ -117,7 +98,7 @@ class TraceCase:
         """Raise ValueError if the case cannot run on this number of ranks, `local` of them on this machine."""
         if self.schedule not in ("auto", *SCHEDULES):
             raise ValueError(f"schedule must be one of auto, {', '.join(SCHEDULES)}, got {self.schedule!r}")
-        mask = parse_mask(self.mask, self.length)
+        mask = options.parse_mask(self.mask, self.length)
         if self.q_heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide the {self.q_heads} query heads, got {self.kv_heads}")
         if self.ranks_per_node is not None and ranks % self.ranks_per_node:
@@ -137,7 +118,7 @@ class TraceCase:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype of q, k and v."""
-        return Precision(self.dtype).dtype
+        return options.Precision(self.dtype).dtype
 
 
 def _trace(comm: Comm, *, case: TraceCase, out: Path) -> None:
@@ -159,7 +140,7 @@ def record_attention(comm: Comm, case: TraceCase) -> list[Span]:
     cp = ContextParallel(comm, layout=LAYOUTS[case.layout], schedule=case.schedule, ranks_per_node=case.ranks_per_node)
     q, k, v, grad = (_random(case, cp, heads) for heads in (case.q_heads, case.kv_heads, case.kv_heads, case.q_heads))
 
-    mask = parse_mask(case.mask, case.length)
+    mask = options.parse_mask(case.mask, case.length)
 
     def attend() -> None:
         inputs = [x.detach().requires_grad_(case.backward) for x in (q, k, v)]
@@ -218,7 +199,7 @@ def _title(comm: Comm, case: TraceCase, schedule: str) -> str:
 def _selected(comm: Comm, case: TraceCase) -> str:
     cp = ContextParallel(comm, layout=LAYOUTS[case.layout], ranks_per_node=case.ranks_per_node)
     return cp.explain(
-        mask=parse_mask(case.mask, case.length),
+        mask=options.parse_mask(case.mask, case.length),
         length=case.length,
         q_heads=case.q_heads,
         kv_heads=case.kv_heads,

@@ -12,17 +12,7 @@ from typing import Annotated
 import torch
 import typer
 
-from attnmesh.cli import output
-from attnmesh.cli.options import (
-    Device,
-    DeviceOption,
-    RanksOption,
-    ShareGpuOption,
-    TimeoutOption,
-    VirtualOption,
-    check_device,
-    check_share_gpu,
-)
+from attnmesh.cli import options, output
 from attnmesh.comm import Comm, launch
 from attnmesh.core.text import counted
 from attnmesh.core.validation import MAX_TIMEOUT, check_number, check_timeout, shown
@@ -31,10 +21,10 @@ from attnmesh.verify.mode import Outcome
 
 
 def verify_command(
-    ranks: RanksOption = None,
-    device: DeviceOption = Device.CPU,
-    virtual: VirtualOption = False,
-    share_gpu: ShareGpuOption = False,
+    ranks: options.RanksOption = None,
+    device: options.DeviceOption = options.Device.CPU,
+    virtual: options.VirtualOption = False,
+    share_gpu: options.ShareGpuOption = False,
     only: Annotated[
         str | None,
         typer.Option(metavar="PATTERN", help="Only modes whose name and shape match this regular expression."),
@@ -46,11 +36,11 @@ def verify_command(
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**62, show_default="drawn at random", help="Seed of the random inputs.")
     ] = None,
-    timeout: TimeoutOption = launch.TIMEOUT,
+    timeout: options.TimeoutOption = launch.TIMEOUT,
 ) -> None:
     """Compare every mode with float64 on random inputs. Exits with 1 if a result is wrong."""
-    check_device(device)
-    check_share_gpu(share_gpu, device.value, virtual)
+    options.check_device(device)
+    options.check_share_gpu(share_gpu, device.value, virtual)
     check_timeout(timeout)
     if time_limit is not None:
         check_number("--time-limit", time_limit, least=0)

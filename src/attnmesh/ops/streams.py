@@ -20,7 +20,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from attnmesh.plan.workload import STREAMS
+STREAMS = 2
+"""CUDA streams that the kernels of a ring alternate between."""
 
 _NOTHING = nullcontext()
 

@@ -50,6 +50,7 @@ from attnmesh.core.validation import (
     check_tensor,
     shown,
 )
+from attnmesh.core.visibility import Patch
 from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.call import (
     Call,
@@ -68,7 +69,6 @@ from attnmesh.ops.paged import PagedKV, check_calls, check_paged, paged_attentio
 from attnmesh.ops.storage import Quantized, Stored, storage_of, values_of
 from attnmesh.parallel.executor import BACKENDS, Executor, attend, score_checks, unshard
 from attnmesh.parallel.node_groups import context_comm
-from attnmesh.plan.blocks import Patch
 
 
 def ring_chunks(length: int, ring_size: int, ring_id: int, pairs: int | tuple[int, ...] = 1) -> tuple[range, ...]:

@@ -18,6 +18,7 @@ from attnmesh.comm import Comm, Pending
 from attnmesh.comm.base import FINISHED, post
 from attnmesh.core.ranges import Ranges, difference, rows_of, size
 from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.core.visibility import Patch
 from attnmesh.ops.dense import dispatch
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result, Scores, contiguous_last_dim, kernel_span
@@ -25,7 +26,6 @@ from attnmesh.ops.dense.dispatch import choose_fused, choose_fused_backward
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
 from attnmesh.parallel.executor import Executor, ExecutorConfig, RowLayout, View, Views, copy_rows
-from attnmesh.plan.blocks import Patch
 from attnmesh.plan.ring import RingPlan, Stage, Transfer, Transfers, ring_plan
 
 

@@ -7,23 +7,15 @@ that one patch covers everything: each run of queries with its own range of keys
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
-
-import numpy as np
 
 from attnmesh.core import ranges
 from attnmesh.core.mask import sequence_intervals
 from attnmesh.core.ranges import Ranges
-from attnmesh.plan.blocks import Patch
-from attnmesh.plan.program import Floats, Kernels, Messages, MessageTotals, Round, RowTraffic, concurrent_rounds
-from attnmesh.plan.ring import causal_squares, kernel_calls
-from attnmesh.plan.schedule import GroupSpec, GroupStep, GroupTile, concurrent_steps
+from attnmesh.core.visibility import Patch
 from attnmesh.plan.shards import Piece, Shards, pieces
-from attnmesh.plan.vectorized import Gathered, vectorized
-from attnmesh.plan.workload import GroupedWorkload, RankSizes, Shape, Workload, copy, relayout, row_coverage
 
 
 @dataclass(frozen=True)
@@ -61,7 +53,7 @@ class GatherPlan:
         return self.patch(rank).pairs
 
     def rows_sent(self, source: int, target: int) -> int:
-        """The rows of keys that one rank sends to another in a forward; as many rows of gradients come back."""
+        """The rows of keys that one rank sends to another in a forward; the gradients of these rows come back."""
         return sum(len(piece.rows) for piece in self.pieces(source, target))
 
     @cached_property
@@ -108,154 +100,3 @@ def groups_that_fill(shards: Shards, batch: int, q_heads: int) -> int:
     """How many groups of heads keep a GPU busy in each; the same on every rank."""
     rows = sum(map(ranges.size, shards.queries)) // shards.world
     return max(1, min(_MAX_HEAD_GROUPS, batch * q_heads * rows // (_TILE * _TILES_PER_GROUP)))
-
-
-def workload_head_groups(workload: Workload, shards: Shards, shape: Shape) -> list[range]:
-    """The groups of kv heads on the workload's device."""
-    if workload.device == "cpu":
-        return head_groups(shape.kv_heads)
-    return head_groups(shape.kv_heads, groups_that_fill(shards, shape.batch, shape.q_heads))
-
-
-# Rounds: a group of kv heads per round, its keys one round ahead of its attention.
-
-
-def gathered(shards: Shards, groups: Sequence[Sequence[int]], world: int, ranks_per_node: int) -> Gathered:
-    """What every rank of every rank group gathers; the i-th rank of each holds the i-th shard."""
-    arrays = vectorized(shards)
-    if arrays is not None:
-        return arrays.gathered(groups, world, ranks_per_node)
-    plan = gather_plan(shards)
-    pairs, calls, rows, own, *causal = columns = np.zeros((6, world), dtype=np.int64)
-    for i in range(plan.world):
-        patch = plan.patch(i)
-        held = ranges.size(plan.shards.keys[i])
-        mine = plan.pairs(i), kernel_calls(patch), plan.rows(i), held, *causal_squares(patch)
-        columns[:, [group[i] for group in groups]] = np.array(mine)[:, None]
-    ends = [(s, t) for s in range(plan.world) for t in range(plan.world) if s != t]
-    sent = [(group[s], group[t], plan.rows_sent(s, t)) for group in groups for s, t in ends]
-    traffic = RowTraffic(*np.array(sent, dtype=np.int64).reshape(-1, 3).T)
-    return Gathered(pairs, calls, rows, own, traffic, (causal[0], causal[1]))
-
-
-def _forward(part: Gathered, heads: Sequence[int], sizes: RankSizes, name: str) -> Iterator[Round]:
-    """The next group's keys are sent while this group is computed. `heads` is the kv heads of every group."""
-    for at, count in enumerate((*heads, 0)):
-        posted = {f"{name} {at}": _keys(part, sizes, count, sum(heads))} if count else {}
-        work = [_pack(part, sizes, count, sum(heads))] if count else []
-        if at:
-            work += _attention(part, sizes, heads[at - 1], sum(heads), backward=False)
-        if not count and len(heads) > 1:
-            work.append(copy(sizes.rows * sizes.out_row * (part.pairs > 0)))  # the groups' outputs are concatenated
-        yield Round(f"{name} {at}", posted, tuple(work), tuple(posted))
-
-
-def _backward(part: Gathered, heads: Sequence[int], sizes: RankSizes, name: str) -> Iterator[Round]:
-    """Gradients of the previous group return to their owners at the same time."""
-    gradients: dict[str, Messages | MessageTotals] = {}
-    for at, count in enumerate((*heads, 0)):
-        posted = {f"{name} {at}": _keys(part, sizes, count, sum(heads))} if count else {}
-        work = [_pack(part, sizes, count, sum(heads))] if count else []
-        if at:
-            work += _attention(part, sizes, heads[at - 1], sum(heads), backward=True)
-        yield Round(f"{name} {at}", posted | gradients, tuple(work), (*posted, *gradients))
-        gradients = {}
-        if at:
-            row = sizes.key_grad_row * heads[at - 1] // sum(heads)
-            gradients = {f"{name} gradients {at}": part.traffic.return_messages(row)}
-    yield Round(f"{name} return", gradients, (), tuple(gradients))
-
-
-def _keys(part: Gathered, sizes: RankSizes, heads: int, of: int) -> Messages | MessageTotals:
-    return part.traffic.messages(sizes.key_row * heads // of)
-
-
-def _pack(part: Gathered, sizes: RankSizes, heads: int, of: int) -> Kernels:
-    """The own keys of a group: into a message, if some rank needs them, and among those that are gathered."""
-    copies = 1 + (part.traffic.rows_sent(sizes.world) > 0)
-    return relayout(copies * part.own * sizes.key_row * heads // of, calls=4)
-
-
-def _attention(part: Gathered, sizes: RankSizes, heads: int, of: int, *, backward: bool) -> list[Kernels]:
-    share = heads / of
-    kernels = sizes.attention(part.pairs, part.calls, backward=backward, causal=part.causal)
-    if backward:
-        after = relayout(part.rows * sizes.key_grad_row * share, calls=2)  # into the message that returns
-    else:
-        after = sizes.merge(np.zeros_like(part.calls), part.calls, last=True)
-        after = replace(after.scaled(share), overlapped=True)  # runs of queries finish on streams of their own
-    return [kernels.scaled(share), after]
-
-
-class AllGatherSpec(GroupSpec):
-    """The keys that a rank sees are gathered, a few kv heads at a time."""
-
-    name = "allgather"
-
-    def group_rounds(self, grouped: GroupedWorkload, *, backward: bool) -> Iterator[Round]:
-        """One round more than there are groups of heads."""
-        return concurrent_rounds([self._rounds(grouped, shape, backward=backward) for shape in grouped.groups])
-
-    def group_memory(self, grouped: GroupedWorkload, *, backward: bool) -> Floats:
-        """Gathered keys of two groups of heads, and the results."""
-        sizes, workload = grouped.sizes, grouped.workload
-        peak = np.zeros(sizes.world)
-        for shape, groups in grouped.groups.items():
-            largest = max(map(len, workload_head_groups(workload, grouped.shards, shape)))
-            share = np.full(sizes.world, largest / shape.kv_heads)  # of all heads, in the largest group
-            part = gathered(grouped.shards, groups, sizes.world, workload.ranks_per_node)
-            nbytes = _backward_bytes if backward else _forward_bytes
-            ranks = np.array(groups).reshape(-1)
-            peak[ranks] = nbytes(part, share, sizes, cpu=workload.device == "cpu")[ranks]
-        return peak
-
-    def group_tiles(self, grouped: GroupedWorkload) -> list[GroupStep]:
-        """Every rank computes all its pairs for one group of heads after another."""
-        return concurrent_steps([self._tiles(grouped, shape) for shape in grouped.groups])
-
-    def _rounds(self, grouped: GroupedWorkload, shape: Shape, *, backward: bool) -> Iterator[Round]:
-        """Rank groups with the same heads gather in the same groups of heads."""
-        workload, sizes = grouped.workload, grouped.sizes
-        heads = [len(group) for group in workload_head_groups(workload, grouped.shards, shape)]
-        part = gathered(grouped.shards, grouped.groups[shape], sizes.world, workload.ranks_per_node)
-        name = "keys" if len(grouped.groups) == 1 else f"keys of {shape.q_heads}/{shape.kv_heads} heads"
-        return (_backward if backward else _forward)(part, heads, sizes, name)
-
-    def _tiles(self, grouped: GroupedWorkload, shape: Shape) -> list[GroupStep]:
-        plan, groups = gather_plan(grouped.shards), grouped.groups[shape]
-        steps = [GroupStep("send the first keys", [])]
-        for kv_heads in workload_head_groups(grouped.workload, grouped.shards, shape):
-            tiles = [
-                GroupTile(rank, index, kv_heads, i, range(plan.world), plan.pairs(i))
-                for index, group in enumerate(groups)
-                for i, rank in enumerate(group)
-            ]
-            several = f"KV heads {kv_heads.start} to {kv_heads[-1]}"
-            steps.append(GroupStep(several if len(kv_heads) > 1 else f"KV head {kv_heads.start}", tiles))
-        return steps
-
-
-def _forward_bytes(part: Gathered, share: Floats, sizes: RankSizes, *, cpu: bool) -> Floats:
-    """Keys of two groups and own keys to be sent; results of earlier groups, which are concatenated at the end."""
-    results = sizes.rows * (sizes.out_row + sizes.lse_row)
-    states = sizes.state_bytes(row_coverage(part.calls), cpu=cpu)
-    computing = _key_bytes(part, share, sizes) + (1 - share) * results + share * states
-    peak: Floats = np.maximum(computing, np.where(share < 1, 2 * results, 0))
-    return peak
-
-
-def _backward_bytes(part: Gathered, share: Floats, sizes: RankSizes, *, cpu: bool) -> Floats:
-    """Of one group: gradients of its keys as kernels leave them, those that are sent, and those that are received."""
-    parts = row_coverage(part.calls)
-    partial = np.minimum(parts, 2) * part.rows * sizes.key_row
-    sent = (part.rows + part.traffic.rows_sent(sizes.world)) * sizes.key_grad_row
-    totals = part.own * sizes.key_grad_row + sizes.rows * sizes.query_row
-    return _key_bytes(part, share, sizes) + totals + share * (partial + sent + sizes.query_grad_bytes(parts))
-
-
-def _key_bytes(part: Gathered, share: Floats, sizes: RankSizes) -> Floats:
-    keys: Floats = 2 * (part.rows + part.own) * sizes.key_row * share
-    return keys
-
-
-ALLGATHER = AllGatherSpec()

@@ -77,8 +77,9 @@ class _Holding(NamedTuple):
 def plan_moves(sources: Sequence[Part | None], targets: Sequence[Part | None], rank: int | None = None) -> list[Move]:
     """The moves from what each rank holds to what each rank is to hold, by target and source; of one rank if given.
 
-    `sources[r]` and `targets[r]` are those of rank r, None if it holds nothing. Parts of sources are equal or disjoint.
-    Where several ranks hold the same, each serves other targets. Raises ValueError if something is held by no rank.
+    `sources[r]` and `targets[r]` are the parts of rank r, None if it holds nothing. Parts of sources are equal or
+    disjoint. Where several ranks hold the same, each serves other targets. Raises ValueError if something is held by no
+    rank.
     """
     held = _holdings(sources)
     moves: dict[tuple[int, int], list[Piece]] = {}

@@ -11,7 +11,7 @@ from attnmesh.core.layouts import Layout, check_layout
 from attnmesh.core.masks import Mask, check_mask
 from attnmesh.core.ranges import Ranges, rows_between
 from attnmesh.core.validation import MAX_RANKS, check_count
-from attnmesh.plan.blocks import Patch
+from attnmesh.core.visibility import Patch
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _shards(
 
 @lru_cache(maxsize=64)
 def node_shards(shards: Shards, ranks_per_node: int) -> Shards | None:
-    """The shards of whole nodes of `ranks_per_node` consecutive ranks; None where those of a node interleave."""
+    """The shards of whole nodes of `ranks_per_node` consecutive ranks; None where the shards of a node interleave."""
 
     def joined(shards: tuple[Ranges, ...]) -> list[Ranges | None]:
         return [ranges.union(shards[first : first + ranks_per_node]) for first in range(0, len(shards), ranks_per_node)]

@@ -5,8 +5,8 @@ The schedule is the one whose slowest rank finishes first by estimate. For the m
 | combine | rounds | messages per rank | bytes |
 |---|---|---|---|
 | all_to_all | 1 | cp - 1 | the fewest: each result once, to the rank that needs it |
-| reduce_scatter | 2 x log2(cp) | as many | the lse of all heads to all ranks, then each result once |
-| all_reduce | 3 x log2(cp) | as many | the same, then all results to all ranks |
+| reduce_scatter | 2 x log2(cp) | 2 x log2(cp) | the lse of all heads to all ranks, then each result once |
+| all_reduce | 3 x log2(cp) | 3 x log2(cp) | the same, then all results to all ranks |
 
 An all-to-all is one round, but its cp - 1 messages are started one after another. The other two use recursive doubling
 and halving, one message per round: better with many ranks and few bytes. An all-reduce also returns all heads to every
@@ -23,15 +23,18 @@ from math import inf
 import numpy as np
 
 from attnmesh.core.progress import reported_steps
-from attnmesh.plan.decode import COMBINES, Combine, DecodeShape, DecodeSharding, bytes_sent
-from attnmesh.plan.program import Program, Round
-from attnmesh.plan.schedules import SCHEDULES, program, refusal
-from attnmesh.plan.vectorized import vectorized
-from attnmesh.plan.workload import RankSizes, Workload
+from attnmesh.plan.decode import COMBINES, Combine, DecodeShape, DecodeSharding
+from attnmesh.plan.schedules import SCHEDULES, refusal
+from attnmesh.plan.workload import Workload
 from attnmesh.planner.cost import Cost, cost
+from attnmesh.planner.decode_bytes import bytes_sent
 from attnmesh.planner.hardware import Cluster, Device, Link
-from attnmesh.planner.simulator.rounds import TooLongError
+from attnmesh.planner.program import Program, Round
+from attnmesh.planner.schedules import program
+from attnmesh.planner.simulator.simulate import TooLongError
+from attnmesh.planner.sizes import RankSizes
 from attnmesh.planner.units import readable_seconds
+from attnmesh.planner.vectorized import vectorized
 
 # A ring computes run by run; with more runs per shard than this (packed documents) its blocks become too small.
 _MAX_RING_RUNS = 4
@@ -60,7 +63,7 @@ class Choice:
 
 @lru_cache(maxsize=256)
 def choose_schedule(workload: Workload, cluster: Cluster, *, all_costs: bool = True) -> Choice:
-    """The fastest schedule by estimate; the simplest of those that tie.
+    """The fastest schedule by estimate; the simplest of the schedules that tie.
 
     The cost of forward and backward counts even where no gradient is required: otherwise activation checkpointing,
     which recomputes a forward with gradients, could get other bits. Without `all_costs` a schedule is left once it has

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 
 from attnmesh.core.validation import check_device, check_path, check_type
-from attnmesh.plan.program import KERNEL_KINDS, SIZED_IN_BYTES, KernelKind
 from attnmesh.planner.catalog_file import CAUSAL_FIELD_OF, FIELD_OF, Table, Tables, read_tables, unknown
 from attnmesh.planner.hardware import Cluster, Curve, Device, Link, Wiring
+from attnmesh.planner.program import KERNEL_KINDS, SIZED_IN_BYTES, KernelKind
 
 _BUILT_IN = Path(__file__).with_name("hardware.toml")
 T = TypeVar("T")
@@ -67,7 +67,7 @@ def catalog(extra: Path | str | None = None) -> Catalog:
 
 
 def load(path: Path | str) -> Catalog:
-    """The built-in catalog updated with a file: its fields replace those of the same name."""
+    """The built-in catalog updated with a file: its fields replace fields of the same name."""
     path = check_path("path", path)
     ours, given = _built_in_tables(), read_tables(path)
     merged = Tables(
@@ -94,9 +94,9 @@ def cluster(
 
     Args:
         device: such as "h200" or "cpu". A name that the catalog does not have raises ValueError with those it has.
-        ranks_per_node: devices of a node; by default those of the device's usual node.
-        intra_node, inter_node: names of links, by default those of the device.
-        rails: network interfaces of a node, by default those of the device's usual node.
+        ranks_per_node: devices of a node; by default the number in the device's usual node.
+        intra_node, inter_node: names of links, by default the usual links of the device.
+        rails: network interfaces of a node, by default the number in the device's usual node.
         extra: a TOML file that updates the catalog, such as one that `attnmesh calibrate` wrote.
 
     Examples:

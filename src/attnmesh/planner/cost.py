@@ -1,23 +1,24 @@
 """The cost of a schedule: seconds, operations, bytes, and the bottleneck.
 
-Seconds are those of its program on a cluster, simulated round by round: in every round a rank takes the longer of its
+Its program is simulated on a cluster, round by round: in every round a rank takes the longer of its
 compute and of the communication that it waits for. No overlap is assumed beyond what the rounds allow.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from attnmesh.core.validation import check_type
-from attnmesh.plan.program import Load, LoadCounter, Program
-from attnmesh.plan.schedules import program
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.program import Load, LoadCounter, Program
+from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.network import Slowdown
-from attnmesh.planner.simulator.rounds import run_rounds
+from attnmesh.planner.simulator.simulate import run_rounds
 
+_SUMMED = ("seconds", "computed", "flops", "intra_node", "inter_node", "rounds")  # what the parts of a cost add up
 _NEGLIGIBLE = 0.1  # fraction of the time spent waiting up to which a run is compute bound
 
 
@@ -60,28 +61,12 @@ class Cost:
 
     def times(self, count: int) -> Cost:
         """The cost of `count` runs in sequence, such as the layers of a model."""
-        return Cost(
-            self.seconds * count,
-            self.computed * count,
-            self.flops * count,
-            self.intra_node * count,
-            self.inter_node * count,
-            self.rounds * count,
-            self.bottleneck,
-        )
+        return replace(self, **{name: count * getattr(self, name) for name in _SUMMED})
 
     def __add__(self, other: Cost) -> Cost:
         """The cost of both in sequence, with the bottleneck of the longer one."""
         longer = max(self, other, key=lambda cost: cost.seconds)
-        return Cost(
-            self.seconds + other.seconds,
-            self.computed + other.computed,
-            self.flops + other.flops,
-            self.intra_node + other.intra_node,
-            self.inter_node + other.inter_node,
-            self.rounds + other.rounds,
-            longer.bottleneck,
-        )
+        return replace(longer, **{name: getattr(self, name) + getattr(other, name) for name in _SUMMED})
 
 
 def schedule_cost(schedule: str, workload: Workload, cluster: Cluster, *, backward: bool) -> Cost:

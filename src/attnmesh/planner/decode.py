@@ -9,27 +9,29 @@ A layer of a decode step is a sequence without overlap:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 
 import numpy as np
 
 from attnmesh.core.progress import reported
 from attnmesh.core.validation import check_number, check_type
-from attnmesh.plan.decode import DecodeShape, DecodeSharding, messages_sent
-from attnmesh.plan.program import Floats, Ints, Kernels, Messages, Program, Round
+from attnmesh.plan.decode import DecodeShape, DecodeSharding
 from attnmesh.planner.auto import pick_combine
 from attnmesh.planner.cost import cost
 from attnmesh.planner.counts import check_sizes, divisors
+from attnmesh.planner.decode_bytes import messages_sent
 from attnmesh.planner.hardware import Cluster, Device, Link, group_cluster, group_ranks_per_node
 from attnmesh.planner.models.config import (
+    AttentionParameters,
     ModelConfig,
-    Parameters,
+    attention_parameters,
     expert_fraction_read,
     kv_elements_per_position,
     parameters,
     weight_bytes,
 )
+from attnmesh.planner.program import Floats, Ints, Kernels, Messages, Program, Round
 from attnmesh.planner.ranking import Memory, Option, Ranking, ranked
 
 # Small kernels, in launches, from docs/benchmarks.md ("Overhead of the block"): one is a copy of 0.8 us and the
@@ -44,10 +46,8 @@ MERGE_LAUNCHES = 2  # of states, after CP ranks have exchanged them
 class LinearLayers:
     """The parameters of a layer's linear layers by how they are sharded, and their size."""
 
-    sharded: int = 0  # over all ranks: W_q, and what belongs to query heads only
-    by_kv_head: int = 0  # with the kv heads: W_k and W_v; replicated on ranks that share a kv head
-    out: int = 0  # W_out, over all ranks
-    mlp: int = 0  # over all ranks; of experts, those that some token is routed to
+    attention: AttentionParameters = field(default_factory=AttentionParameters)
+    mlp: int = 0  # over all ranks; of the experts that some token is routed to
     mlp_used: float = 0.0  # parameters of the MLP per token
     nbytes: float = 2.0  # per parameter of attention
     mlp_nbytes: float = 2.0
@@ -70,12 +70,13 @@ class DecodeLayer:
     def qkv_projection(self, sharding: DecodeSharding) -> Kernels:
         """The projection of a rank's query heads, and of K and V for all kv heads that it holds."""
         heads = [len(sharding.kv_heads(rank, self.shape.kv_heads)) for rank in range(sharding.ranks)]
-        used = self.linear.sharded / sharding.ranks + self.linear.by_kv_head * np.array(heads) / self.shape.kv_heads
+        weights = self.linear.attention
+        used = weights.sharded / sharding.ranks + weights.by_kv_head * np.array(heads) / self.shape.kv_heads
         return self._matmul(used, used, self.linear.nbytes)
 
     def out_projection(self, sharding: DecodeSharding) -> Kernels:
         """The output projection."""
-        used = np.full(sharding.ranks, self.linear.out / sharding.ranks)
+        used = np.full(sharding.ranks, self.linear.attention.out / sharding.ranks)
         return self._matmul(used, used, self.linear.nbytes)
 
     def mlp(self, sharding: DecodeSharding) -> Kernels:
@@ -124,7 +125,7 @@ def all_reduce_rounds(name: str, nbytes: int, ranks: int, link: Link) -> Iterato
         steps = list(_direct(np.diff(ends)))
     for half, order in (("reduce-scatter", steps), ("all-gather", steps[::-1])):
         for i, (source, target, moved) in enumerate(order):
-            if half == "all-gather":  # the slices that a rank sent to be summed are those that it receives
+            if half == "all-gather":  # a rank receives the slices that it sent to be summed
                 source, target = target, source
             sent = moved > 0
             exchange = f"{name}, {half} {i + 1} of {len(order)}" if len(order) > 1 else f"{name}, {half}"
@@ -314,7 +315,7 @@ def _weights(model: ModelConfig, sharding: DecodeSharding) -> float:
     if model.vocab_size is None:
         return 0.0
     copies = sharding.ranks / sharding.tp * max(1, sharding.tp // _kv_heads(model))
-    kv = model.layers * _attention_parameters(model).by_kv_head * model.weight_bits.projections / 8
+    kv = model.layers * attention_parameters(model).by_kv_head * model.weight_bits.projections / 8
     return (weight_bytes(model) + (copies - 1) * kv) / sharding.ranks
 
 
@@ -322,38 +323,23 @@ def _linear(model: ModelConfig, rows: int) -> LinearLayers:
     """The linear layers of one layer, averaged over layers with and without experts."""
     if model.vocab_size is None:
         return LinearLayers()
-    count, attention = parameters(model), _attention_parameters(model)
+    count = parameters(model)
     chosen = expert_fraction_read(model, rows)
     mlp = (count.mlp + count.routers + count.experts * chosen) / model.layers
     bits = count.mlp * model.weight_bits.projections + count.experts * chosen * model.weight_bits.experts
     read = count.mlp + count.experts * chosen
     used = (count.mlp + count.routers + count.chosen) / model.layers
     return LinearLayers(
-        sharded=attention.sharded, by_kv_head=attention.by_kv_head, out=attention.out, mlp=round(mlp), mlp_used=used,
-        nbytes=model.weight_bits.projections / 8, mlp_nbytes=bits / 8 / read if read else 2.0,
+        attention_parameters(model), round(mlp), used, nbytes=model.weight_bits.projections / 8,
+        mlp_nbytes=bits / 8 / read if read else 2.0,
     )  # fmt: skip
-
-
-def _attention_parameters(model: ModelConfig) -> LinearLayers:
-    hidden, heads, latent = model.hidden, model.q_heads, model.latent
-    if latent is None:
-        query = hidden * heads * model.head_dim
-        return LinearLayers(sharded=query, by_kv_head=2 * hidden * model.kv_heads * model.head_dim, out=query)
-    # The latent projection is replicated; the rest belongs to heads, W_uk to queries and W_uv to outputs.
-    query = heads * model.head_dim
-    into_query = hidden * query if latent.q_rank is None else latent.q_rank * (hidden + query)
-    return LinearLayers(
-        sharded=into_query + latent.kv_rank * heads * latent.nope,
-        by_kv_head=hidden * latent.cached,
-        out=heads * latent.value * (hidden + latent.kv_rank),
-    )
 
 
 def _head_seconds(request: DecodeRequest, ranks: int, sequences: int) -> float:
     """The LM head, sharded over all ranks."""
     if request.model.vocab_size is None:
         return 0.0
-    count: Parameters = parameters(request.model)
+    count = parameters(request.model)
     flops = 2.0 * count.head * sequences * request.tokens / ranks
     read = count.head * request.model.weight_bits.rest / 8 / ranks
     device = request.cluster.device

@@ -8,12 +8,12 @@ from attnmesh.core import ranges
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.text import counted
 from attnmesh.plan.allgather import gather_plan
-from attnmesh.plan.program import Load, imbalance
-from attnmesh.plan.schedules import loads
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.auto import Choice
 from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.program import Load, imbalance
 from attnmesh.planner.ranking import is_tie
+from attnmesh.planner.schedules import loads
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from math import gcd
 
 import numpy as np
 
-from attnmesh.plan.program import Floats, KernelKind, Kernels
 from attnmesh.planner.counts import check_sizes
+from attnmesh.planner.program import Floats, KernelKind, Kernels
 
 _SHORT = 30  # launch times: a call that takes less is too small to fill a device
 
@@ -156,7 +156,7 @@ class Wiring:
 def group_ranks_per_node(ranks: int, ranks_per_node: int, devices: int) -> int:
     """How many ranks of a rank group share a node, where groups are placed one after another on `devices` devices.
 
-    Groups that neither divide a node nor are whole nodes extend over nodes: then as many as always do.
+    Groups that neither divide a node nor are whole nodes extend over nodes: then the ranks that always share a node.
     """
     return ranks if devices <= ranks_per_node else gcd(ranks, ranks_per_node)
 

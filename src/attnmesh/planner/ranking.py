@@ -1,4 +1,4 @@
-"""Options ranked by time, those that fit into memory first, each with a reason."""
+"""Options ranked by time, options that fit into memory first, each with a reason."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Options, those that fit first, then by time; and advice where none fits."""
+    """Options that fit, by time, then the other options; and advice where none fits."""
 
     options: tuple[Option, ...]
     device_memory: float  # bytes
@@ -86,7 +86,7 @@ def is_tie(seconds: float, best: float) -> bool:
 
 
 def ranked(options: list[Option], device_memory: float, refused: dict[str, str]) -> Ranking:
-    """The options in order of time, those that fit first."""
+    """The options in order of time, options that fit first."""
     order = sorted(options, key=lambda option: (not option.fits(device_memory), option.seconds, option.memory.total))
     return Ranking(tuple(order), device_memory, refused)
 

@@ -12,16 +12,17 @@ takes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 
 from attnmesh.core.progress import reported
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_count, check_type
-from attnmesh.plan.decode import Copies, DecodeShape, DecodeSharding, bytes_sent, cache_bytes, weight_copies
+from attnmesh.plan.decode import DecodeShape, DecodeSharding
 from attnmesh.planner.cost import Cost, cost
 from attnmesh.planner.counts import check_sizes, divisors
 from attnmesh.planner.decode import DecodeLayer, decode_program
+from attnmesh.planner.decode_bytes import Copies, bytes_sent, cache_bytes, weight_copies
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.ranking import is_tie
 from attnmesh.planner.units import readable_bytes, readable_seconds
@@ -128,7 +129,7 @@ def recommend_sharding(
     of all layers and their number, `layers`, to count the KV cache of all of them.
 
     Without a `cluster` the choice follows the rule of this module. With a cluster and a context it is the fastest of
-    the same shardings: `seconds` are those of one layer's attention, its small kernels, its exchanges and the
+    the same shardings: `seconds` are the time of one layer's attention, its small kernels, its exchanges and the
     all-reduce of the projections, without reading weights, which takes the same time for all.
 
     Examples:
@@ -158,49 +159,26 @@ def recommend_sharding(
     by_rule.check_heads(q_heads, kv_heads)
     shardings = [by_rule, *_others(by_rule, kv_heads)]
     if cluster is None or context is None:
-        options = [
-            _option(
-                sharding,
-                shape,
-                context,
-                kv_bytes,
-                _reasons(sharding, by_rule, shape) + _warnings(sharding, shape, context),
-            )
-            for sharding in shardings
-        ]
-        return Recommendation(options[0], tuple(options[1:]))
-    layer = DecodeLayer(shape, kv_bytes / layers, context)
-    costs = {
-        sharding: cost(decode_program(sharding, layer, cluster.intra_node), cluster)
-        for sharding in reported(shardings, len(shardings))
-    }
-    shardings.sort(
-        key=lambda sharding: costs[sharding].seconds
-    )  # stable: of equal times, the one of the rule comes first
-    options = [
-        replace(
-            _option(
-                sharding,
-                shape,
-                context,
-                kv_bytes,
-                _timed(sharding, costs, cluster) + _warnings(sharding, shape, context),
-            ),
-            seconds=costs[sharding].seconds,
-        )
-        for sharding in shardings
-    ]
-    return Recommendation(options[0], tuple(options[1:]))
-
-
-def tensor_parallel_size(kv_heads: int, ranks: int) -> int:
-    """The largest TP that divides both the kv heads and the ranks."""
-    check_sizes(kv_heads=kv_heads, ranks=ranks)
-    return gcd(kv_heads, ranks)
+        reasons = {each: _reasons(each, by_rule, shape) for each in shardings}
+        seconds = dict.fromkeys(shardings, None)
+    else:
+        layer = DecodeLayer(shape, kv_bytes / layers, context)
+        costs = {
+            each: cost(decode_program(each, layer, cluster.intra_node), cluster)
+            for each in reported(shardings, len(shardings))
+        }
+        shardings.sort(key=lambda each: costs[each].seconds)  # stable: the choice of the rule comes first among equals
+        reasons = {each: _timed(each, costs, cluster) for each in shardings}
+        seconds = {each: costs[each].seconds for each in shardings}
+    choice, *others = (
+        _option(each, shape, context, kv_bytes, [*reasons[each], *_warnings(each, shape, context)], seconds[each])
+        for each in shardings
+    )
+    return Recommendation(choice, tuple(others))
 
 
 def _sharding_by_rule(shape: DecodeShape, ranks: int) -> DecodeSharding:
-    tp = tensor_parallel_size(shape.kv_heads, ranks)
+    tp = gcd(shape.kv_heads, ranks)
     rest = ranks // tp
     kvdp = max(divisor for divisor in divisors(rest) if divisor <= shape.batch)
     return DecodeSharding(tp, kvdp, rest // kvdp)
@@ -216,8 +194,9 @@ def _others(chosen: DecodeSharding, kv_heads: int) -> list[DecodeSharding]:
 
 
 def _option(
-    sharding: DecodeSharding, shape: DecodeShape, context: int | None, kv_bytes: int, reasons: Sequence[str]
-) -> ShardingOption:
+    sharding: DecodeSharding, shape: DecodeShape, context: int | None, kv_bytes: int, reasons: Sequence[str],
+    seconds: float | None,
+) -> ShardingOption:  # fmt: skip
     ranks = range(sharding.ranks)
     heads = max(len(sharding.kv_heads(rank, shape.kv_heads)) for rank in ranks)
     sequences = max(len(sharding.sequences(rank, shape.batch)) for rank in ranks)
@@ -231,11 +210,12 @@ def _option(
         x="[B, S, H]",  # every rank projects some heads of all sequences
         sent=max((bytes_sent(sharding, shape, rank) for rank in ranks), key=lambda sent: sum(sent.values())),
         reason="; ".join(reasons),
+        seconds=seconds,
     )
 
 
 def _timed(sharding: DecodeSharding, costs: dict[DecodeSharding, Cost], cluster: Cluster) -> list[str]:
-    """The time of the fastest, and the main difference of the others."""
+    """The time of the fastest sharding; of any other sharding, its main difference from the fastest."""
     best, mine = min(costs.values(), key=lambda option: option.seconds), costs[sharding]
     exchanges, of_best = (option.seconds - option.computed for option in (mine, best))
     if mine is best:
@@ -306,7 +286,7 @@ class ShardingComparison:
 def compare_shardings(q_heads: int, kv_heads: int, ranks: int) -> list[ShardingComparison]:
     """Plain tensor parallelism (where it fits), KVDP, CP and DP attention over the same ranks."""
     check_sizes(q_heads=q_heads, kv_heads=kv_heads, ranks=ranks)
-    tp = tensor_parallel_size(kv_heads, ranks)
+    tp = gcd(kv_heads, ranks)
     rest = ranks // tp
     DecodeSharding(tp, kvdp=rest).check_heads(q_heads, kv_heads)
     rows = []

@@ -30,15 +30,15 @@ from attnmesh.core.progress import reported
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_bool, check_count, check_device, check_list, check_type, shown
 from attnmesh.generation.stats import GenerationStats
-from attnmesh.plan.program import Load, imbalance
-from attnmesh.plan.schedule import Step, is_step
-from attnmesh.plan.schedules import SCHEDULES, loads, program, refusal, steps
+from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import Choice, choose_schedule
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.counts import check_sizes
 from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.program import Load, imbalance
+from attnmesh.planner.schedules import Step, is_step, loads, program, steps
 from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.trace.timeline import Span
 from attnmesh.verify.mode import Outcome
@@ -149,7 +149,7 @@ class GeneratedAnswer:
         answer: the text that was generated.
         prompt_tokens: tokens of the prompt.
         new_tokens: tokens of the answer.
-        matching_tokens: leading tokens equal to those of a single process; None if they were not compared.
+        matching_tokens: leading tokens equal to the tokens of a single process; None if they were not compared.
         logit_difference: the largest, relative to the largest logit of the single process.
 
     Examples:
@@ -213,7 +213,7 @@ def schedule_report(
         shape: batch, heads and element sizes.
         ranks_per_node: a divisor of `world`; `default_ranks_per_node(world)` if None.
         device: "cuda" or "cpu", the kind of hardware that times are estimated for.
-        facts: shown first, after those of the workload.
+        facts: shown after the facts of the workload.
         timelines: measured timelines by name.
         outcomes: checks against float64.
         figures: further tables by name.
@@ -271,7 +271,7 @@ def generation_report(
     Args:
         answers: the prompts of the run and their answers, in order.
         stats: what every rank held, sent and took, in rank order.
-        facts: shown first, after those of the run.
+        facts: shown after the facts of the run.
         speculative: whether to show drafted and accepted tokens.
         ranks_per_node: all ranks if None.
 

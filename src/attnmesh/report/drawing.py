@@ -10,8 +10,8 @@ from attnmesh.core import ranges
 from attnmesh.core.mask import Coverage, Mask, coverage, sequence_intervals
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.text import printable
-from attnmesh.plan.program import Load
 from attnmesh.plan.shards import Shards
+from attnmesh.planner.program import Load
 from attnmesh.report.data import MOST_ROWS, RankGroups, ScheduleReport, ScheduleView
 from attnmesh.trace.timeline import Span
 

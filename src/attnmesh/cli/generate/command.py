@@ -13,7 +13,7 @@ import torch
 import typer
 from torch import Tensor
 
-from attnmesh.cli import output
+from attnmesh.cli import options, output
 from attnmesh.cli.auto_sharding import AutoSharding
 from attnmesh.cli.generate.display import Display, rank_table, summary, verdict, write_generation_report
 from attnmesh.cli.generate.job import (
@@ -33,20 +33,6 @@ from attnmesh.cli.language_model import (
     LanguageModelOption,
     check_language_model,
     device_memory,
-)
-from attnmesh.cli.options import (
-    Device,
-    DeviceOption,
-    LayoutName,
-    LayoutOption,
-    Precision,
-    RanksOption,
-    ShareGpuOption,
-    TimeoutOption,
-    VirtualOption,
-    check_device,
-    check_output_file,
-    check_share_gpu,
 )
 from attnmesh.cli.sharding import (
     CpOption,
@@ -78,9 +64,9 @@ PREFILL_CHUNK = {"cpu": 512, "cuda": 8192}
 
 def generate_command(
     model: LanguageModelOption = None,
-    ranks: RanksOption = None,
-    device: DeviceOption = Device.CPU,
-    dtype: DtypeOption = Precision.FP32,
+    ranks: options.RanksOption = None,
+    device: options.DeviceOption = options.Device.CPU,
+    dtype: DtypeOption = options.Precision.FP32,
     storage: CacheStorageOption = None,
     prompt: Annotated[str | None, typer.Option(help="Text to read.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="File with the text to read.")] = None,
@@ -107,7 +93,7 @@ def generate_command(
     kvdp: KvdpOption = None,
     cp: CpOption = None,
     memory: MemoryOption = None,
-    layout: LayoutOption = LayoutName.ZIGZAG,
+    layout: options.LayoutOption = options.LayoutName.ZIGZAG,
     prefill_chunk: Annotated[
         int | None,
         typer.Option(
@@ -117,23 +103,23 @@ def generate_command(
             help="Tokens of the prompt per prefill pass.",
         ),
     ] = None,
-    virtual: VirtualOption = False,
-    share_gpu: ShareGpuOption = False,
-    timeout: TimeoutOption = launch.TIMEOUT,
+    virtual: options.VirtualOption = False,
+    share_gpu: options.ShareGpuOption = False,
+    timeout: options.TimeoutOption = launch.TIMEOUT,
     report: Annotated[Path | None, typer.Option(help="Also write an HTML report about the run.")] = None,
 ) -> None:
     """Read a text with a language model sharded over ranks, and answer questions about it.
 
     Exits with 1 if --check finds a different token or a rank fails, with 2 for invalid options.
     """
-    check_device(device)
-    check_share_gpu(share_gpu, device.value, virtual)
+    options.check_device(device)
+    options.check_share_gpu(share_gpu, device.value, virtual)
     check_timeout(timeout)
     world = launch.world_size(ranks, virtual=virtual)
     _check_questions(questions or ())
     sampling = _sampling(temperature, top_p, seed, speculative=speculative, check=check, dtype=dtype)
     if report is not None:
-        check_output_file("--report", report)
+        options.check_output_file("--report", report)
         if world > MOST_RANKS:
             raise ValueError(f"--report supports at most {MOST_RANKS} ranks, got {world}")
     document = read_document(prompt, prompt_file)
@@ -192,12 +178,12 @@ def _check_questions(questions: Sequence[str]) -> None:
 
 
 def _sampling(
-    temperature: float, top_p: float, seed: int, *, speculative: bool, check: bool, dtype: Precision
+    temperature: float, top_p: float, seed: int, *, speculative: bool, check: bool, dtype: options.Precision
 ) -> Sampling:
     for option, given in (("--speculative", speculative), ("--check", check)):
         if given and temperature:
             raise ValueError(f"{option} requires greedy decoding (--temperature 0), got --temperature {temperature}")
-    if check and dtype is not Precision.FP32:
+    if check and dtype is not options.Precision.FP32:
         raise ValueError(f"--check compares token by token and requires --dtype fp32, got {dtype.value}")
     return Sampling(temperature, top_p, seed)
 

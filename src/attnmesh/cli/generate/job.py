@@ -154,7 +154,7 @@ def check_memory(job: Job, config: Any, ranks: int, memory: DeviceMemory) -> Non
 
 @dataclass(frozen=True)
 class Comparison:
-    """The tokens of an answer, and those of a single process."""
+    """The tokens of an answer, and the tokens of a single process."""
 
     ours: list[int]
     expected: list[int]

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.core.state import State
+from attnmesh.core.visibility import Block, Kind
 from attnmesh.ops.dense.call import Call, Grads, Result, aligned, of_sequences
 from attnmesh.ops.dense.cost import strip_rows
 from attnmesh.ops.merge import StateAccumulator
-from attnmesh.plan.blocks import Block, Kind
 
 aten = torch.ops.aten
 # torch's own bindings of operators take 20 us less than `torch.ops`.

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from attnmesh.core import ranges
 from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.core.visibility import Block, Kind, Patch, Visibility
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result, kernel_span
 from attnmesh.ops.dense.dispatch import choose_fused, choose_fused_backward
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
-from attnmesh.plan.blocks import Block, Kind, Patch, Visibility
 from attnmesh.trace.recorder import Recorder
 
 

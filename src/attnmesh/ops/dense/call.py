@@ -17,8 +17,8 @@ from attnmesh.core.merge import sink_gradient
 from attnmesh.core.optional import installed, require
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.core.validation import check_number, check_tensor, warn_caller
+from attnmesh.core.visibility import Block, Kind, Visibility
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
-from attnmesh.plan.blocks import Block, Kind, Visibility
 from attnmesh.trace.recorder import Recorder
 
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.core.visibility import Block, Kind, Patch, Visibility
 from attnmesh.ops.dense.call import Call
-from attnmesh.plan.blocks import Block, Kind, Patch, Visibility
 
 
 class Rates(NamedTuple):

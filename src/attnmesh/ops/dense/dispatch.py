@@ -29,6 +29,7 @@ from attnmesh.core.masks import (
 )
 from attnmesh.core.state import State
 from attnmesh.core.validation import check_choice, check_tensor
+from attnmesh.core.visibility import Block, Kind, Patch, Visibility, bounds_of, stacked_bounds, unseen_of
 from attnmesh.ops.dense import cost
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import (
@@ -49,7 +50,6 @@ from attnmesh.ops.dense.torch_tiles import TorchTiles
 from attnmesh.ops.dense.triton import Triton
 from attnmesh.ops.launch import Recent
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
-from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, bounds_of, stacked_bounds, unseen_of
 
 _LOG = logging.getLogger(__name__)
 

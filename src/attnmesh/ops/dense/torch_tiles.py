@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.core.visibility import Block, Kind, key_hull
 from attnmesh.ops.dense.call import Call, Grads, Result, Scores, of_sequences
 from attnmesh.ops.dense.cost import strip_rows
 from attnmesh.ops.merge import StateAccumulator
-from attnmesh.plan.blocks import Block, Kind, key_hull
 
 _CPU = torch.device("cpu")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.masks import Mask
+from attnmesh.core.visibility import Patch
 from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.block.norm_rope import CosSin
 from attnmesh.ops.dense.call import Call, resolve_scores
 from attnmesh.ops.dense.dispatch import forward
 from attnmesh.ops.paged_prefill import prefill_mask
 from attnmesh.parallel.decode.exchange import HeadExchange
-from attnmesh.plan.blocks import Patch
 
 _CHUNK_TOKENS = 8192  # of all rows: products are as fast as they get, and activations take tens of megabytes
 

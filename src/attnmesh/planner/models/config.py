@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import ceil
+from typing import NamedTuple
 
 from attnmesh.core.validation import check_count
 from attnmesh.planner.counts import check_sizes
@@ -32,7 +33,7 @@ class Experts:
     count: int
     chosen: int  # experts per token
     width: int  # intermediate size of an expert
-    layers: int  # with experts; the others have one dense MLP
+    layers: int  # with experts; every other layer has one dense MLP
     shared: int = 0  # total intermediate size of the shared experts
 
 
@@ -47,7 +48,7 @@ class WeightBits:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a model. Attention only needs the first; the others are None where they are not known."""
+    """The sizes of a model. Attention only needs the first; sizes that are not known are None."""
 
     q_heads: int
     kv_heads: int
@@ -93,6 +94,14 @@ class ModelConfig:
         return self.latent.value if self.latent else self.head_dim
 
 
+class AttentionParameters(NamedTuple):
+    """The parameters of a layer's attention by how they are sharded."""
+
+    sharded: int = 0  # over all ranks: W_q, and what belongs to query heads only
+    by_kv_head: int = 0  # with the kv heads: W_k and W_v; replicated on ranks that share a kv head
+    out: int = 0  # W_out, over all ranks
+
+
 @dataclass(frozen=True)
 class Parameters:
     """Parameters by part. A tied embedding is counted as the LM head."""
@@ -104,7 +113,7 @@ class Parameters:
     routers: int
     norms: int
     head: int
-    chosen: int  # of the routed experts, those of one token
+    chosen: int  # parameters of the routed experts of one token
 
     @property
     def total(self) -> int:
@@ -174,16 +183,24 @@ def cache_bytes(model: ModelConfig, context: int, kv_itemsize: float) -> int:
     return cached_positions(model, context) * kv_bytes_per_position(model, kv_itemsize)
 
 
+def attention_parameters(model: ModelConfig) -> AttentionParameters:
+    """The parameters of a layer's attention, without biases."""
+    hidden, latent, query = model.hidden, model.latent, model.q_heads * model.head_dim
+    if latent is None:
+        return AttentionParameters(hidden * query, hidden * kv_elements_per_position(model), hidden * query)
+    # The latent projection is replicated; the rest belongs to heads, W_uk to queries and W_uv to outputs.
+    into_query = hidden * query if latent.q_rank is None else latent.q_rank * (hidden + query)
+    return AttentionParameters(
+        sharded=into_query + latent.kv_rank * model.q_heads * latent.nope,
+        by_kv_head=hidden * latent.cached,
+        out=model.q_heads * latent.value * (hidden + latent.kv_rank),
+    )
+
+
 def _attention(model: ModelConfig) -> int:
-    hidden, heads, latent = model.hidden, model.q_heads, model.latent
-    if latent is not None:
-        query = heads * model.head_dim
-        into_query = hidden * query if latent.q_rank is None else latent.q_rank * (hidden + query)
-        into_kv = hidden * latent.cached + latent.kv_rank * heads * (latent.nope + latent.value)
-        return into_query + into_kv + heads * latent.value * hidden
-    query, keys_and_values = heads * model.head_dim, kv_elements_per_position(model)
-    bias = query + keys_and_values + hidden if model.attention_bias else 0
-    return hidden * (query + keys_and_values) + query * hidden + bias
+    has_bias = model.attention_bias and model.latent is None
+    bias = model.q_heads * model.head_dim + kv_elements_per_position(model) + model.hidden if has_bias else 0
+    return sum(attention_parameters(model)) + bias
 
 
 def _required(model: ModelConfig, field: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -83,12 +83,8 @@ def model_from_config(values: Mapping[str, object], path: Path) -> ModelConfig:
 def _model(fields: _Fields, name: str) -> ModelConfig:
     path, latent = fields.path, _latent(fields)
     heads = _heads(fields, latent)
-    return ModelConfig(
-        heads.q_heads,
-        heads.kv_heads,
-        heads.head_dim,
-        heads.hidden,
-        heads.layers,
+    return replace(
+        heads,
         name=name,
         vocab_size=fields.optional("vocab_size"),
         intermediate_size=fields.optional("intermediate_size"),

@@ -2,7 +2,7 @@
 
 Within a node a message leaves through the port of its source and enters through the port of its target; if the ranks of
 a node share one port (as processes share the memory of a host) it uses only that one. Between nodes it uses one port of
-each node, that of the rank's rail; rails have separate ports for both directions, unless the link is shared: then a
+each node, the port of the rank's rail; rails have separate ports for both directions, unless the link is shared: then a
 node has one port for everything.
 
 The bandwidth of a port is divided equally among its current messages, and the rate of a message is the smaller of the
@@ -18,8 +18,11 @@ from functools import cached_property
 import numpy as np
 
 from attnmesh.core.validation import MAX_RANKS, check_count, check_type, shown
-from attnmesh.plan.program import Floats, Ints, Messages
 from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.program import Floats, Ints, Messages
+
+PORTS = ("intra_node_out", "intra_node_in", "inter_node_out", "inter_node_in")
+"""The ports of a rank, by the names that `Network` and `MessageTotals` have for them."""
 
 MAX_FACTOR = 1e6
 """The largest slowdown, and the inverse of the smallest."""
@@ -98,7 +101,7 @@ class Network:
             self.inter_node_out, self.inter_node_in = intra_node + rail, intra_node + rails + rail
         slower = np.zeros(self.none + 1)
         for rank, factor in slow.links.items():
-            for table in (self.intra_node_out, self.intra_node_in, self.inter_node_out, self.inter_node_in):
+            for table in (getattr(self, port) for port in PORTS):
                 slower[table[rank]] = max(slower[table[rank]], factor)
         slower[slower == 0] = 1.0
         base = np.full(self.none + 1, np.inf)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnmesh.plan.program import SIZED_IN_BYTES, Floats, Kernels, MessageTotals, Round
 from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.program import SIZED_IN_BYTES, Floats, Kernels, MessageTotals, Round
 from attnmesh.trace.timeline import Span
 
 

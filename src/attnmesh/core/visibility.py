@@ -1,4 +1,4 @@
-"""The visible part of some queries against some keys, cut into rectangles that fused kernels serve.
+"""Which keys some queries see, as kernels need it: cut into rectangles, and as two bounds per row.
 
 A patch is a mask over ranges of queries and keys. Fused kernels need no mask for two shapes: FULL rectangles and
 CAUSAL squares. `Patch.blocks` cuts a patch so that as much of it as possible is one of these:
@@ -9,9 +9,10 @@ CAUSAL squares. `Patch.blocks` cuts a patch so that as much of it as possible is
     a shifted diagonal                 full | causal square | full
     documents                          a causal (or full) square for each document
 
-What is left is PARTIAL: windows, strides that do not match, many tiny documents. A patch has as many parts as its mask
-has disjoint intervals per query with a visible pair. Any part, PARTIAL or not, is also described exactly by two
-integers per row (`Patch.bounds`): row i sees the keys `first[i] <= j < end[i]`, because keys are in ascending order.
+What is left is PARTIAL: windows, strides that do not match, many tiny documents. A patch has one part for each of the
+disjoint intervals per query of its mask that contains a visible pair. Any part, PARTIAL or not, is also described
+exactly by two integers per row (`Patch.bounds`): row i sees the keys `first[i] <= j < end[i]`, because keys are in
+ascending order.
 """
 
 from __future__ import annotations
@@ -30,13 +31,12 @@ from torch import Tensor
 from attnmesh.core import ranges
 from attnmesh.core.intervals import Intervals
 from attnmesh.core.mask import MAX_INTERVALS, Coverage, Mask, coverage, sequence_groups, sequence_intervals
-from attnmesh.core.ranges import Ranges, rows_between
+from attnmesh.core.ranges import InterleavedShard, Ranges, rows_between
 
 # More segments than this, of fewer rows each on average, cost less as one masked block than as one call each.
 _MANY, _FEW_ROWS = 8, 32
-_LONG_SEGMENT = 256  # rows: a block of as many is cut faster than they are counted
-# The positions that a run of queries sees are compared with each run of keys if they are at most as many ranges.
-_FEW_RANGES = 256
+_LONG_SEGMENT = 256  # rows: cutting a block of this length is faster than counting its pairs
+_FEW_RANGES = 256  # up to which the positions that a run of queries sees are compared with each run of keys
 _FARTHEST = 1 << 40  # no position is larger
 
 
@@ -433,3 +433,66 @@ def _coalesced(blocks: list[Block]) -> list[Block]:
             block = Block(range(other.q.start, block.q.stop), range(other.k.start, block.k.stop), Kind.FULL)
         done[block] = None
     return list(done)
+
+
+@dataclass(frozen=True)
+class InterleavedPatch:
+    """The queries at positions `q` against the keys at indices `keys` of a rank's `shard`: a `Visibility`.
+
+    A `Patch` describes keys as runs of positions, and interleaved positions may have one run per key. But the keys that
+    a query attends to are one range of the indices on a rank, and `InterleavedShard.length` maps both of its ends::
+
+        ranks = 2, rank 1, interleave 1     key positions   1  3  5  7  9
+        query 6 under Causal                sees            x  x  x          indices [0, 3)
+        query 6 under SlidingWindow(3)      sees               x  x          indices [1, 3)
+    """
+
+    intervals: Intervals
+    q: range
+    shard: InterleavedShard
+    keys: range
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The keys that all queries see, FULL, and those before and after them, PARTIAL."""
+        rows, keys = range(len(self.q)), len(self.keys)
+        if not rows or not keys:
+            return ()
+        first, end = self._bounds
+        common = range(int(first[-1]), int(end[0]))
+        if not common:
+            return (Block(rows, range(keys), Kind.PARTIAL),)
+        cut = (range(common.start), Kind.PARTIAL), (common, Kind.FULL), (range(common.stop, keys), Kind.PARTIAL)
+        return tuple(Block(rows, part, kind) for part, kind in cut if part)
+
+    @cached_property
+    def _bounds(self) -> tuple[Tensor, Tensor]:
+        """The keys first[i] <= j < end[i] that row i sees, on the CPU."""
+        first, end = self.intervals.key_ranges(torch.arange(self.q.start, self.q.stop, device="cpu"))
+        low, high = (
+            (self.shard.length(x.clamp(0, self.q.stop)) - self.keys.start).clamp(0, len(self.keys)).to(torch.int32)
+            for x in (first, end)
+        )
+        return low, high
+
+    def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`first` and `end`, int32 [1, 1, rows]: see `Visibility`."""
+        return _on_device(self, device)
+
+    def unseen(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Rows that see no key, and keys that no row sees: see `Visibility`."""
+        rows, keys = unseen_of(*self.bounds(torch.device("cpu")), len(self.keys))
+        rows_or_none, keys_or_none = (x.to(device) if x.any() else None for x in (rows, keys))
+        return rows_or_none, keys_or_none
+
+    def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The positions of the queries and of the keys, int32."""
+        q, k = (torch.arange(x.start, x.stop, device=device) for x in (self.q, self.keys))
+        return q.to(torch.int32), self.shard.position(k).to(torch.int32)
+
+
+@lru_cache(maxsize=128)
+def _on_device(patch: InterleavedPatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    # Cached: every layer of a model uses the same few patches.
+    first, end = (x[None, None].to(device) for x in patch._bounds)
+    return first, end

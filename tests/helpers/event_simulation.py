@@ -1,4 +1,4 @@
-"""Discrete-event simulation of a program: every rank, port and message, in order of time.
+"""The reference of the simulator: every rank, port and message of a program, event by event in order of time.
 
 A message starts when both ends have posted it. A rank starts its own sends one after another. Whenever a message enters
 or leaves a port, the bandwidth of the port is divided anew among its messages (see `network` for the rates). The sender
@@ -15,8 +15,8 @@ from typing import Literal
 
 import numpy as np
 
-from attnmesh.plan.program import Floats, Messages, MessageTotals, Program, Round
 from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.program import Floats, Messages, MessageTotals, Program, Round
 from attnmesh.planner.simulator.network import Network, Slowdown
 from attnmesh.planner.simulator.record import Record, Timed, host_seconds, timed
 

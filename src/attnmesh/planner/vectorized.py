@@ -1,8 +1,9 @@
 """Plans of thousands of ranks as arrays: rings, two-level rings and all-gathers of banded masks.
 
-The same stages as those of the plans in `ring.py`, `two_level.py` and `allgather.py`, computed for all ranks at once.
-They serve masks that are a band along the diagonal and shards of a few contiguous runs; anything else, and every
-workload of at most `MAX_PLANNED_RANKS` ranks, is read from the plans that executors follow.
+The stages of the plans in `plan/ring.py`, `two_level.py` and `allgather.py`, computed for all ranks at once: 4,096
+ranks have 17 million patches, too many to plan one by one. They serve masks that are a band along the diagonal and
+shards of a few contiguous runs; anything else, and every workload of at most `MAX_PLANNED_RANKS` ranks, is read from
+the plans that executors follow.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from numpy.typing import NDArray
 from attnmesh.core.masks import And, Causal, Full, Mask, SlidingWindow
 from attnmesh.core.progress import reported
 from attnmesh.core.ranges import Ranges
-from attnmesh.plan.program import MAX_LISTED_MESSAGES, Ints, RowTraffic, RowTrafficTotals
 from attnmesh.plan.shards import Shards
+from attnmesh.planner.program import MAX_LISTED_MESSAGES, Exchange, Ints, Messages, MessageTotals
 
 MAX_PLANNED_RANKS = 16
 """Ranks up to which estimates read the plans that executors follow."""
@@ -35,7 +36,7 @@ class RingStages(NamedTuple):
     rows: Ints  # of the keys that are there
     owner: Ints  # of these keys
     next_rank: Ints  # the rank that has them next
-    next_rows: Ints  # rows that are sent to it, and their gradients; those of the others return to the owner
+    next_rows: Ints  # rows that are sent to it, and their gradients; gradients of other rows return to the owner
     own_rank: Ints  # the rank that has this rank's own keys next
     own_rows: Ints  # rows of own keys that are sent to it
     causal_pairs: Ints  # of the pairs, those in causal squares
@@ -50,7 +51,7 @@ class Gathered:
     calls: Ints
     rows: Ints  # gathered, its own included
     own: Ints  # keys that it holds
-    traffic: RowTraffic | RowTrafficTotals
+    traffic: Exchange  # in rows
     causal: tuple[Ints, Ints]  # pairs and calls of the causal squares among them
 
 
@@ -262,8 +263,8 @@ class VectorizedRings:
         """Both in one pass: the positions at all offsets of thousands of ranks would take gigabytes.
 
         A direction counts how often a rank sends something to another, as `RingPlan.connections`. What two consecutive
-        offsets share is sent on, in either direction; what an offset does not share with the one before comes from the
-        owner, and gradients of what it does not share with the one after return there.
+        offsets share is sent on, in either direction; what an offset does not share with the offset before comes from
+        the owner, and gradients of what it does not share with the next offset return there.
         """
         up, down = np.zeros((2, len(self.ranks)), dtype=np.int64)
         needed, before, here, none = list[int](), np.zeros_like(self.ranks), None, np.zeros_like(self.ranks)
@@ -372,9 +373,7 @@ def _gathered(band: Band, queries: Runs, keys: Runs, ranks: Ints, world: int, ra
         np.fill_diagonal(rows, 0)
         source, target = np.nonzero(rows)
         sent = np.tile(rows[source, target], len(ranks))
-        traffic: RowTraffic | RowTrafficTotals = RowTraffic(
-            ranks[:, source].reshape(-1), ranks[:, target].reshape(-1), sent
-        )
+        traffic: Exchange = Messages(ranks[:, source].reshape(-1), ranks[:, target].reshape(-1), sent)
     else:
         traffic = _totals(keys, visible, ranks, world, ranks_per_node)
     return Gathered(columns[0], columns[1], columns[2], columns[3], traffic, (columns[4], columns[5]))
@@ -402,7 +401,7 @@ def _overlap(held: Runs, visible: Runs) -> Ints:
     )
 
 
-def _totals(keys: Runs, visible: Runs, ranks: Ints, world: int, ranks_per_node: int) -> RowTrafficTotals:
+def _totals(keys: Runs, visible: Runs, ranks: Ints, world: int, ranks_per_node: int) -> MessageTotals:
     """Added up source by source: the rows between all pairs of thousands of ranks would take gigabytes."""
     nodes, places = ranks // ranks_per_node, ranks.shape[1]
     out, into, sends = np.zeros((3, places), dtype=np.int64)
@@ -419,7 +418,7 @@ def _totals(keys: Runs, visible: Runs, ranks: Ints, world: int, ranks_per_node: 
     columns = np.zeros((6, world), dtype=np.int64)
     known = (group, near_out, near_in, out - near_out, into - near_in, np.broadcast_to(sends, ranks.shape))
     columns[:, ranks] = np.stack(known)
-    return RowTrafficTotals(*columns)
+    return MessageTotals(*columns)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import torch
 
 from attnmesh import Causal, Comm, ContextParallel, Contiguous, Full, SlidingWindow, Zigzag
 from attnmesh.comm.base import Finished, Pending
-from attnmesh.plan import schedules, vectorized
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
+from attnmesh.planner import schedules, vectorized
 from attnmesh.testing.attention import random_inputs
 from helpers.memory import peak_bytes
 

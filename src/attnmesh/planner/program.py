@@ -41,14 +41,12 @@ class Messages:
 
     source: Ints
     target: Ints
-    nbytes: Ints
+    nbytes: Ints  # or rows, until they are `scaled`
 
     @staticmethod
     def of(messages: Iterable[tuple[int, int, int]]) -> Messages:
         """From (source, target, bytes); empty messages are left out, as they are not sent."""
-        kept = [message for message in messages if message[2]]
-        columns = np.array(kept, dtype=np.int64).reshape(-1, 3).T
-        return Messages(*columns)
+        return Messages.sized(*np.array(list(messages), dtype=np.int64).reshape(-1, 3).T)
 
     @staticmethod
     def sized(source: Ints, target: Ints, nbytes: Ints) -> Messages:
@@ -59,6 +57,18 @@ class Messages:
     def __len__(self) -> int:
         return len(self.source)
 
+    def scaled(self, row_bytes: Ints) -> Messages:
+        """The messages of these rows; a row is `row_bytes[r]` bytes on the rank r that sends it."""
+        return Messages.sized(self.source, self.target, self.nbytes * row_bytes[self.source])
+
+    def returned(self) -> Messages:
+        """The messages that carry the same bytes back, from the ranks that received them."""
+        return Messages(self.target, self.source, self.nbytes)
+
+    def sent(self, world: int) -> Ints:
+        """Bytes or rows that every rank sends."""
+        return np.bincount(self.source, self.nbytes, world).astype(np.int64)
+
 
 @dataclass(frozen=True)
 class MessageTotals:
@@ -68,60 +78,29 @@ class MessageTotals:
     """
 
     group: Ints
-    intra_node_out: Ints  # bytes to ranks of the same node
+    intra_node_out: Ints  # bytes to ranks of the same node, or rows until they are `scaled`
     intra_node_in: Ints
     inter_node_out: Ints  # bytes to other nodes
     inter_node_in: Ints
     sends: Ints  # messages
 
+    def scaled(self, row_bytes: Ints) -> MessageTotals:
+        """The totals of these rows in bytes. All ranks of a group must have the same row size."""
+        intra = self.intra_node_out * row_bytes, self.intra_node_in * row_bytes
+        inter = self.inter_node_out * row_bytes, self.inter_node_in * row_bytes
+        return MessageTotals(self.group, *intra, *inter, self.sends)
 
-@dataclass(frozen=True)
-class RowTraffic:
-    """Rows (or bytes) that go from rank `source[i]` to rank `target[i]`."""
+    def returned(self) -> MessageTotals:
+        """The totals of the same bytes on the way back."""
+        intra, inter = (self.intra_node_in, self.intra_node_out), (self.inter_node_in, self.inter_node_out)
+        return MessageTotals(self.group, *intra, *inter, self.sends)
 
-    source: Ints
-    target: Ints
-    rows: Ints
-
-    def messages(self, row_bytes: Ints) -> Messages:
-        """The messages; a row is `row_bytes[r]` bytes on the rank r that sends it."""
-        return Messages.sized(self.source, self.target, self.rows * row_bytes[self.source])
-
-    def return_messages(self, row_bytes: Ints) -> Messages:
-        """The messages that carry the same rows back, from the ranks that received them."""
-        return Messages.sized(self.target, self.source, self.rows * row_bytes[self.target])
-
-    def rows_sent(self, world: int) -> Ints:
-        """Rows that every rank sends."""
-        return np.bincount(self.source, self.rows, world).astype(np.int64)
-
-
-@dataclass(frozen=True)
-class RowTrafficTotals:
-    """The same as totals per rank, where the messages are too many to list."""
-
-    group: Ints
-    intra_node_out: Ints
-    intra_node_in: Ints
-    inter_node_out: Ints
-    inter_node_in: Ints
-    sends: Ints
-
-    def messages(self, row_bytes: Ints) -> MessageTotals:
-        """The totals in bytes. All ranks of a group must have the same row size."""
-        intra_out, intra_in = self.intra_node_out * row_bytes, self.intra_node_in * row_bytes
-        inter_out, inter_in = self.inter_node_out * row_bytes, self.inter_node_in * row_bytes
-        return MessageTotals(self.group, intra_out, intra_in, inter_out, inter_in, self.sends)
-
-    def return_messages(self, row_bytes: Ints) -> MessageTotals:
-        """The totals of the same rows on the way back."""
-        intra_out, intra_in = self.intra_node_in * row_bytes, self.intra_node_out * row_bytes
-        inter_out, inter_in = self.inter_node_in * row_bytes, self.inter_node_out * row_bytes
-        return MessageTotals(self.group, intra_out, intra_in, inter_out, inter_in, self.sends)
-
-    def rows_sent(self, world: int) -> Ints:
-        """Rows that every rank sends."""
+    def sent(self, world: int) -> Ints:
+        """Bytes or rows that every rank sends."""
         return self.intra_node_out + self.inter_node_out
+
+
+Exchange = Messages | MessageTotals
 
 
 @dataclass(frozen=True)
@@ -147,7 +126,7 @@ class Round:
     """One round of all ranks."""
 
     name: str
-    starts: Mapping[str, Messages | MessageTotals] = field(default_factory=dict)  # by name, unique in a program
+    starts: Mapping[str, Exchange] = field(default_factory=dict)  # by name, unique in a program
     work: tuple[Kernels, ...] = ()  # in order
     waits: tuple[str, ...] = ()
 

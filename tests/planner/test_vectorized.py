@@ -8,12 +8,14 @@ import pytest
 
 from attnmesh.core.layouts import Contiguous, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
-from attnmesh.plan import ulysses, vectorized
-from attnmesh.plan.program import MessageTotals
-from attnmesh.plan.schedules import SCHEDULES, program
+from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.plan.shards import shards
-from attnmesh.plan.vectorized import VectorizedShards
 from attnmesh.plan.workload import Shape, Workload
+from attnmesh.planner import vectorized
+from attnmesh.planner.program import MessageTotals
+from attnmesh.planner.schedules import program
+from attnmesh.planner.specs import ulysses
+from attnmesh.planner.vectorized import VectorizedShards
 
 SHAPE = Shape(batch=2, q_heads=6, kv_heads=3, head_dim=8, itemsize=2, sum_itemsize=4)
 MASKS = [Full(), Causal(), SlidingWindow(7), SlidingWindow(3, 5), Causal() & SlidingWindow(20, 4)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Contiguous, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
-from attnmesh.plan.blocks import Block, Kind, Patch, bounds_of, key_hull
+from attnmesh.core.visibility import Block, Kind, Patch, bounds_of, key_hull
 from helpers.masks import batch_masks, covered, visible_pairs
 
 CPU = torch.device("cpu")

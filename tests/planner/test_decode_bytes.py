@@ -5,18 +5,10 @@ from itertools import product
 
 import pytest
 
-from attnmesh.plan.decode import (
-    COMBINES,
-    KVDP_EXCHANGES,
-    Copies,
-    DecodeShape,
-    DecodeSharding,
-    bytes_sent,
-    cache_bytes,
-    weight_copies,
-)
+from attnmesh.plan.decode import COMBINES, KVDP_EXCHANGES, DecodeShape, DecodeSharding
 from attnmesh.planner.auto import combine_seconds, pick_combine
 from attnmesh.planner.catalog import default_cluster
+from attnmesh.planner.decode_bytes import Copies, bytes_sent, cache_bytes, weight_copies
 from helpers.clusters import link
 
 T, D, HIDDEN = 2, 5, 24

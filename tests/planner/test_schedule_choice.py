@@ -12,14 +12,15 @@ from test_ring_plan import EVEN, LONG, WIDE, every_mask
 from attnmesh import ContextParallel, run_virtual
 from attnmesh.core.layouts import Balanced, Contiguous, Layout, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
-from attnmesh.plan.program import Load
-from attnmesh.plan.schedules import SCHEDULES, loads, refusal
+from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import _seconds_of_rings, choose_schedule
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.cost import schedule_cost
 from attnmesh.planner.explain import Explanation
+from attnmesh.planner.program import Load
+from attnmesh.planner.schedules import loads
 from helpers.clusters import cluster
 from helpers.masks import visible_pairs
 
@@ -160,7 +161,7 @@ def test_shards_that_interleave_are_refused_where_a_node_takes_them_together():
         for schedule in SCHEDULES:
             why = refusal(schedule, problem, 2)
             if schedule in ("ulysses+ring", "ulysses+allgather"):
-                assert "those of this layout interleave" in why
+                assert "in this layout the shards of a node interleave" in why
             else:
                 assert why is None
 
@@ -198,7 +199,7 @@ def test_what_is_left_early_is_slower_than_the_choice(mask, layout, length):
 
 
 def test_rings_of_many_ranks_are_left_before_they_are_simulated(monkeypatch):
-    monkeypatch.setattr("attnmesh.plan.vectorized.VectorizedRings._offsets_and_directions", None)
+    monkeypatch.setattr("attnmesh.planner.vectorized.VectorizedRings._offsets_and_directions", None)
     workload = case_of(Causal(), Zigzag(), 1 << 18, 1024, ranks_per_node=64, shape=USUAL)
     assert choose_schedule(workload, default_cluster("cuda"), all_costs=False).slower[-2:] == ("ring", "ring+ring")
 
