@@ -8,7 +8,7 @@ from torch.distributed import HashStore
 
 from attnmesh.comm import Comm, CommError, run_virtual
 from attnmesh.comm.agreement import AgreementStore, Signature, disagreement
-from attnmesh.core.docs import see
+from attnmesh.utils.error_links import see
 
 DISAGREE = see("debugging.md#ranks-disagree")
 

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attnmesh.comm import Comm, CommError, comm_from
 from attnmesh.comm.agreement import AgreementStore
+from attnmesh.comm.health.monitor import Monitor
 from attnmesh.comm.in_flight import Batch, InFlightMessage
-from attnmesh.comm.monitor import Monitor
-from attnmesh.core.docs import see, without_link
+from attnmesh.utils.error_links import see, without_link
 from helpers.processes import Died, run_processes
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from attnmesh.comm import CommError, comm_from, process_group
-from attnmesh.comm import liveness as liveness_module
-from attnmesh.comm.liveness import ENDED, Liveness, liveness
+from attnmesh.comm.health import liveness as liveness_module
+from attnmesh.comm.health.liveness import ENDED, Liveness, liveness
 from helpers.faults import fail
 from helpers.processes import Died, run_processes
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import attnmesh as am
 from attnmesh.comm import CommError
-from attnmesh.comm.monitor import GRACE
+from attnmesh.comm.health.monitor import GRACE
 
 TIMEOUT = 2.0
 

@@ -32,8 +32,6 @@ from attnmesh.cli.options import (
     resolve_cluster,
 )
 from attnmesh.core.layouts import LAYOUTS
-from attnmesh.core.progress import reported
-from attnmesh.core.text import counted
 from attnmesh.plan.program import Load, LoadCounter
 from attnmesh.plan.schedules import SCHEDULES, check_schedule, program
 from attnmesh.plan.shards import shards
@@ -47,6 +45,8 @@ from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import Simulated, simulate
 from attnmesh.planner.units import readable_bytes, readable_seconds
 from attnmesh.trace.timeline import write_trace
+from attnmesh.utils.progress import reported
+from attnmesh.utils.text import counted
 
 _LOG = logging.getLogger(__name__)
 

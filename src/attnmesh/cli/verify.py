@@ -12,6 +12,7 @@ from typing import Annotated
 import torch
 import typer
 
+from attnmesh import launch
 from attnmesh.cli import output
 from attnmesh.cli.options import (
     Device,
@@ -23,9 +24,9 @@ from attnmesh.cli.options import (
     check_device,
     check_share_gpu,
 )
-from attnmesh.comm import Comm, launch
-from attnmesh.core.text import counted
-from attnmesh.core.validation import MAX_TIMEOUT, check_number, check_timeout, shown
+from attnmesh.comm import Comm
+from attnmesh.utils.text import counted
+from attnmesh.utils.validation import MAX_TIMEOUT, check_number, check_timeout, shown
 from attnmesh.verify import run as verify
 from attnmesh.verify.mode import Outcome
 

@@ -9,10 +9,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
-from attnmesh.comm.group_store import CommError, FailureNotices
-from attnmesh.comm.liveness import liveness
-from attnmesh.core.call_log import LoggedCall, alternatives, format_ranks, ranks_by_value
-from attnmesh.core.docs import see, with_link
+from attnmesh.comm.call_log import LoggedCall
+from attnmesh.comm.health.group_store import CommError, FailureNotices
+from attnmesh.comm.health.liveness import liveness
+from attnmesh.utils.error_links import see, with_link
+from attnmesh.utils.text import alternatives, format_ranks, ranks_by_value
 
 T = TypeVar("T")
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.agreement import Signature, disagreement
-from attnmesh.comm.group_store import CommError
-from attnmesh.core.call_log import CallLog, call_text, more_calls, out_of_step, text_digest
-from attnmesh.core.text import counted
-from attnmesh.core.validation import check_device, check_timeout, check_type
+from attnmesh.comm.call_log import CallLog, call_text, more_calls, out_of_step, text_digest
+from attnmesh.comm.health.group_store import CommError
 from attnmesh.trace.recorder import Recorder
+from attnmesh.utils.text import counted
+from attnmesh.utils.validation import check_device, check_timeout, check_type
 
 T = TypeVar("T")
 Shape = Sequence[int]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from attnmesh.comm.nccl import own_timeout
-from attnmesh.core.validation import MAX_TIMEOUT
+from attnmesh.utils.validation import MAX_TIMEOUT
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.base import Message, Pending, detached
-from attnmesh.comm.group_store import CommError
+from attnmesh.comm.health.group_store import CommError
+from attnmesh.comm.health.stream_watch import QueuedOperation
 from attnmesh.comm.local_peers import LocalPeers, SharedWork
 from attnmesh.comm.nccl import NcclSide
-from attnmesh.comm.stream_watch import QueuedOperation
 from attnmesh.trace.recorder import MessageRecord, Recorder, Timestamp
 
 

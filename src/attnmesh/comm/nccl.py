@@ -12,9 +12,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from attnmesh.comm import caller_error
-from attnmesh.comm.group_store import CommError
-from attnmesh.comm.stream_watch import QueuedOperation, StreamWatch
+from attnmesh.comm.health import caller_error
+from attnmesh.comm.health.group_store import CommError
+from attnmesh.comm.health.stream_watch import QueuedOperation, StreamWatch
 
 _WATCHDOG_DELAY = 60.0  # seconds by which torch's watchdog, which ends the process, waits longer than the comm
 _ABORT_LIMIT = 5.0  # seconds

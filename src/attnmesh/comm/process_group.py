@@ -18,21 +18,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnmesh.comm import caller_error, in_flight
+from attnmesh.comm import in_flight
 from attnmesh.comm.agreement import CAUSE_SEARCH, AgreementStore, Signature, disagreement
 from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, split_buffer
-from attnmesh.comm.caller_error import Caller
+from attnmesh.comm.call_log import CallLog, text_digest
 from attnmesh.comm.group_settings import store_of, timeout_of
-from attnmesh.comm.group_store import CommError, StoreLostError
+from attnmesh.comm.health import caller_error
+from attnmesh.comm.health.caller_error import Caller
+from attnmesh.comm.health.group_store import CommError, StoreLostError
+from attnmesh.comm.health.liveness import tell_watchers
+from attnmesh.comm.health.monitor import SEARCH, Monitor
+from attnmesh.comm.health.stream_watch import QueuedOperation
 from attnmesh.comm.in_flight import Batch, InFlightMessage, Waitable, Waiting, describe, messages_of, stage
-from attnmesh.comm.liveness import tell_watchers
 from attnmesh.comm.local_peers import LocalPeers, connect
-from attnmesh.comm.monitor import SEARCH, Monitor
 from attnmesh.comm.nccl import NcclSide, abort_all
-from attnmesh.comm.stream_watch import QueuedOperation
-from attnmesh.core.call_log import CallLog, text_digest
-from attnmesh.core.validation import check_type
 from attnmesh.trace.recorder import Recorder
+from attnmesh.utils.validation import check_type
 
 _PATIENCE = 0.2  # seconds that a rank waits for messages before its calls are compared with those of other ranks
 _PAUSE = 1.0  # seconds between two operations of NCCL, after which others may have given up

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from attnmesh.comm.base import Agreement, Comm, SharedValues
-from attnmesh.comm.group_store import CommError
-from attnmesh.core.call_log import CallLog
+from attnmesh.comm.call_log import CallLog
+from attnmesh.comm.health.group_store import CommError
 
 T = TypeVar("T")
 

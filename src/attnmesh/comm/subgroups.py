@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnmesh.comm.agreement import Signature
 from attnmesh.comm.base import Comm, Message, Pending, Shape
-from attnmesh.core.call_log import CallLog
+from attnmesh.comm.call_log import CallLog
 from attnmesh.trace.recorder import Recorder
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.core.docs import see
 from attnmesh.core.intervals import (
     Intersection,
     Intervals,
@@ -30,7 +29,8 @@ from attnmesh.core.intervals import (
     union,
 )
 from attnmesh.core.ranges import rows_between
-from attnmesh.core.validation import MAX_COUNT, check_count, check_tensor, shown
+from attnmesh.utils.error_links import see
+from attnmesh.utils.validation import MAX_COUNT, check_count, check_tensor, shown
 
 MAX_INTERVALS = 64
 """The most intervals per query, and the most chains of intervals in one launch of a kernel, which reads the bounds of

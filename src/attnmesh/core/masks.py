@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attnmesh.core.intervals import FAR, Line, Trapezoid, trapezoids, union
 from attnmesh.core.mask import And, Coverage, IntervalMask, Mask, Or, check_mask
-from attnmesh.core.validation import MAX_COUNT, check_bool, check_choice, check_count, check_list, shown
+from attnmesh.utils.validation import MAX_COUNT, check_bool, check_choice, check_count, check_list, shown
 
 __all__ = [
     "SLICE_KINDS",

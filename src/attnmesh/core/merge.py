@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.core.validation import check_list, check_tensor, check_type, shown
+from attnmesh.utils.validation import check_list, check_tensor, check_type, shown
 
 
 def merge(states: Iterable[State]) -> State:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.validation import check_device, check_dtype, check_shape
+from attnmesh.utils.validation import check_device, check_dtype, check_shape
 
 
 class State(NamedTuple):

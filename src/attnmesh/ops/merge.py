@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.merge import add_sinks, discount_sinks_batch_invariant, merge_into, merge_sequential
-from attnmesh.core.optional import require
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
 from attnmesh.plan.workload import PENDING_PARTS, PENDING_PARTS_WITH_TOTAL
+from attnmesh.utils.optional import require
 
 _T = TypeVar("_T", State, Tensor)
 

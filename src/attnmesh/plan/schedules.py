@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnmesh.core.docs import see
-from attnmesh.core.validation import check_bool, check_choice, check_type
 from attnmesh.plan.allgather import ALLGATHER
 from attnmesh.plan.program import Ints, Load, Program, program_loads
 from attnmesh.plan.ring import RING
@@ -12,6 +10,8 @@ from attnmesh.plan.shards import Shards
 from attnmesh.plan.two_level import TWO_LEVEL_RING
 from attnmesh.plan.ulysses import UlyssesSpec
 from attnmesh.plan.workload import Workload
+from attnmesh.utils.error_links import see
+from attnmesh.utils.validation import check_bool, check_choice, check_type
 
 SCHEDULES: dict[str, ScheduleSpec] = {
     spec.name: spec

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnmesh.core.masks import And, Causal, Full, Mask, SlidingWindow
-from attnmesh.core.progress import reported
 from attnmesh.core.ranges import Ranges
 from attnmesh.plan.program import MAX_LISTED_MESSAGES, Ints, RowTraffic, RowTrafficTotals
 from attnmesh.plan.shards import Shards
+from attnmesh.utils.progress import reported
 
 MAX_PLANNED_RANKS = 16
 """Ranks up to which estimates read the plans that executors follow."""

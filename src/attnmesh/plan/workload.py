@@ -10,9 +10,9 @@ from numpy.typing import ArrayLike
 
 from attnmesh.core import ranges
 from attnmesh.core.masks import Mask
-from attnmesh.core.validation import MAX_RANKS, check_bool, check_count, check_device, check_type
 from attnmesh.plan.program import Floats, Ints, KernelKind, Kernels
 from attnmesh.plan.shards import Shards
+from attnmesh.utils.validation import MAX_RANKS, check_bool, check_count, check_device, check_type
 
 # Executors and estimates share these.
 STREAMS = 2

@@ -22,7 +22,6 @@ from math import inf
 
 import numpy as np
 
-from attnmesh.core.progress import reported_steps
 from attnmesh.plan.decode import COMBINES, Combine, DecodeShape, DecodeSharding, bytes_sent
 from attnmesh.plan.program import Program, Round
 from attnmesh.plan.schedules import SCHEDULES, program, refusal
@@ -32,6 +31,7 @@ from attnmesh.planner.cost import Cost, cost
 from attnmesh.planner.hardware import Cluster, Device, Link
 from attnmesh.planner.simulator.rounds import TooLongError
 from attnmesh.planner.units import readable_seconds
+from attnmesh.utils.progress import reported_steps
 
 # A ring computes run by run; with more runs per shard than this (packed documents) its blocks become too small.
 _MAX_RING_RUNS = 4

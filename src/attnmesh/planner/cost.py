@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnmesh.core.validation import check_type
 from attnmesh.plan.program import Load, LoadCounter, Program
 from attnmesh.plan.schedules import program
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.rounds import run_rounds
+from attnmesh.utils.validation import check_type
 
 _NEGLIGIBLE = 0.1  # fraction of the time spent waiting up to which a run is compute bound
 

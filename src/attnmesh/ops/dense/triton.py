@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.optional import installed, require
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import Call, Grads, Result, Scores
 from attnmesh.ops.launch import Recent
 from attnmesh.ops.merge import StateAccumulator
 from attnmesh.ops.streams import stream_of
 from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, key_hull
+from attnmesh.utils.optional import installed, require
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

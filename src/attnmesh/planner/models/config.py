@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import ceil
 
-from attnmesh.core.validation import check_count
 from attnmesh.planner.counts import check_sizes
+from attnmesh.utils.validation import check_count
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from functools import cached_property
 
 import numpy as np
 
-from attnmesh.core.validation import MAX_RANKS, check_count, check_type, shown
 from attnmesh.plan.program import Floats, Ints, Messages
 from attnmesh.planner.hardware import Cluster
+from attnmesh.utils.validation import MAX_RANKS, check_count, check_type, shown
 
 MAX_FACTOR = 1e6
 """The largest slowdown, and the inverse of the smallest."""

@@ -8,7 +8,6 @@ from itertools import chain
 
 import numpy as np
 
-from attnmesh.core.validation import check_bool, check_count, check_list, check_type
 from attnmesh.plan.program import Floats, MessageTotals, Program, Round
 from attnmesh.planner.counts import check_sizes
 from attnmesh.planner.hardware import Cluster
@@ -17,6 +16,7 @@ from attnmesh.planner.simulator.network import Network, Slowdown
 from attnmesh.planner.simulator.record import Record
 from attnmesh.planner.simulator.rounds import run_rounds
 from attnmesh.trace.timeline import Span
+from attnmesh.utils.validation import check_bool, check_count, check_list, check_type
 
 MAX_MESSAGES = 50_000  # simulated event by event within seconds
 MAX_SHARED = 1_000_000  # pairs of messages on one port: each changes the rate of the other

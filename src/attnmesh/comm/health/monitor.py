@@ -20,9 +20,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from attnmesh.comm.agreement import CAUSE_SEARCH, AgreementStore, Signature
 from attnmesh.comm.base import COMPARED_CALLS
-from attnmesh.comm.group_store import CommError, StoreLostError
-from attnmesh.comm.liveness import UNREACHABLE, Neighbors
-from attnmesh.core.call_log import CallLog, LoggedCall, alternatives, out_of_step
+from attnmesh.comm.call_log import CallLog, LoggedCall, out_of_step
+from attnmesh.comm.health.group_store import CommError, StoreLostError
+from attnmesh.comm.health.liveness import UNREACHABLE, Neighbors
+from attnmesh.utils.text import alternatives
 
 T = TypeVar("T")
 

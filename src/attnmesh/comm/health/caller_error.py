@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from attnmesh.comm.group_store import CommError
+from attnmesh.comm.health.group_store import CommError
 
 lock = threading.RLock()
 """Held while an error becomes known, and while it is sent or withdrawn: it is raised once."""

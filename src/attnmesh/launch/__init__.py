@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from attnmesh.comm import CommError, comm_from, run_virtual
-from attnmesh.core.log import show_if_asked
-from attnmesh.core.validation import MAX_TIMEOUT, check_count, check_timeout
+from attnmesh.utils.log import show_if_asked
+from attnmesh.utils.validation import MAX_TIMEOUT, check_count, check_timeout
 
 _LOG = logging.getLogger(__name__)
 
