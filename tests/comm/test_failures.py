@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attnmesh.comm import Comm, CommError, comm_from
 from attnmesh.comm.agreement import AgreementStore
+from attnmesh.comm.health.group_store import WaitStatus
 from attnmesh.comm.health.monitor import Monitor
 from attnmesh.comm.in_flight import Batch, InFlightMessage
 from attnmesh.utils.error_links import see, without_link
@@ -47,23 +48,23 @@ def test_ranks_of_a_subgroup_are_named_by_their_global_numbers():
 
 def test_the_rank_that_everyone_waits_for_is_found_behind_those_who_wait():
     first, second, third, _ = stores([0, 1, 2, 3])
-    first.begin_search([1], "ring")
+    first.begin_search(WaitStatus([1], "ring"))
     assert second.is_searching()
-    second.report_waiting([2], "ring")
-    third.report_waiting([8], "barrier", here=False)
+    second.report_waiting(WaitStatus([2], "ring"))
+    third.report_waiting(WaitStatus([8], "barrier", in_group=False))
     assert first.causes_of_absence("did not arrive within 3 s") == ["rank 8 did not arrive within 3 s"]
-    third.report_waiting([3], "ring")
+    third.report_waiting(WaitStatus([3], "ring"))
     first.report_end(3, "its process has ended")
     assert first.causes_of_absence("did not arrive") == ["rank 3 is dead: its process has ended"]
 
 
 def test_ranks_that_wait_for_one_another_are_told_apart_by_their_calls():
     first, second, third = stores([0, 1, 2])
-    first.begin_search([1], "ring")
-    second.report_waiting([0], "gather")
-    third.report_waiting([0], "ring")
+    first.begin_search(WaitStatus([1], "ring"))
+    second.report_waiting(WaitStatus([0], "gather"))
+    third.report_waiting(WaitStatus([0], "ring"))
     assert first.causes_of_absence("") == ["ranks wait for one another: ring on ranks 0, 2 but gather on rank 1"]
-    second.report_waiting([2], "barrier", here=False)
+    second.report_waiting(WaitStatus([2], "barrier", in_group=False))
     late = "rank 1 did not arrive within 3 s, waiting in another group: barrier"
     assert first.causes_of_absence("did not arrive within 3 s") == [late]
     first.report_end(2, "its process has ended")  # after it has said that it waits: the others wait for it, perhaps
@@ -79,11 +80,11 @@ def test_one_comparison_tells_that_ranks_are_out_of_step():
 
 def test_the_failure_of_a_rank_in_another_group_comes_before_what_follows_from_it():
     first, second, _ = stores([0, 2, 4])
-    first.begin_search([2], "ring")
+    first.begin_search(WaitStatus([2], "ring"))
     second.report_elsewhere(["global rank 3 is dead: its process has ended"])
     follows = ["global rank 3 is dead: its process has ended", "global rank 2 did not arrive within 3 s"]
     assert first.causes_of_absence("did not arrive within 3 s") == follows
-    second.report_waiting([8], "barrier", here=False)  # in a group that it has made since
+    second.report_waiting(WaitStatus([8], "barrier", in_group=False))  # in a group that it has made since
     assert first.causes_of_absence("did not arrive within 3 s") == follows
     first.report_end(1, "its process has ended")
     assert first.causes_of_end([1]) == [follows[0], "global rank 2 is dead: its process has ended"]
@@ -223,7 +224,7 @@ def served_by_rank_0(comm: Comm, fault: str) -> str:
     own.agree("start", {})
     own.barrier()
     watches = own._monitor._neighbors._watches
-    while rank > 0 and not (0 in watches and watches[0].state == "verified"):
+    while rank > 0 and not (0 in watches and watches[0].is_verified):
         time.sleep(0.05)
     own.barrier()
     if rank == 0:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from attnmesh.comm import CommError, comm_from, process_group
 from attnmesh.comm.health import liveness as liveness_module
-from attnmesh.comm.health.liveness import ENDED, Liveness, liveness
+from attnmesh.comm.health.liveness import ENDED, Liveness, Watch, liveness
 from helpers.faults import fail
 from helpers.processes import Died, run_processes
 
@@ -38,14 +38,14 @@ def test_the_end_of_a_process_is_noticed_and_nothing_else():
     address, child = ours.recv()
     try:
         watch = own.watch(address)
-        await_until(lambda: watch.state == "verified")
+        await_until(lambda: watch.is_verified)
         os.kill(process.pid, signal.SIGSTOP)
-        stopped = own.watch(address)  # the kernel connects in its place, but nothing tells that it is the one
+        stopped = Watch(address, own._machine)  # the kernel connects in its place, but nothing tells that it is the one
         time.sleep(0.3)
         assert watch.verdict is stopped.verdict is None
         os.kill(process.pid, signal.SIGKILL)
         await_until(lambda: watch.verdict == stopped.verdict == ENDED)
-        late = own.watch(address)
+        late = Watch(address, own._machine)
         await_until(lambda: late.verdict == ENDED)
     finally:
         os.kill(child, signal.SIGKILL)
@@ -59,14 +59,14 @@ def test_a_slow_name_server_is_asked_once(monkeypatch):
     assert liveness_module._hosts(dist.HashStore()) == addresses
 
 
-def test_those_who_watch_a_process_hear_its_last_words():
+def test_those_who_watch_a_process_read_its_last_error():
     own, other = Liveness(), Liveness()
     watch = own.watch(other.address(dist.HashStore()))
-    await_until(lambda: watch.state == "verified")
-    assert watch.last_words == ""
+    await_until(lambda: watch.is_verified)
+    assert watch.last_error == ""
     for line in ("first", "x" * 10000, '["out of memory"]'):
         other.tell(line)
-    await_until(lambda: watch.last_words == '["out of memory"]')
+    await_until(lambda: watch.last_error == '["out of memory"]')
     assert watch.verdict is None
 
 

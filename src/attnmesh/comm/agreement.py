@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from attnmesh.comm.call_log import LoggedCall
-from attnmesh.comm.health.group_store import CommError, FailureNotices
+from attnmesh.comm.health.group_store import CommError, FailureNotices, WaitStatus
 from attnmesh.comm.health.liveness import liveness
 from attnmesh.utils.error_links import see, with_link
 from attnmesh.utils.text import alternatives, format_ranks, ranks_by_value
@@ -181,7 +181,7 @@ class AgreementStore(FailureNotices):
             if time.monotonic() > deadline:
                 raise _LateError(missing, purpose)
             if self.is_searching():
-                self.report_waiting(self.globally(missing), purpose)
+                self.report_waiting(WaitStatus(self.globally(missing), purpose))
             meanwhile()
             time.sleep(interval)
             interval = min(2 * interval, _MAX_POLL_INTERVAL)
@@ -190,7 +190,7 @@ class AgreementStore(FailureNotices):
     def _search(self, late: _LateError, timeout: float, meanwhile: Callable[[], None]) -> CommError:
         """The error of this rank, which has waited for too long."""
         deadline = time.monotonic() + CAUSE_SEARCH
-        self.begin_search(self.globally(late.missing), late.purpose)
+        self.begin_search(WaitStatus(self.globally(late.missing), late.purpose))
         while not (causes := self.causes()) and time.monotonic() < deadline:
             meanwhile()
             time.sleep(_MAX_POLL_INTERVAL)

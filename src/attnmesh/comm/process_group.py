@@ -25,9 +25,9 @@ from attnmesh.comm.call_log import CallLog, text_digest
 from attnmesh.comm.group_settings import store_of, timeout_of
 from attnmesh.comm.health import caller_error
 from attnmesh.comm.health.caller_error import Caller
-from attnmesh.comm.health.group_store import CommError, StoreLostError
+from attnmesh.comm.health.group_store import CommError, StoreLostError, WaitStatus
 from attnmesh.comm.health.liveness import tell_watchers
-from attnmesh.comm.health.monitor import SEARCH, Monitor
+from attnmesh.comm.health.monitor import Monitor
 from attnmesh.comm.health.stream_watch import QueuedOperation
 from attnmesh.comm.in_flight import Batch, InFlightMessage, Waitable, Waiting, describe, messages_of, stage
 from attnmesh.comm.local_peers import LocalPeers, connect
@@ -91,9 +91,9 @@ class GroupComm(Comm):
         """
         if os.getpid() != self._process:  # forked: the group is the parent's, which has not failed
             return
-        self._give_up(message, [f"{self._store.own_name} failed: {message}"])
+        self._report_failure(message, [f"{self._store.own_name} failed: {message}"])
 
-    def _give_up(self, message: str, causes: Sequence[str]) -> None:
+    def _report_failure(self, message: str, causes: Sequence[str]) -> None:
         with caller_error.lock:
             self._broken = self._broken or message
         with suppress(CommError):  # before an abort, which may take seconds: others would search for the rank to blame
@@ -244,7 +244,7 @@ class GroupComm(Comm):
         if waiting is not None and time.monotonic() - waiting.since > _PATIENCE:
             return True
         calls, self._calls_watched = self._calls_watched, self.log.count
-        return self.nccl.has_begun and (calls != self.log.count or self.is_waiting())
+        return self.nccl.has_begun and (calls != self.log.count or bool(self.status().ranks))
 
     def missing_ranks(self) -> Collection[int]:
         """The ranks that it waits for, on the host or in the oldest operation of NCCL."""
@@ -254,12 +254,8 @@ class GroupComm(Comm):
         oldest = self.nccl.oldest(_PATIENCE)
         return () if oldest is None else oldest.peers
 
-    def is_waiting(self) -> bool:
-        """Whether this process waits for other ranks in any of its groups, on the host or on the device."""
-        return any(comm.waiting is not None or comm.nccl.oldest(_PATIENCE) is not None for comm in _all_comms())
-
-    def waits_for(self) -> tuple[set[int], str]:
-        """The ranks that this process waits for, in any of its groups, by their global numbers, and the calls."""
+    def status(self) -> WaitStatus:
+        """What this process waits for, in any of its groups, on the host or on the device."""
         found, calls = set[int](), []
         for comm in _all_comms():
             waiting = comm.waiting
@@ -268,11 +264,7 @@ class GroupComm(Comm):
             found |= comm._store.globally(ranks)
             if ranks:
                 calls.append(comm._operation)
-        return found, ", ".join(calls)
-
-    def is_here(self) -> bool:
-        """Whether it waits in this group."""
-        return self.waiting is not None or self.nccl.oldest() is not None
+        return WaitStatus(found, ", ".join(calls), self.waiting is not None or self.nccl.oldest() is not None)
 
     def interrupt(self, causes: Sequence[str]) -> None:
         """Fail, and release this rank if it waits for messages (on the monitor's thread)."""
@@ -295,11 +287,12 @@ class GroupComm(Comm):
 
     def _overdue(self, operation: QueuedOperation) -> None:
         """Fail, because NCCL did not complete an operation in time (on a thread of its own)."""
-        try:
-            causes = self._monitor.call(self._monitor.find_absent, SEARCH)
-        except CommError as error:
-            causes = list(error.causes)
-        if operation.has_completed or self._broken is not None:
+        how = "did not arrive"
+        causes = self._causes(operation.peers, how, f"{self._one_of(operation.peers)} {how}", 2 * CAUSE_SEARCH)
+        if self._broken is not None:
+            return
+        if operation.has_completed:
+            self._monitor.submit(self._store.end_search)
             return
         wait([self._monitor.submit(partial(self._store.report_causes, causes))], _TELL)
         self._end_all(causes, f"was in {operation.name}, which did not complete within {operation.timeout:g} s")
@@ -466,11 +459,14 @@ class GroupComm(Comm):
             how = "has closed its connection: its process has ended, or it has given up or destroyed the group"
             seconds = 2 * CAUSE_SEARCH  # others will probably tell the cause at once
         if how:
-            otherwise = f"{'one of ' if len(peers) > 1 else ''}{self._store.names(peers)} {how}"
+            otherwise = f"{self._one_of(peers)} {how}"
         else:
             otherwise = f"{self._store.own_name} failed in {op}: {reason}"
         doing = f"was in {op} ({self._operation}){describe(messages, self._store.names)}: {reason}"
         return self._failed(self._store.error(self._causes(peers, how, otherwise, seconds), doing))
+
+    def _one_of(self, ranks: Collection[int]) -> str:
+        return f"{'one of ' if len(ranks) > 1 else ''}{self._store.names(ranks)}"
 
     def _causes(self, peers: Collection[int], how: str, otherwise: str, seconds: float = CAUSE_SEARCH) -> list[str]:
         call = self._operation
@@ -487,7 +483,7 @@ class GroupComm(Comm):
         with caller_error.lock:
             self._broken = str(error)
             self._caller.withdraw()  # what the monitor has sent at the same time
-        self._give_up(str(error), error.causes)
+        self._report_failure(str(error), error.causes)
         if self._local_peers is not None:
             self._local_peers.leave()  # after the reason is known: those who wait for this rank ask for it
         return error

@@ -9,21 +9,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import json
 import logging
 import os
 import secrets
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-State = Literal["connecting", "verifying", "verified"]
 
 _LOG = logging.getLogger(__name__)
 _RETRY = 0.5  # seconds between two attempts to connect
@@ -40,71 +38,73 @@ UNREACHABLE = "its host does not respond"
 
 
 class Watch:
-    """A process that is watched through one connection. `verdict` tells how it ended, None while nothing is known.
+    """A process that is watched through a connection, on a thread of its own.
 
-    `last_words` is what it has told before it ended.
+    `verdict` tells how the process ended, None while nothing is known. `last_error` is the latest line that it sent.
     """
 
     def __init__(self, address: str, machine: str) -> None:
         fields = json.loads(address)
-        self.token, self._port = bytes.fromhex(fields["token"]), fields["port"]
-        self.is_local = fields["machine"] == machine
-        self._hosts = ["127.0.0.1"] if self.is_local else fields["hosts"]
-        self.attempts = 0
-        self.state: State = "connecting"
-        self.received = self.words = b""
+        self._token, self._port = bytes.fromhex(fields["token"]), fields["port"]
+        self._is_local = fields["machine"] == machine
+        self._hosts = ["127.0.0.1"] if self._is_local else fields["hosts"]
         self.socket: socket.socket | None = None
-        self.next_attempt = 0.0  # by time.monotonic()
+        self.is_verified = False
+        self.last_error = ""
         self.verdict: str | None = None
-        self.verdict_at = 0.0
+        threading.Thread(target=self._run, name="attnmesh liveness", daemon=True).start()
 
-    @property
-    def last_words(self) -> str:
-        """The latest line that the process has told."""
-        return self.words.decode(errors="replace").rstrip("\n").rpartition("\n")[2]
+    def _run(self) -> None:
+        """Connect, to another address of the process each time, until its end is known."""
+        for attempt in itertools.count(1) if self._hosts else ():
+            code = self._connection(self._hosts[attempt % len(self._hosts)])
+            if self.is_verified:
+                self.verdict = ENDED if code in (None, errno.ECONNRESET) else UNREACHABLE
+            elif (
+                self._is_local and code == errno.ECONNREFUSED
+            ):  # on this machine only the end of a process closes its port
+                self.verdict = ENDED
+            if self.verdict is not None:
+                return
+            if attempt == _WARN_AT:
+                _LOG.warning("no connection to the process of another rank after %d attempts; trying on", _WARN_AT)
+            time.sleep(_RETRY)
 
-    def connect(self) -> socket.socket | None:
-        """Begin a connection to one of the addresses of the process, to another each time."""
-        if not self._hosts:
-            return None
-        host = self._hosts[self.attempts % len(self._hosts)]
-        self.attempts += 1
-        self.state, self.received, self.words = "connecting", b"", b""
-        self.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self.socket.setblocking(False)
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):  # not on every system
-                self.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self.socket.connect_ex((host, self._port))
-        return self.socket
-
-    def end(self, verdict: str) -> None:
-        """Note how the process ended."""
-        self.verdict_at = time.monotonic()
-        self.verdict = verdict
+    def _connection(self, host: str) -> int | None:
+        """Connect, receive the token that identifies the process, then wait for the end: the number of its error."""
+        received = b""
+        try:
+            with socket.create_connection((host, self._port), timeout=_CONNECT) as self.socket:
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for name, value in _KEEPALIVE.items():
+                    if hasattr(socket, name):  # not on every system
+                        self.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+                self.socket.settimeout(None)
+                while data := self.socket.recv(_LONGEST_LINE):
+                    received += data
+                    if not self.is_verified and received.startswith(self._token):
+                        self.is_verified, received = True, received[_TOKEN_BYTES:]
+                    if self.is_verified:
+                        received = received[-_LONGEST_LINE:]
+                        self.last_error = received.decode(errors="replace").rstrip("\n").rpartition("\n")[2]
+                    elif not self._token.startswith(received):  # another process
+                        return None
+        except OSError as error:
+            return error.errno
+        return None
 
 
 class Liveness:
-    """The listening socket of this process, and the connections to the processes that it watches, on one thread."""
+    """The listening socket of this process, and the processes that it watches."""
 
     def __init__(self) -> None:
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
-        self._listener.setblocking(False)
         self._token, self._machine = secrets.token_bytes(_TOKEN_BYTES), _machine()
-        self._visitors: set[socket.socket] = set()
-        self._watches: set[Watch] = set()
-        self._new: list[Watch] = []
-        self._closed: list[Watch] = []
-        self._wake_up, self._woken = socket.socketpair()
-        self._wake_up.setblocking(False)
-        self._woken.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._woken, selectors.EVENT_READ, lambda: self._woken.recv(4096))
-        threading.Thread(target=self._run, name="attnmesh liveness", daemon=True).start()
+        self._visitors: list[socket.socket] = []
+        self._watches: dict[str, Watch] = {}
+        threading.Thread(target=self._accept, name="attnmesh liveness", daemon=True).start()
 
     def address(self, store: Store) -> str:
         """How other processes of the group with this store find this one."""
@@ -113,124 +113,47 @@ class Liveness:
         return json.dumps({"token": self._token.hex(), "port": port, "machine": self._machine, "hosts": hosts})
 
     def watch(self, address: str) -> Watch:
-        """Begin to watch the process with this address."""
-        watch = Watch(address, self._machine)
-        self._new.append(watch)
-        self._wake()
-        return watch
-
-    def close(self, watch: Watch) -> None:
-        """Watch this process no more."""
-        self._closed.append(watch)
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # it will wake up anyway, or this process was forked
-            self._wake_up.send(b"w")
+        """Watch the process with this address: once, for all groups, until it ends."""
+        with _lock:
+            if address not in self._watches:
+                self._watches[address] = Watch(address, self._machine)
+            return self._watches[address]
 
     def tell(self, line: str) -> None:
         """Tell those who watch this process why it may end. It needs no store, which may end with the process."""
-        for visitor in list(self._visitors):
+        for visitor in self._visitors:
             with contextlib.suppress(OSError):
                 visitor.send(line.encode()[: _LONGEST_LINE - 1] + b"\n")
 
     def close_sockets(self) -> None:
         """Close the sockets of this process's copy after a fork: the connections are those of the parent."""
-        mine = (self._listener, self._wake_up, self._woken, *self._visitors, *(watch.socket for watch in self._watches))
-        for each in mine:
+        for each in (self._listener, *self._visitors, *(watch.socket for watch in self._watches.values())):
             if each is not None:
                 each.close()
-        self._selector.close()
-
-    def _run(self) -> None:
-        while True:
-            is_done = all(watch.state == "verified" or watch.verdict is not None for watch in self._watches)
-            for key, _ in self._selector.select(None if is_done else _RETRY):
-                key.data()
-            while self._new:
-                self._watches.add(self._new.pop())
-            while self._closed:
-                watch = self._closed.pop()
-                self._disconnect(watch)
-                self._watches.discard(watch)
-            for watch in self._watches:
-                if watch.verdict is not None or time.monotonic() < watch.next_attempt:
-                    continue
-                if watch.socket is None:
-                    self._connect(watch)
-                elif watch.state == "connecting":
-                    self._lost(watch, errno.ETIMEDOUT)
-
-    def _connect(self, watch: Watch) -> None:
-        try:
-            connection = watch.connect()
-        except OSError:  # no more file descriptors, say
-            watch.socket, watch.next_attempt = None, time.monotonic() + _RETRY
-            return
-        if connection is None:  # the process has told no address
-            watch.next_attempt = float("inf")
-            return
-        watch.next_attempt = time.monotonic() + _CONNECT
-        self._selector.register(connection, selectors.EVENT_WRITE, lambda: self._advance(watch))
-
-    def _advance(self, watch: Watch) -> None:
-        """Connect, receive the token that tells the process from any other, then wait for the connection to close."""
-        assert watch.socket is not None
-        try:
-            if watch.state == "connecting":
-                if code := watch.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    raise OSError(code, os.strerror(code))
-                watch.state = "verifying"
-                self._selector.modify(watch.socket, selectors.EVENT_READ, lambda: self._advance(watch))
-                return
-            data = watch.socket.recv(_LONGEST_LINE)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._lost(watch, error.errno)
-            return
-        missing = _TOKEN_BYTES - len(watch.received)
-        watch.received += data[:missing]
-        watch.words = (watch.words + data[missing:])[-_LONGEST_LINE:]
-        if not data or not watch.token.startswith(watch.received):
-            self._lost(watch, None)
-        elif watch.received == watch.token:
-            watch.state = "verified"
-
-    def _lost(self, watch: Watch, code: int | None) -> None:
-        self._disconnect(watch)
-        if watch.state == "verified":
-            watch.end(ENDED if code in (None, errno.ECONNRESET) else UNREACHABLE)
-        elif watch.is_local and code == errno.ECONNREFUSED:  # on this machine nothing but the end of it closes the port
-            watch.end(ENDED)
-        else:  # not reachable, or another process: nothing is known
-            if watch.attempts == _WARN_AT:
-                _LOG.warning("no connection to the process of another rank after %d attempts; trying on", _WARN_AT)
-            watch.next_attempt = time.monotonic() + _RETRY
-
-    def _disconnect(self, watch: Watch) -> None:
-        if watch.socket is not None:
-            self._selector.unregister(watch.socket)
-            watch.socket.close()
-            watch.socket = None
 
     def _accept(self) -> None:
-        try:
-            visitor, _ = self._listener.accept()
-        except OSError:  # it has gone again, or there are no more file descriptors
-            time.sleep(_ACCEPT_AGAIN)
-            return
-        visitor.setblocking(False)
-        self._visitors.add(visitor)
-        self._selector.register(visitor, selectors.EVENT_READ, lambda: self._read(visitor))
-        with contextlib.suppress(OSError):
-            visitor.send(self._token)
+        while True:
+            try:
+                visitor, _ = self._listener.accept()
+            except OSError:  # it has gone again, or there are no more file descriptors
+                time.sleep(_ACCEPT_AGAIN)
+                continue
+            visitor.setblocking(False)
+            with contextlib.suppress(OSError):
+                visitor.send(self._token)
+            self._visitors = [each for each in self._visitors if not _closed_if_ended(each)] + [visitor]
 
-    def _read(self, visitor: socket.socket) -> None:
-        """A visitor sends nothing: it has gone."""
-        self._selector.unregister(visitor)
-        self._visitors.discard(visitor)
-        visitor.close()
+
+def _closed_if_ended(visitor: socket.socket) -> bool:
+    """Close a connection if the other end, which sends nothing, has closed it."""
+    try:
+        visitor.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    visitor.close()
+    return True
 
 
 _liveness: Liveness | None = None
@@ -238,7 +161,7 @@ _lock = threading.Lock()
 
 
 def liveness() -> Liveness | None:
-    """That of this process; None if it cannot open sockets."""
+    """The one of this process; None if it cannot open sockets."""
     global _liveness
     with _lock:
         if _liveness is None:
@@ -321,7 +244,7 @@ class Neighbors:
         self._watches: dict[int, Watch] = {}
         self._reported: set[int] = set()
 
-    def look(self, address_of: Callable[[int], str | None], report: Callable[[int, str], None]) -> None:
+    def report_ended(self, address_of: Callable[[int], str | None], report: Callable[[int, str], None]) -> None:
         """Watch the neighbors as soon as they have told an address, and report those that have ended."""
         own = liveness()
         if own is None:
@@ -349,10 +272,3 @@ class Neighbors:
         while watch is not None and watch.verdict is None and time.monotonic() < deadline:
             time.sleep(_ACCEPT_AGAIN)
         return None if watch is None or watch.verdict is None else watch
-
-    def close(self) -> None:
-        """Watch nobody."""
-        if _liveness is not None:
-            for watch in self._watches.values():
-                _liveness.close(watch)
-        self._watches.clear()
