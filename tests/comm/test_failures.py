@@ -18,7 +18,8 @@ from attnmesh.comm import Comm, CommError, comm_from
 from attnmesh.comm.agreement import AgreementStore
 from attnmesh.comm.health.group_store import WaitStatus
 from attnmesh.comm.health.monitor import Monitor
-from attnmesh.comm.in_flight import Batch, InFlightMessage
+from attnmesh.comm.in_flight import InFlightMessage
+from attnmesh.comm.process_group import Batch
 from attnmesh.utils.error_links import see, without_link
 from helpers.processes import Died, run_processes
 
@@ -95,7 +96,8 @@ def test_threads_that_ask_for_the_monitor_at_once_get_one():
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(20):
-            monitor = Monitor(stores([0])[0], 0, [0], {}, set())
+            (store,) = stores([0])
+            monitor = Monitor(store, 0, [0], {}, store.causes)
             with ThreadPoolExecutor(8) as pool:
                 assert len(set(pool.map(lambda _, m=monitor: m.call(threading.get_ident), range(16)))) == 1
             monitor.end()

@@ -80,6 +80,7 @@ def await_until(condition):
 def dies_before_the_first_call(comm, dead, while_connecting=False):
     """The others wait for an agreement, or to connect after it, with a timeout of minutes."""
     comm.timeout = 300
+    dist.barrier()  # every rank has connected over gloo
     if comm.rank == dead and while_connecting:
         process_group.connect = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     elif comm.rank == dead:

@@ -269,7 +269,7 @@ def go_on_after_a_pause(comm):
         return ""
     failed.wait(["failed"])
     time.sleep(0.5)  # a pause of more than a second altogether, in which the monitor looks twice
-    assert not group.has_failed
+    assert group._broken is None
     with pytest.raises(CommError) as error:
         group._check_usable()
     return str(error.value)

@@ -46,7 +46,7 @@ class Signature:
 
     @property
     def short(self) -> str:
-        """The operation with as many arguments as fit into a line."""
+        """The operation with the arguments that fit into a line."""
         text = str(self)
         return text if len(text) <= _SHORT else f"{text[:_SHORT].rpartition(', ')[0]}, ...)"
 
@@ -117,7 +117,7 @@ class AgreementStore(FailureNotices):
     def compare(
         self, signature: Signature, timeout: float, check_missing_ranks: Callable[[], None] = lambda: None
     ) -> dict[int, Signature]:
-        """Publish this rank's signature and return those of all ranks, or those so far as soon as one has an error.
+        """Publish this rank's signature and return all signatures, or the known ones as soon as one has an error.
 
         While ranks are missing, `check_missing_ranks` is called again and again; it raises CommError to give up.
         """
@@ -160,7 +160,7 @@ class AgreementStore(FailureNotices):
         meanwhile: Callable[[], None],
         is_enough: Callable[[Mapping[int, T]], bool] = lambda _: False,
     ) -> dict[int, T]:
-        """Read what `ranks` publish until all of it is known; CommError if a rank has failed or ended, or _LateError.
+        """Read what `ranks` publish until every value is known; CommError if a rank has failed or ended, or _LateError.
 
         `purpose` is what this rank is about to do, for the error. `meanwhile` is called while ranks are missing; it
         may raise CommError too.
@@ -225,9 +225,9 @@ class AgreementStore(FailureNotices):
     def share(
         self, name: str, value: str, ranks: Iterable[int], timeout: float, watch_neighbors: Callable[[], None]
     ) -> dict[int, str]:
-        """Publish a value of this rank under a name that is used once, and return those of `ranks`.
+        """Publish a value of this rank under a name that is used once, and return the values of `ranks`.
 
-        While ranks are missing, `watch_neighbors` is called again and again, which reports those that have ended.
+        While ranks are missing, `watch_neighbors` is called again and again, which reports neighbors that have ended.
         """
         self._set(f"{name}/{self._rank}", value)
 
@@ -242,7 +242,7 @@ class AgreementStore(FailureNotices):
             self.missing = ()
 
     def publish(self, calls: str) -> None:
-        """Publish the calls of this rank, instead of those published before."""
+        """Publish the latest calls of this rank."""
         self._set(f"calls/{self._rank}", calls)
 
     def published(self, ranks: Iterable[int]) -> dict[int, str]:

@@ -262,7 +262,7 @@ class Comm(ABC):
     def note(self, operation: str, detail: str | int | None = None) -> None:
         """Log an operation that follows from an earlier call, such as its backward. Nothing is compared now.
 
-        A detail that is a number is that of the call (`calls`).
+        A detail that is a number is the number of a call (`calls`).
         """
         self._check_one_thread(operation)
         self._operation = operation
@@ -279,7 +279,7 @@ class Comm(ABC):
         return self.log.count
 
     def log_of(self, members: tuple[int, ...]) -> CallLog:
-        """The log of a subgroup whose calls differ from those of other subgroups."""
+        """The log of a subgroup whose calls differ from the calls of other subgroups."""
         return self._logs.setdefault(members, CallLog())
 
     @contextmanager
@@ -312,9 +312,9 @@ class Comm(ABC):
 
     @abstractmethod
     def _compare(self, signature: Signature) -> Mapping[int, Signature]:
-        """Publish this rank's signature and return those of all ranks.
+        """Publish this rank's signature and return the signatures of all ranks.
 
-        As soon as any signature has an error (this rank's own included), return those that are known: a rank that found
+        As soon as any signature has an error (this rank's own included), return the known ones: a rank that found
         an error does not wait for others before it raises.
         """
 
@@ -411,7 +411,7 @@ def post(comm: Comm, sends: Sequence[Message], recvs: Sequence[Message], nbytes:
 class Agreement:
     """A call whose arguments were checked, with the values that all ranks must agree on, to be made again and again.
 
-    `begin` is `Comm.agree`, but compares the values with those that ranks agreed on before only once.
+    `begin` is `Comm.agree`, but looks up only once whether ranks have agreed on the values before.
     """
 
     __slots__ = ("_agreed", "_comm", "_digest", "_operation", "_values")

@@ -79,7 +79,7 @@ def text_digest(text: str) -> int:
 def call_text(operation: str, detail: object) -> str:
     """`operation(name=value, ...)`. A detail of two parts is the arguments and the last call of the state.
 
-    One that is a number is that of a call.
+    A detail that is a number is the number of a call.
     """
     if detail is None:
         return operation
@@ -117,7 +117,7 @@ def out_of_step(by_rank: Mapping[int, Sequence[LoggedCall]], global_ranks: Seque
 
 
 def more_calls(by_rank: Mapping[int, Sequence[LoggedCall]], global_ranks: Sequence[int] | None = None) -> str:
-    """How many calls ranks have made, if those that can be compared are equal."""
+    """How many calls ranks have made, if all calls that can be compared are equal."""
     texts = {
         rank: f"{counted(calls[-1].number, 'call')}, the last one {calls[-1].text}," if calls else "no call"
         for rank, calls in by_rank.items()

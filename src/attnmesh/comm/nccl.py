@@ -135,17 +135,8 @@ class NcclSide:
         self._watchdog_timeout = timeout
         group = self._group()
         if group is not None:
-            _own_timeouts.setdefault(group, group._get_backend(torch.device("cuda")).options._timeout)
             limit = timedelta(seconds=timeout + _WATCHDOG_DELAY)
             group._get_backend(torch.device("cuda"))._set_default_timeout(limit)
-
-
-_own_timeouts: weakref.WeakKeyDictionary[dist.ProcessGroup, timedelta] = weakref.WeakKeyDictionary()
-
-
-def own_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout that a group was created with, if its watchdog has another one now."""
-    return _own_timeouts.get(group)
 
 
 def abort_all(sides: Iterable[NcclSide]) -> None:

@@ -27,7 +27,7 @@ class RankGroups:
         groups = {id(comm): comm for comm in (all_ranks, *subgroups.values()) if comm is not None}
         self._comms = list(groups.values())
         # All agree in the comm of all ranks. But NCCL needs all ranks in its first call, and messages are checked per
-        # group: those that are process groups of their own log the calls, too.
+        # group: subgroups that are process groups of their own log the calls, too.
         self._logged = [comm for comm in self._comms if all_ranks is None or comm is all_ranks or comm.is_own_group]
 
     @property

@@ -457,7 +457,7 @@ def _partition(layout: Layout, length: int, world: int) -> tuple[Ranges, ...]:
 
     every_position = "every position to one rank"
     by_start = sorted(((run, rank) for rank, runs in enumerate(shards) for run in runs), key=lambda held: held[0][0])
-    reaching: list[tuple[range, int]] = []  # ranges that do not end before the one at hand
+    reaching: list[tuple[range, int]] = []  # ranges that do not end before `run` begins
     for run, rank in by_start:
         reaching = [held for held in reaching if held[0][-1] >= run[0]]
         for other, owner in reaching:

@@ -34,7 +34,7 @@ class State(NamedTuple):
 
     @staticmethod
     def identity(shape: Iterable[int], *, dtype: torch.dtype, device: torch.device | str | None = None) -> State:
-        """The state of rows that have attended to no key yet; `shape` is that of `out`."""
+        """The state of rows that have attended to no key yet; `shape` is the shape of `out`."""
         sizes = check_shape("shape", shape)
         if not sizes:
             raise ValueError("shape must be that of out [..., D], got none")

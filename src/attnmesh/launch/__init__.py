@@ -1,4 +1,4 @@
-"""Runs a function on ranks: those that torchrun started, new processes, or virtual ranks in this process."""
+"""Runs a function on ranks: processes that torchrun started, new processes, or virtual ranks in this process."""
 
 from __future__ import annotations
 

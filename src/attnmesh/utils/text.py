@@ -13,7 +13,7 @@ _NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def printable(text: str, *, keep: str = "\n\t") -> str:
-    """The text with control characters shown as escapes (`\\x1b`), except those in `keep`."""
+    """The text with control characters shown as escapes (`\\x1b`), except the characters in `keep`."""
     return _UNSAFE.sub(lambda match: match[0] if match[0] in keep else _escaped(match[0]), text)
 
 

@@ -80,7 +80,7 @@ class GroupStore:
         return {self._global_ranks[rank] for rank in ranks}
 
     def error(self, causes: Sequence[str], doing: str) -> CommError:
-        """What happened, then what this rank was doing, and in which group unless it is that of all ranks."""
+        """What happened, then what this rank was doing, and in which group unless it has all ranks."""
         group = "" if self._has_global_numbers else f", in the group of {self.names(range(self._world))}"
         error = CommError(f"{'; '.join(causes)} [{self.own_name} {doing}{group}]", causes)
         _LOG.warning("%s", error)

@@ -31,7 +31,7 @@ _CONNECT = 5.0  # seconds that an attempt may take
 _TOKEN_BYTES = 16
 _KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5}  # a host that is gone is noticed after 8 s
 _BACKLOG = 1024
-_LONGEST_LINE = 4096  # bytes that a process tells those who watch it
+_LONGEST_LINE = 4096  # bytes that a process sends to the processes that watch it
 
 ENDED = "its process has ended"
 UNREACHABLE = "its host does not respond"
@@ -120,13 +120,13 @@ class Liveness:
             return self._watches[address]
 
     def tell(self, line: str) -> None:
-        """Tell those who watch this process why it may end. It needs no store, which may end with the process."""
+        """Tell the processes that watch this one why it may end. It needs no store, which may end with the process."""
         for visitor in self._visitors:
             with contextlib.suppress(OSError):
                 visitor.send(line.encode()[: _LONGEST_LINE - 1] + b"\n")
 
     def close_sockets(self) -> None:
-        """Close the sockets of this process's copy after a fork: the connections are those of the parent."""
+        """Close this process's copies of the sockets after a fork: the parent keeps the connections."""
         for each in (self._listener, *self._visitors, *(watch.socket for watch in self._watches.values())):
             if each is not None:
                 each.close()
@@ -245,7 +245,7 @@ class Neighbors:
         self._reported: set[int] = set()
 
     def report_ended(self, address_of: Callable[[int], str | None], report: Callable[[int, str], None]) -> None:
-        """Watch the neighbors as soon as they have told an address, and report those that have ended."""
+        """Watch the neighbors as soon as they have published an address, and report neighbors that have ended."""
         own = liveness()
         if own is None:
             return

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from attnmesh.comm.agreement import CAUSE_SEARCH, AgreementStore, Signature
 from attnmesh.comm.base import COMPARED_CALLS
@@ -39,42 +39,23 @@ Logs = Mapping[tuple[int, ...], CallLog]
 """The logs of a comm, of all its ranks and of its independent subgroups, by members."""
 
 
-class Monitored(Protocol):
-    """The part of a comm that its monitor uses."""
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it is of no more use."""
-
-    def is_watched(self) -> bool:
-        """Whether to compare calls with those of other ranks now."""
-
-    def missing_ranks(self) -> Collection[int]:
-        """The ranks that it waits for."""
-
-    def status(self) -> WaitStatus:
-        """What this process waits for, in any of its groups."""
-
-    def interrupt(self, causes: Sequence[str]) -> None:
-        """Fail, and end what the rank waits for."""
-
-
 class Monitor:
     """Runs store operations on a thread of its own, with deadlines, and compares the calls of ranks.
 
-    It does not keep the comm alive.
+    The thread calls `check`, a method of the comm, from time to time. It does not keep the comm alive.
     """
 
     def __init__(
-        self, store: AgreementStore, rank: int, global_ranks: Sequence[int], logs: Logs, comm: Monitored
+        self, store: AgreementStore, rank: int, global_ranks: Sequence[int], logs: Logs, check: Callable[[], object]
     ) -> None:
         self._store, self._rank, self._world, self._logs = store, rank, len(global_ranks), logs
         self._global_ranks = global_ranks
-        self._comm = weakref.ref(comm)
+        self._check = weakref.WeakMethod(check)
+        self._missing: Collection[int] = ()  # ranks that this rank waits for
         self._turn = 0  # of the other ranks, in which this rank compares its calls with them
         self._requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._running: dict[Future[Any], float] = {}  # requests, and the seconds that each may take
-        # That of the store, usually. It has a connection to each rank that watches it: not to thousands.
+        # The rank that usually serves the store. Each rank that watches it has a connection to it: not thousands.
         server = global_ranks.index(0) if 0 in global_ranks and len(global_ranks) <= _MOST_WATCHERS else None
         self._neighbors = Neighbors(rank, self._world, server)
         self._seen_ended: dict[int, float] = {}  # when this rank learned that others have ended, by time.monotonic()
@@ -96,7 +77,7 @@ class Monitor:
         try:
             if not self._is_stuck:
                 self._submit(fn, future)
-                return future.result(sum(list(self._running.values())))  # those of other threads may run before
+                return future.result(sum(list(self._running.values())))  # requests of other threads may run before
         except TimeoutError:
             self._is_stuck = True
         finally:
@@ -132,6 +113,7 @@ class Monitor:
         def check_missing_ranks() -> None:
             nonlocal last_check
             if time.monotonic() - last_check > _INTERVAL:
+                self._missing = self._store.missing
                 self.watch_neighbors()
                 meanwhile()
                 problem = self.out_of_step() or self._is_behind(signature)
@@ -156,8 +138,11 @@ class Monitor:
             try:
                 request = self._requests.get(timeout=_INTERVAL)
             except queue.Empty:
-                if not self._check_rank():
+                check = self._check()
+                if check is None:
                     return
+                check()
+                del check  # it refers to the comm, which may be dropped while the thread waits
                 continue
             if request is None:
                 return
@@ -166,46 +151,40 @@ class Monitor:
                 future.set_result(fn())
             except BaseException as error:
                 future.set_exception(error)
-            del fn, future, request  # they refer to the comm, which may be dropped while the thread waits
+            del fn, future, request  # as above
 
-    def _check_rank(self) -> bool:
-        """Compare calls if the rank is watched; publish its status in a search. False once its comm is gone."""
-        comm = self._comm()
-        if comm is None:
-            return False
-        if comm.has_failed:
-            return True
-        if self._store_lost is not None:
-            # Nobody can tell any more which ranks are missing: give up, unless messages that are on their way arrive.
-            if time.monotonic() - self._store_lost_at > _ARRIVAL and comm.is_watched():
-                comm.interrupt(self.causes_without_store(self._store_lost))
-            return True
-        causes: list[str] = []
+    def problems(self, is_watched: bool, missing: Collection[int], status: WaitStatus) -> list[str]:
+        """Why a rank that is watched cannot go on; in a search for a cause, its status is published.
+
+        `missing` are the ranks of the group that it waits for.
+        """
+        self._missing = missing
         try:
+            if self._store_lost is not None:
+                # Nobody knows any more which ranks are missing: fail, unless messages that are on their way arrive.
+                is_late = time.monotonic() - self._store_lost_at > _ARRIVAL
+                return self.causes_without_store(self._store_lost) if is_late and is_watched else []
             self.watch_neighbors()
-            if comm.is_watched():
-                causes = self._store.causes() or self._lost_peers(comm.missing_ranks()) or self._differences()
-            if not causes and (status := comm.status()).ranks and self._store.is_searching():
+            if is_watched and (causes := self._store.causes() or self._lost_peers() or self._differences()):
+                return causes
+            if status.ranks and self._store.is_searching():
                 self._store.report_waiting(status)
         except StoreLostError as error:
             self._store_lost, self._store_lost_at = error, time.monotonic()
-            return True
         except Exception:  # its group is being destroyed
-            return True
-        if causes:
-            comm.interrupt(causes)
-        return True
+            return []
+        return []
 
     def watch_neighbors(self) -> None:
         """Report neighbors that have ended (on this thread)."""
         self._neighbors.report_ended(self._store.address, self._store.report_end)
 
-    def _lost_peers(self, missing: Collection[int]) -> list[str]:
+    def _lost_peers(self) -> list[str]:
         """Which ranks that messages are missing from are dead. What a process has sent before it ended may arrive."""
         ended, now = self._store.ended(), time.monotonic()
         dead = [
             rank
-            for rank in set(ended).intersection(missing)
+            for rank in set(ended).intersection(self._missing)
             if ended[rank] == UNREACHABLE or now - self._seen_ended.setdefault(rank, now) > _ARRIVAL
         ]
         return self._store.causes_of_end(dead)
@@ -234,8 +213,7 @@ class Monitor:
         for, and each other rank in turn. The store could not answer if all ranks read the calls of all ranks."""
         if self._world <= _FEW:
             return [rank for rank in range(self._world) if rank != self._rank]
-        comm = self._comm()
-        missing = sorted(comm.missing_ranks() if comm is not None else ())[: _FEW // 2]
+        missing = sorted(self._missing)[: _FEW // 2]
         others = {*missing, *((self._rank + step) % self._world for step in (1, self._turn))}
         return sorted(others - {self._rank})
 
@@ -245,7 +223,7 @@ class Monitor:
         The call needs `peers`. Without `how` this rank itself failed, unless a peer has ended. Other ranks have some
         seconds to publish what they know, and what they wait for.
         """
-        deadline = time.monotonic() + seconds
+        self._missing, deadline = peers, time.monotonic() + seconds
         while True:
             self.watch_neighbors()
             if causes := self._store.causes() or self._differences() or self._errors_of_others():
