@@ -72,6 +72,15 @@ def test_ranks_that_wait_for_one_another_are_told_apart_by_their_calls():
     assert first.causes_of_absence("did not arrive within 3 s") == ["rank 2 is dead: its process has ended"]
 
 
+def test_a_search_for_a_rank_that_arrives_after_all_leaves_nothing_behind():
+    first, second = stores([0, 1])
+    first.begin_search(WaitStatus([1], "ring"))
+    second.report_waiting(WaitStatus([0], "ring"))
+    first.end_search()
+    assert not second.is_searching()
+    assert first.causes_of_absence("did not arrive") == []
+
+
 def test_one_comparison_tells_that_ranks_are_out_of_step():
     first, second, third = stores([0, 1, 2])
     first.report_causes(["ranks are out of step at call 3: a on rank 0 but b on rank 1"])

@@ -63,6 +63,7 @@ def test_those_who_watch_a_process_read_its_last_error():
     own, other = Liveness(), Liveness()
     watch = own.watch(other.address(dist.HashStore()))
     await_until(lambda: watch.is_verified)
+    assert own.watch(other.address(dist.HashStore())) is watch  # one connection for all groups
     assert watch.last_error == ""
     for line in ("first", "x" * 10000, '["out of memory"]'):
         other.tell(line)
