@@ -68,6 +68,10 @@ def test_those_who_watch_a_process_read_its_last_error():
     for line in ("first", "x" * 10000, '["out of memory"]'):
         other.tell(line)
     await_until(lambda: watch.last_error == '["out of memory"]')
+    for _ in range(2):
+        assert len(other._visitors) == 1
+        own.unwatch(watch)
+    await_until(lambda: not other._visitors)
     assert watch.verdict is None
 
 

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import secrets
+import selectors
 import socket
 import threading
 import time
@@ -44,20 +45,30 @@ class Watch:
     """
 
     def __init__(self, address: str, machine: str) -> None:
-        fields = json.loads(address)
+        self.address, fields = address, json.loads(address)
         self._token, self._port = bytes.fromhex(fields["token"]), fields["port"]
         self._is_local = fields["machine"] == machine
         self._hosts = ["127.0.0.1"] if self._is_local else fields["hosts"]
         self.socket: socket.socket | None = None
-        self.is_verified = False
+        self.users = 0
+        self.is_verified = self._is_closed = False
         self.last_error = ""
         self.verdict: str | None = None
         threading.Thread(target=self._run, name="attnmesh liveness", daemon=True).start()
+
+    def close(self) -> None:
+        """Watch no more, and let the thread end."""
+        self._is_closed = True
+        if self.socket is not None:
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
         """Connect, to another address of the process each time, until its end is known."""
         for attempt in itertools.count(1) if self._hosts else ():
             code = self._connection(self._hosts[attempt % len(self._hosts)])
+            if self._is_closed:
+                return
             if self.is_verified:
                 self.verdict = ENDED if code in (None, errno.ECONNRESET) else UNREACHABLE
             elif (
@@ -80,7 +91,7 @@ class Watch:
                     if hasattr(socket, name):  # not on every system
                         self.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
                 self.socket.settimeout(None)
-                while data := self.socket.recv(_LONGEST_LINE):
+                while not self._is_closed and (data := self.socket.recv(_LONGEST_LINE)):
                     received += data
                     if not self.is_verified and received.startswith(self._token):
                         self.is_verified, received = True, received[_TOKEN_BYTES:]
@@ -102,7 +113,9 @@ class Liveness:
         family = socket.AF_INET6 if dual else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
         self._token, self._machine = secrets.token_bytes(_TOKEN_BYTES), _machine()
-        self._visitors: list[socket.socket] = []
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._visitors: set[socket.socket] = set()
         self._watches: dict[str, Watch] = {}
         threading.Thread(target=self._accept, name="attnmesh liveness", daemon=True).start()
 
@@ -113,15 +126,23 @@ class Liveness:
         return json.dumps({"token": self._token.hex(), "port": port, "machine": self._machine, "hosts": hosts})
 
     def watch(self, address: str) -> Watch:
-        """Watch the process with this address: once, for all groups, until it ends."""
+        """Watch the process with this address, on one connection for all groups, until each has called `unwatch`."""
         with _lock:
             if address not in self._watches:
                 self._watches[address] = Watch(address, self._machine)
+            self._watches[address].users += 1
             return self._watches[address]
+
+    def unwatch(self, watch: Watch) -> None:
+        """Take back one call of `watch`."""
+        with _lock:
+            watch.users -= 1
+            if not watch.users:
+                self._watches.pop(watch.address).close()
 
     def tell(self, line: str) -> None:
         """Tell the processes that watch this one why it may end. It needs no store, which may end with the process."""
-        for visitor in self._visitors:
+        for visitor in list(self._visitors):
             with contextlib.suppress(OSError):
                 visitor.send(line.encode()[: _LONGEST_LINE - 1] + b"\n")
 
@@ -130,30 +151,29 @@ class Liveness:
         for each in (self._listener, *self._visitors, *(watch.socket for watch in self._watches.values())):
             if each is not None:
                 each.close()
+        self._selector.close()
 
     def _accept(self) -> None:
         while True:
-            try:
-                visitor, _ = self._listener.accept()
-            except OSError:  # it has gone again, or there are no more file descriptors
-                time.sleep(_ACCEPT_AGAIN)
-                continue
-            visitor.setblocking(False)
-            with contextlib.suppress(OSError):
-                visitor.send(self._token)
-            self._visitors = [each for each in self._visitors if not _closed_if_ended(each)] + [visitor]
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    self._welcome()
+                elif isinstance(key.fileobj, socket.socket):  # a visitor sends nothing: it has gone
+                    self._selector.unregister(key.fileobj)
+                    self._visitors.discard(key.fileobj)
+                    key.fileobj.close()
 
-
-def _closed_if_ended(visitor: socket.socket) -> bool:
-    """Close a connection if the other end, which sends nothing, has closed it."""
-    try:
-        visitor.recv(1)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    visitor.close()
-    return True
+    def _welcome(self) -> None:
+        try:
+            visitor, _ = self._listener.accept()
+        except OSError:  # it has gone again, or there are no more file descriptors
+            time.sleep(_ACCEPT_AGAIN)
+            return
+        visitor.setblocking(False)
+        self._visitors.add(visitor)
+        self._selector.register(visitor, selectors.EVENT_READ)
+        with contextlib.suppress(OSError):
+            visitor.send(self._token)
 
 
 _liveness: Liveness | None = None
@@ -272,3 +292,8 @@ class Neighbors:
         while watch is not None and watch.verdict is None and time.monotonic() < deadline:
             time.sleep(_ACCEPT_AGAIN)
         return None if watch is None or watch.verdict is None else watch
+
+    def close(self) -> None:
+        """Watch nobody."""
+        while _liveness is not None and self._watches:
+            _liveness.unwatch(self._watches.popitem()[1])

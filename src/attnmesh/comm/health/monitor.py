@@ -134,6 +134,12 @@ class Monitor:
             self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._neighbors.close()
+
+    def _serve(self) -> None:
         while True:
             try:
                 request = self._requests.get(timeout=_INTERVAL)
