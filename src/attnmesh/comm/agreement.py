@@ -119,7 +119,7 @@ class AgreementStore(FailureNotices):
     ) -> dict[int, Signature]:
         """Publish this rank's signature and return all signatures, or the known ones as soon as one has an error.
 
-        While ranks are missing, `check_missing_ranks` is called again and again; it raises CommError to give up.
+        While ranks are missing, `check_missing_ranks` is called again and again; it may raise CommError.
         """
         self._round += 1
         self._set(self._signature_key(self._round, self._rank), signature.to_json())

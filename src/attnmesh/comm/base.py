@@ -94,7 +94,7 @@ class Comm(ABC):
     rank: int
     world: int
     timeout: float
-    """Seconds after which a rank gives up waiting for another."""
+    """Seconds that a rank waits for another."""
     traffic: Traffic
     shares_stream = False
     """Whether other ranks queue work on this rank's CUDA stream."""

@@ -252,7 +252,7 @@ class LocalPeers:
                 raise RuntimeError("Connection closed by peer")
             if time.monotonic() > deadline:
                 raise RuntimeError("Timed out")
-            is_lost = peer.has_ended() or self._segment.memory[peer.state] != 0  # and looks once more
+            is_lost = peer.has_ended() or self._segment.memory[peer.state] != 0  # and polls once more
             if not any(other.unsent for other in self._peers.values()):
                 seconds = min(2 * seconds, _LONGEST_SLEEP)
 
@@ -287,10 +287,10 @@ _all_peers: weakref.WeakSet[LocalPeers] = weakref.WeakSet()
 
 
 def _count_processes() -> None:
-    """Note whether ranks outnumber processor cores: the ranks of all groups of this process, or as torchrun tells."""
+    """Note whether ranks outnumber processor cores: the ranks in groups of this process, or the ranks of torchrun."""
     known = set[int]().union(*(peers._processes for peers in _all_peers))
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    ranks = max(len(known), int(told) if told.isdecimal() else 0)
+    started = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = max(len(known), int(started) if started.isdecimal() else 0)
     for peers in _all_peers:
         peers._is_crowded = ranks > len(os.sched_getaffinity(0))
 

@@ -35,10 +35,10 @@ class NcclSide:
         self.is_initialized = self.has_begun = False
         """Whether all ranks are connected, and whether this rank has tried to send anything."""
 
-    def initialize(self, timeout: float, is_given_up: Callable[[], bool]) -> None:
+    def initialize(self, timeout: float, has_failed: Callable[[], bool]) -> None:
         """Run a first operation: NCCL needs all ranks in it, and the first messages of a ring may leave some out.
 
-        Raises TimeoutError if NCCL does not find all ranks, or once the caller has given up: NCCL itself would wait
+        Raises TimeoutError if NCCL does not find all ranks, or once the comm has failed: NCCL itself would wait
         forever, and cannot be interrupted.
         """
         self.has_begun = True
@@ -59,7 +59,7 @@ class NcclSide:
         timeout = max(timeout, _LEAST_TIME)
         deadline = time.monotonic() + timeout
         while not done.wait(_POLL_INTERVAL):
-            if is_given_up() or time.monotonic() > deadline:
+            if has_failed() or time.monotonic() > deadline:
                 raise TimeoutError(f"NCCL did not find all ranks within {timeout:g} s")
         if errors:
             raise errors[0]

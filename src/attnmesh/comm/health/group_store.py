@@ -1,4 +1,4 @@
-"""The key-value store of a process group, and what ranks tell each other in it about failures."""
+"""The key-value store of a process group, and what ranks report in it about failures."""
 
 from __future__ import annotations
 
@@ -158,11 +158,11 @@ class FailureNotices(GroupStore):
         self._set("failure", "yes")
 
     def ended(self) -> dict[int, str]:
-        """The ranks whose processes have ended, and how. They need not be missed: they may have done their part."""
+        """The ranks whose processes have ended, and how. No rank need wait for them: they may have done their part."""
         return self._values("ended", range(self._world)) if self._check("failure") else {}
 
     def causes_of_end(self, ranks: Collection[int]) -> list[str]:
-        """Why ranks are missed whose processes have ended."""
+        """Why ranks do not arrive whose processes have ended."""
         return _each_once(self._values("elsewhere", sorted(ranks))) + self._ends(ranks)
 
     def _ends(self, ranks: Iterable[int]) -> list[str]:
@@ -195,11 +195,11 @@ class FailureNotices(GroupStore):
         """Why ranks did not arrive, or `how`, by what the waiting ranks have reported."""
         texts = self._values("waiting", range(self._world))
         waiting = {rank: WaitStatus(*json.loads(text)) for rank, text in sorted(texts.items())}
-        missed = {rank for status in waiting.values() for rank in status.ranks}
-        members = {rank: member for member, rank in enumerate(self._global_ranks) if rank in missed}
+        awaited = {rank for status in waiting.values() for rank in status.ranks}
+        members = {rank: member for member, rank in enumerate(self._global_ranks) if rank in awaited}
         failed_elsewhere = self._values("elsewhere", sorted(members.values()))
-        absent = {rank for rank in missed if members.get(rank) in failed_elsewhere} or missed - self.globally(waiting)
-        if missed and not absent:
+        absent = {rank for rank in awaited if members.get(rank) in failed_elsewhere} or awaited - self.globally(waiting)
+        if awaited and not absent:
             # Who waits for a dead rank may not be known: NCCL's error about it ends messages of other ranks, too.
             return self._ends(self.ended()) or self._circle(waiting, how)
         ended = self.ended().keys() & {member for rank, member in members.items() if rank in absent}

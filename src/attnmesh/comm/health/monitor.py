@@ -262,7 +262,7 @@ class Monitor:
         server = None if self._is_stuck else self._neighbors.end_of_server(CAUSE_SEARCH)
         if server is None:
             return [str(error)]
-        with suppress(ValueError):  # it has told nothing
+        with suppress(ValueError):  # it has sent nothing
             return list(map(str, json.loads(server.last_error)))
         return [f"rank 0 is dead: {server.verdict}"]
 

@@ -34,7 +34,7 @@ from attnmesh.utils.validation import MAX_TIMEOUT
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_DEFAULT_TIMEOUT = 300.0  # seconds, for a backend that does not tell its own
+_DEFAULT_TIMEOUT = 300.0  # seconds, for a backend without a timeout
 _PATIENCE = 0.2  # seconds that a rank waits for messages before it compares its calls with other ranks
 _PAUSE = 1.0  # seconds between two operations of NCCL, after which other ranks may have failed
 _LONGEST_CAUSE = 1000  # characters
@@ -289,7 +289,7 @@ class MonitoredComm(Comm):
     def _report_failure(self, message: str, causes: Sequence[str]) -> None:
         with caller_error.lock:
             self._broken = self._broken or message
-        with suppress(CommError):  # before an abort, which may take seconds: others would search for the rank to blame
+        with suppress(CommError):  # before an abort, which may take seconds: other ranks would search for the cause
             self._monitor.call(lambda: self._store.report_causes(causes))
         self._tell_others(causes)
         abort_all([self.nccl])
@@ -298,8 +298,8 @@ class MonitoredComm(Comm):
         """Give the causes to ranks that wait for this rank elsewhere: without the store, and in its other groups."""
         tell_watchers(json.dumps([cause[:_LONGEST_CAUSE] for cause in causes[:2]]))
         others = [comm for comm in _all_comms() if comm is not self and comm.world > 1]
-        told = [comm._monitor.submit(partial(comm._store.report_elsewhere, causes)) for comm in others]
-        wait(told, _TELL)
+        reports = [comm._monitor.submit(partial(comm._store.report_elsewhere, causes)) for comm in others]
+        wait(reports, _TELL)
 
 
 def reason_of(error: Exception) -> str:
@@ -334,7 +334,7 @@ def _timeout_of(group: dist.ProcessGroup) -> float:
 
 
 def _created_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The shortest timeout that a group's backends were created with; None if they do not tell."""
+    """The shortest timeout that a group's backends were created with; None if they have none."""
     if group in comms:  # torch's watchdog may have a longer one now
         return comms[group].created_timeout
     try:
