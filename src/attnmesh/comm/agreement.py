@@ -123,8 +123,16 @@ class AgreementStore(FailureNotices):
         """
         self._round += 1
         self._set(self._signature_key(self._round, self._rank), signature.to_json())
+
+        def read(ranks: Iterable[int]) -> dict[int, Signature]:
+            return self._signatures(self._round, ranks)
+
+        def is_enough(signatures: Mapping[int, Signature]) -> bool:
+            return any(known.error is not None for known in signatures.values())
+
+        known, ranks, purpose = {self._rank: signature}, range(self._world), f"start {signature.short}"
         try:
-            signatures = self._collect(signature, timeout, check_missing_ranks)
+            signatures = self._gather(known, ranks, read, purpose, timeout, check_missing_ranks, is_enough)
         except (CommError, _LateError) as error:
             with suppress(CommError):  # withdraw it, so that a rank that arrives later does not take it for agreement
                 self._set(self._signature_key(self._round, self._rank), _WITHDRAWN)
@@ -137,18 +145,6 @@ class AgreementStore(FailureNotices):
             # All ranks have entered this round, so none reads the previous one any more.
             self._delete(self._signature_key(self._round - 1, self._rank))
         return signatures
-
-    def _collect(
-        self, signature: Signature, timeout: float, check_missing_ranks: Callable[[], None]
-    ) -> dict[int, Signature]:
-        def read(ranks: Iterable[int]) -> dict[int, Signature]:
-            return self._signatures(self._round, ranks)
-
-        def is_enough(signatures: Mapping[int, Signature]) -> bool:
-            return any(known.error is not None for known in signatures.values())
-
-        known, ranks = {self._rank: signature}, range(self._world)
-        return self._gather(known, ranks, read, f"start {signature.short}", timeout, check_missing_ranks, is_enough)
 
     def _gather(
         self,

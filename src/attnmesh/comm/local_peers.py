@@ -23,6 +23,7 @@ from threading import Lock
 from torch import Tensor
 
 from attnmesh.comm.base import Message
+from attnmesh.comm.health.liveness import machine
 from attnmesh.comm.shared_memory import IS_AVAILABLE, RingReader, RingWriter, Segment, largest_message
 
 VARIABLE = "ATTNMESH_SHARED_MEMORY"
@@ -327,9 +328,7 @@ def _host() -> str:
     if not IS_AVAILABLE or os.environ.get(VARIABLE) == "0":
         return ""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')} {os.readlink('/proc/self/ns/pid')}"
+        return f"{machine()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
 

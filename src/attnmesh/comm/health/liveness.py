@@ -65,15 +65,13 @@ class Watch:
 
     def _run(self) -> None:
         """Connect, to another address of the process each time, until its end is known."""
-        for attempt in itertools.count(1) if self._hosts else ():
-            code = self._connection(self._hosts[attempt % len(self._hosts)])
+        for attempt, host in enumerate(itertools.cycle(self._hosts), 1):
+            code = self._connection(host)
             if self._is_closed:
                 return
             if self.is_verified:
                 self.verdict = ENDED if code in (None, errno.ECONNRESET) else UNREACHABLE
-            elif (
-                self._is_local and code == errno.ECONNREFUSED
-            ):  # on this machine only the end of a process closes its port
+            elif self._is_local and code == errno.ECONNREFUSED:  # here only the end of a process closes its port
                 self.verdict = ENDED
             if self.verdict is not None:
                 return
@@ -112,7 +110,7 @@ class Liveness:
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
-        self._token, self._machine = secrets.token_bytes(_TOKEN_BYTES), _machine()
+        self._token, self._machine = secrets.token_bytes(_TOKEN_BYTES), machine()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._visitors: set[socket.socket] = set()
@@ -210,7 +208,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_after_fork)
 
 
-def _machine() -> str:
+def machine() -> str:
     """Equal in processes that reach one another over loopback, and in no others."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
