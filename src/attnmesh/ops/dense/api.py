@@ -12,13 +12,13 @@ from torch.autograd.function import once_differentiable
 
 from attnmesh.core.masks import Full, Mask
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.core.validation import check_bool
 from attnmesh.core.visibility import Visibility
 from attnmesh.ops.dense import cost, reference
 from attnmesh.ops.dense.call import Call, Result, Scores
 from attnmesh.ops.dense.dispatch import Choice, choose, choose_backward, choose_fused, forward, gradients, prepared
 from attnmesh.ops.dense.operator import compiled_attention
 from attnmesh.ops.merge import StateAccumulator
+from attnmesh.utils.validation import check_bool
 
 
 @overload

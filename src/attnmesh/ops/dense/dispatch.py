@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core import ranges
-from attnmesh.core.docs import explained_in
 from attnmesh.core.intervals import Intervals
-from attnmesh.core.log import log_choice, wants_choices
 from attnmesh.core.mask import MAX_INTERVALS, sequence_intervals
 from attnmesh.core.masks import (
     BlockCausal,
@@ -28,7 +26,6 @@ from attnmesh.core.masks import (
     check_mask,
 )
 from attnmesh.core.state import State
-from attnmesh.core.validation import check_choice, check_tensor
 from attnmesh.core.visibility import Block, Kind, Patch, Visibility, bounds_of, stacked_bounds, unseen_of
 from attnmesh.ops.dense import cost
 from attnmesh.ops.dense.aten import Aten
@@ -50,6 +47,9 @@ from attnmesh.ops.dense.torch_tiles import TorchTiles
 from attnmesh.ops.dense.triton import Triton
 from attnmesh.ops.launch import Recent
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
+from attnmesh.utils.error_links import explained_in
+from attnmesh.utils.log import log_choice, wants_choices
+from attnmesh.utils.validation import check_choice, check_tensor
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.optional import installed, require
 from attnmesh.core.state import State
 from attnmesh.core.visibility import Block, Kind, Patch, Visibility, key_hull
 from attnmesh.ops.dense import cost
@@ -17,6 +16,7 @@ from attnmesh.ops.dense.call import Call, Grads, Result, Scores
 from attnmesh.ops.launch import Recent
 from attnmesh.ops.merge import StateAccumulator
 from attnmesh.ops.streams import stream_of
+from attnmesh.utils.optional import installed, require
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
