@@ -19,7 +19,7 @@ MAX_LINES = 600
 # A package imports only itself and packages earlier in this list. The last entries are attnmesh/__init__.py and
 # attnmesh/__main__.py.
 PACKAGES = [
-    "utils", "core", "trace", "plan", "ops", "planner", "kv_cache", "comm", "launch", "parallel", "integrations",
+    "utils", "core", "trace", "plan", "ops", "planner", "comm", "launch", "kv_cache", "parallel", "integrations",
     "generation", "serving", "calibration", "testing", "verify", "report", "cli", "attnmesh", "__main__",
 ]  # fmt: skip
 PURE = ("utils", "core", "trace", "plan", "planner")  # without processes and kernels
