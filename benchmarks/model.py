@@ -18,9 +18,9 @@ from attnmesh.comm import Comm, launch
 from attnmesh.core.optional import require
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.models import kv_bytes_per_token
-from attnmesh.integrations.loading import load_model
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.integrations.transformers_models import NAME
+from attnmesh.models.loading import load_model
 from benchmarks.common import JsonOption, make_app, publish
 
 PEER = "sdpa"  # Transformers' own attention

@@ -19,8 +19,9 @@ MAX_LINES = 600
 # A package imports only itself and packages earlier in this list. The last entries are attnmesh/__init__.py and
 # attnmesh/__main__.py.
 PACKAGES = [
-    "core", "trace", "plan", "planner", "ops", "kv_cache", "comm", "parallel", "integrations", "generation",
-    "serving", "calibration", "testing", "verify", "report", "cli", "attnmesh", "__main__",
+    "core", "trace", "plan", "planner", "ops", "kv_cache", "comm", "parallel", "integrations", "training", "models",
+    "ring_flash_attn", "generation", "serving", "calibration", "testing", "verify", "report", "cli", "attnmesh",
+    "__main__",
 ]  # fmt: skip
 PURE = ("core", "trace", "plan", "planner")  # without processes and kernels
 

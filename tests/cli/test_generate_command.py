@@ -22,7 +22,7 @@ from attnmesh.cli.generate.job import check_job, tokenize_prompts
 from attnmesh.comm import launch
 from attnmesh.core.optional import installed
 from attnmesh.generation.passes import PrefillPass
-from attnmesh.integrations import loading
+from attnmesh.models import loading
 from helpers.cli import run as run_command
 from helpers.models import tiny_llama, tiny_tokenizer, write_folder
 

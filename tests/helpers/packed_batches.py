@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import attnmesh as am
-from attnmesh.integrations.sharded_batch import shard_inputs
+from attnmesh.training.batch import shard_inputs
 from helpers.models import attnmesh_model, on_virtual_ranks, random_ids, transformers_model
 
 LENGTH = 37

@@ -12,8 +12,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.comm import SoloComm
-from attnmesh.integrations.layer_masks import LayerMask
-from attnmesh.integrations.transformers_attention import transformers_attention
+from attnmesh.integrations.transformers_attention import LayerMask, transformers_attention
 from attnmesh.ops.block.norm_rope import Norm, Rope, rms_norm
 from attnmesh.ops.block.stages import split_and_rotate
 from attnmesh.ops.storage import Stored, dequantize

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from attnmesh.core.optional import installed
-from attnmesh.integrations import accelerate as integration
-from attnmesh.integrations import expert_balance
-from attnmesh.integrations.accelerate_ranks import _digest
 from attnmesh.integrations.patches import Patches
-from attnmesh.integrations.trainer import _check_trainer
+from attnmesh.training import accelerate as integration
+from attnmesh.training import ranks
+from attnmesh.training.accelerate import _check_trainer
+from attnmesh.training.ranks import _digest
 from helpers.training import (
     accelerate_ranks,
     loop_log,
@@ -179,7 +179,7 @@ def refused_over_ranks(comm):
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import LlamaForSequenceClassification
 
-    from attnmesh.integrations.accelerate_ranks import AcceleratorRanks
+    from attnmesh.training.ranks import AcceleratorRanks
 
     world = comm.world
     errors = {}
@@ -476,9 +476,7 @@ def test_patches_reach_modules_that_are_imported_later(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "imported_later", raising=False)
     patches = Patches()
-    patches.when_imported(
-        "imported_later", lambda module: patches.replace(module.A, "f", lambda f: lambda self: f(self) + 1)
-    )
+    patches.when_imported("imported_later", lambda module: patches.replace(module.A, "f", lambda f, self: f(self) + 1))
     import imported_later
 
     assert imported_later.A().f() == 2
@@ -500,11 +498,11 @@ def test_tokens_on_an_accelerator_are_compared_by_a_digest():
 
 def test_the_loss_of_experts_is_whole_where_its_module_is_imported_later(monkeypatch):
     """TRL imports it in the first step, for any model with experts."""
-    monkeypatch.delitem(sys.modules, expert_balance._MIXTRAL, raising=False)
-    with expert_balance.whole_balance([training_model("gpt_oss")], lambda: None, 1.0):
-        found = importlib.import_module(expert_balance._MIXTRAL).load_balancing_loss_func
-        assert found.__module__ == expert_balance.__name__
-    assert sys.modules[expert_balance._MIXTRAL].load_balancing_loss_func is not found
+    monkeypatch.delitem(sys.modules, ranks._MIXTRAL, raising=False)
+    with ranks.whole_balance([training_model("gpt_oss")], lambda: None, 1.0):
+        found = importlib.import_module(ranks._MIXTRAL).load_balancing_loss_func
+        assert found.__module__ == ranks.__name__
+    assert sys.modules[ranks._MIXTRAL].load_balancing_loss_func is not found
 
 
 def test_other_trainers_of_trl_are_refused():

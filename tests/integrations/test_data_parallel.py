@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from attnmesh import Causal, Comm, ContextParallel, register_attention, shard_inputs
 from attnmesh.comm import SoloComm
-from attnmesh.integrations.data_parallel import GradientReduction
-from attnmesh.integrations.sharded_batch import ShardedPass, gather_log_probs
+from attnmesh.integrations.sharded_pass import ShardedPass
+from attnmesh.training.batch import gather_log_probs
+from attnmesh.training.data_parallel import GradientReduction
 from helpers.training import run_ranks
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 23, 16, 2, 20
@@ -207,7 +208,7 @@ def mean_of_data_ranks(cp: ContextParallel, data_rank: int, batches: list[dict[s
 
 
 def refusals(mesh: Any, cp: ContextParallel, one: dict[str, Tensor]) -> None:
-    forgotten = "construct attnmesh.integrations.data_parallel.GradientReduction"
+    forgotten = "construct attnmesh.training.data_parallel.GradientReduction"
     for wrapped in (DistributedDataParallel(model(True)), sharded(model(), mesh._flatten("dp_shard_cp"))):
         with pytest.raises(ValueError, match=forgotten):
             wrapped(**shard_inputs(cp, **one))

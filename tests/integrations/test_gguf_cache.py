@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("gguf")
 
 
-from attnmesh.integrations import checkpoint
-from attnmesh.integrations import conversion_cache as cache
-from attnmesh.integrations.checkpoint import ModelError
+from attnmesh.models import checkpoint
+from attnmesh.models import gguf as cache
+from attnmesh.models.checkpoint import ModelError
 from helpers.models import write_gguf
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
@@ -99,7 +99,7 @@ def test_a_manifest_that_says_nothing_vouches_for_nothing(convert, gguf, text):
 
 def test_an_entry_of_another_format_is_made_anew(convert, gguf, monkeypatch):
     entry = cache.converted_folder(gguf)
-    monkeypatch.setattr("attnmesh.integrations.conversion_cache._MANIFEST_FORMAT", 3)
+    monkeypatch.setattr("attnmesh.models.gguf._MANIFEST_FORMAT", 3)
     assert not cache._is_intact(entry)
     cache.converted_folder(gguf)
     assert convert.calls == 2

@@ -20,10 +20,10 @@ import transformers
 
 import attnmesh as am
 from attnmesh.comm import SoloComm
-from attnmesh.integrations import checkpoint, conversion_cache, gguf_conversion, loading
-from attnmesh.integrations.checkpoint import ModelError
-from attnmesh.integrations.gguf import read_header
-from attnmesh.integrations.loading import load_model, needs_conversion
+from attnmesh.models import checkpoint, loading
+from attnmesh.models.checkpoint import ModelError
+from attnmesh.models.gguf import convert_gguf, converted_folder, read_header
+from attnmesh.models.loading import load_model, needs_conversion
 from helpers.models import tiny_config, tiny_llama, write_folder, write_gguf
 
 IDS = torch.tensor([[0, 3, 7, 5, 9]])
@@ -113,14 +113,14 @@ def test_a_gguf_computes_what_its_model_does_and_is_converted_once(gguf, monkeyp
         torch.testing.assert_close(model(IDS).logits, truth, rtol=1e-5, atol=1e-6)
         assert tokenizer.convert_tokens_to_ids(["<s>", "a"]) == [0, 3]
         assert not needs_conversion(gguf)
-        monkeypatch.setattr("attnmesh.integrations.conversion_cache.convert_gguf", None)
+        monkeypatch.setattr("attnmesh.models.gguf.convert_gguf", None)
         torch.testing.assert_close(load_here(gguf)[0](IDS).logits, truth, rtol=1e-5, atol=1e-6)
 
 
 def test_whoever_may_read_one_file_of_a_converted_model_may_read_all(gguf):
     old = os.umask(0o002)
     try:
-        entry = conversion_cache.converted_folder(gguf)
+        entry = converted_folder(gguf)
     finally:
         os.umask(old)
     assert {file.stat().st_mode & 0o777 for file in entry.iterdir()} == {0o644}
@@ -291,7 +291,7 @@ def test_a_gguf_whose_model_is_not_causal(gguf, monkeypatch):
         transformers.AutoConfig, "from_pretrained", lambda *args, **how: transformers.T5Config()
     )  # Transformers reads T5's GGUF files too
     with pytest.raises(ModelError, match=r"model\.gguf must be a causal language model, got a model of type 't5'"):
-        gguf_conversion.convert_gguf(gguf, gguf.parent)
+        convert_gguf(gguf, gguf.parent)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,7 +9,7 @@ import torch
 import attnmesh as am
 from attnmesh.core.masks import Chunked
 from attnmesh.core.packing import packing_of, packing_of_numbers
-from attnmesh.integrations.sharded_batch import shard_inputs
+from attnmesh.training.batch import shard_inputs
 from helpers.models import KINDS, attnmesh_model, on_virtual_ranks, random_ids, transformers_model
 from helpers.packed_batches import ROWS, batch, check
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import attnmesh as am
-import attnmesh.integrations.ring_flash_attn as ring_flash_attn
+import attnmesh.ring_flash_attn as ring_flash_attn
 from attnmesh.testing.attention import assert_attention_close, random_inputs
 from helpers.processes import run_processes
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import attnmesh as am
-from attnmesh.integrations import ring_flash_attn
-from attnmesh.integrations.ring_flash_attn import huggingface
+from attnmesh import ring_flash_attn
+from attnmesh.ring_flash_attn import huggingface
 from helpers.models import random_ids, transformers_model
 from helpers.processes import run_processes
 

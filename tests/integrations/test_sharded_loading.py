@@ -100,8 +100,8 @@ def test_a_rank_needs_the_memory_of_its_part_and_one_tensor(tmp_path):
                 found[number] = load(comm)
 
     def load(comm):
-        from attnmesh.integrations.loading import load_config_and_tokenizer
-        from attnmesh.integrations.sharded_loading import load_sharded
+        from attnmesh.models.loading import load_config_and_tokenizer
+        from attnmesh.models.sharded import load_sharded
 
         config, _ = load_config_and_tokenizer(tmp_path)
         with PeakMemory() as memory:

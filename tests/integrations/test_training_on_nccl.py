@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import attnmesh as am
-from attnmesh.integrations.data_parallel import GradientReduction
-from attnmesh.integrations.sharded_batch import shard_inputs
 from attnmesh.testing.errors import ROUNDING, relative_error
+from attnmesh.training.batch import shard_inputs
+from attnmesh.training.data_parallel import GradientReduction
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.integrations.sharded_batch import shard_inputs
+from attnmesh.training.batch import shard_inputs
 from helpers.models import TYPES, attnmesh_model, on_virtual_ranks, random_ids, transformers_model
 from helpers.packed_batches import ROWS, batch, documents_in_one_process
 

@@ -9,8 +9,7 @@ import attnmesh as am
 from attnmesh.comm import SoloComm
 from attnmesh.core.masks import Causal
 from attnmesh.core.merge import discount_sinks
-from attnmesh.integrations.layer_masks import LayerMask
-from attnmesh.integrations.transformers_attention import register_attention, transformers_attention
+from attnmesh.integrations.transformers_attention import LayerMask, register_attention, transformers_attention
 from attnmesh.integrations.transformers_models import check_model
 from helpers.models import KINDS, attnmesh_model, greedy_tokens, logits_of, random_ids, transformers_model
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from attnmesh import Causal, Comm, ContextParallel, Contiguous, Documents, Mask, SlidingWindow, Striped, run_virtual
 from attnmesh.comm import SoloComm
-from attnmesh.parallel.sdpa import attention_context_parallel
+from attnmesh.integrations.sdpa import attention_context_parallel
 from helpers.processes import Raised, run_processes
 
 WIDTH, HEADS, LENGTH = 32, 4, 29

@@ -18,7 +18,7 @@ from attnmesh.cli.sharding import kv_itemsize
 from attnmesh.core.text import counted
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.rank_memory import ShardedMemory
-from attnmesh.integrations.checkpoint_folder import CONFIG
+from attnmesh.models.checkpoint import CONFIG
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.decode import DecodeRequest, decode_option, shardings

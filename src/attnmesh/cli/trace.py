@@ -42,7 +42,7 @@ from attnmesh.core.layouts import LAYOUTS
 from attnmesh.core.progress import reported_steps
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_timeout
-from attnmesh.integrations.checkpoint import free_memory, readable_gib
+from attnmesh.models.checkpoint import free_memory, readable_gib
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.schedules import SCHEDULES, check_schedule
 from attnmesh.plan.shards import shards

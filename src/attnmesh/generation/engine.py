@@ -49,13 +49,12 @@ from attnmesh.generation.passes import (
 )
 from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
 from attnmesh.generation.tensor_parallel import TensorParallel
-from attnmesh.integrations.sharded_model import ShardedWeights
 from attnmesh.integrations.transformers_models import check_model
-from attnmesh.integrations.weight_splits import check_sharded_model, heads_of
 from attnmesh.kv_cache.block_manager import WINDOW_MARGIN
 from attnmesh.kv_cache.sequence import NewTokens
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
+from attnmesh.models.sharded import ShardedWeights, check_sharded_model, heads_of
 from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.parallel.context import ContextParallel

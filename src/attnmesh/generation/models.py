@@ -10,7 +10,7 @@ from attnmesh.core.docs import explained_in
 from attnmesh.core.validation import shown
 from attnmesh.generation.latents import latent_widths
 from attnmesh.integrations.transformers_models import MODELS_PAGE, check_config
-from attnmesh.integrations.weight_splits import heads_of
+from attnmesh.models.sharded import heads_of
 from attnmesh.ops.storage import PLAIN, STORAGES, bytes_per_token
 
 MODELS = (

@@ -25,6 +25,8 @@ from attnmesh.core.validation import shown
 
 NAME = "attnmesh"
 """The `attn_implementation`."""
+IGNORED_LABEL = -100
+"""The label of tokens without a loss, as in torch and Transformers."""
 MODELS_PAGE = "language-models.md#which-models"
 """Of the documentation: what is served, and what is refused."""
 

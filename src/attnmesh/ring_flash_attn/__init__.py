@@ -1,12 +1,16 @@
 """The functions of the project ring_flash_attn (zhuzilin/ring-flash-attention), computed by attnmesh.
 
-    import attnmesh.integrations.ring_flash_attn as ring_flash_attn
+    import attnmesh.ring_flash_attn as ring_flash_attn
 
-Names, signatures, layouts and results are those of that project. See `functions`, `llama3` and `huggingface` for what
-is served beyond it; what is not served raises ValueError on every rank.
+Names, signatures, layouts and results are those of that project. See `functions` and `huggingface` for what is
+served beyond it; what is not served raises ValueError on every rank.
 """
 
-from attnmesh.integrations.ring_flash_attn.functions import (
+from attnmesh.ring_flash_attn.functions import (
+    llama3_flash_attn_prepare_cu_seqlens,
+    llama3_flash_attn_varlen_func,
+    llama3_flash_attn_varlen_kvpacked_func,
+    llama3_flash_attn_varlen_qkvpacked_func,
     ring_flash_attn_func,
     ring_flash_attn_kvpacked_func,
     ring_flash_attn_qkvpacked_func,
@@ -23,16 +27,10 @@ from attnmesh.integrations.ring_flash_attn.functions import (
     zigzag_ring_flash_attn_varlen_kvpacked_func,
     zigzag_ring_flash_attn_varlen_qkvpacked_func,
 )
-from attnmesh.integrations.ring_flash_attn.huggingface import (
+from attnmesh.ring_flash_attn.huggingface import (
     substitute_hf_flash_attn,
     update_ring_flash_attn_params,
     use_ring_attn,
-)
-from attnmesh.integrations.ring_flash_attn.llama3 import (
-    llama3_flash_attn_prepare_cu_seqlens,
-    llama3_flash_attn_varlen_func,
-    llama3_flash_attn_varlen_kvpacked_func,
-    llama3_flash_attn_varlen_qkvpacked_func,
 )
 
 __all__ = [

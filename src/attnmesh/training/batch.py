@@ -1,4 +1,4 @@
-"""A batch of a Transformers model over ranks: `shard_inputs` gives a rank its tokens, `ShardedPass` attends over all.
+"""A batch of a Transformers model over ranks: `shard_inputs` gives a rank its tokens, and a `ShardedPass`.
 
 Every rank has the whole batch and takes its shard. Packed documents and padding are found in the whole batch, on every
 rank alike, before it is sharded.
@@ -6,229 +6,29 @@ rank alike, before it is sharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.checksums import ValueChecks
-from attnmesh.core.docs import explained_in, see
+from attnmesh.core.docs import explained_in
 from attnmesh.core.layouts import Balanced
-from attnmesh.core.mask_encoding import traced_mask
-from attnmesh.core.masks import Causal, Mask
-from attnmesh.core.packing import (
-    IGNORED_LABEL,
-    Packing,
-    check_gaps,
-    document_starts,
-    lengths_to_positions,
-    packing_of,
-)
+from attnmesh.core.masks import Causal
+from attnmesh.core.packing import packing_of
 from attnmesh.core.ranges import as_tensor
 from attnmesh.core.validation import check_bool, check_tensor, check_type, shown
-from attnmesh.integrations.model_calls import WatchedPass, watch_models
-from attnmesh.integrations.transformers_models import MODELS_PAGE, modules_in_forward
+from attnmesh.integrations.sharded_pass import ShardedMask, ShardedPass, watch_models
+from attnmesh.integrations.transformers_attention import check_gaps, document_starts
+from attnmesh.integrations.transformers_models import IGNORED_LABEL
 from attnmesh.parallel.context import ContextParallel
 
 _NAMES = ("input_ids", "labels", "position_ids", "attention_mask", "num_items_in_batch", "mesh", "use_cache")
-
-
-class ShardedPass(WatchedPass):
-    """How a model attends in one forward pass over rows of `length` tokens that are sharded over ranks.
-
-    A model takes it as the keyword argument `mesh`. It is not a dataclass, because wrappers of models rebuild those.
-
-    Attributes:
-        cp: the ranks, with the layout of this batch.
-        length: the number of tokens of a whole row.
-        packing: the documents and the padding of the whole batch.
-        position_ids: this rank's positions [B, n], as the model takes them.
-        attention_mask: this rank's tokens [B, n] that are not padding.
-        losses: "mean" if losses are shares of the mean over this batch, "counted" if they are divided by a number that
-            was given, None if they are something else. Wrapped models must reduce gradients accordingly: see
-            `data_parallel`.
-    """
-
-    losses: str | None = None
-    balances_experts = False  # whether the load-balancing loss is computed from the tokens of all ranks
-
-    def __init__(
-        self, cp: ContextParallel, length: int, packing: Packing, position_ids: Tensor, attention_mask: Tensor
-    ) -> None:
-        super().__init__()
-        self.cp, self.length, self.packing = cp, length, packing
-        self.position_ids, self.attention_mask = position_ids, attention_mask
-        self._documents = packing.numbers()  # for compiled graphs
-        self._masks: dict[Mask, Mask] = {}
-        self._accepted: dict[str, Tensor] = {}
-        self._rotary_checked = False
-        self.counts_padding = False
-        """Whether padding comes before tokens, and positions were not given: they are then counted in the row."""
-
-    def index_in_row(self) -> Tensor:
-        """The index in the row of each of this rank's tokens [n]."""
-        return self.cp.positions(self.length).to(self.position_ids.device)
-
-    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's shard of a tensor that has one entry per token along `dim`."""
-        return self.cp.shard(x, dim).contiguous()
-
-    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole tensor from the shards of all ranks, on every rank. Its gradients are summed over ranks."""
-        return self.cp.unshard(x, dim, self.length)
-
-    def mask(self, layer: Mask) -> Mask:
-        """The mask of a layer within the documents of this batch."""
-        if torch.compiler.is_compiling():
-            return traced_mask(layer, self._documents)
-        if layer not in self._masks:
-            self._masks[layer] = self.packing.apply(layer)
-        return self._masks[layer]
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None,
-        softcap: float | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Out of this rank's queries over the keys of all ranks."""
-        if self.losses is not None and not torch.compiler.is_compiling():
-            from attnmesh.integrations.data_parallel import check_reduction  # it imports FSDP, which takes a while
-
-            check_reduction(counted=self.losses == "counted")
-            self.losses = None  # the other layers are not checked again
-        return self.cp.attention(
-            q, k, v, mask=self.mask(mask), scale=scale, softcap=softcap, sinks=sinks, length=self.length
-        )
-
-    def check_given(self, name: str, given: Tensor) -> None:
-        """Raise ValueError on every rank if the model was given other positions or another mask than this pass has.
-
-        Documents and padding come from the whole batch, so a tensor that replaces this rank's shard has no effect on
-        attention. A copy, such as one on another device, is compared once.
-        """
-        expected: Tensor = getattr(self, name)
-        if torch.compiler.is_compiling():
-            if given.shape != expected.shape:
-                raise ValueError(f"{name} must be that of shard_inputs, got a tensor of shape {list(given.shape)}")
-            torch._assert_async((given == expected).all(), f"{name} must be that of shard_inputs, got another tensor")
-            return
-        if given is expected or given is self._accepted.get(name):
-            return
-
-        def check() -> tuple[None, SharedValues]:
-            if given.shape != expected.shape or not torch.equal(given.to(expected), expected):
-                raise ValueError(
-                    f"{name} must be that of shard_inputs, got another tensor of shape {list(given.shape)}: pass the "
-                    f"whole {name} to shard_inputs, which finds packed documents and padding in it"
-                )
-            return None, {}
-
-        check_on_all_ranks(self.cp.comm, f"a model's {name}", check, force=True)
-        self._accepted[name] = given
-
-    def check_rotary(self, kind: str, limit: int) -> None:
-        """Raise ValueError on every rank if ranks have other frequencies than one process.
-
-        Rotary embeddings of this kind have other frequencies if the largest position of a pass is beyond `limit`, and
-        a rank sees the positions of its own tokens only.
-        """
-        if self.cp.world == 1 or self._rotary_checked:
-            return
-        if torch.compiler.is_compiling():
-            if self.length > limit:
-                raise ValueError(
-                    f"rope_type {kind!r} must have at most {limit} tokens in a compiled graph over ranks, got rows of "
-                    f"{self.length}"
-                )
-            return
-        last = int(self.position_ids.max()) + 1
-
-        def check() -> tuple[None, SharedValues]:
-            why = f"on which the frequencies of rope_type {kind!r} depend"
-            if kind != "longrope":
-                return None, {f"the largest position, or {limit}, {why},": max(last, limit)}
-            how = "use layout=Striped() and balance=False"
-            return None, {f"whether it has a position beyond {limit}, {why} ({how}),": last > limit}
-
-        check_on_all_ranks(self.cp.comm, "rotary embeddings", check, force=True)
-        self._rotary_checked = True
-
-
-class ShardedBatchError(ValueError, AttributeError):
-    """An AttributeError, too, so that `hasattr` works."""
-
-    def __init__(self, name: str) -> None:
-        reader = next((type(module).__name__ for module in modules_in_forward()), "code outside of the model")
-        super().__init__(
-            f"all layers that mix tokens must be attention that is given the keyword argument mesh, since this batch "
-            f"is sharded over ranks, got {reader}, which uses attention_mask itself ({name}); the tensor is "
-            f"inputs['mesh'].attention_mask{see(MODELS_PAGE)}"
-        )
-
-
-class Unreadable:
-    """Stands for a tensor that only attnmesh reads: whatever else is done with it raises `error(what)`."""
-
-    error: Callable[[str], Exception]
-
-    def __getattr__(self, name: str) -> Any:
-        raise self.error(name)
-
-    def __getitem__(self, key: object) -> Any:
-        raise self.error("[]")
-
-    def __eq__(self, other: object) -> bool:
-        raise self.error("==")
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Called by torch in place of a function that is given this object."""
-        raise cls.error(getattr(function, "__name__", str(function)))
-
-
-class ShardedMask(Unreadable):
-    """What a model is given as its attention_mask: the tensor `mesh.attention_mask`, for attnmesh's attention only.
-
-    Another attention, or a layer that mixes tokens without attention, would compute with this rank's tokens and give no
-    sign of it. Here it raises ValueError as soon as it reads the mask. What Transformers reads on the way is allowed.
-    """
-
-    error = ShardedBatchError
-    ndim = 2
-
-    def __init__(self, mesh: ShardedPass) -> None:
-        self.mesh = mesh
-        self.shape, self.dtype, self.device = mesh.attention_mask.shape, torch.bool, mesh.attention_mask.device
-
-    def to(self, *_: object, **__: object) -> ShardedMask:
-        """Itself: the tensor stays where it is."""
-        return self
-
-    def view(self, *shape: int) -> ShardedMask:
-        """Itself, as a matrix: GPT-2 makes sure that it is one."""
-        if len(shape) != 2:
-            raise ShardedBatchError("view")
-        return self
-
-    def cumsum(self, dim: int) -> Tensor:
-        """Read for chunked attention."""
-        return self.mesh.attention_mask.cumsum(dim)
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Called by torch in place of a function that is given this mask."""
-        if function is torch.zeros_like:  # for chunked attention
-            return torch.zeros_like(args[0].mesh.attention_mask, **kwargs or {})
-        return super().__torch_function__(function, types, args, kwargs)
 
 
 def shard_inputs(
@@ -314,7 +114,7 @@ def shard_inputs(
         count = (shifted != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
         count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
         inputs |= {"labels": local, "shift_labels": local, "num_items_in_batch": count}
-        mesh.losses = "mean" if num_items_in_batch is None else "counted"
+        mesh.check_once = partial(_check_reduction, counted=num_items_in_batch is not None)
     return inputs
 
 
@@ -363,6 +163,12 @@ def gather_log_probs(inputs: Mapping[str, Any], logits: Tensor) -> Tensor:
         logits.float().flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction="none"
     )
     return mesh.unshard(-nll.view(labels.shape))
+
+
+def _check_reduction(*, counted: bool) -> None:
+    from attnmesh.training.data_parallel import check_reduction  # it imports FSDP, which takes a while
+
+    check_reduction(counted=counted)
 
 
 @explained_in("training.md#packed-and-padded-batches")
@@ -487,3 +293,37 @@ def _real_tokens(attention_mask: Tensor, input_ids: Tensor) -> Tensor | None:
             f"attention_mask must be 0 and 1 (padding is 0), got values up to {attention_mask.max().item()}"
         )
     return None if all_real else real.cpu()
+
+
+def lengths_to_positions(
+    document_lengths: Sequence[Sequence[int]], real: Tensor | None, shape: tuple[int, int]
+) -> Tensor:
+    """position_ids [B, S] that restart with every document, from the lengths of the documents of every row."""
+    rows, length = shape
+    if not _is_lengths(document_lengths) or len(document_lengths) != rows:
+        raise ValueError(
+            f"document_lengths must be a list of {rows} lists of positive lengths, one for each row of input_ids, got "
+            f"{shown(document_lengths)}"
+        )
+    positions = np.zeros(shape, dtype=np.int64)
+    for row, lengths in enumerate(document_lengths):
+        tokens = length if real is None else int(real[row].numpy().sum())
+        if sum(lengths) != tokens:
+            raise ValueError(
+                f"document_lengths[{row}] must add up to the {tokens} tokens of the row that are not padding, got "
+                f"{shown(list(lengths))}, which add up to {sum(lengths)}"
+            )
+        begin = 0 if real is None or not tokens else int(real[row].numpy().argmax())
+        for count in lengths:
+            positions[row, begin : begin + count] = np.arange(count)
+            begin += count
+    return torch.from_numpy(positions)
+
+
+def _is_lengths(value: object) -> bool:
+    return isinstance(value, Sequence) and all(
+        isinstance(row, Sequence)
+        and not isinstance(row, str)
+        and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in row)
+        for row in value
+    )

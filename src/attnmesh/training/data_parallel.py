@@ -18,9 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from attnmesh.comm import GroupComm
-from attnmesh.core.packing import IGNORED_LABEL
 from attnmesh.core.validation import check_choice, check_list, check_tensor, check_type, shown
-from attnmesh.integrations.transformers_models import modules_in_forward
+from attnmesh.integrations.transformers_models import IGNORED_LABEL, modules_in_forward
 from attnmesh.parallel.context import ContextParallel
 
 __all__ = ["GradientReduction"]
@@ -52,7 +51,7 @@ class GradientReduction:
 
     Examples:
         >>> import torch.distributed as dist
-        >>> from attnmesh.integrations.data_parallel import GradientReduction
+        >>> from attnmesh.training.data_parallel import GradientReduction
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun starts more ranks
         >>> wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
         >>> reduction = GradientReduction(wrapped, am.ContextParallel())
@@ -119,7 +118,7 @@ def check_reduction(*, counted: bool) -> None:
         if reduction is None:
             raise ValueError(
                 f"{name} averages gradients over ranks, but the losses of ranks that share a sequence must be summed: "
-                "construct attnmesh.integrations.data_parallel.GradientReduction(model, cp) once, before training"
+                "construct attnmesh.training.data_parallel.GradientReduction(model, cp) once, before training"
             )
         if reduction.losses == "tokens" and reduction.data_ranks > 1 and not counted:
             raise ValueError(

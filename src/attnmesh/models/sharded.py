@@ -1,4 +1,4 @@
-"""A Transformers model whose weights are divided over ranks: every rank has its part of each, and computes with that.
+"""Models of Transformers whose weights are divided over ranks: every rank has its part of each, and computes with that.
 
 Tokens pass through a layer either all on every rank (a decode step), or divided over the ranks (a prefill chunk):
 
@@ -9,17 +9,28 @@ Tokens pass through a layer either all on every rank (a decode step), or divided
 
 Norms and residuals between them are computed for this rank's tokens only. Where every rank has all tokens, nothing is
 gathered, and an all-reduce replaces the scatter. All ranks sum in rank order, so they get the same bits.
+
+Transformers' tensor-parallel plan of a model names the layers whose weights are divided by columns or rows. What it
+leaves open is added here: heads are divided by heads (kv heads by TP rank), GPT-OSS and the attention of DeepSeek-V3
+have no plan, and the vocabulary is always divided.
+
+A part of a checkpoint is loaded slice by slice: the whole model is nowhere in memory, and at most one slice is beside
+what is loaded already. Experts that a checkpoint stores one by one are written into the tensor of all experts, as
+Transformers does.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -27,18 +38,125 @@ from torch import Tensor, nn
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
 from attnmesh.core.validation import check_type
-from attnmesh.integrations.checkpoint import quiet_transformers, require_hf
 from attnmesh.integrations.transformers_attention import register_attention
-from attnmesh.integrations.transformers_models import NAME, check_model
-from attnmesh.integrations.weight_splits import check_sharded_model, heads_of, weight_parts, weight_splits
+from attnmesh.integrations.transformers_models import NAME, check_config, check_model
+from attnmesh.models.checkpoint import (
+    LOCAL,
+    Differences,
+    ModelError,
+    check_fits,
+    declared_model,
+    model_errors,
+    quiet_transformers,
+    require_hf,
+    stored_tensors,
+    translated_errors,
+)
 from attnmesh.parallel.decode.ranks import DecodeRanks, decode_ranks
 from attnmesh.parallel.node_groups import comm_named
 from attnmesh.plan.decode import DecodeSharding
-from attnmesh.plan.weights import Split, WeightPart, weight_part
+from attnmesh.plan.weights import FIRST_RANK, Heads, Split, WeightPart, weight_part
+
+SHARDED_MODELS = (
+    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "smollm3", "granite", "starcoder2", "gemma3_text",
+    "gpt_oss", "deepseek_v3",
+)  # fmt: skip
+"""The `model_type`s that generate with sharded weights."""
+
+_BY_Q_HEAD = ("q_proj", "q_b_proj", "kv_b_proj")  # the latter belongs to queries and outputs if the cache has latents
+_BY_KV_HEAD = ("k_proj", "v_proj")
+_ATTENTION = {"self_attn.q_proj": "colwise", "self_attn.o_proj": "rowwise"}
+_OWN_PLANS: dict[str, dict[str, str]] = {
+    "gpt_oss": {
+        **_ATTENTION, "self_attn.k_proj": "colwise", "self_attn.v_proj": "colwise",
+        "mlp.experts.gate_up_proj": "interleaved_colwise", "mlp.experts.gate_up_proj_bias": "interleaved_colwise",
+        "mlp.experts.down_proj": "transposed_rowwise", "mlp.experts.down_proj_bias": "first",
+    },
+    "deepseek_v3": {**_ATTENTION, "self_attn.q_b_proj": "colwise", "self_attn.kv_b_proj": "colwise"},
+}  # fmt: skip
+_REPLICATED = ("replicated_with_grad_allreduce", "moe_tp_experts")
+_NUMBER = re.compile(r"\.\d+\.")
+
+_GENERATION_CONFIG = "generation_config.json"
+_EXPERTS = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)$")
+_STORED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_MIXTRAL_EXPERTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 _ATTRIBUTE = "_attnmesh_weights"
 
 _building = threading.Lock()  # settings of Transformers are those of the process, and virtual ranks are threads
+
+
+# How weights are divided.
+
+
+def check_sharded_model(config: Any, name: str, sharding: DecodeSharding) -> None:
+    """Raise ValueError unless models of this configuration generate with weights that are divided this way."""
+    if config.model_type not in SHARDED_MODELS:
+        raise ValueError(
+            f"model_type must be one of {', '.join(SHARDED_MODELS)} to shard its weights, got {config.model_type!r} "
+            f"({name})"
+        )
+    heads = heads_of(config)
+    sharding.check_heads(heads.q, heads.kv)
+
+
+def heads_of(config: Any) -> Heads:
+    """The heads of the model's attention: kv heads are those of its KV cache, one if that has latents."""
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return Heads(config.num_attention_heads, 1)
+    return Heads(config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def weight_splits(model: Any) -> dict[str, Split | None]:
+    """The split of every tensor in the state of a model, by name; None: every rank holds all of it."""
+    prefix = f"{model.base_model_prefix}.layers.*."
+    own = {prefix + name: style for name, style in _OWN_PLANS.get(model.config.model_type, {}).items()}
+    plan = {**(model.tp_plan or {}), **own}
+    vocabulary = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
+    splits: dict[str, Split | None] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        is_vocabulary = id(tensor) in vocabulary
+        splits[name] = Split(0, "ranks") if is_vocabulary else _split(name, tensor.ndim, plan)
+    return splits
+
+
+def weight_parts(
+    splits: Mapping[str, Split | None], shapes: Mapping[str, tuple[int, ...]], sharding: DecodeSharding, rank: int,
+    heads: Heads,
+) -> dict[str, WeightPart]:  # fmt: skip
+    """The part of every tensor that a rank holds. Raises ValueError if a tensor cannot be divided this way."""
+    return {name: weight_part(name, shapes[name], split, sharding, rank, heads) for name, split in splits.items()}
+
+
+def _split(name: str, ndim: int, plan: Mapping[str, str]) -> Split | None:
+    pattern = _NUMBER.sub(".*.", name)
+    layer, _, leaf = pattern.rpartition(".")
+    style = plan.get(pattern) or plan.get(layer)
+    if style is None or style in _REPLICATED:
+        return None
+    is_bias, is_attention = leaf == "bias", ".self_attn." in pattern
+    projection = layer.rpartition(".")[2]
+    match style:
+        case "colwise":
+            if is_attention and projection not in (*_BY_Q_HEAD, *_BY_KV_HEAD):
+                names = ", ".join((*_BY_Q_HEAD, *_BY_KV_HEAD))
+                raise ValueError(f"{name}: a projection of attention must be one of {names}, got {projection}")
+            return Split(0, "ranks" if not is_attention else "q_heads" if projection in _BY_Q_HEAD else "kv_heads")
+        case "rowwise":
+            return FIRST_RANK if is_bias else Split(-1, "q_heads" if is_attention else "ranks", aligned=ndim == 3)
+        case "packed_colwise" if ndim == 3:
+            return Split(-2, "ranks", packed=2, aligned=True)
+        case "interleaved_colwise":
+            return Split(-1, "ranks", unit=2, aligned=True)
+        case "transposed_rowwise":
+            return Split(-2, "ranks", aligned=True)
+        case "first":
+            return FIRST_RANK
+    raise ValueError(f"{name}: the tensor-parallel plan of the model has {style!r}, which is not supported")
+
+
+# Models.
 
 
 class WeightSource(Protocol):
@@ -312,3 +430,142 @@ class _HeadForward:
     def __call__(self, x: Tensor) -> Tensor:
         x = self._tokens.last(x)
         return self._tokens.gather_vocabulary(type(self._head).forward(self._head, x), self._sizes)
+
+
+# Parts of a checkpoint.
+
+
+def load_sharded(
+    folder: Path, config: Any, device: torch.device, dtype: torch.dtype, sharding: DecodeSharding, comm: Comm
+) -> Any:
+    """The model in a folder with this rank's part of its weights. Raises ModelError if they are not complete."""
+    with translated_errors(f"the model in {folder} cannot be sharded"):
+        check_config(config.get_text_config(), type(config).__name__)
+        check_sharded_model(config, type(config).__name__, sharding)
+        ranks = decode_ranks(comm, comm, sharding)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"{folder} must store weights that are not quantized to be sharded")
+    with _Checkpoint(folder, config, dtype, device) as checkpoint, model_errors():
+        model = build_sharded(config, ranks, sharding, checkpoint, torch.empty(0, dtype=dtype, device=device))
+    if (folder / _GENERATION_CONFIG).is_file():
+        with quiet_transformers(), translated_errors(f"{folder / _GENERATION_CONFIG} cannot be read"):
+            generation: Any = require_hf("transformers").GenerationConfig
+            model.generation_config = generation.from_pretrained(folder, local_files_only=LOCAL["local_files_only"])
+    return model
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A stored tensor, and where it is in a tensor of the model: from `begin` of dimension `dim`, of one expert."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int = 0
+    begin: int = 0
+    expert: int | None = None
+
+
+class _Checkpoint:
+    """The weights in a folder, as a source of parts."""
+
+    def __init__(self, folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        self._folder, self._dtype, self._device = folder, dtype, device
+        self._is_mixtral = config.model_type == "mixtral"
+        self._stored = stored_tensors(folder)
+        with quiet_transformers():
+            declared_model(config, len(self._stored), folder)  # refuses sizes that would take time to build
+        self._files: dict[Path, Any] = {}
+        self._open = ExitStack()
+        self._in_float32: tuple[str, ...] = ()
+
+    def __enter__(self) -> _Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def prepare(self, model: Any, weights: Mapping[str, Tensor], parts: Mapping[str, WeightPart]) -> None:
+        """Raise ModelError unless the folder has exactly these weights, and their parts fit on the device.
+
+        Args:
+            model: without weights.
+            weights: by name, tied ones once.
+            parts: those that are to be read.
+        """
+        pieces = [piece for name, weight in weights.items() for piece in self._pieces(name, tuple(weight.shape))]
+        declared = {piece.name: piece.shape for piece in pieces}
+        ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+        tied = set(model.state_dict()) - set(weights)
+        found = {
+            name: tensor.shape for name, tensor in self._stored.items()
+            if name in declared or not (name in tied or any(pattern.search(name) for pattern in ignored))
+        }  # fmt: skip
+        differences = str(Differences.between(found, declared))
+        if differences:
+            raise ModelError(f"{self._folder} does not match its configuration{differences}")
+        for name in declared:
+            if not self._stored[name].is_floating_point:
+                kind = self._stored[name].kind
+                raise ModelError(f"{self._folder} must store floating point weights, got {kind} for {name!r}")
+        strict = model._keep_in_fp32_modules_strict or ()
+        half = model._keep_in_fp32_modules or () if self._dtype == torch.float16 else ()
+        self._in_float32 = (*strict, *half)
+        needed = sum(prod(parts[name].shape) for name in weights) * self._dtype.itemsize
+        check_fits(needed, self._device, self._folder)
+
+    def read(self, name: str, whole: tuple[int, ...], part: WeightPart) -> Tensor:
+        """A part of a tensor of the model."""
+        in_float32 = any(each in name for each in self._in_float32)
+        out = torch.empty(part.shape, dtype=torch.float32 if in_float32 else self._dtype, device=self._device)
+        for piece in self._pieces(name, whole):
+            for index, target in _overlaps(piece, part):
+                view = out if piece.expert is None else out[piece.expert]
+                view[target].copy_(self._slice(piece.name)[index])
+        return out
+
+    def _slice(self, name: str) -> Any:
+        """A stored tensor, of which nothing is read before it is indexed."""
+        file = self._stored[name].file
+        with translated_errors(f"{file} is damaged"):
+            if file not in self._files:
+                safe_open = require_hf("safetensors").safe_open
+                self._files[file] = self._open.enter_context(safe_open(file, framework="pt"))
+            return self._files[file].get_slice(name)
+
+    def _pieces(self, name: str, shape: tuple[int, ...]) -> Iterator[_Piece]:
+        """The stored tensors that a tensor of the model consists of."""
+        found = _EXPERTS.match(name)
+        stored = name.replace(".mlp.", ".block_sparse_moe.") if self._is_mixtral else name
+        if found is None or name in self._stored:
+            yield _Piece(stored if stored in self._stored else name, shape)
+            return
+        parts = (_MIXTRAL_EXPERTS if self._is_mixtral else _STORED_EXPERTS)[found[2]]
+        experts, rows, columns = shape
+        for expert in range(experts):
+            for at, part in enumerate(parts):
+                rows_of_one = rows // len(parts)
+                path = f"{stored.rpartition('.')[0]}.{expert}.{part}.weight"
+                yield _Piece(path, (rows_of_one, columns), 0, at * rows_of_one, expert)
+
+
+def _overlaps(piece: _Piece, part: WeightPart) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Indices of a stored tensor, and of (one expert of) the part, that are the same elements."""
+    whole = (slice(None),) * len(piece.shape)
+    dim = part.dim - (piece.expert is not None)  # of the stored tensor
+    if not part.ranges:
+        yield whole, _at(whole, piece.dim, slice(piece.begin, piece.begin + piece.shape[piece.dim]))
+        return
+    at = 0  # in the part
+    for own in part.ranges:
+        target = slice(at, at + len(own))
+        at += len(own)
+        if dim != piece.dim:  # the stored tensor has all of this dimension
+            yield _at(whole, dim, slice(own.start, own.stop)), _at(whole, dim, target)
+        elif piece.begin <= own.start and own.stop <= piece.begin + piece.shape[dim]:
+            yield _at(whole, dim, slice(own.start - piece.begin, own.stop - piece.begin)), _at(whole, dim, target)
+
+
+def _at(index: tuple[slice, ...], dim: int, at: slice) -> tuple[slice, ...]:
+    return (*index[:dim], at, *index[dim + 1 :])

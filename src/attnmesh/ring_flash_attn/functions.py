@@ -1,0 +1,466 @@
+"""Ring attention with the signatures of ring_flash_attn: a layout per function, and packed forms of each.
+
+    ring      contiguous chunks: `Contiguous()`
+    zigzag    chunks i and 2N-1-i of 2N on rank i: `Zigzag()`
+    stripe    position p on rank p mod N: `Striped()`
+    varlen    packed documents, each sharded over all ranks: `Joint((length, layout), ...)`
+    llama3    packed documents, whose concatenation is sharded by `Contiguous()`: a document may begin on one rank and
+              end on another. Each rank gathers the keys that its queries attend to, a few heads at a time
+
+Arguments have the meanings of FlashAttention. q, k, v are this rank's shards, [batch, seq, heads, head_dim], or
+[tokens, heads, head_dim] of packed documents, whose `cu_seqlens` are the cumulative lengths of this rank's parts.
+kv and qkv have a dimension of 2 or 3 before the heads. `group` is a ProcessGroup, a one-dimensional DeviceMesh, a comm,
+or None for the default process group.
+
+Returns out in the shape of q; with `return_attn_probs` (out, lse, None), lse [batch, heads, seq] or [heads, tokens].
+
+All ranks hold equally many positions (of each document). If not, pass the length of the whole sequence as `length`, or
+the lengths of the whole documents as `document_lengths`, and shard by the layout.
+
+FlashAttention needs the lengths of the parts of documents on this rank; ranks that agree on a mask need the lengths of
+whole documents. `llama3_flash_attn_prepare_cu_seqlens` leaves them with the tensor that it returns. For other tensors,
+ranks exchange what they know of the documents, once per tensor.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.comm import Comm
+from attnmesh.core.compiling import not_compiled
+from attnmesh.core.layouts import Contiguous, Joint, Layout, Striped, Zigzag
+from attnmesh.core.validation import MAX_RANKS, check_bool, check_count, check_index, check_list, check_type, shown
+from attnmesh.ring_flash_attn.call import (
+    NOT_COMPILED,
+    Group,
+    Options,
+    Result,
+    Sharding,
+    attend,
+    bounds,
+    check_max_seqlen,
+    comm_of,
+    lengths_of,
+    once_per_tensor,
+    raised_on_all_ranks,
+    split,
+)
+
+_Function = Callable[..., Result]
+
+_WHOLE = "bounds of whole documents"  # what is remembered with a tensor
+
+
+def _named(name: str, layout: Layout, *functions: _Function) -> tuple[_Function, _Function, _Function]:
+    """The functions of q, k and v, of packed k and v, and of packed q, k and v, with their names and docstrings."""
+    for function, form in zip(functions, ("func", "kvpacked_func", "qkvpacked_func"), strict=True):
+        function.__name__ = function.__qualname__ = f"{name}_{form}"
+        function.__doc__ = (function.__doc__ or "").replace("NAME", f"{name}_{form}").replace("LAYOUT", str(layout))
+    q_k_v, kv_packed, qkv_packed = functions
+    return q_k_v, kv_packed, qkv_packed
+
+
+def _batch_functions(name: str, layout: Layout) -> tuple[_Function, _Function, _Function]:
+    def func(
+        q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0,
+        softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+        alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+        group: Group = None, *, length: int | None = None,
+    ) -> Result:  # fmt: skip
+        """Attention of q, k and v [batch, seq, heads, head_dim], sharded by `LAYOUT`.
+
+        Examples:
+            >>> q, k, v = torch.randn(3, 1, 16, 2, 8)  # [batch, seq, heads, head_dim]
+            >>> layout = am.LAYOUT
+            >>> def rank(comm):
+            ...     shards = (layout.shard(x, 1, comm.world, comm.rank) for x in (q, k, v))
+            ...     return ring_flash_attn.NAME(*shards, causal=True, group=comm)
+            >>> whole = am.attention(*(x.transpose(1, 2) for x in (q, k, v)), mask=am.Causal()).transpose(1, 2)
+            >>> torch.allclose(layout.unshard(am.run_virtual(2, rank), 1), whole, atol=1e-5)
+            True
+        """
+        options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
+        return _batch(func, layout, {"q": q, "k": k, "v": v}, options, group, length)
+
+    def kvpacked(
+        q: Tensor, kv: Tensor, dropout_p: float = 0.0,
+        softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+        alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+        group: Group = None, *, length: int | None = None,
+    ) -> Result:  # fmt: skip
+        """Attention of q [batch, seq, heads, head_dim] and kv [batch, seq, 2, heads, head_dim], sharded by `LAYOUT`.
+
+        Examples:
+            >>> q, kv = torch.randn(1, 16, 4, 8), torch.randn(1, 16, 2, 2, 8)  # kv [batch, seq, 2, heads, head_dim]
+            >>> ring_flash_attn.NAME(q, kv, causal=True).shape
+            torch.Size([1, 16, 4, 8])
+        """
+        options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
+        return _batch(kvpacked, layout, {"q": q, "kv": kv}, options, group, length)
+
+    def qkvpacked(
+        qkv: Tensor, dropout_p: float = 0.0,
+        softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+        alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+        group: Group = None, *, length: int | None = None,
+    ) -> Result:  # fmt: skip
+        """Attention of qkv [batch, seq, 3, heads, head_dim], sharded by `LAYOUT`.
+
+        Examples:
+            >>> qkv = torch.randn(1, 16, 3, 4, 8)  # [batch, seq, 3, heads, head_dim]
+            >>> ring_flash_attn.NAME(qkv, window_size=(4, 0)).shape
+            torch.Size([1, 16, 4, 8])
+        """
+        options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
+        return _batch(qkvpacked, layout, {"qkv": qkv}, options, group, length)
+
+    return _named(name, layout, func, kvpacked, qkvpacked)
+
+
+def _varlen_functions(name: str, layout: Layout) -> tuple[_Function, _Function, _Function]:
+    def func(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0,
+        softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+        alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+        group: Group = None, *, document_lengths: Sequence[int] | None = None,
+    ) -> Result:  # fmt: skip
+        """Attention of packed documents, q, k and v [tokens, heads, head_dim], each sharded by `LAYOUT`.
+
+        Examples:
+            >>> q, k, v = torch.randn(3, 12, 2, 8)  # documents of 8 and 4 tokens: [tokens, heads, head_dim]
+            >>> layout = am.Joint((8, am.LAYOUT), (4, am.LAYOUT))
+            >>> cu_seqlens = torch.tensor([0, 4, 6], dtype=torch.int32)  # of a rank's halves of both
+            >>> def rank(comm):
+            ...     shards = (layout.shard(x, 0, comm.world, comm.rank) for x in (q, k, v))
+            ...     return ring_flash_attn.NAME(*shards, cu_seqlens, 4, causal=True, group=comm)
+            >>> mask = am.Causal() & am.Documents([8, 4])
+            >>> whole = am.attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), mask=mask)[0].transpose(0, 1)
+            >>> torch.allclose(layout.unshard(am.run_virtual(2, rank), 0), whole, atol=1e-5)
+            True
+        """
+        options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
+        packing = _Packing(cu_seqlens, max_seqlen, document_lengths)
+        return _varlen(func, layout, {"q": q, "k": k, "v": v}, packing, options, group)
+
+    def kvpacked(
+        q: Tensor, kv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0,
+        softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+        alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+        group: Group = None, *, document_lengths: Sequence[int] | None = None,
+    ) -> Result:  # fmt: skip
+        """Attention of packed documents, q [tokens, heads, D] and kv [tokens, 2, heads, D], each sharded by `LAYOUT`.
+
+        Examples:
+            >>> q, kv = torch.randn(12, 4, 8), torch.randn(12, 2, 2, 8)
+            >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
+            >>> ring_flash_attn.NAME(q, kv, cu_seqlens, 8, causal=True).shape
+            torch.Size([12, 4, 8])
+        """
+        options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
+        packing = _Packing(cu_seqlens, max_seqlen, document_lengths)
+        return _varlen(kvpacked, layout, {"q": q, "kv": kv}, packing, options, group)
+
+    def qkvpacked(
+        qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0,
+        softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+        alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+        group: Group = None, *, document_lengths: Sequence[int] | None = None,
+    ) -> Result:  # fmt: skip
+        """Attention of packed documents, qkv [tokens, 3, heads, head_dim], each sharded by `LAYOUT`.
+
+        Examples:
+            >>> qkv = torch.randn(12, 3, 4, 8)
+            >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
+            >>> ring_flash_attn.NAME(qkv, cu_seqlens, 8, causal=True).shape
+            torch.Size([12, 4, 8])
+        """
+        options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
+        packing = _Packing(cu_seqlens, max_seqlen, document_lengths)
+        return _varlen(qkvpacked, layout, {"qkv": qkv}, packing, options, group)
+
+    return _named(name, layout, func, kvpacked, qkvpacked)
+
+
+ring_flash_attn_func, ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = _batch_functions(
+    "ring_flash_attn", Contiguous()
+)
+zigzag_ring_flash_attn_func, zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = (
+    _batch_functions("zigzag_ring_flash_attn", Zigzag())
+)
+stripe_flash_attn_func, stripe_flash_attn_kvpacked_func, stripe_flash_attn_qkvpacked_func = _batch_functions(
+    "stripe_flash_attn", Striped()
+)
+ring_flash_attn_varlen_func, ring_flash_attn_varlen_kvpacked_func, ring_flash_attn_varlen_qkvpacked_func = (
+    _varlen_functions("ring_flash_attn_varlen", Contiguous())
+)
+(
+    zigzag_ring_flash_attn_varlen_func,
+    zigzag_ring_flash_attn_varlen_kvpacked_func,
+    zigzag_ring_flash_attn_varlen_qkvpacked_func,
+) = _varlen_functions("zigzag_ring_flash_attn_varlen", Zigzag())
+
+
+class _Packing(NamedTuple):
+    cu_seqlens: Tensor
+    max_seqlen: int
+    document_lengths: Sequence[int] | None
+
+
+@not_compiled(NOT_COMPILED)
+def _batch(
+    function: _Function, layout: Layout, tensors: Mapping[str, Tensor], options: Options, group: Group,
+    length: int | None,
+) -> Result:  # fmt: skip
+    comm = comm_of(group)
+    with raised_on_all_ranks(comm, function.__name__):
+        options.check()
+        qkv = split(tensors, varlen=False)
+        length = qkv[0].shape[2] * comm.world if length is None else check_count("length", length)
+    return attend(comm, Sharding(layout, length, "ring"), qkv, options, varlen=False)
+
+
+@not_compiled(NOT_COMPILED)
+def _varlen(
+    function: _Function, layout: Layout, tensors: Mapping[str, Tensor], packing: _Packing, options: Options,
+    group: Group,
+) -> Result:  # fmt: skip
+    comm = comm_of(group)
+    cu_seqlens, max_seqlen, document_lengths = packing
+    with raised_on_all_ranks(comm, function.__name__):
+        options.check()
+        qkv = split(tensors, varlen=True)
+        local = lengths_of(bounds("cu_seqlens", cu_seqlens))
+        if sum(local) != qkv[0].shape[2]:
+            raise ValueError(f"cu_seqlens must end with the {qkv[0].shape[2]} tokens of this rank, got {sum(local)}")
+        check_max_seqlen("max_seqlen", max_seqlen, max(local, default=0))
+        if document_lengths is None:
+            lengths = tuple(n * comm.world for n in local)
+        else:
+            lengths = tuple(check_list("document_lengths", document_lengths, "lengths"))
+            for i, n in enumerate(lengths):
+                check_count(f"document_lengths[{i}]", n)
+        expected = _local_lengths(layout, lengths, comm.world, comm.rank)
+        if local != expected:
+            raise ValueError(
+                f"cu_seqlens must be those of documents of {shown(list(expected))} positions: rank {comm.rank} of "
+                f"{comm.world} holds so many of document_lengths {shown(list(lengths))} under {layout}, got "
+                f"{shown(list(local))}"
+            )
+    sharding = Sharding(_joint(layout, lengths), sum(lengths), "ring", lengths)
+    return attend(comm, sharding, qkv, options, varlen=True)
+
+
+@lru_cache(maxsize=256)
+def _joint(layout: Layout, lengths: tuple[int, ...]) -> Joint:
+    return Joint(*((n, layout) for n in lengths))
+
+
+@lru_cache(maxsize=256)
+def _local_lengths(layout: Layout, lengths: tuple[int, ...], world: int, rank: int) -> tuple[int, ...]:
+    return tuple(layout.local_length(n, world, rank) for n in lengths)
+
+
+# llama3.
+
+
+class _LocalDocuments(NamedTuple):
+    """The documents that this rank's queries belong to."""
+
+    cu_seqlens_q: tuple[int, ...]  # of this rank's rows
+    cu_seqlens_k: tuple[int, ...]  # of the keys that they attend to
+    keys: slice  # where these keys are in the whole sequence
+
+    def without_empty(self) -> _LocalDocuments:
+        """The same without documents that have no rows."""
+        q, k = [0], [0]
+        for i in range(1, len(self.cu_seqlens_q)):
+            if (self.cu_seqlens_q[i], self.cu_seqlens_k[i]) != (q[-1], k[-1]):
+                q.append(self.cu_seqlens_q[i])
+                k.append(self.cu_seqlens_k[i])
+        return _LocalDocuments(tuple(q), tuple(k), self.keys)
+
+
+def llama3_flash_attn_prepare_cu_seqlens(
+    cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
+) -> tuple[Tensor, Tensor, int, int, slice]:
+    """The arguments `cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice` of this rank.
+
+    `cu_seqlens` are the cumulative lengths of all documents, the same on every rank. Their sum need not be divisible:
+    ranks hold what `Contiguous()` gives them.
+
+    Examples:
+        >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)  # of all documents; rank 1 has tokens 6 to 11
+        >>> ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, causal=True, rank=1, world_size=2)
+        (tensor([0, 2, 6], dtype=torch.int32), tensor([ 0,  8, 12], dtype=torch.int32), 4, 8, slice(0, 12, None))
+    """
+    check_bool(causal=causal)
+    check_count("world_size", world_size, least=1, most=MAX_RANKS)
+    check_index("rank", rank, world_size)
+    whole = bounds("cu_seqlens", cu_seqlens)
+    local = _local_documents(whole, causal, rank, world_size)
+    q, k = (
+        torch.tensor(values, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+        for values in (local.cu_seqlens_q, local.cu_seqlens_k)
+    )
+    once_per_tensor(q, _WHOLE, lambda: whole)
+    longest = [max(lengths_of(values)) for values in (local.cu_seqlens_q, local.cu_seqlens_k)]
+    return q, k, longest[0], longest[1], local.keys
+
+
+def _local_documents(whole: tuple[int, ...], causal: bool, rank: int, world: int) -> _LocalDocuments:
+    ranges = Contiguous().ranges(whole[-1], world, rank)
+    if not ranges:  # fewer positions than ranks
+        return _LocalDocuments((0, 0), (0, 0), slice(whole[-1], whole[-1]))
+    (rows,) = ranges
+    first = bisect.bisect_left(whole, rows.start)
+    first -= whole[first] != rows.start
+    last = bisect.bisect_left(whole, rows.stop)
+    inside = whole[first + 1 : last]
+    end = rows.stop if causal else whole[last]
+    return _LocalDocuments(
+        (0, *(n - rows.start for n in inside), len(rows)),
+        (0, *(n - whole[first] for n in inside), end - whole[first]),
+        slice(whole[first], end),
+    )
+
+
+def llama3_flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    heads_k_stride: int, local_k_slice: slice, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, group: Group = None,
+) -> Result:  # fmt: skip
+    """Attention of packed documents, q [tokens, heads, head_dim], k and v, sharded by `Contiguous()`.
+
+    The five arguments from `cu_seqlens_q` on are those that `llama3_flash_attn_prepare_cu_seqlens` returns.
+    `heads_k_stride` must divide the kv heads; how many heads are gathered at a time is decided by the executor.
+
+    Examples:
+        >>> q, k, v = torch.randn(12, 4, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 8)
+        >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
+        >>> def rank(comm):
+        ...     *lengths, k_slice = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
+        ...         cu_seqlens, True, comm.rank, comm.world)
+        ...     shards = [x.tensor_split(comm.world)[comm.rank] for x in (q, k, v)]
+        ...     attend = ring_flash_attn.llama3_flash_attn_varlen_func
+        ...     return attend(*shards, *lengths, 1, k_slice, causal=True, group=comm)
+        >>> mask = am.Causal() & am.Documents([8, 4])
+        >>> whole = am.attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), mask=mask)[0].transpose(0, 1)
+        >>> torch.allclose(torch.cat(am.run_virtual(2, rank)), whole, atol=1e-5)
+        True
+    """
+    options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
+    packing = _Llama3Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice)
+    return _llama3("llama3_flash_attn_varlen_func", {"q": q, "k": k, "v": v}, packing, options, group)
+
+
+def llama3_flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    heads_k_stride: int, local_k_slice: slice, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, group: Group = None,
+) -> Result:  # fmt: skip
+    """`llama3_flash_attn_varlen_func` of q and packed k and v.
+
+    Examples:
+        >>> q, kv = torch.randn(12, 4, 8), torch.randn(12, 2, 2, 8)
+        >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
+        >>> *lengths, k_slice = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, 0, 1)
+        >>> ring_flash_attn.llama3_flash_attn_varlen_kvpacked_func(q, kv, *lengths, 1, k_slice, causal=True).shape
+        torch.Size([12, 4, 8])
+    """
+    options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
+    packing = _Llama3Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice)
+    return _llama3("llama3_flash_attn_varlen_kvpacked_func", {"q": q, "kv": kv}, packing, options, group)
+
+
+def llama3_flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    heads_k_stride: int, local_k_slice: slice, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, group: Group = None,
+) -> Result:  # fmt: skip
+    """`llama3_flash_attn_varlen_func` of packed q, k and v.
+
+    Examples:
+        >>> qkv = torch.randn(12, 3, 4, 8)
+        >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
+        >>> *lengths, k_slice = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, 0, 1)
+        >>> ring_flash_attn.llama3_flash_attn_varlen_qkvpacked_func(qkv, *lengths, 1, k_slice, causal=True).shape
+        torch.Size([12, 4, 8])
+    """
+    options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
+    packing = _Llama3Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice)
+    return _llama3("llama3_flash_attn_varlen_qkvpacked_func", {"qkv": qkv}, packing, options, group)
+
+
+class _Llama3Packing(NamedTuple):
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    heads_k_stride: int
+    local_k_slice: slice
+
+    def check(self, qkv: list[Tensor]) -> _LocalDocuments:
+        """The documents of this rank; ValueError for values that cannot be those of any."""
+        q, k = bounds("cu_seqlens_q", self.cu_seqlens_q), bounds("cu_seqlens_k", self.cu_seqlens_k)
+        keys, tokens, kv_heads = self.local_k_slice, qkv[0].shape[2], qkv[1].shape[1]
+        check_type("local_k_slice", keys, slice)
+        if not isinstance(keys.start, int) or not isinstance(keys.stop, int) or keys.step is not None:
+            raise ValueError(f"local_k_slice must be a slice of two integers, got {keys}")
+        if q[-1] != tokens:
+            raise ValueError(f"cu_seqlens_q must end with the {tokens} tokens of this rank, got {q[-1]}")
+        check_max_seqlen("max_seqlen_q", self.max_seqlen_q, max(lengths_of(q), default=0))
+        check_max_seqlen("max_seqlen_k", self.max_seqlen_k, max(lengths_of(k), default=0))
+        if check_count("heads_k_stride", self.heads_k_stride, least=1) and kv_heads % self.heads_k_stride:
+            raise ValueError(f"heads_k_stride must divide the {kv_heads} kv heads, got {self.heads_k_stride}")
+        if len(q) != len(k) or keys.stop - keys.start != k[-1]:
+            raise ValueError(
+                "cu_seqlens_k and local_k_slice must have the documents of cu_seqlens_q and as many keys as each "
+                f"other, got {shown(q)}, {shown(k)} and {keys}"
+            )
+        return _LocalDocuments(q, k, keys)
+
+
+@not_compiled(NOT_COMPILED)
+def _llama3(
+    function: str, tensors: Mapping[str, Tensor], packing: _Llama3Packing, options: Options, group: Group
+) -> Result:
+    comm = comm_of(group)
+    with raised_on_all_ranks(comm, function):
+        options.check()
+        qkv = split(tensors, varlen=True)
+        local = packing.check(qkv)
+    whole = once_per_tensor(packing.cu_seqlens_q, _WHOLE, lambda: _exchanged(comm, function, local, qkv[0].device))
+    with raised_on_all_ranks(comm, function):
+        expected = _local_documents(whole, options.causal, comm.rank, comm.world)
+        if local.without_empty() != expected.without_empty():
+            raise ValueError(
+                "cu_seqlens_q, cu_seqlens_k and local_k_slice must be those of llama3_flash_attn_prepare_cu_seqlens "
+                f"for causal={options.causal}, rank={comm.rank} and world_size={comm.world}, {shown(tuple(expected))}, "
+                f"got {shown(tuple(local))}"
+            )
+    sharding = Sharding(Contiguous(), whole[-1], "allgather", lengths_of(whole))
+    return attend(comm, sharding, qkv, options, varlen=True)
+
+
+def _exchanged(comm: Comm, function: str, local: _LocalDocuments, device: torch.device) -> tuple[int, ...]:
+    """The bounds of whole documents, from what all ranks know of theirs."""
+    comm.agree(f"{function}: exchange of cu_seqlens", {"device": device.type})
+    mine = torch.tensor([local.keys.start, *local.cu_seqlens_q], dtype=torch.int64, device=device)
+    count = torch.tensor([mine.numel()], dtype=torch.int64, device=device)
+    counts = [int(n) for n in comm.all_gather(count, [(1,)] * comm.world)]
+    found, begin = {0}, 0
+    for values in comm.all_gather(mine, [(n,) for n in counts]):
+        start, _, *ends = values.tolist()
+        # A document that begins on an earlier rank has its begin in `start`; the last one may end on a later rank.
+        found |= {start, *(begin + end for end in ends[:-1])}
+        begin += ends[-1]
+    return (*sorted(found - {begin}), begin) if begin else (0, 0)
