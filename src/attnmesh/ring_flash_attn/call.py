@@ -37,13 +37,14 @@ _SOLO = SoloComm()
 class Options(NamedTuple):
     """The arguments that all functions share, with FlashAttention's meanings."""
 
-    dropout_p: float
-    softmax_scale: float | None
-    causal: bool
-    window_size: tuple[int, int]
-    alibi_slopes: Tensor | None
-    deterministic: bool
-    return_attn_probs: bool
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    alibi_slopes: Tensor | None = None
+    deterministic: bool = False
+    return_attn_probs: bool = False
+    group: Group = None
 
     def check(self) -> None:
         """Raise ValueError for values that are invalid or not supported."""

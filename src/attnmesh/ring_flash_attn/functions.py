@@ -27,7 +27,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from inspect import Parameter, Signature, signature
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +39,6 @@ from attnmesh.core.layouts import Contiguous, Joint, Layout, Striped, Zigzag
 from attnmesh.core.validation import MAX_RANKS, check_bool, check_count, check_index, check_list, check_type, shown
 from attnmesh.ring_flash_attn.call import (
     NOT_COMPILED,
-    Group,
     Options,
     Result,
     Sharding,
@@ -56,193 +56,65 @@ _Function = Callable[..., Result]
 
 _WHOLE = "bounds of whole documents"  # what is remembered with a tensor
 
-
-def _named(name: str, layout: Layout, *functions: _Function) -> tuple[_Function, _Function, _Function]:
-    """The functions of q, k and v, of packed k and v, and of packed q, k and v, with their names and docstrings."""
-    for function, form in zip(functions, ("func", "kvpacked_func", "qkvpacked_func"), strict=True):
-        function.__name__ = function.__qualname__ = f"{name}_{form}"
-        function.__doc__ = (function.__doc__ or "").replace("NAME", f"{name}_{form}").replace("LAYOUT", str(layout))
-    q_k_v, kv_packed, qkv_packed = functions
-    return q_k_v, kv_packed, qkv_packed
+_FORMS = {
+    "func": ("q", "k", "v"),
+    "kvpacked_func": ("q", "kv"),
+    "qkvpacked_func": ("qkv",),
+}
 
 
-def _batch_functions(name: str, layout: Layout) -> tuple[_Function, _Function, _Function]:
-    def func(
-        q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0,
-        softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
-        alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
-        group: Group = None, *, length: int | None = None,
-    ) -> Result:  # fmt: skip
-        """Attention of q, k and v [batch, seq, heads, head_dim], sharded by `LAYOUT`.
+class _Batch(NamedTuple):
+    """Attention of TENSORS [batch, seq, heads, head_dim], sharded by `LAYOUT`.
 
-        Examples:
-            >>> q, k, v = torch.randn(3, 1, 16, 2, 8)  # [batch, seq, heads, head_dim]
-            >>> layout = am.LAYOUT
-            >>> def rank(comm):
-            ...     shards = (layout.shard(x, 1, comm.world, comm.rank) for x in (q, k, v))
-            ...     return ring_flash_attn.NAME(*shards, causal=True, group=comm)
-            >>> whole = am.attention(*(x.transpose(1, 2) for x in (q, k, v)), mask=am.Causal()).transpose(1, 2)
-            >>> torch.allclose(layout.unshard(am.run_virtual(2, rank), 1), whole, atol=1e-5)
-            True
-        """
-        options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
-        return _batch(func, layout, {"q": q, "k": k, "v": v}, options, group, length)
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 16, 2, 8)  # [batch, seq, heads, head_dim]
+        >>> layout = am.LAYOUT
+        >>> def rank(comm):
+        ...     q_, k_, v_ = (layout.shard(x, 1, comm.world, comm.rank) for x in (q, k, v))
+        ...     return ring_flash_attn.FUNCTION(ARGUMENTS, causal=True, group=comm)
+        >>> whole = am.attention(*(x.transpose(1, 2) for x in (q, k, v)), mask=am.Causal()).transpose(1, 2)
+        >>> torch.allclose(layout.unshard(am.run_virtual(2, rank), 1), whole, atol=1e-5)
+        True
+    """
 
-    def kvpacked(
-        q: Tensor, kv: Tensor, dropout_p: float = 0.0,
-        softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
-        alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
-        group: Group = None, *, length: int | None = None,
-    ) -> Result:  # fmt: skip
-        """Attention of q [batch, seq, heads, head_dim] and kv [batch, seq, 2, heads, head_dim], sharded by `LAYOUT`.
+    length: int | None = None
 
-        Examples:
-            >>> q, kv = torch.randn(1, 16, 4, 8), torch.randn(1, 16, 2, 2, 8)  # kv [batch, seq, 2, heads, head_dim]
-            >>> ring_flash_attn.NAME(q, kv, causal=True).shape
-            torch.Size([1, 16, 4, 8])
-        """
-        options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
-        return _batch(kvpacked, layout, {"q": q, "kv": kv}, options, group, length)
-
-    def qkvpacked(
-        qkv: Tensor, dropout_p: float = 0.0,
-        softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
-        alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
-        group: Group = None, *, length: int | None = None,
-    ) -> Result:  # fmt: skip
-        """Attention of qkv [batch, seq, 3, heads, head_dim], sharded by `LAYOUT`.
-
-        Examples:
-            >>> qkv = torch.randn(1, 16, 3, 4, 8)  # [batch, seq, 3, heads, head_dim]
-            >>> ring_flash_attn.NAME(qkv, window_size=(4, 0)).shape
-            torch.Size([1, 16, 4, 8])
-        """
-        options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
-        return _batch(qkvpacked, layout, {"qkv": qkv}, options, group, length)
-
-    return _named(name, layout, func, kvpacked, qkvpacked)
+    def check(self, comm: Comm, layout: Layout, qkv: list[Tensor]) -> Sharding:
+        """The sharding of the sequence; ValueError for a length that is none."""
+        length = qkv[0].shape[2] * comm.world if self.length is None else check_count("length", self.length)
+        return Sharding(layout, length, "ring")
 
 
-def _varlen_functions(name: str, layout: Layout) -> tuple[_Function, _Function, _Function]:
-    def func(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0,
-        softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
-        alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
-        group: Group = None, *, document_lengths: Sequence[int] | None = None,
-    ) -> Result:  # fmt: skip
-        """Attention of packed documents, q, k and v [tokens, heads, head_dim], each sharded by `LAYOUT`.
+class _Varlen(NamedTuple):
+    """Attention of packed documents, TENSORS [tokens, heads, head_dim], each document sharded by `LAYOUT`.
 
-        Examples:
-            >>> q, k, v = torch.randn(3, 12, 2, 8)  # documents of 8 and 4 tokens: [tokens, heads, head_dim]
-            >>> layout = am.Joint((8, am.LAYOUT), (4, am.LAYOUT))
-            >>> cu_seqlens = torch.tensor([0, 4, 6], dtype=torch.int32)  # of a rank's halves of both
-            >>> def rank(comm):
-            ...     shards = (layout.shard(x, 0, comm.world, comm.rank) for x in (q, k, v))
-            ...     return ring_flash_attn.NAME(*shards, cu_seqlens, 4, causal=True, group=comm)
-            >>> mask = am.Causal() & am.Documents([8, 4])
-            >>> whole = am.attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), mask=mask)[0].transpose(0, 1)
-            >>> torch.allclose(layout.unshard(am.run_virtual(2, rank), 0), whole, atol=1e-5)
-            True
-        """
-        options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
-        packing = _Packing(cu_seqlens, max_seqlen, document_lengths)
-        return _varlen(func, layout, {"q": q, "k": k, "v": v}, packing, options, group)
+    Examples:
+        >>> q, k, v = torch.randn(3, 12, 2, 8)  # documents of 8 and 4 tokens: [tokens, heads, head_dim]
+        >>> layout = am.Joint((8, am.LAYOUT), (4, am.LAYOUT))
+        >>> cu_seqlens = torch.tensor([0, 4, 6], dtype=torch.int32)  # of a rank's halves of both
+        >>> def rank(comm):
+        ...     q_, k_, v_ = (layout.shard(x, 0, comm.world, comm.rank) for x in (q, k, v))
+        ...     return ring_flash_attn.FUNCTION(ARGUMENTS, cu_seqlens, 4, causal=True, group=comm)
+        >>> mask = am.Causal() & am.Documents([8, 4])
+        >>> whole = am.attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), mask=mask)[0].transpose(0, 1)
+        >>> torch.allclose(layout.unshard(am.run_virtual(2, rank), 0), whole, atol=1e-5)
+        True
+    """
 
-    def kvpacked(
-        q: Tensor, kv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0,
-        softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
-        alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
-        group: Group = None, *, document_lengths: Sequence[int] | None = None,
-    ) -> Result:  # fmt: skip
-        """Attention of packed documents, q [tokens, heads, D] and kv [tokens, 2, heads, D], each sharded by `LAYOUT`.
-
-        Examples:
-            >>> q, kv = torch.randn(12, 4, 8), torch.randn(12, 2, 2, 8)
-            >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
-            >>> ring_flash_attn.NAME(q, kv, cu_seqlens, 8, causal=True).shape
-            torch.Size([12, 4, 8])
-        """
-        options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
-        packing = _Packing(cu_seqlens, max_seqlen, document_lengths)
-        return _varlen(kvpacked, layout, {"q": q, "kv": kv}, packing, options, group)
-
-    def qkvpacked(
-        qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0,
-        softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
-        alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
-        group: Group = None, *, document_lengths: Sequence[int] | None = None,
-    ) -> Result:  # fmt: skip
-        """Attention of packed documents, qkv [tokens, 3, heads, head_dim], each sharded by `LAYOUT`.
-
-        Examples:
-            >>> qkv = torch.randn(12, 3, 4, 8)
-            >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
-            >>> ring_flash_attn.NAME(qkv, cu_seqlens, 8, causal=True).shape
-            torch.Size([12, 4, 8])
-        """
-        options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
-        packing = _Packing(cu_seqlens, max_seqlen, document_lengths)
-        return _varlen(qkvpacked, layout, {"qkv": qkv}, packing, options, group)
-
-    return _named(name, layout, func, kvpacked, qkvpacked)
-
-
-ring_flash_attn_func, ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = _batch_functions(
-    "ring_flash_attn", Contiguous()
-)
-zigzag_ring_flash_attn_func, zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = (
-    _batch_functions("zigzag_ring_flash_attn", Zigzag())
-)
-stripe_flash_attn_func, stripe_flash_attn_kvpacked_func, stripe_flash_attn_qkvpacked_func = _batch_functions(
-    "stripe_flash_attn", Striped()
-)
-ring_flash_attn_varlen_func, ring_flash_attn_varlen_kvpacked_func, ring_flash_attn_varlen_qkvpacked_func = (
-    _varlen_functions("ring_flash_attn_varlen", Contiguous())
-)
-(
-    zigzag_ring_flash_attn_varlen_func,
-    zigzag_ring_flash_attn_varlen_kvpacked_func,
-    zigzag_ring_flash_attn_varlen_qkvpacked_func,
-) = _varlen_functions("zigzag_ring_flash_attn_varlen", Zigzag())
-
-
-class _Packing(NamedTuple):
     cu_seqlens: Tensor
     max_seqlen: int
-    document_lengths: Sequence[int] | None
+    document_lengths: Sequence[int] | None = None
 
-
-@not_compiled(NOT_COMPILED)
-def _batch(
-    function: _Function, layout: Layout, tensors: Mapping[str, Tensor], options: Options, group: Group,
-    length: int | None,
-) -> Result:  # fmt: skip
-    comm = comm_of(group)
-    with raised_on_all_ranks(comm, function.__name__):
-        options.check()
-        qkv = split(tensors, varlen=False)
-        length = qkv[0].shape[2] * comm.world if length is None else check_count("length", length)
-    return attend(comm, Sharding(layout, length, "ring"), qkv, options, varlen=False)
-
-
-@not_compiled(NOT_COMPILED)
-def _varlen(
-    function: _Function, layout: Layout, tensors: Mapping[str, Tensor], packing: _Packing, options: Options,
-    group: Group,
-) -> Result:  # fmt: skip
-    comm = comm_of(group)
-    cu_seqlens, max_seqlen, document_lengths = packing
-    with raised_on_all_ranks(comm, function.__name__):
-        options.check()
-        qkv = split(tensors, varlen=True)
-        local = lengths_of(bounds("cu_seqlens", cu_seqlens))
-        if sum(local) != qkv[0].shape[2]:
-            raise ValueError(f"cu_seqlens must end with the {qkv[0].shape[2]} tokens of this rank, got {sum(local)}")
-        check_max_seqlen("max_seqlen", max_seqlen, max(local, default=0))
-        if document_lengths is None:
+    def check(self, comm: Comm, layout: Layout, qkv: list[Tensor]) -> Sharding:
+        """The sharding of the documents; ValueError for lengths that this rank's tokens do not have."""
+        tokens, local = qkv[0].shape[2], lengths_of(bounds("cu_seqlens", self.cu_seqlens))
+        if sum(local) != tokens:
+            raise ValueError(f"cu_seqlens must end with the {tokens} tokens of this rank, got {sum(local)}")
+        check_max_seqlen("max_seqlen", self.max_seqlen, max(local, default=0))
+        if self.document_lengths is None:
             lengths = tuple(n * comm.world for n in local)
         else:
-            lengths = tuple(check_list("document_lengths", document_lengths, "lengths"))
+            lengths = tuple(check_list("document_lengths", self.document_lengths, "lengths"))
             for i, n in enumerate(lengths):
                 check_count(f"document_lengths[{i}]", n)
         expected = _local_lengths(layout, lengths, comm.world, comm.rank)
@@ -252,8 +124,153 @@ def _varlen(
                 f"{comm.world} holds so many of document_lengths {shown(list(lengths))} under {layout}, got "
                 f"{shown(list(local))}"
             )
-    sharding = Sharding(_joint(layout, lengths), sum(lengths), "ring", lengths)
-    return attend(comm, sharding, qkv, options, varlen=True)
+        return Sharding(_joint(layout, lengths), sum(lengths), "ring", lengths)
+
+
+class _Llama3(NamedTuple):
+    """Attention of packed documents, TENSORS [tokens, heads, head_dim], whose concatenation is sharded by `LAYOUT`.
+
+    `llama3_flash_attn_prepare_cu_seqlens` returns the arguments `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q`,
+    `max_seqlen_k` and `local_k_slice`. `heads_k_stride` must divide the kv heads; how many heads are gathered at a time
+    is decided by the executor.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 12, 2, 8)  # documents of 8 and 4 tokens: [tokens, heads, head_dim]
+        >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
+        >>> def rank(comm):
+        ...     prepare = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens
+        ...     *lengths, k_slice = prepare(cu_seqlens, True, comm.rank, comm.world)
+        ...     q_, k_, v_ = (x.tensor_split(comm.world)[comm.rank] for x in (q, k, v))
+        ...     return ring_flash_attn.FUNCTION(ARGUMENTS, *lengths, 1, k_slice, causal=True, group=comm)
+        >>> mask = am.Causal() & am.Documents([8, 4])
+        >>> whole = am.attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), mask=mask)[0].transpose(0, 1)
+        >>> torch.allclose(torch.cat(am.run_virtual(2, rank)), whole, atol=1e-5)
+        True
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    heads_k_stride: int
+    local_k_slice: slice
+
+    def check(self, comm: Comm, layout: Layout, qkv: list[Tensor]) -> _LocalDocuments:
+        """The documents of this rank; ValueError for values that no documents have."""
+        q, k = bounds("cu_seqlens_q", self.cu_seqlens_q), bounds("cu_seqlens_k", self.cu_seqlens_k)
+        keys, tokens, kv_heads = self.local_k_slice, qkv[0].shape[2], qkv[1].shape[1]
+        check_type("local_k_slice", keys, slice)
+        if not isinstance(keys.start, int) or not isinstance(keys.stop, int) or keys.step is not None:
+            raise ValueError(f"local_k_slice must be a slice of two integers, got {keys}")
+        if q[-1] != tokens:
+            raise ValueError(f"cu_seqlens_q must end with the {tokens} tokens of this rank, got {q[-1]}")
+        check_max_seqlen("max_seqlen_q", self.max_seqlen_q, max(lengths_of(q), default=0))
+        check_max_seqlen("max_seqlen_k", self.max_seqlen_k, max(lengths_of(k), default=0))
+        if check_count("heads_k_stride", self.heads_k_stride, least=1) and kv_heads % self.heads_k_stride:
+            raise ValueError(f"heads_k_stride must divide the {kv_heads} kv heads, got {self.heads_k_stride}")
+        if len(q) != len(k) or keys.stop - keys.start != k[-1]:
+            raise ValueError(
+                "cu_seqlens_k and local_k_slice must have the documents of cu_seqlens_q and as many keys as each "
+                f"other, got {shown(q)}, {shown(k)} and {keys}"
+            )
+        return _LocalDocuments(q, k, keys)
+
+    def sharding(
+        self, comm: Comm, function: str, local: _LocalDocuments, causal: bool, device: torch.device
+    ) -> Sharding:
+        """The sharding of the whole documents, which ranks exchange where they do not know them."""
+        whole = once_per_tensor(self.cu_seqlens_q, _WHOLE, lambda: _exchanged(comm, function, local, device))
+        with raised_on_all_ranks(comm, function):
+            expected = _local_documents(whole, causal, comm.rank, comm.world)
+            if local.without_empty() != expected.without_empty():
+                raise ValueError(
+                    "cu_seqlens_q, cu_seqlens_k and local_k_slice must be those of "
+                    f"llama3_flash_attn_prepare_cu_seqlens for causal={causal}, rank={comm.rank} and "
+                    f"world_size={comm.world}, {shown(tuple(expected))}, got {shown(tuple(local))}"
+                )
+        return Sharding(Contiguous(), whole[-1], "allgather", lengths_of(whole))
+
+
+@not_compiled(NOT_COMPILED)
+def _attend(
+    function: str, layout: Layout, tensors: Mapping[str, Tensor], own: _Batch | _Varlen | _Llama3, options: Options
+) -> Result:
+    comm, varlen = comm_of(options.group), not isinstance(own, _Batch)
+    with raised_on_all_ranks(comm, function):
+        options.check()
+        qkv = split(tensors, varlen=varlen)
+        found: Any = own.check(comm, layout, qkv)
+    if isinstance(own, _Llama3):
+        found = own.sharding(comm, function, found, options.causal, qkv[0].device)
+    return attend(comm, found, qkv, options, varlen=varlen)
+
+
+def _functions(
+    name: str, layout: Layout, kind: type[_Batch | _Varlen | _Llama3]
+) -> tuple[_Function, _Function, _Function]:
+    """The functions of q, k and v, of packed k and v, and of packed q, k and v.
+
+    A function takes the tensors, the fields of `kind`, and those of `Options`. Optional fields of `kind` are keywords.
+    """
+    own, shared = (tuple(signature(each).parameters.values()) for each in (kind, Options))
+    required = [p for p in own if p.default is p.empty]
+    keywords = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.default is not p.empty]
+    made = []
+    for form, names in _FORMS.items():
+        tensors = [Parameter(each, Parameter.POSITIONAL_OR_KEYWORD, annotation=Tensor) for each in names]
+        declared = Signature([*tensors, *required, *shared, *keywords], return_annotation=Result)
+        made.append(_function(f"{name}_{form}", layout, kind, names, declared))
+    q_k_v, kv_packed, qkv_packed = made
+    return q_k_v, kv_packed, qkv_packed
+
+
+def _function(
+    name: str, layout: Layout, kind: type[_Batch | _Varlen | _Llama3], tensors: tuple[str, ...], declared: Signature
+) -> _Function:
+    def function(*args: object, **kwargs: object) -> Result:
+        bound = declared.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        own = kind(**{field: given[field] for field in kind._fields})
+        options = Options(**{field: given[field] for field in Options._fields})
+        return _attend(name, layout, {each: given[each] for each in tensors}, own, options)
+
+    function.__name__ = function.__qualname__ = name
+    function.__signature__ = declared  # type: ignore[attr-defined]
+    dim = 2 if kind is _Batch else 1
+    packed = [
+        f"torch.stack(({', '.join(f'{x}_' for x in each)}), {dim})" if each[1:] else f"{each}_" for each in tensors
+    ]
+    words = {
+        "FUNCTION": name, "LAYOUT": str(layout), "ARGUMENTS": ", ".join(packed),
+        "TENSORS": " and ".join(filter(None, (", ".join(tensors[:-1]), tensors[-1]))),
+    }  # fmt: skip
+    function.__doc__ = kind.__doc__
+    for word, text in words.items():
+        function.__doc__ = (function.__doc__ or "").replace(word, text)
+    return function
+
+
+ring_flash_attn_func, ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = _functions(
+    "ring_flash_attn", Contiguous(), _Batch
+)
+zigzag_ring_flash_attn_func, zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = _functions(
+    "zigzag_ring_flash_attn", Zigzag(), _Batch
+)
+stripe_flash_attn_func, stripe_flash_attn_kvpacked_func, stripe_flash_attn_qkvpacked_func = _functions(
+    "stripe_flash_attn", Striped(), _Batch
+)
+ring_flash_attn_varlen_func, ring_flash_attn_varlen_kvpacked_func, ring_flash_attn_varlen_qkvpacked_func = _functions(
+    "ring_flash_attn_varlen", Contiguous(), _Varlen
+)
+(
+    zigzag_ring_flash_attn_varlen_func,
+    zigzag_ring_flash_attn_varlen_kvpacked_func,
+    zigzag_ring_flash_attn_varlen_qkvpacked_func,
+) = _functions("zigzag_ring_flash_attn_varlen", Zigzag(), _Varlen)
+llama3_flash_attn_varlen_func, llama3_flash_attn_varlen_kvpacked_func, llama3_flash_attn_varlen_qkvpacked_func = (
+    _functions("llama3_flash_attn_varlen", Contiguous(), _Llama3)
+)
 
 
 @lru_cache(maxsize=256)
@@ -264,9 +281,6 @@ def _joint(layout: Layout, lengths: tuple[int, ...]) -> Joint:
 @lru_cache(maxsize=256)
 def _local_lengths(layout: Layout, lengths: tuple[int, ...], world: int, rank: int) -> tuple[int, ...]:
     return tuple(layout.local_length(n, world, rank) for n in lengths)
-
-
-# llama3.
 
 
 class _LocalDocuments(NamedTuple):
@@ -328,127 +342,6 @@ def _local_documents(whole: tuple[int, ...], causal: bool, rank: int, world: int
         (0, *(n - whole[first] for n in inside), end - whole[first]),
         slice(whole[first], end),
     )
-
-
-def llama3_flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    heads_k_stride: int, local_k_slice: slice, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False, group: Group = None,
-) -> Result:  # fmt: skip
-    """Attention of packed documents, q [tokens, heads, head_dim], k and v, sharded by `Contiguous()`.
-
-    The five arguments from `cu_seqlens_q` on are those that `llama3_flash_attn_prepare_cu_seqlens` returns.
-    `heads_k_stride` must divide the kv heads; how many heads are gathered at a time is decided by the executor.
-
-    Examples:
-        >>> q, k, v = torch.randn(12, 4, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 8)
-        >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
-        >>> def rank(comm):
-        ...     *lengths, k_slice = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
-        ...         cu_seqlens, True, comm.rank, comm.world)
-        ...     shards = [x.tensor_split(comm.world)[comm.rank] for x in (q, k, v)]
-        ...     attend = ring_flash_attn.llama3_flash_attn_varlen_func
-        ...     return attend(*shards, *lengths, 1, k_slice, causal=True, group=comm)
-        >>> mask = am.Causal() & am.Documents([8, 4])
-        >>> whole = am.attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), mask=mask)[0].transpose(0, 1)
-        >>> torch.allclose(torch.cat(am.run_virtual(2, rank)), whole, atol=1e-5)
-        True
-    """
-    options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
-    packing = _Llama3Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice)
-    return _llama3("llama3_flash_attn_varlen_func", {"q": q, "k": k, "v": v}, packing, options, group)
-
-
-def llama3_flash_attn_varlen_kvpacked_func(
-    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    heads_k_stride: int, local_k_slice: slice, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False, group: Group = None,
-) -> Result:  # fmt: skip
-    """`llama3_flash_attn_varlen_func` of q and packed k and v.
-
-    Examples:
-        >>> q, kv = torch.randn(12, 4, 8), torch.randn(12, 2, 2, 8)
-        >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
-        >>> *lengths, k_slice = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, 0, 1)
-        >>> ring_flash_attn.llama3_flash_attn_varlen_kvpacked_func(q, kv, *lengths, 1, k_slice, causal=True).shape
-        torch.Size([12, 4, 8])
-    """
-    options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
-    packing = _Llama3Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice)
-    return _llama3("llama3_flash_attn_varlen_kvpacked_func", {"q": q, "kv": kv}, packing, options, group)
-
-
-def llama3_flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    heads_k_stride: int, local_k_slice: slice, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False, group: Group = None,
-) -> Result:  # fmt: skip
-    """`llama3_flash_attn_varlen_func` of packed q, k and v.
-
-    Examples:
-        >>> qkv = torch.randn(12, 3, 4, 8)
-        >>> cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
-        >>> *lengths, k_slice = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, 0, 1)
-        >>> ring_flash_attn.llama3_flash_attn_varlen_qkvpacked_func(qkv, *lengths, 1, k_slice, causal=True).shape
-        torch.Size([12, 4, 8])
-    """
-    options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs)
-    packing = _Llama3Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice)
-    return _llama3("llama3_flash_attn_varlen_qkvpacked_func", {"qkv": qkv}, packing, options, group)
-
-
-class _Llama3Packing(NamedTuple):
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-    heads_k_stride: int
-    local_k_slice: slice
-
-    def check(self, qkv: list[Tensor]) -> _LocalDocuments:
-        """The documents of this rank; ValueError for values that cannot be those of any."""
-        q, k = bounds("cu_seqlens_q", self.cu_seqlens_q), bounds("cu_seqlens_k", self.cu_seqlens_k)
-        keys, tokens, kv_heads = self.local_k_slice, qkv[0].shape[2], qkv[1].shape[1]
-        check_type("local_k_slice", keys, slice)
-        if not isinstance(keys.start, int) or not isinstance(keys.stop, int) or keys.step is not None:
-            raise ValueError(f"local_k_slice must be a slice of two integers, got {keys}")
-        if q[-1] != tokens:
-            raise ValueError(f"cu_seqlens_q must end with the {tokens} tokens of this rank, got {q[-1]}")
-        check_max_seqlen("max_seqlen_q", self.max_seqlen_q, max(lengths_of(q), default=0))
-        check_max_seqlen("max_seqlen_k", self.max_seqlen_k, max(lengths_of(k), default=0))
-        if check_count("heads_k_stride", self.heads_k_stride, least=1) and kv_heads % self.heads_k_stride:
-            raise ValueError(f"heads_k_stride must divide the {kv_heads} kv heads, got {self.heads_k_stride}")
-        if len(q) != len(k) or keys.stop - keys.start != k[-1]:
-            raise ValueError(
-                "cu_seqlens_k and local_k_slice must have the documents of cu_seqlens_q and as many keys as each "
-                f"other, got {shown(q)}, {shown(k)} and {keys}"
-            )
-        return _LocalDocuments(q, k, keys)
-
-
-@not_compiled(NOT_COMPILED)
-def _llama3(
-    function: str, tensors: Mapping[str, Tensor], packing: _Llama3Packing, options: Options, group: Group
-) -> Result:
-    comm = comm_of(group)
-    with raised_on_all_ranks(comm, function):
-        options.check()
-        qkv = split(tensors, varlen=True)
-        local = packing.check(qkv)
-    whole = once_per_tensor(packing.cu_seqlens_q, _WHOLE, lambda: _exchanged(comm, function, local, qkv[0].device))
-    with raised_on_all_ranks(comm, function):
-        expected = _local_documents(whole, options.causal, comm.rank, comm.world)
-        if local.without_empty() != expected.without_empty():
-            raise ValueError(
-                "cu_seqlens_q, cu_seqlens_k and local_k_slice must be those of llama3_flash_attn_prepare_cu_seqlens "
-                f"for causal={options.causal}, rank={comm.rank} and world_size={comm.world}, {shown(tuple(expected))}, "
-                f"got {shown(tuple(local))}"
-            )
-    sharding = Sharding(Contiguous(), whole[-1], "allgather", lengths_of(whole))
-    return attend(comm, sharding, qkv, options, varlen=True)
 
 
 def _exchanged(comm: Comm, function: str, local: _LocalDocuments, device: torch.device) -> tuple[int, ...]:
