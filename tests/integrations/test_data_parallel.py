@@ -34,18 +34,18 @@ class Layer(nn.Module):
         self.norm, self.qkv = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
         self.out, self.mlp = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
 
-    def forward(self, x: Tensor, mesh: ShardedPass | Tensor) -> Tensor:
+    def forward(self, x: Tensor, attention_pass: ShardedPass | Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
-        if isinstance(mesh, ShardedPass):
-            out = mesh.attend(0, q, k, v, mask=Causal(), scale=0.3, sinks=None)
+        if isinstance(attention_pass, ShardedPass):
+            out = attention_pass.attend(0, q, k, v, mask=Causal(), scale=0.3, sinks=None)
         else:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mesh, scale=0.3).nan_to_num()
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_pass, scale=0.3).nan_to_num()
         x = x + self.out(out.transpose(1, 2).flatten(2))
         return x + self.mlp(x)
 
 
 class Model(nn.Module):
-    """A language model that takes what `shard_inputs` returns, or a mask of pairs as `mesh`."""
+    """A language model that takes what `shard_inputs` returns, or a mask of pairs as `attention_pass`."""
 
     def __init__(self, recompute: bool | None = None) -> None:
         super().__init__()
@@ -54,13 +54,15 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, mesh: Any, **loss: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, attention_pass: Any, **loss: Any
+    ) -> tuple[Tensor, Tensor]:
         x = self.embed(input_ids) + self.at(position_ids)
         for layer in self.layers:
             if self.recompute is None:
-                x = layer(x, mesh)
+                x = layer(x, attention_pass)
             else:
-                x = checkpoint(layer, x, mesh, use_reentrant=self.recompute)
+                x = checkpoint(layer, x, attention_pass, use_reentrant=self.recompute)
         logits = self.head(x)
         shifted = loss["shift_labels"]
         scores = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))

@@ -37,7 +37,7 @@ def test_document_lengths_are_position_ids_that_restart():
         cp = am.ContextParallel(comm)
         given = shard_inputs(cp, ids, labels, attention_mask=real, document_lengths=lengths)
         other = shard_inputs(cp, ids, labels, attention_mask=real, position_ids=positions)
-        assert given["mesh"].packing == other["mesh"].packing
+        assert given["attention_pass"].packing == other["attention_pass"].packing
         return all(torch.equal(given[name], other[name]) for name in ("input_ids", "position_ids", "labels"))
 
     assert all(on_virtual_ranks(2, rank))
@@ -63,9 +63,9 @@ def test_packed_rows_have_a_layout_that_balances_their_work():
     ids = torch.zeros(1, 1024, dtype=torch.long)
 
     def rank(comm):
-        found = shard_inputs(am.ContextParallel(comm), ids, document_lengths=[lengths])["mesh"]
-        kept = shard_inputs(am.ContextParallel(comm), ids, document_lengths=[lengths], balance=False)["mesh"]
-        plain = shard_inputs(am.ContextParallel(comm), ids)["mesh"]
+        found = shard_inputs(am.ContextParallel(comm), ids, document_lengths=[lengths])["attention_pass"]
+        kept = shard_inputs(am.ContextParallel(comm), ids, document_lengths=[lengths], balance=False)["attention_pass"]
+        plain = shard_inputs(am.ContextParallel(comm), ids)["attention_pass"]
         assert plain.cp.layout == kept.cp.layout == am.Zigzag()
         starts = torch.repeat_interleave(torch.tensor([0, 300, 320, 400, 1000]), torch.tensor(lengths))
         return [int((at - starts[at] + 1).sum()) for at in (found.cp.positions(1024), kept.cp.positions(1024))]
@@ -87,7 +87,9 @@ def test_the_schedule_of_the_first_packing_is_kept(monkeypatch):
     def rank(comm):
         cp = am.ContextParallel(comm)
         for lengths in ([100, 412], [1, 200, 311], [512]):
-            found = shard_inputs(cp, torch.zeros(1, 512, dtype=torch.long), document_lengths=[lengths])["mesh"]
+            found = shard_inputs(cp, torch.zeros(1, 512, dtype=torch.long), document_lengths=[lengths])[
+                "attention_pass"
+            ]
             for layer in (am.Causal(), am.SlidingWindow(7)):
                 local = [found.shard(x, 2) for x in (q, k, k)]
                 out = found.unshard(found.attend(0, *local, mask=layer, scale=0.3, sinks=None), 2)
@@ -202,10 +204,10 @@ def test_tensors_that_replace_those_of_shard_inputs_are_refused_on_every_rank():
     def rank(comm):
         model = attnmesh_model("llama")
         inputs = shard_inputs(am.ContextParallel(comm, layout=am.Contiguous()), ids, labels)
-        whole = inputs["mesh"].shard(positions)  # restarts on one rank or on several
+        whole = inputs["attention_pass"].shard(positions)  # restarts on one rank or on several
         with pytest.raises(ValueError, match="position_ids must be that of shard_inputs"):
             model(**inputs | {"position_ids": whole})
-        hidden = torch.ones_like(inputs["mesh"].attention_mask)
+        hidden = torch.ones_like(inputs["attention_pass"].attention_mask)
         hidden[:, -1] = comm.rank == 0
         with pytest.raises(ValueError, match="attention_mask must be that of shard_inputs"):
             model(**inputs | {"attention_mask": hidden})
@@ -222,7 +224,7 @@ def test_autocast_casts_as_the_attention_of_torch_does():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             inputs = shard_inputs(am.ContextParallel(comm), ids, ids)
             out = attnmesh_model("llama")(**inputs)
-        return out.loss.detach(), inputs["mesh"].unshard(out.logits.detach())
+        return out.loss.detach(), inputs["attention_pass"].unshard(out.logits.detach())
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         right = transformers_model("llama")(input_ids=ids, labels=ids)

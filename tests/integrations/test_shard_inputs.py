@@ -108,7 +108,7 @@ def test_without_labels_there_are_logits_and_no_loss():
     def rank(comm):
         ranks = am.ContextParallel(comm)
         part = shard_inputs(ranks, ids)
-        assert set(part) == {"input_ids", "position_ids", "attention_mask", "use_cache", "mesh"}
+        assert set(part) == {"input_ids", "position_ids", "attention_mask", "use_cache", "attention_pass"}
         with torch.no_grad():
             out = attnmesh_model("gpt_oss")(**part)
         assert out.loss is None

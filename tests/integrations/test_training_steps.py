@@ -63,7 +63,7 @@ def test_evaluation(kind):
         inputs = shard_inputs(am.ContextParallel(comm), ids, labels, position_ids=positions, attention_mask=real)
         with torch.inference_mode():
             out = attnmesh_model(kind)(**inputs)
-            return out.loss, inputs["mesh"].unshard(out.logits)
+            return out.loss, inputs["attention_pass"].unshard(out.logits)
 
     found = on_virtual_ranks(3, rank)
     torch.testing.assert_close(sum(rank[0] for rank in found).double(), loss, rtol=1e-5, atol=1e-6)

@@ -295,7 +295,7 @@ class Engine:
 def _logits(model: Any, cache_pass: CachePass, ids: Tensor, positions: Tensor, keep: int = 0) -> Tensor:
     """The logits of the last `keep` tokens, or of all if 0."""
     logits: Tensor = model(
-        input_ids=ids, position_ids=positions, past_key_values=cache_pass, mesh=cache_pass, use_cache=True,
+        input_ids=ids, position_ids=positions, past_key_values=cache_pass, attention_pass=cache_pass, use_cache=True,
         logits_to_keep=keep,
     ).logits  # fmt: skip
     return logits

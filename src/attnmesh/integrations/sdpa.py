@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from attnmesh.comm import Comm
+from attnmesh.comm import Comm, SharedValues
 from attnmesh.core.checksums import ValueChecks
 from attnmesh.core.layouts import dimension
 from attnmesh.core.masks import Causal, Full, Mask, check_mask
@@ -66,23 +66,62 @@ def attention_context_parallel(
     else:
         cp = UnnumberedContext(group, **options)
     check_mask("mask", mask)
-    dims = _checked_dims(buffers, buffer_seq_dims, no_restore_buffers)
-    length = _length_with(buffers, dims, length)
-    wholes = [buffer.data for buffer in buffers]
-    if wholes and cp.world > 1:
+    state = ShardedBuffers(buffers, buffer_seq_dims, length)
+    if not all(state.has(buffer) for buffer in check_list("no_restore_buffers", no_restore_buffers, "tensors")):
+        raise ValueError(f"no_restore_buffers must be among the buffers, got {shown(no_restore_buffers)}")
+    if buffers and cp.world > 1:
         checks = ValueChecks(cp.comm.log, "buffers", first=1, every=100)
-        values = checks.compared(**{f"buffers[{i}]": whole for i, whole in enumerate(wholes)})
-        cp.comm.agree("attention_context_parallel", {"length": length, **values}, force=True)
+        values = state.compared(checks)
+        cp.comm.agree("attention_context_parallel", values, force=True)
         checks.count()
-    try:
-        for buffer, dim in zip(buffers, dims, strict=True):
-            _put(buffer, cp.shard(buffer.data, dim).clone())
-        with _ContextParallelMode(cp, mask, length):
-            yield cp
-    finally:
-        for buffer, whole in zip(buffers, wholes, strict=True):
-            if not _is_among(buffer, no_restore_buffers):
-                _put(buffer, whole)
+    with state.sharded(cp, no_restore_buffers), _ContextParallelMode(cp, mask, state.length):
+        yield cp
+
+
+class ShardedBuffers:
+    """Tensors that are sharded in place along a dimension each, and the whole tensors."""
+
+    def __init__(self, buffers: Sequence[Tensor], dims: Sequence[int], length: int | None = None) -> None:
+        for i, buffer in enumerate(check_list("buffers", buffers, "tensors")):
+            check_tensor(f"buffers[{i}]", buffer)
+        if len(buffers) != len(check_list("buffer_seq_dims", dims, "dimensions")):
+            raise ValueError(
+                f"buffer_seq_dims must have one entry for each of {len(buffers)} buffers, got {shown(dims)}"
+            )
+        self._dims = [
+            dimension(x, dim, f"buffer_seq_dims[{i}]") for i, (x, dim) in enumerate(zip(buffers, dims, strict=True))
+        ]
+        self.buffers = list(buffers)
+        self.wholes = [buffer.data for buffer in buffers]
+        lengths = {buffer.shape[dim] for buffer, dim in zip(buffers, self._dims, strict=True)}
+        if length is not None:
+            lengths.add(check_count("length", length))
+        if len(lengths) > 1:
+            raise ValueError(f"length and the buffers along buffer_seq_dims must be one length, got {sorted(lengths)}")
+        self.length = lengths.pop() if lengths else None
+        """The length of the whole sequence, as given or as the buffers have it."""
+
+    def has(self, buffer: Tensor) -> bool:
+        """Whether a tensor is one of the buffers."""
+        return any(buffer is other for other in self.buffers)  # `in` would compare their elements
+
+    def compared(self, checks: ValueChecks) -> SharedValues:
+        """What must be equal on all ranks."""
+        return {"length": self.length, **checks.compared(**{f"buffers[{i}]": x for i, x in enumerate(self.wholes)})}
+
+    @contextmanager
+    def sharded(self, cp: ContextParallel, kept: Iterable[Tensor]) -> Iterator[None]:
+        """The buffers are this rank's shards. Afterwards they are whole again, except those to be `kept`."""
+        shards = [cp.shard(x, dim).clone() for x, dim in zip(self.wholes, self._dims, strict=True)]
+        for buffer, shard in zip(self.buffers, shards, strict=True):
+            _put(buffer, shard)
+        stay = {id(buffer) for buffer in kept}
+        try:
+            yield
+        finally:
+            for buffer, whole in zip(self.buffers, self.wholes, strict=True):
+                if id(buffer) not in stay:
+                    _put(buffer, whole)
 
 
 class _ContextParallelMode(TorchFunctionMode):
@@ -121,50 +160,24 @@ class _ContextParallelMode(TorchFunctionMode):
             raise ValueError(
                 f"enable_gqa must be True for {query.shape[1]} query and {key.shape[1]} key heads, got False"
             )
-        q, k, v = (_autocast(x) for x in (query, key, value))
+        q, k, v = autocast(query, key, value)
         mask = self._causal if is_causal else self._full
         return self._cp.attention(q, k, v, mask=mask, scale=scale, length=self._length)
 
 
-def _autocast(x: Tensor) -> Tensor:
-    """The input in the dtype that autocast would cast it to, which it does only after function modes have run."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
-    return x
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype that autocast would cast them to: it does so only after function modes have run."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
 # These have attention of their own: passed through, they would silently attend within a shard.
 _OTHER_ATTENTION = frozenset({F.multi_head_attention_forward, torch.ops.higher_order.flex_attention})
 
 
-def _checked_dims(buffers: Sequence[Tensor], dims: Sequence[int], no_restore: Collection[Tensor]) -> list[int]:
-    for i, buffer in enumerate(check_list("buffers", buffers, "tensors")):
-        check_tensor(f"buffers[{i}]", buffer)
-    if len(buffers) != len(check_list("buffer_seq_dims", dims, "dimensions")):
-        raise ValueError(f"buffer_seq_dims must have one entry for each of {len(buffers)} buffers, got {shown(dims)}")
-    if not all(_is_among(buffer, buffers) for buffer in check_list("no_restore_buffers", no_restore, "tensors")):
-        raise ValueError(f"no_restore_buffers must be among the buffers, got {shown(no_restore)}")
-    return [
-        dimension(buffer, dim, f"buffer_seq_dims[{i}]")
-        for i, (buffer, dim) in enumerate(zip(buffers, dims, strict=True))
-    ]
-
-
-def _length_with(buffers: Sequence[Tensor], dims: Sequence[int], length: int | None) -> int | None:
-    """The length of the whole sequence, as given or from the buffers."""
-    lengths = {buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True)}
-    if length is not None:
-        lengths.add(check_count("length", length))
-    if len(lengths) > 1:
-        raise ValueError(f"length and the buffers along buffer_seq_dims must be one length, got {sorted(lengths)}")
-    return lengths.pop() if lengths else None
-
-
 def _put(buffer: Tensor, data: Tensor) -> None:
     buffer.data = data
     increment_version(buffer)  # so that a backward that still needs the other shape raises
-
-
-def _is_among(buffer: Tensor, others: Collection[Tensor]) -> bool:
-    return any(buffer is other for other in others)  # `in` would compare their elements

@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from attnmesh.comm import SharedValues, check_on_all_ranks
+from attnmesh.comm import Comm
 from attnmesh.core.docs import see
 from attnmesh.core.mask_encoding import traced_mask
 from attnmesh.core.masks import Mask
@@ -42,7 +42,7 @@ _inspected: WeakSet[nn.Module] = WeakSet()
 class ShardedPass:
     """How a model attends in one forward pass over rows of `length` tokens that are sharded over ranks.
 
-    A model takes it as the keyword argument `mesh`. It is not a dataclass, because wrappers of models rebuild those.
+    A model takes it as the keyword argument `attention_pass`. It is no dataclass: wrappers of models rebuild those.
 
     Attributes:
         cp: the ranks, with the layout of this batch.
@@ -127,16 +127,12 @@ class ShardedPass:
             return
         if given is expected or given is self._accepted.get(name):
             return
-
-        def check() -> tuple[None, SharedValues]:
+        with checked_on_all_ranks(self.cp.comm, f"a model's {name}", force=True):
             if given.shape != expected.shape or not torch.equal(given.to(expected), expected):
                 raise ValueError(
                     f"{name} must be that of shard_inputs, got another tensor of shape {list(given.shape)}: pass the "
                     f"whole {name} to shard_inputs, which finds packed documents and padding in it"
                 )
-            return None, {}
-
-        check_on_all_ranks(self.cp.comm, f"a model's {name}", check, force=True)
         self._accepted[name] = given
 
     def check_rotary(self, kind: str, limit: int) -> None:
@@ -154,44 +150,44 @@ class ShardedPass:
                     f"{self.length}"
                 )
             return
-        last = int(self.position_ids.max()) + 1
-
-        def check() -> tuple[None, SharedValues]:
-            why = f"on which the frequencies of rope_type {kind!r} depend"
-            if kind != "longrope":
-                return None, {f"the largest position, or {limit}, {why},": max(last, limit)}
+        last, why = int(self.position_ids.max()) + 1, f"on which the frequencies of rope_type {kind!r} depend"
+        if kind != "longrope":
+            value: dict[str, object] = {f"the largest position, or {limit}, {why},": max(last, limit)}
+        else:
             how = "use layout=Striped() and balance=False"
-            return None, {f"whether it has a position beyond {limit}, {why} ({how}),": last > limit}
-
-        check_on_all_ranks(self.cp.comm, "rotary embeddings", check, force=True)
+            value = {f"whether it has a position beyond {limit}, {why} ({how}),": last > limit}
+        self.cp.comm.agree("rotary embeddings", value, force=True)
         self._rotary_checked = True
 
 
-class ShardedBatchError(ValueError, AttributeError):
-    """An AttributeError, too, so that `hasattr` works."""
+@contextmanager
+def checked_on_all_ranks(comm: Comm, operation: str, *, force: bool = False) -> Iterator[None]:
+    """Raise a ValueError in the body, which checks arguments, on every rank. `force` is as in `check_on_all_ranks`."""
+    try:
+        yield
+    except ValueError as error:
+        comm.agree(operation, {}, str(error))
+        raise
+    comm.agree(operation, {}, force=force)
 
-    def __init__(self, name: str) -> None:
-        reader = next((type(module).__name__ for module in modules_in_forward()), "code outside of the model")
-        super().__init__(
-            f"all layers that mix tokens must be attention that is given the keyword argument mesh, since this batch "
-            f"is sharded over ranks, got {reader}, which uses attention_mask itself ({name}); the tensor is "
-            f"inputs['mesh'].attention_mask{see(MODELS_PAGE)}"
-        )
+
+class ReadError(ValueError, AttributeError):
+    """An AttributeError, too, so that `hasattr` works."""
 
 
 class Unreadable:
-    """Stands for a tensor that only attnmesh reads: whatever else is done with it raises `error(what)`."""
+    """Stands for a tensor that only attnmesh reads: whatever else is done with it raises `ReadError(explain(what))`."""
 
-    error: Callable[[str], Exception]
+    explain: Callable[[str], str]
 
     def __getattr__(self, name: str) -> Any:
-        raise self.error(name)
+        raise ReadError(type(self).explain(name))
 
     def __getitem__(self, key: object) -> Any:
-        raise self.error("[]")
+        raise ReadError(type(self).explain("[]"))
 
     def __eq__(self, other: object) -> bool:
-        raise self.error("==")
+        raise ReadError(type(self).explain("=="))
 
     def __hash__(self) -> int:
         return id(self)
@@ -201,22 +197,25 @@ class Unreadable:
         cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Called by torch in place of a function that is given this object."""
-        raise cls.error(getattr(function, "__name__", str(function)))
+        raise ReadError(cls.explain(getattr(function, "__name__", str(function))))
 
 
 class ShardedMask(Unreadable):
-    """What a model is given as its attention_mask: the tensor `mesh.attention_mask`, for attnmesh's attention only.
+    """What a model is given as its attention_mask: for attnmesh's attention only, which reads that of `attention_pass`.
 
     Another attention, or a layer that mixes tokens without attention, would compute with this rank's tokens and give no
     sign of it. Here it raises ValueError as soon as it reads the mask. What Transformers reads on the way is allowed.
     """
 
-    error = ShardedBatchError
     ndim = 2
 
-    def __init__(self, mesh: ShardedPass) -> None:
-        self.mesh = mesh
-        self.shape, self.dtype, self.device = mesh.attention_mask.shape, torch.bool, mesh.attention_mask.device
+    def __init__(self, attention_pass: ShardedPass) -> None:
+        self.attention_pass = attention_pass
+        self.shape, self.dtype, self.device = (
+            attention_pass.attention_mask.shape,
+            torch.bool,
+            attention_pass.attention_mask.device,
+        )
 
     def to(self, *_: object, **__: object) -> ShardedMask:
         """Itself: the tensor stays where it is."""
@@ -225,12 +224,22 @@ class ShardedMask(Unreadable):
     def view(self, *shape: int) -> ShardedMask:
         """Itself, as a matrix: GPT-2 makes sure that it is one."""
         if len(shape) != 2:
-            raise ShardedBatchError("view")
+            raise ReadError(self.explain("view"))
         return self
+
+    @staticmethod
+    def explain(name: str) -> str:
+        """Why the mask cannot be read, as some code tried to."""
+        reader = next((type(module).__name__ for module in modules_in_forward()), "code outside of the model")
+        return (
+            f"all layers that mix tokens must be attention that is given the keyword argument attention_pass, since "
+            f"this batch is sharded over ranks, got {reader}, which uses attention_mask itself ({name}); the tensor is "
+            f"inputs['attention_pass'].attention_mask{see(MODELS_PAGE)}"
+        )
 
     def cumsum(self, dim: int) -> Tensor:
         """Read for chunked attention."""
-        return self.mesh.attention_mask.cumsum(dim)
+        return self.attention_pass.attention_mask.cumsum(dim)
 
     @classmethod
     def __torch_function__(
@@ -238,7 +247,7 @@ class ShardedMask(Unreadable):
     ) -> Any:
         """Called by torch in place of a function that is given this mask."""
         if function is torch.zeros_like:  # for chunked attention
-            return torch.zeros_like(args[0].mesh.attention_mask, **kwargs or {})
+            return torch.zeros_like(args[0].attention_pass.attention_mask, **kwargs or {})
         return super().__torch_function__(function, types, args, kwargs)
 
 
@@ -266,43 +275,43 @@ def checked_calls(check: _CallCheck) -> Iterator[None]:
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     """PreTrainedModel.__call__ with the checks of a sharded batch."""
     if torch.compiler.is_compiling():
-        if isinstance(kwargs.get("mesh"), ShardedPass):
+        if isinstance(kwargs.get("attention_pass"), ShardedPass):
             check_config(text_config(self))
         return self._call_impl(*args, **kwargs)
     given = (*args, *kwargs.values())
-    mesh = _pass_of(given)
-    if mesh is None:
+    attention_pass = _pass_of(given)
+    if attention_pass is None:
         for check in _checks.get():
             check(self, given)
-    elif not mesh.is_watched:
-        return _watched_call(self, mesh, args, kwargs)
+    elif not attention_pass.is_watched:
+        return _watched_call(self, attention_pass, args, kwargs)
     return nn.Module.__call__(self, *args, **kwargs)
 
 
 def _pass_of(given: Sequence[Any]) -> ShardedPass | None:
     """The pass of a sharded batch, which a model may be given with its mask only."""
-    passes = (x if isinstance(x, ShardedPass) else getattr(x, "mesh", None) for x in given)
+    passes = (x if isinstance(x, ShardedPass) else getattr(x, "attention_pass", None) for x in given)
     return next((x for x in passes if isinstance(x, ShardedPass)), None)
 
 
-def _watched_call(model: Any, mesh: ShardedPass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _watched_call(model: Any, attention_pass: ShardedPass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     check_attention_code(model)
     if model not in _inspected:
         check_modules(model)
         _inspected.add(model)
-    mesh.is_watched, mesh.attended_by = True, set()
+    attention_pass.is_watched, attention_pass.attended_by = True, set()
     try:
         result = nn.Module.__call__(model, *args, **kwargs)
     finally:
-        mesh.is_watched = False
-    _check_attended(model, mesh)
+        attention_pass.is_watched = False
+    _check_attended(model, attention_pass)
     return result
 
 
-def _check_attended(model: nn.Module, mesh: ShardedPass) -> None:
+def _check_attended(model: nn.Module, attention_pass: ShardedPass) -> None:
     """Raise ValueError if a layer of the model has not attended over the ranks in the call that has ended."""
     config = text_config(model)
-    attended = mesh.attended_by
+    attended = attention_pass.attended_by
     if attended is None or len(attended) >= max(1, getattr(config, "num_hidden_layers", 1)):
         return
     for path, layer in attention_layers(model):

@@ -1,8 +1,8 @@
 """`attn_implementation="attnmesh"`: Transformers models whose attention runs over ranks.
 
-Transformers passes keyword arguments of a model's call down to its attention. One of them, `mesh`, selects how the
-attention of this call is computed: over a batch that is sharded (`ShardedPass`, from `shard_inputs`) or over a sharded
-KV cache (the passes of `generation`). Without it the attention is that of one device.
+Transformers passes keyword arguments of a model's call down to its attention. One of them, `attention_pass`, selects
+how the attention of this call is computed: over a batch that is sharded (`ShardedPass`, from `shard_inputs`) or over a
+sharded KV cache (the passes of `generation`). Without it the model attends on one device.
 
 No mask tensor is ever made. Transformers describes a mask by a function that it composes (causal, with a window, in
 chunks, within packed sequences), and calls a hook of the attention implementation to make a tensor of it. Our hook
@@ -28,7 +28,8 @@ from attnmesh.core.optional import require
 from attnmesh.core.packing import Packing, number_starts, packing_of
 from attnmesh.core.validation import shown
 from attnmesh.integrations.patches import Patches
-from attnmesh.integrations.sharded_pass import ShardedMask, ShardedPass
+from attnmesh.integrations.sdpa import autocast
+from attnmesh.integrations.sharded_pass import ReadError, ShardedMask, ShardedPass
 from attnmesh.integrations.transformers_models import (
     MODELS_PAGE,
     NAME,
@@ -77,7 +78,7 @@ _default_pass: Callable[[LayerMask], AttentionPass] | None = None
 
 
 def set_default_pass(find: Callable[[LayerMask], AttentionPass] | None) -> None:
-    """Let `find(mask)` return the pass of models that are called without `mesh`; None: they attend on one device."""
+    """Let `find(mask)` be the `attention_pass` of models that are called without; None: they attend on one device."""
     global _default_pass
     _default_pass = find
 
@@ -126,46 +127,46 @@ def transformers_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    mesh: AttentionPass | None = None,
+    attention_pass: AttentionPass | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that Transformers calls: out [B, n, Hq, D], and no attention weights."""
     served = _IGNORED_ARGUMENTS
-    if mesh is None and not torch.compiler.is_compiling():
+    if attention_pass is None and not torch.compiler.is_compiling():
         served = served | _PACKED_ARGUMENTS
     mask = _checked_mask(module, attention_mask, dropout, sliding_window, kwargs, served)
-    if mesh is None and _default_pass is not None:
-        mesh = _default_pass(mask)
-    query, key, value = _autocast(query, key, value)
-    if mesh is None and isinstance(mask.padding, ShardedMask):
+    if attention_pass is None and _default_pass is not None:
+        attention_pass = _default_pass(mask)
+    query, key, value = autocast(query, key, value)  # rotary embeddings leave float32
+    if attention_pass is None and isinstance(mask.padding, ShardedMask):
         raise ValueError(
-            f"{type(module).__name__} must give the attention function the keyword argument mesh of the model's call, "
-            f"since this batch is sharded over ranks, got {sorted(kwargs)}{see(MODELS_PAGE)}"
+            f"{type(module).__name__} must give the attention function the keyword argument attention_pass of the "
+            f"model's call, since this batch is sharded over ranks, got {sorted(kwargs)}{see(MODELS_PAGE)}"
         )
-    if mesh is None:
+    if attention_pass is None:
         queries, keys = (torch.arange(at.start, at.stop, device="cpu") for at in (mask.queries, mask.keys))
         out = attention(
             query, key, value, mask=mask.on_one_device(kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")),
             scale=scaling, softcap=softcap, sinks=s_aux, q_positions=queries, k_positions=keys,
         )  # fmt: skip
-    elif isinstance(mesh, ShardedPass):
-        if not mesh.balances_experts:
+    elif isinstance(attention_pass, ShardedPass):
+        if not attention_pass.balances_experts:
             _check_experts(module, kwargs)
-        padding = mask.padding.mesh.attention_mask if isinstance(mask.padding, ShardedMask) else mask.padding
+        padding = mask.padding.attention_pass.attention_mask if isinstance(mask.padding, ShardedMask) else mask.padding
         for name, given in (("attention_mask", padding), ("position_ids", kwargs.get("position_ids"))):
             if given is not None:
-                mesh.check_given(name, given)
+                attention_pass.check_given(name, given)
         rotary = changing_rotary(getattr(module, "config", None))
         if rotary is not None:
-            mesh.check_rotary(*rotary)
-        query = scale_by_index(module, query, mesh.index_in_row)
-        mesh.count_attention(module)
-        out = mesh.attend(0, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux, softcap=softcap)
+            attention_pass.check_rotary(*rotary)
+        query = scale_by_index(module, query, attention_pass.index_in_row)
+        attention_pass.count_attention(module)
+        out = attention_pass.attend(0, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux, softcap=softcap)
     else:
         if softcap is not None:
             raise ValueError(f"softcap must be None over a sharded KV cache, got {softcap} ({type(module).__name__})")
         layer: Any = module.layer_idx
-        out = mesh.attend(layer, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux)
+        out = attention_pass.attend(layer, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux)
     return out.transpose(1, 2).contiguous(), None  # as Transformers' own: some models take a view of it
 
 
@@ -177,15 +178,6 @@ def _check_experts(module: nn.Module, kwargs: dict[str, Any]) -> None:
             f"{type(module).__name__}: output_router_logits must be False over ranks, got True: the load-balancing "
             "loss would be that of one rank's tokens"
         )
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype of autocast, as torch's own attention takes them: rotary embeddings leave float32."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def _checked_mask(
@@ -225,10 +217,6 @@ class Span(NamedTuple):
     stop: int
 
 
-class MaskReadError(ValueError, AttributeError):
-    """An AttributeError, too, so that `hasattr` works."""
-
-
 class LayerMask:
     """What Transformers passes to the attention of a layer as its mask: `kind` of the layer, and the batch's tensors.
 
@@ -244,7 +232,7 @@ class LayerMask:
         self._on_one_device: Mask | None = None
 
     def __getattr__(self, name: str) -> Any:
-        raise MaskReadError(
+        raise ReadError(
             f"models must pass the masks that Transformers makes on to their attention as they are, got a model that "
             f"reads {name} of its mask: masks that a model changes are not supported"
         )
@@ -348,7 +336,7 @@ def layer_mask(
     check_config(config)
     if isinstance(attention_mask, ShardedMask) and not torch.compiler.is_compiling():
         check_head()
-        if attention_mask.mesh.counts_padding and counts_positions_from_mask(config):
+        if attention_mask.attention_pass.counts_padding and counts_positions_from_mask(config):
             raise ValueError(
                 f"position_ids must be given to shard_inputs for rows with padding before their tokens: the code of "
                 f"{type(config).__name__} may derive them from attention_mask, got None"

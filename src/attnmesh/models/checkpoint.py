@@ -374,27 +374,10 @@ def check_elements(stored: int, declared: int, differences: Differences, model: 
 def check_loaded(info: Mapping[str, Any], model: Path) -> None:
     """Raise ModelError unless loading used every tensor of the checkpoint, for exactly the model's own weights.
 
-    Args:
-        info: Transformers' loading info.
-        model: named in the message.
+    `info` is Transformers' loading info.
     """
     shapes = {name: (tuple(stored), tuple(declared)) for name, stored, declared in info["mismatched_keys"]}
-    differences = Differences(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), shapes)
-    if str(differences):
-        raise ModelError(f"{model} does not match its configuration{differences}")
-
-
-def check_shapes(model: Any, declared: DeclaredModel, path: Path) -> None:
-    """Raise ModelError if loaded weights have other names or shapes: Transformers does not compare those of GGUF files.
-
-    Args:
-        model: of Transformers.
-        declared: what its configuration declares.
-        path: named in the message.
-    """
-    loaded = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
-    if loaded != declared.shapes:
-        raise ModelError(f"{path} does not match its configuration{Differences.between(loaded, declared.shapes)}")
+    Differences(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), shapes).check(model)
 
 
 @dataclass(frozen=True)
@@ -413,6 +396,11 @@ class Differences:
             unexpected=sorted(set(stored) - set(declared)),
             shapes={n: (stored[n], declared[n]) for n in set(stored) & set(declared) if stored[n] != declared[n]},
         )
+
+    def check(self, model: Path) -> None:
+        """Raise ModelError if there are any."""
+        if differences := str(self):
+            raise ModelError(f"{model} does not match its configuration{differences}")
 
     def __str__(self) -> str:
         text = f"; it lacks {_list(self.missing)}" if self.missing else ""

@@ -26,11 +26,11 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -119,14 +119,6 @@ def weight_splits(model: Any) -> dict[str, Split | None]:
         is_vocabulary = id(tensor) in vocabulary
         splits[name] = Split(0, "ranks") if is_vocabulary else _split(name, tensor.ndim, plan)
     return splits
-
-
-def weight_parts(
-    splits: Mapping[str, Split | None], shapes: Mapping[str, tuple[int, ...]], sharding: DecodeSharding, rank: int,
-    heads: Heads,
-) -> dict[str, WeightPart]:  # fmt: skip
-    """The part of every tensor that a rank holds. Raises ValueError if a tensor cannot be divided this way."""
-    return {name: weight_part(name, shapes[name], split, sharding, rank, heads) for name, split in splits.items()}
 
 
 def _split(name: str, ndim: int, plan: Mapping[str, str]) -> Split | None:
@@ -248,8 +240,12 @@ class ShardedWeights:
     tokens: TokenExchange
 
     def parts(self, rank: int, config: Any) -> dict[str, WeightPart]:
-        """The part of every tensor that a rank holds."""
-        return weight_parts(self.splits, self.shapes, self.sharding, rank, heads_of(config))
+        """The part of every tensor that a rank holds. Raises ValueError if a tensor cannot be divided this way."""
+        heads = heads_of(config)
+        return {
+            name: weight_part(name, self.shapes[name], split, self.sharding, rank, heads)
+            for name, split in self.splits.items()
+        }
 
 
 def sharded_weights(model: Any) -> ShardedWeights | None:
@@ -375,6 +371,7 @@ def _compute_buffers(model: Any, device: torch.device) -> None:
 def _exchange_tokens(model: Any, weights: ShardedWeights) -> None:
     if weights.ranks.all_ranks.world == 1:
         return
+    tokens, sharding, vocabulary = weights.tokens, weights.sharding, model.config.vocab_size
     divided = {name.rpartition(".")[0] for name, split in weights.splits.items() if split is not None}
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     paths = {id(module): name for name, module in model.named_modules()}
@@ -382,54 +379,34 @@ def _exchange_tokens(model: Any, weights: ShardedWeights) -> None:
         for block in layer.children():
             path = paths[id(block)]
             if any(name == path or name.startswith(f"{path}.") for name in divided):
-                vars(block)["forward"] = _BlockForward(block, weights.tokens)
-    sharding = weights.sharding
+                vars(block)["forward"] = partial(_block_forward, block, tokens)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    vocabulary = model.config.vocab_size
-    vars(embedding)["forward"] = _EmbeddingForward(
-        embedding, weights.tokens, sharding.q_heads(weights.ranks.rank, vocabulary)
-    )
-    sizes = [len(sharding.q_heads(rank, vocabulary)) for rank in range(sharding.ranks)]
-    vars(head)["forward"] = _HeadForward(head, weights.tokens, sizes)
+    parts = [sharding.q_heads(rank, vocabulary) for rank in range(sharding.ranks)]
+    vars(embedding)["forward"] = partial(_embedding_forward, embedding, tokens, parts[weights.ranks.rank])
+    vars(head)["forward"] = partial(_head_forward, head, tokens, list(map(len, parts)))
 
 
-class _BlockForward:
+def _block_forward(block: nn.Module, tokens: TokenExchange, *args: Any, **kwargs: Any) -> Any:
     """The forward of an attention or an MLP: all tokens in, the sum over ranks out."""
-
-    def __init__(self, block: nn.Module, tokens: TokenExchange) -> None:
-        self._block, self._tokens = block, tokens
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            args = (self._tokens.gather(args[0]), *args[1:])
-        else:
-            kwargs["hidden_states"] = self._tokens.gather(kwargs["hidden_states"])
-        out = type(self._block).forward(self._block, *args, **kwargs)
-        return (self._tokens.reduce(out[0]), *out[1:]) if isinstance(out, tuple) else self._tokens.reduce(out)
+    if args:
+        args = (tokens.gather(args[0]), *args[1:])
+    else:
+        kwargs["hidden_states"] = tokens.gather(kwargs["hidden_states"])
+    out = type(block).forward(block, *args, **kwargs)
+    return (tokens.reduce(out[0]), *out[1:]) if isinstance(out, tuple) else tokens.reduce(out)
 
 
-class _EmbeddingForward:
+def _embedding_forward(embedding: nn.Module, tokens: TokenExchange, own: range, ids: Tensor) -> Tensor:
     """The forward of an embedding of a part of the vocabulary, `own`."""
-
-    def __init__(self, embedding: nn.Module, tokens: TokenExchange, own: range) -> None:
-        self._embedding, self._tokens, self._own = embedding, tokens, own
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        local = ids - self._own.start
-        other = (local < 0) | (local >= len(self._own))
-        rows: Tensor = type(self._embedding).forward(self._embedding, local.masked_fill(other, 0))
-        return self._tokens.reduce(rows.masked_fill(other[..., None], 0))
+    local = ids - own.start
+    other = (local < 0) | (local >= len(own))
+    rows: Tensor = type(embedding).forward(embedding, local.masked_fill(other, 0))
+    return tokens.reduce(rows.masked_fill(other[..., None], 0))
 
 
-class _HeadForward:
-    """The forward of an LM head with a part of the vocabulary; `sizes` are those of all ranks."""
-
-    def __init__(self, head: nn.Module, tokens: TokenExchange, sizes: list[int]) -> None:
-        self._head, self._tokens, self._sizes = head, tokens, sizes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        x = self._tokens.last(x)
-        return self._tokens.gather_vocabulary(type(self._head).forward(self._head, x), self._sizes)
+def _head_forward(head: nn.Module, tokens: TokenExchange, sizes: list[int], x: Tensor) -> Tensor:
+    """The forward of an LM head with a part of the vocabulary; `sizes` of the parts of all ranks."""
+    return tokens.gather_vocabulary(type(head).forward(head, tokens.last(x)), sizes)
 
 
 # Parts of a checkpoint.
@@ -445,7 +422,7 @@ def load_sharded(
         ranks = decode_ranks(comm, comm, sharding)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{folder} must store weights that are not quantized to be sharded")
-    with _Checkpoint(folder, config, dtype, device) as checkpoint, model_errors():
+    with closing(_Checkpoint(folder, config, dtype, device)) as checkpoint, model_errors():
         model = build_sharded(config, ranks, sharding, checkpoint, torch.empty(0, dtype=dtype, device=device))
     if (folder / _GENERATION_CONFIG).is_file():
         with quiet_transformers(), translated_errors(f"{folder / _GENERATION_CONFIG} cannot be read"):
@@ -478,12 +455,8 @@ class _Checkpoint:
         self._open = ExitStack()
         self._in_float32: tuple[str, ...] = ()
 
-    def __enter__(self) -> _Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the files."""
         self._open.close()
 
     def prepare(self, model: Any, weights: Mapping[str, Tensor], parts: Mapping[str, WeightPart]) -> None:
@@ -502,9 +475,7 @@ class _Checkpoint:
             name: tensor.shape for name, tensor in self._stored.items()
             if name in declared or not (name in tied or any(pattern.search(name) for pattern in ignored))
         }  # fmt: skip
-        differences = str(Differences.between(found, declared))
-        if differences:
-            raise ModelError(f"{self._folder} does not match its configuration{differences}")
+        Differences.between(found, declared).check(self._folder)
         for name in declared:
             if not self._stored[name].is_floating_point:
                 kind = self._stored[name].kind

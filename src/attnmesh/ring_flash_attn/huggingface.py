@@ -17,13 +17,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from attnmesh.comm import Comm, SharedValues, VirtualComm, check_on_all_ranks
+from attnmesh.comm import Comm, VirtualComm
 from attnmesh.core.layouts import Contiguous
 from attnmesh.core.masks import Documents, Mask
 from attnmesh.core.optional import require
 from attnmesh.core.packing import Packing
 from attnmesh.core.validation import check_bool, check_count
-from attnmesh.integrations.sharded_pass import ShardedPass
+from attnmesh.integrations.sharded_pass import ShardedPass, checked_on_all_ranks
 from attnmesh.integrations.transformers_attention import (
     LayerMask,
     layer_mask,
@@ -69,8 +69,7 @@ class _RingPass(ShardedPass):
         """Raise ValueError on every rank if the model was given other positions, or padding."""
         if given is self._accepted.get(name) or torch.compiler.is_compiling():
             return
-
-        def check() -> tuple[None, SharedValues]:
+        with checked_on_all_ranks(self.cp.comm, f"a model's {name}", force=True):
             mine = given.cpu()
             if name == "attention_mask" and not mine.all():
                 raise ValueError(
@@ -82,9 +81,6 @@ class _RingPass(ShardedPass):
                     f"cu_seqlens, counted in documents, {self.position_ids[0, :3].tolist()} ..., or in the row, "
                     f"{self.in_row[0, :3].tolist()} ..., got {list(given.shape)} {mine.flatten()[:3].tolist()} ..."
                 )
-            return None, {}
-
-        check_on_all_ranks(self.cp.comm, f"a model's {name}", check, force=True)
         self._accepted[name] = given
 
     def _are_positions(self, given: Tensor) -> bool:

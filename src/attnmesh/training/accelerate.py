@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Layout, Zigzag, check_layout
 from attnmesh.core.optional import require
 from attnmesh.core.validation import check_choice, warn_caller
 from attnmesh.integrations.patches import Patches
-from attnmesh.integrations.sharded_pass import ShardedPass
+from attnmesh.integrations.sharded_pass import ShardedPass, checked_on_all_ranks
 from attnmesh.parallel.executor import BACKENDS
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.training.ranks import AcceleratorRanks, ShiftedLabels, is_sharding, ranks_of, with_labels
@@ -201,16 +200,17 @@ def _prepare_inputs(options: Options, original: Any, self: Any, model: Any, inpu
         return original(self, model, inputs)
     ranks = ranks_of(self.accelerator, options)
     ranks.prepare(model)
-    check_on_all_ranks(ranks.cp.comm, "Trainer", partial(_check_trainer, self, model))
+    with checked_on_all_ranks(ranks.cp.comm, "Trainer"):
+        _check_trainer(self, model)
     local = ranks.shard_batch(inputs)
     if _has_own_loss(self) and "labels" in local:
         local["labels"] = ShiftedLabels(local["labels"])
     inputs.clear()  # in place: the trainer counts tokens in it
     inputs.update(local)
-    return partial(_sharded, self, ranks, local["mesh"], local.get("num_items_in_batch")), inputs
+    return partial(_sharded, self, ranks, local["attention_pass"], local.get("num_items_in_batch")), inputs
 
 
-def _check_trainer(trainer: Any, model: nn.Module) -> tuple[None, SharedValues]:
+def _check_trainer(trainer: Any, model: nn.Module) -> None:
     """ValueError for a trainer whose loss is not a sum over tokens, or whose gradients are not reduced."""
     others = {
         base.__name__ for base in type(trainer).__mro__
@@ -239,7 +239,6 @@ def _check_trainer(trainer: Any, model: nn.Module) -> tuple[None, SharedValues]:
             f"compute_loss of {type(trainer).__name__} is given this rank's tokens: inputs['shift_labels'] are its "
             f"labels, already shifted, and the loss must be a sum over them divided by num_items_in_batch"
         )
-    return None, {}
 
 
 def _has_own_loss(trainer: Any) -> bool:
@@ -254,13 +253,15 @@ def _compute_loss(original: Any, self: Any, model: Any, inputs: dict[str, Any], 
 
 
 @contextmanager
-def _sharded(trainer: Any, ranks: AcceleratorRanks, mesh: ShardedPass, share: Tensor | None) -> Iterator[None]:
+def _sharded(
+    trainer: Any, ranks: AcceleratorRanks, attention_pass: ShardedPass, share: Tensor | None
+) -> Iterator[None]:
     """The model computes a sharded batch. `share` is what its losses are divided by if nothing else is given."""
     smoother = trainer.label_smoother
     # Trainer multiplies the loss with the load-balancing loss in it by the number of ranks, SFTTrainer the loss alone.
     scaled = trainer.args.average_tokens_across_devices and trainer.model_accepts_loss_kwargs
     added = scaled and not hasattr(trainer, "aux_loss_enabled")
-    with ranks.sharded(mesh, balance_share=1 / ranks.cp.world if added else 1.0):
+    with ranks.sharded(attention_pass, balance_share=1 / ranks.cp.world if added else 1.0):
         if smoother is not None:
             trainer.label_smoother = partial(_smoothed_loss, smoother, share)
         try:
@@ -321,12 +322,12 @@ def _sft_prediction_step(
     count = self._get_num_items_in_batch([inputs], self.args.device)
     with torch.no_grad():  # the model need not be wrapped
         context, inputs = self._prepare_context_parallel_inputs(model, inputs)
-    mesh: ShardedPass = inputs["mesh"]
+    attention_pass: ShardedPass = inputs["attention_pass"]
     with torch.no_grad(), self.compute_loss_context_manager(), context():
         found = self.compute_loss(model, inputs, return_outputs=not prediction_loss_only, num_items_in_batch=count)
     loss, outputs = (found, None) if prediction_loss_only else found
     loss = _mean(ranks_of(self.accelerator, options), loss)
-    return (loss, None, None) if outputs is None else (loss, _whole(mesh, outputs.logits), labels)
+    return (loss, None, None) if outputs is None else (loss, _whole(attention_pass, outputs.logits), labels)
 
 
 def _mean(ranks: AcceleratorRanks, loss: Tensor) -> Tensor:
@@ -336,24 +337,20 @@ def _mean(ranks: AcceleratorRanks, loss: Tensor) -> Tensor:
     return torch.stack(parts).mean(0)
 
 
-def _whole(mesh: ShardedPass, logits: Any) -> Any:
+def _whole(attention_pass: ShardedPass, logits: Any) -> Any:
     """What the model returned for the whole batch, from its tensors [B, n, ...]; other tensors are refused."""
     if logits is None:
         return None
     if isinstance(logits, (tuple, list)):
-        return type(logits)(_whole(mesh, x) for x in logits)
-
-    def check() -> tuple[None, SharedValues]:
-        if not isinstance(logits, Tensor) or logits.shape[:2] != mesh.position_ids.shape:
+        return type(logits)(_whole(attention_pass, x) for x in logits)
+    with checked_on_all_ranks(attention_pass.cp.comm, "the outputs of a model"):
+        if not isinstance(logits, Tensor) or logits.shape[:2] != attention_pass.position_ids.shape:
             got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise ValueError(
                 f"the outputs of the model must have one entry per token to be gathered, got {got}: set "
                 "prediction_loss_only=True, or name the output in ignore_keys"
             )
-        return None, {}
-
-    check_on_all_ranks(mesh.cp.comm, "the outputs of a model", check)
-    return mesh.unshard(logits.detach())
+    return attention_pass.unshard(logits.detach())
 
 
 def _evaluation_loop(options: Options, original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,7 @@ from attnmesh.integrations.transformers_attention import check_gaps, document_st
 from attnmesh.integrations.transformers_models import IGNORED_LABEL
 from attnmesh.parallel.context import ContextParallel
 
-_NAMES = ("input_ids", "labels", "position_ids", "attention_mask", "num_items_in_batch", "mesh", "use_cache")
+_NAMES = ("input_ids", "labels", "position_ids", "attention_mask", "num_items_in_batch", "attention_pass", "use_cache")
 
 
 def shard_inputs(
@@ -64,9 +64,10 @@ def shard_inputs(
     reading it would stall the device, in the first call of a group and then in every 100th. A difference raises
     ValueError on every rank.
 
-    The model's loss is this rank's share of the mean over the labels of all ranks: the sum over all ranks of their
-    losses is the loss, and that of their gradients is the gradient. A rank without labels has the loss 0.
-    `inputs["mesh"].unshard(logits)` returns the logits of the whole batch, `gather_log_probs` those of its labels.
+    The model's loss is this rank's share of the mean over the labels of all ranks: the sum of the losses over all ranks
+    is the loss, and the sum of the gradients is the gradient. A rank without labels has the loss 0.
+    `inputs["attention_pass"].unshard(logits)` returns the logits of the whole batch, and `gather_log_probs` the
+    log-probabilities of its labels.
 
     Examples:
         >>> ids = torch.randint(64, (1, 10))
@@ -97,24 +98,24 @@ def shard_inputs(
         return found, {**more, **values}
 
     checks = batch_checks(cp)
-    mesh = check_on_all_ranks(cp.comm, "shard_inputs", check, force=True)
+    attention_pass = check_on_all_ranks(cp.comm, "shard_inputs", check, force=True)
     checks.count()
     inputs: dict[str, Any] = {
-        "input_ids": mesh.shard(input_ids),
-        "position_ids": mesh.position_ids,
+        "input_ids": attention_pass.shard(input_ids),
+        "position_ids": attention_pass.position_ids,
         # Without a mask Transformers would treat positions that are not consecutive as packed sequences.
-        "attention_mask": ShardedMask(mesh),
+        "attention_mask": ShardedMask(attention_pass),
         "use_cache": False,
-        "mesh": mesh,
+        "attention_pass": attention_pass,
     }
-    inputs |= {name: mesh.shard(x) for name, x in per_token.items()}
+    inputs |= {name: attention_pass.shard(x) for name, x in per_token.items()}
     if labels is not None:
         shifted = F.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
-        local = mesh.shard(shifted).long()
+        local = attention_pass.shard(shifted).long()
         count = (shifted != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
         count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
         inputs |= {"labels": local, "shift_labels": local, "num_items_in_batch": count}
-        mesh.check_once = partial(_check_reduction, counted=num_items_in_batch is not None)
+        attention_pass.check_once = partial(_check_reduction, counted=num_items_in_batch is not None)
     return inputs
 
 
@@ -138,12 +139,12 @@ def gather_log_probs(inputs: Mapping[str, Any], logits: Tensor) -> Tensor:
     """
     if (
         not isinstance(inputs, Mapping)
-        or not isinstance(inputs.get("mesh"), ShardedPass)
+        or not isinstance(inputs.get("attention_pass"), ShardedPass)
         or "shift_labels" not in inputs
     ):
         raise ValueError(f"inputs must be those of shard_inputs with labels, got {shown(inputs)}")
     labels: Tensor = inputs["shift_labels"]
-    mesh: ShardedPass = inputs["mesh"]
+    attention_pass: ShardedPass = inputs["attention_pass"]
 
     def check() -> tuple[None, SharedValues]:
         wanted = f"[{labels.shape[0]}, {labels.shape[1]}, vocabulary]"
@@ -158,11 +159,11 @@ def gather_log_probs(inputs: Mapping[str, Any], logits: Tensor) -> Tensor:
             )
         return None, {"vocabulary": logits.shape[2], "dtype": logits.dtype}
 
-    check_on_all_ranks(mesh.cp.comm, "gather_log_probs", check)
+    check_on_all_ranks(attention_pass.cp.comm, "gather_log_probs", check)
     nll = F.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction="none"
     )
-    return mesh.unshard(-nll.view(labels.shape))
+    return attention_pass.unshard(-nll.view(labels.shape))
 
 
 def _check_reduction(*, counted: bool) -> None:

@@ -19,11 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
-from attnmesh.core.checksums import ValueChecks
 from attnmesh.core.docs import see
-from attnmesh.core.layouts import dimension
 from attnmesh.core.optional import require
-from attnmesh.core.validation import shown
+from attnmesh.integrations.sdpa import ShardedBuffers
 from attnmesh.integrations.sharded_pass import ShardedMask, ShardedPass, Unreadable, checked_calls
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.integrations.transformers_models import IGNORED_LABEL, NAME, check_model, text_config
@@ -54,24 +52,20 @@ def is_sharding(accelerator: Any) -> bool:
     return ranks is not None and ranks.is_sharding
 
 
-class ShiftedLabelsError(ValueError, AttributeError):
-    """An AttributeError, too, so that `hasattr` works."""
+class ShiftedLabels(Unreadable):
+    """What a compute_loss of the user's is given as labels: the model reads them, and loss functions must not."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(
+    def __init__(self, labels: Tensor) -> None:
+        self.tensor = labels
+
+    @staticmethod
+    def explain(name: str) -> str:
+        """Why the labels cannot be read, as some code tried to."""
+        return (
             f"a compute_loss of one's own must read inputs['shift_labels'] under context parallelism, got one that "
             f"reads inputs['labels'] ({name}): labels are those of this rank and already shifted, and the loss must be "
             f"a sum over them divided by num_items_in_batch{see('training.md#accelerate-trainer-and-trl')}"
         )
-
-
-class ShiftedLabels(Unreadable):
-    """What a compute_loss of the user's is given as labels: the model reads them, and loss functions must not."""
-
-    error = ShiftedLabelsError
-
-    def __init__(self, labels: Tensor) -> None:
-        self.tensor = labels
 
 
 class _NoRanks:
@@ -99,7 +93,7 @@ class AcceleratorRanks:
         self.cp = ContextParallel(mesh["cp"], **options)
         self._unwrap: Callable[[nn.Module], nn.Module] = accelerator.unwrap_model
         self._models: list[nn.Module] = []
-        self._mesh: ShardedPass | None = None  # of the batch in `sharded`, or of the latest call in `shard_buffers`
+        self._pass: ShardedPass | None = None  # of the batch in `sharded`, or of the latest call in `shard_buffers`
         self._buffers: _Buffers | None = None  # in `shard_buffers`
         self.latest: ShardedPass | None = None
         """The pass of the latest `shard_batch`."""
@@ -107,7 +101,7 @@ class AcceleratorRanks:
     @property
     def is_sharding(self) -> bool:
         """Whether a batch is sharded at the moment."""
-        return self._mesh is not None or self._buffers is not None
+        return self._pass is not None or self._buffers is not None
 
     def __deepcopy__(self, memo: object) -> AcceleratorRanks:
         return self  # a copy of a prepared model attends over the same ranks
@@ -147,33 +141,38 @@ class AcceleratorRanks:
     def _add_pass(
         self, names: list[str], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments of a prepared model with the keyword argument `mesh`; None if they stay as they are.
+        """The arguments of a prepared model with the keyword argument `attention_pass`; None if they stay as they are.
 
         `names` are those of positional arguments.
         """
-        mesh: ShardedPass | None = kwargs.get("mesh")
-        buffers = self._buffers if mesh is None else None
-        mesh = mesh or self._mesh
-        if mesh is None and buffers is None:
+        attention_pass: ShardedPass | None = kwargs.get("attention_pass")
+        buffers = self._buffers if attention_pass is None else None
+        attention_pass = attention_pass or self._pass
+        if attention_pass is None and buffers is None:
             self._check_whole(model)
             return None
         given = with_labels({**dict(zip(names, args, strict=False)), **kwargs})
         if buffers is not None:
             given = buffers.arguments(self.cp, given)
-            mesh = self._mesh = given["mesh"]
-        assert mesh is not None
+            attention_pass = self._pass = given["attention_pass"]
+        assert attention_pass is not None
         mask = given.get("attention_mask")
         if isinstance(mask, Tensor):
-            mesh.check_given("attention_mask", mask)
-        return (), {"position_ids": mesh.position_ids, **given, "attention_mask": ShardedMask(mesh), "mesh": mesh}
+            attention_pass.check_given("attention_mask", mask)
+        return (), {
+            "position_ids": attention_pass.position_ids,
+            **given,
+            "attention_mask": ShardedMask(attention_pass),
+            "attention_pass": attention_pass,
+        }
 
     def _check_prepared(self, model: nn.Module, given: Sequence[Any]) -> None:
         """Raise ValueError for a model that was not prepared and is called with shards of the batch."""
         if getattr(model, _ATTRIBUTE, None) is self:
             return
         shards = set() if self._buffers is None else self._buffers.shapes
-        if self._mesh is not None:
-            shards = shards | {self._mesh.position_ids.shape}
+        if self._pass is not None:
+            shards = shards | {self._pass.position_ids.shape}
         if any(isinstance(x, Tensor) and x.shape[:2] in shards for x in given):
             raise ValueError(
                 f"models that are called with a batch that is sharded over ranks must be prepared "
@@ -199,9 +198,9 @@ class AcceleratorRanks:
         """
         named, others = self._checked_batch(inputs)
         local = _sharded_arguments(self.cp, named, labels="labels" in inputs)
-        mesh = self.latest = local["mesh"]
+        attention_pass = self.latest = local["attention_pass"]
         # A tensor, which trainers count; the model gets a ShardedMask.
-        return {**others, **local, "attention_mask": mesh.attention_mask}
+        return {**others, **local, "attention_mask": attention_pass.attention_mask}
 
     def _checked_batch(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The arguments of `shard_inputs`, and what is not a tensor; ValueError on every rank for other tensors."""
@@ -228,13 +227,13 @@ class AcceleratorRanks:
         return check_on_all_ranks(self.cp.comm, "a batch under context parallelism", check)
 
     @contextmanager
-    def sharded(self, mesh: ShardedPass, *, balance_share: float = 1.0) -> Iterator[None]:
-        """The model attends by `mesh`, also if it is called without it.
+    def sharded(self, attention_pass: ShardedPass, *, balance_share: float = 1.0) -> Iterator[None]:
+        """The model attends by `attention_pass`, also if it is called without it.
 
         `balance_share` is what the load-balancing loss of experts is multiplied by.
         """
         with self._context(balance_share):
-            self._mesh = mesh
+            self._pass = attention_pass
             yield
 
     # Batches of a user's loop.
@@ -253,52 +252,37 @@ class AcceleratorRanks:
         """
         with self._context():
             checks = batch_checks(self.cp, "buffers")
-            state = check_on_all_ranks(  # forced: other ranks may next wait for a message of DDP
-                self.cp.comm, "maybe_context_parallel", lambda: _checked_buffers(buffers, buffer_seq_dims, checks),
-                force=True,
-            )  # fmt: skip
+
+            def check() -> tuple[_Buffers, SharedValues]:
+                found = _Buffers(buffers or [], buffer_seq_dims or [])
+                return found, found.compared(checks)
+
+            # Forced: other ranks may next wait for a message of DDP.
+            state = check_on_all_ranks(self.cp.comm, "maybe_context_parallel", check, force=True)
             checks.count()
-            kept = {id(buffer) for buffer in no_restore_buffers or ()}
-            state.replace([self.cp.shard(whole, dim).contiguous() for whole, dim in state.wholes])
-            self._buffers = state
-            try:
+            with state.sharded(self.cp, no_restore_buffers or ()):
+                self._buffers = state
                 yield
-            finally:
-                state.restore(kept)
 
     @contextmanager
     def _context(self, balance_share: float = 1.0) -> Iterator[None]:
         """A context that ends the sharding of the batch and is not entered inside itself."""
         if self.is_sharding:
             raise ValueError("maybe_context_parallel must not be entered inside itself: the batch is sharded already")
-        with whole_balance(self._models, lambda: self._mesh, balance_share), checked_calls(self._check_prepared):
+        with whole_balance(self._models, lambda: self._pass, balance_share), checked_calls(self._check_prepared):
             try:
                 yield
             finally:
-                self._mesh = self._buffers = None
+                self._pass = self._buffers = None
 
 
-class _Buffers:
-    """Tensors that are sharded in place, and what they were."""
-
-    def __init__(self, buffers: Sequence[Tensor], dims: Sequence[int]) -> None:
-        self._buffers = list(buffers)
-        # Not the same tensors: theirs are replaced.
-        self.wholes = [(buffer.detach(), dim) for buffer, dim in zip(buffers, dims, strict=True)]
+class _Buffers(ShardedBuffers):
+    """The buffers of `maybe_context_parallel`, among which are arguments of the model."""
 
     @property
     def shapes(self) -> set[torch.Size]:
         """Of the shards: rows and tokens."""
-        return {buffer.shape[:2] for buffer in self._buffers}
-
-    def replace(self, shards: Sequence[Tensor]) -> None:
-        for buffer, shard in zip(self._buffers, shards, strict=True):
-            buffer.data = shard
-
-    def restore(self, kept: set[int]) -> None:
-        for buffer, (whole, _) in zip(self._buffers, self.wholes, strict=True):
-            if id(buffer) not in kept:
-                buffer.data = whole
+        return {buffer.shape[:2] for buffer in self.buffers}
 
     def arguments(self, cp: ContextParallel, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the model with this rank's shards, its pass, and the scale of its loss."""
@@ -327,7 +311,7 @@ class _Buffers:
 
     def _whole(self, name: str, x: Tensor) -> Tensor:
         """The whole tensor of an argument that is a buffer, or shares its memory."""
-        for buffer, (whole, _) in zip(self._buffers, self.wholes, strict=True):
+        for buffer, whole in zip(self.buffers, self.wholes, strict=True):
             if x is buffer or (x.shape == buffer.shape and x.data_ptr() == buffer.data_ptr()):
                 return whole
         raise ValueError(
@@ -386,22 +370,9 @@ def _sharded_arguments(
         local |= {"labels": local["shift_labels"]} if labels else {}
     if "num_items_in_batch" in local:
         local["num_items_in_batch"] = local["num_items_in_batch"] / cp.world
-    mesh: ShardedPass = local["mesh"]
-    mesh.check_once, mesh.balances_experts = None, True
+    attention_pass: ShardedPass = local["attention_pass"]
+    attention_pass.check_once, attention_pass.balances_experts = None, True
     return local
-
-
-def _checked_buffers(
-    buffers: Sequence[Tensor] | None, dims: Sequence[int] | None, checks: ValueChecks
-) -> tuple[_Buffers, SharedValues]:
-    buffers, dims = buffers or [], dims or []
-    if len(buffers) != len(dims):
-        raise ValueError(f"buffer_seq_dims must have one entry per buffer ({len(buffers)}), got {shown(list(dims))}")
-    lengths = [buffer.shape[dimension(buffer, dim)] for buffer, dim in zip(buffers, dims, strict=True)]
-    if len(set(lengths)) > 1:
-        raise ValueError(f"buffers must have the same length along buffer_seq_dims, got lengths {lengths}")
-    compared = checks.compared(**{f"buffers[{i}]": buffer for i, buffer in enumerate(buffers)})
-    return _Buffers(buffers, dims), {"lengths": lengths, **compared}
 
 
 def _base_model(module: nn.Module) -> nn.Module:
@@ -455,15 +426,15 @@ def whole_balance(
 
 def _over_ranks(original: Any, current: Callable[[], ShardedPass | None], share: float) -> Any:
     def loss(gate_logits: Any, num_experts: Any = None, top_k: Any = 2, attention_mask: Any = None) -> Any:
-        mesh = current()
-        if mesh is None or not isinstance(gate_logits, tuple):
+        attention_pass = current()
+        if attention_pass is None or not isinstance(gate_logits, tuple):
             return original(gate_logits, num_experts, top_k, attention_mask)
-        rows, tokens = mesh.position_ids.shape
+        rows, tokens = attention_pass.position_ids.shape
 
         def whole(x: Tensor) -> Tensor:
-            return mesh.unshard(x.reshape(rows, tokens, -1)).flatten(0, 1)
+            return attention_pass.unshard(x.reshape(rows, tokens, -1)).flatten(0, 1)
 
-        real = whole(mesh.attention_mask.to(torch.float32))
+        real = whole(attention_pass.attention_mask.to(torch.float32))
         return share * original(tuple(map(whole, gate_logits)), num_experts, top_k, real)
 
     return loss
