@@ -14,9 +14,7 @@ import torch.distributed as dist
 from attnmesh.core.optional import installed
 from attnmesh.integrations.patches import Patches
 from attnmesh.training import accelerate as integration
-from attnmesh.training import ranks
-from attnmesh.training.accelerate import _check_trainer
-from attnmesh.training.ranks import _digest
+from attnmesh.training.accelerate import _check_trainer, _digest
 from helpers.training import (
     accelerate_ranks,
     loop_log,
@@ -179,7 +177,7 @@ def refused_over_ranks(comm):
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import LlamaForSequenceClassification
 
-    from attnmesh.training.ranks import AcceleratorRanks
+    from attnmesh.training.accelerate import AcceleratorRanks
 
     world = comm.world
     errors = {}
@@ -498,11 +496,11 @@ def test_tokens_on_an_accelerator_are_compared_by_a_digest():
 
 def test_the_loss_of_experts_is_whole_where_its_module_is_imported_later(monkeypatch):
     """TRL imports it in the first step, for any model with experts."""
-    monkeypatch.delitem(sys.modules, ranks._MIXTRAL, raising=False)
-    with ranks.whole_balance([training_model("gpt_oss")], lambda: None, 1.0):
-        found = importlib.import_module(ranks._MIXTRAL).load_balancing_loss_func
-        assert found.__module__ == ranks.__name__
-    assert sys.modules[ranks._MIXTRAL].load_balancing_loss_func is not found
+    monkeypatch.delitem(sys.modules, integration._MIXTRAL, raising=False)
+    with integration.whole_balance([training_model("gpt_oss")], lambda: None, 1.0):
+        found = importlib.import_module(integration._MIXTRAL).load_balancing_loss_func
+        assert found.__module__ == integration.__name__
+    assert sys.modules[integration._MIXTRAL].load_balancing_loss_func is not found
 
 
 def test_other_trainers_of_trl_are_refused():

@@ -19,6 +19,7 @@ from attnmesh.core.checksums import ValueChecks
 from attnmesh.core.layouts import dimension
 from attnmesh.core.masks import Causal, Full, Mask, check_mask
 from attnmesh.core.validation import check_count, check_list, check_tensor, shown
+from attnmesh.integrations.transformers_attention import autocast
 from attnmesh.parallel.context import ContextParallel, UnnumberedContext
 
 
@@ -163,15 +164,6 @@ class _ContextParallelMode(TorchFunctionMode):
         q, k, v = autocast(query, key, value)
         mask = self._causal if is_causal else self._full
         return self._cp.attention(q, k, v, mask=mask, scale=scale, length=self._length)
-
-
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype that autocast would cast them to: it does so only after function modes have run."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
 # These have attention of their own: passed through, they would silently attend within a shard.

@@ -28,7 +28,6 @@ from attnmesh.core.optional import require
 from attnmesh.core.packing import Packing, number_starts, packing_of
 from attnmesh.core.validation import shown
 from attnmesh.integrations.patches import Patches
-from attnmesh.integrations.sdpa import autocast
 from attnmesh.integrations.sharded_pass import ReadError, ShardedMask, ShardedPass
 from attnmesh.integrations.transformers_models import (
     MODELS_PAGE,
@@ -137,7 +136,7 @@ def transformers_attention(
     mask = _checked_mask(module, attention_mask, dropout, sliding_window, kwargs, served)
     if attention_pass is None and _default_pass is not None:
         attention_pass = _default_pass(mask)
-    query, key, value = autocast(query, key, value)  # rotary embeddings leave float32
+    query, key, value = autocast(query, key, value)
     if attention_pass is None and isinstance(mask.padding, ShardedMask):
         raise ValueError(
             f"{type(module).__name__} must give the attention function the keyword argument attention_pass of the "
@@ -178,6 +177,18 @@ def _check_experts(module: nn.Module, kwargs: dict[str, Any]) -> None:
             f"{type(module).__name__}: output_router_logits must be False over ranks, got True: the load-balancing "
             "loss would be that of one rank's tokens"
         )
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype that autocast casts to, as torch's own attention takes them.
+
+    Rotary embeddings leave float32, and function modes run before autocast does.
+    """
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
 def _checked_mask(

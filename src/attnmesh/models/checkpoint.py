@@ -279,6 +279,13 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
+def check_floating_point(tensors: Mapping[str, StoredTensor], model: Path) -> None:
+    """Raise ModelError for weights that are stored as something else than floating point: they may lack scales."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point:
+            raise ModelError(f"{model} must store floating point weights, got {tensor.kind} for {name!r}")
+
+
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
     """The bytes of a checkpoint's weights once loaded as `dtype`."""
     return sum(tensor.loaded_bytes(dtype) for tensor in stored_tensors(folder).values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
@@ -17,13 +16,12 @@ from attnmesh.integrations.transformers_models import NAME, check_config
 from attnmesh.models.checkpoint import (
     CONFIG,
     LOCAL,
-    DeclaredModel,
     Differences,
     ModelError,
-    StoredTensor,
     check_causal_lm,
     check_elements,
     check_fits,
+    check_floating_point,
     check_folder,
     check_loaded,
     declared_model,
@@ -201,7 +199,8 @@ def _check_weights(folder: Path, config: Any, device: torch.device, dtype: torch
     if getattr(config, "quantization_config", None) is None:
         elements = sum(tensor.elements for tensor in stored.values())
         needed = max(needed, declared.loaded_bytes(dtype))
-        _check_kinds(stored, declared, folder)
+        declared_floats = declared.shapes.keys() - declared.integers
+        check_floating_point({name: tensor for name, tensor in stored.items() if name in declared_floats}, folder)
     else:  # no quantization stores less than a bit for each weight
         elements = sum(8 * tensor.stored_bytes for tensor in stored.values())
     if elements < declared.elements:  # whether more are expected, such as a tied output layer, is known once loaded
@@ -216,13 +215,6 @@ def _check_end(model: Any, folder: Path) -> None:
     ids = end if isinstance(end, list) else [] if end is None else [end]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise ModelError(f"eos_token_id in {folder} must be a token id or a list of them, got {shown(end)}")
-
-
-def _check_kinds(stored: Mapping[str, StoredTensor], declared: DeclaredModel, folder: Path) -> None:
-    """Raise ModelError for floating point weights that are stored as something else: they may lack scales."""
-    for name, tensor in stored.items():
-        if name in declared.shapes and name not in declared.integers and not tensor.is_floating_point:
-            raise ModelError(f"{folder} must store floating point weights, got {tensor.kind} for {name!r}")
 
 
 def _device(device: torch.device | str) -> torch.device:

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ from attnmesh.models.checkpoint import (
     Differences,
     ModelError,
     check_fits,
+    check_floating_point,
     declared_model,
     model_errors,
     quiet_transformers,
@@ -151,24 +152,14 @@ def _split(name: str, ndim: int, plan: Mapping[str, str]) -> Split | None:
 # Models.
 
 
-class WeightSource(Protocol):
-    """Where the weights of a model come from."""
-
-    def prepare(self, model: Any, weights: Mapping[str, Tensor], parts: Mapping[str, WeightPart]) -> None:
-        """Raise ValueError unless it has exactly these weights of a model, tied ones once."""
-
-    def read(self, name: str, whole: tuple[int, ...], part: WeightPart) -> Tensor:
-        """A copy of a part of a tensor with the shape `whole`, in its final dtype and on its device."""
-
-
 class _WholeModel:
-    """A model that has all weights."""
+    """A model that has all weights, as a source of parts."""
 
     def __init__(self, model: Any) -> None:
         self._state: dict[str, Tensor] = model.state_dict()
 
     def prepare(self, model: Any, weights: Mapping[str, Tensor], parts: Mapping[str, WeightPart]) -> None:
-        """Raise ValueError if the model is not the one that its configuration describes."""
+        """Raise ValueError unless the model has the weights of its configuration."""
         for name, weight in weights.items():
             if name not in self._state or self._state[name].shape != weight.shape:
                 found = "none" if name not in self._state else list(self._state[name].shape)
@@ -177,7 +168,7 @@ class _WholeModel:
                 )
 
     def read(self, name: str, whole: tuple[int, ...], part: WeightPart) -> Tensor:
-        """A copy of a part."""
+        """A copy of a part of a tensor with the shape `whole`."""
         return torch.cat([self._state[name][index] for index in part.indices()], part.dim)
 
 
@@ -310,7 +301,9 @@ class WeightSizes:
         return max(held)
 
 
-def build_sharded(config: Any, ranks: DecodeRanks, sharding: DecodeSharding, source: WeightSource, like: Tensor) -> Any:
+def build_sharded(
+    config: Any, ranks: DecodeRanks, sharding: DecodeSharding, source: _WholeModel | _Checkpoint, like: Tensor
+) -> Any:
     """The model of a configuration with one rank's part of its weights. `like` has their dtype and device."""
     model = _meta_model(config)
     state = model.state_dict(keep_vars=True)
@@ -476,10 +469,7 @@ class _Checkpoint:
             if name in declared or not (name in tied or any(pattern.search(name) for pattern in ignored))
         }  # fmt: skip
         Differences.between(found, declared).check(self._folder)
-        for name in declared:
-            if not self._stored[name].is_floating_point:
-                kind = self._stored[name].kind
-                raise ModelError(f"{self._folder} must store floating point weights, got {kind} for {name!r}")
+        check_floating_point({name: self._stored[name] for name in declared}, self._folder)
         strict = model._keep_in_fp32_modules_strict or ()
         half = model._keep_in_fp32_modules or () if self._dtype == torch.float16 else ()
         self._in_float32 = (*strict, *half)

@@ -28,7 +28,7 @@ import bisect
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from inspect import Parameter, Signature, signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -57,14 +57,14 @@ _Function = Callable[..., Result]
 _WHOLE = "bounds of whole documents"  # what is remembered with a tensor
 
 _FORMS = {
-    "func": ("q", "k", "v"),
-    "kvpacked_func": ("q", "kv"),
-    "qkvpacked_func": ("qkv",),
+    "func": (("q", "k", "v"), "q, k and v [TOKENS, heads, head_dim]"),
+    "kvpacked_func": (("q", "kv"), "q [TOKENS, heads, head_dim] and kv [TOKENS, 2, heads, head_dim]"),
+    "qkvpacked_func": (("qkv",), "qkv [TOKENS, 3, heads, head_dim]"),
 }
 
 
 class _Batch(NamedTuple):
-    """Attention of TENSORS [batch, seq, heads, head_dim], sharded by `LAYOUT`.
+    """Attention of TENSORS, sharded by `LAYOUT`.
 
     Examples:
         >>> q, k, v = torch.randn(3, 1, 16, 2, 8)  # [batch, seq, heads, head_dim]
@@ -86,7 +86,7 @@ class _Batch(NamedTuple):
 
 
 class _Varlen(NamedTuple):
-    """Attention of packed documents, TENSORS [tokens, heads, head_dim], each document sharded by `LAYOUT`.
+    """Attention of packed documents, TENSORS, each document sharded by `LAYOUT`.
 
     Examples:
         >>> q, k, v = torch.randn(3, 12, 2, 8)  # documents of 8 and 4 tokens: [tokens, heads, head_dim]
@@ -128,7 +128,7 @@ class _Varlen(NamedTuple):
 
 
 class _Llama3(NamedTuple):
-    """Attention of packed documents, TENSORS [tokens, heads, head_dim], whose concatenation is sharded by `LAYOUT`.
+    """Attention of packed documents, TENSORS, whose concatenation is sharded by `LAYOUT`.
 
     `llama3_flash_attn_prepare_cu_seqlens` returns the arguments `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q`,
     `max_seqlen_k` and `local_k_slice`. `heads_k_stride` must divide the kv heads; how many heads are gathered at a time
@@ -212,41 +212,46 @@ def _functions(
 
     A function takes the tensors, the fields of `kind`, and those of `Options`. Optional fields of `kind` are keywords.
     """
-    own, shared = (tuple(signature(each).parameters.values()) for each in (kind, Options))
+    own, shared = (
+        [p.replace(annotation=get_type_hints(each)[p.name]) for p in signature(each).parameters.values()]
+        for each in (kind, Options)
+    )
     required = [p for p in own if p.default is p.empty]
     keywords = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.default is not p.empty]
     made = []
-    for form, names in _FORMS.items():
+    for form, (names, _) in _FORMS.items():
         tensors = [Parameter(each, Parameter.POSITIONAL_OR_KEYWORD, annotation=Tensor) for each in names]
         declared = Signature([*tensors, *required, *shared, *keywords], return_annotation=Result)
-        made.append(_function(f"{name}_{form}", layout, kind, names, declared))
+        made.append(_function(name, form, layout, kind, declared))
     q_k_v, kv_packed, qkv_packed = made
     return q_k_v, kv_packed, qkv_packed
 
 
 def _function(
-    name: str, layout: Layout, kind: type[_Batch | _Varlen | _Llama3], tensors: tuple[str, ...], declared: Signature
+    prefix: str, form: str, layout: Layout, kind: type[_Batch | _Varlen | _Llama3], declared: Signature
 ) -> _Function:
-    def function(*args: object, **kwargs: object) -> Result:
-        bound = declared.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
+    name, (tensors, described) = f"{prefix}_{form}", _FORMS[form]
+    parameters = declared.parameters.values()
+    positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+
+    def function(*args: Any, **kwargs: Any) -> Result:
+        given = {**dict(zip(positional, args, strict=False)), **kwargs}
+        if len(given) != len(args) + len(kwargs) or (given := defaults | given).keys() != declared.parameters.keys():
+            declared.bind(*args, **kwargs)  # raises TypeError
         own = kind(**{field: given[field] for field in kind._fields})
         options = Options(**{field: given[field] for field in Options._fields})
         return _attend(name, layout, {each: given[each] for each in tensors}, own, options)
 
     function.__name__ = function.__qualname__ = name
     function.__signature__ = declared  # type: ignore[attr-defined]
-    dim = 2 if kind is _Batch else 1
-    packed = [
+    tokens, dim = ("batch, seq", 2) if kind is _Batch else ("tokens", 1)
+    arguments = [
         f"torch.stack(({', '.join(f'{x}_' for x in each)}), {dim})" if each[1:] else f"{each}_" for each in tensors
     ]
-    words = {
-        "FUNCTION": name, "LAYOUT": str(layout), "ARGUMENTS": ", ".join(packed),
-        "TENSORS": " and ".join(filter(None, (", ".join(tensors[:-1]), tensors[-1]))),
-    }  # fmt: skip
+    words = {"FUNCTION": name, "LAYOUT": str(layout), "ARGUMENTS": ", ".join(arguments), "TENSORS": described}
     function.__doc__ = kind.__doc__
-    for word, text in words.items():
+    for word, text in (words | {"TOKENS": tokens}).items():
         function.__doc__ = (function.__doc__ or "").replace(word, text)
     return function
 
