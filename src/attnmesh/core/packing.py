@@ -78,7 +78,7 @@ _latest: deque[tuple[Tensor, Packing]] = deque(maxlen=8)
 
 
 def packing_of_numbers(numbers: Tensor) -> Packing:
-    """The packing that has these `numbers`; that of one of the latest calls if the numbers are equal."""
+    """The packing that has these `numbers`; a packing of the latest calls if its numbers are equal."""
     for known, packing in tuple(_latest):
         if torch.equal(known, numbers):
             return packing
@@ -90,7 +90,7 @@ def packing_of_numbers(numbers: Tensor) -> Packing:
 
 
 def number_starts(numbers: Tensor) -> Tensor:
-    """The tokens [B, S] whose document has another number than that of the token before."""
+    """The tokens [B, S] whose document has another number than the previous token's."""
     starts = torch.ones_like(numbers, dtype=torch.bool)
     starts[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
     return starts

@@ -38,7 +38,7 @@ def attention_context_parallel(
 
     `group` is a ContextParallel, or the `group` argument of a new one, whose other arguments (layout, schedule,
     backend) are `options`. Yields the ContextParallel; rotary embeddings need its `positions(length)`. `mask` is
-    intersected with that of the call: with `mask=Documents(lengths)`, calls with `is_causal=True` attend under
+    intersected with the mask of the call: with `mask=Documents(lengths)`, calls with `is_causal=True` attend under
     `Causal() & Documents(lengths)`.
 
     Each of `buffers` is sharded in place along its dimension in `buffer_seq_dims`, and restored on exit unless it is in
@@ -126,7 +126,7 @@ class ShardedBuffers:
 
 
 class _ContextParallelMode(TorchFunctionMode):
-    """Replaces torch's attention by that of a ContextParallel; other functions are unchanged."""
+    """Replaces torch's attention by the attention of a ContextParallel; other functions are unchanged."""
 
     def __init__(self, cp: ContextParallel, mask: Mask, length: int | None) -> None:
         super().__init__()

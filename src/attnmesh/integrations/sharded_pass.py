@@ -122,16 +122,18 @@ class ShardedPass:
         expected: Tensor = getattr(self, name)
         if torch.compiler.is_compiling():
             if given.shape != expected.shape:
-                raise ValueError(f"{name} must be that of shard_inputs, got a tensor of shape {list(given.shape)}")
-            torch._assert_async((given == expected).all(), f"{name} must be that of shard_inputs, got another tensor")
+                raise ValueError(
+                    f"{name} must be what shard_inputs returned, got a tensor of shape {list(given.shape)}"
+                )
+            torch._assert_async((given == expected).all(), f"{name} must be what shard_inputs returned, got another")
             return
         if given is expected or given is self._accepted.get(name):
             return
         with checked_on_all_ranks(self.cp.comm, f"a model's {name}", force=True):
             if given.shape != expected.shape or not torch.equal(given.to(expected), expected):
                 raise ValueError(
-                    f"{name} must be that of shard_inputs, got another tensor of shape {list(given.shape)}: pass the "
-                    f"whole {name} to shard_inputs, which finds packed documents and padding in it"
+                    f"{name} must be what shard_inputs returned, got another tensor of shape {list(given.shape)}: pass "
+                    f"the whole {name} to shard_inputs, which finds packed documents and padding in it"
                 )
         self._accepted[name] = given
 
@@ -201,7 +203,7 @@ class Unreadable:
 
 
 class ShardedMask(Unreadable):
-    """What a model is given as its attention_mask: for attnmesh's attention only, which reads that of `attention_pass`.
+    """What a model is given as its attention_mask: for attnmesh's attention only.
 
     Another attention, or a layer that mixes tokens without attention, would compute with this rank's tokens and give no
     sign of it. Here it raises ValueError as soon as it reads the mask. What Transformers reads on the way is allowed.

@@ -175,7 +175,7 @@ def _check_experts(module: nn.Module, kwargs: dict[str, Any]) -> None:
     if given or (given is None and getattr(getattr(module, "config", None), "output_router_logits", False)):
         raise ValueError(
             f"{type(module).__name__}: output_router_logits must be False over ranks, got True: the load-balancing "
-            "loss would be that of one rank's tokens"
+            "loss would be computed from one rank's tokens"
         )
 
 
@@ -295,7 +295,7 @@ class LayerMask:
 
 
 def _follows(position_ids: Tensor) -> Tensor:
-    """Whether the position of each token [B, S] is the one after that of the token before."""
+    """Whether the position of each token [B, S] is 1 more than the position of the previous token."""
     return F.pad(position_ids[:, 1:] == position_ids[:, :-1] + 1, (1, 0), value=True)
 
 
@@ -386,7 +386,7 @@ def _kind(function: Callable[..., Any]) -> tuple[Mask, Tensor | None]:
 
 
 def _window(size: int) -> Mask:
-    """A window of 0 tokens is that of layers that the model does not have: Qwen2-MoE makes a mask for them anyway."""
+    """A window of 0 tokens belongs to layers that the model does not have: Qwen2-MoE makes a mask for them anyway."""
     return SlidingWindow(size - 1) if size else Slices([])
 
 
@@ -410,7 +410,7 @@ def _conjunction(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, 
 def _traced_packing(function: Callable[..., Any], rows: int, tokens: int, device: torch.device) -> Tensor:
     """The numbers of packed sequences [B, tokens] in a graph that is being traced, where functions can only be called.
 
-    A sequence begins with a token that does not attend to the one before it.
+    A sequence begins with a token that does not attend to the previous token.
     """
     row, token = torch.arange(rows, device=device)[:, None], torch.arange(1, tokens, device=device)
     follows, ahead = (
@@ -441,7 +441,7 @@ def _traced_kind(local_size: int | None, served: bool, config: Any) -> Mask:
 
 
 def document_starts(position_ids: Tensor) -> Tensor:
-    """The tokens [B, S] whose position does not follow that of the token before: as Transformers finds packed rows."""
+    """The tokens [B, S] whose position does not follow the previous position: as Transformers finds packed rows."""
     if position_ids.device.type == "cpu":
         positions = position_ids.numpy()
         first = np.ones_like(positions[:, :1], dtype=bool)

@@ -116,7 +116,7 @@ def changing_rotary(config: Any) -> tuple[str, int] | None:
     And the number of positions up to which the frequencies are always the same.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
-    for each in (parameters, *parameters.values()):  # the values may be those of kinds of layers
+    for each in (parameters, *parameters.values()):  # the values may be parameters of kinds of layers
         kind = each.get("rope_type") if isinstance(each, dict) else None
         if kind == "longrope":
             return kind, int(each.get("original_max_position_embeddings") or config.max_position_embeddings)
@@ -138,7 +138,7 @@ def _counts_positions_from_mask(config_class: type) -> bool:
 
 
 def check_head() -> None:
-    """Raise ValueError if the model that is being called has a head that is not that of a causal language model.
+    """Raise ValueError if the model that is being called has another head than a causal language model.
 
     A classifier pools a rank's tokens, and labels of tokens must not be shifted. Called within a forward pass: the
     models are found on the stack.

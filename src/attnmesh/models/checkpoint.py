@@ -67,7 +67,7 @@ class ModelError(ValueError):
 
 @contextmanager
 def translated_errors(what: str) -> Iterator[None]:
-    """Turn any exception but that of an extra that is not installed into a ModelError of one line, after `what`.
+    """Turn any exception into a ModelError of one line, after `what`; a missing extra is raised as it is.
 
     Model files come from elsewhere, and the libraries that read them raise anything: KeyError, struct.error, their own.
     """
@@ -131,7 +131,7 @@ def _disabled_bar(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def check_causal_lm(config: Any, model: Path) -> None:
-    """Raise ModelError unless the configuration is that of a causal language model.
+    """Raise ModelError unless the configuration describes a causal language model.
 
     A family of models may have one and this checkpoint still be a classifier, which would get a random output layer.
     """
@@ -371,7 +371,7 @@ def _limited_parameters(most: int, reason: str) -> Iterator[None]:
 
 
 def check_elements(stored: int, declared: int, differences: Differences, model: Path) -> None:
-    """Raise ModelError unless a checkpoint has as many elements as its model: before memory for more is allocated."""
+    """Raise ModelError unless a checkpoint has the elements of its model: before memory for more is allocated."""
     if stored != declared:
         raise ModelError(
             f"{model} does not match its configuration: it has {stored:,} elements instead of {declared:,}{differences}"

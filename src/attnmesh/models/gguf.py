@@ -393,7 +393,7 @@ def _is_draft(name: str, config: Any, header: GgufHeader) -> bool:
 
 
 def _names_in_file(shapes: Mapping[str, Shape], config: Any, header: GgufHeader) -> dict[str, Shape]:
-    """The shapes of a model's weights by their names in GGUF files, to be printed; those of tied weights once."""
+    """The shapes of a model's weights by their names in GGUF files, to be printed; tied weights once."""
     gguf = require_hf("gguf")
     family = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == header.architecture), None)
     if family is None:

@@ -85,7 +85,7 @@ _MIXTRAL_EXPERTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 _ATTRIBUTE = "_attnmesh_weights"
 
-_building = threading.Lock()  # settings of Transformers are those of the process, and virtual ranks are threads
+_building = threading.Lock()  # Transformers has one set of settings in a process, and virtual ranks are threads
 
 
 # How weights are divided.
@@ -103,7 +103,7 @@ def check_sharded_model(config: Any, name: str, sharding: DecodeSharding) -> Non
 
 
 def heads_of(config: Any) -> Heads:
-    """The heads of the model's attention: kv heads are those of its KV cache, one if that has latents."""
+    """The heads of the model's attention: kv heads are the heads of its KV cache, one if the cache has latents."""
     if getattr(config, "kv_lora_rank", None) is not None:
         return Heads(config.num_attention_heads, 1)
     return Heads(config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
@@ -189,7 +189,7 @@ class TokenExchange:
             self._parts = None
 
     def gather(self, x: Tensor) -> Tensor:
-        """All tokens, [B, n, hidden], from those of this rank."""
+        """All tokens, [B, n, hidden], from this rank's tokens."""
         if self._parts is None:
             return x
         batch, _, hidden = x.shape
@@ -213,7 +213,7 @@ class TokenExchange:
         return self._comm.all_gather(x[:, -1:].contiguous() if is_last else empty, shapes)[-1]
 
     def gather_vocabulary(self, logits: Tensor, sizes: list[int]) -> Tensor:
-        """All logits [.., vocabulary], from those of this rank's part."""
+        """All logits [.., vocabulary], from the logits of this rank's part."""
         if self._comm.world == 1:
             return logits
         shapes = [(*logits.shape[:-1], size) for size in sizes]
@@ -458,7 +458,7 @@ class _Checkpoint:
         Args:
             model: without weights.
             weights: by name, tied ones once.
-            parts: those that are to be read.
+            parts: what is to be read of them.
         """
         pieces = [piece for name, weight in weights.items() for piece in self._pieces(name, tuple(weight.shape))]
         declared = {piece.name: piece.shape for piece in pieces}

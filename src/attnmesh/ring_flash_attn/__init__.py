@@ -2,7 +2,7 @@
 
     import attnmesh.ring_flash_attn as ring_flash_attn
 
-Names, signatures, layouts and results are those of that project. See `functions` and `huggingface` for what is
+Names, signatures, layouts and results are the same as in that project. See `functions` and `huggingface` for what is
 served beyond it; what is not served raises ValueError on every rank.
 """
 

@@ -120,8 +120,8 @@ class _Varlen(NamedTuple):
         expected = _local_lengths(layout, lengths, comm.world, comm.rank)
         if local != expected:
             raise ValueError(
-                f"cu_seqlens must be those of documents of {shown(list(expected))} positions: rank {comm.rank} of "
-                f"{comm.world} holds so many of document_lengths {shown(list(lengths))} under {layout}, got "
+                f"cu_seqlens must have documents of {shown(list(expected))} positions, which rank {comm.rank} of "
+                f"{comm.world} holds of document_lengths {shown(list(lengths))} under {layout}, got "
                 f"{shown(list(local))}"
             )
         return Sharding(_joint(layout, lengths), sum(lengths), "ring", lengths)
@@ -170,8 +170,8 @@ class _Llama3(NamedTuple):
             raise ValueError(f"heads_k_stride must divide the {kv_heads} kv heads, got {self.heads_k_stride}")
         if len(q) != len(k) or keys.stop - keys.start != k[-1]:
             raise ValueError(
-                "cu_seqlens_k and local_k_slice must have the documents of cu_seqlens_q and as many keys as each "
-                f"other, got {shown(q)}, {shown(k)} and {keys}"
+                "cu_seqlens_k and local_k_slice must have the documents of cu_seqlens_q and the same number of "
+                f"keys, got {shown(q)}, {shown(k)} and {keys}"
             )
         return _LocalDocuments(q, k, keys)
 
@@ -184,8 +184,8 @@ class _Llama3(NamedTuple):
             expected = _local_documents(whole, causal, comm.rank, comm.world)
             if local.without_empty() != expected.without_empty():
                 raise ValueError(
-                    "cu_seqlens_q, cu_seqlens_k and local_k_slice must be those of "
-                    f"llama3_flash_attn_prepare_cu_seqlens for causal={causal}, rank={comm.rank} and "
+                    "cu_seqlens_q, cu_seqlens_k and local_k_slice must be what "
+                    f"llama3_flash_attn_prepare_cu_seqlens returns for causal={causal}, rank={comm.rank} and "
                     f"world_size={comm.world}, {shown(tuple(expected))}, got {shown(tuple(local))}"
                 )
         return Sharding(Contiguous(), whole[-1], "allgather", lengths_of(whole))
@@ -210,7 +210,7 @@ def _functions(
 ) -> tuple[_Function, _Function, _Function]:
     """The functions of q, k and v, of packed k and v, and of packed q, k and v.
 
-    A function takes the tensors, the fields of `kind`, and those of `Options`. Optional fields of `kind` are keywords.
+    A function takes the tensors and the fields of `kind` and of `Options`. Optional fields of `kind` are keywords.
     """
     own, shared = (
         [p.replace(annotation=get_type_hints(each)[p.name]) for p in signature(each).parameters.values()]
@@ -350,7 +350,7 @@ def _local_documents(whole: tuple[int, ...], causal: bool, rank: int, world: int
 
 
 def _exchanged(comm: Comm, function: str, local: _LocalDocuments, device: torch.device) -> tuple[int, ...]:
-    """The bounds of whole documents, from what all ranks know of theirs."""
+    """The bounds of whole documents, from what every rank knows of its documents."""
     comm.agree(f"{function}: exchange of cu_seqlens", {"device": device.type})
     mine = torch.tensor([local.keys.start, *local.cu_seqlens_q], dtype=torch.int64, device=device)
     count = torch.tensor([mine.numel()], dtype=torch.int64, device=device)

@@ -84,7 +84,7 @@ class _RingPass(ShardedPass):
         self._accepted[name] = given
 
     def _are_positions(self, given: Tensor) -> bool:
-        """Whether they are those of this rank. Padding at the end of the row may have position 0."""
+        """Whether they are this rank's positions. Padding at the end of the row may have position 0."""
         for expected in (self.position_ids, self.in_row):
             if given.shape == expected.shape:
                 others = (given != expected)[0].nonzero()
@@ -106,7 +106,7 @@ class _State:
             raise ValueError("update_ring_flash_attn_params(cu_seqlens, group) must be called before the model")
         if self.ring.cp.comm is not self.comm:
             raise ValueError(
-                "process_group of update_ring_flash_attn_params must be that of substitute_hf_flash_attn, got "
+                "process_group of update_ring_flash_attn_params must be the group of substitute_hf_flash_attn, got "
                 f"{self.ring.cp.comm} and {self.comm}"
             )
         self.ring.heads_k_stride = self.heads_k_stride
@@ -123,7 +123,7 @@ _original: dict[str, Any] = {}
 
 
 def _state(comm: Comm | None = None) -> _State:
-    """The state of this rank. Its other threads, such as those of a backward, see it too if the rank is a process."""
+    """The state of this rank. Its other threads, such as a backward's, see it too if the rank is a process."""
     virtual = isinstance(comm, VirtualComm) or (comm is None and _of_virtual_rank.comm is not None)
     return _of_virtual_rank if virtual else _of_process
 
@@ -199,7 +199,7 @@ def use_ring_attn(flag: bool) -> None:
 
 
 def _checked_implementation(model: Any, attn_implementation: str | None, *args: Any, **options: Any) -> str:
-    """Transformers' check of `attn_implementation`, without that of the package flash_attn, which is not called."""
+    """Transformers' check of `attn_implementation`, which needs no package flash_attn here."""
     if attn_implementation in _FLASH and model._supports_flash_attn:
         return attn_implementation
     checked: str = _original["check"](model, attn_implementation, *args, **options)

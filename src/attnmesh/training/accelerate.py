@@ -53,8 +53,7 @@ __all__ = ["TESTED", "disable", "enable"]
 TESTED = {"accelerate": "1.15", "transformers": "5.22", "trl": "1.16"}
 """The versions whose private functions `enable()` replaces."""
 
-Options = dict[str, Any]
-
+_options: dict[str, Any] = {}  # of `enable`
 _ATTRIBUTE = "_attnmesh_ranks"  # of an Accelerator and of a prepared model
 
 # Packed rows as attention kernels of one device take them: position_ids contain the same.
@@ -69,9 +68,9 @@ _patches = Patches()
 def enable(*, layout: Layout = Zigzag(), schedule: str = "auto", backend: str = "auto") -> None:  # noqa: B008
     """Use attnmesh for the context parallelism of accelerate, Transformers' Trainer and TRL's SFTTrainer.
 
-    Call it before an `Accelerator`, `TrainingArguments` or a trainer is created. Arguments are those of
-    `ContextParallel`; packed and padded batches of a trainer get the layout `Balanced` instead. A second call changes
-    the arguments. Raises ValueError for a version of accelerate, Transformers or TRL that was not tested.
+    Call it before an `Accelerator`, `TrainingArguments` or a trainer is created. `ContextParallel` has the same
+    arguments; packed and padded batches of a trainer get the layout `Balanced` instead. A second call changes the
+    arguments. Raises ValueError for a version of accelerate, Transformers or TRL that was not tested.
 
     Examples:
         >>> from attnmesh.training import accelerate
@@ -83,10 +82,10 @@ def enable(*, layout: Layout = Zigzag(), schedule: str = "auto", backend: str = 
     check_choice("backend", backend, BACKENDS)
     _check_versions()
     disable()
-    options = {"layout": layout, "schedule": schedule, "backend": backend}
-    _patch_accelerate(require("accelerate", extra="hf"), options)
-    _patches.when_imported("transformers.trainer", partial(_patch_trainer, options))
-    _patches.when_imported("trl.trainer.sft_trainer", partial(_patch_sft_trainer, options))
+    _options.update(layout=layout, schedule=schedule, backend=backend)
+    _patch_accelerate(require("accelerate", extra="hf"))
+    _patches.when_imported("transformers.trainer", _patch_trainer)
+    _patches.when_imported("trl.trainer.sft_trainer", _patch_sft_trainer)
 
 
 def disable() -> None:
@@ -116,9 +115,9 @@ def _check_versions() -> None:
             )
 
 
-def _patch_accelerate(accelerate: ModuleType, options: Options) -> None:
+def _patch_accelerate(accelerate: ModuleType) -> None:
     accelerator = accelerate.Accelerator
-    _patches.replace(accelerator, "_prepare_cp", partial(_prepare_cp, options))
+    _patches.replace(accelerator, "_prepare_cp", _prepare_cp)
     _patches.replace(accelerator, "prepare_data_loader", _prepare_data_loader)
     _patches.replace(accelerator, "gather_for_metrics", _gather_for_metrics)
     _patches.replace(accelerate.ParallelismConfig, "_validate_accelerator", _validate_accelerator)
@@ -126,9 +125,9 @@ def _patch_accelerate(accelerate: ModuleType, options: Options) -> None:
     _patches.replace(state, "__init__", _init_state)
 
 
-def _prepare_cp(options: Options, original: Any, self: Any, *args: Any) -> tuple[Any, ...]:
+def _prepare_cp(original: Any, self: Any, *args: Any) -> tuple[Any, ...]:
     """Accelerator._prepare_cp: models get attnmesh's attention, and batches are sharded by its layouts."""
-    ranks = ranks_of(self, options)
+    ranks = ranks_of(self)
     for arg in args:
         if isinstance(arg, nn.Module):
             ranks.prepare(arg)
@@ -139,7 +138,7 @@ def _prepare_cp(options: Options, original: Any, self: Any, *args: Any) -> tuple
 def _prepare_data_loader(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Accelerator.prepare_data_loader: every rank reads a stream itself.
 
-    By default rank 0 reads it and sends another batch to each rank, also to those that share a sequence.
+    By default rank 0 reads it and sends another batch to each rank, also to ranks that share a sequence.
     """
     config = self.dataloader_config
     if self.parallelism_config is None or not self.parallelism_config.cp_enabled:
@@ -159,7 +158,7 @@ def _prepare_data_loader(original: Any, self: Any, *args: Any, **kwargs: Any) ->
 def _gather_for_metrics(original: Any, self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
     """Accelerator.gather_for_metrics.
 
-    At the end of a dataset it keeps as many entries as there are samples. Values of shards are no samples.
+    At the end of a dataset it keeps one entry for each sample. Values of shards are no samples.
     """
     if use_gather_object or not is_sharding(self):
         return original(self, input_data, use_gather_object)
@@ -194,22 +193,22 @@ def _init_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 # Transformers' Trainer and TRL's SFTTrainer.
 
 
-def _patch_trainer(options: Options, module: ModuleType) -> None:
+def _patch_trainer(module: ModuleType) -> None:
     """Replace the methods of `transformers.Trainer` that know about context parallelism."""
     trainer = module.Trainer
-    _patches.replace(trainer, "_prepare_context_parallel_inputs", partial(_prepare_inputs, options))
+    _patches.replace(trainer, "_prepare_context_parallel_inputs", _prepare_inputs)
     _patches.replace(trainer, "_get_num_items_in_batch", _num_items)
-    _patches.replace(trainer, "prediction_step", partial(_prediction_step, options))
-    _patches.replace(trainer, "evaluation_loop", partial(_evaluation_loop, options))
+    _patches.replace(trainer, "prediction_step", _prediction_step)
+    _patches.replace(trainer, "evaluation_loop", _evaluation_loop)
     _patches.replace(trainer, "compute_loss", _compute_loss)
     _patches.replace(trainer, "__init__", _init)
 
 
-def _patch_sft_trainer(options: Options, module: ModuleType) -> None:
+def _patch_sft_trainer(module: ModuleType) -> None:
     """Replace the methods of `trl.SFTTrainer` that refuse packing or that do not shard."""
     trainer = module.SFTTrainer
     _patches.replace(trainer, "__init__", _sft_init)
-    _patches.replace(trainer, "prediction_step", partial(_sft_prediction_step, options))
+    _patches.replace(trainer, "prediction_step", _sft_prediction_step)
     _patches.replace(trainer, "compute_loss", _sft_compute_loss)
 
 
@@ -221,11 +220,11 @@ def _shards(trainer: Any) -> bool:
 # Batches.
 
 
-def _prepare_inputs(options: Options, original: Any, self: Any, model: Any, inputs: dict[str, Any]) -> Any:
+def _prepare_inputs(original: Any, self: Any, model: Any, inputs: dict[str, Any]) -> Any:
     """Trainer._prepare_context_parallel_inputs: a context, and this rank's shard of the batch."""
     if not _shards(self):
         return original(self, model, inputs)
-    ranks = ranks_of(self.accelerator, options)
+    ranks = ranks_of(self.accelerator)
     ranks.prepare(model)
     with checked_on_all_ranks(ranks.cp.comm, "Trainer"):
         _check_trainer(self, model)
@@ -323,13 +322,13 @@ def _num_items(original: Any, self: Any, batch_samples: Any, device: Any) -> Any
 
 
 def _prediction_step(
-    options: Options, original: Any, self: Any, model: Any, inputs: dict[str, Any], prediction_loss_only: bool,
+    original: Any, self: Any, model: Any, inputs: dict[str, Any], prediction_loss_only: bool,
     ignore_keys: Any = None,
 ) -> Any:  # fmt: skip
     """Trainer.prediction_step: the loss and the logits of the whole batch on every rank."""
     if not _shards(self):
         return original(self, model, inputs, prediction_loss_only, ignore_keys)
-    ranks = ranks_of(self.accelerator, options)
+    ranks = ranks_of(self.accelerator)
     ranks.latest = None
     loss, logits, labels = original(self, model, inputs, prediction_loss_only, ignore_keys)
     if ranks.latest is None:  # without labels the model computes the whole batch on every rank
@@ -338,7 +337,7 @@ def _prediction_step(
 
 
 def _sft_prediction_step(
-    options: Options, original: Any, self: Any, model: Any, inputs: dict[str, Any], prediction_loss_only: bool,
+    original: Any, self: Any, model: Any, inputs: dict[str, Any], prediction_loss_only: bool,
     ignore_keys: Any = None,
 ) -> Any:  # fmt: skip
     """SFTTrainer.prediction_step with a sharded batch."""
@@ -353,7 +352,7 @@ def _sft_prediction_step(
     with torch.no_grad(), self.compute_loss_context_manager(), context():
         found = self.compute_loss(model, inputs, return_outputs=not prediction_loss_only, num_items_in_batch=count)
     loss, outputs = (found, None) if prediction_loss_only else found
-    loss = _mean(ranks_of(self.accelerator, options), loss)
+    loss = _mean(ranks_of(self.accelerator), loss)
     return (loss, None, None) if outputs is None else (loss, _whole(attention_pass, outputs.logits), labels)
 
 
@@ -380,10 +379,10 @@ def _whole(attention_pass: ShardedPass, logits: Any) -> Any:
     return attention_pass.unshard(logits.detach())
 
 
-def _evaluation_loop(options: Options, original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _evaluation_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Trainer.evaluation_loop: results are gathered from one rank per batch."""
     if _shards(self):
-        ranks = ranks_of(self.accelerator, options)
+        ranks = ranks_of(self.accelerator)
         self.gather_function = partial(_gather_over_batches, self.accelerator, ranks)
     first = _shards(self) and not self.accelerator._models
     result = original(self, *args, **kwargs)
@@ -448,7 +447,7 @@ def _sft_compute_loss(
     original: Any, self: Any, model: Any, inputs: dict[str, Any], return_outputs: bool = False,
     num_items_in_batch: Any = None,
 ) -> Any:  # fmt: skip
-    """SFTTrainer.compute_loss, whose mean over a rank's labels is not a share of that over all labels."""
+    """SFTTrainer.compute_loss, whose mean over a rank's labels is no share of the mean over all labels."""
     if num_items_in_batch is None and is_sharding(self.accelerator):
         raise ValueError("num_items_in_batch must be given under context parallelism, got None")
     return original(self, model, with_labels(inputs), return_outputs, num_items_in_batch)
@@ -457,11 +456,11 @@ def _sft_compute_loss(
 # The context-parallel ranks of an `Accelerator`.
 
 
-def ranks_of(accelerator: Any, options: Mapping[str, Any]) -> AcceleratorRanks:
+def ranks_of(accelerator: Any) -> AcceleratorRanks:
     """The context-parallel ranks of an accelerator, created by the first call."""
     ranks: AcceleratorRanks | None = getattr(accelerator, _ATTRIBUTE, None)
     if ranks is None:
-        ranks = AcceleratorRanks(accelerator, options)
+        ranks = AcceleratorRanks(accelerator, _options)
         setattr(accelerator, _ATTRIBUTE, ranks)
     return ranks
 
@@ -483,8 +482,8 @@ class ShiftedLabels(Unreadable):
         """Why the labels cannot be read, as some code tried to."""
         return (
             f"a compute_loss of one's own must read inputs['shift_labels'] under context parallelism, got one that "
-            f"reads inputs['labels'] ({name}): labels are those of this rank and already shifted, and the loss must be "
-            f"a sum over them divided by num_items_in_batch{see('training.md#accelerate-trainer-and-trl')}"
+            f"reads inputs['labels'] ({name}): labels are this rank's and already shifted, and the loss must be a "
+            f"sum over them divided by num_items_in_batch{see('training.md#accelerate-trainer-and-trl')}"
         )
 
 
@@ -563,7 +562,7 @@ class AcceleratorRanks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments of a prepared model with the keyword argument `attention_pass`; None if they stay as they are.
 
-        `names` are those of positional arguments.
+        `names` are the names of positional arguments.
         """
         attention_pass: ShardedPass | None = kwargs.get("attention_pass")
         buffers = self._buffers if attention_pass is None else None
@@ -612,7 +611,7 @@ class AcceleratorRanks:
     # Batches of a trainer.
 
     def shard_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's arguments of the model, from those of the whole batch by name.
+        """This rank's arguments of the model, from the arguments of the whole batch by name.
 
         `num_items_in_batch` is such that the mean of the losses over ranks is the loss. `labels` are shifted.
         """
@@ -746,7 +745,7 @@ def with_labels(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_loss(model: Any) -> None:
-    """Raise ValueError for a model whose outputs are not one per token, or whose labels are not those of tokens."""
+    """Raise ValueError for a model whose outputs are not one per token, or whose labels are not labels of tokens."""
     kind = getattr(model, "loss_type", None)
     losses = require("transformers.loss.loss_utils", extra="hf")
     if kind is not None and losses.LOSS_MAPPING.get(kind) is not losses.ForCausalLMLoss:
@@ -825,7 +824,7 @@ def _text_config(model: Any) -> Any:
 def whole_balance(
     models: Iterable[nn.Module], current: Callable[[], ShardedPass | None], share: float
 ) -> Iterator[None]:
-    """In this context, the load-balancing loss of models is `share` times that of the whole batch of `current()`.
+    """In this context, the load-balancing loss of models is `share` times the loss of the whole batch of `current()`.
 
     Its gradients are such that the mean over ranks is the gradient of `share` times the loss.
     """

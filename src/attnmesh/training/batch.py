@@ -55,8 +55,8 @@ def shard_inputs(
         attention_mask: [B, S], 0 where a token is padding: before, after or between documents.
         document_lengths: the lengths of the documents of every row, without padding, instead of position_ids that
             restart.
-        num_items_in_batch: the number of labels that the loss is divided by; by default those of this batch. With data
-            parallelism, `GradientReduction.num_items(labels)`.
+        num_items_in_batch: the number of labels that the loss is divided by; by default the number in this batch. With
+            data parallelism, `GradientReduction.num_items(labels)`.
         balance: give packed or padded rows the layout `Balanced`, which divides their work evenly.
         per_token: more tensors [B, S, ...] to shard, under the names that the model takes.
 
@@ -122,7 +122,7 @@ def shard_inputs(
 def gather_log_probs(inputs: Mapping[str, Any], logits: Tensor) -> Tensor:
     """The log-probabilities of the labels of the whole batch, float32 [B, S], on every rank.
 
-    `inputs` are those of `shard_inputs`, and `logits` [B, n, vocabulary] what the model computed from them. Entry t of
+    `inputs` come from `shard_inputs`, and `logits` [B, n, vocabulary] is what the model computed from them. Entry t of
     a row is the log-probability of label t + 1; where there is no label, it is 0. Only one number per token is sent.
     Differentiable: gradients are summed over ranks, so a loss that every rank computes from the result counts once for
     each rank.
@@ -142,7 +142,7 @@ def gather_log_probs(inputs: Mapping[str, Any], logits: Tensor) -> Tensor:
         or not isinstance(inputs.get("attention_pass"), ShardedPass)
         or "shift_labels" not in inputs
     ):
-        raise ValueError(f"inputs must be those of shard_inputs with labels, got {shown(inputs)}")
+        raise ValueError(f"inputs must be what shard_inputs returned for labels, got {shown(inputs)}")
     labels: Tensor = inputs["shift_labels"]
     attention_pass: ShardedPass = inputs["attention_pass"]
 
@@ -182,7 +182,6 @@ def _checked_pass(
     balance: bool,
 ) -> tuple[ShardedPass, SharedValues]:
     """The pass, and what must be equal on all ranks."""
-    _check_ids("input_ids", input_ids)
     check_bool(balance=balance)
     rows, length = shape = (input_ids.shape[0], input_ids.shape[1])
     if length < cp.world:
@@ -210,15 +209,10 @@ def _checked_pass(
         local = as_tensor(cp.layout.ranges(length, cp.world, cp.rank), device)[None].repeat(rows, 1)
     else:
         local = _move(cp.shard(positions, 1), device)
-    present = torch.ones(local.shape, dtype=torch.bool, device=device)
-    if real is not None:
-        present = _move(cp.shard(real, 1), device)
-    values: SharedValues = {
-        "input_ids": list(input_ids.shape), "packing": packing.mask, "balance": balance,
-    }  # fmt: skip
-    found = ShardedPass(cp, length, packing, local, present)
+    every = torch.ones(local.shape, dtype=torch.bool, device=device)
+    found = ShardedPass(cp, length, packing, local, every if real is None else _move(cp.shard(real, 1), device))
     found.counts_padding = positions is None and any(packing.first)
-    return found, values
+    return found, {"input_ids": list(input_ids.shape), "packing": packing.mask, "balance": balance}
 
 
 def batch_checks(cp: ContextParallel, kind: str = "shard_inputs") -> ValueChecks:
@@ -254,7 +248,7 @@ def _check_ids(name: str, ids: Tensor) -> None:
         raise ValueError(f"{name} must be an int32 or int64 tensor [batch, tokens], got {got}")
 
 
-def _check_readable(name: str, x: Tensor) -> None:
+def _check_values(name: str, x: Tensor) -> None:
     check_tensor(name, x)
     if x.device.type == "meta":
         raise ValueError(f"{name} must have values, got a tensor on the device meta")
@@ -269,7 +263,7 @@ def _move(x: Tensor, device: torch.device) -> Tensor:
 
 def _checked_positions(position_ids: Tensor, input_ids: Tensor) -> Tensor:
     _check_ids("position_ids", position_ids)
-    _check_readable("position_ids", position_ids)
+    _check_values("position_ids", position_ids)
     if position_ids.shape not in (input_ids.shape, (1, input_ids.shape[1])):
         raise ValueError(
             f"position_ids must have the shape of input_ids, {list(input_ids.shape)}, or [1, {input_ids.shape[1]}], "
@@ -286,7 +280,7 @@ def _real_tokens(attention_mask: Tensor, input_ids: Tensor) -> Tensor | None:
             f"attention_mask must have the shape of input_ids, {list(input_ids.shape)}, got {got}: a mask of pairs of "
             f"tokens is not supported, documents are given by position_ids or document_lengths"
         )
-    _check_readable("attention_mask", attention_mask)
+    _check_values("attention_mask", attention_mask)
     real = attention_mask.bool()
     all_real, others = torch.stack([real.all(), (real.to(attention_mask.dtype) != attention_mask).any()]).tolist()
     if others:

@@ -79,11 +79,11 @@ class GradientReduction:
             _reductions[wrapper] = self
 
     def num_items(self, labels: Tensor | Iterable[Tensor]) -> Tensor:
-        """The number of labels that the loss is divided by: those of this step.
+        """The number of labels of this step, by which the loss is divided.
 
-        With `losses="tokens"` they are those of all data ranks, else those of this data rank.
-        `labels` [B, S] are those of the whole rows of this data rank, as `shard_inputs` takes them; with gradient
-        accumulation, a list of them, one for each batch of the step. All ranks call it.
+        With `losses="tokens"` the labels of all data ranks are counted, else the labels of this data rank. `labels`
+        [B, S] are the labels of whole rows of this data rank, as `shard_inputs` takes them; with gradient accumulation,
+        a list with one tensor for each batch of the step. All ranks call it.
         """
         batches = [labels] if isinstance(labels, Tensor) else check_list("labels", labels, "tensors")
         count = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -109,7 +109,7 @@ class GradientReduction:
 def check_reduction(*, counted: bool) -> None:
     """Raise ValueError if a wrapped model whose forward is running reduces gradients in another way than losses need.
 
-    The losses are those of `shard_inputs`: shares of the mean over the labels of this data rank, or over a number that
+    The losses come from `shard_inputs`: shares of the mean over the labels of this data rank, or over a number that
     was given (`counted`).
     """
     for wrapper in _running_wrappers():

@@ -17,6 +17,7 @@ from attnmesh.training import accelerate as integration
 from attnmesh.training.accelerate import _check_trainer, _digest
 from helpers.training import (
     accelerate_ranks,
+    files_of_a_training_step,
     loop_log,
     packed_logits,
     padded_batch,
@@ -127,7 +128,9 @@ def in_one_process_and_over_ranks(comm, cases):
         for i, (name, (run, kind, changes)) in enumerate(cases.items()) if i % comm.world == comm.rank
     }  # fmt: skip
     integration.enable()
-    return {"one": one, "over ranks": {name: run(comm.world, kind, **how) for name, (run, kind, how) in cases.items()}}
+    with files_of_a_training_step(3) as files:  # two are one step of the optimizer
+        over_ranks = {name: run(comm.world, kind, **how) for name, (run, kind, how) in cases.items()}
+    return {"one": one, "over ranks": over_ranks, "files": files}
 
 
 def patched():
@@ -337,6 +340,18 @@ def check_logs(results, name, tolerance=2e-5):
 @pytest.mark.parametrize("name", [name for name in QUICK if "leakage" not in name])
 def test_logged_values_equal_one_process(quick, name):
     check_logs(quick, name)
+
+
+@needs_trl
+def test_a_training_step_enters_few_files(quick):
+    """So that it can be read in a debugger. It is the second step of the optimizer, with a batch that is new."""
+    for result in quick:
+        ours = {name for name in result["files"] if name.startswith(("integrations", "training"))}
+        assert ours == {
+            "integrations/patches.py", "integrations/sharded_pass.py", "integrations/transformers_attention.py",
+            "integrations/transformers_models.py", "training/accelerate.py", "training/batch.py",
+        }  # fmt: skip
+        assert len(result["files"]) <= 50, sorted(result["files"])
 
 
 @needs_trl

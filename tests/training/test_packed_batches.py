@@ -205,11 +205,11 @@ def test_tensors_that_replace_those_of_shard_inputs_are_refused_on_every_rank():
         model = attnmesh_model("llama")
         inputs = shard_inputs(am.ContextParallel(comm, layout=am.Contiguous()), ids, labels)
         whole = inputs["attention_pass"].shard(positions)  # restarts on one rank or on several
-        with pytest.raises(ValueError, match="position_ids must be that of shard_inputs"):
+        with pytest.raises(ValueError, match="position_ids must be what shard_inputs returned"):
             model(**inputs | {"position_ids": whole})
         hidden = torch.ones_like(inputs["attention_pass"].attention_mask)
         hidden[:, -1] = comm.rank == 0
-        with pytest.raises(ValueError, match="attention_mask must be that of shard_inputs"):
+        with pytest.raises(ValueError, match="attention_mask must be what shard_inputs returned"):
             model(**inputs | {"attention_mask": hidden})
         copies = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         return torch.equal(model(**copies).loss, model(**inputs).loss)
