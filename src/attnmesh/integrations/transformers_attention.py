@@ -265,7 +265,7 @@ class LayerMask:
         """The numbers of the documents, as an operator of the graph that is being traced."""
         packing = self.packing
         if packing is None and self.padding is None and position_ids is not None and self.queries == self.keys:
-            packing = (~_follows(position_ids)).cumsum(-1)
+            packing = F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0)).cumsum(-1)
         if packing is None and self.padding is None:
             return None
         padding: Any = self.padding
@@ -292,11 +292,6 @@ class LayerMask:
         if given is None:
             return Packing(None, (), self.keys.stop)
         return packing_of(starts, None if real is None or bool(real.all()) else real, (given.shape[0], self.keys.stop))
-
-
-def _follows(position_ids: Tensor) -> Tensor:
-    """Whether the position of each token [B, S] is 1 more than the position of the previous token."""
-    return F.pad(position_ids[:, 1:] == position_ids[:, :-1] + 1, (1, 0), value=True)
 
 
 @torch.library.custom_op("attnmesh::number_documents", mutates_args=())
@@ -347,7 +342,7 @@ def layer_mask(
     check_config(config)
     if isinstance(attention_mask, ShardedMask) and not torch.compiler.is_compiling():
         check_head()
-        if attention_mask.attention_pass.counts_padding and counts_positions_from_mask(config):
+        if attention_mask.attention_pass.counts_padding and counts_positions_from_mask(type(config)):
             raise ValueError(
                 f"position_ids must be given to shard_inputs for rows with padding before their tokens: the code of "
                 f"{type(config).__name__} may derive them from attention_mask, got None"

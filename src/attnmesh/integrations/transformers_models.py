@@ -125,14 +125,9 @@ def changing_rotary(config: Any) -> tuple[str, int] | None:
     return None
 
 
-def counts_positions_from_mask(config: Any) -> bool:
-    """Whether the code of the model may derive positions from attention_mask where none are given, as OPT does."""
-    kind: type = type(config)
-    return _counts_positions_from_mask(kind)
-
-
 @cache
-def _counts_positions_from_mask(config_class: type) -> bool:
+def counts_positions_from_mask(config_class: type) -> bool:
+    """Whether the code of the model may derive positions from attention_mask where none are given, as OPT does."""
     found = _code(config_class)
     return found is not None and _POSITIONS_CODE.search(inspect.getsource(found[0])) is not None
 
