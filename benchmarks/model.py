@@ -18,9 +18,9 @@ from attnmesh.cli.output import Rows
 from attnmesh.comm import Comm
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.models import kv_bytes_per_token
-from attnmesh.integrations.loading import load_model
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.integrations.transformers_models import NAME
+from attnmesh.models.loading import load_model
 from attnmesh.utils.optional import require
 from benchmarks.common import JsonOption, make_app, publish
 

@@ -32,7 +32,7 @@ from attnmesh.cli import output
 from attnmesh.cli.output import Rows
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.sampling import Sampling
-from attnmesh.integrations.loading import load_model
+from attnmesh.models.loading import load_model
 from benchmarks.common import JsonOption, make_app, publish
 
 WORDS = ["<s>", "</s>", "<unk>", *(f"w{i}" for i in range(61))]

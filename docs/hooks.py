@@ -1,19 +1,22 @@
-"""Hooks of MkDocs: pages made from files outside of docs/, and the reports that schedules.md shows."""
+"""Hooks of MkDocs: pages from files outside of docs/, the reports of schedules.md, functions that a factory makes."""
 
 import ast
 import re
 from pathlib import Path
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from attnmesh import ring_flash_attn
 from attnmesh.cli.report import compare_schedules
 from attnmesh.core.layouts import Contiguous, Layout, Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.plan.workload import Shape
 from attnmesh.report import schedule_report
 from attnmesh.report.page import page
+from attnmesh.ring_flash_attn import functions
 
 ROOT = Path(__file__).parents[1]
 COPIED = {"security.md": "SECURITY.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
@@ -56,3 +59,14 @@ def report_page(layout: Layout) -> str:
     shape = Shape(batch=1, q_heads=32, kv_heads=8, head_dim=128, itemsize=2, sum_itemsize=4)
     outcomes = compare_schedules(world, layout, mask, ranks_per_node=world)
     return page(schedule_report(mask, layout, 131072, world, shape, ranks_per_node=world, outcomes=outcomes))
+
+
+class RuntimeFunctions(griffe.Extension):
+    """Reads the functions of ring_flash_attn from the imported module: a factory makes them."""
+
+    def on_module_members(self, *, mod: griffe.Module, **_: object) -> None:
+        """Add the functions that the source of the module does not show."""
+        if mod.path == functions.__name__:
+            inspected = griffe.inspect(mod.name, filepath=Path(functions.__file__), parent=mod.parent)
+            for name in set(ring_flash_attn.__all__) & set(inspected.members) - set(mod.members):
+                mod.set_member(name, inspected.members[name])

@@ -38,7 +38,7 @@ def train(arguments: argparse.Namespace, world: int) -> list[dict[str, float]]:
     from trl import SFTConfig, SFTTrainer
 
     import attnmesh as am
-    from attnmesh.integrations.accelerate import enable
+    from attnmesh.training.accelerate import enable
 
     disable_progress_bars()
     if world > 1:

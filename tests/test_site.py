@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 GENERATED = {"security.md", "contributing.md", "changelog.md", "examples.md"}  # by docs/hooks.py
 PUBLIC_MODULES = (
-    "attnmesh", "attnmesh.integrations.accelerate", "attnmesh.integrations.data_parallel",
-    "attnmesh.integrations.ring_flash_attn", "attnmesh.report",
+    "attnmesh", "attnmesh.training.accelerate", "attnmesh.training.data_parallel",
+    "attnmesh.ring_flash_attn", "attnmesh.report",
 )  # fmt: skip
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

@@ -33,14 +33,14 @@ from attnmesh.generation.requests import Request, Token
 from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
 from attnmesh.integrations.attention_weights import attention_from_transformers
-from attnmesh.integrations.checkpoint import ModelError
-from attnmesh.integrations.loading import load_model
-from attnmesh.integrations.sharded_batch import gather_log_probs, shard_inputs
-from attnmesh.integrations.sharded_model import shard_model
+from attnmesh.integrations.sdpa import attention_context_parallel
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.kv_cache.block_pool import CacheFull, content_ids
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sharded import ShardedCache
+from attnmesh.models.checkpoint import ModelError
+from attnmesh.models.loading import load_model
+from attnmesh.models.sharded import shard_model
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.ops.decode.api import decode_attention, paged_decode_attention
@@ -63,10 +63,10 @@ from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks
 from attnmesh.parallel.reshard.api import reshard
 from attnmesh.parallel.reshard.files import load_cache, save_cache
 from attnmesh.parallel.reshard.prefill import PrefillKV
-from attnmesh.parallel.sdpa import attention_context_parallel
 from attnmesh.parallel.sparse.api import SparseParallel
 from attnmesh.parallel.sparse.decode import SparseDecode
 from attnmesh.plan.decode import DecodeSharding
+from attnmesh.training.batch import gather_log_probs, shard_inputs
 
 if TYPE_CHECKING:
     from attnmesh.planner.recommend import recommend_sharding

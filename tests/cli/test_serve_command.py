@@ -15,7 +15,7 @@ for name in ("transformers", "openai", "fastapi", "uvicorn", "prometheus_client"
 
 from attnmesh.generation.generator import Generator, generate  # noqa: E402
 from attnmesh.generation.sampling import Sampling  # noqa: E402
-from attnmesh.integrations.loading import load_model  # noqa: E402
+from attnmesh.models.loading import load_model  # noqa: E402
 from attnmesh.plan.decode import DecodeSharding  # noqa: E402
 from helpers.cli import assert_refused, words  # noqa: E402
 from helpers.cli import run as run_command  # noqa: E402

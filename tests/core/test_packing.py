@@ -5,7 +5,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnmesh.core.masks import Documents
-from attnmesh.core.packing import check_gaps, document_starts, lengths_to_positions, packing_of
+from attnmesh.core.packing import packing_of
+from attnmesh.integrations.transformers_attention import check_gaps, document_starts
+from attnmesh.training.batch import lengths_to_positions
 
 GRAIN = 32768  # elements from which on torch divides an operation among threads
 VIEWS = {"view", "slice", "select", "expand", "alias", "as_strided", "detach", "lift_fresh"}

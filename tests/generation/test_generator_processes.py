@@ -7,8 +7,8 @@ import attnmesh as am
 from attnmesh.generation.engine import Engine
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.sampling import Sampling
-from attnmesh.integrations.sharded_batch import shard_inputs
 from attnmesh.plan.decode import DecodeSharding
+from attnmesh.training.batch import shard_inputs
 from helpers.models import attnmesh_model, generated_rows, greedy_tokens, on_virtual_ranks, random_ids
 from helpers.processes import Died, Raised, run_processes
 

@@ -8,7 +8,7 @@ import torch
 
 from attnmesh import launch
 from attnmesh.generation.generator import Generator
-from attnmesh.integrations.loading import load_model
+from attnmesh.models.loading import load_model
 
 pytestmark = [
     pytest.mark.slow,

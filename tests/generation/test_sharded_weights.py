@@ -8,8 +8,8 @@ import torch
 import attnmesh as am
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.rank_memory import BLOCK_SIZE, ShardedMemory
-from attnmesh.integrations.sharded_model import sharded_weights
 from attnmesh.integrations.transformers_attention import register_attention
+from attnmesh.models.sharded import sharded_weights
 from helpers.models import (
     POSITIONS,
     VOCABULARY,

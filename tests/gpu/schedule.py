@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import PurePath
 
 STAGES = ("tests/ops", "tests/gpu", "")  # kernels first, then what selects them; folders of MODELS come after all
-MODELS = ("tests/generation", "tests/integrations", "tests/cli", "tests/serving")
+MODELS = ("tests/generation", "tests/integrations", "tests/training", "tests/models", "tests/cli", "tests/serving")
 
 LIMIT, LIMIT_MODELS, LIMIT_RANKS = 60, 180, 320  # seconds of a test without a mark `timeout`; ranks wait up to 300
 MEMORY, MEMORY_RANKS = 4, 5  # GiB of a test without a mark `gpu_memory`, contexts included

@@ -710,7 +710,7 @@ NOT_FUZZED = {
     "Catalog": "read from a file, which is checked",
     **dict.fromkeys(
         ("GradientReduction", "GradientReduction.num_items", "GradientReduction.loss"),
-        "requires processes and a model that DDP or FSDP2 wraps: tests/integrations/test_data_parallel.py",
+        "requires processes and a model that DDP or FSDP2 wraps: tests/training/test_data_parallel.py",
     ),
     "GenerationStats": "a result",
     "Token": "a result",

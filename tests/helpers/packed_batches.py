@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import attnmesh as am
-from attnmesh.integrations.sharded_batch import shard_inputs
+from attnmesh.training.batch import shard_inputs
 from helpers.models import attnmesh_model, on_virtual_ranks, random_ids, transformers_model
 
 LENGTH = 37
@@ -56,7 +56,7 @@ def step_over_ranks(kind, world, ids, labels, layout=am.Zigzag(), **packing):  #
         with torch.autograd.set_multithreading_enabled(False):
             out = model(**inputs)
             out.loss.backward()
-        logits = inputs["mesh"].unshard(out.logits.detach())
+        logits = inputs["attention_pass"].unshard(out.logits.detach())
         log_probs = am.gather_log_probs(inputs, out.logits.detach())
         return out.loss.detach(), logits, log_probs, [weight.grad for weight in model.parameters()]
 

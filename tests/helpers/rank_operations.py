@@ -12,8 +12,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.comm import SoloComm
-from attnmesh.integrations.layer_masks import LayerMask
-from attnmesh.integrations.transformers_attention import transformers_attention
+from attnmesh.integrations.transformers_attention import LayerMask, transformers_attention
 from attnmesh.ops.block.norm_rope import Norm, Rope, rms_norm
 from attnmesh.ops.block.stages import split_and_rotate
 from attnmesh.ops.storage import Stored, dequantize
@@ -344,7 +343,7 @@ def _model_inputs(x: Tensors, backend: str) -> Tensors:
     def shard(comm: am.Comm) -> Tensors:
         cp = am.ContextParallel(comm, schedule="ring")
         given = am.shard_inputs(cp, x["ids"], x["labels"], position_ids=x["positions"], attention_mask=x["mask"])
-        log_probs = am.gather_log_probs(given, given["mesh"].shard(x["logits"]))
+        log_probs = am.gather_log_probs(given, given["attention_pass"].shard(x["logits"]))
         return {"log_probs": log_probs} | {name: one for name, one in given.items() if isinstance(one, Tensor)}
 
     return over_ranks(WORLD, shard)

@@ -13,7 +13,7 @@ import openai
 import torch
 
 import attnmesh as am
-from attnmesh.integrations.loading import load_model
+from attnmesh.models.loading import load_model
 from attnmesh.serving.app import AppSettings
 from attnmesh.serving.server import ServerSettings, serve
 from helpers.models import tiny_llama, tiny_tokenizer

@@ -12,7 +12,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -261,6 +264,30 @@ def trainer_log(
         sharded = type(next(trainer.model.parameters())).__name__ == "DTensor"
         assert sharded == (world > 1 and bool(changes.get("fsdp")))
         return _logged(trainer)
+
+
+@contextmanager
+def files_of_a_training_step(number: int) -> Iterator[set[str]]:
+    """Within it, collect the files of attnmesh that the call of this number of Trainer.training_step enters."""
+    from transformers import Trainer
+
+    import attnmesh
+
+    root, original, calls, entered = f"{Path(attnmesh.__file__).parent}/", Trainer.training_step, count(1), set()
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            entered.add(frame.f_code.co_filename.removeprefix(root))
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sys.setprofile(note if next(calls) == number else None)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            sys.setprofile(None)
+
+    with patch.object(Trainer, "training_step", step):
+        yield entered
 
 
 def sft_trainer(folder: str, world: int, kind: str = "llama", *, peft: str | None = None, **changes: Any) -> Any:

@@ -72,7 +72,7 @@ def verdict(kind):
         inputs = am.shard_inputs(am.ContextParallel(comm), IDS, IDS)
         with torch.no_grad():
             out = model(**inputs)
-        return out.loss, inputs["mesh"].unshard(out.logits)
+        return out.loss, inputs["attention_pass"].unshard(out.logits)
 
     try:
         (loss, logits), (other, _) = on_virtual_ranks(2, rank)

@@ -91,7 +91,7 @@ def test_packed_and_padded_rows_over_ranks():
         shard_inputs(cp, ids(), ids(), attention_mask=padded(slice(18, None), slice(0, 5))),
     ]
     assert_one_graph(llama(layers=1), calls)
-    with pytest.raises(RuntimeError, match="position_ids must be that of shard_inputs, got another tensor"):
+    with pytest.raises(RuntimeError, match="position_ids must be what shard_inputs returned, got another"):
         torch.compile(llama(1), backend="aot_eager", fullgraph=True)(**{**calls[0], "position_ids": packed(1, 2)})
 
 

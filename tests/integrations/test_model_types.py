@@ -29,7 +29,7 @@ def test_packed_documents_of_llama_4_are_those_of_a_row_of_transformers():
 
     def rank(comm):
         inputs = am.shard_inputs(am.ContextParallel(comm), ids, position_ids=positions)
-        return inputs["mesh"].unshard(attnmesh_model("llama4_text")(**inputs).logits.detach())
+        return inputs["attention_pass"].unshard(attnmesh_model("llama4_text")(**inputs).logits.detach())
 
     alone = attnmesh_model("llama4_text")(input_ids=ids, position_ids=positions, use_cache=False).logits
     for found in (alone, *on_virtual_ranks(2, rank)):

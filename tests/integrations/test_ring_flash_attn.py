@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import attnmesh as am
-import attnmesh.integrations.ring_flash_attn as ring_flash_attn
+import attnmesh.ring_flash_attn as ring_flash_attn
 from attnmesh.testing.attention import assert_attention_close, random_inputs
 from helpers.processes import run_processes
 
@@ -411,6 +411,20 @@ def test_signatures_are_those_of_the_project(function, form, more):
     signature = inspect.signature(getattr(ring_flash_attn, f"{function}_{form}func"))
     positional = [str(p.replace(annotation=p.empty)) for p in signature.parameters.values() if p.kind != p.KEYWORD_ONLY]
     assert ", ".join(positional) == ", ".join(filter(None, (TENSORS[form], more, OPTIONS)))
+
+
+@pytest.mark.parametrize(
+    ("args", "named", "words"),
+    [
+        ((1, 2), {}, "missing a required argument: 'v'"),
+        ((1, 2, 3), {"v": 3}, "multiple values for argument 'v'"),
+        ((1, 2, 3), {"casual": True}, "unexpected keyword argument 'casual'"),
+        (range(12), {}, "too many positional arguments"),  # length is a keyword
+    ],
+)
+def test_arguments_that_the_signature_does_not_have_raise_type_error(args, named, words):
+    with pytest.raises(TypeError, match=words):
+        ring_flash_attn.ring_flash_attn_func(*args, **named)
 
 
 def test_libraries_that_import_the_project_can_be_given_this_module(monkeypatch):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import attnmesh as am
-from attnmesh.integrations import ring_flash_attn
-from attnmesh.integrations.ring_flash_attn import huggingface
+from attnmesh import ring_flash_attn
+from attnmesh.ring_flash_attn import huggingface
 from helpers.models import random_ids, transformers_model
 from helpers.processes import run_processes
 
@@ -184,4 +184,4 @@ def test_over_processes():
     ranks = run_processes(2, one_of_processes, timeout=120)
     assert_one_process("llama", [step for step, _ in ranks])
     for _, message in ranks:
-        assert "process_group of update_ring_flash_attn_params must be that of substitute_hf_flash_attn" in message
+        assert "process_group of update_ring_flash_attn_params must be the group of substitute_hf_flash_attn" in message

@@ -9,8 +9,7 @@ import attnmesh as am
 from attnmesh.comm import SoloComm
 from attnmesh.core.masks import Causal
 from attnmesh.core.merge import discount_sinks
-from attnmesh.integrations.layer_masks import LayerMask
-from attnmesh.integrations.transformers_attention import register_attention, transformers_attention
+from attnmesh.integrations.transformers_attention import LayerMask, register_attention, transformers_attention
 from attnmesh.integrations.transformers_models import check_model
 from helpers.models import KINDS, attnmesh_model, greedy_tokens, logits_of, random_ids, transformers_model
 
@@ -141,7 +140,7 @@ def test_what_their_attention_asks_for_is_refused_even_where_nobody_checked():
     with pytest.raises(ValueError, match="Linear: unsupported attention arguments position_bias"):
         transformers_attention(torch.nn.Linear(1, 1), x, x, x, mask, scaling=1.0, position_bias=x)
     with pytest.raises(ValueError, match=r"softcap must be None over a sharded KV cache, got 50.0 \(Linear\)"):
-        transformers_attention(torch.nn.Linear(1, 1), x, x, x, mask, scaling=1.0, softcap=50.0, mesh=object())
+        transformers_attention(torch.nn.Linear(1, 1), x, x, x, mask, scaling=1.0, softcap=50.0, attention_pass=object())
     with pytest.raises(ValueError, match=r"must be causal, .*got .*bidirectional_mask_function"):
         another("bert").eval()(input_ids=ids)
 

@@ -115,7 +115,7 @@ def test_a_hybrid_without_other_layers_is_served():
     def rank(comm):
         inputs = am.shard_inputs(am.ContextParallel(comm), IDS, IDS)
         with torch.no_grad():
-            return model(**inputs | {"attention_mask": inputs["mesh"].attention_mask}).loss
+            return model(**inputs | {"attention_mask": inputs["attention_pass"].attention_mask}).loss
 
     torch.testing.assert_close(sum(on_virtual_ranks(2, rank)), wanted.detach())
 
@@ -146,8 +146,8 @@ def test_a_sharded_batch_is_refused_by_models_that_do_not_use_attnmesh(kind):
 def test_a_model_that_does_not_pass_the_mesh_on_is_refused():
     def rank(comm):
         inputs = am.shard_inputs(am.ContextParallel(comm), IDS, IDS)
-        del inputs["mesh"]
-        with pytest.raises(ValueError, match=r"LlamaAttention must give .* the keyword argument mesh"):
+        del inputs["attention_pass"]
+        with pytest.raises(ValueError, match=r"LlamaAttention must give .* the keyword argument attention_pass"):
             attnmesh_model("llama")(**inputs)
 
     on_virtual_ranks(2, rank)
@@ -248,7 +248,7 @@ def test_left_padding_needs_positions_where_the_model_would_count_them_from_the_
             model(**am.shard_inputs(cp, ids, attention_mask=mask))
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         inputs = am.shard_inputs(cp, ids, attention_mask=mask, position_ids=positions)
-        return inputs["mesh"].unshard(model(**inputs).logits.detach())[:, 3:]
+        return inputs["attention_pass"].unshard(model(**inputs).logits.detach())[:, 3:]
 
     for found in am.run_virtual(2, rank):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

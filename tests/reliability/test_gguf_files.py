@@ -15,10 +15,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 
-from attnmesh.integrations import conversion_cache
-from attnmesh.integrations.checkpoint import ModelError
-from attnmesh.integrations.gguf import read_header
-from attnmesh.integrations.loading import load_model
+from attnmesh.models.checkpoint import ModelError
+from attnmesh.models.gguf import cache_folder, converted_folder, read_header
+from attnmesh.models.loading import load_model
 from helpers.gguf_files import MUTATIONS, llama_weights, mutated, parse
 from helpers.memory import little_memory
 from helpers.models import tiny_llama, write_folder, write_gguf
@@ -51,7 +50,7 @@ def outcome(file: Path) -> str:
         assert "\n" not in said
         assert len(said) < 1000
         assert not any(word in said.lower() for word in ("alloc", "out of memory", "memoryerror")), said
-        assert not list(conversion_cache.cache_folder().glob("gguf-*[0-9a-f]")), "refused, but in the cache"
+        assert not list(cache_folder().glob("gguf-*[0-9a-f]")), "refused, but in the cache"
         return said
     finally:
         assert time.perf_counter() - start < SECONDS
@@ -114,7 +113,7 @@ def test_damaged_files_are_loaded_exactly_or_refused(original, file, name):
         said = outcome(file)
         print(said)
         loaded += said == "loaded"
-        shutil.rmtree(conversion_cache.cache_folder(), ignore_errors=True)
+        shutil.rmtree(cache_folder(), ignore_errors=True)
     print(f"{name}: {loaded} of {SEEDS} loaded, the others were refused")
 
 
@@ -173,7 +172,7 @@ def test_rope_factors_are_refused_unless_they_change_nothing(original, file):
     for factor, said in ((1, "loaded"), (2, "has the tensor 'rope_freqs.weight', which Transformers does not read")):
         parts.tensors["rope_freqs.weight"] = ((4,), np.full(4, factor, "<f4").tobytes())
         file.write_bytes(parts.file())
-        shutil.rmtree(conversion_cache.cache_folder(), ignore_errors=True)
+        shutil.rmtree(cache_folder(), ignore_errors=True)
         assert said in outcome(file)
 
 
@@ -223,7 +222,7 @@ def test_files_beside_a_gguf_are_not_used(original, file, tmp_path):
     assert tokenizer.chat_template is None
     assert model.generation_config.eos_token_id == 1
     assert not ran.exists()
-    assert "evil" not in (conversion_cache.converted_folder(file) / "tokenizer.json").read_text()
+    assert "evil" not in (converted_folder(file) / "tokenizer.json").read_text()
 
 
 def test_a_file_that_changes_during_conversion_is_not_cached(original, file, monkeypatch):

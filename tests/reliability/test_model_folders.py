@@ -13,8 +13,8 @@ pytest.importorskip("accelerate")
 
 from safetensors.torch import load_file
 
-from attnmesh.integrations.checkpoint import ModelError
-from attnmesh.integrations.loading import load_model
+from attnmesh.models.checkpoint import ModelError
+from attnmesh.models.loading import load_model
 from helpers.hostile_folders import KINDS, LOADS, QUICK, damage, ran
 from helpers.memory import little_memory
 from helpers.models import write_folder

@@ -17,7 +17,7 @@ import torch
 import attnmesh as am
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.sampling import Sampling
-from attnmesh.integrations.loading import load_model
+from attnmesh.models.loading import load_model
 from attnmesh.plan.decode import DecodeSharding
 from helpers.processes import run_processes
 

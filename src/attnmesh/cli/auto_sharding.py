@@ -17,7 +17,7 @@ from attnmesh.cli.plan_tables import enough_ranks
 from attnmesh.cli.sharding import kv_itemsize
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.rank_memory import ShardedMemory
-from attnmesh.integrations.checkpoint_folder import CONFIG
+from attnmesh.models.checkpoint import CONFIG
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.decode import DecodeRequest, decode_option, shardings

@@ -13,10 +13,15 @@ import typer
 from attnmesh import launch
 from attnmesh.cli.options import Precision
 from attnmesh.generation.models import check_attention, check_generation
-from attnmesh.integrations.checkpoint import ModelError, free_memory, quiet_transformers, total_memory
-from attnmesh.integrations.checkpoint_folder import stored_tensors
-from attnmesh.integrations.completeness import declared_model
-from attnmesh.integrations.weight_splits import check_sharded_model
+from attnmesh.models.checkpoint import (
+    ModelError,
+    declared_model,
+    free_memory,
+    quiet_transformers,
+    stored_tensors,
+    total_memory,
+)
+from attnmesh.models.sharded import check_sharded_model
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.units import readable_bytes
 from attnmesh.utils.text import counted

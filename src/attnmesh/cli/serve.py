@@ -35,8 +35,8 @@ from attnmesh.cli.sharding import (
 from attnmesh.generation.generator import recommended_groups
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.rank_memory import ShardedMemory, kv_cache_bytes
-from attnmesh.integrations.checkpoint_folder import weight_bytes
-from attnmesh.integrations.loading import load_config_and_tokenizer, load_model, model_folder
+from attnmesh.models.checkpoint import weight_bytes
+from attnmesh.models.loading import load_config_and_tokenizer, load_model, model_folder
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.utils.files import read_text
 from attnmesh.utils.optional import require

@@ -10,7 +10,7 @@ import typer
 
 from attnmesh.cli.options import bytes_argument
 from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
-from attnmesh.integrations.weight_splits import SHARDED_MODELS
+from attnmesh.models.sharded import SHARDED_MODELS
 from attnmesh.ops.storage import PLAIN, bytes_per_token
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.decode import DecodeRequest, decode_memory

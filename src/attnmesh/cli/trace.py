@@ -19,7 +19,7 @@ from attnmesh import launch
 from attnmesh.cli import options, output
 from attnmesh.comm import Comm, VirtualComm, recording
 from attnmesh.core.layouts import LAYOUTS
-from attnmesh.integrations.checkpoint import free_memory, readable_gib
+from attnmesh.models.checkpoint import free_memory, readable_gib
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.schedules import SCHEDULES, check_schedule
 from attnmesh.plan.shards import shards

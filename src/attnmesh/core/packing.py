@@ -16,10 +16,6 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.masks import Causal, Chunked, Documents, Full, Mask, PerSequence, Slices
-from attnmesh.utils.validation import shown
-
-IGNORED_LABEL = -100
-"""The label of tokens without a loss, as in torch and Transformers."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ _latest: deque[tuple[Tensor, Packing]] = deque(maxlen=8)
 
 
 def packing_of_numbers(numbers: Tensor) -> Packing:
-    """The packing that has these `numbers`; that of one of the latest calls if the numbers are equal."""
+    """The packing that has these `numbers`; a packing of the latest calls if its numbers are equal."""
     for known, packing in tuple(_latest):
         if torch.equal(known, numbers):
             return packing
@@ -94,69 +90,10 @@ def packing_of_numbers(numbers: Tensor) -> Packing:
 
 
 def number_starts(numbers: Tensor) -> Tensor:
-    """The tokens [B, S] whose document has another number than that of the token before."""
+    """The tokens [B, S] whose document has another number than the previous token's."""
     starts = torch.ones_like(numbers, dtype=torch.bool)
     starts[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
     return starts
-
-
-def document_starts(position_ids: Tensor) -> Tensor:
-    """The tokens [B, S] whose position does not follow that of the token before: as Transformers finds packed rows."""
-    if position_ids.device.type == "cpu":
-        positions = position_ids.numpy()
-        first = np.ones_like(positions[:, :1], dtype=bool)
-        return torch.from_numpy(np.concatenate([first, positions[:, 1:] != positions[:, :-1] + 1], 1))
-    starts = torch.ones_like(position_ids, dtype=torch.bool)
-    starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    return starts
-
-
-def check_gaps(position_ids: Tensor | None, starts: Tensor | None, real: Tensor) -> None:
-    """Raise ValueError for padding inside a document; between two documents it is allowed."""
-    for row in range(real.shape[0]):
-        tokens = real[row].numpy()
-        begins = np.flatnonzero(np.diff(tokens, prepend=False) & tokens)
-        for begin in begins.tolist()[1:]:
-            before = int(np.flatnonzero(tokens[:begin])[-1])
-            if starts is None or position_ids is None or position_ids[row, begin] > position_ids[row, before]:
-                raise ValueError(
-                    f"attention_mask must hide tokens before, after or between documents, got row {row} with hidden "
-                    f"tokens {before + 1} to {begin - 1} inside a document (position_ids that restart begin a new one)"
-                )
-
-
-def lengths_to_positions(
-    document_lengths: Sequence[Sequence[int]], real: Tensor | None, shape: tuple[int, int]
-) -> Tensor:
-    """position_ids [B, S] that restart with every document, from the lengths of the documents of every row."""
-    rows, length = shape
-    if not _is_lengths(document_lengths) or len(document_lengths) != rows:
-        raise ValueError(
-            f"document_lengths must be a list of {rows} lists of positive lengths, one for each row of input_ids, got "
-            f"{shown(document_lengths)}"
-        )
-    positions = np.zeros(shape, dtype=np.int64)
-    for row, lengths in enumerate(document_lengths):
-        tokens = length if real is None else int(real[row].numpy().sum())
-        if sum(lengths) != tokens:
-            raise ValueError(
-                f"document_lengths[{row}] must add up to the {tokens} tokens of the row that are not padding, got "
-                f"{shown(list(lengths))}, which add up to {sum(lengths)}"
-            )
-        begin = 0 if real is None or not tokens else int(real[row].numpy().argmax())
-        for count in lengths:
-            positions[row, begin : begin + count] = np.arange(count)
-            begin += count
-    return torch.from_numpy(positions)
-
-
-def _is_lengths(value: object) -> bool:
-    return isinstance(value, Sequence) and all(
-        isinstance(row, Sequence)
-        and not isinstance(row, str)
-        and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in row)
-        for row in value
-    )
 
 
 def _row(starts: Tensor | None, real: Tensor | None, length: int) -> tuple[Mask, int]:

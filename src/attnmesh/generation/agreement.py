@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm, CommError, SharedValues
-from attnmesh.integrations.sharded_model import sharded_weights
+from attnmesh.models.sharded import sharded_weights
 from attnmesh.parallel.checksums import checksums
 from attnmesh.utils.text import alternatives
 

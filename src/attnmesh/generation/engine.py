@@ -47,13 +47,12 @@ from attnmesh.generation.passes import (
 )
 from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
 from attnmesh.generation.tensor_parallel import TensorParallel
-from attnmesh.integrations.sharded_model import ShardedWeights
 from attnmesh.integrations.transformers_models import check_model
-from attnmesh.integrations.weight_splits import check_sharded_model, heads_of
 from attnmesh.kv_cache.block_manager import WINDOW_MARGIN
 from attnmesh.kv_cache.sequence import NewTokens
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
+from attnmesh.models.sharded import ShardedWeights, check_sharded_model, heads_of
 from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.parallel.context import ContextParallel
@@ -296,7 +295,7 @@ class Engine:
 def _logits(model: Any, cache_pass: CachePass, ids: Tensor, positions: Tensor, keep: int = 0) -> Tensor:
     """The logits of the last `keep` tokens, or of all if 0."""
     logits: Tensor = model(
-        input_ids=ids, position_ids=positions, past_key_values=cache_pass, mesh=cache_pass, use_cache=True,
+        input_ids=ids, position_ids=positions, past_key_values=cache_pass, attention_pass=cache_pass, use_cache=True,
         logits_to_keep=keep,
     ).logits  # fmt: skip
     return logits

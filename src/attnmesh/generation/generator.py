@@ -29,8 +29,8 @@ from attnmesh.generation.prompts import check_prompt, check_tokenizer, one_promp
 from attnmesh.generation.requests import LogitsProcessor, Request, RequestOptions, Token
 from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
-from attnmesh.integrations.sharded_model import ShardedWeights, sharded_weights
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
+from attnmesh.models.sharded import ShardedWeights, sharded_weights
 from attnmesh.parallel.node_groups import comm_named
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.utils.validation import check_count, check_positive, check_type, shown

@@ -8,7 +8,7 @@ import torch
 
 from attnmesh.generation.latents import latent_widths
 from attnmesh.integrations.transformers_models import MODELS_PAGE, check_config
-from attnmesh.integrations.weight_splits import heads_of
+from attnmesh.models.sharded import heads_of
 from attnmesh.ops.storage import PLAIN, STORAGES, bytes_per_token
 from attnmesh.utils.error_links import explained_in
 from attnmesh.utils.validation import shown

@@ -26,9 +26,9 @@ from attnmesh.core import ranges
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
 from attnmesh.core.ranges import InterleavedShard, Ranges
 from attnmesh.generation.latents import LatentProjections
-from attnmesh.integrations.sharded_model import ShardedWeights
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.pools import LayerPools, as_stored, write_rows, write_tokens
+from attnmesh.models.sharded import ShardedWeights
 from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.dense.api import attention, attention_state
 from attnmesh.ops.paged import PagedKV

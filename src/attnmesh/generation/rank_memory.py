@@ -9,9 +9,8 @@ import torch
 
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.generation.models import cache_storage, kv_bytes_per_token, layer_windows
-from attnmesh.integrations.sharded_model import WeightSizes
-from attnmesh.integrations.weight_splits import heads_of
 from attnmesh.kv_cache.block_manager import BlockLayout, max_window_blocks
+from attnmesh.models.sharded import WeightSizes, heads_of
 from attnmesh.plan.decode import DecodeSharding
 
 BLOCK_SIZE = 32

@@ -40,7 +40,7 @@ def attention_from_transformers(
         module: attention as in Llama, Mistral, Qwen3, GPT-OSS or Gemma 2.
         sharding: how the heads are sharded.
         rank: the rank whose shard is returned.
-        rope: rotary embedding; by default that of the module's config.
+        rope: rotary embedding; by default as the module's config has it.
         input_norm: RMSNorm before the module, if the block is to apply it.
         replicate_q: as in `AttentionWeights.shard`.
 
@@ -98,7 +98,7 @@ def _config(module: Any, rope: Rope, input_norm: nn.Module | None) -> AttentionC
 
 
 def _norm(module: nn.Module) -> Norm:
-    """The attribute variance_epsilon identifies Llama's RMSNorm; those that add 1 to the weight (Gemma) lack it."""
+    """The attribute variance_epsilon identifies Llama's RMSNorm; norms that add 1 to the weight (Gemma) lack it."""
     eps = getattr(module, "variance_epsilon", None)
     if eps is None:
         raise ValueError(f"norms must be RMSNorms with variance_epsilon, as in Llama, got {type(module).__name__}")

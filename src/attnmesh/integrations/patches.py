@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -20,11 +21,16 @@ class Patches:
         self._replaced: list[tuple[Any, str, Any]] = []
         self._finder = _Finder()
 
-    def replace(self, owner: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace a method of a class by `make(the method)`."""
-        own = owner.__dict__.get(name, _MISSING)
-        self._replaced.append((owner, name, own))
-        setattr(owner, name, make(getattr(owner, name)))
+    def replace(self, owner: type, name: str, method: Callable[..., Any]) -> None:
+        """Replace a method of a class by `method(original, self, ...)`."""
+        original = getattr(owner, name)
+        self._replaced.append((owner, name, owner.__dict__.get(name, _MISSING)))
+
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return method(original, *args, **kwargs)
+
+        setattr(owner, name, replaced)
 
     def when_imported(self, module: str, apply: Callable[[ModuleType], None]) -> None:
         """Call `apply(module)` now if the module is imported, else after its import."""

@@ -1,26 +1,40 @@
 """`attn_implementation="attnmesh"`: Transformers models whose attention runs over ranks.
 
-Transformers passes keyword arguments of a model's call down to its attention. One of them, `mesh`, selects how the
-attention of this call is computed: over a batch that is sharded (`ShardedPass`, from `shard_inputs`) or over a sharded
-KV cache (the passes of `generation`). Without it the attention is that of one device. No mask tensor is ever made: the
-mask hook describes the mask of a layer (`LayerMask`).
+Transformers passes keyword arguments of a model's call down to its attention. One of them, `attention_pass`, selects
+how the attention of this call is computed: over a batch that is sharded (`ShardedPass`, from `shard_inputs`) or over a
+sharded KV cache (the passes of `generation`). Without it the model attends on one device.
+
+No mask tensor is ever made. Transformers describes a mask by a function that it composes (causal, with a window, in
+chunks, within packed sequences), and calls a hook of the attention implementation to make a tensor of it. Our hook
+recognizes the function instead (`LayerMask`); a function that it does not know raises ValueError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnmesh.core.masks import Mask
-from attnmesh.integrations.layer_masks import LayerMask, layer_mask
+from attnmesh.core.mask_encoding import traced_mask
+from attnmesh.core.masks import Causal, Chunked, Mask, Slices, SlidingWindow
+from attnmesh.core.packing import Packing, number_starts, packing_of
 from attnmesh.integrations.patches import Patches
-from attnmesh.integrations.sharded_batch import ShardedMask, ShardedPass
-from attnmesh.integrations.transformers_models import MODELS_PAGE, NAME, changing_rotary, scale_by_index
+from attnmesh.integrations.sharded_pass import ReadError, ShardedMask, ShardedPass
+from attnmesh.integrations.transformers_models import (
+    MODELS_PAGE,
+    NAME,
+    changing_rotary,
+    check_config,
+    check_head,
+    counts_positions_from_mask,
+    scale_by_index,
+)
 from attnmesh.ops.dense.api import attention
 from attnmesh.utils.error_links import see
 from attnmesh.utils.optional import require
@@ -38,9 +52,14 @@ _PACKED_ARGUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_leng
 # Options of configurations for attention dropout.
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
-
 # Models that look attn_implementation up in a table of their own.
 _OWN_TABLES = ("bark", "falcon", "git", "gpt_neo", "gptj")
+
+_MASKING = "transformers.masking_utils"
+_MASK_FUNCTIONS = (
+    "causal_mask_function", "sliding_window_overlay", "chunked_overlay", "packed_sequence_mask_function",
+)  # fmt: skip
+_NOT_CAUSAL = -2  # in place of the number of a packed sequence
 
 _patches = Patches()
 
@@ -58,7 +77,7 @@ _default_pass: Callable[[LayerMask], AttentionPass] | None = None
 
 
 def set_default_pass(find: Callable[[LayerMask], AttentionPass] | None) -> None:
-    """Let `find(mask)` return the pass of models that are called without `mesh`; None: they attend on one device."""
+    """Let `find(mask)` be the `attention_pass` of models that are called without; None: they attend on one device."""
     global _default_pass
     _default_pass = find
 
@@ -107,46 +126,46 @@ def transformers_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    mesh: AttentionPass | None = None,
+    attention_pass: AttentionPass | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that Transformers calls: out [B, n, Hq, D], and no attention weights."""
     served = _IGNORED_ARGUMENTS
-    if mesh is None and not torch.compiler.is_compiling():
+    if attention_pass is None and not torch.compiler.is_compiling():
         served = served | _PACKED_ARGUMENTS
     mask = _checked_mask(module, attention_mask, dropout, sliding_window, kwargs, served)
-    if mesh is None and _default_pass is not None:
-        mesh = _default_pass(mask)
-    query, key, value = _autocast(query, key, value)
-    if mesh is None and isinstance(mask.padding, ShardedMask):
+    if attention_pass is None and _default_pass is not None:
+        attention_pass = _default_pass(mask)
+    query, key, value = autocast(query, key, value)
+    if attention_pass is None and isinstance(mask.padding, ShardedMask):
         raise ValueError(
-            f"{type(module).__name__} must give the attention function the keyword argument mesh of the model's call, "
-            f"since this batch is sharded over ranks, got {sorted(kwargs)}{see(MODELS_PAGE)}"
+            f"{type(module).__name__} must give the attention function the keyword argument attention_pass of the "
+            f"model's call, since this batch is sharded over ranks, got {sorted(kwargs)}{see(MODELS_PAGE)}"
         )
-    if mesh is None:
+    if attention_pass is None:
         queries, keys = (torch.arange(at.start, at.stop, device="cpu") for at in (mask.queries, mask.keys))
         out = attention(
             query, key, value, mask=mask.on_one_device(kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")),
             scale=scaling, softcap=softcap, sinks=s_aux, q_positions=queries, k_positions=keys,
         )  # fmt: skip
-    elif isinstance(mesh, ShardedPass):
-        if not mesh.balances_experts:
+    elif isinstance(attention_pass, ShardedPass):
+        if not attention_pass.balances_experts:
             _check_experts(module, kwargs)
-        padding = mask.padding.mesh.attention_mask if isinstance(mask.padding, ShardedMask) else mask.padding
+        padding = mask.padding.attention_pass.attention_mask if isinstance(mask.padding, ShardedMask) else mask.padding
         for name, given in (("attention_mask", padding), ("position_ids", kwargs.get("position_ids"))):
             if given is not None:
-                mesh.check_given(name, given)
+                attention_pass.check_given(name, given)
         rotary = changing_rotary(getattr(module, "config", None))
         if rotary is not None:
-            mesh.check_rotary(*rotary)
-        query = scale_by_index(module, query, mesh.index_in_row)
-        mesh.count_attention(module)
-        out = mesh.attend(0, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux, softcap=softcap)
+            attention_pass.check_rotary(*rotary)
+        query = scale_by_index(module, query, attention_pass.index_in_row)
+        attention_pass.count_attention(module)
+        out = attention_pass.attend(0, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux, softcap=softcap)
     else:
         if softcap is not None:
             raise ValueError(f"softcap must be None over a sharded KV cache, got {softcap} ({type(module).__name__})")
         layer: Any = module.layer_idx
-        out = mesh.attend(layer, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux)
+        out = attention_pass.attend(layer, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux)
     return out.transpose(1, 2).contiguous(), None  # as Transformers' own: some models take a view of it
 
 
@@ -156,17 +175,20 @@ def _check_experts(module: nn.Module, kwargs: dict[str, Any]) -> None:
     if given or (given is None and getattr(getattr(module, "config", None), "output_router_logits", False)):
         raise ValueError(
             f"{type(module).__name__}: output_router_logits must be False over ranks, got True: the load-balancing "
-            "loss would be that of one rank's tokens"
+            "loss would be computed from one rank's tokens"
         )
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype of autocast, as torch's own attention takes them: rotary embeddings leave float32."""
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype that autocast casts to, as torch's own attention takes them.
+
+    Rotary embeddings leave float32, and function modes run before autocast does.
+    """
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
 def _checked_mask(
@@ -194,3 +216,245 @@ def _checked_mask(
         if unknown:
             raise ValueError(f"{name}: unsupported attention arguments {', '.join(unknown)}")
     return mask
+
+
+# Masks.
+
+
+class Span(NamedTuple):
+    """Positions `start <= p < stop`: not a range, whose ends torch.compile would make constants."""
+
+    start: int
+    stop: int
+
+
+class LayerMask:
+    """What Transformers passes to the attention of a layer as its mask: `kind` of the layer, and the batch's tensors.
+
+    `padding` [B, keys] hides tokens of padding, and `packing` [B, keys] numbers the sequences that are packed in a row;
+    either may be None. Queries and keys have the positions `queries` and `keys`. Tensors are read only if attention
+    runs on one device (`on_one_device`), once for all layers.
+    """
+
+    def __init__(
+        self, kind: Mask, padding: Tensor | ShardedMask | None, packing: Tensor | None, queries: Span, keys: Span
+    ) -> None:
+        self.kind, self.padding, self.packing, self.queries, self.keys = kind, padding, packing, queries, keys
+        self._on_one_device: Mask | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise ReadError(
+            f"models must pass the masks that Transformers makes on to their attention as they are, got a model that "
+            f"reads {name} of its mask: masks that a model changes are not supported"
+        )
+
+    def on_one_device(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None = None) -> Mask:
+        """The mask of the layer within the documents and without the padding of the batch.
+
+        `cu_seq_lens` are the bounds of the documents, as FlashAttention takes them. Documents are found by their
+        positions, which must begin anew at the same tokens.
+        """
+        if self._on_one_device is None:
+            if torch.compiler.is_compiling():
+                self._on_one_device = traced_mask(self.kind, self._traced_documents(position_ids))
+            else:
+                self._on_one_device = self._documents(position_ids, cu_seq_lens).apply(self.kind)
+        return self._on_one_device
+
+    def _traced_documents(self, position_ids: Tensor | None) -> Tensor | None:
+        """The numbers of the documents, as an operator of the graph that is being traced."""
+        packing = self.packing
+        if packing is None and self.padding is None and position_ids is not None and self.queries == self.keys:
+            packing = F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0)).cumsum(-1)
+        if packing is None and self.padding is None:
+            return None
+        padding: Any = self.padding
+        numbers: Tensor = _number_documents(packing, padding, self.keys.stop)
+        return numbers
+
+    def _documents(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Packing:
+        real, starts = self.padding, None
+        if real is not None:
+            real = _real(real, self.keys.stop)
+            check_gaps(None, None, real)
+        if self.packing is not None:
+            starts = number_starts(self.packing.cpu())
+        elif real is None and position_ids is not None and self.queries == self.keys:  # not every model passes them on
+            starts = document_starts(position_ids.cpu())
+        given = real if real is not None else starts
+        if cu_seq_lens is not None:
+            begins = None if starts is None or len(starts) != 1 else starts[0].nonzero().flatten()
+            if begins is None or not torch.equal(begins, cu_seq_lens.cpu().long()[:-1]):
+                raise ValueError(
+                    f"cu_seq_lens_q must be the documents of position_ids, one row that begins anew with each, got "
+                    f"{shown(cu_seq_lens.tolist())}"
+                )
+        if given is None:
+            return Packing(None, (), self.keys.stop)
+        return packing_of(starts, None if real is None or bool(real.all()) else real, (given.shape[0], self.keys.stop))
+
+
+@torch.library.custom_op("attnmesh::number_documents", mutates_args=())
+def _number_documents(packing: Tensor | None, padding: Tensor | None, length: int) -> Tensor:
+    """`Packing.numbers` of a batch whose tensors are known when the graph runs."""
+    numbers = None if packing is None else packing.cpu().int()
+    if numbers is not None and bool((numbers == _NOT_CAUSAL).any()):
+        raise ValueError("masks must be causal, got a mask of tokens that attend to later tokens")
+    if padding is None:
+        assert numbers is not None
+        return numbers.clone()
+    real = _real(padding, length)
+    check_gaps(None, None, real)
+    numbers = torch.zeros_like(real, dtype=torch.int32) if numbers is None else numbers
+    return numbers.masked_fill(~real, -1)
+
+
+@_number_documents.register_fake
+def _(packing: Tensor | None, padding: Tensor | None, length: int) -> Tensor:
+    given = packing if packing is not None else padding
+    assert given is not None
+    return torch.empty(given.shape[0], length, dtype=torch.int32, device="cpu")
+
+
+def _real(padding: Tensor | ShardedMask, length: int) -> Tensor:
+    """The tokens that are not padding, on the host. Transformers treats tokens beyond the mask as padding."""
+    real = padding.cpu().bool()
+    return F.pad(real, (0, length - real.shape[1]))[:, :length] if real.shape[1] < length else real[:, :length]
+
+
+def layer_mask(
+    *_: object,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | ShardedMask | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device,
+    config: Any,
+    **__: object,
+) -> LayerMask:
+    """The hook that Transformers calls to make a mask, once per kind of layer in a forward pass."""
+    check_config(config)
+    if isinstance(attention_mask, ShardedMask) and not torch.compiler.is_compiling():
+        check_head()
+        if attention_mask.attention_pass.counts_padding and counts_positions_from_mask(type(config)):  # type: ignore[arg-type]
+            raise ValueError(
+                f"position_ids must be given to shard_inputs for rows with padding before their tokens: the code of "
+                f"{type(config).__name__} may derive them from attention_mask, got None"
+            )
+    if torch.compiler.is_compiling():
+        packed = not allow_is_causal_skip and attention_mask is None and q_length == kv_length
+        kind = _traced_kind(local_size, not use_vmap and (allow_is_causal_skip or packed), config)
+        packing = _traced_packing(mask_function, batch_size, q_length, device) if packed else None
+    else:
+        kind, packing = _kind(mask_function)
+    if isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length:
+        raise ValueError(
+            f"the KV cache must end with the last token, as a DynamicCache does, got {kv_length} keys from {kv_offset} "
+            f"for {q_length} queries from {q_offset}: static caches are not supported"
+        )
+    queries, keys = Span(q_offset, q_offset + q_length), Span(kv_offset, kv_offset + kv_length)
+    return LayerMask(kind, attention_mask, packing, queries, keys)
+
+
+def _kind(function: Callable[..., Any]) -> tuple[Mask, Tensor | None]:
+    """The mask of one layer, and the numbers of packed sequences."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, cells in _conjunction(function):
+        if name in found:
+            raise ValueError(f"masks must not have two functions {name}")
+        found[name] = cells
+    if "causal_mask_function" not in found:
+        raise ValueError(f"masks must be causal, got {', '.join(found)}: attnmesh serves decoders")
+    packing = found.get("packed_sequence_mask_function", {}).get("packed_sequence_mask")
+    window, chunk = found.get("sliding_window_overlay"), found.get("chunked_overlay")
+    if window is not None and chunk is not None:
+        raise ValueError("masks must have a sliding window or chunks, got both")
+    if window is not None:
+        return _window(int(window["sliding_window"])), packing
+    return (Causal() if chunk is None else Chunked(int(chunk["chunk_size"]))), packing
+
+
+def _window(size: int) -> Mask:
+    """A window of 0 tokens belongs to layers that the model does not have: Qwen2-MoE makes a mask for them anyway."""
+    return SlidingWindow(size - 1) if size else Slices([])
+
+
+def _conjunction(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The functions that a mask function is the conjunction of: the name of each, and the values it was made with."""
+    name = function.__qualname__.split(".")[0]
+    names = function.__code__.co_freevars
+    cells = dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
+    if function.__module__ == _MASKING and name == "and_masks":
+        for part in cells["mask_functions"]:
+            yield from _conjunction(part)
+    elif function.__module__ == _MASKING and name in _MASK_FUNCTIONS:
+        yield name, cells
+    else:
+        raise ValueError(
+            f"masks must be causal, with a sliding window, in chunks or of packed sequences, got the mask function "
+            f"{function.__module__}.{function.__qualname__}"
+        )
+
+
+def _traced_packing(function: Callable[..., Any], rows: int, tokens: int, device: torch.device) -> Tensor:
+    """The numbers of packed sequences [B, tokens] in a graph that is being traced, where functions can only be called.
+
+    A sequence begins with a token that does not attend to the previous token.
+    """
+    row, token = torch.arange(rows, device=device)[:, None], torch.arange(1, tokens, device=device)
+    follows, ahead = (
+        function(row, row, *pair).expand(rows, -1) for pair in ((token, token - 1), (token - 1, token))
+    )  # fmt: skip
+    numbers = F.pad((~follows).cumsum(-1), (1, 0))
+    return numbers.masked_fill(F.pad(ahead, (1, 0)), _NOT_CAUSAL)
+
+
+def _traced_kind(local_size: int | None, served: bool, config: Any) -> Mask:
+    """The mask of one layer in a graph that is being traced, where functions cannot be inspected."""
+    if not served:
+        raise ValueError(
+            "masks in a compiled graph must be causal, with a sliding window, in chunks or of packed sequences, got "
+            "another mask function"
+        )
+    if local_size is None:
+        return Causal()
+    window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    if local_size == chunk and local_size != window:
+        return Chunked(local_size)
+    if local_size == window and local_size != chunk:
+        return _window(local_size)
+    raise ValueError(
+        f"a compiled graph must tell a sliding window from chunks, got a mask of {local_size} tokens with "
+        f"sliding_window={window} and attention_chunk_size={chunk}"
+    )
+
+
+def document_starts(position_ids: Tensor) -> Tensor:
+    """The tokens [B, S] whose position does not follow the previous position: as Transformers finds packed rows."""
+    if position_ids.device.type == "cpu":
+        positions = position_ids.numpy()
+        first = np.ones_like(positions[:, :1], dtype=bool)
+        return torch.from_numpy(np.concatenate([first, positions[:, 1:] != positions[:, :-1] + 1], 1))
+    starts = torch.ones_like(position_ids, dtype=torch.bool)
+    starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return starts
+
+
+def check_gaps(position_ids: Tensor | None, starts: Tensor | None, real: Tensor) -> None:
+    """Raise ValueError for padding inside a document; between two documents it is allowed."""
+    for row in range(real.shape[0]):
+        tokens = real[row].numpy()
+        begins = np.flatnonzero(np.diff(tokens, prepend=False) & tokens)
+        for begin in begins.tolist()[1:]:
+            before = int(np.flatnonzero(tokens[:begin])[-1])
+            if starts is None or position_ids is None or position_ids[row, begin] > position_ids[row, before]:
+                raise ValueError(
+                    f"attention_mask must hide tokens before, after or between documents, got row {row} with hidden "
+                    f"tokens {before + 1} to {begin - 1} inside a document (position_ids that restart begin a new one)"
+                )

@@ -25,6 +25,8 @@ from attnmesh.utils.validation import shown
 
 NAME = "attnmesh"
 """The `attn_implementation`."""
+IGNORED_LABEL = -100
+"""The label of tokens without a loss, as in torch and Transformers."""
 MODELS_PAGE = "language-models.md#which-models"
 """Of the documentation: what is served, and what is refused."""
 
@@ -114,7 +116,7 @@ def changing_rotary(config: Any) -> tuple[str, int] | None:
     And the number of positions up to which the frequencies are always the same.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
-    for each in (parameters, *parameters.values()):  # the values may be those of kinds of layers
+    for each in (parameters, *parameters.values()):  # the values may be parameters of kinds of layers
         kind = each.get("rope_type") if isinstance(each, dict) else None
         if kind == "longrope":
             return kind, int(each.get("original_max_position_embeddings") or config.max_position_embeddings)
@@ -123,20 +125,15 @@ def changing_rotary(config: Any) -> tuple[str, int] | None:
     return None
 
 
-def counts_positions_from_mask(config: Any) -> bool:
-    """Whether the code of the model may derive positions from attention_mask where none are given, as OPT does."""
-    kind: type = type(config)
-    return _counts_positions_from_mask(kind)
-
-
 @cache
-def _counts_positions_from_mask(config_class: type) -> bool:
+def counts_positions_from_mask(config_class: type) -> bool:
+    """Whether the code of the model may derive positions from attention_mask where none are given, as OPT does."""
     found = _code(config_class)
     return found is not None and _POSITIONS_CODE.search(inspect.getsource(found[0])) is not None
 
 
 def check_head() -> None:
-    """Raise ValueError if the model that is being called has a head that is not that of a causal language model.
+    """Raise ValueError if the model that is being called has another head than a causal language model.
 
     A classifier pools a rank's tokens, and labels of tokens must not be shifted. Called within a forward pass: the
     models are found on the stack.

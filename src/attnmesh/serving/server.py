@@ -21,7 +21,7 @@ import uvicorn
 from attnmesh.comm import Comm, CommError, SoloComm, comm_from
 from attnmesh.generation.agreement import check_same_weights
 from attnmesh.generation.generator import Generator
-from attnmesh.integrations.loading import load_model
+from attnmesh.models.loading import load_model
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.serving.app import AppSettings, Service, create_app
 from attnmesh.serving.connections import ConnectionLimits, LimitedProtocol, RequestGate, WaitingConnections

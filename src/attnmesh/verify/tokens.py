@@ -18,8 +18,8 @@ from attnmesh.comm import Comm, SoloComm
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.moving import move_requests
 from attnmesh.generation.sampling import Sampling
-from attnmesh.integrations.sharded_model import shard_model
 from attnmesh.integrations.transformers_attention import register_attention
+from attnmesh.models.sharded import shard_model
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.testing.errors import Comparison
 from attnmesh.utils.optional import installed

@@ -50,8 +50,8 @@ from attnmesh.generation.generator import Generator
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
-from attnmesh.integrations.checkpoint import ModelError
-from attnmesh.integrations.loading import load_config_and_tokenizer, load_model, model_folder, needs_conversion
+from attnmesh.models.checkpoint import ModelError
+from attnmesh.models.loading import load_config_and_tokenizer, load_model, model_folder, needs_conversion
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.counts import MAX_LENGTH
 from attnmesh.report.data import MOST_RANKS

@@ -17,9 +17,8 @@ from attnmesh.generation.engine import min_prefill_chunk
 from attnmesh.generation.rank_memory import ShardedMemory, kv_cache_bytes
 from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
-from attnmesh.integrations.checkpoint import translated_errors
-from attnmesh.integrations.checkpoint_folder import weight_bytes
-from attnmesh.integrations.loading import load_config_and_tokenizer, load_model
+from attnmesh.models.checkpoint import translated_errors, weight_bytes
+from attnmesh.models.loading import load_config_and_tokenizer, load_model
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import PLAIN, dequantize, quantize
 from attnmesh.plan.decode import DecodeSharding

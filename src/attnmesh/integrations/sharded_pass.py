@@ -1,0 +1,331 @@
+"""`ShardedPass`: how a Transformers model attends in a call with a batch that is sharded over ranks.
+
+A model is told of a sharded batch by its arguments only. A model that reads neither masks nor other keyword arguments
+would compute with this rank's tokens and give no sign of it. So its calls are watched: before a call the layers of the
+model are checked, and after it that each of them has attended over the ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from attnmesh.comm import Comm
+from attnmesh.core.mask_encoding import traced_mask
+from attnmesh.core.masks import Mask
+from attnmesh.core.packing import Packing
+from attnmesh.integrations.transformers_models import (
+    MODELS_PAGE,
+    attention_layers,
+    check_attention_code,
+    check_config,
+    check_modules,
+    modules_in_forward,
+    text_config,
+)
+from attnmesh.parallel.context import ContextParallel
+from attnmesh.utils.error_links import see
+
+_CallCheck = Callable[[nn.Module, Sequence[Any]], None]
+
+_checks: ContextVar[tuple[_CallCheck, ...]] = ContextVar("checks of calls without a sharded batch", default=())
+_inspected: WeakSet[nn.Module] = WeakSet()
+
+
+class ShardedPass:
+    """How a model attends in one forward pass over rows of `length` tokens that are sharded over ranks.
+
+    A model takes it as the keyword argument `attention_pass`. It is no dataclass: wrappers of models rebuild those.
+
+    Attributes:
+        cp: the ranks, with the layout of this batch.
+        length: the number of tokens of a whole row.
+        packing: the documents and the padding of the whole batch.
+        position_ids: this rank's positions [B, n], as the model takes them.
+        attention_mask: this rank's tokens [B, n] that are not padding.
+        check_once: called before the first attention of the pass, within the forward of the model.
+        balances_experts: whether the load-balancing loss of experts is computed from the tokens of all ranks.
+        counts_padding: whether padding comes before tokens and positions were not given, so that they are counted in
+            the row.
+        is_watched: whether a model is being called that was checked for this batch.
+        attended_by: the ids of the modules that have attended in the latest call; None if some are in a compiled graph.
+    """
+
+    check_once: Callable[[], None] | None = None
+    balances_experts = False
+    counts_padding = False
+    is_watched = False
+
+    def __init__(
+        self, cp: ContextParallel, length: int, packing: Packing, position_ids: Tensor, attention_mask: Tensor
+    ) -> None:
+        self.cp, self.length, self.packing = cp, length, packing
+        self.position_ids, self.attention_mask = position_ids, attention_mask
+        self._documents = packing.numbers()  # for compiled graphs
+        self._masks: dict[Mask, Mask] = {}
+        self._accepted: dict[str, Tensor] = {}
+        self._rotary_checked = False
+        self.attended_by: set[int] | None = set()
+
+    def index_in_row(self) -> Tensor:
+        """The index in the row of each of this rank's tokens [n]."""
+        return self.cp.positions(self.length).to(self.position_ids.device)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's shard of a tensor that has one entry per token along `dim`."""
+        return self.cp.shard(x, dim).contiguous()
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole tensor from the shards of all ranks, on every rank. Its gradients are summed over ranks."""
+        return self.cp.unshard(x, dim, self.length)
+
+    def mask(self, layer: Mask) -> Mask:
+        """The mask of a layer within the documents of this batch."""
+        if torch.compiler.is_compiling():
+            return traced_mask(layer, self._documents)
+        if layer not in self._masks:
+            self._masks[layer] = self.packing.apply(layer)
+        return self._masks[layer]
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None,
+        softcap: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Out of this rank's queries over the keys of all ranks."""
+        if self.check_once is not None and not torch.compiler.is_compiling():
+            self.check_once()
+            self.check_once = None
+        return self.cp.attention(
+            q, k, v, mask=self.mask(mask), scale=scale, softcap=softcap, sinks=sinks, length=self.length
+        )
+
+    def count_attention(self, module: nn.Module) -> None:
+        """Note that the attention of this module is computed over the ranks."""
+        if torch.compiler.is_compiling():
+            self.attended_by = None
+        elif self.attended_by is not None:
+            self.attended_by.add(id(module))
+
+    def check_given(self, name: str, given: Tensor) -> None:
+        """Raise ValueError on every rank if the model was given other positions or another mask than this pass has.
+
+        Documents and padding come from the whole batch, so a tensor that replaces this rank's shard has no effect on
+        attention. A copy, such as one on another device, is compared once.
+        """
+        expected: Tensor = getattr(self, name)
+        if torch.compiler.is_compiling():
+            if given.shape != expected.shape:
+                raise ValueError(
+                    f"{name} must be what shard_inputs returned, got a tensor of shape {list(given.shape)}"
+                )
+            torch._assert_async((given == expected).all(), f"{name} must be what shard_inputs returned, got another")
+            return
+        if given is expected or given is self._accepted.get(name):
+            return
+        with checked_on_all_ranks(self.cp.comm, f"a model's {name}", force=True):
+            if given.shape != expected.shape or not torch.equal(given.to(expected), expected):
+                raise ValueError(
+                    f"{name} must be what shard_inputs returned, got another tensor of shape {list(given.shape)}: pass "
+                    f"the whole {name} to shard_inputs, which finds packed documents and padding in it"
+                )
+        self._accepted[name] = given
+
+    def check_rotary(self, kind: str, limit: int) -> None:
+        """Raise ValueError on every rank if ranks have other frequencies than one process.
+
+        Rotary embeddings of this kind have other frequencies if the largest position of a pass is beyond `limit`, and
+        a rank sees the positions of its own tokens only.
+        """
+        if self.cp.world == 1 or self._rotary_checked:
+            return
+        if torch.compiler.is_compiling():
+            if self.length > limit:
+                raise ValueError(
+                    f"rope_type {kind!r} must have at most {limit} tokens in a compiled graph over ranks, got rows of "
+                    f"{self.length}"
+                )
+            return
+        last, why = int(self.position_ids.max()) + 1, f"on which the frequencies of rope_type {kind!r} depend"
+        if kind != "longrope":
+            value: dict[str, object] = {f"the largest position, or {limit}, {why},": max(last, limit)}
+        else:
+            how = "use layout=Striped() and balance=False"
+            value = {f"whether it has a position beyond {limit}, {why} ({how}),": last > limit}
+        self.cp.comm.agree("rotary embeddings", value, force=True)
+        self._rotary_checked = True
+
+
+@contextmanager
+def checked_on_all_ranks(comm: Comm, operation: str, *, force: bool = False) -> Iterator[None]:
+    """Raise a ValueError in the body, which checks arguments, on every rank. `force` is as in `check_on_all_ranks`."""
+    try:
+        yield
+    except ValueError as error:
+        comm.agree(operation, {}, str(error))
+        raise
+    comm.agree(operation, {}, force=force)
+
+
+class ReadError(ValueError, AttributeError):
+    """An AttributeError, too, so that `hasattr` works."""
+
+
+class Unreadable:
+    """Stands for a tensor that only attnmesh reads: whatever else is done with it raises `ReadError(explain(what))`."""
+
+    explain: Callable[[str], str]
+
+    def __getattr__(self, name: str) -> Any:
+        raise ReadError(type(self).explain(name))
+
+    def __getitem__(self, key: object) -> Any:
+        raise ReadError(type(self).explain("[]"))
+
+    def __eq__(self, other: object) -> bool:
+        raise ReadError(type(self).explain("=="))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Called by torch in place of a function that is given this object."""
+        raise ReadError(cls.explain(getattr(function, "__name__", str(function))))
+
+
+class ShardedMask(Unreadable):
+    """What a model is given as its attention_mask: for attnmesh's attention only.
+
+    Another attention, or a layer that mixes tokens without attention, would compute with this rank's tokens and give no
+    sign of it. Here it raises ValueError as soon as it reads the mask. What Transformers reads on the way is allowed.
+    """
+
+    ndim = 2
+
+    def __init__(self, attention_pass: ShardedPass) -> None:
+        self.attention_pass = attention_pass
+        self.shape, self.dtype, self.device = (
+            attention_pass.attention_mask.shape,
+            torch.bool,
+            attention_pass.attention_mask.device,
+        )
+
+    def to(self, *_: object, **__: object) -> ShardedMask:
+        """Itself: the tensor stays where it is."""
+        return self
+
+    def view(self, *shape: int) -> ShardedMask:
+        """Itself, as a matrix: GPT-2 makes sure that it is one."""
+        if len(shape) != 2:
+            raise ReadError(self.explain("view"))
+        return self
+
+    @staticmethod
+    def explain(name: str) -> str:
+        """Why the mask cannot be read, as some code tried to."""
+        reader = next((type(module).__name__ for module in modules_in_forward()), "code outside of the model")
+        return (
+            f"all layers that mix tokens must be attention that is given the keyword argument attention_pass, since "
+            f"this batch is sharded over ranks, got {reader}, which uses attention_mask itself ({name}); the tensor is "
+            f"inputs['attention_pass'].attention_mask{see(MODELS_PAGE)}"
+        )
+
+    def cumsum(self, dim: int) -> Tensor:
+        """Read for chunked attention."""
+        return self.attention_pass.attention_mask.cumsum(dim)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Called by torch in place of a function that is given this mask."""
+        if function is torch.zeros_like:  # for chunked attention
+            return torch.zeros_like(args[0].attention_pass.attention_mask, **kwargs or {})
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+# Calls of models.
+
+
+def watch_models() -> None:
+    """Let all models of Transformers check the sharded batches that they are given. May be called more than once."""
+    models = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if models is not None and models.__call__ is not _call:
+        models.__call__ = _call
+
+
+@contextmanager
+def checked_calls(check: _CallCheck) -> Iterator[None]:
+    """In this context, `check(model, arguments)` is called before a model that is not given a sharded batch."""
+    watch_models()
+    token = _checks.set((*_checks.get(), check))
+    try:
+        yield
+    finally:
+        _checks.reset(token)
+
+
+def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """PreTrainedModel.__call__ with the checks of a sharded batch."""
+    if torch.compiler.is_compiling():
+        if isinstance(kwargs.get("attention_pass"), ShardedPass):
+            check_config(text_config(self))
+        return self._call_impl(*args, **kwargs)
+    given = (*args, *kwargs.values())
+    attention_pass = _pass_of(given)
+    if attention_pass is None:
+        for check in _checks.get():
+            check(self, given)
+    elif not attention_pass.is_watched:
+        return _watched_call(self, attention_pass, args, kwargs)
+    return nn.Module.__call__(self, *args, **kwargs)
+
+
+def _pass_of(given: Sequence[Any]) -> ShardedPass | None:
+    """The pass of a sharded batch, which a model may be given with its mask only."""
+    passes = (x if isinstance(x, ShardedPass) else getattr(x, "attention_pass", None) for x in given)
+    return next((x for x in passes if isinstance(x, ShardedPass)), None)
+
+
+def _watched_call(model: Any, attention_pass: ShardedPass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    check_attention_code(model)
+    if model not in _inspected:
+        check_modules(model)
+        _inspected.add(model)
+    attention_pass.is_watched, attention_pass.attended_by = True, set()
+    try:
+        result = nn.Module.__call__(model, *args, **kwargs)
+    finally:
+        attention_pass.is_watched = False
+    _check_attended(model, attention_pass)
+    return result
+
+
+def _check_attended(model: nn.Module, attention_pass: ShardedPass) -> None:
+    """Raise ValueError if a layer of the model has not attended over the ranks in the call that has ended."""
+    config = text_config(model)
+    attended = attention_pass.attended_by
+    if attended is None or len(attended) >= max(1, getattr(config, "num_hidden_layers", 1)):
+        return
+    for path, layer in attention_layers(model):
+        if not any(id(part) in attended for part in layer.modules()):
+            got = f"{path} ({type(layer).__name__}), which did not"
+            break
+    else:
+        if attended:
+            return  # a model with fewer layers than its configuration has
+        got = "a model that did not call it at all"
+    raise ValueError(
+        f"{type(model).__name__}: every layer that mixes tokens must call attnmesh's attention in a batch that is "
+        f"sharded over ranks, got {got}, in a model of type {getattr(config, 'model_type', None)!r}: it would see one "
+        f"rank's tokens only{see(MODELS_PAGE)}"
+    )

@@ -1,0 +1,1 @@
+"""Language models from files: checkpoint folders, GGUF files, and weights that are divided over ranks."""
