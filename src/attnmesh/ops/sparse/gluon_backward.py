@@ -1,8 +1,8 @@
 """The gradients of sparse attention on Hopper in Gluon, from the gradients of the scores: two kernels.
 
-They take the place of `grad_query_kernel` (65 to 128 heads) and `grad_key_kernel` (up to 128 heads) in
-`triton_backward`, with the same workspaces p and ds, where values are the first 512 columns of keys of 576 or 512. In
-both, a group of warps, the loader, copies to shared memory what two other groups multiply, 64 keys at a time::
+In `backward` they take the place of `grad_query_kernel` (65 to 128 heads) and `grad_key_kernel` (up to 128 heads) of
+`triton_backward`, where values are the first 512 columns of keys of 576 or 512. In both, a group of warps, the
+producer, copies to shared memory what two other groups, the consumers, multiply, 64 keys at a time::
 
     grad_query   dq = scale * ds @ k                   keys are gathered; each group sums half of the heads
     grad_key     dk += scale * ds^T @ q + p^T @ dout   q and dout stay in shared memory; the groups take every other
@@ -40,6 +40,7 @@ from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invali
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.launch import Launch, Recent, repeat
 from attnmesh.ops.sparse.arguments import RowBounds
+from attnmesh.ops.sparse.call import SparseCall
 from attnmesh.ops.sparse.gluon_common import D_TAIL, D_V, HEADS, KEYS
 
 QUERY_HEADS = 2 * HEADS  # padded heads that `grad_query` takes: half of them for each group
@@ -59,8 +60,15 @@ _LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # eigh
 _launches: Recent[Launch] = Recent()
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor | None, dout: Tensor, *, d_v: int) -> bool:
-    """Whether the kernels can serve the call: latent keys in 16 bits, rows aligned to 16 bytes, on Hopper."""
+NEEDS = (
+    "up to 128 heads and keys of 512 or 576 features in 16 bits whose first 512 are the values, rows aligned to 16 "
+    "bytes, on Hopper"
+)
+
+
+def supports(call: SparseCall, dout: Tensor) -> bool:
+    """Whether the kernels can serve the call: it has what they NEED."""
+    q, k, v, d_v = call.q, call.k, call.v, call.d_v
     return (
         v is None
         and d_v == D_V
@@ -98,63 +106,41 @@ def sort_by_key(indices: Tensor, bounds: RowBounds) -> tuple[Tensor, Tensor]:
     return by_key, counts
 
 
-def grad_query(
-    grad_scores: Tensor,
-    k: Tensor,
-    listed: tuple[Tensor, int, Tensor, Tensor, Tensor],
-    dq: Tensor,
-    chunk: tuple[int, int, int],
-    count: int,
-    scale: float,
-) -> None:
-    """Writes dq of `count` rows from `grad_scores` [count, QUERY_HEADS, padded_slots].
-
-    `listed` are indices, their stride, lo, hi and slots of all rows, `chunk` is the first row, the padded slots, a
-    multiple of 64, and k_offset.
-    """
-    begin, padded_slots, k_offset = chunk
+def grad_query(call: SparseCall, rows: range, grad_scores: Tensor, dq: Tensor, _: object = None) -> None:
+    """Writes dq of some rows from `grad_scores` [rows, QUERY_HEADS, padded_slots], a multiple of 64 slots."""
+    k, indices, (lo, hi, slots, k_offset) = call.k, call.indices, call.bounds
     parts, main, extra = _parts(dq.shape[2], _QUERY_MAIN)
     repeat(
-        _launches, grad_query_kernel, (count * parts,),
+        _launches, grad_query_kernel, (len(rows) * parts,),
         (
-            grad_scores, k, k.stride(0), *listed, dq, dq.stride(0), dq.stride(1),
-            begin, dq.shape[1], padded_slots, k_offset, scale,
+            grad_scores, k, k.stride(0), indices, indices.stride(0), lo, hi, slots, dq, dq.stride(0), dq.stride(1),
+            rows.start, dq.shape[1], grad_scores.shape[2], k_offset, call.scale,
         ),
         PARTS=parts, MAIN=main, EXTRA=extra, STAGES=4, num_warps=4,
     )  # fmt: skip
 
 
 def grad_key(
-    target: Tensor,
-    grad_scores: Tensor,
-    weights: Tensor,
-    q: Tensor,
-    dout: Tensor,
-    listed: tuple[Tensor, int, Tensor, Tensor, Tensor],
-    chunk: tuple[int, int, int],
-    count: int,
-    scale: float,
-    *,
-    atomic: bool,
-    segments: int,
-) -> None:
-    """Adds scale * ds^T @ q + p^T @ dout of `count` rows to their keys in `target`, float32.
+    target: Tensor, call: SparseCall, rows: range, scale: float, grad_scores: Tensor, q: Tensor, weights: Tensor,
+    dout: Tensor, *, atomic: bool, segments: int,
+) -> None:  # fmt: skip
+    """Adds scale * ds^T @ q + p^T @ dout of some rows to their keys in `target`, float32.
 
-    `grad_scores` and `weights` are [count, padded_heads, padded_slots], where `padded_heads` is 16, 32, 64 or 128; for
-    the others see `grad_query`. If not `atomic`, the sums are stored slot by slot, in `target` [count * slots, width].
-    `segments` is the result of the function of that name: 0 computes all parts of a row together, so that p and ds are
-    read from device memory once.
+    `grad_scores` and `weights` are [rows, padded_heads, padded_slots], where `padded_heads` is 16, 32, 64 or 128. If
+    not `atomic`, the sums are stored slot by slot, in `target` [rows * slots, width]. `segments` is the result of the
+    function of that name: 0 computes all parts of a row together, so that p and ds are read from device memory once.
     """
-    begin, padded_slots, k_offset = chunk
-    padded_heads, slot_count = grad_scores.shape[1], listed[0].shape[1]
+    indices, (lo, hi, slots, k_offset) = call.indices, call.bounds
+    count, (_, padded_heads, padded_slots), slot_count = len(rows), grad_scores.shape, indices.shape[1]
     parts, main, extra = _parts(target.shape[1], _KEY_MAIN)
     segment_slots = -(-slot_count // (KEYS * max(1, segments))) * KEYS
     row_step, part_step = (1, count) if segments else (parts, 1)
     repeat(
         _launches, grad_key_kernel, (count * parts * -(-slot_count // segment_slots),),
         (
-            grad_scores, weights, q, q.stride(0), q.stride(1), dout, dout.stride(0), dout.stride(1), *listed,
-            target, target.stride(0), begin, count, q.shape[1], padded_slots, k_offset, slot_count,
+            grad_scores, weights, q, q.stride(0), q.stride(1), dout, dout.stride(0), dout.stride(1),
+            indices, indices.stride(0), lo, hi, slots, target, target.stride(0),
+            rows.start, count, q.shape[1], padded_slots, k_offset, slot_count,
             segment_slots, row_step, part_step, scale,
         ),
         HEADS=padded_heads, PARTS=parts, MAIN=main, EXTRA=extra, STAGES=STAGES[padded_heads],

@@ -48,6 +48,7 @@ from attnmesh.ops.sparse.gluon_common import (
     processors,
     write_columns,
 )
+from attnmesh.ops.sparse.paged import SparseDecodeCall
 from attnmesh.ops.storage import Quantized
 
 _LOG2_E, _SLACK = gl.constexpr(LOG2_E), gl.constexpr(SLACK)
@@ -128,14 +129,17 @@ class Item(NamedTuple):
     fault: Any  # whether an index of the token is outside of the cache
 
 
-def supports(q: Tensor, pool: object, *, d_v: int) -> bool:
-    """Whether the kernel can serve the call: latents of 512 and a rope part of 64, rows at 16 bytes, on Hopper.
+NEEDS = "bfloat16 queries over fp8_ds_mla latents of 512 and a rope part of 64, rows aligned to 16 bytes, on Hopper"
 
-    The place of a row in units of 16 bytes must fit in 32 bits: 32 GiB.
+
+def supports(q: Tensor, pool: object, d_v: int) -> bool:
+    """Whether the kernel can serve queries [B, T, heads, 576] over a pool: they have what it NEEDS.
+
+    The offset of a row in units of 16 bytes must fit in 32 bits: 32 GiB.
     """
     if not isinstance(pool, Quantized) or pool.rope is None:
         return False
-    parts = (q, pool.values, pool.scales, pool.rope)
+    parts = (q.flatten(0, 1), pool.values, pool.scales, pool.rope)
     return (
         d_v == D_V
         and q.dtype == torch.bfloat16
@@ -148,13 +152,15 @@ def supports(q: Tensor, pool: object, *, d_v: int) -> bool:
 
 
 def attend(
-    q: Tensor, pool: Quantized, slots: Tensor, lengths: Tensor, sinks: Tensor | None, results: tuple[Tensor, ...],
-    *, span: int, splits: int, scale: float,
+    call: SparseDecodeCall, slots: Tensor, lengths: Tensor, sinks: Tensor | None, results: tuple[Tensor, ...],
+    *, span: int, splits: int,
 ) -> None:  # fmt: skip
-    """Out, lse and largest score of q [rows, heads, 576] over `slots` [rows, topk], in parts of `span` slots.
+    """Out, lse and largest scores of a call over `slots` [rows, topk], in parts of `span` slots.
 
     The results are [rows, heads, ...], or [rows, splits, heads, ...] in float32 with logarithms to base 2.
     """
+    q, pool = call.q.flatten(0, 1), call.keys.pool
+    assert isinstance(pool, Quantized)
     assert pool.rope is not None
     rows, heads, _ = q.shape
     items = rows * splits * cdiv(heads, HEADS)
@@ -163,7 +169,7 @@ def attend(
         (
             q, _steps(q), pool.values[:, :, 0].view(torch.int32), _steps(pool.values), pool.scales, _steps(pool.scales),
             pool.rope, _steps(pool.rope), slots, lengths, *results, sinks,
-            items, heads, span, splits, slots.shape[1], scale * LOG2_E,
+            items, heads, span, splits, slots.shape[1], call.scale * LOG2_E,
         ),
         BLOCK_SIZE=pool.values.shape[1], SPLIT=splits > 1, NARROW_OUT=results[0].dtype.itemsize == 2, num_warps=4,
         launch_pdl=True,

@@ -44,6 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.launch import Launch, Recent, repeat
+from attnmesh.ops.sparse.call import SparseCall
 
 # Tuning.
 # Consumers -> registers per thread of consumer 1, of the producer (consumer 0 has the rest), and at launch.
@@ -101,8 +102,12 @@ _EXCHANGE_1 = gl.constexpr(
 )  # fmt: skip
 
 
-def supports(q: Tensor, k: Tensor, *, head_group: int) -> bool:
-    """Whether the kernel can serve the call: on Hopper, up to 128 heads in one group or in groups of 64."""
+NEEDS = f"up to 128 heads, in one group or in groups of 64, of {', '.join(map(str, WIDTHS))} in 16 bits, on Hopper"
+
+
+def supports(call: SparseCall, head_group: int) -> bool:
+    """Whether the kernel can serve the call: it has what it NEEDS, in rows that are aligned to 16 bytes."""
+    q, k = call.q, call.k
     h, d = q.shape[1:]
     return (
         is_hopper(q.device)
@@ -117,25 +122,9 @@ def supports(q: Tensor, k: Tensor, *, head_group: int) -> bool:
     )
 
 
-def distribution(
-    q: Tensor,
-    k: Tensor,
-    indices: Tensor,
-    lo: Tensor,
-    hi: Tensor,
-    slots: Tensor,
-    lse: Tensor,
-    *,
-    k_offset: int,
-    scale: float,
-    head_group: int,
-) -> Tensor:
-    """Probabilities of q [s_q, h, d] over chosen rows of k [s_kv, d], summed over each group of heads.
-
-    Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key is row indices[i, j] - k_offset
-    of k. Returns float32 [ceil(h / head_group), s_q, topk], where valid the sum over the group's heads of
-    exp(scale q k - lse), else 0. A head whose lse [s_q, h] is infinite contributes nothing.
-    """
+def distribution(call: SparseCall, lse: Tensor, head_group: int) -> Tensor:
+    """`dispatch.distribution`, in float32, of a call that the kernel supports."""
+    q, k, _, indices, bounds, scale, *_ = call
     s_q, h, d = q.shape
     topk = indices.shape[1]
     consumers = 1 if h <= HEADS else 2
@@ -149,8 +138,8 @@ def distribution(
         _launches, _distribution_kernel, (processors(q.device),),
         (
             q, q.stride(0) // 8, q.stride(1) // 8, k, k.stride(0) // 8, indices, indices.stride(0),
-            lo.contiguous(), hi.contiguous(), slots.contiguous(), lse, lse.stride(0), lse.stride(1), out,
-            s_q, h, topk, k_offset, scale * LOG2_E,
+            *(x.contiguous() for x in bounds[:3]), lse, lse.stride(0), lse.stride(1), out,
+            s_q, h, topk, bounds.k_offset, scale * LOG2_E,
         ),
         CONSUMERS=consumers, MAIN=main, TAIL=tail, GROUPS=groups, HANDOVER=handover(d // TILE),
         CONSUMER_REGISTERS=of_consumer, PRODUCER_REGISTERS=of_producer, num_warps=4, maxnreg=cap,

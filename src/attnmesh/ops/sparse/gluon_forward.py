@@ -41,7 +41,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gpu import is_hopper
-from attnmesh.ops.launch import Launch, Recent, cdiv, prepare, signature
+from attnmesh.ops.launch import Launch, cdiv, prepare
+from attnmesh.ops.sparse.call import SparseCall
 from attnmesh.ops.sparse.gluon_common import (
     D_TAIL,
     D_V,
@@ -60,15 +61,18 @@ _HALF, _TAIL = gl.constexpr(D_V // 2), gl.constexpr(D_TAIL)
 _ATTENDER, _GATHERER = gl.constexpr(216), gl.constexpr(72)  # registers per thread
 _GATHERERS = gl.constexpr(128)  # threads, each of which reports its own copies
 _EVERY_WARP = gl.constexpr(gl.BlockedLayout([HEADS // 32], [32], [4], [0]))  # of heads: each warp has all of them
-_launches: Recent[Launch] = Recent()
 NOT_SPECIALIZED = ["items", "heads", "k_offset", "scale_log2", "topk"]
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor | None, *, d_v: int) -> bool:
-    """Whether the kernel can serve the call: latent keys in 16 bits, rows aligned to 16 bytes, on Hopper."""
+NEEDS = "keys of 512 or 576 features in 16 bits whose first 512 are the values, rows aligned to 16 bytes, on Hopper"
+
+
+def supports(call: SparseCall) -> bool:
+    """Whether the kernel can serve the call: it has what it NEEDS."""
+    q, k = call.q, call.k
     return (
-        v is None
-        and d_v == D_V
+        call.v is None
+        and call.d_v == D_V
         and q.shape[-1] in (D_V, D_V + D_TAIL)
         and q.dtype in (torch.bfloat16, torch.float16)
         and all(x.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in x.stride()[:-1]) for x in (q, k))
@@ -76,51 +80,19 @@ def supports(q: Tensor, k: Tensor, v: Tensor | None, *, d_v: int) -> bool:
     )
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    indices: Tensor,
-    lo: Tensor,
-    hi: Tensor,
-    slots: Tensor,
-    *,
-    d_v: int,
-    k_offset: int,
-    scale: float,
-    out_dtype: torch.dtype,
-    sinks: Tensor | None = None,
-    max_logits: bool = False,
-) -> tuple[Tensor, ...]:
-    """`triton_forward.forward` for arguments that satisfy `supports`."""
-    assert v is None
+def launch(call: SparseCall, sinks: Tensor | None, results: tuple[Tensor, ...]) -> Launch:
+    """The first launch of a `Forward`, of a call that the kernel supports."""
+    q, k, v, indices, (lo, hi, slots, k_offset), scale, *_ = call
     s_q, heads, d = q.shape
-    device = q.device
-    out = torch.empty_strided((s_q, heads, d_v), (heads * d_v, d_v, 1), dtype=out_dtype, device=device)
-    lse = torch.empty_strided((s_q, heads), (heads, 1), dtype=torch.float32, device=device)
-    top = torch.empty_like(lse) if max_logits else None
-    sinks = None if sinks is None else sinks.contiguous()
-    results = (out, lse) if top is None else (out, lse, top)
-    if out.numel() == 0:
-        return results
-    inputs = q, k, indices, lo, hi, slots, sinks
-    key = (*signature(*inputs), k_offset, scale, out_dtype, max_logits)
-    launch = _launches.get(key)
-    if launch is not None:
-        launch(*inputs, *results)
-        return results
     items = s_q * cdiv(heads, HEADS)
     args = (
-        q, q.stride(0), q.stride(1), k, k.stride(0), indices, indices.stride(0), lo, hi, slots, sinks, out, lse,
-        top, items, heads, indices.shape[1], k_offset, scale * LOG2_E,
+        q, q.stride(0), q.stride(1), k, k.stride(0), indices, indices.stride(0), lo, hi, slots, sinks, *results,
+        *(None,) * (3 - len(results)), items, heads, indices.shape[1], k_offset, scale * LOG2_E,
     )  # fmt: skip
-    with torch.cuda.device_of(q):
-        launch = prepare(
-            _forward_kernel, (min(items, processors(q)),), args, (*inputs, *results),
-            TAILED=d > D_V, NARROW_OUT=out_dtype.itemsize == 2, num_warps=4,
-        )  # fmt: skip
-    _launches.add(key, launch)
-    return results
+    return prepare(
+        _forward_kernel, (min(items, processors(q)),), args, (q, k, v, indices, lo, hi, slots, sinks, *results),
+        TAILED=d > D_V, NARROW_OUT=results[0].dtype.itemsize == 2, num_warps=4,
+    )  # fmt: skip
 
 
 class Memory(NamedTuple):

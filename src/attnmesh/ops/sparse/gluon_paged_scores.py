@@ -28,7 +28,7 @@ from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invali
 from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.sparse.gluon_topk import KEYS, final_score, score_layout
-from attnmesh.ops.sparse.triton_select import NEIGHBORS
+from attnmesh.ops.sparse.indexer_tiles import NEIGHBORS
 from attnmesh.ops.storage import Quantized
 
 WIDTH = 128
@@ -51,8 +51,11 @@ class Shape(NamedTuple):
     block_layout: Any  # of the maxima of blocks
 
 
+NEEDS = "33 to 128 heads of 128 in 16 bits over fp8 keys in blocks of 64, 128, ..., on Hopper"
+
+
 def supports(iq: Tensor, pool: object) -> bool:
-    """Whether the kernel can score: on Hopper, 33 to 128 heads of 128 in 16 bits, fp8 keys in blocks of 64, 128, ..."""
+    """Whether the kernel can score: the call has what it NEEDS."""
     if not isinstance(pool, Quantized) or not is_hopper(iq.device):
         return False
     values = pool.values

@@ -47,10 +47,10 @@ from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.launch import Launch, Recent, repeat
 from attnmesh.ops.sparse.arguments import TopKIndices, empty_topk
+from attnmesh.ops.sparse.call import IndexerCall
 from attnmesh.ops.sparse.gluon_common import processors
 from attnmesh.ops.sparse.gluon_select import select_row
-from attnmesh.ops.sparse.triton_indexer import LONG_ROW, head_tile, padded
-from attnmesh.ops.sparse.triton_select import candidate_block, row_elements
+from attnmesh.ops.sparse.indexer_tiles import LONG_ROW, candidate_block, head_tile, padded, row_elements
 
 SCORERS = 2
 KEYS = 64  # of a scorer at a time: the rows of one matrix instruction
@@ -124,8 +124,11 @@ class Counters(NamedTuple):
     selected: Any
 
 
+NEEDS = "17 to 128 heads of 40 to 128 elements in 16 bits, rows aligned to 16 bytes, up to 2,048 keys, on Hopper"
+
+
 def supports(iq: Tensor, ik: Tensor, topk: int) -> bool:
-    """Whether the kernel can serve the call: on Hopper, 17 to 128 heads of 40 to 128 elements in 16 bits.
+    """Whether the kernel can serve the call: it has what it NEEDS.
 
     A selection of more than 2,048 keys needs more registers than there are.
     """
@@ -151,21 +154,11 @@ def is_faster(iq: Tensor, ik: Tensor, topk: int) -> bool:
 
 
 def topk(
-    iq: Tensor,
-    ik: Tensor,
-    w: Tensor,
-    topk: int,
-    lo: Tensor,
-    hi: Tensor,
-    *,
-    scale: float,
-    relu: bool,
-    block: int | None = None,
-    workspace: int = _WORKSPACE,
-    programs: int | None = None,
-    unit_tiles: int = _UNIT_TILES,
-) -> TopKIndices:
-    """`triton_topk.topk` on Hopper; see `supports`. The result has the same bits."""
+    call: IndexerCall, topk: int, *, block: int | None = None, workspace: int = _WORKSPACE,
+    programs: int | None = None, unit_tiles: int = _UNIT_TILES,
+) -> TopKIndices:  # fmt: skip
+    """`triton_topk.topk` of a call that the kernel supports. The result has the same bits."""
+    iq, ik, w, _, (lo, hi, *_), scale, relu, *_ = call
     (s_q, heads, width), s_kv = iq.shape, ik.shape[0]
     indices, scores, lengths = empty_topk(s_q, topk=topk, device=iq.device)
     if s_q == 0:

@@ -17,17 +17,12 @@ from torch import Tensor
 
 from attnmesh.ops.gpu import gpu_of
 from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, repeat
+from attnmesh.ops.sparse.call import SparseCall
 
 LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, as the hardware does
 _LOG2_E = tl.constexpr(LOG2_E)
-_NOT_SPECIALIZED = [
-    "s_q",
-    "h",
-    "topk",
-    "k_offset",
-    "span",
-    "indices_stride",
-]  # they vary, and each value would be compiled separately
+# They vary, and each value would be compiled separately.
+_NOT_SPECIALIZED = ["s_q", "h", "topk", "k_offset", "span", "indices_stride"]
 _launches: Recent[Launch] = Recent()
 
 
@@ -54,26 +49,9 @@ RESERVED = 4096  # bytes of shared memory for indices and reductions
 PROGRAMS = 1024  # few rows are split into about this many programs
 
 
-def distribution(
-    q: Tensor,
-    k: Tensor,
-    indices: Tensor,
-    lo: Tensor,
-    hi: Tensor,
-    slots: Tensor,
-    lse: Tensor,
-    *,
-    k_offset: int,
-    scale: float,
-    head_group: int,
-    tiles: DistributionTiles | None = None,
-) -> Tensor:
-    """Probabilities of q [s_q, h, d] over chosen rows of k [s_kv, d], summed over each group of heads.
-
-    Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key is row indices[i, j] - k_offset
-    of k. Returns float32 [ceil(h / head_group), s_q, topk], where valid the sum over the group's heads of
-    exp(scale q k - lse), else 0. A head whose lse [s_q, h] is infinite contributes nothing.
-    """
+def distribution(call: SparseCall, lse: Tensor, head_group: int, *, tiles: DistributionTiles | None = None) -> Tensor:
+    """`dispatch.distribution`, in float32."""
+    q, k, _, indices, bounds, scale, *_ = call
     s_q, h, d = q.shape
     topk = indices.shape[1]
     groups = cdiv(h, head_group)
@@ -91,8 +69,8 @@ def distribution(
         _launches, _distribution_kernel, (s_q * groups * cdiv(topk, span),),
         (
             q, q.stride(), k, k.stride(), indices, indices.stride(0),
-            lo.contiguous(), hi.contiguous(), slots.contiguous(), lse, lse.stride(), out,
-            s_q, h, topk, k_offset, scale * LOG2_E, span, group,
+            *(x.contiguous() for x in bounds[:3]), lse, lse.stride(), out,
+            s_q, h, topk, bounds.k_offset, scale * LOG2_E, span, group,
         ),
         D=d, MAIN=main, TAIL=tail, STEP=STEPS.get(q.element_size(), 0), HEADS=tiles.heads, KEYS=tiles.keys,
         num_warps=tiles.warps, num_stages=tiles.stages,

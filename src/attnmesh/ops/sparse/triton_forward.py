@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from attnmesh.ops.gpu import GPU, gpu_of
-from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, prepare, signature
+from attnmesh.ops.launch import Launch, cdiv, next_power_of_2, prepare
+from attnmesh.ops.sparse.call import SparseCall
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -33,70 +34,32 @@ class ForwardTiles(NamedTuple):
 
 _WIDE = {16: ForwardTiles(16, 64, 4, 2), 32: ForwardTiles(32, 64, 8, 2), 64: ForwardTiles(64, 64, 8, 2)}
 _RESERVED = 1024  # bytes of shared memory for reductions
-_launches: Recent[Launch] = Recent()
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    indices: Tensor,
-    lo: Tensor,
-    hi: Tensor,
-    slots: Tensor,
-    *,
-    d_v: int,
-    k_offset: int,
-    scale: float,
-    out_dtype: torch.dtype,
-    sinks: Tensor | None = None,
-    max_logits: bool = False,
-    tiles: ForwardTiles | None = None,
-) -> tuple[Tensor, ...]:
-    """Attention of q [s_q, h, d] over the keys of `indices` [s_q, topk]: out [s_q, h, d_v] and lse [s_q, h].
-
-    Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key is row indices[i, j] - k_offset
-    of k [s_kv, d], its value the same row of v, or the first d_v columns of the key if v is None. Keys of no valid slot
-    may hold any values. lse is natural, float32; a row without a valid slot has out 0 and lse -inf. `sinks` [h] are
-    scores of one more key per head, without a value, for every row. With `max_logits` the third result is the largest
-    scaled score [s_q, h] without sinks, float32.
-    """
-    s_q, heads, d = q.shape
-    device = q.device
-    out = torch.empty_strided((s_q, heads, d_v), (heads * d_v, d_v, 1), dtype=out_dtype, device=device)
-    lse = torch.empty_strided((s_q, heads), (heads, 1), dtype=torch.float32, device=device)
-    top = torch.empty_like(lse) if max_logits else None
-    sinks = None if sinks is None else sinks.contiguous()
-    results = (out, lse) if top is None else (out, lse, top)
-    if out.numel() == 0:
-        return results
-    gpu = gpu_of(device)
-    inputs = q, k, v, indices, lo, hi, slots, sinks
-    key = (*signature(*inputs), d_v, k_offset, scale, out_dtype, max_logits, tiles, gpu)
-    launch = _launches.get(key)
-    if launch is not None:
-        launch(*inputs, *results)
-        return results
+def launch(
+    call: SparseCall, sinks: Tensor | None, results: tuple[Tensor, ...], *, tiles: ForwardTiles | None = None
+) -> Launch:
+    """The first launch of a `Forward`."""
+    q, k, v, indices, (lo, hi, slots, k_offset), scale, d_v, *_ = call
+    (s_q, heads, d), gpu = q.shape, gpu_of(q.device)
     main, tail = split_width(d)
+    values = v
     if v is None and 2 * d_v <= main:  # loaded separately: less work than a product with the whole key
-        v = k[:, :d_v]
-    value_main, value_tail = (main, tail if d_v > main else 0) if v is None else split_width(d_v)
+        values = k[:, :d_v]
+    value_main, value_tail = (main, tail if d_v > main else 0) if values is None else split_width(d_v)
     if tiles is None:
-        width = main + tail + (0 if v is None else value_main + value_tail)
-        tiles = pick_tiles(heads, main, width, q.dtype, separate=v is not None, gpu=gpu)
+        width = main + tail + (0 if values is None else value_main + value_tail)
+        tiles = pick_tiles(heads, main, width, q.dtype, separate=values is not None, gpu=gpu)
     args = (
-        q, q.stride(0), q.stride(1), k, k.stride(0), v, 0 if v is None else v.stride(0),
-        indices, indices.stride(0), lo, hi, slots, sinks, out, lse, top,
+        q, q.stride(0), q.stride(1), k, k.stride(0), values, 0 if values is None else values.stride(0),
+        indices, indices.stride(0), lo, hi, slots, sinks, *results, *(None,) * (3 - len(results)),
         heads, indices.shape[1], k_offset, scale * LOG2_E,
     )  # fmt: skip
-    with torch.cuda.device_of(q):
-        launch = prepare(
-            _forward_kernel, (s_q * cdiv(heads, tiles.heads),), args, (*inputs, *results),
-            D=d, MAIN=main, TAIL=tail, D_V=d_v, VALUE_MAIN=value_main, VALUE_TAIL=value_tail,
-            HEADS=tiles.heads, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
-        )  # fmt: skip
-    _launches.add(key, launch)
-    return results
+    return prepare(
+        _forward_kernel, (s_q * cdiv(heads, tiles.heads),), args, (q, k, v, indices, lo, hi, slots, sinks, *results),
+        D=d, MAIN=main, TAIL=tail, D_V=d_v, VALUE_MAIN=value_main, VALUE_TAIL=value_tail,
+        HEADS=tiles.heads, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
 
 
 def split_width(width: int) -> tuple[int, int]:

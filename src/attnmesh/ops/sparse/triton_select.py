@@ -20,25 +20,9 @@ that of a key that the row must not see.
 import triton
 import triton.language as tl
 
-from attnmesh.ops.launch import next_power_of_2
+from attnmesh.ops.sparse.indexer_tiles import NEIGHBORS
 
-NEIGHBORS = 16  # neighbors that share a maximum
-_MAX_CANDIDATES = 8192  # in registers; selection is slower for a top-k of more than 4096
 _NEIGHBORS = tl.constexpr(NEIGHBORS)
-
-
-def candidate_block(topk: int) -> int:
-    """The number of candidates that fit in registers, BLOCK below."""
-    return min(_MAX_CANDIDATES, max(1024, 2 * next_power_of_2(topk)))
-
-
-def row_elements(row_len: int, block: int, groups: int = 0) -> int:
-    """The size of a row of the workspace, a multiple of 16: the scores, and after them what `select_row` needs.
-
-    That is BLOCK scores and BLOCK keys of candidates. With a summary also BLOCK numbers of blocks, the maxima of
-    `groups` groups, and those of the blocks.
-    """
-    return row_len + 2 * block + (block + groups + -(-row_len // (16 * NEIGHBORS)) * 16 if groups else 0)
 
 
 @triton.jit

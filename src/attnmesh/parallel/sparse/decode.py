@@ -28,8 +28,8 @@ from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_bool, check_list, check_positive, check_tensor, shown
 from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices, merge_topk
 from attnmesh.ops.sparse.decode import attend, check_tokens, decode_call
-from attnmesh.ops.sparse.paged import SparseDecodeCall
-from attnmesh.ops.sparse.paged_indexer import IndexerStep, indexer_step, select, slots_read
+from attnmesh.ops.sparse.paged import IndexerStep, SparseDecodeCall
+from attnmesh.ops.sparse.paged_indexer import indexer_step, select, slots_read
 from attnmesh.ops.storage import Stored, storage_of
 from attnmesh.parallel.decode.core import StateExchange, all_gather_states
 from attnmesh.parallel.executor import score_checks
