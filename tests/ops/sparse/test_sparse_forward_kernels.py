@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from attnmesh.ops.gpu import GPU
 from attnmesh.ops.sparse import gluon_forward, triton_forward
+from helpers.sparse_kernels import forward, latent_call
 
 INT_MAX = 2**31 - 1
 
@@ -95,7 +96,7 @@ def poison(case: dict) -> None:
 
 
 def assert_right(case: dict, kernel=triton_forward, tolerance: float | None = None) -> None:
-    out, lse, *largest = kernel.forward(**case)
+    out, lse, *largest = forward(kernel, **case)
     true_out, true_lse = truth(case)
     if largest:
         assert largest[0].dtype == torch.float32
@@ -217,7 +218,7 @@ def test_scores_far_apart_and_a_negative_scale(device):
 @pytest.mark.parametrize("rows", [0, 2])
 def test_no_rows_or_no_heads(device, rows):
     case = problem(device, torch.float32, 0 if rows else 4, 7, 32, 32, rows=rows)
-    out, lse = triton_forward.forward(**case)
+    out, lse = forward(triton_forward, **case)
     assert out.shape == (rows, 0 if rows else 4, 32)
     assert lse.shape == out.shape[:2]
 
@@ -245,15 +246,15 @@ def test_columns_are_cut_in_powers_of_two(width, tiles):
 
 def test_the_hopper_kernel_says_what_it_serves(device):
     q, k = torch.empty(2, 128, 576, dtype=torch.bfloat16), torch.empty(9, 576, dtype=torch.bfloat16)
-    assert not gluon_forward.supports(q, k, None, d_v=512)  # not on a GPU
+    assert not gluon_forward.supports(latent_call(q, k))  # not on a GPU
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     q, k = q.to(device), k.to(device)
-    assert gluon_forward.supports(q, k, None, d_v=512) == hopper
-    assert gluon_forward.supports(q[..., :512], k[:, :512], None, d_v=512) == hopper
-    assert not gluon_forward.supports(q, k, k[:, :512], d_v=512)
-    assert not gluon_forward.supports(q, k, None, d_v=256)
-    assert not gluon_forward.supports(q.float(), k.float(), None, d_v=512)
-    assert not gluon_forward.supports(q[..., 1:513], k[:, 1:513], None, d_v=512)  # not at 16 bytes
+    assert gluon_forward.supports(latent_call(q, k)) == hopper
+    assert gluon_forward.supports(latent_call(q[..., :512], k[:, :512])) == hopper
+    assert not gluon_forward.supports(latent_call(q, k, k[:, :512]))
+    assert not gluon_forward.supports(latent_call(q, k, d_v=256))
+    assert not gluon_forward.supports(latent_call(q.float(), k.float()))
+    assert not gluon_forward.supports(latent_call(q[..., 1:513], k[:, 1:513]))  # not at 16 bytes
 
 
 @pytest.mark.parametrize("room", [48 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
@@ -350,7 +351,7 @@ def test_the_hopper_kernel(device, dtype, heads, topk, d):
     case = problem(device, dtype, heads, topk, d, 512, rows=13, s_kv=3000, k_offset=7)
     take_slots_away(case)
     poison(case)
-    assert gluon_forward.supports(case["q"], case["k"], None, d_v=512)
+    assert gluon_forward.supports(latent_call(case["q"], case["k"]))
     assert_right(case, gluon_forward)
     assert_right(case | {"out_dtype": torch.float32}, gluon_forward)
     assert_right(with_sinks(case) | {"max_logits": True}, gluon_forward)
@@ -362,8 +363,8 @@ def test_the_hopper_kernel_says_the_same_again_and_again(device):
     """A result that moves is a race: more programs than the GPU has processors, many times."""
     case = problem(device, torch.bfloat16, 128, 700, 576, 512, rows=300, s_kv=5000)
     rising(case)
-    out, lse = gluon_forward.forward(**case)
+    out, lse = forward(gluon_forward, **case)
     for _ in range(20):
-        again = gluon_forward.forward(**case)
+        again = forward(gluon_forward, **case)
         assert torch.equal(again[0], out)
         assert torch.equal(again[1], lse)

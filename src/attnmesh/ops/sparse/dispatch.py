@@ -52,15 +52,13 @@ def choose(
     `given` are the arguments of the function `supports` of the kernel in Gluon; `cannot` is why no kernel serves it.
     """
     check_choice("backend", backend, NAMES)
-    why_not = {}
-    for name in ("gluon", "triton") if backend == "auto" else (backend,):
-        if backend == "auto" and not q.is_cuda:
-            why_not[name] = "q is not on a GPU"
-        elif why := None if name == "torch" else cannot or _why_not(name, operation, q, given, supports):
-            why_not[name] = why
-        else:
+    why_not = {"kernels": "q is not on a GPU"} if backend == "auto" and not q.is_cuda else {}
+    for name in () if why_not else ("gluon", "triton") if backend == "auto" else (backend,):
+        why = None if name == "torch" else cannot or _why_not(name, operation, q, given, supports)
+        if why is None:
             chosen = name
             break
+        why_not[name] = why
     else:
         if backend != "auto":
             raise ValueError(f"backend={backend!r} cannot serve this call: {why_not[backend]}")
