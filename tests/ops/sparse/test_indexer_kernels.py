@@ -310,7 +310,5 @@ def test_gradients_of_a_chunk_of_keys(device, dtype, heads, dim, relu):
 
 def test_heads_that_are_too_wide_are_refused(device):
     iq, ik = torch.zeros(3, 2, 300, device=device), torch.zeros(10, 300, device=device)
-    with pytest.raises(
-        ValueError, match=r"backend=.triton. cannot .* its head dim is at most 256, got 300"
-    ):
+    with pytest.raises(ValueError, match=r"backend=.triton. cannot .* its head dim is at most 256, got 300"):
         indexer_topk(iq, ik, torch.zeros(3, 2, device=device), 4, backend="triton")

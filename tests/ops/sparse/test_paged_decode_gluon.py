@@ -92,7 +92,7 @@ PLANTED = {
     "weights are not fenced": (
         "to(weights.dtype))\n    fence_async_shared()", "to(weights.dtype))",
     ),
-    "averagers do not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(stage), turn)", "pass"),
+    "consumers do not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(stage), turn)", "pass"),
     "scores are read too early": ("wait(0, [scores]) * scale", "wait(1, [scores]) * scale"),
     "keys are given back too early": (
         "front = warpgroup_mma_wait(1, [front])\n"
@@ -102,9 +102,9 @@ PLANTED = {
     ),
     "scales of the tile after": ("scales.index(stage).slice", "scales.index(1 - stage).slice"),
     "keys of the tile before": ("slot = after", "pass"),
-    "sums are not rescaled": ("decay.index(stage).load(layout)", "decay.index(stage).load(layout) * 0 + 1"),
+    "sums are not rescaled": ("rescale.index(stage).load(layout)", "rescale.index(stage).load(layout) * 0 + 1"),
     "slots past the last count": ("item.count - tile * _KEYS", "item.count - tile * _KEYS + 1"),
-    "shares are overwritten too soon": ("mbarrier.wait(barriers.share_free.index(0), (done & 1) ^ 1)", "pass"),
+    "inverse sums are overwritten too soon": ("mbarrier.wait(barriers.inv_sum_free.index(0), (done & 1) ^ 1)", "pass"),
     "slots are read before they are located": ("gdc_wait()  # for", "pass  # for"),
 }  # fmt: skip
 

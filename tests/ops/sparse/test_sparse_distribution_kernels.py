@@ -199,7 +199,7 @@ def test_the_hopper_kernel_under_hostile_schedules(case, seeds):
 
 
 PLANTED = {
-    "the sums are not waited for": ("mbarrier.wait(summed.index(place), (block // _SUMS) & 1)", "pass"),
+    "the sums are not waited for": ("mbarrier.wait(summed.index(buffer), (block // _SUMS) & 1)", "pass"),
     "nobody waits for a free slot": ("mbarrier.wait(free.index(slot), ((item // _SLOTS) & 1) ^ 1)", "pass"),
     "the keys are not fenced": ("fence_async_shared()", "pass"),
     "the other's queries are not given back": ("_pass_by(ready, free, at)", "pass"),

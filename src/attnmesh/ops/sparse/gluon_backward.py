@@ -266,8 +266,8 @@ def _sum_queries(
 def _write(dq_row, dq_head, tile, head_begin, heads, column_begin, COLUMNS: gl.constexpr, grid: gl.constexpr):
     head = head_begin + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, grid))
     column = column_begin + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, grid))
-    places = (dq_row + head.to(gl.int64) * dq_head)[:, None] + column[None, :]
-    gl.store(places, tile.to(dq_row.dtype.element_ty), mask=(head < heads)[:, None])
+    pointers = (dq_row + head.to(gl.int64) * dq_head)[:, None] + column[None, :]
+    gl.store(pointers, tile.to(dq_row.dtype.element_ty), mask=(head < heads)[:, None])
 
 
 @gluon.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -419,8 +419,8 @@ def _put(args, sums, slot_begin, column_begin, COLUMNS: gl.constexpr, ATOMIC: gl
     key = gl.load(row_indices + slot, mask=slot < count, other=_NO_KEY)
     valid = (key >= first) & (key < end) & (slot < count)
     if ATOMIC:
-        places = target + ((key.to(gl.int64) - k_offset) * target_row)[:, None] + column[None, :]
-        gl.atomic_add(places, sums, mask=valid[:, None], sem="relaxed")
+        pointers = target + ((key.to(gl.int64) - k_offset) * target_row)[:, None] + column[None, :]
+        gl.atomic_add(pointers, sums, mask=valid[:, None], sem="relaxed")
     else:
-        places = target + ((in_chunk.to(gl.int64) * slot_count + slot) * target_row)[:, None] + column[None, :]
-        gl.store(places, sums, mask=valid[:, None])
+        pointers = target + ((in_chunk.to(gl.int64) * slot_count + slot) * target_row)[:, None] + column[None, :]
+        gl.store(pointers, sums, mask=valid[:, None])

@@ -20,7 +20,7 @@ KEYS = 64  # per tile
 D_V, D_TAIL = 512, 64
 _LOG2_E = gl.constexpr(LOG2_E)
 _HEADS, _QUARTER = gl.constexpr(HEADS), gl.constexpr(D_V // 4)
-SLACK = 8.0  # weights may grow to 2**SLACK before the sums are rescaled
+RESCALE_THRESHOLD = 8.0  # weights may grow to 2**RESCALE_THRESHOLD before sums are rescaled
 
 # Of a quarter or half of the columns: a lane has eight in a row.
 _LINES = (
@@ -43,12 +43,12 @@ def _processors(device: torch.device) -> int:
 
 
 @gluon.jit
-def add_sinks(sinks, head, is_head, peak, total):
+def add_sinks(sinks, head, is_head, row_max, total):
     """The maximum and sum with the sink of each head, and the factor of what was summed before."""
     sink = gl.load(sinks + head, mask=is_head, other=0.0).to(gl.float32) * _LOG2_E
-    highest = gl.maximum(peak, sink)
+    highest = gl.maximum(row_max, sink)
     shift = gl.where(highest == float("-inf"), 0.0, highest)
-    kept = gl.exp2(peak - shift)
+    kept = gl.exp2(row_max - shift)
     total = total * kept + gl.where(sink == shift, 1.0, gl.exp2(sink - shift))  # also if both are +inf
     return highest, total, kept
 

@@ -280,9 +280,9 @@ def _leave_sums(scores, shift, scale_log2, sums, summed, block, WHICH: gl.conste
     part = gl.sum(gl.convert_layout(part.reshape([4, 2, 4, _KEYS]), _EXCHANGE_4), axis=1)
     part = gl.sum(gl.convert_layout(part.reshape([4, 2, 2, _KEYS]), _EXCHANGE_2), axis=1)
     part = gl.sum(gl.convert_layout(part, _EXCHANGE_1), axis=1)
-    place = block % _SUMS
-    sums.index(place * CONSUMERS + WHICH).store(part)
-    mbarrier.arrive(summed.index(place), count=1)
+    buffer = block % _SUMS
+    sums.index(buffer * CONSUMERS + WHICH).store(part)
+    mbarrier.arrive(summed.index(buffer), count=1)
 
 
 @gluon.jit
@@ -372,8 +372,8 @@ def _copy(slot, sources, present, COLUMN: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _load_indices(indices, stride, row, block, topk, rows):
-    places = block * _KEYS + rows
-    return gl.load(indices + row.to(gl.int64) * stride + places, mask=places < topk, other=-1)
+    slot = block * _KEYS + rows
+    return gl.load(indices + row.to(gl.int64) * stride + slot, mask=slot < topk, other=-1)
 
 
 @gluon.jit
@@ -384,19 +384,19 @@ def _write_sums(
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 1], [4, 8], [4, 1], [1, 0]
     )  # its rows are distributed like those of the producer
-    place = block % _SUMS
-    mbarrier.wait(summed.index(place), (block // _SUMS) & 1)
+    buffer = block % _SUMS
+    mbarrier.wait(summed.index(buffer), (block // _SUMS) & 1)
     valid = ((seen >> (_SUMS - 1)) & 1) == 1
     blocks = gl.cdiv(topk, _KEYS)
     row = where_to // blocks
-    places = (where_to - row * blocks) * _KEYS + rows
+    slot = (where_to - row * blocks) * _KEYS + rows
     total = gl.zeros([_KEYS], gl.float32, _GATHERED)
     for c in gl.static_range(CONSUMERS):
-        part = sums.index(place * CONSUMERS + c).permute((1, 0)).load(layout)
+        part = sums.index(buffer * CONSUMERS + c).permute((1, 0)).load(layout)
         total += gl.convert_layout(gl.sum(part, axis=1), _GATHERED)
         if GROUPS == 2 or c == CONSUMERS - 1:
             offset = (row.to(gl.int64) + c * (GROUPS - 1) * s_q) * topk
-            gl.store(out + offset + places, gl.where(valid, total, 0.0), mask=places < topk)
+            gl.store(out + offset + slot, gl.where(valid, total, 0.0), mask=slot < topk)
             total = gl.zeros([_KEYS], gl.float32, _GATHERED)
 
 
@@ -404,12 +404,12 @@ def _write_sums(
 def _write_zeros(out, row, first, stop, s_q, topk, GROUPS: gl.constexpr):
     """Writes 0 for blocks without a valid slot."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    places = gl.arange(0, 512, layout)
+    slots = gl.arange(0, 512, layout)
     end = gl.minimum(stop * _KEYS, topk)
     for g in gl.static_range(GROUPS):
         start = out + (row.to(gl.int64) + g * s_q) * topk
-        for place in range(first * _KEYS, end, 512):
-            gl.store(start + place + places, gl.zeros([512], gl.float32, layout), mask=place + places < end)
+        for begin in range(first * _KEYS, end, 512):
+            gl.store(start + begin + slots, gl.zeros([512], gl.float32, layout), mask=begin + slots < end)
 
 
 @gluon.jit(do_not_specialize=_NOT_SPECIALIZED)

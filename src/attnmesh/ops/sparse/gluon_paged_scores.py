@@ -46,7 +46,7 @@ class Shape(NamedTuple):
     relu: Any
     block: Any  # candidates of a selection
     block_size: Any  # of the cache
-    parts: Any  # groups of the summary per place of a tile; 0 without a summary
+    parts: Any  # groups of the summary per key of a tile; 0 without a summary
     layout: Any  # of scores
     block_layout: Any  # of the maxima of blocks
 
@@ -112,9 +112,9 @@ def _fetch(pool, block, key, end, memory, ready, step, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _factors(key_scales, scale_strides, block, key, place, lowest, end, num_blocks, SHAPE: gl.constexpr):
+def _factors(key_scales, scale_strides, block, key, offset_in_tile, lowest, end, num_blocks, SHAPE: gl.constexpr):
     """The scales of the keys of a tile; 0 for those that are not read."""
-    at = key + place
+    at = key + offset_in_tile
     read = (at >= lowest) & (at < end) & (block >= 0) & (block < num_blocks)
     offset = block.to(gl.int64) * scale_strides[0] + (at % SHAPE.block_size).to(gl.int64) * scale_strides[1]
     return gl.load(key_scales + offset, mask=read, other=0.0)
@@ -154,7 +154,7 @@ def score_kernel(
     step_keys = items * _KEYS
     out = buffer + group.to(gl.int64) * ROWS * row_size + rows.to(gl.int64) * row_size
     summary = row_len + 3 * SHAPE.block
-    place = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, SHAPE.layout))
+    offset_in_tile = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, SHAPE.layout))
     best = gl.full([_KEYS, ROWS], float("-inf"), gl.float32, SHAPE.layout)
     other = gl.full([_KEYS, ROWS], float("-inf"), gl.float32, SHAPE.layout)  # not `best`: Triton would not carry it
     worst = (begin * 0).to(gl.int64)
@@ -172,13 +172,13 @@ def score_kernel(
         ).to(gl.float32)  # fmt: skip
         step = begin * 0  # tiles so far
         block = _entry(table_row, table_strides[1], begin, end, SHAPE)
-        factor = _factors(key_scales, scale_strides, block, begin, place, lowest, end, num_blocks, SHAPE)
+        factor = _factors(key_scales, scale_strides, block, begin, offset_in_tile, lowest, end, num_blocks, SHAPE)
         later = _entry(table_row, table_strides[1], begin + step_keys, end, SHAPE)
         ahead = _entry(table_row, table_strides[1], begin + _STAGES * step_keys, end, SHAPE)
         for key in range(begin, end, step_keys):
             # Loaded for the tiles that come, long before they are needed.
             next_factor = _factors(
-                key_scales, scale_strides, later, key + step_keys, place, lowest, end, num_blocks, SHAPE
+                key_scales, scale_strides, later, key + step_keys, offset_in_tile, lowest, end, num_blocks, SHAPE
             )
             next_later = _entry(table_row, table_strides[1], key + 2 * step_keys, end, SHAPE)
             next_ahead = _entry(table_row, table_strides[1], key + (_STAGES + 1) * step_keys, end, SHAPE)
@@ -197,7 +197,7 @@ def score_kernel(
             word = ((key // SHAPE.block_size + 1).to(gl.int64) << 32) | (block.to(gl.int64) & 0xFFFFFFFF)
             worst = gl.maximum(worst, gl.where(there, 0, word))
             score = final_score(dots, weights, factor, scale, SHAPE)
-            at = key + place
+            at = key + offset_in_tile
             seen = (at[:, None] >= lows[None, :]) & (at[:, None] < highs[None, :]) & there
             score = gl.where(seen & (score == score), score, float("-inf"))
             gl.store(out[None, :] + at[:, None], score)
@@ -219,7 +219,7 @@ def score_kernel(
             gl.store(errors, (begin * 0 + 1).to(gl.int64))
     gl.store(faults + gl.program_id(0), gl.where(worst != 0, 1, 0))
     if SHAPE.parts > 0:
-        of_groups = out[None, :] + (summary + item * SHAPE.parts * _KEYS + place)[:, None]
+        of_groups = out[None, :] + (summary + item * SHAPE.parts * _KEYS + offset_in_tile)[:, None]
         gl.store(of_groups, best)
         if SHAPE.parts == 2:
             gl.store(of_groups + _KEYS, other)

@@ -301,16 +301,14 @@ def _attend_kernel(
         LIMIT: tl.constexpr = REST if REST > 0 else D - MAIN
         q_tail = tl.load(q_tile + TAIL_BEGIN + tail, mask=real & (tail < LIMIT), other=0.0)
 
-    # The running state: `acc / total` is the output, `peak + log2(total)` the lse in base 2.
+    # The running state: `acc / total` is the output, `row_max + log2(total)` the lse in base 2.
     acc = tl.zeros((HEADS, MAIN), tl.float32)
     if VALUE_TAIL > 0:
         acc_tail = tl.zeros((HEADS, VALUE_TAIL), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
-    peak = tl.full((HEADS,), float("-inf"), tl.float32)
+    row_max = tl.full((HEADS,), float("-inf"), tl.float32)
     row_slots = slots + row * topk
-    if (
-        REST > 0
-    ):  # the keys of a tile are loaded before those of the one before are multiplied, their slots still earlier
+    if REST > 0:  # the keys of a tile are loaded before the products of the previous tile, their slots still earlier
         j = begin + tl.arange(0, KEYS)
         slot = tl.load(row_slots + j, mask=j < end, other=0)
         codes, steps, rest = _fetch(
@@ -334,39 +332,40 @@ def _attend_kernel(
         if TAIL > 0:
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
         scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(peak - shift)
-        total = total * decay + tl.sum(weights, 1)
-        peak = new_peak
+        rescale = tl.exp2(row_max - shift)
+        total = total * rescale + tl.sum(weights, 1)
+        row_max = new_max
         weights = weights.to(k_main.dtype)
-        acc = tl.dot(weights, k_main, acc * decay[:, None], input_precision="ieee")
+        acc = tl.dot(weights, k_main, acc * rescale[:, None], input_precision="ieee")
         if VALUE_TAIL > 0:
-            acc_tail = tl.dot(weights, k_tail, acc_tail * decay[:, None], input_precision="ieee")
+            acc_tail = tl.dot(weights, k_tail, acc_tail * rescale[:, None], input_precision="ieee")
 
-    share = 1.0 / tl.where(total == 0.0, 1.0, total)
-    log_sum = peak + tl.log2(total)
+    inv_sum = 1.0 / tl.where(total == 0.0, 1.0, total)
+    log_sum = row_max + tl.log2(total)
     at = row * heads + head
     if part_out is not None:
         at = (row * splits + split) * heads + head
         tl.store(part_lse + at, log_sum, mask=head < heads)
-        tl.store(part_top + at, peak, mask=head < heads)
+        tl.store(part_top + at, row_max, mask=head < heads)
         target = part_out
     else:
         if sinks is not None:
             log_sum, weight = _add_sink(log_sum, sinks, head, head < heads)
-            share *= weight
+            inv_sum *= weight
         spoiled = tl.where(length < 0, float("nan"), 0.0)
-        share += spoiled
+        inv_sum += spoiled
         tl.store(lse + at, log_sum / _LOG2_E + spoiled, mask=head < heads)
-        tl.store(top + at, peak / _LOG2_E + spoiled, mask=head < heads)
+        tl.store(top + at, row_max / _LOG2_E + spoiled, mask=head < heads)
         target = out
     out_rows = target + at[:, None] * D_V
-    tl.store(out_rows + main, (acc * share[:, None]).to(target.dtype.element_ty), mask=real & (main < D_V))
+    tl.store(out_rows + main, (acc * inv_sum[:, None]).to(target.dtype.element_ty), mask=real & (main < D_V))
     if VALUE_TAIL > 0:
         column = MAIN + tl.arange(0, VALUE_TAIL)[None, :]
-        tl.store(out_rows + column, (acc_tail * share[:, None]).to(target.dtype.element_ty), mask=real & (column < D_V))
+        value_tail = (acc_tail * inv_sum[:, None]).to(target.dtype.element_ty)
+        tl.store(out_rows + column, value_tail, mask=real & (column < D_V))
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -383,13 +382,13 @@ def _merge_kernel(
         gdc_wait()
     length = tl.load(lengths + row)
     count = tl.minimum(tl.cdiv(tl.maximum(length, 0), span), splits)
-    peak = tl.full((HEADS,), float("-inf"), tl.float32)
-    largest = peak
+    row_max = tl.full((HEADS,), float("-inf"), tl.float32)
+    largest = row_max
     for split in range(count):
         at = (row * splits + split) * heads + head
-        peak = tl.maximum(peak, tl.load(part_lse + at, mask=real, other=float("-inf")))
+        row_max = tl.maximum(row_max, tl.load(part_lse + at, mask=real, other=float("-inf")))
         largest = tl.maximum(largest, tl.load(part_top + at, mask=real, other=float("-inf")))
-    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     acc = tl.zeros((HEADS, COLUMNS), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     for split in range(count):
@@ -398,15 +397,15 @@ def _merge_kernel(
         total += weight
         part = tl.load(part_out + at[:, None] * D_V + column, mask=real[:, None] & (column < D_V), other=0.0)
         acc += part * weight[:, None]
-    share = 1.0 / tl.where(total == 0.0, 1.0, total)
-    log_sum = peak + tl.log2(tl.where(total == 0.0, 1.0, total))
+    inv_sum = 1.0 / tl.where(total == 0.0, 1.0, total)
+    log_sum = row_max + tl.log2(tl.where(total == 0.0, 1.0, total))
     if sinks is not None:
         log_sum, weight = _add_sink(log_sum, sinks, head, real)
-        share *= weight
+        inv_sum *= weight
     spoiled = tl.where(length < 0, float("nan"), 0.0)
-    share += spoiled
+    inv_sum += spoiled
     at = row * heads + head
     tl.store(lse + at, log_sum / _LOG2_E + spoiled, mask=real)
     tl.store(top + at, largest / _LOG2_E + spoiled, mask=real)
-    value = (acc * share[:, None]).to(out.dtype.element_ty)
+    value = (acc * inv_sum[:, None]).to(out.dtype.element_ty)
     tl.store(out + at[:, None] * D_V + column, value, mask=real[:, None] & (column < D_V))

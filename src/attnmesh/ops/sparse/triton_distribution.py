@@ -123,10 +123,10 @@ def _distribution_kernel(
             q_main = _load_columns(queries, there, 0, D, MAIN)
             if TAIL > 0:
                 q_tail = _load_columns(queries, there, MAIN, D, TAIL)
-        for place in range(begin, stop, KEYS):
-            places = place + near
-            inside = places < stop
-            chosen = tl.load(indices + row * indices_stride + places, mask=inside, other=0)
+        for slot_begin in range(begin, stop, KEYS):
+            slot = slot_begin + near
+            inside = slot < stop
+            chosen = tl.load(indices + row * indices_stride + slot, mask=inside, other=0)
             valid = inside & (chosen >= row_lo) & (chosen < row_hi)
             keys = k + tl.where(valid, chosen - k_offset, 0).to(tl.int64) * k_strides[0]
             if STEP == 0:
@@ -140,12 +140,12 @@ def _distribution_kernel(
                     k_step = _load_columns(keys, valid, column, D, STEP)
                     scores = tl.dot(k_step, tl.trans(q_step), scores, input_precision="ieee")
             total = tl.sum(tl.exp2(scores * scale_log2 - shift[None, :]), 1)
-            total += tl.load(out_row + places, mask=inside & (head > first_head), other=0.0)
-            tl.store(out_row + places, tl.where(valid, total, 0.0), mask=inside)
+            total += tl.load(out_row + slot, mask=inside & (head > first_head), other=0.0)
+            tl.store(out_row + slot, tl.where(valid, total, 0.0), mask=inside)
         if head + HEADS < end_head:
             tl.debug_barrier()  # the next pass reads what other threads wrote in this one
-    for place in range(stop, end, KEYS):
-        tl.store(out_row + place + near, tl.zeros((KEYS,), tl.float32), mask=place + near < end)
+    for slot_begin in range(stop, end, KEYS):
+        tl.store(out_row + slot_begin + near, tl.zeros((KEYS,), tl.float32), mask=slot_begin + near < end)
 
 
 @triton.jit

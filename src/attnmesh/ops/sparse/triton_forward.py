@@ -117,12 +117,12 @@ def _forward_kernel(
         tail = MAIN + tl.arange(0, TAIL)[None, :]
         q_tail = tl.load(q_tile + tail, mask=real & (tail < D), other=0.0)
 
-    # The running state: `acc / total` is the output, `peak + log2(total)` the lse in base 2.
+    # The running state: `acc / total` is the output, `row_max + log2(total)` the lse in base 2.
     acc = tl.zeros((HEADS, VALUE_MAIN), tl.float32)
     if VALUE_TAIL > 0:
         acc_tail = tl.zeros((HEADS, VALUE_TAIL), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
-    peak = tl.full((HEADS,), float("-inf"), tl.float32)
+    row_max = tl.full((HEADS,), float("-inf"), tl.float32)
 
     first = tl.load(lo + row)
     end = tl.load(hi + row)
@@ -133,53 +133,53 @@ def _forward_kernel(
         # A slot past the end reads as an index that is never valid.
         key = tl.load(row_indices + slot, mask=slot < slot_count, other=-2147483648)
         valid = (key >= first) & (key < end) & (slot < slot_count)
-        place = key.to(tl.int64) - k_offset
-        k_rows = k + place[:, None] * k_row
+        k_index = key.to(tl.int64) - k_offset
+        k_rows = k + k_index[:, None] * k_row
         k_main = tl.load(k_rows + main, mask=valid[:, None] & (main < D), other=0.0)
         scores = tl.dot(q_main, tl.trans(k_main), input_precision="ieee")
         if TAIL > 0:
             k_tail = tl.load(k_rows + tail, mask=valid[:, None] & (tail < D), other=0.0)
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
         scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
         # No valid key yet: subtract 0, because -inf - -inf is NaN.
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(peak - shift)
-        total = total * decay + tl.sum(weights, 1)
-        peak = new_peak
+        rescale = tl.exp2(row_max - shift)
+        total = total * rescale + tl.sum(weights, 1)
+        row_max = new_max
         weights = weights.to(k.dtype.element_ty)
         if v is None:
-            acc = tl.dot(weights, k_main, acc * decay[:, None], input_precision="ieee")
+            acc = tl.dot(weights, k_main, acc * rescale[:, None], input_precision="ieee")
             if VALUE_TAIL > 0:
-                acc_tail = tl.dot(weights, k_tail, acc_tail * decay[:, None], input_precision="ieee")
+                acc_tail = tl.dot(weights, k_tail, acc_tail * rescale[:, None], input_precision="ieee")
         else:
-            v_rows = v + place[:, None] * v_row
+            v_rows = v + k_index[:, None] * v_row
             column = tl.arange(0, VALUE_MAIN)[None, :]
             v_main = tl.load(v_rows + column, mask=valid[:, None] & (column < D_V), other=0.0)
-            acc = tl.dot(weights, v_main, acc * decay[:, None], input_precision="ieee")
+            acc = tl.dot(weights, v_main, acc * rescale[:, None], input_precision="ieee")
             if VALUE_TAIL > 0:
                 column = VALUE_MAIN + tl.arange(0, VALUE_TAIL)[None, :]
                 v_tail = tl.load(v_rows + column, mask=valid[:, None] & (column < D_V), other=0.0)
-                acc_tail = tl.dot(weights, v_tail, acc_tail * decay[:, None], input_precision="ieee")
+                acc_tail = tl.dot(weights, v_tail, acc_tail * rescale[:, None], input_precision="ieee")
 
-    largest = peak
+    largest = row_max
     kept = 1.0
     if sinks is not None:
         sink = tl.load(sinks + head, mask=head < heads, other=0.0).to(tl.float32) * _LOG2_E
-        highest = tl.maximum(peak, sink)
+        highest = tl.maximum(row_max, sink)
         shift = tl.where(highest == float("-inf"), 0.0, highest)
-        kept = tl.exp2(peak - shift)
+        kept = tl.exp2(row_max - shift)
         total = total * kept + tl.where(sink == shift, 1.0, tl.exp2(sink - shift))  # also if both are +inf
-        peak = highest
-    # A row without a valid slot has total 0 and peak -inf: out 0 / 1, lse -inf + -inf.
-    share = (kept / tl.where(total == 0.0, 1.0, total))[:, None]
+        row_max = highest
+    # A row without a valid slot has total 0 and maximum -inf: out 0 / 1, lse -inf + -inf.
+    inv_sum = (kept / tl.where(total == 0.0, 1.0, total))[:, None]
     out_rows = out + (row * heads + head[:, None]) * D_V
     column = tl.arange(0, VALUE_MAIN)[None, :]
-    tl.store(out_rows + column, (acc * share).to(out.dtype.element_ty), mask=real & (column < D_V))
+    tl.store(out_rows + column, (acc * inv_sum).to(out.dtype.element_ty), mask=real & (column < D_V))
     if VALUE_TAIL > 0:
         column = VALUE_MAIN + tl.arange(0, VALUE_TAIL)[None, :]
-        tl.store(out_rows + column, (acc_tail * share).to(out.dtype.element_ty), mask=real & (column < D_V))
-    tl.store(lse + row * heads + head, (peak + tl.log2(total)) / _LOG2_E, mask=head < heads)
+        tl.store(out_rows + column, (acc_tail * inv_sum).to(out.dtype.element_ty), mask=real & (column < D_V))
+    tl.store(lse + row * heads + head, (row_max + tl.log2(total)) / _LOG2_E, mask=head < heads)
     if top is not None:
         tl.store(top + row * heads + head, largest / _LOG2_E, mask=head < heads)

@@ -30,9 +30,9 @@ def load_queries(
 
     The tile has the DIMS columns of the head dim from `first_dim` on.
     """
-    place = tl.arange(0, ROWS * HEADS)
-    rows = row + place // HEADS
-    head = first_head + place % HEADS
+    column = tl.arange(0, ROWS * HEADS)
+    rows = row + column // HEADS
+    head = first_head + column % HEADS
     dims = first_dim + tl.arange(0, DIMS)
     real = (rows < s_q) & (head < heads)
     at = rows.to(tl.int64) * iq_strides[0] + head.to(tl.int64) * iq_strides[1]
@@ -75,8 +75,8 @@ def scores_at(call: IndexerCall, *, tiles: IndexerTiles | None = None) -> Tensor
         return scores
     tiles = tiles or SCORES[iq.element_size()]
     # Enough programs to fill the GPU, each with at least four tiles.
-    shares = min(-(-_MIN_PROGRAMS // s_q), -(-topk // (4 * tiles.keys)))
-    span = -(-topk // (shares * tiles.keys)) * tiles.keys
+    splits = min(-(-_MIN_PROGRAMS // s_q), -(-topk // (4 * tiles.keys)))
+    span = -(-topk // (splits * tiles.keys)) * tiles.keys
     repeat(
         _launches, _scores_kernel, (s_q * cdiv(topk, span),),
         (
@@ -114,9 +114,9 @@ def _scores_kernel(
     RELU: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, ONE_TILE: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    shares = tl.cdiv(topk, span)
-    row = tl.program_id(0) // shares
-    begin = tl.program_id(0) % shares * span
+    splits = tl.cdiv(topk, span)
+    row = tl.program_id(0) // splits
+    begin = tl.program_id(0) % splits * span
     end = tl.minimum(begin + span, topk)
     limit = tl.minimum(tl.load(slots + row), end)
     row_lo, row_hi = tl.load(lo + row), tl.load(hi + row)

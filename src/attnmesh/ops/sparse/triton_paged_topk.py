@@ -2,7 +2,7 @@
 
 The first scores. A program computes the scores of one token, or of some tokens of one sequence, for every n-th tile of
 the sequence's keys, whose blocks its row of the block table names. It also writes a summary of the scores: the maxima
-of groups and of blocks of keys. A group is the keys at one place of the program's tiles. They are far apart, so that
+of groups and of blocks of keys. A group is the keys at one offset in the program's tiles. They are far apart, so that
 similar neighbors are in different groups, and all programs have the same work whatever the length of a sequence. On
 Hopper, fp8 keys in blocks of 64 and more are scored in Gluon (`gluon_paged_scores`), with the same bits.
 
@@ -89,7 +89,7 @@ def paged_topk(
         span = max(_MIN_SPAN, _ceil(total, max(1, _ceil(total, SPAN * resident)) * resident))
     items = max(1, _ceil(capacity, _ceil(span, tiles.keys) * tiles.keys))
     block = block or candidate_block(topk)
-    # Every place of a tile is a group; with half of the tiles each, where there would be few groups.
+    # Every offset in a tile is a group; with half of the tiles each, where there would be few groups.
     parts = 1 if items * tiles.keys >= 4 * topk else 2
     maxima = items * parts * tiles.keys
     wide = min(_MAX_GROUPS, 2 * block)

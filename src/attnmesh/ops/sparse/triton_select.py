@@ -139,13 +139,13 @@ def _write_above(tile, numbers, threshold, out_values, out_numbers, count, BLOCK
     of_row = tl.zeros((ROWS,), tl.int32)
     for i in tl.static_range(4):
         of_row += (columns[i] > threshold).to(tl.int32)
-    place = count + tl.cumsum(of_row, 0) - of_row
+    target = count + tl.cumsum(of_row, 0) - of_row
     for i in tl.static_range(4):
         taken = columns[i] > threshold
         if out_values is not None:
-            tl.store(out_values + place, columns[i], mask=taken & (place < BLOCK))
-        tl.store(out_numbers + place, numbers + i, mask=taken & (place < BLOCK))
-        place += taken.to(tl.int32)
+            tl.store(out_values + target, columns[i], mask=taken & (target < BLOCK))
+        tl.store(out_numbers + target, numbers + i, mask=taken & (target < BLOCK))
+        target += taken.to(tl.int32)
     return count + tl.sum(of_row, 0)
 
 
@@ -229,9 +229,9 @@ def _write_selected(value, keys, threshold, ties, above, tied, out_indices, out_
     for i in tl.static_range(4):
         is_above, is_tie = values[i] > threshold, values[i] == threshold
         taken = is_above | (is_tie & (tied_here < ties))
-        place = above_here + tl.minimum(tied_here, ties)
-        tl.store(out_indices + place, numbers[i], mask=taken)
-        tl.store(out_scores + place, values[i], mask=taken)
+        target = above_here + tl.minimum(tied_here, ties)
+        tl.store(out_indices + target, numbers[i], mask=taken)
+        tl.store(out_scores + target, values[i], mask=taken)
         above_here += is_above.to(tl.int32)
         tied_here += is_tie.to(tl.int32)
     total = tl.sum(of_row, 0)
