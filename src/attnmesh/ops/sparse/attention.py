@@ -24,20 +24,11 @@ _MAX_KEPT_ROWS = 1 << 14  # of bounds; longer calls have time to compute them
 
 
 def sparse_attention(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    *,
-    scale: float,
-    d_v: int | None = None,
-    v: Tensor | None = None,
+    q: Tensor, kv: Tensor, indices: Tensor, *, scale: float, d_v: int | None = None, v: Tensor | None = None,
     mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-    sinks: Tensor | None = None,
-    return_attn_sum: bool = False,
-    return_max_logits: bool = False,
-    deterministic: bool = False,
-    backend: str = "auto",
-) -> tuple[Tensor, ...]:
+    sinks: Tensor | None = None, return_attn_sum: bool = False, return_max_logits: bool = False,
+    deterministic: bool = False, backend: str = "auto",
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Softmax attention of every query over the keys in its row of `indices`: `(out, lse)`.
 
     Args:
@@ -86,18 +77,10 @@ def sparse_attention(
 
 
 def attention_distribution(
-    q: Tensor,
-    k: Tensor,
-    indices: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
+    q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, *, scale: float,
     mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-    lse_base: Base = "e",
-    head_group: int | None = None,
-    normalize: bool = False,
-    backend: str = "auto",
-) -> Tensor:
+    lse_base: Base = "e", head_group: int | None = None, normalize: bool = False, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """The sum over heads of exp(score - lse) for each slot: float32 [s_q, topk], 0 where a slot is invalid.
 
     Shapes and validity as in `sparse_attention`. No gradient flows.

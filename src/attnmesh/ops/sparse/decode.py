@@ -29,21 +29,11 @@ _MAX_GATHERED = 1 << 22  # elements of the keys gathered at a time
 
 
 def paged_sparse_decode_attention(
-    q: Tensor,
-    pool: Stored,
-    block_table: Tensor | None,
-    indices: Tensor,
-    *,
-    scale: float,
-    d_v: int | None = None,
-    counts: Tensor | None = None,
-    sinks: Tensor | None = None,
-    shard: InterleavedShard | None = None,
-    split_size: int | None = None,
-    out_dtype: torch.dtype | None = None,
-    return_max_logits: bool = False,
+    q: Tensor, pool: Stored, block_table: Tensor | None, indices: Tensor, *, scale: float, d_v: int | None = None,
+    counts: Tensor | None = None, sinks: Tensor | None = None, shard: InterleavedShard | None = None,
+    split_size: int | None = None, out_dtype: torch.dtype | None = None, return_max_logits: bool = False,
     backend: str = "auto",
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Attention of new tokens over the keys that `indices` select in a paged cache of latents: `(out, lse)`.
 
     Args:

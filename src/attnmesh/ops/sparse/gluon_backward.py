@@ -22,8 +22,7 @@ tile t has seen t - 2, so all tiles before are ready, and t - STAGES, that of th
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -36,12 +35,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.launch import Launch, Recent, repeat
 from attnmesh.ops.sparse.arguments import RowBounds
 from attnmesh.ops.sparse.call import SparseCall
-from attnmesh.ops.sparse.gluon_common import D_TAIL, D_V, HEADS, KEYS
+from attnmesh.ops.sparse.gluon_common import D_TAIL, D_V, HEADS, KEYS, new_barriers
 
 QUERY_HEADS = 2 * HEADS  # padded heads that `grad_query` takes: half of them for each group
 IN_CACHE = 32 << 20  # bytes of dk up to which the order of the programs does not matter: half of the L2 cache
@@ -180,10 +179,8 @@ def grad_query_kernel(
     k_extra = k_main
     if EXTRA > 0:
         k_extra = gl.allocate_shared_memory(dtype, [STAGES, _KEYS, EXTRA], gl.NVMMASharedLayout(64, 16, 2))
-    ready = allocate_barriers(STAGES)
-    free = allocate_barriers(STAGES)
-    init_barriers(ready, _THREADS)
-    init_barriers(free, 2)
+    ready = new_barriers(STAGES, _THREADS)
+    free = new_barriers(STAGES, 2)
     fence_async_shared()
 
     program = gl.program_id(0)
@@ -293,16 +290,11 @@ def grad_key_kernel(
         dout_extra = gl.allocate_shared_memory(dtype, [HEADS, EXTRA], wide)
     ds_ring = gl.allocate_shared_memory(dtype, [STAGES, HEADS, _KEYS], wide)
     p_ring = gl.allocate_shared_memory(dtype, [STAGES, HEADS, _KEYS], wide)
-    q_ready = allocate_barriers(1)
-    dout_ready = allocate_barriers(1)
-    ready = allocate_barriers(STAGES)
-    free = allocate_barriers(STAGES)
-    turns = allocate_barriers(2)
-    init_barriers(q_ready, _THREADS)
-    init_barriers(dout_ready, _THREADS)
-    init_barriers(ready, _THREADS)
-    init_barriers(free, 1)
-    init_barriers(turns, 1)
+    q_ready = new_barriers(1, _THREADS)
+    dout_ready = new_barriers(1, _THREADS)
+    ready = new_barriers(STAGES, _THREADS)
+    free = new_barriers(STAGES, 1)
+    turns = new_barriers(2, 1)
     fence_async_shared()
 
     program = gl.program_id(0)

@@ -5,14 +5,16 @@ two halves in `gluon_forward` and four quarters in `gluon_decode`; see there for
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
 
 LOG2_E = 1.4426950408889634
 HEADS = 64  # per item: the rows of one matrix instruction
@@ -40,6 +42,23 @@ def processors(q: Tensor) -> int:
 @functools.cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class Results(NamedTuple):
+    """Where results are written, of rows or of splits of their slots; and the sinks, which are part of them."""
+
+    out: Any
+    lse: Any
+    top: Any
+    sinks: Any
+
+
+@gluon.jit
+def new_barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    """Barriers whose phase ends after as many arrivals."""
+    barriers = allocate_barriers(count)
+    init_barriers(barriers, arrivals)
+    return barriers
 
 
 @gluon.jit

@@ -18,8 +18,7 @@ succeeds at once.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.launch import Launch, Recent, cdiv, repeat
 from attnmesh.ops.sparse.gluon_common import (
@@ -45,7 +44,9 @@ from attnmesh.ops.sparse.gluon_common import (
     KEYS,
     LOG2_E,
     RESCALE_THRESHOLD,
+    Results,
     add_sinks,
+    new_barriers,
     processors,
     write_columns,
 )
@@ -68,15 +69,6 @@ _WORDS = gl.constexpr(
 )  # fmt: skip
 NOT_SPECIALIZED = ["items", "heads", "span", "splits", "topk", "scale_log2"]
 _launches: Recent[Launch] = Recent()
-
-
-class Results(NamedTuple):
-    """Where results are written: of tokens, or of parts of their slots (with logarithms to base 2)."""
-
-    out: Any
-    lse: Any
-    top: Any
-    sinks: Any
 
 
 class Memory(NamedTuple):
@@ -204,29 +196,18 @@ def _attend_kernel(
         gl.allocate_shared_memory(gl.float32, [_HEADS], flat),
     )
     barriers = Barriers(
-        q_ready=allocate_barriers(1),
-        q_free=allocate_barriers(1),
-        scales_ready=allocate_barriers(2),
-        k_ready=allocate_barriers(4),
-        k_free=allocate_barriers(4),
-        tail_ready=allocate_barriers(2),
-        tail_free=allocate_barriers(2),
-        rescale_ready=allocate_barriers(2),
-        weights_ready=allocate_barriers(2),
-        inv_sum_ready=allocate_barriers(1),
-        inv_sum_free=allocate_barriers(1),
+        q_ready=new_barriers(1, _PRODUCER_THREADS),
+        q_free=new_barriers(1, 1),
+        scales_ready=new_barriers(2, _PRODUCER_THREADS),
+        k_ready=new_barriers(4, 1),
+        k_free=new_barriers(4, 2),
+        tail_ready=new_barriers(2, _PRODUCER_THREADS),
+        tail_free=new_barriers(2, 2),
+        rescale_ready=new_barriers(2, 1),
+        weights_ready=new_barriers(2, 1),
+        inv_sum_ready=new_barriers(1, 1),
+        inv_sum_free=new_barriers(1, 2),
     )
-    init_barriers(barriers.q_ready, _PRODUCER_THREADS)
-    init_barriers(barriers.q_free, 1)
-    init_barriers(barriers.scales_ready, _PRODUCER_THREADS)
-    init_barriers(barriers.k_ready, 1)
-    init_barriers(barriers.k_free, 2)
-    init_barriers(barriers.tail_ready, _PRODUCER_THREADS)
-    init_barriers(barriers.tail_free, 2)
-    init_barriers(barriers.rescale_ready, 1)
-    init_barriers(barriers.weights_ready, 1)
-    init_barriers(barriers.inv_sum_ready, 1)
-    init_barriers(barriers.inv_sum_free, 2)
     fence_async_shared()
     gdc_wait()  # for the kernel before this one, which writes the slots and may still run
     if SPLIT:

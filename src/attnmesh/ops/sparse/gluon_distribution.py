@@ -27,8 +27,7 @@ tests/helpers/gluon.py runs this file on the CPU under adversarial schedules.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -41,10 +40,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.launch import Launch, Recent, repeat
 from attnmesh.ops.sparse.call import SparseCall
+from attnmesh.ops.sparse.gluon_common import new_barriers
 
 # Tuning.
 # Consumers -> registers per thread of consumer 1, of the producer (consumer 0 has the rest), and at launch.
@@ -426,12 +426,9 @@ def _distribution_kernel(
     if TAIL > 0:
         tail = gl.allocate_shared_memory(q.dtype.element_ty, [_SLOTS, _KEYS, TAIL], swizzled)
     sums = gl.allocate_shared_memory(gl.float32, [_SUMS * CONSUMERS, 4, _KEYS], plain)
-    ready, free = allocate_barriers(_SLOTS), allocate_barriers(_SLOTS)
-    summed, turns = allocate_barriers(_SUMS), allocate_barriers(2)
-    init_barriers(ready, 128)  # every thread of the producer, when its copies have arrived
-    init_barriers(free, CONSUMERS)
-    init_barriers(summed, CONSUMERS)
-    init_barriers(turns, 1)
+    ready = new_barriers(_SLOTS, 128)  # every thread of the producer, when its copies have arrived
+    free = new_barriers(_SLOTS, CONSUMERS)
+    summed, turns = new_barriers(_SUMS, CONSUMERS), new_barriers(2, 1)
 
     consumer = (lse, lse_stride, lse_head_stride, slots, main, tail, sums, ready, free, summed, turns,
                 s_q, h, topk, scale_log2)  # fmt: skip

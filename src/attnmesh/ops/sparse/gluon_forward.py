@@ -23,8 +23,7 @@ told by its scores: the producer tells it.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.launch import Launch, cdiv, prepare
 from attnmesh.ops.sparse.call import SparseCall
@@ -50,7 +49,9 @@ from attnmesh.ops.sparse.gluon_common import (
     KEYS,
     LOG2_E,
     RESCALE_THRESHOLD,
+    Results,
     add_sinks,
+    new_barriers,
     processors,
     write_columns,
 )
@@ -60,6 +61,10 @@ _HEADS, _KEYS = gl.constexpr(HEADS), gl.constexpr(KEYS)  # two tiles of keys and
 _HALF, _TAIL = gl.constexpr(D_V // 2), gl.constexpr(D_TAIL)
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(216), gl.constexpr(72)  # registers per thread
 _PRODUCER_THREADS = gl.constexpr(128)  # threads, each of which reports its own copies
+# Of scores, of a number per head, and of half of the output columns.
+_GRID = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
+_DOWN = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])))
+_WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_V // 2, 16]))
 _EVERY_WARP = gl.constexpr(gl.BlockedLayout([HEADS // 32], [32], [4], [0]))  # of heads: each warp has all of them
 NOT_SPECIALIZED = ["items", "heads", "k_offset", "scale_log2", "topk"]
 
@@ -143,15 +148,6 @@ class Item(NamedTuple):
     pairs: Any  # of tiles
 
 
-class Results(NamedTuple):
-    """Where results are written, and the sinks, which are part of them."""
-
-    out: Any
-    lse: Any
-    top: Any
-    sinks: Any
-
-
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def _forward_kernel(
     q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, slots, sinks, out, lse, top,
@@ -175,27 +171,17 @@ def _forward_kernel(
         largest=gl.allocate_shared_memory(gl.float32, [4, _HEADS], flat),
     )
     barriers = Barriers(
-        q_ready=allocate_barriers(2),
-        q_free=allocate_barriers(1),
-        front_ready=allocate_barriers(2),
-        back_ready=allocate_barriers(2),
-        front_free=allocate_barriers(2),
-        back_free=allocate_barriers(2),
-        scored=allocate_barriers(1),
-        max_ready=allocate_barriers(2),
-        weights_ready=allocate_barriers(2),
-        sums_ready=allocate_barriers(4),
+        q_ready=new_barriers(2, _PRODUCER_THREADS),
+        q_free=new_barriers(1, 2),  # each consumer scores a tile of the last pair
+        front_ready=new_barriers(2, _PRODUCER_THREADS),
+        back_ready=new_barriers(2, _PRODUCER_THREADS + 1),  # the copies and, once, the bias
+        front_free=new_barriers(2, 1),  # by the first consumer
+        back_free=new_barriers(2, 1),  # by the second
+        scored=new_barriers(1, 1),
+        max_ready=new_barriers(2, 1),
+        weights_ready=new_barriers(2, 1),
+        sums_ready=new_barriers(4, 1),
     )
-    init_barriers(barriers.q_ready, _PRODUCER_THREADS)
-    init_barriers(barriers.q_free, 2)  # each consumer scores a tile of the last pair
-    init_barriers(barriers.front_ready, _PRODUCER_THREADS)
-    init_barriers(barriers.back_ready, _PRODUCER_THREADS + 1)  # the copies and, once, the bias
-    init_barriers(barriers.front_free, 1)  # by the first consumer
-    init_barriers(barriers.back_free, 1)  # by the second
-    init_barriers(barriers.scored, 1)
-    init_barriers(barriers.max_ready, 1)
-    init_barriers(barriers.weights_ready, 1)
-    init_barriers(barriers.sums_ready, 1)
     fence_async_shared()
 
     work = Work(slots, topk, heads, items)
@@ -311,13 +297,10 @@ def _consume_first(
     memory, barriers, work, results, scale_log2, TAILED: gl.constexpr, NARROW_OUT: gl.constexpr
 ):  # fmt: skip
     """Scores the first tile of each pair, and sums the front half of the columns."""
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
-    down: gl.constexpr = gl.SliceLayout(1, grid)
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     step = 0  # pairs so far, of all items
     done = 0  # items so far
     before = _item(gl.program_id(0), work)
-    result = gl.zeros([_HEADS, _HALF], gl.float32, wide).to(results.out.dtype.element_ty)
+    result = gl.zeros([_HEADS, _HALF], gl.float32, _WIDE).to(results.out.dtype.element_ty)
     for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
         item = _item(number, work)
         scores = _score_front(memory, barriers, step, done, 0)
@@ -326,10 +309,10 @@ def _consume_first(
         # The results of the item before are written while the first scores of this one are computed.
         _write(result, results, before, gl.where(done > 0, work.heads, 0), work.heads, 0, NARROW_OUT)
         before = item
-        row_max = gl.full([_HEADS], float("-inf"), gl.float32, down)
+        row_max = gl.full([_HEADS], float("-inf"), gl.float32, _DOWN)
         largest = row_max  # which lags behind it (see `_weigh`)
-        total = gl.full([_HEADS], 0.0, gl.float32, down)
-        out = gl.zeros([_HEADS, _HALF], gl.float32, wide)
+        total = gl.full([_HEADS], 0.0, gl.float32, _DOWN)
+        out = gl.zeros([_HEADS, _HALF], gl.float32, _WIDE)
         for _pair in range(item.pairs - 1):
             scores = warpgroup_mma_wait(0, [scores])
             out, row_max, total, largest = _add_front(
@@ -359,8 +342,6 @@ def _consume_first(
 @gluon.jit
 def _add_front(scores, out, row_max, total, largest, memory, barriers, step, scale_log2, LARGEST: gl.constexpr):
     """The sums with a pair, given the scores of its first tile. The product of the second is still under way."""
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
-    down: gl.constexpr = gl.SliceLayout(1, grid)
     turn = step & 1
     zero = _zero(step)
     weights, row_max, rescale, lowest, total, largest = _weigh(
@@ -372,8 +353,8 @@ def _add_front(scores, out, row_max, total, largest, memory, barriers, step, sca
     mbarrier.arrive(barriers.front_free.index(0), count=1)
 
     mbarrier.wait(barriers.max_ready.index(1), turn)
-    row_max = memory.row_max.index(1).load(down)
-    rescale = memory.rescale.index(1).load(down)
+    row_max = memory.row_max.index(1).load(_DOWN)
+    rescale = memory.rescale.index(1).load(_DOWN)
     out = _rescale(out, rescale, _lowest(memory, 1))
     mbarrier.wait(barriers.weights_ready.index(1), turn)
     out = warpgroup_mma(memory.tail.index(1 + zero), memory.k.index(2 + zero), out, is_async=True)
@@ -385,17 +366,14 @@ def _consume_second(
     memory, barriers, work, results, scale_log2, TAILED: gl.constexpr, NARROW_OUT: gl.constexpr
 ):  # fmt: skip
     """Scores the second tile of each pair, and sums the back half of the columns."""
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
-    down: gl.constexpr = gl.SliceLayout(1, grid)
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     step = 0  # pairs so far, of all items
     done = 0  # items so far
     for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
         item = _item(number, work)
-        row_max = gl.full([_HEADS], float("-inf"), gl.float32, down)
+        row_max = gl.full([_HEADS], float("-inf"), gl.float32, _DOWN)
         largest = row_max  # which lags behind it (see `_weigh`)
-        total = gl.full([_HEADS], 0.0, gl.float32, down)
-        out = gl.zeros([_HEADS, _HALF], gl.float32, wide)
+        total = gl.full([_HEADS], 0.0, gl.float32, _DOWN)
+        out = gl.zeros([_HEADS, _HALF], gl.float32, _WIDE)
         for pair in range(item.pairs):
             turn = step & 1
             zero = _zero(step)
@@ -405,8 +383,8 @@ def _consume_second(
             scores = _score_back(scores, memory, barriers, step, done, 1, TAILED)
             step += 1
             mbarrier.wait(barriers.max_ready.index(0), turn)
-            row_max = memory.row_max.index(0).load(down)
-            rescale = memory.rescale.index(0).load(down)
+            row_max = memory.row_max.index(0).load(_DOWN)
+            rescale = memory.rescale.index(0).load(_DOWN)
             lowest = _lowest(memory, 0)
             total = total * rescale
             # No product may be under way where the sums are rescaled: the compiler would make all of them wait.
@@ -440,8 +418,7 @@ def _zero(step):
 @gluon.jit
 def _score_front(memory, barriers, step, done, TILE: gl.constexpr):
     """Starts the scores of a tile with the front half of the columns."""
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
-    scores = gl.zeros([_HEADS, _KEYS], gl.float32, grid)
+    scores = gl.zeros([_HEADS, _KEYS], gl.float32, _GRID)
     zero = _zero(step)
     mbarrier.wait(barriers.q_ready.index(0), done & 1)
     mbarrier.wait(barriers.front_ready.index(TILE), step & 1)
@@ -471,9 +448,7 @@ def _weigh(scores, memory, barriers, TILE: gl.constexpr, row_max, total, largest
 
     The row maximum, in base 2, lags behind the scores by up to RESCALE_THRESHOLD: sums are rarely rescaled.
     """
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
-    bias = memory.bias.index(TILE).load(gl.SliceLayout(0, grid))
+    bias = memory.bias.index(TILE).load(gl.SliceLayout(0, _GRID))
     scores = scores * scale_log2 + bias[None, :]
     highest = gl.max(scores, 1)
     if LARGEST:
@@ -493,7 +468,7 @@ def _weigh(scores, memory, barriers, TILE: gl.constexpr, row_max, total, largest
     memory.tail.index(TILE).store(narrow)
     fence_async_shared()
     mbarrier.arrive(barriers.weights_ready.index(TILE), count=1)
-    held = gl.convert_layout(narrow, gl.DotOperandLayout(0, wide, 2))
+    held = gl.convert_layout(narrow, gl.DotOperandLayout(0, _WIDE, 2))
     return held, new_max, rescale, lowest, total * rescale + gl.sum(weights, 1), largest
 
 
@@ -506,10 +481,9 @@ def _lowest(memory, TILE: gl.constexpr):
 @gluon.jit
 def _rescale(out, rescale, lowest):
     """Half of the output columns, with the rescale factor of a tile."""
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     # Rarely taken; otherwise 128 multiplications per thread would precede the matrix products of every tile.
     if lowest < 1.0:
-        out = out * gl.convert_layout(rescale, gl.SliceLayout(1, wide))[:, None]
+        out = out * gl.convert_layout(rescale, gl.SliceLayout(1, _WIDE))[:, None]
     return out
 
 
@@ -518,9 +492,6 @@ def _epilogue(
     out, row_max, total, largest, memory, barriers, results, item, heads, done, PART: gl.constexpr
 ):  # fmt: skip
     """Half of the columns of the result, with the sums of both consumers and the sinks; writes the log-sum-exp."""
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
-    down: gl.constexpr = gl.SliceLayout(1, grid)
     seen = gl.max(memory.seen.index(done % 2).load(_EVERY_WARP), 0)  # before the wait, which hides it
     # Alternating between two buffers: a consumer is at most one item ahead of the other.
     buffer = 2 * (done % 2)
@@ -529,22 +500,22 @@ def _epilogue(
         memory.largest.index(buffer + PART).store(largest)
     mbarrier.arrive(barriers.sums_ready.index(buffer + PART), count=1)
     mbarrier.wait(barriers.sums_ready.index(buffer + 1 - PART), (done // 2) & 1)
-    total = total + memory.sums.index(buffer + 1 - PART).load(down)
+    total = total + memory.sums.index(buffer + 1 - PART).load(_DOWN)
     # Without a valid slot the scores are -inf or NaN, the maximum is -inf, and all sums may be NaN.
     total = gl.where(seen < 0.0, 0.0, total)
     if seen < 0.0:  # rarely taken; the compiler would make a selection, for every item, of an assignment of 0
         out = gl.where(out == out, out, 0.0)  # 0 or NaN
-    head = item.head_begin + gl.arange(0, _HEADS, layout=down)
+    head = item.head_begin + gl.arange(0, _HEADS, layout=_DOWN)
     is_head = head < heads
     kept = 1.0
     if results.sinks is not None:
         row_max, total, kept = add_sinks(results.sinks, head, is_head, row_max, total)
     # A row without a valid slot has total 0 and maximum -inf: out 0 * 1, lse -inf + -inf.
-    inv_sum = gl.convert_layout(kept / gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, wide))
+    inv_sum = gl.convert_layout(kept / gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, _WIDE))
     if PART == 1:
         gl.store(results.lse + item.row * heads + head, (row_max + gl.log2(total)) / _LOG2_E, mask=is_head)
         if results.top is not None:
-            largest = gl.maximum(largest, memory.largest.index(buffer).load(down))
+            largest = gl.maximum(largest, memory.largest.index(buffer).load(_DOWN))
             largest = gl.where(seen < 0.0, float("-inf"), largest)
             gl.store(results.top + item.row * heads + head, largest / _LOG2_E, mask=is_head)
     return (out * inv_sum[:, None]).to(results.out.dtype.element_ty)
@@ -553,6 +524,5 @@ def _epilogue(
 @gluon.jit
 def _write(result, results, item, end, heads, PART: gl.constexpr, NARROW: gl.constexpr):
     """Writes half of the columns of the results of the heads before `end`."""
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     out_row = results.out + item.row * heads * (2 * _HALF)
-    write_columns(out_row, result, PART * _HALF, item.head_begin, end, NARROW, wide)
+    write_columns(out_row, result, PART * _HALF, item.head_begin, end, NARROW, _WIDE)

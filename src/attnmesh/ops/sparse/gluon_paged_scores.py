@@ -6,8 +6,8 @@ Sums and scores have the order and the bits of the Triton kernel.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnmesh.ops.decode.gluon_common import group_barrier
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers
 from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.gpu import is_hopper
+from attnmesh.ops.sparse.gluon_common import new_barriers
 from attnmesh.ops.sparse.gluon_topk import KEYS, final_score, score_layout
 from attnmesh.ops.sparse.indexer_tiles import NEIGHBORS
 from attnmesh.ops.storage import Quantized
@@ -138,8 +139,7 @@ def score_kernel(
     of_row: gl.constexpr = gl.SliceLayout(0, SHAPE.layout)
     memory = gl.allocate_shared_memory(pool.dtype, [_STAGES] + pool.block_type.shape, pool.layout)  # noqa: RUF005
     queries = gl.allocate_shared_memory(iq.dtype.element_ty, [COLUMNS, _WIDTH], gl.NVMMASharedLayout(128, 16, rank=2))
-    ready = allocate_barriers(_STAGES)
-    init_barriers(ready, 1)
+    ready = new_barriers(_STAGES, 1)
     fence_async_shared()
     group_barrier()
     group, item = gl.program_id(0) // items, gl.program_id(0) % items

@@ -7,8 +7,8 @@ equal scores the first are selected, keys are written in ascending order, and a 
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

@@ -24,8 +24,8 @@ for by the parity of their phase, counted over all units.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
 from typing import Any, NamedTuple
 
 import torch
@@ -42,13 +42,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnmesh.ops.decode.gluon_common import group_barrier
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers
 from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.launch import Launch, Recent, repeat
 from attnmesh.ops.sparse.arguments import TopKIndices, empty_topk
 from attnmesh.ops.sparse.call import IndexerCall
-from attnmesh.ops.sparse.gluon_common import processors
+from attnmesh.ops.sparse.gluon_common import new_barriers, processors
 from attnmesh.ops.sparse.gluon_select import select_row
 from attnmesh.ops.sparse.indexer_tiles import LONG_ROW, candidate_block, head_tile, padded, row_elements
 
@@ -390,14 +390,9 @@ def _topk_kernel(
         gl.allocate_shared_memory(gl.int32, [2, _RECORD], plain),
     )
     barriers = Barriers(
-        allocate_barriers(2), allocate_barriers(2), allocate_barriers(2), allocate_barriers(_STAGES),
-        allocate_barriers(_STAGES),
+        new_barriers(2, 1), new_barriers(2, 1), new_barriers(2, _CONSUMERS), new_barriers(_STAGES, 1),
+        new_barriers(_STAGES, _CONSUMERS),
     )  # fmt: skip
-    init_barriers(barriers.planned, 1)
-    init_barriers(barriers.q_ready, 1)
-    init_barriers(barriers.q_free, _CONSUMERS)
-    init_barriers(barriers.k_ready, 1)
-    init_barriers(barriers.k_free, _CONSUMERS)
     fence_async_shared()
     sizes = Sizes(s_q, s_kv, heads, topk, groups, items, ring, row_len, row_size)
     count = Counters(counters, counters + 1, counters + 2, counters + 2 + groups)

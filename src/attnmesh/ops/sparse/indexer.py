@@ -18,17 +18,10 @@ from attnmesh.ops.sparse.call import IndexerCall
 
 
 def indexer_scores_at(
-    iq: Tensor,
-    ik: Tensor,
-    w: Tensor,
-    indices: Tensor,
-    *,
-    scale: float = 1.0,
-    relu: bool = True,
+    iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor, *, scale: float = 1.0, relu: bool = True,
     mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-    deterministic: bool = False,
-    backend: str = "auto",
-) -> Tensor:
+    deterministic: bool = False, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Index scores of the keys in `indices`: float32 [s_q, topk], -inf where a slot is invalid.
 
     iq [s_q, heads, d], ik [s_kv, d] (or [s_kv, 1, d]), w [s_q, heads], indices int32 [s_q, topk]. Without `relu` the
@@ -47,17 +40,10 @@ def indexer_scores_at(
 
 
 def indexer_topk(
-    iq: Tensor,
-    ik: Tensor,
-    w: Tensor,
-    topk: int,
-    *,
-    scale: float = 1.0,
-    relu: bool = True,
+    iq: Tensor, ik: Tensor, w: Tensor, topk: int, *, scale: float = 1.0, relu: bool = True,
     mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-    block_size: int = 4096,
-    backend: str = "auto",
-) -> TopKIndices:
+    block_size: int = 4096, backend: str = "auto",
+) -> TopKIndices:  # fmt: skip
     """The exact top-k keys of every row: `indices` int32 [s_q, topk], ascending, then -1; `scores`; `lengths`.
 
     Shapes as in `indexer_scores_at`. Of equal scores the lowest index wins (ReLU makes many of them exactly 0); a key

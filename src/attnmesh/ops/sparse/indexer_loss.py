@@ -28,27 +28,14 @@ _MAX_CHUNK_SLOTS = 1 << 23  # rows times keys of a chunk
 
 
 def indexer_kl_loss(
-    iq: Tensor,
-    ik: Tensor,
-    w: Tensor,
-    indices: Tensor | None = None,
-    target: Tensor | None = None,
-    *,
-    q: Tensor | None = None,
-    k: Tensor | None = None,
-    lse: Tensor | None = None,
-    attn_scale: float | None = None,
+    iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor | None = None, target: Tensor | None = None, *,
+    q: Tensor | None = None, k: Tensor | None = None, lse: Tensor | None = None, attn_scale: float | None = None,
     lse_base: Base = "e",
     mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-    mode: Mode = "sparse",
-    scale: float = 1.0,
-    relu: bool = True,
-    reduction: Reduction = "sum",
-    row_mask: Tensor | None = None,
-    global_rows: int | Tensor | None = None,
-    deterministic: bool = False,
+    mode: Mode = "sparse", scale: float = 1.0, relu: bool = True, reduction: Reduction = "sum",
+    row_mask: Tensor | None = None, global_rows: int | Tensor | None = None, deterministic: bool = False,
     backend: str = "auto",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """KL(p || softmax(index scores)) of every row, summed over rows. Gradients flow to iq, ik and w; p is a constant.
 
     Rows of p are normalized here; a row without mass has loss 0, and 0 log 0 is 0.

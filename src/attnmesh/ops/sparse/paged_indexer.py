@@ -21,18 +21,10 @@ _BLOCK_SIZE = 4096  # keys that are scored at a time on a CPU
 
 
 def paged_indexer_topk(
-    iq: Tensor,
-    pool: Stored,
-    block_table: Tensor,
-    w: Tensor,
-    topk: int,
-    *,
-    cur_pos: Sequence[int] | Tensor | None = None,
-    key_range: KeyRange | None = None,
-    scale: float = 1.0,
-    relu: bool = True,
-    backend: str = "auto",
-) -> TopKIndices:
+    iq: Tensor, pool: Stored, block_table: Tensor, w: Tensor, topk: int, *,
+    cur_pos: Sequence[int] | Tensor | None = None, key_range: KeyRange | None = None, scale: float = 1.0,
+    relu: bool = True, backend: str = "auto",
+) -> TopKIndices:  # fmt: skip
     """The exact top-k keys of the new tokens of a decode step: `indices` int32 [B, T, topk], positions in the cache.
 
     As `indexer_topk`: ascending, then -1; of equal scores the lowest position; a key whose score is NaN is never

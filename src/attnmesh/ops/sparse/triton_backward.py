@@ -1,8 +1,7 @@
 """The kernels of the backward pass of sparse attention in Triton, which `backward` describes."""
 
 # Kernels are written in Triton's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from typing import NamedTuple
 
 import torch

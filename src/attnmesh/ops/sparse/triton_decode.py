@@ -8,8 +8,7 @@ that they fit sm_90.
 """
 
 # Kernels are written in Triton's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record
 from attnmesh.ops.gpu import gpu_of, starts_early
 from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, repeat
 from attnmesh.ops.sparse.paged import PagedKeys, SparseDecodeCall
-from attnmesh.ops.sparse.triton_forward import LOG2_E, ForwardTiles, pick_tiles, split_width
+from attnmesh.ops.sparse.triton_forward import LOG2_E, ForwardTiles, pick_tiles, softmax_step, split_width
 from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
 
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -332,12 +331,7 @@ def _attend_kernel(
         if TAIL > 0:
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
         scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores - shift[:, None])
-        rescale = tl.exp2(row_max - shift)
-        total = total * rescale + tl.sum(weights, 1)
-        row_max = new_max
+        weights, rescale, row_max, total = softmax_step(scores, row_max, total)
         weights = weights.to(k_main.dtype)
         acc = tl.dot(weights, k_main, acc * rescale[:, None], input_precision="ieee")
         if VALUE_TAIL > 0:
@@ -364,8 +358,9 @@ def _attend_kernel(
     tl.store(out_rows + main, (acc * inv_sum[:, None]).to(target.dtype.element_ty), mask=real & (main < D_V))
     if VALUE_TAIL > 0:
         column = MAIN + tl.arange(0, VALUE_TAIL)[None, :]
-        value_tail = (acc_tail * inv_sum[:, None]).to(target.dtype.element_ty)
-        tl.store(out_rows + column, value_tail, mask=real & (column < D_V))
+        tl.store(
+            out_rows + column, (acc_tail * inv_sum[:, None]).to(target.dtype.element_ty), mask=real & (column < D_V)
+        )
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)

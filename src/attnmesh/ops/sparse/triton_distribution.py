@@ -6,8 +6,7 @@ summed in several passes over the keys, each of which adds to the output of the 
 """
 
 # Kernels are written in Triton's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from typing import NamedTuple
 
 import torch

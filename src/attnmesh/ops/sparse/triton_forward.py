@@ -5,8 +5,7 @@ the values are the first columns of the keys, the tile loaded for the scores is 
 """
 
 # Kernels are written in Triton's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from typing import NamedTuple
 
 import torch
@@ -96,6 +95,17 @@ def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separat
     return tiles
 
 
+@triton.jit
+def softmax_step(scores, row_max, total):
+    """The weights of a tile of scores in base 2, the factor of the sums so far, and the new maximum and sum."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    # No valid key yet: subtract 0, because -inf - -inf is NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - shift[:, None])
+    rescale = tl.exp2(row_max - shift)
+    return weights, rescale, new_max, total * rescale + tl.sum(weights, 1)
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def _forward_kernel(
     q, q_row, q_head, k, k_row, v, v_row, indices, indices_row, lo, hi, slots, sinks, out, lse, top,
@@ -141,13 +151,7 @@ def _forward_kernel(
             k_tail = tl.load(k_rows + tail, mask=valid[:, None] & (tail < D), other=0.0)
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
         scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        # No valid key yet: subtract 0, because -inf - -inf is NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores - shift[:, None])
-        rescale = tl.exp2(row_max - shift)
-        total = total * rescale + tl.sum(weights, 1)
-        row_max = new_max
+        weights, rescale, row_max, total = softmax_step(scores, row_max, total)
         weights = weights.to(k.dtype.element_ty)
         if v is None:
             acc = tl.dot(weights, k_main, acc * rescale[:, None], input_precision="ieee")

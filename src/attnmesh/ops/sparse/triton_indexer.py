@@ -6,8 +6,7 @@ score. Every kernel sums in the same order: the score of a pair has the same bit
 """
 
 # Kernels are written in Triton's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import torch
 import triton

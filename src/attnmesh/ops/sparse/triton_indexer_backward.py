@@ -12,8 +12,7 @@ row (d_iq, d_w) and one over the rows of each tile of keys (d_ik); both recomput
 """
 
 # Kernels are written in Triton's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from typing import Any, NamedTuple
 

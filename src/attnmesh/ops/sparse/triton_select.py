@@ -14,8 +14,7 @@ that of a key that the row must not see.
 """
 
 # Kernels are written in Triton's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import triton
 import triton.language as tl

@@ -77,16 +77,10 @@ class SparseParallel:
 
     @not_compiled("a SparseParallel is constructed outside of a compiled graph")
     def __init__(
-        self,
-        *,
-        tp: Group = None,
-        cp: Group = None,
-        length: int | None = None,
-        key_length: int | None = None,
+        self, *, tp: Group = None, cp: Group = None, length: int | None = None, key_length: int | None = None,
         layout: Layout = Contiguous(),  # noqa: B008  (immutable)
-        schedule: Schedule = "allgather",
-        check_indices: bool = True,
-    ) -> None:
+        schedule: Schedule = "allgather", check_indices: bool = True,
+    ) -> None:  # fmt: skip
         self._groups = SparseGroups(comm_or_solo("tp", tp), comm_or_solo("cp", cp))
         self._number = self._groups.number("SparseParallel")  # before an error that only this rank may raise
         check_layout("layout", layout)
@@ -109,20 +103,12 @@ class SparseParallel:
         return self._groups.cp
 
     def sparse_attention(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        indices: Tensor,
-        *,
-        scale: float,
-        d_v: int | None = None,
+        self, q: Tensor, kv: Tensor, indices: Tensor, *, scale: float, d_v: int | None = None,
         v: Tensor | None = None,
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-        sinks: Tensor | None = None,
-        return_attn_sum: bool = False,
-        deterministic: bool = False,
+        sinks: Tensor | None = None, return_attn_sum: bool = False, deterministic: bool = False,
         backend: str = "auto",
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """`attnmesh.sparse_attention` of this rank's rows and heads; `return_attn_sum` is summed over all heads."""
 
         def check() -> tuple[tuple[SparseCall, SequenceSharding], SharedValues]:
@@ -150,19 +136,10 @@ class SparseParallel:
             return out, lse, self._replicated_rows(call.q).reduce_heads(dist)
 
     def attention_distribution(
-        self,
-        q: Tensor,
-        k: Tensor,
-        indices: Tensor,
-        lse: Tensor,
-        *,
-        scale: float,
+        self, q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, *, scale: float,
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-        lse_base: Base = "e",
-        head_group: int | None = None,
-        normalize: bool = False,
-        backend: str = "auto",
-    ) -> Tensor:
+        lse_base: Base = "e", head_group: int | None = None, normalize: bool = False, backend: str = "auto",
+    ) -> Tensor:  # fmt: skip
         """`attnmesh.attention_distribution` of this rank's rows, summed over the heads of all ranks, then normalized.
 
         `head_group` must be None where heads are sharded, because a group could span ranks.
@@ -204,18 +181,10 @@ class SparseParallel:
             return normalize_rows(dist) if normalize else dist
 
     def indexer_scores_at(
-        self,
-        iq: Tensor,
-        ik: Tensor,
-        w: Tensor,
-        indices: Tensor,
-        *,
-        scale: float = 1.0,
-        relu: bool = True,
+        self, iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor, *, scale: float = 1.0, relu: bool = True,
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-        deterministic: bool = False,
-        backend: str = "auto",
-    ) -> Tensor:
+        deterministic: bool = False, backend: str = "auto",
+    ) -> Tensor:  # fmt: skip
         """`attnmesh.indexer_scores_at` of this rank's rows, the same on every tp rank."""
 
         def check() -> tuple[tuple[IndexerCall, SequenceSharding], SharedValues]:
@@ -235,18 +204,10 @@ class SparseParallel:
             return indexer.scores_at(call, sharding, self._replicated_rows(call.iq))
 
     def indexer_topk(
-        self,
-        iq: Tensor,
-        ik: Tensor,
-        w: Tensor,
-        topk: int,
-        *,
-        scale: float = 1.0,
-        relu: bool = True,
+        self, iq: Tensor, ik: Tensor, w: Tensor, topk: int, *, scale: float = 1.0, relu: bool = True,
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-        block_size: int = 4096,
-        backend: str = "auto",
-    ) -> TopKIndices:
+        block_size: int = 4096, backend: str = "auto",
+    ) -> TopKIndices:  # fmt: skip
         """`attnmesh.indexer_topk` of this rank's rows over the keys of all ranks, the same bits on every tp rank.
 
         Each tp rank computes some of the rows, and the results are all-gathered.
@@ -269,29 +230,14 @@ class SparseParallel:
             return indexer.topk_keys(call, topk, block_size, sharding, rows)
 
     def indexer_kl_loss(
-        self,
-        iq: Tensor,
-        ik: Tensor,
-        w: Tensor,
-        indices: Tensor | None = None,
-        target: Tensor | None = None,
-        *,
-        q: Tensor | None = None,
-        k: Tensor | None = None,
-        lse: Tensor | None = None,
-        attn_scale: float | None = None,
+        self, iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor | None = None, target: Tensor | None = None, *,
+        q: Tensor | None = None, k: Tensor | None = None, lse: Tensor | None = None, attn_scale: float | None = None,
         lse_base: Base = "e",
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-        mode: Mode = "sparse",
-        scale: float = 1.0,
-        relu: bool = True,
-        reduction: Reduction = "sum",
-        row_mask: Tensor | None = None,
-        global_rows: int | Tensor | None = None,
-        deterministic: bool = False,
-        backend: str = "auto",
-        rows: LossRows = "replicated",
-    ) -> Tensor:
+        mode: Mode = "sparse", scale: float = 1.0, relu: bool = True, reduction: Reduction = "sum",
+        row_mask: Tensor | None = None, global_rows: int | Tensor | None = None, deterministic: bool = False,
+        backend: str = "auto", rows: LossRows = "replicated",
+    ) -> Tensor:  # fmt: skip
         """`attnmesh.indexer_kl_loss` of the whole sequence, on every rank; of this rank's rows if reduction="none".
 
         Every rank calls backward on its own loss, with the same weight. A given `target` is over the heads of all
