@@ -20,8 +20,8 @@ from attnmesh.cli import output
 from attnmesh.cli.options import MeasuredDeviceOption, default_device
 from attnmesh.cli.output import Rows
 from attnmesh.ops.sparse.decode import attend, decode_call
-from attnmesh.ops.sparse.paged import SparseDecodeCall
-from attnmesh.ops.sparse.paged_indexer import IndexerStep, indexer_step, select
+from attnmesh.ops.sparse.paged import IndexerStep, SparseDecodeCall
+from attnmesh.ops.sparse.paged_indexer import indexer_step, select
 from attnmesh.ops.storage import Stored, bytes_per_token, unpack_index_keys, unpack_latent
 from benchmarks import timers
 from benchmarks.common import JsonOption, QuickOption, make_app, publish
@@ -134,20 +134,20 @@ def _attention(case: Case, device: str) -> Rows:
     expected = attend(some, "torch")[0]
     ways: dict[str, Callable[[SparseDecodeCall], tuple[Tensor, ...]]] = {"auto": lambda call: attend(call, "auto")}
     if device == "cuda":
-        from attnmesh.ops.sparse import triton_decode
+        from attnmesh.ops.sparse import decode_kernels
         from attnmesh.ops.sparse.triton_forward import ForwardTiles
 
         ways |= {
-            way.value: (lambda call, way=way: triton_decode.run(call, way=way))
-            for way in triton_decode.Way
-            if way is not triton_decode.Way.GLUON or case.storage != "plain"
+            way.value: (lambda call, way=way: decode_kernels.run(call, way=way))
+            for way in decode_kernels.Way
+            if way is not decode_kernels.Way.GLUON or case.storage != "plain"
         }
         if case.storage != "plain":
             more = {"in place, 64 keys": (16, 64, 8, 1), "in place, 16 keys": (16, 16, 4, 1)}
             ways |= {
                 name: (
-                    lambda call, t=tiles: triton_decode.run(
-                        call, way=triton_decode.Way.IN_PLACE, tiles=ForwardTiles(*t)
+                    lambda call, t=tiles: decode_kernels.run(
+                        call, way=decode_kernels.Way.IN_PLACE, tiles=ForwardTiles(*t)
                     )
                 )
                 for name, tiles in more.items()

@@ -148,8 +148,8 @@ class Runner(NamedTuple):
 
     @property
     def backend(self) -> str:
-        """The backend by name: "auto" would measure torch operations where a kernel does not support the call."""
-        return "triton" if self.device == "cuda" else "torch"
+        """On a GPU the kernels that "auto" takes: in Gluon where they serve a call, else in Triton."""
+        return "auto" if self.device == "cuda" else "torch"
 
     def milliseconds(self, programs: Mapping[Name, Program]) -> dict[Name, float]:
         """Return the median milliseconds of every program, interleaved."""

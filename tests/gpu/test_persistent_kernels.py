@@ -26,6 +26,7 @@ from attnmesh.ops.storage import Quantized, dequantize
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
 from attnmesh.testing.decode import poison_cache, random_decode
 from attnmesh.testing.errors import ROUNDING, assert_close
+from helpers import sparse_kernels
 from helpers.chosen_keys import ChosenKeys, Indexer, assert_results, assert_topk, random_lengths
 from helpers.decode import assert_decode_close
 from helpers.dense_kernels import dense, mask_case
@@ -149,8 +150,17 @@ def check_distribution(
         found = am.attention_distribution(case.q, case.kv, case.indices, lse, scale=case.scale, mask=mask)
     else:
         bounds = [torch.full((s_q,), end, dtype=torch.int32, device=device) for end in (0, s_kv)]
-        found = kernel.distribution(
-            case.q, case.kv, case.indices, *bounds, case.lengths, lse, k_offset=0, scale=case.scale, head_group=heads
+        found = sparse_kernels.distribution(
+            kernel,
+            case.q,
+            case.kv,
+            case.indices,
+            *bounds,
+            case.lengths,
+            lse,
+            k_offset=0,
+            scale=case.scale,
+            head_group=heads,
         )[0]
     assert_results({"distribution": found}, plain, exact, dtype)
 
@@ -165,7 +175,7 @@ def check_topk(
     indexer = Indexer(iq, ik, torch.randn(s_q, heads, device=device), (heads * d) ** -0.5)
     hi = random_lengths(s_q, s_kv).to(device)
     lo = torch.minimum(hi, random_lengths(s_q, s_kv // 3, seed=1).to(device))
-    found = kernel.topk(iq, ik, indexer.w, topk, lo, hi, scale=indexer.scale, relu=True, **how)
+    found = sparse_kernels.topk(kernel, iq, ik, indexer.w, topk, lo, hi, scale=indexer.scale, relu=True, **how)
     assert_topk(found, indexer, topk, lo, hi, torch.arange(s_q, device=device))
 
 
@@ -385,12 +395,12 @@ def emulated_distribution(seed: int) -> None:
 
 def emulated_sparse_decode(seed: int) -> None:
     """The kernel's launcher, over slots that are located already."""
-    from attnmesh.ops.sparse import triton_decode
+    from attnmesh.ops.sparse import decode_kernels
 
     kernel = emulated(gluon_decode, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_decode, "gluon_decode", kernel)
-        patch.setattr(triton_decode, "fastest_way", lambda call: triton_decode.Way.GLUON)
+        patch.setattr(decode_kernels, "gluon_decode", kernel)
+        patch.setattr(decode_kernels, "fastest_way", lambda call, backend: decode_kernels.Way.GLUON)
         how = {"longest": 200, "dtype": torch.float16, "device": "cpu", "backend": "triton"}
         check_sparse_decode(5, 2, 16, 130, **how)
 

@@ -48,7 +48,7 @@ LOW, HIGH = -(2**31), 2**31 - 1  # the ends of int32: indices that name no key
 
 def device_of(backend: str) -> torch.device:
     """Return the device on which a backend computes."""
-    return torch.device("cuda" if backend == "triton" and CUDA else "cpu")
+    return torch.device("cuda" if backend in ("gluon", "triton") and CUDA else "cpu")
 
 
 # Masks.

@@ -101,7 +101,7 @@ def test_the_backends_of_decode_and_sparse_attention_are_logged_once(said):
     names = {name: text for name, _, text in said()}
     assert len(said()) == 2
     assert names["attnmesh.ops.decode.api"].startswith("decode of q (1, 4, 1, 16), 2 KV heads, contiguous, torch.float")
-    assert names["attnmesh.ops.sparse.backend"].endswith("torch; triton cannot: q is not on a GPU")
+    assert names["attnmesh.ops.sparse.dispatch"].endswith("torch; kernels cannot: q is not on a GPU")
 
 
 def test_the_combine_of_cp_ranks_is_logged(said):

@@ -12,9 +12,10 @@ from helpers.gluon import emulated
 pytest.importorskip("triton")
 
 from attnmesh import unpack_index_keys
-from attnmesh.ops.sparse import gluon_paged_scores, gluon_topk, triton_paged_topk
+from attnmesh.ops.sparse import gluon_paged_scores, gluon_topk
 from attnmesh.ops.sparse.arguments import TopKIndices
 from attnmesh.ops.sparse.paged import PagedKeys
+from helpers.sparse_kernels import paged_topk, topk
 
 SMALL = ("\nPART = 1024", "\nPART = 32")  # values at a time, so that short rows have several parts
 
@@ -55,7 +56,7 @@ def check(s_q, s_kv, heads, dim, k, seed, planted=SMALL, relu=True, dtype=torch.
     ik[5] = torch.nan
     lo, hi = bounds(s_q, s_kv)
     kernels = emulated(gluon_topk, seed, planted)
-    found = kernels.topk(iq, ik, w, k, lo, hi, scale=0.5, relu=relu, **how)
+    found = topk(kernels, iq, ik, w, k, lo, hi, scale=0.5, relu=relu, **how)
     expected = definition(iq, ik, w, k, lo, hi, relu)
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.equal(mine, theirs)
@@ -115,7 +116,7 @@ def test_calls_that_the_kernels_do_not_serve():
           for case in [(1, 2, 64, 500, 128, 33), (1, 4, 40, 400, 64, 10), (2, 1, 128, 300, 64, 400)]),
     ],
 )  # fmt: skip
-def test_a_decode_step_over_fp8_keys(batch, tokens, heads, length, block_size, k, monkeypatch):
+def test_a_decode_step_over_fp8_keys(batch, tokens, heads, length, block_size, k):
     """Against the Triton kernel; a scale is NaN, bounds are inside of blocks, and blocks of others are NaN."""
     draw = torch.Generator().manual_seed(length + heads)
     blocks = -(-length // block_size)
@@ -131,10 +132,8 @@ def test_a_decode_step_over_fp8_keys(batch, tokens, heads, length, block_size, k
     first = torch.randint(0, 90, (batch, tokens), generator=draw)
     end = torch.randint(length // 2, length + 1, (batch, tokens), generator=draw)
     found = []
-    for gluon in (True, False):
-        monkeypatch.setattr(triton_paged_topk, "gluon_paged_scores", emulated(gluon_paged_scores, length))
-        found.append(triton_paged_topk.paged_topk(
-            iq, PagedKeys(pool, table), w, k, first, end, scale=0.5, relu=True, gluon=gluon, block=64
-        ))  # fmt: skip
+    for gluon in (emulated(gluon_paged_scores, length), None):
+        how = {"scale": 0.5, "relu": True, "gluon": gluon, "block": 64}
+        found.append(paged_topk(iq, PagedKeys(pool, table), w, k, first, end, **how))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
     assert (found[0].lengths > 0).all()

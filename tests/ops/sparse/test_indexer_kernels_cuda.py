@@ -1,5 +1,6 @@
 """The indexer's kernels on a GPU: real sizes, bf16, the bits of scores, the memory that the top-k takes."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -9,16 +10,16 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from attnmesh import SparseMask, indexer_topk, unpack_index_keys
-from attnmesh.ops.sparse import gluon_paged_scores, gluon_topk
+from attnmesh.ops.sparse import gluon_paged_scores, gluon_topk, triton_topk
 from attnmesh.ops.sparse.arguments import TopKIndices
+from attnmesh.ops.sparse.indexer_tiles import LONG_ROW, IndexerTiles
 from attnmesh.ops.sparse.paged import PagedKeys
-from attnmesh.ops.sparse.triton_indexer import LONG_ROW, IndexerTiles, scores_at
-from attnmesh.ops.sparse.triton_indexer_backward import dense_scores_backward, scores_at_backward
-from attnmesh.ops.sparse.triton_paged_topk import paged_topk
-from attnmesh.ops.sparse.triton_topk import topk
+from helpers import sparse_kernels
 from helpers.cases import else_slow
+from helpers.sparse_kernels import dense_scores_backward, paged_topk, scores_at, scores_at_backward
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+topk = partial(sparse_kernels.topk, triton_topk)
 HOW = {"scale": (64 * 128) ** -0.5, "relu": True}
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -127,7 +128,7 @@ def test_the_hopper_kernel_has_the_same_bits(sizes, dtype):
     assert not gluon_topk.supports(iq, ik, 2049)
     expected = topk(iq, ik, w, k, lo, hi, **HOW)
     for how in ({}, {"workspace": 1}, {"programs": 7}, {"unit_tiles": 3}):
-        found = gluon_topk.topk(iq, ik, w, k, lo, hi, **HOW, **how)
+        found = sparse_kernels.topk(gluon_topk, iq, ik, w, k, lo, hi, **HOW, **how)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), how
 
 
@@ -165,7 +166,8 @@ def test_scores_of_a_decode_step_for_hopper_have_the_same_bits(batch, tokens, le
     first = torch.full_like(end, 77)
     assert gluon_paged_scores.supports(iq, pool)
     found = [
-        paged_topk(iq, PagedKeys(pool, table), w, 2048, first, end, **HOW, gluon=gluon) for gluon in (True, False, None)
+        paged_topk(iq, PagedKeys(pool, table), w, 2048, first, end, **HOW, gluon=gluon)
+        for gluon in (gluon_paged_scores, None)
     ]
     assert (found[0].lengths > 0).all()
     for other in found[1:]:
@@ -223,7 +225,7 @@ def test_gradients_against_float64(dtype, heads, dim):
     s = torch.einsum("qhd,qkd->qhk", leaves[0], leaves[1][indices.long()]).relu()
     truth = torch.autograd.grad((s * leaves[2][..., None]).sum(1) * HOW["scale"], leaves, grad.double())
     within = 1e-5 if dtype == torch.float32 else 1e-2
-    how = HOW | {"k_offset": 0, "d_iq_dtype": torch.float32}
+    how = HOW | {"d_iq_dtype": torch.float32}
     found = []
     for deterministic, workspace in ((False, 1), (True, 1 << 28), (True, 7 * 4 * k * dim)):
         found.append(scores_at_backward(

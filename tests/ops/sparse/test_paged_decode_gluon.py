@@ -7,7 +7,7 @@ import torch
 from test_paged_sparse_decode import Case, random_case, run_unpoisoned
 
 from attnmesh import check_decode_errors, paged_sparse_decode_attention
-from attnmesh.ops.sparse import gluon_decode, triton_decode
+from attnmesh.ops.sparse import decode_kernels, gluon_decode, triton_decode
 from attnmesh.ops.storage import Quantized
 from helpers.gluon import emulated
 
@@ -39,9 +39,9 @@ def by_gluon(monkeypatch: pytest.MonkeyPatch, seed: int = 0, planted: tuple[str,
         kernel.gdc_wait = lambda: [x.copy_(y) for x, y in zip(results, located, strict=True)]
         return results
 
-    monkeypatch.setattr(triton_decode, "gluon_decode", kernel)
+    monkeypatch.setattr(decode_kernels, "gluon_decode", kernel)
     monkeypatch.setattr(triton_decode, "locate", locate)
-    monkeypatch.setattr(triton_decode, "fastest_way", lambda call: triton_decode.Way.GLUON)
+    monkeypatch.setattr(decode_kernels, "fastest_way", lambda call, backend: decode_kernels.Way.GLUON)
 
 
 @pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 12), marks=pytest.mark.slow)], ids=["one", "many"])
@@ -92,7 +92,7 @@ PLANTED = {
     "weights are not fenced": (
         "to(weights.dtype))\n    fence_async_shared()", "to(weights.dtype))",
     ),
-    "averagers do not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(stage), turn)", "pass"),
+    "consumers do not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(stage), turn)", "pass"),
     "scores are read too early": ("wait(0, [scores]) * scale", "wait(1, [scores]) * scale"),
     "keys are given back too early": (
         "front = warpgroup_mma_wait(1, [front])\n"
@@ -102,9 +102,9 @@ PLANTED = {
     ),
     "scales of the tile after": ("scales.index(stage).slice", "scales.index(1 - stage).slice"),
     "keys of the tile before": ("slot = after", "pass"),
-    "sums are not rescaled": ("decay.index(stage).load(layout)", "decay.index(stage).load(layout) * 0 + 1"),
+    "sums are not rescaled": ("rescale.index(stage).load(layout)", "rescale.index(stage).load(layout) * 0 + 1"),
     "slots past the last count": ("item.count - tile * _KEYS", "item.count - tile * _KEYS + 1"),
-    "shares are overwritten too soon": ("mbarrier.wait(barriers.share_free.index(0), (done & 1) ^ 1)", "pass"),
+    "inverse sums are overwritten too soon": ("mbarrier.wait(barriers.inv_sum_free.index(0), (done & 1) ^ 1)", "pass"),
     "slots are read before they are located": ("gdc_wait()  # for", "pass  # for"),
 }  # fmt: skip
 
@@ -139,11 +139,10 @@ ON_HOPPER = {
 @pytest.mark.cuda
 @pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("name", ON_HOPPER)
-def test_on_hopper(name, monkeypatch):
-    monkeypatch.setattr(triton_decode, "fastest_way", lambda call: triton_decode.Way.GLUON)
+def test_on_hopper(name):
     case = random_case(dtype=torch.bfloat16, **WIDTHS | ON_HOPPER[name])
     for how in ({}, {"split_size": 128}, {"out_dtype": torch.float32}):
-        case.check("triton", **how)
+        case.check("gluon", **how)
 
 
 @pytest.mark.cuda
@@ -151,9 +150,9 @@ def test_on_hopper(name, monkeypatch):
 def test_the_same_bits_again_and_again_on_hopper():
     """A result that moves is a race: more items than the GPU has processors, many times."""
     case: Case = random_case((900,) * 80, heads=128, topk=800, tokens=2, dtype=torch.bfloat16, **WIDTHS)
-    first = run_unpoisoned(case, "triton")
+    first = run_unpoisoned(case, "gluon")
     for _ in range(20):
-        assert all(torch.equal(x, y) for x, y in zip(run_unpoisoned(case, "triton"), first, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(run_unpoisoned(case, "gluon"), first, strict=True))
 
 
 @pytest.mark.cuda
@@ -178,7 +177,7 @@ def test_the_end_of_a_pool_of_32_gib_on_hopper(gib):
         at_the_end(case.pool.scales, 512, 16),
         at_the_end(case.pool.rope, 528, 128),
     )
-    assert gluon_decode.supports(case.q.cuda(), pool, d_v=512) == (gib == 32)
+    assert gluon_decode.supports(case.q.cuda(), pool, 512) == (gib == 32)
     table = torch.where(case.table < 0, case.table, case.table + first).cuda()
     out, lse, _ = paged_sparse_decode_attention(
         case.q.cuda(), pool, table, case.indices.cuda(), scale=case.scale, return_max_logits=True

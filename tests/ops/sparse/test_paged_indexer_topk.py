@@ -154,9 +154,9 @@ def test_a_range_that_begins_at_the_largest_number_is_empty(backend):
 def test_rows_that_are_selected_from_with_a_summary(rows, tokens, keys, span, workspace, fp8):
     """Few candidates in registers make them long; in several turns, where the workspace is small."""
     pytest.importorskip("triton")
+    from attnmesh.ops.sparse.indexer_tiles import IndexerTiles
     from attnmesh.ops.sparse.paged import PagedKeys
-    from attnmesh.ops.sparse.triton_indexer import IndexerTiles
-    from attnmesh.ops.sparse.triton_paged_topk import paged_topk
+    from helpers.sparse_kernels import paged_topk
 
     case = random_case((300, 3, 100)[: 3 - tokens % 2], tokens, heads=2, fp8=fp8, seed=tokens)
     device = device_of("triton")

@@ -178,10 +178,10 @@ def test_splits_and_unrounded_results(backend):
 @pytest.mark.parametrize("storage", ["plain", "fp8_ds_mla"])
 def test_the_prefill_kernel_attends(storage, monkeypatch):
     """Over the pool, or over a workspace of dequantized keys that holds two tokens at a time."""
-    triton_decode = pytest.importorskip("attnmesh.ops.sparse.triton_decode")
+    kernels = pytest.importorskip("attnmesh.ops.sparse.decode_kernels")
     case = random_case((40, 0, 30), topk=21, dtype=torch.float16, storage=storage, sinks=True, counts=True, seed=7)
-    monkeypatch.setattr(triton_decode, "_WORKSPACE", 2 * 21 * 144 * 2)
-    monkeypatch.setattr(triton_decode, "fastest_way", lambda call: triton_decode.Way.AS_PREFILL)
+    monkeypatch.setattr(kernels, "_WORKSPACE", 2 * 21 * 144 * 2)
+    monkeypatch.setattr(kernels, "fastest_way", lambda call, backend: kernels.Way.AS_PREFILL)
     case.check("triton")
     broken = replace(case, table=torch.where(case.table < 0, case.table, 10**6))
     out, lse, top = run_unpoisoned(broken, "triton")

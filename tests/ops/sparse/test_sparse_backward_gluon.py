@@ -1,6 +1,6 @@
 """The Gluon kernels of the backward of sparse attention against float64: emulated here, on a Hopper GPU as they are.
 
-Their host function, with workspaces as `triton_backward` fills them: 0 for heads that do not exist and invalid slots,
+Their host function, with workspaces as `backward` fills them: 0 for heads that do not exist and invalid slots,
 NaN where nothing is written.
 """
 
@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from attnmesh.ops.sparse import gluon_backward
 from attnmesh.ops.sparse.arguments import RowBounds
+from attnmesh.ops.sparse.call import SparseCall
 
 SCALE = 0.3
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -35,8 +36,7 @@ class Case:
         self.lo = torch.full((rows,), offset + 1, dtype=torch.int32, device=self.device)
         self.hi = torch.full((rows,), offset + keys - 4, dtype=torch.int32, device=self.device)
         self.slots = torch.tensor(counts, dtype=torch.int32, device=self.device)
-        self.chunk = (0, padded_slots, offset)
-        self.rows = torch.arange(rows, device=self.device)
+        self.padded_slots, self.rows = padded_slots, range(rows)
         self.p, self.ds = self.workspace(padded_heads), self.workspace(padded_heads)
         used = torch.zeros(keys, dtype=torch.bool, device=self.device)
         used[self.keys[self.valid]] = True
@@ -59,12 +59,12 @@ class Case:
         return torch.where(self.valid, self.indices - self.offset, 0).long()
 
     @property
-    def listed(self) -> tuple:
-        return self.indices, self.indices.stride(0), self.lo, self.hi, self.slots
+    def call(self) -> SparseCall:
+        return SparseCall(self.q, self.k, None, self.indices, self.bounds, SCALE, 512, False, "gluon")
 
     def workspace(self, padded_heads: int) -> Tensor:
         rows, heads, _ = self.q.shape
-        x = torch.full((rows, padded_heads, self.chunk[1]), torch.nan, dtype=torch.float16, device=self.device)
+        x = torch.full((rows, padded_heads, self.padded_slots), torch.nan, dtype=torch.float16, device=self.device)
         for row, count in enumerate(self.slots.tolist()):
             x[row, :, : -(-count // 64) * 64] = 0
             x[row, :heads, :count] = self.random(heads, count) * self.valid[row, :count]
@@ -85,17 +85,15 @@ class Case:
 
     def run_grad_query(self, module, dtype: torch.dtype = torch.float32) -> Tensor:
         dq = torch.full_like(self.q, torch.nan, dtype=dtype)
-        module.grad_query(self.ds, self.k, self.listed, dq, self.chunk, len(self.rows), SCALE)
+        module.grad_query(self.call, self.rows, self.ds, dq)
         return dq
 
     def run_grad_key(self, module, *, atomic: bool = True, segments: int = 0) -> Tensor:
         width = self.q.shape[2]
         shape = self.k.shape if atomic else (len(self.rows) * self.topk, width)
         target = torch.zeros(shape, device=self.device)
-        module.grad_key(
-            target, self.ds, self.p, self.q, self.dout, self.listed, self.chunk, len(self.rows), SCALE,
-            atomic=atomic, segments=segments,
-        )  # fmt: skip
+        of = self.ds, self.q, self.p, self.dout
+        module.grad_key(target, self.call, self.rows, SCALE, *of, atomic=atomic, segments=segments)
         return target
 
     def assert_sums(self, target: Tensor) -> None:

@@ -6,6 +6,7 @@ The general kernel runs in Triton's interpreter or on a GPU; Gluon's kernel on a
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ pytest.importorskip("triton")
 from attnmesh.ops import gpu
 from attnmesh.ops.sparse import gluon_distribution, triton_distribution
 from attnmesh.ops.sparse.triton_distribution import DistributionTiles
+from helpers.sparse_kernels import distribution, latent_call
 
 CUDA = torch.cuda.is_available()
 HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
@@ -67,8 +69,8 @@ class Problem:
         p = torch.exp(self.scores() - torch.where(has_mass, self.lse[..., None], 0.0).double()).where(has_mass, 0.0)
         return torch.stack([group.sum(1) for group in p.split(head_group, 1)])
 
-    def run(self, distribution, head_group: int, **how: object) -> Tensor:
-        return distribution(**vars(self), head_group=head_group, **how)
+    def run(self, kernel: ModuleType, head_group: int, **how: object) -> Tensor:
+        return distribution(kernel, **vars(self), head_group=head_group, **how)
 
 
 def drawn(
@@ -114,7 +116,7 @@ def assert_right(out: Tensor, problem: Problem, head_group: int) -> None:
 
 
 def check(problem: Problem, head_group: int, **how: object) -> None:
-    assert_right(problem.run(triton_distribution.distribution, head_group, **how), problem, head_group)
+    assert_right(problem.run(triton_distribution, head_group, **how), problem, head_group)
 
 
 @pytest.mark.parametrize(("dtype", "h", "topk"), with_dtypes((8, 100), (24, 1), (64, 70), (1, 65)))
@@ -157,10 +159,10 @@ def test_many_rows_are_not_cut(device, monkeypatch):
 @pytest.mark.parametrize("name", ["triton", "gluon"])
 def test_without_rows_or_slots(name, device):
     problem = drawn(device=device)
-    distribution = {"triton": triton_distribution, "gluon": gluon_distribution}[name].distribution
+    kernel = {"triton": triton_distribution, "gluon": gluon_distribution}[name]
     none = replace(problem, q=problem.q[:0], indices=problem.indices[:0], lse=problem.lse[:0])
-    assert none.run(distribution, 8).shape == (1, 0, 100)
-    assert replace(problem, indices=problem.indices[:, :0]).run(distribution, 8).shape == (1, 5, 0)
+    assert none.run(kernel, 8).shape == (1, 0, 100)
+    assert replace(problem, indices=problem.indices[:, :0]).run(kernel, 8).shape == (1, 5, 0)
 
 
 @pytest.mark.parametrize("rooms", [(227, 64, 64, 2), (163, 32, 64, 2), (99, 32, 16, 2)], ids=str)
@@ -183,7 +185,7 @@ EMULATED = [
 def emulate(problem: Problem, head_group: int, programs: int, seed: int, planted=None) -> Tensor:
     module = emulated(gluon_distribution, seed, planted)
     module.processors = lambda device: programs
-    return problem.run(module.distribution, head_group)
+    return problem.run(module, head_group)
 
 
 @pytest.mark.parametrize("case", EMULATED, ids=str)
@@ -197,7 +199,7 @@ def test_the_hopper_kernel_under_hostile_schedules(case, seeds):
 
 
 PLANTED = {
-    "the sums are not waited for": ("mbarrier.wait(summed.index(place), (block // _SUMS) & 1)", "pass"),
+    "the sums are not waited for": ("mbarrier.wait(summed.index(buffer), (block // _SUMS) & 1)", "pass"),
     "nobody waits for a free slot": ("mbarrier.wait(free.index(slot), ((item // _SLOTS) & 1) ^ 1)", "pass"),
     "the keys are not fenced": ("fence_async_shared()", "pass"),
     "the other's queries are not given back": ("_pass_by(ready, free, at)", "pass"),
@@ -221,7 +223,7 @@ def test_the_emulation_finds_planted_faults(fault):
 
 def test_what_the_hopper_kernel_cannot_serve_is_left_to_the_general_one():
     q, k = torch.empty(4, 128, 576, dtype=torch.bfloat16), torch.empty(9, 576, dtype=torch.bfloat16)
-    assert not gluon_distribution.supports(q, k, head_group=128)  # not on a GPU
+    assert not gluon_distribution.supports(latent_call(q, k), 128)  # not on a GPU
 
 
 # On a GPU.
@@ -246,11 +248,11 @@ HOPPER_SIZES = [  # queries, heads, head_dim, topk, head_group
 def test_the_hopper_kernel(sizes, dtype):
     s_q, h, d, topk, head_group = sizes
     problem = drawn(s_q, h, d, topk, max(2 * topk, 64), dtype, "cuda")
-    assert gluon_distribution.supports(problem.q, problem.k, head_group=head_group)
-    out = problem.run(gluon_distribution.distribution, head_group)
+    assert gluon_distribution.supports(latent_call(problem.q, problem.k), head_group)
+    out = problem.run(gluon_distribution, head_group)
     assert_right(out, problem, head_group)
     for _ in range(3):
-        assert torch.equal(problem.run(gluon_distribution.distribution, head_group), out)
+        assert torch.equal(problem.run(gluon_distribution, head_group), out)
 
 
 @pytest.mark.cuda
@@ -259,10 +261,10 @@ def test_when_the_hopper_kernel_suits():
     q, k = (torch.empty(n, 576, dtype=torch.bfloat16, device="cuda") for n in (4 * 128, 9))
     q = q.view(4, 128, 576)
     supports = gluon_distribution.supports
-    assert supports(q, k, head_group=128)
-    assert supports(q, k, head_group=64)
-    assert not supports(q, k, head_group=32)
-    assert not supports(q.float(), k.float(), head_group=128)
-    assert not supports(q[..., :100], k[..., :100], head_group=128)
-    assert not supports(torch.empty(2, 129, 576, dtype=q.dtype, device="cuda"), k, head_group=129)
-    assert not supports(q, torch.empty(9 * 577, dtype=q.dtype, device="cuda").view(9, 577)[:, :576], head_group=128)
+    assert supports(latent_call(q, k), 128)
+    assert supports(latent_call(q, k), 64)
+    assert not supports(latent_call(q, k), 32)
+    assert not supports(latent_call(q.float(), k.float()), 128)
+    assert not supports(latent_call(q[..., :100], k[..., :100]), 128)
+    assert not supports(latent_call(torch.empty(2, 129, 576, dtype=q.dtype, device="cuda"), k), 129)
+    assert not supports(latent_call(q, torch.empty(9 * 577, dtype=q.dtype, device="cuda").view(9, 577)[:, :576]), 128)

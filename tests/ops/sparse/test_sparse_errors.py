@@ -179,7 +179,7 @@ def test_scales(name, scale):
 @pytest.mark.parametrize("name", CALLS)
 def test_masks_and_backends(name):
     refuses(name, "mask must be a SparseMask, got NoneType", mask=None)
-    refuses(name, "backend must be one of auto, torch, triton, got 'cuda'", backend="cuda")
+    refuses(name, "backend must be one of auto, gluon, triton, torch, got 'cuda'", backend="cuda")
     short = SparseMask(k_end=torch.zeros(3, dtype=torch.int64))
     refuses(name, "k_end must be [4], one number per row of q, got [3]", mask=short)
 

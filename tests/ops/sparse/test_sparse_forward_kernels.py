@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from attnmesh.ops.gpu import GPU
 from attnmesh.ops.sparse import gluon_forward, triton_forward
+from helpers.sparse_kernels import forward, latent_call
 
 INT_MAX = 2**31 - 1
 
@@ -95,7 +96,7 @@ def poison(case: dict) -> None:
 
 
 def assert_right(case: dict, kernel=triton_forward, tolerance: float | None = None) -> None:
-    out, lse, *largest = kernel.forward(**case)
+    out, lse, *largest = forward(kernel, **case)
     true_out, true_lse = truth(case)
     if largest:
         assert largest[0].dtype == torch.float32
@@ -217,7 +218,7 @@ def test_scores_far_apart_and_a_negative_scale(device):
 @pytest.mark.parametrize("rows", [0, 2])
 def test_no_rows_or_no_heads(device, rows):
     case = problem(device, torch.float32, 0 if rows else 4, 7, 32, 32, rows=rows)
-    out, lse = triton_forward.forward(**case)
+    out, lse = forward(triton_forward, **case)
     assert out.shape == (rows, 0 if rows else 4, 32)
     assert lse.shape == out.shape[:2]
 
@@ -245,15 +246,15 @@ def test_columns_are_cut_in_powers_of_two(width, tiles):
 
 def test_the_hopper_kernel_says_what_it_serves(device):
     q, k = torch.empty(2, 128, 576, dtype=torch.bfloat16), torch.empty(9, 576, dtype=torch.bfloat16)
-    assert not gluon_forward.supports(q, k, None, d_v=512)  # not on a GPU
+    assert not gluon_forward.supports(latent_call(q, k))  # not on a GPU
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     q, k = q.to(device), k.to(device)
-    assert gluon_forward.supports(q, k, None, d_v=512) == hopper
-    assert gluon_forward.supports(q[..., :512], k[:, :512], None, d_v=512) == hopper
-    assert not gluon_forward.supports(q, k, k[:, :512], d_v=512)
-    assert not gluon_forward.supports(q, k, None, d_v=256)
-    assert not gluon_forward.supports(q.float(), k.float(), None, d_v=512)
-    assert not gluon_forward.supports(q[..., 1:513], k[:, 1:513], None, d_v=512)  # not at 16 bytes
+    assert gluon_forward.supports(latent_call(q, k)) == hopper
+    assert gluon_forward.supports(latent_call(q[..., :512], k[:, :512])) == hopper
+    assert not gluon_forward.supports(latent_call(q, k, k[:, :512]))
+    assert not gluon_forward.supports(latent_call(q, k, d_v=256))
+    assert not gluon_forward.supports(latent_call(q.float(), k.float()))
+    assert not gluon_forward.supports(latent_call(q[..., 1:513], k[:, 1:513]))  # not at 16 bytes
 
 
 @pytest.mark.parametrize("room", [48 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
@@ -289,13 +290,13 @@ def test_the_hopper_kernel_under_hostile_schedules(heads, topk, d, out_dtype, se
 
 
 PLANTED = {
-    "the first attender does not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(1), turn)", "pass"),
-    "the second attender does not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(0), turn)", "pass"),
-    "the second attender does not wait for peaks": ("mbarrier.wait(barriers.peak_ready.index(0), turn)", "pass"),
+    "the first consumer does not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(1), turn)", "pass"),
+    "the second consumer does not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(0), turn)", "pass"),
+    "the second consumer does not wait for the maximum": ("mbarrier.wait(barriers.max_ready.index(0), turn)", "pass"),
     "scores do not wait for the back": ("mbarrier.wait(barriers.back_ready.index(TILE), step & 1)", "pass"),
-    "the gatherer waits for a turn too many": ("free = (step & 1) ^ 1", "free = step & 1"),
-    "the gatherer does not wait for the first": ("mbarrier.wait(barriers.front_free.index(tile), free)", "pass"),
-    "the gatherer does not wait for the second": ("mbarrier.wait(barriers.back_free.index(tile), free)", "pass"),
+    "the producer waits for a turn too many": ("free = (step & 1) ^ 1", "free = step & 1"),
+    "the producer does not wait for the first": ("mbarrier.wait(barriers.front_free.index(tile), free)", "pass"),
+    "the producer does not wait for the second": ("mbarrier.wait(barriers.back_free.index(tile), free)", "pass"),
     "a half is free too early": (
         "out = warpgroup_mma_wait(0, [out])\n            mbarrier.arrive(barriers.back_free.index(0), count=1)",
         "mbarrier.arrive(barriers.back_free.index(0), count=1)\n            out = warpgroup_mma_wait(0, [out])",
@@ -308,12 +309,14 @@ PLANTED = {
     "the copies are not fenced": ("fence_async_shared()  # copies", "pass  # copies"),
     "the weights are not fenced": ("store(narrow)\n    fence_async_shared()", "store(narrow)"),
     "the queries are overwritten too soon": ("mbarrier.wait(barriers.q_free.index(0), (done & 1) ^ 1)", "pass"),
-    "the sums of two items have one place": ("place = 2 * (done % 2)", "place = 0"),
-    "the sums do not wait for the other attender": (
-        "mbarrier.wait(barriers.sums_ready.index(place + 1 - PART), (done // 2) & 1)", "pass",
+    "the sums of two items have one buffer": ("buffer = 2 * (done % 2)", "buffer = 0"),
+    "the sums do not wait for the other consumer": (
+        "mbarrier.wait(barriers.sums_ready.index(buffer + 1 - PART), (done // 2) & 1)", "pass",
     ),
-    "the sums do not decay with the other tile": ("return out, peak, total * decay,", "return out, peak, total,"),
-    "the sums do not decay before sinks": ("total = total * kept +", "total = total +"),
+    "the sums are not rescaled with the other tile": (
+        "return out, row_max, total * rescale,", "return out, row_max, total,",
+    ),
+    "the sums are not rescaled before sinks": ("total = total * kept +", "total = total +"),
     "only the last tile tells whether a row sees a key": ("seen = gl.maximum(seen, bias)", "seen = bias"),
     "the values of a row that sees no key stay": ("out = gl.where(out == out, out, 0.0)", "pass"),
 }  # fmt: skip
@@ -350,7 +353,7 @@ def test_the_hopper_kernel(device, dtype, heads, topk, d):
     case = problem(device, dtype, heads, topk, d, 512, rows=13, s_kv=3000, k_offset=7)
     take_slots_away(case)
     poison(case)
-    assert gluon_forward.supports(case["q"], case["k"], None, d_v=512)
+    assert gluon_forward.supports(latent_call(case["q"], case["k"]))
     assert_right(case, gluon_forward)
     assert_right(case | {"out_dtype": torch.float32}, gluon_forward)
     assert_right(with_sinks(case) | {"max_logits": True}, gluon_forward)
@@ -362,8 +365,8 @@ def test_the_hopper_kernel_says_the_same_again_and_again(device):
     """A result that moves is a race: more programs than the GPU has processors, many times."""
     case = problem(device, torch.bfloat16, 128, 700, 576, 512, rows=300, s_kv=5000)
     rising(case)
-    out, lse = gluon_forward.forward(**case)
+    out, lse = forward(gluon_forward, **case)
     for _ in range(20):
-        again = gluon_forward.forward(**case)
+        again = forward(gluon_forward, **case)
         assert torch.equal(again[0], out)
         assert torch.equal(again[1], lse)

@@ -16,20 +16,20 @@ pytest.importorskip("triton")
 from attnmesh import paged_indexer_topk, paged_sparse_decode_attention, unpack_index_keys, unpack_latent
 from attnmesh.ops import gpu
 from attnmesh.ops.sparse import (
+    decode_kernels,
+    dispatch,
     gluon_backward,
     gluon_distribution,
     gluon_forward,
-    gluon_paged_scores,
     gluon_topk,
     triton_backward,
     triton_bounds,
-    triton_decode,
     triton_distribution,
     triton_forward,
+    triton_topk,
 )
-from attnmesh.ops.sparse.triton_indexer import pick_topk_tiles, scores_at
-from attnmesh.ops.sparse.triton_indexer_backward import dense_scores_backward, scores_at_backward
-from attnmesh.ops.sparse.triton_topk import topk
+from attnmesh.ops.sparse.indexer_tiles import pick_topk_tiles
+from helpers import sparse_kernels
 
 ROWS, KEYS = 64, 2048
 NOTHING = torch.zeros(ROWS, dtype=torch.int32)  # bounds, and numbers of slots: no slot is valid
@@ -46,17 +46,17 @@ def forward(what, dtype, heads, d, d_v, separate=False, out_dtype="bfloat16", si
     how = {"first": 0, "end": KEYS, "q_start": 0, "k_stride": 4, "topk": 128}
     triton_bounds.bounds(ROWS, *given, **how, causal=True, device=torch.device("cpu"))
     module = {"forward triton": triton_forward, "forward gluon": gluon_forward}[what]
-    module.forward(
-        rows(heads, d, dtype=dtype), torch.empty(KEYS, d, dtype=dtype), v, rows(128, dtype=torch.int32),
-        NOTHING, NOTHING, NOTHING, d_v=d_v, k_offset=0, scale=0.1, out_dtype=getattr(torch, out_dtype),
-        sinks=torch.empty(heads) if sinks else None, max_logits=sinks,
+    sparse_kernels.forward(
+        module, rows(heads, d, dtype=dtype), torch.empty(KEYS, d, dtype=dtype), v, rows(128, dtype=torch.int32),
+        NOTHING, NOTHING, NOTHING, d_v=d_v, scale=0.1, out_dtype=getattr(torch, out_dtype),
+        sinks=torch.empty(heads) if sinks else None, max_logits=bool(sinks),
     )  # fmt: skip
 
 
 def distribution(what, dtype, heads, d, head_group):
     module = {"distribution triton": triton_distribution, "distribution gluon": gluon_distribution}[what]
-    module.distribution(
-        rows(heads, d, dtype=dtype), torch.empty(KEYS, d, dtype=dtype), rows(256, dtype=torch.int32),
+    sparse_kernels.distribution(
+        module, rows(heads, d, dtype=dtype), torch.empty(KEYS, d, dtype=dtype), rows(256, dtype=torch.int32),
         NOTHING, NOTHING, NOTHING, rows(heads), k_offset=0, scale=0.1, head_group=head_group,
     )  # fmt: skip
 
@@ -67,22 +67,24 @@ def backward(what, dtype, heads, d, d_v=512, separate=False, deterministic=False
         gluon_backwards(rows(heads, d, dtype=dtype), torch.empty(KEYS, d, dtype=dtype), dout, atomic=not deterministic)
         return
     triton_backward.row_delta(dout, dout)
-    triton_backward.backward(
+    sparse_kernels.backward(
         rows(heads, d, dtype=dtype), torch.empty(KEYS, d, dtype=dtype),
         torch.empty(KEYS, d_v, dtype=dtype) if separate else None, rows(KEYS, dtype=torch.int32),
-        NOTHING, NOTHING, NOTHING, rows(heads), rows(heads), dout,
-        k_offset=0, scale=0.1, d_v=d_v, deterministic=deterministic,
+        NOTHING, NOTHING, NOTHING, lse=rows(heads), delta=rows(heads), dout=dout,
+        scale=0.1, d_v=d_v, deterministic=deterministic,
     )  # fmt: skip
 
 
 def gluon_backwards(q, k, dout, *, atomic):
     padded_heads = next(n for n in gluon_backward.STAGES if n >= q.shape[1])
     p = rows(padded_heads, 256, dtype=q.dtype)
-    listed, chunk = (rows(256, dtype=torch.int32), 256, NOTHING, NOTHING, NOTHING), (0, 256, 0)
+    call = sparse_kernels.attention_call(
+        q, k, None, rows(256, dtype=torch.int32), NOTHING, NOTHING, NOTHING, scale=0.1, d_v=512
+    )
     if padded_heads == gluon_backward.QUERY_HEADS:
-        gluon_backward.grad_query(p, k, listed, torch.empty_like(q), chunk, ROWS, 0.1)
+        gluon_backward.grad_query(call, range(ROWS), p, torch.empty_like(q))
     into = torch.empty(k.shape if atomic else (ROWS * 256, k.shape[1]))
-    gluon_backward.grad_key(into, p, p, q, dout, listed, chunk, ROWS, 0.1, atomic=atomic, segments=0)
+    gluon_backward.grad_key(into, call, range(ROWS), 0.1, p, q, p, dout, atomic=atomic, segments=0)
 
 
 def indexer(what, dtype, heads, dim, slots):
@@ -90,22 +92,22 @@ def indexer(what, dtype, heads, dim, slots):
     indices = rows(slots, dtype=torch.int32)
     seen, how = (NOTHING, NOTHING, NOTHING), {"scale": 0.1, "relu": True}
     if what == "indexer topk":
-        topk(iq, ik, w, slots, NOTHING, NOTHING, **how)
+        sparse_kernels.topk(triton_topk, iq, ik, w, slots, NOTHING, NOTHING, **how)
     if what == "indexer gluon":
-        gluon_topk.topk(iq, ik, w, slots, NOTHING, NOTHING, **how)
+        sparse_kernels.topk(gluon_topk, iq, ik, w, slots, NOTHING, NOTHING, **how)
     if what == "indexer scores":
-        scores_at(iq, ik, w, indices, *seen, k_offset=0, **how)
+        sparse_kernels.scores_at(iq, ik, w, indices, *seen, **how)
     if what in ("indexer atomic", "indexer deterministic"):
         deterministic = what == "indexer deterministic"
-        scores_at_backward(iq, ik, w, indices, *seen, grad, k_offset=0, deterministic=deterministic, **how)
+        sparse_kernels.scores_at_backward(iq, ik, w, indices, *seen, grad, deterministic=deterministic, **how)
     if what == "indexer dense":
-        dense_scores_backward(iq, ik[:slots], w, 0, NOTHING, NOTHING, grad, **how)
+        sparse_kernels.dense_scores_backward(iq, ik[:slots], w, 0, NOTHING, NOTHING, grad, **how)
 
 
 def decode(what, dtype, heads, d, split_size=None):
     """Sparse decode from a pool in blocks of 64: plain, in DeepSeek-V3.2's bytes, or by the prefill's kernel."""
     way = {"decode gathered": "as prefill", "decode gluon": "gluon"}.get(what, "in place")
-    triton_decode.fastest_way = lambda call: triton_decode.Way("as prefill" if dtype == torch.float32 else way)
+    decode_kernels.fastest_way = lambda call, _: decode_kernels.Way("as prefill" if dtype == torch.float32 else way)
     pool = torch.empty(32, 64, 1, d, dtype=dtype) if what == "decode plain" else unpack_latent(
         torch.zeros(32, 64, 1, 656, dtype=torch.uint8)
     )  # fmt: skip
@@ -118,7 +120,7 @@ def decode(what, dtype, heads, d, split_size=None):
 
 def paged(what, dtype, heads, dim, slots, tokens):
     """The top-k of a decode step over 131,072 fp8 keys in blocks of 64."""
-    gluon_paged_scores.supports = lambda *_: what == "paged gluon"
+    dispatch.choose = lambda *_, **__: "gluon" if what == "paged gluon" else "triton"
     pool = unpack_index_keys(torch.zeros(32, 64 * (dim + 4), dtype=torch.uint8), 64)
     paged_indexer_topk(
         torch.empty(2, tokens, heads, dim, dtype=dtype), pool, torch.zeros(2, 2048, dtype=torch.int32),

@@ -105,7 +105,7 @@ def test_a_choice_is_logged_after_calls_that_logged_nothing(caplog):
     sparse_attention(q, k, indices, scale=0.2)
     with caplog.at_level(logging.INFO, "attnmesh"):
         sparse_attention(q, k, indices, scale=0.2)
-    assert "sparse attention of q (5, 12, 32)" in caplog.text
+    assert "sparse forward of q (5, 12, 32)" in caplog.text
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

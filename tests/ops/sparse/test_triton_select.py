@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from attnmesh.ops.sparse.triton_select import NEIGHBORS, row_elements, select_row
+from attnmesh.ops.sparse.indexer_tiles import NEIGHBORS, row_elements
+from attnmesh.ops.sparse.triton_select import select_row
 
 CUDA = torch.cuda.is_available()
 SLOW_HERE = () if CUDA else (pytest.mark.slow,)

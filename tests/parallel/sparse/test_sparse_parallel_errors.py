@@ -117,7 +117,7 @@ WRONG = {
     "no such backend": (
         attend,
         lambda p: {"backend": "numpy"},
-        "backend must be one of auto, torch, triton, got 'numpy'",
+        "backend must be one of auto, gluon, triton, torch, got 'numpy'",
     ),
     "other indices": (
         attend,

@@ -9,7 +9,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.comm import VirtualComm
-from attnmesh.ops.sparse import backend
+from attnmesh.ops.sparse import torch_backend
 from helpers.processes import run_processes
 
 GUILTY, WHY = 1, "RuntimeError: no memory is left"
@@ -62,18 +62,18 @@ CALLS: dict[str, Callable[[am.SparseParallel], torch.Tensor]] = {
 @contextmanager
 def failing(operation: str, is_guilty: Callable[[], bool]) -> Iterator[None]:
     """Let an operation of the torch backend raise where `is_guilty` holds."""
-    works = getattr(backend.Torch, operation)
+    works = getattr(torch_backend, operation)
 
     def fails(*given: object, **named: object) -> object:
         if is_guilty():
             raise RuntimeError("no memory is left")
         return works(*given, **named)
 
-    setattr(backend.Torch, operation, staticmethod(fails))
+    setattr(torch_backend, operation, fails)
     try:
         yield
     finally:
-        setattr(backend.Torch, operation, staticmethod(works))
+        setattr(torch_backend, operation, works)
 
 
 def call(operation: str, parallel: am.SparseParallel) -> None:

@@ -130,17 +130,17 @@ def test_scores_at_slots_and_their_gradients_are_exact(tp, cp, mask, schedule):
         torch.testing.assert_close(scores, alone)
 
 
-def test_each_tp_rank_scores_its_share_of_the_rows_only(monkeypatch):
-    from attnmesh.ops.sparse import backend as backend_module
+def test_each_tp_rank_scores_some_of_the_rows_only(monkeypatch):
+    from attnmesh.ops.sparse import torch_backend
 
     scored = []
-    plain = backend_module.Torch.topk
+    plain = torch_backend.topk
 
-    def counting(iq, *args, **kwargs):
-        scored.append(iq.shape[0])
-        return plain(iq, *args, **kwargs)
+    def counting(call, *args):
+        scored.append(call.iq.shape[0])
+        return plain(call, *args)
 
-    monkeypatch.setattr(backend_module.Torch, "topk", staticmethod(counting))
+    monkeypatch.setattr(torch_backend, "topk", counting)
     iq, ik, w = torch.randn(10, 2, 8), torch.randn(12, 8), torch.randn(10, 2)
     run_grid(4, 1, am.Contiguous(), lambda place: spread_topk(place, iq, ik, w, 3, "allgather"))
     assert sorted(scored) == [2, 2, 3, 3]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -99,6 +100,13 @@ class SparseMask:
             raise ValueError(
                 f"q_start={self.q_start}, q_positions and k_stride={self.k_stride} require causal=True, got False"
             )
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...] | None:
+        """All that its bounds depend on, besides sizes; None if there are tensors."""
+        if any(x is not None for x in (self.topk_length, self.q_positions, self.k_start, self.k_end)):
+            return None
+        return self.causal, self.q_start, self.k_stride, self.k_offset
 
     def bounds(self, s_q: int, s_kv: int, topk: int, device: torch.device) -> RowBounds:
         """The mask as kernels take it. Never synchronizes with the device."""

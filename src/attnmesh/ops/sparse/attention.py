@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,47 +13,22 @@ from torch.autograd.function import once_differentiable
 from attnmesh.core.merge import sink_gradient
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.launch import Recent, signature
-from attnmesh.ops.sparse import arguments
+from attnmesh.ops.sparse import arguments, dispatch
 from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, check_base, convert_lse
-from attnmesh.ops.sparse.backend import LOG, Backend, select_backend
+from attnmesh.ops.sparse.call import SparseCall
+from attnmesh.ops.streams import stream_of
 from attnmesh.utils.validation import check_bool, check_number, check_positive
 
 MAX_DEFAULT_D_V = 512  # the latent of an MLA key; the features after it encode the position
-
-
-class AttentionCall(NamedTuple):
-    """Validated arguments of a call."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor | None
-    indices: Tensor
-    bounds: RowBounds
-    scale: float
-    d_v: int
-    deterministic: bool
-    backend: Backend
-
-    def without_tensors(self) -> AttentionCall:
-        """The arguments that autograd does not save itself."""
-        return self._replace(q=None, k=None, v=None)  # type: ignore[arg-type]
+_MAX_KEPT_ROWS = 1 << 14  # of bounds; longer calls have time to compute them
 
 
 def sparse_attention(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    *,
-    scale: float,
-    d_v: int | None = None,
-    v: Tensor | None = None,
+    q: Tensor, kv: Tensor, indices: Tensor, *, scale: float, d_v: int | None = None, v: Tensor | None = None,
     mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-    sinks: Tensor | None = None,
-    return_attn_sum: bool = False,
-    return_max_logits: bool = False,
-    deterministic: bool = False,
-    backend: str = "auto",
-) -> tuple[Tensor, ...]:
+    sinks: Tensor | None = None, return_attn_sum: bool = False, return_max_logits: bool = False,
+    deterministic: bool = False, backend: str = "auto",
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Softmax attention of every query over the keys in its row of `indices`: `(out, lse)`.
 
     Args:
@@ -70,7 +45,7 @@ def sparse_attention(
         return_max_logits: also return, last, the largest scaled score of every head, float32 [s_q, heads], without
             sinks; -inf without a valid slot. It has no gradient.
         deterministic: compute the gradients of kv and v with the same bits in every run, which is slower on a GPU.
-        backend: "auto", "torch" or "triton".
+        backend: "auto", "gluon", "triton" or "torch".
 
     Returns:
         out [s_q, heads, d_v] in the dtype of q, and lse [s_q, heads] float32, natural log, sinks included. A row
@@ -87,33 +62,25 @@ def sparse_attention(
         >>> lse[5].tolist()  # the last row attends to nothing
         [-inf, -inf, -inf, -inf]
     """
-    check_bool(return_attn_sum=return_attn_sum, return_max_logits=return_max_logits)
-    call = attention_call(q, kv, indices, scale, d_v, v, mask, deterministic, backend)
-    arguments.check_sinks(sinks, call.q)
-    if _has_gradient(call.q, call.k, call.v, sinks):
-        out, lse, *largest = _SparseAttention.apply(  # type: ignore[no-untyped-call]
-            call.q, call.k, call.v, sinks, call, return_max_logits
-        )
+    known, call = prepared_call(
+        q, kv, indices, v, sinks, mask, scale, d_v, deterministic, backend, None, "kv", return_attn_sum,
+        return_max_logits,
+    )  # fmt: skip
+    if _has_gradient(q, kv, v, sinks):
+        results = _SparseAttention.apply(call.q, call.k, call.v, sinks, call, known)  # type: ignore[no-untyped-call]
     else:
-        out, lse, *largest = _forward(call, sinks, return_max_logits)
+        results = known.forward(call, sinks)
     if not return_attn_sum:
-        return (out, lse, *largest)
+        return results  # type: ignore[no-any-return]
+    out, lse, *largest = results
     return (out, lse, distribution(call, lse.detach(), call.q.shape[1])[0], *largest)
 
 
 def attention_distribution(
-    q: Tensor,
-    k: Tensor,
-    indices: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
+    q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, *, scale: float,
     mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-    lse_base: Base = "e",
-    head_group: int | None = None,
-    normalize: bool = False,
-    backend: str = "auto",
-) -> Tensor:
+    lse_base: Base = "e", head_group: int | None = None, normalize: bool = False, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """The sum over heads of exp(score - lse) for each slot: float32 [s_q, topk], 0 where a slot is invalid.
 
     Shapes and validity as in `sparse_attention`. No gradient flows.
@@ -154,72 +121,81 @@ def normalize_rows(dist: Tensor) -> Tensor:
     return dist / mass.masked_fill(mass == 0, 1.0)
 
 
-def distribution(call: AttentionCall, lse: Tensor, head_group: int) -> Tensor:
+def distribution(call: SparseCall, lse: Tensor, head_group: int) -> Tensor:
     """[groups, s_q, topk] of a validated call."""
-    lse = lse.to(accumulation_dtype(call.q.dtype))
     with torch.no_grad():
-        return call.backend.distribution(
-            call.q.detach(),
-            call.k.detach(),
-            call.indices,
-            call.bounds,
-            lse,
-            scale=call.scale,
-            head_group=head_group,
-        )
+        detached = call._replace(q=call.q.detach(), k=call.k.detach())
+        return dispatch.distribution(detached, lse.to(accumulation_dtype(call.q.dtype)), head_group)
+
+
+class PreparedCall:
+    """What is known of calls by their signature, and their forward pass. Keeps no tensors but constant bounds."""
+
+    def __init__(
+        self, call: SparseCall, mask: SparseMask, s_kv: int, forward: Any, given: tuple[Tensor | None, ...]
+    ) -> None:
+        self.forward = forward
+        self._options = call.scale, call.d_v, call.deterministic, call.backend
+        self._sizes = call.q.shape[0], s_kv, call.indices.shape[1], call.q.device
+        self._as_given = all(x is y for x, y in zip(call[:4], given, strict=True))
+        self._keep(mask, call.q, call.bounds)
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, mask: SparseMask) -> SparseCall:
+        """A call with this signature. Its mask is checked."""
+        if not self._as_given:
+            q, k, indices = arguments.contiguous_features(q), arguments.as_rows(k), arguments.as_rows(indices)
+            v = None if v is None else arguments.as_rows(v)
+        numbers, stream, bounds = self._bounds
+        if type(mask) is not SparseMask or mask.numbers is None or mask.numbers != numbers or stream != stream_of(q):
+            bounds = arguments.check_mask(mask).bounds(*self._sizes)
+            self._keep(mask, q, bounds)
+        return SparseCall(q, k, v, indices, bounds, *self._options)
+
+    def _keep(self, mask: SparseMask, q: Tensor, bounds: RowBounds) -> None:
+        """Keep bounds that depend on numbers alone, for the stream that computes them."""
+        stream = None if mask.numbers is None or q.shape[0] > _MAX_KEPT_ROWS else stream_of(q)
+        self._bounds: tuple[Any, ...] = (None,) * 3 if stream is None else (mask.numbers, stream, bounds)
+
+
+_prepared: Recent[PreparedCall] = Recent()
 
 
 def attention_call(
     q: Tensor, k: Tensor, indices: Tensor, scale: float, d_v: int | None, v: Tensor | None, mask: SparseMask,
-    deterministic: bool, backend: str, s_kv: int | None = None, k_name: str = "kv",
-) -> AttentionCall:  # fmt: skip
-    """Validates the arguments. `s_kv` is the number of keys in the sequence, where `k` is a shard of them.
-
-    What depends on the signature of the arguments alone is checked and chosen once.
-    """
-    key = _signature(q, k, indices, v, scale, d_v, deterministic, backend, s_kv, k_name)
-    known = _find(key)
-    if known is None:
-        return _checked_call(key, q, k, indices, scale, d_v, v, mask, deterministic, backend, s_kv, k_name)
-    q, k, indices = arguments.contiguous_features(q), arguments.as_rows(k), arguments.as_rows(indices)
-    v = None if v is None else arguments.as_rows(v)
-    bounds = arguments.mask_bounds(mask, q, k.shape[0] if s_kv is None else s_kv, indices.shape[1])
-    return AttentionCall(q, k, v, indices, bounds, known.scale, known.d_v, deterministic, known.backend)
+    deterministic: bool, backend: str, s_kv: int | None = None, k_name: str = "kv", sinks: Tensor | None = None,
+    attn_sum: bool = False,
+) -> SparseCall:  # fmt: skip
+    """Validates the arguments. `s_kv` is the number of keys in the sequence, where `k` is a shard of them."""
+    options = scale, d_v, deterministic, backend, s_kv, k_name, attn_sum, False
+    return prepared_call(q, k, indices, v, sinks, mask, *options)[1]
 
 
-class _Known(NamedTuple):
-    """What calls of a signature have in common."""
-
-    scale: float
-    d_v: int
-    backend: Backend
-
-
-_known: Recent[_Known] = Recent()
-
-
-def _signature(q: Tensor, k: Tensor, indices: Tensor, v: Tensor | None, *options: object) -> tuple[Any, ...] | None:
-    """What the checks of a call and its backend depend on; None if it cannot be known: then the call is checked."""
-    if torch.compiler.is_compiling():
-        return None
-    try:
-        kinds = type(q), type(k), type(indices), type(v), LOG.isEnabledFor(logging.INFO)
-        return (*signature(q, k, indices, v), *kinds, options, *map(type, options))
-    except (AttributeError, RuntimeError, TypeError):  # not tensors, or not dense ones
-        return None
-
-
-def _find(key: tuple[Any, ...] | None) -> _Known | None:
-    try:
-        return None if key is None else _known.get(key)
-    except TypeError:  # an option that is no number
-        return None
+def prepared_call(
+    q: Tensor, k: Tensor, indices: Tensor, v: Tensor | None, sinks: Tensor | None, mask: SparseMask, *options: Any
+) -> tuple[PreparedCall, SparseCall]:
+    """Validates the arguments. What depends on the signature of the arguments alone is checked and chosen once."""
+    key: Any = None
+    if not torch.compiler.is_compiling():
+        try:
+            kinds = type(q), type(k), type(indices), type(v), type(sinks), dispatch.LOG.isEnabledFor(logging.INFO)
+            key = (*signature(q, k, indices, v, sinks), *kinds, options, *map(type, options))
+            known = _prepared.get(key)
+        except (AttributeError, RuntimeError, TypeError):  # not dense tensors, or an option that is no number
+            key = known = None
+        if known is not None:
+            return known, known.call(q, k, v, indices, mask)
+    known, call = _checked_call(q, k, indices, v, sinks, mask, *options)
+    if key is not None:
+        _prepared.add(key, known)
+    return known, call
 
 
 def _checked_call(
-    key: tuple[Any, ...] | None, q: Tensor, k: Tensor, indices: Tensor, scale: float, d_v: int | None,
-    v: Tensor | None, mask: SparseMask, deterministic: bool, backend: str, s_kv: int | None, k_name: str,
-) -> AttentionCall:  # fmt: skip
+    q: Tensor, k: Tensor, indices: Tensor, v: Tensor | None, sinks: Tensor | None, mask: SparseMask, scale: float,
+    d_v: int | None, deterministic: bool, backend: str, s_kv: int | None, k_name: str, attn_sum: bool, max_logits: bool,
+) -> tuple[PreparedCall, SparseCall]:  # fmt: skip
+    given = q, k, v, indices
+    check_bool(return_attn_sum=attn_sum, return_max_logits=max_logits, deterministic=deterministic)
     q = arguments.check_queries("q", q)
     width = q.shape[2]
     k = arguments.check_keys(k_name, k, q, width)
@@ -235,35 +211,34 @@ def _checked_call(
         d_v = min(width, MAX_DEFAULT_D_V)
     elif d_v > width:
         raise ValueError(f"d_v must be at most the width of a key, {width}, got {d_v}")
-    bounds = arguments.mask_bounds(mask, q, k.shape[0] if s_kv is None else s_kv, indices.shape[1])
-    scale = check_number("scale", scale)
-    check_bool(deterministic=deterministic)
-    known = _Known(scale, d_v, select_backend(q, backend))
-    if key is not None:
-        _known.add(key, known)
-    return AttentionCall(q, k, v, indices, bounds, scale, d_v, deterministic, known.backend)
+    s_kv = k.shape[0] if s_kv is None else s_kv
+    bounds = arguments.mask_bounds(mask, q, s_kv, indices.shape[1])
+    call = SparseCall(q, k, v, indices, bounds, check_number("scale", scale), d_v, deterministic, backend)
+    arguments.check_sinks(sinks, q)
+    if attn_sum or k_name == "k":
+        dispatch.check_backend("distribution", call, q.shape[1])
+    forward = None if k_name == "k" else dispatch.prepare_forward(call, q.dtype, max_logits)
+    return PreparedCall(call, mask, s_kv, forward, given), call
 
 
-def _has_gradient(*tensors: Tensor | None) -> bool:
+def _has_gradient(q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None) -> bool:
     """Whether autograd records what is computed from these tensors, backward or forward."""
     if forward_ad._current_level >= 0 or torch.compiler.is_compiling():
         return True
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def _forward(call: AttentionCall, sinks: Tensor | None, max_logits: bool) -> tuple[Tensor, ...]:
-    return call.backend.forward(
-        call.q, call.k, call.v, call.indices, call.bounds, scale=call.scale, d_v=call.d_v, dtype=call.q.dtype,
-        sinks=sinks, max_logits=max_logits,
-    )  # fmt: skip
+    return torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or (v is not None and v.requires_grad)
+        or (sinks is not None and sinks.requires_grad)
+    )
 
 
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None, call: AttentionCall, max_logits: bool
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None, call: SparseCall, known: PreparedCall
     ) -> tuple[Tensor, ...]:
-        out, lse, *largest = _forward(call._replace(q=q, k=k, v=v), sinks, max_logits)
+        out, lse, *largest = known.forward(call._replace(q=q, k=k, v=v), sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.call = call.without_tensors()
         ctx.set_materialize_grads(False)
@@ -274,20 +249,11 @@ class _SparseAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        call: AttentionCall = ctx.call
+        call: SparseCall = ctx.call._replace(q=q, k=k, v=v)
         if d_out is None:
             d_out = torch.zeros_like(out)
         d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
-        delta = softmax_delta(call.backend, out, lse, d_out, d_lse)
-        d_q, d_k, d_v = call.backend.backward(
-            q, k, v, call.indices, call.bounds, lse, delta, d_out, scale=call.scale, d_v=call.d_v,
-            deterministic=call.deterministic, dtype=q.dtype,
-        )  # fmt: skip
+        delta = dispatch.softmax_delta(call, out, lse, d_out, d_lse)
+        d_q, d_k, d_v = dispatch.backward(call, lse, delta, d_out, q.dtype)
         d_sinks = None if sinks is None else sink_gradient(sinks, lse, delta).to(sinks.dtype)
         return d_q, d_k.to(k.dtype), None if d_v is None else d_v.to(k.dtype), d_sinks, None, None
-
-
-def softmax_delta(backend: Backend, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Tensor:
-    """[s_q, heads]: sum(out * d_out) - d_lse, which is subtracted from the gradient of every probability."""
-    delta = backend.row_delta(out, d_out)
-    return delta if d_lse is None else delta - torch.where(torch.isinf(lse), 0.0, d_lse)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor
 
 from attnmesh.core.merge import add_sinks
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
-from attnmesh.ops.gpu import gpu_of
-from attnmesh.ops.sparse import torch_backend
+from attnmesh.ops.sparse import dispatch, torch_backend
 from attnmesh.ops.sparse.arguments import RowBounds
 from attnmesh.ops.sparse.attention import MAX_DEFAULT_D_V
-from attnmesh.ops.sparse.backend import log_backend
+from attnmesh.ops.sparse.call import SparseCall
 from attnmesh.ops.sparse.paged import (
     PagedKeys,
     SparseDecodeCall,
@@ -25,33 +21,19 @@ from attnmesh.ops.sparse.paged import (
     check_table,
     refuse_gradient,
 )
-from attnmesh.ops.storage import Quantized, Stored
-from attnmesh.utils.optional import installed
-from attnmesh.utils.validation import check_bool, check_choice, check_number, check_positive, check_tensor, shown
-
-_LOG = logging.getLogger(__name__)
+from attnmesh.ops.storage import Stored
+from attnmesh.utils.validation import check_bool, check_number, check_positive, check_tensor, shown
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_GATHERED = 1 << 22  # elements of the keys gathered at a time
-_BACKENDS = ("auto", "torch", "triton")
 
 
 def paged_sparse_decode_attention(
-    q: Tensor,
-    pool: Stored,
-    block_table: Tensor | None,
-    indices: Tensor,
-    *,
-    scale: float,
-    d_v: int | None = None,
-    counts: Tensor | None = None,
-    sinks: Tensor | None = None,
-    shard: InterleavedShard | None = None,
-    split_size: int | None = None,
-    out_dtype: torch.dtype | None = None,
-    return_max_logits: bool = False,
+    q: Tensor, pool: Stored, block_table: Tensor | None, indices: Tensor, *, scale: float, d_v: int | None = None,
+    counts: Tensor | None = None, sinks: Tensor | None = None, shard: InterleavedShard | None = None,
+    split_size: int | None = None, out_dtype: torch.dtype | None = None, return_max_logits: bool = False,
     backend: str = "auto",
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Attention of new tokens over the keys that `indices` select in a paged cache of latents: `(out, lse)`.
 
     Args:
@@ -71,7 +53,7 @@ def paged_sparse_decode_attention(
             default the indices are split into as many parts as fill the device.
         out_dtype: torch.float32 returns the unrounded out, for states that will be merged; the dtype of q by default.
         return_max_logits: also return the largest scaled score, [B, T, heads] like lse, without sinks.
-        backend: "auto", "torch" or "triton".
+        backend: "auto", "gluon", "triton" or "torch".
 
     Returns:
         out [B, T, heads, d_v] and lse [B, T, heads] float32, natural log, sinks included. A token without a key has
@@ -99,33 +81,11 @@ def paged_sparse_decode_attention(
 
 def attend(call: SparseDecodeCall, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     """Out, lse and largest scores of a validated call."""
-    if choose(call, backend) == "torch":
+    if dispatch.choose_paged("decode", call.q, call.keys, backend, call.d_v) == "torch":
         return _on_torch(call)
-    from attnmesh.ops.sparse import triton_decode
+    from attnmesh.ops.sparse import decode_kernels
 
-    return triton_decode.run(call)
-
-
-def choose(call: SparseDecodeCall, backend: str) -> str:
-    """The backend that serves a call: "torch" or "triton". Raises ValueError if the named one cannot."""
-    check_choice("backend", backend, _BACKENDS)
-    refusal = None
-    if not installed("triton"):
-        refusal = "Triton is not installed"
-    elif call.q.dtype == torch.float64:
-        refusal = "it computes in float32, and q is float64"
-    elif call.q.shape[0] > MAX_SEQUENCES:
-        refusal = f"it takes up to {MAX_SEQUENCES} sequences, got {call.q.shape[0]}"
-    elif call.keys.width > 576:
-        refusal = f"its head dim is at most 576, got {call.keys.width}"
-    elif isinstance(call.keys.pool, Quantized) and gpu_of(call.q.device).capability < 89:
-        refusal = "its kernels need compute capability 8.9 to read fp8 caches"
-    if backend == "triton" and refusal is not None:
-        raise ValueError(f"backend='triton' cannot serve this call: {refusal}")
-    if backend == "auto":
-        backend = "triton" if call.q.is_cuda and refusal is None else "torch"
-        log_backend(_LOG, "sparse decode", call.q, backend, refusal)
-    return backend
+    return decode_kernels.run(call, backend=backend)
 
 
 def _on_torch(call: SparseDecodeCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,13 +102,9 @@ def _on_torch(call: SparseDecodeCall) -> tuple[Tensor, Tensor, Tensor]:
         at = torch.arange(rows * topk, dtype=torch.int32, device=q.device).view(rows, topk).masked_fill(some < 0, -1)
         zero = torch.zeros(rows, dtype=torch.int32, device=q.device)
         bounds = RowBounds(zero, zero + rows * topk, zero + topk, 0)
-        with torch.autocast(q.device.type, enabled=False):
-            parts.append(
-                torch_backend.forward(
-                    q[start : start + step], keys, None, at, bounds, scale=call.scale, d_v=call.d_v, dtype=wide,
-                    max_logits=True,
-                )
-            )  # fmt: skip
+        some_q = q[start : start + step]
+        over = SparseCall(some_q, keys, None, at, bounds, call.scale, call.d_v, False, "torch")
+        parts.append(torch_backend.forward(over, wide, max_logits=True))
     empty = (q.new_empty(0, heads, call.d_v, dtype=wide), *(q.new_empty(0, heads, dtype=wide) for _ in range(2)))
     out, lse, top = (torch.cat(each).unflatten(0, (batch, tokens)) for each in zip(empty, *parts, strict=True))
     if call.sinks is not None:

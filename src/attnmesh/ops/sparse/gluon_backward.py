@@ -1,8 +1,8 @@
 """The gradients of sparse attention on Hopper in Gluon, from the gradients of the scores: two kernels.
 
-They take the place of `grad_query_kernel` (65 to 128 heads) and `grad_key_kernel` (up to 128 heads) in
-`triton_backward`, with the same workspaces p and ds, where values are the first 512 columns of keys of 576 or 512. In
-both, a group of warps, the loader, copies to shared memory what two other groups multiply, 64 keys at a time::
+In `backward` they take the place of `grad_query_kernel` (65 to 128 heads) and `grad_key_kernel` (up to 128 heads) of
+`triton_backward`, where values are the first 512 columns of keys of 576 or 512. In both, a group of warps, the
+producer, copies to shared memory what two other groups, the consumers, multiply, 64 keys at a time::
 
     grad_query   dq = scale * ds @ k                   keys are gathered; each group sums half of the heads
     grad_key     dk += scale * ds^T @ q + p^T @ dout   q and dout stay in shared memory; the groups take every other
@@ -22,8 +22,7 @@ tile t has seen t - 2, so all tiles before are ready, and t - STAGES, that of th
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -36,11 +35,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.launch import Launch, Recent, repeat
 from attnmesh.ops.sparse.arguments import RowBounds
-from attnmesh.ops.sparse.gluon_common import D_TAIL, D_V, HEADS, KEYS
+from attnmesh.ops.sparse.call import SparseCall
+from attnmesh.ops.sparse.gluon_common import D_TAIL, D_V, HEADS, KEYS, new_barriers
 
 QUERY_HEADS = 2 * HEADS  # padded heads that `grad_query` takes: half of them for each group
 IN_CACHE = 32 << 20  # bytes of dk up to which the order of the programs does not matter: half of the L2 cache
@@ -59,8 +59,15 @@ _LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # eigh
 _launches: Recent[Launch] = Recent()
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor | None, dout: Tensor, *, d_v: int) -> bool:
-    """Whether the kernels can serve the call: latent keys in 16 bits, rows aligned to 16 bytes, on Hopper."""
+NEEDS = (
+    "up to 128 heads and keys of 512 or 576 features in 16 bits whose first 512 are the values, rows aligned to 16 "
+    "bytes, on Hopper"
+)
+
+
+def supports(call: SparseCall, dout: Tensor) -> bool:
+    """Whether the kernels can serve the call: it has what they NEED."""
+    q, k, v, d_v = call.q, call.k, call.v, call.d_v
     return (
         v is None
         and d_v == D_V
@@ -98,63 +105,41 @@ def sort_by_key(indices: Tensor, bounds: RowBounds) -> tuple[Tensor, Tensor]:
     return by_key, counts
 
 
-def grad_query(
-    grad_scores: Tensor,
-    k: Tensor,
-    listed: tuple[Tensor, int, Tensor, Tensor, Tensor],
-    dq: Tensor,
-    chunk: tuple[int, int, int],
-    count: int,
-    scale: float,
-) -> None:
-    """Writes dq of `count` rows from `grad_scores` [count, QUERY_HEADS, padded_slots].
-
-    `listed` are indices, their stride, lo, hi and slots of all rows, `chunk` is the first row, the padded slots, a
-    multiple of 64, and k_offset.
-    """
-    begin, padded_slots, k_offset = chunk
+def grad_query(call: SparseCall, rows: range, grad_scores: Tensor, dq: Tensor, _: object = None) -> None:
+    """Writes dq of some rows from `grad_scores` [rows, QUERY_HEADS, padded_slots], a multiple of 64 slots."""
+    k, indices, (lo, hi, slots, k_offset) = call.k, call.indices, call.bounds
     parts, main, extra = _parts(dq.shape[2], _QUERY_MAIN)
     repeat(
-        _launches, grad_query_kernel, (count * parts,),
+        _launches, grad_query_kernel, (len(rows) * parts,),
         (
-            grad_scores, k, k.stride(0), *listed, dq, dq.stride(0), dq.stride(1),
-            begin, dq.shape[1], padded_slots, k_offset, scale,
+            grad_scores, k, k.stride(0), indices, indices.stride(0), lo, hi, slots, dq, dq.stride(0), dq.stride(1),
+            rows.start, dq.shape[1], grad_scores.shape[2], k_offset, call.scale,
         ),
         PARTS=parts, MAIN=main, EXTRA=extra, STAGES=4, num_warps=4,
     )  # fmt: skip
 
 
 def grad_key(
-    target: Tensor,
-    grad_scores: Tensor,
-    weights: Tensor,
-    q: Tensor,
-    dout: Tensor,
-    listed: tuple[Tensor, int, Tensor, Tensor, Tensor],
-    chunk: tuple[int, int, int],
-    count: int,
-    scale: float,
-    *,
-    atomic: bool,
-    segments: int,
-) -> None:
-    """Adds scale * ds^T @ q + p^T @ dout of `count` rows to their keys in `target`, float32.
+    target: Tensor, call: SparseCall, rows: range, scale: float, grad_scores: Tensor, q: Tensor, weights: Tensor,
+    dout: Tensor, *, atomic: bool, segments: int,
+) -> None:  # fmt: skip
+    """Adds scale * ds^T @ q + p^T @ dout of some rows to their keys in `target`, float32.
 
-    `grad_scores` and `weights` are [count, padded_heads, padded_slots], where `padded_heads` is 16, 32, 64 or 128; for
-    the others see `grad_query`. If not `atomic`, the sums are stored slot by slot, in `target` [count * slots, width].
-    `segments` is the result of the function of that name: 0 computes all parts of a row together, so that p and ds are
-    read from device memory once.
+    `grad_scores` and `weights` are [rows, padded_heads, padded_slots], where `padded_heads` is 16, 32, 64 or 128. If
+    not `atomic`, the sums are stored slot by slot, in `target` [rows * slots, width]. `segments` is the result of the
+    function of that name: 0 computes all parts of a row together, so that p and ds are read from device memory once.
     """
-    begin, padded_slots, k_offset = chunk
-    padded_heads, slot_count = grad_scores.shape[1], listed[0].shape[1]
+    indices, (lo, hi, slots, k_offset) = call.indices, call.bounds
+    count, (_, padded_heads, padded_slots), slot_count = len(rows), grad_scores.shape, indices.shape[1]
     parts, main, extra = _parts(target.shape[1], _KEY_MAIN)
     segment_slots = -(-slot_count // (KEYS * max(1, segments))) * KEYS
     row_step, part_step = (1, count) if segments else (parts, 1)
     repeat(
         _launches, grad_key_kernel, (count * parts * -(-slot_count // segment_slots),),
         (
-            grad_scores, weights, q, q.stride(0), q.stride(1), dout, dout.stride(0), dout.stride(1), *listed,
-            target, target.stride(0), begin, count, q.shape[1], padded_slots, k_offset, slot_count,
+            grad_scores, weights, q, q.stride(0), q.stride(1), dout, dout.stride(0), dout.stride(1),
+            indices, indices.stride(0), lo, hi, slots, target, target.stride(0),
+            rows.start, count, q.shape[1], padded_slots, k_offset, slot_count,
             segment_slots, row_step, part_step, scale,
         ),
         HEADS=padded_heads, PARTS=parts, MAIN=main, EXTRA=extra, STAGES=STAGES[padded_heads],
@@ -194,10 +179,8 @@ def grad_query_kernel(
     k_extra = k_main
     if EXTRA > 0:
         k_extra = gl.allocate_shared_memory(dtype, [STAGES, _KEYS, EXTRA], gl.NVMMASharedLayout(64, 16, 2))
-    ready = allocate_barriers(STAGES)
-    free = allocate_barriers(STAGES)
-    init_barriers(ready, _THREADS)
-    init_barriers(free, 2)
+    ready = new_barriers(STAGES, _THREADS)
+    free = new_barriers(STAGES, 2)
     fence_async_shared()
 
     program = gl.program_id(0)
@@ -280,8 +263,8 @@ def _sum_queries(
 def _write(dq_row, dq_head, tile, head_begin, heads, column_begin, COLUMNS: gl.constexpr, grid: gl.constexpr):
     head = head_begin + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, grid))
     column = column_begin + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, grid))
-    places = (dq_row + head.to(gl.int64) * dq_head)[:, None] + column[None, :]
-    gl.store(places, tile.to(dq_row.dtype.element_ty), mask=(head < heads)[:, None])
+    pointers = (dq_row + head.to(gl.int64) * dq_head)[:, None] + column[None, :]
+    gl.store(pointers, tile.to(dq_row.dtype.element_ty), mask=(head < heads)[:, None])
 
 
 @gluon.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -307,16 +290,11 @@ def grad_key_kernel(
         dout_extra = gl.allocate_shared_memory(dtype, [HEADS, EXTRA], wide)
     ds_ring = gl.allocate_shared_memory(dtype, [STAGES, HEADS, _KEYS], wide)
     p_ring = gl.allocate_shared_memory(dtype, [STAGES, HEADS, _KEYS], wide)
-    q_ready = allocate_barriers(1)
-    dout_ready = allocate_barriers(1)
-    ready = allocate_barriers(STAGES)
-    free = allocate_barriers(STAGES)
-    turns = allocate_barriers(2)
-    init_barriers(q_ready, _THREADS)
-    init_barriers(dout_ready, _THREADS)
-    init_barriers(ready, _THREADS)
-    init_barriers(free, 1)
-    init_barriers(turns, 1)
+    q_ready = new_barriers(1, _THREADS)
+    dout_ready = new_barriers(1, _THREADS)
+    ready = new_barriers(STAGES, _THREADS)
+    free = new_barriers(STAGES, 1)
+    turns = new_barriers(2, 1)
     fence_async_shared()
 
     program = gl.program_id(0)
@@ -433,8 +411,8 @@ def _put(args, sums, slot_begin, column_begin, COLUMNS: gl.constexpr, ATOMIC: gl
     key = gl.load(row_indices + slot, mask=slot < count, other=_NO_KEY)
     valid = (key >= first) & (key < end) & (slot < count)
     if ATOMIC:
-        places = target + ((key.to(gl.int64) - k_offset) * target_row)[:, None] + column[None, :]
-        gl.atomic_add(places, sums, mask=valid[:, None], sem="relaxed")
+        pointers = target + ((key.to(gl.int64) - k_offset) * target_row)[:, None] + column[None, :]
+        gl.atomic_add(pointers, sums, mask=valid[:, None], sem="relaxed")
     else:
-        places = target + ((in_chunk.to(gl.int64) * slot_count + slot) * target_row)[:, None] + column[None, :]
-        gl.store(places, sums, mask=valid[:, None])
+        pointers = target + ((in_chunk.to(gl.int64) * slot_count + slot) * target_row)[:, None] + column[None, :]
+        gl.store(pointers, sums, mask=valid[:, None])

@@ -5,14 +5,16 @@ two halves in `gluon_forward` and four quarters in `gluon_decode`; see there for
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
 
 LOG2_E = 1.4426950408889634
 HEADS = 64  # per item: the rows of one matrix instruction
@@ -20,7 +22,7 @@ KEYS = 64  # per tile
 D_V, D_TAIL = 512, 64
 _LOG2_E = gl.constexpr(LOG2_E)
 _HEADS, _QUARTER = gl.constexpr(HEADS), gl.constexpr(D_V // 4)
-SLACK = 8.0  # weights may grow to 2**SLACK before the sums are rescaled
+RESCALE_THRESHOLD = 8.0  # weights may grow to 2**RESCALE_THRESHOLD before sums are rescaled
 
 # Of a quarter or half of the columns: a lane has eight in a row.
 _LINES = (
@@ -42,13 +44,30 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+class Results(NamedTuple):
+    """Where results are written, of rows or of splits of their slots; and the sinks, which are part of them."""
+
+    out: Any
+    lse: Any
+    top: Any
+    sinks: Any
+
+
 @gluon.jit
-def add_sinks(sinks, head, is_head, peak, total):
+def new_barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    """Barriers whose phase ends after as many arrivals."""
+    barriers = allocate_barriers(count)
+    init_barriers(barriers, arrivals)
+    return barriers
+
+
+@gluon.jit
+def add_sinks(sinks, head, is_head, row_max, total):
     """The maximum and sum with the sink of each head, and the factor of what was summed before."""
     sink = gl.load(sinks + head, mask=is_head, other=0.0).to(gl.float32) * _LOG2_E
-    highest = gl.maximum(peak, sink)
+    highest = gl.maximum(row_max, sink)
     shift = gl.where(highest == float("-inf"), 0.0, highest)
-    kept = gl.exp2(peak - shift)
+    kept = gl.exp2(row_max - shift)
     total = total * kept + gl.where(sink == shift, 1.0, gl.exp2(sink - shift))  # also if both are +inf
     return highest, total, kept
 

@@ -3,22 +3,22 @@
 A program is persistent and processes one work item after another: 64 heads of one token, or of a part of its slots.
 Four groups of warps share an item, 64 keys at a time, double-buffered:
 
-- the gatherer loads values in 8 bits into registers, half of a tile ahead, multiplies them by their scales and writes
+- the producer loads values in 8 bits into registers, half of a tile ahead, multiplies them by their scales and writes
   them to shared memory in 16 bits; it copies the scales, the rope part and the queries;
-- the scorer multiplies queries and keys, keeps the running maximum, and writes the weights over the tail of the keys
-  (the rope part, which only scores need);
-- two averagers each hold 256 of the 512 output columns in registers, and add weights times keys.
+- the consumer of scores multiplies queries and keys, keeps the row maximum, and writes the weights over the tail of the
+  keys (the rope part, which only scores need);
+- two consumers of values each hold 256 of the 512 output columns in registers, and add weights times keys.
 
-Synchronization: half of a tile is ready when the gatherer has written it, and the rope part, which scores need last,
-when it has been copied. A half is free when the products of both averagers have read it. The weights and the decay of
-a tile live as long as its keys, so they need no barrier of their own before they are overwritten; queries and shares
-live as long as an item, and have one. Barriers are waited for by the parity of their phase, counted over all items:
-stage `step % 2` is used for the `step // 2`-th time; waiting for the phase before the first succeeds at once.
+Synchronization: half of a tile is ready when the producer has written it, and the rope part, which scores need last,
+when it has been copied. A half is free when the products of both consumers of values have read it. The weights and the
+rescale factor of a tile live as long as its keys, so they need no barrier of their own before they are overwritten;
+queries and inverse sums live as long as an item, and have one. Barriers are waited for by the parity of their phase,
+counted over all items: stage `step % 2` is used for the `step // 2`-th time; waiting for the phase before the first
+succeeds at once.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.launch import Launch, Recent, cdiv, repeat
 from attnmesh.ops.sparse.gluon_common import (
@@ -43,18 +43,22 @@ from attnmesh.ops.sparse.gluon_common import (
     HEADS,
     KEYS,
     LOG2_E,
-    SLACK,
+    RESCALE_THRESHOLD,
+    Results,
     add_sinks,
+    new_barriers,
     processors,
     write_columns,
 )
+from attnmesh.ops.sparse.paged import SparseDecodeCall
 from attnmesh.ops.storage import Quantized
 
-_LOG2_E, _SLACK = gl.constexpr(LOG2_E), gl.constexpr(SLACK)
+_LOG2_E, _RESCALE_THRESHOLD = gl.constexpr(LOG2_E), gl.constexpr(RESCALE_THRESHOLD)
 _HEADS, _KEYS = gl.constexpr(HEADS), gl.constexpr(KEYS)
 _QUARTER, _TAIL = gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
-_AVERAGER, _GATHERER = gl.constexpr(160), gl.constexpr(112)  # registers per thread; the scorer has the rest of 512
-_GATHERERS = gl.constexpr(128)  # threads, each of which reports its own copies
+# Per thread; the consumer of scores has the rest of 512.
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(160), gl.constexpr(112)
+_PRODUCER_THREADS = gl.constexpr(128)  # threads, each of which reports its own copies
 _SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))  # a lane has those of a row
 # Of the words of a quarter. A lane has 16 columns of a row; the eight that write together write to different banks.
 _WORDS = gl.constexpr(
@@ -67,15 +71,6 @@ NOT_SPECIALIZED = ["items", "heads", "span", "splits", "topk", "scale_log2"]
 _launches: Recent[Launch] = Recent()
 
 
-class Results(NamedTuple):
-    """Where results are written: of tokens, or of parts of their slots (with logarithms to base 2)."""
-
-    out: Any
-    lse: Any
-    top: Any
-    sinks: Any
-
-
 class Memory(NamedTuple):
     """Shared memory."""
 
@@ -84,12 +79,12 @@ class Memory(NamedTuple):
     k: Any  # quarters of two tiles
     tail: Any  # of two tiles, and then the weights [HEADS, KEYS]
     scales: Any  # of two tiles
-    decay: Any  # factor of the sums so far after a new maximum
-    share: Any  # 1 / sum of weights, at the end
+    rescale: Any  # factor of the sums so far after a new maximum
+    inv_sum: Any  # 1 / sum of weights, at the end
 
 
 class Barriers(NamedTuple):
-    """The barriers of queries, scales, halves of tiles, tails, weights and shares."""
+    """The barriers of queries, scales, halves of tiles, tails, weights and inverse sums."""
 
     q_ready: Any
     q_free: Any
@@ -98,10 +93,10 @@ class Barriers(NamedTuple):
     k_free: Any
     tail_ready: Any
     tail_free: Any
-    decay_ready: Any
+    rescale_ready: Any
     weights_ready: Any
-    share_ready: Any
-    share_free: Any
+    inv_sum_ready: Any
+    inv_sum_free: Any
 
 
 class Work(NamedTuple):
@@ -128,14 +123,17 @@ class Item(NamedTuple):
     fault: Any  # whether an index of the token is outside of the cache
 
 
-def supports(q: Tensor, pool: object, *, d_v: int) -> bool:
-    """Whether the kernel can serve the call: latents of 512 and a rope part of 64, rows at 16 bytes, on Hopper.
+NEEDS = "bfloat16 queries over fp8_ds_mla latents of 512 and a rope part of 64, rows aligned to 16 bytes, on Hopper"
 
-    The place of a row in units of 16 bytes must fit in 32 bits: 32 GiB.
+
+def supports(q: Tensor, pool: object, d_v: int) -> bool:
+    """Whether the kernel can serve queries [B, T, heads, 576] over a pool: they have what it NEEDS.
+
+    The offset of a row in units of 16 bytes must fit in 32 bits: 32 GiB.
     """
     if not isinstance(pool, Quantized) or pool.rope is None:
         return False
-    parts = (q, pool.values, pool.scales, pool.rope)
+    parts = (q.flatten(0, 1), pool.values, pool.scales, pool.rope)
     return (
         d_v == D_V
         and q.dtype == torch.bfloat16
@@ -148,13 +146,15 @@ def supports(q: Tensor, pool: object, *, d_v: int) -> bool:
 
 
 def attend(
-    q: Tensor, pool: Quantized, slots: Tensor, lengths: Tensor, sinks: Tensor | None, results: tuple[Tensor, ...],
-    *, span: int, splits: int, scale: float,
+    call: SparseDecodeCall, slots: Tensor, lengths: Tensor, sinks: Tensor | None, results: tuple[Tensor, ...],
+    *, span: int, splits: int,
 ) -> None:  # fmt: skip
-    """Out, lse and largest score of q [rows, heads, 576] over `slots` [rows, topk], in parts of `span` slots.
+    """Out, lse and largest scores of a call over `slots` [rows, topk], in parts of `span` slots.
 
     The results are [rows, heads, ...], or [rows, splits, heads, ...] in float32 with logarithms to base 2.
     """
+    q, pool = call.q.flatten(0, 1), call.keys.pool
+    assert isinstance(pool, Quantized)
     assert pool.rope is not None
     rows, heads, _ = q.shape
     items = rows * splits * cdiv(heads, HEADS)
@@ -163,7 +163,7 @@ def attend(
         (
             q, _steps(q), pool.values[:, :, 0].view(torch.int32), _steps(pool.values), pool.scales, _steps(pool.scales),
             pool.rope, _steps(pool.rope), slots, lengths, *results, sinks,
-            items, heads, span, splits, slots.shape[1], scale * LOG2_E,
+            items, heads, span, splits, slots.shape[1], call.scale * LOG2_E,
         ),
         BLOCK_SIZE=pool.values.shape[1], SPLIT=splits > 1, NARROW_OUT=results[0].dtype.itemsize == 2, num_warps=4,
         launch_pdl=True,
@@ -196,29 +196,18 @@ def _attend_kernel(
         gl.allocate_shared_memory(gl.float32, [_HEADS], flat),
     )
     barriers = Barriers(
-        q_ready=allocate_barriers(1),
-        q_free=allocate_barriers(1),
-        scales_ready=allocate_barriers(2),
-        k_ready=allocate_barriers(4),
-        k_free=allocate_barriers(4),
-        tail_ready=allocate_barriers(2),
-        tail_free=allocate_barriers(2),
-        decay_ready=allocate_barriers(2),
-        weights_ready=allocate_barriers(2),
-        share_ready=allocate_barriers(1),
-        share_free=allocate_barriers(1),
+        q_ready=new_barriers(1, _PRODUCER_THREADS),
+        q_free=new_barriers(1, 1),
+        scales_ready=new_barriers(2, _PRODUCER_THREADS),
+        k_ready=new_barriers(4, 1),
+        k_free=new_barriers(4, 2),
+        tail_ready=new_barriers(2, _PRODUCER_THREADS),
+        tail_free=new_barriers(2, 2),
+        rescale_ready=new_barriers(2, 1),
+        weights_ready=new_barriers(2, 1),
+        inv_sum_ready=new_barriers(1, 1),
+        inv_sum_free=new_barriers(1, 2),
     )
-    init_barriers(barriers.q_ready, _GATHERERS)
-    init_barriers(barriers.q_free, 1)
-    init_barriers(barriers.scales_ready, _GATHERERS)
-    init_barriers(barriers.k_ready, 1)
-    init_barriers(barriers.k_free, 2)
-    init_barriers(barriers.tail_ready, _GATHERERS)
-    init_barriers(barriers.tail_free, 2)
-    init_barriers(barriers.decay_ready, 1)
-    init_barriers(barriers.weights_ready, 1)
-    init_barriers(barriers.share_ready, 1)
-    init_barriers(barriers.share_free, 2)
     fence_async_shared()
     gdc_wait()  # for the kernel before this one, which writes the slots and may still run
     if SPLIT:
@@ -230,12 +219,12 @@ def _attend_kernel(
     gl.warp_specialize(
         [
             (_score, (memory, barriers, work, results, scale_log2, SPLIT)),
-            (_average, (memory, barriers, work, out, 0, NARROW_OUT)),
-            (_average, (memory, barriers, work, out, 1, NARROW_OUT)),
-            (_gather, (q, q_steps, source, memory, barriers, work, BLOCK_SIZE)),
+            (_accumulate, (memory, barriers, work, out, 0, NARROW_OUT)),
+            (_accumulate, (memory, barriers, work, out, 1, NARROW_OUT)),
+            (_produce, (q, q_steps, source, memory, barriers, work, BLOCK_SIZE)),
         ],
         [4, 4, 4],
-        [_AVERAGER, _AVERAGER, _GATHERER],
+        [_CONSUMER_REGISTERS, _CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
     )  # fmt: skip
     invalidate_barriers(barriers)
 
@@ -265,7 +254,7 @@ class Source(NamedTuple):
 
 
 @gluon.jit
-def _gather(q, q_steps, source, memory, barriers, work, BLOCK_SIZE: gl.constexpr):
+def _produce(q, q_steps, source, memory, barriers, work, BLOCK_SIZE: gl.constexpr):
     """Converts the keys of the slots of each item, tile by tile, and copies its queries; 0 past the last slot."""
     step = 0  # tiles so far, of all items
     served = 0  # items so far that have any tile
@@ -416,8 +405,8 @@ def _score(memory, barriers, work, results, scale_log2, SPLIT: gl.constexpr):
     done = 0  # items so far
     for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
         item = _item(number, work)
-        peak = gl.full([_HEADS], float("-inf"), gl.float32, down)
-        largest = peak  # which lags behind it (see `_weigh`)
+        row_max = gl.full([_HEADS], float("-inf"), gl.float32, down)
+        largest = row_max  # which lags behind it (see `_weigh`)
         total = gl.full([_HEADS], 0.0, gl.float32, down)
         mbarrier.wait(barriers.q_ready.index(0), served & 1, pred=item.tiles > 0)
         fence_async_shared()  # the queries were copied through another proxy
@@ -441,8 +430,8 @@ def _score(memory, barriers, work, results, scale_log2, SPLIT: gl.constexpr):
                 scores = gl.where(near < item.count - tile * _KEYS, scores, float("-inf"))
             highest = gl.max(scores, 1)
             largest = gl.maximum(largest, highest)
-            peak, total = _weigh(
-                scores, highest, peak, total, stage, memory.decay, memory.tail, barriers.decay_ready,
+            row_max, total = _weigh(
+                scores, highest, row_max, total, stage, memory.rescale, memory.tail, barriers.rescale_ready,
                 barriers.weights_ready,
             )  # fmt: skip
 
@@ -452,22 +441,22 @@ def _score(memory, barriers, work, results, scale_log2, SPLIT: gl.constexpr):
         real = head < work.heads
         kept = 1.0
         if not SPLIT and results.sinks is not None:
-            peak, total, kept = add_sinks(results.sinks, head, real, peak, total)
-        # Without a key total is 0 and peak -inf: out 0 * 1, lse -inf + -inf.
-        share = kept / gl.where(total == 0.0, 1.0, total)
+            row_max, total, kept = add_sinks(results.sinks, head, real, row_max, total)
+        # Without a key total is 0 and the maximum -inf: out 0 * 1, lse -inf + -inf.
+        inv_sum = kept / gl.where(total == 0.0, 1.0, total)
         unit = 1.0 if SPLIT else 1.0 / _LOG2_E
         spoiled = gl.where(item.fault, float("nan"), 0.0)
-        mbarrier.wait(barriers.share_free.index(0), (done & 1) ^ 1)
-        memory.share.store(share + spoiled)
-        mbarrier.arrive(barriers.share_ready.index(0), count=1)
+        mbarrier.wait(barriers.inv_sum_free.index(0), (done & 1) ^ 1)
+        memory.inv_sum.store(inv_sum + spoiled)
+        mbarrier.arrive(barriers.inv_sum_ready.index(0), count=1)
         at = item.part * work.heads + head
-        gl.store(results.lse + at, (peak + gl.log2(total)) * unit + spoiled, mask=real)
+        gl.store(results.lse + at, (row_max + gl.log2(total)) * unit + spoiled, mask=real)
         gl.store(results.top + at, largest * unit + spoiled, mask=real)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
 @gluon.jit
-def _average(memory, barriers, work, out, PART: gl.constexpr, NARROW_OUT: gl.constexpr):
+def _accumulate(memory, barriers, work, out, PART: gl.constexpr, NARROW_OUT: gl.constexpr):
     """Adds weights times keys to two quarters of the output columns, one of the front and one of the back."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _QUARTER, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
@@ -481,7 +470,7 @@ def _average(memory, barriers, work, out, PART: gl.constexpr, NARROW_OUT: gl.con
             stage = step % 2
             turn = step // 2 & 1
             step += 1
-            front, back = _rescale(front, back, stage, turn, memory.decay, barriers.decay_ready, down)
+            front, back = _rescale(front, back, stage, turn, memory.rescale, barriers.rescale_ready, down)
             mbarrier.wait(barriers.weights_ready.index(stage), turn)
             weights = memory.tail.index(stage)
             front = warpgroup_mma(weights, memory.k.index(4 * stage + PART), front, is_async=True)
@@ -492,9 +481,9 @@ def _average(memory, barriers, work, out, PART: gl.constexpr, NARROW_OUT: gl.con
             mbarrier.arrive(barriers.k_free.index(2 * stage + 1), count=1)
             mbarrier.arrive(barriers.tail_free.index(stage), count=1)
 
-        mbarrier.wait(barriers.share_ready.index(0), done & 1)
-        scale = memory.share.load(down)[:, None]
-        mbarrier.arrive(barriers.share_free.index(0), count=1)
+        mbarrier.wait(barriers.inv_sum_ready.index(0), done & 1)
+        scale = memory.inv_sum.load(down)[:, None]
+        mbarrier.arrive(barriers.inv_sum_free.index(0), count=1)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
         rows = out + item.part * work.heads * (4 * _QUARTER)
         write_columns(rows, front * scale, PART * _QUARTER, item.head_begin, work.heads, NARROW_OUT, grid)
@@ -502,34 +491,34 @@ def _average(memory, barriers, work, out, PART: gl.constexpr, NARROW_OUT: gl.con
 
 
 @gluon.jit
-def _weigh(scores, highest, peak, total, stage, decay, weights, decay_ready, weights_ready):
-    """Writes the weights of a tile, and the decay of the sums so far; returns the new maximum and sum.
+def _weigh(scores, highest, row_max, total, stage, rescale, weights, rescale_ready, weights_ready):
+    """Writes the weights of a tile, and the rescale factor of the sums so far; returns the new maximum and sum.
 
-    `highest` are the maxima of the scores, which are in base 2. `peak` lags behind them by up to _SLACK. The weights
-    take the place of the tail of the keys.
+    `highest` are the maxima of the scores, which are in base 2. `row_max` lags behind them by up to _RESCALE_THRESHOLD.
+    The weights overwrite the tail of the keys.
     """
-    new_peak = gl.where(highest > peak + _SLACK, highest, peak)
+    new_max = gl.where(highest > row_max + _RESCALE_THRESHOLD, highest, row_max)
     # No valid key yet, or scores of -inf: subtract 0, because -inf - -inf is NaN.
-    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    tile_decay = gl.exp2(peak - shift)
-    decay.index(stage).store(tile_decay)
-    # The averagers rescale while the weights are computed. Arriving also synchronizes the warps of this group: none
-    # writes weights over the tail of the keys while another still multiplies with it.
-    mbarrier.arrive(decay_ready.index(stage), count=1)
+    shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    tile_rescale = gl.exp2(row_max - shift)
+    rescale.index(stage).store(tile_rescale)
+    # The consumers of values rescale while weights are computed. Arriving also synchronizes the warps of this group:
+    # none writes weights over the tail of the keys while another still multiplies with it.
+    mbarrier.arrive(rescale_ready.index(stage), count=1)
     tile_weights = gl.exp2(scores - shift[:, None])
     weights.index(stage).store(tile_weights.to(weights.dtype))
     fence_async_shared()
     mbarrier.arrive(weights_ready.index(stage), count=1)
-    return new_peak, total * tile_decay + gl.sum(tile_weights, 1)
+    return new_max, total * tile_rescale + gl.sum(tile_weights, 1)
 
 
 @gluon.jit
-def _rescale(front, back, stage, turn, decay, decay_ready, layout: gl.constexpr):
-    """The sums of two quarters of the output columns, with the decay of a tile."""
-    mbarrier.wait(decay_ready.index(stage), turn)
-    tile_decay = decay.index(stage).load(layout)
+def _rescale(front, back, stage, turn, rescale, rescale_ready, layout: gl.constexpr):
+    """The sums of two quarters of the output columns, with the rescale factor of a tile."""
+    mbarrier.wait(rescale_ready.index(stage), turn)
+    tile_rescale = rescale.index(stage).load(layout)
     # Rarely taken; otherwise 128 multiplications per thread would precede the matrix products of every tile.
-    if gl.min(tile_decay, 0) < 1.0:
-        front = front * tile_decay[:, None]
-        back = back * tile_decay[:, None]
+    if gl.min(tile_rescale, 0) < 1.0:
+        front = front * tile_rescale[:, None]
+        back = back * tile_rescale[:, None]
     return front, back

@@ -27,8 +27,7 @@ tests/helpers/gluon.py runs this file on the CPU under adversarial schedules.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -41,9 +40,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.launch import Launch, Recent, repeat
+from attnmesh.ops.sparse.call import SparseCall
+from attnmesh.ops.sparse.gluon_common import new_barriers
 
 # Tuning.
 # Consumers -> registers per thread of consumer 1, of the producer (consumer 0 has the rest), and at launch.
@@ -101,8 +102,12 @@ _EXCHANGE_1 = gl.constexpr(
 )  # fmt: skip
 
 
-def supports(q: Tensor, k: Tensor, *, head_group: int) -> bool:
-    """Whether the kernel can serve the call: on Hopper, up to 128 heads in one group or in groups of 64."""
+NEEDS = f"up to 128 heads, in one group or in groups of 64, of {', '.join(map(str, WIDTHS))} in 16 bits, on Hopper"
+
+
+def supports(call: SparseCall, head_group: int) -> bool:
+    """Whether the kernel can serve the call: it has what it NEEDS, in rows that are aligned to 16 bytes."""
+    q, k = call.q, call.k
     h, d = q.shape[1:]
     return (
         is_hopper(q.device)
@@ -117,25 +122,9 @@ def supports(q: Tensor, k: Tensor, *, head_group: int) -> bool:
     )
 
 
-def distribution(
-    q: Tensor,
-    k: Tensor,
-    indices: Tensor,
-    lo: Tensor,
-    hi: Tensor,
-    slots: Tensor,
-    lse: Tensor,
-    *,
-    k_offset: int,
-    scale: float,
-    head_group: int,
-) -> Tensor:
-    """Probabilities of q [s_q, h, d] over chosen rows of k [s_kv, d], summed over each group of heads.
-
-    Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key is row indices[i, j] - k_offset
-    of k. Returns float32 [ceil(h / head_group), s_q, topk], where valid the sum over the group's heads of
-    exp(scale q k - lse), else 0. A head whose lse [s_q, h] is infinite contributes nothing.
-    """
+def distribution(call: SparseCall, lse: Tensor, head_group: int) -> Tensor:
+    """`dispatch.distribution`, in float32, of a call that the kernel supports."""
+    q, k, _, indices, bounds, scale, *_ = call
     s_q, h, d = q.shape
     topk = indices.shape[1]
     consumers = 1 if h <= HEADS else 2
@@ -149,8 +138,8 @@ def distribution(
         _launches, _distribution_kernel, (processors(q.device),),
         (
             q, q.stride(0) // 8, q.stride(1) // 8, k, k.stride(0) // 8, indices, indices.stride(0),
-            lo.contiguous(), hi.contiguous(), slots.contiguous(), lse, lse.stride(0), lse.stride(1), out,
-            s_q, h, topk, k_offset, scale * LOG2_E,
+            *(x.contiguous() for x in bounds[:3]), lse, lse.stride(0), lse.stride(1), out,
+            s_q, h, topk, bounds.k_offset, scale * LOG2_E,
         ),
         CONSUMERS=consumers, MAIN=main, TAIL=tail, GROUPS=groups, HANDOVER=handover(d // TILE),
         CONSUMER_REGISTERS=of_consumer, PRODUCER_REGISTERS=of_producer, num_warps=4, maxnreg=cap,
@@ -291,9 +280,9 @@ def _leave_sums(scores, shift, scale_log2, sums, summed, block, WHICH: gl.conste
     part = gl.sum(gl.convert_layout(part.reshape([4, 2, 4, _KEYS]), _EXCHANGE_4), axis=1)
     part = gl.sum(gl.convert_layout(part.reshape([4, 2, 2, _KEYS]), _EXCHANGE_2), axis=1)
     part = gl.sum(gl.convert_layout(part, _EXCHANGE_1), axis=1)
-    place = block % _SUMS
-    sums.index(place * CONSUMERS + WHICH).store(part)
-    mbarrier.arrive(summed.index(place), count=1)
+    buffer = block % _SUMS
+    sums.index(buffer * CONSUMERS + WHICH).store(part)
+    mbarrier.arrive(summed.index(buffer), count=1)
 
 
 @gluon.jit
@@ -383,8 +372,8 @@ def _copy(slot, sources, present, COLUMN: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _load_indices(indices, stride, row, block, topk, rows):
-    places = block * _KEYS + rows
-    return gl.load(indices + row.to(gl.int64) * stride + places, mask=places < topk, other=-1)
+    slot = block * _KEYS + rows
+    return gl.load(indices + row.to(gl.int64) * stride + slot, mask=slot < topk, other=-1)
 
 
 @gluon.jit
@@ -395,19 +384,19 @@ def _write_sums(
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 1], [4, 8], [4, 1], [1, 0]
     )  # its rows are distributed like those of the producer
-    place = block % _SUMS
-    mbarrier.wait(summed.index(place), (block // _SUMS) & 1)
+    buffer = block % _SUMS
+    mbarrier.wait(summed.index(buffer), (block // _SUMS) & 1)
     valid = ((seen >> (_SUMS - 1)) & 1) == 1
     blocks = gl.cdiv(topk, _KEYS)
     row = where_to // blocks
-    places = (where_to - row * blocks) * _KEYS + rows
+    slot = (where_to - row * blocks) * _KEYS + rows
     total = gl.zeros([_KEYS], gl.float32, _GATHERED)
     for c in gl.static_range(CONSUMERS):
-        part = sums.index(place * CONSUMERS + c).permute((1, 0)).load(layout)
+        part = sums.index(buffer * CONSUMERS + c).permute((1, 0)).load(layout)
         total += gl.convert_layout(gl.sum(part, axis=1), _GATHERED)
         if GROUPS == 2 or c == CONSUMERS - 1:
             offset = (row.to(gl.int64) + c * (GROUPS - 1) * s_q) * topk
-            gl.store(out + offset + places, gl.where(valid, total, 0.0), mask=places < topk)
+            gl.store(out + offset + slot, gl.where(valid, total, 0.0), mask=slot < topk)
             total = gl.zeros([_KEYS], gl.float32, _GATHERED)
 
 
@@ -415,12 +404,12 @@ def _write_sums(
 def _write_zeros(out, row, first, stop, s_q, topk, GROUPS: gl.constexpr):
     """Writes 0 for blocks without a valid slot."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    places = gl.arange(0, 512, layout)
+    slots = gl.arange(0, 512, layout)
     end = gl.minimum(stop * _KEYS, topk)
     for g in gl.static_range(GROUPS):
         start = out + (row.to(gl.int64) + g * s_q) * topk
-        for place in range(first * _KEYS, end, 512):
-            gl.store(start + place + places, gl.zeros([512], gl.float32, layout), mask=place + places < end)
+        for begin in range(first * _KEYS, end, 512):
+            gl.store(start + begin + slots, gl.zeros([512], gl.float32, layout), mask=begin + slots < end)
 
 
 @gluon.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -437,12 +426,9 @@ def _distribution_kernel(
     if TAIL > 0:
         tail = gl.allocate_shared_memory(q.dtype.element_ty, [_SLOTS, _KEYS, TAIL], swizzled)
     sums = gl.allocate_shared_memory(gl.float32, [_SUMS * CONSUMERS, 4, _KEYS], plain)
-    ready, free = allocate_barriers(_SLOTS), allocate_barriers(_SLOTS)
-    summed, turns = allocate_barriers(_SUMS), allocate_barriers(2)
-    init_barriers(ready, 128)  # every thread of the producer, when its copies have arrived
-    init_barriers(free, CONSUMERS)
-    init_barriers(summed, CONSUMERS)
-    init_barriers(turns, 1)
+    ready = new_barriers(_SLOTS, 128)  # every thread of the producer, when its copies have arrived
+    free = new_barriers(_SLOTS, CONSUMERS)
+    summed, turns = new_barriers(_SUMS, CONSUMERS), new_barriers(2, 1)
 
     consumer = (lse, lse_stride, lse_head_stride, slots, main, tail, sums, ready, free, summed, turns,
                 s_q, h, topk, scale_log2)  # fmt: skip

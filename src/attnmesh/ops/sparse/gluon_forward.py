@@ -3,28 +3,27 @@
 A program is persistent and processes one work item after another: 64 heads of one query row. Three groups of warps
 share an item, whose keys come in pairs of tiles of 64:
 
-- the gatherer copies the rows of the keys into shared memory, half of the columns (front or back) at a time;
-- two attenders score one tile of a pair each, and hold 256 of the 512 output columns in registers, to which they add
+- the producer copies the rows of the keys into shared memory, half of the columns (front or back) at a time;
+- two consumers score one tile of a pair each, and hold 256 of the 512 output columns in registers, to which they add
   weights times keys of both tiles: their own weights from registers, those of the other from shared memory, where they
   are written over the tail of the keys (64 columns that only scores need).
 
-So one attender exponentiates while the other keeps the tensor cores busy: the first while the second scores, the
-second while both add the first tile. The scores of the next pair, or of the next item, begin behind the last average
-of the first attender.
+So one consumer exponentiates while the other keeps the tensor cores busy: the first while the second scores, the
+second while both add the first tile. The scores of the next pair, or of the next item, begin behind the last product
+of weights and keys of the first consumer.
 
-Synchronization: half of a tile is `ready` when the copies of every gathering thread have arrived (each reports its
-own), and `free` when the attender that averages those columns has read it, which is after the scores of the tile. The
-peak and the decay of a tile are ready before its weights. They, the weights and the bias of a tile live as long as its
-keys, so they need no barrier of their own before they are overwritten. Barriers are waited for by the parity of their
-phase, counted over the pairs of all items; waiting for the phase before the first succeeds at once.
+Synchronization: half of a tile is `ready` when the copies of every thread of the producer have arrived (each reports
+its own), and `free` when the consumer of those columns has read it, which is after the scores of the tile. The row
+maximum and the rescale factor of a tile are ready before its weights. They, the weights and the bias of a tile live as
+long as its keys, so they need no barrier of their own before they are overwritten. Barriers are waited for by the
+parity of their phase, counted over the pairs of all items; waiting for the phase before the first succeeds at once.
 
 The scores of a query with NaN or inf stay NaN where a slot is invalid. So whether an item has any valid slot is not
-told by its scores: the gatherer tells it.
+told by its scores: the producer tells it.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from typing import Any, NamedTuple
 
 import torch
@@ -39,36 +38,46 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers
 from attnmesh.ops.gpu import is_hopper
-from attnmesh.ops.launch import Launch, Recent, cdiv, prepare, signature
+from attnmesh.ops.launch import Launch, cdiv, prepare
+from attnmesh.ops.sparse.call import SparseCall
 from attnmesh.ops.sparse.gluon_common import (
     D_TAIL,
     D_V,
     HEADS,
     KEYS,
     LOG2_E,
-    SLACK,
+    RESCALE_THRESHOLD,
+    Results,
     add_sinks,
+    new_barriers,
     processors,
     write_columns,
 )
 
-_LOG2_E, _SLACK = gl.constexpr(LOG2_E), gl.constexpr(SLACK)
+_LOG2_E, _RESCALE_THRESHOLD = gl.constexpr(LOG2_E), gl.constexpr(RESCALE_THRESHOLD)
 _HEADS, _KEYS = gl.constexpr(HEADS), gl.constexpr(KEYS)  # two tiles of keys and the queries fill shared memory
 _HALF, _TAIL = gl.constexpr(D_V // 2), gl.constexpr(D_TAIL)
-_ATTENDER, _GATHERER = gl.constexpr(216), gl.constexpr(72)  # registers per thread
-_GATHERERS = gl.constexpr(128)  # threads, each of which reports its own copies
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(216), gl.constexpr(72)  # registers per thread
+_PRODUCER_THREADS = gl.constexpr(128)  # threads, each of which reports its own copies
+# Of scores, of a number per head, and of half of the output columns.
+_GRID = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
+_DOWN = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])))
+_WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_V // 2, 16]))
 _EVERY_WARP = gl.constexpr(gl.BlockedLayout([HEADS // 32], [32], [4], [0]))  # of heads: each warp has all of them
-_launches: Recent[Launch] = Recent()
 NOT_SPECIALIZED = ["items", "heads", "k_offset", "scale_log2", "topk"]
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor | None, *, d_v: int) -> bool:
-    """Whether the kernel can serve the call: latent keys in 16 bits, rows aligned to 16 bytes, on Hopper."""
+NEEDS = "keys of 512 or 576 features in 16 bits whose first 512 are the values, rows aligned to 16 bytes, on Hopper"
+
+
+def supports(call: SparseCall) -> bool:
+    """Whether the kernel can serve the call: it has what it NEEDS."""
+    q, k = call.q, call.k
     return (
-        v is None
-        and d_v == D_V
+        call.v is None
+        and call.d_v == D_V
         and q.shape[-1] in (D_V, D_V + D_TAIL)
         and q.dtype in (torch.bfloat16, torch.float16)
         and all(x.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in x.stride()[:-1]) for x in (q, k))
@@ -76,51 +85,19 @@ def supports(q: Tensor, k: Tensor, v: Tensor | None, *, d_v: int) -> bool:
     )
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    indices: Tensor,
-    lo: Tensor,
-    hi: Tensor,
-    slots: Tensor,
-    *,
-    d_v: int,
-    k_offset: int,
-    scale: float,
-    out_dtype: torch.dtype,
-    sinks: Tensor | None = None,
-    max_logits: bool = False,
-) -> tuple[Tensor, ...]:
-    """`triton_forward.forward` for arguments that satisfy `supports`."""
-    assert v is None
+def launch(call: SparseCall, sinks: Tensor | None, results: tuple[Tensor, ...]) -> Launch:
+    """The first launch of a `Forward`, of a call that the kernel supports."""
+    q, k, v, indices, (lo, hi, slots, k_offset), scale, *_ = call
     s_q, heads, d = q.shape
-    device = q.device
-    out = torch.empty_strided((s_q, heads, d_v), (heads * d_v, d_v, 1), dtype=out_dtype, device=device)
-    lse = torch.empty_strided((s_q, heads), (heads, 1), dtype=torch.float32, device=device)
-    top = torch.empty_like(lse) if max_logits else None
-    sinks = None if sinks is None else sinks.contiguous()
-    results = (out, lse) if top is None else (out, lse, top)
-    if out.numel() == 0:
-        return results
-    inputs = q, k, indices, lo, hi, slots, sinks
-    key = (*signature(*inputs), k_offset, scale, out_dtype, max_logits)
-    launch = _launches.get(key)
-    if launch is not None:
-        launch(*inputs, *results)
-        return results
     items = s_q * cdiv(heads, HEADS)
     args = (
-        q, q.stride(0), q.stride(1), k, k.stride(0), indices, indices.stride(0), lo, hi, slots, sinks, out, lse,
-        top, items, heads, indices.shape[1], k_offset, scale * LOG2_E,
+        q, q.stride(0), q.stride(1), k, k.stride(0), indices, indices.stride(0), lo, hi, slots, sinks, *results,
+        *(None,) * (3 - len(results)), items, heads, indices.shape[1], k_offset, scale * LOG2_E,
     )  # fmt: skip
-    with torch.cuda.device_of(q):
-        launch = prepare(
-            _forward_kernel, (min(items, processors(q)),), args, (*inputs, *results),
-            TAILED=d > D_V, NARROW_OUT=out_dtype.itemsize == 2, num_warps=4,
-        )  # fmt: skip
-    _launches.add(key, launch)
-    return results
+    return prepare(
+        _forward_kernel, (min(items, processors(q)),), args, (q, k, v, indices, lo, hi, slots, sinks, *results),
+        TAILED=d > D_V, NARROW_OUT=results[0].dtype.itemsize == 2, num_warps=4,
+    )  # fmt: skip
 
 
 class Memory(NamedTuple):
@@ -132,14 +109,14 @@ class Memory(NamedTuple):
     tail: Any  # of each tile, and then its weights [HEADS, KEYS]
     bias: Any  # of each tile: 0, or -inf where the slot is invalid
     seen: Any  # the maxima of the biases of all tiles, for two items: all are -inf if no slot is valid
-    peak: Any  # of each tile: the running maximum with it
-    decay: Any  # of each tile: the factor of the sums so far
-    sums: Any  # of weights, of the tiles of an attender, for two items
-    largest: Any  # score of the tiles of an attender, for two items
+    row_max: Any  # of each tile: the running maximum with it
+    rescale: Any  # of each tile: the factor of the sums so far
+    sums: Any  # of weights, of the tiles of a consumer, for two items
+    largest: Any  # score of the tiles of a consumer, for two items
 
 
 class Barriers(NamedTuple):
-    """The barriers of halves of queries and tiles, of scores, peaks, weights and sums."""
+    """The barriers of halves of queries and tiles, of scores, row maxima, weights and sums."""
 
     q_ready: Any
     q_free: Any
@@ -148,7 +125,7 @@ class Barriers(NamedTuple):
     front_free: Any
     back_free: Any
     scored: Any  # the scores of the first tile are under way
-    peak_ready: Any
+    max_ready: Any
     weights_ready: Any
     sums_ready: Any
 
@@ -171,15 +148,6 @@ class Item(NamedTuple):
     pairs: Any  # of tiles
 
 
-class Results(NamedTuple):
-    """Where results are written, and the sinks, which are part of them."""
-
-    out: Any
-    lse: Any
-    top: Any
-    sinks: Any
-
-
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def _forward_kernel(
     q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, slots, sinks, out, lse, top,
@@ -197,46 +165,36 @@ def _forward_kernel(
         tail=gl.allocate_shared_memory(dtype, [2, _KEYS, _TAIL], wide),
         bias=gl.allocate_shared_memory(gl.float32, [2, _KEYS], flat),
         seen=gl.allocate_shared_memory(gl.float32, [2, _KEYS], flat),
-        peak=gl.allocate_shared_memory(gl.float32, [2, _HEADS], flat),
-        decay=gl.allocate_shared_memory(gl.float32, [2, _HEADS], flat),
+        row_max=gl.allocate_shared_memory(gl.float32, [2, _HEADS], flat),
+        rescale=gl.allocate_shared_memory(gl.float32, [2, _HEADS], flat),
         sums=gl.allocate_shared_memory(gl.float32, [4, _HEADS], flat),
         largest=gl.allocate_shared_memory(gl.float32, [4, _HEADS], flat),
     )
     barriers = Barriers(
-        q_ready=allocate_barriers(2),
-        q_free=allocate_barriers(1),
-        front_ready=allocate_barriers(2),
-        back_ready=allocate_barriers(2),
-        front_free=allocate_barriers(2),
-        back_free=allocate_barriers(2),
-        scored=allocate_barriers(1),
-        peak_ready=allocate_barriers(2),
-        weights_ready=allocate_barriers(2),
-        sums_ready=allocate_barriers(4),
+        q_ready=new_barriers(2, _PRODUCER_THREADS),
+        q_free=new_barriers(1, 2),  # each consumer scores a tile of the last pair
+        front_ready=new_barriers(2, _PRODUCER_THREADS),
+        back_ready=new_barriers(2, _PRODUCER_THREADS + 1),  # the copies and, once, the bias
+        front_free=new_barriers(2, 1),  # by the first consumer
+        back_free=new_barriers(2, 1),  # by the second
+        scored=new_barriers(1, 1),
+        max_ready=new_barriers(2, 1),
+        weights_ready=new_barriers(2, 1),
+        sums_ready=new_barriers(4, 1),
     )
-    init_barriers(barriers.q_ready, _GATHERERS)
-    init_barriers(barriers.q_free, 2)  # each attender scores a tile of the last pair
-    init_barriers(barriers.front_ready, _GATHERERS)
-    init_barriers(barriers.back_ready, _GATHERERS + 1)  # the copies and, once, the bias
-    init_barriers(barriers.front_free, 1)  # by the first attender
-    init_barriers(barriers.back_free, 1)  # by the second
-    init_barriers(barriers.scored, 1)
-    init_barriers(barriers.peak_ready, 1)
-    init_barriers(barriers.weights_ready, 1)
-    init_barriers(barriers.sums_ready, 1)
     fence_async_shared()
 
     work = Work(slots, topk, heads, items)
     results = Results(out, lse, top, sinks)
     gl.warp_specialize(
         [
-            (_attend_first, (memory, barriers, work, results, scale_log2, TAILED, NARROW_OUT)),
-            (_attend_second, (memory, barriers, work, results, scale_log2, TAILED, NARROW_OUT)),
-            (_gather, (q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, k_offset,
+            (_consume_first, (memory, barriers, work, results, scale_log2, TAILED, NARROW_OUT)),
+            (_consume_second, (memory, barriers, work, results, scale_log2, TAILED, NARROW_OUT)),
+            (_produce, (q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, k_offset,
                        memory, barriers, work, TAILED)),
         ],
         [4, 4],
-        [_ATTENDER, _GATHERER],
+        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
     )  # fmt: skip
     invalidate_barriers(barriers)
 
@@ -255,11 +213,11 @@ def _item(number, work):
     return Item(row.to(gl.int64), number % head_tiles * _HEADS, count, pairs)
 
 
-# Of the gatherer.
+# Of the producer.
 
 
 @gluon.jit
-def _gather(
+def _produce(
     q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, k_offset, memory, barriers, work, TAILED: gl.constexpr
 ):  # fmt: skip
     """Copies the queries of each item and, pair by pair, the keys of its slots; 0 where a slot is invalid."""
@@ -293,7 +251,7 @@ def _gather(
                     async_copy.mbarrier_arrive(barriers.q_ready.index(0), increment_count=False)
                 mbarrier.wait(barriers.front_free.index(tile), free)
                 _copy_half(memory.k.index(2 * tile), rows, 0, valid, grid)
-                if TAILED and tile == 1:  # whose weights, in the place of its tail, the first attender reads
+                if TAILED and tile == 1:  # whose weights, over its tail, the first consumer reads
                     _copy_tail(memory.tail.index(1), rows, valid, grid)
                 async_copy.mbarrier_arrive(barriers.front_ready.index(tile), increment_count=False)
 
@@ -310,7 +268,7 @@ def _gather(
                 bias = gl.where(valid, 0.0, float("-inf"))
                 memory.bias.index(tile).store(bias)
                 seen = gl.maximum(seen, bias)
-                if tile == 1:  # both attenders have finished the item before the last, whose place this is
+                if tile == 1:  # both consumers have finished the item before the last, whose buffer this is
                     memory.seen.index(done % 2).store(seen)
                 mbarrier.arrive(barriers.back_ready.index(tile), count=1)
             step += 1
@@ -331,21 +289,18 @@ def _copy_tail(target, rows, valid, grid: gl.constexpr):
     async_copy.async_copy_global_to_shared(target, rows[:, None] + column[None, :], mask=valid[:, None])
 
 
-# Of the attenders.
+# Of the consumers.
 
 
 @gluon.jit
-def _attend_first(
+def _consume_first(
     memory, barriers, work, results, scale_log2, TAILED: gl.constexpr, NARROW_OUT: gl.constexpr
 ):  # fmt: skip
-    """Scores the first tile of each pair, and averages the front half of the columns."""
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
-    down: gl.constexpr = gl.SliceLayout(1, grid)
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+    """Scores the first tile of each pair, and sums the front half of the columns."""
     step = 0  # pairs so far, of all items
     done = 0  # items so far
     before = _item(gl.program_id(0), work)
-    result = gl.zeros([_HEADS, _HALF], gl.float32, wide).to(results.out.dtype.element_ty)
+    result = gl.zeros([_HEADS, _HALF], gl.float32, _WIDE).to(results.out.dtype.element_ty)
     for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
         item = _item(number, work)
         scores = _score_front(memory, barriers, step, done, 0)
@@ -354,16 +309,16 @@ def _attend_first(
         # The results of the item before are written while the first scores of this one are computed.
         _write(result, results, before, gl.where(done > 0, work.heads, 0), work.heads, 0, NARROW_OUT)
         before = item
-        peak = gl.full([_HEADS], float("-inf"), gl.float32, down)
-        largest = peak  # which lags behind it (see `_weigh`)
-        total = gl.full([_HEADS], 0.0, gl.float32, down)
-        out = gl.zeros([_HEADS, _HALF], gl.float32, wide)
+        row_max = gl.full([_HEADS], float("-inf"), gl.float32, _DOWN)
+        largest = row_max  # which lags behind it (see `_weigh`)
+        total = gl.full([_HEADS], 0.0, gl.float32, _DOWN)
+        out = gl.zeros([_HEADS, _HALF], gl.float32, _WIDE)
         for _pair in range(item.pairs - 1):
             scores = warpgroup_mma_wait(0, [scores])
-            out, peak, total, largest = _add_front(
-                scores, out, peak, total, largest, memory, barriers, step, scale_log2, results.top is not None
+            out, row_max, total, largest = _add_front(
+                scores, out, row_max, total, largest, memory, barriers, step, scale_log2, results.top is not None
             )
-            # The next scores begin behind this average.
+            # The next scores begin behind this product.
             step += 1
             scores = _score_front(memory, barriers, step, done, 0)
             out = warpgroup_mma_wait(1, [out])
@@ -373,88 +328,83 @@ def _attend_first(
 
         scores = warpgroup_mma_wait(0, [scores])
         mbarrier.arrive(barriers.q_free.index(0), count=1)
-        out, peak, total, largest = _add_front(
-            scores, out, peak, total, largest, memory, barriers, step, scale_log2, results.top is not None
+        out, row_max, total, largest = _add_front(
+            scores, out, row_max, total, largest, memory, barriers, step, scale_log2, results.top is not None
         )
         step += 1
         out = warpgroup_mma_wait(0, [out])
         mbarrier.arrive(barriers.front_free.index(1), count=1)
-        result = _finish(out, peak, total, largest, memory, barriers, results, item, work.heads, done, 0)
+        result = _epilogue(out, row_max, total, largest, memory, barriers, results, item, work.heads, done, 0)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
     _write(result, results, before, work.heads, work.heads, 0, NARROW_OUT)
 
 
 @gluon.jit
-def _add_front(scores, out, peak, total, largest, memory, barriers, step, scale_log2, LARGEST: gl.constexpr):
-    """The sums with a pair, given the scores of its first tile. The average of the second is still under way."""
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
-    down: gl.constexpr = gl.SliceLayout(1, grid)
+def _add_front(scores, out, row_max, total, largest, memory, barriers, step, scale_log2, LARGEST: gl.constexpr):
+    """The sums with a pair, given the scores of its first tile. The product of the second is still under way."""
     turn = step & 1
     zero = _zero(step)
-    weights, peak, decay, lowest, total, largest = _weigh(
-        scores, memory, barriers, 0, peak, total, largest, scale_log2, LARGEST
+    weights, row_max, rescale, lowest, total, largest = _weigh(
+        scores, memory, barriers, 0, row_max, total, largest, scale_log2, LARGEST
     )
-    out = _rescale(out, decay, lowest)
+    out = _rescale(out, rescale, lowest)
     out = warpgroup_mma(weights, memory.k.index(0 + zero), out, is_async=True)
     out = warpgroup_mma_wait(0, [out])
     mbarrier.arrive(barriers.front_free.index(0), count=1)
 
-    mbarrier.wait(barriers.peak_ready.index(1), turn)
-    peak = memory.peak.index(1).load(down)
-    decay = memory.decay.index(1).load(down)
-    out = _rescale(out, decay, _lowest(memory, 1))
+    mbarrier.wait(barriers.max_ready.index(1), turn)
+    row_max = memory.row_max.index(1).load(_DOWN)
+    rescale = memory.rescale.index(1).load(_DOWN)
+    out = _rescale(out, rescale, _lowest(memory, 1))
     mbarrier.wait(barriers.weights_ready.index(1), turn)
     out = warpgroup_mma(memory.tail.index(1 + zero), memory.k.index(2 + zero), out, is_async=True)
-    return out, peak, total * decay, largest
+    return out, row_max, total * rescale, largest
 
 
 @gluon.jit
-def _attend_second(
+def _consume_second(
     memory, barriers, work, results, scale_log2, TAILED: gl.constexpr, NARROW_OUT: gl.constexpr
 ):  # fmt: skip
-    """Scores the second tile of each pair, and averages the back half of the columns."""
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
-    down: gl.constexpr = gl.SliceLayout(1, grid)
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+    """Scores the second tile of each pair, and sums the back half of the columns."""
     step = 0  # pairs so far, of all items
     done = 0  # items so far
     for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
         item = _item(number, work)
-        peak = gl.full([_HEADS], float("-inf"), gl.float32, down)
-        largest = peak  # which lags behind it (see `_weigh`)
-        total = gl.full([_HEADS], 0.0, gl.float32, down)
-        out = gl.zeros([_HEADS, _HALF], gl.float32, wide)
+        row_max = gl.full([_HEADS], float("-inf"), gl.float32, _DOWN)
+        largest = row_max  # which lags behind it (see `_weigh`)
+        total = gl.full([_HEADS], 0.0, gl.float32, _DOWN)
+        out = gl.zeros([_HEADS, _HALF], gl.float32, _WIDE)
         for pair in range(item.pairs):
             turn = step & 1
             zero = _zero(step)
-            # Behind the scores of the first tile, whose weights this attender needs as well.
+            # Behind the scores of the first tile, whose weights this consumer needs as well.
             mbarrier.wait(barriers.scored.index(0), turn)
             scores = _score_front(memory, barriers, step, done, 1)
             scores = _score_back(scores, memory, barriers, step, done, 1, TAILED)
             step += 1
-            mbarrier.wait(barriers.peak_ready.index(0), turn)
-            peak = memory.peak.index(0).load(down)
-            decay = memory.decay.index(0).load(down)
+            mbarrier.wait(barriers.max_ready.index(0), turn)
+            row_max = memory.row_max.index(0).load(_DOWN)
+            rescale = memory.rescale.index(0).load(_DOWN)
             lowest = _lowest(memory, 0)
-            total = total * decay
+            total = total * rescale
             # No product may be under way where the sums are rescaled: the compiler would make all of them wait.
             scores = warpgroup_mma_wait(0, [scores])
-            out = _rescale(out, decay, lowest)
+            out = _rescale(out, rescale, lowest)
             mbarrier.wait(barriers.weights_ready.index(0), turn)
             # The first tile is added while the scores of the second are exponentiated.
             out = warpgroup_mma(memory.tail.index(0 + zero), memory.k.index(1 + zero), out, is_async=True)
             mbarrier.arrive(barriers.q_free.index(0), count=1, pred=pair + 1 == item.pairs)
-            weights, peak, decay, lowest, total, largest = _weigh(
-                scores, memory, barriers, 1, peak, total, largest, scale_log2, results.top is not None
+            weights, row_max, rescale, lowest, total, largest = _weigh(
+                scores, memory, barriers, 1, row_max, total, largest, scale_log2, results.top is not None
             )
             out = warpgroup_mma_wait(0, [out])
             mbarrier.arrive(barriers.back_free.index(0), count=1)
-            out = _rescale(out, decay, lowest)
+            out = _rescale(out, rescale, lowest)
             out = warpgroup_mma(weights, memory.k.index(3 + zero), out, is_async=True)
             out = warpgroup_mma_wait(0, [out])
             mbarrier.arrive(barriers.back_free.index(1), count=1)
 
-        result = _finish(out, peak, total, largest, memory, barriers, results, item, work.heads, done, 1)
+        result = _epilogue(out, row_max, total, largest, memory, barriers, results, item, work.heads, done, 1)
         _write(result, results, item, work.heads, work.heads, 1, NARROW_OUT)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
 
@@ -468,8 +418,7 @@ def _zero(step):
 @gluon.jit
 def _score_front(memory, barriers, step, done, TILE: gl.constexpr):
     """Starts the scores of a tile with the front half of the columns."""
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
-    scores = gl.zeros([_HEADS, _KEYS], gl.float32, grid)
+    scores = gl.zeros([_HEADS, _KEYS], gl.float32, _GRID)
     zero = _zero(step)
     mbarrier.wait(barriers.q_ready.index(0), done & 1)
     mbarrier.wait(barriers.front_ready.index(TILE), step & 1)
@@ -494,93 +443,86 @@ def _score_back(scores, memory, barriers, step, done, TILE: gl.constexpr, TAILED
 
 
 @gluon.jit
-def _weigh(scores, memory, barriers, TILE: gl.constexpr, peak, total, largest, scale_log2, LARGEST: gl.constexpr):
-    """Writes the weights of a tile, its peak and decay; returns them, the new sum and the largest score.
+def _weigh(scores, memory, barriers, TILE: gl.constexpr, row_max, total, largest, scale_log2, LARGEST: gl.constexpr):
+    """Writes the weights of a tile, its row maximum and rescale factor; returns them, the new sum and largest score.
 
-    The peak, in base 2, lags behind the scores by up to SLACK: sums are rarely rescaled.
+    The row maximum, in base 2, lags behind the scores by up to RESCALE_THRESHOLD: sums are rarely rescaled.
     """
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
-    bias = memory.bias.index(TILE).load(gl.SliceLayout(0, grid))
+    bias = memory.bias.index(TILE).load(gl.SliceLayout(0, _GRID))
     scores = scores * scale_log2 + bias[None, :]
     highest = gl.max(scores, 1)
     if LARGEST:
         largest = gl.maximum(largest, highest)
-    new_peak = gl.where(highest > peak + _SLACK, highest, peak)
+    new_max = gl.where(highest > row_max + _RESCALE_THRESHOLD, highest, row_max)
     # No valid key yet, or scores of -inf: subtract 0, because -inf - -inf is NaN.
-    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    decay = gl.exp2(peak - shift)
-    memory.peak.index(TILE).store(new_peak)
-    memory.decay.index(TILE).store(decay)
+    shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = gl.exp2(row_max - shift)
+    memory.row_max.index(TILE).store(new_max)
+    memory.rescale.index(TILE).store(rescale)
     # Arriving also synchronizes the warps of this group: none writes weights over the tail of the keys while another
     # still multiplies with it.
-    mbarrier.arrive(barriers.peak_ready.index(TILE), count=1)
+    mbarrier.arrive(barriers.max_ready.index(TILE), count=1)
     lowest = _lowest(memory, TILE)
     weights = gl.exp2(scores - shift[:, None])
     narrow = weights.to(memory.tail.dtype)
     memory.tail.index(TILE).store(narrow)
     fence_async_shared()
     mbarrier.arrive(barriers.weights_ready.index(TILE), count=1)
-    held = gl.convert_layout(narrow, gl.DotOperandLayout(0, wide, 2))
-    return held, new_peak, decay, lowest, total * decay + gl.sum(weights, 1), largest
+    held = gl.convert_layout(narrow, gl.DotOperandLayout(0, _WIDE, 2))
+    return held, new_max, rescale, lowest, total * rescale + gl.sum(weights, 1), largest
 
 
 @gluon.jit
 def _lowest(memory, TILE: gl.constexpr):
-    """The smallest decay of a tile. Computed long before it decides a branch."""
-    return gl.min(memory.decay.index(TILE).load(_EVERY_WARP), 0)
+    """The smallest rescale factor of a tile. Computed long before it decides a branch."""
+    return gl.min(memory.rescale.index(TILE).load(_EVERY_WARP), 0)
 
 
 @gluon.jit
-def _rescale(out, decay, lowest):
-    """Half of the output columns, with the decay of a tile."""
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+def _rescale(out, rescale, lowest):
+    """Half of the output columns, with the rescale factor of a tile."""
     # Rarely taken; otherwise 128 multiplications per thread would precede the matrix products of every tile.
     if lowest < 1.0:
-        out = out * gl.convert_layout(decay, gl.SliceLayout(1, wide))[:, None]
+        out = out * gl.convert_layout(rescale, gl.SliceLayout(1, _WIDE))[:, None]
     return out
 
 
 @gluon.jit
-def _finish(
-    out, peak, total, largest, memory, barriers, results, item, heads, done, PART: gl.constexpr
+def _epilogue(
+    out, row_max, total, largest, memory, barriers, results, item, heads, done, PART: gl.constexpr
 ):  # fmt: skip
-    """Half of the columns of the result, with the sums of both attenders and the sinks; writes the log-sum-exp."""
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
-    down: gl.constexpr = gl.SliceLayout(1, grid)
+    """Half of the columns of the result, with the sums of both consumers and the sinks; writes the log-sum-exp."""
     seen = gl.max(memory.seen.index(done % 2).load(_EVERY_WARP), 0)  # before the wait, which hides it
-    # Alternating between two places: an attender is at most one item ahead of the other.
-    place = 2 * (done % 2)
-    memory.sums.index(place + PART).store(total)
+    # Alternating between two buffers: a consumer is at most one item ahead of the other.
+    buffer = 2 * (done % 2)
+    memory.sums.index(buffer + PART).store(total)
     if results.top is not None:
-        memory.largest.index(place + PART).store(largest)
-    mbarrier.arrive(barriers.sums_ready.index(place + PART), count=1)
-    mbarrier.wait(barriers.sums_ready.index(place + 1 - PART), (done // 2) & 1)
-    total = total + memory.sums.index(place + 1 - PART).load(down)
-    # Without a valid slot the scores are -inf or NaN, the peak is -inf, and all sums may be NaN.
+        memory.largest.index(buffer + PART).store(largest)
+    mbarrier.arrive(barriers.sums_ready.index(buffer + PART), count=1)
+    mbarrier.wait(barriers.sums_ready.index(buffer + 1 - PART), (done // 2) & 1)
+    total = total + memory.sums.index(buffer + 1 - PART).load(_DOWN)
+    # Without a valid slot the scores are -inf or NaN, the maximum is -inf, and all sums may be NaN.
     total = gl.where(seen < 0.0, 0.0, total)
     if seen < 0.0:  # rarely taken; the compiler would make a selection, for every item, of an assignment of 0
         out = gl.where(out == out, out, 0.0)  # 0 or NaN
-    head = item.head_begin + gl.arange(0, _HEADS, layout=down)
+    head = item.head_begin + gl.arange(0, _HEADS, layout=_DOWN)
     is_head = head < heads
     kept = 1.0
     if results.sinks is not None:
-        peak, total, kept = add_sinks(results.sinks, head, is_head, peak, total)
-    # A row without a valid slot has total 0 and peak -inf: out 0 * 1, lse -inf + -inf.
-    share = gl.convert_layout(kept / gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, wide))
+        row_max, total, kept = add_sinks(results.sinks, head, is_head, row_max, total)
+    # A row without a valid slot has total 0 and maximum -inf: out 0 * 1, lse -inf + -inf.
+    inv_sum = gl.convert_layout(kept / gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, _WIDE))
     if PART == 1:
-        gl.store(results.lse + item.row * heads + head, (peak + gl.log2(total)) / _LOG2_E, mask=is_head)
+        gl.store(results.lse + item.row * heads + head, (row_max + gl.log2(total)) / _LOG2_E, mask=is_head)
         if results.top is not None:
-            largest = gl.maximum(largest, memory.largest.index(place).load(down))
+            largest = gl.maximum(largest, memory.largest.index(buffer).load(_DOWN))
             largest = gl.where(seen < 0.0, float("-inf"), largest)
             gl.store(results.top + item.row * heads + head, largest / _LOG2_E, mask=is_head)
-    return (out * share[:, None]).to(results.out.dtype.element_ty)
+    return (out * inv_sum[:, None]).to(results.out.dtype.element_ty)
 
 
 @gluon.jit
 def _write(result, results, item, end, heads, PART: gl.constexpr, NARROW: gl.constexpr):
     """Writes half of the columns of the results of the heads before `end`."""
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     out_row = results.out + item.row * heads * (2 * _HALF)
-    write_columns(out_row, result, PART * _HALF, item.head_begin, end, NARROW, wide)
+    write_columns(out_row, result, PART * _HALF, item.head_begin, end, NARROW, _WIDE)

@@ -6,8 +6,8 @@ Sums and scores have the order and the bits of the Triton kernel.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnmesh.ops.decode.gluon_common import group_barrier
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers
 from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.gpu import is_hopper
+from attnmesh.ops.sparse.gluon_common import new_barriers
 from attnmesh.ops.sparse.gluon_topk import KEYS, final_score, score_layout
-from attnmesh.ops.sparse.triton_select import NEIGHBORS
+from attnmesh.ops.sparse.indexer_tiles import NEIGHBORS
 from attnmesh.ops.storage import Quantized
 
 WIDTH = 128
@@ -46,13 +47,16 @@ class Shape(NamedTuple):
     relu: Any
     block: Any  # candidates of a selection
     block_size: Any  # of the cache
-    parts: Any  # groups of the summary per place of a tile; 0 without a summary
+    parts: Any  # groups of the summary per key of a tile; 0 without a summary
     layout: Any  # of scores
     block_layout: Any  # of the maxima of blocks
 
 
+NEEDS = "33 to 128 heads of 128 in 16 bits over fp8 keys in blocks of 64, 128, ..., on Hopper"
+
+
 def supports(iq: Tensor, pool: object) -> bool:
-    """Whether the kernel can score: on Hopper, 33 to 128 heads of 128 in 16 bits, fp8 keys in blocks of 64, 128, ..."""
+    """Whether the kernel can score: the call has what it NEEDS."""
     if not isinstance(pool, Quantized) or not is_hopper(iq.device):
         return False
     values = pool.values
@@ -109,9 +113,9 @@ def _fetch(pool, block, key, end, memory, ready, step, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _factors(key_scales, scale_strides, block, key, place, lowest, end, num_blocks, SHAPE: gl.constexpr):
+def _factors(key_scales, scale_strides, block, key, offset_in_tile, lowest, end, num_blocks, SHAPE: gl.constexpr):
     """The scales of the keys of a tile; 0 for those that are not read."""
-    at = key + place
+    at = key + offset_in_tile
     read = (at >= lowest) & (at < end) & (block >= 0) & (block < num_blocks)
     offset = block.to(gl.int64) * scale_strides[0] + (at % SHAPE.block_size).to(gl.int64) * scale_strides[1]
     return gl.load(key_scales + offset, mask=read, other=0.0)
@@ -135,8 +139,7 @@ def score_kernel(
     of_row: gl.constexpr = gl.SliceLayout(0, SHAPE.layout)
     memory = gl.allocate_shared_memory(pool.dtype, [_STAGES] + pool.block_type.shape, pool.layout)  # noqa: RUF005
     queries = gl.allocate_shared_memory(iq.dtype.element_ty, [COLUMNS, _WIDTH], gl.NVMMASharedLayout(128, 16, rank=2))
-    ready = allocate_barriers(_STAGES)
-    init_barriers(ready, 1)
+    ready = new_barriers(_STAGES, 1)
     fence_async_shared()
     group_barrier()
     group, item = gl.program_id(0) // items, gl.program_id(0) % items
@@ -151,7 +154,7 @@ def score_kernel(
     step_keys = items * _KEYS
     out = buffer + group.to(gl.int64) * ROWS * row_size + rows.to(gl.int64) * row_size
     summary = row_len + 3 * SHAPE.block
-    place = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, SHAPE.layout))
+    offset_in_tile = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, SHAPE.layout))
     best = gl.full([_KEYS, ROWS], float("-inf"), gl.float32, SHAPE.layout)
     other = gl.full([_KEYS, ROWS], float("-inf"), gl.float32, SHAPE.layout)  # not `best`: Triton would not carry it
     worst = (begin * 0).to(gl.int64)
@@ -169,13 +172,13 @@ def score_kernel(
         ).to(gl.float32)  # fmt: skip
         step = begin * 0  # tiles so far
         block = _entry(table_row, table_strides[1], begin, end, SHAPE)
-        factor = _factors(key_scales, scale_strides, block, begin, place, lowest, end, num_blocks, SHAPE)
+        factor = _factors(key_scales, scale_strides, block, begin, offset_in_tile, lowest, end, num_blocks, SHAPE)
         later = _entry(table_row, table_strides[1], begin + step_keys, end, SHAPE)
         ahead = _entry(table_row, table_strides[1], begin + _STAGES * step_keys, end, SHAPE)
         for key in range(begin, end, step_keys):
             # Loaded for the tiles that come, long before they are needed.
             next_factor = _factors(
-                key_scales, scale_strides, later, key + step_keys, place, lowest, end, num_blocks, SHAPE
+                key_scales, scale_strides, later, key + step_keys, offset_in_tile, lowest, end, num_blocks, SHAPE
             )
             next_later = _entry(table_row, table_strides[1], key + 2 * step_keys, end, SHAPE)
             next_ahead = _entry(table_row, table_strides[1], key + (_STAGES + 1) * step_keys, end, SHAPE)
@@ -194,7 +197,7 @@ def score_kernel(
             word = ((key // SHAPE.block_size + 1).to(gl.int64) << 32) | (block.to(gl.int64) & 0xFFFFFFFF)
             worst = gl.maximum(worst, gl.where(there, 0, word))
             score = final_score(dots, weights, factor, scale, SHAPE)
-            at = key + place
+            at = key + offset_in_tile
             seen = (at[:, None] >= lows[None, :]) & (at[:, None] < highs[None, :]) & there
             score = gl.where(seen & (score == score), score, float("-inf"))
             gl.store(out[None, :] + at[:, None], score)
@@ -216,7 +219,7 @@ def score_kernel(
             gl.store(errors, (begin * 0 + 1).to(gl.int64))
     gl.store(faults + gl.program_id(0), gl.where(worst != 0, 1, 0))
     if SHAPE.parts > 0:
-        of_groups = out[None, :] + (summary + item * SHAPE.parts * _KEYS + place)[:, None]
+        of_groups = out[None, :] + (summary + item * SHAPE.parts * _KEYS + offset_in_tile)[:, None]
         gl.store(of_groups, best)
         if SHAPE.parts == 2:
             gl.store(of_groups + _KEYS, other)

@@ -7,8 +7,8 @@ equal scores the first are selected, keys are written in ascending order, and a 
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -117,10 +117,10 @@ def _gather(row, begin, end, threshold, candidates, candidate_keys, BLOCK: gl.co
         after = _load(row, at + _PART, end)  # prefetch
         taken = (value > threshold).to(gl.int32)
         through = gl.associative_scan(taken, 0, _add)
-        place = count + through - taken
-        write = (taken > 0) & (place < BLOCK)
-        gl.store(candidates + place, _ordered(value), mask=write)
-        gl.store(candidate_keys + place, at + gl.arange(0, _PART, layout=_FLAT), mask=write)
+        target = count + through - taken
+        write = (taken > 0) & (target < BLOCK)
+        gl.store(candidates + target, _ordered(value), mask=write)
+        gl.store(candidate_keys + target, at + gl.arange(0, _PART, layout=_FLAT), mask=write)
         count += gl.sum(taken, 0)
         value = after
     group_barrier()
@@ -169,10 +169,10 @@ def select_row(row, row_len, begin, end, n, topk, out_indices, out_scores, out_c
         both = is_above.to(gl.int32) + (is_tie.to(gl.int32) << 16)  # two counts in one
         before = gl.associative_scan(both, 0, _add) - both
         tied_here = tied + (before >> 16)
-        place = above + (before & 0xFFFF) + gl.minimum(tied_here, ties)
+        target = above + (before & 0xFFFF) + gl.minimum(tied_here, ties)
         taken = is_above | (is_tie & (tied_here < ties))
-        gl.store(out_indices + place, keys, mask=taken)
-        gl.store(out_scores + place, _ordered(value), mask=taken)
+        gl.store(out_indices + target, keys, mask=taken)
+        gl.store(out_scores + target, _ordered(value), mask=taken)
         total = gl.sum(both, 0)
         above += total & 0xFFFF
         tied += total >> 16

@@ -7,9 +7,9 @@ order of the Triton kernels, and so scores have the same bits.
 
 The warps of a program have five roles:
 
-- two groups of four warps, the scorers, have 64 keys of every tile each. While one applies ReLU and weights, sums over
-  heads, and writes, the other multiplies;
-- one warp, the loader, lets the copy engine (TMA) fetch queries and tiles of keys, a few ahead;
+- two groups of four warps, the consumers, have 64 keys of every tile each. While one applies ReLU and weights, sums
+  over heads, and writes, the other multiplies;
+- one warp, the producer, lets the copy engine (TMA) fetch queries and tiles of keys, a few ahead;
 - one warp, the planner, draws the units, a few ahead, and reports those that are done;
 - two warps, the selector, draw rows and select (`gluon_select`).
 
@@ -19,13 +19,13 @@ were last in a unit's part of the workspace are selected from. Units and rows ar
 what comes before. It has been drawn by programs that run, or will be: there is no deadlock with any number of programs.
 
 Barriers in shared memory: `planned` of a unit, when its record is written; `ready`, which the copy engine completes,
-and `free`, at which both scorers arrive, of queries (of the whole unit) and of every stage of keys. All are waited for
-by the parity of their phase, counted over all units.
+and `free`, at which both consumers arrive, of queries (of the whole unit) and of every stage of keys. All are waited
+for by the parity of their phase, counted over all units.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
 from typing import Any, NamedTuple
 
 import torch
@@ -42,28 +42,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnmesh.ops.decode.gluon_common import group_barrier
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers
 from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.gpu import is_hopper
 from attnmesh.ops.launch import Launch, Recent, repeat
 from attnmesh.ops.sparse.arguments import TopKIndices, empty_topk
-from attnmesh.ops.sparse.gluon_common import processors
+from attnmesh.ops.sparse.call import IndexerCall
+from attnmesh.ops.sparse.gluon_common import new_barriers, processors
 from attnmesh.ops.sparse.gluon_select import select_row
-from attnmesh.ops.sparse.triton_indexer import LONG_ROW, head_tile, padded
-from attnmesh.ops.sparse.triton_select import candidate_block, row_elements
+from attnmesh.ops.sparse.indexer_tiles import LONG_ROW, candidate_block, head_tile, padded, row_elements
 
-SCORERS = 2
-KEYS = 64  # of a scorer at a time: the rows of one matrix instruction
+CONSUMERS = 2
+KEYS = 64  # of a consumer at a time: the rows of one matrix instruction
 COLUMNS = 256  # heads of all queries of a unit
-TILE = SCORERS * KEYS
+TILE = CONSUMERS * KEYS
 STAGES = 3  # of keys; with two of queries, as many as fit
-_SCORERS, _KEYS, _COLUMNS, _TILE = (gl.constexpr(x) for x in (SCORERS, KEYS, COLUMNS, TILE))
+_CONSUMERS, _KEYS, _COLUMNS, _TILE = (gl.constexpr(x) for x in (CONSUMERS, KEYS, COLUMNS, TILE))
 _STAGES = gl.constexpr(STAGES)
 _NAN_STAYS = gl.constexpr(tl.PropagateNan.ALL)
-_RECORD = gl.constexpr(4)  # integers of a record: the first row of a unit, its place, its first key, where keys end
-# Registers per thread of the second scorer, and of the other roles, which are one group of four warps. The first scorer
-# has what is left.
-_SCORER_REGISTERS, _HELPER_REGISTERS = gl.constexpr(192), gl.constexpr(128)
+_RECORD = gl.constexpr(4)  # integers: the first row of a unit, that in the workspace, its first key, where keys end
+# Registers per thread of the second consumer, and of the other roles, which are one group of four warps. The first
+# consumer has what is left.
+_CONSUMER_REGISTERS, _HELPER_REGISTERS = gl.constexpr(192), gl.constexpr(128)
 _ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _UNIT_TILES = 8  # of a unit, about: few, so that few rows are scored at a time
 _WORKSPACE = 128 << 20  # 240 rows of 128k keys: two warps select slowly, so that many rows wait for them
@@ -78,7 +78,7 @@ class Shape(NamedTuple):
     heads: Any
     relu: Any
     block: Any  # candidates of a selection
-    layout: Any  # of the scores of a scorer
+    layout: Any  # of the scores of a consumer
 
 
 class Sizes(NamedTuple):
@@ -124,8 +124,11 @@ class Counters(NamedTuple):
     selected: Any
 
 
+NEEDS = "17 to 128 heads of 40 to 128 elements in 16 bits, rows aligned to 16 bytes, up to 2,048 keys, on Hopper"
+
+
 def supports(iq: Tensor, ik: Tensor, topk: int) -> bool:
-    """Whether the kernel can serve the call: on Hopper, 17 to 128 heads of 40 to 128 elements in 16 bits.
+    """Whether the kernel can serve the call: it has what it NEEDS.
 
     A selection of more than 2,048 keys needs more registers than there are.
     """
@@ -151,21 +154,11 @@ def is_faster(iq: Tensor, ik: Tensor, topk: int) -> bool:
 
 
 def topk(
-    iq: Tensor,
-    ik: Tensor,
-    w: Tensor,
-    topk: int,
-    lo: Tensor,
-    hi: Tensor,
-    *,
-    scale: float,
-    relu: bool,
-    block: int | None = None,
-    workspace: int = _WORKSPACE,
-    programs: int | None = None,
-    unit_tiles: int = _UNIT_TILES,
-) -> TopKIndices:
-    """`triton_topk.topk` on Hopper; see `supports`. The result has the same bits."""
+    call: IndexerCall, topk: int, *, block: int | None = None, workspace: int = _WORKSPACE,
+    programs: int | None = None, unit_tiles: int = _UNIT_TILES,
+) -> TopKIndices:  # fmt: skip
+    """`triton_topk.topk` of a call that the kernel supports. The result has the same bits."""
+    iq, ik, w, _, (lo, hi, *_), scale, relu, *_ = call
     (s_q, heads, width), s_kv = iq.shape, ik.shape[0]
     indices, scores, lengths = empty_topk(s_q, topk=topk, device=iq.device)
     if s_q == 0:
@@ -266,7 +259,7 @@ def _plan(w, w_strides, lo, hi, counters, memory, barriers, sizes, SHAPE: gl.con
 
 @gluon.jit
 def _read(memory, barriers, count, WARPS: gl.constexpr):
-    """The fields of the record of a unit: its first row, its place in the workspace, its keys."""
+    """The fields of the record of a unit: its first row, that in the workspace, its keys."""
     layout: gl.constexpr = gl.BlockedLayout([_RECORD], [32], [WARPS], [0])  # each thread has all fields
     mbarrier.wait(barriers.planned.index(count % 2), count // 2 & 1)
     values = memory.records.index(count % 2).load(layout)
@@ -293,10 +286,10 @@ def _load(iq, ik, memory, barriers, sizes):
         for key in range(begin, end, sizes.items * _TILE):
             stage = step % _STAGES
             mbarrier.wait(barriers.k_free.index(stage), (step // _STAGES & 1) ^ 1)
-            mbarrier.expect(barriers.k_ready.index(stage), _SCORERS * ik.block_type.nbytes)
-            for i in gl.static_range(_SCORERS):
+            mbarrier.expect(barriers.k_ready.index(stage), _CONSUMERS * ik.block_type.nbytes)
+            for i in gl.static_range(_CONSUMERS):
                 tma.async_copy_global_to_shared(
-                    ik, [key + i * _KEYS, 0], barriers.k_ready.index(stage), memory.keys.index(_SCORERS * stage + i)
+                    ik, [key + i * _KEYS, 0], barriers.k_ready.index(stage), memory.keys.index(_CONSUMERS * stage + i)
                 )
             step += 1
         count += 1
@@ -312,18 +305,18 @@ def _score(INDEX: gl.constexpr, buffer, scale, memory, barriers, sizes, SHAPE: g
     rows = gl.arange(0, SHAPE.rows, layout=of_row).to(gl.int64)
     step = 0  # tiles so far
     count = 0  # units so far
-    row, place, begin, end = _read(memory, barriers, count, 4)
+    row, first_row, begin, end = _read(memory, barriers, count, 4)
     while row >= 0:
         slot = count % 2
         lows = memory.bounds.index(2 * slot).load(of_row)
         highs = memory.bounds.index(2 * slot + 1).load(of_row)
-        out = buffer + (place + rows) * sizes.row_size
+        out = buffer + (first_row + rows) * sizes.row_size
         mbarrier.wait(barriers.q_ready.index(slot), count // 2 & 1)
         for key in range(begin, end, sizes.items * _TILE):
             stage = step % _STAGES
             mbarrier.wait(barriers.k_ready.index(stage), step // _STAGES & 1)
             dots = warpgroup_mma(
-                memory.keys.index(_SCORERS * stage + INDEX),
+                memory.keys.index(_CONSUMERS * stage + INDEX),
                 memory.queries.index(slot).reshape([_COLUMNS, memory.keys.shape[2]]).permute([1, 0]),
                 gl.zeros([_KEYS, _COLUMNS], gl.float32, grid), use_acc=False, is_async=True,
             )  # fmt: skip
@@ -337,7 +330,7 @@ def _score(INDEX: gl.constexpr, buffer, scale, memory, barriers, sizes, SHAPE: g
             step += 1
         mbarrier.arrive(barriers.q_free.index(slot), count=1)
         count += 1
-        row, place, begin, end = _read(memory, barriers, count, 4)
+        row, first_row, begin, end = _read(memory, barriers, count, 4)
 
 
 @gluon.jit
@@ -368,10 +361,10 @@ def _select(lo, hi, indices, scores, lengths, buffer, counters, sizes, SHAPE: gl
         # Whole tiles: they have been scored, with -inf for keys that are not visible.
         first = begin // _TILE * _TILE
         stop = gl.where(begin < end, (end + _TILE - 1) // _TILE, begin // _TILE) * _TILE
-        place = (group % sizes.ring * SHAPE.rows + row % SHAPE.rows).to(gl.int64) * sizes.row_size
+        offset = (group % sizes.ring * SHAPE.rows + row % SHAPE.rows).to(gl.int64) * sizes.row_size
         out = row.to(gl.int64) * sizes.topk
         select_row(
-            buffer + place, sizes.row_len, first, stop, end - begin, sizes.topk,
+            buffer + offset, sizes.row_len, first, stop, end - begin, sizes.topk,
             indices + out, scores + out, lengths + row, SHAPE.block,
         )  # fmt: skip
         group_barrier()
@@ -391,20 +384,15 @@ def _topk_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     memory = Memory(
         gl.allocate_shared_memory(iq.dtype, [2] + iq.block_type.shape, iq.layout),  # noqa: RUF005 - no starred elements
-        gl.allocate_shared_memory(ik.dtype, [_SCORERS * _STAGES] + ik.block_type.shape, ik.layout),  # noqa: RUF005
+        gl.allocate_shared_memory(ik.dtype, [_CONSUMERS * _STAGES] + ik.block_type.shape, ik.layout),  # noqa: RUF005
         gl.allocate_shared_memory(gl.float32, [2, _COLUMNS], plain),
         gl.allocate_shared_memory(gl.int32, [4, SHAPE.rows], plain),
         gl.allocate_shared_memory(gl.int32, [2, _RECORD], plain),
     )
     barriers = Barriers(
-        allocate_barriers(2), allocate_barriers(2), allocate_barriers(2), allocate_barriers(_STAGES),
-        allocate_barriers(_STAGES),
+        new_barriers(2, 1), new_barriers(2, 1), new_barriers(2, _CONSUMERS), new_barriers(_STAGES, 1),
+        new_barriers(_STAGES, _CONSUMERS),
     )  # fmt: skip
-    init_barriers(barriers.planned, 1)
-    init_barriers(barriers.q_ready, 1)
-    init_barriers(barriers.q_free, _SCORERS)
-    init_barriers(barriers.k_ready, 1)
-    init_barriers(barriers.k_free, _SCORERS)
     fence_async_shared()
     sizes = Sizes(s_q, s_kv, heads, topk, groups, items, ring, row_len, row_size)
     count = Counters(counters, counters + 1, counters + 2, counters + 2 + groups)
@@ -414,6 +402,6 @@ def _topk_kernel(
          (_select, (lo, hi, indices, scores, lengths, buffer_bits, count, sizes, SHAPE)),
          (_load, (iq, ik, memory, barriers, sizes)),
          (_plan, (w, w_strides, lo, hi, count, memory, barriers, sizes, SHAPE))],
-        [4, 2, 1, 1], [_SCORER_REGISTERS, _HELPER_REGISTERS, _HELPER_REGISTERS, _HELPER_REGISTERS],
+        [4, 2, 1, 1], [_CONSUMER_REGISTERS, _HELPER_REGISTERS, _HELPER_REGISTERS, _HELPER_REGISTERS],
     )  # fmt: skip
     invalidate_barriers(barriers)

@@ -5,46 +5,23 @@ The score of key j for row i is `scale * sum_h w[i, h] * relu(iq[i, h] . ik[j])`
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnmesh.ops.sparse import arguments
-from attnmesh.ops.sparse.arguments import RowBounds, SparseMask, TopKIndices
-from attnmesh.ops.sparse.backend import Backend, select_backend
+from attnmesh.ops.sparse import arguments, dispatch
+from attnmesh.ops.sparse.arguments import SparseMask, TopKIndices
+from attnmesh.ops.sparse.call import IndexerCall
 from attnmesh.utils.validation import check_bool, check_number, check_positive, shown
 
 
-class IndexerCall(NamedTuple):
-    """Validated arguments of a call."""
-
-    iq: Tensor
-    ik: Tensor
-    w: Tensor
-    scale: float
-    relu: bool
-    deterministic: bool
-    backend: Backend
-
-    def without_tensors(self) -> IndexerCall:
-        """The arguments that autograd does not save itself."""
-        return self._replace(iq=None, ik=None, w=None)  # type: ignore[arg-type]
-
-
 def indexer_scores_at(
-    iq: Tensor,
-    ik: Tensor,
-    w: Tensor,
-    indices: Tensor,
-    *,
-    scale: float = 1.0,
-    relu: bool = True,
+    iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor, *, scale: float = 1.0, relu: bool = True,
     mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-    deterministic: bool = False,
-    backend: str = "auto",
-) -> Tensor:
+    deterministic: bool = False, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Index scores of the keys in `indices`: float32 [s_q, topk], -inf where a slot is invalid.
 
     iq [s_q, heads, d], ik [s_kv, d] (or [s_kv, 1, d]), w [s_q, heads], indices int32 [s_q, topk]. Without `relu` the
@@ -57,23 +34,16 @@ def indexer_scores_at(
         >>> torch.allclose(scores[:, 0], ((iq @ ik[4]).relu() * w).sum(1)), scores[:, 1].tolist()
         (True, [-inf, -inf, -inf])
     """
-    call = indexer_call(iq, ik, w, scale, relu, deterministic, backend)
-    indices = arguments.check_same_device(arguments.check_indices(indices, call.iq.shape[0]), call.iq)
-    return scores_at(call, indices, arguments.mask_bounds(mask, call.iq, call.ik.shape[0], indices.shape[1]))
+    return scores_at(
+        indexer_call(iq, ik, w, arguments.check_indices(indices), mask, scale, relu, deterministic, backend)
+    )
 
 
 def indexer_topk(
-    iq: Tensor,
-    ik: Tensor,
-    w: Tensor,
-    topk: int,
-    *,
-    scale: float = 1.0,
-    relu: bool = True,
+    iq: Tensor, ik: Tensor, w: Tensor, topk: int, *, scale: float = 1.0, relu: bool = True,
     mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-    block_size: int = 4096,
-    backend: str = "auto",
-) -> TopKIndices:
+    block_size: int = 4096, backend: str = "auto",
+) -> TopKIndices:  # fmt: skip
     """The exact top-k keys of every row: `indices` int32 [s_q, topk], ascending, then -1; `scores`; `lengths`.
 
     Shapes as in `indexer_scores_at`. Of equal scores the lowest index wins (ReLU makes many of them exactly 0); a key
@@ -87,13 +57,9 @@ def indexer_topk(
         ([0, -1, -1, -1], [1, 2, 3])
     """
     check_topk(topk, block_size, mask)
-    call = indexer_call(iq, ik, w, scale, relu, False, backend)
-    bounds = arguments.mask_bounds(mask, call.iq, call.ik.shape[0], topk)
+    call = indexer_call(iq, ik, w, None, mask, scale, relu, False, backend, topk=topk)
     with torch.no_grad():
-        return call.backend.topk(
-            call.iq.detach(), call.ik.detach(), call.w.detach(), topk, bounds, scale=call.scale, relu=call.relu,
-            block_size=block_size,
-        )  # fmt: skip
+        return dispatch.topk(call.detach(), topk, block_size)
 
 
 def check_topk(topk: object, block_size: object, mask: object) -> None:
@@ -107,39 +73,48 @@ def check_topk(topk: object, block_size: object, mask: object) -> None:
 
 
 def indexer_call(
-    iq: Tensor, ik: Tensor, w: Tensor, scale: float, relu: bool, deterministic: bool, backend: str
-) -> IndexerCall:
-    """Validates the arguments."""
+    iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor | None, mask: SparseMask, scale: float, relu: bool,
+    deterministic: bool, backend: str, *, s_kv: int | None = None, topk: int | None = None,
+) -> IndexerCall:  # fmt: skip
+    """Validates the arguments. `s_kv` is the number of keys in the sequence, where `ik` is a shard of them.
+
+    With `topk` it is a call that selects as many keys.
+    """
     iq = arguments.check_queries("iq", iq)
     ik = arguments.check_keys("ik", ik, iq, iq.shape[2])
     w = arguments.check_per_head("w", w, iq)
     scale = check_number("scale", scale)
     check_bool(relu=relu, deterministic=deterministic)
-    return IndexerCall(iq, ik, w, scale, relu, deterministic, select_backend(iq, backend))
+    s_kv = ik.shape[0] if s_kv is None else s_kv
+    if indices is not None:
+        indices = arguments.check_same_device(arguments.check_indices(indices, iq.shape[0]), iq)
+    slots = topk or (s_kv if indices is None else indices.shape[1])
+    bounds = arguments.mask_bounds(mask, iq, s_kv, slots)
+    call = IndexerCall(iq, ik, w, indices, bounds, scale, relu, deterministic, backend)
+    if topk is None:
+        dispatch.choose("scores_at", iq, backend)
+    else:
+        dispatch.choose_topk(call, topk)
+    return call
 
 
-def scores_at(call: IndexerCall, indices: Tensor, bounds: RowBounds) -> Tensor:
+def scores_at(call: IndexerCall) -> Tensor:
     """Scores of a validated call, differentiable."""
-    scores: Tensor = _ScoresAt.apply(call.iq, call.ik, call.w, call, indices, bounds)  # type: ignore[no-untyped-call]
+    scores: Tensor = _ScoresAt.apply(call.iq, call.ik, call.w, call)  # type: ignore[no-untyped-call]
     return scores
 
 
 class _ScoresAt(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, iq: Tensor, ik: Tensor, w: Tensor, call: IndexerCall, indices: Tensor, bounds: RowBounds
-    ) -> Tensor:
+    def forward(ctx: Any, iq: Tensor, ik: Tensor, w: Tensor, call: IndexerCall) -> Tensor:
         ctx.save_for_backward(iq, ik, w)
-        ctx.rest = call.without_tensors(), indices, bounds
-        return call.backend.scores_at(iq, ik, w, indices, bounds, scale=call.scale, relu=call.relu)
+        ctx.call = call.without_tensors()
+        return dispatch.scores_at(call._replace(iq=iq, ik=ik, w=w))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         iq, ik, w = ctx.saved_tensors
-        call, indices, bounds = ctx.rest
-        d_iq, d_ik, d_w = call.backend.scores_at_backward(
-            iq, ik, w, indices, bounds, grad.contiguous(), scale=call.scale, relu=call.relu,
-            deterministic=call.deterministic, dtype=iq.dtype,
-        )  # fmt: skip
-        return d_iq, d_ik.to(ik.dtype), d_w.to(w.dtype), None, None, None
+        call = ctx.call._replace(iq=iq, ik=ik, w=w)
+        d_iq, d_ik, d_w = dispatch.scores_at_backward(call, grad.contiguous(), iq.dtype)
+        return d_iq, d_ik.to(ik.dtype), d_w.to(w.dtype), None

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.ops.sparse import arguments, indexer
+from attnmesh.ops.sparse import arguments, dispatch, indexer
 from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, check_base, convert_lse
 from attnmesh.ops.sparse.attention import normalize_rows
-from attnmesh.ops.sparse.backend import Backend, select_backend
-from attnmesh.ops.sparse.indexer import IndexerCall
+from attnmesh.ops.sparse.call import IndexerCall, SparseCall
 from attnmesh.utils.validation import check_choice, check_count, check_number, check_tensor, shown
 
 Mode = Literal["sparse", "dense"]
@@ -29,27 +28,14 @@ _MAX_CHUNK_SLOTS = 1 << 23  # rows times keys of a chunk
 
 
 def indexer_kl_loss(
-    iq: Tensor,
-    ik: Tensor,
-    w: Tensor,
-    indices: Tensor | None = None,
-    target: Tensor | None = None,
-    *,
-    q: Tensor | None = None,
-    k: Tensor | None = None,
-    lse: Tensor | None = None,
-    attn_scale: float | None = None,
+    iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor | None = None, target: Tensor | None = None, *,
+    q: Tensor | None = None, k: Tensor | None = None, lse: Tensor | None = None, attn_scale: float | None = None,
     lse_base: Base = "e",
     mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-    mode: Mode = "sparse",
-    scale: float = 1.0,
-    relu: bool = True,
-    reduction: Reduction = "sum",
-    row_mask: Tensor | None = None,
-    global_rows: int | Tensor | None = None,
-    deterministic: bool = False,
+    mode: Mode = "sparse", scale: float = 1.0, relu: bool = True, reduction: Reduction = "sum",
+    row_mask: Tensor | None = None, global_rows: int | Tensor | None = None, deterministic: bool = False,
     backend: str = "auto",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """KL(p || softmax(index scores)) of every row, summed over rows. Gradients flow to iq, ik and w; p is a constant.
 
     Rows of p are normalized here; a row without mass has loss 0, and 0 log 0 is 0.
@@ -91,30 +77,29 @@ class AttentionTarget(NamedTuple):
     k: Tensor
     lse: Tensor
     scale: float
-    backend: Backend
+    backend: str
 
     def narrow_keys(self, keys: slice) -> AttentionTarget:
         """The target over some of the keys."""
         return self._replace(k=self.k[keys])
 
+    def call(self, indices: Any, bounds: RowBounds) -> SparseCall:
+        """The attention over the keys of some slots."""
+        return SparseCall(self.q, self.k, None, indices, bounds, self.scale, self.q.shape[2], False, self.backend)
+
     def at(self, indices: Tensor, bounds: RowBounds) -> Tensor:
         """The probabilities of the slots, summed over heads: [s_q, topk]."""
-        lse = self.lse.to(accumulation_dtype(self.q.dtype))
         with torch.no_grad():
-            return self.backend.distribution(
-                self.q, self.k, indices, bounds, lse, scale=self.scale, head_group=self.q.shape[1]
-            )[0]
+            return dispatch.distribution(self.call(indices, bounds), self.lse, self.q.shape[1])[0]
 
 
 class LossCall(NamedTuple):
-    """Validated arguments: a loss over the slots of `indices`, or over all keys if it is None.
+    """Validated arguments: a loss over the slots of the indexer's indices, or over all keys if it has none.
 
     p is `target`, or is computed from `source`.
     """
 
     indexer: IndexerCall
-    indices: Tensor | None
-    bounds: RowBounds
     target: Tensor | None
     source: AttentionTarget | None
 
@@ -126,33 +111,29 @@ def loss_call(
     deterministic: bool, backend: str, s_kv: int | None = None,
 ) -> LossCall:  # fmt: skip
     """Validates the arguments. `s_kv` is the number of keys in the sequence, where `ik` is a shard of them."""
-    call = indexer.indexer_call(iq, ik, w, scale, relu, deterministic, backend)
     check_choice("mode", mode, get_args(Mode))
     check_choice("reduction", reduction, get_args(Reduction))
     check_base("lse_base", lse_base)
     mask = arguments.check_mask(mask)
-    _check_row_arguments(call.iq, row_mask, global_rows)
-    if mode == "sparse" and indices is None:
-        raise ValueError('indices must be given with mode="sparse" (mode="dense" is over all keys), got None')
     if mode == "dense":
         for name, given in (("indices", indices), ("target", target), ("mask.topk_length", mask.topk_length)):
             if given is not None:
                 raise ValueError(f'{name} must be None with mode="dense", which is over all keys, got {shown(given)}')
-    if indices is not None:
-        indices = arguments.check_same_device(arguments.check_indices(indices, call.iq.shape[0]), call.iq)
+    call = indexer.indexer_call(iq, ik, w, indices, mask, scale, relu, deterministic, backend, s_kv=s_kv)
+    _check_row_arguments(call.iq, row_mask, global_rows)
+    if mode == "sparse" and indices is None:
+        raise ValueError('indices must be given with mode="sparse" (mode="dense" is over all keys), got None')
     source = None
     if target is None:
         source = _attention_target(q, k, lse, attn_scale, lse_base, call, backend)
     elif any(given is not None for given in (q, k, lse, attn_scale)):
         raise ValueError("target and (q, k, lse, attn_scale) exclude each other, got both")
     else:
-        assert indices is not None
-        target = _check_target(target, indices)
-    s_kv = call.ik.shape[0] if s_kv is None else s_kv
-    bounds = arguments.mask_bounds(mask, call.iq, s_kv, s_kv if indices is None else indices.shape[1])
+        assert call.indices is not None
+        target = _check_target(target, call.indices)
     if row_mask is not None:
-        bounds = bounds.mask_rows(row_mask)
-    return LossCall(call, indices, bounds, target, source)
+        call = call._replace(bounds=call.bounds.mask_rows(row_mask))
+    return LossCall(call, target, source)
 
 
 def _check_target(target: object, indices: Tensor) -> Tensor:
@@ -183,8 +164,9 @@ def _attention_target(
             f"attention and indexer must have the same rows and keys: q has {q.shape[0]} rows and iq "
             f"{call.iq.shape[0]}, k has {k.shape[0]} keys and ik {call.ik.shape[0]}"
         )
-    scale = check_number("attn_scale", attn_scale)
-    return AttentionTarget(q.detach(), k.detach(), lse, scale, select_backend(q, backend))
+    target = AttentionTarget(q.detach(), k.detach(), lse, check_number("attn_scale", attn_scale), backend)
+    dispatch.check_backend("distribution", target.call(call.indices, call.bounds), q.shape[1])
+    return target
 
 
 def _check_row_arguments(iq: Tensor, row_mask: object, global_rows: object) -> None:
@@ -205,15 +187,15 @@ def _check_row_arguments(iq: Tensor, row_mask: object, global_rows: object) -> N
 
 def _row_losses(loss: LossCall) -> Tensor:
     """[s_q], differentiable."""
-    call, indices, bounds, p, source = loss
-    if indices is None:
+    call, p, source = loss
+    if call.indices is None:
         assert source is not None
-        dense: Tensor = _DenseKL.apply(call.iq, call.ik, call.w, call, source, bounds)  # type: ignore[no-untyped-call]
+        dense: Tensor = _DenseKL.apply(call.iq, call.ik, call.w, call, source)  # type: ignore[no-untyped-call]
         return dense
     if p is None:
         assert source is not None
-        p = source.at(indices, bounds)
-    return row_kl(indexer.scores_at(call, indices, bounds), p)
+        p = source.at(call.indices, call.bounds)
+    return row_kl(indexer.scores_at(call), p)
 
 
 def reduce_rows(
@@ -290,12 +272,16 @@ class KLSums:
         return torch.where(self.mass > 0, loss, 0.0)
 
 
-def score_gradient(p: Tensor, scores: Tensor, log_z: Tensor, mass: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of the scores of a chunk [s_q, keys], given that of the row losses [s_q]."""
+def dense_gradients(
+    call: IndexerCall, p: Tensor, log_z: Tensor, mass: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of iq, ik and w of a chunk of keys, unrounded, given that of the row losses [s_q]."""
+    scores = dispatch.scores_at(call)
     has_mass = (mass > 0)[:, None]
     safe_mass = torch.where(mass > 0, mass, 1.0)[:, None]
     d_scores = torch.exp(scores - log_z[:, None]) - p.to(scores.dtype) / safe_mass
-    return torch.where(has_mass, d_scores, 0.0) * grad[:, None]
+    d_scores = torch.where(has_mass, d_scores, 0.0) * grad[:, None]
+    return dispatch.scores_at_backward(call._replace(indices=None), d_scores, log_z.dtype)
 
 
 class KeyChunk(NamedTuple):
@@ -319,29 +305,28 @@ def key_chunks(s_q: int, s_kv: int, bounds: RowBounds) -> Iterator[KeyChunk]:
 class _DenseKL(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, iq: Tensor, ik: Tensor, w: Tensor, call: IndexerCall, target: AttentionTarget, bounds: RowBounds
-    ) -> Tensor:
+        ctx: Any, iq: Tensor, ik: Tensor, w: Tensor, call: IndexerCall, target: AttentionTarget
+    ) -> Tensor:  # fmt: skip
         sums = KLSums(iq)
-        for keys, indices, chunk in key_chunks(iq.shape[0], ik.shape[0], bounds):
-            scores = call.backend.scores_at(iq, ik[keys], w, indices, chunk, scale=call.scale, relu=call.relu)
-            sums.add(target.narrow_keys(keys).at(indices, chunk), scores)
+        call = call._replace(iq=iq, ik=ik, w=w)
+        for keys, indices, chunk in key_chunks(iq.shape[0], ik.shape[0], call.bounds):
+            sums.add(
+                target.narrow_keys(keys).at(indices, chunk), dispatch.scores_at(call.over(ik[keys], indices, chunk))
+            )
         ctx.save_for_backward(iq, ik, w, sums.log_z, sums.mass)
-        ctx.rest = call.without_tensors(), target, bounds
+        ctx.rest = call.without_tensors(), target
         return sums.loss()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         iq, ik, w, log_z, mass = ctx.saved_tensors
-        call, target, bounds = ctx.rest
+        call, target = ctx.rest
+        call = call._replace(iq=iq, ik=ik, w=w)
         d_iq, d_ik, d_w = (torch.zeros_like(x, dtype=log_z.dtype) for x in (iq, ik, w))
-        for keys, indices, chunk in key_chunks(iq.shape[0], ik.shape[0], bounds):
-            scores = call.backend.scores_at(iq, ik[keys], w, indices, chunk, scale=call.scale, relu=call.relu)
+        for keys, indices, chunk in key_chunks(iq.shape[0], ik.shape[0], call.bounds):
             p = target.narrow_keys(keys).at(indices, chunk)
-            grads = call.backend.dense_scores_backward(
-                iq, ik[keys], w, chunk, score_gradient(p, scores, log_z, mass, grad),
-                scale=call.scale, relu=call.relu, dtype=d_iq.dtype,
-            )  # fmt: skip
+            grads = dense_gradients(call.over(ik[keys], indices, chunk), p, log_z, mass, grad)
             for total, part in zip((d_iq, d_ik[keys], d_w), grads, strict=True):
                 total += part
-        return d_iq.to(iq.dtype), d_ik.to(ik.dtype), d_w.to(w.dtype), None, None, None
+        return d_iq.to(iq.dtype), d_ik.to(ik.dtype), d_w.to(w.dtype), None, None

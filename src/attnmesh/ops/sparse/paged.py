@@ -8,6 +8,7 @@ reported as `device_errors` describes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,6 +128,20 @@ class SparseDecodeCall:
     def without_sinks(self, q: Tensor) -> SparseDecodeCall:
         """The call for other queries of the same tokens, without sinks."""
         return replace(self, q=q, sinks=None)
+
+
+class IndexerStep(NamedTuple):
+    """Validated arguments: tokens select among the keys [first, end), [B, T] each."""
+
+    iq: Tensor
+    keys: PagedKeys
+    w: Tensor
+    topk: int
+    first: Tensor
+    end: Tensor
+    scale: float
+    relu: bool
+    backend: str
 
 
 def check_pool(name: str, pool: object, q: Tensor, quantized: str) -> Stored:

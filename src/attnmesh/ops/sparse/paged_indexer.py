@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
-from attnmesh.ops.gpu import gpu_of
-from attnmesh.ops.sparse import torch_backend
+from attnmesh.ops.sparse import dispatch, torch_backend
 from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices
+from attnmesh.ops.sparse.call import IndexerCall
 from attnmesh.ops.sparse.decode import check_tokens
-from attnmesh.ops.sparse.paged import PagedKeys, check_per_row, check_pool, check_table, refuse_gradient
-from attnmesh.ops.storage import Quantized, Stored
-from attnmesh.utils.optional import installed
-from attnmesh.utils.validation import check_bool, check_choice, check_number, check_positive, check_tensor, shown
+from attnmesh.ops.sparse.paged import IndexerStep, PagedKeys, check_per_row, check_pool, check_table, refuse_gradient
+from attnmesh.ops.storage import Stored
+from attnmesh.utils.validation import check_bool, check_number, check_positive, check_tensor, shown
 
 KeyRange = tuple[Tensor, Tensor]
 _BLOCK_SIZE = 4096  # keys that are scored at a time on a CPU
 
 
 def paged_indexer_topk(
-    iq: Tensor,
-    pool: Stored,
-    block_table: Tensor,
-    w: Tensor,
-    topk: int,
-    *,
-    cur_pos: Sequence[int] | Tensor | None = None,
-    key_range: KeyRange | None = None,
-    scale: float = 1.0,
-    relu: bool = True,
-    backend: str = "auto",
-) -> TopKIndices:
+    iq: Tensor, pool: Stored, block_table: Tensor, w: Tensor, topk: int, *,
+    cur_pos: Sequence[int] | Tensor | None = None, key_range: KeyRange | None = None, scale: float = 1.0,
+    relu: bool = True, backend: str = "auto",
+) -> TopKIndices:  # fmt: skip
     """The exact top-k keys of the new tokens of a decode step: `indices` int32 [B, T, topk], positions in the cache.
 
     As `indexer_topk`: ascending, then -1; of equal scores the lowest position; a key whose score is NaN is never
@@ -51,7 +40,7 @@ def paged_indexer_topk(
         key_range: (first, end), integers [B, T] each, instead: token t of sequence b selects among
             `first[b, t] <= p < end[b, t]`, as needed where the cache holds only a part of the sequence.
         scale, relu: as in `indexer_topk`.
-        backend: "auto", "torch" or "triton".
+        backend: "auto", "gluon", "triton" or "torch".
 
     Only keys that some token selects among are read. A block outside the pool, or a position beyond the table, is never
     read. On the CPU it raises ValueError. On a GPU the sequence selects nothing, and a later decode call, or
@@ -67,20 +56,6 @@ def paged_indexer_topk(
     return select(indexer_step(iq, pool, block_table, w, topk, cur_pos, key_range, scale, relu, backend))
 
 
-class IndexerStep(NamedTuple):
-    """Validated arguments: tokens select among the keys [first, end), [B, T] each."""
-
-    iq: Tensor
-    keys: PagedKeys
-    w: Tensor
-    topk: int
-    first: Tensor
-    end: Tensor
-    scale: float
-    relu: bool
-    backend: str
-
-
 def indexer_step(
     iq: Tensor, pool: Stored, block_table: Tensor, w: Tensor, topk: int, cur_pos: Sequence[int] | Tensor | None,
     key_range: KeyRange | None, scale: float, relu: bool, backend: str,
@@ -92,7 +67,14 @@ def indexer_step(
     check_bool(relu=relu)
     bounds = _bounds(cur_pos, key_range, iq)
     return IndexerStep(
-        iq, keys, _check_weights(w, iq), topk, *bounds, check_number("scale", scale), relu, _choose(iq, keys, backend)
+        iq,
+        keys,
+        _check_weights(w, iq),
+        topk,
+        *bounds,
+        check_number("scale", scale),
+        relu,
+        dispatch.choose_paged("paged_topk", iq, keys, backend),
     )
 
 
@@ -100,11 +82,9 @@ def select(step: IndexerStep) -> TopKIndices:
     """The top-k of a validated call."""
     if step.backend == "torch":
         return _on_torch(step)
-    from attnmesh.ops.sparse import triton_paged_topk
+    from attnmesh.ops.sparse import gluon_paged_scores, triton_paged_topk
 
-    return triton_paged_topk.paged_topk(
-        step.iq, step.keys, step.w, step.topk, step.first, step.end, scale=step.scale, relu=step.relu
-    )
+    return triton_paged_topk.paged_topk(step, gluon_paged_scores if step.backend == "gluon" else None)
 
 
 def slots_read(step: IndexerStep) -> tuple[Tensor, Tensor]:
@@ -141,33 +121,14 @@ def _on_torch(step: IndexerStep) -> TopKIndices:
         length = int(ends[b])
         own = keys.gather(slots[b, :length], wide).masked_fill(slots[b, :length, None] < 0, 0.0)
         bounds = RowBounds(first[b].int(), end[b].clamp(0, length).int(), torch.full_like(first[b], topk).int(), 0)
-        with torch.no_grad(), torch.autocast(iq.device.type, enabled=False):
-            found.append(
-                torch_backend.topk(iq[b], own, w[b], topk, bounds, scale=scale, relu=relu, block_size=_BLOCK_SIZE)
-            )
+        call = IndexerCall(iq[b], own, w[b], None, bounds, scale, relu, False, "torch")
+        with torch.no_grad():
+            found.append(torch_backend.topk(call, topk, _BLOCK_SIZE))
     if not found:
         scores = iq.new_empty(0, tokens, topk, dtype=wide)
         return TopKIndices(scores.int(), scores, scores[..., 0].int())
     indices, scores, lengths = (torch.stack(each) for each in zip(*found, strict=True))
     return TopKIndices(indices, scores, lengths)
-
-
-def _choose(iq: Tensor, keys: PagedKeys, backend: str) -> str:
-    check_choice("backend", backend, ("auto", "torch", "triton"))
-    refusal = None
-    if not installed("triton"):
-        refusal = "Triton is not installed"
-    elif iq.dtype == torch.float64:
-        refusal = "it computes in float32, and iq is float64"
-    elif iq.shape[0] > MAX_SEQUENCES:
-        refusal = f"it takes up to {MAX_SEQUENCES} sequences, got {iq.shape[0]}"
-    elif iq.shape[3] > 256:
-        refusal = f"its head dim is at most 256, got {iq.shape[3]}"
-    elif isinstance(keys.pool, Quantized) and gpu_of(iq.device).capability < 89:
-        refusal = "its kernels need compute capability 8.9 to read fp8 caches"
-    if backend == "triton" and refusal is not None:
-        raise ValueError(f"backend='triton' cannot serve this call: {refusal}")
-    return "triton" if backend == "triton" or (backend == "auto" and iq.is_cuda and refusal is None) else "torch"
 
 
 def _check_weights(w: object, iq: Tensor) -> Tensor:

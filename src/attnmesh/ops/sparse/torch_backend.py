@@ -7,8 +7,10 @@ bits in every block, shard and batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +19,23 @@ from torch import Tensor
 from attnmesh.core.merge import add_sinks
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices, sort_by_key
+from attnmesh.ops.sparse.call import IndexerCall, SparseCall
 
 _MAX_GATHERED = 1 << 22  # elements of the keys gathered at a time
 _TILE_ROWS, _TILE_KEYS = 8, 128
+
+Compute = TypeVar("Compute", bound=Callable[..., Any])
+
+
+def _without_autocast(compute: Compute) -> Compute:
+    """Disable autocast in `compute`, which chooses its dtypes itself."""
+
+    @functools.wraps(compute)
+    def wrapped(call: SparseCall | IndexerCall, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(call[0].device.type, enabled=False):
+            return compute(call, *args, **kwargs)
+
+    return cast(Compute, wrapped)
 
 
 # Gathered keys.
@@ -87,16 +103,17 @@ def _keys_at(k: Tensor, at: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
 # Attention.
 
 
+@_without_autocast
 def forward(
-    q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, bounds: RowBounds,
-    *, scale: float, d_v: int, dtype: torch.dtype, sinks: Tensor | None = None, max_logits: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """`Backend.forward`."""
+    call: SparseCall, dtype: torch.dtype, sinks: Tensor | None = None, max_logits: bool = False
+) -> tuple[Tensor, ...]:
+    """`dispatch.forward`."""
+    q, d_v = call.q, call.d_v
     s_q, heads, _ = q.shape
     out = q.new_empty(s_q, heads, d_v, dtype=dtype)
     lse, largest = (q.new_empty(s_q, heads, dtype=accumulation_dtype(q.dtype)) for _ in range(2))
-    for part, values in _gather_keys_and_values(q, k, v, indices, bounds, d_v):
-        s = _scores(q, part, scale)
+    for part, values in _gather_keys_and_values(call):
+        s = _scores(call, part)
         top = s.amax(-1, keepdim=True)
         largest[part.rows] = top.squeeze(-1)
         top = top.masked_fill(top == -torch.inf, 0.0)
@@ -108,20 +125,21 @@ def forward(
     return (out, lse, largest) if max_logits else (out, lse)
 
 
+@_without_autocast
 def backward(
-    q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, bounds: RowBounds, lse: Tensor, delta: Tensor,
-    dout: Tensor, *, scale: float, d_v: int, deterministic: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """`Backend.backward`."""
+    call: SparseCall, lse: Tensor, delta: Tensor, dout: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`dispatch.backward`."""
+    q, k, v, d_v, deterministic = call.q, call.k, call.v, call.d_v, call.deterministic
     dq = torch.empty_like(q, dtype=dtype)
     dk = _zeros_with_spare_row(q, k.shape[0], k.shape[1])
     dv = None if v is None else _zeros_with_spare_row(q, v.shape[0], d_v)
-    for part, values in _gather_keys_and_values(q, k, v, indices, bounds, d_v):
-        p = _probabilities(q, part, lse, scale)
+    for part, values in _gather_keys_and_values(call):
+        p = _probabilities(call, part, lse)
         grad = dout[part.rows].to(p.dtype)
         has_mass = part.valid[:, None] & torch.isfinite(lse[part.rows, :, None])
         dp = values.dots(grad)
-        ds = torch.where(has_mass, p * (dp - delta[part.rows, :, None]), 0.0) * scale
+        ds = torch.where(has_mass, p * (dp - delta[part.rows, :, None]), 0.0) * call.scale
         dq[part.rows] = torch.matmul(ds, part.keys).to(dq.dtype)
         key_grads = part.key_grads(ds, q[part.rows].to(p.dtype))
         value_grads = values.key_grads(p, grad)
@@ -133,49 +151,46 @@ def backward(
     return dq, dk[:-1], None if dv is None else dv[:-1]
 
 
-def distribution(
-    q: Tensor, k: Tensor, indices: Tensor, bounds: RowBounds, lse: Tensor, *, scale: float, head_group: int
-) -> Tensor:
-    """`Backend.distribution`."""
+@_without_autocast
+def distribution(call: SparseCall, lse: Tensor, head_group: int) -> Tensor:
+    """`dispatch.distribution`."""
+    q, indices = call.q, call.indices
     s_q, heads, d = q.shape
     dist = lse.new_empty(-(-heads // head_group), s_q, indices.shape[1], dtype=accumulation_dtype(q.dtype))
-    for part in gather_keys(k, indices, bounds, d + heads):
-        p = _probabilities(q, part, lse, scale)
+    for part in gather_keys(call.k, indices, call.bounds, d + heads):
+        p = _probabilities(call, part, lse)
         for group, of_group in enumerate(p.split(head_group, 1)):
             dist[group, part.rows] = of_group.sum(1)
     return dist
 
 
 def row_delta(out: Tensor, dout: Tensor) -> Tensor:
-    """`Backend.row_delta`."""
+    """The sum of out * dout over features, [s_q, heads]."""
     dtype = accumulation_dtype(out.dtype)
     return (out.to(dtype) * dout.to(dtype)).sum(-1)
 
 
-def _gather_keys_and_values(
-    q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, bounds: RowBounds, d_v: int
-) -> Iterator[tuple[GatheredKeys, GatheredKeys]]:
+def _gather_keys_and_values(call: SparseCall) -> Iterator[tuple[GatheredKeys, GatheredKeys]]:
     """Keys and values; without `v` the values are the first d_v features of the keys."""
-    per_slot = max(k.shape[1], d_v) + q.shape[1]
-    if v is None:
-        for part in gather_keys(k, indices, bounds, per_slot):
-            yield part, replace(part, keys=part.keys[..., :d_v])
+    per_slot = max(call.k.shape[1], call.d_v) + call.q.shape[1]
+    keys = gather_keys(call.k, call.indices, call.bounds, per_slot)
+    if call.v is None:
+        for part in keys:
+            yield part, replace(part, keys=part.keys[..., : call.d_v])
     else:
-        yield from zip(
-            gather_keys(k, indices, bounds, per_slot), gather_keys(v, indices, bounds, per_slot), strict=True
-        )
+        yield from zip(keys, gather_keys(call.v, call.indices, call.bounds, per_slot), strict=True)
 
 
-def _scores(q: Tensor, part: GatheredKeys, scale: float) -> Tensor:
-    s = part.dots(q[part.rows].to(part.keys.dtype)) * scale
+def _scores(call: SparseCall, part: GatheredKeys) -> Tensor:
+    s = part.dots(call.q[part.rows].to(part.keys.dtype)) * call.scale
     return s.masked_fill(~part.valid[:, None], -torch.inf)
 
 
-def _probabilities(q: Tensor, part: GatheredKeys, lse: Tensor, scale: float) -> Tensor:
+def _probabilities(call: SparseCall, part: GatheredKeys, lse: Tensor) -> Tensor:
     """exp(score - lse); 0 where the slot is invalid or the lse of the head is infinite."""
     lse = lse[part.rows, :, None]
     infinite = torch.isinf(lse)
-    p = torch.exp(_scores(q, part, scale) - lse.masked_fill(infinite, 0.0))
+    p = torch.exp(_scores(call, part) - lse.masked_fill(infinite, 0.0))
     return p.masked_fill(infinite | ~part.valid[:, None], 0.0)  # without a valid slot, lse may hold any value
 
 
@@ -187,24 +202,25 @@ def _zeros_with_spare_row(q: Tensor, rows: int, width: int) -> Tensor:
 # The indexer.
 
 
-def scores_at(
-    iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor, bounds: RowBounds, *, scale: float, relu: bool
-) -> Tensor:
-    """`Backend.scores_at`."""
+@_without_autocast
+def scores_at(call: IndexerCall) -> Tensor:
+    """`dispatch.scores_at`."""
+    iq, ik, w, indices, bounds, *_ = call
+    assert indices is not None
     dtype = accumulation_dtype(iq.dtype)
     scores = iq.new_empty(indices.shape, dtype=dtype)
     for part in gather_keys(ik, indices, bounds, iq.shape[1] + iq.shape[2]):
         s = part.dots(iq[part.rows].to(dtype))
-        s = _sum_heads(s, w[part.rows].to(dtype), scale, relu)
+        s = _sum_heads(s, w[part.rows].to(dtype), call.scale, call.relu)
         scores[part.rows] = s.masked_fill(~part.valid, -torch.inf)
     return scores
 
 
-def scores_at_backward(
-    iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor, bounds: RowBounds, grad: Tensor,
-    *, scale: float, relu: bool, deterministic: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`Backend.scores_at_backward`."""
+@_without_autocast
+def scores_at_backward(call: IndexerCall, grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """`dispatch.scores_at_backward`."""
+    iq, ik, w, indices, bounds, scale, relu, deterministic, _ = call
+    assert indices is not None
     wide = accumulation_dtype(iq.dtype)
     d_iq, d_w = torch.empty_like(iq, dtype=dtype), torch.empty_like(w, dtype=wide)
     d_ik = _zeros_with_spare_row(iq, ik.shape[0], ik.shape[1])
@@ -221,19 +237,17 @@ def scores_at_backward(
     return d_iq, d_ik[:-1], d_w
 
 
-def dense_scores_backward(
-    iq: Tensor, ik: Tensor, w: Tensor, bounds: RowBounds, grad: Tensor, *, scale: float, relu: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`Backend.dense_scores_backward`."""
-    first, size = bounds.k_offset, ik.shape[0]
-    indices = torch.arange(first, first + size, dtype=torch.int32, device=iq.device).expand(iq.shape[0], size)
-    return scores_at_backward(iq, ik, w, indices, bounds, grad, scale=scale, relu=relu, deterministic=True, dtype=dtype)
+def dense_scores_backward(call: IndexerCall, grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """`scores_at_backward` where the slots of every row are all keys, in order."""
+    first, size = call.bounds.k_offset, call.ik.shape[0]
+    indices = torch.arange(first, first + size, dtype=torch.int32, device=call.iq.device).expand(len(call.iq), size)
+    return scores_at_backward(call._replace(indices=indices, deterministic=True), grad, dtype)
 
 
-def topk(
-    iq: Tensor, ik: Tensor, w: Tensor, topk: int, bounds: RowBounds, *, scale: float, relu: bool, block_size: int
-) -> TopKIndices:
-    """`Backend.topk`."""
+@_without_autocast
+def topk(call: IndexerCall, topk: int, block_size: int) -> TopKIndices:
+    """`dispatch.topk`."""
+    iq, ik, w, bounds = call.iq, call.ik, call.w, call.bounds
     s_q, dtype = iq.shape[0], accumulation_dtype(iq.dtype)
     running = RunningTopK.empty(s_q, topk, dtype, iq.device)
     for first in range(0, ik.shape[0], block_size):
@@ -248,7 +262,7 @@ def topk(
                 continue
             low, high = int(columns[0]) // _TILE_KEYS, int(columns[-1]) // _TILE_KEYS + 1
             scored = slice(low * _TILE_KEYS, min(high * _TILE_KEYS, len(keys)))
-            scores = _tiled_scores(iq[rows].to(dtype), tiles[low:high], w[rows].to(dtype), scale, relu)
+            scores = _tiled_scores(iq[rows].to(dtype), tiles[low:high], w[rows].to(dtype), call.scale, call.relu)
             scores = scores[:, : scored.stop - scored.start].masked_fill(~visible[:, scored], -torch.inf)
             running.update(rows, scores, indices[scored])
     return running.result()

@@ -1,29 +1,7 @@
-"""The backward pass of sparse attention in Triton: any number of heads, widths and slots; 16-bit types or float32.
-
-Three kernels run over chunks of rows and recompute the weights p from the lse::
-
-    scores_kernel      p = exp(scale * q @ k^T - lse)     ds = p * (dout @ v^T - delta)    to workspaces
-    grad_query_kernel  dq = scale * ds @ k
-    grad_key_kernel    dk += scale * ds^T @ q             dv += p^T @ dout                 scattered to the keys
-
-The cost is dominated not by the products but by the gradients of the keys: 4 bytes per slot and column, 19 GB for 4096
-rows of 2048 slots and 576 columns. They are therefore summed over all heads before they leave a multiprocessor. One
-kernel could not do that: q, dout and dq of 128 heads and 576 columns exceed the memory of a multiprocessor, and half of
-the heads at a time would write twice as much. Between kernels p and ds take 2 bytes per slot and head, and every
-product reads each key once for 64 heads or more.
-
-The workspaces of p and ds are [rows, padded_heads, padded_slots]: 0 where a slot is invalid or a head does not exist.
-Tiles past the last slot of a row are neither written nor read.
-
-dk and dv are summed by atomics or, if `deterministic`, written slot by slot and then summed key by key, in the order of
-rows and slots.
-
-On Hopper the kernels of `gluon_backward` take the place of the last two, for the calls and heads that they support.
-"""
+"""The kernels of the backward pass of sparse attention in Triton, which `backward` describes."""
 
 # Kernels are written in Triton's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from typing import NamedTuple
 
 import torch
@@ -31,14 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.launch import Launch, Recent, cdiv, repeat
-from attnmesh.ops.sparse import gluon_backward, gluon_common
-from attnmesh.ops.sparse.arguments import RowBounds
-from attnmesh.ops.sparse.triton_sums_by_key import SlotsByKey, add_by_key, sort_slots_by_key
+from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, repeat
+from attnmesh.ops.sparse.call import SparseCall
 
-_Listed = tuple[Tensor, int, Tensor, Tensor, Tensor]  # indices and their stride, lo, hi and slots
 _Factors = tuple[Tensor, Tensor]  # a workspace, and the q or dout that it is multiplied with
 _launches: Recent[Launch] = Recent()
+_DELTA_ELEMENTS = 4096  # per program of the memory-bound delta kernel
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_NOT_SPECIALIZED = ["row_begin", "k_offset"]  # they differ between chunks
 
 
 class BackwardTiles(NamedTuple):
@@ -51,34 +29,13 @@ class BackwardTiles(NamedTuple):
     stages: int
 
 
-# By bytes per element. Fixed rather than autotuned: the order of the sums must not depend on a timing. 16 bits: the
-# fastest of those tried on an H200 with 128 heads of 576 columns. float32 runs without tensor cores (tf32 is not
-# float32), so a thread holds rows of both operands, which requires small tiles. The other kernels' keys must divide
-# those of SCORES, because a tile reads only what one tile of the scores has written.
-SCORES = {2: BackwardTiles(64, 128, 64, 4, 3), 4: BackwardTiles(32, 32, 32, 4, 1)}
-# For rows that are not aligned to 16 bytes.
-SCORES_UNALIGNED = {2: BackwardTiles(64, 64, 64, 4, 1), 4: BackwardTiles(32, 32, 32, 4, 1)}
-GRAD_QUERY = {2: BackwardTiles(128, 64, 128, 4, 3), 4: BackwardTiles(32, 32, 64, 4, 1)}
-GRAD_QUERY_FEW_HEADS = {2: BackwardTiles(32, 64, 64, 2, 4), 4: BackwardTiles(32, 32, 64, 4, 1)}
-GRAD_KEY = {2: BackwardTiles(128, 64, 128, 8, 3), 4: BackwardTiles(16, 32, 64, 4, 1)}
-# For more heads than one tile of GRAD_KEY holds: q and dout are then read once per tile of keys.
-GRAD_KEY_MANY_HEADS = {2: BackwardTiles(64, 64, 128, 8, 3), 4: BackwardTiles(16, 32, 64, 4, 1)}
-# Bytes of the workspaces of a chunk of rows: enough for several waves of programs.
-WORKSPACE = 1 << 29
-WORKSPACE_DETERMINISTIC = 1 << 30
-_DELTA_ELEMENTS = 4096  # per program of the memory-bound delta kernel
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_NOT_SPECIALIZED = ["row_begin", "k_offset"]  # they differ between chunks
-
-
 def row_delta(out: Tensor, dout: Tensor) -> Tensor:
     """`sum(out * dout)` over the value's columns: float32 [s_q, h] from two [s_q, h, d_v]."""
     rows, heads, width = out.shape
-    _check_contiguous(out=out, dout=dout)
     result = torch.empty((rows, heads), dtype=torch.float32, device=out.device)
     if result.numel() == 0:
         return result
-    columns = _power_of_two(width)
+    columns = next_power_of_2(width)
     pairs = max(1, _DELTA_ELEMENTS // columns)
     repeat(
         _launches, delta_kernel, (cdiv(rows * heads, pairs),),
@@ -88,195 +45,61 @@ def row_delta(out: Tensor, dout: Tensor) -> Tensor:
     return result
 
 
-def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    indices: Tensor,
-    lo: Tensor,
-    hi: Tensor,
-    slots: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dout: Tensor,
-    *,
-    k_offset: int,
-    scale: float,
-    d_v: int,
-    deterministic: bool,
-    dtype: torch.dtype | None = None,
-    chunk_rows: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients (dq, dk, dv) of sparse attention: dq in `dtype`, by default that of q; dk and dv in float32.
-
-    q [s_q, h, d], k [s_kv, d], v [s_kv, d_v] or None: the values are then the first d_v columns of k, dk includes
-    their gradient and dv is None. Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key
-    is row `indices[i, j] - k_offset`. lse [s_q, h], natural and float32, may cover more keys; a head whose lse is
-    infinite has no weights. delta [s_q, h], float32, is `row_delta` minus the gradient of lse.
-
-    `chunk_rows` rows are computed at a time, by default as many as the workspaces allow; with `deterministic` the
-    result has the same bits for every number.
-    """
-    _check_contiguous(q=q, k=k, v=v, indices=indices, dout=dout)
-    rows, heads, width = q.shape
-    dq = torch.empty(q.shape, dtype=q.dtype if dtype is None else dtype, device=q.device)
-    dk = torch.zeros(k.shape, dtype=torch.float32, device=q.device)
-    dv = None if v is None else torch.zeros(v.shape, dtype=torch.float32, device=q.device)
-    if 0 in (*q.shape, *k.shape, *indices.shape):
-        return dq.zero_(), dk, dv
-
-    strides = [stride for x in (q, k, v, dout) if x is not None for stride in x.stride()[:-1]]
-    aligned = all(stride % 16 == 0 for stride in strides)
-    hopper = gluon_backward.supports(q, k, v, dout, d_v=d_v)
-    plan = _plan(q, indices, aligned, hopper, deterministic, chunk_rows)
-    segments = gluon_backward.segments(dk, plan.padded_heads) if hopper and not deterministic else 0
-    if segments > 1:
-        indices, slots = gluon_backward.sort_by_key(indices, RowBounds(lo, hi, slots, k_offset))
-    workspace = (plan.rows, plan.padded_heads, plan.padded_slots)
-    weights, grad_scores = (torch.empty(workspace, dtype=q.dtype, device=q.device) for _ in range(2))
-    listed = (indices, indices.stride(0), lo, hi, slots)
-    for_k, for_v = (grad_scores, q), (weights, dout)
-    sums: list[tuple[Tensor, float, _Factors, _Factors | None]] = [(dk, scale, for_k, for_v if dv is None else None)]
-    if dv is not None:
-        sums.append((dv, 1.0, for_v, None))
-
-    with torch.cuda.device_of(q):
-        for begin in range(0, rows, plan.rows):
-            count = min(plan.rows, rows - begin)
-            chunk = (begin, plan.padded_slots, k_offset)
-            tiles = plan.scores
-            repeat(
-                _launches, scores_kernel,
-                (count * (plan.padded_heads // tiles.heads) * (plan.padded_slots // tiles.keys),),
-                (
-                    q, q.stride()[:2], k, k.stride(0), k if v is None else v, k.stride(0) if v is None else v.stride(0),
-                    dout, dout.stride()[:2], *listed, lse, lse.stride(), delta, delta.stride(), weights, grad_scores,
-                    *chunk, scale, width,
-                ),
-                D=width, DV=d_v, V_IN_K=v is None, H=heads, PADDED_HEADS=plan.padded_heads,
-                HEADS=tiles.heads, KEYS=tiles.keys, COLUMNS=tiles.columns,
-                num_warps=tiles.warps, num_stages=tiles.stages,
-            )  # fmt: skip
-            if plan.hopper and plan.padded_heads == gluon_backward.QUERY_HEADS:
-                gluon_backward.grad_query(grad_scores, k, listed, dq, chunk, count, scale)
-            else:
-                _grad_query(grad_scores, k, listed, dq, chunk, count, scale, plan)
-            order = None
-            if deterministic:
-                order = sort_slots_by_key(
-                    indices[begin : begin + count],
-                    RowBounds(lo, hi, slots, k_offset).narrow(begin, begin + count),
-                    k.shape[0],
-                )
-            for target, factor, product, second in sums:
-                _add_to_keys(target, factor, product, second, listed, chunk, count, plan, order, segments)
-    return dq, dk, dv
-
-
-def _grad_query(
-    grad_scores: Tensor,
-    k: Tensor,
-    listed: _Listed,
-    dq: Tensor,
-    chunk: tuple[int, int, int],
-    count: int,
-    scale: float,
-    plan: "_Plan",
-) -> None:
-    """Writes dq of the rows of a chunk."""
-    _, heads, width = dq.shape
-    tiles = plan.grad_query
-    parts = _parts(width, tiles.columns)
+def scores(
+    call: SparseCall, rows: range, lse: Tensor, delta: Tensor, dout: Tensor, weights: Tensor, grad_scores: Tensor,
+    tiles: BackwardTiles,
+) -> None:  # fmt: skip
+    """Writes p and ds of some rows to workspaces [rows, padded_heads, padded_slots]."""
+    q, k, v, indices, (lo, hi, slots, k_offset), scale, d_v, *_ = call
+    v, (_, heads, width), (_, padded_heads, padded_slots) = k if v is None else v, q.shape, weights.shape
     repeat(
-        _launches, grad_query_kernel, (count * (plan.padded_heads // tiles.heads) * parts.number,),
-        (grad_scores, k, k.stride(0), *listed, dq, dq.stride()[:2], *chunk, scale),
-        D=width, H=heads, PADDED_HEADS=plan.padded_heads, HEADS=tiles.heads, KEYS=tiles.keys,
-        PARTS=parts.number, MAIN=parts.main, EXTRA=parts.extra,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        _launches, scores_kernel, (len(rows) * (padded_heads // tiles.heads) * (padded_slots // tiles.keys),),
+        (
+            q, q.stride()[:2], k, k.stride(0), v, v.stride(0), dout, dout.stride()[:2], indices, indices.stride(0),
+            lo, hi, slots, lse, lse.stride(), delta, delta.stride(), weights, grad_scores,
+            rows.start, padded_slots, k_offset, scale, width,
+        ),
+        D=width, DV=d_v, V_IN_K=call.v is None, H=heads, PADDED_HEADS=padded_heads,
+        HEADS=tiles.heads, KEYS=tiles.keys, COLUMNS=tiles.columns, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 
-def _add_to_keys(
-    target: Tensor,
-    scale: float,
-    product: _Factors,
-    second: _Factors | None,
-    listed: _Listed,
-    chunk: tuple[int, int, int],
-    count: int,
-    plan: "_Plan",
-    order: SlotsByKey | None,
-    segments: int,
-) -> None:
-    """Adds `scale * left^T @ right`, and a second such product, of the rows of a chunk to their keys."""
-    width = target.shape[1]
+def grad_query(call: SparseCall, rows: range, grad_scores: Tensor, dq: Tensor, tiles: BackwardTiles) -> None:
+    """Writes dq of some rows from ds."""
+    k, indices, (lo, hi, slots, k_offset) = call.k, call.indices, call.bounds
+    (_, heads, width), (_, padded_heads, padded_slots) = dq.shape, grad_scores.shape
+    parts = _parts(width, tiles.columns)
+    repeat(
+        _launches, grad_query_kernel, (len(rows) * (padded_heads // tiles.heads) * parts.number,),
+        (
+            grad_scores, k, k.stride(0), indices, indices.stride(0), lo, hi, slots, dq, dq.stride()[:2],
+            rows.start, padded_slots, k_offset, call.scale,
+        ),
+        D=width, H=heads, PADDED_HEADS=padded_heads, HEADS=tiles.heads, KEYS=tiles.keys,
+        PARTS=parts.number, MAIN=parts.main, EXTRA=parts.extra, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+
+
+def grad_key(
+    into: Tensor, call: SparseCall, rows: range, scale: float, product: _Factors, second: _Factors | None,
+    tiles: BackwardTiles, *, atomic: bool,
+) -> None:  # fmt: skip
+    """Adds `scale * left^T @ right`, and a second such product, of some rows to their keys, or stores it by slots."""
+    indices, (lo, hi, slots, k_offset), width = call.indices, call.bounds, into.shape[1]
     left, right = product
     left_v, right_v = second or (None, right)
-    into = target
-    if order is not None:
-        into = torch.empty((count * plan.slots, width), dtype=torch.float32, device=target.device)
-    if plan.hopper:
-        assert left_v is not None  # the values are in the keys
-        gluon_backward.grad_key(
-            into, left, left_v, right, right_v, listed, chunk, count, scale, atomic=order is None, segments=segments
-        )
-    else:
-        tiles = plan.grad_key
-        parts = _parts(width, tiles.columns)
-        repeat(
-            _launches, grad_key_kernel, (count * parts.number,),
-            (
-                left, right, right.stride()[:2], left_v, right_v, right_v.stride()[:2], *listed,
-                into, into.stride(0), *chunk, plan.slots, scale,
-            ),
-            WIDTH=width, WIDTH_V=right_v.shape[2], H=right.shape[1], PADDED_HEADS=plan.padded_heads,
-            HEADS=tiles.heads, KEYS=tiles.keys, PARTS=parts.number, MAIN=parts.main, EXTRA=parts.extra,
-            ATOMIC=order is None, num_warps=tiles.warps, num_stages=tiles.stages,
-        )  # fmt: skip
-    if order is not None:
-        add_by_key(target, into, order)
-
-
-class _Plan(NamedTuple):
-    """Rows per chunk, sizes of the workspaces, and the tiles of every kernel."""
-
-    hopper: bool  # `gluon_backward` supports the call
-    rows: int
-    slots: int
-    padded_heads: int
-    padded_slots: int
-    scores: BackwardTiles
-    grad_query: BackwardTiles
-    grad_key: BackwardTiles
-
-
-def _plan(
-    q: Tensor, indices: Tensor, aligned: bool, hopper: bool, deterministic: bool, chunk_rows: int | None
-) -> _Plan:
-    rows, heads, width = q.shape
-    slots = indices.shape[1]
-    size = q.element_size()
-    scores = SCORES if aligned else SCORES_UNALIGNED
-    grad_key = GRAD_KEY if heads <= GRAD_KEY[size].heads else GRAD_KEY_MANY_HEADS
-    grad_query = GRAD_QUERY_FEW_HEADS if heads <= GRAD_QUERY_FEW_HEADS[size].heads else GRAD_QUERY
-    least_slots = gluon_common.KEYS if hopper else 1  # of a tile
-    every = [_fitted(table[size], heads, max(slots, least_slots), width) for table in (scores, grad_query, grad_key)]
-    most_heads, most_keys = max(tiles.heads for tiles in every), max(tiles.keys for tiles in every)
-    padded_heads = cdiv(heads, most_heads) * most_heads
-    padded_slots = cdiv(slots, most_keys) * most_keys
-    budget, row_bytes = WORKSPACE, 2 * padded_heads * padded_slots * size
-    if deterministic:
-        budget, row_bytes = WORKSPACE_DETERMINISTIC, row_bytes + slots * width * 4
-    chunk = min(rows, chunk_rows or max(1, budget // row_bytes))
-    return _Plan(hopper, chunk, slots, padded_heads, padded_slots, *every)
-
-
-def _fitted(tiles: BackwardTiles, heads: int, slots: int, width: int) -> BackwardTiles:
-    """Tiles no larger than the operands; 16 is the minimum of `tl.dot`."""
-    heads, keys, columns = (
-        min(most, max(16, _power_of_two(size))) for most, size in zip(tiles, (heads, slots, width), strict=False)
-    )
-    return BackwardTiles(heads, keys, columns, tiles.warps, tiles.stages)
+    _, padded_heads, padded_slots = left.shape
+    parts = _parts(width, tiles.columns)
+    repeat(
+        _launches, grad_key_kernel, (len(rows) * parts.number,),
+        (
+            left, right, right.stride()[:2], left_v, right_v, right_v.stride()[:2], indices, indices.stride(0),
+            lo, hi, slots, into, into.stride(0), rows.start, padded_slots, k_offset, indices.shape[1], scale,
+        ),
+        WIDTH=width, WIDTH_V=right_v.shape[2], H=right.shape[1], PADDED_HEADS=padded_heads,
+        HEADS=tiles.heads, KEYS=tiles.keys, PARTS=parts.number, MAIN=parts.main, EXTRA=parts.extra,
+        ATOMIC=atomic, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
 
 
 class _Parts(NamedTuple):
@@ -289,25 +112,14 @@ class _Parts(NamedTuple):
 
 def _parts(width: int, most: int) -> _Parts:
     """Parts whose `main` is at most `most` and `extra` at most half of it: 576 = 4 * (128 + 16)."""
-    main = max(16, min(most, _power_of_two(width)))
+    main = max(16, min(most, next_power_of_2(width)))
     while True:
         number = max(1, width // main)
         rest = max(0, width - number * main)
-        extra = max(16, _power_of_two(-(-rest // number))) if rest else 0
+        extra = max(16, next_power_of_2(-(-rest // number))) if rest else 0
         if main == 16 or (width >= main and extra <= main // 2):
             return _Parts(number, main, extra)
         main //= 2
-
-
-def _power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << max(0, n - 1).bit_length()
-
-
-def _check_contiguous(**tensors: Tensor | None) -> None:
-    for name, x in tensors.items():
-        if x is not None and x.shape[-1] > 1 and x.stride(-1) != 1:
-            raise ValueError(f"{name} must have stride 1 along its last dimension, got {x.stride(-1)}")
 
 
 # Kernels.

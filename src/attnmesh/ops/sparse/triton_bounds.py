@@ -1,8 +1,7 @@
 """The bounds of a `SparseMask` in one launch: torch would compute them in nine to sixteen operations."""
 
 # Kernels are written in Triton's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import torch
 import triton

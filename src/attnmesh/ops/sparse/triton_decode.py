@@ -1,29 +1,14 @@
-"""Sparse decode over a paged cache of latents in Triton.
+"""The kernels of sparse decode over a paged cache of latents in Triton, which `decode_kernels` describes.
 
-`_locate_kernel` maps the indices of a token to slots of the pool, without padding and keys of other ranks, and finds
-faults. Then there are three ways to attend:
-
-- `_attend_kernel` attends over some slots of a token for some of its heads, and `_merge_kernel` merges the states where
-  the slots of a token are split among programs. A key is read once per tile of heads: its first columns are also the
-  value. An fp8_ds_mla key is dequantized in registers, in float32, and rounded to the dtype of q.
-- On Hopper over fp8_ds_mla, the kernel in `gluon_decode` attends in the same way.
-- Where many heads and tokens fill the GPU, and for fp8_ds_mla with float32 queries, the kernel of sparse prefill
-  attends: over the pool itself if it is plain, otherwise over keys that `_gather_kernel` has dequantized to a
-  workspace, once for all heads.
-
-From Hopper on, the kernel in `gluon_decode` and `_merge_kernel` may be launched while the kernel before them runs; they
-wait for its end before they access global memory. All other kernels start after the end of those before them.
+From Hopper on, `_merge_kernel` may be launched while the kernel before it runs; it waits for the end of that before it
+accesses global memory. The others start after the end of those before them.
 
 Tiles follow fixed rules, so results do not depend on timings; tests/ops/sparse/test_sparse_kernels_compile.py checks
 that they fit sm_90.
 """
 
 # Kernels are written in Triton's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
-
-import enum
-import functools
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from typing import Any
 
 import torch
@@ -32,12 +17,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_device_error
+from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record
 from attnmesh.ops.gpu import gpu_of, starts_early
 from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, repeat
-from attnmesh.ops.sparse import gluon_common, gluon_decode, gluon_forward, triton_forward
 from attnmesh.ops.sparse.paged import PagedKeys, SparseDecodeCall
-from attnmesh.ops.sparse.triton_forward import LOG2_E, ForwardTiles, pick_tiles, split_width
+from attnmesh.ops.sparse.triton_forward import LOG2_E, ForwardTiles, pick_tiles, softmax_step, split_width
 from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
 
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -48,44 +32,9 @@ _GROUP = tl.constexpr(LATENT_GROUP)
 _QUANTIZED = ForwardTiles(16, 32, 8, 1)
 _LOCATED = 1024  # indices that a program maps at a time
 _GATHERED = 32  # slots that a program dequantizes
-_WORKSPACE = 512 << 20  # bytes of dequantized keys
 _MERGED_HEADS = 4
 _NOT_SPECIALIZED = ["tokens", "topk", "num_blocks", "table_width", "heads", "span", "splits", "scale_log2"]
 _launches: Recent[Launch] = Recent()
-
-
-class Way(enum.StrEnum):
-    """Which kernel attends."""
-
-    IN_PLACE = "in place"
-    GLUON = "gluon"
-    AS_PREFILL = "as prefill"
-
-
-def run(
-    call: SparseDecodeCall, *, tiles: ForwardTiles | None = None, way: Way | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Out, lse and largest scores of a call. Raises errors that earlier calls have recorded.
-
-    `way` and `tiles` are by default what is fastest.
-    """
-    q, device = call.q, call.q.device
-    raise_device_error(device)
-    batch, tokens, heads, _ = q.shape
-    out = torch.empty(batch, tokens, heads, call.d_v, dtype=call.out_dtype, device=device)
-    lse, top = (torch.empty(batch, tokens, heads, dtype=torch.float32, device=device) for _ in range(2))
-    if not out.numel():
-        return out, lse, top
-    with torch.cuda.device_of(q):
-        slots, lengths = locate(call.keys, call.indices, call.counts)
-        way = way or fastest_way(call)
-        if way is Way.AS_PREFILL:
-            _attend_as_prefill(call, slots, lengths, (out, lse, top))
-        elif way is Way.GLUON:
-            _attend_in_gluon(call, slots, lengths, (out, lse, top))
-        else:
-            _attend(call, slots, lengths, (out, lse, top), tiles or _tiles(call))
-    return out, lse, top
 
 
 def locate(keys: PagedKeys, indices: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -111,7 +60,8 @@ def locate(keys: PagedKeys, indices: Tensor, counts: Tensor | None) -> tuple[Ten
     return slots, lengths
 
 
-def _tiles(call: SparseDecodeCall) -> ForwardTiles:
+def tiles_of(call: SparseDecodeCall) -> ForwardTiles:
+    """The tiles of `attend`."""
     heads = min(64, max(16, next_power_of_2(call.q.shape[2])))
     if isinstance(call.keys.pool, Tensor):
         main, tail = split_width(call.keys.width)
@@ -119,54 +69,27 @@ def _tiles(call: SparseDecodeCall) -> ForwardTiles:
     return _QUANTIZED
 
 
-def _attend(
-    call: SparseDecodeCall, slots: Tensor, lengths: Tensor, results: tuple[Tensor, ...], tiles: ForwardTiles
-) -> None:
-    q = call.q
-    batch, tokens, heads, _ = q.shape
-    rows, topk = batch * tokens, call.indices.shape[2]
-    head_tiles = cdiv(heads, tiles.heads)
-    span = call.split_size or _span(rows * head_tiles, topk, tiles.keys, q.device)
-    splits = cdiv(topk, span)
-    parts = _parts(call, splits) if splits > 1 else (None, None, None)
-    sinks, sizes = None if call.sinks is None else call.sinks.contiguous(), _pool_sizes(call.keys)
+def attend(
+    call: SparseDecodeCall, slots: Tensor, lengths: Tensor, sinks: Tensor | None, results: tuple[Tensor, ...],
+    parts: tuple[Tensor, ...] | None, span: int, splits: int, tiles: ForwardTiles,
+) -> None:  # fmt: skip
+    """Out, lse and largest scores, or those of `parts` of `span` slots each, without sinks."""
+    (batch, tokens, heads, _), sizes = call.q.shape, _pool_sizes(call.keys)
     repeat(
-        _launches, _attend_kernel, (rows * splits * head_tiles,),
+        _launches, _attend_kernel, (batch * tokens * splits * cdiv(heads, tiles.heads),),
         (
-            q, q.stride()[:3], *_pool_arguments(call.keys), slots, lengths, sinks, *results, *parts,
-            tokens, heads, topk, span, splits, call.scale * LOG2_E,
+            call.q, call.q.stride()[:3], *_pool_arguments(call.keys), slots, lengths, sinks, *results,
+            *(parts or (None, None, None)), tokens, heads, call.indices.shape[2], span, splits, call.scale * LOG2_E,
         ),
         **sizes, D_V=call.d_v, VALUE_TAIL=sizes["TAIL"] if not sizes["REST"] and call.d_v > sizes["MAIN"] else 0,
         HEADS=tiles.heads, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    if splits > 1:
-        _merge(call, parts, lengths, sinks, results, span)
 
 
-def _attend_in_gluon(call: SparseDecodeCall, slots: Tensor, lengths: Tensor, results: tuple[Tensor, ...]) -> None:
-    q, pool, topk = call.q.flatten(0, 1), call.keys.pool, call.indices.shape[2]
-    assert isinstance(pool, Quantized)
-    programs = len(q) * cdiv(q.shape[1], gluon_common.HEADS)
-    span = call.split_size or _span(programs, topk, gluon_common.KEYS, q.device)
-    splits = cdiv(topk, span)
-    sinks = None if call.sinks is None else call.sinks.contiguous()
-    parts = _parts(call, splits) if splits > 1 else results
-    gluon_decode.attend(q, pool, slots, lengths, sinks, parts, span=span, splits=splits, scale=call.scale)
-    if splits > 1:
-        _merge(call, parts, lengths, sinks, results, span)
-
-
-def _parts(call: SparseDecodeCall, splits: int) -> tuple[Tensor, ...]:
-    """Out, lse and largest scores of the splits of every token."""
-    rows, heads = call.q.shape[0] * call.q.shape[1], call.q.shape[2]
-    out = torch.empty(rows, splits, heads, call.d_v, dtype=torch.float32, device=call.q.device)
-    return out, torch.empty_like(out[..., 0]), torch.empty_like(out[..., 0])
-
-
-def _merge(
-    call: SparseDecodeCall, parts: tuple[Any, ...], lengths: Tensor, sinks: Tensor | None, results: tuple[Tensor, ...],
-    span: int,
-) -> None:  # fmt: skip
+def merge(
+    parts: tuple[Tensor, ...], lengths: Tensor, sinks: Tensor | None, results: tuple[Tensor, ...], span: int
+) -> None:
+    """The results of tokens from those of their splits."""
     rows, splits, heads, d_v = parts[0].shape
     early = starts_early(lengths.device)
     repeat(
@@ -177,64 +100,7 @@ def _merge(
     )  # fmt: skip
 
 
-def _span(programs: int, topk: int, keys: int, device: torch.device) -> int:
-    """The number of slots of one program: all of a token's, or fewer where few programs would leave the GPU idle."""
-    wanted = max(1, _processors(device) // programs)
-    tiles = cdiv(topk, keys)
-    return int(cdiv(tiles, min(wanted, max(1, tiles // 2)))) * keys
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-
-
-def fastest_way(call: SparseDecodeCall) -> Way:
-    """Gluon where it can; the prefill's kernel for many tokens and more heads than a tile of `_attend_kernel` has."""
-    if call.q.dtype == torch.float32 and isinstance(call.keys.pool, Quantized):
-        return Way.AS_PREFILL  # without tensor cores, both operands of a product are in registers, too
-    rows, heads = call.q.shape[0] * call.q.shape[1], call.q.shape[2]
-    if gluon_decode.supports(call.q.flatten(0, 1), call.keys.pool, d_v=call.d_v):
-        return Way.GLUON
-    enough = 2 * rows * cdiv(heads, gluon_common.HEADS) >= _processors(call.q.device)
-    return Way.AS_PREFILL if call.q.is_cuda and call.split_size is None and heads > 32 and enough else Way.IN_PLACE
-
-
-def _attend_as_prefill(call: SparseDecodeCall, slots: Tensor, lengths: Tensor, results: tuple[Tensor, ...]) -> None:
-    """Some tokens at a time, so that the workspace stays small."""
-    q, topk, width = call.q.flatten(0, 1), call.indices.shape[2], call.keys.width
-    q = q if q.stride(0) % 16 == 0 else q.contiguous()
-    flat = _flat_pool(call.keys)
-    rows = len(q) if flat is not None else max(1, min(len(q), _WORKSPACE // (topk * width * q.element_size())))
-    workspace = q.new_empty(0) if flat is not None else q.new_empty(rows * topk, width)
-    for start in range(0, len(q), rows):
-        some = slice(start, start + rows)
-        keys, indices, counts = flat, slots[some], lengths[some]
-        if keys is None:
-            keys = workspace[: len(counts) * topk]
-            _gather(call.keys, indices, counts, keys)
-            indices = torch.arange(len(keys), dtype=torch.int32, device=q.device).view(-1, topk)
-        low = torch.zeros_like(counts)
-        prefill = gluon_forward if gluon_forward.supports(q[some], keys, None, d_v=call.d_v) else triton_forward
-        state = prefill.forward(
-            q[some], keys, None, indices, low, torch.full_like(low, len(keys)), counts, d_v=call.d_v, k_offset=0,
-            scale=call.scale, out_dtype=call.out_dtype, sinks=call.sinks, max_logits=True,
-        )  # fmt: skip
-        fault = counts < 0
-        for result, part in zip(results, state, strict=True):
-            part = part.to(result.dtype).masked_fill_(fault.view(-1, *[1] * (part.ndim - 1)), torch.nan)
-            result.flatten(0, 1)[some] = part
-
-
-def _flat_pool(keys: PagedKeys) -> Tensor | None:
-    """A plain pool as [slots, D], if its blocks follow one another."""
-    pool = keys.pool
-    if not isinstance(pool, Tensor) or pool.stride(0) != pool.shape[1] * pool.stride(1):
-        return None
-    return pool.as_strided((pool.shape[0] * pool.shape[1], pool.shape[3]), (pool.stride(1), 1))
-
-
-def _gather(keys: PagedKeys, slots: Tensor, lengths: Tensor, target: Tensor) -> None:
+def gather(keys: PagedKeys, slots: Tensor, lengths: Tensor, target: Tensor) -> None:
     """Write the keys of slots [rows, topk] to rows of `target` [rows * topk, D], dequantized."""
     rows, topk = slots.shape
     repeat(
@@ -434,16 +300,14 @@ def _attend_kernel(
         LIMIT: tl.constexpr = REST if REST > 0 else D - MAIN
         q_tail = tl.load(q_tile + TAIL_BEGIN + tail, mask=real & (tail < LIMIT), other=0.0)
 
-    # The running state: `acc / total` is the output, `peak + log2(total)` the lse in base 2.
+    # The running state: `acc / total` is the output, `row_max + log2(total)` the lse in base 2.
     acc = tl.zeros((HEADS, MAIN), tl.float32)
     if VALUE_TAIL > 0:
         acc_tail = tl.zeros((HEADS, VALUE_TAIL), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
-    peak = tl.full((HEADS,), float("-inf"), tl.float32)
+    row_max = tl.full((HEADS,), float("-inf"), tl.float32)
     row_slots = slots + row * topk
-    if (
-        REST > 0
-    ):  # the keys of a tile are loaded before those of the one before are multiplied, their slots still earlier
+    if REST > 0:  # the keys of a tile are loaded before the products of the previous tile, their slots still earlier
         j = begin + tl.arange(0, KEYS)
         slot = tl.load(row_slots + j, mask=j < end, other=0)
         codes, steps, rest = _fetch(
@@ -467,39 +331,36 @@ def _attend_kernel(
         if TAIL > 0:
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
         scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(peak - shift)
-        total = total * decay + tl.sum(weights, 1)
-        peak = new_peak
+        weights, rescale, row_max, total = softmax_step(scores, row_max, total)
         weights = weights.to(k_main.dtype)
-        acc = tl.dot(weights, k_main, acc * decay[:, None], input_precision="ieee")
+        acc = tl.dot(weights, k_main, acc * rescale[:, None], input_precision="ieee")
         if VALUE_TAIL > 0:
-            acc_tail = tl.dot(weights, k_tail, acc_tail * decay[:, None], input_precision="ieee")
+            acc_tail = tl.dot(weights, k_tail, acc_tail * rescale[:, None], input_precision="ieee")
 
-    share = 1.0 / tl.where(total == 0.0, 1.0, total)
-    log_sum = peak + tl.log2(total)
+    inv_sum = 1.0 / tl.where(total == 0.0, 1.0, total)
+    log_sum = row_max + tl.log2(total)
     at = row * heads + head
     if part_out is not None:
         at = (row * splits + split) * heads + head
         tl.store(part_lse + at, log_sum, mask=head < heads)
-        tl.store(part_top + at, peak, mask=head < heads)
+        tl.store(part_top + at, row_max, mask=head < heads)
         target = part_out
     else:
         if sinks is not None:
             log_sum, weight = _add_sink(log_sum, sinks, head, head < heads)
-            share *= weight
+            inv_sum *= weight
         spoiled = tl.where(length < 0, float("nan"), 0.0)
-        share += spoiled
+        inv_sum += spoiled
         tl.store(lse + at, log_sum / _LOG2_E + spoiled, mask=head < heads)
-        tl.store(top + at, peak / _LOG2_E + spoiled, mask=head < heads)
+        tl.store(top + at, row_max / _LOG2_E + spoiled, mask=head < heads)
         target = out
     out_rows = target + at[:, None] * D_V
-    tl.store(out_rows + main, (acc * share[:, None]).to(target.dtype.element_ty), mask=real & (main < D_V))
+    tl.store(out_rows + main, (acc * inv_sum[:, None]).to(target.dtype.element_ty), mask=real & (main < D_V))
     if VALUE_TAIL > 0:
         column = MAIN + tl.arange(0, VALUE_TAIL)[None, :]
-        tl.store(out_rows + column, (acc_tail * share[:, None]).to(target.dtype.element_ty), mask=real & (column < D_V))
+        tl.store(
+            out_rows + column, (acc_tail * inv_sum[:, None]).to(target.dtype.element_ty), mask=real & (column < D_V)
+        )
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -516,13 +377,13 @@ def _merge_kernel(
         gdc_wait()
     length = tl.load(lengths + row)
     count = tl.minimum(tl.cdiv(tl.maximum(length, 0), span), splits)
-    peak = tl.full((HEADS,), float("-inf"), tl.float32)
-    largest = peak
+    row_max = tl.full((HEADS,), float("-inf"), tl.float32)
+    largest = row_max
     for split in range(count):
         at = (row * splits + split) * heads + head
-        peak = tl.maximum(peak, tl.load(part_lse + at, mask=real, other=float("-inf")))
+        row_max = tl.maximum(row_max, tl.load(part_lse + at, mask=real, other=float("-inf")))
         largest = tl.maximum(largest, tl.load(part_top + at, mask=real, other=float("-inf")))
-    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     acc = tl.zeros((HEADS, COLUMNS), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     for split in range(count):
@@ -531,15 +392,15 @@ def _merge_kernel(
         total += weight
         part = tl.load(part_out + at[:, None] * D_V + column, mask=real[:, None] & (column < D_V), other=0.0)
         acc += part * weight[:, None]
-    share = 1.0 / tl.where(total == 0.0, 1.0, total)
-    log_sum = peak + tl.log2(tl.where(total == 0.0, 1.0, total))
+    inv_sum = 1.0 / tl.where(total == 0.0, 1.0, total)
+    log_sum = row_max + tl.log2(tl.where(total == 0.0, 1.0, total))
     if sinks is not None:
         log_sum, weight = _add_sink(log_sum, sinks, head, real)
-        share *= weight
+        inv_sum *= weight
     spoiled = tl.where(length < 0, float("nan"), 0.0)
-    share += spoiled
+    inv_sum += spoiled
     at = row * heads + head
     tl.store(lse + at, log_sum / _LOG2_E + spoiled, mask=real)
     tl.store(top + at, largest / _LOG2_E + spoiled, mask=real)
-    value = (acc * share[:, None]).to(out.dtype.element_ty)
+    value = (acc * inv_sum[:, None]).to(out.dtype.element_ty)
     tl.store(out + at[:, None] * D_V + column, value, mask=real[:, None] & (column < D_V))

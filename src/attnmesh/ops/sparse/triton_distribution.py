@@ -6,8 +6,7 @@ summed in several passes over the keys, each of which adds to the output of the 
 """
 
 # Kernels are written in Triton's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from typing import NamedTuple
 
 import torch
@@ -17,17 +16,12 @@ from torch import Tensor
 
 from attnmesh.ops.gpu import gpu_of
 from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, repeat
+from attnmesh.ops.sparse.call import SparseCall
 
 LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, as the hardware does
 _LOG2_E = tl.constexpr(LOG2_E)
-_NOT_SPECIALIZED = [
-    "s_q",
-    "h",
-    "topk",
-    "k_offset",
-    "span",
-    "indices_stride",
-]  # they vary, and each value would be compiled separately
+# They vary, and each value would be compiled separately.
+_NOT_SPECIALIZED = ["s_q", "h", "topk", "k_offset", "span", "indices_stride"]
 _launches: Recent[Launch] = Recent()
 
 
@@ -54,26 +48,9 @@ RESERVED = 4096  # bytes of shared memory for indices and reductions
 PROGRAMS = 1024  # few rows are split into about this many programs
 
 
-def distribution(
-    q: Tensor,
-    k: Tensor,
-    indices: Tensor,
-    lo: Tensor,
-    hi: Tensor,
-    slots: Tensor,
-    lse: Tensor,
-    *,
-    k_offset: int,
-    scale: float,
-    head_group: int,
-    tiles: DistributionTiles | None = None,
-) -> Tensor:
-    """Probabilities of q [s_q, h, d] over chosen rows of k [s_kv, d], summed over each group of heads.
-
-    Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key is row indices[i, j] - k_offset
-    of k. Returns float32 [ceil(h / head_group), s_q, topk], where valid the sum over the group's heads of
-    exp(scale q k - lse), else 0. A head whose lse [s_q, h] is infinite contributes nothing.
-    """
+def distribution(call: SparseCall, lse: Tensor, head_group: int, *, tiles: DistributionTiles | None = None) -> Tensor:
+    """`dispatch.distribution`, in float32."""
+    q, k, _, indices, bounds, scale, *_ = call
     s_q, h, d = q.shape
     topk = indices.shape[1]
     groups = cdiv(h, head_group)
@@ -91,8 +68,8 @@ def distribution(
         _launches, _distribution_kernel, (s_q * groups * cdiv(topk, span),),
         (
             q, q.stride(), k, k.stride(), indices, indices.stride(0),
-            lo.contiguous(), hi.contiguous(), slots.contiguous(), lse, lse.stride(), out,
-            s_q, h, topk, k_offset, scale * LOG2_E, span, group,
+            *(x.contiguous() for x in bounds[:3]), lse, lse.stride(), out,
+            s_q, h, topk, bounds.k_offset, scale * LOG2_E, span, group,
         ),
         D=d, MAIN=main, TAIL=tail, STEP=STEPS.get(q.element_size(), 0), HEADS=tiles.heads, KEYS=tiles.keys,
         num_warps=tiles.warps, num_stages=tiles.stages,
@@ -145,10 +122,10 @@ def _distribution_kernel(
             q_main = _load_columns(queries, there, 0, D, MAIN)
             if TAIL > 0:
                 q_tail = _load_columns(queries, there, MAIN, D, TAIL)
-        for place in range(begin, stop, KEYS):
-            places = place + near
-            inside = places < stop
-            chosen = tl.load(indices + row * indices_stride + places, mask=inside, other=0)
+        for slot_begin in range(begin, stop, KEYS):
+            slot = slot_begin + near
+            inside = slot < stop
+            chosen = tl.load(indices + row * indices_stride + slot, mask=inside, other=0)
             valid = inside & (chosen >= row_lo) & (chosen < row_hi)
             keys = k + tl.where(valid, chosen - k_offset, 0).to(tl.int64) * k_strides[0]
             if STEP == 0:
@@ -162,12 +139,12 @@ def _distribution_kernel(
                     k_step = _load_columns(keys, valid, column, D, STEP)
                     scores = tl.dot(k_step, tl.trans(q_step), scores, input_precision="ieee")
             total = tl.sum(tl.exp2(scores * scale_log2 - shift[None, :]), 1)
-            total += tl.load(out_row + places, mask=inside & (head > first_head), other=0.0)
-            tl.store(out_row + places, tl.where(valid, total, 0.0), mask=inside)
+            total += tl.load(out_row + slot, mask=inside & (head > first_head), other=0.0)
+            tl.store(out_row + slot, tl.where(valid, total, 0.0), mask=inside)
         if head + HEADS < end_head:
             tl.debug_barrier()  # the next pass reads what other threads wrote in this one
-    for place in range(stop, end, KEYS):
-        tl.store(out_row + place + near, tl.zeros((KEYS,), tl.float32), mask=place + near < end)
+    for slot_begin in range(stop, end, KEYS):
+        tl.store(out_row + slot_begin + near, tl.zeros((KEYS,), tl.float32), mask=slot_begin + near < end)
 
 
 @triton.jit

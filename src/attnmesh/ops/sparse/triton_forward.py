@@ -5,8 +5,7 @@ the values are the first columns of the keys, the tile loaded for the scores is 
 """
 
 # Kernels are written in Triton's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from attnmesh.ops.gpu import GPU, gpu_of
-from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, prepare, signature
+from attnmesh.ops.launch import Launch, cdiv, next_power_of_2, prepare
+from attnmesh.ops.sparse.call import SparseCall
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -33,70 +33,32 @@ class ForwardTiles(NamedTuple):
 
 _WIDE = {16: ForwardTiles(16, 64, 4, 2), 32: ForwardTiles(32, 64, 8, 2), 64: ForwardTiles(64, 64, 8, 2)}
 _RESERVED = 1024  # bytes of shared memory for reductions
-_launches: Recent[Launch] = Recent()
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    indices: Tensor,
-    lo: Tensor,
-    hi: Tensor,
-    slots: Tensor,
-    *,
-    d_v: int,
-    k_offset: int,
-    scale: float,
-    out_dtype: torch.dtype,
-    sinks: Tensor | None = None,
-    max_logits: bool = False,
-    tiles: ForwardTiles | None = None,
-) -> tuple[Tensor, ...]:
-    """Attention of q [s_q, h, d] over the keys of `indices` [s_q, topk]: out [s_q, h, d_v] and lse [s_q, h].
-
-    Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key is row indices[i, j] - k_offset
-    of k [s_kv, d], its value the same row of v, or the first d_v columns of the key if v is None. Keys of no valid slot
-    may hold any values. lse is natural, float32; a row without a valid slot has out 0 and lse -inf. `sinks` [h] are
-    scores of one more key per head, without a value, for every row. With `max_logits` the third result is the largest
-    scaled score [s_q, h] without sinks, float32.
-    """
-    s_q, heads, d = q.shape
-    device = q.device
-    out = torch.empty_strided((s_q, heads, d_v), (heads * d_v, d_v, 1), dtype=out_dtype, device=device)
-    lse = torch.empty_strided((s_q, heads), (heads, 1), dtype=torch.float32, device=device)
-    top = torch.empty_like(lse) if max_logits else None
-    sinks = None if sinks is None else sinks.contiguous()
-    results = (out, lse) if top is None else (out, lse, top)
-    if out.numel() == 0:
-        return results
-    gpu = gpu_of(device)
-    inputs = q, k, v, indices, lo, hi, slots, sinks
-    key = (*signature(*inputs), d_v, k_offset, scale, out_dtype, max_logits, tiles, gpu)
-    launch = _launches.get(key)
-    if launch is not None:
-        launch(*inputs, *results)
-        return results
+def launch(
+    call: SparseCall, sinks: Tensor | None, results: tuple[Tensor, ...], *, tiles: ForwardTiles | None = None
+) -> Launch:
+    """The first launch of a `Forward`."""
+    q, k, v, indices, (lo, hi, slots, k_offset), scale, d_v, *_ = call
+    (s_q, heads, d), gpu = q.shape, gpu_of(q.device)
     main, tail = split_width(d)
+    values = v
     if v is None and 2 * d_v <= main:  # loaded separately: less work than a product with the whole key
-        v = k[:, :d_v]
-    value_main, value_tail = (main, tail if d_v > main else 0) if v is None else split_width(d_v)
+        values = k[:, :d_v]
+    value_main, value_tail = (main, tail if d_v > main else 0) if values is None else split_width(d_v)
     if tiles is None:
-        width = main + tail + (0 if v is None else value_main + value_tail)
-        tiles = pick_tiles(heads, main, width, q.dtype, separate=v is not None, gpu=gpu)
+        width = main + tail + (0 if values is None else value_main + value_tail)
+        tiles = pick_tiles(heads, main, width, q.dtype, separate=values is not None, gpu=gpu)
     args = (
-        q, q.stride(0), q.stride(1), k, k.stride(0), v, 0 if v is None else v.stride(0),
-        indices, indices.stride(0), lo, hi, slots, sinks, out, lse, top,
+        q, q.stride(0), q.stride(1), k, k.stride(0), values, 0 if values is None else values.stride(0),
+        indices, indices.stride(0), lo, hi, slots, sinks, *results, *(None,) * (3 - len(results)),
         heads, indices.shape[1], k_offset, scale * LOG2_E,
     )  # fmt: skip
-    with torch.cuda.device_of(q):
-        launch = prepare(
-            _forward_kernel, (s_q * cdiv(heads, tiles.heads),), args, (*inputs, *results),
-            D=d, MAIN=main, TAIL=tail, D_V=d_v, VALUE_MAIN=value_main, VALUE_TAIL=value_tail,
-            HEADS=tiles.heads, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
-        )  # fmt: skip
-    _launches.add(key, launch)
-    return results
+    return prepare(
+        _forward_kernel, (s_q * cdiv(heads, tiles.heads),), args, (q, k, v, indices, lo, hi, slots, sinks, *results),
+        D=d, MAIN=main, TAIL=tail, D_V=d_v, VALUE_MAIN=value_main, VALUE_TAIL=value_tail,
+        HEADS=tiles.heads, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
 
 
 def split_width(width: int) -> tuple[int, int]:
@@ -133,6 +95,17 @@ def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separat
     return tiles
 
 
+@triton.jit
+def softmax_step(scores, row_max, total):
+    """The weights of a tile of scores in base 2, the factor of the sums so far, and the new maximum and sum."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    # No valid key yet: subtract 0, because -inf - -inf is NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - shift[:, None])
+    rescale = tl.exp2(row_max - shift)
+    return weights, rescale, new_max, total * rescale + tl.sum(weights, 1)
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def _forward_kernel(
     q, q_row, q_head, k, k_row, v, v_row, indices, indices_row, lo, hi, slots, sinks, out, lse, top,
@@ -154,12 +127,12 @@ def _forward_kernel(
         tail = MAIN + tl.arange(0, TAIL)[None, :]
         q_tail = tl.load(q_tile + tail, mask=real & (tail < D), other=0.0)
 
-    # The running state: `acc / total` is the output, `peak + log2(total)` the lse in base 2.
+    # The running state: `acc / total` is the output, `row_max + log2(total)` the lse in base 2.
     acc = tl.zeros((HEADS, VALUE_MAIN), tl.float32)
     if VALUE_TAIL > 0:
         acc_tail = tl.zeros((HEADS, VALUE_TAIL), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
-    peak = tl.full((HEADS,), float("-inf"), tl.float32)
+    row_max = tl.full((HEADS,), float("-inf"), tl.float32)
 
     first = tl.load(lo + row)
     end = tl.load(hi + row)
@@ -170,53 +143,47 @@ def _forward_kernel(
         # A slot past the end reads as an index that is never valid.
         key = tl.load(row_indices + slot, mask=slot < slot_count, other=-2147483648)
         valid = (key >= first) & (key < end) & (slot < slot_count)
-        place = key.to(tl.int64) - k_offset
-        k_rows = k + place[:, None] * k_row
+        k_index = key.to(tl.int64) - k_offset
+        k_rows = k + k_index[:, None] * k_row
         k_main = tl.load(k_rows + main, mask=valid[:, None] & (main < D), other=0.0)
         scores = tl.dot(q_main, tl.trans(k_main), input_precision="ieee")
         if TAIL > 0:
             k_tail = tl.load(k_rows + tail, mask=valid[:, None] & (tail < D), other=0.0)
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
         scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        # No valid key yet: subtract 0, because -inf - -inf is NaN.
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(peak - shift)
-        total = total * decay + tl.sum(weights, 1)
-        peak = new_peak
+        weights, rescale, row_max, total = softmax_step(scores, row_max, total)
         weights = weights.to(k.dtype.element_ty)
         if v is None:
-            acc = tl.dot(weights, k_main, acc * decay[:, None], input_precision="ieee")
+            acc = tl.dot(weights, k_main, acc * rescale[:, None], input_precision="ieee")
             if VALUE_TAIL > 0:
-                acc_tail = tl.dot(weights, k_tail, acc_tail * decay[:, None], input_precision="ieee")
+                acc_tail = tl.dot(weights, k_tail, acc_tail * rescale[:, None], input_precision="ieee")
         else:
-            v_rows = v + place[:, None] * v_row
+            v_rows = v + k_index[:, None] * v_row
             column = tl.arange(0, VALUE_MAIN)[None, :]
             v_main = tl.load(v_rows + column, mask=valid[:, None] & (column < D_V), other=0.0)
-            acc = tl.dot(weights, v_main, acc * decay[:, None], input_precision="ieee")
+            acc = tl.dot(weights, v_main, acc * rescale[:, None], input_precision="ieee")
             if VALUE_TAIL > 0:
                 column = VALUE_MAIN + tl.arange(0, VALUE_TAIL)[None, :]
                 v_tail = tl.load(v_rows + column, mask=valid[:, None] & (column < D_V), other=0.0)
-                acc_tail = tl.dot(weights, v_tail, acc_tail * decay[:, None], input_precision="ieee")
+                acc_tail = tl.dot(weights, v_tail, acc_tail * rescale[:, None], input_precision="ieee")
 
-    largest = peak
+    largest = row_max
     kept = 1.0
     if sinks is not None:
         sink = tl.load(sinks + head, mask=head < heads, other=0.0).to(tl.float32) * _LOG2_E
-        highest = tl.maximum(peak, sink)
+        highest = tl.maximum(row_max, sink)
         shift = tl.where(highest == float("-inf"), 0.0, highest)
-        kept = tl.exp2(peak - shift)
+        kept = tl.exp2(row_max - shift)
         total = total * kept + tl.where(sink == shift, 1.0, tl.exp2(sink - shift))  # also if both are +inf
-        peak = highest
-    # A row without a valid slot has total 0 and peak -inf: out 0 / 1, lse -inf + -inf.
-    share = (kept / tl.where(total == 0.0, 1.0, total))[:, None]
+        row_max = highest
+    # A row without a valid slot has total 0 and maximum -inf: out 0 / 1, lse -inf + -inf.
+    inv_sum = (kept / tl.where(total == 0.0, 1.0, total))[:, None]
     out_rows = out + (row * heads + head[:, None]) * D_V
     column = tl.arange(0, VALUE_MAIN)[None, :]
-    tl.store(out_rows + column, (acc * share).to(out.dtype.element_ty), mask=real & (column < D_V))
+    tl.store(out_rows + column, (acc * inv_sum).to(out.dtype.element_ty), mask=real & (column < D_V))
     if VALUE_TAIL > 0:
         column = VALUE_MAIN + tl.arange(0, VALUE_TAIL)[None, :]
-        tl.store(out_rows + column, (acc_tail * share).to(out.dtype.element_ty), mask=real & (column < D_V))
-    tl.store(lse + row * heads + head, (peak + tl.log2(total)) / _LOG2_E, mask=head < heads)
+        tl.store(out_rows + column, (acc_tail * inv_sum).to(out.dtype.element_ty), mask=real & (column < D_V))
+    tl.store(lse + row * heads + head, (row_max + tl.log2(total)) / _LOG2_E, mask=head < heads)
     if top is not None:
         tl.store(top + row * heads + head, largest / _LOG2_E, mask=head < heads)

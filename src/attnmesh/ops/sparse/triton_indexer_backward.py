@@ -12,10 +12,9 @@ row (d_iq, d_w) and one over the rows of each tile of keys (d_ik); both recomput
 """
 
 # Kernels are written in Triton's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,20 +23,17 @@ from torch import Tensor
 
 from attnmesh.ops.launch import Launch, Recent, cdiv, repeat
 from attnmesh.ops.sparse.arguments import RowBounds
-from attnmesh.ops.sparse.triton_indexer import (
+from attnmesh.ops.sparse.call import IndexerCall
+from attnmesh.ops.sparse.indexer_tiles import (
     DENSE_KEY_PROGRAMS,
     MAX_GRAD_COLUMNS,
     IndexerTiles,
-    check_inputs,
-    dot_products,
-    gather_keys,
     grad_head_tile,
-    load_queries,
     padded,
     pick_dense_tiles,
     pick_grad_tiles,
-    valid_keys,
 )
+from attnmesh.ops.sparse.triton_indexer import dot_products, gather_keys, load_queries, valid_keys
 from attnmesh.ops.sparse.triton_sums_by_key import add_by_key, sort_slots_by_key
 
 _WORKSPACE = 256 << 20  # bytes of the gradients per slot, if deterministic
@@ -45,39 +41,26 @@ _launches: Recent[Launch] = Recent()
 
 
 class Grads(NamedTuple):
-    """Gradients of iq (by default in its dtype), ik and w (float32)."""
+    """Gradients of iq, ik and w; the last two are float32."""
 
     iq: Tensor
-    ik: Tensor
+    ik: Any
     w: Tensor
 
 
 def scores_at_backward(
-    iq: Tensor,
-    ik: Tensor,
-    w: Tensor,
-    indices: Tensor,
-    lo: Tensor,
-    hi: Tensor,
-    slots: Tensor,
-    grad: Tensor,
-    *,
-    k_offset: int,
-    scale: float,
-    relu: bool,
-    deterministic: bool,
-    d_iq_dtype: torch.dtype | None = None,
-    tiles: IndexerTiles | None = None,
+    call: IndexerCall, grad: Tensor, dtype: torch.dtype, *, tiles: IndexerTiles | None = None,
     workspace: int = _WORKSPACE,
-) -> Grads:
-    """Gradients of `scores_at`, which has the same arguments; `grad` float32 [s_q, topk] is not read at invalid slots.
+) -> Grads:  # fmt: skip
+    """`dispatch.scores_at_backward`; `grad` float32 [s_q, topk] is not read at invalid slots.
 
     If `deterministic`, the result has the same bits in every run and for every `workspace` (in bytes).
     """
-    check_inputs(iq, ik, w)
+    iq, ik, w, indices, bounds, _, _, deterministic, _ = call
+    assert indices is not None
     (s_q, _, width), topk, s_kv = iq.shape, indices.shape[1], ik.shape[0]
     grads = Grads(
-        torch.empty(iq.shape, dtype=d_iq_dtype or iq.dtype, device=iq.device),
+        torch.empty(iq.shape, dtype=dtype, device=iq.device),
         torch.zeros(ik.shape, dtype=torch.float32, device=iq.device),
         torch.empty(w.shape, dtype=torch.float32, device=iq.device),
     )
@@ -89,25 +72,21 @@ def scores_at_backward(
     parts = torch.empty(at_once, topk, width, dtype=torch.float32, device=iq.device) if deterministic else None
     for row in range(0, s_q, at_once):
         rows = range(row, min(row + at_once, s_q))
-        launch_grads(
-            iq, ik, w, indices, lo, hi, slots, grad, grads.iq, grads.ik if parts is None else None, grads.w, parts,
-            rows=rows, topk=topk, k_offset=k_offset, scale=scale, relu=relu, tiles=tiles,
-        )  # fmt: skip
+        _launch_grads(call, grad, grads._replace(ik=grads.ik if parts is None else None), parts, rows, topk, tiles)
         if parts is not None:
-            chunk = RowBounds(lo, hi, slots, k_offset).narrow(rows.start, rows.stop)
+            chunk = bounds.narrow(rows.start, rows.stop)
             add_by_key(grads.ik, parts, sort_slots_by_key(indices[rows.start : rows.stop], chunk, s_kv))
     return grads
 
 
-def launch_grads(
-    iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor | None, lo: Tensor, hi: Tensor, slots: Tensor | None,
-    grad: Tensor, d_iq: Tensor, d_ik: Tensor | None, d_w: Tensor, parts: Tensor | None,
-    *, rows: range, topk: int, k_offset: int, scale: float, relu: bool, tiles: IndexerTiles,
-) -> None:  # fmt: skip
+def _launch_grads(
+    call: IndexerCall, grad: Tensor, grads: Grads, parts: Tensor | None, rows: range, topk: int, tiles: IndexerTiles
+) -> None:
     """Writes d_iq and d_w of some rows; adds to d_ik, or writes to `parts`, or neither.
 
     Without indices, slot j is key j.
     """
+    iq, ik, w, indices, (lo, hi, slots, k_offset), scale, relu, *_ = call
     _, heads, width = iq.shape
     head_block, columns = grad_head_tile(heads), min(padded(width), MAX_GRAD_COLUMNS)
     with torch.cuda.device_of(iq):
@@ -116,8 +95,8 @@ def launch_grads(
                 _launches, _grad_kernel, (len(rows), cdiv(padded(width), columns)),
                 (
                     iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(),
-                    indices, 0 if indices is None else indices.stride(0), lo, hi, slots,
-                    grad, grad.stride(0), d_iq, d_ik, d_w, parts, rows.start, topk, head, heads, k_offset, scale,
+                    indices, 0 if indices is None else indices.stride(0), lo, hi, None if indices is None else slots,
+                    grad, grad.stride(0), *grads, parts, rows.start, topk, head, heads, k_offset, scale,
                 ),
                 RELU=relu, KEYS=tiles.keys, HEADS=head_block, D=width, BLOCK_D=padded(width), COLUMNS=columns,
                 NARROW=iq.dtype == torch.float16, MORE=head > 0, num_warps=tiles.warps, num_stages=tiles.stages,
@@ -214,27 +193,16 @@ def _grad_kernel(
 
 
 def dense_scores_backward(
-    iq: Tensor,
-    ik: Tensor,
-    w: Tensor,
-    first_key: int,
-    lo: Tensor,
-    hi: Tensor,
-    grad: Tensor,
-    *,
-    scale: float,
-    relu: bool,
-    d_iq_dtype: torch.dtype | None = None,
-    tiles: IndexerTiles | None = None,
+    call: IndexerCall, grad: Tensor, dtype: torch.dtype, *, tiles: IndexerTiles | None = None
 ) -> Grads:
-    """Gradients of the scores of keys [first_key, first_key + n), which are the rows of `ik` [n, d].
+    """`scores_at_backward` where the slots of every row are all keys, in order; without atomics.
 
-    Keys with lo[i] <= key < hi[i] are visible to row i; `grad` float32 [s_q, n] is not read elsewhere.
+    `grad` float32 [s_q, keys] is not read where a key is not visible.
     """
-    check_inputs(iq, ik, w)
+    iq, ik, w, _, (lo, hi, slots, first_key), scale, relu, *_ = call
     (s_q, heads, width), n = iq.shape, ik.shape[0]
     grads = Grads(
-        torch.empty(iq.shape, dtype=d_iq_dtype or iq.dtype, device=iq.device),
+        torch.empty(iq.shape, dtype=dtype, device=iq.device),
         torch.empty(ik.shape, dtype=torch.float32, device=iq.device),
         torch.empty(w.shape, dtype=torch.float32, device=iq.device),
     )
@@ -244,28 +212,25 @@ def dense_scores_backward(
     # Bounds relative to the chunk: no number below exceeds 32 bits, wherever the chunk begins.
     lo, hi = (lo - first_key).clamp(0, n), (hi - first_key).clamp(0, n)
     tiles = tiles or pick_dense_tiles(iq)
-    launch_grads(
-        iq, ik, w, None, lo, hi, None, grad, grads.iq, None, grads.w, None,
-        rows=range(s_q), topk=n, k_offset=0, scale=scale, relu=relu, tiles=tiles,
-    )  # fmt: skip
-
+    relative = call._replace(indices=None, bounds=RowBounds(lo, hi, slots, 0))
+    _launch_grads(relative, grad, grads._replace(ik=None), None, range(s_q), n, tiles)
     head_block, columns = grad_head_tile(heads), min(padded(width), MAX_GRAD_COLUMNS)
     blocks, pieces = cdiv(n, tiles.keys), cdiv(padded(width), columns)
     begins, ends = _row_ranges(lo, hi, blocks, tiles.keys)
-    shares = max(1, min(DENSE_KEY_PROGRAMS // (blocks * pieces), s_q))
-    parts = grads.ik[None] if shares == 1 else torch.empty(shares, *ik.shape, dtype=torch.float32, device=iq.device)
+    splits = max(1, min(DENSE_KEY_PROGRAMS // (blocks * pieces), s_q))
+    parts = grads.ik[None] if splits == 1 else torch.empty(splits, *ik.shape, dtype=torch.float32, device=iq.device)
     with torch.cuda.device_of(iq):
         for head in range(0, heads, head_block):
             repeat(
-                _launches, _grad_keys_kernel, (blocks * shares, pieces),
+                _launches, _grad_keys_kernel, (blocks * splits, pieces),
                 (
                     iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(), lo, hi, grad, grad.stride(0),
-                    begins, ends, parts, s_q, n, head, heads, scale, shares,
+                    begins, ends, parts, s_q, n, head, heads, scale, splits,
                 ),
                 RELU=relu, KEYS=tiles.keys, HEADS=head_block, D=width, BLOCK_D=padded(width), COLUMNS=columns,
                 NARROW=iq.dtype == torch.float16, MORE=head > 0, num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
-    if shares > 1:
+    if splits > 1:
         torch.sum(parts, 0, out=grads.ik)
     return grads
 
@@ -279,18 +244,18 @@ def _row_ranges(lo: Tensor, hi: Tensor, blocks: int, block: int) -> tuple[Tensor
     return (first * some).to(torch.int32), ((last + 1) * some).to(torch.int32)
 
 
-@triton.jit(do_not_specialize=["grad_stride", "s_q", "n", "first_head", "heads", "shares"])
+@triton.jit(do_not_specialize=["grad_stride", "s_q", "n", "first_head", "heads", "splits"])
 def _grad_keys_kernel(
     iq, iq_strides, ik, ik_stride, w, w_strides, lo, hi, grad, grad_stride,
-    begins, ends, parts, s_q, n, first_head, heads, scale, shares,
+    begins, ends, parts, s_q, n, first_head, heads, scale, splits,
     RELU: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     COLUMNS: tl.constexpr, NARROW: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """d_ik of KEYS keys, summed over one share of the rows.
+    """d_ik of KEYS keys, summed over one split of the rows.
 
     Keys are the rows of both products: NaN in a key that is visible to no query affects only that key.
     """
-    block, share = tl.program_id(0) // shares, tl.program_id(0) % shares
+    block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     keys = block * KEYS + tl.arange(0, KEYS)
     all_dims = tl.arange(0, BLOCK_D)
     tile = tl.load(
@@ -298,9 +263,9 @@ def _grad_keys_kernel(
         mask=(keys < n)[:, None] & (all_dims < D)[None, :], other=0.0,
     )  # fmt: skip
     first_dim = tl.program_id(1) * COLUMNS
-    each = tl.cdiv(s_q, shares)
-    begin = tl.maximum(tl.load(begins + block), share * each)
-    end = tl.minimum(tl.load(ends + block), (share + 1) * each)
+    each = tl.cdiv(s_q, splits)
+    begin = tl.maximum(tl.load(begins + block), split * each)
+    end = tl.minimum(tl.load(ends + block), (split + 1) * each)
 
     unit = 1.0 + tl.zeros((), tl.float32)
     if NARROW:
@@ -328,7 +293,7 @@ def _grad_keys_kernel(
         d_keys = tl.dot(d_dots.to(tile.dtype), my_queries, d_keys, input_precision="ieee")
 
     dims = first_dim + tl.arange(0, COLUMNS)
-    at = parts + (share.to(tl.int64) * n + keys)[:, None] * D + dims[None, :]
+    at = parts + (split.to(tl.int64) * n + keys)[:, None] * D + dims[None, :]
     inside = (keys < n)[:, None] & (dims < D)[None, :]
     d_keys *= unit
     if MORE:

@@ -2,7 +2,7 @@
 
 The first scores. A program computes the scores of one token, or of some tokens of one sequence, for every n-th tile of
 the sequence's keys, whose blocks its row of the block table names. It also writes a summary of the scores: the maxima
-of groups and of blocks of keys. A group is the keys at one place of the program's tiles. They are far apart, so that
+of groups and of blocks of keys. A group is the keys at one offset in the program's tiles. They are far apart, so that
 similar neighbors are in different groups, and all programs have the same work whatever the length of a sequence. On
 Hopper, fp8 keys in blocks of 64 and more are scored in Gluon (`gluon_paged_scores`), with the same bits.
 
@@ -14,10 +14,10 @@ fp8 keys are multiplied as they are, and the sum over heads by their scale.
 """
 
 # Kernels are written in Triton's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import functools
+from types import ModuleType
 
 import torch
 import triton
@@ -28,23 +28,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_device_error
 from attnmesh.ops.gpu import starts_early
 from attnmesh.ops.launch import Launch, Recent, repeat
-from attnmesh.ops.sparse import gluon_paged_scores
 from attnmesh.ops.sparse.arguments import TopKIndices, empty_topk
-from attnmesh.ops.sparse.gluon_topk import KEYS
-from attnmesh.ops.sparse.paged import PagedKeys
-from attnmesh.ops.sparse.triton_indexer import (
+from attnmesh.ops.sparse.indexer_tiles import (
     MAX_COLUMNS,
+    NEIGHBORS,
     SPAN,
     TOPK,
     IndexerTiles,
-    dot_products,
-    final_score,
-    head_sum,
+    candidate_block,
     head_tile,
-    load_queries,
     padded,
+    row_elements,
 )
-from attnmesh.ops.sparse.triton_select import NEIGHBORS, candidate_block, row_elements, select_row
+from attnmesh.ops.sparse.paged import IndexerStep
+from attnmesh.ops.sparse.triton_indexer import dot_products, final_score, head_sum, load_queries
+from attnmesh.ops.sparse.triton_select import select_row
 from attnmesh.ops.storage import Quantized, values_of
 
 _WORKSPACE = 256 << 20  # bytes; more tokens are served in several turns
@@ -60,25 +58,15 @@ _launches: Recent[Launch] = Recent()
 
 
 def paged_topk(
-    iq: Tensor,
-    keys: PagedKeys,
-    w: Tensor,
-    topk: int,
-    lo: Tensor,
-    hi: Tensor,
-    *,
-    scale: float,
-    relu: bool,
-    tiles: IndexerTiles | None = None,
-    span: int | None = None,
-    block: int | None = None,
-    workspace: int = _WORKSPACE,
-    gluon: bool | None = None,
-) -> TopKIndices:
-    """`triton_topk.topk` for the tokens iq [B, T, heads, d] of a decode step, over keys lo <= p < hi [B, T].
+    step: IndexerStep, gluon: ModuleType | None = None, *, tiles: IndexerTiles | None = None, span: int | None = None,
+    block: int | None = None, workspace: int = _WORKSPACE,
+) -> TopKIndices:  # fmt: skip
+    """`triton_topk.topk` for the tokens iq [B, T, heads, d] of a decode step, over keys first <= p < end [B, T].
 
-    The result has the same bits for all tiles, spans, blocks and workspaces. `gluon`: None where that kernel can.
+    The result has the same bits for all tiles, spans, blocks and workspaces, and if the kernel of a module `gluon`
+    scores.
     """
+    iq, keys, w, topk, lo, hi, scale, relu, _ = step
     raise_device_error(iq.device)
     batch, tokens, heads, width = iq.shape
     table, pool = keys.table, values_of(keys.pool)
@@ -94,15 +82,13 @@ def paged_topk(
         tiles = tiles._replace(rows=rows if heads <= head_tile(heads) else 1, stages=2 * tiles.stages - 1)
     groups = batch * tokens // tiles.rows
     small = tiles.rows * head_tile(heads) <= 64 and tiles.warps == 4
-    if gluon is None:
-        gluon = tiles.keys == KEYS and gluon_paged_scores.supports(iq, keys.pool)
-    if span is None:  # of equal shares, so that all programs end at the same time
+    if span is None:  # of equal parts, so that all programs end at the same time
         at_a_time = _PROGRAMS if small else 2
         total, resident = groups * capacity, at_a_time * _multiprocessors(iq.device)
         span = max(_MIN_SPAN, _ceil(total, max(1, _ceil(total, SPAN * resident)) * resident))
     items = max(1, _ceil(capacity, _ceil(span, tiles.keys) * tiles.keys))
     block = block or candidate_block(topk)
-    # Every place of a tile is a group; with half of the tiles each, where there would be few groups.
+    # Every offset in a tile is a group; with half of the tiles each, where there would be few groups.
     parts = 1 if items * tiles.keys >= 4 * topk else 2
     maxima = items * parts * tiles.keys
     wide = min(_MAX_GROUPS, 2 * block)
@@ -115,7 +101,7 @@ def paged_topk(
     faults = torch.empty(at_once, items, dtype=torch.int32, device=iq.device)
     scales: Tensor | None = None
     if isinstance(keys.pool, Quantized):
-        descriptor = gluon_paged_scores.pool_descriptor(pool) if gluon else None
+        descriptor = gluon.pool_descriptor(pool) if gluon is not None else None
         pool, scales = pool.view(torch.uint8), keys.pool.scales
     strides_of_scales = (0, 0) if scales is None else scales.stride()[:2]
     # Bounds are read without strides, and those of one token per sequence are flattened without a copy.
@@ -124,15 +110,15 @@ def paged_topk(
     with torch.cuda.device_of(iq):
         for first in range(0, groups, at_once):
             count = min(at_once, groups - first)
-            if gluon:
+            if gluon is not None:
                 repeat(
-                    _launches, gluon_paged_scores.score_kernel, (count * items,),
+                    _launches, gluon.score_kernel, (count * items,),
                     (
                         iq, iq.stride()[:2], descriptor, scales, strides_of_scales, table, table.stride(), errors,
                         faults, tokens, keys.num_blocks, w, w.stride(), lo, hi, buffer, row_len, row_size, maxima,
                         batch * tokens, capacity, heads, scale, first, items,
                     ),
-                    SHAPE=gluon_paged_scores.shape_of(
+                    SHAPE=gluon.shape_of(
                         tiles.rows, head_tile(heads), relu, block, keys.block_size, parts if wide else 0
                     ), num_warps=4,
                 )  # fmt: skip

@@ -14,31 +14,14 @@ that of a key that the row must not see.
 """
 
 # Kernels are written in Triton's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import triton
 import triton.language as tl
 
-from attnmesh.ops.launch import next_power_of_2
+from attnmesh.ops.sparse.indexer_tiles import NEIGHBORS
 
-NEIGHBORS = 16  # neighbors that share a maximum
-_MAX_CANDIDATES = 8192  # in registers; selection is slower for a top-k of more than 4096
 _NEIGHBORS = tl.constexpr(NEIGHBORS)
-
-
-def candidate_block(topk: int) -> int:
-    """The number of candidates that fit in registers, BLOCK below."""
-    return min(_MAX_CANDIDATES, max(1024, 2 * next_power_of_2(topk)))
-
-
-def row_elements(row_len: int, block: int, groups: int = 0) -> int:
-    """The size of a row of the workspace, a multiple of 16: the scores, and after them what `select_row` needs.
-
-    That is BLOCK scores and BLOCK keys of candidates. With a summary also BLOCK numbers of blocks, the maxima of
-    `groups` groups, and those of the blocks.
-    """
-    return row_len + 2 * block + (block + groups + -(-row_len // (16 * NEIGHBORS)) * 16 if groups else 0)
 
 
 @triton.jit
@@ -155,13 +138,13 @@ def _write_above(tile, numbers, threshold, out_values, out_numbers, count, BLOCK
     of_row = tl.zeros((ROWS,), tl.int32)
     for i in tl.static_range(4):
         of_row += (columns[i] > threshold).to(tl.int32)
-    place = count + tl.cumsum(of_row, 0) - of_row
+    target = count + tl.cumsum(of_row, 0) - of_row
     for i in tl.static_range(4):
         taken = columns[i] > threshold
         if out_values is not None:
-            tl.store(out_values + place, columns[i], mask=taken & (place < BLOCK))
-        tl.store(out_numbers + place, numbers + i, mask=taken & (place < BLOCK))
-        place += taken.to(tl.int32)
+            tl.store(out_values + target, columns[i], mask=taken & (target < BLOCK))
+        tl.store(out_numbers + target, numbers + i, mask=taken & (target < BLOCK))
+        target += taken.to(tl.int32)
     return count + tl.sum(of_row, 0)
 
 
@@ -245,9 +228,9 @@ def _write_selected(value, keys, threshold, ties, above, tied, out_indices, out_
     for i in tl.static_range(4):
         is_above, is_tie = values[i] > threshold, values[i] == threshold
         taken = is_above | (is_tie & (tied_here < ties))
-        place = above_here + tl.minimum(tied_here, ties)
-        tl.store(out_indices + place, numbers[i], mask=taken)
-        tl.store(out_scores + place, values[i], mask=taken)
+        target = above_here + tl.minimum(tied_here, ties)
+        tl.store(out_indices + target, numbers[i], mask=taken)
+        tl.store(out_scores + target, values[i], mask=taken)
         above_here += is_above.to(tl.int32)
         tied_here += is_tie.to(tl.int32)
     total = tl.sum(of_row, 0)

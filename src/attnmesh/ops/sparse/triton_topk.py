@@ -14,32 +14,29 @@ The selection from a row (`triton_select`) is by one program, which reads the ro
 """
 
 # Kernels are written in Triton's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import functools
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from attnmesh.ops.launch import Launch, Recent, repeat
 from attnmesh.ops.sparse.arguments import TopKIndices, empty_topk
-from attnmesh.ops.sparse.triton_indexer import (
+from attnmesh.ops.sparse.call import IndexerCall
+from attnmesh.ops.sparse.indexer_tiles import (
     LONG_ROW,
     SPAN,
     IndexerTiles,
-    check_inputs,
-    dot_products,
-    final_score,
-    head_sum,
+    candidate_block,
     head_tile,
-    load_queries,
     padded,
     pick_topk_tiles,
+    row_elements,
 )
-from attnmesh.ops.sparse.triton_select import candidate_block, row_elements, select_row
+from attnmesh.ops.sparse.triton_indexer import dot_products, final_score, head_sum, load_queries
+from attnmesh.ops.sparse.triton_select import select_row
 
 _MEMORY_FRACTION = 0.09  # size of the workspace, relative to inputs and outputs
 _MIN_WORKSPACE = 4 << 20
@@ -48,28 +45,15 @@ _launches: Recent[Launch] = Recent()
 
 
 def topk(
-    iq: Tensor,
-    ik: Tensor,
-    w: Tensor,
-    topk: int,
-    lo: Tensor,
-    hi: Tensor,
-    *,
-    scale: float,
-    relu: bool,
-    tiles: IndexerTiles | None = None,
-    span: int = SPAN,
-    block: int | None = None,
-    workspace: int | None = None,
-    programs: int | None = None,
-) -> TopKIndices:
-    """The `topk` keys with the highest scores among lo[i] <= j < hi[i] of every row i; the lowest key wins a tie.
+    call: IndexerCall, topk: int, *, tiles: IndexerTiles | None = None, span: int = SPAN, block: int | None = None,
+    workspace: int | None = None, programs: int | None = None,
+) -> TopKIndices:  # fmt: skip
+    """`dispatch.topk` of bounds without an offset. A key whose score is NaN or -inf is never selected.
 
-    iq [s_q, heads, d], ik [s_kv, d], w [s_q, heads]; lo and hi int32 [s_q]. A key whose score is NaN or -inf is never
-    selected. One program scores `span` keys at a time; `workspace` is the size of the scores in bytes. The result has
-    the same bits for all tiles, spans, workspaces and numbers of programs.
+    One program scores `span` keys at a time; `workspace` is the size of the scores in bytes. The result has the same
+    bits for all tiles, spans, workspaces and numbers of programs.
     """
-    check_inputs(iq, ik, w)
+    iq, ik, w, _, (lo, hi, *_), scale, relu, *_ = call
     (s_q, heads, width), s_kv = iq.shape, ik.shape[0]
     found = empty_topk(s_q, topk=topk, device=iq.device)
     if s_q == 0:

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.layouts import Contiguous, Layout, check_layout, positions_checksum
 from attnmesh.ops.sparse import arguments
-from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, TopKIndices, check_base, convert_lse
-from attnmesh.ops.sparse.attention import AttentionCall, attention_call, normalize_rows
-from attnmesh.ops.sparse.indexer import IndexerCall, check_topk, indexer_call
+from attnmesh.ops.sparse.arguments import Base, SparseMask, TopKIndices, check_base, convert_lse
+from attnmesh.ops.sparse.attention import attention_call, normalize_rows
+from attnmesh.ops.sparse.call import IndexerCall, SparseCall
+from attnmesh.ops.sparse.indexer import check_topk, indexer_call
 from attnmesh.ops.sparse.indexer_loss import LossCall, Mode, Reduction, loss_call, reduce_rows
 from attnmesh.parallel.compiling import not_compiled
 from attnmesh.parallel.sparse import indexer
@@ -76,16 +77,10 @@ class SparseParallel:
 
     @not_compiled("a SparseParallel is constructed outside of a compiled graph")
     def __init__(
-        self,
-        *,
-        tp: Group = None,
-        cp: Group = None,
-        length: int | None = None,
-        key_length: int | None = None,
+        self, *, tp: Group = None, cp: Group = None, length: int | None = None, key_length: int | None = None,
         layout: Layout = Contiguous(),  # noqa: B008  (immutable)
-        schedule: Schedule = "allgather",
-        check_indices: bool = True,
-    ) -> None:
+        schedule: Schedule = "allgather", check_indices: bool = True,
+    ) -> None:  # fmt: skip
         self._groups = SparseGroups(comm_or_solo("tp", tp), comm_or_solo("cp", cp))
         self._number = self._groups.number("SparseParallel")  # before an error that only this rank may raise
         check_layout("layout", layout)
@@ -108,30 +103,21 @@ class SparseParallel:
         return self._groups.cp
 
     def sparse_attention(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        indices: Tensor,
-        *,
-        scale: float,
-        d_v: int | None = None,
+        self, q: Tensor, kv: Tensor, indices: Tensor, *, scale: float, d_v: int | None = None,
         v: Tensor | None = None,
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-        sinks: Tensor | None = None,
-        return_attn_sum: bool = False,
-        deterministic: bool = False,
+        sinks: Tensor | None = None, return_attn_sum: bool = False, deterministic: bool = False,
         backend: str = "auto",
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """`attnmesh.sparse_attention` of this rank's rows and heads; `return_attn_sum` is summed over all heads."""
 
-        def check() -> tuple[tuple[AttentionCall, SequenceSharding], SharedValues]:
+        def check() -> tuple[tuple[SparseCall, SequenceSharding], SharedValues]:
             sharding = self._sharding("q", q, "kv", kv)
-            check_bool(return_attn_sum=return_attn_sum)
             local_mask = self._local_mask(mask, sharding)
             call = attention_call(
-                q, kv, indices, scale, d_v, v, local_mask, deterministic, backend, sharding.key_length
-            )
-            arguments.check_sinks(sinks, call.q)
+                q, kv, indices, scale, d_v, v, local_mask, deterministic, backend, sharding.key_length, sinks=sinks,
+                attn_sum=return_attn_sum,
+            )  # fmt: skip
             return (call, sharding), self._shared_values(
                 sharding, call.q, mask, backend, width=call.q.shape[2], d_v=call.d_v, topk=call.indices.shape[1],
                 scale=call.scale, values=v is not None, sinks=sinks is not None,
@@ -140,7 +126,7 @@ class SparseParallel:
             )  # fmt: skip
 
         call, sharding = check_on_all_ranks(self._groups, "SparseParallel.sparse_attention", check)
-        self._check_same_indices(call.indices, call.bounds)
+        self._check_same_indices(call)
         if sinks is not None:
             check_same_sinks(sinks, self._groups)
         with propagate_failure(self._groups):
@@ -150,25 +136,16 @@ class SparseParallel:
             return out, lse, self._replicated_rows(call.q).reduce_heads(dist)
 
     def attention_distribution(
-        self,
-        q: Tensor,
-        k: Tensor,
-        indices: Tensor,
-        lse: Tensor,
-        *,
-        scale: float,
+        self, q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, *, scale: float,
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-        lse_base: Base = "e",
-        head_group: int | None = None,
-        normalize: bool = False,
-        backend: str = "auto",
-    ) -> Tensor:
+        lse_base: Base = "e", head_group: int | None = None, normalize: bool = False, backend: str = "auto",
+    ) -> Tensor:  # fmt: skip
         """`attnmesh.attention_distribution` of this rank's rows, summed over the heads of all ranks, then normalized.
 
         `head_group` must be None where heads are sharded, because a group could span ranks.
         """
 
-        def check() -> tuple[tuple[AttentionCall, SequenceSharding, Tensor], SharedValues]:
+        def check() -> tuple[tuple[SparseCall, SequenceSharding, Tensor], SharedValues]:
             sharding = self._sharding("q", q, "k", k)
             check_bool(normalize=normalize)
             local_mask = self._local_mask(mask, sharding)
@@ -190,7 +167,7 @@ class SparseParallel:
             )  # fmt: skip
 
         call, sharding, natural = check_on_all_ranks(self._groups, "SparseParallel.attention_distribution", check)
-        self._check_same_indices(call.indices, call.bounds)
+        self._check_same_indices(call)
         heads = call.q.shape[1]
         with propagate_failure(self._groups), torch.no_grad():
             dist = distribution(
@@ -204,94 +181,63 @@ class SparseParallel:
             return normalize_rows(dist) if normalize else dist
 
     def indexer_scores_at(
-        self,
-        iq: Tensor,
-        ik: Tensor,
-        w: Tensor,
-        indices: Tensor,
-        *,
-        scale: float = 1.0,
-        relu: bool = True,
+        self, iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor, *, scale: float = 1.0, relu: bool = True,
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-        deterministic: bool = False,
-        backend: str = "auto",
-    ) -> Tensor:
+        deterministic: bool = False, backend: str = "auto",
+    ) -> Tensor:  # fmt: skip
         """`attnmesh.indexer_scores_at` of this rank's rows, the same on every tp rank."""
 
-        def check() -> tuple[tuple[IndexerCall, Tensor, RowBounds, SequenceSharding], SharedValues]:
+        def check() -> tuple[tuple[IndexerCall, SequenceSharding], SharedValues]:
             sharding = self._sharding("iq", iq, "ik", ik)
-            call = indexer_call(iq, ik, w, scale, relu, deterministic, backend)
-            checked = arguments.check_same_device(arguments.check_indices(indices, call.iq.shape[0]), call.iq)
-            bounds = arguments.mask_bounds(
-                self._local_mask(mask, sharding), call.iq, sharding.key_length, checked.shape[1]
-            )
-            return (call, checked, bounds, sharding), self._shared_values(
-                sharding, call.iq, mask, backend, **_indexer_values(call), topk=checked.shape[1],
+            call = indexer_call(
+                iq, ik, w, arguments.check_indices(indices), self._local_mask(mask, sharding), scale, relu,
+                deterministic, backend, s_kv=sharding.key_length,
+            )  # fmt: skip
+            return (call, sharding), self._shared_values(
+                sharding, call.iq, mask, backend, **_indexer_values(call), topk=indices.shape[-1],
                 gradients=requiring_grad(iq=iq, ik=ik, w=w),
             )  # fmt: skip
 
-        call, checked, bounds, sharding = check_on_all_ranks(self._groups, "SparseParallel.indexer_scores_at", check)
-        self._check_same_indices(checked, bounds)
+        call, sharding = check_on_all_ranks(self._groups, "SparseParallel.indexer_scores_at", check)
+        self._check_same_indices(call)
         with propagate_failure(self._groups):
-            return indexer.scores_at(call, checked, bounds, sharding, self._replicated_rows(call.iq))
+            return indexer.scores_at(call, sharding, self._replicated_rows(call.iq))
 
     def indexer_topk(
-        self,
-        iq: Tensor,
-        ik: Tensor,
-        w: Tensor,
-        topk: int,
-        *,
-        scale: float = 1.0,
-        relu: bool = True,
+        self, iq: Tensor, ik: Tensor, w: Tensor, topk: int, *, scale: float = 1.0, relu: bool = True,
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-        block_size: int = 4096,
-        backend: str = "auto",
-    ) -> TopKIndices:
+        block_size: int = 4096, backend: str = "auto",
+    ) -> TopKIndices:  # fmt: skip
         """`attnmesh.indexer_topk` of this rank's rows over the keys of all ranks, the same bits on every tp rank.
 
         Each tp rank computes some of the rows, and the results are all-gathered.
         """
 
-        def check() -> tuple[tuple[IndexerCall, RowBounds, SequenceSharding], SharedValues]:
+        def check() -> tuple[tuple[IndexerCall, SequenceSharding], SharedValues]:
             sharding = self._sharding("iq", iq, "ik", ik)
             check_topk(topk, block_size, mask)
-            call = indexer_call(iq, ik, w, scale, relu, False, backend)
-            bounds = arguments.mask_bounds(self._local_mask(mask, sharding), call.iq, sharding.key_length, topk)
-            detached = call._replace(iq=call.iq.detach(), ik=call.ik.detach(), w=call.w.detach())
-            return (detached, bounds, sharding), self._shared_values(
+            local_mask = self._local_mask(mask, sharding)
+            call = indexer_call(
+                iq, ik, w, None, local_mask, scale, relu, False, backend, s_kv=sharding.key_length, topk=topk
+            )
+            return (call.detach(), sharding), self._shared_values(
                 sharding, call.iq, mask, backend, **_indexer_values(call), topk=topk, block_size=block_size
             )
 
-        call, bounds, sharding = check_on_all_ranks(self._groups, "SparseParallel.indexer_topk", check)
+        call, sharding = check_on_all_ranks(self._groups, "SparseParallel.indexer_topk", check)
         rows = RowSharding(self.tp, call.iq.shape[0], scattered=self.tp.world > 1)
         with propagate_failure(self._groups), torch.no_grad():
-            return indexer.topk_keys(call, topk, bounds, block_size, sharding, rows)
+            return indexer.topk_keys(call, topk, block_size, sharding, rows)
 
     def indexer_kl_loss(
-        self,
-        iq: Tensor,
-        ik: Tensor,
-        w: Tensor,
-        indices: Tensor | None = None,
-        target: Tensor | None = None,
-        *,
-        q: Tensor | None = None,
-        k: Tensor | None = None,
-        lse: Tensor | None = None,
-        attn_scale: float | None = None,
+        self, iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor | None = None, target: Tensor | None = None, *,
+        q: Tensor | None = None, k: Tensor | None = None, lse: Tensor | None = None, attn_scale: float | None = None,
         lse_base: Base = "e",
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-        mode: Mode = "sparse",
-        scale: float = 1.0,
-        relu: bool = True,
-        reduction: Reduction = "sum",
-        row_mask: Tensor | None = None,
-        global_rows: int | Tensor | None = None,
-        deterministic: bool = False,
-        backend: str = "auto",
-        rows: LossRows = "replicated",
-    ) -> Tensor:
+        mode: Mode = "sparse", scale: float = 1.0, relu: bool = True, reduction: Reduction = "sum",
+        row_mask: Tensor | None = None, global_rows: int | Tensor | None = None, deterministic: bool = False,
+        backend: str = "auto", rows: LossRows = "replicated",
+    ) -> Tensor:  # fmt: skip
         """`attnmesh.indexer_kl_loss` of the whole sequence, on every rank; of this rank's rows if reduction="none".
 
         Every rank calls backward on its own loss, with the same weight. A given `target` is over the heads of all
@@ -313,7 +259,7 @@ class SparseParallel:
             source = loss.source
             return (loss, sharding), self._shared_values(
                 sharding, loss.indexer.iq, mask, backend, **_indexer_values(loss.indexer),
-                topk=None if loss.indices is None else loss.indices.shape[1], mode=mode, reduction=reduction,
+                topk=None if indices is None else indices.shape[-1], mode=mode, reduction=reduction,
                 target=None if source is None else (source.q.shape[2], source.q.dtype, source.scale, lse_base),
                 row_mask=row_mask is not None, rows=rows, deterministic=deterministic,
                 global_rows=global_rows if isinstance(global_rows, int | None) else "a tensor",
@@ -321,8 +267,7 @@ class SparseParallel:
             )  # fmt: skip
 
         loss, sharding = check_on_all_ranks(self._groups, "SparseParallel.indexer_kl_loss", check)
-        if loss.indices is not None:
-            self._check_same_indices(loss.indices, loss.bounds)
+        self._check_same_indices(loss.indexer)
         scattered = rows == "scattered" and self.tp.world > 1
         row_sharding = RowSharding(self.tp, loss.indexer.iq.shape[0], scattered=scattered)
         with propagate_failure(self._groups):
@@ -351,9 +296,9 @@ class SparseParallel:
     def _replicated_rows(self, q: Tensor) -> RowSharding:
         return RowSharding(self.tp, q.shape[0], scattered=False)
 
-    def _check_same_indices(self, indices: Tensor, bounds: RowBounds) -> None:
-        if self.check_indices:
-            check_same_indices(indices, bounds, self._groups)
+    def _check_same_indices(self, call: SparseCall | IndexerCall) -> None:
+        if self.check_indices and call.indices is not None:
+            check_same_indices(call.indices, call.bounds, self._groups)
 
     def _shared_values(
         self, sharding: SequenceSharding, q: Tensor, mask: SparseMask, backend: str, **more: object

@@ -26,8 +26,8 @@ from attnmesh.core.ranges import InterleavedShard
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices, merge_topk
 from attnmesh.ops.sparse.decode import attend, check_tokens, decode_call
-from attnmesh.ops.sparse.paged import SparseDecodeCall
-from attnmesh.ops.sparse.paged_indexer import IndexerStep, indexer_step, select, slots_read
+from attnmesh.ops.sparse.paged import IndexerStep, SparseDecodeCall
+from attnmesh.ops.sparse.paged_indexer import indexer_step, select, slots_read
 from attnmesh.ops.storage import Stored, storage_of
 from attnmesh.parallel.decode.core import StateExchange, all_gather_states
 from attnmesh.parallel.executor import score_checks
@@ -66,13 +66,9 @@ class SparseDecode:
     """
 
     def __init__(
-        self,
-        cp: Group = None,
-        *,
-        interleave: int = 1,
-        heads: Sequence[int] | None = None,
+        self, cp: Group = None, *, interleave: int = 1, heads: Sequence[int] | None = None,
         check_indices: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.cp = comm_or_solo("cp", cp)
         self._number = self.cp.log.number("SparseDecode")  # before an error that only this rank may raise
         check_positive(interleave=interleave)
@@ -88,18 +84,9 @@ class SparseDecode:
                 check_positive(heads=n)
 
     def indexer_topk(
-        self,
-        iq: Tensor,
-        pool: Stored,
-        block_table: Tensor,
-        w: Tensor,
-        topk: int,
-        *,
-        cur_pos: Sequence[int] | Tensor,
-        scale: float = 1.0,
-        relu: bool = True,
-        backend: str = "auto",
-    ) -> TopKIndices:
+        self, iq: Tensor, pool: Stored, block_table: Tensor, w: Tensor, topk: int, *, cur_pos: Sequence[int] | Tensor,
+        scale: float = 1.0, relu: bool = True, backend: str = "auto",
+    ) -> TopKIndices:  # fmt: skip
         """`attnmesh.paged_indexer_topk` over the keys of all ranks: positions, the same bits on every rank.
 
         iq and w are the same on all ranks; `cur_pos` are positions in the whole sequence.
@@ -130,19 +117,10 @@ class SparseDecode:
             return TopKIndices(merged.view(shape), found.view(shape), lengths.view(shape[:2]))
 
     def attention(
-        self,
-        q: Tensor,
-        pool: Stored,
-        block_table: Tensor,
-        indices: Tensor,
-        *,
-        scale: float,
-        d_v: int | None = None,
-        counts: Tensor | None = None,
-        sinks: Tensor | None = None,
-        split_size: int | None = None,
+        self, q: Tensor, pool: Stored, block_table: Tensor, indices: Tensor, *, scale: float, d_v: int | None = None,
+        counts: Tensor | None = None, sinks: Tensor | None = None, split_size: int | None = None,
         backend: str = "auto",
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """`attnmesh.paged_sparse_decode_attention` over the keys of all ranks: out and lse of this rank's heads.
 
         `indices` are positions in the whole sequence, and the same on all ranks, like `counts`. `sinks` are those of

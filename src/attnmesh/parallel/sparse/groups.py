@@ -146,21 +146,11 @@ def check_same_indices(indices: Tensor, bounds: RowBounds, groups: SparseGroups)
     Slots are summed over ranks by position. Ranks that select keys independently may break ties differently; without
     this check the sums would mix the probabilities of different keys unnoticed.
     """
-    tp, cp = groups.tp, groups.cp
-    if tp.world == 1:
-        return
-    with propagate_failure(groups):
-        own = checksum(indices, bounds)
-    of_tp = torch.cat(tp.all_gather(own, [(1,)] * tp.world))
-    of_all = torch.stack(cp.all_gather(of_tp, [(tp.world,)] * cp.world)).tolist()
-    errors = [
-        f"those of tp {format_ranks(others)} differ from tp rank 0's"
-        + (f" (on cp rank {cp_rank})" if cp.world > 1 else "")
-        for cp_rank, (first, *rest) in enumerate(of_all)
-        if (others := [rank for rank, other in enumerate(rest, 1) if other != first])
-    ]
-    if errors:
-        raise ValueError(f"indices, where they are valid, must be the same on every tp rank: {'; '.join(errors)}")
+    if groups.tp.world > 1:
+        with propagate_failure(groups):
+            own = checksum(indices, bounds)
+        if errors := _differences(own, groups.tp, groups.cp, "tp", "cp"):
+            raise ValueError(f"indices, where they are valid, must be the same on every tp rank: {errors}")
 
 
 def check_same_sinks(sinks: Tensor, groups: SparseGroups) -> None:
@@ -168,22 +158,25 @@ def check_same_sinks(sinks: Tensor, groups: SparseGroups) -> None:
 
     In the calls in which `score_checks` compares values on a device, on the host too: checksums are exchanged.
     """
-    tp, cp = groups.tp, groups.cp
-    checks = score_checks(cp)
-    if cp.world > 1 and checks.is_due() and is_readable(sinks):
+    checks = score_checks(groups.cp)
+    if groups.cp.world > 1 and checks.is_due() and is_readable(sinks):
         with propagate_failure(groups):
             own = checksums([sinks], sinks.device)
-        of_cp = torch.cat(cp.all_gather(own, [(1,)] * cp.world))
-        of_all = torch.stack(tp.all_gather(of_cp, [(cp.world,)] * tp.world)).tolist()
-        errors = [
-            f"those of cp {format_ranks(others)} differ from cp rank 0's"
-            + (f" (on tp rank {tp_rank})" if tp.world > 1 else "")
-            for tp_rank, (first, *rest) in enumerate(of_all)
-            if (others := [rank for rank, other in enumerate(rest, 1) if other != first])
-        ]
-        if errors:
-            raise ValueError(f"sinks must be the same on every cp rank: {'; '.join(errors)}")
+        if errors := _differences(own, groups.cp, groups.tp, "cp", "tp"):
+            raise ValueError(f"sinks must be the same on every cp rank: {errors}")
     checks.count()
+
+
+def _differences(own: Tensor, group: Comm, others: Comm, name: str, name_of_others: str) -> str:
+    """Which ranks of the groups along one dimension of the grid have another checksum [1] than the first."""
+    of_group = torch.cat(group.all_gather(own, [(1,)] * group.world))
+    of_all = torch.stack(others.all_gather(of_group, [(group.world,)] * others.world)).tolist()
+    return "; ".join(
+        f"those of {name} {format_ranks(ranks)} differ from {name} rank 0's"
+        + (f" (on {name_of_others} rank {other})" if others.world > 1 else "")
+        for other, (first, *rest) in enumerate(of_all)
+        if (ranks := [rank for rank, each in enumerate(rest, 1) if each != first])
+    )
 
 
 def checksum(indices: Tensor, bounds: RowBounds) -> Tensor:

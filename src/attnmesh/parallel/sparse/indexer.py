@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,25 +11,24 @@ from torch.autograd.function import once_differentiable
 
 from attnmesh.comm import Comm, propagate_failure
 from attnmesh.core.state import accumulation_dtype
+from attnmesh.ops.sparse import dispatch
 from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices, merge_topk
-from attnmesh.ops.sparse.indexer import IndexerCall
-from attnmesh.ops.sparse.indexer_loss import AttentionTarget, KLSums, LossCall, key_chunks, row_kl, score_gradient
+from attnmesh.ops.sparse.call import IndexerCall
+from attnmesh.ops.sparse.indexer_loss import AttentionTarget, KLSums, LossCall, dense_gradients, key_chunks, row_kl
 from attnmesh.parallel.sparse.groups import RowSharding, gather_replicated, shard_replicated
-from attnmesh.parallel.sparse.keys import SequenceSharding, exchange_keys, map_slots
+from attnmesh.parallel.sparse.keys import KeyExchange, KVShard, SequenceSharding, exchange_keys, map_slots
 
 
 def topk_keys(
-    call: IndexerCall, topk: int, bounds: RowBounds, block_size: int, sharding: SequenceSharding, rows: RowSharding
+    call: IndexerCall, topk: int, block_size: int, sharding: SequenceSharding, rows: RowSharding
 ) -> TopKIndices:
     """The top-k of the keys of all ranks, for every row: each tp rank computes its shard of the rows."""
-    iq, w, bounds = rows.shard(call.iq), rows.shard(call.w), rows.shard_bounds(bounds)
+    call = call._replace(iq=rows.shard(call.iq), w=rows.shard(call.w), bounds=rows.shard_bounds(call.bounds))
     best: TopKIndices | None = None
     keys = exchange_keys([call.ik], sharding)
     for shard in keys.shards():
-        part = call.backend.topk(
-            iq, shard.tensors[0], w, topk, keys.local_bounds(shard, bounds), scale=call.scale, relu=call.relu,
-            block_size=block_size,
-        )  # fmt: skip
+        over = call.over(shard.tensors[0], None, keys.local_bounds(shard, call.bounds))
+        part = dispatch.topk(over, topk, block_size)
         part = part._replace(indices=keys.global_indices(shard, part.indices))
         best = part if best is None else merge_topk([best, part], topk)
     assert best is not None
@@ -45,56 +45,48 @@ def _gather_topk(shard: TopKIndices, rows: RowSharding) -> TopKIndices:
     return TopKIndices(indices, scores, (indices >= 0).sum(1, dtype=torch.int32))
 
 
-def scores_at(
-    call: IndexerCall, indices: Tensor, bounds: RowBounds, sharding: SequenceSharding, rows: RowSharding
-) -> Tensor:
-    """Scores of slots, differentiable. `call`, `indices` and `bounds` are of the rows that this tp rank computes."""
-    scores: Tensor = _ScoresAt.apply(  # type: ignore[no-untyped-call]
-        call.iq, call.ik, call.w, call, indices, bounds, sharding, rows
-    )
+def scores_at(call: IndexerCall, sharding: SequenceSharding, rows: RowSharding) -> Tensor:
+    """Scores of slots, differentiable. The call is of the rows that this tp rank computes."""
+    scores: Tensor = _ScoresAt.apply(call.iq, call.ik, call.w, call, sharding, rows)  # type: ignore[no-untyped-call]
     return scores
 
 
 class _ScoresAt(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, iq: Tensor, ik: Tensor, w: Tensor, call: IndexerCall, indices: Tensor, bounds: RowBounds,
-        sharding: SequenceSharding, rows: RowSharding,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, iq: Tensor, ik: Tensor, w: Tensor, call: IndexerCall, sharding: SequenceSharding, rows: RowSharding
+    ) -> Tensor:
         ctx.save_for_backward(iq, ik, w)
-        ctx.rest = call.without_tensors(), indices, bounds, sharding, rows
+        ctx.rest = call.without_tensors(), sharding, rows
         ctx.number = sharding.groups.calls
+        call = call._replace(iq=iq, ik=ik, w=w)
+        assert call.indices is not None
         return map_slots(
-            exchange_keys([ik], sharding),
-            indices,
-            bounds,
-            -torch.inf,
-            lambda shard, slots: call.backend.scores_at(
-                iq, shard.tensors[0], w, slots.indices, slots.bounds, scale=call.scale, relu=call.relu
-            ),
-        )
+            exchange_keys([ik], sharding), call.indices, call.bounds, -torch.inf,
+            lambda shard, slots: dispatch.scores_at(call.over(shard.tensors[0], slots.indices, slots.bounds)),
+        )  # fmt: skip
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         iq, ik, w = ctx.saved_tensors
-        call, indices, bounds, sharding, rows = ctx.rest
+        call, sharding, rows = ctx.rest
+        call = call._replace(iq=iq, ik=ik, w=w)
         sharding.groups.note("backward of indexer scores", ctx.number)
         with propagate_failure(sharding.groups):
             keys = exchange_keys([ik], sharding)
-            slots, grad_return = keys.slots(indices, bounds), keys.grad_return()
+            slots, grad_return = keys.slots(call.indices, call.bounds), keys.grad_return()
             total = _RowGrads(iq, w, keys.single)
             for shard in keys.shards():
                 local = slots(shard)
-                d_iq, d_ik, d_w = call.backend.scores_at_backward(
-                    iq, shard.tensors[0], w, local.indices, local.bounds, local.gather(grad).contiguous(),
-                    scale=call.scale, relu=call.relu, deterministic=call.deterministic, dtype=total.dtype,
-                )  # fmt: skip
+                over = call.over(shard.tensors[0], local.indices, local.bounds)
+                own_grad = local.gather(grad).contiguous()
+                d_iq, d_ik, d_w = dispatch.scores_at_backward(over, own_grad, total.dtype)
                 total.add(d_iq, d_w)
                 if ctx.needs_input_grad[1]:
                     grad_return.send(shard, [d_ik])
             d_keys = rows.reduce_grad(grad_return.collect()[0]).to(ik.dtype) if ctx.needs_input_grad[1] else None
-        return total.d_iq.to(iq.dtype), d_keys, total.d_w.to(w.dtype), None, None, None, None, None
+        return total.d_iq.to(iq.dtype), d_keys, total.d_w.to(w.dtype), None, None, None
 
 
 class _RowGrads:
@@ -119,20 +111,22 @@ class _RowGrads:
 
 def row_losses(loss: LossCall, sharding: SequenceSharding, rows: RowSharding) -> Tensor:
     """[s_q], differentiable: every tp rank computes its shard of the rows, and returns all of them."""
-    call, indices, bounds, target, source = loss
+    call, target, source = loss
+    every = call.bounds
     call = call._replace(iq=shard_replicated(call.iq, rows), w=shard_replicated(call.w, rows))
-    if indices is None:
+    if call.indices is None:
         assert source is not None
         losses: Tensor = _DenseKL.apply(  # type: ignore[no-untyped-call]
-            call.iq, call.ik, call.w, call, source, bounds, sharding, rows
+            call.iq, call.ik, call.w, call, source, sharding, rows
         )
     else:
         if source is None:
             assert target is not None
             p = rows.shard(target)  # already over all heads
         else:
-            p = rows.reduce_heads(_target_at(source, indices, bounds, sharding))
-        losses = row_kl(scores_at(call, rows.shard(indices), rows.shard_bounds(bounds), sharding, rows), p)
+            p = rows.reduce_heads(_target_at(source, call.indices, every, sharding))
+        call = call._replace(indices=rows.shard(call.indices), bounds=rows.shard_bounds(every))
+        losses = row_kl(scores_at(call, sharding, rows), p)
     return gather_replicated(losses, rows)
 
 
@@ -140,40 +134,31 @@ def _target_at(source: AttentionTarget, indices: Tensor, bounds: RowBounds, shar
     """[s_q, topk] over the heads of this rank."""
     with torch.no_grad():
         return map_slots(
-            exchange_keys([source.k], sharding),
-            indices,
-            bounds,
-            0.0,
+            exchange_keys([source.k], sharding), indices, bounds, 0.0,
             lambda shard, slots: source._replace(k=shard.tensors[0]).at(slots.indices, slots.bounds),
-        )
+        )  # fmt: skip
 
 
 class _DenseKL(torch.autograd.Function):
     """The loss over all keys, one chunk of a KV shard at a time.
 
-    The indexer's tensors are of the rows that this tp rank computes; `source` and `bounds` are of all rows, because the
-    target is summed over the heads of all tp ranks first.
+    The indexer's tensors are of the rows that this tp rank computes; `source` and the bounds are of all rows, because
+    the target is summed over the heads of all tp ranks first.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, iq: Tensor, ik: Tensor, w: Tensor, call: IndexerCall, source: AttentionTarget, bounds: RowBounds,
+        ctx: Any, iq: Tensor, ik: Tensor, w: Tensor, call: IndexerCall, source: AttentionTarget,
         sharding: SequenceSharding, rows: RowSharding,
     ) -> Tensor:  # fmt: skip
         sums = KLSums(iq)
+        call = call._replace(iq=iq, ik=ik, w=w)
         keys = exchange_keys([ik, source.k], sharding)
         for shard in keys.shards():
-            index_keys, attention_keys = shard.tensors
-            target = source._replace(k=attention_keys)
-            for part, indices, chunk in key_chunks(rows.rows, index_keys.shape[0], keys.local_bounds(shard, bounds)):
-                p = rows.reduce_heads(target.narrow_keys(part).at(indices, chunk))
-                scores = call.backend.scores_at(
-                    iq, index_keys[part], w, rows.shard(indices), rows.shard_bounds(chunk), scale=call.scale,
-                    relu=call.relu,
-                )  # fmt: skip
-                sums.add(p, scores)
+            for _, p, over in _chunks(call, source, keys, shard, rows):
+                sums.add(p, dispatch.scores_at(over))
         ctx.save_for_backward(iq, ik, w, sums.log_z, sums.mass)
-        ctx.rest = call.without_tensors(), source, bounds, sharding, rows
+        ctx.rest = call.without_tensors(), source, sharding, rows
         ctx.number = sharding.groups.calls
         return sums.loss()
 
@@ -181,33 +166,33 @@ class _DenseKL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         iq, ik, w, log_z, mass = ctx.saved_tensors
-        call, source, bounds, sharding, rows = ctx.rest
+        call, source, sharding, rows = ctx.rest
+        call = call._replace(iq=iq, ik=ik, w=w)
         sharding.groups.note("backward of the indexer loss", ctx.number)
         with propagate_failure(sharding.groups):
             keys = exchange_keys([ik, source.k], sharding)
             grad_return, total = keys.grad_return(), _RowGrads(iq, w, single=False)
             for shard in keys.shards():
-                index_keys, attention_keys = shard.tensors
-                d_ik = torch.zeros_like(index_keys, dtype=log_z.dtype)
-                target = source._replace(k=attention_keys)
-                for part, indices, chunk in key_chunks(
-                    rows.rows, index_keys.shape[0], keys.local_bounds(shard, bounds)
-                ):
-                    p = rows.reduce_heads(target.narrow_keys(part).at(indices, chunk))
-                    indices, chunk = rows.shard(indices), rows.shard_bounds(chunk)
-                    scores = call.backend.scores_at(
-                        iq, index_keys[part], w, indices, chunk, scale=call.scale, relu=call.relu
-                    )
-                    d_iq, d_keys, d_w = call.backend.dense_scores_backward(
-                        iq, index_keys[part], w, chunk, score_gradient(p, scores, log_z, mass, grad), scale=call.scale,
-                        relu=call.relu, dtype=total.dtype,
-                    )  # fmt: skip
+                d_ik = torch.zeros_like(shard.tensors[0], dtype=log_z.dtype)
+                for part, p, over in _chunks(call, source, keys, shard, rows):
+                    d_iq, d_keys, d_w = dense_gradients(over, p, log_z, mass, grad)
                     total.add(d_iq, d_w)
                     d_ik[part] += d_keys
                 if ctx.needs_input_grad[1]:
                     grad_return.send(shard, [d_ik])
             d_own = rows.reduce_grad(grad_return.collect()[0]).to(ik.dtype) if ctx.needs_input_grad[1] else None
-        return total.d_iq.to(iq.dtype), d_own, total.d_w.to(w.dtype), None, None, None, None, None
+        return total.d_iq.to(iq.dtype), d_own, total.d_w.to(w.dtype), None, None, None, None
+
+
+def _chunks(
+    call: IndexerCall, source: AttentionTarget, keys: KeyExchange, shard: KVShard, rows: RowSharding
+) -> Iterator[tuple[slice, Tensor, IndexerCall]]:
+    """The chunks of the keys of a shard: where they are, p of the rows of this tp rank, and the indexer over them."""
+    index_keys, attention_keys = shard.tensors
+    target = source._replace(k=attention_keys)
+    for part, indices, chunk in key_chunks(rows.rows, index_keys.shape[0], keys.local_bounds(shard, call.bounds)):
+        p = rows.reduce_heads(target.narrow_keys(part).at(indices, chunk))
+        yield part, p, call.over(index_keys[part], rows.shard(indices), rows.shard_bounds(chunk))
 
 
 def sum_over_sequence(partial: Tensor, cp: Comm) -> Tensor:

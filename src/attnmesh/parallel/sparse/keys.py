@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -169,38 +169,6 @@ class KVShard(NamedTuple):
     tensors: list[Tensor]
 
 
-class GradReturn(Protocol):
-    """Sends gradients of keys back to the ranks that own them, and sums them."""
-
-    def send(self, shard: KVShard, grads: list[Tensor]) -> None:
-        """Send the gradients of a shard; the tensors may be overwritten."""
-
-    def collect(self) -> list[Tensor]:
-        """The gradients of the keys of this rank, summed over all ranks; after the last shard."""
-
-
-class KeyExchange(Protocol):
-    """The KV shards of all ranks. `shards` may be iterated more than once."""
-
-    single: bool
-    """Whether one shard holds all keys."""
-
-    def shards(self) -> Iterator[KVShard]:
-        """One shard after another, as they arrive."""
-
-    def slots(self, indices: Tensor, bounds: RowBounds) -> Callable[[KVShard], LocalSlots]:
-        """The slots whose keys are in a shard."""
-
-    def local_bounds(self, shard: KVShard, bounds: RowBounds) -> RowBounds:
-        """The bounds in rows of a shard."""
-
-    def global_indices(self, shard: KVShard, rows: Tensor) -> Tensor:
-        """The indices of keys, given their rows in a shard."""
-
-    def grad_return(self) -> GradReturn:
-        """The way back for the gradients of the keys."""
-
-
 def exchange_keys(own: Sequence[Tensor], sharding: SequenceSharding) -> KeyExchange:
     """The keys of all ranks; `own` are those of this rank."""
     if sharding.ring and sharding.groups.cp.world > 1:
@@ -209,9 +177,14 @@ def exchange_keys(own: Sequence[Tensor], sharding: SequenceSharding) -> KeyExcha
 
 
 class _AllGather:
-    """All keys at once, in the order of the sequence, so that indices need no conversion."""
+    """All keys at once, in the order of the sequence, so that indices need no conversion.
 
-    single = True
+    `slots` are those whose keys are in a shard, `local_bounds` the bounds in rows of a shard, and `global_indices` the
+    indices of keys, given their rows in a shard. A grad return sends gradients of shards back to the ranks that own
+    the keys (they may be overwritten), and collects those of this rank's keys, summed over all ranks, at the end.
+    """
+
+    single = True  # one shard holds all keys
 
     def __init__(self, own: Sequence[Tensor], sharding: SequenceSharding) -> None:
         self._sharding = sharding
@@ -236,7 +209,7 @@ class _AllGather:
     def global_indices(self, shard: KVShard, rows: Tensor) -> Tensor:
         return rows
 
-    def grad_return(self) -> GradReturn:
+    def grad_return(self) -> _GradReduceScatter:
         return _GradReduceScatter(self._sharding)
 
 
@@ -261,7 +234,7 @@ class _GradReduceScatter:
 
 
 class _RingExchange:
-    """One shard per rank, passed around a ring."""
+    """As `_AllGather`, with one shard per rank, passed around a ring. `shards` may be iterated more than once."""
 
     single = False
 
@@ -298,7 +271,7 @@ class _RingExchange:
     def global_indices(self, shard: KVShard, rows: Tensor) -> Tensor:
         return self._sharding.global_indices(shard.owner, rows)
 
-    def grad_return(self) -> GradReturn:
+    def grad_return(self) -> _RingGradReturn:
         return _RingGradReturn(self._sharding)
 
 
@@ -333,6 +306,9 @@ class _RingGradReturn:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+
+
+KeyExchange: TypeAlias = _AllGather | _RingExchange
 
 
 def _shift_right(cp: Comm, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> Pending:
