@@ -169,13 +169,13 @@ class RequestGate:
             is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
-        refused = None if scope["path"] == "/health" else self._refusal(host)
+        error = None if scope["path"] == "/health" else self._over_limit(host)
         self._in_progress[host] += 1
         try:
-            if refused is None:
+            if error is None:
                 await self._app(scope, receive, note)
             else:
-                await send_error(refused, note)
+                await send_error(error, note)
         finally:
             self._in_progress[host] -= 1
             if not self._in_progress[host]:
@@ -187,7 +187,8 @@ class RequestGate:
                 seconds = time.monotonic() - began
                 _access_log.info('%s:%d "%s %s" %d, %.3f s%s', host, port, scope["method"], path, status, seconds, end)
 
-    def _refusal(self, host: str) -> ApiError | None:
+    def _over_limit(self, host: str) -> ApiError | None:
+        """The error for one more request of this address; None within the limits."""
         total, own = self._in_progress.total(), self._in_progress.get(host, 0)
         if total >= self._limits.most:
             message = f"{total} connections have requests, and more are not taken"

@@ -366,7 +366,7 @@ class Reference:
 
     name = "reference"
 
-    def refusal(self, call: DecodeCall) -> str | None:
+    def why_not(self, call: DecodeCall) -> str | None:
         """None: it serves every call."""
         return None
 
@@ -395,16 +395,16 @@ def check_backend(backend: str) -> None:
 def choose(call: DecodeCall, backend: str) -> Backend:
     """The backend for a call: by name, or the first that serves it. Raises ValueError if it cannot."""
     check_backend(backend)
-    refusals = {}
+    why_not = {}
     for known in _BACKENDS:
-        refusals[known.name] = known.refusal(call)
+        why_not[known.name] = known.why_not(call)
         is_wanted = backend == known.name
         if backend == "auto":
             is_wanted = not isinstance(known, GluonGQA) or known.is_faster(call)
-        if refusals[known.name] is None and is_wanted:
+        if why_not[known.name] is None and is_wanted:
             if backend == "auto" and wants_choices(_LOG):
-                cannot = "".join(f"; {name} cannot: {why}" for name, why in refusals.items() if why is not None)
+                cannot = "".join(f"; {name} cannot: {why}" for name, why in why_not.items() if why is not None)
                 of = f"q {tuple(call.q.shape)}, {call.kv_heads} KV heads, {'paged' if call.paged else 'contiguous'}"
                 log_choice(_LOG, "decode of %s, %s on %s: %s%s", of, call.q.dtype, call.q.device, known.name, cannot)
             return known
-    raise ValueError(f"backend={backend!r} cannot serve this call: {refusals[backend]}")
+    raise ValueError(f"backend={backend!r} cannot serve this call: {why_not[backend]}")

@@ -125,7 +125,7 @@ class Backend(Protocol):
 
     name: str
 
-    def refusal(self, call: DecodeCall) -> str | None:
+    def why_not(self, call: DecodeCall) -> str | None:
         """The reason why this backend cannot serve the call; None if it can."""
 
     def run(self, call: DecodeCall, into: State | None = None) -> State:

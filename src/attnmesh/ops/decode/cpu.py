@@ -37,7 +37,7 @@ class Cpu:
 
     name = "cpu"
 
-    def refusal(self, call: DecodeCall) -> str | None:
+    def why_not(self, call: DecodeCall) -> str | None:
         """The reason why this backend cannot serve the call; None if it can."""
         if call.q.device.type != "cpu":
             return f"it computes on the CPU, q is on {call.q.device}"

@@ -34,7 +34,7 @@ class BackwardTiles(NamedTuple):
     `stages` of q and grad_out in shared memory. A program sums over `heads` query heads of a group (None: all of them;
     else programs add to grad_k and grad_v atomically). `paired`: ds is exchanged once in two steps, and a turn of the
     loop has two. `held`: keys and values stay in registers. `shared_keys`: a program has 64 keys, of which one
-    differentiator has grad_v and the other grad_k, and `grad_out_stages`; for heads too wide for 128, always.
+    consumer has grad_v and the other grad_k, and `grad_out_stages`; for heads too wide for 128, always.
     """
 
     stages: int = 2
@@ -74,7 +74,7 @@ def _processors(q: Tensor) -> int:
     return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
 
 
-def refusal(q: Tensor, v: Tensor, *, terms: ScoreTerms = PLAIN) -> str | None:
+def why_not(q: Tensor, v: Tensor, *, terms: ScoreTerms = PLAIN) -> str | None:
     """The reason why the kernel cannot serve these queries, values and terms on a Hopper GPU; None if it can."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"its backward kernel takes fp16 and bf16, not {q.dtype}"
@@ -108,7 +108,7 @@ def backward(
     deterministic: bool = False,
     tiles: BackwardTiles | None = None,
 ) -> None:
-    """`triton_backward.backward` for arguments without a `refusal`, on Hopper.
+    """`triton_backward.backward` for arguments whose `why_not` is None, on Hopper.
 
     Programs add to grad_q in the order in which they come. If `deterministic`, a second pass, in Triton, computes it.
     """

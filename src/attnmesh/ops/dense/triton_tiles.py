@@ -397,13 +397,13 @@ def lowest_of(factor):
 
 
 @triton.jit
-def row_exponents(top, new_top, factor):
+def row_exponents(raw_max, new_raw_max, factor):
     """The factor and the shift of rows, and the exponents of what they have so far: see `ops/gluon_exponents.py`."""
     power = tl.cast(tl.cast(factor, tl.int32, bitcast=True) & _EXPONENT_BITS, tl.float32, bitcast=True)
-    factors = tl.where(tl.abs(new_top) >= 1.0 / factor * _HUGE, power, factor)
-    shift = new_top * factors
+    factors = tl.where(tl.abs(new_raw_max) >= 1.0 / factor * _HUGE, power, factor)
+    shift = new_raw_max * factors
     # Not the difference of equal products, which a multiply-add would not make 0.
-    return factors, shift, tl.where(top == new_top, 0.0, top * factors - shift)
+    return factors, shift, tl.where(raw_max == new_raw_max, 0.0, raw_max * factors - shift)
 
 
 @triton.jit

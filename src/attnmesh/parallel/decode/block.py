@@ -33,8 +33,8 @@ from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks, propag
 from attnmesh.core.checksums import equal_values
 from attnmesh.core.compiling import not_compiled
 from attnmesh.core.validation import check_bool, check_choice, check_count, check_tensor, check_type, shown
+from attnmesh.kv_cache.norm_rope_write import norm_rope_write
 from attnmesh.kv_cache.pools import as_stored
-from attnmesh.kv_cache.prepare import prepare
 from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.norm_rope import CosSin, rms_norm
@@ -292,7 +292,7 @@ class AttentionBlock:
             x = rms_norm(x, weights.norm, self.config.norm)
         q, kv = self._project_qkv(x, own, kv_rows)
         new = None if slots is None else ProjectedKV(kv, own, slots, cache.keys(layer), cache.values(layer))
-        return prepare(q, positions, new, self.config, weights, parts, cos_sin), kv
+        return norm_rope_write(q, positions, new, self.config, weights, parts, cos_sin), kv
 
     def _project_qkv(self, x: Tensor, own: range, kv_rows: KvRows) -> tuple[Tensor, Tensor]:
         """Q of all rows, and K and V of all rows or of this rank's."""

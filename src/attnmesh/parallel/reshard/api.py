@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.call_log import alternatives, format_ranks, text_digest
 from attnmesh.core.validation import check_index, check_list, check_type, shown
-from attnmesh.kv_cache.contents import check_movable
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.parallel.node_groups import comm_named
+from attnmesh.parallel.reshard.contents import check_movable
 from attnmesh.parallel.reshard.goal import (
     MESSAGE_BYTES,
     Goal,

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from attnmesh.core import ranges
 from attnmesh.core.files import check_file
-from attnmesh.kv_cache.contents import CacheContents
 from attnmesh.ops.storage import BFP_GROUP, bytes_per_token
+from attnmesh.parallel.reshard.contents import CacheContents
 from attnmesh.parallel.reshard.tokens import CacheTokens
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.reshard import Move, Part

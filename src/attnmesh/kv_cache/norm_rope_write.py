@@ -21,7 +21,7 @@ from attnmesh.ops.block.stages import ProjectedKV, keys_and_values, queries
 from attnmesh.ops.storage import values_of
 
 
-def prepare(
+def norm_rope_write(
     q: Tensor, positions: Tensor, new: ProjectedKV | None, config: AttentionConfig, weights: AttentionWeights,
     parts: int, cos_sin: CosSin | None = None,
 ) -> Tensor:  # fmt: skip
@@ -34,7 +34,7 @@ def prepare(
     """
     _check(q, positions, new, config, parts)
     if q.is_cuda:
-        buffer: Tensor = _triton().prepare(q, positions, new, config, weights, parts, cos_sin)
+        buffer: Tensor = _triton().norm_rope_write(q, positions, new, config, weights, parts, cos_sin)
         return buffer
     if new is not None:
         own = slice(new.rows.start, new.rows.stop)
