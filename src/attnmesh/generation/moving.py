@@ -1,8 +1,8 @@
 """Requests that go on elsewhere: `move_requests` to other ranks, `save_requests` and `load_requests` by files.
 
 A request is its prompt, its options and the tokens of its answer: random numbers depend on the seed, the sample and the
-number of a token only. Its keys and values move with it, bit by bit (`reshard`); what is not in a cache yet is computed
-by the generator that goes on. The tokens are those that the first generator would have computed.
+number of a token only. Its keys and values move with it, bit by bit (`reshard`); the target computes keys and values
+that are not in a cache yet. The tokens are the same that the first generator would have computed.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def move_requests(
     *,
     requests: Sequence[Request] | None = None,
 ) -> list[Request]:
-    """Let requests of one generator go on in another one, on other ranks or with another sharding.
+    """Let requests of one generator continue in another generator, on other ranks or with another sharding.
 
     All ranks of `comm` must call it, with the generators that they belong to, and None for the other. The ranks of the
     source may name the `requests`, such as those whose prompts are computed; by default all move. Returns the requests
-    of the target in this order, by default that of their submission; none on other ranks. The requests of the source
-    end with `finish_reason` "moved"; others go on. Keys and values are sent once, as they are stored; requests that
-    wait, and beam searches, begin again. Both generators must have the same model and storage, without blocks of their
-    own for windows. Raises CacheFull on every rank if the target has no room: the source then goes on.
+    of the target in this order, by default the order of their submission; none on other ranks. The requests of the
+    source end with `finish_reason` "moved"; others go on. Keys and values are sent once, as they are stored; requests
+    that wait, and beam searches, begin again. Both generators must have the same model and storage, without blocks of
+    their own for windows. Raises CacheFull on every rank if the target has no room: the source then goes on.
 
     Examples:
         >>> def rank(comm):

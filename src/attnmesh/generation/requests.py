@@ -29,7 +29,7 @@ from attnmesh.kv_cache.sequence import token_ids
 FinishReason = Literal["stop", "length", "cancelled", "moved", "error"]
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
-"""Logits [1, vocabulary] in place of those that the model computed, from the ids [1, length] before them and these: as
+"""Logits [1, vocabulary] in place of the model's logits, from the ids [1, length] before them and these: as
 Transformers' `LogitsProcessor`. Both are on the device of the model."""
 
 
@@ -195,7 +195,7 @@ class Request:
         return len(self.prompt) + self.options.max_new_tokens
 
     def draft(self, ids: Sequence[int], room: int) -> list[int]:
-        """At most `room` tokens that may follow the known ones; never the last one of the answer."""
+        """At most `room` tokens that may follow the known ones; never the last token of the answer."""
         room = min(room, self.max_length - len(ids) - 1)
         return self._lookup.draft(ids, room) if self.options.speculative and room > 0 else []
 
@@ -244,7 +244,7 @@ class Request:
         return scores[0]
 
     def add(self, numbers: Sequence[float]) -> Token:
-        """Append the token that these numbers describe; sets `finish_reason` if it is the last one."""
+        """Append the token that these numbers describe; sets `finish_reason` if it is the last token."""
         token, n = int(numbers[0]), self.options.logprobs or 0
         text, reason = self._read(token, len(self.tokens))
         top = tuple(zip(map(int, numbers[2 : 2 + n]), numbers[2 + n :], strict=True))
@@ -267,7 +267,7 @@ class Request:
 
     @classmethod
     def from_json(cls, value: Any, number: int, model: Any, tokenizer: Any, owner: object) -> Request:
-        """A request that goes on where another one was; raises ValueError if `model` or `tokenizer` cannot."""
+        """A request that continues a saved request; raises ValueError if `model` or `tokenizer` cannot."""
         given = value["options"]
         given = {
             **given, "sampling": Sampling(**given["sampling"]),
@@ -298,7 +298,7 @@ class Request:
             _, self.finish_reason = self._read(token.id, at)
 
     def _read(self, token: int, at: int) -> tuple[str, FinishReason | None]:
-        """The text that token number `at` of the answer completes, and why it is the last one, if it is."""
+        """The text that token number `at` of the answer completes, and the finish reason if it is the last token."""
         options = self.options
         text, found = self._text.add(token), False
         if at >= options.min_new_tokens:

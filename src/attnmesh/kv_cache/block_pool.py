@@ -49,8 +49,8 @@ class CacheStats:
 class CacheFull(RuntimeError):  # noqa: N818 - a state one waits out, not a mistake
     """The cache has no room, and nothing has changed: free a sequence, or wait until one is freed.
 
-    `resource` is "blocks" or "sequences". `free` and `cached` are those that could have been taken, `total` is how many
-    the cache has; `limit` is the argument that decides, where that is not `num_blocks` or `max_sequences`.
+    `resource` is "blocks" or "sequences". `free` and `cached` are the numbers that could have been taken, `total` is
+    how many the cache has; `limit` is the argument that decides, where that is not `num_blocks` or `max_sequences`.
 
     Examples:
         >>> cache = am.BlockCache(layers=1, num_blocks=2, block_size=4, kv_heads=1, head_dim=16, device="cpu",

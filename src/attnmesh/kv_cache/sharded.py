@@ -102,7 +102,8 @@ class Step:
         """The keys on this rank that each new token attends to: indices `first` and `end`, int32 [rows, T].
 
         With a window, those among the last `window` positions. Both are 0 in rows that are not in the step. After the
-        first call for a window, every later step with as many tokens fills them: call it before capturing a graph.
+        first call for a window, every later step with the same number of tokens fills them: call it before capturing a
+        graph.
         """
         return self.tensors.key_range(window)
 

@@ -1,8 +1,8 @@
 """Triton kernels that write to the cache: `write_tokens`, and `norm_rope_write`, which includes RMSNorm and RoPE.
 
 `write_tokens` reads keys and values once, quantizes them in registers and stores them with their scales. The bits are
-those of `quantize`: divisions are exact (Triton's `/` is not), halves round to even, and fp8 is rounded in integer
-arithmetic, which also serves GPUs without native fp8.
+the same as of `quantize`: divisions are exact (Triton's `/` is not), halves round to even, and fp8 is rounded in
+integer arithmetic, which also serves GPUs without native fp8.
 
 `norm_rope_write` is one kernel between the QKV projection and attention, in which each number is read and written once.
 A program handles one token and a few heads of Q, K or V; norms and the rotation are computed in float32 registers. RoPE

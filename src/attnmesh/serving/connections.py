@@ -33,7 +33,7 @@ _access_log = logging.getLogger("attnmesh.serving.access")
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """At most `most` connections wait, and as many have a request; `per_address` of them from one other machine."""
+    """At most `most` connections wait, and at most `most` have a request; `per_address` from one other machine."""
 
     most: int
     per_address: int
@@ -53,8 +53,8 @@ class Closable(Protocol):
 class WaitingConnections:
     """Connections without a request: idle ones, and those whose headers are not complete.
 
-    None is refused, since nobody knows yet what it is for. Instead the oldest one of an address that has too many is
-    closed, or of the address with the most: a client that sends its headers at once is answered.
+    No connection is refused, since its request is not known yet. Instead the oldest connection of an address that has
+    too many is closed, or of the address with the most: a client that sends its headers at once is answered.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
@@ -65,7 +65,7 @@ class WaitingConnections:
         return sum(map(len, self._by_address.values()))
 
     def add(self, address: str, connection: Closable) -> None:
-        """Take one, and close another one if there are too many."""
+        """Take a connection, and close another connection if there are too many."""
         own = self._by_address.setdefault(address, {})
         own[connection] = None
         if len(own) > self._limits.of(address):
@@ -127,7 +127,7 @@ class LimitedProtocol(H11Protocol):  # type: ignore[misc]
             self._write_timer.cancel()
 
     def close(self) -> None:
-        """Close a connection that waits, after what was written. `_header_timer` ends it if that is not read."""
+        """Close a connection that waits, after its last bytes. `_header_timer` ends it if the client reads no more."""
         self.transport.close()
 
     def _update(self) -> None:
@@ -148,7 +148,7 @@ class LimitedProtocol(H11Protocol):  # type: ignore[misc]
 
 
 class RequestGate:
-    """An ASGI application that passes on as many requests as are allowed at a time, and `/health` always.
+    """An ASGI application that passes on at most the allowed number of requests at a time, and `/health` always.
 
     It writes the access log, a line per request, unless that is switched off.
     """

@@ -35,7 +35,7 @@ Listener = Callable[[Event], None]
 
 
 class QueueFull(Exception):  # noqa: N818 - says what is wrong, as CacheFull does
-    """There are as many requests as the queue takes."""
+    """The queue is full."""
 
 
 class Closed(Exception):  # noqa: N818

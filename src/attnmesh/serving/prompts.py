@@ -66,7 +66,7 @@ class PromptTokenizer:
         return prompts
 
     def _check_head(self, tokenizer: Any, call: Call, text: str) -> None:
-        """Refuse a long text if its beginning has too many tokens: twice as many, since a few at its end may merge."""
+        """Refuse a long text whose beginning has over twice the tokens of the context: a few at its end may merge."""
         head = text[: _HEAD * self._context]
         if len(head) < len(text) and (tokens := len(tokenizer(head)["input_ids"])) > 2 * self._context:
             self._refuse(

@@ -203,7 +203,7 @@ _Given = tuple[
 class PreparedCall:
     """What is known of a call by its signature: its options, and the backend that runs it. Keeps no tensors.
 
-    Its launches are those of all calls with the signature, unless it does not `repeat` them.
+    Its launches serve all calls with the signature, unless it does not `repeat` them.
     """
 
     def __init__(self, call: DecodeCall, backend: Backend, *, repeats: bool = True) -> None:
@@ -328,7 +328,7 @@ class PagedStep:
         sinks: Tensor | None = None, softcap: float | None = None, mask: Tensor | None = None,
         key_range: KeyRange | None = None, partial: bool = False, into: State | None = None, backend: str = "auto",
     ) -> State:  # fmt: skip
-        """Out and lse of one layer. Arguments are those of `paged_decode_attention`.
+        """Out and lse of one layer. Arguments are the same as of `paged_decode_attention`.
 
         A `partial` state is one to be merged with others: out is not rounded. Otherwise only out is defined.
         """

@@ -43,9 +43,9 @@ class DecodeCall:
     - `key_range`, two tensors [B, T]: to the keys `first <= k < end` up to cur_pos, whatever its own position.
 
     `softcap` bounds scores before a bias is added. `sinks` [Hq] are scores of keys without a value. `cur_pos < 0` skips
-    a sequence. `rounded`: `out` has `dtype`, that of the given queries, rather than the accumulation dtype. (q is wider
-    than these if the cache is.) `memo` is shared by the calls of the layers of one step, which differ in q, k,
-    v and sinks only: what a backend derives from the rest, it derives once.
+    a sequence. `rounded`: `out` has `dtype`, the dtype of the given queries, rather than the accumulation dtype. (q is
+    wider than these if the cache is.) `memo` is shared by the calls of the layers of one step, which differ in q, k, v
+    and sinks only: what a backend derives from the rest, it derives once.
     """
 
     q: Tensor

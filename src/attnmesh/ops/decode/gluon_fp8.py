@@ -2,13 +2,13 @@
 
 As in `gluon_narrow`, keys are the rows of the matrix instructions and the queries their columns, 16 or 32. Keys stay in
 8 bits in shared memory, whose bandwidth is the limit when they are also written and read there in 16: each group of
-warps loads what it multiplies into registers and widens it there. Scales are not multiplied into keys, but into the
+warps loads its operands into registers and widens it there. Scales are not multiplied into keys, but into the
 scores of each quarter of the columns, and into the weights, of which each quarter has its own.
 
 - Scores: one instruction makes two neighboring columns fp16, and the queries are fp16, too, with a power of two per
-  row. Of every four columns, the first two and the last two are products of their own.
+  row. Of every four columns, the first two and the last two are separate products.
 - Averages: two neighboring keys of a column must come together, so the bytes are separated, and shifted into
-  bf16: three instructions. Even columns and odd ones are products of their own. NaN becomes a number, so that bytes
+  bf16: three instructions. Even columns and odd columns are separate products. NaN becomes a number, so that bytes
   outside of a sequence count nothing with a weight of 0. (A visible NaN is found in the score of its key.)
 
 The groups of warps are
@@ -326,7 +326,7 @@ def _multiply(memory, slot, QUARTER: gl.constexpr, part, grid: gl.constexpr):
 
 @gluon.jit
 def _finite(scale):
-    """NaN for infinity: the products of such a key would have one sign in each quarter, those of its values both."""
+    """NaN for infinity: products of such a key would have one sign in each quarter, products of its values both."""
     return scale + scale * 0.0
 
 

@@ -24,7 +24,7 @@ keys from L2.
 
 Synchronization: a quarter (or tail) is `ready` when the copy engine has written it, and a quarter is `free` when the
 value consumer that reads it last is done. When the quarters of tile i are free for tile i + 2, both
-value consumers are done with tile i - 1. So its tail, weights and `acc_scale` need no barrier of their own.
+value consumers are done with tile i - 1. So its tail, weights and `acc_scale` need no separate barriers.
 Barriers are waited for by the parity of their phase, counted over all items; waiting for the phase before the first
 succeeds at once.
 

@@ -143,7 +143,7 @@ def _is_one_long_sequence(call: DecodeCall, tiles: DecodeTiles) -> bool:
 
 
 def _shared_memory(tiles: DecodeTiles, call: DecodeCall) -> int:
-    """Bytes of the queries, the weights, and the keys and values of all stages but the one in registers.
+    """Bytes of the queries, the weights, and the keys and values of all stages except the stage in registers.
 
     With one stage keys and values take turns, as they are multiplied: dequantized.
     """
@@ -213,11 +213,11 @@ class MergeTile(NamedTuple):
 
 
 def pick_merge_tile(splits: int, rows: int, value_dim: int, fixed: bool) -> MergeTile:
-    """All splits of a head at once if possible, with as many rows and columns as make 1024 elements per warp.
+    """All splits of a head at once if possible, with rows and columns that make 1024 elements per warp.
 
-    Programs of one warp need no barriers and fit beside those of the split kernel, whose end they wait for. Many rows
-    would make too many of them. With a fixed split size the tile must not depend on the number of splits, which would
-    change the order of the sums.
+    Programs of one warp need no barriers and fit beside the programs of the split kernel, whose end they wait for. Many
+    rows would make too many of them. With a fixed split size the tile must not depend on the number of splits, which
+    would change the order of the sums.
     """
     splits = 16 if fixed else min(max(2, power_of_two(splits)), _MAX_MERGED_SPLITS)
     warps = 1 if splits <= 64 and rows <= 16 and value_dim <= 128 else 4
@@ -279,7 +279,7 @@ class Triton:
 
 
 class _Run:
-    """`Triton.run` for calls of one signature: the launches of the first are those of all."""
+    """`Triton.run` for calls of one signature: all repeat the launches of the first."""
 
     def __init__(self, backend: Triton, tiles: DecodeTiles | None = None) -> None:
         self._backend, self._tiles = backend, tiles
@@ -360,7 +360,7 @@ def _readable(call: DecodeCall) -> DecodeCall:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the kernels that attend over splits, and the one that merges them, have in common."""
+    """What the split kernels and the merge kernel have in common."""
 
     call: DecodeCall
     rows: int  # of a tile
@@ -422,9 +422,9 @@ class Schedule:
     def launch(
         self, kernel: Any, args: Sequence[Any], first_sequence: int, more: Tensor | None = None, **options: Any
     ) -> Launches:
-        """Launches the kernel that attends over splits, and the one that merges them and records errors.
+        """Launches the kernel that attends over splits, and the kernel that merges them and records errors.
 
-        `more` is a tensor of `args` besides those of the call. Errors are of sequences from `first_sequence` on.
+        `more` is a tensor of `args` besides the tensors of the call. Errors are of sequences from `first_sequence` on.
         """
         call, errors = self.call, error_record(self.call.q.device)
         merged = pick_merge_tile(self.partitions // self.owners + 2, self.rows, call.value_dim, self.fixed)

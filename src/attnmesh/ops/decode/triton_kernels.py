@@ -3,7 +3,7 @@
 In the split kernel, the query heads of one kv head and their T tokens are the columns of one tile, so that each key is
 read once for all of them. Keys are the rows: the tensor cores then pad the few queries to 8, not to 16. Where two kv
 heads have at most 8 queries together, one program reads both, which are adjacent in a pool (HEADS = 2; GROUP then
-counts the query heads of both): each product has all queries, and those of the other head are dropped.
+counts the query heads of both): each product has all queries, and products with the other head are dropped.
 
 The merge kernel merges the splits of every head in the order of their keys. It starts while the split kernel runs, and
 meanwhile checks for positions beyond the cache and table entries outside the pool. (The split kernel reads no such
@@ -118,7 +118,7 @@ def merge_kernel(
         if (slot != _NO_SLOT) & (invalid_sequence < 0):  # a position beyond the cache has no slots
             entry = tl.load(table_row + slot).to(tl.int64) & 0xFFFFFFFF
             _record_error(errors, error_base + sequence, (tl.cast(slot + 1, tl.int64) << 32) | entry)
-        # Of the sequences that share a table, those that reach the slot.
+        # Of the sequences that share a table, the sequences that reach the slot.
         invalid = invalid | ((row_last >= 0) & (slot <= row_last // BLOCK_SIZE))
 
     whole_head = (splits == 1) & (units > 0)  # written by the split kernel
@@ -137,7 +137,7 @@ def merge_kernel(
                 if FIXED:
                     slots = first + split
                 else:
-                    # The first split of a partition begins within a sequence, the last one at its beginning.
+                    # The first split of a partition begins within a sequence, the last split at its beginning.
                     slots = 2 * (first + split) + (split == 0)
                 # [rows, columns, splits]: the compiler divides the rows among warps, and splits are summed by a thread.
                 where = within[:, None] + (slots * heads + head_tile)[None, :] * ROWS

@@ -34,7 +34,7 @@ def implicit_range(last, window, TOKENS: tl.constexpr):
 
 @triton.jit
 def explicit_range(firsts, ends, index, batch, last, TOKENS: tl.constexpr):
-    """The same for explicit key ranges: first key of the first token to end of the last; (0, 0) if empty."""
+    """The keys [first, end) of explicit key ranges: first key of the first token, end of the last; (0, 0) if empty."""
     first = tl.maximum(tl.load(firsts + index * TOKENS, mask=index < batch, other=0), 0)
     end = tl.minimum(tl.load(ends + index * TOKENS + (TOKENS - 1), mask=index < batch, other=0), last + 1)
     some = first < end
@@ -149,8 +149,8 @@ def visible_keys(
 ):  # fmt: skip
     """The scores (base 2) with the bias of a mask added, and which of `keys` are visible to each row: [keys, rows].
 
-    `row_last` is the position of the last token of a row's sequence (-1: skipped), `own` that of the row itself, or the
-    last key in its key range, which begins at `row_first`.
+    `row_last` is the position of the last token of a row's sequence (-1: skipped), `own` the position of the row
+    itself, or the last key in its key range, which begins at `row_first`.
     """
     if mask is not None:
         visible = (keys < mask_width)[:, None] & (keys[:, None] <= row_last[None, :])

@@ -86,7 +86,7 @@ def choose(call: Call, backend: str) -> Choice:
 
 @explained_in("masks.md#attention-on-one-device")
 def choose_backward(call: Call, backend: str, *, grad_lse: bool = False, whole: bool = False) -> Choice:
-    """The backend for a backward: with "auto" not always that of the forward. `whole`: it is the only call."""
+    """The backend for a backward: with "auto" not always the backend of the forward. `whole`: it is the only call."""
     why_not = {name: fused.backward_why_not(call, grad_lse=grad_lse) for name, fused in _FUSED.items()}
     is_served = call.q.is_cuda and why_not["triton"] is None and not grad_lse
     if backend == "auto" and whole and is_served and cost.is_short(call) and len(_turns(call)) == 1:
@@ -185,7 +185,7 @@ def _turns(call: Call) -> list[Call]:
 
 
 class _InTurns:
-    """A backend that serves masks of many parts by several calls of another one."""
+    """A backend that serves masks of many parts by several calls of another backend."""
 
     def __init__(self, backend: Backend) -> None:
         self.name, self._backend = backend.name, backend
@@ -220,7 +220,7 @@ def forward(call: Call, sinks: Tensor | None, backend: str) -> State:
 def gradients(
     call: Call, sinks: Tensor | None, result: Result, backend: str, needs_grad: Sequence[bool]
 ) -> list[Tensor | None]:  # fmt: skip
-    """The gradients of q, k, v and sinks; None for those that are not needed."""
+    """The gradients of q, k, v and sinks; None for gradients that are not needed."""
     grad_sinks = result.sink_gradient(sinks).to(sinks.dtype) if needs_grad[3] and sinks is not None else None
     needs_q, needs_k, needs_v = needs_grad[:3]
     if not (needs_q or needs_k or needs_v):
@@ -297,7 +297,7 @@ def _signature(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, softcap: float | None, sinks: Tensor | None,
     slopes: Tensor | None, q_at: Tensor | None, k_at: Tensor | None,
 ) -> tuple[Hashable | None, tuple[Mask, Patch, Scores] | None]:  # fmt: skip
-    """All that checks and visible keys depend on, and what is known about it.
+    """Everything that checks and visible keys depend on, and the results.
 
     None if they are to be found out again, as for wrong arguments. Classes are part of it: True equals 1, and a
     subclass of Tensor may be anything.

@@ -226,7 +226,7 @@ def _new_sums(
 class _Known(NamedTuple):
     """What a call launches: a kernel for each part of the mask, the keys of a program, and if it writes only once.
 
-    `in_place`: it adds to the gradients themselves, of which some are `zeroed` first, those of keys and values
+    `in_place`: it adds to the gradients themselves, of which some are `zeroed` first, the gradients of keys and values
     `together` (the shape and strides of both) where they are columns of the same rows.
     """
 

@@ -216,7 +216,7 @@ def _row_phases(ranges, bounds_stride, batch, key_begin, q_len, kv_len, tile_cou
 
 @gluon.jit
 def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, softcap, SHAPE: gl.constexpr):
-    """The gradients of 64 keys, and half of those of the queries."""
+    """A consumer: the gradients of 64 keys, and half of the gradients of the queries."""
     STAGES: gl.constexpr = SHAPE.stages
     UNROLLED: gl.constexpr = SHAPE.unrolled
     PAIRED: gl.constexpr = SHAPE.paired
@@ -299,7 +299,7 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                 if SHAPE.needs_q:
                     if PAIRED and within % 2 == 0:
                         mbarrier.wait(barriers.ds_free.index(0), (step // 2 & 1) ^ 1)
-                    # Else: what was there two steps ago, both have multiplied before the last step's barrier.
+                    # Else: both consumers have multiplied the ds of two steps ago before the last step's barrier.
                     memory.ds.index(2 * ds_stage + HALF).store(ds)
                 if SHAPE.needs_q and (within % 2 == 1 or not PAIRED):
                     fence_async_shared()

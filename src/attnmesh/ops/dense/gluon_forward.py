@@ -284,7 +284,7 @@ def _forward_kernel(
     q_len, kv_len, q_heads, group, work_tiles, section, scale, softcap,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    gdc_launch_dependents()  # the next stage of a ring may be launched: it waits for the end of this one itself
+    gdc_launch_dependents()  # the next stage of a ring may be launched: it waits for the end of this stage itself
     STAGES: gl.constexpr = SHAPE.stages
     queries = _allocate(q_main, q_rest, _CONSUMERS)
     keys = _allocate(k_main, k_rest, STAGES)

@@ -47,7 +47,7 @@ def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, siz
                 if fetched == served:
                     _fetch_queries(q_blocks, memory.q, barriers, batch, head, row_begin, served, SHAPE)
                     fetched += 1
-                # The values of a tile are needed after the keys of the next one.
+                # The values of a tile are needed after the keys of the next tile.
                 if tile > 0:
                     _fetch(
                         v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, at - KEYS, step - 1,

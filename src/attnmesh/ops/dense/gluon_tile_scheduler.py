@@ -54,7 +54,7 @@ def key_phases(mask, part, batch, row_begin, row_stop, sizes, SHAPE: gl.constexp
         begin, full_begin = gl.load(first + row_begin), gl.load(first + (row_stop - 1))
         full_end, stop = gl.load(end + row_begin), gl.load(end + (row_stop - 1))
         if (begin == full_end) | (full_begin == stop):
-            # The first or the last row is empty. Its bounds may be far from those of the other rows.
+            # The first or the last row is empty. Its bounds may be far from the bounds of the other rows.
             rows = row_begin + gl.arange(0, _TILE_ROWS, layout=gl.BlockedLayout([1], [32], [1], [0]))
             real = rows < row_stop
             row_first = gl.load(first + rows, mask=real, other=0)
