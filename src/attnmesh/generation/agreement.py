@@ -1,4 +1,4 @@
-"""What the ranks of a `Generator` must share, compared before they exchange anything else.
+"""Arguments and weights of a `Generator` must be equal on all ranks: they are compared before anything else is sent.
 
 The arguments of the constructor and of every call, the model's configuration, and its weights: every rank computes with
 weights of its own, and other weights on one rank would give wrong tokens on all.

@@ -98,7 +98,7 @@ class ContinuousBatch:
                 self._end(request)
 
     def settle(self) -> None:
-        """Restore now what an interrupted call has left, as the next change would."""
+        """Restore the state after an interrupted call now, instead of with the next change."""
         with self._change():
             pass
 
@@ -209,7 +209,7 @@ class ContinuousBatch:
         self._note_stored()
 
     def _note_stored(self) -> None:
-        """Record what this rank stores, unless it was more before."""
+        """Record the number of tokens that this rank stores, if it is the most so far."""
         engine, stats = self._engine, self._stats
         own = engine.cache.local.sequences.values()
         stored = sum(engine.shard.length(each.length) for each in own)
@@ -235,14 +235,14 @@ class ContinuousBatch:
         return [0.0, *best] if all(map(math.isfinite, best)) else [INVALID_TOKEN] * (1 + len(best))
 
     def _search(self, request: Request) -> BeamSearch:
-        """The search of a request, a new one if its prompt was computed just now."""
+        """The search of a request, a new search if its prompt was computed just now."""
         if request.search is None:
             options = request.options
             request.search = BeamSearch(options.num_beams, options.max_new_tokens, options.stop)
         return request.search
 
     def _num_tokens(self, plan: StepPlan, request: Request) -> int:
-        """The tokens that a step computes after: the last known one of a request, and its draft."""
+        """The inputs of a step: the last known token of a request, and its draft."""
         return 1 + len(plan.drafts.get(request, ()))
 
     def _width(self, plan: StepPlan, request: Request) -> int:
@@ -308,7 +308,7 @@ class ContinuousBatch:
                 self._callbacks.on_logits(request.label, row.clone())  # a view would keep the logits of all requests
 
     def _extend(self, plan: StepPlan, request: Request, numbers: list[float]) -> list[Token]:
-        """Append the next token or, with a draft, the correct part of that and one more."""
+        """Append the next token or, with a draft, the correct part of the draft and one more token."""
         (sequence,), draft = request.sequences, plan.drafts.get(request, [])
         if not draft:
             new = [request.add(numbers)]

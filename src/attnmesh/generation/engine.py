@@ -253,7 +253,7 @@ class Engine:
         return (new.slots, new.window_slots)[: len(self.cache.local.block_tables)]
 
     def _chunk_kv(self, sequence: CacheSequence, at: range) -> ChunkKV:
-        """What this rank stores of a sequence with a chunk at these positions."""
+        """The tokens that this rank stores of a sequence with a chunk at these positions."""
         lists = (sequence.blocks, sequence.window_blocks)[: len(self.cache.local.block_tables)]
         blocks = (torch.tensor(each, dtype=torch.int64, device=self.device) for each in lists)
         return ChunkKV(at, self.shard, tuple(blocks))

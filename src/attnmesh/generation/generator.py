@@ -40,7 +40,7 @@ _STEP_TOKENS = 2048
 
 
 class _Running:
-    """Lives as long as a step: also after an interruption it is known whether one is in progress."""
+    """Exists during a step, so that after an interruption it is known whether a step is in progress."""
 
 
 class Generator:
@@ -350,7 +350,7 @@ class Generator:
             self._progress.add_step([(token.row, [token.id]) for token in tokens])
 
     def stream(self, request: Request) -> Iterator[Token]:
-        """The tokens of a request, from its first one on; runs steps, of all requests, while it is in progress.
+        """The tokens of a request, from its first token on; runs steps, of all requests, while it is in progress.
 
         Raises the error of a request that ends with one.
         """
@@ -382,7 +382,7 @@ class Generator:
         if request.error is not None:
             raise request.error
 
-    # Requests that go on elsewhere: see `moving`.
+    # Requests that continue on other ranks: see `moving`.
 
     def states(self, requests: Sequence[Request] | None = None) -> list[dict[str, Any]]:
         """Requests in progress, by default all, as JSON, each with the `row` of its sequence in the cache, or -1.
@@ -407,14 +407,14 @@ class Generator:
         return f"{self._progress}, {self.engine.state()}"
 
     def check_adopts(self) -> None:
-        """Raise ValueError unless requests of another generator can go on here."""
+        """Raise ValueError unless requests of another generator can continue in this generator."""
         self._check_in_step()
         self._batch.settle()  # or what joins the cache would be freed with what was interrupted
         if any(request.options.num_beams > 1 for request in self._batch.requests):
             raise ValueError(f"target must have no beam search in progress, got {self._batch.requests}")
 
     def requests_from(self, states: Sequence[dict[str, Any]]) -> list[Request]:
-        """Requests for this generator, which do not run yet; raises ValueError if it cannot hold one."""
+        """Requests for this generator, which do not run yet; raises ValueError for a request that it cannot hold."""
         requests = [
             Request.from_json(state, self._submitted + at, self.model, self.tokenizer, self._owner)
             for at, state in enumerate(states)
@@ -424,7 +424,7 @@ class Generator:
         return requests
 
     def adopt(self, requests: Sequence[Request], sequences: Sequence[CacheSequence | None]) -> None:
-        """Go on with requests whose sequences are in the cache; requests without a sequence wait."""
+        """Continue requests whose sequences are in the cache; requests without a sequence wait."""
         self._submitted += len(requests)
         for request, sequence in zip(requests, sequences, strict=True):
             if sequence is None:
@@ -433,7 +433,7 @@ class Generator:
                 self._batch.adopt(request, sequence)
 
     def end_moved(self, requests: Sequence[Request] | None = None) -> None:
-        """End requests, by default all, which go on elsewhere."""
+        """End requests, by default all, which continue in another generator."""
         for request in list(self._batch.requests if requests is None else requests):
             self._batch.cancel(request, "moved")
 
@@ -571,7 +571,7 @@ def _sharding(
 
 
 def recommended_groups(sequences: int, ranks: int) -> DecodeSharding:
-    """The sharding of so many sequences over ranks that have all weights each."""
+    """The sharding of this many sequences over ranks that have all weights each."""
     from attnmesh.planner.recommend import recommend_sharding
 
     # Every rank has all weights, so no kv heads are divided: as with a single kv head.

@@ -135,7 +135,7 @@ class CachePass:
             )
 
     def _over_cache(self, layer: int, q: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """The output of q [B, h, T, D], where `attend` attends with its argument to what the cache has."""
+        """The output of q [B, h, T, D], where `attend` attends with its argument to the keys in the cache."""
         return attend(q) if self.latents is None else self.latents.attend(layer, q, attend)
 
     def get_mask_sizes(self, query_length: int, layer: int = 0) -> tuple[int, int]:
@@ -156,7 +156,7 @@ class CachePass:
 
 @dataclass(frozen=True)
 class ChunkKV:
-    """What this rank stores of a sequence with a chunk at positions `new`: `blocks` of each kind of layers.
+    """The tokens that this rank stores of a sequence with a chunk at positions `new`: `blocks` of each kind of layers.
 
     `home` are the keys and values of the chunk that it stores, of the layer that is being computed.
     """
@@ -218,7 +218,7 @@ class HomeExchange:
 
 @dataclass(frozen=True)
 class PrefillPass(CachePass, ABC):
-    """A prefill chunk of one sequence. The first one of a prompt needs no cache; later ones attend over it."""
+    """A prefill chunk of one sequence. The first chunk of a prompt needs no cache; later chunks attend over it."""
 
     chunk: ChunkKV
 
@@ -250,7 +250,7 @@ class PrefillPass(CachePass, ABC):
 
     @abstractmethod
     def _later(self, q: Tensor, pools: LayerPools, mask: Mask, scale: float, sinks: Tensor | None) -> Tensor:
-        """The output of a later chunk, over what the caches of all ranks hold."""
+        """The output of a later chunk, over the keys in the caches of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ def _of_heads(sinks: Tensor | None, heads: range) -> Tensor | None:
 
 @dataclass(frozen=True)
 class StepKV:
-    """What this rank stores of the sequences of a decode step, the new tokens included.
+    """The tokens that this rank stores of the sequences of a decode step, including the new tokens.
 
     `steps` have the block table of each kind of layers, and the index of the last key stored here. `positions` int64
     [B, T] are those of the new tokens. `shard` are the positions of a sequence that are stored here.

@@ -106,7 +106,7 @@ class RequestOptions:
 
     @property
     def shared_values(self) -> SharedValues:
-        """What must be equal on all ranks. Functions cannot be compared: only their number is."""
+        """Arguments that must be equal on all ranks. Functions cannot be compared: only their number is."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {**values, "stop": sorted(self.stop), "logits_processors": f"{len(self.logits_processors)} functions"}
 
@@ -176,12 +176,12 @@ class Request:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """The name of the request in errors."""
         return f"request {self.number}" if self.row is None else f"row {self.row}"
 
     @property
     def label(self) -> int:
-        """What its tokens have as their row."""
+        """The row of its tokens."""
         return self.number if self.row is None else self.row
 
     @property
@@ -195,13 +195,13 @@ class Request:
         return len(self.prompt) + self.options.max_new_tokens
 
     def draft(self, ids: Sequence[int], room: int) -> list[int]:
-        """At most `room` tokens that may follow the known ones; never the last token of the answer."""
+        """At most `room` tokens that may follow the known tokens; never the last token of the answer."""
         room = min(room, self.max_length - len(ids) - 1)
         return self._lookup.draft(ids, room) if self.options.speculative and room > 0 else []
 
     @property
     def takes_most_likely(self) -> bool:
-        """Whether its next token is the most likely one, and nothing else is wanted."""
+        """Whether its next token is the most likely token, and nothing else is wanted."""
         options = self.options
         is_plain = options.sampling.greedy and not options.sampling.has_penalties and not options.logits_processors
         return is_plain and options.logprobs is None and not self._must_go_on
@@ -254,7 +254,7 @@ class Request:
         return new
 
     def to_json(self) -> dict[str, Any]:
-        """What another generator needs to go on. Raises ValueError with functions of the caller, which stay here."""
+        """The state that another generator needs to continue. Raises ValueError with functions of the caller."""
         options = self.options
         if not all(isinstance(each, LogitBias) for each in options.logits_processors):
             raise ValueError(f"{self.name} must have no logits_processors to be moved, got {shown(self.options)}")
@@ -287,7 +287,7 @@ class Request:
         self.error, self.finish_reason = error, "error"
 
     def restore(self) -> None:
-        """Restore what follows from the tokens that were appended, after an interruption.
+        """After an interruption, recompute the state that follows from the appended tokens.
 
         The answer of a beam search is appended as a whole.
         """

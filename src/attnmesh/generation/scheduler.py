@@ -55,7 +55,7 @@ class Chunk:
 
 @dataclass
 class GroupPlan:
-    """What a group computes in a step: the next tokens of `decoded` sequences, then chunks of prompts."""
+    """The work of a group in a step: the next tokens of `decoded` sequences, then chunks of prompts."""
 
     budget: int  # tokens that it may compute in addition
     decoded: list[tuple[Request, CacheSequence]] = field(default_factory=list)
@@ -128,7 +128,7 @@ class Scheduler:
         return step
 
     def remove(self, request: Request, *, forget: bool = False) -> None:
-        """End a request. What its sequences have computed stays cached for reuse, unless it is to be forgotten."""
+        """End a request. Keys and values of its sequences stay cached for reuse, unless they are to be forgotten."""
         if request in self.waiting:
             self.waiting.remove(request)
             return
@@ -138,7 +138,7 @@ class Scheduler:
         request.sequences, request.search = [], None
 
     def advance(self, request: Request, beams: Sequence[tuple[int, int]]) -> None:
-        """Go on with the next beams of a search, each given by the number of the beam that it continues and a token.
+        """Continue with the next beams of a search, each given by the number of the beam that it continues and a token.
 
         In the first step there is one, the prompt, whatever the number.
         """

@@ -34,7 +34,7 @@ from attnmesh.kv_cache.pools import DeviceTables
 from attnmesh.kv_cache.sequence import Sequence
 
 WINDOW_MARGIN = 512
-"""Tokens before a window that layers with a window keep, too: a later prompt may differ in so many at its end."""
+"""Tokens before a window that layers with a window keep, too: the end of a later prompt may differ by this many."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class _TouchedBlock(NamedTuple):
 
 
 class BlockManager:
-    """The sequences of one cache. Changes are collected in `tables` until those are uploaded.
+    """The sequences of one cache. Changes are collected in `tables` until the tables are uploaded.
 
     Arguments are validated by `BlockCache`, which also moves the keys and values. An operation that raises has changed
     nothing. Except for the lengths in `tables`, nothing depends on the rank. `rows` are the rows of its sequences in a
@@ -379,7 +379,7 @@ class BlockManager:
     def _touched_blocks(
         self, kind: LayerKind, sequences: abc.Sequence[Sequence], count: int
     ) -> abc.Iterator[_TouchedBlock]:
-        """Every touched block. Of the sequences that share one, the last keeps it and the others copy it."""
+        """Every touched block. Of the sequences that share a block, the last keeps it and the others copy it."""
         copied: Counter[int] = Counter()
         for sequence in sequences:
             blocks, kept = kind.blocks(sequence), kind.first_kept(self._layout, sequence.length + count)

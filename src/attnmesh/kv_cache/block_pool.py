@@ -133,7 +133,7 @@ class BlockPool:
             raise CacheFull("blocks", needed=needed, free=free, cached=cached, total=self.total, limit=self.limit)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with a reference count of 1: free blocks first, then the least recently used cached ones."""
+        """`count` blocks with a reference count of 1: free blocks first, then the least recently used cached blocks."""
         self.check_available(count)
         return [self._allocate() for _ in range(count)]
 
@@ -189,7 +189,7 @@ class BlockPool:
                 del self._blocks_of_hash[prefix_hash]
 
     def forget(self, prefix_hash: bytes) -> None:
-        """Remove all blocks under a prefix hash from the lookup table, and free the cached one."""
+        """Remove all blocks under a prefix hash from the lookup table, and free the cached block."""
         for block in list(self._blocks_of_hash.get(prefix_hash, ())):
             self._forget(block)
 

@@ -202,7 +202,7 @@ class BlockCache:
         return dict(sorted(self._manager.sequences.items()))
 
     def has(self, sequence: Sequence) -> bool:
-        """Whether a sequence is one of this cache, and was not freed."""
+        """Whether a sequence belongs to this cache, and was not freed."""
         return sequence.owner is self._manager.owner
 
     @property
@@ -303,7 +303,7 @@ class BlockCache:
         return self._tables.upload(numbers)
 
     def check_append(self, sequences: abc.Sequence[Sequence], tokens: int | abc.Sequence[abc.Sequence[int]]) -> None:
-        """Raise what `append` would raise, without changing anything."""
+        """Raise the error that `append` would raise, without changing anything."""
         sequences, count, _ = self._check_append(sequences, tokens)
         self._manager.check_append(sequences, count)
 

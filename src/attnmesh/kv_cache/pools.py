@@ -163,7 +163,7 @@ class DeviceTables:
             self._mirror[at] = self._changed[at] = value
 
     def upload(self, numbers: Iterable[int] = ()) -> Tensor:
-        """Copy all changes to the device, and `numbers` in the same transfer; returns those as int64 on the device."""
+        """Copy all changes and `numbers` to the device in one transfer; returns the numbers, int64 on the device."""
         count = len(self._changed)
         packed = [*self._changed, *self._changed.values(), *numbers]
         if not packed or self.is_meta:

@@ -131,7 +131,7 @@ def check_distinct(sequences: object, check_one: abc.Callable[[T, int], None]) -
 
 
 def check_live(sequence: object, has: abc.Callable[[Sequence], bool], at: int | None) -> None:
-    """Raise ValueError unless `sequence`, or `sequences[at]`, is one that a cache `has`."""
+    """Raise ValueError unless `sequence`, or `sequences[at]`, is a sequence that a cache `has`."""
     if not isinstance(sequence, Sequence):
         name = "sequence" if at is None else f"sequences[{at}]"
         raise ValueError(f"{name} must be what allocate or fork returned, got {shown(sequence)}")

@@ -138,7 +138,7 @@ def storage_of(stored: Stored, name: str = "a cache") -> str:
 
 
 def values_of(stored: Stored) -> Tensor:
-    """The tensor in the shape of the cache: the cache itself, or the values of a quantized one.
+    """The tensor in the shape of the cache: the cache itself, or the values of a quantized cache.
 
     (Those of `fp8_ds_mla` lack the rope part: see `width_of`.)
     """

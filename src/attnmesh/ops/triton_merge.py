@@ -196,14 +196,14 @@ def _accumulate_kernel(
 
 
 @triton.jit
-def _exp_difference(lse, new_row_max):
-    """exp(lse - new_row_max) for lse <= new_row_max and new_row_max > -inf; 1 where both are +inf."""
-    return tl.exp(tl.where(lse == float("inf"), 0.0, lse - new_row_max))
+def _exp_difference(lse, row_max):
+    """exp(lse - row_max) for lse <= row_max and row_max > -inf; 1 where both are +inf."""
+    return tl.exp(tl.where(lse == float("inf"), 0.0, lse - row_max))
 
 
 @triton.jit
 def _rows_of(sequence, sequences, rows):
-    """The rows that a part of so many sequences has of one of them: none outside."""
+    """The rows of a sequence in a part that has this many sequences; 0 if the sequence is not among them."""
     return tl.where((sequence >= 0) & (sequence < sequences), rows, 0)
 
 

@@ -147,7 +147,7 @@ class Service:
         }  # fmt: skip
 
     def _check_samples(self, call: Call) -> None:
-        """Refuse what the queue has no room for, before anything is made of it."""
+        """Refuse a call that the queue has no room for, before it is tokenized."""
         samples, most = call.n * (1 if call.is_chat else len(call.prompts)), self._queue.most
         if samples > most:
             raise ApiError(400, f"{samples} samples (prompts times n) are too many: the queue takes {most}", param="n")
@@ -248,7 +248,7 @@ class _Answers:
                 times.end("cancelled")
 
     async def accepted(self, gone: asyncio.Task[None]) -> None:
-        """Return when all choices are accepted; raise the error of one that is not."""
+        """Return when all choices are accepted; raise the error of a choice that is not."""
         for _ in self.choices:
             event = await self._next(gone)
             assert event is not None

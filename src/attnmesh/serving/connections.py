@@ -19,7 +19,7 @@ from attnmesh.serving.protocol import ApiError
 HEADER_SECONDS = 10.0
 """In which a client must have sent the headers of a request, after it has connected or after the last answer."""
 WRITE_SECONDS = 60.0
-"""In which a client must have read some of what waits for it."""
+"""Seconds in which a client must have read some of its answer."""
 _MAX_SHOWN = 200  # characters of a path in the access log
 _READ_SECONDS = 0.05  # in which the event loop reads what a new connection has sent already
 
@@ -39,7 +39,7 @@ class ConnectionLimits:
     per_address: int
 
     def of(self, address: str) -> int:
-        """The limit of an address. All clients of this machine, and of a proxy on it, have one."""
+        """The limit of an address. All clients of this machine, and of a proxy on it, have one limit together."""
         return self.most if _is_loopback(address) else min(self.most, self.per_address)
 
 
@@ -51,7 +51,7 @@ class Closable(Protocol):
 
 
 class WaitingConnections:
-    """Connections without a request: idle ones, and those whose headers are not complete.
+    """Connections without a request: idle, or with incomplete headers.
 
     No connection is refused, since its request is not known yet. Instead the oldest connection of an address that has
     too many is closed, or of the address with the most: a client that sends its headers at once is answered.
@@ -74,7 +74,7 @@ class WaitingConnections:
             self._close_oldest(max(self._by_address, key=lambda each: len(self._by_address[each])))
 
     def discard(self, address: str, connection: Closable) -> None:
-        """Forget one that waits no longer."""
+        """Forget a connection that waits no longer."""
         own = self._by_address.get(address, {})
         own.pop(connection, None)
         if not own:

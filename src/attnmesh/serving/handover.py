@@ -153,7 +153,7 @@ class PrefillLoop(ServingLoop):
             receiving.join(self._all_ranks.timeout)  # the decode side sends until it has read this
 
     def _receive(self) -> None:
-        """Pass on what the decode side sends."""
+        """Pass on the messages of the decode side."""
         queue, channel = self._queue, self._channel
         assert queue is not None
         assert channel is not None

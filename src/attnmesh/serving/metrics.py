@@ -1,4 +1,4 @@
-"""What `/metrics` reports to Prometheus."""
+"""`/metrics`: counters and histograms for Prometheus."""
 
 from __future__ import annotations
 

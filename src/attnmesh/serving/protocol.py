@@ -1,4 +1,4 @@
-"""The bodies of requests: OpenAI's parameters, checked. What is not supported is refused, not ignored."""
+"""The bodies of requests: OpenAI's parameters, checked. A parameter that is not supported is refused, not ignored."""
 
 from __future__ import annotations
 

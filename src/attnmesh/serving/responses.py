@@ -50,7 +50,7 @@ class Formatter:
         return {**self._whole, "choices": [self._choice(choice) for choice in choices], "usage": usage}
 
     def first_chunks(self, choices: Sequence[Choice]) -> list[Json]:
-        """What a stream begins with."""
+        """The first chunks of a stream."""
         delta = {"role": "assistant", "content": ""}
         return [self._stream({"index": each.index, "delta": delta}, None) for each in choices] if self._is_chat else []
 

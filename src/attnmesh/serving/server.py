@@ -38,7 +38,7 @@ _log = logging.getLogger("attnmesh.serving")
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What all ranks know of a server. Picklable, since ranks are processes.
+    """The settings of a server, on all ranks. Picklable, since ranks are processes.
 
     `folder` is a folder of this run on every machine: the file `serving` in it exists once the ranks are ready, and
     they end once the file `stop` does, or `failed`. Signals reach the process that started them.

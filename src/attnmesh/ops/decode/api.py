@@ -201,7 +201,7 @@ _Given = tuple[
 
 
 class PreparedCall:
-    """What is known of a call by its signature: its options, and the backend that runs it. Keeps no tensors.
+    """The options of calls with one signature, and the backend that runs them. Keeps no tensors.
 
     Its launches serve all calls with the signature, unless it does not `repeat` them.
     """
@@ -219,7 +219,7 @@ class PreparedCall:
         cur_pos: Sequence[int] | Tensor | None, mask: Tensor | None, tree: Tensor | None,
         key_range: tuple[Tensor, Tensor] | None, sinks: Tensor | None,
     ) -> DecodeCall:  # fmt: skip
-        """A call with this signature. Checks what depends on values, as far as the host can read them.
+        """A call with this signature. Checks values, as far as the host can read them.
 
         With a `memo` it is one of a step, whose values have been checked.
         """
@@ -241,7 +241,7 @@ _prepared: Recent[PreparedCall] = Recent()
 
 
 def _decode(given: _Given, slopes: Tensor | None, into: State | None, *options: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """Out, or out and lse. What depends on the signature of a call alone is checked and chosen once."""
+    """Out, or out and lse. Checks and choices that depend only on the signature of a call are made once."""
     key = signature_of(*given, slopes, into, (_LOG.isEnabledFor(logging.INFO), *options))
     known = None if key is None else _find(key)
     if known is None:
@@ -302,7 +302,7 @@ def _with_slopes(call: DecodeCall, slopes: Tensor | None) -> DecodeCall:
 
 
 def alibi_bias(slopes: Tensor, positions: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """What ALiBi adds to the scores of tokens at `positions` [B,T] and keys at `keys` [N]: [B,Hq,T,N]."""
+    """The terms that ALiBi adds to the scores of tokens at `positions` [B,T] and keys at `keys` [N]: [B,Hq,T,N]."""
     distance = (positions[:, None, :, None] - keys).abs().to(accumulation_dtype(dtype))
     return -slopes.to(distance.dtype)[:, None, None] * distance
 

@@ -209,7 +209,7 @@ def _attend(
     PART: gl.constexpr, q, q_strides, memory, barriers, sources, position, work, results, scale_log2,
     SHAPE: gl.constexpr, D: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Attends with 64 rows over all tiles or, with one half, over every second."""
+    """A consumer: attends with 64 rows over all tiles or, with one half, over every second tile."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)

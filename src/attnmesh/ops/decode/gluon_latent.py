@@ -278,7 +278,7 @@ def _load_queries(q, q_strides, memory, sequence, work, grid: gl.constexpr, SHAP
     rows = q + row_offsets(q_strides, sequence, head, token)[:, None]
     column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, lines))[None, :]
     tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, lines))[None, :]
-    # As many as fit are on their way before the first is needed.
+    # Loads start before the first is needed, as far as registers allow.
     first = load_signed(rows + column, is_row, SHAPE)
     last = load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE)
     second = load_signed(rows + (column + _QUARTER), is_row, SHAPE)
@@ -398,7 +398,7 @@ def _store(results, sums, COLUMN: gl.constexpr, position, item, work, grid: gl.c
 
 @gluon.jit
 def _exchange(values):
-    """The values of 16 bits [rows, columns] of a product, eight neighboring ones to a lane."""
+    """The values of 16 bits [rows, columns] of a product, eight neighboring values to a lane."""
     even, odd = gl.split(values.reshape([_ROWS, _QUARTER // 2, 2]))
     words = gl.inline_asm_elementwise(_JOIN, "=r,h,h", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
     words = gl.convert_layout(words, _TWO_WORDS)

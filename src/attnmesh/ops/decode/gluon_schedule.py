@@ -17,7 +17,7 @@ _KEYS = gl.constexpr(KEYS)
 
 
 class Sources(NamedTuple):
-    """What decides the keys that a sequence attends to."""
+    """The inputs that decide which keys a sequence attends to."""
 
     cur_pos: Any
     range_first: Any

@@ -344,7 +344,7 @@ def _tensors(call: DecodeCall, state: State) -> tuple[Tensor | None, ...]:
 
 
 def _readable(call: DecodeCall) -> DecodeCall:
-    """The call with copies of what the kernels cannot read as it is."""
+    """The call with copies of tensors that the kernels cannot read."""
     changed: dict[str, Any] = {}
     if call.q.stride(-1) != 1:
         changed["q"] = call.q.contiguous()
@@ -535,7 +535,7 @@ def _parts(
 
 @functools.cache
 def _scale_shifts(device: torch.device) -> Tensor:
-    """What moves each of the four scales in a word of a bfp8 cache to its upper end."""
+    """The shifts that move each of the four scales in a word of a bfp8 cache to its upper end."""
     return torch.tensor([24, 16, 8, 0], dtype=torch.int32, device=device)
 
 

@@ -208,7 +208,7 @@ class Backend(Protocol):
         """Merges the attention of this call into `total`."""
 
     def prepare(self, call: Call, result: Result) -> None:
-        """Computes what several blocks of a backward share, before they run on two streams."""
+        """Computes the common inputs of several blocks of a backward, before they run on two streams."""
 
     def backward(self, call: Call, result: Result, grads: Grads) -> None:
         """Adds the gradients of this call to `grads`."""

@@ -249,7 +249,7 @@ def prepared(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, softcap: float | None, sinks: Tensor | None,
     alibi_slopes: Tensor | None, q_at: Tensor | None, k_at: Tensor | None,
 ) -> Prepared:  # fmt: skip
-    """The call of checked arguments. What does not depend on values is checked once for each signature."""
+    """The call of checked arguments. Checks that do not depend on values are made once for each signature."""
     key, known = _signature(q, k, v, mask, scale, softcap, sinks, alibi_slopes, q_at, k_at)
     if known is not None and (known[0] is mask or type(mask) in _SMALL):
         _, visibility, scores = known

@@ -1,4 +1,4 @@
-"""The backward of attention on Hopper in Gluon: what a call launches.
+"""The backward of attention on Hopper in Gluon, host side.
 
 The kernel is in `gluon_backward_kernel`. It adds to float32 gradients, or overwrites them if one program computes them.
 """
@@ -46,7 +46,7 @@ class BackwardTiles(NamedTuple):
 
     @classmethod
     def pick(cls, q: Tensor, v: Tensor, *, causal: bool = False) -> "BackwardTiles":
-        """What was fastest on an H200 for the head dims and lengths."""
+        """The fastest tiles on an H200 for the head dims and lengths."""
         batch, q_heads, q_len, _ = q.shape
         kv_heads, kv_len, _ = v.shape[1:]
         key_width, value_width = _width(q), _width(v)
@@ -238,7 +238,7 @@ class _Known(NamedTuple):
     together: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def adding_in_place(self, grads: "_Three", zeroes_query: bool, zeroes_keys: bool) -> "_Known":
-        """With what of these gradients is zeroed."""
+        """The launch with the gradients that it zeroes first."""
         _, k, v = grads
         if zeroes_keys and k is not None and v is not None and k.stride() == v.stride():
             width = k.shape[3] + v.shape[3]

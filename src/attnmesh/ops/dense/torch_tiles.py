@@ -155,7 +155,7 @@ def _tiles(call: Call) -> Iterator[tuple[_Tile, Tensor, Tensor, Tensor]]:
 
 
 def _joined(blocks: Sequence[Block]) -> Iterator[Block]:
-    """The blocks; many small ones of a part as one PARTIAL block, whose tiles hold several of them."""
+    """The blocks; many small blocks of a part become one PARTIAL block, whose tiles hold several of them."""
     groups: dict[tuple[int, range | None], list[Block]] = {}
     for block in blocks:
         groups.setdefault((block.part, block.sequences), []).append(block)

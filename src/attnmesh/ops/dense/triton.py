@@ -145,7 +145,7 @@ class Triton:
 
 
 class _Launch(NamedTuple):
-    """What a launch of a kernel has besides the tensors and scores of a call."""
+    """Arguments of a kernel launch besides the tensors and scores of a call."""
 
     rows: slice | None  # of the queries; None: all of them
     keys: slice | None

@@ -252,7 +252,7 @@ def _options(q: Tensor, v: Tensor) -> dict[str, Any]:
 
 
 def _key_targets(grad_k: Tensor | None, grad_v: Tensor | None) -> list[tuple[Tensor | None, Tensor | None]]:
-    """What each launch computes: both gradients, or one after the other where the tile of both would not fit."""
+    """The gradients of each launch: both, or one after the other where a tile for both would not fit."""
     if grad_k is None or grad_v is None or not 192 < max(grad_k.shape[-1], grad_v.shape[-1]) <= 256:
         return [(grad_k, grad_v)]
     return [(grad_k, None), (None, grad_v)]

@@ -200,7 +200,7 @@ _NO_BOUNDS = Bounds(None, None, (0, 0), 1, {})
 
 
 class ScoreTerms(NamedTuple):
-    """What a score has beside the scaled product, as kernel arguments; None is not computed.
+    """The terms of a score besides the scaled product, as kernel arguments; None is not computed.
 
     `score = softcap * tanh(scale * q.k / softcap) - slopes[head] * |q_positions[row] - k_positions[key]|`, where slopes
     are float32 [Hq] and positions int32 [Sq] and [Sk].
@@ -253,7 +253,7 @@ def tile_mask(begin, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.con
 def load_tile(
     base, stride, begin, limit, EDGE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """Rows [begin, begin + ROWS) of one head, as blocks of columns. If EDGE, those from `limit` on read as zero."""
+    """Rows [begin, begin + ROWS) of one head, as blocks of columns. If EDGE, rows from `limit` on read as zero."""
     main = _load_block(base, stride, begin, limit, EDGE, ROWS, D, BLOCKS[0])
     if BLOCKS[1] > 0:
         rest = _load_block(base + BLOCKS[0], stride, begin, limit, EDGE, ROWS, D - BLOCKS[0], BLOCKS[1])
@@ -392,7 +392,7 @@ def base2_scores(products, scale, softcap, slope, left_positions, right_position
 
 @triton.jit
 def lowest_of(factor):
-    """Less than any score: the largest one of a row without a key. Its products with the factor are finite."""
+    """Less than any score: the `raw_max` of a row without a key. Its product with the factor is finite."""
     return 1.0 / tl.maximum(factor, 1.0) * _LOWEST
 
 

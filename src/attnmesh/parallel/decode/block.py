@@ -383,7 +383,7 @@ def _check_call(
     settings: _Settings, weight: Tensor, rank: int, x: Tensor, cache: ShardedCache, step: Step, layer: int,
     update_cache: bool,
 ) -> SharedValues:  # fmt: skip
-    """Raise ValueError for a call with invalid arguments; returns what must be equal on all ranks."""
+    """Raise ValueError for a call with invalid arguments; returns the values that must be equal on all ranks."""
     check_type("cache", cache, ShardedCache)
     check_type("step", step, Step, "what append of the cache returned")
     check_bool(update_cache=update_cache)

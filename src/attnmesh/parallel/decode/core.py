@@ -164,7 +164,7 @@ class DecodeAttention:
         return self.states.combine(pack_state(state), self.sinks, q.dtype, combine) if sharded else state.out
 
     def _alibi_mask(self, slopes: Tensor, q: Tensor, kv: LocalKV) -> Tensor:
-        """What ALiBi adds to the scores, [B, H, T, n]; -inf for keys that a token does not attend to."""
+        """The terms that ALiBi adds to the scores, [B, H, T, n]; -inf for keys that a token does not attend to."""
         assert kv.positions is not None
         first, end = (x[:, None, :, None] for x in kv.key_range(self.window))
         index = torch.arange(len(kv.positions[1]), device=q.device)
