@@ -71,9 +71,9 @@ def attention_calls(device: str) -> Calls:
         _TORCH: partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]),
         "attention": partial(am.attention, mask=causal),
     }
-    refusals = dict(am.explain_attention(q, k, v, mask=causal).refusals)
+    why_not = dict(am.explain_attention(q, k, v, mask=causal).why_not)
     for backend in ("aten", "triton", "gluon", "torch"):
-        if backend not in refusals and (device == "cpu" or backend != "torch"):
+        if backend not in why_not and (device == "cpu" or backend != "torch"):
             programs[f"attention, {backend}"] = partial(am.attention, mask=causal, backend=backend)
     programs["a Function that does nothing"] = _Nothing.apply
     programs["attention, window"] = partial(am.attention, mask=am.SlidingWindow(16))

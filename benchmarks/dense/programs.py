@@ -141,7 +141,7 @@ def _gluon_forward(x: Inputs) -> Any:
     from attnmesh.ops.dense import gluon_forward
 
     _need_hopper(x)
-    if (why := gluon_forward.refusal(x.q, x.v)) is not None:
+    if (why := gluon_forward.why_not(x.q, x.v)) is not None:
         raise RefusalError(why)
     return gluon_forward
 
@@ -150,7 +150,7 @@ def _gluon_backward(x: Inputs) -> Any:
     from attnmesh.ops.dense import gluon_backward
 
     _need_hopper(x)
-    if (why := gluon_backward.refusal(x.q, x.v)) is not None:
+    if (why := gluon_backward.why_not(x.q, x.v)) is not None:
         raise RefusalError(why)
     return gluon_backward
 

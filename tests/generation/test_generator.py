@@ -214,7 +214,7 @@ def test_a_seed_says_the_same_over_any_ranks_and_beside_any_rows():
     assert drawn(4, PROMPTS, sampling, DecodeSharding(kvdp=2, cp=2)) == alone
     assert drawn(2, PROMPTS[:1], sampling) == alone[:1]
     assert drawn(2, PROMPTS, Sampling(1.0, 0.9, seed=12)) != alone
-    assert len({tuple(row) for row in drawn(1, PROMPTS[:1] * 3, sampling)}) == 3  # the same prompt, other dice
+    assert len({tuple(row) for row in drawn(1, PROMPTS[:1] * 3, sampling)}) == 3  # the same prompt, another generator
 
 
 def test_a_tiny_top_p_is_greedy():

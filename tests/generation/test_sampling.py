@@ -15,9 +15,9 @@ DRAWS = 2000
 
 
 def frequencies(sampling, logits=None, draws=DRAWS):
-    dice = sampling.generator(0)
+    generator = sampling.generator(0)
     logits = SHARES.log() if logits is None else logits
-    drawn = torch.tensor([sampling.sample(logits, dice) for _ in range(draws)])
+    drawn = torch.tensor([sampling.sample(logits, generator) for _ in range(draws)])
     return torch.bincount(drawn, minlength=len(logits)) / draws
 
 
@@ -87,8 +87,8 @@ def test_what_is_kept_is_what_transformers_keeps():
         hf.TemperatureLogitsWarper(0.7), hf.TopKLogitsWarper(12), hf.TopPLogitsWarper(0.9), hf.MinPLogitsWarper(0.02),
     ):  # fmt: skip
         scores = processor(ids, scores)
-    dice = sampling.generator(0)
-    drawn = torch.tensor([sampling.sample(logits, dice, prompt, answer) for _ in range(DRAWS)])
+    generator = sampling.generator(0)
+    drawn = torch.tensor([sampling.sample(logits, generator, prompt, answer) for _ in range(DRAWS)])
     found, expected = torch.bincount(drawn, minlength=40) / DRAWS, scores[0].softmax(-1)
     assert 2 < (expected > 0).sum() < 12
     assert (found[expected == 0] == 0).all()
@@ -129,13 +129,13 @@ def test_a_tiny_top_p_and_a_tiny_temperature_are_greedy():
     assert not Sampling(1e-320).greedy
 
 
-def test_a_row_s_dice_are_its_own():
+def test_a_row_has_its_own_generator():
     logits = torch.randn(1000)
 
     def drawn(seed, row):
         sampling = Sampling(1.0, seed=seed)
-        dice = sampling.generator(row)
-        return tuple(sampling.sample(logits, dice) for _ in range(5))
+        generator = sampling.generator(row)
+        return tuple(sampling.sample(logits, generator) for _ in range(5))
 
     assert drawn(3, 1) == drawn(3, 1)
     assert len({drawn(seed, row) for seed in range(4) for row in range(4)}) == 16

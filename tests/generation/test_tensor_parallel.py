@@ -107,12 +107,12 @@ def test_a_model_that_was_shared_is_trained_and_copied_as_before():
         TensorParallel(model, comm)
 
     on_virtual_ranks(2, rank)
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with torch.no_grad():
         for weight in model.parameters():
             weight.zero_()
-        found = twin(input_ids=torch.tensor([[9, 10, 11]])).logits[0]  # of its own weights
+        found = copied(input_ids=torch.tensor([[9, 10, 11]])).logits[0]  # of its own weights
     torch.testing.assert_close(found, logits_of("llama", [9, 10, 11]), rtol=1e-4, atol=1e-4)
-    assert set(twin.state_dict()) == set(transformers_model("llama").state_dict())
-    twin(input_ids=torch.tensor([[9, 10, 11]])).logits.sum().backward()
-    assert all(weight.grad is not None for weight in twin.parameters())
+    assert set(copied.state_dict()) == set(transformers_model("llama").state_dict())
+    copied(input_ids=torch.tensor([[9, 10, 11]])).logits.sum().backward()
+    assert all(weight.grad is not None for weight in copied.parameters())

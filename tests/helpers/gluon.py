@@ -105,23 +105,23 @@ class Pointer:
     def __getitem__(self, index):
         return Pointer(self.memory, self.offset[index])
 
-    def places(self, mask) -> tuple[Tensor, Tensor]:
+    def offsets(self, mask) -> tuple[Tensor, Tensor]:
         offset, mask = torch.broadcast_tensors(self.offset, value(True if mask is None else mask))
         assert ((offset >= 0) & (offset < len(self.memory)) | ~mask).all(), "an access outside of the tensor"
         return torch.where(mask, offset, 0).long(), mask
 
     def read(self, mask=None, other=0) -> Tensor:
-        offset, mask = self.places(mask)
+        offset, mask = self.offsets(mask)
         return torch.where(mask, self.memory[offset], torch.as_tensor(other, dtype=self.memory.dtype))
 
     def write(self, x: Tensor, mask=None) -> None:
-        offset, mask = self.places(mask)
+        offset, mask = self.offsets(mask)
         self.memory[offset[mask]] = value(x).to(self.memory.dtype).broadcast_to(offset.shape)[mask]
 
     def add(self, x: Tensor, mask=None) -> Tensor:
         """Adds as atomics do, element by element where several have one address; returns what was there before."""
         before = self.read(mask)
-        offset, mask = self.places(mask)
+        offset, mask = self.offsets(mask)
         added = value(x).to(self.memory.dtype).broadcast_to(offset.shape)[mask]
         self.memory.index_put_((offset[mask],), added, accumulate=True)
         return before

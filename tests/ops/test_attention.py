@@ -496,7 +496,7 @@ def test_the_choice_can_be_asked_why():
     choice = explain_attention(q, k, v, mask=Causal())
     assert choice.backend == "aten"
     assert "CPU" in choice.reason
-    assert dict(choice.refusals)["triton"] == "its kernels take head_dim 16 to 576, not 8"
+    assert dict(choice.why_not)["triton"] == "its kernels take head_dim 16 to 576, not 8"
     assert str(choice).splitlines() == [
         f"aten: {choice.reason}",
         "  triton cannot: its kernels take head_dim 16 to 576, not 8",

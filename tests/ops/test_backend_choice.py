@@ -71,13 +71,13 @@ class Serves:
     """A backend that refuses what it is told to."""
 
     def __init__(self, forward=None, backward=None):
-        self.refusals = forward, backward
+        self.reasons = forward, backward
 
-    def refusal(self, call):
-        return self.refusals[0]
+    def why_not(self, call):
+        return self.reasons[0]
 
-    def backward_refusal(self, call, *, grad_lse=False):
-        return self.refusals[1] or ("no gradient of lse" if grad_lse else None)
+    def backward_why_not(self, call, *, grad_lse=False):
+        return self.reasons[1] or ("no gradient of lse" if grad_lse else None)
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_a_mask_by_bounds_has_the_faster_kernel_that_serves_it(on_hopper):
     on_hopper(gluon=Serves(backward="too wide"), triton=Serves())
     assert dispatch.choose(window, "auto").backend == "gluon"
     assert dispatch.choose_backward(window, "auto").backend == "triton"
-    assert dispatch.choose_backward(window, "auto").refusals[0] == ("gluon", "too wide")
+    assert dispatch.choose_backward(window, "auto").why_not[0] == ("gluon", "too wide")
     with pytest.raises(ValueError, match="backend='gluon' cannot serve this backward: too wide"):
         dispatch.choose_backward(window, "gluon")
 

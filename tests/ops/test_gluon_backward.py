@@ -230,8 +230,8 @@ PLANTED = {
         "mbarrier.wait(barriers.grad_out_ready.index(stage), turn)\n                grad", "grad"),
     "nobody waits for the values": (
         "if SHAPE.scores:\n        mbarrier.wait(barriers.v_ready.index(0), 0)", "if SHAPE.scores:\n        pass"),
-    "the loader overwrites queries": ("mbarrier.wait(barriers.q_free.index(stage), turn ^ 1)", "pass"),
-    "the loader expects too few bytes": (
+    "the producer overwrites queries": ("mbarrier.wait(barriers.q_free.index(stage), turn ^ 1)", "pass"),
+    "the producer expects too few bytes": (
         "q_ready.index(stage), q.block_type.nbytes * SHAPE.k_blocks)", "q_ready.index(stage), 128)"),
     "queries are given back too soon": (
         "drift = drift * 2\n        # The",
@@ -395,7 +395,7 @@ def expected_waits(
     """
     blocks = (key_dim + 63) // 64 if needs_q else 0
     if shared_keys:
-        # The first differentiator has a step of grad_q after its loop.
+        # The first consumer has a step of grad_q after its loop.
         return 2 + 2 * (blocks // 2) + 2 + (blocks - blocks // 2)
     if key_dim + value_dim > 256:
         return 2 * (2 * 3 + blocks)
@@ -469,7 +469,7 @@ def is_of_its_own(mask: str, widths: tuple[int, int], dtype: torch.dtype) -> boo
 def test_the_kernel_on_hopper(device, mask, widths, dtype):
     torch.manual_seed(0)
     case = Case(mask, 777, 1001 if mask == "full" else 777, (8, 2), *widths, batch=2, dtype=dtype, device=device)
-    assert gluon_backward.refusal(case.q, case.v, terms=case.terms) is None
+    assert gluon_backward.why_not(case.q, case.v, terms=case.terms) is None
     narrow = (BackwardTiles(heads=1), BackwardTiles(paired=False)) if max(widths) <= 128 else ()
     for tiles in (None, BackwardTiles(shared_keys=True), *narrow):
         case.check(gluon_backward, tiles=tiles)

@@ -299,12 +299,12 @@ def test_under_hostile_schedules(tiles, seeds):
 
 PLANTED = {
     "the first turn never comes": ("(turns & 1) ^ FIRST", "turns & 1"),
-    "an attender does not wait for its queries": ("mbarrier.wait(barriers.q_ready.index(INDEX), served & 1)", "pass"),
-    "an attender does not wait for the first keys": ("mbarrier.wait(barriers.k_ready.index(stage), phase)", "pass"),
-    "an attender does not wait for the next keys": (
+    "a consumer does not wait for its queries": ("mbarrier.wait(barriers.q_ready.index(INDEX), served & 1)", "pass"),
+    "a consumer does not wait for the first keys": ("mbarrier.wait(barriers.k_ready.index(stage), phase)", "pass"),
+    "a consumer does not wait for the next keys": (
         "mbarrier.wait(barriers.k_ready.index(next_stage), (step + 1) // STAGES & 1)", "pass",
     ),
-    "an attender does not wait for the values": (
+    "a consumer does not wait for the values": (
         "mbarrier.wait(barriers.v_ready.index(stage), phase)\n                    sums", "sums",
     ),
     "the scores are read too early": ("1 if SHAPE.v_rest == 0 else 2, [scores]", "2, [scores]"),
@@ -322,15 +322,15 @@ PLANTED = {
         "seen = served + 1\n                mbarrier.arrive(barriers.q_free.index(INDEX), count=1)\n",
     ),
     "the last sums are not waited for": ("wait(0, [sums[0], weights])", "wait(1, [sums[0], weights])"),
-    "the loader does not wait for a free stage": ("mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)", "pass"),
-    "the loader waits for a turn too many": ("(step // STAGES & 1) ^ 1)", "step // STAGES & 1)"),
-    "the loader overwrites the queries": ("mbarrier.wait(barriers.q_free.index(attender), (served & 1) ^ 1)", "pass"),
-    "the loader overwrites a record": ("mbarrier.wait(barriers.work_free.index(place), (record // 2 & 1) ^ 1)", "pass"),
+    "the producer awaits no free stage": ("mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)", "pass"),
+    "the producer waits for a turn too many": ("(step // STAGES & 1) ^ 1)", "step // STAGES & 1)"),
+    "the producer overwrites the queries": ("mbarrier.wait(barriers.q_free.index(consumer), (served & 1) ^ 1)", "pass"),
+    "a record is overwritten": ("mbarrier.wait(barriers.work_free.index(slot), (record // 2 & 1) ^ 1)", "pass"),
     "nobody gives records back": ("mbarrier.arrive(barriers.work_free.index(record % 2), count=1)", "pass"),
     "fewer bytes are expected than come": ("blocks[0].block_type.nbytes)", "blocks[0].block_type.nbytes // 2)"),
-    "the loader forgets the last values": ("if stop > begin:\n                last", "if False:\n                last"),
+    "the last values are not loaded": ("if stop > begin:\n                last", "if False:\n                last"),
     "the edge of a mask is off by one": ("key < (row_end - key_begin)", "key <= (row_end - key_begin)"),
-    "the carry is not rescaled": ("acc = rescale(acc, decay)\n                    weights", "weights"),
+    "the carry is not rescaled": ("acc = rescale(acc, acc_scale)\n                    weights", "weights"),
 }  # fmt: skip
 
 
@@ -350,7 +350,7 @@ def test_the_emulation_finds_planted_faults(fault):
 
 PLANTED_IN_STATES = {
     "the state is read before it arrives": ("mbarrier.wait(barriers.state_ready.index(INDEX), count & 1)", "pass"),
-    "the loader overwrites a state": ("mbarrier.wait(barriers.state_free.index(attender), count & 1)", "pass"),
+    "the producer overwrites a state": ("mbarrier.wait(barriers.state_free.index(consumer), count & 1)", "pass"),
     "a tile is given back before it is stored": (
         "tma.store_wait(0)\n        mbarrier.arrive(barriers.state_free", "mbarrier.arrive(barriers.state_free",
     ),
@@ -395,12 +395,12 @@ def test_a_state_that_the_copy_engine_cannot_load():
 
 def test_what_it_refuses():
     q, v = (torch.empty(1, 1, 4, d, dtype=torch.bfloat16) for d in (192, 128))
-    assert gluon_forward.refusal(q, v) is None
-    assert "fp16 and bf16" in gluon_forward.refusal(q.float(), v.float())
-    assert gluon_forward.refusal(q[..., :8], v[..., :72]) is None
+    assert gluon_forward.why_not(q, v) is None
+    assert "fp16 and bf16" in gluon_forward.why_not(q.float(), v.float())
+    assert gluon_forward.why_not(q[..., :8], v[..., :72]) is None
     for q_dim, v_dim in ((4, 8), (64, 60), (576, 512), (64, 264)):
         q, v = (torch.empty(1, 1, 4, d, dtype=torch.bfloat16) for d in (q_dim, v_dim))
-        assert f"takes head_dim 8, 16, 24, ..., 256, not {q_dim} (keys)" in gluon_forward.refusal(q, v)
+        assert f"takes head_dim 8, 16, 24, ..., 256, not {q_dim} (keys)" in gluon_forward.why_not(q, v)
 
 
 def test_a_width_takes_the_tiles_of_the_next():
@@ -464,7 +464,7 @@ def test_states_are_continued_on_hopper(widths, stages):
 @pytest.mark.cuda
 @pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
 def test_the_same_bits_again_and_again_on_hopper():
-    """A result that moves is a race: more items than the GPU has processors, many times."""
+    """A result that moves is a race: more work tiles than the GPU has processors, many times."""
     q, k, v = inputs((16, 4), 3000, 3000, 128, device="cuda", dtype=torch.bfloat16)
     how = {"scale": 0.1, "causal": True, "bounds": None, "state": None, "out_dtype": torch.bfloat16}
     first = gluon_forward.forward(q, k, v, **how)
@@ -500,7 +500,7 @@ def launch(key_dim: int, value_dim: int, dtype: str, mask: str, stage: str, soft
 
 
 def tolerated(kernel: dict) -> int:
-    """Bytes that may be spilled: arguments and addresses of the loader, read once per item, not per tile."""
+    """Bytes that may be spilled: arguments and addresses of the producer, read once per work tile, not per tile."""
     return 136
 
 
@@ -521,5 +521,5 @@ def test_compiles_for_hopper(cases):
     assert_fit(kernels, tolerated)
     for kernel in kernels:
         # All products of a tile are under way at once. Where the compiler cannot allow that, it waits for each.
-        assert count(kernel, "WARPGROUP.DEPBAR") == 4 * gluon_forward.ATTENDERS
+        assert count(kernel, "WARPGROUP.DEPBAR") == 4 * gluon_forward.CONSUMERS
         assert count(kernel, "UTMALDG") > 0

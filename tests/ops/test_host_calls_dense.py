@@ -87,7 +87,7 @@ def main() -> None:
     from attnmesh.ops.dense.gluon import Gluon
     from attnmesh.ops.dense.triton import Triton
 
-    Triton.refusal = lambda self, call: None
+    Triton.why_not = lambda self, call: None
     Gluon._reason = lambda self, call, part: None
     kernels = gluon_forward, gluon_backward, triton_forward, triton_backward
 

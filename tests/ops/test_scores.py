@@ -208,7 +208,7 @@ def test_auto_serves_every_call_without_the_reference():
     assert explain_attention(q, k, v).backend == "aten"
     choice = explain_attention(q, k, v, softcap=30.0)
     assert choice.backend == "torch"
-    assert dict(choice.refusals)["aten"] == "torch's fused kernels take no softcap and no ALiBi slopes"
+    assert dict(choice.why_not)["aten"] == "torch's fused kernels take no softcap and no ALiBi slopes"
     assert explain_attention(q, k, v, alibi_slopes=SLOPES).backend == "torch"
     assert explain_attention(q, k, v, sinks=SLOPES).backend == "aten"
 

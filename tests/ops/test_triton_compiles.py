@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from attnmesh.core.state import State
 from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.triton_write import prepare, write_tokens
+from attnmesh.kv_cache.triton_write import norm_rope_write, write_tokens
 from attnmesh.ops import gpu
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.norm_rope import Norm, Rope
@@ -138,7 +138,7 @@ def prepared(head_dim, dtype, storage, q_heads, kv_heads, layout, normed):
         kv = torch.empty(2, 1, 2 * kv_heads * head_dim, dtype=dtype)
         new = ProjectedKV(kv, range(2), torch.zeros(2, 1, dtype=torch.int64), cache.keys(0), cache.values(0))
     q = torch.empty(2, 1, q_heads * head_dim, dtype=dtype)
-    prepare(q, torch.zeros(2, 1, dtype=torch.int32), new, config, weights, 2)
+    norm_rope_write(q, torch.zeros(2, 1, dtype=torch.int32), new, config, weights, 2)
 
 
 def decode(storage, dtype, head_dim, value_dim, group, options):

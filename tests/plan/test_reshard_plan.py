@@ -6,7 +6,7 @@ import pytest
 
 from attnmesh.core.ranges import size
 from attnmesh.kv_cache.block_pool import root_hash
-from attnmesh.kv_cache.contents import CacheContents, SequenceContents
+from attnmesh.parallel.reshard.contents import CacheContents, SequenceContents
 from attnmesh.parallel.reshard.goal import Goal
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.reshard import Part, Piece, plan_moves

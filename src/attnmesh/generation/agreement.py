@@ -1,4 +1,4 @@
-"""What the ranks of a `Generator` must share, compared before they exchange anything else.
+"""Arguments and weights of a `Generator` must be equal on all ranks: they are compared before anything else is sent.
 
 The arguments of the constructor and of every call, the model's configuration, and its weights: every rank computes with
 weights of its own, and other weights on one rank would give wrong tokens on all.
@@ -20,7 +20,7 @@ from attnmesh.models.sharded import sharded_weights
 from attnmesh.parallel.checksums import checksums
 from attnmesh.utils.text import alternatives
 
-_NOT_COMPARED = ("_name_or_path", "transformers_version", "_commit_hash")  # where a model came from, not what it is
+_NOT_COMPARED = ("_name_or_path", "transformers_version", "_commit_hash")  # the origin of a model, not the model
 _MAX_NAMED = 3  # tensors that an error names
 
 
@@ -51,7 +51,7 @@ def check_same_weights(comm: Comm, model: Any, device: torch.device) -> None:
     """Raise ValueError on every rank unless all weights and buffers have the same bits on all ranks.
 
     Of a sharded model, those parts are compared that several ranks hold. The tensors must have the same names and
-    shapes (`model_values`). The time is that of reading the weights a few times; one number per tensor is sent.
+    shapes (`model_values`). It takes the time of reading the weights a few times; one number per tensor is sent.
     """
     if comm.world == 1:
         return
@@ -106,10 +106,10 @@ class Progress:
 def report_error(comm: Comm, operation: str, error: BaseException) -> None:
     """Tell the other ranks why this rank leaves an operation, without waiting for them.
 
-    A rank that waits for this one quotes the reason. If all ranks leave, the comm remains usable.
+    Ranks that wait for this rank quote the reason. If all ranks leave, the comm remains usable.
     """
     if comm.world > 1 and not isinstance(error, CommError):
-        with suppress(ValueError, CommError):  # it raises what it was given
+        with suppress(ValueError, CommError):  # it raises the given error
             comm.agree(operation, {}, f"{type(error).__name__}: {error}")
 
 

@@ -1,7 +1,8 @@
 """`ContinuousBatch`: requests, computed step by step; they join and leave at any step.
 
 In a step, a group of ranks computes the next tokens of all its answers in one pass, then chunks of prompts, one pass
-for each. The new tokens are exchanged within groups (all ranks continue with those of the first) and between groups.
+for each. The new tokens are exchanged within groups (all ranks continue with the tokens of the first rank) and between
+groups.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _NO_TOKEN = (INVALID_TOKEN, FAILED_TOKEN)
 class BatchRanks:
     """The groups of sequences (KVDP), and the ranks that compute them.
 
-    The ranks of `group` compute together. With whole weights they are those of one group of sequences, and
+    The ranks of `group` compute together. With whole weights they are the ranks of one group of sequences, and
     `across_groups` are the ranks with the same part in other groups. With sharded weights all ranks compute the
     sequences of all groups together, and `across_groups` is this rank alone.
     """
@@ -61,7 +62,7 @@ class Callbacks(NamedTuple):
 class ContinuousBatch:
     """The requests of a `Generator`, whose number on its ranks is `generator`. All ranks make the same calls.
 
-    After a call that was interrupted, the next one computes all requests again from the tokens that they have.
+    After an interrupted call, the next call computes all requests again from the tokens that they have.
     """
 
     def __init__(
@@ -83,21 +84,21 @@ class ContinuousBatch:
             self.scheduler.add(request)
 
     def adopt(self, request: Request, sequence: CacheSequence) -> None:
-        """Take a request whose tokens are in the cache already, but for the last ones."""
+        """Take a request whose tokens are in the cache already, except the last tokens."""
         with self._change(), self._ledger():
             sequence.ids = array("q", request.known)
             self.requests.append(request)
             self.scheduler.adopt(request, sequence)
 
     def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
-        """End a request; what was computed stays cached for reuse."""
+        """End a request; its keys and values stay cached for reuse."""
         with self._change(), self._ledger():
             if request in self.requests:  # after an interruption it may have all its tokens
                 request.finish_reason = reason
                 self._end(request)
 
     def settle(self) -> None:
-        """Restore now what an interrupted call has left, as the next change would."""
+        """Restore the state after an interrupted call now, instead of with the next change."""
         with self._change():
             pass
 
@@ -110,7 +111,7 @@ class ContinuousBatch:
                     self.scheduler.add(request)
 
     def forget_finished(self) -> None:
-        """Free what is kept for reuse."""
+        """Free the blocks that are kept for reuse."""
         with self._change(), self._ledger():
             for cache in self.scheduler.caches:
                 cache.forget_cached()
@@ -203,12 +204,12 @@ class ContinuousBatch:
                     cache.mark_written(new)
             for request, sequence in each.decoded:
                 padding = plan.width - self._num_tokens(plan, request)
-                if padding:  # after its draft, where another one has a longer draft
+                if padding:  # after its draft, where another request has a longer draft
                     cache.truncate(sequence, sequence.length - padding)
         self._note_stored()
 
     def _note_stored(self) -> None:
-        """Record what this rank stores, unless it was more before."""
+        """Record the number of tokens that this rank stores, if it is the most so far."""
         engine, stats = self._engine, self._stats
         own = engine.cache.local.sequences.values()
         stored = sum(engine.shard.length(each.length) for each in own)
@@ -234,14 +235,14 @@ class ContinuousBatch:
         return [0.0, *best] if all(map(math.isfinite, best)) else [INVALID_TOKEN] * (1 + len(best))
 
     def _search(self, request: Request) -> BeamSearch:
-        """The search of a request, a new one if its prompt was computed just now."""
+        """The search of a request, a new search if its prompt was computed just now."""
         if request.search is None:
             options = request.options
             request.search = BeamSearch(options.num_beams, options.max_new_tokens, options.stop)
         return request.search
 
     def _num_tokens(self, plan: StepPlan, request: Request) -> int:
-        """The tokens that a step computes after: the last known one of a request, and its draft."""
+        """The inputs of a step: the last known token of a request, and its draft."""
         return 1 + len(plan.drafts.get(request, ()))
 
     def _width(self, plan: StepPlan, request: Request) -> int:
@@ -277,7 +278,7 @@ class ContinuousBatch:
         return [[list(islice(numbers, n)) for n in each] for numbers, each in zip(gathered, widths, strict=True)]
 
     def _commit(self, plan: StepPlan, new: list[tuple[Request, list[float]]]) -> dict[Request, list[Token]]:
-        """Append the new tokens to their requests, and end those that are complete."""
+        """Append the new tokens to their requests, and end the requests that are complete."""
         tokens: dict[Request, list[Token]] = {}
         for request in plan.failed:
             request.fail(_no_room(request, self._engine))
@@ -304,10 +305,10 @@ class ContinuousBatch:
             return
         for request, rows in logits.items():
             for row in rows[: len(tokens.get(request, ()))]:
-                self._callbacks.on_logits(request.label, row.clone())  # who keeps one would keep those of all
+                self._callbacks.on_logits(request.label, row.clone())  # a view would keep the logits of all requests
 
     def _extend(self, plan: StepPlan, request: Request, numbers: list[float]) -> list[Token]:
-        """Append the next token or, with a draft, the correct part of that and one more."""
+        """Append the next token or, with a draft, the correct part of the draft and one more token."""
         (sequence,), draft = request.sequences, plan.drafts.get(request, [])
         if not draft:
             new = [request.add(numbers)]

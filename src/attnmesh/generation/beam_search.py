@@ -1,9 +1,9 @@
-"""`BeamSearch`: the beams of one prompt, and which of their continuations are the next ones.
+"""`BeamSearch`: the beams of one prompt, and which of their continuations are the next beams.
 
 A beam is an answer in progress. In a step all beams of a prompt get their next tokens, and the best of all their
-continuations are the next beams. The search is that of Transformers, with its defaults: scores are sums of
-log-probabilities, those of finished answers are divided by their length, and it ends once no beam can become better
-than the worst of as many finished answers as beams.
+continuations are the next beams. The search is the same as in Transformers, with its defaults: scores are sums of
+log-probabilities, the scores of finished answers are divided by their length, and it ends once no beam can become
+better than the worst of `num_beams` finished answers.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ from attnmesh.plan.decode import DecodeSharding
 from attnmesh.utils.text import counted
 from attnmesh.utils.validation import check_count
 
-MIN_TOKENS_PER_RANK = 2  # with as many, any layout gives every rank some tokens of a chunk
+MIN_TOKENS_PER_RANK = 2  # with this many, any layout gives every rank some tokens of a chunk
 
 
 def min_prefill_chunk(world: int) -> int:
@@ -71,10 +71,10 @@ def min_prefill_chunk(world: int) -> int:
 class Engine:
     """The cache of a model, and the passes that compute new tokens. All ranks construct it and make the same calls.
 
-    The ranks of `comm` compute together: those of a group, or all with sharded `weights`. `position_ranks` shard the
-    positions of a sequence. A token attends to all keys and values as the cache stores them, its own and those of its
-    chunk included. So they have one value for all later tokens, and neither chunks nor ranks nor prefix reuse change
-    the result. The settings are those of a `Generator`: `max_sequences` is over all groups.
+    The ranks of `comm` compute together: the ranks of a group, or all ranks with sharded `weights`. `position_ranks`
+    shard the positions of a sequence. A token attends to all keys and values as the cache stores them, its own and the
+    keys and values of its chunk included. So they have one value for all later tokens, and neither chunks nor ranks nor
+    prefix reuse change the result. The settings are the same as of a `Generator`: `max_sequences` is over all groups.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Engine:
     def decode(self, sequences: Sequence[CacheSequence], ids: Sequence[Sequence[int]], new: NewTokens | None) -> Tensor:
         """The logits [B, T, vocabulary] after each of the T latest tokens of some sequences, the same on every rank.
 
-        `new` are the slots of those that this rank stores, in the same order; None if it stores none.
+        `new` are the slots of the tokens that this rank stores, in the same order; None if it stores none.
         """
         begins = [each.length - len(row) for each, row in zip(sequences, ids, strict=True)]
         return self._decode(sequences, begins, ids, self._slots(new))
@@ -196,7 +196,7 @@ class Engine:
             return self._forward_step(decode, tokens.view(-1, count), positions)
 
     def _rows(self, sequences: Sequence[CacheSequence]) -> tuple[int, ...]:
-        """The number of sequences of each KVDP rank; those of one are adjacent."""
+        """The number of sequences of each KVDP rank; the sequences of one rank are adjacent."""
         groups = [sequence.kvdp_rank for sequence in sequences]
         return tuple(groups.count(group) for group in range(self._kvdp))
 
@@ -252,7 +252,7 @@ class Engine:
         return (new.slots, new.window_slots)[: len(self.cache.local.block_tables)]
 
     def _chunk_kv(self, sequence: CacheSequence, at: range) -> ChunkKV:
-        """What this rank stores of a sequence with a chunk at these positions."""
+        """The tokens that this rank stores of a sequence with a chunk at these positions."""
         lists = (sequence.blocks, sequence.window_blocks)[: len(self.cache.local.block_tables)]
         blocks = (torch.tensor(each, dtype=torch.int64, device=self.device) for each in lists)
         return ChunkKV(at, self.shard, tuple(blocks))
@@ -278,7 +278,7 @@ class Engine:
         return f"{len(sequences)}, digest {hash((*stats, *sequences)) % 2**64:016x}"
 
     def kv_bytes(self, sequence: CacheSequence) -> tuple[int, int]:
-        """Bytes of a sequence in the cache of this rank, and in that of a single device."""
+        """Bytes of a sequence in the cache of this rank, and in the cache of a single device."""
         layers, windowed = self.cache.layers, self.cache.local.num_windowed
         begin = max(0, sequence.length + 1 - (self.cache.local.window or 0) - WINDOW_MARGIN)
         counts = (

@@ -40,7 +40,7 @@ _STEP_TOKENS = 2048
 
 
 class _Running:
-    """Lives as long as a step: also after an interruption it is known whether one is in progress."""
+    """Exists during a step, so that after an interruption it is known whether a step is in progress."""
 
 
 class Generator:
@@ -50,11 +50,11 @@ class Generator:
 
     The KV cache of a group holds `cache_tokens` tokens, prompts and answers together, of all its sequences;
     `max_sequences` is the size of a batch over all groups. `sharding` is the number of ranks per sequence (cp) and of
-    groups (kvdp), by default what `recommend_sharding` returns for `max_sequences` sequences, or that of the sharded
-    model. `storage`, fp8, int8 or bfp8, or fp8_ds_mla for latents (DeepSeek), quantizes the cache; by default it has
-    the dtype of the model. All tokens, also those of the same prompt, attend to quantized keys and values, so the
-    answers do not depend on ranks, chunks or prefix reuse. `prefill_chunk` is the most tokens of a prefill pass, by
-    default a whole prompt; the first one of a prompt is divided over ranks by `layout`, and computed by `schedule`.
+    groups (kvdp), by default what `recommend_sharding` returns for `max_sequences` sequences, or the sharding of the
+    sharded model. `storage`, fp8, int8 or bfp8, or fp8_ds_mla for latents (DeepSeek), quantizes the cache; by default
+    it has the dtype of the model. All tokens, also tokens of the same prompt, attend to quantized keys and values, so
+    the answers do not depend on ranks, chunks or prefix reuse. `prefill_chunk` is the most tokens of a prefill pass, by
+    default a whole prompt; the first chunk of a prompt is divided over ranks by `layout`, and computed by `schedule`.
 
     `generate` answers prompts. `submit` takes one request at a time, and `step` computes the next tokens of all
     requests in progress: a group computes at most `step_tokens` tokens per step (default 2048, or more if
@@ -163,7 +163,7 @@ class Generator:
         model's generation config, where its text has one of the `stop_strings`, or after `max_new_tokens`. With
         `speculative`, tokens are drafted by prompt lookup and several are verified per step: fewer steps, the same
         tokens. `stats` counts the accepted ones. With `num_beams` above 1, the answer is the best that a beam search
-        finds, and tokens come at its end: the beams of a row are as many sequences, which share the prompt.
+        finds, and tokens come at its end: each beam of a row is a sequence, and all share the prompt.
 
         It submits the prompts as requests, when its first token is taken, and runs steps until all are answered:
         prompts beyond `max_sequences`, or what the cache holds at a time, wait. Closing or dropping the iterator
@@ -222,7 +222,7 @@ class Generator:
             self._cancel_all(requests)
 
     def _cancel_all(self, requests: list[Request]) -> None:
-        """Cancel what is left of a call of generate; after the step, if one is in progress."""
+        """Cancel the unfinished requests of a call of generate; after the step, if one is in progress."""
         if self._is_in_step:
             self._dropped += requests
             return
@@ -250,13 +250,13 @@ class Generator:
         """A request for an answer to one prompt, which `step` computes together with all others.
 
         `prompt`, `max_new_tokens`, `sampling`, `stop`, `stop_strings` and `speculative` are as for `generate`. The
-        answer does not end before `min_new_tokens` tokens. With `logprobs=n`, tokens come with their
-        log-probability by the model and the n most likely tokens. `logits_processors` are functions, such as those of
+        answer does not end before `min_new_tokens` tokens. With `logprobs=n`, tokens come with their log-probability by
+        the model and the n most likely tokens. `logits_processors` are functions, such as the processors of
         Transformers, which change the logits before penalties; all ranks must pass the same. Parallel samples of a
         prompt are requests that differ in the number `sample`: they draw other random numbers, and share the prompt's
-        blocks. With `num_beams` above 1, the answer is that of a beam search, which takes as many sequences and returns
-        all tokens in its last step. Requests wait while the cache has no room for them. The tokens are those that
-        `generate` returns for the prompt alone.
+        blocks. With `num_beams` above 1, the answer is the result of a beam search, which takes `num_beams` sequences
+        and returns all tokens in its last step. Requests wait while the cache has no room for them. The tokens are the
+        same that `generate` returns for the prompt alone.
         """
 
         def check_arguments() -> tuple[tuple[list[int], RequestOptions], SharedValues]:
@@ -298,16 +298,16 @@ class Generator:
 
     @property
     def num_unfinished(self) -> int:
-        """The number of requests that are not finished, those of `generate` included."""
+        """The number of requests that are not finished, including requests of `generate`."""
         return len(self._batch.requests)
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests that wait for room: those that have not begun, or were preempted."""
+        """The number of requests that wait for room: not begun, or preempted."""
         return len(self._batch.scheduler.waiting)
 
     def reset_prefix_cache(self) -> None:
-        """Forget what is cached of finished prompts and answers; all ranks must call it. Requests in progress go on."""
+        """Forget cached keys and values of finished requests; all ranks must call it. Requests in progress continue."""
 
         self._check_in_step()
         check_on_all_ranks(self.comm, "reset_prefix_cache", lambda: (None, {}), force=True)
@@ -321,8 +321,8 @@ class Generator:
         It is at most one of each, and more where drafts are accepted. The tokens of a beam search come all at once, in
         its last step.
 
-        A request in which an error occurs ends with it, and the others go on. After an exception, such as that of a
-        callback, the next step computes all requests again from the tokens that they have, unless the ranks were
+        A request in which an error occurs ends with it, and the others go on. After an exception, such as the exception
+        of a callback, the next step computes all requests again from the tokens that they have, unless the ranks were
         interrupted at different points: then every rank raises CommError.
         """
         self._raise_if_out_of_step("step")
@@ -350,7 +350,7 @@ class Generator:
             self._progress.add_step([(token.row, [token.id]) for token in tokens])
 
     def stream(self, request: Request) -> Iterator[Token]:
-        """The tokens of a request, from its first one on; runs steps, of all requests, while it is in progress.
+        """The tokens of a request, from its first token on; runs steps, of all requests, while it is in progress.
 
         Raises the error of a request that ends with one.
         """
@@ -358,7 +358,7 @@ class Generator:
         return self._stream(request)
 
     def cancel(self, request: Request) -> None:
-        """End a request that is not finished; what was computed stays cached for reuse."""
+        """End a request that is not finished; its keys and values stay cached for reuse."""
 
         def check_arguments() -> tuple[None, SharedValues]:
             self._check_request(request)
@@ -382,7 +382,7 @@ class Generator:
         if request.error is not None:
             raise request.error
 
-    # Requests that go on elsewhere: see `moving`.
+    # Requests that continue on other ranks: see `moving`.
 
     def states(self, requests: Sequence[Request] | None = None) -> list[dict[str, Any]]:
         """Requests in progress, by default all, as JSON, each with the `row` of its sequence in the cache, or -1.
@@ -407,14 +407,14 @@ class Generator:
         return f"{self._progress}, {self.engine.state()}"
 
     def check_adopts(self) -> None:
-        """Raise ValueError unless requests of another generator can go on here."""
+        """Raise ValueError unless requests of another generator can continue in this generator."""
         self._check_in_step()
         self._batch.settle()  # or what joins the cache would be freed with what was interrupted
         if any(request.options.num_beams > 1 for request in self._batch.requests):
             raise ValueError(f"target must have no beam search in progress, got {self._batch.requests}")
 
     def requests_from(self, states: Sequence[dict[str, Any]]) -> list[Request]:
-        """Requests for this generator, which do not run yet; raises ValueError if it cannot hold one."""
+        """Requests for this generator, which do not run yet; raises ValueError for a request that it cannot hold."""
         requests = [
             Request.from_json(state, self._submitted + at, self.model, self.tokenizer, self._owner)
             for at, state in enumerate(states)
@@ -424,7 +424,7 @@ class Generator:
         return requests
 
     def adopt(self, requests: Sequence[Request], sequences: Sequence[CacheSequence | None]) -> None:
-        """Go on with requests whose sequences are in the cache; those that have none wait."""
+        """Continue requests whose sequences are in the cache; requests without a sequence wait."""
         self._submitted += len(requests)
         for request, sequence in zip(requests, sequences, strict=True):
             if sequence is None:
@@ -433,7 +433,7 @@ class Generator:
                 self._batch.adopt(request, sequence)
 
     def end_moved(self, requests: Sequence[Request] | None = None) -> None:
-        """End requests, by default all, which go on elsewhere."""
+        """End requests, by default all, which continue in another generator."""
         for request in list(self._batch.requests if requests is None else requests):
             self._batch.cancel(request, "moved")
 
@@ -485,7 +485,7 @@ class Generator:
             )
 
     def _report_interruption(self, operation: str, error: BaseException) -> None:
-        """Tell the other ranks, which may wait for this one."""
+        """Tell the other ranks, which may wait for this rank."""
         if not self.engine.is_out_of_step:
             report_error(self.comm, operation, error)
         elif not isinstance(error, CommError):
@@ -529,7 +529,7 @@ def generate(
         check_positive(max_new_tokens=max_new_tokens, num_beams=num_beams)
         check_tokenizer(tokenizer)
         rows = prompt_ids(tokenizer, prompts)
-        # For the prompts and not for their beams: those of a prompt are in one group.
+        # For the prompts and not for their beams: the beams of a prompt are in one group.
         return (rows, _sharding(sharding, sharded_weights(model), max(1, len(rows)), comm)), {}
 
     rows, chosen = check_on_all_ranks(comm, "generate", check_arguments, force=True)
@@ -549,7 +549,7 @@ def generate(
 def _sharding(
     sharding: DecodeSharding | None, weights: ShardedWeights | None, sequences: int, comm: Comm
 ) -> DecodeSharding:
-    """The sharding of a `Generator`, which must be that of its model where that is sharded."""
+    """The sharding of a `Generator`, which must be the sharding of its model if the model is sharded."""
     if sharding is not None:
         check_type("sharding", sharding, DecodeSharding)
     if weights is not None:
@@ -571,7 +571,7 @@ def _sharding(
 
 
 def recommended_groups(sequences: int, ranks: int) -> DecodeSharding:
-    """The sharding of so many sequences over ranks that have all weights each."""
+    """The sharding of this many sequences over ranks that have all weights each."""
     from attnmesh.planner.recommend import recommend_sharding
 
     # Every rank has all weights, so no kv heads are divided: as with a single kv head.

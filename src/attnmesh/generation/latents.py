@@ -78,7 +78,7 @@ class LatentProjections:
         return torch.einsum("bhtl,hvl->bhtv", sums, into_value)
 
     def vectors(self, latent: Tensor, rope: Tensor) -> Tensor:
-        """What is cached of new tokens, [B, 1, T, latent + rope], from what the model caches."""
+        """The cached vectors of new tokens, [B, 1, T, latent + rope], from the tensors that the model caches."""
         for name, x, width in (("latent", latent, self.widths.latent), ("rope", rope, self.widths.rope)):
             if x.shape[1] != 1 or x.shape[3] != width:
                 raise ValueError(
@@ -88,6 +88,6 @@ class LatentProjections:
         return torch.cat([latent, rope], -1)
 
     def parts(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """The latents and rope parts of such vectors."""
+        """The latents and rope parts of cached vectors."""
         latent, rope = vectors.split([self.widths.latent, self.widths.rope], -1)
         return latent, rope

@@ -1,4 +1,4 @@
-"""Which models generate over a sharded KV cache, and what a token takes there."""
+"""Which models generate over a sharded KV cache, and the bytes of a token in it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Requests that go on elsewhere: `move_requests` to other ranks, `save_requests` and `load_requests` by files.
+"""Requests that continue in another `Generator`: `move_requests` to other ranks, `save_requests` and `load_requests`.
 
 A request is its prompt, its options and the tokens of its answer: random numbers depend on the seed, the sample and the
-number of a token only. Its keys and values move with it, bit by bit (`reshard`); what is not in a cache yet is computed
-by the generator that goes on. The tokens are those that the first generator would have computed.
+number of a token only. Its keys and values move with it, bit by bit (`reshard`); the target computes keys and values
+that are not in a cache yet. The tokens are the same that the first generator would have computed.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ def move_requests(
     *,
     requests: Sequence[Request] | None = None,
 ) -> list[Request]:
-    """Let requests of one generator go on in another one, on other ranks or with another sharding.
+    """Let requests of one generator continue in another generator, on other ranks or with another sharding.
 
     All ranks of `comm` must call it, with the generators that they belong to, and None for the other. The ranks of the
     source may name the `requests`, such as those whose prompts are computed; by default all move. Returns the requests
-    of the target in this order, by default that of their submission; none on other ranks. The requests of the source
-    end with `finish_reason` "moved"; others go on. Keys and values are sent once, as they are stored; requests that
-    wait, and beam searches, begin again. Both generators must have the same model and storage, without blocks of their
-    own for windows. Raises CacheFull on every rank if the target has no room: the source then goes on.
+    of the target in this order, by default the order of their submission; none on other ranks. The requests of the
+    source end with `finish_reason` "moved"; others continue. Keys and values are sent once, as they are stored;
+    requests that wait, and beam searches, begin again. Both generators must have the same model and storage, without
+    blocks of their own for windows. Raises CacheFull on every rank if the target has no room: the source then
+    continues.
 
     Examples:
         >>> def rank(comm):
@@ -122,7 +123,7 @@ def move_requests(
 def save_requests(generator: Generator, folder: str | Path) -> None:
     """Write all requests of a generator with their keys and values to a folder, which must be empty or not exist.
 
-    All ranks of the generator must call it. Requests go on here, too: beam searches begin again. The folder has the
+    All ranks of the generator must call it. Requests also continue here; beam searches begin again. The folder has the
     files of `save_cache`, and `requests.json`.
 
     Examples:
@@ -154,7 +155,7 @@ def save_requests(generator: Generator, folder: str | Path) -> None:
 
 
 def load_requests(generator: Generator, folder: str | Path) -> list[Request]:
-    """The requests that `save_requests` wrote, which a generator goes on with, on any number of ranks.
+    """The requests that `save_requests` wrote, which a generator continues, on any number of ranks.
 
     All its ranks must call it and see the folder. The model must be the same: its configuration is compared, its
     weights are not. Files that are missing or damaged raise ValueError on every rank, and CacheFull is raised if there
@@ -201,7 +202,7 @@ def load_requests(generator: Generator, folder: str | Path) -> list[Request]:
 def _check_in_step(
     comm: Comm, source: Generator | None, target: Generator | None, states: list[State], device: torch.device
 ) -> None:
-    """Raise ValueError on every rank unless each generator, and what it moves, is the same on all its ranks."""
+    """Raise ValueError on every rank unless each generator and the requests that it moves are equal on its ranks."""
     progress = None if source is None else (source.progress, states), None if target is None else target.progress
     own = [-1 if each is None else int(digest(each), 16) >> 1 for each in progress]
     numbers = comm.all_gather(torch.tensor(own, dtype=torch.int64, device=device), [(2,)] * comm.world)
@@ -211,7 +212,7 @@ def _check_in_step(
 
 
 def _checked(comm: Comm, operation: str, states: list[State], target: Generator | None) -> list[Request]:
-    """The requests of the target; all ranks raise ValueError if it cannot take one."""
+    """The requests of the target; all ranks raise ValueError if the target cannot take a request."""
 
     def check() -> tuple[list[Request], SharedValues]:
         try:

@@ -80,8 +80,8 @@ def use_one_call(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _forward(norm: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
-    """What the code of a norm computes with another weight. Its hooks, which may refer to anything, do not run."""
-    twin: Any = copy.copy(norm)
-    twin._parameters = {**norm._parameters, "weight": nn.Parameter(weight, requires_grad=False)}
-    out: Tensor = type(norm).forward(twin, x)
+    """The result of a norm's own code with another weight. Its hooks, which may refer to anything, do not run."""
+    copied: Any = copy.copy(norm)
+    copied._parameters = {**norm._parameters, "weight": nn.Parameter(weight, requires_grad=False)}
+    out: Tensor = type(norm).forward(copied, x)
     return out

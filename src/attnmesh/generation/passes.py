@@ -2,11 +2,11 @@
 
 A pass is what Transformers takes for a cache, and it computes the attention of `attn_implementation="attnmesh"`.
 
-With whole weights a rank has all heads of what it computes. With sharded weights it projects its query heads, and its
-TP rank's kv heads, of all sequences (`HeadRanks`): KVDP ranks exchange query heads for sequences, CP ranks merge their
-states, and the results return to the ranks of the heads, as in `AttentionBlock`. Every rank has the keys and values of
-all tokens of the pass, and stores those of its sequences and positions. The latents of latent attention are one kv
-head, which every TP rank has.
+With whole weights a rank has all heads of the tokens that it computes. With sharded weights it projects its query
+heads, and its TP rank's kv heads, of all sequences (`HeadRanks`): KVDP ranks exchange query heads for sequences, CP
+ranks merge their states, and the results return to the ranks of the heads, as in `AttentionBlock`. Every rank has the
+keys and values of all tokens of the pass, and stores the keys and values of its sequences and positions. The latents of
+latent attention are one kv head, which every TP rank has.
 
 Decode steps of a single GPU run as CUDA graphs.
 """
@@ -44,7 +44,7 @@ from attnmesh.plan.weights import Heads
 class HeadRanks:
     """The query heads of this rank, and the ranks that it shares them with.
 
-    It projects the heads `own`, and attends for those of `group`, its own and those of its KVDP and CP ranks.
+    It projects the heads `own`, and attends for the heads `group`, its own and the heads of its KVDP and CP ranks.
     """
 
     states: StateExchange  # between CP ranks
@@ -85,7 +85,7 @@ class HeadRanks:
         gathered = self.states.gather_heads(exchange.gather_heads(buffer, tokens, dim))
         if gathered.shape[1]:
             out = attend(gathered.transpose(0, 1))
-        else:  # none of these sequences is cached here, nor by the ranks that would merge with this one
+        else:  # none of these sequences is cached here, nor by the ranks that would merge with this rank
             out = q.new_empty(0, sum(exchange.heads), tokens, value_dim)
         return exchange.scatter_heads(out).transpose(1, 2)
 
@@ -135,7 +135,7 @@ class CachePass:
             )
 
     def _over_cache(self, layer: int, q: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """The output of q [B, h, T, D], where `attend` attends with its argument to what the cache has."""
+        """The output of q [B, h, T, D], where `attend` attends with its argument to the keys in the cache."""
         return attend(q) if self.latents is None else self.latents.attend(layer, q, attend)
 
     def get_mask_sizes(self, query_length: int, layer: int = 0) -> tuple[int, int]:
@@ -156,7 +156,7 @@ class CachePass:
 
 @dataclass(frozen=True)
 class ChunkKV:
-    """What this rank stores of a sequence with a chunk at positions `new`: `blocks` of each kind of layers.
+    """The tokens that this rank stores of a sequence with a chunk at positions `new`: `blocks` of each kind of layers.
 
     `home` are the keys and values of the chunk that it stores, of the layer that is being computed.
     """
@@ -175,7 +175,8 @@ class ChunkKV:
     def read(self, pools: LayerPools, dtype: torch.dtype, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values [1, Hkv, n, D] of a layer that the chunk may attend to here, and their positions.
 
-        Layers that keep a window only need not store all of the chunk: only what was before it is read.
+        Layers that keep a window only need not store all of the chunk: they read only keys and values from before the
+        chunk.
         """
         end = self.shard.length(self.new.stop)
         paged = PagedKV(pools.keys, pools.values, self.blocks[pools.kind][None])
@@ -204,7 +205,7 @@ class HomeExchange:
         self._order = torch.cat(received).argsort().to(device)  # the cache has them in the order of their positions
 
     def __call__(self, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Tensors [1, H, n, D] of the tokens that this rank stores, from those of the tokens that it computes."""
+        """Tensors [1, H, n, D] of the tokens that this rank stores, from the tensors of the tokens that it computes."""
         if not self.is_needed:
             return new
         heads, widths = new[0].shape[1], [x.shape[3] for x in new]
@@ -217,7 +218,7 @@ class HomeExchange:
 
 @dataclass(frozen=True)
 class PrefillPass(CachePass, ABC):
-    """A prefill chunk of one sequence. The first one of a prompt needs no cache; later ones attend over it."""
+    """A prefill chunk of one sequence. The first chunk of a prompt needs no cache; later chunks attend over it."""
 
     chunk: ChunkKV
 
@@ -241,7 +242,7 @@ class PrefillPass(CachePass, ABC):
 
     @abstractmethod
     def _home(self, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Keys and values of the tokens that this rank stores, from those that it has computed."""
+        """Keys and values of the tokens that this rank stores, from the keys and values that it has computed."""
 
     @abstractmethod
     def _first(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None) -> Tensor:
@@ -249,7 +250,7 @@ class PrefillPass(CachePass, ABC):
 
     @abstractmethod
     def _later(self, q: Tensor, pools: LayerPools, mask: Mask, scale: float, sinks: Tensor | None) -> Tensor:
-        """The output of a later chunk, over what the caches of all ranks hold."""
+        """The output of a later chunk, over the keys in the caches of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -320,7 +321,7 @@ def _of_heads(sinks: Tensor | None, heads: range) -> Tensor | None:
 
 @dataclass(frozen=True)
 class StepKV:
-    """What this rank stores of the sequences of a decode step, the new tokens included.
+    """The tokens that this rank stores of the sequences of a decode step, including the new tokens.
 
     `steps` have the block table of each kind of layers, and the index of the last key stored here. `positions` int64
     [B, T] are those of the new tokens. `shard` are the positions of a sequence that are stored here.
@@ -345,8 +346,8 @@ class StepKV:
 class DecodePass(CachePass):
     """A decode step: the same few new tokens of some sequences on every rank that computes them.
 
-    `rows` is the number of sequences of each KVDP rank, those of rank 0 first, where ranks exchange heads for
-    sequences; `step` has those that this rank stores.
+    `rows` is the number of sequences of each KVDP rank, the sequences of rank 0 first, where ranks exchange heads for
+    sequences; `step` has the sequences that this rank stores.
     Each rank attends over the positions that it stores, and merges the states of all ranks in the same order, so all
     ranks continue with the same bits.
     """
@@ -400,7 +401,7 @@ class DecodeGraphs:
 
     Steps of the same shape share a graph. It reads what changes from step to step (tokens, positions, slots, tables)
     from static tensors, which every step refills. The first step of a shape runs eagerly, to compile kernels; the
-    second is captured. All graphs share the memory of what they compute on the way.
+    second is captured. All graphs share the memory of their intermediate results.
     """
 
     def __init__(self, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Prompts as token ids, and what a model can continue."""
+"""Prompts as token ids, and checks that a model can continue them."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ BLOCK_SIZE = 32
 class CacheBlocks:
     """The blocks of a rank's cache: for `cache_tokens` tokens of at most `max_sequences` sequences over its CP ranks.
 
-    Sequences do not fill their last blocks, and beams copy one. Layers with a window have what they need, if that is
-    less; a pass computes at most `prefill_chunk` tokens of a sequence.
+    Sequences do not fill their last blocks, and beams copy one. Layers with a window have the blocks that they need, if
+    that is less; a pass computes at most `prefill_chunk` tokens of a sequence.
     """
 
     windows: tuple[int | None, ...]
@@ -37,7 +37,7 @@ class CacheBlocks:
 
     @property
     def windowed(self) -> int:
-        """Of layers with a window; 0 if these have no blocks of their own."""
+        """Of layers with a window; 0 if these use the blocks of other layers."""
         widest = max((window for window in self.windows if window is not None), default=None)
         if widest is None:
             return 0
@@ -57,7 +57,7 @@ class CacheBlocks:
 
 
 def kv_cache_bytes(config: Any, storage: str, tokens: int, sequences: int) -> int:
-    """Bytes of `tokens` tokens of at most so many sequences on a rank; layers with a window keep what they need."""
+    """Bytes of `tokens` tokens of at most so many sequences on a rank; layers with a window keep only its tokens."""
     blocks = CacheBlocks(layer_windows(config), InterleavedShard(), tokens, sequences, tokens)
     kept = min(tokens, blocks.windowed * BLOCK_SIZE)
     stored = sum(tokens if window is None else kept for window in blocks.layer_windows)

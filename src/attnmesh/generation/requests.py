@@ -37,7 +37,7 @@ from attnmesh.utils.validation import (
 FinishReason = Literal["stop", "length", "cancelled", "moved", "error"]
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
-"""Logits [1, vocabulary] in place of those that the model computed, from the ids [1, length] before them and these: as
+"""Logits [1, vocabulary] in place of the model's logits, from the ids [1, length] before them and these: as
 Transformers' `LogitsProcessor`. Both are on the device of the model."""
 
 
@@ -114,7 +114,7 @@ class RequestOptions:
 
     @property
     def shared_values(self) -> SharedValues:
-        """What must be equal on all ranks. Functions cannot be compared: only their number is."""
+        """Arguments that must be equal on all ranks. Functions cannot be compared: only their number is."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {**values, "stop": sorted(self.stop), "logits_processors": f"{len(self.logits_processors)} functions"}
 
@@ -184,12 +184,12 @@ class Request:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """The name of the request in errors."""
         return f"request {self.number}" if self.row is None else f"row {self.row}"
 
     @property
     def label(self) -> int:
-        """What its tokens have as their row."""
+        """The row of its tokens."""
         return self.number if self.row is None else self.row
 
     @property
@@ -203,13 +203,13 @@ class Request:
         return len(self.prompt) + self.options.max_new_tokens
 
     def draft(self, ids: Sequence[int], room: int) -> list[int]:
-        """At most `room` tokens that may follow the known ones; never the last one of the answer."""
+        """At most `room` tokens that may follow the known tokens; never the last token of the answer."""
         room = min(room, self.max_length - len(ids) - 1)
         return self._lookup.draft(ids, room) if self.options.speculative and room > 0 else []
 
     @property
     def takes_most_likely(self) -> bool:
-        """Whether its next token is the most likely one, and nothing else is wanted."""
+        """Whether its next token is the most likely token, and nothing else is wanted."""
         options = self.options
         is_plain = options.sampling.greedy and not options.sampling.has_penalties and not options.logits_processors
         return is_plain and options.logprobs is None and not self._must_go_on
@@ -252,7 +252,7 @@ class Request:
         return scores[0]
 
     def add(self, numbers: Sequence[float]) -> Token:
-        """Append the token that these numbers describe; sets `finish_reason` if it is the last one."""
+        """Append the token that these numbers describe; sets `finish_reason` if it is the last token."""
         token, n = int(numbers[0]), self.options.logprobs or 0
         text, reason = self._read(token, len(self.tokens))
         top = tuple(zip(map(int, numbers[2 : 2 + n]), numbers[2 + n :], strict=True))
@@ -262,7 +262,7 @@ class Request:
         return new
 
     def to_json(self) -> dict[str, Any]:
-        """What another generator needs to go on. Raises ValueError with functions of the caller, which stay here."""
+        """The state that another generator needs to continue. Raises ValueError with functions of the caller."""
         options = self.options
         if not all(isinstance(each, LogitBias) for each in options.logits_processors):
             raise ValueError(f"{self.name} must have no logits_processors to be moved, got {shown(self.options)}")
@@ -275,7 +275,7 @@ class Request:
 
     @classmethod
     def from_json(cls, value: Any, number: int, model: Any, tokenizer: Any, owner: object) -> Request:
-        """A request that goes on where another one was; raises ValueError if `model` or `tokenizer` cannot."""
+        """A request that continues a saved request; raises ValueError if `model` or `tokenizer` cannot."""
         given = value["options"]
         given = {
             **given, "sampling": Sampling(**given["sampling"]),
@@ -295,7 +295,7 @@ class Request:
         self.error, self.finish_reason = error, "error"
 
     def restore(self) -> None:
-        """Restore what follows from the tokens that were appended, after an interruption.
+        """After an interruption, recompute the state that follows from the appended tokens.
 
         The answer of a beam search is appended as a whole.
         """
@@ -306,7 +306,7 @@ class Request:
             _, self.finish_reason = self._read(token.id, at)
 
     def _read(self, token: int, at: int) -> tuple[str, FinishReason | None]:
-        """The text that token number `at` of the answer completes, and why it is the last one, if it is."""
+        """The text that token number `at` of the answer completes, and the finish reason if it is the last token."""
         options = self.options
         text, found = self._text.add(token), False
         if at >= options.min_new_tokens:

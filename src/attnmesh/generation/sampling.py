@@ -39,11 +39,11 @@ class InvalidLogits(ValueError):  # noqa: N818 - says what is wrong, as CacheFul
 class Sampling:
     """Sampling parameters: greedy at temperature 0, otherwise among the most likely tokens that make up `top_p`.
 
-    With `top_k` above 0, of the `top_k` most likely tokens only; with `min_p`, of those only that are at least `min_p`
-    times as likely as the most likely one. `repetition_penalty` divides positive logits, and multiplies negative ones,
-    of tokens that the prompt or the answer has; `presence_penalty` is subtracted from logits of tokens that the answer
-    has, and `frequency_penalty` once for each time that it has them. The order is that of Transformers: penalties,
-    temperature, top_k, top_p of what is left, min_p.
+    With `top_k` above 0, of the `top_k` most likely tokens only; with `min_p`, only of tokens that are at least `min_p`
+    times as likely as the most likely token. `repetition_penalty` divides positive logits, and multiplies negative
+    ones, of tokens that the prompt or the answer has; `presence_penalty` is subtracted from logits of tokens that the
+    answer has, and `frequency_penalty` once for each time that it has them. The order is the same as in Transformers:
+    penalties, temperature, top_k, top_p of the remaining tokens, min_p.
 
     Examples:
         >>> sampling = am.Sampling(temperature=0.7, top_p=0.9, seed=1)
@@ -177,7 +177,7 @@ def _ids_below(name: str, ids: Sequence[int], logits: Tensor) -> Tensor:
 
 def most_likely(logits: Tensor) -> Tensor:
     """The most likely token of logits [.., vocabulary], int64 [..], or `INVALID_TOKEN`. Does not synchronize."""
-    ids = logits.argmax(-1, keepdim=True)  # that of a NaN, if there is one
+    ids = logits.argmax(-1, keepdim=True)  # the index of a NaN, if there is one
     return torch.where(logits.gather(-1, ids).isfinite(), ids, INVALID_TOKEN).squeeze(-1)
 
 
@@ -191,7 +191,7 @@ class PromptLookup:
     def draft(self, ids: Sequence[int], max_tokens: int) -> list[int]:
         """At most `max_tokens` tokens that may come next, from the longest n-gram match; empty without a match.
 
-        `ids` is the whole text, and must start with that of the last call.
+        `ids` is the whole text, and must start with the `ids` of the last call.
         """
         self._index(ids)
         for n in range(min(_MAX_NGRAM, len(ids)), 0, -1):
@@ -210,8 +210,8 @@ class PromptLookup:
 class TextStream:
     """The text of a growing list of tokens, returned as soon as it can no longer change.
 
-    Decodes the last few tokens only. How a token is written can depend on the one before it, such as a space at the
-    beginning of a text: so those that completed the text before the new one are decoded with it.
+    Decodes the last few tokens only. The text of a token can depend on the previous token, such as a space at the
+    beginning of a text: so the tokens of the previous piece of text are decoded with the new token.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -1,7 +1,7 @@
 """`Scheduler`: which requests compute which tokens in the next step, and the blocks of the cache that these take.
 
 Requests are served in the order of their numbers. Every step computes the next token of all answers in progress, with
-drafts where they are asked for, and chunks of prompts with what is left of a budget of tokens. A waiting request is
+drafts where they are asked for, and chunks of prompts with the rest of a budget of tokens. A waiting request is
 admitted to the group of ranks that has the longest prefix of it, if there is room for its whole prompt. Where a group
 runs out of blocks, its latest request is preempted: it waits, and is computed again later.
 
@@ -55,7 +55,7 @@ class Chunk:
 
 @dataclass
 class GroupPlan:
-    """What a group computes in a step: the next tokens of `decoded` sequences, then chunks of prompts."""
+    """The work of a group in a step: the next tokens of `decoded` sequences, then chunks of prompts."""
 
     budget: int  # tokens that it may compute in addition
     decoded: list[tuple[Request, CacheSequence]] = field(default_factory=list)
@@ -82,7 +82,7 @@ class StepPlan:
     """The plans of all groups, the tokens that answers are extended by, and requests that no cache can hold."""
 
     groups: list[GroupPlan]
-    width: int = 1  # tokens of every decoded sequence: the last one of its answer, a draft, and padding
+    width: int = 1  # tokens of every decoded sequence: the last token of its answer, a draft, and padding
     drafts: dict[Request, list[int]] = field(default_factory=dict)
     failed: list[Request] = field(default_factory=list)
 
@@ -128,7 +128,7 @@ class Scheduler:
         return step
 
     def remove(self, request: Request, *, forget: bool = False) -> None:
-        """End a request. What its sequences have computed stays cached for reuse, unless it is to be forgotten."""
+        """End a request. Keys and values of its sequences stay cached for reuse, unless they are to be forgotten."""
         if request in self.waiting:
             self.waiting.remove(request)
             return
@@ -138,7 +138,7 @@ class Scheduler:
         request.sequences, request.search = [], None
 
     def advance(self, request: Request, beams: Sequence[tuple[int, int]]) -> None:
-        """Go on with the next beams of a search, each given by the number of the one that it continues and a token.
+        """Continue with the next beams of a search, each given by the number of the beam that it continues and a token.
 
         In the first step there is one, the prompt, whatever the number.
         """
@@ -250,7 +250,7 @@ class Scheduler:
         for _, _, group in sorted(found):
             cache = self.caches[group]
             try:
-                # An empty group takes any request: those that it can never hold are refused before.
+                # An empty group takes any request: requests that it can never hold are refused before.
                 if self.running[group]:
                     cache.check_allocate(text, spare=request.options.num_beams)
                 sequence = cache.allocate(text)
@@ -271,7 +271,7 @@ class Scheduler:
         cache, ids = self.caches[group], array("q", text)
         return any(
             cache.reusable(min(common_prefix(sequence.ids, ids), len(ids) - 1))
-            > max(prefix, cache.reusable(sequence.written))  # what was written and is not found does not come back
+            > max(prefix, cache.reusable(sequence.written))  # written tokens that are not found now are lost
             for request in self.running[group]
             for sequence in request.sequences[:1]
             if sequence.pending or _pending(sequence) > 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class GenerationStats:
-    """What one rank has computed, sent and stored.
+    """Tokens, bytes and times of one rank.
 
     Attributes:
         rank: the rank.

@@ -8,14 +8,14 @@ Where several ranks shard the positions of a sequence, each rank stores its posi
     interleave = 4                rank 0    0 1     2 3     8 9
                                   rank 1    4 5     6 7    12 13
 
-All ranks give a sequence the same blocks: as many as rank 0 needs, which never stores fewer tokens than another rank.
-The positions in a block differ from rank to rank; its reference count and prefix hash do not. So all ranks make the
-same decisions without communication.
+All ranks give a sequence the same blocks: the number that rank 0 needs, which never stores fewer tokens than another
+rank. The positions in a block differ from rank to rank; its reference count and prefix hash do not. So all ranks make
+the same decisions without communication.
 
-Layers with a sliding window have a pool of blocks of their own (`LayerKind`). A sequence has the same indices of blocks
-in both pools, but in the second one only those that a window still reaches, and `WINDOW_MARGIN` tokens before it. What
-it passes is freed, and stays cached under its prefix hash as any other block. A prompt reuses a prefix where both pools
-have what its next token attends to.
+Layers with a sliding window have a separate pool of blocks (`LayerKind`). A sequence has the same indices of blocks in
+both pools, but in the second pool only the blocks that a window still reaches, and `WINDOW_MARGIN` tokens before it.
+What it passes is freed, and stays cached under its prefix hash as any other block. A prompt reuses a prefix where both
+pools have what its next token attends to.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from attnmesh.kv_cache.pools import DeviceTables
 from attnmesh.kv_cache.sequence import Sequence
 
 WINDOW_MARGIN = 512
-"""Tokens before a window that layers with a window keep, too: a later prompt may differ in so many at its end."""
+"""Tokens before a window that layers with a window keep, too: the end of a later prompt may differ by this many."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,14 @@ def max_window_blocks(layout: BlockLayout, window: int, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers whose keys and values lie in the same blocks of a pool: those that attend to all, or within a window."""
+    """Layers whose keys and values lie in the same blocks of a pool: layers with full attention, or with a window."""
 
     number: int  # 0, or 1 for layers with a window
     pool: BlockPool
     window: int | None = None
 
     def blocks(self, sequence: Sequence) -> list[int]:
-        """The blocks of a sequence; -1 for those that it does not have."""
+        """The blocks of a sequence; -1 for blocks that it does not have."""
         return sequence.blocks if self.window is None else sequence.window_blocks
 
     def first_needed(self, layout: BlockLayout, length: int) -> int:
@@ -141,7 +141,7 @@ class BlockCopies(NamedTuple):
 
 
 class _TouchedBlock(NamedTuple):
-    """A block that new tokens of a sequence go to: a new one, a copy of a shared one, or one of its own."""
+    """A block for new tokens of a sequence: a new block, a copy of a shared block, or an unshared block."""
 
     kind: LayerKind
     sequence: Sequence
@@ -151,11 +151,11 @@ class _TouchedBlock(NamedTuple):
 
 
 class BlockManager:
-    """The sequences of one cache. Changes are collected in `tables` until those are uploaded.
+    """The sequences of one cache. Changes are collected in `tables` until the tables are uploaded.
 
     Arguments are validated by `BlockCache`, which also moves the keys and values. An operation that raises has changed
-    nothing. Except for the lengths in `tables`, nothing depends on the rank. `rows` are those of its sequences in a
-    batch, and `kvdp_rank` is the one that stores them.
+    nothing. Except for the lengths in `tables`, nothing depends on the rank. `rows` are the rows of its sequences in a
+    batch, and `kvdp_rank` stores them.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class BlockManager:
         return self._layout.num_tokens(len(self._find_prefix(root, ids)))
 
     def reusable(self, tokens: int) -> int:
-        """The most tokens that a prompt can reuse of another one with which it has so many in common."""
+        """The most tokens that a prompt can reuse of another prompt with this many tokens in common."""
         blocks = self._layout.num_full_blocks(tokens)
         return self._layout.num_tokens(self._layout.num_resumable(blocks))
 
@@ -220,7 +220,7 @@ class BlockManager:
     ) -> Sequence:
         """A sequence of `length` tokens in a given free row, with blocks for `reserved` tokens.
 
-        It starts with the blocks `shared` of another sequence. Its content is that of a cache elsewhere, which the
+        It starts with the blocks `shared` of another sequence. Its content comes from another cache, which the
         caller copies, and then lets prompts reuse it (`cache_full_blocks`).
         """
         blocks = [*shared, *self._pool.allocate(self._layout.num_blocks(reserved) - len(shared))]
@@ -359,7 +359,7 @@ class BlockManager:
         return hashes[:longest]
 
     def _cached(self, kind: LayerKind, hashes: list[bytes]) -> list[int]:
-        """The blocks under these hashes; -1 for those that this kind of layers does not have."""
+        """The blocks under these hashes; -1 for blocks that this kind of layers does not have."""
         found = (kind.pool.lookup(each) for each in hashes)
         return [-1 if block is None else block for block in found]
 
@@ -379,7 +379,7 @@ class BlockManager:
     def _touched_blocks(
         self, kind: LayerKind, sequences: abc.Sequence[Sequence], count: int
     ) -> abc.Iterator[_TouchedBlock]:
-        """Every touched block. Of the sequences that share one, the last keeps it and the others copy it."""
+        """Every touched block. Of the sequences that share a block, the last keeps it and the others copy it."""
         copied: Counter[int] = Counter()
         for sequence in sequences:
             blocks, kept = kind.blocks(sequence), kind.first_kept(self._layout, sequence.length + count)

@@ -49,8 +49,8 @@ class CacheStats:
 class CacheFull(RuntimeError):  # noqa: N818 - a state one waits out, not a mistake
     """The cache has no room, and nothing has changed: free a sequence, or wait until one is freed.
 
-    `resource` is "blocks" or "sequences". `free` and `cached` are those that could have been taken, `total` is how many
-    the cache has; `limit` is the argument that decides, where that is not `num_blocks` or `max_sequences`.
+    `resource` is "blocks" or "sequences". `free` and `cached` are the numbers that could have been taken, `total` is
+    how many the cache has; `limit` is the argument that decides, where that is not `num_blocks` or `max_sequences`.
 
     Examples:
         >>> cache = am.BlockCache(layers=1, num_blocks=2, block_size=4, kv_heads=1, head_dim=16, device="cpu",
@@ -133,7 +133,7 @@ class BlockPool:
             raise CacheFull("blocks", needed=needed, free=free, cached=cached, total=self.total, limit=self.limit)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with a reference count of 1: free blocks first, then the least recently used cached ones."""
+        """`count` blocks with a reference count of 1: free blocks first, then the least recently used cached blocks."""
         self.check_available(count)
         return [self._allocate() for _ in range(count)]
 
@@ -189,7 +189,7 @@ class BlockPool:
                 del self._blocks_of_hash[prefix_hash]
 
     def forget(self, prefix_hash: bytes) -> None:
-        """Remove all blocks under a prefix hash from the lookup table, and free the cached one."""
+        """Remove all blocks under a prefix hash from the lookup table, and free the cached block."""
         for block in list(self._blocks_of_hash.get(prefix_hash, ())):
             self._forget(block)
 

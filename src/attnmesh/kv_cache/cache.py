@@ -70,15 +70,15 @@ class BlockCache:
     token of DeepSeek-V3.2 for head_dim=576. `index_dim` adds an indexer's keys of that width in the same blocks,
     `index_keys(layer)`: in `storage`, or for fp8_ds_mla in fp8_token.
 
-    With a `shard`, the positions of every sequence are sharded over ranks, and this cache stores those of one rank.
-    Prompts, ids, `max_length` and a sequence's `length` remain those of the whole sequence; `cur_pos` and the slots are
-    those of the `shard.length(length)` tokens stored here, in position order. Ranks that perform the same operations
-    have the same blocks, prefix hits and CacheFull without communication. A reused prefix ends where all ranks have
-    filled the same blocks and none has started the next: after any block if the interleave divides block_size,
-    otherwise after blocks that make whole multiples of the interleave.
+    With a `shard`, the positions of every sequence are sharded over ranks, and this cache stores the positions of one
+    rank. Prompts, ids, `max_length` and a sequence's `length` refer to the whole sequence; `cur_pos` and the slots are
+    of the `shard.length(length)` tokens stored here, in position order. Ranks that perform the same operations have the
+    same blocks, prefix hits and CacheFull without communication. A reused prefix ends where all ranks have filled the
+    same blocks and none has started the next: after any block if the interleave divides block_size, otherwise after
+    blocks that make whole multiples of the interleave.
 
     `windows` has the sliding window of each layer, the token itself included, or None where a layer attends to all
-    tokens. Layers with a window then have `window_blocks` blocks of their own, in which a sequence stores what the
+    tokens. Layers with a window then have `window_blocks` separate blocks, in which a sequence stores only what the
     widest of these windows reaches, and 512 tokens before it. `block_tables[1]` and `slots_of` are theirs.
 
     In a `ShardedCache` the sequences have `rows` of its batch, and belong to `kvdp_rank`. On the meta device a cache
@@ -130,7 +130,7 @@ class BlockCache:
             check_device("device", device)
         _check_storage(storage, latent, kv_heads, head_dim, value_dim, index_dim)
         self.window = _widest_window(windows, layers, window_blocks, index_dim)
-        """The tokens that layers with blocks of their own attend to; None if there are none."""
+        """The window of layers with separate blocks; None if there are none."""
         self._layers, self._max_length = layers, max_length
         self._heads, self._dim, self.value_dim = kv_heads, head_dim, value_dim
         self.layout = BlockLayout(shard, block_size)
@@ -183,7 +183,7 @@ class BlockCache:
         return values
 
     def _layer_pools(self, kind: int, index: int) -> LayerPools:
-        """The pools of a layer, the one of this index among those of its kind."""
+        """The pools of the layer with this index among the layers of its kind."""
         keys = self._keys[kind].layers[index]
         if self._values:
             return LayerPools(kind, keys, self._values[kind].layers[index])
@@ -202,7 +202,7 @@ class BlockCache:
         return dict(sorted(self._manager.sequences.items()))
 
     def has(self, sequence: Sequence) -> bool:
-        """Whether a sequence is one of this cache, and was not freed."""
+        """Whether a sequence belongs to this cache, and was not freed."""
         return sequence.owner is self._manager.owner
 
     @property
@@ -256,7 +256,7 @@ class BlockCache:
         return self._manager.find_prefix(root, ids)
 
     def reusable(self, tokens: int) -> int:
-        """The most tokens that a prompt can reuse of another one with which it has so many in common."""
+        """The most tokens that a prompt can reuse of another prompt with this many tokens in common."""
         return self._manager.reusable(tokens)
 
     def append(self, sequences: abc.Sequence[Sequence], tokens: int | abc.Sequence[abc.Sequence[int]]) -> NewTokens:
@@ -303,7 +303,7 @@ class BlockCache:
         return self._tables.upload(numbers)
 
     def check_append(self, sequences: abc.Sequence[Sequence], tokens: int | abc.Sequence[abc.Sequence[int]]) -> None:
-        """Raise what `append` would raise, without changing anything."""
+        """Raise the error that `append` would raise, without changing anything."""
         sequences, count, _ = self._check_append(sequences, tokens)
         self._manager.check_append(sequences, count)
 
@@ -317,8 +317,8 @@ class BlockCache:
         """Write one layer of new tokens: k [n, kv_heads, T, head_dim] and v [n, kv_heads, T, value_dim], any strides.
 
         Of latents there is no v; `index_k` [n, 1, T, index_dim] is given where the cache has index keys. Each layer is
-        written once. After the last one, full blocks are available to other prompts. On the meta device the tensors are
-        ignored.
+        written once. After the last layer, full blocks are available to other prompts. On the meta device the tensors
+        are ignored.
         """
         self._check_unwritten(new, layer)
         if not self._tables.is_meta:

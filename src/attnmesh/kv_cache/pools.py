@@ -29,7 +29,7 @@ from attnmesh.utils.validation import check_number, check_tensor, shown
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-_ALIGNMENT = 64  # entries: the block table starts at a multiple of 256 bytes, as a tensor of its own would
+_ALIGNMENT = 64  # entries: the block table starts at a multiple of 256 bytes, as a separate tensor would
 
 
 # Pools.
@@ -38,7 +38,7 @@ _ALIGNMENT = 64  # entries: the block table starts at a multiple of 256 bytes, a
 class LayerPools(NamedTuple):
     """Where a layer's keys and values are stored; values that are a part of the keys (fp8_ds_mla) are read there.
 
-    `kind` is which of `BlockCache.block_tables` its blocks are in: 1 for layers with blocks of their own, for a window.
+    `kind` is which of `BlockCache.block_tables` its blocks are in: 1 for layers with separate blocks, for a window.
     """
 
     kind: int
@@ -163,7 +163,7 @@ class DeviceTables:
             self._mirror[at] = self._changed[at] = value
 
     def upload(self, numbers: Iterable[int] = ()) -> Tensor:
-        """Copy all changes to the device, and `numbers` in the same transfer; returns those as int64 on the device."""
+        """Copy all changes and `numbers` to the device in one transfer; returns the numbers, int64 on the device."""
         count = len(self._changed)
         packed = [*self._changed, *self._changed.values(), *numbers]
         if not packed or self.is_meta:

@@ -60,7 +60,7 @@ class NewTokens:
     """Slots for T new tokens of n sequences: `slots` int64 [n, T] on the device, block * block_size + offset.
 
     A slot is -1, and skipped by `write`, where another rank stores the token, or where the token was truncated or freed
-    before it was written. `window_slots` are those of layers that keep a window: below 0 also before it.
+    before it was written. `window_slots` are the slots of layers that keep a window: below 0 also before it.
     """
 
     slots: Tensor
@@ -131,7 +131,7 @@ def check_distinct(sequences: object, check_one: abc.Callable[[T, int], None]) -
 
 
 def check_live(sequence: object, has: abc.Callable[[Sequence], bool], at: int | None) -> None:
-    """Raise ValueError unless `sequence`, or `sequences[at]`, is one that a cache `has`."""
+    """Raise ValueError unless `sequence`, or `sequences[at]`, is a sequence that a cache `has`."""
     if not isinstance(sequence, Sequence):
         name = "sequence" if at is None else f"sequences[{at}]"
         raise ValueError(f"{name} must be what allocate or fork returned, got {shown(sequence)}")
@@ -147,7 +147,7 @@ def check_length(name: object, length: int, max_length: int) -> None:
 
 
 def check_prompt_ids(sequence: Sequence, given: array[int]) -> None:
-    """Raise ValueError if new ids differ from those of the prompt that are still to be appended."""
+    """Raise ValueError if new ids differ from ids of the prompt that are still to be appended."""
     if len(sequence.ids) <= sequence.length:
         return
     prompt = sequence.ids[sequence.length : sequence.length + len(given)]

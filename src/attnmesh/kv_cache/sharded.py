@@ -102,7 +102,8 @@ class Step:
         """The keys on this rank that each new token attends to: indices `first` and `end`, int32 [rows, T].
 
         With a window, those among the last `window` positions. Both are 0 in rows that are not in the step. After the
-        first call for a window, every later step with as many tokens fills them: call it before capturing a graph.
+        first call for a window, every later step with the same number of tokens fills them: call it before capturing a
+        graph.
         """
         return self.tensors.key_range(window)
 
@@ -185,7 +186,7 @@ class ShardedCache:
             )
             for peer, rows in enumerate(self._rows_of_rank)
         ]  # fmt: skip
-        """The cache of each KVDP rank, without memory for those of others."""
+        """The cache of each KVDP rank, without memory for the caches of other KVDP ranks."""
         self.local: BlockCache = self.by_kvdp_rank[kvdp_rank]
         """The cache of this rank's rows, which has its memory."""
         self._kvdp_rank, self.value_dim = kvdp_rank, self.local.value_dim
@@ -407,7 +408,7 @@ def _no_row(total: int, limit: str) -> CacheFull:
 def _local_scale(
     name: str, scale: float | Tensor | None, storage: str, kv_heads: int, heads: range
 ) -> float | Tensor | None:
-    """The scales of a rank's heads, from those of a model; a single scale applies to all heads."""
+    """The scales of a rank's heads, from the scales of a model; a single scale applies to all heads."""
     if isinstance(scale, Tensor) and scale.dim():
         return fp8_scale(name, scale, storage, kv_heads, scale.device)[heads.start : heads.stop]
     return scale
@@ -424,5 +425,5 @@ def _by_kvdp_rank(sequences: tuple[Sequence, ...], given: list[array[int]] | Non
 
 
 def _unwritten_layers(sequences: tuple[Sequence, ...]) -> dict[int, Sequence]:
-    """The layers in which tokens of a sequence are still unwritten, and one such sequence."""
+    """The layers in which tokens of a sequence are still unwritten, and a sequence with unwritten tokens."""
     return {layer: sequence for sequence in sequences for new in sequence.pending for layer in new.unwritten_layers}

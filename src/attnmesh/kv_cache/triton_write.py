@@ -1,11 +1,11 @@
-"""Triton kernels that write to the cache: `write_tokens`, and `prepare`, which includes RMSNorm and RoPE.
+"""Triton kernels that write to the cache: `write_tokens`, and `norm_rope_write`, which includes RMSNorm and RoPE.
 
 `write_tokens` reads keys and values once, quantizes them in registers and stores them with their scales. The bits are
-those of `quantize`: divisions are exact (Triton's `/` is not), halves round to even, and fp8 is rounded in integer
-arithmetic, which also serves GPUs without native fp8.
+the same as of `quantize`: divisions are exact (Triton's `/` is not), halves round to even, and fp8 is rounded in
+integer arithmetic, which also serves GPUs without native fp8.
 
-`prepare` is one kernel between the QKV projection and attention, in which each number is read and written once. A
-program handles one token and a few heads of Q, K or V; norms and the rotation are computed in float32 registers. RoPE
+`norm_rope_write` is one kernel between the QKV projection and attention, in which each number is read and written once.
+A program handles one token and a few heads of Q, K or V; norms and the rotation are computed in float32 registers. RoPE
 rotates a number together with one that another thread holds: it is loaded a second time, from the L1 cache, instead of
 being exchanged between threads. Any RoPE layout is then only another column to load.
 """
@@ -132,8 +132,8 @@ def store_heads(
         scale = tl.load(scales + at * scales_strides[0], mask=head < heads, other=1.0)
         tl.store(target, _e4m3(tl.div_rn(wide, tl.broadcast_to(scale[:, None], wide.shape))), mask=mask)
     elif STORAGE == "int8":
-        peak = tl.max(tl.abs(wide), 1)
-        scale = tl.div_rn(peak, tl.full((HEADS,), _INT8_MAX, tl.float32))
+        amax = tl.max(tl.abs(wide), 1)
+        scale = tl.div_rn(amax, tl.full((HEADS,), _INT8_MAX, tl.float32))
         divisor = tl.where(scale > 0.0, scale, 1.0)
         steps = _steps(tl.div_rn(wide, tl.broadcast_to(divisor[:, None], wide.shape)))
         tl.store(target, steps, mask=mask)
@@ -142,10 +142,10 @@ def store_heads(
     elif STORAGE == "bfp8":
         GROUPS: tl.constexpr = BLOCK_D // _BFP_GROUP
         grouped = tl.reshape(wide, (HEADS, GROUPS, _BFP_GROUP))
-        peak = tl.max(tl.abs(grouped), 2)
+        amax = tl.max(tl.abs(grouped), 2)
         # The exponent field of a float32 is that of its leading one, plus 127. For 0, frexp gives 0; this is one less.
-        leading = (peak.to(tl.int32, bitcast=True) >> 23) - 127
-        leading = tl.where(peak == 0.0, -1, tl.minimum(tl.maximum(leading, -120), 127))
+        leading = (amax.to(tl.int32, bitcast=True) >> 23) - 127
+        leading = tl.where(amax == 0.0, -1, tl.minimum(tl.maximum(leading, -120), 127))
         exponent = leading - _BFP_BITS
         step = ((127 - exponent) << 23).to(tl.float32, bitcast=True)  # 2 ** -exponent
         steps = tl.reshape(_steps(grouped * step[:, :, None]), (HEADS, BLOCK_D))
@@ -213,10 +213,10 @@ def _write_rows_kernel(
 
 
 @triton.jit
-def _power_of_two_scale(peak):
-    """The smallest power of two that divides `peak` to at most 448, at least 2**-13: as `quantize` computes it."""
-    peak = tl.maximum(tl.div_rn(peak, tl.full(peak.shape, _FP8_MAX, tl.float32)), _SMALLEST_AMAX)
-    bits = peak.to(tl.int32, bitcast=True)
+def _power_of_two_scale(amax):
+    """The smallest power of two that divides `amax` to at most 448, at least 2**-13: as `quantize` computes it."""
+    amax = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, _FP8_MAX, tl.float32)), _SMALLEST_AMAX)
+    bits = amax.to(tl.int32, bitcast=True)
     exponent = tl.minimum((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32), 255)
     return (exponent << 23).to(tl.float32, bitcast=True)
 
@@ -243,11 +243,11 @@ def _e4m3(x):
     return (code | sign).to(tl.uint8)
 
 
-def prepare(
+def norm_rope_write(
     q: Tensor, positions: Tensor, new: ProjectedKV | None, config: AttentionConfig, weights: AttentionWeights,
     parts: int, cos_sin: CosSin | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `attnmesh.kv_cache.prepare.prepare`, which validates the arguments."""
+    """As `attnmesh.kv_cache.norm_rope_write.norm_rope_write`, which validates the arguments."""
     batch, tokens, width = q.shape
     dim, rope = config.head_dim, config.rope
     heads = width // dim

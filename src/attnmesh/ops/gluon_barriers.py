@@ -22,7 +22,7 @@ def allocate_barriers(NUMBER: gl.constexpr):
 
 @gluon.jit
 def init_barriers(barriers, ARRIVALS: gl.constexpr):
-    """Initializes barriers, each phase of which ends with so many arrivals. A fence must follow the last."""
+    """Initializes barriers, whose phases end with ARRIVALS arrivals. A fence must follow the last initialization."""
     NUMBER: gl.constexpr = barriers.shape[0]
     for i in gl.static_range(NUMBER):
         mbarrier.init(barriers.index(i), count=ARRIVALS)

@@ -25,7 +25,7 @@ _contexts = _Contexts()
 
 
 def descriptor(x: Tensor, block: list[int], begin: int = 0) -> Any:
-    """The copy engine's view of the columns of `x` from one on, in blocks of this shape.
+    """The copy engine's view of the columns of `x` from column `begin` on, in blocks of this shape.
 
     To be passed to a kernel by the same thread.
     """

@@ -10,8 +10,8 @@ weight. There the factor is the power of two below it, whose products are exact.
 further instruction. (A score next to the largest has a weight of up to 2**-8 then, instead of 2**-16. Computed in
 float32 without this, score by score, it may have that of the largest.)
 
-The carry of a row is `top`, its largest score before the factor. Before its first key it is `lowest_of` the factor,
-which is finite: no exponent is the difference of two infinities.
+The carry of a row is `raw_max`, its largest score before the factor; `row_max` is the same in base 2. Before its first
+key `raw_max` is `lowest_of` the factor, which is finite: no exponent is the difference of two infinities.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -29,24 +29,24 @@ TIMES = gl.constexpr("mul.rn.f32 $0, $1, $2;")
 
 @gluon.jit
 def lowest_of(factor):
-    """Less than any score: the largest one of a row without a key. Its products with the factor are finite."""
+    """Less than any score: the `raw_max` of a row without a key. Its product with the factor is finite."""
     return _LOWEST / gl.maximum(factor, 1.0)
 
 
 @gluon.jit
-def peak_of(top, factor):
-    """The largest scores of rows times the factor; -inf without a key."""
-    return gl.where(top > lowest_of(factor), top * factor, float("-inf"))
+def row_max_of(raw_max, factor):
+    """The largest scores of rows in base 2; -inf without a key."""
+    return gl.where(raw_max > lowest_of(factor), raw_max * factor, float("-inf"))
 
 
 @gluon.jit
-def row_exponents(top, new_top, factor):
-    """The factor and the shift of rows, and the exponents of what they have so far."""
+def row_exponents(raw_max, new_raw_max, factor):
+    """The factor and the shift of rows, and the exponents by which their sums so far are rescaled."""
     # The largest power of two that is not greater than the factor, which is positive.
     power = gl.cast(gl.cast(factor, gl.int32, bitcast=True) & _EXPONENT_BITS, gl.float32, bitcast=True)
-    factors = gl.where(gl.abs(new_top) >= _HUGE / factor, power, factor)
-    shift = _times(new_top, factors)
-    return factors, shift, _times(top, factors) - shift
+    factors = gl.where(gl.abs(new_raw_max) >= _HUGE / factor, power, factor)
+    shift = _times(new_raw_max, factors)
+    return factors, shift, _times(raw_max, factors) - shift
 
 
 @gluon.jit

@@ -38,7 +38,7 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def starts_early(device: torch.device) -> bool:
-    """Whether a kernel may start while the one before it runs: programmatic dependent launch, from Hopper on."""
+    """Whether a kernel may start while the previous kernel runs: programmatic dependent launch, from Hopper on."""
     import triton
 
     return torch.version.hip is None and gpu_of(device).capability >= 90 and not triton.knobs.runtime.interpret

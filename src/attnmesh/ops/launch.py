@@ -91,7 +91,7 @@ def prepare(
 
 
 def repeat(known: Recent[Launch], kernel: Any, grid: tuple[int, ...], args: Sequence[Any], **options: Any) -> None:
-    """Launch `kernel[grid](*args, **options)`: as before, if all but the addresses of its tensors is as it was.
+    """Launch `kernel[grid](*args, **options)`: by a known launch, if only the addresses of its tensors differ.
 
     `known` has the launches of a module, which must keep its kernels. Where a caller knows what its launches depend on,
     it asks for less: see `prepare`.

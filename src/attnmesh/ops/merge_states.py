@@ -49,7 +49,7 @@ def merge(states: Iterable[State]) -> State:
 
 
 def _signature(states: list[State]) -> Hashable:
-    """What the checks and the kernel depend on; None if it cannot be known."""
+    """Everything that the checks and the kernel depend on; None if it cannot be known."""
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return None
     if not all(type(state) is State and type(state[0]) is type(state[1]) is Tensor for state in states):

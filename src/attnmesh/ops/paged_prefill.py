@@ -153,7 +153,7 @@ def equal_runs(runs: Sequence[range]) -> Iterator[tuple[range, range]]:
 
 
 def _rows(x: Tensor, sequences: range, positions: range) -> Tensor:
-    """The last rows of some sequences of x [B, H, T, ...]: those of the given positions."""
+    """The last rows of some sequences of x [B, H, T, ...]: the rows of the given positions."""
     return x[sequences.start : sequences.stop, :, x.shape[2] - len(positions) :]
 
 

@@ -138,7 +138,7 @@ def storage_of(stored: Stored, name: str = "a cache") -> str:
 
 
 def values_of(stored: Stored) -> Tensor:
-    """The tensor in the shape of the cache: the cache itself, or the values of a quantized one.
+    """The tensor in the shape of the cache: the cache itself, or the values of a quantized cache.
 
     (Those of `fp8_ds_mla` lack the rope part: see `width_of`.)
     """
@@ -237,8 +237,8 @@ def _power_of_two_scales(x: Tensor) -> Tensor:
     """The smallest powers of two by which the values of the last dimension divide to at most 448; at least 2**-13."""
     if not x.shape[-1]:
         return x.new_ones(x.shape[:-1])
-    peak = (x.abs().amax(-1) / x.new_full((), FP8_MAX)).clamp(min=SMALLEST_AMAX)
-    bits = peak.contiguous().view(torch.int32)
+    amax = (x.abs().amax(-1) / x.new_full((), FP8_MAX)).clamp(min=SMALLEST_AMAX)
+    bits = amax.contiguous().view(torch.int32)
     # One more than the exponent unless the number is a power of two; 255 is that of infinity, which becomes NaN.
     exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(max=255)
     return (exponent << 23).to(torch.int32).view(torch.float32)

@@ -27,7 +27,7 @@ _NOTHING = nullcontext()
 
 
 def stream_of(x: Tensor) -> int | None:
-    """The number of the current stream of the device of x, by which to keep what it computes; 0 on the CPU.
+    """The number of the current stream of the device of x, a key for results that are kept; 0 on the CPU.
 
     None while a graph is captured: what the graph computes is not there before it runs, and what it reads must live as
     long as the graph does.

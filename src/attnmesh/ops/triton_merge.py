@@ -160,13 +160,13 @@ def _accumulate_kernel(
     sink = float("-inf")
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)
-    peak = tl.full((ROWS,), 0.0, tl.float32) + sink
+    row_max = tl.full((ROWS,), 0.0, tl.float32) + sink
     for i in tl.static_range(PARTS):
         near, own = row_begin - row_begins[i], batch - first_sequences[i]
         count = _rows_of(own, sequence_counts[i], row_counts[i])
-        peak = tl.maximum(peak, _load_lse(lses[i], lse_strides[i], own, head, near, count, ROWS))
+        row_max = tl.maximum(row_max, _load_lse(lses[i], lse_strides[i], own, head, near, count, ROWS))
     # No keys in any part: subtract 0, since -inf - -inf would be NaN.
-    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
 
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
@@ -192,18 +192,18 @@ def _accumulate_kernel(
     )
     tl.store(pointers, acc.to(result_out.dtype.element_ty), mask=tile_mask(row_begin, stop, ROWS, D, BLOCK_D))
     result_lse_head = at_head(result_lse, result_lse_strides, batch, head)
-    store_rows(result_lse_head, result_lse_strides[2], row_begin, stop, peak + tl.log(weight), ROWS)
+    store_rows(result_lse_head, result_lse_strides[2], row_begin, stop, row_max + tl.log(weight), ROWS)
 
 
 @triton.jit
-def _exp_difference(lse, top):
-    """exp(lse - top) for lse <= top and top > -inf; 1 where both are +inf."""
-    return tl.exp(tl.where(lse == float("inf"), 0.0, lse - top))
+def _exp_difference(lse, row_max):
+    """exp(lse - row_max) for lse <= row_max and row_max > -inf; 1 where both are +inf."""
+    return tl.exp(tl.where(lse == float("inf"), 0.0, lse - row_max))
 
 
 @triton.jit
 def _rows_of(sequence, sequences, rows):
-    """The rows that a part of so many sequences has of one of them: none outside."""
+    """The rows of a sequence in a part that has this many sequences; 0 if the sequence is not among them."""
     return tl.where((sequence >= 0) & (sequence < sequences), rows, 0)
 
 
@@ -268,26 +268,26 @@ def _merge_packed_kernel(
     token = row % tokens
     column = tl.arange(0, BLOCK_D)
     inside = real[:, None] & (column < D)[None, :]
-    place = parts + head * strides[1] + sequence * strides[2] + token * strides[3]
+    rows_of_part = parts + head * strides[1] + sequence * strides[2] + token * strides[3]
 
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     for _ in range(count):
-        lse = tl.load(place + D, mask=real, other=float("-inf"))
-        part = tl.load(place[:, None] + column[None, :], mask=inside, other=0.0)
-        top = tl.maximum(peak, lse)
-        shift = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf would be NaN
-        decay, weight = _exp_difference(peak, shift), _exp_difference(lse, shift)
-        acc = acc * decay[:, None] + part * weight[:, None]
-        total = total * decay + weight
-        peak = top
-        place += strides[0]
+        lse = tl.load(rows_of_part + D, mask=real, other=float("-inf"))
+        part = tl.load(rows_of_part[:, None] + column[None, :], mask=inside, other=0.0)
+        new_row_max = tl.maximum(row_max, lse)
+        shift = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)  # -inf - -inf would be NaN
+        acc_scale, weight = _exp_difference(row_max, shift), _exp_difference(lse, shift)
+        acc = acc * acc_scale[:, None] + part * weight[:, None]
+        total = total * acc_scale + weight
+        row_max = new_row_max
+        rows_of_part += strides[0]
     if sinks is not None:
         sink = tl.load(sinks + head, mask=real, other=float("-inf")).to(tl.float32)
-        # A row without keys stays 0: its peak is -inf. An infinite sink and an infinite lse weigh the same.
-        weight = tl.exp(tl.where(peak == float("-inf"), float("-inf"), sink - peak))
-        total += tl.where((sink == float("inf")) & (peak == float("inf")), total, weight)
+        # A row without keys stays 0: its row_max is -inf. An infinite sink and an infinite lse weigh the same.
+        weight = tl.exp(tl.where(row_max == float("-inf"), float("-inf"), sink - row_max))
+        total += tl.where((sink == float("inf")) & (row_max == float("inf")), total, weight)
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
     target = out + sequence * out_strides[0] + head * out_strides[1] + token * out_strides[2]
     tl.store(target[:, None] + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
@@ -326,29 +326,29 @@ def _merge_states_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)[None, :]
     real = row < rows
-    peak = _lse_of_rows(lse0, row, real)
-    peak = tl.maximum(peak, _lse_of_rows(lse1, row, real))
-    peak = tl.maximum(peak, _lse_of_rows(lse2, row, real))
-    peak = tl.maximum(peak, _lse_of_rows(lse3, row, real))
-    peak = tl.maximum(peak, _lse_of_rows(lse4, row, real))
-    peak = tl.maximum(peak, _lse_of_rows(lse5, row, real))
-    peak = tl.maximum(peak, _lse_of_rows(lse6, row, real))
-    peak = tl.maximum(peak, _lse_of_rows(lse7, row, real))
+    row_max = _lse_of_rows(lse0, row, real)
+    row_max = tl.maximum(row_max, _lse_of_rows(lse1, row, real))
+    row_max = tl.maximum(row_max, _lse_of_rows(lse2, row, real))
+    row_max = tl.maximum(row_max, _lse_of_rows(lse3, row, real))
+    row_max = tl.maximum(row_max, _lse_of_rows(lse4, row, real))
+    row_max = tl.maximum(row_max, _lse_of_rows(lse5, row, real))
+    row_max = tl.maximum(row_max, _lse_of_rows(lse6, row, real))
+    row_max = tl.maximum(row_max, _lse_of_rows(lse7, row, real))
     # No keys in any state: subtract 0, since -inf - -inf would be NaN.
-    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    acc, total = _add_state(acc, total, peak, out0, lse0, row, real, column, D)
-    acc, total = _add_state(acc, total, peak, out1, lse1, row, real, column, D)
-    acc, total = _add_state(acc, total, peak, out2, lse2, row, real, column, D)
-    acc, total = _add_state(acc, total, peak, out3, lse3, row, real, column, D)
-    acc, total = _add_state(acc, total, peak, out4, lse4, row, real, column, D)
-    acc, total = _add_state(acc, total, peak, out5, lse5, row, real, column, D)
-    acc, total = _add_state(acc, total, peak, out6, lse6, row, real, column, D)
-    acc, total = _add_state(acc, total, peak, out7, lse7, row, real, column, D)
+    acc, total = _add_state(acc, total, row_max, out0, lse0, row, real, column, D)
+    acc, total = _add_state(acc, total, row_max, out1, lse1, row, real, column, D)
+    acc, total = _add_state(acc, total, row_max, out2, lse2, row, real, column, D)
+    acc, total = _add_state(acc, total, row_max, out3, lse3, row, real, column, D)
+    acc, total = _add_state(acc, total, row_max, out4, lse4, row, real, column, D)
+    acc, total = _add_state(acc, total, row_max, out5, lse5, row, real, column, D)
+    acc, total = _add_state(acc, total, row_max, out6, lse6, row, real, column, D)
+    acc, total = _add_state(acc, total, row_max, out7, lse7, row, real, column, D)
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out + row[:, None] * D + column, acc, mask=real[:, None] & (column < D))
-    tl.store(lse + row, tl.where(total > 0.0, peak + tl.log(total), float("-inf")), mask=real)
+    tl.store(lse + row, tl.where(total > 0.0, row_max + tl.log(total), float("-inf")), mask=real)
 
 
 @triton.jit
@@ -360,11 +360,11 @@ def _lse_of_rows(lse, row, real):
 
 
 @triton.jit
-def _add_state(acc, total, peak, out, lse, row, real, column, D: tl.constexpr):
+def _add_state(acc, total, row_max, out, lse, row, real, column, D: tl.constexpr):
     if lse is None:
         return acc, total
     else:  # noqa: RET505, a constant condition
-        weight = _exp_difference(_lse_of_rows(lse, row, real), peak)
+        weight = _exp_difference(_lse_of_rows(lse, row, real), row_max)
         # An `out` of weight 0 is not read: 0 * NaN would be NaN.
         mask = (real & (weight > 0.0))[:, None] & (column < D)
         values = tl.load(out + row[:, None] * D + column, mask=mask, other=0.0).to(tl.float32)

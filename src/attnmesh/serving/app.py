@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AppSettings:
-    """How an app answers. Without an `api_key`, it answers only what is addressed to this host by one of `hosts`."""
+    """How an app answers. Without an `api_key`, it answers only requests that address this host by one of `hosts`."""
 
     model_name: str
     api_key: str | None = None
@@ -147,7 +147,7 @@ class Service:
         }  # fmt: skip
 
     def _check_samples(self, call: Call) -> None:
-        """Refuse what the queue has no room for, before anything is made of it."""
+        """Refuse a call that the queue has no room for, before it is tokenized."""
         samples, most = call.n * (1 if call.is_chat else len(call.prompts)), self._queue.most
         if samples > most:
             raise ApiError(400, f"{samples} samples (prompts times n) are too many: the queue takes {most}", param="n")
@@ -240,7 +240,7 @@ class _Answers:
         self._tickets = queue.submit(submissions, listen)
 
     def cancel(self) -> None:
-        """End what is not finished."""
+        """End the requests that are not finished."""
         self._queue.cancel(self._tickets)
         for choice, times in zip(self.choices, self._times, strict=True):
             if choice.finish_reason is None:
@@ -248,7 +248,7 @@ class _Answers:
                 times.end("cancelled")
 
     async def accepted(self, gone: asyncio.Task[None]) -> None:
-        """Return when all choices are accepted; raise the error of one that is not."""
+        """Return when all choices are accepted; raise the error of a choice that is not."""
         for _ in self.choices:
             event = await self._next(gone)
             assert event is not None
@@ -357,7 +357,7 @@ def _api_error(error: Exception) -> ApiError:
     """The answer to an error that was raised where requests are computed."""
     if isinstance(error, Closed):
         return ApiError(503, str(error))
-    is_callers = type(error) is ValueError  # of `submit`; that of invalid logits is a class of its own
+    is_callers = type(error) is ValueError  # of `submit`; invalid logits raise a subclass
     return ApiError(400 if is_callers else 500, str(error))
 
 

@@ -1,4 +1,4 @@
-"""`Submission`: a request that rank 0 passes to all ranks. `Commands`: what all ranks do before their next step."""
+"""`Submission`: a request that rank 0 passes to all ranks. `Commands`: changes that all ranks make before a step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Submission:
 
 @dataclass
 class Commands:
-    """Requests to submit, tickets of those to move and to cancel, in this order; `stop` ends the loop of all ranks."""
+    """Requests to submit, tickets of requests to move and cancel, in this order; `stop` ends the loop of all ranks."""
 
     submissions: list[Submission] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)  # from prefill ranks to decode ranks

@@ -19,7 +19,7 @@ from attnmesh.serving.protocol import ApiError
 HEADER_SECONDS = 10.0
 """In which a client must have sent the headers of a request, after it has connected or after the last answer."""
 WRITE_SECONDS = 60.0
-"""In which a client must have read some of what waits for it."""
+"""Seconds in which a client must have read some of its answer."""
 _MAX_SHOWN = 200  # characters of a path in the access log
 _READ_SECONDS = 0.05  # in which the event loop reads what a new connection has sent already
 
@@ -33,13 +33,13 @@ _access_log = logging.getLogger("attnmesh.serving.access")
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """At most `most` connections wait, and as many have a request; `per_address` of them from one other machine."""
+    """At most `most` connections wait, and at most `most` have a request; `per_address` from one other machine."""
 
     most: int
     per_address: int
 
     def of(self, address: str) -> int:
-        """The limit of an address. All clients of this machine, and of a proxy on it, have one."""
+        """The limit of an address. All clients of this machine, and of a proxy on it, have one limit together."""
         return self.most if _is_loopback(address) else min(self.most, self.per_address)
 
 
@@ -51,10 +51,10 @@ class Closable(Protocol):
 
 
 class WaitingConnections:
-    """Connections without a request: idle ones, and those whose headers are not complete.
+    """Connections without a request: idle, or with incomplete headers.
 
-    None is refused, since nobody knows yet what it is for. Instead the oldest one of an address that has too many is
-    closed, or of the address with the most: a client that sends its headers at once is answered.
+    No connection is refused, since its request is not known yet. Instead the oldest connection of an address that has
+    too many is closed, or of the address with the most: a client that sends its headers at once is answered.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
@@ -65,7 +65,7 @@ class WaitingConnections:
         return sum(map(len, self._by_address.values()))
 
     def add(self, address: str, connection: Closable) -> None:
-        """Take one, and close another one if there are too many."""
+        """Take a connection, and close another connection if there are too many."""
         own = self._by_address.setdefault(address, {})
         own[connection] = None
         if len(own) > self._limits.of(address):
@@ -74,7 +74,7 @@ class WaitingConnections:
             self._close_oldest(max(self._by_address, key=lambda each: len(self._by_address[each])))
 
     def discard(self, address: str, connection: Closable) -> None:
-        """Forget one that waits no longer."""
+        """Forget a connection that waits no longer."""
         own = self._by_address.get(address, {})
         own.pop(connection, None)
         if not own:
@@ -127,7 +127,7 @@ class LimitedProtocol(H11Protocol):  # type: ignore[misc]
             self._write_timer.cancel()
 
     def close(self) -> None:
-        """Close a connection that waits, after what was written. `_header_timer` ends it if that is not read."""
+        """Close a connection that waits, after its last bytes. `_header_timer` ends it if the client reads no more."""
         self.transport.close()
 
     def _update(self) -> None:
@@ -148,7 +148,7 @@ class LimitedProtocol(H11Protocol):  # type: ignore[misc]
 
 
 class RequestGate:
-    """An ASGI application that passes on as many requests as are allowed at a time, and `/health` always.
+    """An ASGI application that passes on at most the allowed number of requests at a time, and `/health` always.
 
     It writes the access log, a line per request, unless that is switched off.
     """
@@ -169,13 +169,13 @@ class RequestGate:
             is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
-        refused = None if scope["path"] == "/health" else self._refusal(host)
+        error = None if scope["path"] == "/health" else self._over_limit(host)
         self._in_progress[host] += 1
         try:
-            if refused is None:
+            if error is None:
                 await self._app(scope, receive, note)
             else:
-                await send_error(refused, note)
+                await send_error(error, note)
         finally:
             self._in_progress[host] -= 1
             if not self._in_progress[host]:
@@ -187,7 +187,8 @@ class RequestGate:
                 seconds = time.monotonic() - began
                 _access_log.info('%s:%d "%s %s" %d, %.3f s%s', host, port, scope["method"], path, status, seconds, end)
 
-    def _refusal(self, host: str) -> ApiError | None:
+    def _over_limit(self, host: str) -> ApiError | None:
+        """The error for one more request of this address; None within the limits."""
         total, own = self._in_progress.total(), self._in_progress.get(host, 0)
         if total >= self._limits.most:
             message = f"{total} connections have requests, and more are not taken"

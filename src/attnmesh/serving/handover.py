@@ -5,7 +5,7 @@ the decode ranks have room for it. Then it moves (`move_requests`) between two s
 its options and its keys and values. The first ranks of both sides exchange messages (`Channel`):
 
     offered    to the decode side: the requests that are held, with their lengths
-    room       to the prefill side: those of them that there is room for
+    room       to the prefill side: the requests that there is room for
     moved      to the decode side: the prefill ranks move these now, and wait for the decode ranks to end their step
     cancelled  to the decode side: requests that clients have given up
     stop       to the decode side: the end
@@ -44,7 +44,7 @@ _KEY_SECONDS = 5.0  # in which a connection must have sent its key
 
 
 class Channel:
-    """Messages, as JSON, between the first ranks of both sides. One thread may send while another one receives."""
+    """Messages, as JSON, between the first ranks of both sides. One thread may send while another thread receives."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -76,7 +76,7 @@ class Channel:
 
 
 def connect(comm: Comm, first_decode_rank: int, device: torch.device) -> Channel | None:
-    """The channel between rank 0, which listens, and another one; None on other ranks. All ranks call it.
+    """The channel between rank 0, which listens, and another rank; None on other ranks. All ranks call it.
 
     The ranks pass the address on, and a key, without which a connection is closed.
     """
@@ -153,7 +153,7 @@ class PrefillLoop(ServingLoop):
             receiving.join(self._all_ranks.timeout)  # the decode side sends until it has read this
 
     def _receive(self) -> None:
-        """Pass on what the decode side sends."""
+        """Pass on the messages of the decode side."""
         queue, channel = self._queue, self._channel
         assert queue is not None
         assert channel is not None
@@ -170,7 +170,7 @@ class PrefillLoop(ServingLoop):
 
     @property
     def _is_busy(self) -> bool:
-        return self._computed > 0  # or those that are held leave no room for others, until one moves or ends
+        return self._computed > 0  # or held requests leave no room for others, until one moves or ends
 
     def _next_commands(self) -> Commands:
         assert self._channel is not None
@@ -178,7 +178,7 @@ class PrefillLoop(ServingLoop):
         there = [ticket for ticket in commands.cancelled if ticket not in self._requests]
         if there:  # or they have ended
             self._channel.send(cancelled=there)
-        moved = dict.fromkeys(commands.moved)  # room was found twice for those of two offers
+        moved = dict.fromkeys(commands.moved)  # requests of two offers may have found room twice
         commands.moved = [t for t in moved if t in self._requests and t not in commands.cancelled]
         return commands
 
@@ -241,14 +241,14 @@ class DecodeLoop(ServingLoop):
             channel.poll(POLL)
 
     def _offer_room(self) -> None:
-        """Tell the prefill side which requests there is room for; those that were preempted come first."""
+        """Tell the prefill side which requests there is room for; preempted requests come first."""
         if not self._offered or self._generator.num_waiting:
             return
         fitting = room_of(self._generator.engine.cache).num_fitting([length for _, length in self._offered])
         if fitting:
             assert self._channel is not None
             self._channel.send(room=[ticket for ticket, _ in self._offered[:fitting]])
-            self._offered = []  # what is left comes again
+            self._offered = []  # the remaining requests are offered again
 
     def _move(self, tickets: Sequence[int]) -> None:
         with suppress(CacheFull):  # on all ranks: they come again

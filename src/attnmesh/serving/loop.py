@@ -35,7 +35,7 @@ Listener = Callable[[Event], None]
 
 
 class QueueFull(Exception):  # noqa: N818 - says what is wrong, as CacheFull does
-    """There are as many requests as the queue takes."""
+    """The queue is full."""
 
 
 class Closed(Exception):  # noqa: N818
@@ -57,7 +57,7 @@ class RequestQueue:
         return len(self._listeners)
 
     def check_room(self, count: int) -> None:
-        """Raise QueueFull or Closed if so many requests are not taken now."""
+        """Raise QueueFull or Closed if the queue does not take this many requests now."""
         if not self.is_open:
             raise Closed("the server is shutting down")
         if len(self) + count > self.most:
@@ -87,7 +87,7 @@ class RequestQueue:
     # What follows is called by the loop.
 
     def take(self, timeout: float) -> Commands:
-        """What to do next, as soon as there is something, or after some seconds."""
+        """The next commands, as soon as there are some, or after some seconds."""
         with self._changed:
             if not self._commands and timeout > 0:
                 self._changed.wait(timeout)
@@ -95,7 +95,7 @@ class RequestQueue:
         return commands
 
     def move(self, tickets: Sequence[int]) -> None:
-        """Let these requests go on on the decode ranks, which have room for them."""
+        """Continue these requests on the decode ranks, which have room for them."""
         with self._changed:
             self._commands.moved += tickets
             self._changed.notify_all()
@@ -108,7 +108,7 @@ class RequestQueue:
         error: Exception | None,
         cached: int,
     ) -> None:
-        """Tell the listener of a request about new tokens and its end, or one of both."""
+        """Tell the listener of a request about new tokens, its end, or both."""
         for token in new[:-1]:
             self.report(ticket, token)
         self.report(ticket, new[-1] if new else None, finish_reason, error, cached)
@@ -184,11 +184,11 @@ class ServingLoop:
         return self._generator.num_unfinished > 0
 
     def _move(self, tickets: Sequence[int]) -> None:
-        """Let requests go on on other ranks."""
+        """Continue requests on other ranks."""
         raise NotImplementedError  # there are no other ranks
 
     def _next_commands(self) -> Commands:
-        """What the first rank passes on: at once while it is busy, otherwise as soon as there is something."""
+        """The commands that the first rank passes on: at once while it is busy, otherwise as soon as there are some."""
         queue = self._queue
         assert queue is not None
         until = time.monotonic() + self._max_idle

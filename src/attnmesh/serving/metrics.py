@@ -1,4 +1,4 @@
-"""What `/metrics` reports to Prometheus."""
+"""`/metrics`: counters and histograms for Prometheus."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Metrics:
     """The counts of one server. `in_progress` returns the number of requests that are not finished."""
 
     def __init__(self, generator: Generator, in_progress: Callable[[], int]) -> None:
-        self._registry = registry = CollectorRegistry()  # of its own, so that tests can have several servers
+        self._registry = registry = CollectorRegistry()  # one per server, so that tests can have several servers
         self.calls = Counter(
             "attnmesh_http_requests", "HTTP requests by path and status.", ["path", "status"], registry=registry
         )

@@ -1,4 +1,4 @@
-"""`PromptTokenizer`: the token ids of a call's prompts. What is too long is refused before it is tokenized."""
+"""`PromptTokenizer`: the token ids of a call's prompts. A text that is too long is refused before it is tokenized."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PromptTokenizer:
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def check_length(self, call: Call) -> None:
-        """Raise ApiError for a prompt of so many characters that its tokens exceed the context, however long each is.
+        """Raise ApiError for a prompt whose characters exceed the context even with the longest tokens.
 
         Some tokenizers drop characters, such as repeated spaces: these are counted here.
         """
@@ -66,7 +66,7 @@ class PromptTokenizer:
         return prompts
 
     def _check_head(self, tokenizer: Any, call: Call, text: str) -> None:
-        """Refuse a long text if its beginning has too many tokens: twice as many, since a few at its end may merge."""
+        """Refuse a long text whose beginning has over twice the tokens of the context: a few at its end may merge."""
         head = text[: _HEAD * self._context]
         if len(head) < len(text) and (tokens := len(tokenizer(head)["input_ids"])) > 2 * self._context:
             self._refuse(

@@ -1,4 +1,4 @@
-"""The bodies of requests: OpenAI's parameters, checked. What is not supported is refused, not ignored."""
+"""The bodies of requests: OpenAI's parameters, checked. A parameter that is not supported is refused, not ignored."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """A checked body. `prompts` are texts or token ids; those of a chat are made of its `messages`."""
+    """A checked body. `prompts` are texts or token ids; the prompts of a chat are made of its `messages`."""
 
     model: str
     prompts: tuple[str | list[int], ...]
@@ -211,7 +211,7 @@ def _sampling(fields: _Fields) -> Sampling:
         value = given.get(name, 1)
         if not is_number(value) or not least <= value <= most:
             raise _invalid(name, f"a number from {least} to {most}", value)
-    try:  # the API's temperature is 1, and without a seed every answer is another one
+    try:  # the API's temperature is 1, and without a seed answers differ
         return Sampling(**{"temperature": 1.0, "seed": secrets.randbelow(MAX_SEED + 1), **given})
     except ValueError as error:
         raise ApiError(400, str(error), param=str(error).split()[0]) from None

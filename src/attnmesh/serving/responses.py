@@ -50,7 +50,7 @@ class Formatter:
         return {**self._whole, "choices": [self._choice(choice) for choice in choices], "usage": usage}
 
     def first_chunks(self, choices: Sequence[Choice]) -> list[Json]:
-        """What a stream begins with."""
+        """The first chunks of a stream."""
         delta = {"role": "assistant", "content": ""}
         return [self._stream({"index": each.index, "delta": delta}, None) for each in choices] if self._is_chat else []
 
@@ -79,7 +79,7 @@ class Formatter:
         return {"index": choice.index, **body, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
     def _all_logprobs(self, tokens: Sequence[Token], offset: int) -> Json | None:
-        """Without those of an end-of-sequence token, which is not part of the answer."""
+        """Without the log-probabilities of an end-of-sequence token, which is not part of the answer."""
         if not self._logprobs:
             return None
         tokens = [token for token in tokens if token.id not in self._eos]
@@ -123,7 +123,7 @@ def _finite(logprob: float | None) -> float:
 
 
 def usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Json:
-    """The number of tokens of a call, and of those of its prompts that were in the KV cache."""
+    """The number of tokens of a call, and of its prompt tokens that were in the KV cache."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

@@ -1,4 +1,4 @@
-"""`serve`: what every rank does. Rank 0 has the HTTP server, on a thread of its own; all ranks compute."""
+"""`serve`: the work of every rank. Rank 0 has the HTTP server, on a separate thread; all ranks compute."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _log = logging.getLogger("attnmesh.serving")
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What all ranks know of a server. Picklable, since ranks are processes.
+    """The settings of a server, on all ranks. Picklable, since ranks are processes.
 
     `folder` is a folder of this run on every machine: the file `serving` in it exists once the ranks are ready, and
     they end once the file `stop` does, or `failed`. Signals reach the process that started them.
@@ -56,7 +56,7 @@ class ServerSettings:
     max_queue: int
     grace: float
     sharding: DecodeSharding | None = None  # of the decode ranks, if there are others that prefill
-    prefill_ranks: int = 0  # the first ones, which compute prompts only; with 0 all ranks compute all
+    prefill_ranks: int = 0  # the first ranks, which compute prompts only; with 0 all ranks compute everything
     shard_weights: bool = False  # whether it divides the weights, too; otherwise every rank has all of them
     step_tokens: int | None = None
     storage: str | None = None
@@ -208,7 +208,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _own_side(comm: Comm, prefill_ranks: int) -> Comm:
-    """The ranks that this one computes with: those that prefill, those that decode, or all."""
+    """The ranks that this rank computes with: prefill ranks, decode ranks, or all ranks."""
     if not prefill_ranks:
         return comm
     own: Comm = SoloComm(comm.timeout)
@@ -227,10 +227,10 @@ def _load(settings: ServerSettings, comm: Comm) -> tuple[Any, Any]:
 
 
 def _leave_signals_to_the_parent() -> None:
-    """A terminal and systemd signal all processes: the one that started the ranks decides how they end.
+    """A terminal and systemd signal all processes: the process that started the ranks decides how they end.
 
     If it ends without that, so do they (`launch`).
     """
     for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) == signal.SIG_DFL:  # not under torchrun, where this process has handlers of its own
+        if signal.getsignal(number) == signal.SIG_DFL:  # not under torchrun, where this process has other handlers
             signal.signal(number, signal.SIG_IGN)

@@ -29,7 +29,7 @@ def latent(positions: list[int], **how: object) -> DecodeProblem:
 
 def run(kernel: ModuleType, problem: DecodeProblem) -> State:
     call = problem.call()
-    assert gluon_common.refusal(call) is None
+    assert gluon_common.why_not(call) is None
     state = State(*(x.fill_(torch.nan) for x in call.empty_state()))
     kernel.launch(call, state, 0)
     return state
@@ -224,15 +224,15 @@ PLANTED = {
     "keys are overwritten while they are read": (
         "mbarrier.wait(barriers.k_free.index(slot), ((4 * step + quarter) // _QUARTERS & 1) ^ 1)", "pass",
     ),
-    "the loader waits for a turn too many": ("// _QUARTERS & 1) ^ 1", "// _QUARTERS & 1)"),
+    "the producer waits for a turn too many": ("// _QUARTERS & 1) ^ 1", "// _QUARTERS & 1)"),
     "keys are given back too early": (
         "left = warpgroup_mma_wait(0, [left])\n                mbarrier.arrive(barriers.k_free.index(near), count=1)",
         "mbarrier.arrive(barriers.k_free.index(near), count=1)\n                left = warpgroup_mma_wait(0, [left])",
     ),
-    "the averagers wait for scores that never come": ("pred=tile + 1 < item.tiles", "pred=tile < item.tiles"),
-    "averagers do not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(slot), turn)", "pass"),
+    "the value consumers wait for scores that never come": ("pred=tile + 1 < item.tiles", "pred=tile < item.tiles"),
+    "value consumers do not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(slot), turn)", "pass"),
     "no fence shows the weights": ("fence_async_shared()\n    mbarrier.arrive", "mbarrier.arrive"),
-    "sums are not rescaled": ("left = left * decay[:, None]", "pass"),
+    "sums are not rescaled": ("left = left * acc_scale[:, None]", "pass"),
     "results are overwritten": ("mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)", "pass"),
     "results are read before they are there": ("mbarrier.wait(barriers.result_ready.index(0), done & 1)", "pass"),
     "scores are used before they are done": (
@@ -241,7 +241,7 @@ PLANTED = {
     "keys past the end are not cleared": ("clear_outside(memory.k, step, key, item, SHAPE)", "pass"),
     "the last key is not seen": ("column < (row_end - key)", "column < (row_end - key - 1)"),
     "fewer bytes are expected than come": ("nbytes * PIECES", "nbytes * PIECES // 2"),
-    "the second share begins late": ("at = share * total // shares", "at = (share * total + 1) // shares"),
+    "the second partition begins late": ("at = partition * total //", "at = (partition * total + 1) //"),
     "a split is written elsewhere": ("gl.where(item.starts, 1, 0)", "gl.where(item.starts, 0, 1)"),
 }  # fmt: skip
 
@@ -257,11 +257,11 @@ PLANTED_NARROW = {
     "no fence shows the weights": (
         "fence_async_shared()\n                mbarrier.arrive(barriers.weights", "mbarrier.arrive(barriers.weights",
     ),
-    "the averager does not wait for weights": (
+    "the value consumer does not wait for weights": (
         "mbarrier.wait(barriers.weights_ready.index(slot), step // _TAILS & 1)", "pass",
     ),
     "keys are given back too early": ("warpgroup_mma_wait(2, [sums1])", "warpgroup_mma_wait(3, [sums1])"),
-    "sums are not rescaled": ("sums2 * decay", "sums2 * 1.0"),
+    "sums are not rescaled": ("sums2 * acc_scale", "sums2 * 1.0"),
     "results are overwritten": ("mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)", "pass"),
     "results are read before they are there": ("mbarrier.wait(barriers.result_ready.index(0), done & 1)", "pass"),
     "keys past the end are not cleared": ("clear_outside(memory.k, step, key, item, SHAPE)", "pass"),
@@ -269,24 +269,24 @@ PLANTED_NARROW = {
 
 
 PLANTED_FP8 = {
-    "the scorer reads keys before they arrive": (
+    "the score consumer reads keys before they arrive": (
         "mbarrier.wait(barriers.k_ready.index(slot), step // RING & 1)\n                scale", "scale",
     ),
-    "averagers read keys before they arrive": (
+    "value consumers read keys before they arrive": (
         "mbarrier.wait(barriers.k_ready.index(slot), step // RING & 1)\n                pairs", "pairs",
     ),
     "keys are overwritten while they are read": (
         "mbarrier.wait(barriers.k_free.index(slot), (step // RING & 1) ^ 1)", "pass",
     ),
-    "keys are given back by one averager": ("init_barriers(barriers.k_free, 2)", "init_barriers(barriers.k_free, 1)"),
+    "one value consumer releases keys": ("init_barriers(barriers.k_free, 2)", "init_barriers(barriers.k_free, 1)"),
     "one copy less is expected": ("gl.constexpr(6)", "gl.constexpr(5)"),
     "no fence shows the weights": (
         "fence_async_shared()\n                mbarrier.arrive(barriers.weights", "mbarrier.arrive(barriers.weights",
     ),
-    "averagers do not wait for weights": (
+    "value consumers do not wait for weights": (
         "mbarrier.wait(barriers.weights_ready.index(slot), step // RING & 1)", "pass",
     ),
-    "sums are not rescaled": ("odd1 * decay", "odd1 * 1.0"),
+    "sums are not rescaled": ("odd1 * acc_scale", "odd1 * 1.0"),
     "the scales of another quarter": ("scale.slice(2, 1", "scale.slice(1, 1"),
     "weights with the scales of another quarter": ("weights * (scale3", "weights * (scale2"),
     "scales of other sequences": ("scale2 = gl.where(inside, scale2, 0.0)", "pass"),
@@ -316,7 +316,7 @@ def test_the_emulation_finds_planted_faults(kernel, fault):
 
 def test_what_it_refuses():
     def reason(**how: object) -> str | None:
-        return gluon_common.refusal(latent([70, 40], **how).call())
+        return gluon_common.why_not(latent([70, 40], **how).call())
 
     assert reason() is None
     assert "mask" in reason(key_range="bool b")
@@ -325,10 +325,10 @@ def test_what_it_refuses():
     assert "block_size" in reason(block_size=8)
     assert "fp16 and bf16" in reason(dtype=torch.float32)
     problem = latent([70, 40])
-    assert "v_pool as k_pool" in gluon_common.refusal(replace(problem, v=problem.v.clone()).call())
-    assert "v_pool as k_pool" in gluon_common.refusal(replace(problem, v=problem.v[..., :256]).call())
+    assert "v_pool as k_pool" in gluon_common.why_not(replace(problem, v=problem.v.clone()).call())
+    assert "v_pool as k_pool" in gluon_common.why_not(replace(problem, v=problem.v[..., :256]).call())
     quantized = random_decode([70], dims=(576, 512), storage="fp8", block_size=64, dtype=torch.float16)
-    assert "v_pool as k_pool" in gluon_common.refusal(quantized.call())
+    assert "v_pool as k_pool" in gluon_common.why_not(quantized.call())
 
 
 def test_no_other_gpu_serves_it(monkeypatch):
@@ -499,7 +499,7 @@ COMPILED = [
 @pytest.mark.timeout(900)
 def test_compiles_for_hopper():
     kernels = compiled_for_hopper(__file__, COMPILED)
-    # What the scorer and the averager push out are addresses.
+    # What the score consumer and the value consumer push out are addresses.
     assert_fit(kernels, lambda kernel: 400 if kernel["kernel"] == "_attend_kernel" else 8)
     for kernel in kernels:
         if kernel["kernel"] == "_attend_kernel":

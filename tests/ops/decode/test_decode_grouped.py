@@ -24,7 +24,7 @@ def grouped(positions: list[int], **how: object) -> DecodeProblem:
 
 def assert_right(kernel: ModuleType, problem: DecodeProblem) -> None:
     call = problem.call()
-    assert gluon_grouped.refusal(call) is None
+    assert gluon_grouped.why_not(call) is None
     state = State(*(x.fill_(torch.nan) for x in call.empty_state()))
     kernel.launch(call, state, 0)
     assert_decode_close(state, problem)
@@ -73,7 +73,7 @@ PLANTED = {
     "values are overwritten while they are read": ("mbarrier.wait(barriers.v_free.index(slot), before)", "pass"),
     "sums are taken before they are there": ("mbarrier.wait(barriers.sums_ready.index(0), done & 1)", "pass"),
     "sums are overwritten": ("mbarrier.wait(barriers.sums_free.index(0), (done & 1) ^ 1)", "pass"),
-    "sums are not rescaled": ("sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, wide))[:, None]", "pass"),
+    "sums are not rescaled": ("sums = sums * gl.convert_layout(acc_scale, gl.SliceLayout(1, wide))[:, None]", "pass"),
     "an odd ring": ("ring = (4 if halves == 1", "ring = (5 if halves == 1"),
     "tiles change hands between items": ("first = (step + PART) % 2 * (2 - HALVES)", "first = PART * (2 - HALVES)"),
     "values past the end are not cleared": ("_clear_outside(tile_part, key, item, D // HALVES)", "pass"),
@@ -95,7 +95,7 @@ def test_the_emulation_finds_planted_faults(fault):
 
 def test_what_it_refuses():
     def reason(**how: object) -> str | None:
-        return gluon_grouped.refusal(grouped([70, 40], **how).call())
+        return gluon_grouped.why_not(grouped([70, 40], **how).call())
 
     assert reason() is None
     assert "16 or more" in reason(group=15)

@@ -73,6 +73,6 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"k_cache must be stored as .*bfp8 for dense attention, got fp8_ds_mla"):
         decode_attention(problem.q, problem.k, problem.v)
     wide = latent("reference", [40], dims=(400, 384))
-    assert "a power of two" in Triton().refusal(wide.call())
+    assert "a power of two" in Triton().why_not(wide.call())
     assert choose(wide.call(), "auto").name == ("reference" if wide.q.is_cuda else "cpu")
     assert_decode_close(wide.run("auto"), wide)

@@ -1,4 +1,4 @@
-"""The line of units and its shares, against brute force: every unit in one share, none empty, pieces counted right."""
+"""The partitions of the list of units, against brute force: every unit in one of them, none empty, splits counted."""
 
 import pytest
 import torch
@@ -7,40 +7,42 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from attnmesh.ops.decode import triton as host  # noqa: E402
-from attnmesh.ops.decode.triton import count_shares, pick_merge_tile, pick_tiles  # noqa: E402
-from attnmesh.ops.decode.triton_schedule import partition, select, units_before  # noqa: E402
+from attnmesh.ops.decode.triton import count_partitions, pick_merge_tile, pick_tiles  # noqa: E402
+from attnmesh.ops.decode.triton_schedule import partition_units, select, units_before  # noqa: E402
 from attnmesh.testing.decode import random_decode  # noqa: E402
 from helpers.decode import problem_for  # noqa: E402
 
 
 @triton.jit
-def shares_kernel(counts, out, shares, max_splits, N: tl.constexpr):
+def partitions_kernel(counts, out, partitions, max_splits, N: tl.constexpr):
     index = tl.arange(0, N)
     count = tl.load(counts + index)
-    total, shares = partition(count, shares, max_splits)
+    total, partitions = partition_units(count, partitions, max_splits)
     tl.store(out, total)
-    tl.store(out + 1, shares)
+    tl.store(out + 1, partitions)
     for sequence in range(N):
         # As the merge does it.
         units = select(count, index, sequence)
         begin = units_before(count, index, sequence)
         safe = tl.maximum(total, 1)
-        first = ((begin + 1) * shares - 1) // safe
+        first = ((begin + 1) * partitions - 1) // safe
         tl.store(out + 2 + 2 * sequence, first)
-        tl.store(out + 3 + 2 * sequence, ((begin + units) * shares - 1) // safe - first + 1)
+        tl.store(out + 3 + 2 * sequence, ((begin + units) * partitions - 1) // safe - first + 1)
 
 
 @pytest.mark.parametrize("max_splits", [None, 2, 3, 7, 64])
-@pytest.mark.parametrize("shares", [1, 5, 33])
+@pytest.mark.parametrize("partitions", [1, 5, 33])
 @pytest.mark.parametrize(
     "counts", [[1, 0, 0, 0], [0, 0, 7, 0], [64, 0, 0, 0], [5, 1, 0, 30], [9, 9, 9, 9], [0, 100, 3, 1], [0, 0, 0, 0]]
 )
-def test_shares_and_pieces(counts, shares, max_splits, device):
+def test_partitions_and_pieces(counts, partitions, max_splits, device):
     out = torch.zeros(2 + 2 * len(counts), dtype=torch.int64, device=device)
-    shares_kernel[(1,)](torch.tensor(counts, dtype=torch.int32, device=device), out, shares, max_splits, N=len(counts))
+    partitions_kernel[(1,)](
+        torch.tensor(counts, dtype=torch.int32, device=device), out, partitions, max_splits, N=len(counts)
+    )
     total, cuts, *pieces = out.tolist()
     assert total == sum(counts)
-    assert 1 <= cuts <= shares
+    assert 1 <= cuts <= partitions
     line = [sequence for sequence, count in enumerate(counts) for _ in range(count)]
     parts = [line[s * total // cuts : (s + 1) * total // cuts] for s in range(cuts)]
     assert [unit for part in parts for unit in part] == line
@@ -49,17 +51,17 @@ def test_shares_and_pieces(counts, shares, max_splits, device):
         if count:
             holders = [s for s, part in enumerate(parts) if sequence in part]
             assert pieces[2 * sequence] == holders[0]
-            assert pieces[2 * sequence + 1] == len(holders) <= (max_splits or shares)
+            assert pieces[2 * sequence + 1] == len(holders) <= (max_splits or partitions)
 
 
 def test_a_sequence_alone_gets_as_many_splits_as_it_may(device):
     out = torch.zeros(4, dtype=torch.int64, device=device)
-    shares_kernel[(1,)](torch.tensor([2048], dtype=torch.int32, device=device), out, 264, 2, N=1)
+    partitions_kernel[(1,)](torch.tensor([2048], dtype=torch.int32, device=device), out, 264, 2, N=1)
     assert out[1] == 2
 
 
 @pytest.mark.parametrize(
-    ("sequences", "heads", "places", "shares"),
+    ("sequences", "heads", "slots", "partitions"),
     [
         (1, 8, 264, 33),
         (16, 8, 264, 32),
@@ -71,8 +73,8 @@ def test_a_sequence_alone_gets_as_many_splits_as_it_may(device):
         (40, 8, 264, 33),
     ],
 )
-def test_equal_sequences_are_not_cut_where_that_fills_the_chip(sequences, heads, places, shares):
-    assert count_shares(sequences, heads, places) == shares
+def test_equal_sequences_are_not_cut_where_that_fills_the_chip(sequences, heads, slots, partitions):
+    assert count_partitions(sequences, heads, slots) == partitions
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 33, 1000])

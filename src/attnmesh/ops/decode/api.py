@@ -201,9 +201,9 @@ _Given = tuple[
 
 
 class PreparedCall:
-    """What is known of a call by its signature: its options, and the backend that runs it. Keeps no tensors.
+    """The options of calls with one signature, and the backend that runs them. Keeps no tensors.
 
-    Its launches are those of all calls with the signature, unless it does not `repeat` them.
+    Its launches serve all calls with the signature, unless it does not `repeat` them.
     """
 
     def __init__(self, call: DecodeCall, backend: Backend, *, repeats: bool = True) -> None:
@@ -219,7 +219,7 @@ class PreparedCall:
         cur_pos: Sequence[int] | Tensor | None, mask: Tensor | None, tree: Tensor | None,
         key_range: tuple[Tensor, Tensor] | None, sinks: Tensor | None,
     ) -> DecodeCall:  # fmt: skip
-        """A call with this signature. Checks what depends on values, as far as the host can read them.
+        """A call with this signature. Checks values, as far as the host can read them.
 
         With a `memo` it is one of a step, whose values have been checked.
         """
@@ -241,7 +241,7 @@ _prepared: Recent[PreparedCall] = Recent()
 
 
 def _decode(given: _Given, slopes: Tensor | None, into: State | None, *options: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """Out, or out and lse. What depends on the signature of a call alone is checked and chosen once."""
+    """Out, or out and lse. Checks and choices that depend only on the signature of a call are made once."""
     key = signature_of(*given, slopes, into, (_LOG.isEnabledFor(logging.INFO), *options))
     known = None if key is None else _find(key)
     if known is None:
@@ -302,7 +302,7 @@ def _with_slopes(call: DecodeCall, slopes: Tensor | None) -> DecodeCall:
 
 
 def alibi_bias(slopes: Tensor, positions: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """What ALiBi adds to the scores of tokens at `positions` [B,T] and keys at `keys` [N]: [B,Hq,T,N]."""
+    """The terms that ALiBi adds to the scores of tokens at `positions` [B,T] and keys at `keys` [N]: [B,Hq,T,N]."""
     distance = (positions[:, None, :, None] - keys).abs().to(accumulation_dtype(dtype))
     return -slopes.to(distance.dtype)[:, None, None] * distance
 
@@ -328,7 +328,7 @@ class PagedStep:
         sinks: Tensor | None = None, softcap: float | None = None, mask: Tensor | None = None,
         key_range: KeyRange | None = None, partial: bool = False, into: State | None = None, backend: str = "auto",
     ) -> State:  # fmt: skip
-        """Out and lse of one layer. Arguments are those of `paged_decode_attention`.
+        """Out and lse of one layer. Arguments are the same as of `paged_decode_attention`.
 
         A `partial` state is one to be merged with others: out is not rounded. Otherwise only out is defined.
         """
@@ -366,7 +366,7 @@ class Reference:
 
     name = "reference"
 
-    def refusal(self, call: DecodeCall) -> str | None:
+    def why_not(self, call: DecodeCall) -> str | None:
         """None: it serves every call."""
         return None
 
@@ -395,16 +395,16 @@ def check_backend(backend: str) -> None:
 def choose(call: DecodeCall, backend: str) -> Backend:
     """The backend for a call: by name, or the first that serves it. Raises ValueError if it cannot."""
     check_backend(backend)
-    refusals = {}
+    why_not = {}
     for known in _BACKENDS:
-        refusals[known.name] = known.refusal(call)
+        why_not[known.name] = known.why_not(call)
         is_wanted = backend == known.name
         if backend == "auto":
             is_wanted = not isinstance(known, GluonGQA) or known.is_faster(call)
-        if refusals[known.name] is None and is_wanted:
+        if why_not[known.name] is None and is_wanted:
             if backend == "auto" and wants_choices(_LOG):
-                cannot = "".join(f"; {name} cannot: {why}" for name, why in refusals.items() if why is not None)
+                cannot = "".join(f"; {name} cannot: {why}" for name, why in why_not.items() if why is not None)
                 of = f"q {tuple(call.q.shape)}, {call.kv_heads} KV heads, {'paged' if call.paged else 'contiguous'}"
                 log_choice(_LOG, "decode of %s, %s on %s: %s%s", of, call.q.dtype, call.q.device, known.name, cannot)
             return known
-    raise ValueError(f"backend={backend!r} cannot serve this call: {refusals[backend]}")
+    raise ValueError(f"backend={backend!r} cannot serve this call: {why_not[backend]}")

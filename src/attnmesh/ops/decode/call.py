@@ -43,9 +43,9 @@ class DecodeCall:
     - `key_range`, two tensors [B, T]: to the keys `first <= k < end` up to cur_pos, whatever its own position.
 
     `softcap` bounds scores before a bias is added. `sinks` [Hq] are scores of keys without a value. `cur_pos < 0` skips
-    a sequence. `rounded`: `out` has `dtype`, that of the given queries, rather than the accumulation dtype. (q is wider
-    than these if the cache is.) `memo` is shared by the calls of the layers of one step, which differ in q, k,
-    v and sinks only: what a backend derives from the rest, it derives once.
+    a sequence. `rounded`: `out` has `dtype`, the dtype of the given queries, rather than the accumulation dtype. (q is
+    wider than these if the cache is.) `memo` is shared by the calls of the layers of one step, which differ in q, k, v
+    and sinks only: what a backend derives from the rest, it derives once.
     """
 
     q: Tensor
@@ -108,7 +108,7 @@ class DecodeCall:
 
     @property
     def capacity(self) -> int:
-        """Maximum number of keys per sequence: the length of the cache, or what a row of the table can hold."""
+        """Maximum number of keys per sequence: the length of the cache, or the capacity of a row of the table."""
         return values_of(self.k).shape[2] if self.table is None else self.table.shape[1] * self.block_size
 
     def empty_state(self) -> State:
@@ -125,7 +125,7 @@ class Backend(Protocol):
 
     name: str
 
-    def refusal(self, call: DecodeCall) -> str | None:
+    def why_not(self, call: DecodeCall) -> str | None:
         """The reason why this backend cannot serve the call; None if it can."""
 
     def run(self, call: DecodeCall, into: State | None = None) -> State:
@@ -140,7 +140,7 @@ def signature_of(
     tree: Tensor | None, key_range: tuple[Tensor, Tensor] | None, sinks: Tensor | None, slopes: Tensor | None,
     into: State | None, options: tuple[object, ...],
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """What the checks of a call, its backend and its launches depend on, besides the values of positions.
+    """Everything that the checks of a call, its backend and its launches depend on, besides the values of positions.
 
     None if it cannot be known: then the call is checked, and computed or refused, as if it were the first.
     """
@@ -371,7 +371,7 @@ def _check_batch(q: Tensor, owner: Tensor, share_cache: bool, name: str) -> None
 
 
 def checked_positions(cur_pos: Sequence[int] | Tensor | None, q: Tensor, capacity: int) -> Tensor:
-    """The positions as a tensor; raises ValueError for wrong ones that the host can see."""
+    """The positions as a tensor; raises ValueError for invalid positions that the host can read."""
     batch = q.shape[0]
     if cur_pos is None:
         return torch.full((batch,), capacity - 1, dtype=torch.int32, device=q.device)
@@ -451,7 +451,7 @@ def _checked_tree(tree: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def checked_key_range(key_range: tuple[Tensor, Tensor] | None, q: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The key range as it is given; raises ValueError for a wrong one."""
+    """The key range as it is given; raises ValueError for an invalid range."""
     if key_range is None:
         return None
     if not isinstance(key_range, tuple) or len(key_range) != 2:

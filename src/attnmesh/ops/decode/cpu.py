@@ -25,7 +25,7 @@ from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.cpu_keys import CacheReader, KeyPart, VisibleKeys, split_keys
 
 _kernel = torch._scaled_dot_product_flash_attention_for_cpu
-_MIN_PART = 256  # keys that are worth a task of their own
+_MIN_PART = 256  # keys that are worth a separate task
 _MAX_SINGLE_ROWS = 3
 _MAX_PENDING = 64  # states waiting to be merged: memory stays small beside the cache however short the splits are
 _CACHED_PART = 512  # keys of a head that stay in a core's cache while its few rows are processed one by one
@@ -37,7 +37,7 @@ class Cpu:
 
     name = "cpu"
 
-    def refusal(self, call: DecodeCall) -> str | None:
+    def why_not(self, call: DecodeCall) -> str | None:
         """The reason why this backend cannot serve the call; None if it can."""
         if call.q.device.type != "cpu":
             return f"it computes on the CPU, q is on {call.q.device}"
@@ -80,7 +80,7 @@ class AdjacentKeys:
     """The keys of one sequence: `parts` parts of `size` tokens each, which begin `step` tokens apart.
 
     Parts let the threads share a kv head. All have one size, so they may overlap: `bias` hides from each part the keys
-    that the one before has.
+    that the part before it has.
     """
 
     begin: int  # the first token, counted in the pool

@@ -158,7 +158,7 @@ class CacheReader:
         return q if q.shape[3] == self._width else F.pad(q, (0, self._width - q.shape[3]))
 
     def scaled_out(self, out: Tensor) -> Tensor:
-        """Out [n, Hkv, R, Dv] over what `read` returns, times the scale of the values' heads."""
+        """Out [n, Hkv, R, Dv] over the keys and values that `read` returns, times the scale of the values' heads."""
         return out if self._v.head_scale is None else out * self._v.head_scale
 
 
@@ -216,7 +216,7 @@ class _TensorReader:
         return wide
 
     def _raw(self, name: str, stored: Tensor, owners: range, first: int, end: int) -> Tensor:
-        """What is stored for these positions, [n, Hkv, end - first, ...]: a view of a cache, or gathered blocks."""
+        """The keys or values at these positions, [n, Hkv, end - first, ...]: a view of a cache, or gathered blocks."""
         if self._table is None:
             return stored[owners.start : owners.stop, :, first:end]
         assert len(owners) == 1, "rows of a block table are gathered one at a time"

@@ -24,16 +24,16 @@ class Gluon(Triton):
     name = "gluon"
     _checks = "common"  # the module that knows what the kernels take
 
-    def refusal(self, call: DecodeCall) -> str | None:
+    def why_not(self, call: DecodeCall) -> str | None:
         """The reason why this backend cannot serve the call; None if it can."""
         if not call.q.is_cuda or gpu_of(call.q.device).capability != 90:
             return "its kernels need a Hopper GPU (compute capability 9.0)"
         if call.softcap is not None:
             return "its kernels take no softcap"
-        refused = super().refusal(call)
-        if refused is None:
-            refused = _module(self._checks).refusal(call)
-        return refused
+        reason = super().why_not(call)
+        if reason is None:
+            reason = _module(self._checks).why_not(call)
+        return reason
 
     def launch(self, call: DecodeCall, state: State, tiles: DecodeTiles | None, first_sequence: int) -> Launches:
         """Launches the kernels for up to 1024 sequences."""

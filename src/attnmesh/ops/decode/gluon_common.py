@@ -1,4 +1,4 @@
-"""What the Gluon kernels of decode share: their launch, the copies of keys, rows of queries, and places of results."""
+"""What the Gluon kernels of decode have in common: launches, copies of keys, rows of queries, offsets of results."""
 
 # Kernels are written in Gluon's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -21,12 +21,12 @@ from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
 D_V, D_TAIL = 512, 64
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 LOG2_E = 1.4426950408889634
-NOT_SPECIALIZED = ["batch", "capacity", "window", "shares", "max_splits", "scale_log2", "table_stride"]
+NOT_SPECIALIZED = ["batch", "capacity", "window", "partitions", "max_splits", "scale_log2", "table_stride"]
 _KEYS, _QUARTER, _TAIL = gl.constexpr(KEYS), gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
 _LOG2_E, _LN_2 = gl.constexpr(LOG2_E), gl.constexpr(0.6931471805599453)
-# Weights may grow to 2**SLACK before the sums are rescaled. The shift of huge scores adds 8 (see `gluon_exponents`):
-# fp16 ends at 2**16.
-SLACK = gl.constexpr(7.0)
+# Weights may grow to 2**RESCALE_THRESHOLD before the sums are rescaled. The shift of huge scores adds 8 to the exponent
+# (see `gluon_exponents`): fp16 ends at 2**16.
+RESCALE_THRESHOLD = gl.constexpr(7.0)
 # Until all warps of a group are there; Triton 3.7 has renamed it.
 group_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
@@ -46,14 +46,14 @@ class Shape(NamedTuple):
     ring: Any  # slots of keys in shared memory
 
 
-class Place(NamedTuple):
-    """The tile of rows of this program, and its share."""
+class WorkTile(NamedTuple):
+    """What a program computes: a tile of query rows, over the keys of one partition."""
 
     head: Any
     head_tile: Any
     heads: Any
     row_begin: Any
-    share: Any
+    partition: Any
 
 
 class Results(NamedTuple):
@@ -68,7 +68,7 @@ class Results(NamedTuple):
     sinks: Any
 
 
-def refusal(call: DecodeCall) -> str | None:
+def why_not(call: DecodeCall) -> str | None:
     """The reason why the kernels cannot serve these tensors; None if they can."""
     k, rope = values_of(call.k), rope_of(call.k)
     pools = (k, call.k.scales, call.k.rope) if isinstance(call.k, Quantized) else (k,)
@@ -103,12 +103,12 @@ def shape_of(schedule: Schedule, tile: int, ring: int) -> Shape:
 def launch_kernel(
     kernel: Any, schedule: Schedule, pools: Sequence[Any], shape: Shape, first_sequence: int, **constants: Any
 ) -> Launches:
-    """Launches a kernel that attends over splits, on the copy engine's views of the pools, and the one that merges."""
+    """Launches a kernel that attends over splits, on the copy engine's views of the pools, and the merge kernel."""
     call = schedule.call
-    batch, kv_heads, _, capacity, window, shares, max_splits = schedule.numbers
+    batch, kv_heads, _, capacity, window, partitions, max_splits = schedule.numbers
     args = (
         *pools, call.q, call.q.stride()[:3], *schedule.sources, *schedule.written, *schedule.parts, call.sinks,
-        batch, kv_heads, capacity, window, shares, max_splits, (abs(call.scale) or 1.0) * LOG2_E,
+        batch, kv_heads, capacity, window, partitions, max_splits, (abs(call.scale) or 1.0) * LOG2_E,
     )  # fmt: skip
     return schedule.launch(
         kernel, args, first_sequence, SHAPE=shape, BATCH=schedule.constants["BATCH"],
@@ -134,46 +134,46 @@ def scale_descriptor(scales: Tensor, piece: int) -> Any:
 
 
 @gluon.jit
-def grow(top, highest, factor):
-    """The new `top` of rows (see `gluon_exponents`), which stays until weights would grow beyond 2**SLACK."""
-    return gl.where(highest - top > SLACK / factor, highest, top)
+def update_raw_max(raw_max, highest, factor):
+    """The new `raw_max` of rows (see `gluon_exponents`): changed only if weights would exceed 2**RESCALE_THRESHOLD."""
+    return gl.where(highest - raw_max > RESCALE_THRESHOLD / factor, highest, raw_max)
 
 
 @gluon.jit
-def place_of_program(kv_heads, ROWS: gl.constexpr, SHAPE: gl.constexpr):
-    """The tile and share of this program: the tiles of all heads come first, then the shares."""
+def work_tile_of_program(kv_heads, ROWS: gl.constexpr, SHAPE: gl.constexpr):
+    """The work tile of this program. Programs are ordered by partition, then by head and tile of rows."""
     tiles = (SHAPE.group * SHAPE.tokens + ROWS - 1) // ROWS
     heads = kv_heads * tiles
     head_tile = gl.program_id(0) % heads
-    return Place(head_tile // tiles, head_tile, heads, head_tile % tiles * ROWS, gl.program_id(0) // heads)
+    return WorkTile(head_tile // tiles, head_tile, heads, head_tile % tiles * ROWS, gl.program_id(0) // heads)
 
 
 @gluon.jit
 def blocks_of(table_row, key, item, SHAPE: gl.constexpr):
     """The blocks of a tile of keys. Those past the item are outside the pool."""
-    places = ()
+    blocks = ()
     for piece in gl.static_range(_KEYS // SHAPE.piece):
         begin = key + piece * SHAPE.piece
-        places = places + (gl.load(table_row + begin // SHAPE.block_size, mask=begin < item.stop, other=-1),)  # noqa: RUF005
-    return places
+        blocks = blocks + (gl.load(table_row + begin // SHAPE.block_size, mask=begin < item.stop, other=-1),)  # noqa: RUF005
+    return blocks
 
 
 @gluon.jit
-def fetch(blocks, memory, ready, places, key, column, place, SHAPE: gl.constexpr):
+def fetch(pool, memory, ready, blocks, key, column, work, SHAPE: gl.constexpr):
     """Some columns of a tile of keys, one block after another. Blocks outside the pool are read as 0."""
     PIECES: gl.constexpr = _KEYS // SHAPE.piece
-    mbarrier.expect(ready, blocks.block_type.nbytes * PIECES)
+    mbarrier.expect(ready, pool.block_type.nbytes * PIECES)
     for piece in gl.static_range(PIECES):
         offset = (key + piece * SHAPE.piece) % SHAPE.block_size
         into = memory.slice(piece * SHAPE.piece, SHAPE.piece, dim=2)
-        tma.async_copy_global_to_shared(blocks, [place.head, places[piece], offset, column], ready, into)
+        tma.async_copy_global_to_shared(pool, [work.head, blocks[piece], offset, column], ready, into)
 
 
 @gluon.jit
-def locate_rows(place, layout: gl.constexpr, SHAPE: gl.constexpr):
+def locate_rows(work, layout: gl.constexpr, SHAPE: gl.constexpr):
     """Whether the rows of this program exist, their query heads, and their tokens."""
-    row = place.row_begin + gl.arange(0, SHAPE.tile, layout=layout)
-    return row < SHAPE.group * SHAPE.tokens, place.head * SHAPE.group + row // SHAPE.tokens, row % SHAPE.tokens
+    row = work.row_begin + gl.arange(0, SHAPE.tile, layout=layout)
+    return row < SHAPE.group * SHAPE.tokens, work.head * SHAPE.group + row // SHAPE.tokens, row % SHAPE.tokens
 
 
 @gluon.jit
@@ -183,13 +183,13 @@ def row_offsets(strides, sequence, head, token):
 
 
 @gluon.jit
-def split_row(position, item, place, SHAPE: gl.constexpr):
+def split_row(position, item, work, SHAPE: gl.constexpr):
     """The first row of an item in the buffers of splits."""
     if SHAPE.fixed:
         slot = position.at
     else:
-        slot = 2 * place.share.to(gl.int64) + gl.where(item.starts, 1, 0)
-    return (slot * place.heads + place.head_tile) * SHAPE.rows
+        slot = 2 * work.partition.to(gl.int64) + gl.where(item.starts, 1, 0)
+    return (slot * work.heads + work.head_tile) * SHAPE.rows
 
 
 @gluon.jit
@@ -224,47 +224,47 @@ def clear_outside(memory, step, key, item, SHAPE: gl.constexpr):
 
 @gluon.jit
 def finish_rows(
-    peak, total, results, position, item, place, FIRST: gl.constexpr, is_row, head, token, layout: gl.constexpr,
+    row_max, total, results, position, item, work, FIRST: gl.constexpr, is_row, head, token, layout: gl.constexpr,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Writes the lse of an item, of a whole sequence or of a split; returns the factor of its sums.
 
-    FIRST is the place of the first row in the buffers of splits.
+    FIRST is the index of the first row in the buffers of splits.
     """
     if item.starts & item.ends:
-        # A sink is one more key without a value. A row without any key has total 0 and peak -inf.
+        # A sink is one more key without a value. A row without any key has total 0 and row_max -inf.
         sink = gl.full([SHAPE.tile], float("-inf"), gl.float32, layout)
         if results.sinks is not None:
             sink = gl.load(results.sinks + head, mask=is_row, other=float("-inf")).to(gl.float32) * _LOG2_E
-        top = gl.maximum(peak, sink)
-        shift = gl.where(top == float("-inf"), 0.0, top)
-        decay = gl.exp2(peak - shift)
-        total = total * decay + gl.exp2(gl.where(sink == float("inf"), 0.0, sink - shift))
-        factor = decay / gl.where(total == 0.0, 1.0, total)
+        new_row_max = gl.maximum(row_max, sink)
+        shift = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+        acc_scale = gl.exp2(row_max - shift)
+        total = total * acc_scale + gl.exp2(gl.where(sink == float("inf"), 0.0, sink - shift))
+        factor = acc_scale / gl.where(total == 0.0, 1.0, total)
         row = row_offsets(results.lse_strides, position.sequence, head, token)
         gl.store(results.lse + row, (shift + gl.log2(total)) * _LN_2, mask=is_row)
     else:
         factor = 1.0 / gl.where(total == 0.0, 1.0, total)
-        row = split_row(position, item, place, SHAPE) + FIRST + gl.arange(0, SHAPE.tile, layout=layout)
-        gl.store(results.part_lse + row, peak + gl.log2(total), mask=is_row)
+        row = split_row(position, item, work, SHAPE) + FIRST + gl.arange(0, SHAPE.tile, layout=layout)
+        gl.store(results.part_lse + row, row_max + gl.log2(total), mask=is_row)
     return factor
 
 
 @gluon.jit
 def store_rows(
-    results, sums, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, FIRST: gl.constexpr, position, item, place,
+    results, sums, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, FIRST: gl.constexpr, position, item, work,
     grid: gl.constexpr, SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Writes some output columns of all rows, from COLUMN of COLUMNS on, of a whole sequence or of a split.
 
-    FIRST is the place of the first row in the buffers of splits.
+    FIRST is the index of the first row in the buffers of splits.
     """
     down: gl.constexpr = gl.SliceLayout(1, grid)
-    is_row, head, token = locate_rows(place, down, SHAPE)
+    is_row, head, token = locate_rows(work, down, SHAPE)
     column = COLUMN + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, grid))[None, :]
     if item.starts & item.ends:
         row = row_offsets(results.out_strides, position.sequence, head, token)
         gl.store(results.out + row[:, None] + column, sums.to(results.out.dtype.element_ty), mask=is_row[:, None])
     else:
-        row = (split_row(position, item, place, SHAPE) + FIRST + gl.arange(0, SHAPE.tile, layout=down)) * COLUMNS
+        row = (split_row(position, item, work, SHAPE) + FIRST + gl.arange(0, SHAPE.tile, layout=down)) * COLUMNS
         gl.store(results.part_out + row[:, None] + column, sums, mask=is_row[:, None])

@@ -2,23 +2,23 @@
 
 As in `gluon_narrow`, keys are the rows of the matrix instructions and the queries their columns, 16 or 32. Keys stay in
 8 bits in shared memory, whose bandwidth is the limit when they are also written and read there in 16: each group of
-warps loads what it multiplies into registers and widens it there. Scales are not multiplied into keys, but into the
+warps loads its operands into registers and widens it there. Scales are not multiplied into keys, but into the
 scores of each quarter of the columns, and into the weights, of which each quarter has its own.
 
 - Scores: one instruction makes two neighboring columns fp16, and the queries are fp16, too, with a power of two per
-  row. Of every four columns, the first two and the last two are products of their own.
-- Averages: two neighboring keys of a column must come together, so the bytes are separated, and moved to their places
-  in bf16: three instructions. Even columns and odd ones are products of their own. NaN becomes a number, so that bytes
+  row. Of every four columns, the first two and the last two are separate products.
+- Averages: two neighboring keys of a column must come together, so the bytes are separated, and shifted into
+  bf16: three instructions. Even columns and odd columns are separate products. NaN becomes a number, so that bytes
   outside of a sequence count nothing with a weight of 0. (A visible NaN is found in the score of its key.)
 
 The groups of warps are
 
-- the loader (one warp), which lets the copy engine fetch tiles of 64 keys;
-- the scorer: products of keys and queries, running maximum, weights;
-- two averagers: add values times weights, each for half of the output columns.
+- the producer (one warp), which lets the copy engine fetch tiles of 64 keys;
+- the score consumer: products of keys and queries, running maximum, weights;
+- two value consumers: add values times weights, each for half of the output columns.
 
-Tiles, weights and decays are in rings of as many slots. When the scorer has a tile, the averagers are thus done with
-what was in its slot before.
+Tiles, weights and `acc_scale` are in rings of the same number of slots. When the score consumer has a tile, the value
+consumers are thus done with the tile that was in this slot before.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -42,7 +42,7 @@ from attnmesh.ops.decode.gluon_common import (
     D_TAIL,
     D_V,
     NOT_SPECIALIZED,
-    SLACK,
+    RESCALE_THRESHOLD,
     Results,
     blocks_of,
     fetch,
@@ -52,14 +52,14 @@ from attnmesh.ops.decode.gluon_common import (
     load_signed,
     locate_rows,
     matrix,
-    place_of_program,
     pool_descriptors,
     row_offsets,
     scale_descriptor,
     shape_of,
     split_row,
+    work_tile_of_program,
 )
-from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
+from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, first_position, item_at, row_bounds
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gluon_exponents import TIMES
@@ -70,7 +70,7 @@ TILES = DecodeTiles(rows=ROWS, keys=KEYS, warps=4, stages=2, resident=1)
 _KEYS, _QUARTER, _TAIL = gl.constexpr(KEYS), gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
 _PAIRS = gl.constexpr(D_V // 8)  # of columns of a quarter
 _COPIES = gl.constexpr(6)  # of a tile: quarters, tail and scales
-_LOADER = gl.constexpr(24)  # registers per thread
+_PRODUCER = gl.constexpr(24)  # registers per thread
 # Bytes are widened to bf16 by moving their bits, exponents unchanged: the results are 2**-120 of the values. Weights
 # and sums are multiplied by half of that, so that no product leaves the range of float32.
 _HALF_BIAS = gl.constexpr(2.0**60)
@@ -96,7 +96,7 @@ class Memory(NamedTuple):
     tails: Any
     scales: Any  # of the quarters of a tile
     weights: Any  # of quarters
-    decay: Any  # factor of the sums so far after a new maximum
+    acc_scale: Any  # factor of the sums so far after a new maximum
     weight: Any  # of the sums at the end of an item
 
 
@@ -121,7 +121,7 @@ class Keys(NamedTuple):
 
 
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
-    """Out and lse of a call without a `refusal`, in two launches."""
+    """Out and lse of a call whose `why_not` is None, in two launches."""
     assert isinstance(call.k, Quantized)
     shared = Schedule.of(call, state, TILES)
     tile = max(16, shared.rows)
@@ -135,10 +135,10 @@ def _attend_kernel(
     k_main, k_tail, k_scales, q, q_strides,
     table, table_stride, cur_pos, range_first, range_end,
     out, out_strides, lse, lse_strides, part_out, part_lse, sinks,
-    batch, kv_heads, capacity, window, shares, max_splits, scale_log2,
+    batch, kv_heads, capacity, window, partitions, max_splits, scale_log2,
     SHAPE: gl.constexpr, BATCH: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Attends over this program's share of the keys; writes whole sequences to out, and splits to the buffers."""
+    """Attends over this program's partition of the keys; writes whole sequences to out, and splits to the buffers."""
     if EARLY:
         gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
     dtype: gl.constexpr = q.dtype.element_ty
@@ -168,26 +168,28 @@ def _attend_kernel(
     fence_async_shared()
 
     sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    place = place_of_program(kv_heads, SHAPE.rows, SHAPE)
-    position = share_of_program(sources, place.share.to(gl.int64), shares, max_splits, SHAPE.tokens, SHAPE.unit, BATCH)
+    work = work_tile_of_program(kv_heads, SHAPE.rows, SHAPE)
+    position = first_position(
+        sources, work.partition.to(gl.int64), partitions, max_splits, SHAPE.tokens, SHAPE.unit, BATCH
+    )
     source = Keys(k_main, k_tail, k_scales, table, table_stride)
     results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
-    AVERAGER: gl.constexpr = 112 if SHAPE.tile == 16 else 128
+    VALUE_CONSUMER: gl.constexpr = 112 if SHAPE.tile == 16 else 128
     gl.warp_specialize(
         [
-            (_score, (q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE)),
-            (_average, (0, memory, barriers, sources, position, place, results, SHAPE)),
-            (_average, (1, memory, barriers, sources, position, place, results, SHAPE)),
-            (_load, (source, memory, barriers, sources, position, place, SHAPE)),
+            (_score, (q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE)),
+            (_add_values, (0, memory, barriers, sources, position, work, results, SHAPE)),
+            (_add_values, (1, memory, barriers, sources, position, work, results, SHAPE)),
+            (_load, (source, memory, barriers, sources, position, work, SHAPE)),
         ],
         [4, 4, 1],
-        [AVERAGER, AVERAGER, _LOADER],
+        [VALUE_CONSUMER, VALUE_CONSUMER, _PRODUCER],
     )
     invalidate_barriers(barriers)
 
 
 @gluon.jit
-def _load(source, memory, barriers, sources, position, place, SHAPE: gl.constexpr):
+def _load(source, memory, barriers, sources, position, work, SHAPE: gl.constexpr):
     """Lets the copy engine fetch every tile, as soon as there is room."""
     RING: gl.constexpr = SHAPE.ring
     step = 0  # tiles so far, of all items
@@ -202,9 +204,9 @@ def _load(source, memory, barriers, sources, position, place, SHAPE: gl.constexp
             mbarrier.wait(barriers.k_free.index(slot), (step // RING & 1) ^ 1)
             for quarter in gl.static_range(4):
                 into = memory.k.index(4 * slot + quarter)
-                fetch(source.main, into, ready, blocks, key, quarter * _QUARTER, place, SHAPE)
-            fetch(source.tail, memory.tails.index(slot), ready, blocks, key, 0, place, SHAPE)
-            fetch(source.scales, memory.scales.index(slot), ready, blocks, key, 0, place, SHAPE)
+                fetch(source.main, into, ready, blocks, key, quarter * _QUARTER, work, SHAPE)
+            fetch(source.tail, memory.tails.index(slot), ready, blocks, key, 0, work, SHAPE)
+            fetch(source.scales, memory.scales.index(slot), ready, blocks, key, 0, work, SHAPE)
             step += 1
         position = after(position, item)
 
@@ -230,14 +232,14 @@ def _to_fp16(values, HOW: gl.constexpr):
 
 @gluon.jit
 def _score(
-    q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE: gl.constexpr
+    q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE: gl.constexpr
 ):  # fmt: skip
     """Scores [keys, rows], running maximum, weights and their sum; at the end the log-sum-exp."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.tile, 16])
     across: gl.constexpr = gl.SliceLayout(0, grid)
     RING: gl.constexpr = SHAPE.ring
     N: gl.constexpr = SHAPE.tile
-    is_row, head, token = locate_rows(place, across, SHAPE)
+    is_row, head, token = locate_rows(work, across, SHAPE)
     near = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, grid))[:, None]
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
@@ -245,9 +247,9 @@ def _score(
         item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
         if item.tiles > 0:
             row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
-            _load_queries(q, q_strides, memory, position.sequence, place, SHAPE)
+            _load_queries(q, q_strides, memory, position.sequence, work, SHAPE)
             unit = memory.q_unit.load(across) * scale_log2  # of scores, which is positive
-            peak = gl.full([SHAPE.tile], float("-inf"), gl.float32, across)
+            row_max = gl.full([SHAPE.tile], float("-inf"), gl.float32, across)
             total = gl.zeros([_KEYS, N], gl.float32, grid)  # summed over the keys once, at the end
             for tile in range(item.tiles):
                 key = item.begin + tile * _KEYS
@@ -288,11 +290,11 @@ def _score(
                     TIMES, "=f,f,f", [scores, unit[None, :]], dtype=gl.float32, is_pure=True, pack=1
                 )
                 highest = gl.max(scores, 0)
-                new_peak = gl.where(highest > peak + SLACK, highest, peak)
+                new_row_max = gl.where(highest > row_max + RESCALE_THRESHOLD, highest, row_max)
                 # No visible key yet: subtract 0, because -inf - -inf is NaN.
-                shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-                decay = gl.exp2(peak - shift)
-                memory.decay.index(slot).store(decay)
+                shift = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+                acc_scale = gl.exp2(row_max - shift)
+                memory.acc_scale.index(slot).store(acc_scale)
                 weights = gl.exp2(scores - shift[None, :])
                 _give(memory, slot, 0, weights * (scale0 * _HALF_BIAS))
                 _give(memory, slot, 1, weights * (scale1 * _HALF_BIAS))
@@ -300,13 +302,13 @@ def _score(
                 _give(memory, slot, 3, weights * (scale3 * _HALF_BIAS))
                 fence_async_shared()
                 mbarrier.arrive(barriers.weights_ready.index(slot), count=1)
-                total = total * decay[None, :] + weights
-                peak = new_peak
+                total = total * acc_scale[None, :] + weights
+                row_max = new_row_max
                 step += 1
 
             mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
             sums = gl.sum(total, 0)
-            factor = finish_rows(peak, sums, results, position, item, place, 0, is_row, head, token, across, SHAPE)
+            factor = finish_rows(row_max, sums, results, position, item, work, 0, is_row, head, token, across, SHAPE)
             memory.weight.store(factor)
             mbarrier.arrive(barriers.result_ready.index(0), count=1)
             done += 1
@@ -324,21 +326,21 @@ def _multiply(memory, slot, QUARTER: gl.constexpr, part, grid: gl.constexpr):
 
 @gluon.jit
 def _finite(scale):
-    """NaN for infinity: the products of such a key would have one sign in each quarter, those of its values both."""
+    """NaN for infinity: products of such a key would have one sign in each quarter, products of its values both."""
     return scale + scale * 0.0
 
 
 @gluon.jit
 def _give(memory, slot, QUARTER: gl.constexpr, weights):
-    """Writes the weights of a quarter for the averagers."""
+    """Writes the weights of a quarter for the value consumers."""
     memory.weights.index(4 * slot + QUARTER).permute([1, 0]).store(weights.to(memory.weights.dtype))
 
 
 @gluon.jit
-def _load_queries(q, q_strides, memory, sequence, place, SHAPE: gl.constexpr):
+def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr):
     """Writes the queries to shared memory, with a power of two per row: the largest of a row is 2**14 to 2**15."""
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    is_row, head, token = locate_rows(place, gl.SliceLayout(1, lines), SHAPE)
+    is_row, head, token = locate_rows(work, gl.SliceLayout(1, lines), SHAPE)
     rows = q + row_offsets(q_strides, sequence, head, token)[:, None]
     column = gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, lines))[None, :]
     tail = load_signed(rows + (column + 4 * _QUARTER), is_row, SHAPE).to(gl.float32)
@@ -361,7 +363,7 @@ def _load_queries(q, q_strides, memory, sequence, place, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _average(PART: gl.constexpr, memory, barriers, sources, position, place, results, SHAPE: gl.constexpr):
+def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, results, SHAPE: gl.constexpr):
     """Adds values times weights, [columns, rows], for two quarters of the output columns."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.tile, 16])
     across: gl.constexpr = gl.SliceLayout(0, grid)
@@ -383,16 +385,16 @@ def _average(PART: gl.constexpr, memory, barriers, sources, position, place, res
                 pairs = _pairs(memory, slot, 2 * PART).permute([1, 0]).load(operand)
                 values = _to_bf16(pairs, _FIRST)
                 mbarrier.wait(barriers.weights_ready.index(slot), step // RING & 1)
-                decay = memory.decay.index(slot).load(across)[None, :]
+                acc_scale = memory.acc_scale.index(slot).load(across)[None, :]
                 weights = memory.weights.index(4 * slot + 2 * PART).permute([1, 0])
-                even0 = warpgroup_mma(values, weights, even0 * decay, is_async=True)
-                odd0 = warpgroup_mma(_to_bf16(pairs, _SECOND), weights, odd0 * decay, is_async=True)
+                even0 = warpgroup_mma(values, weights, even0 * acc_scale, is_async=True)
+                odd0 = warpgroup_mma(_to_bf16(pairs, _SECOND), weights, odd0 * acc_scale, is_async=True)
                 pairs = _pairs(memory, slot, 2 * PART + 1).permute([1, 0]).load(operand)
                 even0 = warpgroup_mma_wait(1, [even0])
                 weights = memory.weights.index(4 * slot + 2 * PART + 1).permute([1, 0])
-                even1 = warpgroup_mma(_to_bf16(pairs, _FIRST), weights, even1 * decay, is_async=True)
+                even1 = warpgroup_mma(_to_bf16(pairs, _FIRST), weights, even1 * acc_scale, is_async=True)
                 odd0 = warpgroup_mma_wait(1, [odd0])
-                odd1 = warpgroup_mma(_to_bf16(pairs, _SECOND), weights, odd1 * decay, is_async=True)
+                odd1 = warpgroup_mma(_to_bf16(pairs, _SECOND), weights, odd1 * acc_scale, is_async=True)
                 even1, odd1 = warpgroup_mma_wait(0, [even1, odd1])
                 mbarrier.arrive(barriers.k_free.index(slot), count=1)
                 step += 1
@@ -401,22 +403,22 @@ def _average(PART: gl.constexpr, memory, barriers, sources, position, place, res
             weight = memory.weight.load(across)[None, :] * _HALF_BIAS
             mbarrier.arrive(barriers.result_free.index(0), count=1)
             done += 1
-            _store(results, even0 * weight, 2 * PART * _QUARTER, position, item, place, grid, SHAPE)
-            _store(results, odd0 * weight, 2 * PART * _QUARTER + 1, position, item, place, grid, SHAPE)
-            _store(results, even1 * weight, (2 * PART + 1) * _QUARTER, position, item, place, grid, SHAPE)
-            _store(results, odd1 * weight, (2 * PART + 1) * _QUARTER + 1, position, item, place, grid, SHAPE)
+            _store(results, even0 * weight, 2 * PART * _QUARTER, position, item, work, grid, SHAPE)
+            _store(results, odd0 * weight, 2 * PART * _QUARTER + 1, position, item, work, grid, SHAPE)
+            _store(results, even1 * weight, (2 * PART + 1) * _QUARTER, position, item, work, grid, SHAPE)
+            _store(results, odd1 * weight, (2 * PART + 1) * _QUARTER + 1, position, item, work, grid, SHAPE)
         position = after(position, item)
 
 
 @gluon.jit
-def _store(results, sums, FIRST: gl.constexpr, position, item, place, grid: gl.constexpr, SHAPE: gl.constexpr):
+def _store(results, sums, FIRST: gl.constexpr, position, item, work, grid: gl.constexpr, SHAPE: gl.constexpr):
     """Every other output column of a quarter, from FIRST on, of a whole sequence or of a split."""
     across: gl.constexpr = gl.SliceLayout(0, grid)
-    is_row, head, token = locate_rows(place, across, SHAPE)
+    is_row, head, token = locate_rows(work, across, SHAPE)
     column = FIRST + 2 * gl.arange(0, _PAIRS, layout=gl.SliceLayout(1, grid))[:, None]
     if item.starts & item.ends:
         row = row_offsets(results.out_strides, position.sequence, head, token)
         gl.store(results.out + row[None, :] + column, sums.to(results.out.dtype.element_ty), mask=is_row[None, :])
     else:
-        row = (split_row(position, item, place, SHAPE) + gl.arange(0, SHAPE.tile, layout=across)) * (4 * _QUARTER)
+        row = (split_row(position, item, work, SHAPE) + gl.arange(0, SHAPE.tile, layout=across)) * (4 * _QUARTER)
         gl.store(results.part_out + row[None, :] + column, sums, mask=is_row[None, :])

@@ -1,15 +1,16 @@
 """Decode over a paged cache on Hopper for many rows (query heads and tokens) per KV head: GQA with large groups.
 
 A row of the matrix instructions is a query head and token of the KV head, 64 in a group of warps. Two groups of warps
-multiply queries and keys, keep the running maximum, and add weights times values, all in registers:
+(the consumers) multiply queries and keys, keep the row maximum, and add weights times values, all in registers:
 
 - with at most 64 rows, both have the same rows and take the tiles of 64 keys in turns; at the end of an item the second
   hands its sums to the first (`halves` is 1);
 - with up to 128 rows each has 64 of them and sees all tiles (`halves` is 2): every key is read once for all rows.
 
-One more warp lets the copy engine (TMA) fetch keys and values, by the block table, into rings of tiles. Tiles of keys
-and of values are `ready` when they have arrived and `free` when the groups that read them are done. Barriers are waited
-for by the parity of their phase, counted over all items. See `gluon_latent` for keys outside of an item.
+One more warp, the producer, lets the copy engine (TMA) fetch keys and values, by the block table, into rings of tiles.
+Tiles of keys and of values are `ready` when they have arrived and `free` when the groups that read them are done.
+Barriers are waited for by the parity of their phase, counted over all items. See `gluon_latent` for keys outside of an
+item.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -33,34 +34,34 @@ from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.gluon_common import (
     BLOCK_SIZES,
     NOT_SPECIALIZED,
-    Place,
     Results,
+    WorkTile,
     aligned,
     blocks_of,
     fetch,
     finish_rows,
     group_barrier,
-    grow,
     launch_kernel,
     load_signed,
     locate_rows,
     matrix,
-    place_of_program,
     pool_descriptor,
     row_offsets,
     shape_of,
     store_rows,
+    update_raw_max,
+    work_tile_of_program,
 )
-from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
+from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, first_position, item_at, row_bounds
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
-from attnmesh.ops.gluon_exponents import lowest_of, peak_of, row_exponents
+from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
 from attnmesh.ops.storage import Quantized, values_of
 
 HEAD_DIMS = (64, 128)
 MIN_ROWS = 16
 _ROWS, _KEYS = gl.constexpr(64), gl.constexpr(KEYS)
-_SECOND, _LOADER = gl.constexpr(232), gl.constexpr(24)  # registers per thread
+_SECOND, _PRODUCER = gl.constexpr(232), gl.constexpr(24)  # registers per thread
 
 
 class Memory(NamedTuple):
@@ -70,7 +71,7 @@ class Memory(NamedTuple):
     k: Any
     v: Any
     sums: Any  # of the second group, and their maxima and totals
-    peak: Any
+    row_max: Any
     total: Any
 
 
@@ -86,7 +87,7 @@ class Barriers(NamedTuple):
     sums_free: Any
 
 
-def refusal(call: DecodeCall) -> str | None:
+def why_not(call: DecodeCall) -> str | None:
     """The reason why the kernel cannot serve these tensors; None if it can."""
     head_dim, rows = call.q.shape[3], call.group * call.q.shape[2]
     if isinstance(call.k, Quantized) or isinstance(call.v, Quantized):
@@ -106,11 +107,11 @@ def refusal(call: DecodeCall) -> str | None:
 
 
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
-    """Out and lse of a call without a `refusal`, in two launches."""
+    """Out and lse of a call whose `why_not` is None, in two launches."""
     halves = 1 if call.group * call.q.shape[2] <= 64 else 2
     shared = Schedule.of(call, state, DecodeTiles(rows=64 * halves, keys=KEYS, warps=4, stages=2, resident=1))
     head_dim = call.q.shape[3]
-    # Even, so that all tiles in a place are read by one group of warps, which never waits for a phase too far ahead.
+    # Even, so that all tiles in a slot are read by one group of warps, which never waits for a phase too far ahead.
     ring = (4 if halves == 1 else 6) * (128 // head_dim)
     shape = shape_of(shared, 64, ring)
     pools = [pool_descriptor(values_of(pool), head_dim, shape.piece) for pool in (call.k, call.v)]
@@ -121,10 +122,10 @@ def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
 def _attend_kernel(
     k_blocks, v_blocks, q, q_strides, table, table_stride, cur_pos, range_first, range_end,
     out, out_strides, lse, lse_strides, part_out, part_lse, sinks,
-    batch, kv_heads, capacity, window, shares, max_splits, scale_log2,
+    batch, kv_heads, capacity, window, partitions, max_splits, scale_log2,
     SHAPE: gl.constexpr, D: gl.constexpr, HALVES: gl.constexpr, BATCH: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Attends over this program's share of the keys; writes whole sequences to out, and splits to the buffers."""
+    """Attends over this program's partition of the keys; writes whole sequences to out, and splits to the buffers."""
     if EARLY:
         gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
     dtype: gl.constexpr = q.dtype.element_ty
@@ -134,7 +135,7 @@ def _attend_kernel(
     keys = gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, D], k_blocks.layout)
     values = gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, D], v_blocks.layout)
     sums = gl.allocate_shared_memory(gl.float32, [_ROWS if HALVES == 1 else 1, D], plain)
-    peak = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
+    row_max = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
     total = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
 
     RING: gl.constexpr = SHAPE.ring
@@ -155,33 +156,35 @@ def _attend_kernel(
     fence_async_shared()
 
     sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    place = place_of_program(kv_heads, HALVES * _ROWS, SHAPE)
-    position = share_of_program(sources, place.share.to(gl.int64), shares, max_splits, SHAPE.tokens, SHAPE.unit, BATCH)
-    memory = Memory(q_memory, keys, values, sums, peak, total)
+    work = work_tile_of_program(kv_heads, HALVES * _ROWS, SHAPE)
+    position = first_position(
+        sources, work.partition.to(gl.int64), partitions, max_splits, SHAPE.tokens, SHAPE.unit, BATCH
+    )
+    memory = Memory(q_memory, keys, values, sums, row_max, total)
     barriers = Barriers(k_ready, k_free, v_ready, v_free, cleared, sums_ready, sums_free)
     results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
     gl.warp_specialize(
         [
             (
                 _attend, (
-                    0, q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE, D, HALVES,
+                    0, q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE, D, HALVES,
                 ),
             ),
             (
                 _attend, (
-                    1, q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE, D, HALVES,
+                    1, q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE, D, HALVES,
                 ),
             ),
-            (_load, (k_blocks, v_blocks, table, table_stride, memory, barriers, sources, position, place, SHAPE)),
+            (_load, (k_blocks, v_blocks, table, table_stride, memory, barriers, sources, position, work, SHAPE)),
         ],
         [4, 1],
-        [_SECOND, _LOADER],
+        [_SECOND, _PRODUCER],
     )  # fmt: skip
     invalidate_barriers(barriers)
 
 
 @gluon.jit
-def _load(k_blocks, v_blocks, table, table_stride, memory, barriers, sources, position, place, SHAPE: gl.constexpr):
+def _load(k_blocks, v_blocks, table, table_stride, memory, barriers, sources, position, work, SHAPE: gl.constexpr):
     """Lets the copy engine fetch the keys and values of every tile, as soon as there is room."""
     RING: gl.constexpr = SHAPE.ring
     step = 0  # tiles so far, of all items
@@ -194,26 +197,26 @@ def _load(k_blocks, v_blocks, table, table_stride, memory, barriers, sources, po
             slot = step % RING
             before = (step // RING & 1) ^ 1
             mbarrier.wait(barriers.k_free.index(slot), before)
-            fetch(k_blocks, memory.k.index(slot), barriers.k_ready.index(slot), blocks, key, 0, place, SHAPE)
+            fetch(k_blocks, memory.k.index(slot), barriers.k_ready.index(slot), blocks, key, 0, work, SHAPE)
             mbarrier.wait(barriers.v_free.index(slot), before)
-            fetch(v_blocks, memory.v.index(slot), barriers.v_ready.index(slot), blocks, key, 0, place, SHAPE)
+            fetch(v_blocks, memory.v.index(slot), barriers.v_ready.index(slot), blocks, key, 0, work, SHAPE)
             step += 1
         position = after(position, item)
 
 
 @gluon.jit
 def _attend(
-    PART: gl.constexpr, q, q_strides, memory, barriers, sources, position, place, results, scale_log2,
+    PART: gl.constexpr, q, q_strides, memory, barriers, sources, position, work, results, scale_log2,
     SHAPE: gl.constexpr, D: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Attends with 64 rows over all tiles or, with one half, over every second."""
+    """A consumer: attends with 64 rows over all tiles or, with one half, over every second tile."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
     RING: gl.constexpr = SHAPE.ring
     if HALVES == 2:
-        place = Place(place.head, place.head_tile, place.heads, place.row_begin + PART * _ROWS, place.share)
-    is_row, head, token = locate_rows(place, down, SHAPE)
+        work = WorkTile(work.head, work.head_tile, work.heads, work.row_begin + PART * _ROWS, work.partition)
+    is_row, head, token = locate_rows(work, down, SHAPE)
     column = gl.arange(0, _KEYS, layout=gl.SliceLayout(0, grid))[None, :]
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
@@ -222,11 +225,11 @@ def _attend(
         item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
         if item.tiles > 0:
             row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
-            _load_queries(q, q_strides, memory.q.index(PART), position.sequence, place, SHAPE, D)
-            top = gl.zeros([_ROWS], gl.float32, down) + lowest_of(scale_log2)
+            _load_queries(q, q_strides, memory.q.index(PART), position.sequence, work, SHAPE, D)
+            raw_max = gl.zeros([_ROWS], gl.float32, down) + lowest_of(scale_log2)
             total = gl.full([_ROWS], 0.0, gl.float32, down)
             sums = gl.zeros([_ROWS, D], gl.float32, wide)
-            # Of one half: the tiles whose place in the ring, which is even, is always this group's.
+            # Of one half: the tiles whose slot in the ring, which is even, is always this group's.
             first = (step + PART) % 2 * (2 - HALVES)
             for tile in range(first, item.tiles, 3 - HALVES):
                 key = item.begin + tile * _KEYS
@@ -250,54 +253,54 @@ def _attend(
                             mbarrier.arrive(barriers.cleared.index(0), count=1)
                             mbarrier.wait(barriers.cleared.index(0), clears & 1)
                             clears += 1
-                new_top = grow(top, gl.max(scores, 1), scale_log2)
-                factor, shift, exponent = row_exponents(top, new_top, scale_log2)
-                decay = gl.exp2(exponent)
+                new_raw_max = update_raw_max(raw_max, gl.max(scores, 1), scale_log2)
+                factor, shift, exponent = row_exponents(raw_max, new_raw_max, scale_log2)
+                acc_scale = gl.exp2(exponent)
                 weights = gl.exp2(scores * factor[:, None] - shift[:, None])
-                total = total * decay + gl.sum(weights, 1)
-                top = new_top
+                total = total * acc_scale + gl.sum(weights, 1)
+                raw_max = new_raw_max
                 operand = gl.convert_layout(weights.to(memory.v.dtype), gl.DotOperandLayout(0, wide, 2))
-                sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, wide))[:, None]
+                sums = sums * gl.convert_layout(acc_scale, gl.SliceLayout(1, wide))[:, None]
                 sums = warpgroup_mma(operand, matrix(memory.v, slot), sums, is_async=True)
                 sums = warpgroup_mma_wait(0, [sums])
                 mbarrier.arrive(barriers.v_free.index(slot), count=1)
             step += item.tiles
 
-            peak = peak_of(top, scale_log2)
+            row_max = row_max_of(raw_max, scale_log2)
             if HALVES == 2:
                 factor = finish_rows(
-                    peak, total, results, position, item, place, PART * _ROWS, is_row, head, token, down, SHAPE
+                    row_max, total, results, position, item, work, PART * _ROWS, is_row, head, token, down, SHAPE
                 )
                 sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, wide))[:, None]
-                store_rows(results, sums, 0, D, PART * _ROWS, position, item, place, wide, SHAPE)
+                store_rows(results, sums, 0, D, PART * _ROWS, position, item, work, wide, SHAPE)
             elif PART == 1:
                 mbarrier.wait(barriers.sums_free.index(0), (done & 1) ^ 1)
                 memory.sums.store(sums)
-                memory.peak.store(peak)
+                memory.row_max.store(row_max)
                 memory.total.store(total)
                 mbarrier.arrive(barriers.sums_ready.index(0), count=1)
             else:
                 mbarrier.wait(barriers.sums_ready.index(0), done & 1)
-                other = memory.peak.load(down)
-                both = gl.maximum(peak, other)
+                other = memory.row_max.load(down)
+                both = gl.maximum(row_max, other)
                 shift = gl.where(both == float("-inf"), 0.0, both)
-                mine, theirs = gl.exp2(peak - shift), gl.exp2(other - shift)
+                mine, theirs = gl.exp2(row_max - shift), gl.exp2(other - shift)
                 total = total * mine + memory.total.load(down) * theirs
                 sums = sums * gl.convert_layout(mine, gl.SliceLayout(1, wide))[:, None]
                 sums += memory.sums.load(wide) * gl.convert_layout(theirs, gl.SliceLayout(1, wide))[:, None]
                 mbarrier.arrive(barriers.sums_free.index(0), count=1)
-                factor = finish_rows(both, total, results, position, item, place, 0, is_row, head, token, down, SHAPE)
+                factor = finish_rows(both, total, results, position, item, work, 0, is_row, head, token, down, SHAPE)
                 sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, wide))[:, None]
-                store_rows(results, sums, 0, D, 0, position, item, place, wide, SHAPE)
+                store_rows(results, sums, 0, D, 0, position, item, work, wide, SHAPE)
             done += 1
         position = after(position, item)
 
 
 @gluon.jit
-def _load_queries(q, q_strides, memory, sequence, place, SHAPE: gl.constexpr, D: gl.constexpr):
+def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr, D: gl.constexpr):
     """Writes the queries to shared memory."""
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    is_row, head, token = locate_rows(place, gl.SliceLayout(1, lines), SHAPE)
+    is_row, head, token = locate_rows(work, gl.SliceLayout(1, lines), SHAPE)
     rows = q + row_offsets(q_strides, sequence, head, token)[:, None]
     column = gl.arange(0, D, layout=gl.SliceLayout(0, lines))[None, :]
     memory.store(load_signed(rows + column, is_row, SHAPE))

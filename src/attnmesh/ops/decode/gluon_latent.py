@@ -6,30 +6,31 @@ the speed is the bandwidth of shared memory (128 bytes per cycle), from which th
 64 x 512 sums of a tile of rows fill half of the registers, its queries and two tiles of keys all of shared memory.
 
 A program is persistent and has one tile of 64 rows: the query heads and tokens that share a KV head. It processes the
-items of its share of the keys (see `gluon_schedule`), 64 keys at a time, by four groups of warps:
+items of its partition of the keys (see `gluon_schedule`), 64 keys at a time, by four groups of warps:
 
-- the loader (one warp) lets the copy engine (TMA) fetch keys, by the block table: four quarters of 128 columns, which
+- the producer (one warp) lets the copy engine (TMA) fetch keys, by the block table: four quarters of 128 columns, which
   are the values, into a ring of nine, and a tail of 64 columns into a ring of three;
-- the scorer multiplies queries and keys, keeps the running maximum, and writes the weights over the tail of the keys.
-  The first quarter of the queries is in its registers, which leaves room for a quarter of keys in shared memory;
-- two averagers have two quarters of the output columns each, and add weights times values.
+- the score consumer (four warps) multiplies queries and keys, keeps the row maximum, and writes the weights over the
+  tail of the keys. The first quarter of the queries is in its registers, which leaves room for a quarter of keys in
+  shared memory;
+- two value consumers (four warps each) have two quarters of the output columns each, and add weights times values.
 
 A group of warps cannot do anything else while it issues products, so that the tensor cores would be idle during every
-softmax. Therefore the averagers multiply half of a tile at once, which makes room for the keys of the next tile but
-one, and the other half when the products of the next tile are done (`scored`): during its softmax.
+softmax. Therefore the value consumers multiply half of tile i at once, which makes room for the keys of tile i + 2, and
+the other half when the scores of tile i + 1 are done (`scored`): during the softmax of tile i + 1.
 
-Each key is read from memory once per tile of rows. Tiles of the same KV head run next to each other, so that all but
-the first find it in L2.
+Each tile of rows reads every key once. Tiles of the same KV head run at the same time, so that all but the first read
+keys from L2.
 
 Synchronization: a quarter (or tail) is `ready` when the copy engine has written it, and a quarter is `free` when the
-averager that reads it last is done. By the time that the quarters of a tile are free for the next but one, both
-averagers are done with the tile before: with its tail, weights and decay, which therefore need no barrier of their own.
+value consumer that reads it last is done. When the quarters of tile i are free for tile i + 2, both
+value consumers are done with tile i - 1. So its tail, weights and `acc_scale` need no separate barriers.
 Barriers are waited for by the parity of their phase, counted over all items; waiting for the phase before the first
 succeeds at once.
 
 Keys outside of an item (past the end of a sequence, or before a window) may hold anything: their scores are masked, and
-since 0 * NaN is NaN the scorer clears them in shared memory. Blocks outside the pool are read as 0 by the copy engine;
-the merge kernel records them.
+since 0 * NaN is NaN the score consumer clears them in shared memory. The copy engine reads blocks outside the pool as
+0; the merge kernel records them.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -59,21 +60,21 @@ from attnmesh.ops.decode.gluon_common import (
     fetch,
     finish_rows,
     group_barrier,
-    grow,
     launch_kernel,
     load_signed,
     locate_rows,
     matrix,
-    place_of_program,
     pool_descriptors,
     row_offsets,
     shape_of,
     store_rows,
+    update_raw_max,
+    work_tile_of_program,
 )
-from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
+from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, first_position, item_at, row_bounds
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
-from attnmesh.ops.gluon_exponents import lowest_of, peak_of, row_exponents
+from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
 
 ROWS = 64  # of a tile: the rows of one matrix instruction
 TILES = DecodeTiles(rows=ROWS, keys=KEYS, warps=4, stages=2, resident=1)
@@ -81,7 +82,8 @@ _ROWS, _KEYS, _QUARTER, _TAIL = gl.constexpr(ROWS), gl.constexpr(KEYS), gl.const
 _D_V = gl.constexpr(D_V)
 QUARTERS = 9  # of keys in shared memory
 _QUARTERS, _TAILS = gl.constexpr(QUARTERS), gl.constexpr(3)
-_AVERAGER, _LOADER = gl.constexpr(160), gl.constexpr(24)  # registers per thread; the scorer has the rest of 512
+# Registers per thread; the score consumer has the rest of 512.
+_VALUE_CONSUMER, _PRODUCER = gl.constexpr(160), gl.constexpr(24)
 
 # A product leaves each lane two neighboring columns of a quarter at a time, so that an instruction that stores results
 # writes 16 bytes to each of eight rows. Lanes exchange such words until each has four of a row, and an instruction
@@ -115,7 +117,7 @@ class Memory(NamedTuple):
     q_tail: Any
     k: Any
     tails: Any  # and then the weights [ROWS, KEYS]
-    decay: Any  # factor of the sums so far after a new maximum
+    acc_scale: Any  # factor of the sums so far after a new maximum
     weight: Any  # of the sums at the end of an item
 
 
@@ -132,7 +134,7 @@ class Barriers(NamedTuple):
 
 
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
-    """Out and lse of a call without a `refusal`, in two launches."""
+    """Out and lse of a call whose `why_not` is None, in two launches."""
     shared = Schedule.of(call, state, TILES)
     shape = shape_of(shared, ROWS, QUARTERS)
     return launch_kernel(_attend_kernel, shared, pool_descriptors(call, shape.piece), shape, first_sequence)
@@ -142,10 +144,10 @@ def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
 def _attend_kernel(
     k_main, k_tail, q, q_strides, table, table_stride, cur_pos, range_first, range_end,
     out, out_strides, lse, lse_strides, part_out, part_lse, sinks,
-    batch, kv_heads, capacity, window, shares, max_splits, scale_log2,
+    batch, kv_heads, capacity, window, partitions, max_splits, scale_log2,
     SHAPE: gl.constexpr, BATCH: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Attends over this program's share of the keys; writes whole sequences to out, and splits to the buffers."""
+    """Attends over this program's partition of the keys; writes whole sequences to out, and splits to the buffers."""
     if EARLY:
         gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
     dtype: gl.constexpr = q.dtype.element_ty
@@ -155,7 +157,7 @@ def _attend_kernel(
     q_tail = gl.allocate_shared_memory(dtype, [_ROWS, _TAIL], wide)
     keys = gl.allocate_shared_memory(dtype, [_QUARTERS, 1, 1, _KEYS, _QUARTER], k_main.layout)
     tails = gl.allocate_shared_memory(dtype, [_TAILS, 1, 1, _KEYS, _TAIL], k_tail.layout)
-    decay = gl.allocate_shared_memory(gl.float32, [_TAILS, _ROWS], flat)
+    acc_scale = gl.allocate_shared_memory(gl.float32, [_TAILS, _ROWS], flat)
     weight = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
 
     k_ready = allocate_barriers(_QUARTERS)
@@ -175,27 +177,29 @@ def _attend_kernel(
     fence_async_shared()
 
     sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    place = place_of_program(kv_heads, _ROWS, SHAPE)
-    position = share_of_program(sources, place.share.to(gl.int64), shares, max_splits, SHAPE.tokens, SHAPE.unit, BATCH)
-    memory = Memory(q_memory, q_tail, keys, tails, decay, weight)
+    work = work_tile_of_program(kv_heads, _ROWS, SHAPE)
+    position = first_position(
+        sources, work.partition.to(gl.int64), partitions, max_splits, SHAPE.tokens, SHAPE.unit, BATCH
+    )
+    memory = Memory(q_memory, q_tail, keys, tails, acc_scale, weight)
     barriers = Barriers(k_ready, k_free, tail_ready, scored, weights_ready, result_ready, result_free)
     results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
     gl.warp_specialize(
         [
-            (_score, (q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE)),
-            (_average, (0, memory, barriers, sources, position, place, results, SHAPE)),
-            (_average, (1, memory, barriers, sources, position, place, results, SHAPE)),
-            (_load, (k_main, k_tail, table, table_stride, memory, barriers, sources, position, place, SHAPE)),
+            (_score, (q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE)),
+            (_add_values, (0, memory, barriers, sources, position, work, results, SHAPE)),
+            (_add_values, (1, memory, barriers, sources, position, work, results, SHAPE)),
+            (_load, (k_main, k_tail, table, table_stride, memory, barriers, sources, position, work, SHAPE)),
         ],
         [4, 4, 1],
-        [_AVERAGER, _AVERAGER, _LOADER],
+        [_VALUE_CONSUMER, _VALUE_CONSUMER, _PRODUCER],
     )
     invalidate_barriers(barriers)
 
 
 @gluon.jit
 def _load(
-    k_main, k_tail, table, table_stride, memory, barriers, sources, position, place,
+    k_main, k_tail, table, table_stride, memory, barriers, sources, position, work,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Lets the copy engine fetch the keys of every tile, as soon as there is room."""
@@ -205,48 +209,60 @@ def _load(
         table_row = table + position.sequence.to(gl.int64) * table_stride
         for tile in range(item.tiles):
             key = item.begin + tile * _KEYS
-            places = blocks_of(table_row, key, item, SHAPE)
+            blocks = blocks_of(table_row, key, item, SHAPE)
             for quarter in gl.static_range(4):
                 slot = (4 * step + quarter) % _QUARTERS
                 mbarrier.wait(barriers.k_free.index(slot), ((4 * step + quarter) // _QUARTERS & 1) ^ 1)
                 ready = barriers.k_ready.index(slot)
-                fetch(k_main, memory.k.index(slot), ready, places, key, quarter * _QUARTER, place, SHAPE)
+                fetch(k_main, memory.k.index(slot), ready, blocks, key, quarter * _QUARTER, work, SHAPE)
             slot = step % _TAILS
             ready = barriers.tail_ready.index(slot)
-            fetch(k_tail, memory.tails.index(slot), ready, places, key, 0, place, SHAPE)
+            fetch(k_tail, memory.tails.index(slot), ready, blocks, key, 0, work, SHAPE)
             step += 1
         position = after(position, item)
 
 
 @gluon.jit
 def _score(
-    q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE: gl.constexpr
+    q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE: gl.constexpr
 ):  # fmt: skip
     """Scores, running maximum, weights and their sum; at the end the log-sum-exp."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
-    is_row, row_head, token = locate_rows(place, down, SHAPE)
+    is_row, row_head, token = locate_rows(work, down, SHAPE)
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
         item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
         if item.tiles > 0:
             row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
-            q_first = _load_queries(q, q_strides, memory, position.sequence, place, grid, SHAPE)
-            top = gl.zeros([_ROWS], gl.float32, down) + lowest_of(scale_log2)
+            q_first = _load_queries(q, q_strides, memory, position.sequence, work, grid, SHAPE)
+            raw_max = gl.zeros([_ROWS], gl.float32, down) + lowest_of(scale_log2)
             total = gl.full([_ROWS], 0.0, gl.float32, down)
             for tile in range(item.tiles):
                 scores = warpgroup_mma_wait(0, [_products(q_first, memory, barriers, step, grid)])
                 mbarrier.arrive(barriers.scored.index(step % _TAILS), count=1)
                 key = item.begin + tile * _KEYS
-                top, total = _weigh(
-                    scores, top, total, key, row_first, row_end, item, memory, barriers, step, scale_log2, grid, SHAPE
+                raw_max, total = _weigh(
+                    scores,
+                    raw_max,
+                    total,
+                    key,
+                    row_first,
+                    row_end,
+                    item,
+                    memory,
+                    barriers,
+                    step,
+                    scale_log2,
+                    grid,
+                    SHAPE,
                 )
                 step += 1
 
             mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
-            peak = peak_of(top, scale_log2)
-            factor = finish_rows(peak, total, results, position, item, place, 0, is_row, row_head, token, down, SHAPE)
+            row_max = row_max_of(raw_max, scale_log2)
+            factor = finish_rows(row_max, total, results, position, item, work, 0, is_row, row_head, token, down, SHAPE)
             memory.weight.store(factor)
             mbarrier.arrive(barriers.result_ready.index(0), count=1)
             done += 1
@@ -254,15 +270,15 @@ def _score(
 
 
 @gluon.jit
-def _load_queries(q, q_strides, memory, sequence, place, grid: gl.constexpr, SHAPE: gl.constexpr):
+def _load_queries(q, q_strides, memory, sequence, work, grid: gl.constexpr, SHAPE: gl.constexpr):
     """Writes all but the first quarter of the queries to shared memory; returns the first."""
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
-    is_row, head, token = locate_rows(place, gl.SliceLayout(1, lines), SHAPE)
+    is_row, head, token = locate_rows(work, gl.SliceLayout(1, lines), SHAPE)
     rows = q + row_offsets(q_strides, sequence, head, token)[:, None]
     column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, lines))[None, :]
     tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, lines))[None, :]
-    # As many as fit are on their way before the first is needed.
+    # Loads start before the first is needed, as far as registers allow.
     first = load_signed(rows + column, is_row, SHAPE)
     last = load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE)
     second = load_signed(rows + (column + _QUARTER), is_row, SHAPE)
@@ -297,10 +313,13 @@ def _products(q_first, memory, barriers, step, grid: gl.constexpr):
 
 @gluon.jit
 def _weigh(
-    scores, top, total, key, row_first, row_end, item, memory, barriers, step, scale_log2, grid: gl.constexpr,
+    scores, raw_max, total, key, row_first, row_end, item, memory, barriers, step, scale_log2, grid: gl.constexpr,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """The weights of a tile, and the decay of what was before, for the averagers; returns the new maximum and sum."""
+    """Hands the weights of a tile and `acc_scale`, the factor of the sums so far, to the value consumers.
+
+    Returns the new maximum and the new sum of weights.
+    """
     slot = step % _TAILS
     if (key < item.inner) | (key + _KEYS > item.edge):
         column = gl.arange(0, _KEYS, layout=gl.SliceLayout(0, grid))[None, :]
@@ -308,19 +327,19 @@ def _weigh(
         scores = gl.where(visible, scores, float("-inf"))
         if (key < item.first) | (key + _KEYS > item.stop):
             clear_outside(memory.k, step, key, item, SHAPE)
-    new_top = grow(top, gl.max(scores, 1), scale_log2)
-    factor, shift, exponent = row_exponents(top, new_top, scale_log2)
-    decay = gl.exp2(exponent)
-    memory.decay.index(slot).store(decay)
+    new_raw_max = update_raw_max(raw_max, gl.max(scores, 1), scale_log2)
+    factor, shift, exponent = row_exponents(raw_max, new_raw_max, scale_log2)
+    acc_scale = gl.exp2(exponent)
+    memory.acc_scale.index(slot).store(acc_scale)
     weights = gl.exp2(scores * factor[:, None] - shift[:, None])
     matrix(memory.tails, slot).store(weights.to(memory.tails.dtype))
     fence_async_shared()
     mbarrier.arrive(barriers.weights_ready.index(slot), count=1)
-    return new_top, total * decay + gl.sum(weights, 1)
+    return new_raw_max, total * acc_scale + gl.sum(weights, 1)
 
 
 @gluon.jit
-def _average(PART: gl.constexpr, memory, barriers, sources, position, place, results, SHAPE: gl.constexpr):
+def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, results, SHAPE: gl.constexpr):
     """Adds weights times values, for two quarters of the output columns."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _QUARTER, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
@@ -335,11 +354,11 @@ def _average(PART: gl.constexpr, memory, barriers, sources, position, place, res
                 slot = step % _TAILS
                 turn = step // _TAILS & 1
                 mbarrier.wait(barriers.weights_ready.index(slot), turn)
-                decay = memory.decay.index(slot).load(down)
+                acc_scale = memory.acc_scale.index(slot).load(down)
                 # Rarely taken; otherwise 128 multiplications per thread would precede the products of every tile.
-                if gl.min(decay, 0) < 1.0:
-                    left = left * decay[:, None]
-                    right = right * decay[:, None]
+                if gl.min(acc_scale, 0) < 1.0:
+                    left = left * acc_scale[:, None]
+                    right = right * acc_scale[:, None]
                 weights = matrix(memory.tails, slot)
                 near, far = (4 * step + PART) % _QUARTERS, (4 * step + PART + 2) % _QUARTERS
                 left = warpgroup_mma(weights, matrix(memory.k, near), left, is_async=True)
@@ -358,28 +377,28 @@ def _average(PART: gl.constexpr, memory, barriers, sources, position, place, res
             weight = memory.weight.load(down)[:, None]
             mbarrier.arrive(barriers.result_free.index(0), count=1)
             done += 1
-            _store(results, left * weight, PART * _QUARTER, position, item, place, grid, SHAPE)
-            _store(results, right * weight, (PART + 2) * _QUARTER, position, item, place, grid, SHAPE)
+            _store(results, left * weight, PART * _QUARTER, position, item, work, grid, SHAPE)
+            _store(results, right * weight, (PART + 2) * _QUARTER, position, item, work, grid, SHAPE)
         position = after(position, item)
 
 
 @gluon.jit
-def _store(results, sums, COLUMN: gl.constexpr, position, item, place, grid: gl.constexpr, SHAPE: gl.constexpr):
+def _store(results, sums, COLUMN: gl.constexpr, position, item, work, grid: gl.constexpr, SHAPE: gl.constexpr):
     """Writes a quarter of the output columns, from COLUMN on, of a whole sequence or of a split."""
     dtype: gl.constexpr = results.out.dtype.element_ty
     if item.starts & item.ends:
         if dtype == gl.float32:
-            store_rows(results, sums, COLUMN, _D_V, 0, position, item, place, grid, SHAPE)
+            store_rows(results, sums, COLUMN, _D_V, 0, position, item, work, grid, SHAPE)
         else:
             rows = _exchange(sums.to(dtype))
-            store_rows(results, rows, COLUMN, _D_V, 0, position, item, place, _EIGHT_COLUMNS, SHAPE)
+            store_rows(results, rows, COLUMN, _D_V, 0, position, item, work, _EIGHT_COLUMNS, SHAPE)
     else:
-        store_rows(results, sums, COLUMN, _D_V, 0, position, item, place, grid, SHAPE)
+        store_rows(results, sums, COLUMN, _D_V, 0, position, item, work, grid, SHAPE)
 
 
 @gluon.jit
 def _exchange(values):
-    """The values of 16 bits [rows, columns] of a product, eight neighboring ones to a lane."""
+    """The values of 16 bits [rows, columns] of a product, eight neighboring values to a lane."""
     even, odd = gl.split(values.reshape([_ROWS, _QUARTER // 2, 2]))
     words = gl.inline_asm_elementwise(_JOIN, "=r,h,h", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
     words = gl.convert_layout(words, _TWO_WORDS)

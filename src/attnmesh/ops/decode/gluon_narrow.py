@@ -4,15 +4,16 @@ With 16 rows or fewer the bytes of the keys take longer than all products. Here 
 instructions, and the queries are their columns: 16 instead of 64, so that the products take half of the time and
 an eighth of the registers that `gluon_latent` needs, and little shared memory is left to the queries.
 
-Tiles, copies and schedule are those of `gluon_latent`; the groups of warps are
+Tiles, copies and schedule are the same as in `gluon_latent`. The groups of warps are
 
-- the loader (one warp);
-- the scorer: products of keys and queries, running maximum, weights;
-- the averager: adds values times weights, for all output columns.
+- the producer (one warp);
+- the score consumer: products of keys and queries, running maximum, weights;
+- the value consumer: adds values times weights, for all output columns.
 
 Tails and weights have rings of three and no barriers for being free. The ring of quarters holds fewer than three tiles:
-when the last quarter of a tile is copied, the averager has given back quarters of the tile three before, whose scores
-and tail are thus done. When the scorer has the keys of a tile, the averager is done with the weights three before.
+when the last quarter of tile i is copied, the value consumer has released quarters of tile i - 3, whose scores and tail
+are thus done. When the score consumer has the keys of tile i, the value consumer is done with the weights of tile i -
+3.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -42,28 +43,28 @@ from attnmesh.ops.decode.gluon_common import (
     fetch,
     finish_rows,
     group_barrier,
-    grow,
     launch_kernel,
     load_signed,
     locate_rows,
     matrix,
-    place_of_program,
     pool_descriptors,
     row_offsets,
     shape_of,
     split_row,
+    update_raw_max,
+    work_tile_of_program,
 )
-from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
+from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, first_position, item_at, row_bounds
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
-from attnmesh.ops.gluon_exponents import lowest_of, peak_of, row_exponents
+from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
 
 ROWS = 16  # of a tile, at most
 RING = 11  # quarters of keys: what the queries leave of shared memory
 TILES = DecodeTiles(rows=ROWS, keys=KEYS, warps=4, stages=2, resident=1)
 _KEYS, _QUARTER, _TAIL = gl.constexpr(KEYS), gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
 _TAILS = gl.constexpr(3)
-_AVERAGER, _LOADER = gl.constexpr(144), gl.constexpr(24)  # registers per thread
+_VALUE_CONSUMER, _PRODUCER = gl.constexpr(144), gl.constexpr(24)  # registers per thread
 
 
 class Memory(NamedTuple):
@@ -74,7 +75,7 @@ class Memory(NamedTuple):
     k: Any
     tails: Any
     weights: Any
-    decay: Any  # factor of the sums so far after a new maximum
+    acc_scale: Any  # factor of the sums so far after a new maximum
     weight: Any  # of the sums at the end of an item
 
 
@@ -99,7 +100,7 @@ class Keys(NamedTuple):
 
 
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
-    """Out and lse of a call without a `refusal`, in two launches."""
+    """Out and lse of a call whose `why_not` is None, in two launches."""
     shared = Schedule.of(call, state, TILES)
     shape = shape_of(shared, ROWS, RING)
     pools = pool_descriptors(call, shape.piece)
@@ -111,10 +112,10 @@ def _attend_kernel(
     k_main, k_tail, q, q_strides,
     table, table_stride, cur_pos, range_first, range_end,
     out, out_strides, lse, lse_strides, part_out, part_lse, sinks,
-    batch, kv_heads, capacity, window, shares, max_splits, scale_log2,
+    batch, kv_heads, capacity, window, partitions, max_splits, scale_log2,
     SHAPE: gl.constexpr, BATCH: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Attends over this program's share of the keys; writes whole sequences to out, and splits to the buffers."""
+    """Attends over this program's partition of the keys; writes whole sequences to out, and splits to the buffers."""
     if EARLY:
         gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
     dtype: gl.constexpr = q.dtype.element_ty
@@ -126,7 +127,7 @@ def _attend_kernel(
     keys = gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, _QUARTER], key_layout)
     tails = gl.allocate_shared_memory(dtype, [_TAILS, 1, 1, _KEYS, _TAIL], key_layout)
     weights = gl.allocate_shared_memory(dtype, [_TAILS, SHAPE.tile, _KEYS], wide)
-    decay = gl.allocate_shared_memory(gl.float32, [_TAILS, SHAPE.tile], flat)
+    acc_scale = gl.allocate_shared_memory(gl.float32, [_TAILS, SHAPE.tile], flat)
     weight = gl.allocate_shared_memory(gl.float32, [SHAPE.tile], flat)
 
     RING: gl.constexpr = SHAPE.ring
@@ -145,26 +146,28 @@ def _attend_kernel(
     fence_async_shared()
 
     sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    place = place_of_program(kv_heads, SHAPE.rows, SHAPE)
-    position = share_of_program(sources, place.share.to(gl.int64), shares, max_splits, SHAPE.tokens, SHAPE.unit, BATCH)
-    memory = Memory(q_memory, q_tail, keys, tails, weights, decay, weight)
+    work = work_tile_of_program(kv_heads, SHAPE.rows, SHAPE)
+    position = first_position(
+        sources, work.partition.to(gl.int64), partitions, max_splits, SHAPE.tokens, SHAPE.unit, BATCH
+    )
+    memory = Memory(q_memory, q_tail, keys, tails, weights, acc_scale, weight)
     barriers = Barriers(k_ready, k_free, tail_ready, weights_ready, result_ready, result_free)
     source = Keys(k_main, k_tail, table, table_stride)
     results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
     gl.warp_specialize(
         [
-            (_score, (q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE)),
-            (_average, (memory, barriers, sources, position, place, results, SHAPE)),
-            (_load, (source, memory, barriers, sources, position, place, SHAPE)),
+            (_score, (q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE)),
+            (_add_values, (memory, barriers, sources, position, work, results, SHAPE)),
+            (_load, (source, memory, barriers, sources, position, work, SHAPE)),
         ],
         [4, 1],
-        [_AVERAGER, _LOADER],
+        [_VALUE_CONSUMER, _PRODUCER],
     )
     invalidate_barriers(barriers)
 
 
 @gluon.jit
-def _load(source, memory, barriers, sources, position, place, SHAPE: gl.constexpr):
+def _load(source, memory, barriers, sources, position, work, SHAPE: gl.constexpr):
     """Lets the copy engine fetch the keys of every tile, as soon as there is room."""
     RING: gl.constexpr = SHAPE.ring
     step = 0  # tiles so far, of all items
@@ -179,22 +182,22 @@ def _load(source, memory, barriers, sources, position, place, SHAPE: gl.constexp
                 at = 4 * step + quarter
                 mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)
                 into, ready = memory.k.index(at % RING), barriers.k_ready.index(at % RING)
-                fetch(source.main, into, ready, blocks, key, quarter * _QUARTER, place, SHAPE)
-            fetch(source.tail, memory.tails.index(slot), barriers.tail_ready.index(slot), blocks, key, 0, place, SHAPE)
+                fetch(source.main, into, ready, blocks, key, quarter * _QUARTER, work, SHAPE)
+            fetch(source.tail, memory.tails.index(slot), barriers.tail_ready.index(slot), blocks, key, 0, work, SHAPE)
             step += 1
         position = after(position, item)
 
 
 @gluon.jit
 def _score(
-    q, q_strides, memory, barriers, sources, position, place, results, scale_log2, SHAPE: gl.constexpr
+    q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE: gl.constexpr
 ):  # fmt: skip
     """Scores [keys, rows], running maximum, weights and their sum; at the end the log-sum-exp."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.tile, 16])
     across: gl.constexpr = gl.SliceLayout(0, grid)
     RING: gl.constexpr = SHAPE.ring
     N: gl.constexpr = SHAPE.tile
-    is_row, head, token = locate_rows(place, across, SHAPE)
+    is_row, head, token = locate_rows(work, across, SHAPE)
     near = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, grid))[:, None]
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
@@ -202,8 +205,8 @@ def _score(
         item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
         if item.tiles > 0:
             row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
-            _load_queries(q, q_strides, memory, position.sequence, place, SHAPE)
-            top = gl.full([SHAPE.tile], 0.0, gl.float32, across) + lowest_of(scale_log2)
+            _load_queries(q, q_strides, memory, position.sequence, work, SHAPE)
+            raw_max = gl.full([SHAPE.tile], 0.0, gl.float32, across) + lowest_of(scale_log2)
             total = gl.zeros([_KEYS, N], gl.float32, grid)  # summed over the keys once, at the end
             for tile in range(item.tiles):
                 key = item.begin + tile * _KEYS
@@ -225,22 +228,22 @@ def _score(
                     scores = gl.where(visible, scores, float("-inf"))
                     if (key < item.first) | (key + _KEYS > item.stop):
                         clear_outside(memory.k, step, key, item, SHAPE)
-                new_top = grow(top, gl.max(scores, 0), scale_log2)
-                factor, shift, exponent = row_exponents(top, new_top, scale_log2)
-                decay = gl.exp2(exponent)
-                memory.decay.index(slot).store(decay)
+                new_raw_max = update_raw_max(raw_max, gl.max(scores, 0), scale_log2)
+                factor, shift, exponent = row_exponents(raw_max, new_raw_max, scale_log2)
+                acc_scale = gl.exp2(exponent)
+                memory.acc_scale.index(slot).store(acc_scale)
                 weights = gl.exp2(scores * factor[None, :] - shift[None, :])
                 memory.weights.index(slot).permute([1, 0]).store(weights.to(memory.weights.dtype))
                 fence_async_shared()
                 mbarrier.arrive(barriers.weights_ready.index(slot), count=1)
-                total = total * decay[None, :] + weights
-                top = new_top
+                total = total * acc_scale[None, :] + weights
+                raw_max = new_raw_max
                 step += 1
 
             mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
             sums = gl.sum(total, 0)
-            peak = peak_of(top, scale_log2)
-            factor = finish_rows(peak, sums, results, position, item, place, 0, is_row, head, token, across, SHAPE)
+            row_max = row_max_of(raw_max, scale_log2)
+            factor = finish_rows(row_max, sums, results, position, item, work, 0, is_row, head, token, across, SHAPE)
             memory.weight.store(factor)
             mbarrier.arrive(barriers.result_ready.index(0), count=1)
             done += 1
@@ -248,10 +251,10 @@ def _score(
 
 
 @gluon.jit
-def _load_queries(q, q_strides, memory, sequence, place, SHAPE: gl.constexpr):
+def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr):
     """Writes the queries to shared memory."""
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    is_row, head, token = locate_rows(place, gl.SliceLayout(1, lines), SHAPE)
+    is_row, head, token = locate_rows(work, gl.SliceLayout(1, lines), SHAPE)
     rows = q + row_offsets(q_strides, sequence, head, token)[:, None]
     column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, lines))[None, :]
     tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, lines))[None, :]
@@ -263,7 +266,7 @@ def _load_queries(q, q_strides, memory, sequence, place, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _average(memory, barriers, sources, position, place, results, SHAPE: gl.constexpr):
+def _add_values(memory, barriers, sources, position, work, results, SHAPE: gl.constexpr):
     """Adds values times weights, [columns, rows]."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.tile, 16])
     across: gl.constexpr = gl.SliceLayout(0, grid)
@@ -281,12 +284,12 @@ def _average(memory, barriers, sources, position, place, results, SHAPE: gl.cons
             for _tile in range(item.tiles):
                 slot = step % _TAILS
                 mbarrier.wait(barriers.weights_ready.index(slot), step // _TAILS & 1)
-                decay = memory.decay.index(slot).load(across)[None, :]
+                acc_scale = memory.acc_scale.index(slot).load(across)[None, :]
                 weights = memory.weights.index(slot).permute([1, 0])
-                sums0 = _add(sums0 * decay, 0, weights, memory, step, SHAPE)
-                sums1 = _add(sums1 * decay, 1, weights, memory, step, SHAPE)
-                sums2 = _add(sums2 * decay, 2, weights, memory, step, SHAPE)
-                sums3 = _add(sums3 * decay, 3, weights, memory, step, SHAPE)
+                sums0 = _add(sums0 * acc_scale, 0, weights, memory, step, SHAPE)
+                sums1 = _add(sums1 * acc_scale, 1, weights, memory, step, SHAPE)
+                sums2 = _add(sums2 * acc_scale, 2, weights, memory, step, SHAPE)
+                sums3 = _add(sums3 * acc_scale, 3, weights, memory, step, SHAPE)
                 sums0 = warpgroup_mma_wait(3, [sums0])
                 mbarrier.arrive(barriers.k_free.index(4 * step % RING), count=1)
                 sums1 = warpgroup_mma_wait(2, [sums1])
@@ -301,10 +304,10 @@ def _average(memory, barriers, sources, position, place, results, SHAPE: gl.cons
             weight = memory.weight.load(across)[None, :]
             mbarrier.arrive(barriers.result_free.index(0), count=1)
             done += 1
-            _store(results, sums0 * weight, 0, position, item, place, grid, SHAPE)
-            _store(results, sums1 * weight, 1, position, item, place, grid, SHAPE)
-            _store(results, sums2 * weight, 2, position, item, place, grid, SHAPE)
-            _store(results, sums3 * weight, 3, position, item, place, grid, SHAPE)
+            _store(results, sums0 * weight, 0, position, item, work, grid, SHAPE)
+            _store(results, sums1 * weight, 1, position, item, work, grid, SHAPE)
+            _store(results, sums2 * weight, 2, position, item, work, grid, SHAPE)
+            _store(results, sums3 * weight, 3, position, item, work, grid, SHAPE)
         position = after(position, item)
 
 
@@ -316,14 +319,14 @@ def _add(sums, QUARTER: gl.constexpr, weights, memory, step, SHAPE: gl.constexpr
 
 
 @gluon.jit
-def _store(results, sums, QUARTER: gl.constexpr, position, item, place, grid: gl.constexpr, SHAPE: gl.constexpr):
+def _store(results, sums, QUARTER: gl.constexpr, position, item, work, grid: gl.constexpr, SHAPE: gl.constexpr):
     """A quarter of the output columns, of a whole sequence or of a split."""
     across: gl.constexpr = gl.SliceLayout(0, grid)
-    is_row, head, token = locate_rows(place, across, SHAPE)
+    is_row, head, token = locate_rows(work, across, SHAPE)
     column = QUARTER * _QUARTER + gl.arange(0, _QUARTER, layout=gl.SliceLayout(1, grid))[:, None]
     if item.starts & item.ends:
         row = row_offsets(results.out_strides, position.sequence, head, token)
         gl.store(results.out + row[None, :] + column, sums.to(results.out.dtype.element_ty), mask=is_row[None, :])
     else:
-        row = (split_row(position, item, place, SHAPE) + gl.arange(0, SHAPE.tile, layout=across)) * (4 * _QUARTER)
+        row = (split_row(position, item, work, SHAPE) + gl.arange(0, SHAPE.tile, layout=across)) * (4 * _QUARTER)
         gl.store(results.part_out + row[None, :] + column, sums, mask=is_row[None, :])

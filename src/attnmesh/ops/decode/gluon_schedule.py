@@ -1,7 +1,7 @@
 """The schedule of `triton_schedule` in Gluon: which units of which sequences a program attends over.
 
-A program finds the beginning of its share in the list of units once, by all of its warps, and then goes from sequence
-to sequence: an item is what one sequence has in the share or, with a fixed split size, one unit.
+All warps of a program find the beginning of its partition in the list of units once. Then the program goes from
+sequence to sequence. An item is the units of one sequence in the partition or, with a fixed split size, one unit.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -17,7 +17,7 @@ _KEYS = gl.constexpr(KEYS)
 
 
 class Sources(NamedTuple):
-    """What decides the keys that a sequence attends to."""
+    """The inputs that decide which keys a sequence attends to."""
 
     cur_pos: Any
     range_first: Any
@@ -52,14 +52,16 @@ class Item(NamedTuple):
 
 
 @gluon.jit
-def share_of_program(sources, share, shares, max_splits, TOKENS: gl.constexpr, UNIT: gl.constexpr, BATCH: gl.constexpr):
-    """The position of the first unit of a share."""
+def first_position(
+    sources, partition, partitions, max_splits, TOKENS: gl.constexpr, UNIT: gl.constexpr, BATCH: gl.constexpr
+):
+    """The position of the first unit of a partition."""
     index = gl.arange(0, BATCH, layout=gl.BlockedLayout([1], [32], [4], [0]))
     _, first, end = _key_range(sources, index, TOKENS)
     count = _count_units(first, end, UNIT)
-    total, shares = _partition(count, shares, max_splits)
-    at = share * total // shares
-    stop = gl.minimum((share + 1) * total // shares, total)
+    total, partitions = _partition_units(count, partitions, max_splits)
+    at = partition * total // partitions
+    stop = gl.minimum((partition + 1) * total // partitions, total)
     before = gl.associative_scan(count, 0, _add)
     sequence = gl.sum((before <= at).to(gl.int32), 0).to(gl.int32)
     unit = at - gl.sum(gl.where(index < sequence, count, 0), 0)
@@ -72,8 +74,8 @@ def _add(a, b):
 
 
 @gluon.jit
-def _partition(count, shares, max_splits):
-    """`triton_schedule.partition`."""
+def _partition_units(count, partitions, max_splits):
+    """`triton_schedule.partition_units`."""
     total = gl.sum(count, 0).to(gl.int64)
     min_units = total * 0 + 1
     if max_splits is not None:
@@ -81,7 +83,7 @@ def _partition(count, shares, max_splits):
         alone = gl.maximum((longest + max_splits - 1) // max_splits, 1)
         among = gl.maximum((longest + max_splits - 3) // (max_splits - 1), 1)
         min_units = gl.where(longest == total, alone, among)
-    return total, gl.minimum(shares, gl.maximum(total // min_units, 1))
+    return total, gl.minimum(partitions, gl.maximum(total // min_units, 1))
 
 
 @gluon.jit

@@ -27,7 +27,7 @@ def run(call: DecodeCall, *, plain: bool = False) -> State:
     used = visible.any(1).any(1)[:, None, :, None]  # [B, 1, N, 1]
     # where, not a product: keys that no row attends to may hold anything.
     k, v = (torch.where(used, rounded(_gathered(call, x, dtype)), 0.0) for x in (call.k, call.v))
-    v = v[..., : call.value_dim]  # those of a latent cache are its first features
+    v = v[..., : call.value_dim]  # the values of a latent cache are its first features
 
     heads = q.to(dtype).unflatten(1, (call.kv_heads, group))
     scores = torch.einsum("bhgtd,bhnd->bhgtn", heads, k).flatten(1, 2) * call.scale

@@ -143,7 +143,7 @@ def _is_one_long_sequence(call: DecodeCall, tiles: DecodeTiles) -> bool:
 
 
 def _shared_memory(tiles: DecodeTiles, call: DecodeCall) -> int:
-    """Bytes of the queries, the weights, and the keys and values of all stages but the one in registers.
+    """Bytes of the queries, the weights, and the keys and values of all stages except the stage in registers.
 
     With one stage keys and values take turns, as they are multiplied: dequantized.
     """
@@ -180,8 +180,8 @@ def _divisible(x: Tensor, n: int) -> bool:
 
 
 @functools.cache
-def count_shares(sequences: int, heads: int, slots: int) -> int:
-    """The number of shares, of `heads` programs each, that fill the `slots` for resident programs on the device.
+def count_partitions(sequences: int, heads: int, slots: int) -> int:
+    """The number of partitions, of `heads` programs each, that fill the `slots` for resident programs on the device.
 
     If the sequences are equally long (which the host does not know), a divisor of their number splits none of them and
     leaves nothing to merge, and with a multiple no program works on two. Either saves more than the few slots it leaves
@@ -213,11 +213,11 @@ class MergeTile(NamedTuple):
 
 
 def pick_merge_tile(splits: int, rows: int, value_dim: int, fixed: bool) -> MergeTile:
-    """All splits of a head at once if possible, with as many rows and columns as make 1024 elements per warp.
+    """All splits of a head at once if possible, with rows and columns that make 1024 elements per warp.
 
-    Programs of one warp need no barriers and fit beside those of the split kernel, whose end they wait for. Many rows
-    would make too many of them. With a fixed split size the tile must not depend on the number of splits, which would
-    change the order of the sums.
+    Programs of one warp need no barriers and fit beside the programs of the split kernel, whose end they wait for. Many
+    rows would make too many of them. With a fixed split size the tile must not depend on the number of splits, which
+    would change the order of the sums.
     """
     splits = 16 if fixed else min(max(2, power_of_two(splits)), _MAX_MERGED_SPLITS)
     warps = 1 if splits <= 64 and rows <= 16 and value_dim <= 128 else 4
@@ -242,7 +242,7 @@ class Triton:
 
     name = "triton"
 
-    def refusal(self, call: DecodeCall) -> str | None:
+    def why_not(self, call: DecodeCall) -> str | None:
         """The reason why this backend cannot serve the call; None if it can."""
         width = max(call.q.shape[3], call.value_dim)
         if call.q.dtype not in _DTYPES:
@@ -279,7 +279,7 @@ class Triton:
 
 
 class _Run:
-    """`Triton.run` for calls of one signature: the launches of the first are those of all."""
+    """`Triton.run` for calls of one signature: all repeat the launches of the first."""
 
     def __init__(self, backend: Triton, tiles: DecodeTiles | None = None) -> None:
         self._backend, self._tiles = backend, tiles
@@ -344,7 +344,7 @@ def _tensors(call: DecodeCall, state: State) -> tuple[Tensor | None, ...]:
 
 
 def _readable(call: DecodeCall) -> DecodeCall:
-    """The call with copies of what the kernels cannot read as it is."""
+    """The call with copies of tensors that the kernels cannot read."""
     changed: dict[str, Any] = {}
     if call.q.stride(-1) != 1:
         changed["q"] = call.q.contiguous()
@@ -360,13 +360,13 @@ def _readable(call: DecodeCall) -> DecodeCall:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the kernels that attend over splits, and the one that merges them, have in common."""
+    """What the split kernels and the merge kernel have in common."""
 
     call: DecodeCall
     rows: int  # of a tile
     heads: int  # tiles of rows of all kv heads
     owners: int  # sequences, or 1 if they share a cache and are rows of one tile
-    shares: int
+    partitions: int
     fixed: bool
     sources: tuple[Any, ...]  # table and its stride, cur_pos, key range
     written: tuple[Any, ...]  # out and lse with their strides
@@ -392,8 +392,8 @@ class Schedule:
         fixed = call.splits.size is not None or call.splits.max_count == 1
         unit = min(call.splits.size or _NO_SPLIT, _NO_SPLIT) if fixed else tiles.keys
         units = owners * -(-call.capacity // unit)
-        shares = max(1, min(units, count_shares(owners, heads, tiles.resident * multiprocessors(q.device))))
-        partial_rows = heads * (units if fixed else 2 * shares) * row_tile
+        partitions = max(1, min(units, count_partitions(owners, heads, tiles.resident * multiprocessors(q.device))))
+        partial_rows = heads * (units if fixed else 2 * partitions) * row_tile
         parts = torch.empty(partial_rows * (call.value_dim + 1), dtype=torch.float32, device=q.device)
 
         table = (call.table, 0)
@@ -405,11 +405,11 @@ class Schedule:
         with torch.cuda.device_of(q):
             early = starts_early(q.device)
         return cls(
-            call, row_tile, heads, owners, shares, fixed,
+            call, row_tile, heads, owners, partitions, fixed,
             (*table, call.cur_pos, *((None, None) if call.key_range is None else call.key_range)),
             (state.out, state.out.stride()[:3], state.lse, state.lse.stride()),
             (parts[: partial_rows * call.value_dim], parts[partial_rows * call.value_dim :]),
-            (batch, kv_heads, num_blocks, call.capacity, window, shares, None if fixed else call.splits.max_count),
+            (batch, kv_heads, num_blocks, call.capacity, window, partitions, None if fixed else call.splits.max_count),
             {
                 "TOKENS": tokens, "GROUP": group, "ROWS": row_tile, "DV": call.value_dim,
                 "BLOCK_SIZE": call.block_size if call.paged else 0, "UNIT": unit, "FIXED": fixed, "SHARED": shared,
@@ -422,17 +422,17 @@ class Schedule:
     def launch(
         self, kernel: Any, args: Sequence[Any], first_sequence: int, more: Tensor | None = None, **options: Any
     ) -> Launches:
-        """Launches the kernel that attends over splits, and the one that merges them and records errors.
+        """Launches the kernel that attends over splits, and the kernel that merges them and records errors.
 
-        `more` is a tensor of `args` besides those of the call. Errors are of sequences from `first_sequence` on.
+        `more` is a tensor of `args` besides the tensors of the call. Errors are of sequences from `first_sequence` on.
         """
         call, errors = self.call, error_record(self.call.q.device)
-        merged = pick_merge_tile(self.shares // self.owners + 2, self.rows, call.value_dim, self.fixed)
+        merged = pick_merge_tile(self.partitions // self.owners + 2, self.rows, call.value_dim, self.fixed)
         grid = (self.owners * self.heads, self.rows // merged.rows, -(-call.value_dim // merged.columns))
         tensors = (*self.given, errors, more)
         with torch.cuda.device_of(call.q):
             return Launches(
-                prepare(kernel, (self.shares * self.heads,), args, tensors, **options),
+                prepare(kernel, (self.partitions * self.heads,), args, tensors, **options),
                 prepare(
                     _kernel("merge"), grid,
                     (
@@ -535,7 +535,7 @@ def _parts(
 
 @functools.cache
 def _scale_shifts(device: torch.device) -> Tensor:
-    """What moves each of the four scales in a word of a bfp8 cache to its upper end."""
+    """The shifts that move each of the four scales in a word of a bfp8 cache to its upper end."""
     return torch.tensor([24, 16, 8, 0], dtype=torch.int32, device=device)
 
 
@@ -579,7 +579,7 @@ def _extent(x: Tensor) -> int:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """The multiprocessors of a GPU; 2 elsewhere, so that interpreted kernels have several shares."""
+    """The multiprocessors of a GPU; 2 elsewhere, so that interpreted kernels have several partitions."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 

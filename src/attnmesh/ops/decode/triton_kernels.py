@@ -1,9 +1,9 @@
-"""The two decode kernels: `split_kernel` attends over shares of the keys, `merge_kernel` merges the partial states.
+"""The two decode kernels: `split_kernel` attends over partitions of the keys, `merge_kernel` merges the partial states.
 
 In the split kernel, the query heads of one kv head and their T tokens are the columns of one tile, so that each key is
 read once for all of them. Keys are the rows: the tensor cores then pad the few queries to 8, not to 16. Where two kv
 heads have at most 8 queries together, one program reads both, which are adjacent in a pool (HEADS = 2; GROUP then
-counts the query heads of both): each product has all queries, and those of the other head are dropped.
+counts the query heads of both): each product has all queries, and products with the other head are dropped.
 
 The merge kernel merges the splits of every head in the order of their keys. It starts while the split kernel runs, and
 meanwhile checks for positions beyond the cache and table entries outside the pool. (The split kernel reads no such
@@ -38,7 +38,7 @@ from attnmesh.ops.decode.triton_keys import (
 from attnmesh.ops.decode.triton_schedule import (
     NOT_SPECIALIZED,
     locate_rows,
-    partition,
+    partition_units,
     row_key_range,
     row_offsets,
     row_tiles,
@@ -57,13 +57,13 @@ _NO_SLOT = tl.constexpr(2**31 - 1)  # beyond any slot
 
 
 @triton.jit
-def finish_state(total, peak, sink):
+def finish_state(total, row_max, sink):
     """The factor of the sums of values, and the lse in natural log, of a state in base 2 with sinks (-inf: none)."""
-    top = tl.maximum(peak, sink)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    decay = tl.exp2(peak - shift)
-    total = total * decay + tl.exp2(tl.where(sink == float("inf"), 0.0, sink - shift))
-    weight = decay / tl.where(total == 0.0, 1.0, total)
+    new_row_max = tl.maximum(row_max, sink)
+    shift = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+    acc_scale = tl.exp2(row_max - shift)
+    total = total * acc_scale + tl.exp2(tl.where(sink == float("inf"), 0.0, sink - shift))
+    weight = acc_scale / tl.where(total == 0.0, 1.0, total)
     return weight, (shift + tl.log2(total)) * _LN_2
 
 
@@ -71,7 +71,7 @@ def finish_state(total, peak, sink):
 def merge_kernel(
     part_out, part_lse, table, table_stride, cur_pos, range_first, range_end, sinks,
     out, out_strides, lse, lse_strides, errors, error_base,
-    batch, kv_heads, num_blocks, capacity, window, shares, max_splits,
+    batch, kv_heads, num_blocks, capacity, window, partitions, max_splits,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
     SPLITS: tl.constexpr, SOME_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, UNIT: tl.constexpr, FIXED: tl.constexpr, SHARED: tl.constexpr,
@@ -91,13 +91,13 @@ def merge_kernel(
         first = begin
         splits = units
     else:
-        total, shares = partition(counts, shares, max_splits)
+        total, partitions = partition_units(counts, partitions, max_splits)
         total = tl.maximum(total, 1)
-        first = ((begin + 1) * shares - 1) // total  # the share that contains begin
-        splits = (((begin + units) * shares - 1) // total - first + 1).to(tl.int32)
+        first = ((begin + 1) * partitions - 1) // total  # the partition that contains begin
+        splits = (((begin + units) * partitions - 1) // total - first + 1).to(tl.int32)
 
-    place = tl.program_id(1) * SOME_ROWS + tl.arange(0, SOME_ROWS)
-    rows = head_tile % tiles * ROWS + place
+    within = tl.program_id(1) * SOME_ROWS + tl.arange(0, SOME_ROWS)
+    rows = head_tile % tiles * ROWS + within
     is_row, row_sequence, row_head, row_token = locate_rows(
         rows, row_count, head_tile // tiles, sequence, TOKENS, GROUP, SHARED
     )
@@ -118,7 +118,7 @@ def merge_kernel(
         if (slot != _NO_SLOT) & (invalid_sequence < 0):  # a position beyond the cache has no slots
             entry = tl.load(table_row + slot).to(tl.int64) & 0xFFFFFFFF
             _record_error(errors, error_base + sequence, (tl.cast(slot + 1, tl.int64) << 32) | entry)
-        # Of the sequences that share a table, those that reach the slot.
+        # Of the sequences that share a table, the sequences that reach the slot.
         invalid = invalid | ((row_last >= 0) & (slot <= row_last // BLOCK_SIZE))
 
     whole_head = (splits == 1) & (units > 0)  # written by the split kernel
@@ -130,36 +130,36 @@ def merge_kernel(
     if (not whole_head) | any_invalid:
         acc = tl.zeros((SOME_ROWS, COLUMNS), tl.float32)
         denominator = tl.zeros((SOME_ROWS,), tl.float32)
-        peak = tl.full((SOME_ROWS,), float("-inf"), tl.float32)
+        row_max = tl.full((SOME_ROWS,), float("-inf"), tl.float32)
         if units > 0:  # sequences without an error share these rows with one that has one
             for at in range(0, splits, SPLITS):
                 split = at + tl.arange(0, SPLITS)
                 if FIXED:
                     slots = first + split
                 else:
-                    # The first split of a share begins within a sequence, the last one at its beginning.
+                    # The first split of a partition begins within a sequence, the last split at its beginning.
                     slots = 2 * (first + split) + (split == 0)
                 # [rows, columns, splits]: the compiler divides the rows among warps, and splits are summed by a thread.
-                where = place[:, None] + (slots * heads + head_tile)[None, :] * ROWS
+                where = within[:, None] + (slots * heads + head_tile)[None, :] * ROWS
                 some = is_row[:, None] & (split < splits)[None, :]
                 lses = tl.load(part_lse + where, mask=some, other=float("-inf"))
                 outs = tl.load(
                     part_out + where[:, None, :] * DV + columns[None, :, None],
                     mask=some[:, None, :] & (columns < DV)[None, :, None], other=0.0,
                 )  # fmt: skip
-                top = tl.maximum(peak, tl.max(lses, 1))
-                shift = tl.where(top == float("-inf"), 0.0, top)
+                new_row_max = tl.maximum(row_max, tl.max(lses, 1))
+                shift = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
                 weights = tl.exp2(lses - shift[:, None])
-                decay = tl.exp2(peak - shift)
-                denominator = denominator * decay + tl.sum(weights, 1)
-                acc = acc * decay[:, None] + tl.sum(weights[:, None, :] * outs, 2)
-                peak = top
+                acc_scale = tl.exp2(row_max - shift)
+                denominator = denominator * acc_scale + tl.sum(weights, 1)
+                acc = acc * acc_scale[:, None] + tl.sum(weights[:, None, :] * outs, 2)
+                row_max = new_row_max
         sink = tl.full((SOME_ROWS,), float("-inf"), tl.float32)
         if sinks is not None:
             sink = (
                 tl.load(sinks + row_head, mask=is_row & (row_last >= 0), other=float("-inf")).to(tl.float32) * _LOG2_E
             )
-        weight, natural_lse = finish_state(denominator, peak, sink)
+        weight, natural_lse = finish_state(denominator, row_max, sink)
         result = tl.where(invalid[:, None], float("nan"), acc * weight[:, None])
         natural_lse = tl.where(invalid, float("nan"), natural_lse)
         # Of a head that the split kernel has written, only invalid rows are overwritten.
@@ -206,14 +206,14 @@ def split_kernel(
     q, q_strides, k, v, k_strides, k_scales, k_scale_strides, v_strides, v_scales, v_scale_strides, scale_shifts,
     table, table_stride, cur_pos, range_first, range_end, mask, mask_strides, mask_width, tree, tree_strides, sinks,
     out, out_strides, lse, lse_strides, part_out, part_lse,
-    batch, kv_heads, num_blocks, capacity, window, shares, max_splits, scale_log2, softcap_log2,
+    batch, kv_heads, num_blocks, capacity, window, partitions, max_splits, scale_log2, softcap_log2,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     STORAGE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     FIXED: tl.constexpr, SHARED: tl.constexpr, BATCH: tl.constexpr, V_IN_K: tl.constexpr, PAIRED: tl.constexpr,
     COMPILED: tl.constexpr, EARLY: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Attends over this program's share of the work list; writes complete heads to out, and splits to the buffers."""
+    """Attends over this program's partition of the units; writes complete heads to out, and splits to the buffers."""
     if EARLY:
         gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
     index, firsts, ends, first_units, counts = work_units(
@@ -224,14 +224,14 @@ def split_kernel(
     heads = kv_heads * tiles
     head_tile = tl.program_id(0) % heads
     head = head_tile // tiles
-    share = (tl.program_id(0) // heads).to(tl.int64)
-    total, shares = partition(counts, shares, max_splits)
+    partition = (tl.program_id(0) // heads).to(tl.int64)
+    total, partitions = partition_units(counts, partitions, max_splits)
     GAPS: tl.constexpr = (mask is not None) | (tree is not None)
-    at = share * total // shares
-    stop = tl.minimum((share + 1) * total // shares, total)
+    at = partition * total // partitions
+    stop = tl.minimum((partition + 1) * total // partitions, total)
 
     while at < stop:
-        # The sequence of this unit, and the range of its units in this share.
+        # The sequence of this unit, and the range of its units in this partition.
         sequence = tl.sum((tl.cumsum(counts, 0) <= at).to(tl.int32), 0)
         units = select(counts, index, sequence)
         unit_begin = (at - units_before(counts, index, sequence)).to(tl.int32)
@@ -277,12 +277,12 @@ def split_kernel(
                 q_main, row_scale = normalize_to_fp16(q_main)
                 score_scale *= row_scale[None, :]
             q_main, q_odd = split_pairs(q_main, MAIN // 2, ROWS)
-        # The carry: `acc / sum(denominator)` is the output so far, `peak + log2(sum(denominator))` its lse in base 2.
+        # The carry: `acc / sum(denominator)` is the output so far, `row_max + log2(sum(denominator))` its base-2 lse.
         acc = tl.zeros((BLOCK_DV // 2 if PAIRED else BLOCK_DV, ROWS), tl.float32)
         acc_odd = acc
         acc_second = acc
         denominator = tl.zeros((KEYS, ROWS), tl.float32)  # summed over the keys once, at the end
-        peak = tl.full((ROWS,), float("-inf"), tl.float32)
+        row_max = tl.full((ROWS,), float("-inf"), tl.float32)
 
         table_row = table
         if (BLOCK_SIZE > 0) and (not SHARED):
@@ -363,20 +363,20 @@ def split_kernel(
             if GAPS:  # keys visible to no row may hold anything, and 0 * NaN is NaN
                 used = used & (tl.max(visible.to(tl.int32), 1) > 0)
 
-            # The scale of a value is multiplied into its weight. The running peak includes the exponent of the scale,
+            # The scale of a value is multiplied into its weight. The maximum includes the exponent of the scale,
             # so that the weight neither overflows nor underflows fp16.
-            peaks = scores
+            maxima = scores
             if STORAGE == "int8":
                 at_scale = key_offsets(blocks, block_offsets, v_scale_strides, WIDE)
                 token_scale = tl.load(v_scale_head + at_scale, mask=used, other=0.0)
                 exponent = ((token_scale.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
                 # At least -100: even the sum of a billion weights of values that are almost 0 is finite.
-                peaks += tl.maximum(exponent, -100).to(tl.float32)[:, None]
-            top = tl.maximum(peak, tl.max(peaks, 0))
-            shift = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf would be NaN
+                maxima += tl.maximum(exponent, -100).to(tl.float32)[:, None]
+            new_row_max = tl.maximum(row_max, tl.max(maxima, 0))
+            shift = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)  # -inf - -inf would be NaN
             weights = tl.exp2(scores - shift[None, :])
-            decay = tl.exp2(peak - shift)
-            denominator = denominator * decay[None, :] + weights
+            acc_scale = tl.exp2(row_max - shift)
+            denominator = denominator * acc_scale[None, :] + weights
             if STORAGE == "int8":
                 weights *= token_scale[:, None]
             weights = weights.to(q_main.dtype)
@@ -393,7 +393,7 @@ def split_kernel(
                     v_tile, v_odd = unpack_bfp_pairs(words, powers.reshape(BLOCK_DV // 2, KEYS), COMPILED, q_main.dtype)
                 else:
                     v_tile, v_odd = unpack_pairs(words, STORAGE, COMPILED)
-                acc_odd = tl.dot(v_odd, weights, acc_odd * decay[None, :])
+                acc_odd = tl.dot(v_odd, weights, acc_odd * acc_scale[None, :])
             else:
                 v_tile = load_transposed(v_head, v_offsets, used, DV, BLOCK_DV)
                 if STORAGE == "bfp8":
@@ -401,11 +401,11 @@ def split_kernel(
                     steps = load_bfp_scales(v_scale_head, v_scale_strides, v_powers, used, 0, DV, KEYS, BLOCK_DV)
                     v_tile = v_tile.to(tl.float32) * tl.trans(steps)
                 v_tile = v_tile.to(q_main.dtype)
-            acc = tl.dot(v_tile, weights, acc * decay[None, :], input_precision="ieee")
+            acc = tl.dot(v_tile, weights, acc * acc_scale[None, :], input_precision="ieee")
             if HEADS == 2:
                 v_second = load_transposed(v_head + v_strides[2], v_offsets, used, DV, BLOCK_DV)
-                acc_second = tl.dot(v_second, weights, acc_second * decay[None, :])
-            peak = top
+                acc_second = tl.dot(v_second, weights, acc_second * acc_scale[None, :])
+            row_max = new_row_max
             # Read one tile ahead, so that no load waits for its address.
             blocks = load_blocks(table_row, key + KEYS, key_stop, BLOCK_SIZE, ALIGNED, KEYS)
 
@@ -422,7 +422,7 @@ def split_kernel(
             if sinks is not None:
                 sink = tl.load(sinks + row_head, mask=is_row & (row_last >= 0), other=float("-inf")).to(tl.float32)
                 sink *= _LOG2_E
-            weight, natural_lse = finish_state(row_sums, peak, sink)
+            weight, natural_lse = finish_state(row_sums, row_max, sink)
             result = acc * weight[None, :]
             out_rows = row_offsets(out_strides, row_sequence, row_head, row_token)
             tl.store(out + out_rows[None, :] + columns[:, None], result.to(out.dtype.element_ty), mask=writes)
@@ -431,9 +431,9 @@ def split_kernel(
         else:
             slot = at
             if not FIXED:
-                slot = 2 * share + (unit_begin == 0)
+                slot = 2 * partition + (unit_begin == 0)
             splits = (slot * heads + head_tile) * ROWS + tl.arange(0, ROWS)
             normal = acc / tl.where(row_sums == 0.0, 1.0, row_sums)[None, :]
             tl.store(part_out + splits[None, :] * DV + columns[:, None], normal, mask=writes)
-            tl.store(part_lse + splits, peak + tl.log2(row_sums), mask=is_row)
+            tl.store(part_lse + splits, row_max + tl.log2(row_sums), mask=is_row)
         at += unit_end - unit_begin

@@ -4,12 +4,13 @@ The keys of a sequence are cut into units: tiles, or splits of a fixed size. The
 
     sequence 0: u0 u1 u2 u3 | sequence 1: u0 | sequence 2: u0 u1 | ...
 
-which is cut into equal shares, whatever the lengths (the stream-K decomposition). Each share has one program per head,
-so that neighboring programs read the same tokens at the same time: in a pool, the heads of a token are adjacent. Where
-a share ends within a sequence, its programs write a partial state, a split, for the merge kernel; a sequence within one
-share needs no merge. With a fixed split size every unit is a split, so that no result depends on where shares end.
+which is cut into equal partitions, whatever the lengths (the stream-K decomposition). Each partition has one program
+per head, so that neighboring programs read the same tokens at the same time: in a pool, the heads of a token are
+adjacent. Where a partition ends within a sequence, its programs write a partial state, a split, for the merge kernel; a
+sequence within one partition needs no merge. With a fixed split size every unit is a split, so that no result depends
+on where partitions end.
 
-A "head" here is one tile of rows: as many query heads and tokens of a kv head, or of two, as fit one tile.
+A "head" here is one tile of rows: the query heads and tokens of one kv head, or of two, that fit in a tile.
 """
 
 # Kernels are Triton's language, not Python's: its names have no Python types.
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 
 # They change from step to step, and specialization would recompile for each kind of value.
-NOT_SPECIALIZED = ["batch", "num_blocks", "capacity", "window", "shares", "max_splits", "error_base", "mask_width"]
+NOT_SPECIALIZED = ["batch", "num_blocks", "capacity", "window", "partitions", "max_splits", "error_base", "mask_width"]
 
 
 @triton.jit
@@ -33,7 +34,7 @@ def implicit_range(last, window, TOKENS: tl.constexpr):
 
 @triton.jit
 def explicit_range(firsts, ends, index, batch, last, TOKENS: tl.constexpr):
-    """The same for explicit key ranges: first key of the first token to end of the last; (0, 0) if empty."""
+    """The keys [first, end) of explicit key ranges: first key of the first token, end of the last; (0, 0) if empty."""
     first = tl.maximum(tl.load(firsts + index * TOKENS, mask=index < batch, other=0), 0)
     end = tl.minimum(tl.load(ends + index * TOKENS + (TOKENS - 1), mask=index < batch, other=0), last + 1)
     some = first < end
@@ -71,20 +72,21 @@ def work_units(
 
 
 @triton.jit
-def partition(count, shares, max_splits):
-    """The length of the list, and the number of shares it is cut into so that no sequence has over `max_splits` splits.
+def partition_units(count, partitions, max_splits):
+    """The length of the list, and the number of its partitions, so that no sequence has more than `max_splits` splits.
 
-    Share s is [s * total // shares, (s + 1) * total // shares). None is empty: the merge kernel counts them.
+    Partition i is [i * total // partitions, (i + 1) * total // partitions). None is empty: the merge kernel relies on
+    their number.
     """
     total = tl.sum(count, 0).to(tl.int64)
-    min_units = 1  # units per share
+    min_units = 1  # units per partition
     if max_splits is not None:
         longest = tl.max(count, 0)
-        if longest == total:  # alone in the list: each share is a split
+        if longest == total:  # alone in the list: each partition is a split
             min_units = tl.maximum(tl.cdiv(longest, max_splits), 1)
-        else:  # a sequence that begins within a share of n units has at most 1 + ceil((units - 1) / n) splits
+        else:  # a sequence that begins within a partition of n units has at most 1 + ceil((units - 1) / n) splits
             min_units = tl.maximum(tl.cdiv(longest - 1, max_splits - 1), 1)
-    return total, tl.minimum(shares, tl.maximum(total // min_units, 1))
+    return total, tl.minimum(partitions, tl.maximum(total // min_units, 1))
 
 
 @triton.jit
@@ -147,8 +149,8 @@ def visible_keys(
 ):  # fmt: skip
     """The scores (base 2) with the bias of a mask added, and which of `keys` are visible to each row: [keys, rows].
 
-    `row_last` is the position of the last token of a row's sequence (-1: skipped), `own` that of the row itself, or the
-    last key in its key range, which begins at `row_first`.
+    `row_last` is the position of the last token of a row's sequence (-1: skipped), `own` the position of the row
+    itself, or the last key in its key range, which begins at `row_first`.
     """
     if mask is not None:
         visible = (keys < mask_width)[:, None] & (keys[:, None] <= row_last[None, :])

@@ -36,7 +36,7 @@ class Aten:
 
     name = "aten"
 
-    def refusal(self, call: Call) -> str | None:
+    def why_not(self, call: Call) -> str | None:
         """The reason why this backend cannot serve the forward; None if it can."""
         q = call.q
         if not call.scores.plain:
@@ -57,13 +57,13 @@ class Aten:
             return "on CUDA it serves full and square causal blocks, and this mask has other partial blocks"
         return None
 
-    def backward_refusal(self, call: Call, *, grad_lse: bool = False) -> str | None:
+    def backward_why_not(self, call: Call, *, grad_lse: bool = False) -> str | None:
         """The reason why this backend cannot serve the backward, with or without a gradient of lse; None if it can."""
         if call.q.is_cuda and grad_lse:
             return "cuDNN and FlashAttention-2 do not accept a gradient of the lse"
         if call.q.is_cuda and torch.are_deterministic_algorithms_enabled():
             return "cuDNN accumulates dq in no fixed order, and torch.use_deterministic_algorithms is on"
-        return self.refusal(call)
+        return self.why_not(call)
 
     def forward(self, call: Call, total: StateAccumulator) -> None:
         """Merges the attention of this call into `total`."""
@@ -232,7 +232,7 @@ def _with_lse_column(call: Call, result: Result) -> tuple[Call, Result]:
 
 
 def _cuda_forward(call: Call, block: Block) -> Iterator[tuple[range, State]]:
-    assert block.kind is not Kind.PARTIAL, "see refusal"
+    assert block.kind is not Kind.PARTIAL, "see why_not"
     q, k, v = _block_inputs(call, block)
     causal = block.kind is Kind.CAUSAL
     if _cudnn_takes(q, k):
@@ -248,7 +248,7 @@ def _cuda_forward(call: Call, block: Block) -> Iterator[tuple[range, State]]:
 
 
 def _cuda_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]:
-    assert block.kind is not Kind.PARTIAL, "see refusal"
+    assert block.kind is not Kind.PARTIAL, "see why_not"
     q, k, v = _block_inputs(call, block)
     lse = _rows(result.lse, block.q, block)
     causal = block.kind is Kind.CAUSAL

@@ -35,7 +35,7 @@ def forward(
     recorder: Recorder | None = None,
     sinks: Tensor | None = None,
 ) -> State:
-    """The states of the rows of all calls, concatenated. Allow two streams only if no other rank uses this one.
+    """The states of the rows of all calls, concatenated. Allow two streams only if no other rank uses this device.
 
     `sinks` [Hq] are merged into every row.
     """
@@ -172,7 +172,7 @@ def _work(call: Call) -> int:
 
 @dataclass(frozen=True)
 class _SingleBlock:
-    """One block of a visibility. Its bounds are those of the whole: kernels read them within the block."""
+    """One block of a visibility. It has the bounds of the whole visibility: kernels read them within the block."""
 
     whole: Visibility
     block: Block

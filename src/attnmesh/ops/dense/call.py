@@ -165,7 +165,7 @@ class Result:
         return products if self.grad_lse is None else products - self.grad_lse
 
     def sink_gradient(self, sinks: Tensor) -> Tensor:
-        """The gradient of `sinks` [H], whose rows are those of this result, in the accumulation dtype.
+        """The gradient of `sinks` [H], for the rows of this result, in the accumulation dtype.
 
         `out` and `lse` include the sinks. Over ranks that hold different rows, the gradient is the sum.
         """
@@ -198,17 +198,17 @@ class Backend(Protocol):
 
     name: str
 
-    def refusal(self, call: Call) -> str | None:
+    def why_not(self, call: Call) -> str | None:
         """The reason why this backend cannot serve the forward; None if it can."""
 
-    def backward_refusal(self, call: Call, *, grad_lse: bool = False) -> str | None:
+    def backward_why_not(self, call: Call, *, grad_lse: bool = False) -> str | None:
         """The reason why this backend cannot serve the backward, with or without a gradient of lse; None if it can."""
 
     def forward(self, call: Call, total: StateAccumulator) -> None:
         """Merges the attention of this call into `total`."""
 
     def prepare(self, call: Call, result: Result) -> None:
-        """Computes what several blocks of a backward share, before they run on two streams."""
+        """Computes the common inputs of several blocks of a backward, before they run on two streams."""
 
     def backward(self, call: Call, result: Result, grads: Grads) -> None:
         """Adds the gradients of this call to `grads`."""
@@ -221,7 +221,7 @@ def of_sequences(x: Tensor, sequences: range | None) -> Tensor:
 
 @explained_in("masks.md#head-shapes-and-scores")
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
-    """Raise ValueError for invalid inputs of attention. The width of v may differ from that of q and k."""
+    """Raise ValueError for invalid inputs of attention. The width of v may differ from the width of q and k."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
         if x.ndim != 4:
@@ -257,9 +257,10 @@ _MAX_HEADS = 256
 def check_dim_order(q: Tensor, k: Tensor, length: int, key_length: int) -> bool:
     """Raise ValueError, or warn, if q and k seem to be [batch, seq, heads, head_dim], as FlashAttention has them.
 
-    The lengths are those of the whole sequences. Both must be shorter than there are heads. It raises if there are more
-    heads than any model has. It warns if q and k have equally many heads and the lengths are such as head counts are:
-    a short prompt of a model with fewer KV heads, and a decode step, do not look like that. Returns whether it warned.
+    The lengths are the lengths of the whole sequences. Both must be shorter than there are heads. It raises if there
+    are more heads than any model has. It warns if q and k have equally many heads and the lengths are such as head
+    counts are: a short prompt of a model with fewer KV heads, and a decode step, do not look like that. Returns whether
+    it warned.
     """
     heads, kv_heads = q.shape[1], k.shape[1]
     if not (1 < length < heads and 0 < key_length < kv_heads):

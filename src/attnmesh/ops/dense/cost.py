@@ -46,7 +46,7 @@ _BACKWARD: dict[tuple[int, int], dict[int, Rates]] = {
     (192, 128): {8192: Rates(0, 296, 425)},
     (256, 256): {8192: Rates(234, 201, 380)},
 }
-_GLUON_WIDTHS = (64, 96, 128, 192, 256)  # of its tiles: other head dims take the next one
+_GLUON_WIDTHS = (64, 96, 128, 192, 256)  # of its tiles: other head dims take the next width
 _SHORT = 512  # queries and keys
 _SHORT_FLOPS = 1e10  # with masked pairs; 50 us in Triton's kernel
 _LAUNCH = 10e-6  # seconds of a launch that does nothing
@@ -118,7 +118,7 @@ def _estimate(
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     length = max((block.q.stop for block in blocks), default=0)
     if not any(block.kind is Kind.CAUSAL for block in blocks):
-        length *= 2  # the rates are those of causal calls, in which the processors with few keys wait for the others
+        length *= 2  # rates are measured for causal calls, in which the processors with few keys wait for the others
     speed = rates(width, value_width, length, backward=backward)
     padded = sum(next((tile for tile in _GLUON_WIDTHS if tile >= d), d) for d in (width, value_width))
     speed = speed._replace(gluon=speed.gluon * (width + value_width) / padded)

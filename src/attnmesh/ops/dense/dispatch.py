@@ -68,10 +68,10 @@ class Choice:
 
     backend: str
     reason: str
-    refusals: tuple[tuple[str, str], ...]
+    why_not: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        others = "".join(f"\n  {name} cannot: {why}" for name, why in self.refusals)
+        others = "".join(f"\n  {name} cannot: {why}" for name, why in self.why_not)
         return f"{self.backend}: {self.reason}{others}"
 
 
@@ -81,21 +81,21 @@ def choose(call: Call, backend: str) -> Choice:
     check_choice("backend", backend, BACKENDS)
     if backend == "reference":
         return Choice("reference", "requested by name", ())
-    return _choose(call, backend, {name: fused.refusal(call) for name, fused in _FUSED.items()}, backward=False)
+    return _choose(call, backend, {name: fused.why_not(call) for name, fused in _FUSED.items()}, backward=False)
 
 
 @explained_in("masks.md#attention-on-one-device")
 def choose_backward(call: Call, backend: str, *, grad_lse: bool = False, whole: bool = False) -> Choice:
-    """The backend for a backward: with "auto" not always that of the forward. `whole`: it is the only call."""
-    refusals = {name: fused.backward_refusal(call, grad_lse=grad_lse) for name, fused in _FUSED.items()}
-    is_served = call.q.is_cuda and refusals["triton"] is None and not grad_lse
+    """The backend for a backward: with "auto" not always the backend of the forward. `whole`: it is the only call."""
+    why_not = {name: fused.backward_why_not(call, grad_lse=grad_lse) for name, fused in _FUSED.items()}
+    is_served = call.q.is_cuda and why_not["triton"] is None and not grad_lse
     if backend == "auto" and whole and is_served and cost.is_short(call) and len(_turns(call)) == 1:
         return Choice("triton", "one launch computes all gradients of so few positions", ())
-    return _choose(call, backend, refusals, backward=True)
+    return _choose(call, backend, why_not, backward=True)
 
 
-def _choose(call: Call, backend: str, refusals: dict[str, str | None], *, backward: bool) -> Choice:
-    choice = _chosen(call, backend, refusals, backward=backward)
+def _choose(call: Call, backend: str, why_not: dict[str, str | None], *, backward: bool) -> Choice:
+    choice = _chosen(call, backend, why_not, backward=backward)
     if backend == "auto" and wants_choices(_LOG):
         of = f"{'backward' if backward else 'forward'} of q {tuple(call.q.shape)}, k {tuple(call.k.shape)}"
         log_choice(
@@ -104,14 +104,14 @@ def _choose(call: Call, backend: str, refusals: dict[str, str | None], *, backwa
     return choice
 
 
-def _chosen(call: Call, backend: str, refusals: dict[str, str | None], *, backward: bool) -> Choice:
-    unsupported = tuple((name, why) for name, why in refusals.items() if why is not None)
+def _chosen(call: Call, backend: str, why_not: dict[str, str | None], *, backward: bool) -> Choice:
+    unsupported = tuple((name, why) for name, why in why_not.items() if why is not None)
     if backend != "auto":
-        if refusals[backend] is not None:
+        if why_not[backend] is not None:
             this = "backward" if backward else "call"
-            raise ValueError(f"backend={backend!r} cannot serve this {this}: {refusals[backend]}")
+            raise ValueError(f"backend={backend!r} cannot serve this {this}: {why_not[backend]}")
         return Choice(backend, "requested by name", unsupported)
-    served = [name for name in _KERNELS if refusals[name] is None] if call.q.is_cuda else []
+    served = [name for name in _KERNELS if why_not[name] is None] if call.q.is_cuda else []
     if "aten" in served:
         costs = cost.estimate(call, served, backward=backward)
         return Choice(costs.fastest, f"the fastest kernel for these blocks: {costs}", unsupported)
@@ -119,9 +119,9 @@ def _chosen(call: Call, backend: str, refusals: dict[str, str | None], *, backwa
         rates = cost.rates(call.q.shape[3], call.v.shape[3], call.q.shape[2], backward=backward)
         fastest = max(served, key=lambda name: rates._asdict()[name])
         return Choice(fastest, "one launch serves this mask by row bounds", unsupported)
-    if refusals["aten"] is None:
+    if why_not["aten"] is None:
         return Choice("aten", "torch's flash kernel is the fastest on the CPU", unsupported)
-    if refusals["torch"] is None:
+    if why_not["torch"] is None:
         return Choice("torch", "no fused kernel serves this call", unsupported)
     raise ValueError("no backend serves this call: " + "; ".join(f"{name}: {why}" for name, why in unsupported))
 
@@ -185,11 +185,11 @@ def _turns(call: Call) -> list[Call]:
 
 
 class _InTurns:
-    """A backend that serves masks of many parts by several calls of another one."""
+    """A backend that serves masks of many parts by several calls of another backend."""
 
     def __init__(self, backend: Backend) -> None:
         self.name, self._backend = backend.name, backend
-        self.refusal, self.backward_refusal, self.prepare = backend.refusal, backend.backward_refusal, backend.prepare
+        self.why_not, self.backward_why_not, self.prepare = backend.why_not, backend.backward_why_not, backend.prepare
 
     def forward(self, call: Call, total: StateAccumulator) -> None:
         """Merges the attention of this call into `total`."""
@@ -220,7 +220,7 @@ def forward(call: Call, sinks: Tensor | None, backend: str) -> State:
 def gradients(
     call: Call, sinks: Tensor | None, result: Result, backend: str, needs_grad: Sequence[bool]
 ) -> list[Tensor | None]:  # fmt: skip
-    """The gradients of q, k, v and sinks; None for those that are not needed."""
+    """The gradients of q, k, v and sinks; None for gradients that are not needed."""
     grad_sinks = result.sink_gradient(sinks).to(sinks.dtype) if needs_grad[3] and sinks is not None else None
     needs_q, needs_k, needs_v = needs_grad[:3]
     if not (needs_q or needs_k or needs_v):
@@ -249,7 +249,7 @@ def prepared(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, softcap: float | None, sinks: Tensor | None,
     alibi_slopes: Tensor | None, q_at: Tensor | None, k_at: Tensor | None,
 ) -> Prepared:  # fmt: skip
-    """The call of checked arguments. What does not depend on values is checked once for each signature."""
+    """The call of checked arguments. Checks that do not depend on values are made once for each signature."""
     key, known = _signature(q, k, v, mask, scale, softcap, sinks, alibi_slopes, q_at, k_at)
     if known is not None and (known[0] is mask or type(mask) in _SMALL):
         _, visibility, scores = known
@@ -297,7 +297,7 @@ def _signature(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, softcap: float | None, sinks: Tensor | None,
     slopes: Tensor | None, q_at: Tensor | None, k_at: Tensor | None,
 ) -> tuple[Hashable | None, tuple[Mask, Patch, Scores] | None]:  # fmt: skip
-    """All that checks and visible keys depend on, and what is known about it.
+    """Everything that checks and visible keys depend on, and the results.
 
     None if they are to be found out again, as for wrong arguments. Classes are part of it: True equals 1, and a
     subclass of Tensor may be anything.

@@ -24,11 +24,11 @@ class Gluon(Triton):
 
     name = "gluon"
 
-    def refusal(self, call: Call) -> str | None:
+    def why_not(self, call: Call) -> str | None:
         """The reason why this backend cannot serve the forward; None if it can."""
         return self._reason(call, "forward")
 
-    def backward_refusal(self, call: Call, *, grad_lse: bool = False) -> str | None:
+    def backward_why_not(self, call: Call, *, grad_lse: bool = False) -> str | None:
         """The reason why this backend cannot serve the backward, with or without a gradient of lse; None if it can."""
         return self._reason(call, "backward")
 
@@ -39,7 +39,7 @@ class Gluon(Triton):
             return "its kernels need a Hopper GPU (compute capability 9.0)"
         if call.scores.alibi_slopes is not None:
             return "its kernels do not take alibi_slopes"
-        reason: str | None = _module(f"gluon_{part}").refusal(call.q, call.v)
+        reason: str | None = _module(f"gluon_{part}").why_not(call.q, call.v)
         return reason
 
     def _forward(self) -> Callable[..., State]:

@@ -1,4 +1,4 @@
-"""The backward of attention on Hopper in Gluon: what a call launches.
+"""The backward of attention on Hopper in Gluon, host side.
 
 The kernel is in `gluon_backward_kernel`. It adds to float32 gradients, or overwrites them if one program computes them.
 """
@@ -34,7 +34,7 @@ class BackwardTiles(NamedTuple):
     `stages` of q and grad_out in shared memory. A program sums over `heads` query heads of a group (None: all of them;
     else programs add to grad_k and grad_v atomically). `paired`: ds is exchanged once in two steps, and a turn of the
     loop has two. `held`: keys and values stay in registers. `shared_keys`: a program has 64 keys, of which one
-    differentiator has grad_v and the other grad_k, and `grad_out_stages`; for heads too wide for 128, always.
+    consumer has grad_v and the other grad_k, and `grad_out_stages`; for heads too wide for 128, always.
     """
 
     stages: int = 2
@@ -46,7 +46,7 @@ class BackwardTiles(NamedTuple):
 
     @classmethod
     def pick(cls, q: Tensor, v: Tensor, *, causal: bool = False) -> "BackwardTiles":
-        """What was fastest on an H200 for the head dims and lengths."""
+        """The fastest tiles on an H200 for the head dims and lengths."""
         batch, q_heads, q_len, _ = q.shape
         kv_heads, kv_len, _ = v.shape[1:]
         key_width, value_width = _width(q), _width(v)
@@ -74,7 +74,7 @@ def _processors(q: Tensor) -> int:
     return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
 
 
-def refusal(q: Tensor, v: Tensor, *, terms: ScoreTerms = PLAIN) -> str | None:
+def why_not(q: Tensor, v: Tensor, *, terms: ScoreTerms = PLAIN) -> str | None:
     """The reason why the kernel cannot serve these queries, values and terms on a Hopper GPU; None if it can."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"its backward kernel takes fp16 and bf16, not {q.dtype}"
@@ -108,7 +108,7 @@ def backward(
     deterministic: bool = False,
     tiles: BackwardTiles | None = None,
 ) -> None:
-    """`triton_backward.backward` for arguments without a `refusal`, on Hopper.
+    """`triton_backward.backward` for arguments whose `why_not` is None, on Hopper.
 
     Programs add to grad_q in the order in which they come. If `deterministic`, a second pass, in Triton, computes it.
     """
@@ -226,7 +226,7 @@ def _new_sums(
 class _Known(NamedTuple):
     """What a call launches: a kernel for each part of the mask, the keys of a program, and if it writes only once.
 
-    `in_place`: it adds to the gradients themselves, of which some are `zeroed` first, those of keys and values
+    `in_place`: it adds to the gradients themselves, of which some are `zeroed` first, the gradients of keys and values
     `together` (the shape and strides of both) where they are columns of the same rows.
     """
 
@@ -238,7 +238,7 @@ class _Known(NamedTuple):
     together: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def adding_in_place(self, grads: "_Three", zeroes_query: bool, zeroes_keys: bool) -> "_Known":
-        """With what of these gradients is zeroed."""
+        """The launch with the gradients that it zeroes first."""
         _, k, v = grads
         if zeroes_keys and k is not None and v is not None and k.stride() == v.stride():
             width = k.shape[3] + v.shape[3]

@@ -6,20 +6,20 @@ It recomputes the weights p from the log-sum-exp of the whole softmax::
     grad_v += p^T @ grad_out          ds = p * (grad_out @ v^T - delta)
     grad_q += scale * ds @ k          grad_k += scale * ds^T @ q
 
-Four groups of warps share the work:
+A program has four groups of warps:
 
-- the loader copies a tile of q and grad_out, and the terms of its rows, two or more tiles ahead;
-- two differentiators each have 64 of the keys, whose gradients they keep in registers. Scores are computed transposed,
+- the producer copies a tile of q and grad_out, and the terms of its rows, two or more tiles ahead;
+- two consumers each have 64 of the keys, whose gradients they keep in registers. Scores are computed transposed,
   [keys, rows]: p^T and ds^T are left operands of the next products as they are, without leaving registers;
-- the adder lets the copy engine (TMA) add finished tiles of grad_q to memory.
+- the store warp lets the copy engine (TMA) add finished tiles of grad_q to memory.
 
-grad_q sums over all keys: the differentiators exchange ds in shared memory. In pairs of steps, each multiplies the ds
+grad_q sums over all keys: the consumers exchange ds in shared memory. In pairs of steps, each multiplies the ds
 of the rows of one step with k; else each multiplies the ds of every step with half of the columns of k. The scores of
 the next rows are computed behind these products, so that the tensor cores have work while weights and sums are.
 
 Wide heads leave less room (`gluon_backward_wide`). Their tiles are in blocks of 64 columns, and finished grad_q leaves
-registers by block. Up to 320 columns of sums (192/128), differentiators have the scores of 32 rows at a time. Beyond,
-shared memory does not hold 128 keys: the differentiators share 64. One computes the weights and has grad_v; the other
+registers by block. Up to 320 columns of sums (192/128), consumers have the scores of 32 rows at a time. Beyond,
+shared memory does not hold 128 keys: the consumers share 64. One computes the weights and has grad_v; the other
 gets the weights in float32 through shared memory, computes ds and has grad_k; each has half of the columns of grad_q.
 One computes weights while the other multiplies.
 
@@ -65,7 +65,7 @@ from attnmesh.ops.dense.gluon_backward_wide import differentiate_by_half, differ
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 
 _TILE = gl.constexpr(TILE)
-_DIFFERENTIATOR, _OTHER = gl.constexpr(240), gl.constexpr(24)  # registers per thread, of 504
+_CONSUMER, _OTHER = gl.constexpr(240), gl.constexpr(24)  # registers per thread, of 504
 
 
 @gluon.jit(do_not_specialize=["q_len", "kv_len", "kv_heads", "splits", "members", "streams"])
@@ -119,7 +119,7 @@ def backward_kernel(
     ds_tiles: gl.constexpr = None
     grad_q_tiles: gl.constexpr = None
     if grad_q is not None:
-        # Of both differentiators, of two steps if they exchange them.
+        # Of both consumers, of two steps if they exchange them.
         ds_tiles = gl.allocate_shared_memory(q.dtype, [1 if SHAPE.shared_keys else 4, _TILE, _TILE], wide)
         floats: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
         grad_q_tiles = gl.allocate_shared_memory(gl.float32, [2, _TILE, Q_BLOCK], floats)
@@ -175,7 +175,7 @@ def backward_kernel(
              (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
              (add_blocks, (0, grad_q, memory, barriers, work, SHAPE)),
              (add_blocks, (1, grad_q, memory, barriers, work, SHAPE))],
-            [4, 1, 1, 1], [_DIFFERENTIATOR, _OTHER, _OTHER, _OTHER],
+            [4, 1, 1, 1], [_CONSUMER, _OTHER, _OTHER, _OTHER],
         )  # fmt: skip
     elif SHAPE.halved:
         gl.warp_specialize(
@@ -183,7 +183,7 @@ def backward_kernel(
              (differentiate_by_half, (1, memory, barriers, work, grads, scale, softcap, SHAPE)),
              (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
              (add_rows, (grad_q, memory, barriers, work, SHAPE))],
-            [4, 1, 1], [_DIFFERENTIATOR, _OTHER, _OTHER],
+            [4, 1, 1], [_CONSUMER, _OTHER, _OTHER],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -191,14 +191,14 @@ def backward_kernel(
              (_differentiate, (1, memory, barriers, work, grads, scale, softcap, SHAPE)),
              (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
              (add_rows, (grad_q, memory, barriers, work, SHAPE))],
-            [4, 1, 1], [_DIFFERENTIATOR, _OTHER, _OTHER],
+            [4, 1, 1], [_CONSUMER, _OTHER, _OTHER],
         )  # fmt: skip
     invalidate_barriers(barriers)
 
 
 @gluon.jit
 def _row_phases(ranges, bounds_stride, batch, key_begin, q_len, kv_len, tile_count, SHAPE: gl.constexpr):
-    """Rows [begin, stop) see some key of the tile; those of [inner, edge) see all of them, and need no mask."""
+    """Rows [begin, stop) see some key of the tile; rows [inner, edge) see all its keys, and need no mask."""
     KEYS: gl.constexpr = _TILE if SHAPE.shared_keys else 2 * _TILE
     begin, full_begin, full_end, stop = 0, 0, q_len, q_len
     if ranges is not None:
@@ -216,7 +216,7 @@ def _row_phases(ranges, bounds_stride, batch, key_begin, q_len, kv_len, tile_cou
 
 @gluon.jit
 def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, softcap, SHAPE: gl.constexpr):
-    """The gradients of 64 keys, and half of those of the queries."""
+    """A consumer: the gradients of 64 keys, and half of the gradients of the queries."""
     STAGES: gl.constexpr = SHAPE.stages
     UNROLLED: gl.constexpr = SHAPE.unrolled
     PAIRED: gl.constexpr = SHAPE.paired
@@ -294,12 +294,12 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                 if softcap is not None:
                     grad_scores = grad_scores * (1.0 - capped * capped)
                 ds = grad_scores.to(dtype)
-                # Of every step, or of two steps at a time: then each differentiator has the rows of one.
+                # Of every step, or of two steps at a time: then each consumer has the rows of one.
                 ds_stage = step % 2
                 if SHAPE.needs_q:
                     if PAIRED and within % 2 == 0:
                         mbarrier.wait(barriers.ds_free.index(0), (step // 2 & 1) ^ 1)
-                    # Else: what was there two steps ago, both have multiplied before the last step's barrier.
+                    # Else: both consumers have multiplied the ds of two steps ago before the last step's barrier.
                     memory.ds.index(2 * ds_stage + HALF).store(ds)
                 if SHAPE.needs_q and (within % 2 == 1 or not PAIRED):
                     fence_async_shared()

@@ -1,9 +1,9 @@
-"""What a program of the backward in Gluon has in shared memory, and the two warps that fill and empty it.
+"""The shared memory of a program of the backward in Gluon, the producer that fills it, and the warp that stores grad_q.
 
-The loader copies keys and values, and then a tile of q and grad_out and the terms of its rows for every step, some
-steps ahead. The adder lets the copy engine (TMA) add finished tiles of grad_q to memory. A stage `step % STAGES` is
-used for the `step // STAGES`-th time; barriers are waited for by the parity of that, and waiting for the phase before
-the first succeeds at once.
+The producer copies keys and values, and then a tile of q and grad_out and the terms of its rows for every step, some
+steps ahead. The store warp lets the copy engine (TMA) add finished tiles of grad_q to memory. Stage `step % STAGES` is
+used for the `step // STAGES`-th time; warps wait for the parity of that number, and waiting for the phase before the
+first succeeds at once.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from attnmesh.ops.dense.gluon_tma import async_add_shared_to_global
 from attnmesh.ops.dense.triton_tiles import LOG2_E
 
-TILE = 64  # rows of a step, and keys of a differentiator: the rows of one matrix instruction
+TILE = 64  # rows of a step, and keys of a consumer: the rows of one matrix instruction
 _TILE, _LOG2_E = gl.constexpr(TILE), gl.constexpr(LOG2_E)
 
 
@@ -32,7 +32,7 @@ class Memory(NamedTuple):
     lse: Any
     delta: Any
     bounds: Any
-    weights: Any  # if the differentiators share keys
+    weights: Any  # if the consumers share keys
     ds: Any
     grad_q: Any
 
@@ -43,9 +43,9 @@ class Barriers(NamedTuple):
     k_ready: Any
     v_ready: Any
     q_ready: Any
-    q_free: Any  # and grad_out, unless the differentiators share keys
+    q_free: Any  # and grad_out, unless the consumers share keys
     grad_out_ready: Any
-    grad_out_free: Any  # if the differentiators share keys
+    grad_out_free: Any  # if the consumers share keys
     weights_ready: Any
     weights_free: Any
     ds_ready: Any
@@ -62,7 +62,7 @@ class Work(NamedTuple):
     key_begin: Any
     head: Any  # the first of the query heads
     head_end: Any
-    begin: Any  # rows [begin, stop) see some key; those of [inner, edge) see all of them, and need no mask
+    begin: Any  # rows [begin, stop) see some key; rows [inner, edge) see all keys, and need no mask
     inner: Any
     edge: Any
     stop: Any
@@ -77,7 +77,7 @@ class Shape(NamedTuple):
     needs_q: Any
     scores: Any  # the gradient of the scores is needed, for grad_q or grad_k
     values: Any  # grad_v is needed
-    shared_keys: Any  # by both differentiators
+    shared_keys: Any  # by both consumers
     halved: Any  # the scores of half of the rows of a step at a time
     bounded: Any
     causal: Any
@@ -165,7 +165,7 @@ def _copy(x, batch, head, row, memory, tile, ready, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def add_rows(grad_q, memory, barriers, work, SHAPE: gl.constexpr):
-    """Adds what the differentiators leave in shared memory to grad_q, by the copy engine."""
+    """Lets the copy engine add the tiles of grad_q that the consumers leave in shared memory."""
     WIDTH: gl.constexpr = SHAPE.q_block
     ROUNDS: gl.constexpr = SHAPE.q_rounds
     if grad_q is not None:
@@ -178,8 +178,8 @@ def add_rows(grad_q, memory, barriers, work, SHAPE: gl.constexpr):
                 column = i * WIDTH if SHAPE.paired else WIDTH
                 _add_block(grad_q, memory, barriers, work.batch, head, row, i * WIDTH, step * ROUNDS + i, 0)
                 _add_block(grad_q, memory, barriers, work.batch, other_head, other_row, column, step * ROUNDS + i, 1)
-                _give_back(barriers, 0, 1)
-                _give_back(barriers, 1, 0)
+                _release(barriers, 0, 1)
+                _release(barriers, 1, 0)
             if SHAPE.paired:
                 head, row = next_rows(next_head, next_row, work)
             else:
@@ -188,7 +188,7 @@ def add_rows(grad_q, memory, barriers, work, SHAPE: gl.constexpr):
 
 @gluon.jit
 def add_blocks(HALF: gl.constexpr, grad_q, memory, barriers, work, SHAPE: gl.constexpr):
-    """Adds the blocks of columns of one differentiator, where they share keys."""
+    """Lets the copy engine add the blocks of grad_q of one consumer, where the consumers share keys."""
     WIDTH: gl.constexpr = SHAPE.q_block
     FIRST: gl.constexpr = HALF * (SHAPE.k_blocks // 2)
     ROUNDS: gl.constexpr = SHAPE.k_blocks - FIRST if HALF == 1 else SHAPE.k_blocks // 2
@@ -200,7 +200,7 @@ def add_blocks(HALF: gl.constexpr, grad_q, memory, barriers, work, SHAPE: gl.con
             for i in gl.static_range(ROUNDS):
                 column = (FIRST + i) * WIDTH
                 _add_block(grad_q, memory, barriers, work.batch, head, real, column, step * ROUNDS + i, HALF)
-                _give_back(barriers, HALF, 0)
+                _release(barriers, HALF, 0)
             if step + HALF > 0:
                 head, row = next_rows(head, row, work)
 
@@ -215,7 +215,7 @@ def _add_block(grad_q, memory, barriers, batch, head, row, column, uses, HALF: g
 
 
 @gluon.jit
-def _give_back(barriers, HALF: gl.constexpr, UNDER_WAY: gl.constexpr):
+def _release(barriers, HALF: gl.constexpr, UNDER_WAY: gl.constexpr):
     tma.store_wait(UNDER_WAY)
     mbarrier.arrive(barriers.grad_q_free.index(HALF), count=1)
 

@@ -1,4 +1,4 @@
-"""What a step of the backward in Gluon is made of: products that start and end, weights, and sums that are added."""
+"""The parts of a step of the backward in Gluon: start and finish products, compute weights, and store sums."""
 
 # Kernels are written in Gluon's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -81,7 +81,7 @@ def add_products(
 
 @gluon.jit
 def finish(UNDER_WAY: gl.constexpr, sums):
-    """Waits until at most so many products are under way, those of the sums not among them."""
+    """Waits until at most UNDER_WAY products run, none of them the products of the sums."""
     finished = warpgroup_mma_wait(UNDER_WAY, sums)
     return (finished,) if len(sums) == 1 else finished
 
@@ -92,11 +92,11 @@ def add_sums(grad, strides, x, work, key_begin, column_begin, D: gl.constexpr, S
     key = key_begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, grid))
     column = column_begin + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, grid))[None, :]
     of_head = grad + work.batch.to(gl.int64) * strides[0] + work.kv_head.to(gl.int64) * strides[1]
-    places = (of_head + key.to(gl.int64) * strides[2])[:, None] + column
+    pointers = (of_head + key.to(gl.int64) * strides[2])[:, None] + column
     real = (key < work.kv_len)[:, None] & (column < D)
     if SHAPE.atomic:
-        gl.atomic_add(places, x, mask=real, sem="relaxed")
+        gl.atomic_add(pointers, x, mask=real, sem="relaxed")
     elif SHAPE.overwrite:
-        gl.store(places, x.to(grad.dtype.element_ty), mask=real)
+        gl.store(pointers, x.to(grad.dtype.element_ty), mask=real)
     else:
-        gl.store(places, gl.load(places, mask=real, other=0.0) + x, mask=real)
+        gl.store(pointers, gl.load(pointers, mask=real, other=0.0) + x, mask=real)

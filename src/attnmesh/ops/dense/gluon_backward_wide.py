@@ -1,4 +1,4 @@
-"""The differentiators of the backward in Gluon for wide heads, whose sums leave less room in registers."""
+"""The consumers of the backward in Gluon for wide heads, whose sums leave less room in registers."""
 
 # Kernels are written in Gluon's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -109,7 +109,7 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
 
 @gluon.jit
 def _exchanged(memory, drift, HALF: gl.constexpr, BLOCK: gl.constexpr, K_BLOCKS: gl.constexpr, nothing):
-    """Starts a block of columns of grad_q for the rows of one of two steps: ds of both differentiators, times k."""
+    """Starts a block of columns of grad_q for the rows of one of two steps: ds of both consumers, times k."""
     part = nothing
     for half in gl.static_range(2):
         left = memory.ds.index(2 * (drift + HALF) + half).permute([1, 0])
@@ -120,9 +120,9 @@ def _exchanged(memory, drift, HALF: gl.constexpr, BLOCK: gl.constexpr, K_BLOCKS:
 
 @gluon.jit
 def differentiate_values(memory, barriers, work, grads, scale, softcap, SHAPE: gl.constexpr):
-    """The weights of 64 keys, which the other differentiator gets, their grad_v, and some columns of grad_q.
+    """The weights of 64 keys, which the other consumer gets, their grad_v, and some columns of grad_q.
 
-    grad_q is that of the step before: its ds is ready while the weights are computed.
+    grad_q is of the previous step: its ds is ready while the weights are computed.
     """
     STAGES: gl.constexpr = SHAPE.stages
     GRAD_OUT_STAGES: gl.constexpr = SHAPE.grad_out_stages
@@ -161,9 +161,10 @@ def differentiate_values(memory, barriers, work, grads, scale, softcap, SHAPE: g
         # Stores come before loads: `arrive` is a barrier of this group's warps and then an arrival (release) of one
         # thread, and every thread of the other group waits for it (acquire). Loads come before the next stores: ds is
         # computed from what was loaded, and the other group arrives at `ds_ready` behind a barrier of its warps; every
-        # thread here has waited for that. The phase of `step` is that of the ds of the step before, since the first is
-        # completed without one. Without grad_q the same holds of `weights_free`. (compute-sanitizer's racecheck reports
-        # a hazard here. We think that it follows the one thread that arrives, not those that a barrier joined with it.)
+        # thread here has waited for that. The phase of `step` is the phase of the previous step's ds, since the first
+        # is completed without one. Without grad_q the same holds of `weights_free`. (compute-sanitizer's racecheck
+        # reports a hazard here. We think that it follows the one thread that arrives, not the threads that a barrier
+        # joined with it.)
         if ROUNDS == 0:
             mbarrier.wait(barriers.weights_free.index(0), (step & 1) ^ 1)
         if softcap is not None:
@@ -196,7 +197,7 @@ def differentiate_values(memory, barriers, work, grads, scale, softcap, SHAPE: g
 
 @gluon.jit
 def differentiate_keys(memory, barriers, work, grads, scale, SHAPE: gl.constexpr):
-    """The ds of 64 keys, which the other differentiator gets, their grad_k, and the other columns of grad_q."""
+    """The ds of 64 keys, which the other consumer gets, their grad_k, and the other columns of grad_q."""
     STAGES: gl.constexpr = SHAPE.stages
     GRAD_OUT_STAGES: gl.constexpr = SHAPE.grad_out_stages
     K_BLOCK: gl.constexpr = SHAPE.k_block

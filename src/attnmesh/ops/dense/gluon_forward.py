@@ -1,28 +1,28 @@
 """Attention forward on Hopper in Gluon: one pass over the visible keys, from a state to a state.
 
-The schedule is FlashAttention-3's. A program is persistent and processes one work item after another: a tile of query
-rows of one head, or of a few heads that share a KV head. Its warps have two roles:
+The schedule is FlashAttention-3's. A program is persistent and processes one work tile after another: query rows of one
+head, or of a few heads that share a KV head. Its warps have two roles:
 
-- one warp, the loader, decides which keys an item needs and lets the copy engine (TMA) fetch queries, keys and values
-  into shared memory, a few tiles ahead;
-- two groups of four warps, the attenders, have 64 of the rows each. An attender starts the products of the queries
-  with the next tile of keys before those of the weights with this tile of values, and computes the softmax while the
-  tensor cores work. Attenders take turns, so that one computes its softmax under the products of the other.
+- one warp, the producer, decides which keys a work tile needs and lets the copy engine (TMA) fetch queries, keys and
+  values into shared memory, a few tiles ahead;
+- two groups of four warps, the consumers, have 64 of the rows each. A consumer starts the products of the queries
+  with tile i + 1 of the keys before the products of the weights with tile i of the values, and computes the softmax
+  while the tensor cores work. Consumers take turns: one computes its softmax during the products of the other.
 
 Synchronization: the barriers of a stage of keys (or values) are `ready`, which the copy engine completes, and `free`,
-at which every attender arrives. Queries have the same pair per attender. What the loader found out about an item and
-a part of its mask goes through `work`, two records long. All are waited for by the parity of their phase, counted over
-all items: stage `step % STAGES` is used for the `step // STAGES`-th time; waiting for the phase before the first
-succeeds at once. At the end of the work a record has row -1.
+at which every consumer arrives. Queries have the same pair per consumer. The producer writes which keys a work tile
+needs, for each part of its mask, into `work`, a ring of two records. All wait by the parity of a barrier's phase,
+counted over all work tiles: stage `step % STAGES` is used for the `step // STAGES`-th time; waiting for the phase
+before the first succeeds at once. A record with row -1 ends the loop.
 
-A state that is continued joins an item at its end: until then it has time to arrive. Where shared memory has room, each
-attender has a float32 tile there. The loader fetches the state into it, the attender replaces it by the new one, and
-the copy engine stores that while the next item begins (barriers `state_ready` and `state_free`). Where values are wider
-than 128 and there is no room, an item begins with its state.
+The epilogue of a work tile merges the earlier state, where there is one: until then it has time to arrive. Where shared
+memory has room, each consumer has a float32 tile there. The producer fetches the state into it, the consumer replaces
+it by the new state, and the copy engine stores the new state while the next work tile begins (barriers `state_ready`
+and `state_free`). Where values are wider than 128 and there is no room, a work tile begins with its state.
 
-Masks are those of the Triton kernels (see `triton_tiles`): in each part, a row attends to one interval of keys. Tiles
-of keys that all rows see need no mask, those that no row sees are not loaded. The copy engine reads zeros beyond the
-ends of q, k and v: rows there are masked, and columns there fill a tile that is wider than the head dim.
+Masks are the same as in the Triton kernels (see `triton_tiles`): in each part, a row attends to one interval of keys.
+Tiles of keys that all rows see need no mask, and tiles that no row sees are not loaded. The copy engine reads zeros
+beyond the ends of q, k and v: rows there are masked, and columns there fill a tile that is wider than the head dim.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -46,24 +46,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import is_loadable, loadable
-from attnmesh.ops.dense.gluon_items import ATTENDERS, RECORD, Sizes, read, visible_keys
-from attnmesh.ops.dense.gluon_loader import load
 from attnmesh.ops.dense.gluon_online_softmax import ROWS, factor_of, initial, operand, rescale, softmax
+from attnmesh.ops.dense.gluon_producer import load
 from attnmesh.ops.dense.gluon_state import IN_PLACE, NEW, OTHER, join_state, load_lse, load_state, release, store_state
+from attnmesh.ops.dense.gluon_tile_scheduler import CONSUMERS, RECORD, Sizes, read, visible_keys
 from attnmesh.ops.dense.triton_tiles import LENGTHS, PLAIN, Bounds, ScoreTerms, blocks_of, row_strides
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gluon_descriptor import descriptor
-from attnmesh.ops.gluon_exponents import lowest_of, peak_of
+from attnmesh.ops.gluon_exponents import lowest_of, row_max_of
 from attnmesh.ops.launch import Launch, Recent, prepare, signature
 from attnmesh.ops.merge import new_state
 
 # Lengths and heads, and the strides of what has one element per row: each would recompile for another alignment.
 _NOT_SPECIALIZED = [
-    *LENGTHS, "q_heads", "group", "items", "section", "scale", "softcap", "part_stride", "sequence_stride",
+    *LENGTHS, "q_heads", "group", "work_tiles", "section", "scale", "softcap", "part_stride", "sequence_stride",
     *(f"{name}_{dim}" for name in ("state_lse", "lse") for dim in ("batch", "head", "row")),
 ]  # fmt: skip
 _ROWS = gl.constexpr(ROWS)
-_ATTENDERS, _RECORD, _NEW = gl.constexpr(ATTENDERS), gl.constexpr(RECORD), gl.constexpr(NEW)
+_CONSUMERS, _RECORD, _NEW = gl.constexpr(CONSUMERS), gl.constexpr(RECORD), gl.constexpr(NEW)
 
 
 class Shape(NamedTuple):
@@ -76,7 +76,7 @@ class Shape(NamedTuple):
     stages: Any
     v_main: Any  # columns of the blocks of values
     v_rest: Any
-    v_dim: Any  # those that exist
+    v_dim: Any  # columns that exist
     state: Any  # NEW, IN_PLACE or OTHER
     staged: Any  # whether float32 tiles pass through shared memory
 
@@ -92,7 +92,7 @@ class Memory(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """The barriers of the stages, records and attenders."""
+    """The barriers of the stages, records and consumers."""
 
     work_ready: Any
     work_free: Any
@@ -108,10 +108,10 @@ class Barriers(NamedTuple):
 
 
 class GluonTiles(NamedTuple):
-    """Keys per tile, how many tiles of keys and of values are in flight, and the order of the items.
+    """Keys per tile, how many tiles of keys and of values are in flight, and the order of the work tiles.
 
-    Items of `section` KV heads come together, the longest first: they share keys in the L2 cache. None: of all heads,
-    or of one where the call is causal and long.
+    The work tiles of `section` KV heads come together, the longest first: they share keys in the L2 cache. None: the
+    work tiles of all heads, or of one head where the call is causal and long.
     """
 
     keys: int
@@ -119,7 +119,7 @@ class GluonTiles(NamedTuple):
     section: int | None = None
 
 
-# By the widths of keys and values, ascending: the first that is as wide serves a call.
+# By the widths of keys and values, ascending: a call takes the first entry that is wide enough.
 TILES = {
     (64, 64): GluonTiles(128, 3),
     (96, 96): GluonTiles(128, 2),
@@ -131,11 +131,11 @@ TILES = {
 _WIDTHS = sorted({width for widths in TILES for width in widths})
 _SHARED_BYTES = 226 * 1024  # for tiles; the rest of 227 KiB is for barriers and records
 _LONG = 32768  # rows, from which the keys of all heads do not stay in the L2 cache
-# Registers per thread; the first attender has what is left.
-_ATTENDER_REGISTERS, _LOADER_REGISTERS = gl.constexpr(232), gl.constexpr(40)
+# Registers per thread; the first consumer has the rest.
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(232), gl.constexpr(40)
 
 
-def refusal(q: Tensor, v: Tensor) -> str | None:
+def why_not(q: Tensor, v: Tensor) -> str | None:
     """The reason why the kernel cannot serve these queries and values; None if it can."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"its kernel takes fp16 and bf16, not {q.dtype}"
@@ -167,7 +167,7 @@ def forward(
     tiles: GluonTiles | None = None,
     pack: int | None = None,
 ) -> State:
-    """`triton_forward.forward` for 16-bit inputs on Hopper, without slopes; see `refusal`.
+    """`triton_forward.forward` for 16-bit inputs on Hopper, without slopes; see `why_not`.
 
     `pack` is the number of heads of a group that share a tile; by default 1, or more where rows are few.
     """
@@ -228,15 +228,15 @@ def _first_launch(
     staged = wide is not None and is_loadable(wide) and _has_room(tiles, sum(key_blocks), sum(value_blocks))
     state_blocks = _descriptors(wide, pack, rows, value_blocks) if wide is not None and staged else [None, None]
     head_tiles = batch * (q_heads // pack)
-    items = triton.cdiv(q_len, ATTENDERS * rows) * head_tiles
+    work_tiles = triton.cdiv(q_len, CONSUMERS * rows) * head_tiles
     kv_section = tiles.section or (1 if causal and q_len >= _LONG else None)
     section = head_tiles if kv_section is None else kv_section * (q_heads // kv_heads // pack)
-    grid = (min(items, _processors(q)),)
+    grid = (min(work_tiles, _processors(q)),)
     args = (
         *q_blocks, *k_blocks, *v_blocks, *state_blocks, visible.first, visible.end, *visible.strides,
         state_out, state_strides, state_lse, *((0, 0, 0) if state_lse is None else state_lse.stride()),
         result.out, out_strides, result.lse, *result.lse.stride(), sinks,
-        q_len, kv_len, q_heads, q_heads // kv_heads, items, section, scale, softcap,
+        q_len, kv_len, q_heads, q_heads // kv_heads, work_tiles, section, scale, softcap,
     )  # fmt: skip
     shape = Shape(
         causal, 0 if visible.first is None else visible.parts, pack, tiles.keys, tiles.stages, *value_blocks,
@@ -250,17 +250,17 @@ def _first_launch(
 
 
 def _packed_heads(group: int, q_len: int) -> int:
-    """As many heads of a group in a tile as keep it from being empty, at most 8: eight rows lie in one swizzle."""
+    """The heads of a group in a tile: more where rows are few, at most 8, since eight rows lie in one swizzle."""
     pack = 1
-    while pack < 8 and group % (2 * pack) == 0 and 2 * pack * q_len <= ATTENDERS * ROWS:
+    while pack < 8 and group % (2 * pack) == 0 and 2 * pack * q_len <= CONSUMERS * ROWS:
         pack *= 2
     return pack
 
 
 def _has_room(tiles: GluonTiles, key_dim: int, value_dim: int) -> bool:
-    """Whether shared memory holds a float32 tile of every attender besides the queries, keys and values."""
-    halves = ATTENDERS * ROWS * key_dim + tiles.stages * tiles.keys * (key_dim + value_dim)
-    return 2 * halves + 4 * ATTENDERS * ROWS * value_dim <= _SHARED_BYTES
+    """Whether shared memory holds a float32 tile of every consumer besides the queries, keys and values."""
+    halves = CONSUMERS * ROWS * key_dim + tiles.stages * tiles.keys * (key_dim + value_dim)
+    return 2 * halves + 4 * CONSUMERS * ROWS * value_dim <= _SHARED_BYTES
 
 
 def _descriptors(x: Tensor, heads: int, rows: int, blocks: tuple[int, int]) -> list[Any]:
@@ -272,7 +272,7 @@ def _descriptors(x: Tensor, heads: int, rows: int, blocks: tuple[int, int]) -> l
 
 
 def _processors(q: Tensor) -> int:
-    # Three in the emulation, so that a program has several items.
+    # Three in the emulation, so that a program has several work tiles.
     return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 3
 
 
@@ -281,40 +281,40 @@ def _forward_kernel(
     q_main, q_rest, k_main, k_rest, v_main, v_rest, state_main, state_rest, first, end, part_stride, sequence_stride,
     state_out, state_out_strides, state_lse, state_lse_batch, state_lse_head, state_lse_row,
     out, out_strides, lse, lse_batch, lse_head, lse_row, sinks,
-    q_len, kv_len, q_heads, group, items, section, scale, softcap,
+    q_len, kv_len, q_heads, group, work_tiles, section, scale, softcap,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    gdc_launch_dependents()  # the next stage of a ring may be launched: it waits for the end of this one itself
+    gdc_launch_dependents()  # the next stage of a ring may be launched: it waits for the end of this stage itself
     STAGES: gl.constexpr = SHAPE.stages
-    queries = _allocate(q_main, q_rest, _ATTENDERS)
+    queries = _allocate(q_main, q_rest, _CONSUMERS)
     keys = _allocate(k_main, k_rest, STAGES)
     values = _allocate(v_main, v_rest, STAGES)
     states = None
     if SHAPE.staged:
-        states = _allocate(state_main, state_rest, _ATTENDERS)
+        states = _allocate(state_main, state_rest, _CONSUMERS)
     work = gl.allocate_shared_memory(gl.int32, [2, _RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barriers = Barriers(
         work_ready=allocate_barriers(2),
         work_free=allocate_barriers(2),
-        q_ready=allocate_barriers(_ATTENDERS),
-        q_free=allocate_barriers(_ATTENDERS),
-        turn=allocate_barriers(_ATTENDERS),
+        q_ready=allocate_barriers(_CONSUMERS),
+        q_free=allocate_barriers(_CONSUMERS),
+        turn=allocate_barriers(_CONSUMERS),
         k_ready=allocate_barriers(STAGES),
         k_free=allocate_barriers(STAGES),
         v_ready=allocate_barriers(STAGES),
         v_free=allocate_barriers(STAGES),
-        state_ready=allocate_barriers(_ATTENDERS),
-        state_free=allocate_barriers(_ATTENDERS),
+        state_ready=allocate_barriers(_CONSUMERS),
+        state_free=allocate_barriers(_CONSUMERS),
     )
     init_barriers(barriers.work_ready, 1)
-    init_barriers(barriers.work_free, _ATTENDERS)
+    init_barriers(barriers.work_free, _CONSUMERS)
     init_barriers(barriers.q_ready, 1)
     init_barriers(barriers.q_free, 1)
     init_barriers(barriers.turn, 1)
     init_barriers(barriers.k_ready, 1)
-    init_barriers(barriers.k_free, _ATTENDERS)
+    init_barriers(barriers.k_free, _CONSUMERS)
     init_barriers(barriers.v_ready, 1)
-    init_barriers(barriers.v_free, _ATTENDERS)
+    init_barriers(barriers.v_free, _CONSUMERS)
     init_barriers(barriers.state_ready, 1)
     init_barriers(barriers.state_free, 1)
     fence_async_shared()
@@ -323,7 +323,7 @@ def _forward_kernel(
     mask = (first, end, (part_stride, sequence_stride))
     before = (state_out, state_out_strides, state_lse, (state_lse_batch, state_lse_head, state_lse_row))
     after = (out, out_strides, lse, (lse_batch, lse_head, lse_row), sinks)
-    sizes = Sizes(q_len, kv_len, q_heads, group, items, section)
+    sizes = Sizes(q_len, kv_len, q_heads, group, work_tiles, section)
     q_blocks, k_blocks, v_blocks = (q_main, q_rest), (k_main, k_rest), (v_main, v_rest)
     state_blocks = (state_main, state_rest)
     gdc_wait()
@@ -331,7 +331,7 @@ def _forward_kernel(
         [(_attend, (0, memory, barriers, mask, before, after, state_blocks, sizes, scale, softcap, SHAPE)),
          (_attend, (1, memory, barriers, mask, before, after, state_blocks, sizes, scale, softcap, SHAPE)),
          (load, (q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, sizes, SHAPE))],
-        [4, 1], [_ATTENDER_REGISTERS, _LOADER_REGISTERS],
+        [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
     )  # fmt: skip
     invalidate_barriers(barriers)
 
@@ -357,7 +357,7 @@ def _attend(
     INDEX: gl.constexpr, memory, barriers, mask, before, after, state_blocks, sizes, scale, softcap,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """The attention of 64 rows of every item, from the state before to the state after."""
+    """A consumer: the attention of 64 rows of every work tile, from the earlier state to the new state."""
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
     PARTS: gl.constexpr = 1 if SHAPE.parts == 0 else SHAPE.parts
@@ -369,24 +369,24 @@ def _attend(
     # From the state instead of from nothing: registers do not hold both in the end.
     CONTINUES: gl.constexpr = SHAPE.state != _NEW and not SHAPE.staged and SHAPE.v_main + SHAPE.v_rest > 128
     factor = factor_of(scale, softcap)
-    step = 0  # tiles of keys so far, of all items
-    turns = 0  # of this attender so far
+    step = 0  # tiles of keys so far, of all work tiles
+    turns = 0  # of this consumer so far
     record = 0  # records so far
-    served = 0  # items so far that see any key
-    count = 0  # items so far
+    served = 0  # work tiles so far that see any key
+    count = 0  # work tiles so far
     tile_begin, head, batch, begin, inner, edge, stop = read(memory.work, barriers, record)
     while tile_begin >= 0:
         row_begin = tile_begin + INDEX * APART
         within = gl.arange(0, _ROWS, layout=down)
         rows = row_begin + within % APART
-        acc, total, top = initial(factor, SHAPE, down)
+        acc, total, raw_max = initial(factor, SHAPE, down)
         state_lse = None
         if CONTINUES:
-            acc, total, peak = load_state(before, after, batch, head, row_begin, sizes, SHAPE, down)
+            acc, total, row_max = load_state(before, after, batch, head, row_begin, sizes, SHAPE, down)
             acc = rescale(acc, total, True)  # an empty state may hold NaN
-            top = gl.where(total == 0.0, lowest_of(factor), peak / factor)
+            raw_max = gl.where(total == 0.0, lowest_of(factor), row_max / factor)
         elif SHAPE.state != _NEW:
-            # Not needed before the end of the item.
+            # Not needed before the end of the work tile.
             state_lse = load_lse(before, after, batch, head, row_begin, sizes, SHAPE, down)
         seen = served
         if PARTS > 1:
@@ -410,11 +410,11 @@ def _attend(
                     release(barriers, INDEX, SHAPE)
                 scores = warpgroup_mma_wait(0, [scores])
                 mbarrier.arrive(barriers.k_free.index(stage), count=1)
-                weights, decay, total, top = softmax(
-                    scores, total, top, begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
+                weights, acc_scale, total, raw_max = softmax(
+                    scores, total, raw_max, begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
                 )
                 if PARTS > 1 or CONTINUES:
-                    acc = rescale(acc, decay)
+                    acc = rescale(acc, acc_scale)
                 weights = operand(weights, memory, wide)
                 for key_begin in range(begin + KEYS, stop, KEYS):
                     next_stage = (step + 1) % STAGES
@@ -427,14 +427,14 @@ def _attend(
                     turns += 1
                     scores = warpgroup_mma_wait(1 if SHAPE.v_rest == 0 else 2, [scores])
                     mbarrier.arrive(barriers.k_free.index(next_stage), count=1)
-                    next_weights, decay, total, top = softmax(
-                        scores, total, top, key_begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
+                    next_weights, acc_scale, total, raw_max = softmax(
+                        scores, total, raw_max, key_begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
                     )
                     # Succeeds at once. Without it, the compiler moves the softmax after the end of the products.
                     mbarrier.wait(barriers.v_ready.index(stage), phase)
                     acc = _finish(sums, weights)
                     mbarrier.arrive(barriers.v_free.index(stage), count=1)
-                    acc = rescale(acc, decay)
+                    acc = rescale(acc, acc_scale)
                     weights = operand(next_weights, memory, wide)
                     step += 1
                     stage = next_stage
@@ -450,15 +450,15 @@ def _attend(
         if (PARTS > 1) & (seen > served):
             mbarrier.arrive(barriers.q_free.index(INDEX), count=1)
         served = seen
-        peak = peak_of(top, factor)
+        row_max = row_max_of(raw_max, factor)
         if SHAPE.state != _NEW and not CONTINUES:
             if SHAPE.staged:
                 mbarrier.wait(barriers.state_ready.index(INDEX), count & 1)
-            acc, total, peak = join_state(
-                before, after, memory.state, state_lse, acc, total, peak, INDEX, batch, head, row_begin, sizes, SHAPE
+            acc, total, row_max = join_state(
+                before, after, memory.state, state_lse, acc, total, row_max, INDEX, batch, head, row_begin, sizes, SHAPE
             )
         store_state(
-            after, state_blocks, memory.state, acc, total, peak, INDEX, batch, head, row_begin, sizes, SHAPE, down
+            after, state_blocks, memory.state, acc, total, row_max, INDEX, batch, head, row_begin, sizes, SHAPE, down
         )
         count += 1
         tile_begin, head, batch, begin, inner, edge, stop = read(memory.work, barriers, record)
@@ -468,7 +468,7 @@ def _attend(
 
 @gluon.jit
 def _score(memory, INDEX: gl.constexpr, stage, KEYS: gl.constexpr, grid: gl.constexpr):
-    """Starts the products of this attender's queries with a tile of keys."""
+    """Starts the products of this consumer's queries with a tile of keys."""
     scores = gl.zeros([_ROWS, KEYS], gl.float32, grid)
     scores = warpgroup_mma(
         _tile(memory.q[0], INDEX), _tile(memory.k[0], stage).permute([1, 0]), scores, use_acc=False, is_async=True

@@ -1,8 +1,9 @@
 """The online softmax in Gluon, one tile of scores at a time.
 
 A group of four warps has 64 rows: the rows of one head, or fewer rows of several heads one after another. Their carry
-is `acc / total`, the output so far, and `peak + log2(total)`, its log-sum-exp in base 2, with the peak of `top`, which
-`gluon_exponents` describes. Tiles of values and of output are tuples of one or two blocks of columns.
+is (acc, total, raw_max). `acc / total` is the output so far, and `row_max + log2(total)` its log-sum-exp in base 2,
+where `row_max` is `row_max_of(raw_max)` (see `gluon_exponents`). Tiles of values and of output are tuples of one or two
+blocks of columns.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -20,10 +21,10 @@ _ROWS, _LOG2_E = gl.constexpr(ROWS), gl.constexpr(LOG2_E)
 
 @gluon.jit
 def softmax(
-    scores, total, top, key_begin, inner, edge, row_first, row_end, scale, softcap,
+    scores, total, raw_max, key_begin, inner, edge, row_first, row_end, scale, softcap,
     SHAPE: gl.constexpr, grid: gl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: the weights of a tile, the decay of what was before, and the new carry."""
+    """One step of the online softmax: the weights of a tile, the factor `acc_scale` of `acc`, total and raw_max."""
     factor = factor_of(scale, softcap)
     if softcap is not None:
         scores = tanh(scores * (scale / softcap))
@@ -33,17 +34,17 @@ def softmax(
         if SHAPE.parts > 0:
             visible &= key >= (row_first - key_begin)[:, None]
         scores = gl.where(visible, scores, float("-inf"))
-    new_top = gl.maximum(top, gl.max(scores, 1))
-    factors, shift, exponent = row_exponents(top, new_top, factor)
+    new_raw_max = gl.maximum(raw_max, gl.max(scores, 1))
+    factors, shift, exponent = row_exponents(raw_max, new_raw_max, factor)
     # The scale is part of the multiply-add in the exponent instead of a separate pass.
     weights = gl.exp2(scores * factors[:, None] - shift[:, None])
-    decay = gl.exp2(exponent)
-    return weights, decay, total * decay + gl.sum(weights, 1), new_top
+    acc_scale = gl.exp2(exponent)
+    return weights, acc_scale, total * acc_scale + gl.sum(weights, 1), new_raw_max
 
 
 @gluon.jit
 def factor_of(scale, softcap):
-    """What products of queries and keys, or their tanh, are multiplied by to be scores in base 2."""
+    """The factor from products of queries and keys, or from their tanh, to scores in base 2."""
     if softcap is None:
         factor = scale * _LOG2_E
     else:
@@ -86,15 +87,15 @@ def _times(block, factor, SELECT: gl.constexpr):
 
 @gluon.jit
 def initial(factor, SHAPE: gl.constexpr, down: gl.constexpr):
-    """The carry before any key: (acc, total, top)."""
+    """The carry before any key: (acc, total, raw_max)."""
     total = gl.zeros([_ROWS], gl.float32, down)
-    top = total + lowest_of(factor)
+    raw_max = total + lowest_of(factor)
     main = _zeros(SHAPE.v_main)
     if SHAPE.v_rest > 0:
         acc = (main, _zeros(SHAPE.v_rest))
     else:
         acc = (main,)
-    return acc, total, top
+    return acc, total, raw_max
 
 
 @gluon.jit

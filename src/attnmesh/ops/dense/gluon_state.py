@@ -1,8 +1,8 @@
-"""The state of a work item in Gluon: how the one before joins what the item computed, and how the result is stored.
+"""The epilogue of a work tile in Gluon: it merges an earlier state into the carry and stores the new state.
 
-A state is `out` and `lse`; `gluon_online_softmax` describes the carry. The state before is that of other keys of the
-same rows. Float32 tiles pass through shared memory if they are staged: the copy engine fetches the state before and
-stores the new one. Else threads load and store their own elements.
+A state is `out` and `lse`; `gluon_online_softmax` describes the carry. The earlier state is of other keys and the same
+rows. Float32 tiles pass through shared memory if they are staged: the copy engine fetches the earlier state and stores
+the new state. Else threads load and store their own elements.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -16,25 +16,25 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attnmesh.ops.dense.gluon_online_softmax import ROWS, rescale
 from attnmesh.ops.dense.triton_tiles import LOG2_E
 
-NEW, IN_PLACE, OTHER = 0, 1, 2  # no state before, one that the result replaces, or one in memory of its own
+NEW, IN_PLACE, OTHER = 0, 1, 2  # no earlier state, one that the result replaces, or one in other memory
 _NEW, _IN_PLACE = gl.constexpr(NEW), gl.constexpr(IN_PLACE)
 _ROWS, _LOG2_E = gl.constexpr(ROWS), gl.constexpr(LOG2_E)
 
 
 @gluon.jit
 def load_lse(before, after, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: gl.constexpr):
-    """The lse of the state before, in base 2; -inf for rows beyond the last."""
+    """The lse of the earlier state, in base 2; -inf for rows beyond the last."""
     result = None
     if SHAPE.state != _NEW:
         lse, strides = (after[2], after[3]) if SHAPE.state == _IN_PLACE else (before[2], before[3])
-        place, real = _places(strides, batch, head, row_begin, sizes, SHAPE, down)
-        result = gl.load(lse + place, mask=real, other=float("-inf")) * _LOG2_E
+        offset, real = _row_offsets(strides, batch, head, row_begin, sizes, SHAPE, down)
+        result = gl.load(lse + offset, mask=real, other=float("-inf")) * _LOG2_E
     return result
 
 
 @gluon.jit
 def release(barriers, INDEX: gl.constexpr, SHAPE: gl.constexpr):
-    """Gives the tile of the state before to the loader, as soon as the copy engine has read the last one."""
+    """Releases the state tile in shared memory to the producer, as soon as the copy engine has stored its state."""
     if SHAPE.staged and SHAPE.state != _NEW:
         tma.store_wait(0)
         mbarrier.arrive(barriers.state_free.index(INDEX), count=1)
@@ -42,9 +42,9 @@ def release(barriers, INDEX: gl.constexpr, SHAPE: gl.constexpr):
 
 @gluon.jit
 def load_state(before, after, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: gl.constexpr):
-    """The carry of the state before: (acc, total, peak). Where total is 0, acc may be anything."""
-    peak = load_lse(before, after, batch, head, row_begin, sizes, SHAPE, down)
-    total = gl.where(peak == float("-inf"), 0.0, 1.0)
+    """The carry of the earlier state: (acc, total, row_max). Where total is 0, acc may be anything."""
+    row_max = load_lse(before, after, batch, head, row_begin, sizes, SHAPE, down)
+    total = gl.where(row_max == float("-inf"), 0.0, 1.0)
     out, strides = (after[0], after[1]) if SHAPE.state == _IN_PLACE else (before[0], before[1])
     main = _load_block(out, strides, batch, head, row_begin, sizes, SHAPE, 0, SHAPE.v_main)
     if SHAPE.v_rest > 0:
@@ -52,20 +52,20 @@ def load_state(before, after, batch, head, row_begin, sizes, SHAPE: gl.constexpr
         acc = (main, rest)
     else:
         acc = (main,)
-    return acc, total, peak
+    return acc, total, row_max
 
 
 @gluon.jit
 def join_state(
-    before, after, memory, state_lse, acc, total, peak, INDEX: gl.constexpr, batch, head, row_begin, sizes,
+    before, after, memory, state_lse, acc, total, row_max, INDEX: gl.constexpr, batch, head, row_begin, sizes,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """The carry with the state before."""
-    new_peak = gl.maximum(peak, state_lse)
+    """The carry (acc, total, row_max), merged with the earlier state."""
+    new_row_max = gl.maximum(row_max, state_lse)
     # No key at all: subtract 0, since -inf - -inf would be NaN.
-    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    decay, weight = gl.exp2(peak - shift), gl.exp2(state_lse - shift)
-    acc = rescale(acc, decay, True)
+    shift = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+    acc_scale, weight = gl.exp2(row_max - shift), gl.exp2(state_lse - shift)
+    acc = rescale(acc, acc_scale, True)
     out, strides = (after[0], after[1]) if SHAPE.state == _IN_PLACE else (before[0], before[1])
     if SHAPE.staged:
         main = _read_block(memory[0], INDEX, _lines(SHAPE.v_main, True))
@@ -82,23 +82,23 @@ def join_state(
     else:
         joined = rescale((main,), weight, True)
         acc = (acc[0] + joined[0],)
-    return acc, total * decay + weight, new_peak
+    return acc, total * acc_scale + weight, new_row_max
 
 
 @gluon.jit
 def store_state(
-    after, blocks, memory, acc, total, peak, INDEX: gl.constexpr, batch, head, row_begin, sizes, SHAPE: gl.constexpr,
+    after, blocks, memory, acc, total, row_max, INDEX: gl.constexpr, batch, head, row_begin, sizes, SHAPE: gl.constexpr,
     down: gl.constexpr,
 ):  # fmt: skip
     """Writes the carry as a state, with the sinks."""
     out, out_strides, lse, lse_strides, sinks = after
     if sinks is not None:
         heads = head + gl.arange(0, _ROWS, layout=down) // (_ROWS // SHAPE.pack)
-        total, peak, decay = _with_sink(total, peak, gl.load(sinks + heads).to(gl.float32) * _LOG2_E)
-        acc = rescale(acc, decay, True)
-    place, real = _places(lse_strides, batch, head, row_begin, sizes, SHAPE, down)
-    # A row without keys has total 0 and peak -inf: out 0, lse -inf + -inf.
-    gl.store(lse + place, (peak + gl.log2(total)) / _LOG2_E, mask=real)
+        total, row_max, acc_scale = _with_sink(total, row_max, gl.load(sinks + heads).to(gl.float32) * _LOG2_E)
+        acc = rescale(acc, acc_scale, True)
+    offset, real = _row_offsets(lse_strides, batch, head, row_begin, sizes, SHAPE, down)
+    # A row without keys has total 0 and row_max -inf: out 0, lse -inf + -inf.
+    gl.store(lse + offset, (row_max + gl.log2(total)) / _LOG2_E, mask=real)
     acc = rescale(acc, gl.where(total == 0.0, 0.0, 1.0 / total), True)
     if SHAPE.staged and out.dtype.element_ty == gl.float32:
         if SHAPE.state == _NEW:
@@ -127,8 +127,8 @@ def _write_block(memory, block, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def _places(strides, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: gl.constexpr):
-    """The offsets of this attender's rows in a tensor [B, H, S, ...], and which of them exist."""
+def _row_offsets(strides, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: gl.constexpr):
+    """The offsets of this consumer's rows in a tensor [B, H, S, ...], and which of them exist."""
     APART: gl.constexpr = _ROWS // SHAPE.pack  # rows of one head
     within = gl.arange(0, _ROWS, layout=down)
     row = row_begin + within % APART
@@ -153,15 +153,15 @@ def _load_block(
     """A block of the output so far."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
-    place, real = _places(strides, batch, head, row_begin, sizes, SHAPE, down)
+    offset, real = _row_offsets(strides, batch, head, row_begin, sizes, SHAPE, down)
     column = column_begin + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, grid))
     mask = _inside(real, column, column_begin + WIDTH, SHAPE.v_dim)
-    return gl.load(state_out + place[:, None] + column[None, :], mask=mask, other=0.0)
+    return gl.load(state_out + offset[:, None] + column[None, :], mask=mask, other=0.0)
 
 
 @gluon.jit
 def _inside(real, column, END: gl.constexpr, WIDTH: gl.constexpr):
-    """Which elements of a block that ends at column END exist: those of real rows, in the first WIDTH columns."""
+    """Which elements of a block that ends at column END exist: real rows, in the first WIDTH columns."""
     mask = real[:, None]
     if END > WIDTH:
         mask = mask & (column < WIDTH)[None, :]
@@ -169,14 +169,14 @@ def _inside(real, column, END: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _with_sink(total, peak, sink):
-    """The carry with one more key, of score `sink` in base 2 and value 0, and the decay of what was before."""
-    new_peak = gl.maximum(peak, sink)
-    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+def _with_sink(total, row_max, sink):
+    """Total and row_max with one more key, of score `sink` in base 2 and value 0, and the factor `acc_scale` of acc."""
+    new_row_max = gl.maximum(row_max, sink)
+    shift = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     # An infinite sink has all the weight: subtract nothing, since inf - inf would be NaN.
     weight = gl.exp2(gl.where(sink == float("inf"), 0.0, sink - shift))
-    decay = gl.exp2(peak - shift)
-    return total * decay + weight, new_peak, decay
+    acc_scale = gl.exp2(row_max - shift)
+    return total * acc_scale + weight, new_row_max, acc_scale
 
 
 @gluon.jit
@@ -191,15 +191,15 @@ def _store_block(
         block = _read_block(memory[BLOCK], INDEX, lines).to(out.dtype.element_ty)
     else:
         block = gl.convert_layout(acc[BLOCK].to(out.dtype.element_ty), lines)
-    place, real = _places(strides, batch, head, row_begin, sizes, SHAPE, gl.SliceLayout(1, lines))
+    offset, real = _row_offsets(strides, batch, head, row_begin, sizes, SHAPE, gl.SliceLayout(1, lines))
     column = column_begin + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, lines))
     mask = _inside(real, column, column_begin + WIDTH, SHAPE.v_dim)
-    gl.store(out + place[:, None] + column[None, :], block, mask=mask)
+    gl.store(out + offset[:, None] + column[None, :], block, mask=mask)
 
 
 @triton.constexpr_function
 def _lines(width, wide):
-    """The layout in which results are stored: that of the products if wide, else 16 bytes per lane."""
+    """The layout in which results are stored: the layout of the products if wide, else 16 bytes per lane."""
     if wide:
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
     registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, n] for n in (32, 64, 128) if n < width]

@@ -1,4 +1,4 @@
-"""What Hopper's copy engine (TMA) can do and Gluon does not offer yet: to add a block to global memory."""
+"""A function of Hopper's copy engine (TMA) that Gluon does not offer yet: it adds a block to global memory."""
 
 # A function of Gluon's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False

@@ -34,15 +34,15 @@ class TorchTiles:
 
     name = "torch"
 
-    def refusal(self, call: Call) -> str | None:
+    def why_not(self, call: Call) -> str | None:
         """The reason why this backend cannot serve the forward; None if it can."""
         if call.q.is_meta:
             return "tensors on meta have no values"
         return None if call.q.dtype in _DTYPES else f"it takes fp16, bf16, fp32 and fp64, not {call.q.dtype}"
 
-    def backward_refusal(self, call: Call, *, grad_lse: bool = False) -> str | None:
+    def backward_why_not(self, call: Call, *, grad_lse: bool = False) -> str | None:
         """The reason why this backend cannot serve the backward, with or without a gradient of lse; None if it can."""
-        return self.refusal(call)
+        return self.why_not(call)
 
     def forward(self, call: Call, total: StateAccumulator) -> None:
         """Merges the attention of this call into `total`."""
@@ -155,7 +155,7 @@ def _tiles(call: Call) -> Iterator[tuple[_Tile, Tensor, Tensor, Tensor]]:
 
 
 def _joined(blocks: Sequence[Block]) -> Iterator[Block]:
-    """The blocks; many small ones of a part as one PARTIAL block, whose tiles hold several of them."""
+    """The blocks; many small blocks of a part become one PARTIAL block, whose tiles hold several of them."""
     groups: dict[tuple[int, range | None], list[Block]] = {}
     for block in blocks:
         groups.setdefault((block.part, block.sequences), []).append(block)

@@ -26,7 +26,7 @@ class Triton:
 
     name = "triton"
 
-    def refusal(self, call: Call) -> str | None:
+    def why_not(self, call: Call) -> str | None:
         """The reason why this backend cannot serve the forward; None if it can."""
         q = call.q
         if q.dtype not in _DTYPES:
@@ -40,9 +40,9 @@ class Triton:
             return "it needs a GPU (or TRITON_INTERPRET=1 set before triton is imported)"
         return None
 
-    def backward_refusal(self, call: Call, *, grad_lse: bool = False) -> str | None:
+    def backward_why_not(self, call: Call, *, grad_lse: bool = False) -> str | None:
         """The reason why this backend cannot serve the backward, with or without a gradient of lse; None if it can."""
-        return self.refusal(call)
+        return self.why_not(call)
 
     def _forward(self) -> Callable[..., State]:
         return _module("triton_forward").forward  # type: ignore[no-any-return]
@@ -145,7 +145,7 @@ class Triton:
 
 
 class _Launch(NamedTuple):
-    """What a launch of a kernel has besides the tensors and scores of a call."""
+    """Arguments of a kernel launch besides the tensors and scores of a call."""
 
     rows: slice | None  # of the queries; None: all of them
     keys: slice | None

@@ -6,7 +6,7 @@ queries (grad_q), one over the queries for each tile of keys (grad_k, grad_v)::
     grad_v += p^T @ grad_out          ds = p * (grad_out @ v^T - delta)
     grad_q += scale * ds @ k          grad_k += scale * ds^T @ q
 
-With a softcap ds is also multiplied with the derivative of its tanh. `lse` and `delta` are those of the whole softmax,
+With a softcap ds is also multiplied with the derivative of its tanh. `lse` and `delta` belong to the whole softmax,
 so the keys may be processed in any number of parts, in any order.
 """
 
@@ -59,7 +59,7 @@ from attnmesh.ops.streams import stream_of
 _LOG2_E = tl.constexpr(LOG2_E)
 _DELTA_ELEMENTS = 4096  # per program of the memory-bound delta kernel
 # A mask of several parts may have keys that all rows attend to beside keys that few do. With one program for each key
-# tile, those of the former would run on long after the others.
+# tile, programs with the former would run long after the others.
 _MAX_SPLITS = 8
 _SHORT_TILES = {2: DenseTiles(64, 64, 8, 2), 4: DenseTiles(32, 32, 8, 1)}  # by bytes per element
 _SCANNED_ROWS = 1024  # at a time, by the kernel that finds the rows of each key tile
@@ -117,11 +117,11 @@ def backward(
 ) -> None:
     """Adds the gradients of attention to the float32 `grad_q`, `grad_k` and `grad_v`; None is not computed.
 
-    With `overwrite` the gradients are written instead, to tensors of any dtype; with `overwrite_keys` those of keys and
-    values are. Shapes and visibility are those of
-    `forward`. `lse` and `delta` [B, Hq, Sq] are of the whole softmax over all keys on all ranks. A row whose lse is
-    -inf contributes nothing. With several parts, a key tile that more than `steps_per_split` row tiles attend to is
-    split among programs, which add to its gradients in a fixed order.
+    With `overwrite` the gradients are written instead, to tensors of any dtype; with `overwrite_keys` the gradients of
+    keys and values are. Shapes and visibility are the same as of `forward`. `lse` and `delta` [B, Hq, Sq] are of the
+    whole softmax over all keys on all ranks. A row whose lse is -inf contributes nothing. With several parts, a key
+    tile that more than `steps_per_split` row tiles attend to is split among programs, which add to its gradients in a
+    fixed order.
     """
     overwrite_keys |= overwrite
     if q.numel() == 0 or k.numel() == 0:
@@ -203,7 +203,7 @@ def short_gradients(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, *, scale: float, causal: bool,
     bounds: tuple[Tensor, Tensor] | None, terms: ScoreTerms = PLAIN,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The gradients of q, k and v by one launch, where the time is that of the host: deltas are computed where needed.
+    """The gradients of q, k and v by one launch, for calls bound by the host: deltas are computed where needed.
 
     Heads have at most 128 columns, and the mask one part.
     """
@@ -258,7 +258,7 @@ def _options(q: Tensor, v: Tensor) -> dict[str, Any]:
 
 
 def _key_targets(grad_k: Tensor | None, grad_v: Tensor | None) -> list[tuple[Tensor | None, Tensor | None]]:
-    """What each launch computes: both gradients, or one after the other where the tile of both would not fit."""
+    """The gradients of each launch: both, or one after the other where a tile for both would not fit."""
     if grad_k is None or grad_v is None or not 192 < max(grad_k.shape[-1], grad_v.shape[-1]) <= 256:
         return [(grad_k, grad_v)]
     return [(grad_k, None), (None, grad_v)]
@@ -507,7 +507,7 @@ def _grad_key_kernel(
         False, grad_k is not None, grad_v is not None, PARTS, D, K_BLOCKS, DV, V_BLOCKS, ROWS, KEYS,
     )  # fmt: skip
     if SPLITS > 1:
-        # The order of the additions is that of the splits. A program waits only for programs that started before it.
+        # Additions are in the order of the splits. A program waits only for programs that started before it.
         while tl.atomic_cas(turns + program, split, split, sem="acquire") != split:
             pass
     if grad_k is not None:
@@ -621,10 +621,10 @@ def _sum_over_rows(
 ):  # fmt: skip
     """Adds ds^T @ q and p^T @ grad_out, in every query head of the group.
 
-    The sums are over the row tiles that need a mask if MASKED, else over those of [inner, edge). Heads and tiles are
-    one loop: the pipeline does not drain at each head, the addresses of a second loop need no registers, and the sum
-    over the group stays in registers. Scores are computed transposed, [keys, rows], which makes them the left operand
-    of both products without a transposition.
+    The sums are over the row tiles that need a mask if MASKED, else over the row tiles of [inner, edge). Heads and
+    tiles are one loop: the pipeline does not drain at each head, the addresses of a second loop need no registers, and
+    the sum over the group stays in registers. Scores are computed transposed, [keys, rows], which makes them the left
+    operand of both products without a transposition.
     """
     tile_count = edge_count(begin, inner, edge, stop, ROWS) if MASKED else tl.cdiv(edge - inner, ROWS)
     steps = tile_count * group

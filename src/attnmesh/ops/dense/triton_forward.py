@@ -151,16 +151,16 @@ def _forward_kernel(
     slope = None if slopes is None else tl.load(slopes + head)
     row_positions = None if slopes is None else load_positions(q_positions, row_begin, q_len, ROWS)
 
-    # The carry: `acc / total` is the output so far, `top * factor + log2(total)` its log-sum-exp in base 2.
+    # The carry: `acc / total` is the output so far, `raw_max * factor + log2(total)` its log-sum-exp in base 2.
     factor = scale * _LOG2_E if softcap is None and slopes is None else tl.full((), 1.0, tl.float32)
     lowest = lowest_of(factor)
     acc = zero_tile(ROWS, V_BLOCKS)
     total = tl.zeros((ROWS,), tl.float32)
-    top = total + lowest
+    raw_max = total + lowest
     if state_out is not None:
         state_lse_head = at_head(state_lse, state_lse_strides, batch, head)
-        peak = load_rows(state_lse_head, state_lse_strides[2], row_begin, q_len, float("-inf"), True, ROWS) * _LOG2_E
-        some = peak != float("-inf")
+        row_max = load_rows(state_lse_head, state_lse_strides[2], row_begin, q_len, float("-inf"), True, ROWS) * _LOG2_E
+        some = row_max != float("-inf")
         total = some.to(tl.float32)
         # The `out` of an empty state does not count: it may hold anything.
         acc = load_tile(
@@ -168,7 +168,7 @@ def _forward_kernel(
             ROWS, DV, V_BLOCKS,
         )  # fmt: skip
         acc = select_rows(acc, some, V_BLOCKS)
-        top = tl.where(some, peak / factor, lowest)
+        raw_max = tl.where(some, row_max / factor, lowest)
 
     for part in range(PARTS):
         part_first = None if first is None else at_part(first, bounds_strides, part, batch)
@@ -177,32 +177,32 @@ def _forward_kernel(
             part_first, part_end, row_begin, tl.minimum(row_begin + ROWS, q_len), kv_len, CAUSAL, ROWS, KEYS
         )
         for key_begin in range(inner, edge, KEYS):
-            acc, total, top = _attend(
-                acc, total, top, q_tile, k_head, k_strides[2], v_head, v_strides[2], key_begin, kv_len, None, None,
+            acc, total, raw_max = _attend(
+                acc, total, raw_max, q_tile, k_head, k_strides[2], v_head, v_strides[2], key_begin, kv_len, None, None,
                 scale, factor, softcap, slope, row_positions, k_positions, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
             )  # fmt: skip
         row_first, row_end = visible_keys(part_first, part_end, rows, q_len, kv_len, CAUSAL)
         for index in range(edge_count(begin, inner, edge, stop, KEYS)):
-            acc, total, top = _attend(
-                acc, total, top, q_tile, k_head, k_strides[2], v_head, v_strides[2],
+            acc, total, raw_max = _attend(
+                acc, total, raw_max, q_tile, k_head, k_strides[2], v_head, v_strides[2],
                 edge_tile(index, begin, inner, edge, KEYS), kv_len, row_first, row_end,
                 scale, factor, softcap, slope, row_positions, k_positions, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
             )  # fmt: skip
 
-    peak = tl.where(top > lowest, top * factor, float("-inf"))
+    row_max = tl.where(raw_max > lowest, raw_max * factor, float("-inf"))
     if sinks is not None:
-        total, peak, decay = _with_sink(total, peak, tl.load(sinks + head).to(tl.float32) * _LOG2_E)
-        acc = scale_tile(acc, decay[:, None], V_BLOCKS)
-    # A row without keys has total 0 and peak -inf: out 0 / 1, lse -inf + -inf.
+        total, row_max, acc_scale = _with_sink(total, row_max, tl.load(sinks + head).to(tl.float32) * _LOG2_E)
+        acc = scale_tile(acc, acc_scale[:, None], V_BLOCKS)
+    # A row without keys has total 0 and row_max -inf: out 0 / 1, lse -inf + -inf.
     result = scale_tile(acc, 1.0 / tl.where(total == 0.0, 1.0, total)[:, None], V_BLOCKS)
     store_tile(at_head(out, out_strides, batch, head), out_strides[2], row_begin, q_len, result, ROWS, DV, V_BLOCKS)
     lse_head = at_head(lse, lse_strides, batch, head)
-    store_rows(lse_head, lse_strides[2], row_begin, q_len, (peak + tl.log2(total)) / _LOG2_E, ROWS)
+    store_rows(lse_head, lse_strides[2], row_begin, q_len, (row_max + tl.log2(total)) / _LOG2_E, ROWS)
 
 
 @triton.jit
 def _attend(
-    acc, total, top, q_tile, k, k_stride, v, v_stride, key_begin, kv_len, row_first, row_end,
+    acc, total, raw_max, q_tile, k, k_stride, v, v_stride, key_begin, kv_len, row_first, row_end,
     scale, factor, softcap, slope, row_positions, k_positions,
     KEYS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr, V_BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -222,22 +222,22 @@ def _attend(
         keys = key_begin + tl.arange(0, KEYS)[None, :]
         visible = (keys >= row_first[:, None]) & (keys < row_end[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    factors, shift, exponent = row_exponents(top, new_top, factor)
+    new_raw_max = tl.maximum(raw_max, tl.max(scores, 1))
+    factors, shift, exponent = row_exponents(raw_max, new_raw_max, factor)
     # The scale is part of the multiply-add in the exponent instead of a separate pass.
     weights = tl.exp2(scores * factors[:, None] - shift[:, None])
-    decay = tl.exp2(exponent)
-    total = total * decay + tl.sum(weights, 1)
-    acc = add_product(scale_tile(acc, decay[:, None], V_BLOCKS), weights, v_tile, V_BLOCKS)
-    return acc, total, new_top
+    acc_scale = tl.exp2(exponent)
+    total = total * acc_scale + tl.sum(weights, 1)
+    acc = add_product(scale_tile(acc, acc_scale[:, None], V_BLOCKS), weights, v_tile, V_BLOCKS)
+    return acc, total, new_raw_max
 
 
 @triton.jit
-def _with_sink(total, peak, sink):
-    """The carry with one more key, of score `sink` in base 2 and value 0, and the decay of what was before."""
-    new_peak = tl.maximum(peak, sink)
-    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    decay = tl.exp2(peak - shift)
+def _with_sink(total, row_max, sink):
+    """Total and row_max with one more key, of score `sink` in base 2 and value 0, and the factor `acc_scale` of acc."""
+    new_row_max = tl.maximum(row_max, sink)
+    shift = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+    acc_scale = tl.exp2(row_max - shift)
     # An infinite sink has all the weight: subtract nothing, since inf - inf would be NaN.
     weight = tl.exp2(tl.where(sink == float("inf"), 0.0, sink - shift))
-    return total * decay + weight, new_peak, decay
+    return total * acc_scale + weight, new_row_max, acc_scale

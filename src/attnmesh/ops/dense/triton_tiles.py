@@ -11,7 +11,7 @@ need a mask::
     row 2   |      x|xxxxxxxxxxxxxxx|xxxxxxx|
              masked      unmasked     masked
 
-One loop runs over the tiles of [inner, edge), a second over those of both ends: a loop has to fill its pipeline of
+One loop runs over the tiles of [inner, edge), a second over the tiles of both ends: a loop has to fill its pipeline of
 loads first, so that a third would cost more than its tiles. Read by columns, the picture is the loop of a key tile over
 the rows that attend to it.
 
@@ -48,7 +48,7 @@ class DenseTiles(NamedTuple):
     stages: int
 
 
-# (width, bytes per element) -> tiles, where the width is that of keys or values, whichever is wider, rounded up to one
+# (width, bytes per element) -> tiles, where the width is the wider of keys and values, rounded up to one
 # of WIDTHS. Fixed rather than autotuned: the order of the sums, and so the result, must not depend on a timing.
 # Tuned on an H200; tests/ops/test_triton_compiles.py checks that none spills on sm_90. `pick_tiles` reduces them for
 # devices with less shared memory. float32 runs without tensor cores (tf32 would not be float32): a thread then keeps
@@ -200,7 +200,7 @@ _NO_BOUNDS = Bounds(None, None, (0, 0), 1, {})
 
 
 class ScoreTerms(NamedTuple):
-    """What a score has beside the scaled product, as kernel arguments; None is not computed.
+    """The terms of a score besides the scaled product, as kernel arguments; None is not computed.
 
     `score = softcap * tanh(scale * q.k / softcap) - slopes[head] * |q_positions[row] - k_positions[key]|`, where slopes
     are float32 [Hq] and positions int32 [Sq] and [Sk].
@@ -253,7 +253,7 @@ def tile_mask(begin, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.con
 def load_tile(
     base, stride, begin, limit, EDGE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """Rows [begin, begin + ROWS) of one head, as blocks of columns. If EDGE, those from `limit` on read as zero."""
+    """Rows [begin, begin + ROWS) of one head, as blocks of columns. If EDGE, rows from `limit` on read as zero."""
     main = _load_block(base, stride, begin, limit, EDGE, ROWS, D, BLOCKS[0])
     if BLOCKS[1] > 0:
         rest = _load_block(base + BLOCKS[0], stride, begin, limit, EDGE, ROWS, D - BLOCKS[0], BLOCKS[1])
@@ -377,7 +377,7 @@ def store_rows(base, stride, begin, limit, value, ROWS: tl.constexpr):
 def base2_scores(products, scale, softcap, slope, left_positions, right_positions, EXACT: tl.constexpr):
     """The scores of the products q.k in base 2, and tanh(scale * q.k / softcap), for the gradient.
 
-    Positions are those of the two dimensions of the products, in float32. EXACT is for float32 inputs.
+    Positions belong to the two dimensions of the products, in float32. EXACT is for float32 inputs.
     """
     if softcap is not None:
         capped = tanh(products * (scale / softcap), EXACT)
@@ -392,18 +392,18 @@ def base2_scores(products, scale, softcap, slope, left_positions, right_position
 
 @triton.jit
 def lowest_of(factor):
-    """Less than any score: the largest one of a row without a key. Its products with the factor are finite."""
+    """Less than any score: the `raw_max` of a row without a key. Its product with the factor is finite."""
     return 1.0 / tl.maximum(factor, 1.0) * _LOWEST
 
 
 @triton.jit
-def row_exponents(top, new_top, factor):
-    """The factor and the shift of rows, and the exponents of what they have so far: see `ops/gluon_exponents.py`."""
+def row_exponents(raw_max, new_raw_max, factor):
+    """The factor and the shift of rows, and the exponents that rescale their sums: see `ops/gluon_exponents.py`."""
     power = tl.cast(tl.cast(factor, tl.int32, bitcast=True) & _EXPONENT_BITS, tl.float32, bitcast=True)
-    factors = tl.where(tl.abs(new_top) >= 1.0 / factor * _HUGE, power, factor)
-    shift = new_top * factors
+    factors = tl.where(tl.abs(new_raw_max) >= 1.0 / factor * _HUGE, power, factor)
+    shift = new_raw_max * factors
     # Not the difference of equal products, which a multiply-add would not make 0.
-    return factors, shift, tl.where(top == new_top, 0.0, top * factors - shift)
+    return factors, shift, tl.where(raw_max == new_raw_max, 0.0, raw_max * factors - shift)
 
 
 @triton.jit
@@ -461,7 +461,7 @@ def key_phases(
         begin, full_begin = tl.load(first + row_begin), tl.load(first + row_stop - 1)
         full_end, stop = tl.load(end + row_begin), tl.load(end + row_stop - 1)
         if (begin == full_end) | (full_begin == stop):
-            # The first or the last row is empty. Its bounds may be far from those of the other rows.
+            # The first or the last row is empty. Its bounds may be far from the bounds of the other rows.
             row_first, row_end = visible_keys(first, end, row_begin + tl.arange(0, ROWS), row_stop, key_count, CAUSAL)
             some = row_first < row_end
             begin = tl.min(tl.where(some, row_first, key_count), 0)
@@ -486,7 +486,7 @@ def split_phases(begin, full_begin, full_end, stop, BLOCK: tl.constexpr):
 
 @triton.jit
 def edge_count(begin, inner, edge, stop, BLOCK: tl.constexpr):
-    """The number of tiles that need a mask: those of [begin, inner) and of [edge, stop)."""
+    """The number of tiles that need a mask, in [begin, inner) and [edge, stop)."""
     return tl.cdiv(inner - begin, BLOCK) + tl.maximum(tl.cdiv(stop - edge, BLOCK), 0)
 
 

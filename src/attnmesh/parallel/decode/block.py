@@ -30,8 +30,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks, propagate_failure
+from attnmesh.kv_cache.norm_rope_write import norm_rope_write
 from attnmesh.kv_cache.pools import as_stored
-from attnmesh.kv_cache.prepare import prepare
 from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.norm_rope import CosSin, rms_norm
@@ -58,15 +58,15 @@ _SHARED_WEIGHTS = [field.name for field in fields(AttentionWeights) if field.nam
 class AttentionBlock:
     """Attention of one layer over a sharded KV cache. All ranks must construct and call it with the same arguments.
 
-    `weights` are those of this rank (`AttentionWeights.shard`, `attention_from_transformers`). `comm` is a comm or a
-    process group with its ranks in the order of the sharding, or a DeviceMesh with dimensions named tp, cp and kvdp, in
-    any order: `decode_rank` returns the rank whose weights a process needs.
+    `weights` are the weights of this rank (`AttentionWeights.shard`, `attention_from_transformers`). `comm` is a comm
+    or a process group with its ranks in the order of the sharding, or a DeviceMesh with dimensions named tp, cp and
+    kvdp, in any order: `decode_rank` returns the rank whose weights a process needs.
 
     `kv_rows="own"` projects K and V for this rank's sequences only: less compute, one more launch; "auto" does so where
-    it is faster. (The first tokens of a prefill need those of all sequences.) `split_size` makes the bits of attention
-    over given queries and keys independent of the batch and of `cp` (projections and the all-reduce have an order of
-    their own). The interleave must be a multiple of it, and it a multiple of the cache's block_size. `backend` is as
-    for `paged_decode_attention`, and for steps of up to 8 tokens.
+    it is faster. (The first tokens of a prefill need the K and V of all sequences.) `split_size` makes the bits of
+    attention over given queries and keys independent of the batch and of `cp` (projections and the all-reduce have an
+    order of their own). The interleave must be a multiple of it, and it a multiple of the cache's block_size. `backend`
+    is as for `paged_decode_attention`, and for steps of up to 8 tokens.
 
     Examples:
         >>> config = am.AttentionConfig(hidden=32, q_heads=4, kv_heads=2, head_dim=8)
@@ -103,7 +103,7 @@ class AttentionBlock:
             ranks = decode_ranks(comm, all_ranks, sharding)
             return ranks, _check_weights(settings, weights, ranks.rank)
 
-        # Forced: blocks of other layers have the same settings, but weights of their own.
+        # Forced: blocks of other layers have the same settings, but other weights.
         self._ranks = check_on_all_ranks(all_ranks, "AttentionBlock", check_arguments, force=True)
         self.rank = self._ranks.rank
         """This rank in the order of the sharding, which may differ from the process rank on a mesh."""
@@ -129,7 +129,7 @@ class AttentionBlock:
         self, *, batch: int, num_blocks: int, block_size: int, max_length: int, layers: int = 1,
         storage: str | None = None, k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
     ) -> ShardedCache:  # fmt: skip
-        """A cache for `layers` blocks like this one. `num_blocks` is per rank, `storage` by default the weights' dtype.
+        """A cache for `layers` such blocks. `num_blocks` is per rank, `storage` by default the weights' dtype.
 
         The scales are for fp8, of the whole model: a number, [] or [kv_heads].
         """
@@ -154,12 +154,12 @@ class AttentionBlock:
 
         Up to 8 tokens per sequence are a decode step. More are computed as a prefill, in memory that does not grow with
         the cache nor, but for x and the result, with T. Rows that are not in the step are skipped, and return the
-        output bias (or 0). The x of a prefill may leave them out: its rows, and those of the result, are then those of
-        the step in ascending order. Without an output projection the result is the attention of this rank's query
-        heads, [batch, q, T, head_dim]. The new keys and values are written first; with `update_cache=False` they must
-        be written already.
+        output bias (or 0). The x of a prefill may leave them out: its rows, and the rows of the result, are then the
+        rows of the step in ascending order. Without an output projection the result is the attention of this rank's
+        query heads, [batch, q, T, head_dim]. The new keys and values are written first; with `update_cache=False` they
+        must be written already.
 
-        `cos_sin` are cosines and sines of the tokens of x, [batch, T, rope.dim / 2] each, instead of those that follow
+        `cos_sin` are cosines and sines of the tokens of x, [batch, T, rope.dim / 2] each, instead of values that follow
         from their positions and the frequencies: computed once for all layers (`Rope.cos_sin`), or of another rotary
         embedding, such as one of several axes.
         """
@@ -244,7 +244,7 @@ class AttentionBlock:
         if rows.own:
             pools = PagedKV(cache.keys(layer), cache.values(layer), rows.block_table, shard=cache.local.layout.shard)
             out = self._attention.prefill(q, [begin + start for begin in rows.begins], pools, self._combine(x))
-        else:  # nor have the ranks that would merge with this one
+        else:  # nor have the ranks that would merge with this rank
             out = x.new_empty(0, sum(heads_out.heads), *q.shape[2:])
         return heads_out.scatter_heads(out)
 
@@ -286,13 +286,13 @@ class AttentionBlock:
     def _project(
         self, tokens: StepTokens, cache: ShardedCache, layer: int, parts: int, kv_rows: KvRows
     ) -> tuple[Tensor, Tensor]:
-        """The send buffer with the queries of all rows, and the projected K and V. Writes those of this rank's rows."""
+        """The send buffer with the queries of all rows, and the projected K and V. Writes K and V of own rows."""
         weights, (x, positions, own, slots, cos_sin) = self.weights, tokens
         if self.config.norm is not None:
             x = rms_norm(x, weights.norm, self.config.norm)
         q, kv = self._project_qkv(x, own, kv_rows)
         new = None if slots is None else ProjectedKV(kv, own, slots, cache.keys(layer), cache.values(layer))
-        return prepare(q, positions, new, self.config, weights, parts, cos_sin), kv
+        return norm_rope_write(q, positions, new, self.config, weights, parts, cos_sin), kv
 
     def _project_qkv(self, x: Tensor, own: range, kv_rows: KvRows) -> tuple[Tensor, Tensor]:
         """Q of all rows, and K and V of all rows or of this rank's."""
@@ -367,7 +367,7 @@ class _Settings:
 
 
 def _check_weights(settings: _Settings, weights: AttentionWeights, rank: int) -> SharedValues:
-    """Raise ValueError unless the weights are those of this rank; returns what must be equal on all ranks."""
+    """Raise ValueError unless the weights belong to this rank; returns the settings that must be equal on all ranks."""
     check_type("weights", weights, AttentionWeights)
     weights.check(settings.config, settings.sharding, rank, replicate_q=settings.exchange.replicate_q)
     return {
@@ -383,7 +383,7 @@ def _check_call(
     settings: _Settings, weight: Tensor, rank: int, x: Tensor, cache: ShardedCache, step: Step, layer: int,
     update_cache: bool,
 ) -> SharedValues:  # fmt: skip
-    """Raise ValueError for a call with invalid arguments; returns what must be equal on all ranks."""
+    """Raise ValueError for a call with invalid arguments; returns the values that must be equal on all ranks."""
     check_type("cache", cache, ShardedCache)
     check_type("step", step, Step, "what append of the cache returned")
     check_bool(update_cache=update_cache)

@@ -52,8 +52,8 @@ class LocalKV(NamedTuple):
 
     `step` has the block table, int32 [B, blocks], and `cur_pos`, int32 [B], the index of the last key stored here; the
     layers of a step share it. `key_range` returns, for a window, the keys stored here that each new token attends to:
-    `first` and `end`, int32 [B, T]. `positions`, which ALiBi needs, are those of the new tokens [B, T] and of all keys
-    that a row of the block table can hold [n], in the whole sequence.
+    `first` and `end`, int32 [B, T]. `positions`, which ALiBi needs, are the positions of the new tokens [B, T] and of
+    all keys that a row of the block table can hold [n], in the whole sequence.
     """
 
     keys: Stored
@@ -76,7 +76,7 @@ class StateExchange:
         return part_of(self.heads, self.comm.rank)
 
     def gather_heads(self, q: Tensor) -> Tensor:
-        """Queries of all heads, [H, B, T, D], from those of this rank, [h, B, T, D]."""
+        """Queries of all heads, [H, B, T, D], from the queries of this rank, [h, B, T, D]."""
         if self.comm.world == 1:
             return q
         shapes = [(heads, *q.shape[1:]) for heads in self.heads]
@@ -89,7 +89,7 @@ class StateExchange:
     ) -> Tensor:
         """The output over all positions, [B, h, T, D], from this rank's packed state of all heads [H, B, T, D + 1].
 
-        `sinks` are those of all heads, [H]. With all_gather the output is that of all heads, [B, H, T, D].
+        `sinks` are for all heads, [H]. With all_gather the output has all heads, [B, H, T, D].
         """
         if collective == "all_gather":
             gathered = all_gather_states(self.comm, packed)
@@ -116,7 +116,7 @@ class StateExchange:
 class DecodeAttention:
     """Attention of new tokens over the positions of all ranks of a CP group: a few per sequence, or `prefill`.
 
-    `sinks` and `alibi_slopes` [H] are those of all heads that attend here. With `split_size` the bits do not depend on
+    `sinks` and `alibi_slopes` [H] are for all heads that attend here. With `split_size` the bits do not depend on
     the number of ranks; `interleave` is then the number of consecutive positions per rank, a multiple of it.
     """
 
@@ -152,7 +152,7 @@ class DecodeAttention:
         return self.states.combine(packed, self.sinks, q.dtype, combine)
 
     def prefill(self, q: Tensor, begins: Sequence[int], kv: PagedKV, combine: Combine) -> Tensor:
-        """As a call, for any number of new tokens: those of sequence b are at `begins[b]` and the positions after it.
+        """As a call, for any number of new tokens: tokens of sequence b are at `begins[b]` and the positions after it.
 
         Dense kernels attend over the cache a part at a time. There are no fixed splits.
         """
@@ -164,7 +164,7 @@ class DecodeAttention:
         return self.states.combine(pack_state(state), self.sinks, q.dtype, combine) if sharded else state.out
 
     def _alibi_mask(self, slopes: Tensor, q: Tensor, kv: LocalKV) -> Tensor:
-        """What ALiBi adds to the scores, [B, H, T, n]; -inf for keys that a token does not attend to."""
+        """The terms that ALiBi adds to the scores, [B, H, T, n]; -inf for keys that a token does not attend to."""
         assert kv.positions is not None
         first, end = (x[:, None, :, None] for x in kv.key_range(self.window))
         index = torch.arange(len(kv.positions[1]), device=q.device)

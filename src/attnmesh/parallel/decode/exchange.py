@@ -133,6 +133,6 @@ def receive_buffer(comm: Comm, shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def part_of(counts: Sequence[int], part: int) -> slice:
-    """Where a part is among parts of so many items."""
+    """The range of a part among parts with these numbers of items."""
     end = list(accumulate(counts))[part]
     return slice(end - counts[part], end)

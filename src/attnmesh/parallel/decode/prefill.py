@@ -128,6 +128,6 @@ def kv_heads_of(x: Tensor, heads: range, per_kv: int, first: int) -> Tensor:
     Repeated where they serve unequal numbers of query heads.
     """
     used = [head // per_kv - first for head in heads]
-    if len({used.count(head) for head in used}) == 1:  # as many query heads for each
+    if len({used.count(head) for head in used}) == 1:  # the same number of query heads for each
         return x[:, used[0] : used[-1] + 1]
     return x[:, used]

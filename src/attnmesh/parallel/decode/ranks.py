@@ -52,7 +52,7 @@ def decode_ranks(
 ) -> DecodeRanks:
     """The groups of this rank, from a comm or group in the sharding's order or a mesh with dimensions tp, cp and kvdp.
 
-    A mesh may have its dimensions in any order, and omit those of size 1. `all_ranks` is `all_ranks_of(group)`.
+    A mesh may have its dimensions in any order, and omit dimensions of size 1. `all_ranks` is `all_ranks_of(group)`.
     """
     check_type("sharding", sharding, DecodeSharding)
     if all_ranks.world != sharding.ranks:

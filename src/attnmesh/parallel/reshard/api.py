@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.comm.call_log import text_digest
-from attnmesh.kv_cache.contents import check_movable
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.parallel.node_groups import comm_named
+from attnmesh.parallel.reshard.contents import check_movable
 from attnmesh.parallel.reshard.goal import (
     MESSAGE_BYTES,
     Goal,

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.core import ranges
-from attnmesh.kv_cache.contents import CacheContents
 from attnmesh.ops.storage import BFP_GROUP, bytes_per_token
+from attnmesh.parallel.reshard.contents import CacheContents
 from attnmesh.parallel.reshard.tokens import CacheTokens
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.reshard import Move, Part

@@ -20,11 +20,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
-from attnmesh.kv_cache.contents import CacheContents
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.parallel.node_groups import comm_named
 from attnmesh.parallel.reshard.api import Source, share_holders, source_of
 from attnmesh.parallel.reshard.cache_file import FORMAT, MANIFEST, VERSION, CacheFile
+from attnmesh.parallel.reshard.contents import CacheContents
 from attnmesh.parallel.reshard.goal import Goal, Holders, Target, device_of, target_ranks
 from attnmesh.parallel.reshard.tokens import CacheTokens
 from attnmesh.plan.decode import DecodeSharding

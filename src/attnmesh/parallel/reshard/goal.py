@@ -13,10 +13,10 @@ from dataclasses import astuple, dataclass, replace
 import torch
 
 from attnmesh.comm import SharedValues
-from attnmesh.kv_cache.contents import SIZES, CacheContents, Placement, contents_of, layout_of, scale_of
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.ops.storage import bytes_per_token
+from attnmesh.parallel.reshard.contents import SIZES, CacheContents, Placement, contents_of, layout_of, scale_of
 from attnmesh.parallel.reshard.prefill import PrefillKV
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.reshard import Move, Part, Piece

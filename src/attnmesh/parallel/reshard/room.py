@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from attnmesh.kv_cache.block_pool import CacheFull
-from attnmesh.kv_cache.contents import CacheContents, Placement, layout_of, sizes_of
 from attnmesh.kv_cache.sharded import ShardedCache
+from attnmesh.parallel.reshard.contents import CacheContents, Placement, layout_of, sizes_of
 from attnmesh.parallel.reshard.goal import Goal
 from attnmesh.plan.decode import DecodeSharding, Place
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from attnmesh import AttentionConfig, AttentionWeights, BlockCache, Norm, Rope
-from attnmesh.kv_cache import prepare as prepare_module
+from attnmesh.kv_cache import norm_rope_write as module
+from attnmesh.kv_cache.norm_rope_write import ProjectedKV, norm_rope_write
 from attnmesh.kv_cache.pools import write_tokens
-from attnmesh.kv_cache.prepare import ProjectedKV, prepare
 from attnmesh.ops.block.norm_rope import LAYOUTS
 from attnmesh.ops.block.stages import split_and_rotate
 from attnmesh.ops.storage import PLAIN, STORAGES, dequantize
@@ -20,16 +20,16 @@ NAME_OF = {dtype: name for name, dtype in PLAIN.items()}
 
 def kernel(*args):
     pytest.importorskip("triton")
-    from attnmesh.kv_cache import triton_write as triton_prepare
+    from attnmesh.kv_cache import triton_write
 
-    prepare_module._check(*args[:4], args[5])
-    return triton_prepare.prepare(*args)
+    module._check(*args[:4], args[5])
+    return triton_write.norm_rope_write(*args)
 
 
 def torch_path(*args):
     if args[0].is_cuda:
         pytest.skip("the device says which way is taken: torch's is the CPU's")
-    return prepare(*args)
+    return norm_rope_write(*args)
 
 
 WAYS = pytest.mark.parametrize("way", [torch_path, kernel])
@@ -318,7 +318,7 @@ def test_an_empty_batch(way, device):
 def test_float64_stays_float64():
     config, weights = stages(16, dtype=torch.float64)
     step = Step(3, 2, 16, dtype=torch.float64, device="cpu")
-    message = message_to_heads(prepare(step.q, step.positions, None, config, weights, 3), step, 3)
+    message = message_to_heads(norm_rope_write(step.q, step.positions, None, config, weights, 3), step, 3)
     real = ~step.padding[:, None, :, None].expand_as(message)
     assert message.dtype == torch.float64
     torch.testing.assert_close(message[real], step.in_float64(config, weights)[0][real], rtol=1e-14, atol=1e-14)
@@ -330,16 +330,16 @@ def test_float64_on_a_gpu_is_refused(device):
     config, weights = stages(16, dtype=torch.float64, device=device)
     step = Step(3, 2, 16, dtype=torch.float64, device=device)
     with pytest.raises(ValueError, match=r"q must not be float64 on a GPU, got torch\.float64 on cuda"):
-        prepare(step.q, step.positions, None, config, weights, 1)
+        norm_rope_write(step.q, step.positions, None, config, weights, 1)
 
 
 def test_the_device_says_which_way_is_taken(monkeypatch, device):
     taken = []
-    fake = type("Kernel", (), {"prepare": lambda *_: taken.append("triton")})
-    monkeypatch.setattr(prepare_module, "_triton", lambda: fake)
+    fake = type("Kernel", (), {"norm_rope_write": lambda *_: taken.append("triton")})
+    monkeypatch.setattr(module, "_triton", lambda: fake)
     config, weights = stages(16, device=device)
     step = Step(3, 2, 16, dtype=torch.float32, device=device)
-    prepare(step.q, step.positions, None, config, weights, 1)
+    norm_rope_write(step.q, step.positions, None, config, weights, 1)
     assert taken == (["triton"] if device.type == "cuda" else [])
 
 
@@ -351,7 +351,7 @@ def test_what_does_not_fit_is_refused():
     def refuses(message, *, q=step.q, positions=step.positions, parts=1, **changed):
         new = ProjectedKV(**(vars(step.new(cache)) | changed))
         with pytest.raises(ValueError, match=message):
-            prepare(q, positions, new, config, weights, parts)
+            norm_rope_write(q, positions, new, config, weights, parts)
 
     refuses(r"q must be \[B, T, heads \* 16\], got \[4, 2, 47\]", q=step.q[..., 1:])
     refuses(r"positions must be \[4, 2\], as in q, got \[4, 1\]", positions=step.positions[:, 1:])

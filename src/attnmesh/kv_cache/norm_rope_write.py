@@ -1,4 +1,4 @@
-"""Everything between the QKV projection and attention: queries into a send buffer, keys and values into the cache.
+"""`norm_rope_write`: norm and RoPE between the QKV projection and attention, and the write of keys and values.
 
 The send buffer is laid out for an exchange among `parts` ranks. Rank p attends for rows `B * p // parts` up to
 `B * (p + 1) // parts` of the batch::
@@ -21,20 +21,20 @@ from attnmesh.ops.storage import values_of
 from attnmesh.utils.optional import require
 
 
-def prepare(
+def norm_rope_write(
     q: Tensor, positions: Tensor, new: ProjectedKV | None, config: AttentionConfig, weights: AttentionWeights,
     parts: int, cos_sin: CosSin | None = None,
 ) -> Tensor:  # fmt: skip
     """The flat send buffer of the queries q [B, T, q*D], in q's dtype. Writes the new keys and values to the cache.
 
     Positions are integers [B, T]. A position below 0 marks a row that is not in the step: its part of the buffer is
-    undefined. `cos_sin`, [B, T, rope.dim / 2] each, replace those that rotary embedding computes from positions. Keys
-    are rounded to the dtype of their projection, then stored as by `write_tokens`. Without `new`, nothing is written.
-    On a GPU this is one kernel launch.
+    undefined. `cos_sin`, [B, T, rope.dim / 2] each, replace the cosines and sines that rotary embedding computes from
+    positions. Keys are rounded to the dtype of their projection, then stored as by `write_tokens`. Without `new`,
+    nothing is written. On a GPU this is one kernel launch.
     """
     _check(q, positions, new, config, parts)
     if q.is_cuda:
-        buffer: Tensor = _triton().prepare(q, positions, new, config, weights, parts, cos_sin)
+        buffer: Tensor = _triton().norm_rope_write(q, positions, new, config, weights, parts, cos_sin)
         return buffer
     if new is not None:
         own = slice(new.rows.start, new.rows.stop)

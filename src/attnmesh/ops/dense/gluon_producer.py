@@ -1,5 +1,7 @@
-"""The loader of the dense forward in Gluon: one warp that decides which keys an item needs and lets the copy engine
-fetch queries, keys, values and states into shared memory, a few tiles ahead. See `gluon_forward`.
+"""The producer of the dense forward in Gluon: one warp that decides which keys a work tile needs.
+
+It lets the copy engine fetch queries, keys, values and states into shared memory, a few tiles ahead. See
+`gluon_forward`.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -9,28 +11,28 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from attnmesh.ops.dense.gluon_items import ATTENDERS, key_phases, locate, publish
 from attnmesh.ops.dense.gluon_online_softmax import ROWS
 from attnmesh.ops.dense.gluon_state import NEW
+from attnmesh.ops.dense.gluon_tile_scheduler import CONSUMERS, key_phases, locate, publish
 
-_ROWS, _ATTENDERS, _NEW = gl.constexpr(ROWS), gl.constexpr(ATTENDERS), gl.constexpr(NEW)
+_ROWS, _CONSUMERS, _NEW = gl.constexpr(ROWS), gl.constexpr(CONSUMERS), gl.constexpr(NEW)
 
 
 @gluon.jit
 def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, sizes, SHAPE: gl.constexpr):
-    """Publishes a record for each item of this program and each part of its mask, and fetches what the part needs."""
-    TILE: gl.constexpr = _ATTENDERS * _ROWS // SHAPE.pack
+    """Publishes a record for each work tile and each part of its mask, and fetches the keys and values of the part."""
+    TILE: gl.constexpr = _CONSUMERS * _ROWS // SHAPE.pack
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
     PARTS: gl.constexpr = 1 if SHAPE.parts == 0 else SHAPE.parts
-    step = 0  # tiles of keys so far, of all items
+    step = 0  # tiles of keys so far, of all work tiles
     record = 0  # records so far
-    served = 0  # items so far that see any key
-    count = 0  # items so far
+    served = 0  # work tiles so far that see any key
+    count = 0  # work tiles so far
     program, programs = gl.program_id(0), gl.num_programs(0)
-    wave, item = 0, program
-    while item < sizes.items:
-        row_begin, head, batch = locate(item, sizes, SHAPE)
+    wave, work_tile = 0, program
+    while work_tile < sizes.work_tiles:
+        row_begin, head, batch = locate(work_tile, sizes, SHAPE)
         row_stop = gl.minimum(row_begin + TILE, sizes.q_len)
         kv_head = head // sizes.group
         fetched = served  # and one more as soon as the queries are fetched, which needs a key to be seen
@@ -45,7 +47,7 @@ def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, siz
                 if fetched == served:
                     _fetch_queries(q_blocks, memory.q, barriers, batch, head, row_begin, served, SHAPE)
                     fetched += 1
-                # The values of a tile are needed after the keys of the next one.
+                # The values of a tile are needed after the keys of the next tile.
                 if tile > 0:
                     _fetch(
                         v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, at - KEYS, step - 1,
@@ -56,16 +58,17 @@ def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, siz
                 last = begin + (stop - begin - 1) // KEYS * KEYS
                 _fetch(v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, last, step - 1, STAGES)
         served = fetched
-        # Not sooner: the state before may still be stored, which must not hold up the keys.
+        # Not sooner: the copy engine may still store the earlier state, for which keys must not wait.
         if SHAPE.staged and SHAPE.state != _NEW:
-            for attender in gl.static_range(_ATTENDERS):
-                mbarrier.wait(barriers.state_free.index(attender), count & 1)
-                row = row_begin + attender * (_ROWS // SHAPE.pack)
-                _copy(state_blocks, memory.state, barriers.state_ready.index(attender), [batch, head, row, 0], attender)
+            for consumer in gl.static_range(_CONSUMERS):
+                mbarrier.wait(barriers.state_free.index(consumer), count & 1)
+                row = row_begin + consumer * (_ROWS // SHAPE.pack)
+                _copy(state_blocks, memory.state, barriers.state_ready.index(consumer), [batch, head, row, 0], consumer)
         count += 1
-        # Items become shorter: in every other wave in the opposite order, so that all programs get the same share.
+        # Work tiles become shorter: in every other wave in the opposite order, so that all programs get the same
+        # amount.
         wave += 1
-        item = wave * programs + gl.where(wave % 2 == 0, program, programs - 1 - program)
+        work_tile = wave * programs + gl.where(wave % 2 == 0, program, programs - 1 - program)
     publish(memory.work, barriers, record, (-1, 0, 0, 0, 0, 0, 0))
 
 
@@ -79,11 +82,11 @@ def _fetch(blocks, memory, ready, free, batch, head, row, step, STAGES: gl.const
 
 @gluon.jit
 def _fetch_queries(blocks, memory, barriers, batch, head, row_begin, served, SHAPE: gl.constexpr):
-    """The same for the queries of every attender."""
-    for attender in gl.static_range(_ATTENDERS):
-        mbarrier.wait(barriers.q_free.index(attender), (served & 1) ^ 1)
-        row = row_begin + attender * (_ROWS // SHAPE.pack)
-        _copy(blocks, memory, barriers.q_ready.index(attender), [batch, head, row, 0], attender)
+    """Lets the copy engine fetch the queries of every consumer, as soon as the queries before them are read."""
+    for consumer in gl.static_range(_CONSUMERS):
+        mbarrier.wait(barriers.q_free.index(consumer), (served & 1) ^ 1)
+        row = row_begin + consumer * (_ROWS // SHAPE.pack)
+        _copy(blocks, memory, barriers.q_ready.index(consumer), [batch, head, row, 0], consumer)
 
 
 @gluon.jit

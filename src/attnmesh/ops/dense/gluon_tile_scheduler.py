@@ -1,7 +1,7 @@
-"""The work of a persistent program in Gluon: its items, the keys that each needs, and the records that say so.
+"""The tile scheduler of the dense forward in Gluon: the work tiles of a program, the keys that each needs, and records.
 
-An item is a tile of query rows of one head, or of a few heads that share a KV head. One warp decides which keys an item
-needs and publishes a record for each part of the mask, which the other warps read. See `gluon_forward`.
+A work tile is a tile of query rows of one head, or of a few heads that share a KV head. The producer decides which keys
+a work tile needs and publishes a record for each part of the mask, which the consumers read. See `gluon_forward`.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -15,31 +15,31 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnmesh.ops.dense.gluon_online_softmax import ROWS
 
-ATTENDERS = 2  # groups of warps, with ROWS rows each
-_TILE_ROWS = gl.constexpr(ATTENDERS * ROWS)
+CONSUMERS = 2  # groups of warps, with ROWS rows each
+_TILE_ROWS = gl.constexpr(CONSUMERS * ROWS)
 RECORD = 8  # integers of a record: row, head, batch, begin, inner, edge, stop; one is not used
 _RECORD = gl.constexpr(RECORD)
 
 
 class Sizes(NamedTuple):
-    """The lengths, the query heads, those of a group, the work items, and the head tiles of a section."""
+    """The lengths, the query heads, the query heads of a group, the work tiles, and the head tiles of a section."""
 
     q_len: Any
     kv_len: Any
     q_heads: Any
     group: Any
-    items: Any
+    work_tiles: Any
     section: Any
 
 
 @gluon.jit
-def locate(item, sizes, SHAPE: gl.constexpr):
-    """The first row, head and sequence of an item. In a section the last rows come first: most have the most keys."""
+def locate(work_tile, sizes, SHAPE: gl.constexpr):
+    """The first row, head and sequence of a work tile. Last rows come first in a section: most have the most keys."""
     TILE: gl.constexpr = _TILE_ROWS // SHAPE.pack
     tile_count = (sizes.q_len + TILE - 1) // TILE
-    within = item % (sizes.section * tile_count)
-    begin = item // (sizes.section * tile_count) * sizes.section
-    section = gl.minimum(sizes.section, sizes.items // tile_count - begin)
+    within = work_tile % (sizes.section * tile_count)
+    begin = work_tile // (sizes.section * tile_count) * sizes.section
+    section = gl.minimum(sizes.section, sizes.work_tiles // tile_count - begin)
     head_tile = begin + within % section
     heads = sizes.q_heads // SHAPE.pack
     return (tile_count - 1 - within // section) * TILE, head_tile % heads * SHAPE.pack, head_tile // heads
@@ -54,7 +54,7 @@ def key_phases(mask, part, batch, row_begin, row_stop, sizes, SHAPE: gl.constexp
         begin, full_begin = gl.load(first + row_begin), gl.load(first + (row_stop - 1))
         full_end, stop = gl.load(end + row_begin), gl.load(end + (row_stop - 1))
         if (begin == full_end) | (full_begin == stop):
-            # The first or the last row is empty. Its bounds may be far from those of the other rows.
+            # The first or the last row is empty. Its bounds may be far from the bounds of the other rows.
             rows = row_begin + gl.arange(0, _TILE_ROWS, layout=gl.BlockedLayout([1], [32], [1], [0]))
             real = rows < row_stop
             row_first = gl.load(first + rows, mask=real, other=0)
@@ -97,24 +97,24 @@ def _at_part(mask, part, batch):
 
 @gluon.jit
 def publish(work, barriers, record, fields):
-    """Writes the next work record, as soon as all attenders have read the one before the last."""
-    place = record % 2
-    mbarrier.wait(barriers.work_free.index(place), (record // 2 & 1) ^ 1)
+    """Writes work record `record`, as soon as all consumers have read record `record - 2` from the same slot."""
+    slot = record % 2
+    mbarrier.wait(barriers.work_free.index(slot), (record // 2 & 1) ^ 1)
     field = gl.arange(0, _RECORD, layout=gl.BlockedLayout([1], [32], [1], [0]))
     values = field * 0
     for i in gl.static_range(len(fields)):
         values = gl.where(field == i, fields[i], values)
-    work.index(place).store(values.to(gl.int32))
-    mbarrier.arrive(barriers.work_ready.index(place), count=1)
+    work.index(slot).store(values.to(gl.int32))
+    mbarrier.arrive(barriers.work_ready.index(slot), count=1)
 
 
 @gluon.jit
 def read(work, barriers, record):
     """The fields of a work record: row, head, batch, begin, inner, edge, stop."""
-    place = record % 2
-    mbarrier.wait(barriers.work_ready.index(place), record // 2 & 1)
+    slot = record % 2
+    mbarrier.wait(barriers.work_ready.index(slot), record // 2 & 1)
     layout: gl.constexpr = gl.BlockedLayout([_RECORD], [32], [4], [0])  # each thread has all fields
-    values = work.index(place).load(layout)
+    values = work.index(slot).load(layout)
     field = gl.arange(0, _RECORD, layout=layout)
     return (
         gl.sum(gl.where(field == 0, values, 0), 0), gl.sum(gl.where(field == 1, values, 0), 0),
