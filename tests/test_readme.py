@@ -24,7 +24,7 @@ PAGES = {
     "shardings": 2,
     "training": 3,
     "context-parallelism": 7,
-    "masks": 17,
+    "masks": 11,
     "layouts": 4,
     "decode": 6,
     "sharded-generation": 9,
