@@ -280,7 +280,7 @@ def test_the_documents_tables_are_those_of_its_data():
     titles = {line for line in tables.all_tables(saved).splitlines() if line and not line.startswith("|")}
     shown = set(re.findall(r"<!-- (.+) -->", text))
     assert shown <= titles
-    assert {"Efficiency, forward", "Efficiency, forward+backward"} < shown
+    assert "Efficiency, forward" in shown
     assert tables.replace_tables(text, saved) == text
 
 
