@@ -1,7 +1,7 @@
-"""Write docs/benchmarks.md and its figures from the recorded results, docs/results/*.json.
+"""Write docs/benchmarks.md, a table of README.md and the figures from the recorded results, docs/results/*.json.
 
-    python -m benchmarks.tables            # writes the page
-    python -m benchmarks.tables --check    # fails if the page is not what it would write
+    python -m benchmarks.tables            # writes the page and the table
+    python -m benchmarks.tables --check    # fails if they are not what it would write
     python -m benchmarks.tables --plot docs  # draws the figures into this folder
 
 To record a new measurement, change a file in docs/results/ and run the first and the last command. A file is one
@@ -16,7 +16,7 @@ section of the page, an object with
     pair      optional, a column such as "direction": rows with equal cells before it become one row of "a / b"
     figure    optional, a file in docs/ that is shown below the table
 
-SECTIONS has the order of the files.
+SECTIONS has the order of the files. README.md has a table of a result below `<!-- results: NAME -->`.
 """
 
 from __future__ import annotations
@@ -73,6 +73,15 @@ def page(docs: Path | None = None) -> str:
     return "\n".join([INTRODUCTION, *(_section(read_result(name, docs)) for name in SECTIONS)])
 
 
+def with_tables(text: str, docs: Path | None = None) -> str:
+    """Return a Markdown text with the tables below `<!-- results: NAME -->` written anew."""
+    return re.sub(
+        r"(<!-- results: ([\w-]+) -->\n)(?:\|.*\n)*",
+        lambda found: found[1] + _table(read_result(found[2], docs)),
+        text,
+    )
+
+
 def _section(result: Result) -> str:
     where = f"`{result['command']}`. {result['machine']}; {result['versions']}; {result['date']}."
     figure = f"\n![{result['title']}]({result['figure']})\n" if "figure" in result else ""
@@ -82,8 +91,8 @@ def _section(result: Result) -> str:
 def _table(result: Result) -> str:
     columns, rows = _paired(result) if "pair" in result else (result["columns"], result["rows"])
     right = [all(NUMBER.fullmatch(row[at]) for row in rows if row[at]) for at in range(len(columns))]
-    lines = [columns, ["--:" if is_right else "---" for is_right in right], *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    lines = [f"| {' | '.join(line)} |\n" for line in (columns, *rows)]
+    return "".join([lines[0], f"|{'|'.join('--:' if is_right else '---' for is_right in right)}|\n", *lines[1:]])
 
 
 def _paired(result: Result) -> tuple[list[str], list[list[str]]]:
@@ -147,12 +156,14 @@ def main(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if the page is out of date.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the figures into this folder.")] = None,
 ) -> None:
-    """Write docs/benchmarks.md from docs/results/*.json."""
-    target = DOCS / "benchmarks.md"
-    if check and target.read_text() != page():
-        raise SystemExit("docs/benchmarks.md is not what docs/results/ says: run python -m benchmarks.tables")
+    """Write docs/benchmarks.md, and the table of README.md, from docs/results/*.json."""
+    readme = DOCS.parent / "README.md"
+    wanted = {DOCS / "benchmarks.md": page(), readme: with_tables(readme.read_text())}
+    if check and any(path.read_text() != text for path, text in wanted.items()):
+        raise SystemExit("the documents are not what docs/results/ says: run python -m benchmarks.tables")
     if not check:
-        target.write_text(page())
+        for path, text in wanted.items():
+            path.write_text(text)
     if plot is not None:
         draw_figures(plot)
 

@@ -17,14 +17,16 @@ RESULT = {
 @pytest.fixture
 def docs(tmp_path, monkeypatch):
     """A folder with one result, whose rows the test gives as JSON."""
-    (tmp_path / "results").mkdir()
-    monkeypatch.setattr(tables, "DOCS", tmp_path)
+    folder = tmp_path / "docs"
+    (folder / "results").mkdir(parents=True)
+    (tmp_path / "README.md").write_text("Before.\n\n<!-- results: one -->\n| old |\n\nAfter.\n")
+    monkeypatch.setattr(tables, "DOCS", folder)
     monkeypatch.setattr(tables, "SECTIONS", ("one",))
 
     def write(rows: str, **more: str):
         head = json.dumps({**RESULT, **more})[:-1]
-        (tmp_path / "results" / "one.json").write_text(f'{head}, "rows": {rows}}}')
-        return tmp_path
+        (folder / "results" / "one.json").write_text(f'{head}, "rows": {rows}}}')
+        return folder
 
     return write
 
@@ -71,6 +73,8 @@ def test_a_page_that_is_out_of_date_is_reported_and_written(docs):
     assert page.read_text() == "old"
     assert CliRunner().invoke(tables.app, []).exit_code == 0
     assert CliRunner().invoke(tables.app, ["--check"]).exit_code == 0
+    table = "| S | direction | ms | note |\n|--:|---|--:|--:|\n| 1k | forward | 1.0 |  |\n"
+    assert (where.parent / "README.md").read_text() == f"Before.\n\n<!-- results: one -->\n{table}\nAfter.\n"
 
 
 def test_a_row_without_a_cell_is_refused(docs):
