@@ -23,12 +23,12 @@ PAGES = {
     "schedules": 1,
     "shardings": 2,
     "training": 1,
-    "context-parallelism": 7,
+    "context-parallelism": 5,
     "masks": 8,
     "layouts": 3,
-    "decode": 5,
-    "sharded-generation": 6,
-    "sparse-attention": 7,
+    "decode": 4,
+    "sharded-generation": 4,
+    "sparse-attention": 5,
     "debugging": 1,
     "planning": 1,
     "cluster": 1,
@@ -45,7 +45,7 @@ PAGES = {
     "reference/language-models": 1,
     "reference/integrations": 1,
     "reference/planner": 1,
-    "migrating": 8,
+    "migrating": 7,
 }  # page: number of blocks that run
 
 _BLOCK = re.compile(
