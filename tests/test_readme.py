@@ -24,7 +24,7 @@ PAGES = {
     "shardings": 2,
     "training": 1,
     "context-parallelism": 5,
-    "masks": 8,
+    "masks": 7,
     "layouts": 3,
     "decode": 4,
     "sharded-generation": 4,

@@ -22,7 +22,9 @@ PUBLIC_MODULES = (
     "attnmesh.integrations.ring_flash_attn", "attnmesh.report",
 )  # fmt: skip
 # The code in tables that is shown on more than one line.
-BROKEN_CODE = "[...document.querySelectorAll('td code')].filter(x => x.getClientRects().length > 1).map(x => x.textContent)"
+BROKEN_CODE = (
+    "[...document.querySelectorAll('td code')].filter(x => x.getClientRects().length > 1).map(x => x.textContent)"
+)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 needs_mkdocs = pytest.mark.skipif(
