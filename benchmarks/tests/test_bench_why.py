@@ -21,7 +21,7 @@ from benchmarks.why.policies import (
     random_inputs,
     ring,
 )
-from benchmarks.why.sources import DOCS, EVERY_BLOCK, count_bytes, read_sources, read_table
+from benchmarks.why.sources import DOCS, EVERY_BLOCK, count_bytes, read_sources
 
 PAGE = DOCS / "why.md"
 
@@ -81,15 +81,6 @@ def test_committed_bytes_are_those_of_the_plans(sources):
 def test_ring_and_allgather_share_a_curve(sources):
     sent = {(row["mask"], row["ranks"], row["schedule"]): row["bytes"] for row in sources.bytes}
     assert all(sent[(*key, "allgather")] == n for (*key, schedule), n in sent.items() if schedule == "ring")
-
-
-def test_tables_are_read():
-    rows = "| S | x, ms | y |\n|--:|--:|---|\n| 16k | **0.9** | 0.479* |\n| 2 | | 1e-3 |\n"
-    text = f"# A\n\n## B\n\nWords.\n\n{rows}\n| other |\n"
-    assert read_table(text, "B") == [
-        {"S": 16384.0, "x, ms": 0.9, "y": 0.479},
-        {"S": 2.0, "x, ms": None, "y": 0.001},
-    ]
 
 
 def test_what_does_not_fit_is_not_drawn():

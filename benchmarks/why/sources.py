@@ -1,8 +1,7 @@
-"""What the figures are drawn from: docs/data/why.json, docs/data/scaling.json and tables of docs/benchmarks.md."""
+"""What the figures are drawn from: docs/data/why.json, docs/data/scaling.json and docs/results/*.json."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from json import loads
 from pathlib import Path
@@ -13,6 +12,7 @@ from attnmesh.core.masks import Causal, Mask, SlidingWindow
 from attnmesh.parallel.context import ContextParallel
 from benchmarks.one_rank import OneRankComm
 from benchmarks.peers import HEAD_DIM, HEADS, KV_HEADS
+from benchmarks.tables import read_rows
 from benchmarks.why.policies import measure_policies
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -44,10 +44,21 @@ def compute(worlds: Sequence[int] = WORLDS, length: int = 4096) -> dict[str, Row
 def read_sources(docs: Path = DOCS) -> Sources:
     """Read everything that the figures need."""
     own, scaling = (loads((docs / "data" / name).read_text())["sections"] for name in ("why.json", "scaling.json"))
-    measured = (docs / "benchmarks.md").read_text()
-    tables = ("Every schedule on one H200", "Decode on one H200", "Error against the number of ranks")
     forward = [row for row in scaling["prefill"] if row["direction"] == "forward"]
-    return Sources(own["errors"], own["bytes"], forward, *(read_table(measured, heading) for heading in tables))
+    schedules, decode = (read_rows(name, docs) for name in ("schedules", "decode"))
+    return Sources(own["errors"], own["bytes"], forward, schedules, decode, _by_backend(read_rows("accuracy", docs)))
+
+
+def _by_backend(rows: Rows) -> Rows:
+    """A row for each backend and world that was measured, from columns such as "gluon, out"."""
+    found: dict[tuple[str, float], dict[str, Any]] = {}
+    for row in rows:
+        for name, error in row.items():
+            backend, _, what = name.partition(", ")
+            if what and error is not None:
+                line = found.setdefault((backend, row["world"]), {"backend": backend, "world": row["world"]})
+                line[what] = error
+    return list(found.values())
 
 
 def count_bytes(worlds: Sequence[int]) -> Rows:
@@ -72,19 +83,3 @@ def count_bytes(worlds: Sequence[int]) -> Rows:
                 sent = max(load.sent for load in plan.forward)
                 rows.append({"mask": mask, "schedule": schedule, "ranks": world, "bytes": sent})
     return rows
-
-
-def read_table(text: str, heading: str) -> Rows:
-    """Return the first table below a heading of a Markdown text: numbers as float, k as 1024, empty cells as None."""
-    below = text.split(f"## {heading}\n", 1)[1]
-    lines = re.search(r"(^\|.*\|\n)+", below, flags=re.MULTILINE)
-    assert lines is not None, heading
-    header, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[0].splitlines())
-    return [dict(zip(header, map(_cell, cells), strict=True)) for cells in body]
-
-
-def _cell(text: str) -> float | str | None:
-    text = text.strip("*")
-    if match := re.fullmatch(r"(-?\d[\d.e-]*)(k?)", text):
-        return float(match[1]) * (1024 if match[2] else 1)
-    return text or None

