@@ -13,8 +13,8 @@ import torch.distributed as dist
 import typer
 
 from attnmesh.comm import Comm, comm_from
-from attnmesh.comm.launch import run
 from attnmesh.comm.local_peers import VARIABLE
+from attnmesh.launch import run
 from benchmarks.common import JsonOption, make_app, publish
 
 BYTES = 2304, 16 << 10, 64 << 10

@@ -2,7 +2,8 @@
 
 The inputs are tiny, so that on CUDA the device ends before the host does and nothing waits for it. Calls take turns in
 slices, with torch's `scaled_dot_product_attention` among them; medians. One rank of a ring of 8 is measured as
-`benchmarks.ring` does, called eagerly and as a replayed graph.
+`benchmarks.ring` does, called eagerly and as a replayed graph; on CUDA also other schedules, and a layer's training
+step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +24,8 @@ from attnmesh.cli.options import MeasuredDeviceOption, default_device
 from attnmesh.cli.output import Rows
 from benchmarks.common import JsonOption, QuickOption, make_app, publish
 from benchmarks.one_rank import OneRankComm
-from benchmarks.peers import one_device, random_inputs, run_backward
-from benchmarks.ring import rank_program
+from benchmarks.peers import HEAD_DIM, HEADS, KV_HEADS, one_device, random_inputs, run_backward
+from benchmarks.ring import rank_program, run_rank
 from benchmarks.timers import host_ms
 
 Calls = dict[tuple[str, bool], Callable[[], object]]  # by name, and whether there is a backward
@@ -73,6 +75,7 @@ def attention_calls(device: str) -> Calls:
     for backend in ("aten", "triton", "gluon", "torch"):
         if backend not in refusals and (device == "cpu" or backend != "torch"):
             programs[f"attention, {backend}"] = partial(am.attention, mask=causal, backend=backend)
+    programs["a Function that does nothing"] = _Nothing.apply
     programs["attention, window"] = partial(am.attention, mask=am.SlidingWindow(16))
     programs["ContextParallel.attention, one rank"] = partial(one_rank.attention, mask=causal, length=q.shape[2])
     inputs = tuple(x.clone().requires_grad_() for x in (q, k, v))
@@ -82,6 +85,21 @@ def attention_calls(device: str) -> Calls:
         calls[name, False] = partial(_no_grad, program, q, k, v)
         calls[name, True] = partial(_forward_backward, program, inputs, grad)
     return calls
+
+
+class _Nothing(torch.autograd.Function):
+    """The least that a function of autograd in Python takes."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Saves its inputs."""
+        ctx.save_for_backward(q, k, v)
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of any values."""
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
 
 
 def other_calls(device: str) -> Calls:
@@ -142,6 +160,103 @@ def measure_ring(device: str, lengths: tuple[int, ...], *, rounds: int) -> Rows:
     return lines
 
 
+_SCHEDULES: dict[str, dict[str, object]] = {
+    "ring": {"schedule": "ring"}, "allgather": {"schedule": "allgather"}, "ulysses": {"schedule": "ulysses"},
+    "ring+ring": {"schedule": "ring+ring", "ranks_per_node": 4},
+}  # fmt: skip
+
+
+def measure_schedules(length: int) -> Rows:
+    """The last of 8 ranks by every schedule: host milliseconds per call, while the device is busy with other work."""
+    lines: Rows = []
+    for name, options in _SCHEDULES.items():
+        for backward in (False, True):
+            comm = OneRankComm(_RANKS - 1, _RANKS)
+            cp = am.ContextParallel(comm, **options)  # type: ignore[arg-type]
+            shard = random_inputs(cp.layout.local_length(length, _RANKS, comm.rank), backward)
+            run = partial(run_rank, comm, cp, length, *shard)
+            for _ in range(3):
+                run()
+            direction = "forward+backward" if backward else "forward"
+            lines.append({"schedule": name, "length": length, "direction": direction, "host_ms": host_ms(run)})
+    return lines
+
+
+class Layer(torch.nn.Module):
+    """A layer of Llama 3.1 8B, whose attention is one rank's share."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], rows: int) -> None:
+        super().__init__()
+        width, hidden = HEADS * HEAD_DIM, 14336
+        self.attend = attend
+        sizes = (width, width + 2 * KV_HEADS * HEAD_DIM), (width, width), (width, 2 * hidden), (hidden, width)
+        self.qkv, self.proj, self.gate_up, self.down = (torch.nn.Linear(*size, bias=False) for size in sizes)
+        self.norms = torch.nn.ParameterList([torch.ones(width) for _ in range(2)])
+        angles = torch.randn(rows, HEAD_DIM // 2).repeat(1, 2)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pre-norm attention with rotary positions, then a gated MLP."""
+        rows, width = x.shape
+        qkv = self.qkv(F.rms_norm(x, (width,), self.norms[0])).view(1, rows, -1, HEAD_DIM).transpose(1, 2)
+        q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
+        out = self.attend(self._rotated(q), self._rotated(k), v)
+        x = x + self.proj(out.transpose(1, 2).reshape(rows, width))
+        gate, up = self.gate_up(F.rms_norm(x, (width,), self.norms[1])).chunk(2, -1)
+        result: Tensor = x + self.down(F.silu(gate) * up)
+        return result
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * self.cos + torch.cat((-second, first), -1) * self.sin
+
+
+def measure_layer(length: int) -> Rows:
+    """A training step of a layer on the last of 8 ranks: host and device milliseconds, and when the device is idle.
+
+    Idle is the share of the time between the first and the last kernel of five steps in which no kernel runs, as
+    torch's profiler records it (which itself slows the host down).
+    """
+    comm = OneRankComm(_RANKS - 1, _RANKS)
+    cp = am.ContextParallel(comm, layout=am.Zigzag(), schedule="ring")
+    rows = am.Zigzag().local_length(length, _RANKS, comm.rank)
+    layer = Layer(partial(cp.attention, mask=am.Causal(), length=length), rows).cuda().bfloat16()
+    x = torch.randn(rows, HEADS * HEAD_DIM, device="cuda").bfloat16().requires_grad_()
+    inputs = (x, *layer.parameters())
+    grad = torch.randn_like(x)
+
+    def step() -> Tensor:
+        comm.begin()
+        return run_backward(layer(x), inputs, grad)
+
+    device = interleaved({"layer": step}, 3)["layer"]
+    eager, host = queued({"layer": step}, 3)["layer"], host_ms(step)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(5):
+            step()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events() or ()
+        if str(event.device_type).endswith("CUDA")
+    )
+    idle, end = 0.0, spans[0][1]
+    for begin, stop in spans:
+        idle += max(0.0, begin - end)
+        end = max(end, stop)
+    return [
+        {
+            "length": length, "host_ms": host, "eager_ms": eager, "replayed_ms": device,
+            "idle_share": idle / (end - spans[0][0]),
+        }
+    ]  # fmt: skip
+
+
 def _no_grad(program: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     with torch.no_grad():
         return program(*inputs)
@@ -167,6 +282,10 @@ def main(device: MeasuredDeviceOption = None, quick: QuickOption = False, json: 
         lengths = (16384, 32768) if chosen == "cuda" else (1024,)
         title = f"one of {_RANKS} ranks of a ring (causal, zigzag{', bf16, 32/8 heads, D=128' * (chosen == 'cuda')})"
         yield title, measure_ring(chosen, lengths, rounds=2 if quick else 5)
+        if chosen == "cuda":
+            yield f"host time of one of {_RANKS} ranks by schedule", measure_schedules(lengths[0])
+            step = "training step of a Llama 3.1 8B layer"
+            yield f"{step}, one of {_RANKS} ranks", [line for n in lengths for line in measure_layer(n)]
 
     publish("host", chosen, sections(), json)
 

@@ -28,11 +28,11 @@ from attnmesh.cli.options import Device, check_device
 from attnmesh.cli.output import Rows
 from attnmesh.core.layouts import Balanced
 from attnmesh.core.masks import Causal, Documents, Mask
-from attnmesh.core.optional import require
 from attnmesh.core.ranges import as_tensor
 from attnmesh.integrations.sharded_batch import shard_inputs
 from attnmesh.integrations.transformers_attention import NAME, register_attention, transformers_attention
 from attnmesh.parallel.context import ContextParallel
+from attnmesh.utils.optional import require
 from benchmarks.common import JsonOption, QuickOption, make_app, publish
 from benchmarks.one_rank import AllocatingComm, OneRankComm
 from benchmarks.timers import wall

@@ -12,15 +12,16 @@ import torch
 import typer
 from torch import Tensor
 
+from attnmesh import launch
 from attnmesh.cli.options import MeasuredDeviceOption, default_device, length_argument
 from attnmesh.cli.output import Rows
-from attnmesh.comm import Comm, launch
-from attnmesh.core.optional import require
+from attnmesh.comm import Comm
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.models import kv_bytes_per_token
 from attnmesh.integrations.loading import load_model
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.integrations.transformers_models import NAME
+from attnmesh.utils.optional import require
 from benchmarks.common import JsonOption, make_app, publish
 
 PEER = "sdpa"  # Transformers' own attention

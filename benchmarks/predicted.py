@@ -16,11 +16,12 @@ from typing import Annotated
 import torch
 import typer
 
+from attnmesh import launch
 from attnmesh.calibration.runs import ScheduleRun, all_runs, rank_runs
 from attnmesh.calibration.timing import Run, interleaved
 from attnmesh.cli.calibrate import calibrate
 from attnmesh.cli.options import MeasuredDeviceOption, default_device
-from attnmesh.comm import Comm, launch
+from attnmesh.comm import Comm
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.parallel.context import ContextParallel

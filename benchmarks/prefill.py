@@ -21,9 +21,9 @@ import typer
 from attnmesh.calibration.timing import Run, interleaved
 from attnmesh.cli.options import Device, check_device
 from attnmesh.core.layouts import Zigzag
-from attnmesh.core.optional import require
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.schedules import SCHEDULES
+from attnmesh.utils.optional import require
 from benchmarks.common import JsonOption, LengthsOption, make_app, publish
 from benchmarks.one_rank import OneRankComm
 from benchmarks.peers import HEAD_DIM, HEADS, KV_HEADS, PEERS, one_device, random_inputs

@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnmesh import launch
 from attnmesh.calibration.timing import Run, interleaved
 from attnmesh.cli.options import MeasuredDeviceOption, default_device
-from attnmesh.comm import Comm, launch
+from attnmesh.comm import Comm
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.ops.dense.api import attention

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from attnmesh import run_virtual
-from attnmesh.core.optional import installed
+from attnmesh.utils.optional import installed
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 needs_transformers = pytest.mark.skipif(not installed("transformers"), reason="transformers is not installed")

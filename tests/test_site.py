@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmesh.core.optional import installed
+from attnmesh.utils.optional import installed
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import attnmesh
-from attnmesh.core.optional import installed, require
+from attnmesh.utils.optional import installed, require
 
 SOURCE = Path(attnmesh.__file__).parent
 ROOT_FILES = {"__init__.py", "__main__.py", "py.typed"}
@@ -19,10 +19,10 @@ MAX_LINES = 600
 # A package imports only itself and packages earlier in this list. The last entries are attnmesh/__init__.py and
 # attnmesh/__main__.py.
 PACKAGES = [
-    "core", "trace", "plan", "ops", "planner", "kv_cache", "comm", "parallel", "integrations", "generation",
-    "serving", "calibration", "testing", "verify", "report", "cli", "attnmesh", "__main__",
+    "utils", "core", "trace", "plan", "ops", "planner", "comm", "launch", "kv_cache", "parallel", "integrations",
+    "generation", "serving", "calibration", "testing", "verify", "report", "cli", "attnmesh", "__main__",
 ]  # fmt: skip
-PURE = ("core", "trace", "plan", "planner")  # without processes and kernels
+PURE = ("utils", "core", "trace", "plan", "planner")  # without processes and kernels
 
 Graph = dict[str, set[str]]
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from attnmesh.cli.options import Device, MeasuredDeviceOption, default_device
-from attnmesh.core.optional import require
+from attnmesh.utils.optional import require
 from benchmarks.common import JsonOption, make_app, publish
 from benchmarks.decode.measure import CPU_PARTS, Part, measure_decode
 from benchmarks.decode.plot import plot_decode

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnmesh.core.optional import require
+from attnmesh.utils.optional import require
 from benchmarks.decode import measure as parts
 
 Lines = Sequence[Mapping[str, Any]]

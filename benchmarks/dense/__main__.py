@@ -9,7 +9,7 @@ import typer
 
 from attnmesh.cli import output
 from attnmesh.cli.options import Device, check_device
-from attnmesh.core.optional import require
+from attnmesh.utils.optional import require
 from benchmarks.common import JsonOption, make_app, publish
 from benchmarks.dense.cases import CASES, Part, select
 from benchmarks.dense.measure import measure_dense, wrong_rows

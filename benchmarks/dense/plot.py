@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnmesh.core.optional import require
+from attnmesh.utils.optional import require
 from benchmarks.dense.measure import SUMMARY
 from benchmarks.dense.programs import GLUON, STAGE, THEIRS, TRITON
 

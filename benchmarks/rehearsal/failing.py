@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from attnmesh.comm import Comm, CommError, launch
+from attnmesh import launch
+from attnmesh.comm import Comm, CommError
 from attnmesh.core.masks import Causal
 from attnmesh.parallel.context import ContextParallel
 

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnmesh import launch
 from attnmesh.calibration.links import LinkFigures
-from attnmesh.comm import Comm, launch
+from attnmesh.comm import Comm
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.generation.generator import Generator

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attnmesh import attention
+from attnmesh import attention, launch
 from attnmesh.calibration.links import LinkFigures, time_exchanges
-from attnmesh.comm import Comm, launch
+from attnmesh.comm import Comm
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.parallel.context import ContextParallel

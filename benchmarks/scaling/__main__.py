@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from attnmesh.cli import output
 from attnmesh.cli.output import Rows
-from attnmesh.core.optional import require
+from attnmesh.utils.optional import require
 from benchmarks.common import HardwareFileOption, JsonOption, QuickOption, make_app
 from benchmarks.scaling.plot import plot_scaling
 from benchmarks.scaling.study import Part, study

@@ -9,7 +9,7 @@ import typer
 
 from attnmesh.cli import output
 from attnmesh.cli.options import MeasuredDeviceOption, default_device
-from attnmesh.core.optional import require
+from attnmesh.utils.optional import require
 from benchmarks.common import JsonOption, QuickOption, make_app, publish
 from benchmarks.sparse.measure import Part, measure_sparse, wrong_rows
 from benchmarks.sparse.plot import FORMATS, plot_sparse

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnmesh.core.optional import require
+from attnmesh.utils.optional import require
 from benchmarks.sparse import measure as parts
 
 FORMATS = (".pdf", ".png", ".svg")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnmesh.core.optional import require
+from attnmesh.utils.optional import require
 from benchmarks.scaling.tables import short
 from benchmarks.why.policies import FLOAT32, HALF_BLOCKS, HALF_SUM
 from benchmarks.why.sources import EVERY_BLOCK, MASKS, Rows, Sources

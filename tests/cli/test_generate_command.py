@@ -17,12 +17,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 
+from attnmesh import launch
 from attnmesh.cli import language_model, output
 from attnmesh.cli.generate.job import check_job, tokenize_prompts
-from attnmesh.comm import launch
-from attnmesh.core.optional import installed
 from attnmesh.generation.passes import PrefillPass
 from attnmesh.integrations import loading
+from attnmesh.utils.optional import installed
 from helpers.cli import run as run_command
 from helpers.models import tiny_llama, tiny_tokenizer, write_folder
 

@@ -12,7 +12,7 @@ import torch
 import typer.completion
 
 from attnmesh.cli import output
-from attnmesh.core.progress import reported
+from attnmesh.utils.progress import reported
 from helpers.cli import assert_refused, run
 
 COMMANDS = [

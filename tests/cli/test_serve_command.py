@@ -114,7 +114,7 @@ def test_a_cache_that_does_not_fit_is_refused(model, monkeypatch):
 )
 def test_how_the_ranks_divide_the_model(model, monkeypatch, options, sharding, said):
     calls = []
-    monkeypatch.setattr("attnmesh.comm.launch.run", lambda serve, ranks, **how: calls.append(how))
+    monkeypatch.setattr("attnmesh.launch.run", lambda serve, ranks, **how: calls.append(how))
     monkeypatch.setattr("attnmesh.cli.serve._on_signals", lambda settings: None)
     ran = run_command("serve", "--model", model, "--ranks", 4, "--virtual", "--cache-tokens", 600, *options)
     assert ran.exit_code == 0, ran.output
@@ -126,7 +126,7 @@ def test_how_the_ranks_divide_the_model(model, monkeypatch, options, sharding, s
 
 def test_ranks_that_prefill_and_ranks_that_decode(model, monkeypatch):
     calls = []
-    monkeypatch.setattr("attnmesh.comm.launch.run", lambda serve, ranks, **how: calls.append((ranks, how)))
+    monkeypatch.setattr("attnmesh.launch.run", lambda serve, ranks, **how: calls.append((ranks, how)))
     monkeypatch.setattr("attnmesh.cli.serve._on_signals", lambda settings: None)
     ran = run_command("serve", "--model", model, "--prefill-ranks", 3, "--decode-ranks", 2, "--cache-tokens", 600)
     assert ran.exit_code == 0, ran.output

@@ -171,7 +171,7 @@ def test_the_command_writes_a_file_and_says_what_ranks_did(tmp_path, schedule, m
     ],
 )
 def test_bad_input_is_refused_before_any_rank_starts(tmp_path, monkeypatch, words, said):
-    monkeypatch.setattr("attnmesh.comm.launch.run", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr("attnmesh.launch.run", lambda *_, **__: pytest.fail("ranks were started"))
     given = words if "--out" in words else ("--out", tmp_path / "trace.json", *words)
     done = command(*given)
     assert done.exit_code == 2, done.output

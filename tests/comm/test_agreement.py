@@ -1,14 +1,15 @@
 """Agreement before an exchange: equal values pass, anything else is an error on every rank."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
-from attnmesh.comm import Comm, CommError, run_virtual
+from attnmesh.comm import Comm, CommError, SoloComm, agreement, run_virtual
 from attnmesh.comm.agreement import AgreementStore, Signature, disagreement
-from attnmesh.core.docs import see
+from attnmesh.utils.error_links import see
 
 DISAGREE = see("debugging.md#ranks-disagree")
 
@@ -188,3 +189,20 @@ def test_a_signature_withdrawn_while_it_is_read_is_ignored(monkeypatch):
     late = r"^ranks? .*2 did not arrive within 0.2 s \[rank 0 was about to start ring\(n=1\)\]\. See "
     with pytest.raises(CommError, match=late):
         AgreementStore(Interrupted(store, other_gives_up), 0, 3).compare(signature, timeout=0.2)
+
+
+def test_a_rank_that_waits_polls_the_store_at_least_twenty_times_per_second(monkeypatch):
+    monkeypatch.setattr(agreement, "CAUSE_SEARCH", 0.0)
+    slept, sleep = [], time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(seconds), sleep(seconds)))
+    with pytest.raises(CommError, match="rank 1 did not arrive"):
+        AgreementStore(HashStore(), 0, 2).compare(Signature("ring", {}), timeout=0.3)
+    assert slept[0] < 0.001
+    assert max(slept) <= 0.05
+
+
+def test_the_memory_of_agreements_is_bounded():
+    comm = SoloComm()
+    for i in range(5000):
+        comm.agree("ring", {"n": i})
+    assert len(comm._agreed) <= 4096

@@ -16,9 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attnmesh.comm import Comm, CommError, comm_from
 from attnmesh.comm.agreement import AgreementStore
-from attnmesh.comm.in_flight import Batch, InFlightMessage
-from attnmesh.comm.monitor import Monitor
-from attnmesh.core.docs import see, without_link
+from attnmesh.comm.health.group_store import WaitStatus
+from attnmesh.comm.health.monitor import Monitor
+from attnmesh.comm.in_flight import InFlightMessage
+from attnmesh.comm.process_group import Batch
+from attnmesh.utils.error_links import see, without_link
 from helpers.processes import Died, run_processes
 
 
@@ -47,27 +49,36 @@ def test_ranks_of_a_subgroup_are_named_by_their_global_numbers():
 
 def test_the_rank_that_everyone_waits_for_is_found_behind_those_who_wait():
     first, second, third, _ = stores([0, 1, 2, 3])
-    first.begin_search([1], "ring")
+    first.begin_search(WaitStatus([1], "ring"))
     assert second.is_searching()
-    second.report_waiting([2], "ring")
-    third.report_waiting([8], "barrier", here=False)
+    second.report_waiting(WaitStatus([2], "ring"))
+    third.report_waiting(WaitStatus([8], "barrier", in_group=False))
     assert first.causes_of_absence("did not arrive within 3 s") == ["rank 8 did not arrive within 3 s"]
-    third.report_waiting([3], "ring")
+    third.report_waiting(WaitStatus([3], "ring"))
     first.report_end(3, "its process has ended")
     assert first.causes_of_absence("did not arrive") == ["rank 3 is dead: its process has ended"]
 
 
 def test_ranks_that_wait_for_one_another_are_told_apart_by_their_calls():
     first, second, third = stores([0, 1, 2])
-    first.begin_search([1], "ring")
-    second.report_waiting([0], "gather")
-    third.report_waiting([0], "ring")
+    first.begin_search(WaitStatus([1], "ring"))
+    second.report_waiting(WaitStatus([0], "gather"))
+    third.report_waiting(WaitStatus([0], "ring"))
     assert first.causes_of_absence("") == ["ranks wait for one another: ring on ranks 0, 2 but gather on rank 1"]
-    second.report_waiting([2], "barrier", here=False)
+    second.report_waiting(WaitStatus([2], "barrier", in_group=False))
     late = "rank 1 did not arrive within 3 s, waiting in another group: barrier"
     assert first.causes_of_absence("did not arrive within 3 s") == [late]
     first.report_end(2, "its process has ended")  # after it has said that it waits: the others wait for it, perhaps
     assert first.causes_of_absence("did not arrive within 3 s") == ["rank 2 is dead: its process has ended"]
+
+
+def test_a_search_for_a_rank_that_arrives_after_all_leaves_nothing_behind():
+    first, second = stores([0, 1])
+    first.begin_search(WaitStatus([1], "ring"))
+    second.report_waiting(WaitStatus([0], "ring"))
+    first.end_search()
+    assert not second.is_searching()
+    assert first.causes_of_absence("did not arrive") == []
 
 
 def test_one_comparison_tells_that_ranks_are_out_of_step():
@@ -79,11 +90,11 @@ def test_one_comparison_tells_that_ranks_are_out_of_step():
 
 def test_the_failure_of_a_rank_in_another_group_comes_before_what_follows_from_it():
     first, second, _ = stores([0, 2, 4])
-    first.begin_search([2], "ring")
+    first.begin_search(WaitStatus([2], "ring"))
     second.report_elsewhere(["global rank 3 is dead: its process has ended"])
     follows = ["global rank 3 is dead: its process has ended", "global rank 2 did not arrive within 3 s"]
     assert first.causes_of_absence("did not arrive within 3 s") == follows
-    second.report_waiting([8], "barrier", here=False)  # in a group that it has made since
+    second.report_waiting(WaitStatus([8], "barrier", in_group=False))  # in a group that it has made since
     assert first.causes_of_absence("did not arrive within 3 s") == follows
     first.report_end(1, "its process has ended")
     assert first.causes_of_end([1]) == [follows[0], "global rank 2 is dead: its process has ended"]
@@ -94,7 +105,8 @@ def test_threads_that_ask_for_the_monitor_at_once_get_one():
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(20):
-            monitor = Monitor(stores([0])[0], 0, [0], {}, set())
+            (store,) = stores([0])
+            monitor = Monitor(store, 0, [0], {}, store.causes)
             with ThreadPoolExecutor(8) as pool:
                 assert len(set(pool.map(lambda _, m=monitor: m.call(threading.get_ident), range(16)))) == 1
             monitor.end()
@@ -223,7 +235,7 @@ def served_by_rank_0(comm: Comm, fault: str) -> str:
     own.agree("start", {})
     own.barrier()
     watches = own._monitor._neighbors._watches
-    while rank > 0 and not (0 in watches and watches[0].state == "verified"):
+    while rank > 0 and not (0 in watches and watches[0].is_verified):
         time.sleep(0.05)
     own.barrier()
     if rank == 0:

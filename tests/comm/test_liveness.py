@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from attnmesh.comm import CommError, comm_from, process_group
-from attnmesh.comm import liveness as liveness_module
-from attnmesh.comm.liveness import ENDED, Liveness, liveness
+from attnmesh.comm.health import liveness as liveness_module
+from attnmesh.comm.health.liveness import ENDED, Liveness, Watch, liveness
 from helpers.faults import fail
 from helpers.processes import Died, run_processes
 
@@ -38,14 +38,14 @@ def test_the_end_of_a_process_is_noticed_and_nothing_else():
     address, child = ours.recv()
     try:
         watch = own.watch(address)
-        await_until(lambda: watch.state == "verified")
+        await_until(lambda: watch.is_verified)
         os.kill(process.pid, signal.SIGSTOP)
-        stopped = own.watch(address)  # the kernel connects in its place, but nothing tells that it is the one
+        stopped = Watch(address, own._machine)  # the kernel connects in its place, but nothing tells that it is the one
         time.sleep(0.3)
         assert watch.verdict is stopped.verdict is None
         os.kill(process.pid, signal.SIGKILL)
         await_until(lambda: watch.verdict == stopped.verdict == ENDED)
-        late = own.watch(address)
+        late = Watch(address, own._machine)
         await_until(lambda: late.verdict == ENDED)
     finally:
         os.kill(child, signal.SIGKILL)
@@ -59,14 +59,19 @@ def test_a_slow_name_server_is_asked_once(monkeypatch):
     assert liveness_module._hosts(dist.HashStore()) == addresses
 
 
-def test_those_who_watch_a_process_hear_its_last_words():
+def test_those_who_watch_a_process_read_its_last_error():
     own, other = Liveness(), Liveness()
     watch = own.watch(other.address(dist.HashStore()))
-    await_until(lambda: watch.state == "verified")
-    assert watch.last_words == ""
+    await_until(lambda: watch.is_verified)
+    assert own.watch(other.address(dist.HashStore())) is watch  # one connection for all groups
+    assert watch.last_error == ""
     for line in ("first", "x" * 10000, '["out of memory"]'):
         other.tell(line)
-    await_until(lambda: watch.last_words == '["out of memory"]')
+    await_until(lambda: watch.last_error == '["out of memory"]')
+    for _ in range(2):
+        assert len(other._visitors) == 1
+        own.unwatch(watch)
+    await_until(lambda: not other._visitors)
     assert watch.verdict is None
 
 
@@ -80,6 +85,7 @@ def await_until(condition):
 def dies_before_the_first_call(comm, dead, while_connecting=False):
     """The others wait for an agreement, or to connect after it, with a timeout of minutes."""
     comm.timeout = 300
+    dist.barrier()  # every rank has connected over gloo
     if comm.rank == dead and while_connecting:
         process_group.connect = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     elif comm.rank == dead:

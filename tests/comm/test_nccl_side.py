@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from attnmesh.comm import CommError
+from attnmesh.comm.health.stream_watch import QueuedOperation
 from attnmesh.comm.nccl import NcclSide
-from attnmesh.comm.stream_watch import QueuedOperation
 
 
 class Group:

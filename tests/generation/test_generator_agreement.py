@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.core.checksums import checksums
 from attnmesh.generation.generator import Generator, generate
 from attnmesh.generation.sampling import Sampling
+from attnmesh.parallel.checksums import checksums
 from attnmesh.plan.decode import DecodeSharding
 from helpers.models import VOCABULARY, OneLayer, generated_rows, on_virtual_ranks, random_ids
 from helpers.processes import run_processes
@@ -133,7 +133,7 @@ def checksum(x):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn])
 def test_checksums_tell_all_bits_and_places(dtype, monkeypatch):
-    monkeypatch.setattr("attnmesh.core.checksums._CHUNK", 16)
+    monkeypatch.setattr("attnmesh.parallel.checksums._CHUNK", 16)
     x = (torch.rand(1037, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)
     sums = {checksum(x)}
     assert checksum(x.clone()[None].expand(1, -1)) in sums

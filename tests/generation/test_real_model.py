@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnmesh.comm import launch
+from attnmesh import launch
 from attnmesh.generation.generator import Generator
 from attnmesh.integrations.loading import load_model
 

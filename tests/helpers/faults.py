@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.comm import CommError, in_flight
+from attnmesh.comm import CommError, process_group
 from attnmesh.testing.block import poisoned_cache, random_block, shard_block
 from helpers.processes import Died, run_processes
 
@@ -227,12 +227,12 @@ def inject(comm: am.Comm, moment: str | int, fault: Callable[[], None]) -> Calla
 
     comm._exchange_with = failing(comm._exchange_with)  # type: ignore[method-assign]
     comm._native = failing(comm._native)  # type: ignore[attr-defined]
-    exchange, failing_exchange = in_flight.exchange_in_memory, failing(in_flight.exchange_in_memory)
+    exchange, failing_exchange = process_group.exchange_in_memory, failing(process_group.exchange_in_memory)
 
     def exchange_in_memory(by: Any, *args: Any) -> None:
         (failing_exchange if by is comm else exchange)(by, *args)
 
-    in_flight.exchange_in_memory = exchange_in_memory
+    process_group.exchange_in_memory = exchange_in_memory
     return lambda: bool(done)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from attnmesh.comm import comm_from
-from attnmesh.comm.launch import share_gpu_environment
+from attnmesh.launch import share_gpu_environment
 
 # A fork server imports torch once for all tests of a session; its forks start in milliseconds, not seconds.
 _context = mp.get_context("forkserver")

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from attnmesh.core.optional import installed
 from attnmesh.integrations import accelerate as integration
 from attnmesh.integrations import expert_balance
 from attnmesh.integrations.accelerate_ranks import _digest
 from attnmesh.integrations.patches import Patches
 from attnmesh.integrations.trainer import _check_trainer
+from attnmesh.utils.optional import installed
 from helpers.training import (
     accelerate_ranks,
     loop_log,

@@ -212,7 +212,7 @@ def test_other_tensors_per_token_are_refused_on_every_rank(other):
 
 def test_a_batch_on_a_device_is_compared_in_the_first_call_and_in_every_hundredth(monkeypatch):
     # On the host, a size of 0 stands for a device: nothing is read in every call.
-    monkeypatch.setattr("attnmesh.core.checksums._READ_ALWAYS", 0)
+    monkeypatch.setattr("attnmesh.parallel.checksums._READ_ALWAYS", 0)
     other = changed("weights")
     assert all(on_virtual_ranks(2, lambda comm: first_error(comm, other)))
     assert not any(on_virtual_ranks(2, lambda comm: first_error(comm, *[{}] * 99, other)))

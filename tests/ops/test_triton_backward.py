@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnmesh.ops.dense.triton_backward import backward, delta
+from attnmesh.ops.dense import triton_backward
+from attnmesh.ops.dense.triton_backward import backward, delta, short_gradients
 from attnmesh.ops.dense.triton_tiles import DenseTiles
 from helpers.dense_kernels import (
     CUDA,
@@ -146,6 +147,34 @@ def test_overwrites_gradients_in_any_dtype(device, mask):
     case.run(grads, **TILES, overwrite=True)
     for mine, exact, plain in zip(grads, case.autograd(torch.float64), case.autograd(torch.float16), strict=True):
         assert relative(mine, exact) <= 2 * relative(plain, exact)
+
+
+@pytest.mark.parametrize(
+    ("mask", "dtype", "heads", "lengths", "widths", "terms"),
+    [
+        ("full", torch.float16, "mqa", (33, 70), (32, 32), False),  # several tiles of keys and one of rows
+        ("causal", torch.float32, "gqa", (40, 40), (48, 24), False),  # two blocks of columns
+        ("random", torch.float32, "mha", (70, 33), (16, 16), False),  # rows that see nothing
+        ("sequences", torch.float16, "mqa", (20, 20), (32, 32), False),  # bounds of each sequence
+        ("documents", torch.float32, "mha", (45, 45), (16, 16), True),
+    ],
+)
+def test_short_calls_take_one_launch(device, monkeypatch, mask, dtype, heads, lengths, widths, terms):
+    """The first launch and a repeat; deltas are computed from out, and nothing is read that was not written."""
+    how = {"softcap": terms, "alibi": terms}
+    case = Case(device, dtype, mask, HEADS[heads], *lengths, *widths, batch=2, **how)
+    case.grad_lse = torch.zeros_like(case.grad_lse)
+    monkeypatch.setattr(triton_backward, "_SHORT_TILES", dict.fromkeys((2, 4), DenseTiles(16, 16, 4, 1)))
+    exact, plain = case.autograd(torch.float64), case.autograd(dtype)
+    out = case.out.to(dtype)
+    out[case.lse.isneginf()] = torch.nan  # of rows without keys
+    monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, torch.nan))
+    for _ in range(2):
+        grads = short_gradients(
+            case.q, case.k, case.v, out, case.lse, case.grad_out, scale=SCALE, **case.seen, terms=case.terms
+        )
+        for mine, truth, other in zip(grads, exact, plain, strict=True):
+            assert relative(mine, truth) <= 2 * relative(other, truth) + 2e-6
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from attnmesh.ops.block.stages import ProjectedKV
 from attnmesh.ops.decode.call import build_call
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.decode.triton import pick_tiles as pick_decode_tiles
-from attnmesh.ops.dense.triton_backward import backward, delta
+from attnmesh.ops.dense.triton_backward import backward, delta, short_gradients
 from attnmesh.ops.dense.triton_forward import forward
 from attnmesh.ops.dense.triton_tiles import FORWARD_TILES, GRAD_KEY_TILES, GRAD_QUERY_TILES, ScoreTerms, pick_tiles
 from attnmesh.ops.storage import quantize
@@ -55,6 +55,8 @@ def dense(key_dim, value_dim, dtype, visibility, steps, terms=()):
     grad_q, grad_k, grad_v = (torch.empty(x.shape) for x in (q, k, v))
     if "backward" in steps:
         backward(q, k, v, grad_out, rows, rows, **seen, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v)
+    if "short backward" in steps:
+        short_gradients(q, k, v, grad_out, rows, grad_out, **seen)
     if "backward partly" in steps:
         backward(q, k, v, grad_out, rows, rows, **seen, grad_q=None, grad_k=grad_k, grad_v=None)
         backward(q, k, v, grad_out, rows, rows, **seen, grad_q=None, grad_k=None, grad_v=grad_v)
@@ -80,10 +82,10 @@ def memory_bound(head_dim, dtype, parts):
     total = State(torch.empty(x.shape), torch.empty(x.shape[:3]))
     part = State(x, total.lse)
     delta(x, x, total.lse)
-    add(total.out, [(x, 0)] * parts, torch.float32, x.shape)
-    add(None, [(x, 0)] * parts, x.dtype, x.shape)
-    accumulate(total, [(part, 0)] * parts, torch.float32, x.shape)
-    accumulate(None, [(part, 0)] * parts, x.dtype, x.shape)
+    add(total.out, [(x, 0, 0)] * parts, torch.float32, x.shape)
+    add(None, [(x, 0, 0)] * parts, x.dtype, x.shape)
+    accumulate(total, [(part, 0, 0)] * parts, torch.float32, x.shape)
+    accumulate(None, [(part, 0, 0)] * parts, x.dtype, x.shape)
     merge_states([State(x, total.lse)] * parts, (head_dim, dtype, parts))
 
 
@@ -183,6 +185,7 @@ def test_every_dense_kernel_compiles():
     usual = ("dense", 128, 128, "bfloat16", "causal")
     cases = {80: [(*usual, ["forward"])], 89: [(*usual, ["forward", "backward"])], 90: [
         ("dense", 128, 128, "bfloat16", "union", ["continue", "backward"]),
+        ("dense", 128, 128, "bfloat16", "causal", ["short backward"]),
         ("dense", 192, 128, "bfloat16", "full", ["forward"]), ("dense", 64, 64, "float32", "bounds", ["forward"]),
         ("dense", 256, 256, "float32", "causal", ["continue"]),
     ]}  # fmt: skip

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.core import validation
 from attnmesh.core.state import State
+from attnmesh.utils import validation
 from helpers import arguments
 from helpers.argument_calls import CALLS, COLLECTIVE, NOT_FUZZED, RECEIVERS, SKIPPED, WORLD
 from helpers.arguments import Case, Fuzzer, Outcome, calls_of, finish, judge, limits, names, targets

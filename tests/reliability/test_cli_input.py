@@ -13,10 +13,11 @@ from io import StringIO
 import pytest
 import typer
 
+from attnmesh import launch
 from attnmesh.cli import output, simulate
 from attnmesh.cli.errors import Terminated, _reported
 from attnmesh.cli.generate.display import Display
-from attnmesh.comm import CommError, launch
+from attnmesh.comm import CommError
 from attnmesh.generation.stats import GenerationStats
 from attnmesh.report import GeneratedAnswer, generation_report
 from attnmesh.report.page import page

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import attnmesh as am
 from attnmesh.comm import Comm
-from attnmesh.core.optional import installed
+from attnmesh.utils.optional import installed
 from tests.helpers.processes import Died, Raised, run_processes
 
 ROOT = Path(__file__).parents[2]

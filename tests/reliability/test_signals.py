@@ -60,7 +60,7 @@ def test_a_signal_while_modules_are_imported_is_one_line(number, code, said, del
 
 KILLED_WITH_A_SEMAPHORE = """
 import multiprocessing, os, signal
-from attnmesh.comm import launch
+from attnmesh import launch
 def rank(comm):
     lock = multiprocessing.RLock()  # as tqdm has one
     os.kill(os.getpid(), signal.SIGKILL)

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from attnmesh.core import checksums
+from attnmesh.parallel import checksums
 from attnmesh.parallel.sparse import groups
 from helpers.cases import else_slow
 from helpers.operations import SPARSE, Operation, Tensors, public_operations

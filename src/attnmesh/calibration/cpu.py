@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from attnmesh import launch
 from attnmesh.calibration.kernels import Run, empty_call, kernel_curves, kernel_samples
 from attnmesh.calibration.links import LinkFigures, time_exchanges
 from attnmesh.calibration.runs import all_runs, rank_runs
-from attnmesh.comm import Comm, launch
+from attnmesh.comm import Comm
 from attnmesh.planner.hardware import Cluster, Device, Link
 
 Progress = Callable[[str, int, int], None]

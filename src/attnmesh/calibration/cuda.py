@@ -7,11 +7,12 @@ import warnings
 
 import torch
 
+from attnmesh import launch
 from attnmesh.calibration.cpu import Progress
 from attnmesh.calibration.kernels import KernelSample, Run, empty_call, kernel_curves, kernel_samples
 from attnmesh.calibration.links import LinkFigures, time_exchanges
 from attnmesh.calibration.timing import cold, interleaved, queued
-from attnmesh.comm import Comm, launch
+from attnmesh.comm import Comm
 from attnmesh.planner.hardware import Device, Link
 
 _CALLS = 16  # calls per graph if a call is short

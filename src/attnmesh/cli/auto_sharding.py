@@ -15,7 +15,6 @@ import torch
 from attnmesh.cli.language_model import DeviceMemory, local_ranks
 from attnmesh.cli.plan_tables import enough_ranks
 from attnmesh.cli.sharding import kv_itemsize
-from attnmesh.core.text import counted
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.rank_memory import ShardedMemory
 from attnmesh.integrations.checkpoint_folder import CONFIG
@@ -26,6 +25,7 @@ from attnmesh.planner.models.config import WeightBits
 from attnmesh.planner.models.read import model_from_config
 from attnmesh.planner.ranking import Memory, Option, ranked, usable_memory
 from attnmesh.planner.units import readable_bytes
+from attnmesh.utils.text import counted
 
 
 @dataclass(frozen=True)

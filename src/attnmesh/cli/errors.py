@@ -26,9 +26,9 @@ from typer.core import TyperGroup
 
 from attnmesh.cli import output, starting
 from attnmesh.comm import CommError
-from attnmesh.comm.launch import under_torchrun
-from attnmesh.core.optional import MissingExtraError
-from attnmesh.core.text import one_line, printable
+from attnmesh.launch import under_torchrun
+from attnmesh.utils.optional import MissingExtraError
+from attnmesh.utils.text import one_line, printable
 
 # Typer has a copy of Click since version 0.26, and depended on Click before: its exceptions are found through Typer.
 _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")

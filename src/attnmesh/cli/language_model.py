@@ -10,9 +10,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from attnmesh import launch
 from attnmesh.cli.options import Precision
-from attnmesh.comm import launch
-from attnmesh.core.text import counted
 from attnmesh.generation.models import check_attention, check_generation
 from attnmesh.integrations.checkpoint import ModelError, free_memory, quiet_transformers, total_memory
 from attnmesh.integrations.checkpoint_folder import stored_tensors
@@ -20,6 +19,7 @@ from attnmesh.integrations.completeness import declared_model
 from attnmesh.integrations.weight_splits import check_sharded_model
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.units import readable_bytes
+from attnmesh.utils.text import counted
 
 LanguageModelOption = Annotated[
     Path | None,

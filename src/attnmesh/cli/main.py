@@ -17,8 +17,8 @@ from attnmesh.cli.serve import serve_command
 from attnmesh.cli.simulate import simulate_command
 from attnmesh.cli.trace import trace_command
 from attnmesh.cli.verify import verify_command
-from attnmesh.comm.launch import under_torchrun
-from attnmesh.core.log import VERBOSE, show
+from attnmesh.launch import under_torchrun
+from attnmesh.utils.log import VERBOSE, show
 
 app = typer.Typer(
     cls=CommandGroup,

@@ -26,9 +26,9 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from attnmesh.core.files import write_text
-from attnmesh.core.progress import reporting
-from attnmesh.core.text import printable
+from attnmesh.utils.files import write_text
+from attnmesh.utils.progress import reporting
+from attnmesh.utils.text import printable
 
 Rows = list[dict[str, object]]
 

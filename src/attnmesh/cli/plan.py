@@ -14,7 +14,6 @@ from attnmesh.cli import options, output
 from attnmesh.cli.errors import CommandGroup
 from attnmesh.cli.plan_tables import fitting_advice, ranking_facts, show_ranking, show_sharding
 from attnmesh.cli.sharding import RunHere, kv_itemsize, not_run_here
-from attnmesh.core.text import counted
 from attnmesh.planner.counts import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_RANKS, MAX_TOKENS
 from attnmesh.planner.decode import DecodeRequest, decode_memory, decode_ranking, shardings
 from attnmesh.planner.hardware import Cluster
@@ -23,6 +22,7 @@ from attnmesh.planner.models.read import model as known_model
 from attnmesh.planner.models.read import read_config
 from attnmesh.planner.prefill import MAX_CP_RANKS, PrefillRequest, parallelisms, prefill_memory, prefill_ranking
 from attnmesh.planner.ranking import Memory
+from attnmesh.utils.text import counted
 
 plan_app = typer.Typer(
     cls=CommandGroup, no_args_is_help=True, help="Rank the plans for a model on a cluster, without running anything."

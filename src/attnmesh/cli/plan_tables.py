@@ -10,7 +10,6 @@ from rich.console import Console
 
 from attnmesh.cli import output
 from attnmesh.cli.sharding import RunHere
-from attnmesh.core.text import counted
 from attnmesh.ops.storage import bytes_per_token
 from attnmesh.planner.counts import MAX_RANKS
 from attnmesh.planner.hardware import Cluster
@@ -18,6 +17,7 @@ from attnmesh.planner.models.config import ModelConfig
 from attnmesh.planner.ranking import Memory, Option, Ranking, usable_memory
 from attnmesh.planner.recommend import ShardingOption, compare_shardings, recommend_sharding
 from attnmesh.planner.units import readable_bytes, readable_seconds
+from attnmesh.utils.text import counted
 
 SHOWN = 12
 _MEDIUM, _WIDE = 100, 130  # terminal widths from which more columns are shown

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attnmesh import launch
 from attnmesh.cli import options, output
 from attnmesh.cli.auto_sharding import AutoSharding
 from attnmesh.cli.errors import Terminated
@@ -31,17 +32,16 @@ from attnmesh.cli.sharding import (
     given_sharding,
     sharding_note,
 )
-from attnmesh.comm import launch
-from attnmesh.core.files import read_text
-from attnmesh.core.optional import require
-from attnmesh.core.text import counted
-from attnmesh.core.validation import check_timeout
 from attnmesh.generation.generator import recommended_groups
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.rank_memory import ShardedMemory, kv_cache_bytes
 from attnmesh.integrations.checkpoint_folder import weight_bytes
 from attnmesh.integrations.loading import load_config_and_tokenizer, load_model, model_folder
 from attnmesh.plan.decode import DecodeSharding
+from attnmesh.utils.files import read_text
+from attnmesh.utils.optional import require
+from attnmesh.utils.text import counted
+from attnmesh.utils.validation import check_timeout
 
 if TYPE_CHECKING:
     from attnmesh.serving.server import ServerSettings

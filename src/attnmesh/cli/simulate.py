@@ -15,8 +15,6 @@ import typer
 
 from attnmesh.cli import options, output
 from attnmesh.core.layouts import LAYOUTS
-from attnmesh.core.progress import reported
-from attnmesh.core.text import counted
 from attnmesh.plan.schedules import SCHEDULES, check_schedule
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
@@ -31,6 +29,8 @@ from attnmesh.planner.simulator.simulate import Simulated, simulate
 from attnmesh.planner.units import readable_bytes, readable_seconds
 from attnmesh.planner.vectorized import band_of
 from attnmesh.trace.timeline import write_trace
+from attnmesh.utils.progress import reported
+from attnmesh.utils.text import counted
 
 _LOG = logging.getLogger(__name__)
 

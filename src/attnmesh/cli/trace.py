@@ -15,12 +15,10 @@ import torch
 import typer
 from torch import Tensor
 
+from attnmesh import launch
 from attnmesh.cli import options, output
-from attnmesh.comm import Comm, VirtualComm, launch, recording
+from attnmesh.comm import Comm, VirtualComm, recording
 from attnmesh.core.layouts import LAYOUTS
-from attnmesh.core.progress import reported_steps
-from attnmesh.core.text import counted
-from attnmesh.core.validation import check_timeout
 from attnmesh.integrations.checkpoint import free_memory, readable_gib
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.schedules import SCHEDULES, check_schedule
@@ -28,6 +26,9 @@ from attnmesh.plan.shards import shards
 from attnmesh.trace.overlap import match_messages, summarize_overlap
 from attnmesh.trace.recorder import Recorder
 from attnmesh.trace.timeline import Span, write_trace
+from attnmesh.utils.progress import reported_steps
+from attnmesh.utils.text import counted
+from attnmesh.utils.validation import check_timeout
 
 _TENSORS = 8  # of the size of the queries
 

@@ -12,10 +12,11 @@ from typing import Annotated
 import torch
 import typer
 
+from attnmesh import launch
 from attnmesh.cli import options, output
-from attnmesh.comm import Comm, launch
-from attnmesh.core.text import counted
-from attnmesh.core.validation import MAX_TIMEOUT, check_number, check_timeout, shown
+from attnmesh.comm import Comm
+from attnmesh.utils.text import counted
+from attnmesh.utils.validation import MAX_TIMEOUT, check_number, check_timeout, shown
 from attnmesh.verify import run as verify
 from attnmesh.verify.mode import Outcome
 

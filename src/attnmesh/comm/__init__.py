@@ -9,7 +9,7 @@ from attnmesh.comm.base import (
     recording,
 )
 from attnmesh.comm.from_group import comm_from
-from attnmesh.comm.group_store import CommError
+from attnmesh.comm.health.group_store import CommError
 from attnmesh.comm.process_group import GroupComm
 from attnmesh.comm.rank_groups import OBJECT, RankGroups, check_on_all_ranks, propagate_failure, report_failure
 from attnmesh.comm.subgroups import IndependentSubComm, SubComm

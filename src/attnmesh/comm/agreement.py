@@ -9,10 +9,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
-from attnmesh.comm.group_store import CommError, FailureNotices
-from attnmesh.comm.liveness import liveness
-from attnmesh.core.call_log import LoggedCall, alternatives, format_ranks, ranks_by_value
-from attnmesh.core.docs import see, with_link
+from attnmesh.comm.call_log import LoggedCall
+from attnmesh.comm.health.group_store import CommError, FailureNotices, WaitStatus
+from attnmesh.comm.health.liveness import liveness
+from attnmesh.utils.error_links import see, with_link
+from attnmesh.utils.text import alternatives, format_ranks, ranks_by_value
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ class Signature:
 
     @property
     def short(self) -> str:
-        """The operation with as many arguments as fit into a line."""
+        """The operation with the arguments that fit into a line."""
         text = str(self)
         return text if len(text) <= _SHORT else f"{text[:_SHORT].rpartition(', ')[0]}, ...)"
 
@@ -116,14 +117,22 @@ class AgreementStore(FailureNotices):
     def compare(
         self, signature: Signature, timeout: float, check_missing_ranks: Callable[[], None] = lambda: None
     ) -> dict[int, Signature]:
-        """Publish this rank's signature and return those of all ranks, or those so far as soon as one has an error.
+        """Publish this rank's signature and return all signatures, or the known ones as soon as one has an error.
 
-        While ranks are missing, `check_missing_ranks` is called again and again; it raises CommError to give up.
+        While ranks are missing, `check_missing_ranks` is called again and again; it may raise CommError.
         """
         self._round += 1
         self._set(self._signature_key(self._round, self._rank), signature.to_json())
+
+        def read(ranks: Iterable[int]) -> dict[int, Signature]:
+            return self._signatures(self._round, ranks)
+
+        def is_enough(signatures: Mapping[int, Signature]) -> bool:
+            return any(known.error is not None for known in signatures.values())
+
+        known, ranks, purpose = {self._rank: signature}, range(self._world), f"start {signature.short}"
         try:
-            signatures = self._collect(signature, timeout, check_missing_ranks)
+            signatures = self._gather(known, ranks, read, purpose, timeout, check_missing_ranks, is_enough)
         except (CommError, _LateError) as error:
             with suppress(CommError):  # withdraw it, so that a rank that arrives later does not take it for agreement
                 self._set(self._signature_key(self._round, self._rank), _WITHDRAWN)
@@ -137,18 +146,6 @@ class AgreementStore(FailureNotices):
             self._delete(self._signature_key(self._round - 1, self._rank))
         return signatures
 
-    def _collect(
-        self, signature: Signature, timeout: float, check_missing_ranks: Callable[[], None]
-    ) -> dict[int, Signature]:
-        def read(ranks: Iterable[int]) -> dict[int, Signature]:
-            return self._signatures(self._round, ranks)
-
-        def is_enough(signatures: Mapping[int, Signature]) -> bool:
-            return any(known.error is not None for known in signatures.values())
-
-        known, ranks = {self._rank: signature}, range(self._world)
-        return self._gather(known, ranks, read, f"start {signature.short}", timeout, check_missing_ranks, is_enough)
-
     def _gather(
         self,
         known: dict[int, T],
@@ -159,7 +156,7 @@ class AgreementStore(FailureNotices):
         meanwhile: Callable[[], None],
         is_enough: Callable[[Mapping[int, T]], bool] = lambda _: False,
     ) -> dict[int, T]:
-        """Read what `ranks` publish until all of it is known; CommError if a rank has failed or ended, or _LateError.
+        """Read what `ranks` publish until every value is known; CommError if a rank has failed or ended, or _LateError.
 
         `purpose` is what this rank is about to do, for the error. `meanwhile` is called while ranks are missing; it
         may raise CommError too.
@@ -180,7 +177,7 @@ class AgreementStore(FailureNotices):
             if time.monotonic() > deadline:
                 raise _LateError(missing, purpose)
             if self.is_searching():
-                self.report_waiting(self.globally(missing), purpose)
+                self.report_waiting(WaitStatus(self.globally(missing), purpose))
             meanwhile()
             time.sleep(interval)
             interval = min(2 * interval, _MAX_POLL_INTERVAL)
@@ -189,7 +186,7 @@ class AgreementStore(FailureNotices):
     def _search(self, late: _LateError, timeout: float, meanwhile: Callable[[], None]) -> CommError:
         """The error of this rank, which has waited for too long."""
         deadline = time.monotonic() + CAUSE_SEARCH
-        self.begin_search(self.globally(late.missing), late.purpose)
+        self.begin_search(WaitStatus(self.globally(late.missing), late.purpose))
         while not (causes := self.causes()) and time.monotonic() < deadline:
             meanwhile()
             time.sleep(_MAX_POLL_INTERVAL)
@@ -224,9 +221,9 @@ class AgreementStore(FailureNotices):
     def share(
         self, name: str, value: str, ranks: Iterable[int], timeout: float, watch_neighbors: Callable[[], None]
     ) -> dict[int, str]:
-        """Publish a value of this rank under a name that is used once, and return those of `ranks`.
+        """Publish a value of this rank under a name that is used once, and return the values of `ranks`.
 
-        While ranks are missing, `watch_neighbors` is called again and again, which reports those that have ended.
+        While ranks are missing, `watch_neighbors` is called again and again, which reports neighbors that have ended.
         """
         self._set(f"{name}/{self._rank}", value)
 
@@ -241,7 +238,7 @@ class AgreementStore(FailureNotices):
             self.missing = ()
 
     def publish(self, calls: str) -> None:
-        """Publish the calls of this rank, instead of those published before."""
+        """Publish the latest calls of this rank."""
         self._set(f"calls/{self._rank}", calls)
 
     def published(self, ranks: Iterable[int]) -> dict[int, str]:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.agreement import Signature, disagreement
-from attnmesh.comm.group_store import CommError
-from attnmesh.core.call_log import CallLog, call_text, more_calls, out_of_step, text_digest
-from attnmesh.core.text import counted
-from attnmesh.core.validation import check_device, check_timeout, check_type
+from attnmesh.comm.call_log import CallLog, call_text, more_calls, out_of_step, text_digest
+from attnmesh.comm.health.group_store import CommError
 from attnmesh.trace.recorder import Recorder
+from attnmesh.utils.text import counted
+from attnmesh.utils.validation import check_device, check_timeout, check_type
 
 T = TypeVar("T")
 Shape = Sequence[int]
@@ -94,7 +94,7 @@ class Comm(ABC):
     rank: int
     world: int
     timeout: float
-    """Seconds after which a rank gives up waiting for another."""
+    """Seconds that a rank waits for another."""
     traffic: Traffic
     shares_stream = False
     """Whether other ranks queue work on this rank's CUDA stream."""
@@ -262,7 +262,7 @@ class Comm(ABC):
     def note(self, operation: str, detail: str | int | None = None) -> None:
         """Log an operation that follows from an earlier call, such as its backward. Nothing is compared now.
 
-        A detail that is a number is that of the call (`calls`).
+        A detail that is a number is the number of a call (`calls`).
         """
         self._check_one_thread(operation)
         self._operation = operation
@@ -279,7 +279,7 @@ class Comm(ABC):
         return self.log.count
 
     def log_of(self, members: tuple[int, ...]) -> CallLog:
-        """The log of a subgroup whose calls differ from those of other subgroups."""
+        """The log of a subgroup whose calls differ from the calls of other subgroups."""
         return self._logs.setdefault(members, CallLog())
 
     @contextmanager
@@ -312,9 +312,9 @@ class Comm(ABC):
 
     @abstractmethod
     def _compare(self, signature: Signature) -> Mapping[int, Signature]:
-        """Publish this rank's signature and return those of all ranks.
+        """Publish this rank's signature and return the signatures of all ranks.
 
-        As soon as any signature has an error (this rank's own included), return those that are known: a rank that found
+        As soon as any signature has an error (this rank's own included), return the known ones: a rank that found
         an error does not wait for others before it raises.
         """
 
@@ -411,7 +411,7 @@ def post(comm: Comm, sends: Sequence[Message], recvs: Sequence[Message], nbytes:
 class Agreement:
     """A call whose arguments were checked, with the values that all ranks must agree on, to be made again and again.
 
-    `begin` is `Comm.agree`, but compares the values with those that ranks agreed on before only once.
+    `begin` is `Comm.agree`, but looks up only once whether ranks have agreed on the values before.
     """
 
     __slots__ = ("_agreed", "_comm", "_digest", "_operation", "_values")

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.base import Comm, SoloComm
 from attnmesh.comm.process_group import group_comm
-from attnmesh.core.validation import check_timeout
+from attnmesh.utils.validation import check_timeout
 
 
 def comm_from(group: Comm | dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float | None = None) -> Comm:

@@ -1,11 +1,10 @@
-"""Messages in flight between processes: staging for gloo, recording of when they complete, and waiting for them."""
+"""Messages in flight between processes: staging for gloo, and recording of when they complete."""
 
 from __future__ import annotations
 
 import _thread
 import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -13,11 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attnmesh.comm.base import Message, Pending, detached
-from attnmesh.comm.group_store import CommError
-from attnmesh.comm.local_peers import LocalPeers, SharedWork
-from attnmesh.comm.nccl import NcclSide
-from attnmesh.comm.stream_watch import QueuedOperation
+from attnmesh.comm.base import Message, detached
+from attnmesh.comm.local_peers import SharedWork
 from attnmesh.trace.recorder import MessageRecord, Recorder, Timestamp
 
 
@@ -66,7 +62,7 @@ def describe(messages: Sequence[InFlightMessage], names: Callable[[Iterable[int]
 
 
 def stage(messages: Sequence[InFlightMessage]) -> None:
-    """Give CUDA tensors pinned host buffers, filled for those to be sent."""
+    """Give CUDA tensors pinned host buffers; buffers of messages to be sent are filled."""
     if not messages[0].tensor.is_cuda:  # all are on one device
         return
     for message in messages:
@@ -153,99 +149,3 @@ def record_on_stream(
 
 def _message_records(messages: Sequence[InFlightMessage], op: str, recorder: Recorder) -> list[MessageRecord]:
     return [recorder.message("send" if m.send else "receive", op, m.peer, m.tensor.nbytes) for m in messages]
-
-
-# Waiting for messages.
-
-
-@dataclass(slots=True)
-class Waiting:
-    """A thread waits on the host, since a time of `time.monotonic`, for messages of `ranks`, now for that of `peer`."""
-
-    ranks: Collection[int]
-    since: float
-    thread: int
-    peer: int | None = None
-
-
-class BatchComm(Protocol):
-    """The part of a comm that its batches use."""
-
-    timeout: float
-    nccl: NcclSide
-    waiting: Waiting | None
-
-    def queued(self, op: str, messages: Sequence[InFlightMessage], /) -> QueuedOperation:
-        """Messages that NCCL carries, as an operation to watch."""
-
-    def watch(self, operation: QueuedOperation, /) -> None:
-        """Watch it; CommError if it was ended."""
-
-    def message_error(self, op: str, messages: Sequence[InFlightMessage], error: Exception, /) -> CommError:
-        """An error of the backend, after which the comm has failed."""
-
-
-class Batch(Pending):
-    """Messages that were posted together. With `blocking`, waiting blocks the host; otherwise it orders streams."""
-
-    def __init__(
-        self, comm: BatchComm, op: str, messages: list[InFlightMessage], works: Sequence[Waitable], *, blocking: bool
-    ) -> None:
-        self._comm, self._op, self._messages, self._works = comm, op, messages, works
-        self._blocking = blocking
-
-    def wait(self) -> None:
-        if self._blocking:
-            self._wait_on_host()
-        else:
-            self._wait_on_stream()
-        self._messages, self._works = [], []  # a second wait returns at once, and buffers are released
-
-    def _wait_on_stream(self) -> None:
-        comm = self._comm
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            raise comm.message_error(self._op, self._messages, error) from error
-        if self._works:
-            comm.watch(comm.queued(self._op, self._messages))
-
-    def _wait_on_host(self) -> None:
-        comm, now = self._comm, time.monotonic()
-        try:
-            comm.waiting = waiting = Waiting({message.peer for message in self._messages}, now, threading.get_ident())
-            self._wait_for_each(waiting, now + comm.timeout)
-        finally:
-            comm.waiting = None
-
-    def _wait_for_each(self, waiting: Waiting, deadline: float) -> None:
-        for i, (message, work) in enumerate(zip(self._messages, self._works, strict=True)):
-            waiting.peer = message.peer
-            try:
-                if isinstance(work, SharedWork):
-                    work.wait_until(deadline)
-                else:
-                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-            except RuntimeError as error:
-                raise self._comm.message_error(self._op, self._messages[i:], error) from error
-            if message.staged is not None:
-                message.unstage()
-
-
-def exchange_in_memory(
-    comm: BatchComm, peers: LocalPeers, op: str, tag: int, sends: Sequence[Message], recvs: Sequence[Message]
-) -> None:
-    """Post messages that all go through shared memory, and wait: as a `Batch`, in half the time."""
-    now, done = time.monotonic(), 0
-    try:
-        comm.waiting = waiting = Waiting({peer for _, peer in (*recvs, *sends)}, now, threading.get_ident())
-        for work in peers.post(tag, recvs, sends):
-            assert work is not None
-            waiting.peer = work.peer
-            work.wait_until(now + comm.timeout)
-            done += 1
-    except RuntimeError as error:
-        raise comm.message_error(op, messages_of(recvs, sends)[done:], error) from error
-    finally:
-        comm.waiting = None

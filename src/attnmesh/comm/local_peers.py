@@ -23,6 +23,7 @@ from threading import Lock
 from torch import Tensor
 
 from attnmesh.comm.base import Message
+from attnmesh.comm.health.liveness import machine
 from attnmesh.comm.shared_memory import IS_AVAILABLE, RingReader, RingWriter, Segment, largest_message
 
 VARIABLE = "ATTNMESH_SHARED_MEMORY"
@@ -32,9 +33,9 @@ _RING, _SMALLEST_RING = 516 << 10, 8 << 10  # bytes; messages of up to 128 KiB, 
 _MAX_SEGMENT = 32 << 20  # bytes for all rings of a process group on one host: with more ranks, rings are smaller
 _STATES = 4096  # bytes at the start of a segment, in which each rank says that it has left
 
-_SPIN = 300  # looks at a ring, about 0.4 us each, before a rank sleeps
-_YIELDS = 8  # looks between which a rank lets others run, where ranks outnumber processor cores
-_SHORTEST_SLEEP, _LONGEST_SLEEP = 0.0005, 0.02  # seconds between looks at everything else
+_SPIN = 300  # polls of a ring, about 0.4 us each, before a rank sleeps
+_YIELDS = 8  # polls between which a rank lets other processes run, where ranks outnumber processor cores
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 0.0005, 0.02  # seconds between checks of everything else
 
 _NO_LIMIT = timedelta(days=1)
 _Key = tuple[int, int]  # tag and bytes; of a receipt, the bytes of the message as a negative number
@@ -184,7 +185,7 @@ class LocalPeers:
         return self.ranks == world and all(x.nbytes <= largest and x.is_cpu for x, _ in messages)
 
     def post(self, tag: int, recvs: Sequence[Message], sends: Sequence[Message]) -> list[SharedWork | None]:
-        """Post the messages that go through shared memory, and return None for each of the others.
+        """Post the messages that go through shared memory, and return None for each other message.
 
         The rule is the same at both ends. Buffers are contiguous and on the host.
         """
@@ -211,7 +212,7 @@ class LocalPeers:
         """Return when a message has been completed; RuntimeError if it cannot be, or not in time."""
         try:
             peer = self._peers[work.peer]
-            if work.waits_for_room or not self._look_often(peer, work):
+            if work.waits_for_room or not self._poll(peer, work):
                 self._sleepers.add(work)
                 try:
                     self._sleep_until_completed(peer, work, deadline)
@@ -223,7 +224,7 @@ class LocalPeers:
             self._unusable = "an earlier wait for a message was interrupted (by Ctrl-C, say): make a new process group"
             raise
 
-    def _look_often(self, peer: _Peer, work: SharedWork) -> bool:
+    def _poll(self, peer: _Peer, work: SharedWork) -> bool:
         """Whether a message arrives so soon that sleeping would take longer."""
         has_message, crowded = peer.reader.has_message, self._is_crowded
         for _ in range(_YIELDS if crowded else _SPIN):
@@ -252,7 +253,7 @@ class LocalPeers:
                 raise RuntimeError("Connection closed by peer")
             if time.monotonic() > deadline:
                 raise RuntimeError("Timed out")
-            is_lost = peer.has_ended() or self._segment.memory[peer.state] != 0  # and looks once more
+            is_lost = peer.has_ended() or self._segment.memory[peer.state] != 0  # and polls once more
             if not any(other.unsent for other in self._peers.values()):
                 seconds = min(2 * seconds, _LONGEST_SLEEP)
 
@@ -287,10 +288,10 @@ _all_peers: weakref.WeakSet[LocalPeers] = weakref.WeakSet()
 
 
 def _count_processes() -> None:
-    """Note whether ranks outnumber processor cores: those of all groups of this process, and those torchrun tells."""
+    """Note whether ranks outnumber processor cores: the ranks in groups of this process, or the ranks of torchrun."""
     known = set[int]().union(*(peers._processes for peers in _all_peers))
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    ranks = max(len(known), int(told) if told.isdecimal() else 0)
+    started = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = max(len(known), int(started) if started.isdecimal() else 0)
     for peers in _all_peers:
         peers._is_crowded = ranks > len(os.sched_getaffinity(0))
 
@@ -304,11 +305,11 @@ if IS_AVAILABLE:
     os.register_at_fork(after_in_child=_after_fork)
 
 
-# How ranks find the others of their host.
+# How ranks find other ranks of their host.
 
 
 def _ring_bytes(members: int) -> int:
-    """The size of each ring between so many ranks; 0 if there are too many of them."""
+    """The size of each ring between `members` ranks; 0 if there are too many ranks."""
     nbytes = min(_RING, _MAX_SEGMENT // (members * (members - 1)) & ~4095)
     return nbytes if nbytes >= _SMALLEST_RING else 0
 
@@ -327,15 +328,13 @@ def _host() -> str:
     if not IS_AVAILABLE or os.environ.get(VARIABLE) == "0":
         return ""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')} {os.readlink('/proc/self/ns/pid')}"
+        return f"{machine()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
 
 
 def _created(members: int) -> tuple[Segment | None, str]:
-    """A segment with rings for so many ranks, and its name; no segment if there is not enough memory."""
+    """A segment with rings for `members` ranks, and its name; no segment if there is not enough memory."""
     try:
         segment, name = Segment.create(_STATES + members * (members - 1) * _ring_bytes(members))
     except OSError:
@@ -351,7 +350,7 @@ def connect(rank: int, world: int, share: Callable[[str, str, Sequence[int]], di
     """Connect this rank with the ranks of its host; None if there are none, or if one of them cannot share memory.
 
     All ranks of the group call it together. `share(name, value, ranks)` publishes the value of this rank and returns
-    those of `ranks`.
+    the values of `ranks`.
     """
     hosts = {other: text.split("|") for other, text in share("host", f"{_host()}|{os.getpid()}", range(world)).items()}
     members = [other for other in range(world) if hosts[other][0] == hosts[rank][0]]

@@ -12,9 +12,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from attnmesh.comm import caller_error
-from attnmesh.comm.group_store import CommError
-from attnmesh.comm.stream_watch import QueuedOperation, StreamWatch
+from attnmesh.comm.health import caller_error
+from attnmesh.comm.health.group_store import CommError
+from attnmesh.comm.health.stream_watch import QueuedOperation, StreamWatch
 
 _WATCHDOG_DELAY = 60.0  # seconds by which torch's watchdog, which ends the process, waits longer than the comm
 _ABORT_LIMIT = 5.0  # seconds
@@ -35,10 +35,10 @@ class NcclSide:
         self.is_initialized = self.has_begun = False
         """Whether all ranks are connected, and whether this rank has tried to send anything."""
 
-    def initialize(self, timeout: float, is_given_up: Callable[[], bool]) -> None:
+    def initialize(self, timeout: float, has_failed: Callable[[], bool]) -> None:
         """Run a first operation: NCCL needs all ranks in it, and the first messages of a ring may leave some out.
 
-        Raises TimeoutError if NCCL does not find all ranks, or once the caller has given up: NCCL itself would wait
+        Raises TimeoutError if NCCL does not find all ranks, or once the comm has failed: NCCL itself would wait
         forever, and cannot be interrupted.
         """
         self.has_begun = True
@@ -59,7 +59,7 @@ class NcclSide:
         timeout = max(timeout, _LEAST_TIME)
         deadline = time.monotonic() + timeout
         while not done.wait(_POLL_INTERVAL):
-            if is_given_up() or time.monotonic() > deadline:
+            if has_failed() or time.monotonic() > deadline:
                 raise TimeoutError(f"NCCL did not find all ranks within {timeout:g} s")
         if errors:
             raise errors[0]
@@ -135,17 +135,8 @@ class NcclSide:
         self._watchdog_timeout = timeout
         group = self._group()
         if group is not None:
-            _own_timeouts.setdefault(group, group._get_backend(torch.device("cuda")).options._timeout)
             limit = timedelta(seconds=timeout + _WATCHDOG_DELAY)
             group._get_backend(torch.device("cuda"))._set_default_timeout(limit)
-
-
-_own_timeouts: weakref.WeakKeyDictionary[dist.ProcessGroup, timedelta] = weakref.WeakKeyDictionary()
-
-
-def own_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout that a group was created with, if its watchdog has another one now."""
-    return _own_timeouts.get(group)
 
 
 def abort_all(sides: Iterable[NcclSide]) -> None:

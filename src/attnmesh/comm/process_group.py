@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import partial
 from threading import Lock, get_ident
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnmesh.comm import caller_error, in_flight
-from attnmesh.comm.agreement import CAUSE_SEARCH, AgreementStore, Signature, disagreement
-from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, split_buffer
-from attnmesh.comm.caller_error import Caller
-from attnmesh.comm.group_settings import store_of, timeout_of
-from attnmesh.comm.group_store import CommError, StoreLostError
-from attnmesh.comm.in_flight import Batch, InFlightMessage, Waitable, Waiting, describe, messages_of, stage
-from attnmesh.comm.liveness import tell_watchers
-from attnmesh.comm.local_peers import LocalPeers, connect
-from attnmesh.comm.monitor import SEARCH, Monitor
-from attnmesh.comm.nccl import NcclSide, abort_all
-from attnmesh.comm.stream_watch import QueuedOperation
-from attnmesh.core.call_log import CallLog, text_digest
-from attnmesh.core.validation import check_type
+from attnmesh.comm.agreement import Signature, disagreement
+from attnmesh.comm.base import Message, Pending, RecordedPending, Shape, split_buffer
+from attnmesh.comm.call_log import CallLog, text_digest
+from attnmesh.comm.health.group_store import CommError
+from attnmesh.comm.health.monitored_comm import MonitoredComm, Waiting, comms, comms_lock, reason_of
+from attnmesh.comm.health.stream_watch import QueuedOperation
+from attnmesh.comm.in_flight import InFlightMessage, Waitable, messages_of, record_on_stream, record_on_threads, stage
+from attnmesh.comm.local_peers import LocalPeers, SharedWork, connect
 from attnmesh.trace.recorder import Recorder
 
-_PATIENCE = 0.2  # seconds that a rank waits for messages before its calls are compared with those of other ranks
-_PAUSE = 1.0  # seconds between two operations of NCCL, after which others may have given up
-_LONGEST_CAUSE, _TELL = 1000, 1.0  # characters, and seconds, to tell those in other groups why this rank gives up
 _TAGS, _SIZE_FACTOR = (1 << 31) - 1, 0x9E3779B1  # tags are 31-bit integers
 
 
-class GroupComm(Comm):
+class GroupComm(MonitoredComm):
     """A comm over a process group with gloo, NCCL, or both.
 
     Over gloo, all operations are built from point-to-point messages: sums are taken in rank order, errors name the
@@ -53,59 +39,13 @@ class GroupComm(Comm):
     is_own_group = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout_of(group))
+        super().__init__(group)
         self._backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
         self._backend_of: dict[torch.device, str] = {}
-        self.global_ranks = dist.get_process_group_ranks(group)
-        self._store = AgreementStore(store_of(group), self.rank, self.world, self.global_ranks)
-        self._monitor = Monitor(self._store, self.rank, self.global_ranks, self._logs, self)
-        # Weak, or a destroyed group would keep its sockets open for as long as a comm refers to it.
-        end_monitor = self._monitor.end
-        self._group_ref = weakref.ref(group, lambda _: end_monitor())
-        self.waiting: Waiting | None = None  # for other ranks, on the host
-        self._calls_watched = 0  # that NCCL carries
-        self._used_at = time.monotonic()
-        self._broken: str | None = None
-        self._unread: str | None = None  # a disagreement that not all ranks have read yet
-        self.nccl = NcclSide(group, self._overdue)
-        self._caller = Caller()
-        self._process = os.getpid()
         self._is_connected = False
         self._local_peers: LocalPeers | None = None  # ranks that small messages reach through shared memory
         if self.world > 1:
             self._monitor.start(self.timeout)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The underlying process group."""
-        group = self._group_ref()
-        if group is None:
-            raise CommError("the process group of this comm has been destroyed")
-        return group
-
-    def fail(self, message: str) -> None:
-        """Report to the other ranks that this rank has failed; their errors quote the message.
-
-        They end their operations, so this rank ends its own: nothing is left that could block its device.
-        """
-        if os.getpid() != self._process:  # forked: the group is the parent's, which has not failed
-            return
-        self._give_up(message, [f"{self._store.own_name} failed: {message}"])
-
-    def _give_up(self, message: str, causes: Sequence[str]) -> None:
-        with caller_error.lock:
-            self._broken = self._broken or message
-        with suppress(CommError):  # before an abort, which may take seconds: others would search for the rank to blame
-            self._monitor.call(lambda: self._store.report_causes(causes))
-        self._tell_others(causes)
-        abort_all([self.nccl])
-
-    def _tell_others(self, causes: Sequence[str]) -> None:
-        """Give the causes to those who will miss this rank elsewhere: without the store, and in its other groups."""
-        tell_watchers(json.dumps([cause[:_LONGEST_CAUSE] for cause in causes[:2]]))
-        others = [comm for comm in _all_comms() if comm is not self and comm.world > 1]
-        told = [comm._monitor.submit(partial(comm._store.report_elsewhere, causes)) for comm in others]
-        wait(told, _TELL)
 
     # Agreement.
 
@@ -142,24 +82,11 @@ class GroupComm(Comm):
                 if isinstance(error, CommError):  # sent to this thread by another comm
                     self._failed(error)
                     raise
-                causes = self._causes((), "did not arrive", f"{self._store.own_name}: {_reason(error)}")
+                causes = self._causes((), "did not arrive", f"{self._store.own_name}: {reason_of(error)}")
                 raise self._failed(self._store.error(causes, "was about to connect over NCCL")) from error
 
-    @property
-    def _peers(self) -> set[int]:
-        return set(range(self.world)) - {self.rank}
-
-    @contextmanager
-    def _waiting(self, ranks: Collection[int] = ()) -> Iterator[None]:
-        """This rank waits on the host for other ranks, and for messages of some of them."""
-        try:
-            self.waiting = Waiting(ranks, time.monotonic(), get_ident())
-            yield
-        finally:
-            self.waiting = None
-
     def _connect_local_peers(self) -> None:
-        """Find the ranks that small messages reach through shared memory; the others are reached over gloo."""
+        """Find the ranks that small messages reach through shared memory; other ranks are reached over gloo."""
         self._is_connected = True
         if self._backends.get("cpu") != "gloo":
             return
@@ -181,156 +108,32 @@ class GroupComm(Comm):
         return self._local_peers is not None and self._local_peers.ranks == self.world
 
     def _make_progress(self) -> None:
-        """Send and receive through shared memory while this rank waits for something else (on the monitor's thread)."""
         if self._local_peers is not None:
             self._local_peers.progress_unless_waiting()
 
-    def _check_one_thread(self, operation: str) -> None:
-        waiting = self.waiting
-        if waiting is not None and waiting.thread != get_ident():
-            raise RuntimeError(
-                f"two threads use one comm at the same time: one calls {operation} while another waits for other ranks "
-                f"in {self._operation}. Ranks must make the same calls in the same order: make all calls in one thread "
-                "at a time, or give each thread a process group of its own"
-            )
-
-    def _check_usable(self) -> None:
-        """Raise after a failure, or if other ranks did not read the disagreement that this rank raised before."""
-        if self._broken is not None or os.getpid() != self._process:
-            self._raise_if_broken()
-        if self._group_ref() is None:
-            _ = self.group  # raises
-        self._check_after_pause()
-        if self._unread is not None:
-            problem, self._unread = self._unread, None
-            watch = self._monitor.watch_neighbors
-            if not self._monitor.call(lambda: self._store.all_arrived(self.timeout, watch), self.timeout):
-                raise self._failed(CommError(f"not all ranks arrived to learn that {problem}"))
-
-    def _check_after_pause(self) -> None:
-        """Raise if others have given up while this rank was away: NCCL would send to nobody, and complete."""
-        used, self._used_at = self._used_at, time.monotonic()
-        if self._used_at - used <= _PAUSE:
-            return
-        causes = list[str]()
-        if self.nccl.has_begun:
-            with suppress(StoreLostError):  # the monitor notices that too
-                causes = self._monitor.call(self._store.causes)
-            self._raise_if_broken()  # the monitor may have noticed it first
-        if causes:
-            raise self._failed(self._store.error(causes, f"was in {self._operation}"))
-
-    def _raise_if_broken(self) -> None:
-        if os.getpid() != self._process:
-            raise CommError("this process was forked from the one that owns the process group: make a group of its own")
-        if self._broken is not None:
-            self._caller.withdraw()
-            raise CommError(f"this comm has failed before: {self._broken}")
-
-    # Ranks that are out of step, or do not arrive.
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether this comm has raised, and is of no more use."""
-        return self._broken is not None
-
-    def is_watched(self) -> bool:
-        """Whether to compare calls with those of other ranks now (on the monitor's thread)."""
-        if self._broken is not None:
-            return False
-        self._make_progress()
-        waiting = self.waiting
-        if waiting is not None and time.monotonic() - waiting.since > _PATIENCE:
-            return True
-        calls, self._calls_watched = self._calls_watched, self.log.count
-        return self.nccl.has_begun and (calls != self.log.count or self.is_waiting())
-
-    def missing_ranks(self) -> Collection[int]:
-        """The ranks that it waits for, on the host or in the oldest operation of NCCL."""
-        waiting = self.waiting
-        if waiting is not None and waiting.ranks:
-            return waiting.ranks
-        oldest = self.nccl.oldest(_PATIENCE)
-        return () if oldest is None else oldest.peers
-
-    def is_waiting(self) -> bool:
-        """Whether this process waits for other ranks in any of its groups, on the host or on the device."""
-        return any(comm.waiting is not None or comm.nccl.oldest(_PATIENCE) is not None for comm in _all_comms())
-
-    def waits_for(self) -> tuple[set[int], str]:
-        """The ranks that this process waits for, in any of its groups, by their global numbers, and the calls."""
-        found, calls = set[int](), []
-        for comm in _all_comms():
-            waiting = comm.waiting
-            peer = None if waiting is None else waiting.peer
-            ranks = [peer] if peer is not None else comm._store.missing or comm.missing_ranks()
-            found |= comm._store.globally(ranks)
-            if ranks:
-                calls.append(comm._operation)
-        return found, ", ".join(calls)
-
-    def is_here(self) -> bool:
-        """Whether it waits in this group."""
-        return self.waiting is not None or self.nccl.oldest() is not None
-
-    def interrupt(self, causes: Sequence[str]) -> None:
-        """Fail, and release this rank if it waits for messages (on the monitor's thread)."""
-        self._store.report_causes(causes)
-        self._end_all(causes, f"was in {self._operation}")
-        self._tell_others(causes)
+    def _end_waits(self, reason: str) -> None:
         if self._local_peers is not None:
-            self._local_peers.stop(self._broken or "; ".join(causes))
+            self._local_peers.stop(reason)
             self._local_peers.leave()
         if self.world > 1 and "gloo" in self._backends.values():
             # A message that times out closes all connections of the group: the only way to end a wait of gloo. One that
-            # fails at once, because its peer has closed the connection, does not close the others.
-            for peer in range(self.world):
+            # fails at once, because its peer has closed the connection, does not close other connections.
+            for peer in self._peers:
                 with suppress(RuntimeError):
-                    if peer != self.rank:
-                        buffer = torch.empty(1, dtype=torch.uint8, device="cpu")
-                        work = dist.irecv(buffer, group=self.group, group_src=peer)
-                        assert work is not None
-                        work.wait(timedelta(milliseconds=1))
+                    buffer = torch.empty(1, dtype=torch.uint8, device="cpu")
+                    work = dist.irecv(buffer, group=self.group, group_src=peer)
+                    assert work is not None
+                    work.wait(timedelta(milliseconds=1))
 
-    def _overdue(self, operation: QueuedOperation) -> None:
-        """Fail, because NCCL did not complete an operation in time (on a thread of its own)."""
-        try:
-            causes = self._monitor.call(self._monitor.find_absent, SEARCH)
-        except CommError as error:
-            causes = list(error.causes)
-        if operation.has_completed or self._broken is not None:
-            return
-        wait([self._monitor.submit(partial(self._store.report_causes, causes))], _TELL)
-        self._end_all(causes, f"was in {operation.name}, which did not complete within {operation.timeout:g} s")
-
-    def _end_all(self, causes: Sequence[str], doing: str) -> None:
-        """Fail in this group and in all others with operations in flight, which may wait for the same rank.
-
-        The thread that makes the calls may wait for the device, or use what was not received: it raises the error.
-        """
-        error = self._store.error(causes, doing)
-        with caller_error.lock:
-            if self._broken is not None:  # the rank itself has noticed
-                return
-            blocked = [comm for comm in _all_comms() if comm is not self and comm.nccl.oldest() is not None]
-            for comm in (self, *blocked):
-                if comm.nccl.oldest() is not None:
-                    comm._caller.send(error)
-                comm._broken = comm._broken or str(error)
-        # Before the abort, which may take seconds.
-        wait([comm._monitor.submit(partial(comm._store.report_causes, causes)) for comm in blocked], _TELL)
-        abort_all(comm.nccl for comm in (self, *blocked))
+    def _leave(self) -> None:
+        if self._local_peers is not None:
+            self._local_peers.leave()
 
     @contextmanager
     def replaying(self, operation: str) -> Iterator[None]:
         """Around the replay of a CUDA graph: it is logged and watched. The communicators of a failed comm are gone."""
-        check_type("operation", operation, str, "a string")
         self._check_usable()
-        self.note(operation)
-        if self.nccl.has_begun:
-            with self._watched(operation):
-                yield
-        else:
+        with super().replaying(operation), self._watched(operation) if self.nccl.has_begun else nullcontext():
             yield
 
     def queued(self, op: str, messages: Sequence[InFlightMessage] = ()) -> QueuedOperation:
@@ -380,7 +183,7 @@ class GroupComm(Comm):
             super()._exchange_now(op, sends, recvs)
             return
         self._check_usable()
-        in_flight.exchange_in_memory(self, peers, op, self.log.digest ^ text_digest(op), sends, recvs)
+        exchange_in_memory(self, peers, op, self.log.digest ^ text_digest(op), sends, recvs)
 
     def _recorded_exchange(
         self, op: str, messages: list[InFlightMessage], recorder: Recorder, *, blocking: bool
@@ -390,14 +193,14 @@ class GroupComm(Comm):
         posted = recorder.now(device)
         works: Sequence[Waitable] = self._post(op, messages)
         if blocking:
-            works = in_flight.record_on_threads(works, messages, op, recorder, self.timeout, posted)
+            works = record_on_threads(works, messages, op, recorder, self.timeout, posted)
         else:
             with self.message_errors(op, messages):
-                in_flight.record_on_stream(works, messages, op, recorder, posted)
+                record_on_stream(works, messages, op, recorder, posted)
         return RecordedPending(Batch(self, op, messages, works, blocking=blocking), op, recorder, device)
 
     def _post(self, op: str, messages: Sequence[InFlightMessage]) -> list[Waitable]:
-        try:
+        with self.message_errors(op, messages):
             if messages[0].wire_buffer.is_cuda:
                 return list(self.nccl.post(self._p2p_ops(messages), self.queued(op, messages)))
             if self._local_peers is None:
@@ -406,8 +209,6 @@ class GroupComm(Comm):
             works = self._local_peers.post(messages[0].tag, recvs, sends)
             pairs = zip(works, messages, strict=True)
             return [self._post_to_backend(message) if work is None else work for work, message in pairs]
-        except RuntimeError as error:
-            raise self.message_error(op, messages, error) from error
 
     def _post_to_backend(self, message: InFlightMessage) -> Waitable:
         """Post a message over gloo."""
@@ -440,57 +241,6 @@ class GroupComm(Comm):
             self._backend_of[device] = backend
         return backend
 
-    @contextmanager
-    def message_errors(self, op: str, messages: Sequence[InFlightMessage]) -> Iterator[None]:
-        """Errors of the backend as CommError. NCCL refuses operations once a rank has left."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise self.message_error(op, messages, error) from error
-
-    def message_error(self, op: str, messages: Sequence[InFlightMessage], error: Exception) -> CommError:
-        """Mark this comm as failed because of undelivered messages, and return the error to raise."""
-        if self._broken is not None:  # the monitor ended the wait
-            self._caller.withdraw()
-            return CommError(self._broken)
-        if isinstance(error, CommError):  # sent to this thread by another comm
-            return self._failed(CommError(str(error), error.causes))
-        abort_all([self.nccl])
-        reason, how, seconds = _reason(error), "", CAUSE_SEARCH
-        is_nccl = reason.startswith("NCCL error")  # which names no peer
-        peers = {message.peer for message in (messages if is_nccl else messages[:1])} or self._peers
-        if "Timed out" in reason:
-            how = f"did not arrive within {self.timeout:g} s"
-        elif "by peer" in reason or "remote process exited" in reason:  # closed, reset
-            how = "has closed its connection: its process has ended, or it has given up or destroyed the group"
-            seconds = 2 * CAUSE_SEARCH  # others will probably tell the cause at once
-        if how:
-            otherwise = f"{'one of ' if len(peers) > 1 else ''}{self._store.names(peers)} {how}"
-        else:
-            otherwise = f"{self._store.own_name} failed in {op}: {reason}"
-        doing = f"was in {op} ({self._operation}){describe(messages, self._store.names)}: {reason}"
-        return self._failed(self._store.error(self._causes(peers, how, otherwise, seconds), doing))
-
-    def _causes(self, peers: Collection[int], how: str, otherwise: str, seconds: float = CAUSE_SEARCH) -> list[str]:
-        call = self._operation
-        try:
-            return self._monitor.call(lambda: self._monitor.find_causes(peers, call, how, otherwise, seconds), seconds)
-        except StoreLostError as error:
-            causes = self._monitor.causes_without_store(error)
-            is_server = 0 in self._store.globally(peers)  # usually
-            return [otherwise, *causes] if is_server and causes == [str(error)] else causes
-
-    def _failed(self, error: CommError, doing: str = "") -> CommError:
-        if isinstance(error, StoreLostError):
-            error = self._store.error(self._monitor.causes_without_store(error), doing)
-        with caller_error.lock:
-            self._broken = str(error)
-            self._caller.withdraw()  # what the monitor has sent at the same time
-        self._give_up(str(error), error.causes)
-        if self._local_peers is not None:
-            self._local_peers.leave()  # after the reason is known: those who wait for this rank ask for it
-        return error
-
     # Operations that NCCL does better than a batch of messages.
 
     @contextmanager
@@ -518,7 +268,7 @@ class GroupComm(Comm):
             own = torch.cat([own, own.new_zeros(largest - own.numel())])
         in_place = into is not None and len(set(sizes)) == 1
         gathered = into.view(-1) if into is not None and in_place else own.new_empty(self.world * largest)
-        # The name since torch 2.13, and the one before.
+        # The name since torch 2.13, and the name in earlier versions.
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with self._native(op, x):
             all_gather(gathered.view(torch.uint8), own.view(torch.uint8), group=self.group)
@@ -570,27 +320,75 @@ def _bytes(message: InFlightMessage) -> Tensor:
     return message.wire_buffer.view(-1).view(torch.uint8)
 
 
-def _reason(error: Exception) -> str:
-    """The message of a backend's error without its source line and general advice."""
-    text = (str(error).splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[\S+\.cc:\d+\] ", "", text).partition(". This is typically")[0]
+class Batch(Pending):
+    """Messages that were posted together. With `blocking`, waiting blocks the host; otherwise it orders streams."""
+
+    def __init__(
+        self, comm: GroupComm, op: str, messages: list[InFlightMessage], works: Sequence[Waitable], *, blocking: bool
+    ) -> None:
+        self._comm, self._op, self._messages, self._works = comm, op, messages, works
+        self._blocking = blocking
+
+    def wait(self) -> None:
+        if self._blocking:
+            self._wait_on_host()
+        else:
+            self._wait_on_stream()
+        self._messages, self._works = [], []  # a second wait returns at once, and buffers are released
+
+    def _wait_on_stream(self) -> None:
+        comm = self._comm
+        with comm.message_errors(self._op, self._messages):
+            for work in self._works:
+                work.wait()
+        if self._works:
+            comm.watch(comm.queued(self._op, self._messages))
+
+    def _wait_on_host(self) -> None:
+        with self._comm._waiting({message.peer for message in self._messages}) as waiting:
+            self._wait_for_each(waiting, waiting.since + self._comm.timeout)
+
+    def _wait_for_each(self, waiting: Waiting, deadline: float) -> None:
+        for i, (message, work) in enumerate(zip(self._messages, self._works, strict=True)):
+            waiting.peer = message.peer
+            try:
+                if isinstance(work, SharedWork):
+                    work.wait_until(deadline)
+                else:
+                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except RuntimeError as error:
+                raise self._comm.message_error(self._op, self._messages[i:], error) from error
+            if message.staged is not None:
+                message.unstage()
 
 
-_comms: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupComm] = weakref.WeakKeyDictionary()
-"""One comm per process group, because it counts the group's agreements. Removed when the group is destroyed."""
-_comms_lock, _making = Lock(), Lock()
+def exchange_in_memory(
+    comm: GroupComm, peers: LocalPeers, op: str, tag: int, sends: Sequence[Message], recvs: Sequence[Message]
+) -> None:
+    """Post messages that all go through shared memory, and wait: as a `Batch`, in half the time."""
+    now, done = time.monotonic(), 0
+    try:
+        comm.waiting = waiting = Waiting({peer for _, peer in (*recvs, *sends)}, now, get_ident())
+        for work in peers.post(tag, recvs, sends):
+            assert work is not None
+            waiting.peer = work.peer
+            work.wait_until(now + comm.timeout)
+            done += 1
+    except RuntimeError as error:
+        raise comm.message_error(op, messages_of(recvs, sends)[done:], error) from error
+    finally:
+        comm.waiting = None
 
 
-def _all_comms() -> list[GroupComm]:
-    with _comms_lock:
-        return list(_comms.values())
+_making = Lock()
 
 
 def group_comm(group: dist.ProcessGroup) -> GroupComm:
     """The comm over a process group, made at the first call."""
     with _making:  # not the other lock, which monitors take: a new comm asks the store
-        if group not in _comms:
+        comm = comms.get(group)
+        if not isinstance(comm, GroupComm):
             comm = GroupComm(group)
-            with _comms_lock:
-                _comms[group] = comm
-        return _comms[group]
+            with comms_lock:
+                comms[group] = comm
+        return comm

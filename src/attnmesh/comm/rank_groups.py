@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from attnmesh.comm.base import Agreement, Comm, SharedValues
-from attnmesh.comm.group_store import CommError
-from attnmesh.core.call_log import CallLog
+from attnmesh.comm.call_log import CallLog
+from attnmesh.comm.health.group_store import CommError
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class RankGroups:
         groups = {id(comm): comm for comm in (all_ranks, *subgroups.values()) if comm is not None}
         self._comms = list(groups.values())
         # All agree in the comm of all ranks. But NCCL needs all ranks in its first call, and messages are checked per
-        # group: those that are process groups of their own log the calls, too.
+        # group: subgroups that are process groups of their own log the calls, too.
         self._logged = [comm for comm in self._comms if all_ranks is None or comm is all_ranks or comm.is_own_group]
 
     @property

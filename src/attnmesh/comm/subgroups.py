@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnmesh.comm.agreement import Signature
 from attnmesh.comm.base import Comm, Message, Pending, Shape
-from attnmesh.core.call_log import CallLog
+from attnmesh.comm.call_log import CallLog
 from attnmesh.trace.recorder import Recorder
 
 
@@ -79,10 +79,10 @@ class SubComm(Comm):
 
 
 class IndependentSubComm(SubComm):
-    """A subgroup whose calls differ from those of the other subgroups, so that they cannot be compared.
+    """A subgroup whose calls differ from the calls of the other subgroups, so that they cannot be compared.
 
-    The caller must have agreed with all ranks of the parent on everything that the calls depend on. Its log is that of
-    its members.
+    The caller must have agreed with all ranks of the parent on everything that the calls depend on. Its members
+    have a log of their own.
     """
 
     def _parent_log(self) -> CallLog:

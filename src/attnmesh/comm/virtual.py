@@ -15,11 +15,12 @@ from torch import Tensor
 
 from attnmesh.comm.agreement import Signature, disagreement
 from attnmesh.comm.base import COMPARED_CALLS, Comm, Message, Pending, RecordedPending
-from attnmesh.comm.group_store import CommError
-from attnmesh.core.call_log import CallLog, format_ranks, out_of_step
-from attnmesh.core.validation import check_count, shown
+from attnmesh.comm.call_log import CallLog, out_of_step
+from attnmesh.comm.health.group_store import CommError
 from attnmesh.trace.recorder import MessageRecord, Recorder
 from attnmesh.trace.timeline import Track
+from attnmesh.utils.text import format_ranks
+from attnmesh.utils.validation import check_count, shown
 
 _LOG = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnmesh.core.intervals import FAR, Line, Trapezoid, trapezoids
 from attnmesh.core.mask import Mask
-from attnmesh.core.validation import check_count, shown
+from attnmesh.utils.validation import check_count, shown
 
 
 class CustomMask(Mask):

@@ -124,7 +124,7 @@ class Trapezoid(NamedTuple):
 
 
 def trapezoids(start: int, stop: int, first: Line, end: Line) -> list[Trapezoid]:
-    """The given queries without those whose interval is empty: one trapezoid or none."""
+    """The given queries that have a non-empty interval: one trapezoid or none."""
     # end - first = at + slope * q > 0
     at, slope = end.at - first.at, end.slope - first.slope
     if slope == 1:
@@ -274,13 +274,14 @@ class Chain(Intervals):
 
 
 def chains(found: Sequence[Trapezoid]) -> tuple[Chain, ...]:
-    """Disjoint trapezoids arranged into few chains, each after one that it can continue.
+    """Disjoint trapezoids arranged into few chains.
 
-    That is a chain that ends at its first query, or else, of those that end before it, the one with the last keys.
+    A trapezoid continues a chain that ends at its first query, or else, among chains that end before its first query,
+    the chain with the last keys.
     """
     links: list[list[Trapezoid]] = []
     near: list[int] = []  # chains that end at the first query of the next trapezoid or later
-    ended: list[tuple[int, int]] = []  # where the keys of the others end, and the chain
+    ended: list[tuple[int, int]] = []  # where the keys of other chains end, and the chain
     for new in sorted(found, key=lambda trapezoid: (trapezoid.start, trapezoid.first(trapezoid.start))):
         for at in [at for at in near if links[at][-1].stop < new.start]:
             near.remove(at)
@@ -307,12 +308,12 @@ def _continues(last: Trapezoid, new: Trapezoid) -> bool:
 
 
 def joined(found: Sequence[Trapezoid]) -> tuple[list[Trapezoid], int, int]:
-    """The same pairs, with intervals of a query that touch as one; the most of any query; and the first such query."""
+    """The same pairs with touching intervals as one, the most intervals of a query, and the first query with them."""
     starts: dict[int, list[Trapezoid]] = {}
     for each in found:
         starts.setdefault(each.start, []).append(each)
     pieces: list[Trapezoid] = []
-    some: list[Trapezoid] = []  # those of the queries from start to stop
+    some: list[Trapezoid] = []  # trapezoids of the queries from start to stop
     most, where = 0, 0
     for start, stop in pairwise(sorted({edge for each in found for edge in (each.start, each.stop)})):
         some = [each for each in some if each.stop > start] + starts.get(start, [])

@@ -24,12 +24,11 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor
 
-from attnmesh.core.call_log import format_ranks
-from attnmesh.core.docs import see
 from attnmesh.core.mask import Mask, check_mask, sequence_intervals
 from attnmesh.core.ranges import Ranges, as_tensor, common, narrow, rows_between, size
-from attnmesh.core.text import counted
-from attnmesh.core.validation import MAX_COUNT, MAX_RANKS, check_count, check_index, check_tensor, check_type, shown
+from attnmesh.utils.error_links import see
+from attnmesh.utils.text import counted, format_ranks
+from attnmesh.utils.validation import MAX_COUNT, MAX_RANKS, check_count, check_index, check_tensor, check_type, shown
 
 _MAX_PAIRS = 2**16  # chunks are listed one by one
 _OWN_LAYOUT = "layouts.md#a-layout-of-your-own"
@@ -458,7 +457,7 @@ def _partition(layout: Layout, length: int, world: int) -> tuple[Ranges, ...]:
 
     every_position = "every position to one rank"
     by_start = sorted(((run, rank) for rank, runs in enumerate(shards) for run in runs), key=lambda held: held[0][0])
-    reaching: list[tuple[range, int]] = []  # ranges that do not end before the one at hand
+    reaching: list[tuple[range, int]] = []  # ranges that do not end before `run` begins
     for run, rank in by_start:
         reaching = [held for held in reaching if held[0][-1] >= run[0]]
         for other, owner in reaching:

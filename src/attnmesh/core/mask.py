@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.core.docs import see
 from attnmesh.core.intervals import (
     Intersection,
     Intervals,
@@ -30,7 +29,8 @@ from attnmesh.core.intervals import (
     union,
 )
 from attnmesh.core.ranges import rows_between
-from attnmesh.core.validation import MAX_COUNT, check_count, check_tensor, shown
+from attnmesh.utils.error_links import see
+from attnmesh.utils.validation import MAX_COUNT, check_count, check_tensor, shown
 
 MAX_INTERVALS = 64
 """The most intervals per query, and the most chains of intervals in one launch of a kernel, which reads the bounds of
@@ -148,8 +148,8 @@ class Mask(ABC):
     def draw(self, length: int | None = None, size: int = 24) -> str:
         """A small drawing in text, queries from top to bottom: `#` all keys of a cell, `+` some, `.` none.
 
-        `length` is the length of the sequence: that of the mask, or `size` if it fits any. Longer sequences are drawn
-        in `size` x `size` cells. A mask with `sequences` is drawn once for each.
+        `length` is the length of the sequence: the length of the mask, or `size` if the mask fits any. Longer sequences
+        are drawn in `size` x `size` cells. A mask with `sequences` is drawn once for each.
         """
         check_count("size", size, least=1, most=1000)
         length = (size if self.length is None else self.length) if length is None else check_count("length", length)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attnmesh.core.intervals import FAR, Line, Trapezoid, trapezoids, union
 from attnmesh.core.mask import And, Coverage, IntervalMask, Mask, Or, check_mask
-from attnmesh.core.validation import MAX_COUNT, check_bool, check_choice, check_count, check_list, shown
+from attnmesh.utils.validation import MAX_COUNT, check_bool, check_choice, check_count, check_list, shown
 
 __all__ = [
     "SLICE_KINDS",
@@ -120,7 +120,7 @@ class SlidingWindow(IntervalMask):
 
 @dataclass(frozen=True)
 class Prefix(IntervalMask):
-    """The first `n` positions attend to one another in both directions, the others causally: `k < n` or `k <= q`.
+    """The first `n` positions attend to one another in both directions, later positions causally: `k < n` or `k <= q`.
 
     Prefix language models, and images before text. For a prefix per document, see `Documents`.
 
@@ -217,8 +217,8 @@ class Documents(IntervalMask):
     """Several documents packed into one sequence: a query attends to the keys of its own document.
 
     `lengths` are the lengths of the documents in order; they must add up to the length of the sequence. With
-    `prefixes`, one length per document, a document attends causally except for its first positions: so many of them
-    attend to one another in both directions.
+    `prefixes`, one length per document, a document attends causally except for its first positions: the positions
+    of the prefix attend to one another in both directions.
 
     Examples:
         >>> print(am.Documents([2, 3], prefixes=[0, 2]).draw(5))
@@ -485,7 +485,7 @@ class PerSequence(Mask):
 
 @dataclass(frozen=True, init=False)
 class Padding(PerSequence):
-    """A batch of padded sequences: sequence i has `lengths[i]` positions, the others are padding.
+    """A batch of padded sequences: sequence i has `lengths[i]` positions, the rest is padding.
 
     No query attends to padding, and padding attends to nothing. With `side="left"` the padding comes first, and
     `length`, the padded length, is required. Combine it by `&`: `Causal() & Padding([5, 8])`.

@@ -12,7 +12,7 @@ state does not know how many it was merged from, so a merge of merged states is 
 of `+inf` is 0.
 
 The functions below compute the same value with different orders of operations, so their last bits differ. Each order
-serves a promise that the others cannot keep:
+serves a promise that the other orders cannot keep:
 
 | function | order | needed for |
 |---|---|---|
@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.core.validation import check_list, check_tensor, check_type, shown
+from attnmesh.utils.validation import check_list, check_tensor, check_type, shown
 
 
 def merge(states: Iterable[State]) -> State:
@@ -98,14 +98,14 @@ def _check_states(states: Mapping[str, State]) -> None:
 def merge_sinks(state: State, sinks: Tensor) -> State:
     """Returns the state with sinks merged in: `sinks` are scores of one more key per row, whose value is zero.
 
-    `sinks` has as many dimensions as `lse`, each of its size or 1: `sinks[None, :, None]` for one per head of attention
+    `sinks` has the dimensions of `lse`, each of its size or 1: `sinks[None, :, None]` for one per head of attention
     [B, H, S, D], and [B, H, S] for one per query. `attention(..., sinks=sinks, return_lse=True)` returns an lse with
     the sinks; call it without them, and `merge_sinks` of its state, for an lse without. Differentiable. The result is
     float32 (float64 if any input is).
 
     Examples:
         >>> q, k, v = torch.randn(3, 1, 2, 10, 8)
-        >>> state = am.State(*am.attention(q, k, v, return_lse=True))  # its lse is that of the keys alone
+        >>> state = am.State(*am.attention(q, k, v, return_lse=True))  # its lse is of the keys alone
         >>> sinks = torch.randn(2)
         >>> out = am.merge_sinks(state, sinks[None, :, None]).out
         >>> torch.allclose(out, am.attention(q, k, v, sinks=sinks), atol=1e-6)
@@ -122,7 +122,7 @@ def merge_sinks(state: State, sinks: Tensor) -> State:
         )
     dtype = accumulation_dtype(torch.promote_types(_widest_dtype([state]), sinks.dtype))
     out, lse, sinks = state.out.to(dtype), lse.to(dtype), sinks.to(dtype)
-    # A row without keys may hold anything; infinities have no gradient, and that of logaddexp would be NaN.
+    # A row without keys may hold anything; infinities have no gradient, and logaddexp would give NaN.
     out = torch.where(lse.unsqueeze(-1) == -torch.inf, 0.0, out)
     larger = torch.maximum(lse, sinks).detach()
     both = [torch.where(larger.isinf(), 0.0, x) for x in (lse, sinks)]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from attnmesh.core.validation import shown
+from attnmesh.utils.validation import shown
 
 MAX_LAYERS = 4096
 MAX_EXPERTS = 2**20  # of all layers together

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.masks import Causal, Chunked, Documents, Full, Mask, PerSequence, Slices
-from attnmesh.core.validation import shown
+from attnmesh.utils.validation import shown
 
 IGNORED_LABEL = -100
 """The label of tokens without a loss, as in torch and Transformers."""

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from attnmesh.core.validation import check_index, check_positive
+from attnmesh.utils.validation import check_index, check_positive
 
 Ranges = tuple[range, ...]
 

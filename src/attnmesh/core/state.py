@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.validation import check_device, check_dtype, check_shape
+from attnmesh.utils.validation import check_device, check_dtype, check_shape
 
 
 class State(NamedTuple):
@@ -34,7 +34,7 @@ class State(NamedTuple):
 
     @staticmethod
     def identity(shape: Iterable[int], *, dtype: torch.dtype, device: torch.device | str | None = None) -> State:
-        """The state of rows that have attended to no key yet; `shape` is that of `out`."""
+        """The state of rows that have attended to no key yet; `shape` is the shape of `out`."""
         sizes = check_shape("shape", shape)
         if not sizes:
             raise ValueError("shape must be that of out [..., D], got none")

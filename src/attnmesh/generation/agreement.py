@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm, CommError, SharedValues
-from attnmesh.core.call_log import alternatives
-from attnmesh.core.checksums import checksums
 from attnmesh.integrations.sharded_model import sharded_weights
+from attnmesh.parallel.checksums import checksums
+from attnmesh.utils.text import alternatives
 
 _NOT_COMPARED = ("_name_or_path", "transformers_version", "_commit_hash")  # where a model came from, not what it is
 _MAX_NAMED = 3  # tensors that an error names

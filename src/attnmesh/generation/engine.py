@@ -24,8 +24,6 @@ from attnmesh.comm import Comm
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Layout
 from attnmesh.core.ranges import InterleavedShard, Ranges
-from attnmesh.core.text import counted
-from attnmesh.core.validation import check_count
 from attnmesh.generation.latents import LatentProjections, latent_widths
 from attnmesh.generation.models import (
     cache_storage,
@@ -60,6 +58,8 @@ from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.decode import DecodeSharding
+from attnmesh.utils.text import counted
+from attnmesh.utils.validation import check_count
 
 MIN_TOKENS_PER_RANK = 2  # with as many, any layout gives every rank some tokens of a chunk
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, CommError, IndependentSubComm, SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Layout, Zigzag
-from attnmesh.core.validation import check_count, check_positive, check_type, shown
 from attnmesh.generation.agreement import (
     Progress,
     check_same_weights,
@@ -34,6 +33,7 @@ from attnmesh.integrations.sharded_model import ShardedWeights, sharded_weights
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.parallel.node_groups import comm_named
 from attnmesh.plan.decode import DecodeSharding
+from attnmesh.utils.validation import check_count, check_positive, check_type, shown
 
 _GREEDY = Sampling()
 _STEP_TOKENS = 2048

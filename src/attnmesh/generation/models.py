@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from attnmesh.core.docs import explained_in
-from attnmesh.core.validation import shown
 from attnmesh.generation.latents import latent_widths
 from attnmesh.integrations.transformers_models import MODELS_PAGE, check_config
 from attnmesh.integrations.weight_splits import heads_of
 from attnmesh.ops.storage import PLAIN, STORAGES, bytes_per_token
+from attnmesh.utils.error_links import explained_in
+from attnmesh.utils.validation import shown
 
 MODELS = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "phi", "phi3", "glm4", "olmo2", "smollm3", "granite",

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
-from attnmesh.core.files import read_json
-from attnmesh.core.validation import check_list, check_path, check_type, shown
 from attnmesh.generation.agreement import config_digest, digest
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.requests import Request
@@ -26,6 +24,8 @@ from attnmesh.parallel.node_groups import comm_named
 from attnmesh.parallel.reshard.api import broadcast_text, reshard
 from attnmesh.parallel.reshard.files import load_cache, save_cache
 from attnmesh.plan.decode import DecodeSharding
+from attnmesh.utils.files import read_json
+from attnmesh.utils.validation import check_list, check_path, check_type, shown
 
 _FILE = "requests.json"
 State = dict[str, Any]

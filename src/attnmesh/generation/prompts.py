@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from attnmesh.core.validation import check_list, shown
 from attnmesh.integrations.transformers_models import changing_rotary
 from attnmesh.kv_cache.sequence import token_ids
+from attnmesh.utils.validation import check_list, shown
 
 
 def check_tokenizer(tokenizer: Any) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm import SharedValues
-from attnmesh.core.validation import check_bool, check_count, check_index, check_list, check_positive, check_type, shown
 from attnmesh.generation.beam_search import BeamSearch
 from attnmesh.generation.prompts import check_stop_strings, eos_tokens
 from attnmesh.generation.sampling import (
@@ -25,6 +24,15 @@ from attnmesh.generation.sampling import (
 )
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sequence import token_ids
+from attnmesh.utils.validation import (
+    check_bool,
+    check_count,
+    check_index,
+    check_list,
+    check_positive,
+    check_type,
+    shown,
+)
 
 FinishReason = Literal["stop", "length", "cancelled", "moved", "error"]
 

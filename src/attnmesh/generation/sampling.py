@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.core.validation import (
+from attnmesh.kv_cache.sequence import token_ids
+from attnmesh.utils.validation import (
     check_count,
     check_index,
     check_number,
@@ -18,7 +19,6 @@ from attnmesh.core.validation import (
     is_number,
     shown,
 )
-from attnmesh.kv_cache.sequence import token_ids
 
 _ROW_BITS = 20  # bits of a seed for the row of the batch
 MAX_ROWS = 1 << _ROW_BITS

@@ -14,13 +14,13 @@ from typing import Any
 from torch import nn
 
 from attnmesh.core.layouts import Layout, Zigzag, check_layout
-from attnmesh.core.optional import require
-from attnmesh.core.validation import check_choice
 from attnmesh.integrations.accelerate_ranks import AcceleratorRanks, is_sharding, ranks_of
 from attnmesh.integrations.patches import Patches
 from attnmesh.integrations.trainer import patch_sft_trainer, patch_trainer
 from attnmesh.parallel.executor import BACKENDS
 from attnmesh.plan.schedules import SCHEDULES
+from attnmesh.utils.optional import require
+from attnmesh.utils.validation import check_choice
 
 __all__ = ["TESTED", "disable", "enable"]
 

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
-from attnmesh.core.checksums import ValueChecks
-from attnmesh.core.docs import see
 from attnmesh.core.layouts import dimension
-from attnmesh.core.optional import require
 from attnmesh.core.packing import IGNORED_LABEL
-from attnmesh.core.validation import shown
 from attnmesh.integrations.expert_balance import check_balance, whole_balance
 from attnmesh.integrations.model_calls import checked_calls
 from attnmesh.integrations.sharded_batch import ShardedMask, ShardedPass, Unreadable, batch_checks, shard_inputs
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.integrations.transformers_models import NAME, check_model
+from attnmesh.parallel.checksums import ValueChecks
 from attnmesh.parallel.context import ContextParallel
+from attnmesh.utils.error_links import see
+from attnmesh.utils.optional import require
+from attnmesh.utils.validation import shown
 
 _ATTRIBUTE = "_attnmesh_ranks"  # of an Accelerator and of a prepared model
 

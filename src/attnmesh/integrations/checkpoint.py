@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from attnmesh.core.optional import MissingExtraError, require
-from attnmesh.core.text import printable
+from attnmesh.utils.optional import MissingExtraError, require
+from attnmesh.utils.text import printable
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 """Arguments of every `from_pretrained`: nothing is downloaded, and code that comes with a model is not run."""

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from attnmesh.core.files import MAX_TEXT_BYTES, check_file
 from attnmesh.core.model_sizes import check_model_sizes
-from attnmesh.core.validation import shown
 from attnmesh.integrations.checkpoint import ModelError, model_errors, require_hf, translated_errors
+from attnmesh.utils.files import MAX_TEXT_BYTES, check_file
+from attnmesh.utils.validation import shown
 
 CONFIG = "config.json"
 _ONE_FILE = "model.safetensors"

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attnmesh.comm import GroupComm
 from attnmesh.core.packing import IGNORED_LABEL
-from attnmesh.core.validation import check_choice, check_list, check_tensor, check_type, shown
 from attnmesh.integrations.transformers_models import modules_in_forward
 from attnmesh.parallel.context import ContextParallel
+from attnmesh.utils.validation import check_choice, check_list, check_tensor, check_type, shown
 
 __all__ = ["GradientReduction"]
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from math import isfinite, prod
 from pathlib import Path
 
-from attnmesh.core.files import check_file
 from attnmesh.core.model_sizes import MAX_LAYERS, check_model_sizes
-from attnmesh.core.validation import shown
 from attnmesh.integrations.checkpoint import ModelError, model_errors, require_hf
+from attnmesh.utils.files import check_file
+from attnmesh.utils.validation import shown
 
 MAX_FILE_BYTES = 2**41
 

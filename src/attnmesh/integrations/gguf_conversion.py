@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from attnmesh.core.validation import shown
 from attnmesh.integrations.checkpoint import (
     LOCAL,
     ModelError,
@@ -40,6 +39,7 @@ from attnmesh.integrations.completeness import (
     declared_model,
 )
 from attnmesh.integrations.gguf import TOKENS, GgufHeader, read_header
+from attnmesh.utils.validation import shown
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _FLOAT32 = 0  # GGML type

@@ -17,9 +17,9 @@ from torch import Tensor
 from attnmesh.core.mask_encoding import traced_mask
 from attnmesh.core.masks import Causal, Chunked, Mask, Slices, SlidingWindow
 from attnmesh.core.packing import Packing, check_gaps, document_starts, number_starts, packing_of
-from attnmesh.core.validation import shown
 from attnmesh.integrations.sharded_batch import ShardedMask
 from attnmesh.integrations.transformers_models import check_config, check_head, counts_positions_from_mask
+from attnmesh.utils.validation import shown
 
 _MODULE = "transformers.masking_utils"
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
-from attnmesh.core.validation import check_type, shown
 from attnmesh.integrations.checkpoint import (
     LOCAL,
     ModelError,
@@ -42,6 +41,7 @@ from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.integrations.transformers_models import NAME, check_config
 from attnmesh.parallel.node_groups import comm_named
 from attnmesh.plan.decode import DecodeSharding
+from attnmesh.utils.validation import check_type, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -17,7 +17,6 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from attnmesh.core.docs import see
 from attnmesh.integrations.transformers_models import (
     MODELS_PAGE,
     attention_layers,
@@ -26,6 +25,7 @@ from attnmesh.integrations.transformers_models import (
     check_modules,
     text_config,
 )
+from attnmesh.utils.error_links import see
 
 _CallCheck = Callable[[nn.Module, Sequence[Any]], None]
 

@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
-from attnmesh.core.checksums import ValueChecks
-from attnmesh.core.docs import explained_in, see
 from attnmesh.core.layouts import Balanced
 from attnmesh.core.mask_encoding import traced_mask
 from attnmesh.core.masks import Causal, Mask
@@ -28,10 +26,12 @@ from attnmesh.core.packing import (
     packing_of,
 )
 from attnmesh.core.ranges import as_tensor
-from attnmesh.core.validation import check_bool, check_tensor, check_type, shown
 from attnmesh.integrations.model_calls import WatchedPass, watch_models
 from attnmesh.integrations.transformers_models import MODELS_PAGE, modules_in_forward
+from attnmesh.parallel.checksums import ValueChecks
 from attnmesh.parallel.context import ContextParallel
+from attnmesh.utils.error_links import explained_in, see
+from attnmesh.utils.validation import check_bool, check_tensor, check_type, shown
 
 _NAMES = ("input_ids", "labels", "position_ids", "attention_mask", "num_items_in_batch", "mesh", "use_cache")
 

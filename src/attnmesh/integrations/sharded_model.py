@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
-from attnmesh.core.validation import check_type
 from attnmesh.integrations.checkpoint import quiet_transformers, require_hf
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.integrations.transformers_models import NAME, check_model
@@ -35,6 +34,7 @@ from attnmesh.parallel.decode.ranks import DecodeRanks, decode_ranks
 from attnmesh.parallel.node_groups import comm_named
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.weights import Split, WeightPart, weight_part
+from attnmesh.utils.validation import check_type
 
 _ATTRIBUTE = "_attnmesh_weights"
 

@@ -15,8 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
-from attnmesh.core.optional import require
-from attnmesh.core.validation import warn_caller
 from attnmesh.integrations.accelerate_ranks import (
     AcceleratorRanks,
     ShiftedLabels,
@@ -26,6 +24,8 @@ from attnmesh.integrations.accelerate_ranks import (
 )
 from attnmesh.integrations.patches import Patches
 from attnmesh.integrations.sharded_batch import ShardedPass
+from attnmesh.utils.optional import require
+from attnmesh.utils.validation import warn_caller
 
 Options = dict[str, Any]
 

@@ -16,15 +16,15 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from attnmesh.core.docs import see
 from attnmesh.core.masks import Mask
-from attnmesh.core.optional import require
-from attnmesh.core.validation import shown
 from attnmesh.integrations.layer_masks import LayerMask, layer_mask
 from attnmesh.integrations.patches import Patches
 from attnmesh.integrations.sharded_batch import ShardedMask, ShardedPass
 from attnmesh.integrations.transformers_models import MODELS_PAGE, NAME, changing_rotary, scale_by_index
 from attnmesh.ops.dense.api import attention
+from attnmesh.utils.error_links import see
+from attnmesh.utils.optional import require
+from attnmesh.utils.validation import shown
 
 # Keyword arguments that models pass down to their attention and that do not change it.
 _IGNORED_ARGUMENTS = {

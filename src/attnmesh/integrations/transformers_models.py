@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnmesh.core.docs import see
-from attnmesh.core.validation import shown
+from attnmesh.utils.error_links import see
+from attnmesh.utils.validation import shown
 
 NAME = "attnmesh"
 """The `attn_implementation`."""

@@ -20,8 +20,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256, shake_256
 
-from attnmesh.core.docs import see
-from attnmesh.core.validation import check_count, shown
+from attnmesh.utils.error_links import see
+from attnmesh.utils.validation import check_count, shown
 
 _MAX_CONTENT = 1 << 24  # tokens of one image: more than any has
 

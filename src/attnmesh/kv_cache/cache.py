@@ -10,17 +10,6 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.ranges import InterleavedShard
-from attnmesh.core.validation import (
-    check_bool,
-    check_choice,
-    check_count,
-    check_device,
-    check_index,
-    check_positive,
-    check_tensor,
-    check_type,
-    shown,
-)
 from attnmesh.kv_cache.block_manager import BlockLayout, BlockManager, LayerKind
 from attnmesh.kv_cache.block_pool import BlockPool, CacheStats, root_hash
 from attnmesh.kv_cache.pools import (
@@ -46,6 +35,17 @@ from attnmesh.kv_cache.sequence import (
     prompt_ids,
 )
 from attnmesh.ops.storage import LATENT_GROUP, PLAIN, STORAGES, Stored, check_storage, storage_of
+from attnmesh.utils.validation import (
+    check_bool,
+    check_choice,
+    check_count,
+    check_device,
+    check_index,
+    check_positive,
+    check_tensor,
+    check_type,
+    shown,
+)
 
 _MAX_BLOCK_SIZE = 256  # the largest that paged decode reads
 _UNSHARDED = InterleavedShard()

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.ranges import InterleavedShard
-from attnmesh.core.validation import (
+from attnmesh.kv_cache.block_manager import BlockLayout
+from attnmesh.kv_cache.sequence import token_ids
+from attnmesh.kv_cache.sharded import ShardedCache
+from attnmesh.ops.storage import check_storage
+from attnmesh.plan.decode import DecodeSharding, Place
+from attnmesh.plan.reshard import Part, Piece
+from attnmesh.utils.validation import (
     check_bool,
     check_count,
     check_index,
@@ -26,12 +32,6 @@ from attnmesh.core.validation import (
     check_positive,
     shown,
 )
-from attnmesh.kv_cache.block_manager import BlockLayout
-from attnmesh.kv_cache.sequence import token_ids
-from attnmesh.kv_cache.sharded import ShardedCache
-from attnmesh.ops.storage import check_storage
-from attnmesh.plan.decode import DecodeSharding, Place
-from attnmesh.plan.reshard import Part, Piece
 
 _HASH_BYTES = 32  # of a root
 

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.optional import require
-from attnmesh.core.validation import check_number, check_tensor, shown
 from attnmesh.ops.storage import (
     BFP_GROUP,
     LATENT_GROUP,
@@ -26,6 +24,8 @@ from attnmesh.ops.storage import (
     unpack_latent,
     values_of,
 )
+from attnmesh.utils.optional import require
+from attnmesh.utils.validation import check_number, check_tensor, shown
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max

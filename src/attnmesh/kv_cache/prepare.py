@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.core.optional import require
 from attnmesh.kv_cache.pools import write_tokens
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.norm_rope import CosSin
 from attnmesh.ops.block.stages import ProjectedKV, keys_and_values, queries
 from attnmesh.ops.storage import values_of
+from attnmesh.utils.optional import require
 
 
 def prepare(

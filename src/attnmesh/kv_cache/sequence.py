@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from attnmesh.core.validation import check_count, check_positive, check_tensor, shown
 from attnmesh.kv_cache.pools import DTYPES
+from attnmesh.utils.validation import check_count, check_positive, check_tensor, shown
 
 T = TypeVar("T")
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmesh.core.call_log import CallLog, text_digest
-from attnmesh.core.validation import check_bool, check_index, check_positive, check_type
+from attnmesh.comm.call_log import CallLog, text_digest
 from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.block_pool import CacheFull, CacheStats
 from attnmesh.kv_cache.cache import BlockCache
@@ -23,6 +22,7 @@ from attnmesh.kv_cache.sequence import NewTokens, Sequence, check_distinct, chec
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import Stored
 from attnmesh.plan.decode import DecodeSharding
+from attnmesh.utils.validation import check_bool, check_index, check_positive, check_type
 
 _Appended = tuple[tuple[Sequence, ...], "list[array[int]] | None"]  # sequences and the ids of their new tokens
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnmesh.core.optional import installed
+from attnmesh.utils.optional import installed
 
 _LOG = logging.getLogger(__name__)
 

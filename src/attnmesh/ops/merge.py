@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.merge import add_sinks, discount_sinks_batch_invariant, merge_into, merge_sequential
-from attnmesh.core.optional import require
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
+from attnmesh.utils.optional import require
 
 PENDING_PARTS, PENDING_PARTS_WITH_TOTAL = 4, 2
 """Partial results that are collected before they are merged in one pass: before there is a total, and with one."""

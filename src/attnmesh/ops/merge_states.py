@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from attnmesh.core.merge import check_states, merge_checked
-from attnmesh.core.optional import installed
 from attnmesh.core.state import State
-from attnmesh.core.validation import check_list
 from attnmesh.ops.launch import Recent, signature
+from attnmesh.utils.optional import installed
+from attnmesh.utils.validation import check_list
 
 _kernel_of: Recent[bool] = Recent()  # by signature, if all was checked: whether the kernel serves the call
 

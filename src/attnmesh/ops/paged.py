@@ -17,7 +17,6 @@ from torch import Tensor
 from attnmesh.core.mask import IntervalMask, Mask
 from attnmesh.core.ranges import InterleavedShard, Ranges
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.core.validation import check_number, check_tensor, check_type, shown
 from attnmesh.core.visibility import InterleavedPatch, Patch, Visibility
 from attnmesh.ops.decode.call import check_storages
 from attnmesh.ops.dense.call import Call, Scores, kernel_span
@@ -25,6 +24,7 @@ from attnmesh.ops.dense.dispatch import choose_fused
 from attnmesh.ops.merge import StateAccumulator
 from attnmesh.ops.storage import Quantized, Stored, dequantize, values_of
 from attnmesh.trace.recorder import Recorder
+from attnmesh.utils.validation import check_number, check_tensor, check_type, shown
 
 _PART_BYTES = 64 << 20  # of gathered K and V: long enough that merging a state costs little beside computing it
 _UNSHARDED = InterleavedShard()

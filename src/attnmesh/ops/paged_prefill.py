@@ -15,10 +15,10 @@ from torch import Tensor
 
 from attnmesh.core.masks import Causal, Mask, Prefix, SlidingWindow
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.core.validation import check_bool, check_count, check_positive, check_tensor, shown
 from attnmesh.ops.dense.call import check_score_terms, contiguous_last_dim, resolve_scores
 from attnmesh.ops.paged import PagedKV, check_calls, check_paged, paged_attention
 from attnmesh.ops.storage import Stored, values_of
+from attnmesh.utils.validation import check_bool, check_count, check_positive, check_tensor, shown
 
 
 @overload

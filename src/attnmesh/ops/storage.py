@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmesh.core.validation import check_choice, check_dtype, check_positive, check_tensor, check_type, shown
+from attnmesh.utils.validation import check_choice, check_dtype, check_positive, check_tensor, check_type, shown
 
 PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 STORAGES = (*PLAIN, "fp8", "int8", "bfp8")

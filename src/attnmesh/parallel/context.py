@@ -15,14 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks
 from attnmesh.comm.base import Agreement
-from attnmesh.core.compiling import not_compiled
-from attnmesh.core.docs import explained_in, see
 from attnmesh.core.layouts import Layout, Zigzag, check_layout, dimension, positions_checksum
-from attnmesh.core.log import log_choice, wants_choices
 from attnmesh.core.mask import And
 from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.core.validation import check_bool, check_choice, check_count, check_device, check_dtype
 from attnmesh.ops.dense.call import (
     Scores,
     check_batch,
@@ -33,6 +29,7 @@ from attnmesh.ops.dense.call import (
 )
 from attnmesh.ops.dense.dispatch import choose_fused
 from attnmesh.parallel.allgather import AllGather
+from attnmesh.parallel.compiling import not_compiled
 from attnmesh.parallel.executor import (
     BACKENDS,
     AttentionOptions,
@@ -52,6 +49,9 @@ from attnmesh.parallel.ulysses import Ulysses, UlyssesAllGather, UlyssesRing
 from attnmesh.plan.schedules import SCHEDULES, check_schedule
 from attnmesh.plan.shards import Shards, shards
 from attnmesh.plan.workload import Shape, Workload
+from attnmesh.utils.error_links import explained_in, see
+from attnmesh.utils.log import log_choice, wants_choices
+from attnmesh.utils.validation import check_bool, check_choice, check_count, check_device, check_dtype
 
 if TYPE_CHECKING:  # the planner is imported for schedule="auto" and explain only
     from attnmesh.planner.auto import Choice

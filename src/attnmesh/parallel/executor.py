@@ -18,11 +18,11 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from attnmesh.comm import Comm, RankGroups, report_failure
-from attnmesh.core.checksums import ValueChecks
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Mask
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import Call, Grads, Result, Scores, resolve_scores
+from attnmesh.parallel.checksums import ValueChecks
 from attnmesh.parallel.node_groups import NodeGroups
 from attnmesh.plan.shards import Shards
 

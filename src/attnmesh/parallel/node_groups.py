@@ -9,8 +9,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, RankGroups, SubComm, comm_from
-from attnmesh.core.text import counted
-from attnmesh.core.validation import shown
+from attnmesh.utils.text import counted
+from attnmesh.utils.validation import shown
 
 
 class NodeGroups(RankGroups):

@@ -41,15 +41,6 @@ from attnmesh.core.mask import sequence_intervals
 from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.core.validation import (
-    MAX_RANKS,
-    check_bool,
-    check_choice,
-    check_count,
-    check_index,
-    check_tensor,
-    shown,
-)
 from attnmesh.core.visibility import Patch
 from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.call import (
@@ -69,6 +60,15 @@ from attnmesh.ops.paged import PagedKV, check_calls, check_paged, paged_attentio
 from attnmesh.ops.storage import Quantized, Stored, storage_of, values_of
 from attnmesh.parallel.executor import BACKENDS, Executor, attend, score_checks, unshard
 from attnmesh.parallel.node_groups import context_comm
+from attnmesh.utils.validation import (
+    MAX_RANKS,
+    check_bool,
+    check_choice,
+    check_count,
+    check_index,
+    check_tensor,
+    shown,
+)
 
 
 def ring_chunks(length: int, ring_size: int, ring_id: int, pairs: int | tuple[int, ...] = 1) -> tuple[range, ...]:

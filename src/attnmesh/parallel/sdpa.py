@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from attnmesh.comm import Comm
-from attnmesh.core.checksums import ValueChecks
 from attnmesh.core.layouts import dimension
 from attnmesh.core.masks import Causal, Full, Mask, check_mask
-from attnmesh.core.validation import check_count, check_list, check_tensor, shown
+from attnmesh.parallel.checksums import ValueChecks
 from attnmesh.parallel.context import ContextParallel, UnnumberedContext
+from attnmesh.utils.validation import check_count, check_list, check_tensor, shown
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from attnmesh.core.docs import explained_in
 from attnmesh.core.ranges import InterleavedShard
-from attnmesh.core.validation import (
+from attnmesh.utils.error_links import explained_in
+from attnmesh.utils.validation import (
     MAX_RANKS,
     check_count,
     check_index,

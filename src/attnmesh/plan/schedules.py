@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attnmesh.core.docs import see
 from attnmesh.plan.shards import Shards, node_shards
+from attnmesh.utils.error_links import see
 
 SCHEDULES = ("ring", "allgather", "ulysses", "ulysses+ring", "ulysses+allgather", "ring+ring")
 """From the simplest to the most complex: of schedules that tie, the first is chosen."""

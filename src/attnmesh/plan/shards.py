@@ -10,8 +10,8 @@ from attnmesh.core import ranges
 from attnmesh.core.layouts import Layout, check_layout
 from attnmesh.core.masks import Mask, check_mask
 from attnmesh.core.ranges import Ranges, rows_between
-from attnmesh.core.validation import MAX_RANKS, check_count
 from attnmesh.core.visibility import Patch
+from attnmesh.utils.validation import MAX_RANKS, check_count
 
 
 @dataclass(frozen=True)

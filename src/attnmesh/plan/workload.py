@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from attnmesh.core.validation import MAX_RANKS, check_bool, check_count, check_device, check_type
 from attnmesh.plan.shards import Shards
+from attnmesh.utils.validation import MAX_RANKS, check_bool, check_count, check_device, check_type
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from math import inf
 
 import numpy as np
 
-from attnmesh.core.progress import reported_steps
 from attnmesh.plan.decode import COMBINES, Combine, DecodeShape, DecodeSharding
 from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.workload import Workload
@@ -35,6 +34,7 @@ from attnmesh.planner.simulator.simulate import TooLongError
 from attnmesh.planner.sizes import RankSizes
 from attnmesh.planner.units import readable_seconds
 from attnmesh.planner.vectorized import vectorized
+from attnmesh.utils.progress import reported_steps
 
 # A ring computes run by run; with more runs per shard than this (packed documents) its blocks become too small.
 _MAX_RING_RUNS = 4

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from attnmesh.core.validation import check_device, check_path, check_type
 from attnmesh.planner.catalog_file import CAUSAL_FIELD_OF, FIELD_OF, Table, Tables, read_tables, unknown
 from attnmesh.planner.hardware import Cluster, Curve, Device, Link, Wiring
 from attnmesh.planner.program import KERNEL_KINDS, SIZED_IN_BYTES, KernelKind
+from attnmesh.utils.validation import check_device, check_path, check_type
 
 _BUILT_IN = Path(__file__).with_name("hardware.toml")
 T = TypeVar("T")

@@ -14,12 +14,12 @@ from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
 
-from attnmesh.core.files import read_text
-from attnmesh.core.text import one_line
-from attnmesh.core.validation import shown
 from attnmesh.planner.counts import MAX_RANKS
 from attnmesh.planner.hardware import Curve, Device, Link, Wiring
 from attnmesh.planner.program import KERNEL_KINDS, SIZED_IN_BYTES, KernelKind
+from attnmesh.utils.files import read_text
+from attnmesh.utils.text import one_line
+from attnmesh.utils.validation import shown
 
 _MAX_BYTES = 2**20  # of a file
 _LONGEST_NAME = 100  # that is compared with the known ones

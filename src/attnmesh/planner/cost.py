@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from attnmesh.core.validation import check_type
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.program import Load, LoadCounter, Program
 from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import run_rounds
+from attnmesh.utils.validation import check_type
 
 _SUMMED = ("seconds", "computed", "flops", "intra_node", "inter_node", "rounds")  # what the parts of a cost add up
 _NEGLIGIBLE = 0.1  # fraction of the time spent waiting up to which a run is compute bound

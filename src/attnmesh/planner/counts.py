@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import isqrt, prod
 
 from attnmesh.core.model_sizes import MAX_LAYERS
-from attnmesh.core.validation import check_count, check_positive
+from attnmesh.utils.validation import check_count, check_positive
 
 MAX_RANKS = 1 << 14
 MAX_LENGTH = 1 << 27

@@ -14,8 +14,6 @@ from math import gcd
 
 import numpy as np
 
-from attnmesh.core.progress import reported
-from attnmesh.core.validation import check_number, check_type
 from attnmesh.plan.decode import DecodeShape, DecodeSharding
 from attnmesh.planner.auto import pick_combine
 from attnmesh.planner.cost import cost
@@ -33,6 +31,8 @@ from attnmesh.planner.models.config import (
 )
 from attnmesh.planner.program import Floats, Ints, Kernels, Messages, Program, Round
 from attnmesh.planner.ranking import Memory, Option, Ranking, ranked
+from attnmesh.utils.progress import reported
+from attnmesh.utils.validation import check_number, check_type
 
 # Small kernels, in launches, from docs/benchmarks.md ("Overhead of the block"): one is a copy of 0.8 us and the
 # microsecond until the next kernel.

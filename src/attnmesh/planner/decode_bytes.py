@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from attnmesh.core.validation import check_choice, check_positive
 from attnmesh.plan.decode import COMBINES, KVDP_EXCHANGES, Combine, DecodeShape, DecodeSharding, KvdpExchange
+from attnmesh.utils.validation import check_choice, check_positive
 
 _STATE_ITEMSIZE = 4  # (out, lse) are sent in float32 until they are merged
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from attnmesh.core import ranges
 from attnmesh.core.ranges import Ranges
-from attnmesh.core.text import counted
 from attnmesh.plan.allgather import gather_plan
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.auto import Choice
@@ -14,6 +13,7 @@ from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.program import Load, imbalance
 from attnmesh.planner.ranking import is_tie
 from attnmesh.planner.schedules import loads
+from attnmesh.utils.text import counted
 
 
 @dataclass(frozen=True)

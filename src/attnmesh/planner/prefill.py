@@ -15,8 +15,6 @@ import numpy as np
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
-from attnmesh.core.progress import reported_steps
-from attnmesh.core.validation import check_number, check_type
 from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
@@ -26,6 +24,8 @@ from attnmesh.planner.hardware import Cluster, group_cluster, group_ranks_per_no
 from attnmesh.planner.models.config import ModelConfig, cache_bytes, layer_weight_bytes_read, linear_flops, weight_bytes
 from attnmesh.planner.ranking import Memory, Option, Ranking, ranked
 from attnmesh.planner.schedules import peak_bytes
+from attnmesh.utils.progress import reported_steps
+from attnmesh.utils.validation import check_number, check_type
 
 MAX_CP_RANKS = 1024
 """The most CP ranks that are ranked; `attnmesh simulate` supports more."""

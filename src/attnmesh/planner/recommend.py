@@ -15,9 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from attnmesh.core.progress import reported
-from attnmesh.core.text import counted
-from attnmesh.core.validation import check_count, check_type
 from attnmesh.plan.decode import DecodeShape, DecodeSharding
 from attnmesh.planner.cost import Cost, cost
 from attnmesh.planner.counts import check_sizes, divisors
@@ -26,6 +23,9 @@ from attnmesh.planner.decode_bytes import Copies, bytes_sent, cache_bytes, weigh
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.ranking import is_tie
 from attnmesh.planner.units import readable_bytes, readable_seconds
+from attnmesh.utils.progress import reported
+from attnmesh.utils.text import counted
+from attnmesh.utils.validation import check_count, check_type
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attnmesh.core.validation import check_bool, check_choice, check_type
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.program import Ints, Load, Messages, Program, Round, program_loads
@@ -19,6 +18,7 @@ from attnmesh.planner.specs.base import ScheduleSpec, Tile
 from attnmesh.planner.specs.ring import RingSpec
 from attnmesh.planner.specs.two_level import TwoLevelRingSpec
 from attnmesh.planner.specs.ulysses import UlyssesSpec
+from attnmesh.utils.validation import check_bool, check_choice, check_type
 
 SPECS: dict[str, ScheduleSpec] = {
     "ring": RingSpec(),

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnmesh.core.masks import And, Causal, Full, Mask, SlidingWindow
-from attnmesh.core.progress import reported
 from attnmesh.core.ranges import Ranges
 from attnmesh.plan.shards import Shards
 from attnmesh.planner.program import MAX_LISTED_MESSAGES, Exchange, Ints, Messages, MessageTotals
+from attnmesh.utils.progress import reported
 
 MAX_PLANNED_RANKS = 16
 """Ranks up to which estimates read the plans that executors follow."""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from attnmesh.core.files import read_json
 from attnmesh.core.layouts import Balanced, Layout, check_layout
 from attnmesh.core.masks import (
     And,
@@ -26,9 +25,6 @@ from attnmesh.core.masks import (
     SlidingWindow,
     check_mask,
 )
-from attnmesh.core.progress import reported
-from attnmesh.core.text import counted
-from attnmesh.core.validation import check_bool, check_count, check_device, check_list, check_type, shown
 from attnmesh.generation.stats import GenerationStats
 from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.shards import shards
@@ -41,6 +37,10 @@ from attnmesh.planner.program import Load, imbalance
 from attnmesh.planner.schedules import Step, is_step, loads, program, steps
 from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.trace.timeline import Span
+from attnmesh.utils.files import read_json
+from attnmesh.utils.progress import reported
+from attnmesh.utils.text import counted
+from attnmesh.utils.validation import check_bool, check_count, check_device, check_list, check_type, shown
 from attnmesh.verify.mode import Outcome
 
 Rows = Sequence[Mapping[str, object]]

@@ -9,11 +9,11 @@ from itertools import pairwise
 from attnmesh.core import ranges
 from attnmesh.core.mask import Coverage, Mask, coverage, sequence_intervals
 from attnmesh.core.ranges import Ranges
-from attnmesh.core.text import printable
 from attnmesh.plan.shards import Shards
 from attnmesh.planner.program import Load
 from attnmesh.report.data import MOST_ROWS, RankGroups, ScheduleReport, ScheduleView
 from attnmesh.trace.timeline import Span
+from attnmesh.utils.text import printable
 
 _MOST_SPANS = 8000  # of a timeline; more would make the page slow, and are too thin to see
 _STRIPES_SHOWN = 8  # tokens per rank shown of a layout that deals tokens out in turn: the rest repeats

@@ -10,12 +10,12 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
-from attnmesh.core.files import write_text
-from attnmesh.core.text import printable
-from attnmesh.core.validation import check_path, check_type
 from attnmesh.generation.stats import GenerationStats
 from attnmesh.report.data import GeneratedAnswer, GenerationReport, RankGroups, Rows, ScheduleReport
 from attnmesh.report.drawing import drawing_data
+from attnmesh.utils.files import write_text
+from attnmesh.utils.text import printable
+from attnmesh.utils.validation import check_path, check_type
 
 _MIB = 2**20
 _TIE = 0.005  # relative; closer estimates count as equal

@@ -19,7 +19,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
 
-from attnmesh.core.validation import shown
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.prompts import eos_tokens
 from attnmesh.serving.commands import Submission
@@ -28,6 +27,7 @@ from attnmesh.serving.metrics import AnswerTimes, Metrics
 from attnmesh.serving.prompts import PromptTokenizer
 from attnmesh.serving.protocol import ApiError, Call, decode_json, parse_chat, parse_completion
 from attnmesh.serving.responses import Choice, Formatter, Json, usage
+from attnmesh.utils.validation import shown
 
 _BODY_SECONDS = 60.0  # in which a client must have sent its body
 _COMMENT_SECONDS = 15.0  # without a token, after which a stream has a comment, so that no proxy gives it up

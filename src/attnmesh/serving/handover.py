@@ -30,11 +30,11 @@ from typing import Any
 import torch
 
 from attnmesh.comm import Comm, CommError
-from attnmesh.comm.launch import under_torchrun
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.moving import move_requests
 from attnmesh.generation.requests import Request, Token
 from attnmesh.kv_cache.block_pool import CacheFull
+from attnmesh.launch import under_torchrun
 from attnmesh.parallel.reshard.api import broadcast_text
 from attnmesh.parallel.reshard.room import room_of
 from attnmesh.serving.commands import Commands

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attnmesh.core.validation import is_number, shown
 from attnmesh.generation.sampling import MAX_SEED, Sampling
+from attnmesh.utils.validation import is_number, shown
 
 _IGNORED = (
     "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from attnmesh.core.files import read_json, write_text
-from attnmesh.core.validation import (
+from attnmesh.utils.files import read_json, write_text
+from attnmesh.utils.validation import (
     MAX_RANKS,
     check_choice,
     check_count,

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from attnmesh.comm import Comm, SoloComm
-from attnmesh.core.optional import installed
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.moving import move_requests
 from attnmesh.generation.sampling import Sampling
@@ -23,6 +22,7 @@ from attnmesh.integrations.sharded_model import shard_model
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.testing.errors import Comparison
+from attnmesh.utils.optional import installed
 from attnmesh.verify.mode import Mode
 
 _VOCABULARY, _WINDOW, _NEW_TOKENS = 96, 8, 10

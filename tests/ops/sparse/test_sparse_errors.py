@@ -13,7 +13,7 @@ from attnmesh import (
     indexer_topk,
     sparse_attention,
 )
-from attnmesh.core.validation import shown
+from attnmesh.utils.validation import shown
 
 Q, KV = torch.zeros(4, 2, 8), torch.zeros(6, 8)
 INDICES = torch.zeros(4, 3, dtype=torch.int32)

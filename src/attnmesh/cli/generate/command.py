@@ -13,6 +13,7 @@ import torch
 import typer
 from torch import Tensor
 
+from attnmesh import launch
 from attnmesh.cli import options, output
 from attnmesh.cli.auto_sharding import AutoSharding
 from attnmesh.cli.generate.display import Display, rank_table, summary, verdict, write_generation_report
@@ -43,11 +44,8 @@ from attnmesh.cli.sharding import (
     given_sharding,
     sharding_note,
 )
-from attnmesh.comm import Comm, launch
+from attnmesh.comm import Comm
 from attnmesh.core.layouts import LAYOUTS
-from attnmesh.core.optional import require
-from attnmesh.core.text import counted
-from attnmesh.core.validation import check_timeout
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.sampling import Sampling
@@ -57,6 +55,9 @@ from attnmesh.integrations.loading import load_config_and_tokenizer, load_model,
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.counts import MAX_LENGTH
 from attnmesh.report.data import MOST_RANKS
+from attnmesh.utils.optional import require
+from attnmesh.utils.text import counted
+from attnmesh.utils.validation import check_timeout
 
 PREFILL_CHUNK = {"cpu": 512, "cuda": 8192}
 """Default tokens per rank in one prefill pass: enough to keep a device busy."""

@@ -14,10 +14,10 @@ from rich.table import Table
 from attnmesh.cli import output
 from attnmesh.cli.generate.job import Comparison, Job, Result
 from attnmesh.cli.report import run_facts
-from attnmesh.core.text import counted
 from attnmesh.generation.stats import GenerationStats
 from attnmesh.report import GeneratedAnswer, generation_report, write_report
 from attnmesh.report.data import in_words
+from attnmesh.utils.text import counted
 
 _MIB = 2**20
 _PROMPT_TOKENS_SHOWN = 64  # the last tokens of a prompt without a question

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cli.language_model import DeviceMemory
-from attnmesh.core.files import read_text
 from attnmesh.core.layouts import Layout
-from attnmesh.core.optional import require
-from attnmesh.core.text import counted
 from attnmesh.generation.engine import min_prefill_chunk
 from attnmesh.generation.rank_memory import ShardedMemory, kv_cache_bytes
 from attnmesh.generation.sampling import Sampling
@@ -26,6 +23,9 @@ from attnmesh.integrations.loading import load_config_and_tokenizer, load_model
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import PLAIN, dequantize, quantize
 from attnmesh.plan.decode import DecodeSharding
+from attnmesh.utils.files import read_text
+from attnmesh.utils.optional import require
+from attnmesh.utils.text import counted
 
 _EAGER_ONLY = ("gpt_oss",)  # Transformers implements sinks on every device only in its eager attention
 

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import Comm, SoloComm, comm_from
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
-from attnmesh.core.validation import check_bool, check_number, check_tensor, is_number, shown
 from attnmesh.parallel.context import ContextParallel, UnnumberedContext
+from attnmesh.utils.validation import check_bool, check_number, check_tensor, is_number, shown
 
 Group = Comm | ProcessGroup | DeviceMesh | None
 """The ranks of a call. ring_flash_attn takes a ProcessGroup, or None for the default one."""

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from attnmesh.core.validation import check_count, check_tensor, shown
+from attnmesh.utils.validation import check_count, check_tensor, shown
 
 T = TypeVar("T")
 

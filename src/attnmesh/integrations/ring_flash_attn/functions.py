@@ -24,9 +24,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from attnmesh.core.compiling import not_compiled
 from attnmesh.core.layouts import Contiguous, Joint, Layout, Striped, Zigzag
-from attnmesh.core.validation import check_count, check_list, shown
 from attnmesh.integrations.ring_flash_attn.call import (
     NOT_COMPILED,
     Group,
@@ -39,6 +37,8 @@ from attnmesh.integrations.ring_flash_attn.call import (
     split,
 )
 from attnmesh.integrations.ring_flash_attn.cu_seqlens import bounds, check_max_seqlen, lengths_of
+from attnmesh.parallel.compiling import not_compiled
+from attnmesh.utils.validation import check_count, check_list, shown
 
 
 def ring_flash_attn_func(

@@ -20,14 +20,14 @@ from torch import Tensor
 from attnmesh.comm import Comm, SharedValues, VirtualComm, check_on_all_ranks
 from attnmesh.core.layouts import Contiguous
 from attnmesh.core.masks import Documents, Mask
-from attnmesh.core.optional import require
 from attnmesh.core.packing import Packing
-from attnmesh.core.validation import check_bool, check_count
 from attnmesh.integrations.layer_masks import LayerMask, layer_mask
 from attnmesh.integrations.ring_flash_attn.call import Group, comm_of, context, raised_on_all_ranks
 from attnmesh.integrations.ring_flash_attn.cu_seqlens import bounds, lengths_of
 from attnmesh.integrations.sharded_batch import ShardedPass
 from attnmesh.integrations.transformers_attention import register_attention, set_default_pass, transformers_attention
+from attnmesh.utils.optional import require
+from attnmesh.utils.validation import check_bool, check_count
 
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 

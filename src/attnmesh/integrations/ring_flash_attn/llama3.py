@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm
-from attnmesh.core.compiling import not_compiled
 from attnmesh.core.layouts import Contiguous
-from attnmesh.core.validation import MAX_RANKS, check_bool, check_count, check_index, check_type, shown
 from attnmesh.integrations.ring_flash_attn.call import (
     NOT_COMPILED,
     Group,
@@ -33,6 +31,8 @@ from attnmesh.integrations.ring_flash_attn.call import (
     split,
 )
 from attnmesh.integrations.ring_flash_attn.cu_seqlens import bounds, check_max_seqlen, lengths_of, once_per_tensor
+from attnmesh.parallel.compiling import not_compiled
+from attnmesh.utils.validation import MAX_RANKS, check_bool, check_count, check_index, check_type, shown
 
 _WHOLE = "bounds of whole documents"  # what is remembered with a tensor
 

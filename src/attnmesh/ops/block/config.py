@@ -7,7 +7,9 @@ from dataclasses import KW_ONLY, dataclass, fields
 import torch
 from torch import Tensor
 
-from attnmesh.core.validation import (
+from attnmesh.ops.block.norm_rope import Norm, Rope
+from attnmesh.plan.decode import DecodeSharding
+from attnmesh.utils.validation import (
     check_bool,
     check_choice,
     check_number,
@@ -16,8 +18,6 @@ from attnmesh.core.validation import (
     check_type,
     shown,
 )
-from attnmesh.ops.block.norm_rope import Norm, Rope
-from attnmesh.plan.decode import DecodeSharding
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnmesh.core.validation import check_choice, check_number, check_positive, check_tensor, check_type, shown
+from attnmesh.utils.validation import check_choice, check_number, check_positive, check_tensor, check_type, shown
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from attnmesh.core.docs import explained_in
-from attnmesh.core.log import log_choice, wants_choices
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.core.validation import check_bool, check_choice, check_tensor
 from attnmesh.ops.decode import reference
 from attnmesh.ops.decode.call import (
     Backend,
@@ -31,6 +28,9 @@ from attnmesh.ops.decode.gluon import Gluon, GluonGQA
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.launch import Recent
 from attnmesh.ops.storage import Stored
+from attnmesh.utils.error_links import explained_in
+from attnmesh.utils.log import log_choice, wants_choices
+from attnmesh.utils.validation import check_bool, check_choice, check_tensor
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.core.validation import check_bool, check_number, check_tensor, shown
 from attnmesh.ops.launch import signature
 from attnmesh.ops.storage import SPARSE_STORAGES, STORAGES, Quantized, Stored, storage_of, values_of, width_of
+from attnmesh.utils.validation import check_bool, check_number, check_tensor, shown
 
 MAX_DECODE_TOKENS = 8  # queries per sequence: more is prefill, which `attention` computes
 _INTEGERS = (torch.int32, torch.int64)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from attnmesh.core.optional import require
 from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Triton, rope_of
 from attnmesh.ops.gpu import gpu_of
+from attnmesh.utils.optional import require
 
 _FEW_ROWS = 16
 _MANY_ROWS = range(64, 129)  # that `gluon_grouped` reads each key once for; measured with 64

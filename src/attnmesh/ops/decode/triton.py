@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.optional import installed, require
 from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES, error_record, raise_device_error
 from attnmesh.ops.gpu import gpu_of, starts_early
 from attnmesh.ops.launch import Launch, prepare
 from attnmesh.ops.storage import Quantized, Stored, values_of
+from attnmesh.utils.optional import installed, require
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 1024

@@ -12,13 +12,13 @@ from torch.autograd.function import once_differentiable
 
 from attnmesh.core.masks import Full, Mask
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.core.validation import check_bool
 from attnmesh.core.visibility import Visibility
 from attnmesh.ops.dense import cost, reference
 from attnmesh.ops.dense.call import Call, Result, Scores
 from attnmesh.ops.dense.dispatch import Choice, choose, choose_backward, choose_fused, forward, gradients, prepared
 from attnmesh.ops.dense.operator import compiled_attention
 from attnmesh.ops.merge import StateAccumulator
+from attnmesh.utils.validation import check_bool
 
 
 @overload
@@ -97,8 +97,13 @@ def attention(
                 softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
             )  # fmt: skip
         return (state.out, state.lse) if return_lse else state.out
-    if _is_differentiated(q, k, v, sinks):
-        out, lse = _Attention.apply(call.q, call.k, call.v, sinks, call.visibility, call.scores, backend)  # type: ignore[no-untyped-call]
+    inputs = call.q, call.k, call.v, sinks, call.visibility, call.scores, backend
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        out, lse = _Attention.apply(*inputs)  # type: ignore[no-untyped-call]
+    elif torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    ):
+        out, lse = _apply(*inputs)  # type: ignore[no-untyped-call]
     else:
         out, lse = forward(call, sinks, backend)
     if work.order is not None:
@@ -137,18 +142,9 @@ def explain_attention(
     call = prepared(q, k, v, mask, scale, softcap, sinks, alibi_slopes, q_positions, k_positions).call
     choice = choose(call, backend)
     reason = f"{choice.reason} ({cost.described(call)})"
-    if choice.backend != "reference" and (back := choose_backward(call, backend)).backend != choice.backend:
+    if choice.backend != "reference" and (back := choose_backward(call, backend, whole=True)).backend != choice.backend:
         reason += f"; gradients by {back.backend}: {back.reason}"
     return replace(choice, reason=reason)
-
-
-def _is_differentiated(*inputs: Tensor | None) -> bool:
-    """Whether autograd, forward-mode AD or a transform of torch.func has to know about the call."""
-    if torch.is_grad_enabled():
-        for x in inputs:
-            if x is not None and x.requires_grad:
-                return True
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 class _Attention(torch.autograd.Function):
@@ -179,3 +175,5 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 
 
 _refused_twice = once_differentiable(_backward)  # what it returns has no gradient of its own
+_apply = super(torch.autograd.Function, _Attention).apply
+"""`_Attention.apply` without what it does for transforms of torch.func, which takes longer than the function itself."""

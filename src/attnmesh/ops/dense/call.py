@@ -11,15 +11,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attnmesh.core.docs import explained_in
 from attnmesh.core.mask import Mask
 from attnmesh.core.merge import sink_gradient
-from attnmesh.core.optional import installed, require
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.core.validation import check_number, check_tensor, warn_caller
 from attnmesh.core.visibility import Block, Kind, Visibility
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.trace.recorder import Recorder
+from attnmesh.utils.error_links import explained_in
+from attnmesh.utils.optional import installed, require
+from attnmesh.utils.validation import check_number, check_tensor, warn_caller
 
 
 def contiguous_last_dim(x: Tensor) -> Tensor:
@@ -116,6 +116,9 @@ class Result:
     grad_out: Tensor
     grad_lse: Tensor | None
     _by_layout: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _by_rows: dict[object, tuple[Tensor, Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def of(cls, out: Tensor, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None) -> Result:
@@ -135,6 +138,16 @@ class Result:
             )
             self._by_layout[at] = out, grad_out
         return self._by_layout[at]
+
+    def of_rows(self, rows: slice | None) -> tuple[Tensor, Tensor, Tensor]:
+        """grad_out, lse and delta of some rows; None is all of them."""
+        if rows is None:
+            return self.grad_out, self.lse, self.delta
+        at = rows.start, rows.stop
+        parts = self._by_rows.get(at)
+        if parts is None:
+            parts = self._by_rows[at] = self.grad_out[:, :, rows], self.lse[:, :, rows], self.delta[:, :, rows]
+        return parts
 
     @cached_property
     def delta(self) -> Tensor:

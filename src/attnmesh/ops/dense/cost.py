@@ -47,6 +47,8 @@ _BACKWARD: dict[tuple[int, int], dict[int, Rates]] = {
     (256, 256): {8192: Rates(234, 201, 380)},
 }
 _GLUON_WIDTHS = (64, 96, 128, 192, 256)  # of its tiles: other head dims take the next one
+_SHORT = 512  # queries and keys
+_SHORT_FLOPS = 1e10  # with masked pairs; 50 us in Triton's kernel
 _LAUNCH = 10e-6  # seconds of a launch that does nothing
 _BANDWIDTH = 4e12
 _MERGE_BYTES = 24  # per element of a partial out: what blocks of 1,024 to 8,192 rows cost beyond their FLOPs
@@ -83,6 +85,18 @@ def estimate(call: Call, backends: Collection[str], *, backward: bool = False) -
     batch, heads, _, width = call.q.shape
     shape = (batch, heads, width, call.v.shape[3])
     return _estimate(call.visibility, shape, call.q.device, tuple(backends), backward)  # type: ignore[arg-type]
+
+
+def is_short(call: Call) -> bool:
+    """Whether one launch computes all gradients (`triton_backward.short_gradients`).
+
+    Launches cost more than the time that faster kernels save.
+    """
+    batch, heads, rows, width = call.q.shape
+    keys, value_width = call.k.shape[2], call.v.shape[3]
+    if not (0 < rows <= _SHORT and 0 < keys <= _SHORT and batch and width <= 128 and value_width <= 128):
+        return False
+    return 2 * (3 * width + 2 * value_width) * batch * heads * rows * keys <= _SHORT_FLOPS
 
 
 def rates(width: int, value_width: int, length: int, *, backward: bool) -> Rates:

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core import ranges
-from attnmesh.core.docs import explained_in
 from attnmesh.core.intervals import Intervals
-from attnmesh.core.log import log_choice, wants_choices
 from attnmesh.core.mask import MAX_INTERVALS, sequence_intervals
 from attnmesh.core.masks import (
     BlockCausal,
@@ -28,7 +26,6 @@ from attnmesh.core.masks import (
     check_mask,
 )
 from attnmesh.core.state import State
-from attnmesh.core.validation import check_choice, check_tensor
 from attnmesh.core.visibility import Block, Kind, Patch, Visibility, bounds_of, stacked_bounds, unseen_of
 from attnmesh.ops.dense import cost
 from attnmesh.ops.dense.aten import Aten
@@ -50,6 +47,9 @@ from attnmesh.ops.dense.torch_tiles import TorchTiles
 from attnmesh.ops.dense.triton import Triton
 from attnmesh.ops.launch import Recent
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
+from attnmesh.utils.error_links import explained_in
+from attnmesh.utils.log import log_choice, wants_choices
+from attnmesh.utils.validation import check_choice, check_tensor
 
 _LOG = logging.getLogger(__name__)
 
@@ -85,9 +85,12 @@ def choose(call: Call, backend: str) -> Choice:
 
 
 @explained_in("masks.md#attention-on-one-device")
-def choose_backward(call: Call, backend: str, *, grad_lse: bool = False) -> Choice:
-    """The backend for a backward: with "auto" not always that of the forward."""
+def choose_backward(call: Call, backend: str, *, grad_lse: bool = False, whole: bool = False) -> Choice:
+    """The backend for a backward: with "auto" not always that of the forward. `whole`: it is the only call."""
     refusals = {name: fused.backward_refusal(call, grad_lse=grad_lse) for name, fused in _FUSED.items()}
+    is_served = call.q.is_cuda and refusals["triton"] is None and not grad_lse
+    if backend == "auto" and whole and is_served and cost.is_short(call) and len(_turns(call)) == 1:
+        return Choice("triton", "one launch computes all gradients of so few positions", ())
     return _choose(call, backend, refusals, backward=True)
 
 
@@ -135,14 +138,14 @@ def choose_fused(call: Call, backend: str) -> Backend:
     return _kept(key, call, choice)
 
 
-def choose_fused_backward(call: Call, result: Result, backend: str) -> Backend:
-    """The backend for the backward of a call."""
+def choose_fused_backward(call: Call, result: Result, backend: str, *, whole: bool = False) -> Backend:
+    """The backend for the backward of a call. `whole`: no other call adds to its gradients."""
     grad_lse, deterministic = result.grad_lse is not None, torch.are_deterministic_algorithms_enabled()
-    key = _key(call, backend, "backward", grad_lse, deterministic)
+    key = _key(call, backend, "backward", grad_lse, deterministic, whole)
     known = None if key is None else _known.get(key)
     if known is not None and known[0] is call.visibility:
         return known[1]
-    return _kept(key, call, choose_backward(call, backend, grad_lse=grad_lse))
+    return _kept(key, call, choose_backward(call, backend, grad_lse=grad_lse, whole=whole))
 
 
 _known: Recent[tuple[Visibility, Backend]] = Recent()
@@ -222,7 +225,7 @@ def gradients(
     needs_q, needs_k, needs_v = needs_grad[:3]
     if not (needs_q or needs_k or needs_v):
         return [None, None, None, grad_sinks]
-    chosen = choose_fused_backward(call, result, backend)
+    chosen = choose_fused_backward(call, result, backend, whole=needs_q and needs_k and needs_v)
     found = chosen.gradients(call, result, (needs_q, needs_k, needs_v)) if isinstance(chosen, Triton) else None
     if found is None:
         sums = [

@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attnmesh.core.optional import installed
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import Call
 from attnmesh.ops.dense.triton import Triton, _module
 from attnmesh.ops.gpu import is_hopper
+from attnmesh.utils.optional import installed
 
 
 class Gluon(Triton):

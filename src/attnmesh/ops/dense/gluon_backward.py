@@ -4,6 +4,7 @@ The kernel is in `gluon_backward_kernel`. It adds to float32 gradients, or overw
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -128,11 +129,20 @@ def backward(
     given = q, k, v, grad_out, lse, delta, visible.first, visible.end
     how = scale, causal, overwrite, overwrite_keys, terms.softcap, tiles
     key = signature(*given, grad_q, grad_k, grad_v), *how
+    grads = grad_q, grad_k, grad_v
     known = _known.get(key)
+    if known is not None and known.in_place:
+        for at in known.zeroed:
+            grads[at].zero_()  # type: ignore[union-attr]
+        if known.together is not None and grad_k is not None:
+            torch.as_strided(grad_k, *known.together, grad_k.storage_offset()).zero_()
+        _repeat(known, bounds, visible, given[:6], grads)
+        return
+    written = overwrite, overwrite_keys, overwrite_keys
     if known is None:
         if q.numel() == 0 or k.numel() == 0:
-            for grad, written in ((grad_q, overwrite), (grad_k, overwrite_keys), (grad_v, overwrite_keys)):
-                if grad is not None and written:
+            for grad, overwritten in zip(grads, written, strict=True):
+                if grad is not None and overwritten:
                     grad.zero_()
             return
         q, k, v, grad_out = (loadable(x) for x in given[:4])
@@ -140,25 +150,24 @@ def backward(
         once = overwrite_keys and tiles.heads is None and visible.parts == 1
     else:
         once = known.once
-    sum_q = None if grad_q is None else _sums(grad_q, overwrite, once=False)
-    sum_k = None if grad_k is None else _sums(grad_k, overwrite_keys, once)
-    sum_v = None if grad_v is None else _sums(grad_v, overwrite_keys, once)
-    sums = sum_q, sum_k, sum_v
+    sums = (
+        None if grad_q is None else _sums(grad_q, overwrite, once=False),
+        None if grad_k is None else _sums(grad_k, overwrite_keys, once),
+        None if grad_v is None else _sums(grad_v, overwrite_keys, once),
+    )
     if known is not None:
-        for part, launch in zip(visible.each(), known.launches, strict=True):
-            ranges = None if bounds is None else _ranges(part, q, k, known.keys)
-            launch(q, k, v, grad_out, lse, delta, part.first, part.end, ranges, *sums)
+        _repeat(known, bounds, visible, given[:6], sums)
     else:
         assert tiles is not None
         with torch.cuda.device_of(q):
             known = _launch(q, k, v, grad_out, lse, delta, *sums, scale, causal, visible, terms.softcap, once, tiles)
         if all(x is y for x, y in zip((q, k, v, grad_out), given, strict=False)):
+            if all(x is y for x, y in zip(grads, sums, strict=True)):
+                known = known.adding_in_place(grads, overwrite, overwrite_keys and not once)
             _known.add(key, known)
-    for grad, total, written in (
-        (grad_q, sum_q, overwrite), (grad_k, sum_k, overwrite_keys), (grad_v, sum_v, overwrite_keys),
-    ):  # fmt: skip
+    for grad, total, overwritten in zip(grads, sums, written, strict=True):
         if grad is not None and total is not None and grad is not total:
-            if written:
+            if overwritten:
                 grad.copy_(total)
             else:
                 grad.add_(total)
@@ -191,9 +200,7 @@ def gradients(
         once = tiles.heads is None and visible.parts == 1
     sums = _new_sums(q, k, v, needs, once)
     if known is not None:
-        for part, launch in zip(visible.each(), known.launches, strict=True):
-            ranges = None if bounds is None else _ranges(part, q, k, known.keys)
-            launch(*rows, part.first, part.end, ranges, *sums)
+        _repeat(known, bounds, visible, rows, sums)
     else:
         assert tiles is not None
         with torch.cuda.device_of(q):
@@ -217,18 +224,43 @@ def _new_sums(
 
 
 class _Known(NamedTuple):
-    """What a call launches: a kernel for each part of the mask, the keys of a program, and if it writes only once."""
+    """What a call launches: a kernel for each part of the mask, the keys of a program, and if it writes only once.
+
+    `in_place`: it adds to the gradients themselves, of which some are `zeroed` first, those of keys and values
+    `together` (the shape and strides of both) where they are columns of the same rows.
+    """
 
     launches: tuple[Launch, ...]
     keys: int
     once: bool
+    in_place: bool = False
+    zeroed: tuple[int, ...] = ()
+    together: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def adding_in_place(self, grads: "_Three", zeroes_query: bool, zeroes_keys: bool) -> "_Known":
+        """With what of these gradients is zeroed."""
+        _, k, v = grads
+        if zeroes_keys and k is not None and v is not None and k.stride() == v.stride():
+            width = k.shape[3] + v.shape[3]
+            follows = v.data_ptr() - k.data_ptr() == k.shape[3] * k.element_size() and min(k.stride()[:3]) == width
+            if follows and k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr():
+                zeroed = (0,) if zeroes_query and grads[0] is not None else ()
+                return self._replace(in_place=True, zeroed=zeroed, together=((*k.shape[:3], width), k.stride()))
+        wanted = zeroes_query, zeroes_keys, zeroes_keys
+        return self._replace(in_place=True, zeroed=tuple(i for i in range(3) if wanted[i] and grads[i] is not None))
 
 
 _known: Recent[_Known] = Recent()
+_Three = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def _ranges(visible: Bounds, q: Tensor, k: Tensor, keys: int) -> Tensor:
-    return triton_backward.rows_per_key_tile(visible, q.shape[2], k.shape[2], keys)
+def _repeat(known: _Known, bounds: object, visible: Bounds, rows: Sequence[Tensor], sums: _Three) -> None:
+    if bounds is None:
+        known.launches[0](*rows, None, None, None, *sums)
+        return
+    for part, launch in zip(visible.each(), known.launches, strict=True):
+        ranges = triton_backward.rows_per_key_tile(part, rows[0].shape[2], rows[1].shape[2], known.keys)
+        launch(*rows, part.first, part.end, ranges, *sums)
 
 
 def _sums(grad: Tensor, overwrite: bool, once: bool) -> Tensor:
@@ -281,7 +313,7 @@ def _launch(
     no_strides = (0, 0, 0)
     launches = []
     for part in visible.each():
-        ranges = _ranges(part, q, k, keys) if bounded else None
+        ranges = triton_backward.rows_per_key_tile(part, q_len, kv_len, keys) if bounded else None
         launch = prepare(
             backward_kernel, (streams * triton.cdiv(kv_len, keys),),
             (

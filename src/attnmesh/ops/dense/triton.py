@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnmesh.core.optional import installed, require
 from attnmesh.core.state import State
 from attnmesh.core.visibility import Block, Kind, Patch, Visibility, key_hull
+from attnmesh.ops.dense import cost
 from attnmesh.ops.dense.call import Call, Grads, Result, Scores
 from attnmesh.ops.launch import Recent
 from attnmesh.ops.merge import StateAccumulator
 from attnmesh.ops.streams import stream_of
+from attnmesh.utils.optional import installed, require
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -93,6 +94,12 @@ class Triton:
         if len(launches) != 1 or launches[0].rows is not None or launches[0].keys is not None:
             return None
         launch, scores = launches[0], call.scores
+        has_one_part = launch.bounds is None or launch.bounds.parts == 1
+        if self.name == "triton" and has_one_part and all(needs) and result.grad_lse is None and cost.is_short(call):
+            return _module("triton_backward").short_gradients(  # type: ignore[no-any-return]
+                *launch.inputs(call), result.out, result.lse, result.grad_out, scale=scores.scale,
+                causal=launch.causal, bounds=launch.bounds, terms=launch.terms(scores),
+            )  # fmt: skip
         return self._gradients()(
             *launch.inputs(call), result.grad_out, result.lse, result.delta, needs=needs, scale=scores.scale,
             causal=launch.causal, bounds=launch.bounds, terms=launch.terms(scores),
@@ -104,26 +111,36 @@ class Triton:
     def backward(self, call: Call, result: Result, grads: Grads) -> None:
         """Adds the gradients of this call to `grads`."""
         scores, launches = call.scores, _launches(call, zero_rows=True)
-        every = ("q", grads.q, call.q), ("k", grads.k, call.k), ("v", grads.v, call.v)
-        wanted = [(name, grad, x) for name, grad, x in every if grad is not None]
+        wanted = [grad for grad in (grads.q, grads.k, grads.v) if grad is not None]
         # The only call writes its gradients in their dtype; others add to float32, or write the first part of a sum.
-        overwrite = all(grad.one_call for _, grad, _ in wanted)
+        if all(grad.one_call for grad in wanted):
+            self._backward_once(call, result, grads, launches)
+            return
         kernel = self._backward()
-        first = not overwrite and len(launches) == 1 and launches[0].keys is None
-        first = first and all(name == "q" or (grad.empty and grad.shape == x.shape) for name, grad, x in wanted)
+        first = len(launches) == 1 and launches[0].keys is None
+        for grad, x in ((grads.k, call.k), (grads.v, call.v)):
+            first = first and (grad is None or (grad.empty and grad.shape == x.shape))
         for launch in launches:
-            if overwrite:
-                sums = {name: torch.zeros_like(x) for name, _, x in wanted}
-            else:
-                sums = {name: grad.total(overwritten=first and name != "q") for name, grad, _ in wanted}
-            rows = result.grad_out, result.lse, result.delta
+            kernel(
+                *launch.inputs(call), *result.of_rows(launch.rows), scale=scores.scale, causal=launch.causal,
+                bounds=launch.bounds, terms=launch.terms(scores), overwrite_keys=first,
+                grad_q=None if grads.q is None else _part(grads.q.total(), launch.rows),
+                grad_k=None if grads.k is None else _part(grads.k.total(overwritten=first), launch.keys),
+                grad_v=None if grads.v is None else _part(grads.v.total(overwritten=first), launch.keys),
+            )  # fmt: skip
+
+    def _backward_once(self, call: Call, result: Result, grads: Grads, launches: Sequence[_Launch]) -> None:
+        scores, kernel = call.scores, self._backward()
+        every = ("q", grads.q, call.q), ("k", grads.k, call.k), ("v", grads.v, call.v)
+        for launch in launches:
+            sums = {name: torch.zeros_like(x) for name, grad, x in every if grad is not None}
             parts = {f"grad_{name}": _part(x, launch.rows if name == "q" else launch.keys) for name, x in sums.items()}
             kernel(
-                *launch.inputs(call), *(_part(x, launch.rows) for x in rows), scale=scores.scale, causal=launch.causal,
-                bounds=launch.bounds, terms=launch.terms(scores), **parts, overwrite=overwrite, overwrite_keys=first,
+                *launch.inputs(call), *result.of_rows(launch.rows), scale=scores.scale, causal=launch.causal,
+                bounds=launch.bounds, terms=launch.terms(scores), **parts, overwrite=True, overwrite_keys=False,
             )  # fmt: skip
-            if overwrite:
-                for name, grad, _ in wanted:
+            for name, grad, _ in every:
+                if grad is not None:
                     grad.add(sums[name])
 
 

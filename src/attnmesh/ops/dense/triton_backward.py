@@ -53,7 +53,7 @@ from attnmesh.ops.dense.triton_tiles import (
     visible_keys,
     zero_tile,
 )
-from attnmesh.ops.launch import Launch, Recent, prepare, signature
+from attnmesh.ops.launch import Launch, Recent, cdiv, prepare, signature
 from attnmesh.ops.streams import stream_of
 
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -61,6 +61,7 @@ _DELTA_ELEMENTS = 4096  # per program of the memory-bound delta kernel
 # A mask of several parts may have keys that all rows attend to beside keys that few do. With one program for each key
 # tile, those of the former would run on long after the others.
 _MAX_SPLITS = 8
+_SHORT_TILES = {2: DenseTiles(64, 64, 8, 2), 4: DenseTiles(32, 32, 8, 1)}  # by bytes per element
 _SCANNED_ROWS = 1024  # at a time, by the kernel that finds the rows of each key tile
 
 
@@ -147,7 +148,7 @@ def backward(
                         *_inputs(*rows), visible.first, visible.end, visible.strides, grad_q, strides,
                         *_sizes(q, k, scale, terms),
                     ),
-                    used, **_options(q, v, visible), OVERWRITE=overwrite, CAUSAL=causal, ROWS=tiles.rows,
+                    used, **_options(q, v), PARTS=visible.parts, OVERWRITE=overwrite, CAUSAL=causal, ROWS=tiles.rows,
                     KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
                 )  # fmt: skip
             _known.add(key, launch)
@@ -177,8 +178,9 @@ def backward(
                         *_inputs(*rows), visible.first, visible.end, visible.strides, rows_per_tile, turns,
                         keys, key_strides, values, value_strides, *_sizes(q, k, scale, terms),
                     ),
-                    tensors, **_options(q, v, visible), OVERWRITE=once, SPLITS=splits, STEPS=steps_per_split,
-                    ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+                    tensors, **_options(q, v), PARTS=visible.parts, OVERWRITE=once, SPLITS=splits,
+                    STEPS=steps_per_split, ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps,
+                    num_stages=tiles.stages,
                 )  # fmt: skip
             _known.add(key, launch)
         for grad, total in zip((grad_k, grad_v), sums, strict=True):
@@ -197,6 +199,48 @@ def gradients(
     return grads
 
 
+def short_gradients(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, *, scale: float, causal: bool,
+    bounds: tuple[Tensor, Tensor] | None, terms: ScoreTerms = PLAIN,
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients of q, k and v by one launch, where the time is that of the host: deltas are computed where needed.
+
+    Heads have at most 128 columns, and the mask one part.
+    """
+    visible = _as_bounds(causal, q, k) if bounds is None else Bounds.of(bounds)
+    tiles = _SHORT_TILES[q.element_size()]
+    rows_per_tile = rows_per_key_tile(visible, q.shape[2], k.shape[2], tiles.keys)
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    used = q, k, v, grad_out, lse, out, visible.first, visible.end, *terms[1:]
+    key = (
+        "short",
+        signature(*(used if bounds is not None or terms is not PLAIN else used[:6])),
+        scale,
+        causal,
+        terms.softcap,
+    )
+    launch = _known.get(key)
+    if launch is not None:
+        launch(*used, rows_per_tile, *grads)
+        return list(grads)
+    batch, heads, q_len, _ = q.shape
+    programs = batch * (heads * cdiv(q_len, tiles.rows) + k.shape[1] * cdiv(k.shape[2], tiles.keys))
+    strides = row_strides(grad_q=grads[0], grad_k=grads[1], grad_v=grads[2])
+    with torch.cuda.device_of(q):
+        launch = prepare(
+            _short_kernel, (programs,),
+            (
+                *_inputs(q, k, v, grad_out, lse, out)[:-1], row_strides(out=out)[0], visible.first, visible.end,
+                visible.strides, rows_per_tile, *(x for pair in zip(grads, strides, strict=True) for x in pair),
+                *_sizes(q, k, scale, terms),
+            ),
+            (*used, rows_per_tile, *grads), **_options(q, v), ROWS=tiles.rows, KEYS=tiles.keys,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+    _known.add(key, launch)
+    return list(grads)
+
+
 def _inputs(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor) -> tuple[Any, ...]:
     q_strides, k_strides, v_strides, grad_out_strides = row_strides(q=q, k=k, v=v, grad_out=grad_out)
     return (
@@ -208,12 +252,9 @@ def _sizes(q: Tensor, k: Tensor, scale: float, terms: ScoreTerms) -> tuple[Any, 
     return q.shape[2], k.shape[2], q.shape[1], q.shape[1] // k.shape[1], scale, *terms
 
 
-def _options(q: Tensor, v: Tensor, visible: Bounds) -> dict[str, Any]:
+def _options(q: Tensor, v: Tensor) -> dict[str, Any]:
     key_dim, value_dim = q.shape[3], v.shape[3]
-    return {
-        "PARTS": visible.parts, "D": key_dim, "K_BLOCKS": blocks_of(key_dim), "DV": value_dim,
-        "V_BLOCKS": blocks_of(value_dim),
-    }  # fmt: skip
+    return {"D": key_dim, "K_BLOCKS": blocks_of(key_dim), "DV": value_dim, "V_BLOCKS": blocks_of(value_dim)}
 
 
 def _key_targets(grad_k: Tensor | None, grad_v: Tensor | None) -> list[tuple[Tensor | None, Tensor | None]]:
@@ -313,10 +354,22 @@ def _delta_kernel(
 
 
 @triton.jit
-def _load_row_terms(lse, lse_stride, delta, delta_stride, begin, q_len, EDGE: tl.constexpr, ROWS: tl.constexpr):
-    """The lse (base 2) and the delta of a tile of rows; (+inf, 0), so that weights are 0, for rows without keys."""
+def _load_row_terms(
+    lse, lse_stride, delta, delta_stride, grad_out_tile, begin, q_len, FROM_OUT: tl.constexpr, EDGE: tl.constexpr,
+    ROWS: tl.constexpr, DV: tl.constexpr, V_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The lse (base 2) and the delta of a tile of rows; (+inf, 0), so that weights are 0, for rows without keys.
+
+    If FROM_OUT, `delta` is the output of the forward, and the delta is computed from it.
+    """
     row_lse = load_rows(lse, lse_stride, begin, q_len, float("-inf"), EDGE, ROWS)
-    row_delta = load_rows(delta, delta_stride, begin, q_len, 0.0, EDGE, ROWS)
+    if FROM_OUT:
+        out_tile = load_tile(delta, delta_stride, begin, q_len, EDGE, ROWS, DV, V_BLOCKS)
+        row_delta = tl.sum(out_tile[0].to(tl.float32) * grad_out_tile[0].to(tl.float32), 1)
+        if V_BLOCKS[1] > 0:
+            row_delta += tl.sum(out_tile[1].to(tl.float32) * grad_out_tile[1].to(tl.float32), 1)
+    else:
+        row_delta = load_rows(delta, delta_stride, begin, q_len, 0.0, EDGE, ROWS)
     empty = row_lse == float("-inf")
     return tl.where(empty, float("inf"), row_lse * _LOG2_E), tl.where(empty, 0.0, row_delta)
 
@@ -329,9 +382,25 @@ def _grad_query_kernel(
     CAUSAL: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
     V_BLOCKS: tl.constexpr, OVERWRITE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    tile_count = tl.cdiv(q_len, ROWS)
-    tile, head, batch = locate(tile_count, q_heads)
-    row_begin = (tile_count - 1 - tile) * ROWS  # the longest tiles first, as in forward
+    tile, head, batch = locate(tl.cdiv(q_len, ROWS), q_heads)
+    _grad_query_tile(
+        tile, head, batch, q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
+        lse, lse_strides, delta, delta_strides, first, end, bounds_strides, grad_q, grad_q_strides,
+        q_len, kv_len, group, scale, softcap, slopes, q_positions, k_positions,
+        False, CAUSAL, PARTS, D, K_BLOCKS, DV, V_BLOCKS, OVERWRITE, ROWS, KEYS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _grad_query_tile(
+    tile, head, batch, q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
+    lse, lse_strides, delta, delta_strides, first, end, bounds_strides, grad_q, grad_q_strides,
+    q_len, kv_len, group, scale, softcap, slopes, q_positions, k_positions,
+    FROM_OUT: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr,
+    DV: tl.constexpr, V_BLOCKS: tl.constexpr, OVERWRITE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Computes the gradient of a tile of queries."""
+    row_begin = (tl.cdiv(q_len, ROWS) - 1 - tile) * ROWS  # the longest tiles first, as in forward
     rows = row_begin + tl.arange(0, ROWS)
     k_head = at_head(k, k_strides, batch, head // group)
     v_head = at_head(v, v_strides, batch, head // group)
@@ -342,7 +411,8 @@ def _grad_query_kernel(
     grad_out_tile = load_tile(grad_out_head, grad_out_strides[2], row_begin, q_len, True, ROWS, DV, V_BLOCKS)
     row_lse, row_delta = _load_row_terms(
         at_head(lse, lse_strides, batch, head), lse_strides[2],
-        at_head(delta, delta_strides, batch, head), delta_strides[2], row_begin, q_len, True, ROWS,
+        at_head(delta, delta_strides, batch, head), delta_strides[2], grad_out_tile, row_begin, q_len, FROM_OUT, True,
+        ROWS, DV, V_BLOCKS,
     )  # fmt: skip
     slope = None if slopes is None else tl.load(slopes + head)
     row_positions = None if slopes is None else load_positions(q_positions, row_begin, q_len, ROWS)
@@ -429,6 +499,38 @@ def _grad_key_kernel(
         split_count = tl.minimum(tl.cdiv(steps, STEPS), SPLITS)
         if split >= split_count:
             return
+    acc_k, acc_v = _grad_key_tile(
+        key_begin, kv_head, batch, of_tile, part_stride, split, split_count,
+        q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
+        lse, lse_strides, delta, delta_strides, first, end, bounds_strides,
+        q_len, kv_len, group, scale, softcap, slopes, q_positions, k_positions,
+        False, grad_k is not None, grad_v is not None, PARTS, D, K_BLOCKS, DV, V_BLOCKS, ROWS, KEYS,
+    )  # fmt: skip
+    if SPLITS > 1:
+        # The order of the additions is that of the splits. A program waits only for programs that started before it.
+        while tl.atomic_cas(turns + program, split, split, sem="acquire") != split:
+            pass
+    if grad_k is not None:
+        grad_k_head = at_head(grad_k, grad_k_strides, batch, kv_head)
+        add_to_tile(grad_k_head, grad_k_strides[2], key_begin, kv_len, acc_k, OVERWRITE, KEYS, D, K_BLOCKS)
+    if grad_v is not None:
+        grad_v_head = at_head(grad_v, grad_v_strides, batch, kv_head)
+        add_to_tile(grad_v_head, grad_v_strides[2], key_begin, kv_len, acc_v, OVERWRITE, KEYS, DV, V_BLOCKS)
+    if SPLITS > 1:
+        tl.debug_barrier()
+        tl.atomic_xchg(turns + program, split + 1, sem="release")
+
+
+@triton.jit
+def _grad_key_tile(
+    key_begin, kv_head, batch, of_tile, part_stride, split, split_count,
+    q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
+    lse, lse_strides, delta, delta_strides, first, end, bounds_strides,
+    q_len, kv_len, group, scale, softcap, slopes, q_positions, k_positions,
+    FROM_OUT: tl.constexpr, NEEDS_K: tl.constexpr, NEEDS_V: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
+    K_BLOCKS: tl.constexpr, DV: tl.constexpr, V_BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a tile of keys and values, from a split of the rows that attend to it."""
     k_head = at_head(k, k_strides, batch, kv_head)
     v_head = at_head(v, v_strides, batch, kv_head)
     k_tile = load_tile(k_head, k_strides[2], key_begin, kv_len, True, KEYS, D, K_BLOCKS)
@@ -451,30 +553,55 @@ def _grad_key_kernel(
             acc_k, acc_v, k_tile, v_tile, q_head, q_strides, grad_out_head, grad_out_strides,
             lse_head, lse_strides, delta_head, delta_strides, begin, inner, edge, stop, part_first, part_end,
             key_begin, q_len, kv_len, group, split, split_count, scale, softcap,
-            head_slopes, q_positions, key_positions, grad_k is not None, grad_v is not None, False,
+            head_slopes, q_positions, key_positions, FROM_OUT, NEEDS_K, NEEDS_V, False,
             ROWS, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
         )  # fmt: skip
         acc_k, acc_v = _sum_over_rows(
             acc_k, acc_v, k_tile, v_tile, q_head, q_strides, grad_out_head, grad_out_strides,
             lse_head, lse_strides, delta_head, delta_strides, begin, inner, edge, stop, part_first, part_end,
             key_begin, q_len, kv_len, group, split, split_count, scale, softcap,
-            head_slopes, q_positions, key_positions, grad_k is not None, grad_v is not None, True,
+            head_slopes, q_positions, key_positions, FROM_OUT, NEEDS_K, NEEDS_V, True,
             ROWS, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
         )  # fmt: skip
-    if SPLITS > 1:
-        # The order of the additions is that of the splits. A program waits only for programs that started before it.
-        while tl.atomic_cas(turns + program, split, split, sem="acquire") != split:
-            pass
-    if grad_k is not None:
+    return scale_tile(acc_k, scale, K_BLOCKS), acc_v
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _short_kernel(
+    q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
+    lse, lse_strides, out, out_strides, first, end, bounds_strides, rows_per_tile,
+    grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
+    q_len, kv_len, q_heads, group, scale, softcap, slopes, q_positions, k_positions,
+    D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr, V_BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """The programs of one sequence have its tiles of queries first, then its tiles of keys."""
+    query_tiles, key_tiles, kv_heads = tl.cdiv(q_len, ROWS), tl.cdiv(kv_len, KEYS), q_heads // group
+    per_sequence = query_tiles * q_heads + key_tiles * kv_heads
+    batch, program = tl.program_id(0) // per_sequence, tl.program_id(0) % per_sequence
+    if program < query_tiles * q_heads:
+        _grad_query_tile(
+            program % query_tiles, program // query_tiles, batch,
+            q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
+            lse, lse_strides, out, out_strides, first, end, bounds_strides, grad_q, grad_q_strides,
+            q_len, kv_len, group, scale, softcap, slopes, q_positions, k_positions,
+            True, False, 1, D, K_BLOCKS, DV, V_BLOCKS, True, ROWS, KEYS,
+        )  # fmt: skip
+    else:
+        program -= query_tiles * q_heads
+        tile, kv_head = program % key_tiles, program // key_tiles
+        of_tile = rows_per_tile + ((batch if bounds_strides[1] != 0 else 0) * key_tiles + tile) * 4
+        acc_k, acc_v = _grad_key_tile(
+            tile * KEYS, kv_head, batch, of_tile, 0, 0, 1,
+            q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
+            lse, lse_strides, out, out_strides, first, end, bounds_strides,
+            q_len, kv_len, group, scale, softcap, slopes, q_positions, k_positions,
+            True, True, True, 1, D, K_BLOCKS, DV, V_BLOCKS, ROWS, KEYS,
+        )  # fmt: skip
         grad_k_head = at_head(grad_k, grad_k_strides, batch, kv_head)
-        acc_k = scale_tile(acc_k, scale, K_BLOCKS)
-        add_to_tile(grad_k_head, grad_k_strides[2], key_begin, kv_len, acc_k, OVERWRITE, KEYS, D, K_BLOCKS)
-    if grad_v is not None:
         grad_v_head = at_head(grad_v, grad_v_strides, batch, kv_head)
-        add_to_tile(grad_v_head, grad_v_strides[2], key_begin, kv_len, acc_v, OVERWRITE, KEYS, DV, V_BLOCKS)
-    if SPLITS > 1:
-        tl.debug_barrier()
-        tl.atomic_xchg(turns + program, split + 1, sem="release")
+        add_to_tile(grad_k_head, grad_k_strides[2], tile * KEYS, kv_len, acc_k, True, KEYS, D, K_BLOCKS)
+        add_to_tile(grad_v_head, grad_v_strides[2], tile * KEYS, kv_len, acc_v, True, KEYS, DV, V_BLOCKS)
 
 
 @triton.jit
@@ -488,7 +615,7 @@ def _sum_over_rows(
     acc_k, acc_v, k_tile, v_tile, q, q_strides, grad_out, grad_out_strides,
     lse, lse_strides, delta, delta_strides, begin, inner, edge, stop, first, end,
     key_begin, q_len, kv_len, group, split, split_count, scale, softcap, slopes, q_positions, key_positions,
-    NEEDS_K: tl.constexpr, NEEDS_V: tl.constexpr, MASKED: tl.constexpr,
+    FROM_OUT: tl.constexpr, NEEDS_K: tl.constexpr, NEEDS_V: tl.constexpr, MASKED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
     V_BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -516,7 +643,7 @@ def _sum_over_rows(
         row_lse, row_delta = _load_row_terms(
             lse + tl.cast(member, tl.int64) * lse_strides[1], lse_strides[2],
             delta + tl.cast(member, tl.int64) * delta_strides[1], delta_strides[2],
-            row_begin, q_len, MASKED, ROWS,
+            grad_out_tile, row_begin, q_len, FROM_OUT, MASKED, ROWS, DV, V_BLOCKS,
         )  # fmt: skip
         slope, left, right = None, None, None
         if slopes is not None:

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.optional import installed
-from attnmesh.core.validation import check_bool, check_count, check_positive, check_tensor, shown
+from attnmesh.utils.optional import installed
+from attnmesh.utils.validation import check_bool, check_count, check_positive, check_tensor, shown
 
 Base = Literal["e", "2"]
 

@@ -12,11 +12,11 @@ from torch.autograd.function import once_differentiable
 
 from attnmesh.core.merge import sink_gradient
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.core.validation import check_bool, check_number, check_positive
 from attnmesh.ops.launch import Recent, signature
 from attnmesh.ops.sparse import arguments
 from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, check_base, convert_lse
 from attnmesh.ops.sparse.backend import LOG, Backend, select_backend
+from attnmesh.utils.validation import check_bool, check_number, check_positive
 
 MAX_DEFAULT_D_V = 512  # the latent of an MLA key; the features after it encode the position
 

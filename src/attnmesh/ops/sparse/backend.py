@@ -10,11 +10,11 @@ from typing import ParamSpec, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from attnmesh.core.log import log_choice, wants_choices
-from attnmesh.core.optional import installed
-from attnmesh.core.validation import check_choice
 from attnmesh.ops.sparse import torch_backend
 from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices
+from attnmesh.utils.log import log_choice, wants_choices
+from attnmesh.utils.optional import installed
+from attnmesh.utils.validation import check_choice
 
 LOG = logging.getLogger(__name__)
 """Of choices of a backend."""

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.merge import add_sinks
-from attnmesh.core.optional import installed
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.core.validation import check_bool, check_choice, check_number, check_positive, check_tensor, shown
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
 from attnmesh.ops.gpu import gpu_of
 from attnmesh.ops.sparse import torch_backend
@@ -28,6 +26,8 @@ from attnmesh.ops.sparse.paged import (
     refuse_gradient,
 )
 from attnmesh.ops.storage import Quantized, Stored
+from attnmesh.utils.optional import installed
+from attnmesh.utils.validation import check_bool, check_choice, check_number, check_positive, check_tensor, shown
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnmesh.core.validation import check_bool, check_number, check_positive, shown
 from attnmesh.ops.sparse import arguments
 from attnmesh.ops.sparse.arguments import RowBounds, SparseMask, TopKIndices
 from attnmesh.ops.sparse.backend import Backend, select_backend
+from attnmesh.utils.validation import check_bool, check_number, check_positive, shown
 
 
 class IndexerCall(NamedTuple):

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.core.validation import check_choice, check_count, check_number, check_tensor, shown
 from attnmesh.ops.sparse import arguments, indexer
 from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, check_base, convert_lse
 from attnmesh.ops.sparse.attention import normalize_rows
 from attnmesh.ops.sparse.backend import Backend, select_backend
 from attnmesh.ops.sparse.indexer import IndexerCall
+from attnmesh.utils.validation import check_choice, check_count, check_number, check_tensor, shown
 
 Mode = Literal["sparse", "dense"]
 Reduction = Literal["sum", "mean_rows", "none"]

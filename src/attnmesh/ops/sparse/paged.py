@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.ranges import InterleavedShard
-from attnmesh.core.validation import check_tensor, check_type, shown
 from attnmesh.ops.storage import PLAIN, Quantized, Stored, dequantize, storage_of, values_of, width_of
+from attnmesh.utils.validation import check_tensor, check_type, shown
 
 _INTEGERS = (torch.int32, torch.int64)
 

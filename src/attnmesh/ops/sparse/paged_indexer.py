@@ -8,9 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.optional import installed
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.core.validation import check_bool, check_choice, check_number, check_positive, check_tensor, shown
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
 from attnmesh.ops.gpu import gpu_of
 from attnmesh.ops.sparse import torch_backend
@@ -18,6 +16,8 @@ from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices
 from attnmesh.ops.sparse.decode import check_tokens
 from attnmesh.ops.sparse.paged import PagedKeys, check_per_row, check_pool, check_table, refuse_gradient
 from attnmesh.ops.storage import Quantized, Stored
+from attnmesh.utils.optional import installed
+from attnmesh.utils.validation import check_bool, check_choice, check_number, check_positive, check_tensor, shown
 
 KeyRange = tuple[Tensor, Tensor]
 _BLOCK_SIZE = 4096  # keys that are scored at a time on a CPU

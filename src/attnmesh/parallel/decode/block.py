@@ -30,9 +30,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks, propagate_failure
-from attnmesh.core.checksums import equal_values
-from attnmesh.core.compiling import not_compiled
-from attnmesh.core.validation import check_bool, check_choice, check_count, check_tensor, check_type, shown
 from attnmesh.kv_cache.pools import as_stored
 from attnmesh.kv_cache.prepare import prepare
 from attnmesh.kv_cache.sharded import ShardedCache, Step
@@ -43,11 +40,14 @@ from attnmesh.ops.decode.api import PagedStep, check_backend
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.paged import PagedKV
 from attnmesh.ops.storage import PLAIN
+from attnmesh.parallel.checksums import equal_values
+from attnmesh.parallel.compiling import not_compiled
 from attnmesh.parallel.decode.core import DecodeAttention, LocalKV, StateExchange
 from attnmesh.parallel.decode.exchange import Exchange, HeadExchange
 from attnmesh.parallel.decode.prefill import PrefillRows, StepTokens, by_heads, kv_heads_of
 from attnmesh.parallel.decode.ranks import DecodeRanks, all_ranks_of, decode_ranks
 from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, KvRows
+from attnmesh.utils.validation import check_bool, check_choice, check_count, check_tensor, check_type, shown
 
 _DEFAULT_EXCHANGE = Exchange()
 _OF_ALL_HEADS = ("sinks", "alibi_slopes")

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from attnmesh.comm import Comm
 from attnmesh.comm.base import split_buffer
-from attnmesh.core.log import log_choice, wants_choices
-from attnmesh.core.validation import check_bool, check_choice, check_device, check_type
 from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, KvdpExchange
+from attnmesh.utils.log import log_choice, wants_choices
+from attnmesh.utils.validation import check_bool, check_choice, check_device, check_type
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, RankGroups, SubComm, comm_from
-from attnmesh.core.text import counted
-from attnmesh.core.validation import check_type
 from attnmesh.parallel.node_groups import comm_named
 from attnmesh.plan.decode import DecodeSharding, Place
+from attnmesh.utils.text import counted
+from attnmesh.utils.validation import check_type
 
 _DIMENSIONS = ("tp", "cp", "kvdp")
 

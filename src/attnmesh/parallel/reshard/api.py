@@ -18,8 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
-from attnmesh.core.call_log import alternatives, format_ranks, text_digest
-from attnmesh.core.validation import check_index, check_list, check_type, shown
+from attnmesh.comm.call_log import text_digest
 from attnmesh.kv_cache.contents import check_movable
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
@@ -39,6 +38,8 @@ from attnmesh.parallel.reshard.room import Room, room_of
 from attnmesh.parallel.reshard.tokens import CacheTokens, Reader
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.reshard import Move, Part, Piece, plan_moves
+from attnmesh.utils.text import alternatives, format_ranks
+from attnmesh.utils.validation import check_index, check_list, check_type, shown
 
 _INT63 = (1 << 63) - 1
 

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from attnmesh.core import ranges
-from attnmesh.core.files import check_file
 from attnmesh.kv_cache.contents import CacheContents
 from attnmesh.ops.storage import BFP_GROUP, bytes_per_token
 from attnmesh.parallel.reshard.tokens import CacheTokens
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.reshard import Move, Part
+from attnmesh.utils.files import check_file
 
 FORMAT, VERSION = "attnmesh KV cache", 1
 MANIFEST = "manifest.json"

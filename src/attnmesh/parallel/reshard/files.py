@@ -20,8 +20,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
-from attnmesh.core.files import read_json
-from attnmesh.core.validation import check_count, check_list, check_path, check_type, shown
 from attnmesh.kv_cache.contents import CacheContents
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.parallel.node_groups import comm_named
@@ -31,6 +29,8 @@ from attnmesh.parallel.reshard.goal import Goal, Holders, Target, device_of, tar
 from attnmesh.parallel.reshard.tokens import CacheTokens
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.reshard import Part, plan_moves
+from attnmesh.utils.files import read_json
+from attnmesh.utils.validation import check_count, check_list, check_path, check_type, shown
 
 _MAX_CAPACITY = 1 << 60
 

@@ -13,7 +13,6 @@ from dataclasses import astuple, dataclass, replace
 import torch
 
 from attnmesh.comm import SharedValues
-from attnmesh.core.validation import check_count, check_device, check_list, check_type, shown
 from attnmesh.kv_cache.contents import SIZES, CacheContents, Placement, contents_of, layout_of, scale_of
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
@@ -21,6 +20,7 @@ from attnmesh.ops.storage import bytes_per_token
 from attnmesh.parallel.reshard.prefill import PrefillKV
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.reshard import Move, Part, Piece
+from attnmesh.utils.validation import check_count, check_device, check_list, check_type, shown
 
 MESSAGE_BYTES = 1 << 24
 _MAX_BLOCK_SIZE = 256

@@ -11,13 +11,13 @@ from torch import Tensor
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Layout
 from attnmesh.core.ranges import Ranges
-from attnmesh.core.validation import check_index, check_list, check_positive, check_tensor, check_type, shown
 from attnmesh.kv_cache.block_pool import root_hash
 from attnmesh.kv_cache.contents import CacheContents, SequenceContents
 from attnmesh.kv_cache.sequence import token_ids
 from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.reshard.tokens import as_integers
 from attnmesh.plan.reshard import Piece
+from attnmesh.utils.validation import check_index, check_list, check_positive, check_tensor, check_type, shown
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,14 +10,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks, propagate_failure
-from attnmesh.core.compiling import not_compiled
 from attnmesh.core.layouts import Contiguous, Layout, check_layout, positions_checksum
-from attnmesh.core.validation import check_bool, check_choice, check_count, check_positive
 from attnmesh.ops.sparse import arguments
 from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, TopKIndices, check_base, convert_lse
 from attnmesh.ops.sparse.attention import AttentionCall, attention_call, normalize_rows
 from attnmesh.ops.sparse.indexer import IndexerCall, check_topk, indexer_call
 from attnmesh.ops.sparse.indexer_loss import LossCall, Mode, Reduction, loss_call, reduce_rows
+from attnmesh.parallel.compiling import not_compiled
 from attnmesh.parallel.sparse import indexer
 from attnmesh.parallel.sparse.attention import attend, distribution
 from attnmesh.parallel.sparse.groups import (
@@ -30,6 +29,7 @@ from attnmesh.parallel.sparse.groups import (
     requiring_grad,
 )
 from attnmesh.parallel.sparse.keys import SequenceSharding, exchange_keys
+from attnmesh.utils.validation import check_bool, check_choice, check_count, check_positive
 
 Group = Comm | ProcessGroup | DeviceMesh | None
 Schedule = Literal["allgather", "ring"]

@@ -21,11 +21,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks, propagate_failure
-from attnmesh.core.call_log import format_ranks
 from attnmesh.core.merge import add_sinks, merge
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.core.validation import check_bool, check_list, check_positive, check_tensor, shown
 from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices, merge_topk
 from attnmesh.ops.sparse.decode import attend, check_tokens, decode_call
 from attnmesh.ops.sparse.paged import SparseDecodeCall
@@ -34,6 +32,8 @@ from attnmesh.ops.storage import Stored, storage_of
 from attnmesh.parallel.decode.core import StateExchange, all_gather_states
 from attnmesh.parallel.executor import score_checks
 from attnmesh.parallel.sparse.groups import checksum, comm_or_solo
+from attnmesh.utils.text import format_ranks
+from attnmesh.utils.validation import check_bool, check_list, check_positive, check_tensor, shown
 
 Group = Comm | ProcessGroup | DeviceMesh | None
 

@@ -15,12 +15,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, RankGroups, SoloComm, propagate_failure
-from attnmesh.core.call_log import format_ranks
-from attnmesh.core.checksums import checksums, is_readable
 from attnmesh.core.layouts import Striped
 from attnmesh.ops.sparse.arguments import RowBounds, SparseMask
+from attnmesh.parallel.checksums import checksums, is_readable
 from attnmesh.parallel.executor import score_checks
 from attnmesh.parallel.node_groups import comm_named
+from attnmesh.utils.text import format_ranks
 
 _ROW_LAYOUT = Striped()  # late rows see more keys
 _STEP, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of splitmix64, as int64

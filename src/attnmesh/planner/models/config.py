@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import NamedTuple
 
-from attnmesh.core.validation import check_count
 from attnmesh.planner.counts import check_sizes
+from attnmesh.utils.validation import check_count
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from attnmesh.core.files import read_json
 from attnmesh.core.model_sizes import check_model_sizes
-from attnmesh.core.validation import check_path, check_type
 from attnmesh.planner.catalog_file import unknown
 from attnmesh.planner.models.config import Experts, LatentAttention, ModelConfig, WeightBits
+from attnmesh.utils.files import read_json
+from attnmesh.utils.validation import check_path, check_type
 
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 _TIED_BY_DEFAULT = ("gemma",)  # config files only hold what differs from a family's defaults

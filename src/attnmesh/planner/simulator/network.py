@@ -17,9 +17,9 @@ from functools import cached_property
 
 import numpy as np
 
-from attnmesh.core.validation import MAX_RANKS, check_count, check_type, shown
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.program import Floats, Ints, Messages
+from attnmesh.utils.validation import MAX_RANKS, check_count, check_type, shown
 
 PORTS = ("intra_node_out", "intra_node_in", "inter_node_out", "inter_node_in")
 """The ports of a rank, by the names that `Network` and `MessageTotals` have for them."""

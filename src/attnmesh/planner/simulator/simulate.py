@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnmesh.core.validation import check_count, check_list, check_type
 from attnmesh.planner.counts import check_sizes
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.program import Floats, Ints, Messages, MessageTotals, Program, Round
 from attnmesh.planner.simulator.network import PORTS, InFlight, Network, PortShares, Routes, Slowdown, sums
 from attnmesh.planner.simulator.record import Record, host_seconds, timed
 from attnmesh.trace.timeline import Span
+from attnmesh.utils.validation import check_count, check_list, check_type
 
 NEVER = -np.inf
 TINY = 1e-300  # seconds, to avoid a division by 0

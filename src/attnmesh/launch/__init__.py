@@ -1,4 +1,4 @@
-"""Runs a function on ranks: those that torchrun started, new processes, or virtual ranks in this process."""
+"""Runs a function on ranks: processes that torchrun started, new processes, or virtual ranks in this process."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from attnmesh.comm import CommError, comm_from, run_virtual
-from attnmesh.core.log import show_if_asked
-from attnmesh.core.validation import MAX_TIMEOUT, check_count, check_timeout
+from attnmesh.utils.log import show_if_asked
+from attnmesh.utils.validation import MAX_TIMEOUT, check_count, check_timeout
 
 _LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 TIMEOUT = 300.0
-"""Default seconds after which a rank gives up waiting for its peers."""
+"""Default seconds that a rank waits for its peers."""
 
 DEFAULT_RANKS = 4
 MAX_RANKS = 1024
@@ -91,7 +91,7 @@ def run(
         share_gpu: whether all ranks of a machine use its first GPU, with NCCL between them: to test, since messages go
             through sockets. Requires device "cuda".
         threads: torch threads per new process; by default the cores divided by the ranks.
-        timeout: seconds after which a rank gives up waiting for its peers. Ignored for virtual ranks.
+        timeout: seconds that a rank waits for its peers. Ignored for virtual ranks.
         on_failure: called if a rank fails or is killed; returns the seconds that the others have to end before they
             are stopped. For new processes only.
 
@@ -278,7 +278,7 @@ def _end_with_parent() -> None:
 
 
 def _rank_error(exit_codes: Sequence[int | None], folder: Path, timeout: float) -> BaseException:
-    """The error that ended the run. A rank that lost its peers is not to blame if another rank raised or was killed."""
+    """The error that ended the run. A rank that lost its peers is not the cause if another one raised or was killed."""
     ranks = len(exit_codes)
     errors = {rank: pickle.loads(path.read_bytes()) for rank in range(ranks) if (path := _error(folder, rank)).exists()}
     causes = [error for error in errors.values() if not isinstance(error, CommError)]

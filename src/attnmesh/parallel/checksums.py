@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnmesh.core.call_log import CallLog
+from attnmesh.comm.call_log import CallLog
 
 _CHUNK = 1 << 20  # words of 8 bytes
 _MULTIPLIER = 0x5851F42D4C957F2D  # odd, so that no chunk is lost
@@ -46,8 +46,8 @@ class Checksum:
 class ValueChecks:
     """Which calls of a kind compare the values of tensors between ranks: the same ones on every rank.
 
-    Values on the host are compared in every call. To read more than 16 MiB takes a while, and to read a device waits
-    for it: those are compared in the first calls, `first` in number, and then in every one of `every`.
+    Up to 16 MiB on the host are compared in every call. To read more takes a while, and to read a device waits for it:
+    larger tensors and tensors on a device are compared in the first `first` calls, and then in every `every`-th.
     """
 
     log: CallLog  # that counts the calls
@@ -91,8 +91,8 @@ def is_readable(x: Tensor) -> bool:
 def checksums(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """A checksum of the bits of each tensor, int64 [n]: words of 8 bytes times odd numbers by place, modulo 2^64.
 
-    Integer sums are exact in any order, so a device and a host have the same. Equal numbers in another place, such as
-    permuted rows, change it.
+    Integer sums are exact in any order, so a device and a host compute the same checksum. Equal numbers in
+    another place, such as permuted rows, change it.
     """
     tensors = list(tensors)
     chunk = min(_CHUNK, max((x.nbytes // 8 for x in tensors), default=0) + 1)

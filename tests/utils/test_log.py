@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.core import log
 from attnmesh.kv_cache.block_pool import BlockPool
 from attnmesh.ops import gpu
 from attnmesh.plan.decode import DecodeShape
+from attnmesh.utils import log
 from helpers.cli import run
 
 ROOT = logging.getLogger("attnmesh")

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from attnmesh.core import checksums
-from attnmesh.core.call_log import CallLog
-from attnmesh.core.checksums import Checksum, ValueChecks
+from attnmesh.comm.call_log import CallLog
+from attnmesh.parallel import checksums
+from attnmesh.parallel.checksums import Checksum, ValueChecks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])

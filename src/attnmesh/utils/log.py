@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from attnmesh.core.text import one_line
+from attnmesh.utils.text import one_line
 
 ROOT = logging.getLogger("attnmesh")
 ROOT.addHandler(logging.NullHandler())

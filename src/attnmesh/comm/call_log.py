@@ -8,6 +8,8 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
+from attnmesh.utils.text import alternatives, counted
+
 _KEPT, _LATEST, _EVERY = 4096, 16, 64  # calls
 _BITS = (1 << 64) - 1
 _MULTIPLIER = 0x5851F42D4C957F2D  # odd, of Knuth's MMIX generator
@@ -77,7 +79,7 @@ def text_digest(text: str) -> int:
 def call_text(operation: str, detail: object) -> str:
     """`operation(name=value, ...)`. A detail of two parts is the arguments and the last call of the state.
 
-    One that is a number is that of a call.
+    A detail that is a number is the number of a call.
     """
     if detail is None:
         return operation
@@ -115,34 +117,9 @@ def out_of_step(by_rank: Mapping[int, Sequence[LoggedCall]], global_ranks: Seque
 
 
 def more_calls(by_rank: Mapping[int, Sequence[LoggedCall]], global_ranks: Sequence[int] | None = None) -> str:
-    """How many calls ranks have made, if those that can be compared are equal."""
+    """How many calls ranks have made, if all calls that can be compared are equal."""
     texts = {
-        rank: f"{_counted(calls[-1].number)}, the last one {calls[-1].text}," if calls else "no call"
+        rank: f"{counted(calls[-1].number, 'call')}, the last one {calls[-1].text}," if calls else "no call"
         for rank, calls in by_rank.items()
     }
     return f"ranks are out of step: {alternatives(texts, global_ranks)}"
-
-
-def _counted(calls: int) -> str:
-    return f"{calls} call{'' if calls == 1 else 's'}"
-
-
-def alternatives(by_rank: Mapping[int, str], global_ranks: Sequence[int] | None = None) -> str:
-    """`X on ranks 0, 2 but Y on rank 1`."""
-    values = ranks_by_value(by_rank)
-    return " but ".join(f"{value} on {format_ranks(ranks, global_ranks)}" for value, ranks in values.items())
-
-
-def ranks_by_value(by_rank: Mapping[int, str]) -> dict[str, list[int]]:
-    """The ranks that have each value, in order of the first rank that has it."""
-    groups: dict[str, list[int]] = {}
-    for rank, value in by_rank.items():
-        groups.setdefault(value, []).append(rank)
-    return groups
-
-
-def format_ranks(ranks: Sequence[int], global_ranks: Sequence[int] | None = None) -> str:
-    """`rank 3`, or `ranks 0, 2`; `global rank 7` if the ranks of a group have other numbers in the default group."""
-    is_global = global_ranks is None or list(global_ranks) == list(range(len(global_ranks)))
-    numbers = ranks if is_global or global_ranks is None else [global_ranks[rank] for rank in ranks]
-    return f"{'' if is_global else 'global '}{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, numbers))}"

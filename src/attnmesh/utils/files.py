@@ -60,7 +60,7 @@ def read_json(path: Path, name: str) -> object:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file. An OSError names it: that of a write to a full disk does not by itself."""
+    """Write a UTF-8 file. An OSError names it: by itself, the error of a write to a full disk does not."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

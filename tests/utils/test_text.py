@@ -5,7 +5,7 @@ import unicodedata
 import pytest
 from hypothesis import given
 
-from attnmesh.core.text import one_line, printable
+from attnmesh.utils.text import one_line, printable
 from helpers.texts import any_text
 
 

@@ -1,4 +1,4 @@
-"""The key-value store of a process group, and what ranks tell each other in it about failures."""
+"""The key-value store of a process group, and what ranks report in it about failures."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from attnmesh.core.call_log import alternatives, format_ranks
-from attnmesh.core.docs import with_link, without_link
+from attnmesh.utils.error_links import with_link, without_link
+from attnmesh.utils.text import alternatives, format_ranks
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -42,6 +42,14 @@ class StoreLostError(CommError):
     """The store cannot be reached, or does not answer."""
 
 
+class WaitStatus(NamedTuple):
+    """What a process waits for: ranks by their global numbers, in which calls, and whether in this group."""
+
+    ranks: Collection[int]
+    call: str
+    in_group: bool = True
+
+
 class GroupStore:
     """The part of a group's store that attnmesh uses: keys of its own, and every failure as a CommError.
 
@@ -72,7 +80,7 @@ class GroupStore:
         return {self._global_ranks[rank] for rank in ranks}
 
     def error(self, causes: Sequence[str], doing: str) -> CommError:
-        """What happened, then what this rank was doing, and in which group unless it is that of all ranks."""
+        """What happened, then what this rank was doing, and in which group unless it has all ranks."""
         group = "" if self._has_global_numbers else f", in the group of {self.names(range(self._world))}"
         error = CommError(f"{'; '.join(causes)} [{self.own_name} {doing}{group}]", causes)
         _LOG.warning("%s", error)
@@ -129,19 +137,19 @@ class FailureNotices(GroupStore):
         self.report_causes([f"{self.own_name} failed: {message}"])
 
     def report_causes(self, causes: Sequence[str]) -> None:
-        """Publish why this rank gives up. Best effort: the store may have died with the rank that serves it."""
+        """Publish why this rank fails. Best effort: the store may have died with the rank that serves it."""
         with suppress(CommError):
             self._set(f"failure/{self._rank}", json.dumps(causes))
             self._set("failure", "yes")  # the one key that every rank polls
 
     def causes(self) -> list[str]:
-        """Why other ranks have given up, each cause once."""
+        """Why other ranks have failed, each cause once."""
         if not self._check("failure"):
             return []
         return _each_once(self._values("failure", self._others))
 
     def report_elsewhere(self, causes: Sequence[str]) -> None:
-        """Publish why this rank has given up in another of its groups. It may be missed in this one, or not."""
+        """Publish why this rank has failed in another of its groups. Others may wait for it in this one, or not."""
         self._set(f"elsewhere/{self._rank}", json.dumps(causes))
 
     def report_end(self, rank: int, how: str) -> None:
@@ -150,59 +158,63 @@ class FailureNotices(GroupStore):
         self._set("failure", "yes")
 
     def ended(self) -> dict[int, str]:
-        """The ranks whose processes have ended, and how. They need not be missed: they may have done their part."""
+        """The ranks whose processes have ended, and how. No rank need wait for them: they may have done their part."""
         return self._values("ended", range(self._world)) if self._check("failure") else {}
 
     def causes_of_end(self, ranks: Collection[int]) -> list[str]:
-        """Why ranks are missed whose processes have ended."""
+        """Why ranks do not arrive whose processes have ended."""
         return _each_once(self._values("elsewhere", sorted(ranks))) + self._ends(ranks)
 
     def _ends(self, ranks: Iterable[int]) -> list[str]:
         ended = self.ended()
         return [f"{self.names([rank])} is dead: {ended[rank]}" for rank in sorted(ranks)]
 
-    # Ranks that wait for one another in a chain time out together. The one that did not arrive is the one that others
-    # wait for and that does not say that it waits. Ranks are global here: a rank may wait in another group.
+    # Ranks that wait for one another in a chain time out together. The rank that did not arrive is the one that others
+    # wait for and that does not report that it waits. Ranks are global here: a rank may wait in another group.
 
-    def report_waiting(self, global_ranks: Collection[int], call: str, *, here: bool = True) -> None:
-        """Publish for whom this rank waits, in which call, and whether in this group, in a search for a cause."""
-        self._set(f"waiting/{self._rank}", json.dumps([sorted(global_ranks), call, here]))
+    def report_waiting(self, status: WaitStatus) -> None:
+        """Publish what this rank waits for, in a search for a cause."""
+        self._set(f"waiting/{self._rank}", json.dumps([sorted(status.ranks), status.call, status.in_group]))
 
-    def begin_search(self, global_ranks: Collection[int], call: str) -> None:
-        """`report_waiting` of a rank that gives up and does not know the cause: all that wait say so too."""
-        self.report_waiting(global_ranks, call)
+    def begin_search(self, status: WaitStatus) -> None:
+        """`report_waiting` of a rank that fails and does not know the cause: all ranks that wait report it too."""
+        self.report_waiting(status)
         self._set("search", "yes")
         self._set("failure", "yes")
 
     def is_searching(self) -> bool:
-        """Whether a rank has given up and does not know the cause yet."""
+        """Whether a rank searches for the cause of its failure."""
         return self._check("failure") and self._check("search")
 
+    def end_search(self) -> None:
+        """Delete what ranks have reported in a search: what this rank waited for has arrived after all."""
+        for name in ("search", *(f"waiting/{rank}" for rank in range(self._world))):
+            self._delete(name)
+
     def causes_of_absence(self, how: str) -> list[str]:
-        """Why ranks did not arrive, or `how`, by what those that wait have reported."""
-        waiting = {rank: json.loads(text) for rank, text in self._values("waiting", range(self._world)).items()}
-        missed = {rank for ranks, _, _ in waiting.values() for rank in ranks}
-        members = {rank: member for member, rank in enumerate(self._global_ranks) if rank in missed}
-        gave_up = self._values("elsewhere", sorted(members.values()))
-        absent = {rank for rank in missed if members.get(rank) in gave_up} or missed - self.globally(waiting)
-        if missed and not absent:
+        """Why ranks did not arrive, or `how`, by what the waiting ranks have reported."""
+        texts = self._values("waiting", range(self._world))
+        waiting = {rank: WaitStatus(*json.loads(text)) for rank, text in sorted(texts.items())}
+        awaited = {rank for status in waiting.values() for rank in status.ranks}
+        members = {rank: member for member, rank in enumerate(self._global_ranks) if rank in awaited}
+        failed_elsewhere = self._values("elsewhere", sorted(members.values()))
+        absent = {rank for rank in awaited if members.get(rank) in failed_elsewhere} or awaited - self.globally(waiting)
+        if awaited and not absent:
             # Who waits for a dead rank may not be known: NCCL's error about it ends messages of other ranks, too.
-            return self._ends(self.ended()) or self._circle(
-                {rank: (call, here) for rank, (_, call, here) in sorted(waiting.items())}, how
-            )
+            return self._ends(self.ended()) or self._circle(waiting, how)
         ended = self.ended().keys() & {member for rank, member in members.items() if rank in absent}
         late = sorted(rank for rank in absent if members.get(rank) not in ended)
-        causes = _each_once(gave_up) + self._ends(ended)
+        causes = _each_once(failed_elsewhere) + self._ends(ended)
         if late:
             causes.append(f"{'' if self._has_global_numbers else 'global '}{format_ranks(late)} {how}")
         return causes
 
-    def _circle(self, waiting: Mapping[int, tuple[str, bool]], how: str) -> list[str]:
-        """What is wrong if all ranks wait for one another: those in another group, or calls that differ."""
-        away = {rank: call for rank, (call, here) in waiting.items() if not here}
+    def _circle(self, waiting: Mapping[int, WaitStatus], how: str) -> list[str]:
+        """What is wrong if all ranks wait for one another: some wait in another group, or their calls differ."""
+        away = {rank: status.call for rank, status in waiting.items() if not status.in_group}
         if away:
             return [f"{self.names(away)} {how}, waiting in another group: {', '.join(dict.fromkeys(away.values()))}"]
-        calls = {rank: call for rank, (call, _) in waiting.items()}
+        calls = {rank: status.call for rank, status in waiting.items()}
         if len(set(calls.values())) == 1:
             return [f"all ranks wait in {next(iter(calls.values()))}, for messages that no other rank has sent"]
         return [f"ranks wait for one another: {alternatives(calls, self._global_ranks)}"]

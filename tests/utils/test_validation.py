@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnmesh.comm import SoloComm, comm_from, run_virtual
-from attnmesh.core.validation import MAX_TIMEOUT, check_timeout, parse_length
+from attnmesh.utils.validation import MAX_TIMEOUT, check_timeout, parse_length
 from helpers.texts import any_text
 
 SUFFIXES = {"": 1, "k": 1024, "K": 1024, "m": 1024**2, "M": 1024**2}

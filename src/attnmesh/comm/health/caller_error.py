@@ -1,4 +1,4 @@
-"""An error that is raised in another thread: the one that calls a comm, and that may wait for the device."""
+"""Raises an error in another thread: the caller of a comm, which may wait for the device."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from attnmesh.comm.group_store import CommError
+from attnmesh.comm.health.group_store import CommError
 
 lock = threading.RLock()
 """Held while an error becomes known, and while it is sent or withdrawn: it is raised once."""
 _sent: dict[int, CommError] = {}
 """Errors that are to be raised in threads, and have not been yet."""
 _uninterrupted: dict[int, CommError | None] = {}
-"""Threads in which no error is to be raised now, and that which comes after."""
+"""Threads in which no error is to be raised now, and the error that is to be raised later."""
 
 
 class Caller:
@@ -31,7 +31,7 @@ class Caller:
         self._thread = threading.get_ident()
 
     def remember_thread(self) -> None:
-        """This thread makes calls. A thread of autograd does not count: its errors reach the one that it works for."""
+        """This thread makes calls. A thread of autograd does not count: the thread that called backward raises."""
         if torch._C._current_graph_task_id() == -1:
             self._thread = threading.get_ident()
 
@@ -79,7 +79,7 @@ def _take_back(thread: int) -> CommError | None:
 
 
 def _class_of(error: CommError) -> type[CommError]:
-    """A class, because Python raises classes in other threads; an instance equals the error, and is pickled as such."""
+    """A class, because Python raises classes in other threads. An instance equals the error, also after pickling."""
 
     class SentError(CommError):
         def __init__(self, *_: object) -> None:
@@ -111,7 +111,7 @@ def _finish_signal() -> None:
 
 
 def _set_async_exception(thread: int, exception: type[BaseException] | None) -> bool:
-    """Whether there is such a thread."""
+    """Whether the thread exists."""
     return bool(
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread), None if exception is None else ctypes.py_object(exception)

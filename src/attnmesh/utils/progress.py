@@ -34,7 +34,7 @@ def reported_steps() -> Iterator[Report]:
 
 
 def reported(items: Iterable[T], total: int) -> Iterator[T]:
-    """The items, at most `total`. The outermost loop reports, not those within its steps."""
+    """The items, at most `total`. The outermost loop reports, not the loops within its steps."""
     report = _listening[-1]
     if report is None:
         yield from items

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.core.docs import DOCS, explained_in, see, with_link, without_link
-from attnmesh.core.optional import require
 from attnmesh.integrations.transformers_models import check_model
 from attnmesh.plan.decode import DecodeSharding
+from attnmesh.utils.error_links import DOCS, explained_in, see, with_link, without_link
+from attnmesh.utils.optional import require
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(am.__file__).parent

@@ -1,8 +1,8 @@
 """A thread beside the comm of a process group, which asks the store so that the rank itself cannot be blocked by it.
 
 It runs the comparisons of `agree`, and it watches the rank: while the rank waits for messages, or has queued operations
-that NCCL carries, the digests of its calls are published and compared with those of the other ranks. What is published
-also tells whether the rank waits for others, and that it still runs.
+that NCCL carries, the digests of its calls are published and compared with the calls of the other ranks. When a rank
+searches for the cause of a wait that took too long, the monitors of all ranks that wait publish what for.
 """
 
 from __future__ import annotations
@@ -16,73 +16,46 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from attnmesh.comm.agreement import CAUSE_SEARCH, AgreementStore, Signature
 from attnmesh.comm.base import COMPARED_CALLS
-from attnmesh.comm.group_store import CommError, StoreLostError
-from attnmesh.comm.liveness import UNREACHABLE, Neighbors
-from attnmesh.core.call_log import CallLog, LoggedCall, alternatives, out_of_step
+from attnmesh.comm.call_log import CallLog, LoggedCall, out_of_step
+from attnmesh.comm.health.group_store import CommError, StoreLostError, WaitStatus
+from attnmesh.comm.health.liveness import UNREACHABLE, Neighbors
+from attnmesh.utils.text import alternatives
 
 T = TypeVar("T")
 
 GRACE = 5.0
 """Seconds that the store has to answer, beyond the time that an operation on it may take by itself."""
 
-_INTERVAL = 0.2  # seconds between two looks at the rank
+_INTERVAL = 0.2  # seconds between two checks of the rank
 _ARRIVAL = 5.0  # seconds in which messages may still arrive from a process that has ended
-_FEW = 8  # ranks that each rank looks at
+_FEW = 8  # ranks that each rank compares its calls with
 _MOST_WATCHERS = 256  # ranks that are connected to rank 0
-_STILL = 1.5  # seconds without news after which a rank is taken for one that does not wait
-SEARCH = 3.0
-"""Seconds that `Monitor.find_absent` takes, beyond the grace."""
 
 Logs = Mapping[tuple[int, ...], CallLog]
 """The logs of a comm, of all its ranks and of its independent subgroups, by members."""
 
 
-class Monitored(Protocol):
-    """The part of a comm that its monitor uses."""
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it is of no more use."""
-
-    def missing_ranks(self) -> Collection[int]:
-        """The ranks that it waits for."""
-
-    def is_watched(self) -> bool:
-        """Whether to compare calls with those of other ranks now."""
-
-    def is_waiting(self) -> bool:
-        """Whether this process waits for other ranks, in any of its groups."""
-
-    def waits_for(self) -> tuple[Collection[int], str]:
-        """The ranks that this process waits for now, in any of its groups, by their global numbers, and the call."""
-
-    def is_here(self) -> bool:
-        """Whether this process waits in this group."""
-
-    def interrupt(self, causes: Sequence[str]) -> None:
-        """Fail, and end what the rank waits for."""
-
-
 class Monitor:
     """Runs store operations on a thread of its own, with deadlines, and compares the calls of ranks.
 
-    It does not keep the comm alive.
+    The thread calls `check`, a method of the comm, from time to time. It does not keep the comm alive.
     """
 
     def __init__(
-        self, store: AgreementStore, rank: int, global_ranks: Sequence[int], logs: Logs, comm: Monitored
+        self, store: AgreementStore, rank: int, global_ranks: Sequence[int], logs: Logs, check: Callable[[], object]
     ) -> None:
         self._store, self._rank, self._world, self._logs = store, rank, len(global_ranks), logs
         self._global_ranks = global_ranks
-        self._comm = weakref.ref(comm)
-        self._beat = 0  # how often this rank has published
+        self._check = weakref.WeakMethod(check)
+        self._missing: Collection[int] = ()  # ranks that this rank waits for
+        self._turn = 0  # of the other ranks, in which this rank compares its calls with them
         self._requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._running: dict[Future[Any], float] = {}  # requests, and the seconds that each may take
-        # That of the store, usually. It has a connection to each rank that watches it: not to thousands.
+        # The rank that usually serves the store. Each rank that watches it has a connection to it: not thousands.
         server = global_ranks.index(0) if 0 in global_ranks and len(global_ranks) <= _MOST_WATCHERS else None
         self._neighbors = Neighbors(rank, self._world, server)
         self._seen_ended: dict[int, float] = {}  # when this rank learned that others have ended, by time.monotonic()
@@ -104,7 +77,7 @@ class Monitor:
         try:
             if not self._is_stuck:
                 self._submit(fn, future)
-                return future.result(sum(list(self._running.values())))  # those of other threads may run before
+                return future.result(sum(list(self._running.values())))  # requests of other threads may run before
         except TimeoutError:
             self._is_stuck = True
         finally:
@@ -140,9 +113,10 @@ class Monitor:
         def check_missing_ranks() -> None:
             nonlocal last_check
             if time.monotonic() - last_check > _INTERVAL:
+                self._missing = self._store.missing
                 self.watch_neighbors()
                 meanwhile()
-                problem = self.out_of_step() or self._overtaken(signature)
+                problem = self.out_of_step() or self._is_behind(signature)
                 if problem is not None:
                     raise self._store.error([problem], f"was about to start {signature.short}")
                 last_check = time.monotonic()
@@ -170,8 +144,11 @@ class Monitor:
             try:
                 request = self._requests.get(timeout=_INTERVAL)
             except queue.Empty:
-                if not self._look():
+                check = self._check()
+                if check is None:
                     return
+                check()
+                del check  # it refers to the comm, which may be dropped while the thread waits
                 continue
             if request is None:
                 return
@@ -180,60 +157,53 @@ class Monitor:
                 future.set_result(fn())
             except BaseException as error:
                 future.set_exception(error)
-            del fn, future, request  # they refer to the comm, which may be dropped while the thread waits
+            del fn, future, request  # as above
 
-    def _look(self) -> bool:
-        """Compare calls if the rank is watched. False once its comm is gone."""
-        comm = self._comm()
-        if comm is None:
-            return False
-        if comm.has_failed:
-            return True
-        if self._store_lost is not None:
-            # Nobody can tell any more which ranks are missing: give up, unless messages that are on their way arrive.
-            if time.monotonic() - self._store_lost_at > _ARRIVAL and comm.is_watched():
-                comm.interrupt(self.causes_without_store(self._store_lost))
-            return True
-        causes: list[str] = []
+    def problems(self, is_watched: bool, missing: Collection[int], status: WaitStatus) -> list[str]:
+        """Why a rank that is watched cannot go on; in a search for a cause, its status is published.
+
+        `missing` are the ranks of the group that it waits for.
+        """
+        self._missing = missing
         try:
+            if self._store_lost is not None:
+                # Nobody knows any more which ranks are missing: fail, unless messages that are on their way arrive.
+                is_late = time.monotonic() - self._store_lost_at > _ARRIVAL
+                return self.causes_without_store(self._store_lost) if is_late and is_watched else []
             self.watch_neighbors()
-            if comm.is_watched():
-                causes = self._store.causes() or self._lost_peers(comm.missing_ranks()) or self._differences()
-            elif not comm.is_waiting():
-                return True
-            if not causes and self._store.is_searching():
-                self._store.report_waiting(*comm.waits_for(), here=comm.is_here())
+            if is_watched and (causes := self._store.causes() or self._lost_peers() or self._differences()):
+                return causes
+            if status.ranks and self._store.is_searching():
+                self._store.report_waiting(status)
         except StoreLostError as error:
             self._store_lost, self._store_lost_at = error, time.monotonic()
-            return True
         except Exception:  # its group is being destroyed
-            return True
-        if causes:
-            comm.interrupt(causes)
-        return True
+            return []
+        return []
 
     def watch_neighbors(self) -> None:
         """Report neighbors that have ended (on this thread)."""
-        self._neighbors.look(self._store.address, self._store.report_end)
+        self._neighbors.report_ended(self._store.address, self._store.report_end)
 
-    def _lost_peers(self, missing: Collection[int]) -> list[str]:
+    def _lost_peers(self) -> list[str]:
         """Which ranks that messages are missing from are dead. What a process has sent before it ended may arrive."""
         ended, now = self._store.ended(), time.monotonic()
         dead = [
             rank
-            for rank in set(ended).intersection(missing)
+            for rank in set(ended).intersection(self._missing)
             if ended[rank] == UNREACHABLE or now - self._seen_ended.setdefault(rank, now) > _ARRIVAL
         ]
         return self._store.causes_of_end(dead)
 
     def _differences(self) -> list[str]:
         """How the calls of ranks differ, if they do."""
-        problem = self.out_of_step() or self._overtook()
+        problem = self.out_of_step() or self._is_ahead()
         return [problem] if problem else []
 
     def out_of_step(self) -> str | None:
-        """Publish the calls of this rank, and compare them with those that other ranks have published."""
-        self._publish()
+        """Publish the calls of this rank, and compare them with the calls that other ranks have published."""
+        self._turn += 1
+        self._store.publish(_to_json(self._logs, self._store.round))
         own = {members: log.digests() for members, log in self._logs.items()}
         for rank, text in self._store.published(self._compared_ranks()).items():
             for members, (digests, calls) in _from_json(text).logs.items():
@@ -245,29 +215,28 @@ class Monitor:
         return None
 
     def _compared_ranks(self) -> list[int]:
-        """The ranks that this rank compares its calls with: all, or of many ranks the next, those that it waits for,
-        and in turn each of the others. The store would not bear that all ask for all."""
+        """The ranks that this rank compares its calls with: all; if there are many, the next rank, ranks that it waits
+        for, and each other rank in turn. The store could not answer if all ranks read the calls of all ranks."""
         if self._world <= _FEW:
             return [rank for rank in range(self._world) if rank != self._rank]
-        comm = self._comm()
-        missing = sorted(comm.missing_ranks() if comm is not None else ())[: _FEW // 2]
-        others = {*missing, *((self._rank + step) % self._world for step in (1, self._beat))}
+        missing = sorted(self._missing)[: _FEW // 2]
+        others = {*missing, *((self._rank + step) % self._world for step in (1, self._turn))}
         return sorted(others - {self._rank})
 
     def find_causes(self, peers: Collection[int], call: str, how: str, otherwise: str, seconds: float) -> list[str]:
-        """Why messages of `peers` did not arrive in a call, `how` they failed to if nobody knows, or something else.
+        """Why a call did not complete: failures that ranks report, else the absent ranks with `how`, else `otherwise`.
 
-        Without `how` this rank itself failed, unless a peer has ended. Gives other ranks some seconds to publish what
-        they know, and that they wait.
+        The call needs `peers`. Without `how` this rank itself failed, unless a peer has ended. Other ranks have some
+        seconds to publish what they know, and what they wait for.
         """
-        deadline = time.monotonic() + seconds
+        self._missing, deadline = peers, time.monotonic() + seconds
         while True:
             self.watch_neighbors()
             if causes := self._store.causes() or self._differences() or self._errors_of_others():
                 return causes
             if ended := self._store.ended().keys() & set(peers):
                 return self._store.causes_of_end(ended)
-            self._store.begin_search(self._store.globally(peers if how else ()), call)
+            self._store.begin_search(WaitStatus(self._store.globally(peers if how else ()), call))
             if time.monotonic() > deadline:
                 absent = self._store.causes_of_absence(how) if how else []
                 return absent or self._waiting_to_agree() or [otherwise]
@@ -293,53 +262,11 @@ class Monitor:
         server = None if self._is_stuck else self._neighbors.end_of_server(CAUSE_SEARCH)
         if server is None:
             return [str(error)]
-        with suppress(ValueError):  # it has told nothing
-            return list(map(str, json.loads(server.last_words)))
+        with suppress(ValueError):  # it has sent nothing
+            return list(map(str, json.loads(server.last_error)))
         return [f"rank 0 is dead: {server.verdict}"]
 
-    def find_absent(self) -> list[str]:
-        """Why this rank waits for so long: the ranks of the group that have not arrived, or the failure of one.
-
-        A rank has arrived if it is in the same call or a later one, says that it waits in this group, and goes on to
-        say so. A process that is stopped says nothing any more. Ranks that wait in an earlier call or in another group
-        are named only if no rank is silent: they may wait for that one. Of many ranks, each looks at the next ones and
-        reads what others report.
-        """
-        next_ranks = [(self._rank + step) % self._world for step in range(1, min(self._world, _FEW + 1))]
-        begin, before = time.monotonic(), self._statuses(next_ranks)
-        while True:
-            time.sleep(_INTERVAL)
-            self._publish()
-            if causes := self._store.causes():
-                return causes
-            now, own = self._statuses(next_ranks), next(iter(self._logs.values())).count
-            waiting = {
-                rank: status
-                for rank, status in now.items()
-                if status.waits and status.beat > before.setdefault(rank, status).beat
-            }
-            passed = time.monotonic() - begin
-            if passed <= _STILL:
-                continue
-            if silent := set(next_ranks) - waiting.keys():
-                return [f"{self._store.names(silent)} did not arrive"]
-            if behind := [rank for rank, status in waiting.items() if _count(status) < own]:
-                return [f"{self._store.names(behind)} did not arrive, waiting in another call"]
-            if passed > SEARCH:
-                if elsewhere := [rank for rank, status in waiting.items() if not status.here]:
-                    return [f"{self._store.names(elsewhere)} did not arrive, waiting in another group"]
-                return ["all ranks of this group wait, for a rank that is not in it"]
-
-    def _publish(self) -> None:
-        comm = self._comm()
-        self._beat += 1
-        waits, here = comm is not None and comm.is_waiting(), comm is not None and comm.is_here()
-        self._store.publish(_to_json(self._logs, self._store.round, self._beat, waits, here))
-
-    def _statuses(self, ranks: Collection[int]) -> dict[int, _Published]:
-        return {rank: _from_json(text) for rank, text in self._store.published(ranks).items()}
-
-    def _overtaken(self, signature: Signature) -> str | None:
+    def _is_behind(self, signature: Signature) -> str | None:
         """Whether another rank, which did not compare, is already in the call that this rank wants to compare."""
         number = _next_number(signature)
         for rank, text in self._store.published(self._compared_ranks()).items():
@@ -350,7 +277,7 @@ class Monitor:
                 return self._both_sides(number, {self._rank: str(signature), rank: text})
         return None
 
-    def _overtook(self) -> str | None:
+    def _is_ahead(self) -> str | None:
         """Whether another rank waits to compare a call that this rank is already in."""
         log = next(iter(self._logs.values()))
         for rank, signature in self._store.waiting(self._compared_ranks()).items():
@@ -371,33 +298,25 @@ def _next_number(signature: Signature) -> int:
 
 
 class _Published(NamedTuple):
-    """What a rank tells the others: its agreements, its calls by members of a group, whether it waits, and here."""
+    """What a rank publishes: the number of its agreements, and digests and latest calls of its logs, by members."""
 
     rounds: int
     logs: dict[tuple[int, ...], tuple[dict[int, int], list[LoggedCall]]]
-    beat: int
-    waits: bool
-    here: bool
 
 
-def _count(published: _Published) -> int:
-    """The number of calls that a rank has made in the group."""
-    return max((call.number for _, calls in list(published.logs.values())[:1] for call in calls), default=0)
-
-
-def _to_json(logs: Logs, rounds: int, beat: int, waits: bool, here: bool) -> str:
+def _to_json(logs: Logs, rounds: int) -> str:
     calls = [
         (members, list(log.sampled_digests().items()), log.latest(COMPARED_CALLS)) for members, log in logs.items()
     ]
-    return json.dumps([rounds, calls, beat, waits, here])
+    return json.dumps([rounds, calls])
 
 
 def _from_json(text: str) -> _Published:
-    rounds, published, beat, waits, here = json.loads(text)
+    rounds, published = json.loads(text)
     logs = {
         tuple(members): (dict(digests), [LoggedCall(*call) for call in calls]) for members, digests, calls in published
     }
-    return _Published(rounds, logs, beat, waits, here)
+    return _Published(rounds, logs)
 
 
 _monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()

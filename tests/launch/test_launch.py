@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnmesh.comm import Comm, CommError, VirtualComm, launch, monitor
+from attnmesh import launch
+from attnmesh.comm import Comm, CommError, VirtualComm
+from attnmesh.comm.health import monitor
 from helpers.processes import _context
 
 

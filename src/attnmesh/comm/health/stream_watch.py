@@ -3,7 +3,7 @@
 Over NCCL the host does not wait for messages. A rank that never arrives blocks the streams of all others, and their
 threads when they next wait for the device, or inside of a call that has to connect with it. Two threads beside them
 notice operations that do not complete in time: one asks CUDA what has completed, which may block with everything else,
-the other looks at the clock alone.
+the other reads the clock alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-_INTERVAL = 0.2  # seconds between two looks at all operations
+_INTERVAL = 0.2  # seconds between two checks of all operations
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 _NOT_READY = 600  # cudaErrorNotReady
 
@@ -149,14 +149,14 @@ def _watch(watch: StreamWatch) -> None:
             _start("attnmesh stream watch", StreamWatch.report_overdue)
 
 
-def _start(name: str, look: Callable[[StreamWatch], None], prepare: Callable[[], None] = lambda: None) -> None:
+def _start(name: str, check: Callable[[StreamWatch], None], prepare: Callable[[], None] = lambda: None) -> None:
     def run() -> None:
         prepare()
         while not _stopping.wait(_INTERVAL):
             with _starting:
                 watches = list(_watched)
             for watch in watches:
-                look(watch)
+                check(watch)
             del watches[:]
 
     _threads.append(threading.Thread(target=run, name=name, daemon=True))

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 from types import ModuleType
 
-from attnmesh.core.docs import see
+from attnmesh.utils.error_links import see
 
 
 class MissingExtraError(ModuleNotFoundError):

@@ -1,0 +1,54 @@
+"""Text for people: what comes from elsewhere is made safe to show, and ranks are named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+# Control characters move the cursor, ring the bell and start escape sequences. Overrides and isolates of the writing
+# direction change the order in which a line is read. Lone surrogates, which stand for undecodable bytes, cannot be
+# written to a file.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+def printable(text: str, *, keep: str = "\n\t") -> str:
+    """The text with control characters shown as escapes (`\\x1b`), except the characters in `keep`."""
+    return _UNSAFE.sub(lambda match: match[0] if match[0] in keep else _escaped(match[0]), text)
+
+
+def one_line(text: str, *, most: int = 2000) -> str:
+    """The text on one line of at most `most` characters, without control characters."""
+    line = printable(" ".join(part.strip() for part in text.splitlines() if part.strip()), keep="")
+    return line if len(line) <= most else f"{line[: most - 4]} ..."
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `1,024 ranks`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def alternatives(by_rank: Mapping[int, str], global_ranks: Sequence[int] | None = None) -> str:
+    """`X on ranks 0, 2 but Y on rank 1`."""
+    values = ranks_by_value(by_rank)
+    return " but ".join(f"{value} on {format_ranks(ranks, global_ranks)}" for value, ranks in values.items())
+
+
+def ranks_by_value(by_rank: Mapping[int, str]) -> dict[str, list[int]]:
+    """The ranks that have each value, in order of the first rank that has it."""
+    groups: dict[str, list[int]] = {}
+    for rank, value in by_rank.items():
+        groups.setdefault(value, []).append(rank)
+    return groups
+
+
+def format_ranks(ranks: Sequence[int], global_ranks: Sequence[int] | None = None) -> str:
+    """`rank 3`, or `ranks 0, 2`; `global rank 7` if the ranks of a group have other numbers in the default group."""
+    is_global = global_ranks is None or list(global_ranks) == list(range(len(global_ranks)))
+    numbers = ranks if is_global or global_ranks is None else [global_ranks[rank] for rank in ranks]
+    return f"{'' if is_global else 'global '}{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, numbers))}"
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return _NAMED.get(character) or (f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}")
