@@ -230,8 +230,8 @@ def test_sharding_kind(sharding, kind):
 def test_tables_have_every_row_once(sections):
     text = tables.all_tables(sections)
     lines = text.splitlines()
-    assert min(line.count("|") for line in lines if line.startswith("|")) >= 4
-    whole = [line for line in lines if line.startswith("|") and line.endswith(("| events |", "| rounds |"))]
+    assert min(line.count("|") for line in lines if line.startswith("|")) >= 3
+    whole = [line for line in lines if line.startswith("|") and line.count("|") == 11 and line[2].isdigit()]
     assert len(whole) == len(sections["prefill"])
     assert sum("computing" in line for line in whole) == sum(
         "computing" in x["bottleneck"] for x in sections["prefill"]
