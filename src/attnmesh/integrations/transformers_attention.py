@@ -342,10 +342,11 @@ def layer_mask(
     check_config(config)
     if isinstance(attention_mask, ShardedMask) and not torch.compiler.is_compiling():
         check_head()
-        if attention_mask.attention_pass.counts_padding and counts_positions_from_mask(type(config)):  # type: ignore[arg-type]
+        config_class: type = type(config)
+        if attention_mask.attention_pass.counts_padding and counts_positions_from_mask(config_class):
             raise ValueError(
                 f"position_ids must be given to shard_inputs for rows with padding before their tokens: the code of "
-                f"{type(config).__name__} may derive them from attention_mask, got None"
+                f"{config_class.__name__} may derive them from attention_mask, got None"
             )
     if torch.compiler.is_compiling():
         packed = not allow_is_causal_skip and attention_mask is None and q_length == kv_length
