@@ -288,7 +288,7 @@ PLANTED_WITH_SHARED_KEYS = {
     "grad_q is overwritten before it is added": (
         "mbarrier.wait(barriers.grad_q_free.index(HALF), (uses * ROUNDS + i & 1) ^ 1)", "pass"),
     "grad_q is not fenced": ("store(part * scale)\n        fence_async_shared()", "store(part * scale)"),
-    "grad_q is given back too soon": ("_give_back(barriers, HALF, 0)", "_give_back(barriers, HALF, 1)"),
+    "grad_q is given back too soon": ("_release(barriers, HALF, 0)", "_release(barriers, HALF, 1)"),
     "grad_q is that of the next rows": (
         "if step + HALF > 0:\n                head", "if step >= 0:\n                head"),
 }  # fmt: skip

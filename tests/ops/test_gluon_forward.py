@@ -156,7 +156,7 @@ def test_huge_scores_with_states_and_scales(exponent, scale, widths):
 
 def test_the_emulation_fuses_multiply_adds():
     """Without another factor for huge rows, what the shift loses would be the exponent of the largest score."""
-    planted = ("gl.abs(new_top) >= _HUGE / factor", "gl.abs(new_top) < 0.0")
+    planted = ("gl.abs(new_raw_max) >= _HUGE / factor", "gl.abs(new_raw_max) < 0.0")
     for dtype, exponent in ((torch.float16, 30), (torch.bfloat16, 32)):
         with pytest.raises(AssertionError):
             check_huge_scores(emulated(gluon_forward, planted=planted), dtype, exponent, tiles=SMALL)
