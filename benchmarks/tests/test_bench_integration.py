@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 from benchmarks.integration import QUICK, measure_calls, measure_steps, random_llama, step_memory
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_steps_and_calls_are_measured():
     sections = dict([*measure_steps(QUICK), *measure_calls(QUICK)])  # asserts equal results
     assert len(sections) == 6

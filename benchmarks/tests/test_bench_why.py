@@ -62,7 +62,7 @@ def test_emulated_and_measured_errors_agree(sources):
             assert all(abs(emulated[name] / measured[world][name] - 1) < 0.1 for name in names), (backend, world)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_committed_errors_are_computed_again(sources):
     for row in measure_policies((1, 2, 8)):
         saved = by_policy(sources.errors, row["ranks"])[row["policy"]]
@@ -111,7 +111,7 @@ def apart(svg):
 
 
 @pytest.mark.parametrize(
-    "names", [["why-scaling"], pytest.param(list(figures.FIGURES), marks=pytest.mark.slow)], ids=["one", "all"]
+    "names", [["why-scaling"], pytest.param(list(figures.FIGURES), marks=pytest.mark.sweep)], ids=["one", "all"]
 )
 def test_committed_figures_are_those_of_the_data(sources, tmp_path, names):
     for path in drawn_again(sources, tmp_path, names):

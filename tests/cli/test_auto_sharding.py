@@ -55,7 +55,7 @@ def plan(tmp_path, name, ranks, context, memory):
     ("name", "ranks", "context", "memory", "expected"),
     [
         ("llama-3.1-8b", 4, 8 * K, 20, "TP4"),
-        pytest.param("qwen3-235b-a22b", 8, 128 * K, 80, "TP8", marks=pytest.mark.slow),
+        pytest.param("qwen3-235b-a22b", 8, 128 * K, 80, "TP8", marks=pytest.mark.sweep),
         ("qwen3-235b-a22b", 8, 1024 * K, 98, "TP4-CP2"),  # TP8 keeps every kv head twice
         ("gpt-oss-20b", 16, 1024 * K, 5, "TP8-CP2"),  # as above; layers with a window take little
         ("llama-3.1-70b", 8, 8 * K, 15, None),
@@ -107,7 +107,7 @@ def test_plans_that_do_not_run_as_they_are_are_marked():
     assert (marked["2 x TP1"], marked["TP2"]) == ("run as 2 commands", "")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", SHARDED_MODELS)
 def test_every_model_that_can_be_sharded_has_a_choice(kind):
     config = attnmesh_model(kind).config

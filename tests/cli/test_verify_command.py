@@ -54,7 +54,7 @@ def counts(output: str) -> tuple[int, int]:
     return int(passed), int(failed)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_verify_on_virtual_ranks_finds_everything_right():
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 0, ran.output
@@ -154,7 +154,7 @@ def nan_in_one_place(attend):
 
 @pytest.mark.parametrize(
     "fault",
-    [off_in_lse, *(pytest.param(fault, marks=pytest.mark.slow) for fault in (slightly_louder, nan_in_one_place))],
+    [off_in_lse, *(pytest.param(fault, marks=pytest.mark.sweep) for fault in (slightly_louder, nan_in_one_place))],
 )
 def test_verify_sees_a_faulty_answer(fault, few_modes, monkeypatch):
     monkeypatch.setattr(ContextParallel, "attention", fault(ContextParallel.attention))
@@ -209,9 +209,9 @@ def by_the_batch(run):
 @pytest.mark.parametrize(
     ("place", "name", "fault", "wrong"),
     [
-        pytest.param(Cpu, "run", louder, r"(decode|cache).*fp32", marks=pytest.mark.slow),
+        pytest.param(Cpu, "run", louder, r"(decode|cache).*fp32", marks=pytest.mark.sweep),
         (Cpu, "run", by_the_batch, r"decode.*split_size same bits"),
-        pytest.param(Pools, "copy_blocks", lambda copy: lambda *args: None, r"cache.*fork", marks=pytest.mark.slow),
+        pytest.param(Pools, "copy_blocks", lambda copy: lambda *args: None, r"cache.*fork", marks=pytest.mark.sweep),
         (BlockManager, "cache_full_blocks", lambda register: lambda *args: None, r"│ cache "),
     ],
 )
@@ -252,13 +252,13 @@ def louder_from_one_rank(scatter_heads):
 @pytest.mark.parametrize(
     ("place", "name", "fault", "wrong"),
     [
-        pytest.param(InterleavedShard, "length", as_the_first_rank, r" CP2 ", marks=pytest.mark.slow),
+        pytest.param(InterleavedShard, "length", as_the_first_rank, r" CP2 ", marks=pytest.mark.sweep),
         pytest.param(
             StepTensors,
             "key_range",
             without_a_window,
             r" CP2 (all_reduce|replicate_q|split_size)",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.sweep,
         ),
         (HeadExchange, "scatter_heads", louder_from_one_rank, r" KVDP2 .*fp32 "),
     ],
@@ -301,7 +301,7 @@ def without_received_grads(collect):
     [
         (RowBounds, "valid", without_counting_slots, ".*(no mask|strided)", r"sparse (?!top-k|dense).*strided"),
         pytest.param(
-            RunningTopK, "update", the_last_of_equals, "(top-k|loss)", r"sparse top-k", marks=pytest.mark.slow
+            RunningTopK, "update", the_last_of_equals, "(top-k|loss)", r"sparse top-k", marks=pytest.mark.sweep
         ),
         pytest.param(
             RowSharding,
@@ -309,7 +309,7 @@ def without_received_grads(collect):
             of_own_heads,
             ".* [TC]P2",
             r"(attention|distribution|loss) TP2",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.sweep,
         ),
         (_RingGradReturn, "collect", without_received_grads, ".* CP2", r"(attention|loss) .*ring"),
         (SequenceSharding, "local_mask", lambda _: lambda self, mask: mask, ".* CP2", r"CP2.*( causal +│|same bits)"),
@@ -328,7 +328,7 @@ def test_verify_sees_a_fault_in_sparse_attention(place, name, fault, modes, wron
     assert found != set(lines)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_seed_repeats_a_test_and_another_does_not(few_modes):
     first, again, other = (run("verify", "--ranks", "2", "--virtual", "--seed", s).stdout for s in "112")
     assert first == again
@@ -336,7 +336,7 @@ def test_a_seed_repeats_a_test_and_another_does_not(few_modes):
     assert re.findall(r"[\d.]+e-\d\d", first) != re.findall(r"[\d.]+e-\d\d", other)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_without_a_seed_inputs_are_fresh(few_modes):
     seeds = {re.search(r"seed (\d+)", run("verify", "--ranks", "1", "--virtual").output)[1] for _ in range(2)}
     assert len(seeds) == 2
@@ -347,7 +347,7 @@ def in_a_process(*command: str, **environment: str) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=250, env=env)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_verify_starts_processes_of_its_own():
     ran = in_a_process("attnmesh", "verify", "--ranks", "2", "--seed", "3")
     assert ran.returncode == 0, ran.stderr
@@ -355,7 +355,7 @@ def test_verify_starts_processes_of_its_own():
     assert counts(ran.stdout)[1] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_wrong_answer_of_processes_is_an_exit_status_of_one(tmp_path):
     fault = "from attnmesh.ops.merge import GradAccumulator\nGradAccumulator.add_to = lambda self, target: None\n"
     (tmp_path / "sitecustomize.py").write_text(fault)  # every process imports it as it starts
@@ -365,7 +365,7 @@ def test_a_wrong_answer_of_processes_is_an_exit_status_of_one(tmp_path):
     assert "Traceback" not in ran.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_verify_joins_the_ranks_of_torchrun():
     ran = in_a_process(
         "torch.distributed.run",

@@ -47,7 +47,7 @@ def test_virtual_ranks_return_their_results_in_order():
         launch.run(work, 2, virtual=True, add=0, fail="ValueError")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_processes_return_their_results_in_order():
     assert launch.run(work, 2, threads=1, add=0.5) == [(0, 2, 1.5, 1), (1, 2, 1.5, 1)]
 
@@ -63,14 +63,14 @@ def fork_server(kind: str) -> SimpleNamespace:
     return SimpleNamespace(Process=lambda target, args: _context.Process(target=of_the_fork_server, args=args))
 
 
-@pytest.mark.parametrize("start", ["forked", pytest.param("spawned", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start", ["forked", pytest.param("spawned", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(
     ("fail", "error", "message"),
     [
         ("ValueError", ValueError, "^add must be small, got 1\n"),
-        pytest.param("Unpicklable", RuntimeError, "UnpicklableError: 1 and 2", marks=pytest.mark.slow),
+        pytest.param("Unpicklable", RuntimeError, "UnpicklableError: 1 and 2", marks=pytest.mark.sweep),
         ("killed", CommError, r"rank \d of 2 (was killed \(SIGKILL\)|failed: .*); the other ranks were stopped"),
-        pytest.param("exit", CommError, r"rank \d of 2 (exited with code 3|failed: .*); ", marks=pytest.mark.slow),
+        pytest.param("exit", CommError, r"rank \d of 2 (exited with code 3|failed: .*); ", marks=pytest.mark.sweep),
     ],
 )
 def test_the_error_of_a_process_is_raised(fail, error, message, start, monkeypatch):

@@ -252,7 +252,7 @@ def all_that_fails(comm: Comm) -> dict[str, tuple[str, float] | None]:
     return {scene.__name__: scene(comm) for scene in scenes}
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_ranks_that_come_late_or_not_at_all_raise_everywhere_in_time():
     ranks = run_processes(3, all_that_fails, timeout=120)  # a busy machine takes its time
 

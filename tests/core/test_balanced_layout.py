@@ -111,7 +111,7 @@ def test_work_is_off_the_mean_by_no_more_than_the_heaviest_position_and_the_slac
     check_even(*problem)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @given(problems(lengths=(2000, 6000)))
 @settings(max_examples=60, deadline=None)
 def test_work_of_long_sequences_is_even_under_any_mask(problem):
@@ -186,13 +186,13 @@ def check_mix(seed: int, world: int) -> None:
     assert {sum(map(len, ranges)) for ranges in shares} == {S // world}, (seed, world)
 
 
-@pytest.mark.parametrize("mixes", [range(30), pytest.param(range(30, 1000), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("mixes", [range(30), pytest.param(range(30, 1000), marks=pytest.mark.sweep)], ids=str)
 def test_mixes_are_even(mixes):
     for seed in mixes:
         check_mix(seed, WORLDS[seed % len(WORLDS)])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_thousand_mixes_are_even_in_every_world(world):
     for seed in range(1000):

@@ -356,7 +356,7 @@ def test_intervals_of_any_mask_are_disjoint_and_equal_its_definition(data):
     check_any_mask(data)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @settings(max_examples=3000, deadline=None)
 @given(st.data())
 def test_intervals_of_many_masks(data):

@@ -94,9 +94,9 @@ def expected():
         (2, DecodeSharding(cp=2)),
         (2, DecodeSharding(kvdp=2)),
         (4, DecodeSharding(kvdp=2, cp=2)),
-        pytest.param(4, DecodeSharding(cp=4), marks=pytest.mark.slow),
-        pytest.param(4, DecodeSharding(kvdp=4), marks=pytest.mark.slow),
-        pytest.param(3, DecodeSharding(cp=3), marks=pytest.mark.slow),
+        pytest.param(4, DecodeSharding(cp=4), marks=pytest.mark.sweep),
+        pytest.param(4, DecodeSharding(kvdp=4), marks=pytest.mark.sweep),
+        pytest.param(3, DecodeSharding(cp=3), marks=pytest.mark.sweep),
     ],
 )
 def test_every_answer_is_that_of_the_request_alone(world, sharding, expected, monkeypatch):
@@ -111,13 +111,13 @@ def test_every_answer_is_that_of_the_request_alone(world, sharding, expected, mo
     "sharding",
     [
         DecodeSharding(tp=2),
-        pytest.param(DecodeSharding(kvdp=2), marks=pytest.mark.slow),
-        pytest.param(DecodeSharding(cp=2), marks=pytest.mark.slow),
-        pytest.param(DecodeSharding(kvdp=3), marks=pytest.mark.slow),
-        pytest.param(DecodeSharding(tp=4), marks=pytest.mark.slow),
-        pytest.param(DecodeSharding(tp=2, kvdp=2), marks=pytest.mark.slow),
-        pytest.param(DecodeSharding(kvdp=2, cp=2), marks=pytest.mark.slow),
-        pytest.param(DecodeSharding(tp=2, cp=3), marks=pytest.mark.slow),
+        pytest.param(DecodeSharding(kvdp=2), marks=pytest.mark.sweep),
+        pytest.param(DecodeSharding(cp=2), marks=pytest.mark.sweep),
+        pytest.param(DecodeSharding(kvdp=3), marks=pytest.mark.sweep),
+        pytest.param(DecodeSharding(tp=4), marks=pytest.mark.sweep),
+        pytest.param(DecodeSharding(tp=2, kvdp=2), marks=pytest.mark.sweep),
+        pytest.param(DecodeSharding(kvdp=2, cp=2), marks=pytest.mark.sweep),
+        pytest.param(DecodeSharding(tp=2, cp=3), marks=pytest.mark.sweep),
     ],
     ids=str,
 )
@@ -131,7 +131,7 @@ def test_every_answer_with_sharded_weights(sharding, expected, monkeypatch):
     assert found[0][1].preemptions > 0 or sharding.kvdp * sharding.cp > 1
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("shard_weights", [False, True])
 @pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)], ids=str)
 def test_every_answer_over_processes(sharding, shard_weights, expected):

@@ -44,7 +44,7 @@ def expected(kind, beams, most, ends, prompts=PROMPTS):
     [
         ("llama", 3, 8, ENDS),
         *(
-            pytest.param(kind, beams, most, ends, marks=pytest.mark.slow)
+            pytest.param(kind, beams, most, ends, marks=pytest.mark.sweep)
             for kind in ("llama", "gpt_oss", "mistral", "deepseek_v3")
             for beams, most, ends in ((2, 12, []), (4, 15, ENDS), (7, 9, ENDS[:2]), (3, 1, ENDS))
         ),
@@ -64,11 +64,11 @@ def test_the_answers_of_transformers(kind, beams, most, ends):
 @pytest.mark.parametrize(
     ("kind", "sharding", "whole"),
     [
-        pytest.param("llama", am.DecodeSharding(kvdp=2, cp=2), True, marks=pytest.mark.slow),
-        pytest.param("llama", am.DecodeSharding(tp=2, kvdp=1, cp=2), False, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", am.DecodeSharding(tp=1, kvdp=2, cp=2), False, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", am.DecodeSharding(kvdp=3), True, marks=pytest.mark.slow),
-        pytest.param("qwen2", am.DecodeSharding(cp=3), True, marks=pytest.mark.slow),
+        pytest.param("llama", am.DecodeSharding(kvdp=2, cp=2), True, marks=pytest.mark.sweep),
+        pytest.param("llama", am.DecodeSharding(tp=2, kvdp=1, cp=2), False, marks=pytest.mark.sweep),
+        pytest.param("deepseek_v3", am.DecodeSharding(tp=1, kvdp=2, cp=2), False, marks=pytest.mark.sweep),
+        pytest.param("gpt_oss", am.DecodeSharding(kvdp=3), True, marks=pytest.mark.sweep),
+        pytest.param("qwen2", am.DecodeSharding(cp=3), True, marks=pytest.mark.sweep),
     ],
     ids=str,
 )
@@ -176,9 +176,9 @@ def submitted(comm=None, sharding=None, shard_weights=False):
     [
         (am.DecodeSharding(), False),
         (am.DecodeSharding(kvdp=2, cp=2), False),
-        pytest.param(am.DecodeSharding(tp=2, kvdp=1, cp=2), True, marks=pytest.mark.slow),
-        pytest.param(am.DecodeSharding(kvdp=2), True, marks=pytest.mark.slow),
-        pytest.param(am.DecodeSharding(cp=3), False, marks=pytest.mark.slow),
+        pytest.param(am.DecodeSharding(tp=2, kvdp=1, cp=2), True, marks=pytest.mark.sweep),
+        pytest.param(am.DecodeSharding(kvdp=2), True, marks=pytest.mark.sweep),
+        pytest.param(am.DecodeSharding(cp=3), False, marks=pytest.mark.sweep),
     ],
     ids=str,
 )

@@ -124,7 +124,7 @@ def test_logits_are_those_of_one_process_at_every_step(kind, sharding, layout, p
     check_story(kind, sharding, layout, prefill_chunk)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("prefill_chunk", [None, 10, 16, 33])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -287,7 +287,7 @@ def test_every_position_is_stored_once_whatever_happens(adventure):
     live_through(adventure)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @settings(max_examples=1000, deadline=None)
 @given(adventures())
 def test_every_position_is_stored_once_whatever_happens_for_long(adventure):

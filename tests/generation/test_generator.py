@@ -110,7 +110,7 @@ def test_tokens_are_those_of_one_process(kind, world, layout, batch, speculative
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=() if kind == "gpt2" else pytest.mark.slow)
+        pytest.param(kind, marks=() if kind == "gpt2" else pytest.mark.sweep)
         for kind in MODELS if kind not in KINDS
     ],
 )  # fmt: skip
@@ -134,7 +134,7 @@ def test_what_a_sharded_cache_does_not_serve_is_refused(kind, message):
         check_generation(AutoConfig.for_model(kind), "it")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("prefill_chunk", [None, 16])
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("speculative", [False, True])
@@ -543,7 +543,7 @@ def test_a_prefix_is_found_in_its_group_when_the_batch_changes(whole):
     [
         ("llama", am.DecodeSharding(cp=4), True),
         *(
-            pytest.param(kind, am.DecodeSharding(*each), whole, marks=pytest.mark.slow)
+            pytest.param(kind, am.DecodeSharding(*each), whole, marks=pytest.mark.sweep)
             for kind in ("llama", "gpt_oss", "mistral", "deepseek_v3")
             for *each, whole in ((1, 2, 3, True), (2, 1, 3, False), (1, 1, 5, False))
         ),

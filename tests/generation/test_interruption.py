@@ -179,7 +179,7 @@ def test_after_a_keyboard_interrupt_at_some_line_the_next_call_works():
     assert check_every_line(step=97) > 20
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_after_a_keyboard_interrupt_at_any_line_the_next_call_works():
     print(check_every_line(step=1), "lines")
 
@@ -217,7 +217,7 @@ def test_after_a_keyboard_interrupt_at_some_line_of_a_step_every_answer_is_right
     assert check_every_line_of_steps(step=601) > 5
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_after_a_keyboard_interrupt_at_many_lines_of_a_step_every_answer_is_right():
     print(check_every_line_of_steps(step=11), "lines")
 
@@ -275,7 +275,7 @@ def test_an_exception_within_a_pass_of_several_ranks_says_what_to_do(both):
     assert on_virtual_ranks(2, rank) == [True, True]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)])
 @pytest.mark.parametrize("both", [False, True])
 def test_ranks_interrupted_at_any_line_work_on_or_are_all_told(both, sharding):
@@ -327,7 +327,7 @@ def left_by_processes(comm, where, alone):
     return outcomes
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("where", ["on_prefill", "on_logits", "closed"])
 def test_processes_work_on_or_are_all_told(where, alone):

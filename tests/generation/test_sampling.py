@@ -38,7 +38,7 @@ def test_a_temperature_sharpens_or_flattens(temperature):
         (0.4, [1]),
         (0.41, [1, 3]),
         (1.0, range(5)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0.3, [1]), (0.7, [1, 3]), (0.84, [1, 3, 2]))),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((0.3, [1]), (0.7, [1, 3]), (0.84, [1, 3, 2]))),
     ],
 )
 def test_top_p_keeps_the_likeliest_that_make_it_up(top_p, kept):

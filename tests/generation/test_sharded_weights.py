@@ -63,7 +63,7 @@ def answers(comm, kind, sharding, chunks):
     ("kind", "sharding"),
     [
         ("llama", am.DecodeSharding(tp=2, kvdp=1, cp=2)),
-        pytest.param("llama", am.DecodeSharding(tp=1, kvdp=3, cp=2), marks=pytest.mark.slow),
+        pytest.param("llama", am.DecodeSharding(tp=1, kvdp=3, cp=2), marks=pytest.mark.sweep),
         ("qwen3", am.DecodeSharding(tp=4)),  # more than kv heads
         ("qwen3_moe", am.DecodeSharding(tp=2, kvdp=2)),
         ("gpt_oss", am.DecodeSharding(kvdp=2, cp=2)),
@@ -81,7 +81,7 @@ def compare(kind, sharding, chunks):
         assert all(rows == expected for rows in of_rank)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "sharding"),
     [(kind, each) for kind in KINDS for each in all_shardings(6)],
@@ -116,7 +116,7 @@ def wide_answers(comm, kv_heads, sharding):
     return generated_rows(generator, PROMPTS, max_new_tokens=MOST)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("sharding", [each for each in all_shardings(8) if each.ranks > 2], ids=str)
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_the_tokens_of_one_process_over_eight_ranks(kv_heads, sharding):
@@ -135,7 +135,7 @@ def on_process(comm):
     return [wide_answers(comm, 2, sharding) for sharding in shardings]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_tokens_of_one_process_over_processes(world):
     expected = generated_rows(Generator(wide_llama(2), **SETTINGS), PROMPTS, max_new_tokens=MOST)
@@ -264,7 +264,7 @@ def test_it_works_on_after_an_interruption_and_after_invalid_logits():
         ("qwen3_moe", am.DecodeSharding(tp=4)),  # more than kv heads
         ("deepseek_v3", am.DecodeSharding(tp=3)),
         *(
-            pytest.param(kind, each, marks=pytest.mark.slow) for kind in KINDS
+            pytest.param(kind, each, marks=pytest.mark.sweep) for kind in KINDS
             for each in (am.DecodeSharding(tp=2), am.DecodeSharding(cp=3), am.DecodeSharding(2, 3, 1))
         ),
     ],

@@ -112,7 +112,7 @@ def test_answers_in_a_cache_without_room_for_three(small):
     assert stats.preemptions > 0
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize(
     ("sharding", "weights"),
@@ -137,13 +137,13 @@ def on_process(comm):
     return [submitted_answers(comm, "gpt_oss", *each)[0] for each in both]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_answers_over_processes_are_those_of_one_process():
     expected = [greedy_tokens("gpt_oss", prompt, MOST) for prompt in PROMPTS]
     assert run_processes(2, on_process, timeout=240) == [[expected] * 2] * 2
 
 
-@pytest.mark.parametrize("storage", ["int8", pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("storage", ["int8", pytest.param(None, marks=pytest.mark.sweep)])
 def test_a_prompt_that_parts_from_an_earlier_one_where_its_window_has_passed(small, storage):
     """Also drafts that are rejected. The reference keeps everything: it has too little room for windows."""
     text = random_ids(20, 9) * 7
@@ -168,7 +168,7 @@ def test_a_prompt_that_parts_from_an_earlier_one_where_its_window_has_passed(sma
         assert stats.draft_tokens > stats.accepted_tokens
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_beams_keep_their_windows(small):
     def rank(comm, sequences):
         generator = Generator(

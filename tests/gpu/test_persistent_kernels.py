@@ -418,7 +418,7 @@ EMULATED: dict[str, Callable[[int], None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 8), marks=pytest.mark.slow)], ids=["one", "many"])
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 8), marks=pytest.mark.sweep)], ids=["one", "many"])
 @pytest.mark.parametrize("kernel", EMULATED)
 def test_emulated(kernel, seeds, monkeypatch):
     for seed in seeds:

@@ -140,7 +140,7 @@ def test_slow(n):
 """
 
 
-@pytest.mark.parametrize("how", [pytest.param("budget", marks=pytest.mark.slow), "signal"])
+@pytest.mark.parametrize("how", [pytest.param("budget", marks=pytest.mark.sweep), "signal"])
 def test_a_run_that_ends_early_says_what_has_not_run(run, tmp_path, how):
     process = run(SLOW, "--workers", 1, "--budget", 2 if how == "budget" else 100)
     while how == "signal" and not (tmp_path / "begun 1").exists():
@@ -207,7 +207,7 @@ def test_other(): pass
 """
 
 
-@pytest.mark.slow  # three limits have to pass
+@pytest.mark.sweep  # three limits have to pass
 def test_the_cases_of_a_function_are_given_up_after_some_are_stuck(run):
     said, _ = run(STUCK, "--workers", 1).communicate(timeout=60)
     assert said.splitlines()[-1].startswith("0 failed, 1 passed, 3 stuck, 6 not run in")

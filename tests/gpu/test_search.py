@@ -77,7 +77,7 @@ def test_a_fault_is_found_and_its_line_repeats_it(family, capfd, monkeypatch):
     assert main([*shlex.split(command), "--workers", "0"]) == 0
 
 
-@pytest.mark.slow  # the limit of a case has to pass
+@pytest.mark.sweep  # the limit of a case has to pass
 def test_stuck_and_crashed_cases_are_named_and_the_search_goes_on(capfd):
     found = main(["helpers.planted_search", "--cases", "7", "--workers", "1", "--limit", "2", "--device", "cpu"])
     out = capfd.readouterr().out

@@ -391,7 +391,7 @@ def check_generation(device: str, prompt_lengths: list[int], new_tokens: int, he
 @pytest.mark.parametrize(
     ("device", "prompt_lengths", "new_tokens", "head_dim"),
     [
-        pytest.param("cpu", [1, 37, 9], 20, 8, id="small", marks=pytest.mark.slow),
+        pytest.param("cpu", [1, 37, 9], 20, 8, id="small", marks=pytest.mark.sweep),
         pytest.param("cuda", [1, 600, 37, 130], 200, 64, id="200 tokens", marks=on_gpu),
     ],
 )

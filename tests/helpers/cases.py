@@ -55,9 +55,9 @@ def allowed_pairs(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
     raise AssertionError(mask)
 
 
-def else_slow(cases: Iterable[tuple], stays: Callable[..., bool]) -> list:
+def else_sweep(cases: Iterable[tuple], stays: Callable[..., bool]) -> list:
     """The cases as parameters; those that do not stay are slow: they repeat the code paths of the others."""
-    return [pytest.param(*case, marks=[] if stays(*case) else [pytest.mark.slow]) for case in cases]
+    return [pytest.param(*case, marks=[] if stays(*case) else [pytest.mark.sweep]) for case in cases]
 
 
 def pairwise(factors: dict[str, Sequence], forbidden: frozenset[tuple[tuple, tuple]] = frozenset()) -> list[dict]:

@@ -19,7 +19,7 @@ from attnmesh.testing.errors import ROUNDING, assert_close
 
 CUDA = torch.cuda.is_available()
 # Interpreted kernels are slow: by default only the tests of the kernels themselves run them.
-INTERPRETED = () if CUDA else (pytest.mark.slow,)
+INTERPRETED = () if CUDA else (pytest.mark.sweep,)
 BACKENDS = ("torch", pytest.param("triton", marks=INTERPRETED))
 # In Triton's interpreter products of bfloat16 are wrong; no kernel computes in float64.
 DTYPES = {
@@ -34,7 +34,7 @@ def with_dtypes(names: Iterable[str]) -> list:
     """All (name, backend, dtype); by default every name with half of the dtypes of torch, the others are slow."""
     names = list(names)
     half = [
-        pytest.param(name, "torch", dtype, marks=() if i % 2 == j % 2 else pytest.mark.slow)
+        pytest.param(name, "torch", dtype, marks=() if i % 2 == j % 2 else pytest.mark.sweep)
         for i, name in enumerate(names)
         for j, dtype in enumerate(DTYPES["torch"])
     ]

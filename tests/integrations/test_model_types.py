@@ -16,7 +16,7 @@ def rows_of(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in KINDS)) for kind in TYPES]
+    "kind", [pytest.param(kind, marks=[pytest.mark.sweep] * (kind in KINDS)) for kind in TYPES]
 )  # the others are in test_packed_batches.py and test_shard_inputs.py
 def test_packed_and_padded_documents_of_every_architecture(kind):
     check(kind, 2, rows=rows_of(kind), length=18)
@@ -36,7 +36,7 @@ def test_packed_documents_of_llama_4_are_those_of_a_row_of_transformers():
         torch.testing.assert_close(found.double(), wanted.logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", [am.Zigzag(), am.Striped(), am.Contiguous()], ids=repr)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", TYPES)

@@ -19,7 +19,7 @@ def test_packed_and_padded_rows_equal_single_documents(kind, world):
     check(kind, world)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("balance", [True, False])
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("kind", KINDS)

@@ -142,7 +142,7 @@ def test_the_inputs_of_its_scripts(function):
     script(function).run()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("function", SCRIPTS)
 def test_the_inputs_of_its_scripts_in_their_sizes(function):
     script(function, whole=True).run()

@@ -179,7 +179,7 @@ def one_of_processes(comm):
     raise AssertionError("nothing was raised")
 
 
-@pytest.mark.slow  # two processes that import Transformers
+@pytest.mark.sweep  # two processes that import Transformers
 def test_over_processes():
     ranks = run_processes(2, one_of_processes, timeout=120)
     assert_one_process("llama", [step for step, _ in ranks])

@@ -93,7 +93,7 @@ def test_as_many_tokens_as_ranks():
     check_step("llama", 5, "zigzag", length=9)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("length", [9, 16, 37, 64])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])

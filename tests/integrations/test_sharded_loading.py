@@ -76,7 +76,7 @@ class PeakMemory:
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_a_rank_needs_the_memory_of_its_part_and_one_tensor(tmp_path):
     sizes = {

@@ -47,7 +47,7 @@ def test_accumulated_gradients_of_checkpointed_layers(kind, how):
     check_accumulation(kind, 2, CHECKPOINTING[how])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", CHECKPOINTING)
 @pytest.mark.parametrize("kind", [kind for kind in TYPES if kind != "llama4_text"])  # it counts chunks in the row
 def test_accumulated_gradients_of_every_architecture(kind, how):

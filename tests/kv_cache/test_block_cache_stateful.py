@@ -24,7 +24,7 @@ IDS = [f"{sizes['num_blocks']}x{sizes['block_size']}" for sizes in SIZES]
 # One of them every time, small enough to be full often; the others behind `slow`.
 @pytest.mark.parametrize(
     "sizes",
-    [pytest.param(sizes, marks=pytest.mark.slow if at else (), id=IDS[at]) for at, sizes in enumerate(SIZES)],
+    [pytest.param(sizes, marks=pytest.mark.sweep if at else (), id=IDS[at]) for at, sizes in enumerate(SIZES)],
 )
 def test_random_operations(sizes):
     done = drive(2500, seed=1, **sizes).done
@@ -32,7 +32,7 @@ def test_random_operations(sizes):
     assert min(done[name] for name in ("found", "full", "evicted", *OPERATIONS)) >= 20, done
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("sizes", SIZES, ids=IDS)
 def test_a_quarter_of_a_million_random_operations(sizes):
@@ -168,7 +168,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=[pytest.mark.slow] * (fault is register_before_written)) for fault in FAULTS]
+    "fault", [pytest.param(fault, marks=[pytest.mark.sweep] * (fault is register_before_written)) for fault in FAULTS]
 )
 def test_a_planted_fault_is_found(fault, monkeypatch):
     fault(monkeypatch)

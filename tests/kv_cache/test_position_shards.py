@@ -16,7 +16,7 @@ from attnmesh.kv_cache.pools import DeviceTables, Pools
 RUNS, BLOCK_LENS = (1, 2, 3, 4, 8), (1, 3, 4)
 
 
-@pytest.mark.parametrize("ranks", [1, 3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))])
+@pytest.mark.parametrize("ranks", [1, 3, *(pytest.param(ranks, marks=pytest.mark.sweep) for ranks in (2, 4))])
 def test_ranks_in_lockstep_hold_whole_sequences(ranks):
     done = Counter()
     for run, block_size in product(RUNS, BLOCK_LENS):
@@ -24,7 +24,7 @@ def test_ranks_in_lockstep_hold_whole_sequences(ranks):
     assert min(done[name] for name in ("found", "full", "copied", *OPERATIONS)) >= 3, done
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("ranks", "run", "block_size"), list(product((1, 2, 3, 4), RUNS, BLOCK_LENS)))
 def test_ranks_in_lockstep_for_longer(ranks, run, block_size):

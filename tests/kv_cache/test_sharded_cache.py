@@ -23,7 +23,7 @@ SHARDINGS = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("positions", "all", "few"))) for name in SHARDINGS],
+    [pytest.param(name, marks=[pytest.mark.sweep] * (name not in ("positions", "all", "few"))) for name in SHARDINGS],
 )
 def test_ranks_in_lockstep_hold_whole_sequences(name):
     sharding, more = SHARDINGS[name]

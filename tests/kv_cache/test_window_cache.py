@@ -34,7 +34,7 @@ def test_ranks_in_lockstep_hold_their_windows(tight):
     assert min(done[name] for name in ("found", "full", "copied", "refused", *OPERATIONS)) >= 1, done
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("shard", "window", "tight"), list(product(SHARDS, (1, 3, 9), (False, True))))
 def test_windows_for_longer(shard, window, tight):

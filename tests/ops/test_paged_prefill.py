@@ -294,6 +294,6 @@ def test_states_over_the_keys_of_every_rank_merge_to_the_whole(backend, monkeypa
         paged.paged_attention(q, (positions,), kv, mask=mask | am.Global(2), scores=scores)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_kernels_of_gpus():
     assert_exact([20, 13, 5], 13, window=11, sinks=True, backend="triton")

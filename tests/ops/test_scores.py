@@ -20,7 +20,7 @@ from attnmesh.core.masks import (
     SlidingWindow,
 )
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
-from helpers.cases import else_slow
+from helpers.cases import else_sweep
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -81,7 +81,7 @@ def test_triton_serves_parts_sequences_and_all_terms(device):
     check(random_inputs(17, dtype=torch.float16, device=device, **widths), mask, "triton", **terms)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_triton_with_every_mask_and_term(mask, name, device):
@@ -92,7 +92,7 @@ def test_triton_with_every_mask_and_term(mask, name, device):
     check(random_inputs(67, dtype=dtype, device=device, **widths), mask, "triton", **terms)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("backend", ["aten", "torch", "reference"])
@@ -115,7 +115,7 @@ def is_of_its_own(mask: Mask, dtype: torch.dtype) -> bool:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize(("mask", "dtype"), else_slow(product(MASKS, DTYPES), is_of_its_own), ids=str)
+@pytest.mark.parametrize(("mask", "dtype"), else_sweep(product(MASKS, DTYPES), is_of_its_own), ids=str)
 def test_every_mask_and_term_on_a_gpu(mask, dtype):
     for name in SCORES:
         widths, terms = terms_named(name, "cuda")

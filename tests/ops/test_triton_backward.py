@@ -23,8 +23,8 @@ OTHER_MASKS = [name for name in MASKS if name not in ("full", "causal", "union",
 SCALE = 0.2
 
 
-def slow(*values):
-    return pytest.param(*values, marks=() if CUDA else pytest.mark.slow)
+def sweep(*values):
+    return pytest.param(*values, marks=() if CUDA else pytest.mark.sweep)
 
 
 class Case:
@@ -85,7 +85,7 @@ def check(case: Case, grads: list[Tensor], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("mask", ["full", "causal", "union", "sequences", *(slow(name) for name in OTHER_MASKS)])
+@pytest.mark.parametrize("mask", ["full", "causal", "union", "sequences", *(sweep(name) for name in OTHER_MASKS)])
 def test_adds_all_gradients(device, mask, heads, dtype):
     length = 20 if heads == "gqa" else 26
     case = Case(device, dtype, mask, HEADS[heads], length, length, batch=2 if mask == "sequences" else 1)
@@ -123,7 +123,7 @@ def test_widths(device, head_dim, value_dim):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", ["causal", "union"])
-@pytest.mark.parametrize(("softcap", "alibi"), [slow(True, False), slow(False, True), (True, True)])
+@pytest.mark.parametrize(("softcap", "alibi"), [sweep(True, False), sweep(False, True), (True, True)])
 def test_softcap_and_alibi(device, softcap, alibi, mask, dtype):
     case = Case(device, dtype, mask, (2, 1), 26, 26, softcap=softcap, alibi=alibi)
     grads = case.buffers()
@@ -148,7 +148,7 @@ def test_overwrites_gradients_in_any_dtype(device, mask):
         assert relative(mine, exact) <= 2 * relative(plain, exact)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_keys_in_parts_add_up(device):
     """With the lse and delta of the whole softmax, parts of the keys give the same as all of them."""
     case = Case(device, torch.float32, "union", (2, 1), 33, 48)

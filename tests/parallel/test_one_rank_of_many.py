@@ -116,7 +116,7 @@ def layout_and_mask(place: str, length: int) -> tuple[Layout, Mask]:
 @pytest.mark.parametrize(
     ("schedule", "place"),
     [
-        pytest.param(schedule, place, marks=() if s % len(PLACES) == p else pytest.mark.slow)
+        pytest.param(schedule, place, marks=() if s % len(PLACES) == p else pytest.mark.sweep)
         for s, schedule in enumerate(SCHEDULES)
         for p, place in enumerate(PLACES)
     ],

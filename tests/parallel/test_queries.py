@@ -175,7 +175,7 @@ def test_a_ring_is_exact(ring_size, dtype):
         assert_attention_close(with_a_group(inputs, ring_size), inputs, Causal())
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("ring_size", RINGS)
 def test_a_ring_is_exact_in_every_combination(ring_size):
     for seed, (length, heads, dtype) in enumerate(itertools.product(LENGTHS, HEADS, DTYPES)):
@@ -221,7 +221,7 @@ def test_a_scale_of_ones_own():
         assert_attention_close(by_value(inputs, 3, scale=scale), inputs, Causal(), scale=scale)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_triton_kernels_serve_it_too(device):
     for run, ring_size, q_offset, mask, pairs in (
         (with_a_group, 2, 0, Causal(), 1),

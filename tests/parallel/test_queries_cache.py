@@ -137,7 +137,7 @@ def check_with_only_the_blocks_that_are_seen(problem: DecodeProblem, ring_size: 
     assert_exact(ring_of(problem, ring_size, mask=mask), problem, mask)
 
 
-@pytest.mark.parametrize("examples", [6, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [6, pytest.param(300, marks=pytest.mark.sweep)])
 @pytest.mark.usefixtures("small_parts")
 def test_any_causal_mask_over_a_cache_is_exact(examples):
     @settings(max_examples=examples, deadline=None, derandomize=True)
@@ -152,7 +152,7 @@ def test_any_causal_mask_over_a_cache_is_exact(examples):
     check()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(200))
 def test_random_rings_over_random_caches_are_exact(seed, monkeypatch):
     draw = random.Random(seed)

@@ -66,7 +66,7 @@ def test_a_prompt_after_a_prefix_is_exact(case):
     assert_exact(*sizes, dtype=dtype)
 
 
-@pytest.mark.parametrize("examples", [6, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [6, pytest.param(300, marks=pytest.mark.sweep)])
 def test_any_causal_mask_after_any_prefix_is_exact(examples):
     @settings(max_examples=examples, deadline=None, derandomize=True)
     @given(st.data())

@@ -71,7 +71,7 @@ def test_ring_matches_the_reference(layout, mask, world):
         check(layout, mask, world, *variant)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @every_ring
 def test_ring_matches_the_reference_in_every_combination(layout, mask, world):
     for variant in VARIANTS:

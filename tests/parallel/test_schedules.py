@@ -168,7 +168,7 @@ def test_schedule_matches_the_reference(schedule, mesh, layout, mask):
     check(schedule, mesh, layout, mask, length)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @every_case
 def test_schedule_matches_the_reference_at_every_length(schedule, mesh, layout, mask):
     for length in LENGTHS:
@@ -281,7 +281,7 @@ def test_cross_attention_matches_the_reference(schedule, mask_name):
         assert_attention_close(found, inputs, mask)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @every_schedule
 @pytest.mark.parametrize("mask_name", MASKS)
 def test_cross_attention_matches_the_reference_in_every_combination(schedule, mask_name):
@@ -499,7 +499,7 @@ def test_shards_may_be_views_and_stay_as_they_are(schedule):
 
 @pytest.mark.parametrize(
     "schedule",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("ring", "ulysses+allgather"))) for name in SCHEDULES],
+    [pytest.param(name, marks=[pytest.mark.sweep] * (name not in ("ring", "ulysses+allgather"))) for name in SCHEDULES],
 )
 def test_one_context_serves_calls_of_many_kinds_in_turn(schedule):
     world, how = comm_way(schedule)
@@ -641,7 +641,7 @@ def test_ranks_send_the_bytes_of_the_plan(schedule, mask_name):
         assert sent == planned(schedule, mesh, inputs, mask, layout, **how), (mesh, layout, key_layout)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @every_case
 def test_ranks_send_the_bytes_of_the_plan_in_every_combination(schedule, mesh, layout, mask):
     if layout == "striped" and "ulysses+" in schedule:

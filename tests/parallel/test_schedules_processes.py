@@ -75,7 +75,7 @@ def every_schedule(comm: Comm, kind: str, *, full: bool = True) -> tuple[int, in
     return cp.rank, cp.world
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["ranks_per_node", "no names", "names"])
 def test_every_schedule_on_four_processes_in_every_combination(kind):
     assert run_processes(4, every_schedule, kind) == [(rank, 4) for rank in range(4)]
@@ -124,7 +124,7 @@ def on_two_replicas(comm: Comm) -> None:
         assert_exact(cp, CASES[0], seed=replica)  # each replica has a sequence of its own
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_two_dimensions_of_a_mesh_of_three():
     run_processes(8, on_two_replicas)
 
@@ -140,7 +140,7 @@ def on_some_ranks(comm: Comm) -> str:
     return "right"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_mesh_over_some_of_the_ranks():
     assert run_processes(5, on_some_ranks) == [*["right"] * 4, "raised"]
 
@@ -257,7 +257,7 @@ def one_dies(comm: Comm, schedule: str, when: str) -> tuple[str, float]:
     [
         ("allgather", "backward"),
         *(
-            pytest.param(*workload, marks=pytest.mark.slow)
+            pytest.param(*workload, marks=pytest.mark.sweep)
             for workload in (("ulysses+ring", "forward"), ("ring+ring", "backward"))
         ),
     ],

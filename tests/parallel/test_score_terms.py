@@ -36,7 +36,7 @@ from attnmesh.testing.attention import (
     shard_inputs,
     virtual_results,
 )
-from helpers.cases import else_slow, pairwise
+from helpers.cases import else_sweep, pairwise
 
 LENGTH, Q_HEADS = 29, 6
 TERMS = ("sinks", "softcap", "slopes", "all")
@@ -109,7 +109,7 @@ FORBIDDEN = frozenset(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", pairwise(FACTORS, FORBIDDEN), ids=lambda case: "-".join(map(str, case.values())))
 def test_score_terms_are_exact_in_pairs_of_everything(case):
     mask, dtype, (head_dim, value_dim) = MASKS[case["mask"]], case["dtype"], case["widths"]
@@ -124,7 +124,7 @@ def test_score_terms_are_exact_in_pairs_of_everything(case):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     ("schedule", "widths", "name"),
-    else_slow(  # every schedule with messages of one width and of two, and with no term and all; sinks with two
+    else_sweep(  # every schedule with messages of one width and of two, and with no term and all; sinks with two
         product(SCHEDULES, [(64, 64), (128, 128), (192, 128)], [None, "sinks", "all"]),
         lambda schedule, widths, name: (
             (widths, name) in (((128, 128), None), ((192, 128), "all"))
@@ -165,7 +165,7 @@ def test_the_gradient_of_sinks_is_what_the_queries_of_the_rank_contribute(schedu
 @pytest.mark.parametrize(
     ("schedule", "mask"),
     [
-        pytest.param(schedule, mask, marks=[pytest.mark.slow] * (schedule != "ring"))  # Triton's interpreter is slow
+        pytest.param(schedule, mask, marks=[pytest.mark.sweep] * (schedule != "ring"))  # Triton's interpreter is slow
         for schedule, mask in product(SCHEDULES, [Causal(), Padding([11]) & SlidingWindow(3)])
     ],
     ids=str,

@@ -139,7 +139,7 @@ def test_a_context_parallel_of_ones_own():
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_compiled_model():
     torch._dynamo.reset()
     model = Attention()
@@ -289,7 +289,7 @@ def causal_with_torch(comm: Comm) -> None:
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_torchs_own_context_refuses_causal_attention_on_the_cpu():
     """Why this library has one of its own. The day torch serves the call, or drops its prototype, this is skipped."""
     try:

@@ -163,7 +163,7 @@ def run_two_layers(device: Device, layout, mask, world: int, rank: int, wanted: 
     [
         *[(Contiguous(), "kv"), (Zigzag(), "qkv"), (Zigzag(), ""), (Striped(), "q")],
         *(
-            pytest.param(layout, wanted, marks=pytest.mark.slow)
+            pytest.param(layout, wanted, marks=pytest.mark.sweep)
             for layout, wanted in [(Contiguous(), ""), (Contiguous(), "qkv"), (Striped(), "kv"), (Striped(), "qkv")]
         ),
     ],

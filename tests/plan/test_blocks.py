@@ -105,7 +105,7 @@ def test_blocks_of_any_mask_over_any_spans_are_right(data):
     check_any_patch(data)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @settings(max_examples=2000, deadline=None)
 @given(st.data())
 def test_blocks_of_many_masks(data):

@@ -61,7 +61,7 @@ def one_thread():
 
 
 @pytest.mark.parametrize(("mask", "layout"), [(Full(), Contiguous()), (Causal(), Zigzag())], ids=str)
-@pytest.mark.parametrize("sizes", [((2, 320), (4, 192)), pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [((2, 320), (4, 192)), pytest.param(MANY, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_peaks_are_those_of_real_ranks(schedule, sizes, mask, layout):
     for world, rows in sizes:

@@ -96,7 +96,7 @@ def test_the_same_of_random_masks_and_layouts(problem):
         check(each, truth)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(900)
 @settings(max_examples=1000, deadline=None)
 @given(problems())

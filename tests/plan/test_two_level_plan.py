@@ -80,7 +80,7 @@ def test_the_same_of_random_masks_and_layouts(problem):
     check(two_level_plan(problem, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @settings(max_examples=400, deadline=None)
 @given(problems(ranks=(4, 6, 8)))
 def test_the_same_of_many_random_masks_and_layouts(problem):

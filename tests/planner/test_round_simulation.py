@@ -216,7 +216,7 @@ def test_a_round_of_thousands_of_ranks_is_quick():
     assert found.finish.argmax() == 5
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_ring_of_4096_ranks_all_the_way_round_within_40_seconds():
     began = time.perf_counter()
     found = run_rounds(long_ring_program(4096, 4096), WIRED, Slowdown({5: 1.5}), keep=[5])

@@ -21,7 +21,7 @@ def default_dtype(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
-OTHERS = pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float16, marks=pytest.mark.slow)])
+OTHERS = pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float16, marks=pytest.mark.sweep)])
 
 
 @OTHERS
@@ -75,7 +75,7 @@ def test_every_new_tensor_has_a_device_and_a_dtype():
     assert missing == []
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @OTHERS
 def test_generation_under_other_defaults(dtype):
     from helpers.argument_calls import model

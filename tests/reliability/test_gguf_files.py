@@ -104,7 +104,7 @@ def test_a_damaged_file_is_loaded_exactly_or_refused(original, file, name, seed,
     assert said in outcome(file)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_damaged_files_are_loaded_exactly_or_refused(original, file, name):
     loaded = 0

@@ -282,7 +282,7 @@ def test_odd_calls(family):
         FAMILIES[family](seed)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("part", range(10))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_more_odd_calls(family, part):

@@ -96,7 +96,7 @@ def test_completions_are_those_of_the_model_alone(client, alone):
     assert complete(client, "a").choices[0].text == alone("a").text  # one token on two ranks
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_samples_differ_and_a_seed_repeats_them(client, alone):
     prompts = [PROMPT, "c b a"]
     found = complete(client, prompts, n=3, **SAMPLED)
@@ -121,7 +121,7 @@ def test_samples_differ_and_a_seed_repeats_them(client, alone):
         pytest.param(
             {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.2, **SAMPLED},
             {"sampling": Sampling(1.0, 0.9, 5, 3, 0.1, 1.2)},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.sweep,
         ),
         ({"logit_bias": {"4": -100, "9": 3.5}}, {"logits_processors": [lambda _, x: x + BIAS]}),
     ],
@@ -195,7 +195,7 @@ def test_models_are_listed(client):
         client.models.retrieve("other")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_many_clients_at_once_get_their_own_answers(client, alone):
     prompts = [f"{word} a b c {word}" for word in "abcdefgh"]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -474,8 +474,8 @@ def check_answers(client, alone):
     "sharding",
     [
         DecodeSharding(tp=2),
-        pytest.param(DecodeSharding(cp=3), marks=pytest.mark.slow),
-        pytest.param(DecodeSharding(tp=2, kvdp=2), marks=pytest.mark.slow),
+        pytest.param(DecodeSharding(cp=3), marks=pytest.mark.sweep),
+        pytest.param(DecodeSharding(tp=2, kvdp=2), marks=pytest.mark.sweep),
     ],
     ids=str,
 )
@@ -489,7 +489,7 @@ def serve_on_process(comm, how):
     return comm.rank
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("shard_weights", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)], ids=str)
 def test_a_server_over_processes(model, tmp_path, alone, sharding, shard_weights):

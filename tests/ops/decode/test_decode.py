@@ -465,7 +465,7 @@ def test_the_two_calls_take_the_same_options():
     assert paged[:4] == ["q", "k_pool", "v_pool", "block_table"]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @ON_EACH
 def test_long_caches(backend):
     lengths = [700, 130] if interpreted(backend) else [5000, 1, 777, 2048]

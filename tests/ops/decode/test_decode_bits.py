@@ -161,7 +161,7 @@ def test_with_any_type_of_cur_pos(backend):
         assert torch.equal(found.lse, expected.lse)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @ON_EACH
 @pytest.mark.parametrize("tokens", [1, 4, 8])
 @pytest.mark.parametrize("block_size", [None, 16, 64])

@@ -71,20 +71,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", [CASES[0], *(pytest.param(x, marks=pytest.mark.slow) for x in CASES[1:])])
+@pytest.mark.parametrize("case", [CASES[0], *(pytest.param(x, marks=pytest.mark.sweep) for x in CASES[1:])])
 def test_the_topk_is_that_of_the_definition(case):
     *sizes, how = case
     check(*sizes, seed=1, **how)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(2, 22))
 def test_hostile_schedules(seed):
     *sizes, how = CASES[seed % len(CASES)]
     check(*sizes, seed=seed, **how)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", [
     # A row is selected from before it is scored.
@@ -111,7 +111,7 @@ def test_calls_that_the_kernels_do_not_serve():
     ("batch", "tokens", "heads", "length", "block_size", "k"),
     [
         (2, 1, 64, 300, 64, 20),
-        *(pytest.param(*case, marks=pytest.mark.slow)
+        *(pytest.param(*case, marks=pytest.mark.sweep)
           for case in [(1, 2, 64, 500, 128, 33), (1, 4, 40, 400, 64, 10), (2, 1, 128, 300, 64, 400)]),
     ],
 )  # fmt: skip

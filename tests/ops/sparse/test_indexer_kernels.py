@@ -17,7 +17,7 @@ from attnmesh.ops.sparse.triton_topk import topk
 CUDA = torch.cuda.is_available()
 # The interpreter's bf16 dot is wrong, and each of its tiles takes milliseconds: small shapes.
 DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * CUDA
-SLOW_HERE = () if CUDA else (pytest.mark.slow,)
+SWEEP_HERE = () if CUDA else (pytest.mark.sweep,)
 SMALL = IndexerTiles(keys=16, rows=1, warps=4, stages=1)
 PAIRS = IndexerTiles(keys=32, rows=2, warps=4, stages=1)
 WHOLE = IndexerTiles(keys=64, rows=2, warps=4, stages=1)  # few programs, where only the selection matters
@@ -27,7 +27,7 @@ SCALE = 0.25
 def with_each_dtype(*shapes: tuple) -> list:
     """All pairs. In the interpreter a shape takes one dtype, the next one the other, and the rest is slow."""
     return [
-        pytest.param(dtype, *shape, marks=() if i % 2 == j % 2 else SLOW_HERE)
+        pytest.param(dtype, *shape, marks=() if i % 2 == j % 2 else SWEEP_HERE)
         for i, shape in enumerate(shapes)
         for j, dtype in enumerate(DTYPES)
     ]

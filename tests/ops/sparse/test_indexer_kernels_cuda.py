@@ -16,7 +16,7 @@ from attnmesh.ops.sparse.triton_indexer import LONG_ROW, IndexerTiles, scores_at
 from attnmesh.ops.sparse.triton_indexer_backward import dense_scores_backward, scores_at_backward
 from attnmesh.ops.sparse.triton_paged_topk import paged_topk
 from attnmesh.ops.sparse.triton_topk import topk
-from helpers.cases import else_slow
+from helpers.cases import else_sweep
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 HOW = {"scale": (64 * 128) ** -0.5, "relu": True}
@@ -110,7 +110,7 @@ HOPPER_SIZES = [  # queries, keys, heads, dim, k, causal
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
-    else_slow(  # fp16 changes the type of the products
+    else_sweep(  # fp16 changes the type of the products
         product(HOPPER_SIZES, DTYPES[:2]),
         lambda sizes, dtype: dtype == torch.bfloat16 or sizes == HOPPER_SIZES[0],
     ),

@@ -44,7 +44,7 @@ def by_gluon(monkeypatch: pytest.MonkeyPatch, seed: int = 0, planted: tuple[str,
     monkeypatch.setattr(triton_decode, "fastest_way", lambda call: triton_decode.Way.GLUON)
 
 
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 12), marks=pytest.mark.slow)], ids=["one", "many"])
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 12), marks=pytest.mark.sweep)], ids=["one", "many"])
 @pytest.mark.parametrize("name", CASES)
 def test_under_hostile_schedules(name, seeds, monkeypatch):
     for seed in seeds:
@@ -53,7 +53,7 @@ def test_under_hostile_schedules(name, seeds, monkeypatch):
         replace(case, scale=0.6 if seed % 2 else case.scale).check("triton")
 
 
-@pytest.mark.parametrize("split_size", [64, pytest.param(70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("split_size", [64, pytest.param(70, marks=pytest.mark.sweep)])
 def test_splits(split_size, monkeypatch):
     by_gluon(monkeypatch)
     case = random_case(
@@ -63,7 +63,7 @@ def test_splits(split_size, monkeypatch):
     case.check("triton", split_size=split_size, out_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("split_size", [None, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("split_size", [None, pytest.param(32, marks=pytest.mark.sweep)])
 def test_faults(split_size, monkeypatch):
     by_gluon(monkeypatch)
     case = random_case((40, 30), topk=50, dtype=torch.float16, sinks=True, **WIDTHS)
@@ -110,7 +110,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(x, marks=[pytest.mark.slow] if i else []) for i, x in enumerate(PLANTED)]
+    "fault", [pytest.param(x, marks=[pytest.mark.sweep] if i else []) for i, x in enumerate(PLANTED)]
 )
 def test_the_emulation_finds_planted_faults(fault, monkeypatch):
     case = random_case((300, 40, 9), heads=16, topk=260, tokens=3, dtype=torch.float16, **WIDTHS)

@@ -148,11 +148,11 @@ CASES = {
     "three groups": {"storage": "fp8_ds_mla", "dim": 384 + 34, "lengths": (40,), "seed": 4},
     "V3.2": {"storage": "fp8_ds_mla", "dim": 576, "heads": 20, "lengths": (50, 90), "topk": 40, "tokens": 1},
 }  # fmt: skip
-SLOW = (pytest.mark.slow,)
+SWEEP = (pytest.mark.sweep,)
 RUNS = [
     pytest.param(
         name, backend, dtype,
-        marks=() if i % len(DTYPES[backend]) == j and (backend == "torch" or CUDA or "latent" in name) else SLOW,
+        marks=() if i % len(DTYPES[backend]) == j and (backend == "torch" or CUDA or "latent" in name) else SWEEP,
     )
     for backend in ("torch", "triton")
     for i, name in enumerate(CASES)
@@ -200,7 +200,7 @@ def test_bits_of_a_token_do_not_depend_on_the_batch():
 
 @pytest.mark.parametrize(
     ("backend", "interleave"),
-    [("torch", 3), ("triton", 1), *(pytest.param(*x, marks=SLOW) for x in (("torch", 1), ("triton", 3)))],
+    [("torch", 3), ("triton", 1), *(pytest.param(*x, marks=SWEEP) for x in (("torch", 1), ("triton", 3)))],
 )
 def test_ranks_hold_parts_of_the_positions(backend, interleave):
     """The states over the positions of each rank merge to the state over all; sinks are added once."""
@@ -255,7 +255,7 @@ WRONG = {
 @pytest.mark.parametrize(
     ("wrong", "backend"),
     [
-        pytest.param(wrong, backend, marks=SLOW if backend == "triton" and i % 3 and not CUDA else ())
+        pytest.param(wrong, backend, marks=SWEEP if backend == "triton" and i % 3 and not CUDA else ())
         for i, wrong in enumerate(WRONG)
         for backend in ("torch", "triton")
     ],

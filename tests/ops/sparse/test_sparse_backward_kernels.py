@@ -13,7 +13,7 @@ from attnmesh.ops.sparse.triton_sums_by_key import SlotsByKey, add_by_key
 
 CUDA = torch.cuda.is_available()
 DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * CUDA  # the interpreter's bf16 dot is wrong
-SLOW_HERE = () if CUDA else (pytest.mark.slow,)  # float32 has small tiles, and the interpreter takes long for each
+SWEEP_HERE = () if CUDA else (pytest.mark.sweep,)  # float32 has small tiles, and the interpreter takes long for each
 TOLERANCES = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3, torch.float32: 2e-6}
 WRONG_KEYS = [-1, -(2**31), 2**31 - 1, 900]  # 900: past every row's `hi`, though a key might well be there
 
@@ -151,7 +151,7 @@ IN_FLOAT32 = ("one slot", "100 slots", "value of its own", "value as wide as the
 @pytest.mark.parametrize(
     ("dtype", "shape"),
     [
-        pytest.param(dtype, shape, marks=SLOW_HERE if (dtype == torch.float32) != (shape in IN_FLOAT32) else ())
+        pytest.param(dtype, shape, marks=SWEEP_HERE if (dtype == torch.float32) != (shape in IN_FLOAT32) else ())
         for dtype in DTYPES
         for shape in SHAPES
     ],
@@ -166,7 +166,7 @@ def test_gradients_are_those_of_autograd(device, dtype, shape):
 @pytest.mark.parametrize(
     ("dtype", "separate"),
     [
-        pytest.param(dtype, separate, marks=SLOW_HERE if separate == (dtype == torch.float32) else ())
+        pytest.param(dtype, separate, marks=SWEEP_HERE if separate == (dtype == torch.float32) else ())
         for dtype in DTYPES
         for separate in (False, True)
     ],

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.cases import else_slow
+from helpers.cases import else_sweep
 from helpers.gluon import emulated
 
 pytest.importorskip("triton")
@@ -187,7 +187,7 @@ def emulate(problem: Problem, head_group: int, programs: int, seed: int, planted
 
 
 @pytest.mark.parametrize("case", EMULATED, ids=str)
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 40), marks=pytest.mark.slow)], ids=["one", "many"])
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 40), marks=pytest.mark.sweep)], ids=["one", "many"])
 def test_the_hopper_kernel_under_hostile_schedules(case, seeds):
     *shape, head_group, programs = case
     for seed in seeds:
@@ -237,7 +237,7 @@ HOPPER_SIZES = [  # queries, heads, head_dim, topk, head_group
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
-    else_slow(  # fp16 changes the type of the products
+    else_sweep(  # fp16 changes the type of the products
         product(HOPPER_SIZES, [torch.bfloat16, torch.float16]),
         lambda sizes, dtype: dtype == torch.bfloat16 or sizes == HOPPER_SIZES[0],
     ),

@@ -12,7 +12,7 @@ import triton.language as tl
 from attnmesh.ops.sparse.triton_select import NEIGHBORS, row_elements, select_row
 
 CUDA = torch.cuda.is_available()
-SLOW_HERE = () if CUDA else (pytest.mark.slow,)
+SWEEP_HERE = () if CUDA else (pytest.mark.sweep,)
 BLOCK, WIDE, K, BEGIN = 64, 128, 20, 48  # candidates in registers, groups, the top-k, the first key of a row
 
 
@@ -73,7 +73,7 @@ USUAL = [("random", 256), ("neighbors", 64), ("few that can be selected", 128), 
 @pytest.mark.parametrize(
     ("kind", "groups"),
     [
-        pytest.param(kind, groups, marks=() if (kind, groups) in USUAL else SLOW_HERE)
+        pytest.param(kind, groups, marks=() if (kind, groups) in USUAL else SWEEP_HERE)
         for kind in ROWS
         for groups in (0, 64, 128, 256)
     ],
@@ -82,7 +82,7 @@ def test_the_selection(device, kind, groups):
     check(ROWS[kind].to(device), groups, K)
 
 
-@pytest.mark.parametrize(("k", "groups"), [pytest.param(50, 256, marks=SLOW_HERE), (100, 0), (1000, 128)])
+@pytest.mark.parametrize(("k", "groups"), [pytest.param(50, 256, marks=SWEEP_HERE), (100, 0), (1000, 128)])
 def test_a_topk_that_does_not_fit_in_the_room_for_candidates(device, k, groups):
     check(ROWS["random"].to(device), groups, k)
 

@@ -66,7 +66,7 @@ def test_matches_the_module_in_every_factorisation(family, sharding):
     assert_matches(family, sharding, prompts=(5, 17, 1), steps=4)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(("family", "sharding"), EVERY)
 def test_matches_the_module_over_64_steps_in_every_factorisation(family, sharding):
     assert_matches(family, sharding, prompts=(5, 11, 1), steps=64)

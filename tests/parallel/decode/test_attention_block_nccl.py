@@ -101,7 +101,7 @@ def every_sharding(comm):
     return worst, graphs
 
 
-@pytest.mark.parametrize("world", [2, 4, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 8))])
+@pytest.mark.parametrize("world", [2, 4, *(pytest.param(world, marks=pytest.mark.sweep) for world in (3, 8))])
 @pytest.mark.cuda
 @pytest.mark.ranks
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -137,7 +137,7 @@ def groups_made(comm, device):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "backend", [pytest.param("gloo", marks=pytest.mark.slow), pytest.param("nccl", marks=needs_gpu)]
+    "backend", [pytest.param("gloo", marks=pytest.mark.sweep), pytest.param("nccl", marks=needs_gpu)]
 )
 def test_groups_are_created_once_and_in_the_same_order_on_all_ranks(backend):
     ranks = run_processes(4, groups_made, "cuda" if backend == "nccl" else "cpu", backend=backend)

@@ -27,7 +27,7 @@ def test_exchanges_are_exact_and_send_the_planned_bytes():
         check_exchanges(case, WAYS[at :: len(CASES)])  # all combinations, each in a case
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_exchange_is_exact_and_sends_the_planned_bytes(case):
     check_exchanges(case, WAYS)

@@ -290,7 +290,7 @@ def peak_of_a_move(comm, limit):
     return peak - sum(x.nbytes for x in kept[0].local.stored_tensors)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_memory_between_processes_is_bounded_by_two_messages():
     limit = 64 * 1024
     for peak in run_processes(2, peak_of_a_move, limit):

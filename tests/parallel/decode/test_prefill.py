@@ -71,7 +71,7 @@ def test_prefill_and_decode_in_turn(sharding):
     assert_exact(am.DecodeSharding(*sharding), kind)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 4, 6, 8])
 def test_prefill_in_every_factorisation(world):
     for (tp, kvdp, cp), kind in product(factorizations(world), KINDS):
@@ -87,7 +87,7 @@ def test_chunks_and_parts_of_a_few_tokens(sharding, monkeypatch):
     assert_exact(am.DecodeSharding(*sharding), {"window": 13, "sinks": True, "out": sharding[1] == 1})
 
 
-@pytest.mark.parametrize("storage", ["int8", *(pytest.param(x, marks=pytest.mark.slow) for x in ("fp8", "bfp8"))])
+@pytest.mark.parametrize("storage", ["int8", *(pytest.param(x, marks=pytest.mark.sweep) for x in ("fp8", "bfp8"))])
 def test_quantized_storage(storage):
     for sharding in ((1, 1, 1, 1), (1, 2, 2, 3)):
         kind = {"sinks": True, "window": 9, "rope": None}
@@ -99,7 +99,7 @@ def test_quantized_storage(storage):
     [
         {"exchange": am.Exchange(kvdp="all_gather", cp="reduce_scatter")},
         {"exchange": am.Exchange(cp="all_reduce", replicate_q=True), "kv_rows": "own"},
-        pytest.param({"kv_rows": "all"}, marks=pytest.mark.slow),
+        pytest.param({"kv_rows": "all"}, marks=pytest.mark.sweep),
     ],
 )
 def test_every_exchange(options):

@@ -72,9 +72,9 @@ def same(one, other):
 
 SHARDINGS = [
     # tp, kvdp, cp, interleave
-    pytest.param((1, 1, 2, SPLIT), marks=pytest.mark.slow),
+    pytest.param((1, 1, 2, SPLIT), marks=pytest.mark.sweep),
     (1, 1, 2, 2 * SPLIT),
-    pytest.param((1, 1, 4, SPLIT), marks=pytest.mark.slow),
+    pytest.param((1, 1, 4, SPLIT), marks=pytest.mark.sweep),
     (1, 1, 4, 3 * SPLIT),
     (1, 1, 8, SPLIT),
     (1, 2, 2, SPLIT),
@@ -84,13 +84,13 @@ SHARDINGS = [
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "both")) for kind in KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.sweep] * (kind != "both")) for kind in KINDS])
 def test_ranks_do_not_show(kind, sharding):
     assert same(attended(am.DecodeSharding(*sharding), kind), unsharded(kind))
 
 
 @pytest.mark.parametrize(
-    ("kind", "backend"), [("slopes", "cpu"), pytest.param("softcap", "reference", marks=pytest.mark.slow)]
+    ("kind", "backend"), [("slopes", "cpu"), pytest.param("softcap", "reference", marks=pytest.mark.sweep)]
 )
 def test_ranks_do_not_show_with_other_scores(kind, backend):
     found = attended(am.DecodeSharding(1, 2, 2, 2 * SPLIT), kind, backend=backend)
@@ -98,7 +98,7 @@ def test_ranks_do_not_show_with_other_scores(kind, backend):
 
 
 @pytest.mark.parametrize(
-    "storage", ["int8", *(pytest.param(storage, marks=pytest.mark.slow) for storage in ("fp8", "bfp8"))]
+    "storage", ["int8", *(pytest.param(storage, marks=pytest.mark.sweep) for storage in ("fp8", "bfp8"))]
 )
 def test_ranks_do_not_show_with_fewer_bits(storage):
     how = {"storage": storage, "head_dim": 16}
@@ -147,7 +147,7 @@ def last_step(sharding, backend):
 
 
 @pytest.mark.parametrize(
-    "sharding", [(1, 1, 2, SPLIT), pytest.param((1, 2, 2, SPLIT), marks=pytest.mark.slow)], ids=str
+    "sharding", [(1, 1, 2, SPLIT), pytest.param((1, 2, 2, SPLIT), marks=pytest.mark.sweep)], ids=str
 )
 def test_ranks_do_not_show_in_the_kernels_results(sharding):
     """Triton's, in the interpreter where there is no GPU."""

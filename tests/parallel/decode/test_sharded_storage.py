@@ -63,7 +63,7 @@ def stored(cache, sequence):
 
 
 @pytest.mark.parametrize(
-    "storage", ["fp8", "bfp8", *(pytest.param(storage, marks=pytest.mark.slow) for storage in ("fp32", "int8"))]
+    "storage", ["fp8", "bfp8", *(pytest.param(storage, marks=pytest.mark.sweep) for storage in ("fp32", "int8"))]
 )
 def test_many_ranks_store_and_answer_as_one_does(storage):
     (alone,), whole, truth = generated((1, 1, 1, 1), storage)
@@ -112,7 +112,7 @@ def test_bf16_is_at_most_twice_as_far_off_as_the_bf16_module(family, sharding):
     assert_bf16_is_right(family, (16, 4), sharding)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("world", [1, 2, 4, 6, 8])

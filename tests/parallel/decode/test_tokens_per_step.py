@@ -45,7 +45,7 @@ def test_steps_of_every_number_of_tokens_in_one_run(interleave, cp):
     assert_exact(config, weights, am.DecodeSharding(cp=cp, interleave=interleave), counts)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("tokens", range(1, 9))
 @pytest.mark.parametrize("cp", [2, 3, 4])
 def test_every_number_of_tokens_with_every_interleave(cp, tokens):

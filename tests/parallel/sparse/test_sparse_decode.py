@@ -114,8 +114,8 @@ def check(ranks: list[list[Tensor]], problem: Problem, heads: tuple[int, ...] | 
         (1, 1, "fp8_ds_mla", None),
         (2, 1, "fp8_ds_mla", (2, 4)),
         (3, 4, "fp32", None),
-        pytest.param(4, 3, "fp8_ds_mla", (1, 2, 1, 2), marks=pytest.mark.slow),
-        pytest.param(2, 16, "fp32", None, marks=pytest.mark.slow),
+        pytest.param(4, 3, "fp8_ds_mla", (1, 2, 1, 2), marks=pytest.mark.sweep),
+        pytest.param(2, 16, "fp32", None, marks=pytest.mark.sweep),
     ],
 )
 def test_virtual_ranks(world, interleave, storage, heads):
@@ -123,7 +123,7 @@ def test_virtual_ranks(world, interleave, storage, heads):
     check(am.run_virtual(world, lambda comm: step(comm, problem, interleave, heads)), problem, heads)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_virtual_ranks_with_the_kernels():
     problem = Problem()
     check(am.run_virtual(2, lambda comm: step(comm, problem, 2, backend="triton")), problem)
@@ -140,7 +140,7 @@ def on_processes(comm: Comm) -> list[list[float]]:
     return [x.tolist() for x in step(comm, Problem(), 2, (3, 3))]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_two_processes():
     ranks = [[torch.tensor(x) for x in rank] for rank in run_processes(2, on_processes)]
     for rank in ranks:

@@ -68,7 +68,7 @@ def whole_results(grid, layout, names) -> dict[str, torch.Tensor]:
 
 # Without context parallelism there is one layout and one schedule.
 SPREAD = [
-    pytest.param(*grid, layout, schedule, marks=() if (i + j + k) % 3 == 0 or grid[1] == 1 else pytest.mark.slow)
+    pytest.param(*grid, layout, schedule, marks=() if (i + j + k) % 3 == 0 or grid[1] == 1 else pytest.mark.sweep)
     for (i, grid), (j, layout), (k, schedule) in itertools.product(
         enumerate(GRIDS), enumerate(LAYOUTS), enumerate(KEYS)
     )
@@ -103,7 +103,7 @@ def test_every_mask_speaks_of_the_whole_sequence(mask, schedule):
 @pytest.mark.parametrize(
     ("length", "key_length", "schedule"),
     [
-        pytest.param(*lengths, schedule, marks=() if i % 2 == j else pytest.mark.slow)
+        pytest.param(*lengths, schedule, marks=() if i % 2 == j else pytest.mark.sweep)
         for i, lengths in enumerate([(2, 13), (11, 3), (1, 1), (0, 5), (5, 0), (0, 0)])
         for j, schedule in enumerate(KEYS)
     ],

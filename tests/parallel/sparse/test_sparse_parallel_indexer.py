@@ -48,7 +48,7 @@ def hidden(mask):
 @pytest.mark.parametrize(
     ("tp", "cp", "layout", "schedule"),
     [
-        pytest.param(*grid, layout, schedule, marks=() if (i + j + k) % 3 == 0 else pytest.mark.slow)
+        pytest.param(*grid, layout, schedule, marks=() if (i + j + k) % 3 == 0 else pytest.mark.sweep)
         for i, grid in enumerate(GRIDS)
         for j, layout in enumerate(LAYOUTS)
         for k, schedule in enumerate(SCHEDULES)
@@ -94,7 +94,7 @@ def test_keys_that_nobody_sees_may_hold_anything():
 @pytest.mark.parametrize(
     ("tp", "cp", "mask", "schedule"),
     [
-        pytest.param(*grid, mask, schedule, marks=() if (i + j) % 2 == k else pytest.mark.slow)
+        pytest.param(*grid, mask, schedule, marks=() if (i + j) % 2 == k else pytest.mark.sweep)
         for i, grid in enumerate([(2, 1), (1, 4), (2, 3)])
         for j, mask in enumerate(MASKS)
         for k, schedule in enumerate(SCHEDULES)

@@ -78,7 +78,7 @@ SPREAD = [
 @pytest.mark.parametrize(
     ("tp", "cp", "rows", "schedule", "mode"),
     [
-        pytest.param(*case, mode, marks=() if i % 2 == j else pytest.mark.slow)
+        pytest.param(*case, mode, marks=() if i % 2 == j else pytest.mark.sweep)
         for i, case in enumerate(SPREAD)
         for j, mode in enumerate(("sparse", "dense"))
     ],
