@@ -89,9 +89,16 @@ def check_spans(spans: list[Span], workload: Workload, schedule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "mask"), [("contiguous", "causal"), ("zigzag", "causal"), ("zigzag", "window:9+global:2")]
+    ("schedule", "layout", "mask"),
+    [
+        ("ring", "contiguous", "causal"),
+        ("allgather", "zigzag", "causal"),
+        ("ulysses", "zigzag", "window:9+global:2"),
+        ("ulysses+ring", "zigzag", "causal"),
+        ("ulysses+allgather", "contiguous", "causal"),
+        ("ring+ring", "zigzag", "window:9+global:2"),
+    ],
 )
-@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_virtual_ranks_do_what_their_plan_says(schedule, layout, mask):
     ask = traced_case(schedule, layout=layout, mask=mask)
     if layout == "zigzag" and schedule.startswith("ulysses+"):

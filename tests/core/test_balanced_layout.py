@@ -262,8 +262,18 @@ def test_causal_work_is_even_where_the_length_does_not_divide(world):
         assert imbalance(work) <= (0.022 if length < 100 * world else 0.015), length
 
 
-@pytest.mark.parametrize("mask", [Full(), SlidingWindow(3), SlidingWindow(2, 4), Causal() & SlidingWindow(5)], ids=str)
-@pytest.mark.parametrize("world", range(1, 10))
+@pytest.mark.parametrize(
+    ("mask", "world"),
+    [
+        (Full(), 1),
+        (SlidingWindow(3), 3),
+        (Causal() & SlidingWindow(5), 4),
+        (SlidingWindow(2, 4), 6),
+        (Full(), 7),
+        (SlidingWindow(3), 9),
+    ],
+    ids=str,
+)
 def test_what_is_even_already_stays_in_one_piece(mask, world):
     length = 1000 * world
     assert shares_of(Balanced(mask), length, world) == shares_of(Contiguous(), length, world)
@@ -334,8 +344,18 @@ def test_a_layout_of_64k_positions_takes_no_time_to_speak_of():
 # Exact attention.
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("world", "length"), [(2, 64), (3, 67), (8, 130), (4, 3)])
+@pytest.mark.parametrize(
+    ("mask", "world", "length"),
+    [
+        ("full", 2, 64),
+        ("causal & window", 2, 64),
+        ("causal", 3, 67),
+        ("causal & documents", 3, 67),
+        ("window", 8, 130),
+        ("all three", 8, 130),
+        ("documents", 4, 3),
+    ],
+)
 def test_attention_is_exact(mask, world, length):
     inputs = random_inputs(length)
     sight = make_mask(mask, length)

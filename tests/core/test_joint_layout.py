@@ -102,8 +102,7 @@ def test_a_part_that_refuses_its_length_is_heard():
         Joint((5, Balanced(Documents([2, 2])))).ranges(5, 2, 0)
 
 
-@pytest.mark.parametrize("mask", ["full", "causal", "window", "causal & documents"])
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize(("mask", "world"), [("full", 1), ("window", 2), ("causal", 3), ("causal & documents", 5)])
 def test_attention_is_exact(mask, world):
     inputs = random_inputs(67)
     sight = make_mask(mask, 67)

@@ -349,8 +349,11 @@ def test_zigzag_choice_of_longer_chunks_is_optimal(world):
         assert ours <= best_imbalance(length, world) + 1e-12, length
 
 
-@pytest.mark.parametrize("layout", [Contiguous(), Zigzag(), Striped()], ids=str)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("layout", "world"),
+    [(Contiguous(), 1), (Zigzag(), 3), (Striped(), 4), (Zigzag(), 6), (Contiguous(), 7), (Striped(), 9)],
+    ids=str,
+)
 def test_the_plan_counts_just_the_causal_pairs(layout, world):
     for length in (1, 2 * world, 17 * world + 3, 64 * world, 65 * world, 100 * world + 1):
         plan = ring_plan(shards(Causal(), layout, length, world))

@@ -211,8 +211,7 @@ def best_of_all(log_probs, beams, most, ends):
             return list(finished[0][1][1:])
 
 
-@pytest.mark.parametrize("beams", [1, 2, 5])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("beams", "seed"), [(1, 0), (2, 1), (5, 2), (2, 3), (1, 4)])
 def test_the_search_alone(beams, seed):
     """Over a vocabulary that is so small that all continuations are candidates."""
     table = torch.log_softmax(3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(seed)).double(), -1)

@@ -203,8 +203,10 @@ def test_without_return_attn_probs_it_is_out_alone():
 # What llama3 is given.
 
 
-@pytest.mark.parametrize("bounds", [(0, 7, 14, 16), (0, 16), (0, 4, 4, 8, 16), (0, 1, 2, 16), (0, 5, 24)])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("bounds", "causal"),
+    [((0, 7, 14, 16), True), ((0, 4, 4, 8, 16), True), ((0, 1, 2, 16), True), ((0, 16), False), ((0, 5, 24), False)],
+)
 def test_prepared_lengths_are_those_of_this_ranks_parts_of_documents(bounds, causal):
     world = 8
     document = torch.bucketize(torch.arange(bounds[-1]), torch.tensor(bounds[1:]), right=True)
@@ -392,17 +394,17 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("form", TENSORS)
 @pytest.mark.parametrize(
-    ("function", "more"),
+    ("function", "form", "more"),
     [
-        ("ring_flash_attn", None),
-        ("zigzag_ring_flash_attn", None),
-        ("stripe_flash_attn", None),
-        ("ring_flash_attn_varlen", "cu_seqlens, max_seqlen"),
-        ("zigzag_ring_flash_attn_varlen", "cu_seqlens, max_seqlen"),
+        ("ring_flash_attn", "", None),
+        ("zigzag_ring_flash_attn", "kvpacked_", None),
+        ("stripe_flash_attn", "qkvpacked_", None),
+        ("ring_flash_attn_varlen", "", "cu_seqlens, max_seqlen"),
+        ("zigzag_ring_flash_attn_varlen", "kvpacked_", "cu_seqlens, max_seqlen"),
         (
             "llama3_flash_attn_varlen",
+            "qkvpacked_",
             "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice",
         ),
     ],

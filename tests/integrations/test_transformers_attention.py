@@ -96,8 +96,10 @@ def test_packed_rows_of_flash_attention_are_those_of_the_positions():
         model(**am.shard_inputs(am.ContextParallel(SoloComm()), torch.tensor([IDS])), cu_seq_lens_q=bounds)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("kind", "side"),
+    [("llama", "left"), ("qwen3", "left"), ("mistral", "left"), ("qwen2", "right"), ("gpt_oss", "right")],
+)
 def test_padded_rows_equal_rows_without_padding(kind, side):
     ids, mask = torch.tensor([IDS, IDS]), torch.ones(2, len(IDS), dtype=torch.long)
     hidden = slice(0, 9) if side == "left" else slice(31, 40)

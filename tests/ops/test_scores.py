@@ -124,8 +124,17 @@ def test_every_mask_and_term_on_a_gpu(mask, dtype):
             check(inputs, mask, backend, **terms)
 
 
-@pytest.mark.parametrize("widths", [(192, 128), (576, 512), (64, 32), (40, 72), (256, 256), (1, 3)])
-@pytest.mark.parametrize("backend", ["aten", "torch"])
+@pytest.mark.parametrize(
+    ("backend", "widths"),
+    [
+        ("aten", (192, 128)),
+        ("aten", (40, 72)),
+        ("aten", (256, 256)),
+        ("torch", (576, 512)),
+        ("torch", (64, 32)),
+        ("torch", (1, 3)),
+    ],
+)
 def test_widths_of_models_and_odd_ones(backend, widths):
     for at, mask in enumerate((Causal(), SlidingWindow(7))):
         dtype = DTYPES[(at + widths[0]) % 4]

@@ -166,8 +166,17 @@ def test_only_squares_on_the_diagonal_carry_a_mask():
 # Exact.
 
 
-@pytest.mark.parametrize("ring_size", RINGS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("ring_size", "dtype"),
+    [
+        (1, torch.float32),
+        (5, torch.float32),
+        (2, torch.bfloat16),
+        (8, torch.bfloat16),
+        (3, torch.float16),
+        (4, torch.float64),
+    ],
+)
 def test_a_ring_is_exact(ring_size, dtype):
     which = RINGS.index(ring_size) + DTYPES.index(dtype)
     for length in (LENGTHS[which % 4], LENGTHS[4 + which % 3]):  # a short one and a long one
@@ -264,8 +273,7 @@ def test_a_place_and_the_group_that_has_it_mean_the_same():
 # Chunks and tiles have nothing to do with each other.
 
 
-@pytest.mark.parametrize("ring_size", [1, 2, 3])
-@pytest.mark.parametrize("tiles", [(16, 16), (16, 64), (64, 16), (32, 32)], ids=str)
+@pytest.mark.parametrize(("ring_size", "tiles"), [(1, (16, 16)), (2, (16, 64)), (3, (64, 16))])
 def test_tiles_of_any_size_serve_chunks_of_any_size(device, ring_size, tiles):
     from attnmesh.ops.dense.triton_backward import backward, delta
     from attnmesh.ops.dense.triton_forward import forward

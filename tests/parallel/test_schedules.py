@@ -217,8 +217,17 @@ def test_ranks_that_hold_nothing_take_part(schedule):
         )
 
 
-@every_schedule
-@pytest.mark.parametrize("widths", [(24, 16), (16, 40)])
+@pytest.mark.parametrize(
+    ("schedule", "widths"),
+    [
+        ("ring", (24, 16)),
+        ("ulysses+ring", (24, 16)),
+        ("ulysses+allgather", (24, 16)),
+        ("allgather", (16, 40)),
+        ("ulysses", (16, 40)),
+        ("ring+ring", (16, 40)),
+    ],
+)
 def test_values_of_another_width_than_keys(schedule, widths):
     draw = random.Random(f"{schedule} {widths}")
     mask = make_mask(draw.choice(MASKS), 37)
@@ -229,8 +238,17 @@ def test_values_of_another_width_than_keys(schedule, widths):
     assert_attention_close(found, inputs, mask)
 
 
-@every_schedule
-@pytest.mark.parametrize("scale", [0.7, -0.3, 0])
+@pytest.mark.parametrize(
+    ("schedule", "scale"),
+    [
+        ("ring", 0.7),
+        ("ring+ring", 0.7),
+        ("allgather", -0.3),
+        ("ulysses+ring", -0.3),
+        ("ulysses", 0),
+        ("ulysses+allgather", 0),
+    ],
+)
 def test_a_scale_of_ones_own(schedule, scale):
     inputs = random_inputs(21, head_dim=8)
     found = virtual_results(inputs=inputs, mask=Causal(), layout=Zigzag(), scale=scale, **way(schedule))
@@ -266,8 +284,18 @@ PAIRS = [
 ]
 
 
-@every_schedule
-@pytest.mark.parametrize("mask_name", MASKS)
+@pytest.mark.parametrize(
+    ("schedule", "mask_name"),
+    [
+        ("ring", "full"),
+        ("allgather", "causal"),
+        ("ulysses", "window"),
+        ("ulysses+ring", "documents"),
+        ("ulysses+allgather", "causal & documents"),
+        ("ring+ring", "causal & window"),
+        ("ring", "all three"),
+    ],
+)
 def test_cross_attention_matches_the_reference(schedule, mask_name):
     draw = random.Random(f"{schedule} {mask_name}")
     able = [pair for pair in PAIRS if "ulysses+" not in schedule or Striped() not in pair]
@@ -305,8 +333,17 @@ def test_keys_that_only_some_ranks_hold(schedule):
 # The same bits.
 
 
-@every_schedule
-@pytest.mark.parametrize("mask", ["causal", "all three"])
+@pytest.mark.parametrize(
+    ("schedule", "mask"),
+    [
+        ("ring", "causal"),
+        ("ulysses+ring", "causal"),
+        ("ulysses+allgather", "causal"),
+        ("allgather", "all three"),
+        ("ulysses", "all three"),
+        ("ring+ring", "all three"),
+    ],
+)
 def test_two_runs_give_the_same_bits(schedule, mask):
     dtype = {"causal": torch.bfloat16, "all three": torch.float16}[mask]
     inputs, mask = random_inputs(37, dtype=dtype, heads=(3, 1)), make_mask(mask, 37)
@@ -348,8 +385,18 @@ def test_the_error_in_bf16_does_not_grow_with_the_ranks(schedule, kernels, most,
 # Who wants gradients.
 
 
-@every_schedule
-@pytest.mark.parametrize("wanted", ["", "q", "k", "v", "qk", "qv", "kv"])
+@pytest.mark.parametrize(
+    ("schedule", "wanted"),
+    [
+        ("ring", ""),
+        ("allgather", "q"),
+        ("ulysses", "k"),
+        ("ulysses+ring", "v"),
+        ("ulysses+allgather", "qk"),
+        ("ring+ring", "qv"),
+        ("ring", "kv"),
+    ],
+)
 def test_gradients_go_to_those_who_want_them(schedule, wanted):
     world, how = comm_way(schedule)
     for mask, heads in (("causal & documents", (6, 6)), ("causal", (3, 1))):
@@ -374,8 +421,17 @@ def test_gradients_go_to_those_who_want_them(schedule, wanted):
                 assert parts == (None,) * world
 
 
-@every_schedule
-@pytest.mark.parametrize("heard", ["out", "lse"])
+@pytest.mark.parametrize(
+    ("schedule", "heard"),
+    [
+        ("ring", "out"),
+        ("ulysses+ring", "out"),
+        ("ulysses+allgather", "out"),
+        ("allgather", "lse"),
+        ("ulysses", "lse"),
+        ("ring+ring", "lse"),
+    ],
+)
 def test_a_loss_of_out_alone_or_of_lse_alone(schedule, heard):
     inputs = random_inputs(23, head_dim=8)
     at = NAMES.index(heard)
@@ -449,8 +505,17 @@ def test_without_gradients_the_answer_is_the_same(schedule):
 # In company.
 
 
-@every_schedule
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "reentrant"),
+    [
+        ("ring", False),
+        ("ulysses+ring", False),
+        ("ulysses+allgather", False),
+        ("allgather", True),
+        ("ulysses", True),
+        ("ring+ring", True),
+    ],
+)
 def test_activation_checkpointing_changes_nothing(schedule, reentrant):
     inputs = random_inputs(29, head_dim=8)
     world, how = comm_way(schedule)
@@ -626,8 +691,18 @@ def planned(
     return [[(load.intra_node, load.inter_node) for load in ranks] for ranks in zip(*ways, strict=True)]
 
 
-@every_schedule
-@pytest.mark.parametrize("mask_name", MASKS)
+@pytest.mark.parametrize(
+    ("schedule", "mask_name"),
+    [
+        ("ring", "full"),
+        ("allgather", "causal"),
+        ("ulysses", "window"),
+        ("ulysses+ring", "documents"),
+        ("ulysses+allgather", "causal & documents"),
+        ("ring+ring", "causal & window"),
+        ("ring", "all three"),
+    ],
+)
 def test_ranks_send_the_bytes_of_the_plan(schedule, mask_name):
     draw = random.Random(f"{schedule} {mask_name}")
     able = [pair for pair in PAIRS if "ulysses+" not in schedule or Striped() not in pair]

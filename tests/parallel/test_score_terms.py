@@ -71,8 +71,17 @@ def inputs_of(dtype: torch.dtype = torch.float32, q_len: int = LENGTH, **how: An
     return random_inputs(q_len, dtype=dtype, **{"heads": (Q_HEADS, 3), "head_dim": 8, "value_dim": 12, **how})
 
 
-@every_schedule
-@pytest.mark.parametrize("name", ["sinks", "all"])  # of these, torch's fused kernels serve the first
+@pytest.mark.parametrize(
+    ("schedule", "name"),
+    [
+        ("ring", "sinks"),
+        ("ulysses+ring", "sinks"),
+        ("ulysses+allgather", "sinks"),
+        ("allgather", "all"),
+        ("ulysses", "all"),
+        ("ring+ring", "all"),
+    ],
+)
 def test_score_terms_are_exact_in_every_schedule(schedule, name):
     draw = random.Random(f"{schedule} {name}")
     dtype = draw.choice((torch.float32, torch.bfloat16, torch.float64))
@@ -257,8 +266,17 @@ def test_a_cache_with_an_offset_and_a_mask_per_sequence():
 # What the plan counts.
 
 
-@every_schedule
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "backward"),
+    [
+        ("ring", False),
+        ("ulysses+ring", False),
+        ("ulysses+allgather", False),
+        ("allgather", True),
+        ("ulysses", True),
+        ("ring+ring", True),
+    ],
+)
 def test_the_plan_counts_the_pairs_of_every_sequence_once(schedule, backward):
     shape = Shape(batch=2, q_heads=4, kv_heads=2, head_dim=8, itemsize=2, sum_itemsize=4, value_dim=12)
     masks = Causal(), PerSequence([Causal(), Causal()])

@@ -375,7 +375,9 @@ FEW = [
 SOME = {*FEW, *list(CASES)[::7], *(name for name in CASES if "object" in name or "other" in name or "another_" in name)}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SOME else pytest.mark.sweep) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.sweep) for name in CASES]
+)
 def test_virtual_ranks_out_of_step(name):
     with pytest.raises((CommError, ValueError), match=r"out of step|deadlock|disagree") as caught:
         am.run_virtual(2, CASES[name])

@@ -11,8 +11,6 @@ from attnmesh.ops.storage import Quantized, values_of
 from attnmesh.testing.decode import DecodeProblem, random_decode
 from helpers.decode import (
     BACKENDS,
-    MASK_SHAPES,
-    STORAGES,
     check_backend,
     decode_by_loops,
     device_of,
@@ -29,9 +27,10 @@ EDGES = [0, 1, 14, 15, 16, 17, 31, 32, 33, 36]  # positions at the ends of tiles
 # Tokens, heads, widths, dtypes.
 
 
-@ON_EACH
-@pytest.mark.parametrize("group", [1, 3, 7, 8, 64])
-@pytest.mark.parametrize("tokens", range(1, 9))
+@pytest.mark.parametrize(
+    ("tokens", "group", "backend"),
+    [(1, 1, "cpu"), (2, 3, "triton"), (4, 8, "cpu"), (5, 7, "triton"), (7, 64, "cpu"), (8, 1, "triton")],
+)
 def test_tokens_and_query_heads_per_kv_head(tokens, group, backend):
     paged = {"block_size": 8} if (tokens + group) % 2 else {}
     check_backend(problem_for(backend, [22, tokens - 1], tokens=tokens, group=group, dims=(16, 16), **paged), backend)
@@ -43,16 +42,34 @@ def test_any_number_of_kv_heads(kv_heads, backend):
     check_backend(problem_for(backend, [22], kv_heads=kv_heads, group=2, tokens=2), backend)
 
 
-@ON_EACH
-@pytest.mark.parametrize("dims", [(16, 128), (48, 32), (33, 17), (80, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    ("dims", "backend"),
+    [
+        ((16, 128), "cpu"),
+        ((48, 32), "triton"),
+        ((33, 17), "triton"),
+        ((80, 96), "cpu"),
+        ((128, 128), "triton"),
+        ((192, 128), "cpu"),
+        ((256, 256), "cpu"),
+    ],
+)
 def test_any_width_of_keys_and_values(dims, backend):
     check_backend(problem_for(backend, [18, 40], dims=dims, tokens=2), backend)
     check_backend(problem_for(backend, [18, 40], dims=dims, block_size=16), backend)
 
 
-@ON_EACH
-@pytest.mark.parametrize("block_size", [None, 16])
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    ("storage", "block_size", "backend"),
+    [
+        ("plain", None, "cpu"),
+        ("plain", 16, "triton"),
+        ("fp8", 16, "triton"),
+        ("fp8 heads", None, "triton"),
+        ("int8", 16, "cpu"),
+        ("bfp8", None, "cpu"),
+    ],
+)
 def test_values_that_are_the_first_columns_of_the_keys(storage, block_size, backend):
     """As multi-head latent attention stores them: one kv head, the values within the keys."""
     problem = problem_for(
@@ -63,10 +80,17 @@ def test_values_that_are_the_first_columns_of_the_keys(storage, block_size, back
     check_backend(problem, backend)
 
 
-@ON_EACH
-@pytest.mark.parametrize("block_size", [None, 7])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    ("storage", "dtype", "block_size", "backend"),
+    [
+        ("plain", torch.float32, None, "cpu"),
+        ("fp8", torch.float16, 7, "triton"),
+        ("fp8 heads", torch.bfloat16, None, "triton"),
+        ("int8", torch.bfloat16, 7, "cpu"),
+        ("bfp8", torch.float32, 7, "triton"),
+        ("bfp8", torch.float16, None, "cpu"),
+    ],
+)
 def test_every_storage_under_every_dtype_of_queries(storage, dtype, block_size, backend):
     if dtype == torch.bfloat16 and supported_dtype(backend, dtype) != dtype:
         pytest.skip("the interpreter's bfloat16 products are wrong")
@@ -104,9 +128,18 @@ def test_a_row_whose_scores_are_all_far_from_zero(sign, backend):
 # Positions.
 
 
-@ON_EACH
-@pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("how", [{}, {"window": 5}, {"split_size": 16}], ids=str)
+@pytest.mark.parametrize(
+    ("how", "tokens", "backend"),
+    [
+        ({}, 1, "cpu"),
+        ({}, 4, "triton"),
+        ({"window": 5}, 1, "cpu"),
+        ({"window": 5}, 4, "triton"),
+        ({"split_size": 16}, 1, "triton"),
+        ({"split_size": 16}, 4, "cpu"),
+    ],
+    ids=str,
+)
 def test_every_position_to_past_two_blocks_of_a_cache(how, tokens, backend):
     if interpreted(backend) and how:
         pytest.skip("as for pools, where it is done")
@@ -115,10 +148,17 @@ def test_every_position_to_past_two_blocks_of_a_cache(how, tokens, backend):
         check_backend(problem_for(backend, positions, tokens=tokens, dims=(16, 16), **how), backend)
 
 
-@ON_EACH
-@pytest.mark.parametrize("at", ["list", "int32", "int64"])
-@pytest.mark.parametrize("block_size", [None, 16])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("sinks", "block_size", "at", "backend"),
+    [
+        (False, None, "list", "cpu"),
+        (False, None, "int64", "triton"),
+        (False, 16, "list", "triton"),
+        (True, None, "int32", "cpu"),
+        (True, 16, "int32", "triton"),
+        (True, 16, "int64", "cpu"),
+    ],
+)
 def test_minus_one_skips_a_sequence(sinks, block_size, at, backend):
     problem = problem_for(backend, [-1, 20, -1, 5], tokens=2, at=at, block_size=block_size, sinks=sinks)
     out, lse = check_backend(problem, backend)
@@ -135,9 +175,17 @@ def test_nothing_but_skipped_sequences(block_size, backend):
     assert (lse == -torch.inf).all()
 
 
-@ON_EACH
-@pytest.mark.parametrize("tokens", [2, 5, 8])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("sinks", "tokens", "backend"),
+    [
+        (False, 2, "cpu"),
+        (False, 5, "cpu"),
+        (False, 8, "triton"),
+        (True, 2, "triton"),
+        (True, 5, "triton"),
+        (True, 8, "cpu"),
+    ],
+)
 def test_tokens_before_position_zero_attend_to_nothing(sinks, tokens, backend):
     positions = list(range(tokens))
     problem = problem_for(backend, positions, tokens=tokens, sinks=sinks, kv_heads=1)
@@ -188,18 +236,37 @@ def by_loops_scores(problem: DecodeProblem) -> torch.Tensor:
 # Who sees whom.
 
 
-@ON_EACH
-@pytest.mark.parametrize("shape", MASK_SHAPES)
-@pytest.mark.parametrize("kind", ["bool", "added"])
+@pytest.mark.parametrize(
+    ("kind", "shape", "backend"),
+    [
+        ("bool", "", "cpu"),
+        ("bool", "h", "triton"),
+        ("bool", "bh", "cpu"),
+        ("bool", "bht", "cpu"),
+        ("added", "b", "triton"),
+        ("added", "t", "cpu"),
+        ("added", "bt", "triton"),
+        ("added", "ht", "triton"),
+    ],
+)
 def test_masks_of_every_shape(kind, shape, backend):
     for seed, (width, block_size) in enumerate([("", None), (" short", 16)]):
         how = {"tokens": 3, "group": 3, "key_range": f"{kind} {shape}{width}", "block_size": block_size, "seed": seed}
         check_backend(problem_for(backend, [26, -1, 40], capacity=50, dims=(16, 16), **how), backend)
 
 
-@ON_EACH
-@pytest.mark.parametrize("kind", ["bool", "added"])
-@pytest.mark.parametrize("how", [{"window": 6}, {"sinks": True}, {"max_splits": 4}, {"split_size": 16}], ids=str)
+@pytest.mark.parametrize(
+    ("how", "kind", "backend"),
+    [
+        ({"window": 6}, "bool", "cpu"),
+        ({"window": 6}, "added", "triton"),
+        ({"sinks": True}, "bool", "cpu"),
+        ({"sinks": True}, "added", "triton"),
+        ({"max_splits": 4}, "bool", "triton"),
+        ({"split_size": 16}, "added", "cpu"),
+    ],
+    ids=str,
+)
 def test_masks_under_every_option(how, kind, backend):
     check_backend(problem_for(backend, [26, 40, 1], tokens=3, capacity=50, key_range=f"{kind} bht", **how), backend)
 
@@ -212,8 +279,7 @@ def test_a_mask_lifts_causality_among_the_new_tokens_but_not_past_the_last(backe
     torch.testing.assert_close(lse.exp()[:, 0].cpu(), torch.tensor([[10.0] * 4, [5.0] * 4]))
 
 
-@ON_EACH
-@pytest.mark.parametrize("width", [1, 5, 16, 17])
+@pytest.mark.parametrize(("width", "backend"), [(1, "cpu"), (5, "triton"), (16, "cpu"), (17, "triton")])
 def test_keys_from_the_end_of_a_mask_on_are_not_seen(width, backend):
     problem = problem_for(backend, [19, 3], tokens=2, capacity=20, dtype=torch.float32)
     for mask in (torch.ones(1, 1, 1, width, dtype=torch.bool), torch.zeros(1, 1, 1, width)):
@@ -244,9 +310,17 @@ def test_a_mask_that_lies_as_low_as_its_type_goes(backend):
         check_backend(problem.with_options(mask=mask, max_splits=3), backend)
 
 
-@ON_EACH
-@pytest.mark.parametrize("tokens", [1, 2, 5, 8])
-@pytest.mark.parametrize("key_range", ["tree", "trees"])
+@pytest.mark.parametrize(
+    ("key_range", "tokens", "backend"),
+    [
+        ("tree", 1, "cpu"),
+        ("tree", 2, "cpu"),
+        ("tree", 5, "triton"),
+        ("trees", 1, "triton"),
+        ("trees", 2, "triton"),
+        ("trees", 8, "cpu"),
+    ],
+)
 def test_trees(key_range, tokens, backend):
     hows = [{}, {"block_size": 16}, {"window": 4}, {"split_size": 16}, {"sinks": True}]
     for seed, how in enumerate(hows[tokens % 3 :: 2] if interpreted(backend) else hows):
@@ -277,9 +351,10 @@ def test_a_tree_of_which_a_token_sees_nothing_new(backend):
     assert check_backend(problem, backend, tree=tree).lse[1].isneginf().all()
 
 
-@ON_EACH
-@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 40, 41, 1000])
-@pytest.mark.parametrize("block_size", [None, 8])
+@pytest.mark.parametrize(
+    ("block_size", "window", "backend"),
+    [(None, 1, "cpu"), (None, 16, "triton"), (None, 1000, "cpu"), (8, 2, "triton"), (8, 17, "cpu"), (8, 41, "triton")],
+)
 def test_windows(block_size, window, backend):
     check_backend(
         problem_for(backend, [40, 16, 3], tokens=3, block_size=block_size, window=window, dims=(16, 16)), backend
@@ -293,9 +368,18 @@ def test_a_window_counts_the_token_itself(backend):
     torch.testing.assert_close(check_backend(problem, backend).out[0].double(), values)
 
 
-@ON_EACH
-@pytest.mark.parametrize("how", [{}, {"block_size": 16}, {"window": 3}, {"split_size": 16}, {"max_splits": 3}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "how", "backend"),
+    [
+        (torch.float32, {}, "cpu"),
+        (torch.float32, {"window": 3}, "triton"),
+        (torch.float32, {"max_splits": 3}, "cpu"),
+        (torch.float16, {}, "triton"),
+        (torch.float16, {"block_size": 16}, "triton"),
+        (torch.float16, {"split_size": 16}, "cpu"),
+    ],
+    ids=str,
+)
 def test_sinks(dtype, how, backend):
     for seed in range(1 if interpreted(backend) else 2):  # in float32, and in the dtype of q
         problem = problem_for(backend, [30, 0, 45], tokens=2, group=3, sinks=True, dtype=dtype, seed=seed, **how)
@@ -305,9 +389,17 @@ def test_sinks(dtype, how, backend):
         check_backend(problem, backend)
 
 
-@ON_EACH
-@pytest.mark.parametrize("scale", [0.0, 1, 1.7, -0.3])
-@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize(
+    ("block_size", "scale", "backend"),
+    [
+        (None, 0.0, "cpu"),
+        (None, 1, "cpu"),
+        (None, 1.7, "triton"),
+        (16, 0.0, "triton"),
+        (16, 1, "triton"),
+        (16, -0.3, "cpu"),
+    ],
+)
 def test_scale(block_size, scale, backend):
     how = {"block_size": block_size, "sinks": True}
     check_backend(problem_for(backend, [30, 9], tokens=2, scale=scale, **how), backend)
@@ -316,9 +408,17 @@ def test_scale(block_size, scale, backend):
     )  # which it does not scale
 
 
-@ON_EACH
-@pytest.mark.parametrize("block_size", [None, 16])
-@pytest.mark.parametrize("storage", ["plain", "int8"])
+@pytest.mark.parametrize(
+    ("storage", "block_size", "backend"),
+    [
+        ("plain", None, "cpu"),
+        ("plain", None, "triton"),
+        ("plain", 16, "cpu"),
+        ("int8", None, "triton"),
+        ("int8", 16, "cpu"),
+        ("int8", 16, "triton"),
+    ],
+)
 def test_shared_cache(storage, block_size, backend):
     how = {"block_size": block_size, "storage": storage, "share": "cache"}
     problem = problem_for(backend, [30, 9, -1, 44], tokens=2, **how)
@@ -359,27 +459,51 @@ def test_splits_of_which_some_rows_see_nothing(how, backend):
 # Memory.
 
 
-@ON_EACH
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("memory", ["own", "token major", "layer", "layer inside"])
+@pytest.mark.parametrize(
+    ("memory", "storage", "backend"),
+    [
+        ("own", "plain", "cpu"),
+        ("own", "bfp8", "triton"),
+        ("token major", "fp8", "triton"),
+        ("token major", "fp8 heads", "cpu"),
+        ("layer", "fp8 heads", "triton"),
+        ("layer inside", "int8", "cpu"),
+    ],
+)
 def test_caches_may_be_views(memory, storage, backend):
     check_backend(
         problem_for(backend, [20, 33], tokens=3, capacity=40, memory=memory, storage=storage, kv_heads=2), backend
     )
 
 
-@ON_EACH
-@pytest.mark.parametrize("q_memory", ["own", "transposed", "fused"])
-@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize(
+    ("block_size", "q_memory", "backend"),
+    [
+        (None, "own", "cpu"),
+        (None, "transposed", "cpu"),
+        (None, "fused", "triton"),
+        (16, "own", "triton"),
+        (16, "transposed", "triton"),
+        (16, "fused", "cpu"),
+    ],
+)
 def test_queries_may_be_views(block_size, q_memory, backend):
     check_backend(
         problem_for(backend, [20, 33], tokens=3, q_memory=q_memory, block_size=block_size, kv_heads=2), backend
     )
 
 
-@ON_EACH
-@pytest.mark.parametrize("block_size", [None, 16])
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    ("storage", "block_size", "backend"),
+    [
+        ("plain", None, "cpu"),
+        ("plain", 16, "triton"),
+        ("fp8", 16, "triton"),
+        ("fp8 heads", None, "triton"),
+        ("int8", 16, "cpu"),
+        ("bfp8", None, "cpu"),
+    ],
+)
 def test_nothing_that_is_passed_is_written(storage, block_size, backend):
     problem = problem_for(
         backend,

@@ -89,8 +89,9 @@ def test_bytes_that_begin_at_an_odd_place(storage):
     assert_like_reference(Q.half(), moved(K), moved(V))
 
 
-@pytest.mark.parametrize("storage", ["plain", "fp8", "int8", "bfp8"])
-@pytest.mark.parametrize("key_range", ["mask", "added", "tree"])
+@pytest.mark.parametrize(
+    ("key_range", "storage"), [("mask", "plain"), ("mask", "bfp8"), ("added", "fp8"), ("tree", "int8")]
+)
 def test_what_nobody_sees_may_hold_anything(key_range, storage):
     q = normal(2, 2, 2, 32).half()
     k, v = (normal(2, 1, 40, 32, seed=seed).half() for seed in (1, 2))
@@ -134,10 +135,17 @@ def reported() -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("past", [200, 2**31 - 1, 2**31, 2**40 + 5])
-@pytest.mark.parametrize("block_size", [None, 16])
-@pytest.mark.parametrize("share", [None, "cache"])
+@pytest.mark.parametrize(
+    ("share", "block_size", "past", "dtype"),
+    [
+        (None, None, 200, torch.int32),
+        (None, None, 2**31, torch.int64),
+        (None, 16, 200, torch.int64),
+        ("cache", None, 2**31 - 1, torch.int32),
+        ("cache", 16, 2**31 - 1, torch.int64),
+        ("cache", 16, 2**40 + 5, torch.int32),
+    ],
+)
 def test_a_position_past_the_cache_is_no_matter_to_the_others(share, block_size, past, dtype):
     if past >= 2**31 and dtype == torch.int32:
         pytest.skip("does not fit")

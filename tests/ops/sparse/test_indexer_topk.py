@@ -14,7 +14,6 @@ from attnmesh.ops.sparse.arguments import merge_topk
 from helpers.memory import peak_bytes
 from helpers.sparse import (
     BACKENDS,
-    DTYPES,
     KEY_MASKS,
     IndexerCase,
     device_of,
@@ -153,8 +152,10 @@ def test_a_key_whose_score_is_nan_is_not_chosen(backend):
 # The same bits.
 
 
-@pytest.mark.parametrize("dtype", DTYPES["torch"])
-@pytest.mark.parametrize("name", ["causal", "documents"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("causal", torch.float64), ("causal", torch.float16), ("documents", torch.float32), ("documents", torch.bfloat16)],
+)
 def test_any_block_gives_the_same_bits(name, dtype):
     case = random_indexer(11, 150, heads=5, d=24, mask=name, dtype=dtype)
     whole = chosen(case, 40, "torch")

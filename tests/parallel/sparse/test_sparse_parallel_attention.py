@@ -89,8 +89,9 @@ def test_outputs_and_all_gradients_are_exact(tp, cp, layout, schedule):
         assert_exact(found[name], x)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("schedule", ["allgather", "ring"])
+@pytest.mark.parametrize(
+    ("mask", "schedule"), [("full", "allgather"), ("ranges", "allgather"), ("causal", "ring"), ("strided", "ring")]
+)
 def test_every_mask_speaks_of_the_whole_sequence(mask, schedule):
     problem = random_problem(key_length=11, **MASKS[mask](11), seed=1)
     true = exact_attention(problem, values=False, sink=False)
