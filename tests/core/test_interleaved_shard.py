@@ -5,8 +5,6 @@ import torch
 
 from attnmesh.core.ranges import InterleavedShard
 
-RANKS = range(1, 9)
-RUNS = (1, 2, 3, 4, 16)
 LONGEST = 100
 
 

@@ -55,8 +55,14 @@ def allowed_pairs(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
     raise AssertionError(mask)
 
 
+def in_turn(*lists: Iterable) -> list[tuple]:
+    """Rows with a value of each list, as many as the longest list has; the others start again. Every value occurs."""
+    lists = [list(values) for values in lists]
+    return [tuple(values[i % len(values)] for values in lists) for i in range(max(map(len, lists)))]
+
+
 def else_sweep(cases: Iterable[tuple], stays: Callable[..., bool]) -> list:
-    """The cases as parameters; those that do not stay are slow: they repeat the code paths of the others."""
+    """The cases as parameters; those that do not stay are sweeps: they repeat the code paths of the others."""
     return [pytest.param(*case, marks=[] if stays(*case) else [pytest.mark.sweep]) for case in cases]
 
 

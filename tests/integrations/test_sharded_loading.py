@@ -13,8 +13,6 @@ import torch
 import attnmesh as am
 from helpers.models import attnmesh_model, on_virtual_ranks, tiny_llama, transformers_model, write_folder
 
-KINDS = ("llama", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "gemma3_text", "starcoder2")
-
 
 @pytest.mark.parametrize(
     ("kind", "sharding"),

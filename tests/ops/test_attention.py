@@ -231,9 +231,6 @@ def positions_named(name: str, length: int) -> Tensor:
     }[name]
 
 
-PLACES = ("offset", "strided", "zigzag", "backwards", "shuffled", "with gaps", "all the same", "before the beginning")
-
-
 @pytest.mark.parametrize(
     ("places", "name"),
     [

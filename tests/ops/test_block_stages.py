@@ -10,8 +10,6 @@ from attnmesh import AttentionConfig, AttentionWeights, Norm, Rope
 from attnmesh.ops.block.norm_rope import LAYOUTS, rms_norm
 from attnmesh.ops.block.stages import keys_and_values, queries, split_and_rotate
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-
 
 def rounded_once(got, right):
     """Whether every number is off by at most half a step, and a few of float32's from before."""

@@ -20,7 +20,7 @@ from attnmesh.core.masks import (
     SlidingWindow,
 )
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
-from helpers.cases import else_sweep
+from helpers.cases import else_sweep, in_turn
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -64,8 +64,7 @@ def terms_named(name: str, device: str | torch.device = "cpu") -> tuple[dict, di
     return {"head_dim": head_dim, "value_dim": value_dim}, terms
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("backend", ["aten", "torch", "reference"])
+@pytest.mark.parametrize(("backend", "mask"), in_turn(["aten", "torch", "reference"], MASKS), ids=str)
 def test_every_mask_with_some_terms(backend, mask):
     names = [name for name in SCORES if backend != "aten" or name in PLAIN]
     for at, name in enumerate(names):

@@ -29,6 +29,7 @@ from attnmesh.ops.dense import reference
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_distributed_attention
 from attnmesh.testing.decode import DecodeProblem, random_decode
 from attnmesh.testing.errors import ROUNDING, assert_close
+from helpers.cases import in_turn
 from helpers.masks import batch_masks
 from helpers.memory import peak_bytes
 
@@ -121,8 +122,7 @@ MASKS = [
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("positions", [[40, 40], [40, 29]], ids=str)
+@pytest.mark.parametrize(("positions", "mask"), in_turn([[40, 29], [40, 40], [40, 29]], MASKS), ids=str)
 def test_masks_of_several_intervals_and_sequences(positions, mask):
     check_with_only_the_blocks_that_are_seen(random_decode(positions, tokens=11, block_size=4), 1, mask)
 

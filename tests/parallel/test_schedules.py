@@ -48,7 +48,7 @@ from attnmesh.testing.attention import (
 )
 from attnmesh.testing.errors import relative_error
 from helpers import clusters
-from helpers.cases import MASKS, device_of, make_mask
+from helpers.cases import MASKS, device_of, in_turn, make_mask
 from helpers.memory import peak_bytes
 
 ULYSSES = ("ulysses", "ulysses+ring", "ulysses+allgather")
@@ -894,8 +894,11 @@ def told_best(machine: Cluster, mesh: Mesh, mask: Mask, layout: Layout) -> str:
     return name
 
 
-@pytest.mark.parametrize("machine", MACHINES, ids=["cpu", "slow links between nodes", "work counts", "calls count"])
-@pytest.mark.parametrize("mesh", [(3, None), (4, 2)])
+@pytest.mark.parametrize(
+    ("machine", "mesh"),
+    in_turn(MACHINES, [(3, None), (4, 2)]),
+    ids=["cpu", "slow links between nodes", "work counts", "calls count"],
+)
 def test_auto_does_what_the_schedule_it_chose_does_to_the_last_bit_and_byte(machine, mesh, monkeypatch):
     monkeypatch.setattr("attnmesh.planner.catalog.default_cluster", lambda device: machine)
     inputs, (world, ranks_per_node) = random_inputs(24, heads=(4, 2), head_dim=8), mesh

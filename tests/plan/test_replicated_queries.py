@@ -4,8 +4,6 @@ import pytest
 
 from attnmesh.plan.decode import DecodeSharding
 
-SHARDINGS = [(1, 1, 1), (2, 1, 1), (1, 3, 1), (1, 1, 4), (2, 2, 2), (1, 2, 3), (4, 3, 2)]
-
 
 @pytest.mark.parametrize(
     ("tp", "kvdp", "cp", "q_heads"),

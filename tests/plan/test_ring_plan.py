@@ -13,6 +13,7 @@ from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, 
 from attnmesh.core.masks import Causal, Documents, Full, Global, Mask, Padding, PerSequence, SlidingWindow
 from attnmesh.plan.ring import RingPlan, ring_plan
 from attnmesh.plan.shards import Shards, shards
+from helpers.cases import in_turn
 from helpers.masks import batch_masks
 from helpers.ring_walk import Truth, check_pairs, check_route
 
@@ -38,8 +39,8 @@ MASKS = {
     "a batch": lambda length: PerSequence([Causal(), Global(1) | SlidingWindow(1)]),
 }
 
-every_mask = pytest.mark.parametrize("mask_for", MASKS.values(), ids=MASKS.keys())
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+layouts_and_masks = pytest.mark.parametrize(("layout", "mask_for"), in_turn(LAYOUTS, MASKS.values()), ids=list(MASKS))
 
 
 def reversed_ring(plan: RingPlan) -> RingPlan:
@@ -78,8 +79,7 @@ def check(plan: RingPlan, truth: Truth) -> None:
     assert set(plan.offsets[1:]) == offsets
 
 
-@every_layout
-@every_mask
+@layouts_and_masks
 def test_every_pair_is_computed_once_and_every_row_is_sent_to_the_ranks_that_see_it(layout, mask_for):
     for world, length in SIZES:
         plan = ring_plan(shards(mask_for(length), layout, length, world))
@@ -136,8 +136,7 @@ def test_sinks_beside_a_window_add_only_the_sinks(world):
     assert both == (alone[0] + sinks * (world - 1),) * 2
 
 
-@every_layout
-@every_mask
+@layouts_and_masks
 def test_the_ring_turns_the_way_that_takes_fewer_messages(layout, mask_for):
     def connections(plan: RingPlan) -> int:
         stages = [stage for rank in range(plan.world) for stage in plan.stages(rank)]

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from test_ring_plan import EVEN, LONG, WIDE, every_mask
+from test_ring_plan import EVEN, LONG, WIDE, layouts_and_masks
 
 from attnmesh import ContextParallel, run_virtual
 from attnmesh.core.layouts import Balanced, Contiguous, Layout, Striped, Zigzag
@@ -50,8 +50,7 @@ def everywhere(workload: Workload, *, backward: bool = False) -> dict[str, list[
 # Work.
 
 
-@pytest.mark.parametrize("layout", [Contiguous(), Zigzag(), Striped()], ids=str)
-@every_mask
+@layouts_and_masks
 def test_every_schedule_does_the_work_of_all_visible_pairs_and_no_more(layout, mask_for):
     for length, key_length in ((30, None), (13, 22)):
         mask = mask_for(key_length or length)

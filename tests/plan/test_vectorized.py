@@ -14,6 +14,7 @@ from attnmesh.plan.schedules import SCHEDULES, program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.vectorized import VectorizedShards
 from attnmesh.plan.workload import Shape, Workload
+from helpers.cases import in_turn
 
 SHAPE = Shape(batch=2, q_heads=6, kv_heads=3, head_dim=8, itemsize=2, sum_itemsize=4)
 MASKS = [Full(), Causal(), SlidingWindow(7), SlidingWindow(3, 5), Causal() & SlidingWindow(20, 4)]
@@ -42,9 +43,11 @@ def assert_same(plain, wide):
                 np.testing.assert_array_equal(one.size, other.size)
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("layout", [Contiguous(), Zigzag(), Zigzag(2)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "mask", "backward"),
+    in_turn([Contiguous(), Zigzag(), Zigzag(2)], [*MASKS, Causal()], [True, False, True, True]),
+    ids=str,
+)
 def test_rings_and_gatherings_by_arrays_are_those_by_patches(layout, mask, backward, monkeypatch):
     for length in (96, 53, 9):
         workload = Workload(shards(mask, layout, length, 6), SHAPE, 6)

@@ -20,6 +20,7 @@ from attnmesh.planner.decode import (
 )
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, shard_block
 from helpers.blocks import random_sequences
+from helpers.cases import in_turn
 from helpers.clusters import cluster, link
 
 CASES = [
@@ -55,8 +56,10 @@ def exchanged(sharding: DecodeSharding, layer: DecodeLayer, over=FREE) -> dict[s
 # Bytes.
 
 
-@each_case
-@pytest.mark.parametrize("over", [FREE, SLOW_TO_START], ids=["all_to_all", "slow to start"])
+@pytest.mark.parametrize(
+    ("sharding", "heads", "batch", "over"),
+    [(*case, over) for case, over in in_turn(CASES, [FREE, SLOW_TO_START])],
+)
 def test_every_rank_sends_what_the_plan_says(sharding, heads, batch, over):
     layer = layer_of(heads, batch)
     found = exchanged(sharding, layer, over)
@@ -79,8 +82,10 @@ def test_a_sum_of_all_ranks_is_what_the_plan_says_where_it_divides_and_as_much_i
             assert found.tolist() == plan
 
 
-@pytest.mark.parametrize("combine", ["all_to_all", "reduce_scatter"])
-@each_case
+@pytest.mark.parametrize(
+    ("sharding", "heads", "batch", "combine"),
+    [(*case, combine) for case, combine in in_turn(CASES, ["reduce_scatter", "all_to_all"])],
+)
 def test_messages_are_each_peers_own_part(sharding, heads, batch, combine):
     """Heads and sequences handed over one by one."""
     shape = layer_of(heads, batch).shape

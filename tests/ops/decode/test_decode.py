@@ -430,10 +430,17 @@ def test_shared_cache(storage, block_size, backend):
 # Splits.
 
 
-@ON_EACH
-@pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize(
-    "how", [{"max_splits": n} for n in (1, 2, 5, 1000)] + [{"split_size": n} for n in (1, 10, 16, 100, 1000)], ids=str
+    ("how", "block_size", "backend"),
+    [  # one split, more of them than keys, splits that do not divide a block, and one that is longer than the cache
+        ({"max_splits": 1}, None, "triton"),
+        ({"max_splits": 5}, 16, "triton"),
+        ({"max_splits": 1000}, None, "cpu"),
+        ({"split_size": 1}, 16, "cpu"),
+        ({"split_size": 10}, 16, "triton"),
+        ({"split_size": 1000}, None, "cpu"),
+    ],
+    ids=str,
 )
 def test_any_splits(how, block_size, backend):
     last = 20 if how.get("split_size") == 1 else 70

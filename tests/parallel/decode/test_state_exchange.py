@@ -8,8 +8,6 @@ from attnmesh.core.merge import discount_sinks_batch_invariant, unpack_state
 from attnmesh.ops.merge import merge_packed
 from attnmesh.parallel.decode.core import StateExchange
 
-WAYS = ["all_to_all", "reduce_scatter", "all_reduce"]
-
 
 def drawn_states(world, heads, rows=3, tokens=2, dim=5, dtype=torch.float64):
     """Packed states [H, B, S, D + 1] of every rank; some rows see nothing on some ranks, one row nothing anywhere."""
