@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,20 @@ def in_turn(*lists: Iterable) -> list[tuple]:
     """Rows with a value of each list, as many as the longest list has; the others start again. Every value occurs."""
     lists = [list(values) for values in lists]
     return [tuple(values[i % len(values)] for values in lists) for i in range(max(map(len, lists)))]
+
+
+def sweep(*values: object, **options: object) -> Any:
+    """A case that only `make sweep` runs: `pytest.param` with the mark."""
+    return pytest.param(*values, marks=pytest.mark.sweep, **options)
+
+
+def first(count: int, cases: Iterable) -> list:
+    """The cases, of which those after the first `count` are sweeps."""
+    return [case if i < count else sweep(*_values(case)) for i, case in enumerate(cases)]
+
+
+def _values(case: object) -> tuple:
+    return case if isinstance(case, tuple) else (case,)
 
 
 def else_sweep(cases: Iterable[tuple], stays: Callable[..., bool]) -> list:
