@@ -24,6 +24,7 @@ from attnmesh.parallel.decode.exchange import HeadExchange
 from attnmesh.parallel.sparse.groups import RowSharding
 from attnmesh.parallel.sparse.keys import SequenceSharding, _RingGradReturn
 from attnmesh.verify import run as verify
+from helpers.cases import sweep
 from helpers.cli import run as run_command
 
 
@@ -212,7 +213,7 @@ def by_the_batch(run):
         pytest.param(Cpu, "run", louder, r"(decode|cache).*fp32", marks=pytest.mark.sweep),
         (Cpu, "run", by_the_batch, r"decode.*split_size same bits"),
         pytest.param(Pools, "copy_blocks", lambda copy: lambda *args: None, r"cache.*fork", marks=pytest.mark.sweep),
-        (BlockManager, "cache_full_blocks", lambda register: lambda *args: None, r"│ cache "),
+        sweep(BlockManager, "cache_full_blocks", lambda register: lambda *args: None, r"│ cache "),
     ],
 )
 def test_verify_sees_a_fault_in_token_generation(place, name, fault, wrong, one_devices_modes, monkeypatch):
@@ -311,8 +312,10 @@ def without_received_grads(collect):
             r"(attention|distribution|loss) TP2",
             marks=pytest.mark.sweep,
         ),
-        (_RingGradReturn, "collect", without_received_grads, ".* CP2", r"(attention|loss) .*ring"),
-        (SequenceSharding, "local_mask", lambda _: lambda self, mask: mask, ".* CP2", r"CP2.*( causal +│|same bits)"),
+        sweep(_RingGradReturn, "collect", without_received_grads, ".* CP2", r"(attention|loss) .*ring"),
+        sweep(
+            SequenceSharding, "local_mask", lambda _: lambda self, mask: mask, ".* CP2", r"CP2.*( causal +│|same bits)"
+        ),
     ],
 )
 def test_verify_sees_a_fault_in_sparse_attention(place, name, fault, modes, wrong, monkeypatch):

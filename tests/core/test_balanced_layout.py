@@ -28,7 +28,7 @@ from attnmesh.core.masks import (
 )
 from attnmesh.plan.blocks import Patch
 from attnmesh.testing.attention import assert_attention_close, random_inputs, virtual_results
-from helpers.cases import MASKS, make_mask
+from helpers.cases import MASKS, first, make_mask
 from helpers.masks import batch_masks, visible_pairs
 
 S = 65536
@@ -223,7 +223,7 @@ def foreign_keys(shares: list[tuple[range, ...]], mask: Mask) -> int:
     return foreign
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", first(2, WORLDS))
 def test_a_third_of_the_keys_travel_that_a_zigzag_of_each_document_would_send(world):
     # There every rank holds a late piece of every document, and needs the document up to it.
     of_each_document = 3 * (world - 1) * S // 4

@@ -9,6 +9,7 @@ from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.plan.ring import ring_plan
 from attnmesh.plan.shards import shards
+from helpers.cases import sweep
 
 LENGTHS, WORLDS = range(65), range(1, 10)
 
@@ -146,7 +147,7 @@ def test_zigzag_pairs_are_assigned_round_robin(pairs):
             assert all(found[n].stop == found[n + 1].start for n in range(count - 1))  # the empty ones as well
 
 
-@every_fold
+@pytest.mark.parametrize("pairs", [2, (1, 3, 2), *map(sweep, (1, 3, (2, 1), (0, 2, 0, 1), (1, 1, 1, 1)))], ids=str)
 def test_zigzag_pairs_cover_the_sequence_in_ascending_ranges(pairs):
     layout = Zigzag(pairs)
     for world in worlds_of(pairs):

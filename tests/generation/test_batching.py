@@ -17,6 +17,7 @@ from attnmesh.generation.rank_memory import BLOCK_SIZE
 from attnmesh.generation.requests import StopStrings
 from attnmesh.generation.sampling import InvalidLogits, Sampling
 from attnmesh.plan.decode import DecodeSharding
+from helpers.cases import sweep
 from helpers.models import (
     STOP,
     VOCABULARY,
@@ -91,9 +92,9 @@ def expected():
     ("world", "sharding"),
     [
         (1, DecodeSharding()),
-        (2, DecodeSharding(cp=2)),
-        (2, DecodeSharding(kvdp=2)),
-        (4, DecodeSharding(kvdp=2, cp=2)),
+        sweep(2, DecodeSharding(cp=2)),
+        sweep(2, DecodeSharding(kvdp=2)),
+        sweep(4, DecodeSharding(kvdp=2, cp=2)),
         pytest.param(4, DecodeSharding(cp=4), marks=pytest.mark.sweep),
         pytest.param(4, DecodeSharding(kvdp=4), marks=pytest.mark.sweep),
         pytest.param(3, DecodeSharding(cp=3), marks=pytest.mark.sweep),
@@ -261,7 +262,7 @@ def test_logits_processors_of_transformers_change_the_logits_before_a_token_is_c
         assert logprob == pytest.approx(float(of_model[wanted[0]]), abs=1e-4)
 
 
-@pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)])
+@pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), sweep(DecodeSharding(kvdp=2))])
 def test_a_logits_processor_that_fails_ends_its_request_only(sharding, expected):
     def of_first_rank(ids, scores, rank):
         if ids.shape[1] == len(DOCUMENT) + 2:
@@ -306,7 +307,7 @@ def test_parallel_samples_share_the_prompt_and_differ_in_their_random_numbers():
     assert [each.ids for each in samples] == rows
 
 
-@pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)])
+@pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), sweep(DecodeSharding(kvdp=2))])
 def test_a_reset_forgets_what_is_finished_and_nothing_else(sharding, expected):
     def rank(comm):
         generator = make(comm, sharding, cache_tokens=200)

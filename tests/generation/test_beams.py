@@ -8,6 +8,7 @@ import torch
 import attnmesh as am
 from attnmesh.generation.beam_search import BeamSearch
 from attnmesh.generation.generator import Generator
+from helpers.cases import sweep
 from helpers.models import (
     VOCABULARY,
     attnmesh_model,
@@ -175,7 +176,7 @@ def submitted(comm=None, sharding=None, shard_weights=False):
     ("sharding", "shard_weights"),
     [
         (am.DecodeSharding(), False),
-        (am.DecodeSharding(kvdp=2, cp=2), False),
+        sweep(am.DecodeSharding(kvdp=2, cp=2), False),
         pytest.param(am.DecodeSharding(tp=2, kvdp=1, cp=2), True, marks=pytest.mark.sweep),
         pytest.param(am.DecodeSharding(kvdp=2), True, marks=pytest.mark.sweep),
         pytest.param(am.DecodeSharding(cp=3), False, marks=pytest.mark.sweep),

@@ -17,6 +17,7 @@ from attnmesh.generation.requests import Token
 from attnmesh.generation.sampling import PromptLookup, Sampling
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.plan.decode import DecodeSharding
+from helpers.cases import sweep
 from helpers.models import (
     KINDS,
     LAYOUTS,
@@ -90,16 +91,16 @@ def check_tokens(kind, world, layout, batch, speculative, reuse, prefill_chunk, 
     ("kind", "world", "layout", "batch", "speculative", "reuse", "prefill_chunk"),
     [  # every pair of values is there
         ("llama", 2, "zigzag", 1, False, False, None),
-        ("llama", 4, "striped", 3, True, True, 16),
-        ("qwen2", 4, "zigzag", 1, True, True, None),
-        ("qwen2", 2, "striped", 3, False, False, 16),
-        ("qwen3", 2, "striped", 1, True, False, 16),
-        ("qwen3", 4, "zigzag", 3, False, True, None),
-        ("mistral", 4, "striped", 1, False, True, 16),
-        ("mistral", 2, "zigzag", 3, True, False, None),
-        ("gpt_oss", 4, "zigzag", 1, True, False, 16),
-        ("gpt_oss", 2, "striped", 3, False, True, None),
-        ("gpt_oss", 3, "contiguous", 1, True, True, None),
+        sweep("llama", 4, "striped", 3, True, True, 16),
+        sweep("qwen2", 4, "zigzag", 1, True, True, None),
+        sweep("qwen2", 2, "striped", 3, False, False, 16),
+        sweep("qwen3", 2, "striped", 1, True, False, 16),
+        sweep("qwen3", 4, "zigzag", 3, False, True, None),
+        sweep("mistral", 4, "striped", 1, False, True, 16),
+        sweep("mistral", 2, "zigzag", 3, True, False, None),
+        sweep("gpt_oss", 4, "zigzag", 1, True, False, 16),
+        sweep("gpt_oss", 2, "striped", 3, False, True, None),
+        sweep("gpt_oss", 3, "contiguous", 1, True, True, None),
     ],
 )
 def test_tokens_are_those_of_one_process(kind, world, layout, batch, speculative, reuse, prefill_chunk, monkeypatch):
@@ -152,7 +153,7 @@ def test_tokens_are_those_of_one_process_in_every_way(
 # Groups of ranks.
 
 
-@pytest.mark.parametrize(("kvdp", "cp", "batch"), [(3, 1, 2), (2, 2, 3), (2, 2, 1), (4, 1, 3)])
+@pytest.mark.parametrize(("kvdp", "cp", "batch"), [(3, 1, 2), sweep(2, 2, 3), sweep(2, 2, 1), sweep(4, 1, 3)])
 def test_sequences_are_dealt_to_groups(kvdp, cp, batch):
     speculative = kvdp + batch == 5
     expected = [greedy_tokens("llama", prompt, MOST) for prompt in PROMPTS[:batch]]
@@ -221,7 +222,7 @@ def test_a_tiny_top_p_is_greedy():
     assert drawn(2, PROMPTS[:1], Sampling(1.0, 1e-9)) == drawn(2, PROMPTS[:1], Sampling())
 
 
-@pytest.mark.parametrize("how", [{}, {"sampling": Sampling(1.0, seed=3)}, {"speculative": True}])
+@pytest.mark.parametrize("how", [{}, sweep({"sampling": Sampling(1.0, seed=3)}), sweep({"speculative": True})])
 def test_ranks_agree_on_tokens_even_where_their_logits_differ(how, monkeypatch):
     """A rank of another make may round otherwise: here all its logits are wrong, and it goes along all the same."""
     prefill, step = Engine.prefill, Engine.decode

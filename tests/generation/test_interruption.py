@@ -16,6 +16,7 @@ from attnmesh.comm import CommError, comm_from
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.sampling import InvalidLogits, Sampling
 from attnmesh.plan.decode import DecodeSharding
+from helpers.cases import sweep
 from helpers.models import OneLayer, check_blocks, generated_rows, on_virtual_ranks, random_ids, use_small_blocks
 from helpers.processes import run_processes
 
@@ -97,7 +98,7 @@ def test_after_an_exception_of_the_model_the_next_call_works():
             check_next(generator)
 
 
-@pytest.mark.parametrize("how", ["closed", "dropped", "raised in the loop"])
+@pytest.mark.parametrize("how", ["closed", sweep("dropped"), sweep("raised in the loop")])
 def test_an_iterator_that_is_left_at_any_token_leaves_the_generator_usable(how):
     def rank(comm):
         generator = make(comm)

@@ -15,6 +15,7 @@ from attnmesh.plan.reshard import Part, Piece, plan_moves
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.decode import DecodeRequest, decode_option
 from attnmesh.planner.models.read import model_from_config
+from helpers.cases import sweep
 from helpers.models import LAYOUTS, VOCABULARY, attnmesh_model, on_virtual_ranks, random_ids
 
 # Groups have as many each: a plan gives those that are left to the last groups, and a Generator to the first.
@@ -49,7 +50,7 @@ def step_traffic(kind, sharding):
     ("kind", "sharding"),
     [
         ("llama", am.DecodeSharding(tp=2)),
-        ("llama", am.DecodeSharding(kvdp=2, cp=2)),
+        sweep("llama", am.DecodeSharding(kvdp=2, cp=2)),
         pytest.param("llama", am.DecodeSharding(cp=3), marks=pytest.mark.sweep),
         pytest.param("llama", am.DecodeSharding(tp=2, kvdp=3), marks=pytest.mark.sweep),
         pytest.param("llama", am.DecodeSharding(tp=2, cp=3), marks=pytest.mark.sweep),

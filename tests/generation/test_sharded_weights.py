@@ -10,6 +10,7 @@ from attnmesh.generation.generator import Generator
 from attnmesh.generation.rank_memory import BLOCK_SIZE, ShardedMemory
 from attnmesh.integrations.sharded_model import sharded_weights
 from attnmesh.integrations.transformers_attention import register_attention
+from helpers.cases import sweep
 from helpers.models import (
     POSITIONS,
     VOCABULARY,
@@ -64,10 +65,10 @@ def answers(comm, kind, sharding, chunks):
     [
         ("llama", am.DecodeSharding(tp=2, kvdp=1, cp=2)),
         pytest.param("llama", am.DecodeSharding(tp=1, kvdp=3, cp=2), marks=pytest.mark.sweep),
-        ("qwen3", am.DecodeSharding(tp=4)),  # more than kv heads
-        ("qwen3_moe", am.DecodeSharding(tp=2, kvdp=2)),
-        ("gpt_oss", am.DecodeSharding(kvdp=2, cp=2)),
-        ("deepseek_v3", am.DecodeSharding(tp=3, cp=2)),
+        sweep("qwen3", am.DecodeSharding(tp=4)),  # more than kv heads
+        sweep("qwen3_moe", am.DecodeSharding(tp=2, kvdp=2)),
+        sweep("gpt_oss", am.DecodeSharding(kvdp=2, cp=2)),
+        sweep("deepseek_v3", am.DecodeSharding(tp=3, cp=2)),
     ],
     ids=str,
 )
@@ -125,7 +126,7 @@ def test_the_tokens_of_one_process_over_eight_ranks(kv_heads, sharding):
         assert rows == expected
 
 
-@pytest.mark.parametrize("sharding", [am.DecodeSharding(cp=3), am.DecodeSharding(tp=4)], ids=str)
+@pytest.mark.parametrize("sharding", [am.DecodeSharding(cp=3), sweep(am.DecodeSharding(tp=4))], ids=str)
 def test_heads_that_do_not_divide(sharding):
     test_the_tokens_of_one_process_over_eight_ranks(4, sharding)
 

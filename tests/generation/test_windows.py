@@ -12,6 +12,7 @@ from attnmesh.generation.rank_memory import kv_cache_bytes
 from attnmesh.kv_cache import block_manager
 from attnmesh.kv_cache.block_manager import max_window_blocks
 from attnmesh.kv_cache.cache import BlockCache
+from helpers.cases import sweep
 from helpers.models import attnmesh_model, generated_rows, greedy_tokens, logits_of, on_virtual_ranks, random_ids
 from helpers.processes import run_processes
 
@@ -98,7 +99,7 @@ def check_answers(kind, sharding, weights=None, prompts=PROMPTS, most=MOST, **ho
     return [stats for _, _, stats in found]
 
 
-@pytest.mark.parametrize(("kind", "cp"), [("mistral", 2), ("gemma3_text", 3)])
+@pytest.mark.parametrize(("kind", "cp"), [("mistral", 2), sweep("gemma3_text", 3)])
 def test_answers_are_those_of_one_process(small, kind, cp):
     for stats in check_answers(kind, am.DecodeSharding(cp=cp), prompts=PROMPTS[:4]):
         assert stats.reused_tokens > 100

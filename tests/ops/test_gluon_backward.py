@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.cases import else_sweep
+from helpers.cases import else_sweep, sweep
 from helpers.dense_kernels import MASKS, dense, mask_case, relative, score_terms
 from helpers.gluon import emulated, mostly_sweep
 from helpers.triton_compile import a_few_at_a_time, assert_fit, compiled_for_hopper, count
@@ -193,7 +193,7 @@ def test_deterministic_and_single_gradients(tiles):
         assert relative(grads[i] - whole[i], truth) < 5e-4
 
 
-@pytest.mark.parametrize(("mask", "heads"), [("causal", None), ("causal", 1), ("union", None)])
+@pytest.mark.parametrize(("mask", "heads"), [("causal", None), sweep("causal", 1), sweep("union", None)])
 def test_new_gradients_of_a_first_call_and_of_a_repeat(mask, heads):
     """Written once, or summed by several programs or launches; the repeat has other values."""
     module = emulation()

@@ -13,7 +13,7 @@ from attnmesh.core.state import State
 from attnmesh.ops.dense import gluon_forward
 from attnmesh.ops.dense.gluon_forward import TILES, GluonTiles
 from attnmesh.ops.dense.triton_tiles import ScoreTerms
-from helpers.cases import else_sweep
+from helpers.cases import else_sweep, sweep
 from helpers.dense_kernels import (
     HUGE_EXPONENTS,
     MASKS,
@@ -101,7 +101,7 @@ def test_few_rows_are_packed():
     assert_right(emulated(gluon_forward), *inputs((8, 1), 5, 300, batch=2), "full")
 
 
-@pytest.mark.parametrize("mask", ["causal", "random", "union"])
+@pytest.mark.parametrize("mask", ["causal", sweep("random"), sweep("union")])
 def test_softcap(mask):
     assert_right(emulated(gluon_forward), *inputs((2, 1), 130, 130), mask, softcap=2.0, tiles=SMALL)
 
@@ -146,7 +146,7 @@ def test_huge_scores(dtype, exponent):
 
 
 @pytest.mark.parametrize(
-    ("exponent", "scale", "widths"), [(32, 0.2, (64, 64)), (60, 1.0, (64, 192)), (32, 3.0, (64, 64))]
+    ("exponent", "scale", "widths"), [(32, 0.2, (64, 64)), sweep(60, 1.0, (64, 192)), sweep(32, 3.0, (64, 64))]
 )
 def test_huge_scores_with_states_and_scales(exponent, scale, widths):
     how = {"scale": scale, "widths": widths, "tiles": SMALL}

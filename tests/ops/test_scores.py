@@ -20,7 +20,7 @@ from attnmesh.core.masks import (
     SlidingWindow,
 )
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
-from helpers.cases import else_sweep, in_turn
+from helpers.cases import else_sweep, in_turn, sweep
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -175,7 +175,7 @@ def test_a_row_without_keys_has_the_lse_of_its_sink(backend, device):
     assert dsinks[3] == 0
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("backend", ["torch", sweep("reference")])
 def test_gradients_agree_with_finite_differences(backend):
     q, k, v = (
         x.requires_grad_()

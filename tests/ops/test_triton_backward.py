@@ -6,6 +6,7 @@ from torch import Tensor
 
 from attnmesh.ops.dense.triton_backward import backward, delta
 from attnmesh.ops.dense.triton_tiles import DenseTiles
+from helpers.cases import sweep
 from helpers.dense_kernels import (
     CUDA,
     DEFAULT_TILES,
@@ -21,10 +22,6 @@ from helpers.dense_kernels import (
 TILES = {"query_tiles": DenseTiles(16, 16, 4, 1), "key_tiles": DenseTiles(16, 16, 4, 1)}
 OTHER_MASKS = [name for name in MASKS if name not in ("full", "causal", "union", "sequences")]
 SCALE = 0.2
-
-
-def sweep(*values):
-    return pytest.param(*values, marks=() if CUDA else pytest.mark.sweep)
 
 
 class Case:
@@ -104,7 +101,7 @@ def test_the_smallest_tiles(device, head_dim, value_dim):
 
 
 @pytest.mark.parametrize(
-    ("mask", "q_len", "kv_len"), [("random", 70, 33), ("union", 70, 33), ("union", 16, 80), ("slices", 9, 64)]
+    ("mask", "q_len", "kv_len"), [("random", 70, 33), ("union", 70, 33), sweep("union", 16, 80), sweep("slices", 9, 64)]
 )
 def test_any_lengths(device, mask, q_len, kv_len):
     case = Case(device, torch.float32, mask, (1, 1), q_len, kv_len, head_dim=24)
@@ -113,7 +110,7 @@ def test_any_lengths(device, mask, q_len, kv_len):
     check(case, grads, torch.float32)
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(24, 8), (48, 80), (80, 20), (192, 128)])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(24, 8), sweep(48, 80), (80, 20), sweep(192, 128)])
 def test_widths(device, head_dim, value_dim):
     """Keys and values of any widths, in one block of columns or in two."""
     case = Case(device, torch.float32, "causal", (2, 1), 20, 20, head_dim, value_dim, scale=0.05)
@@ -132,7 +129,7 @@ def test_softcap_and_alibi(device, softcap, alibi, mask, dtype):
     check(case, grads, dtype)
 
 
-@pytest.mark.parametrize("mask", ["union", "slices"])
+@pytest.mark.parametrize("mask", ["union", sweep("slices")])
 def test_key_tiles_of_many_rows_are_split(device, mask):
     case = Case(device, torch.float32, mask, (2, 1), 45, 20)
     grads = case.buffers()

@@ -7,6 +7,7 @@ from torch import Tensor
 from attnmesh.core.state import State
 from attnmesh.ops.dense.triton_forward import forward
 from attnmesh.ops.dense.triton_tiles import DenseTiles, blocks_of
+from helpers.cases import first, sweep
 from helpers.dense_kernels import (
     CUDA,
     DEFAULT_TILES,
@@ -53,9 +54,9 @@ def inputs(
         ("window", "mqa", torch.float16),
         ("documents", "mha", torch.float32),
         ("random", "gqa", torch.float16),
-        ("union", "mqa", torch.float32),
-        ("slices", "mha", torch.float16),
-        ("sequences", "gqa", torch.float32),
+        sweep("union", "mqa", torch.float32),
+        sweep("slices", "mha", torch.float16),
+        sweep("sequences", "gqa", torch.float32),
     ],
 )
 def test_matches_dense(device, mask, heads, dtype):
@@ -105,7 +106,14 @@ def test_widths_and_scales(device, head_dim, value_dim, scale):
 
 @pytest.mark.parametrize(
     ("dtype", "exponent"),
-    [(dtype, exponent) for dtype in DTYPES for exponent in HUGE_EXPONENTS.get(dtype, HUGE_EXPONENTS[torch.bfloat16])],
+    first(
+        8,
+        [
+            (dtype, exponent)
+            for dtype in DTYPES
+            for exponent in HUGE_EXPONENTS.get(dtype, HUGE_EXPONENTS[torch.bfloat16])
+        ],
+    ),
 )
 def test_huge_scores(device, dtype, exponent):
     """On a GPU multiply-adds are fused: then it is an error to subtract the rounded maximum from exact products."""
@@ -145,8 +153,10 @@ def test_softcap_and_alibi(device, softcap, alibi, mask, dtype):
     assert_close(result, truth, dense(q, k, v, 0.3, visible, dtype, terms))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "in_place"),
+    [(torch.float16, True), sweep(torch.float32, True), sweep(torch.float16, False), sweep(torch.float32, False)],
+)
 def test_continues_from_a_state(device, dtype, in_place):
     """Keys in three parts, the first and last of which some rows do not see, equal all keys at once."""
     q, k, v = inputs(device, dtype, (2, 1), q_len=30, kv_len=60)
@@ -170,8 +180,15 @@ def test_continues_from_a_state(device, dtype, in_place):
     assert_close(result, dense(q, k, v, 0.2, visible, torch.float64), dense(q, k, v, 0.2, visible, dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mask", ["causal", "slices"])
+@pytest.mark.parametrize(
+    ("mask", "dtype"),
+    [
+        ("causal", torch.float16),
+        sweep("causal", torch.float32),
+        sweep("slices", torch.float16),
+        sweep("slices", torch.float32),
+    ],
+)
 def test_sinks_join_the_last_keys(device, mask, dtype):
     """From no state and from one, also where a row sees nothing, and for sinks far above and below the scores."""
     q, k, v = inputs(device, dtype, (4, 2), 26, 26)

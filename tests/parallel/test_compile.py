@@ -33,7 +33,7 @@ from attnmesh.core.masks import BlockCausal, Chunked, Global, Padding, PerSequen
 from attnmesh.parallel import operator
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
-from helpers.cases import MASKS, make_mask
+from helpers.cases import MASKS, make_mask, sweep
 from helpers.processes import run_processes
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
@@ -177,7 +177,7 @@ def test_dynamic_shapes():
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("needed", [(True, False, False), (False, True, True), (False,) * 3])
+@pytest.mark.parametrize("needed", [(True, False, False), sweep((False, True, True)), sweep((False,) * 3)])
 def test_only_the_needed_gradients(needed):
     cp, inputs = ContextParallel(), random_inputs(18)
     whole = forward_backward(lambda q, k, v: cp.attention(q, k, v, return_lse=True), inputs)

@@ -36,7 +36,7 @@ from attnmesh.testing.attention import (
     virtual_results,
 )
 from attnmesh.testing.errors import relative_error
-from helpers.cases import HEADS, LAYOUTS, MASKS, make_mask
+from helpers.cases import HEADS, LAYOUTS, MASKS, make_mask, sweep
 from helpers.memory import peak_bytes
 
 WORLDS = (1, 2, 3, 4, 8)
@@ -89,7 +89,7 @@ def test_a_scale_of_ones_own_goes_around():
     assert_attention_close(found, inputs, Causal(), scale=0.7)
 
 
-@pytest.mark.parametrize(("layout", "mask"), [(Zigzag(), Causal()), (Contiguous(), SlidingWindow(5, 1))])
+@pytest.mark.parametrize(("layout", "mask"), [(Zigzag(), Causal()), sweep(Contiguous(), SlidingWindow(5, 1))])
 def test_triton_kernels_go_around(layout, mask, device):
     inputs = random_inputs(19, batch=1, heads=(2, 1), device=device)
     assert_attention_close(virtual_results(3, inputs, mask, layout, backend="triton"), inputs, mask)
@@ -108,10 +108,10 @@ def test_double_precision_goes_around():
     [
         ("full", "contiguous"),
         ("causal", "zigzag"),
-        ("window", "striped"),
+        sweep("window", "striped"),
         ("documents", "contiguous"),
-        ("causal & documents", "zigzag"),
-        ("causal & window", "striped"),
+        sweep("causal & documents", "zigzag"),
+        sweep("causal & window", "striped"),
         ("all three", "contiguous"),
     ],
 )
@@ -370,8 +370,18 @@ class Alone(Comm):
         return {self.rank: claim}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
+@pytest.mark.parametrize(
+    ("mask", "layout"),
+    [
+        (Full(), "contiguous"),
+        sweep(Full(), "zigzag"),
+        sweep(Full(), "striped"),
+        sweep(Causal(), "contiguous"),
+        sweep(Causal(), "zigzag"),
+        sweep(Causal(), "striped"),
+    ],
+    ids=str,
+)
 def test_memory_does_not_grow_with_the_ranks(mask, layout):
     """Twice the sequence on twice the ranks: each holds as much as before, forward and backward."""
 

@@ -15,6 +15,7 @@ from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.testing.attention import random_inputs
+from helpers.cases import sweep
 from helpers.memory import peak_bytes
 
 HEADS, HEAD_DIM = (8, 4), 64
@@ -79,8 +80,10 @@ def test_peaks_are_those_of_real_ranks(schedule, sizes, mask, layout):
             assert_predicted(lambda *x, cp=cp: cp.attention(*x, mask=mask), leaves, *(int(p[rank]) for p in predicted))
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("schedule", ["ring", "ring+ring"])
+@pytest.mark.parametrize(
+    ("schedule", "backward"),
+    [("ring", False), sweep("ring", True), sweep("ring+ring", False), sweep("ring+ring", True)],
+)
 def test_rings_take_no_more_on_more_ranks(schedule, backward):
     """Hundreds of ranks with as many rows each hold what a few do."""
     for mask, layout in ((Full(), Contiguous()), (Causal(), Zigzag()), (SlidingWindow(300), Contiguous())):

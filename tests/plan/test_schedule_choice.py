@@ -20,6 +20,7 @@ from attnmesh.planner.auto import _seconds_of_rings, choose_schedule
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.cost import schedule_cost
 from attnmesh.planner.explain import Explanation
+from helpers.cases import sweep
 from helpers.clusters import cluster
 from helpers.masks import visible_pairs
 
@@ -182,7 +183,7 @@ def test_the_choice_is_the_schedule_with_the_fewest_estimated_seconds():
 
 @pytest.mark.parametrize(
     ("mask", "layout", "length"),
-    [(Causal(), Zigzag(), 9_000), (Full(), Contiguous(), 1 << 20), (SlidingWindow(900), Contiguous(), 65_536)],
+    [(Causal(), Zigzag(), 9_000), sweep(Full(), Contiguous(), 1 << 20), (SlidingWindow(900), Contiguous(), 65_536)],
 )
 def test_what_is_left_early_is_slower_than_the_choice(mask, layout, length):
     workload, machine = case_of(mask, layout, length, 24, ranks_per_node=8, shape=USUAL), default_cluster("cuda")
@@ -242,7 +243,12 @@ def test_what_cannot_serve_is_refused_and_never_chosen():
 
 @pytest.mark.parametrize(
     ("layout", "mask"),
-    [(Zigzag(), Causal()), (Contiguous(), SlidingWindow(4096)), (Striped(), Causal()), (Zigzag(), EVEN[32])],
+    [
+        (Zigzag(), Causal()),
+        sweep(Contiguous(), SlidingWindow(4096)),
+        sweep(Striped(), Causal()),
+        sweep(Zigzag(), EVEN[32]),
+    ],
     ids=lambda x: str(x)[:40],
 )
 @pytest.mark.timeout(30)

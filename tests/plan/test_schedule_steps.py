@@ -10,7 +10,7 @@ from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
 from attnmesh.plan.schedules import SCHEDULES, loads, refusal, steps
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
-from helpers.cases import allowed_pairs
+from helpers.cases import allowed_pairs, sweep
 
 SHAPE = Shape(batch=2, q_heads=6, kv_heads=3, head_dim=8, itemsize=2, sum_itemsize=4)
 MASKS = [Full(), Causal(), Causal() & SlidingWindow(5), SlidingWindow(3, 4), Documents([1, 20, 13])]
@@ -31,7 +31,7 @@ def served(workload: Workload) -> list[str]:
 
 @pytest.mark.parametrize(
     ("layout", "world", "ranks_per_node"),
-    [(Zigzag(), 4, 2), (Contiguous(), 6, 3), (Striped(), 6, 3), (Zigzag(), 3, 3), (Striped(), 1, 1)],
+    [(Zigzag(), 4, 2), sweep(Contiguous(), 6, 3), (Striped(), 6, 3), sweep(Zigzag(), 3, 3), sweep(Striped(), 1, 1)],
     ids=str,
 )
 def test_every_visible_pair_of_every_head_is_computed_by_one_rank_at_one_step(layout, world, ranks_per_node):
@@ -52,7 +52,7 @@ def test_every_visible_pair_of_every_head_is_computed_by_one_rank_at_one_step(la
 
 @pytest.mark.parametrize(
     ("layout", "shape"),
-    [(Zigzag(), SHAPE), (Contiguous(), Shape(1, 8, 8, 4, 2, 4)), (Striped(), Shape(1, 2, 1, 4, 4, 4))],
+    [(Zigzag(), SHAPE), sweep(Contiguous(), Shape(1, 8, 8, 4, 2, 4)), sweep(Striped(), Shape(1, 2, 1, 4, 4, 4))],
     ids=str,
 )
 def test_messages_and_flops_of_all_steps_are_those_of_the_loads(layout, shape):

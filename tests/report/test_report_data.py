@@ -30,6 +30,7 @@ from attnmesh.report.data import RankGroups, default_ranks_per_node, hardware_na
 from attnmesh.report.drawing import bands, drawing_data, pair_counts
 from attnmesh.report.drawing import visible_pairs as visible_pair_count
 from attnmesh.trace.timeline import Span
+from helpers.cases import sweep
 from helpers.masks import batch_masks, visible_pairs
 
 SHAPE = Shape(batch=2, q_heads=6, kv_heads=3, head_dim=8, itemsize=2, sum_itemsize=4)
@@ -59,11 +60,11 @@ def test_bands_hold_every_position_once_and_tiles_every_pair(layout: Layout, len
     ("mask", "layout"),
     [
         (Causal() & (Global(3) | SlidingWindow(6)), Zigzag()),
-        (Global(3, both=True) | SlidingWindow(4, 4), Contiguous()),
-        (Prefix(30), Zigzag()),
-        (BlockCausal(16), Zigzag()),
-        (Causal() & Padding([50, 97], side="left", length=97), Zigzag()),
-        (PerSequence([Prefix(20), Documents([40, 57]) & Causal()]), Striped()),
+        sweep(Global(3, both=True) | SlidingWindow(4, 4), Contiguous()),
+        sweep(Prefix(30), Zigzag()),
+        sweep(BlockCausal(16), Zigzag()),
+        sweep(Causal() & Padding([50, 97], side="left", length=97), Zigzag()),
+        sweep(PerSequence([Prefix(20), Documents([40, 57]) & Causal()]), Striped()),
     ],
     ids=str,
 )

@@ -28,6 +28,7 @@ import openai  # noqa: E402
 
 from attnmesh.serving.app import _Answers  # noqa: E402
 from attnmesh.serving.server import _log_to_stderr, serve  # noqa: E402
+from helpers.cases import sweep  # noqa: E402
 from helpers.serving import NAME, Server, settings, virtual_server, write_model  # noqa: E402
 
 PROMPT = "a b c d e f g h i j"
@@ -112,9 +113,9 @@ def test_samples_differ_and_a_seed_repeats_them(client, alone):
     ("how", "options"),
     [
         ({"stop": ["zz", "g"]}, {"stop_strings": ["zz", "g"]}),
-        ({"stop_token_ids": [6]}, {"stop": [1, 6]}),
-        ({"stop_token_ids": [6], "min_tokens": 9}, {"stop": [1, 6], "min_new_tokens": 9}),
-        (
+        sweep({"stop_token_ids": [6]}, {"stop": [1, 6]}),
+        sweep({"stop_token_ids": [6], "min_tokens": 9}, {"stop": [1, 6], "min_new_tokens": 9}),
+        sweep(
             {"frequency_penalty": 1.5, "presence_penalty": 0.5},
             {"sampling": Sampling(presence_penalty=0.5, frequency_penalty=1.5)},
         ),
@@ -123,7 +124,7 @@ def test_samples_differ_and_a_seed_repeats_them(client, alone):
             {"sampling": Sampling(1.0, 0.9, 5, 3, 0.1, 1.2)},
             marks=pytest.mark.sweep,
         ),
-        ({"logit_bias": {"4": -100, "9": 3.5}}, {"logits_processors": [lambda _, x: x + BIAS]}),
+        sweep({"logit_bias": {"4": -100, "9": 3.5}}, {"logits_processors": [lambda _, x: x + BIAS]}),
     ],
     ids=lambda value: "-".join(value),
 )
@@ -328,7 +329,7 @@ def eventually(condition):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, sweep(False)])
 def test_a_client_that_goes_away_cancels_its_request(server, client, stream, alone):
     before = metric(server, 'attnmesh_answers_total{finish_reason="cancelled"}')
     long = {"max_tokens": 180, "min_tokens": 180, "n": 3}

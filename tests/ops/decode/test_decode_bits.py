@@ -9,6 +9,7 @@ from torch import Tensor
 from attnmesh.core.state import State
 from attnmesh.ops.storage import Quantized, Stored
 from attnmesh.testing.decode import DecodeProblem
+from helpers.cases import sweep
 from helpers.decode import BACKENDS, check_backend, interpreted, problem_for
 
 ON_EACH = pytest.mark.parametrize("backend", BACKENDS)
@@ -64,9 +65,9 @@ def assert_bits_stay(problem: DecodeProblem, backend: str, batches: tuple[list[i
     [
         (16, None, 1, "cpu"),
         (16, None, 4, "triton"),
-        (16, 16, 1, "triton"),
-        (24, None, 4, "cpu"),
-        (24, 16, 1, "cpu"),
+        sweep(16, 16, 1, "triton"),
+        sweep(24, None, 4, "cpu"),
+        sweep(24, 16, 1, "cpu"),
         (24, 16, 4, "triton"),
     ],
 )
@@ -103,8 +104,8 @@ def test_of_any_storage(dtype, storage, backend):
     ("how", "backend"),
     [
         ({"window": 9}, "cpu"),
-        ({"sinks": True}, "triton"),
-        ({"key_range": "trees"}, "triton"),
+        sweep({"sinks": True}, "triton"),
+        sweep({"key_range": "trees"}, "triton"),
         ({"key_range": "added bt"}, "cpu"),
     ],
     ids=str,
@@ -116,8 +117,7 @@ def test_under_any_option(how, backend):
         assert_bits_stay(problem_for(backend, LENGTHS, **how), backend, batches)
 
 
-@ON_EACH
-@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize(("tokens", "backend"), [(1, "cpu"), sweep(1, "triton"), sweep(4, "cpu"), sweep(4, "triton")])
 def test_with_any_capacity_of_a_cache(tokens, backend):
     problem = problem_for(backend, LENGTHS[:2], tokens=tokens, split_size=16, capacity=41)
     expected = check_backend(problem, backend)
@@ -129,8 +129,7 @@ def test_with_any_capacity_of_a_cache(tokens, backend):
         assert torch.equal(found.lse, expected.lse), capacity
 
 
-@ON_EACH
-@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize(("tokens", "backend"), [(1, "cpu"), sweep(1, "triton"), sweep(4, "cpu"), sweep(4, "triton")])
 def test_with_any_width_of_a_table_and_any_blocks(tokens, backend):
     problem = problem_for(backend, LENGTHS[:2], tokens=tokens, split_size=16, block_size=16)
     expected = check_backend(problem, backend)
@@ -150,8 +149,9 @@ def test_with_any_width_of_a_table_and_any_blocks(tokens, backend):
     assert torch.equal(found.lse, expected.lse)
 
 
-@ON_EACH
-@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize(
+    ("block_size", "backend"), [(None, "cpu"), sweep(None, "triton"), sweep(16, "cpu"), sweep(16, "triton")]
+)
 def test_with_a_shared_cache(block_size, backend):
     """Sequences of one cache, with others and alone."""
     problem = problem_for(backend, [37, 60, 3], tokens=2, split_size=16, share="cache", block_size=block_size)

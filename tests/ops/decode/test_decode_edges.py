@@ -10,6 +10,7 @@ from attnmesh.ops.decode import device_errors as faults
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.storage import Quantized, dequantize, quantize
 from attnmesh.testing.decode import random_decode
+from helpers.cases import sweep
 from helpers.decode import CUDA, device_of, problem_for
 
 HERE = device_of("triton")
@@ -59,7 +60,7 @@ def test_a_window_wider_than_any_cache(window):
     assert_like_reference(Q, K, V, cur_pos=[0, 3, 39, 2], window=window, split_size=16)
 
 
-@pytest.mark.parametrize("size", [2**30, 2**31 - 1, 2**31, 2**40])
+@pytest.mark.parametrize("size", [2**30, sweep(2**31 - 1), 2**31, sweep(2**40)])
 def test_a_split_longer_than_any_cache(size):
     assert_like_reference(Q, K, V, split_size=size)
 
@@ -189,7 +190,7 @@ def test_scales_farther_apart_than_32_bits_reach():
     assert torch.equal(found.out, expected.out)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 192), (64, 80)])
+@pytest.mark.parametrize("dims", [(64, 64), sweep((128, 192)), (64, 80)])
 def test_bfp8_of_any_scale(dims):
     """Read by words, or by bytes in the last case; with scales that alone are not numbers of fp16."""
     problem = random_decode([40, 19], dims=dims, storage="bfp8", dtype=torch.float16, block_size=16, device=HERE)

@@ -5,6 +5,7 @@ import torch
 
 from attnmesh.core.state import State
 from attnmesh.ops.decode import triton as triton_backend
+from helpers.cases import sweep
 from helpers.decode import BACKENDS, assert_decode_close, check_backend, problem_for
 
 EVERYWHERE = pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
@@ -14,8 +15,8 @@ EVERYWHERE = pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
     ("tokens", "how", "backend"),
     [
         (1, {}, "cpu"),
-        (1, {"key_range": "intervals", "sinks": True, "seed": 2}, "reference"),
-        (3, {"split_size": 16}, "triton"),
+        sweep(1, {"key_range": "intervals", "sinks": True, "seed": 2}, "reference"),
+        sweep(3, {"split_size": 16}, "triton"),
     ],
     ids=str,
 )
@@ -51,8 +52,18 @@ def test_results_in_the_dtype_of_queries(dtype, backend):
     assert_decode_close(into, problem)
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("how", [{"block_size": 16}, {"split_size": 16}], ids=str)
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [
+        ({"block_size": 16}, "cpu"),
+        sweep({"block_size": 16}, "triton"),
+        sweep({"block_size": 16}, "reference"),
+        sweep({"split_size": 16}, "cpu"),
+        sweep({"split_size": 16}, "triton"),
+        sweep({"split_size": 16}, "reference"),
+    ],
+    ids=str,
+)
 def test_out_in_float32_is_what_is_rounded_by_default(how, backend):
     problem = problem_for(backend, [40, 20, -1], tokens=2, dtype=torch.float16, sinks=True, **how)
     default, wide = problem.run(backend), check_backend(problem, backend, out_dtype=torch.float32)

@@ -13,6 +13,7 @@ from attnmesh.ops.decode import triton as triton_backend
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.storage import Stored, dequantize, quantize
 from attnmesh.testing.decode import DecodeProblem, random_decode
+from helpers.cases import sweep
 from helpers.decode import BACKENDS, assert_decode_close, check_backend, device_of, interpreted, problem_for
 
 ON_EACH = pytest.mark.parametrize("backend", BACKENDS)
@@ -221,7 +222,7 @@ def test_shares_of_a_sequence_merge_to_all_of_it(ranks, run, window, storage):
 
 @pytest.mark.parametrize(
     ("case", "run", "window"),
-    [((1, 1, 4), 1, None), ((5, 8, 4), 4, 6), ((37, 3, 7), 1, 6), ((37, 3, 7), 4, None)],
+    [((1, 1, 4), 1, None), ((5, 8, 4), 4, 6), ((37, 3, 7), 1, 6), sweep((37, 3, 7), 4, None)],
     ids=str,
 )
 def test_shares_merge_in_triton(case, run, window):

@@ -9,6 +9,7 @@ import torch
 from attnmesh import decode_attention, paged_decode_attention
 from attnmesh.ops.storage import values_of
 from attnmesh.testing.decode import UNUSED_ENTRIES, random_decode
+from helpers.cases import sweep
 from helpers.decode import BACKENDS, check_backend, device_of, interpreted, problem_for
 
 EDGES = [0, 1, 14, 15, 16, 17, 31, 32, 33, 36]  # positions at the ends of blocks of 16
@@ -56,10 +57,14 @@ def test_every_length_of_block(tokens, block_size, backend):
     )
 
 
-@ON_EACH
 @pytest.mark.parametrize(
-    "how",
-    [{"kv_heads": 4, "group": 1, "tokens": 4, "window": 23}, {"group": 3, "sinks": True, "split_size": 32}],
+    ("how", "backend"),
+    [
+        ({"kv_heads": 4, "group": 1, "tokens": 4, "window": 23}, "cpu"),
+        sweep({"kv_heads": 4, "group": 1, "tokens": 4, "window": 23}, "triton"),
+        sweep({"group": 3, "sinks": True, "split_size": 32}, "cpu"),
+        sweep({"group": 3, "sinks": True, "split_size": 32}, "triton"),
+    ],
     ids=str,
 )
 def test_two_heads_of_few_rows_read_together(how, backend):

@@ -13,6 +13,7 @@ from attnmesh.ops.sparse.arguments import TopKIndices
 from attnmesh.ops.sparse.triton_indexer import IndexerTiles, scores_at
 from attnmesh.ops.sparse.triton_indexer_backward import Grads, dense_scores_backward, scores_at_backward
 from attnmesh.ops.sparse.triton_topk import topk
+from helpers.cases import sweep
 
 CUDA = torch.cuda.is_available()
 # The interpreter's bf16 dot is wrong, and each of its tiles takes milliseconds: small shapes.
@@ -251,7 +252,7 @@ def test_gradients(device, dtype, heads, dim, slots, relu):
     assert_grads(named.backward(relu), named.true_grads(relu), dtype)
 
 
-@pytest.mark.parametrize("heads", [4, 70])
+@pytest.mark.parametrize("heads", [4, sweep(70)])
 def test_deterministic_gradients_do_not_depend_on_the_workspace(device, heads):
     named = Named(device, torch.float32, heads, 16, 30, s_q=4, s_kv=20)
     at_once = named.backward(deterministic=True)

@@ -13,6 +13,7 @@ import attnmesh as am
 from attnmesh.parallel.decode import core
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
 from helpers.blocks import assert_outputs_close, exact_weights, fed_lengths
+from helpers.cases import sweep
 
 SPLIT, LENGTH, SEQUENCES = 8, 40, 3
 KINDS = {"plain": {}, "window": {"window": 13}, "sinks": {"sinks": True}, "both": {"window": 5, "sinks": True}}
@@ -108,7 +109,7 @@ def test_ranks_do_not_show_with_fewer_bits(storage):
         assert same(attended(am.DecodeSharding(*sharding), "both", **how), whole)
 
 
-@pytest.mark.parametrize("sharding", [(1, 1, 1, 1), (1, 2, 2, SPLIT), (1, 1, 4, SPLIT)], ids=str)
+@pytest.mark.parametrize("sharding", [(1, 1, 1, 1), sweep((1, 2, 2, SPLIT)), sweep((1, 1, 4, SPLIT))], ids=str)
 def test_the_batch_does_not_show(sharding):
     assert same(attended(am.DecodeSharding(*sharding), "both", one_after_another), unsharded("both"))
 

@@ -18,6 +18,7 @@ from helpers.blocks import (
     random_sequences,
     transformers_layer,
 )
+from helpers.cases import first
 
 LENGTH = 23
 SHARDINGS = [(2, 1, 1, 1), (1, 2, 2, 3), (1, 1, 4, 4), (2, 2, 1, 1)]
@@ -106,7 +107,8 @@ PROMPTS, STEPS = (5, 17, 1), 6
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize(
-    ("family", "sharding"), zip(FAMILIES, [(2, 2, 2), (1, 1, 4), (1, 2, 2), (1, 4, 1), (4, 1, 2)], strict=True)
+    ("family", "sharding"),
+    first(1, zip(FAMILIES, [(2, 2, 2), (1, 1, 4), (1, 2, 2), (1, 4, 1), (4, 1, 2)], strict=True)),
 )
 def test_bf16_is_at_most_twice_as_far_off_as_the_bf16_module(family, sharding):
     assert_bf16_is_right(family, (16, 4), sharding)

@@ -7,6 +7,7 @@ import pytest
 import attnmesh as am
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
 from helpers.blocks import assert_outputs_close, fed_lengths, random_sequences
+from helpers.cases import sweep
 
 BLOCK_SIZE = 4
 INTERLEAVES = (1, 2, 3, BLOCK_SIZE, 2 * BLOCK_SIZE)
@@ -36,7 +37,7 @@ def assert_exact(config, weights, sharding, counts):
         assert fed_lengths(seen) == [n + sum(counts) for n in ODD_LENGTHS]
 
 
-@pytest.mark.parametrize(("interleave", "cp"), [(1, 2), (2, 3), (3, 4), (8, 2)])
+@pytest.mark.parametrize(("interleave", "cp"), [(1, 2), sweep(2, 3), (3, 4), sweep(8, 2)])
 def test_steps_of_every_number_of_tokens_in_one_run(interleave, cp):
     config, weights = random_block(4, 2, **KINDS[-1 if (cp + interleave) % 3 else 0])
     counts = [(3 * i + interleave) % 8 + 1 for i in range(8)]  # each of 1 to 8 once, in an order of the case's own

@@ -5,6 +5,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.ops.sparse import reference
+from helpers.cases import sweep
 from helpers.sparse_grid import (
     LAYOUTS,
     MASKS,
@@ -62,7 +63,7 @@ def test_the_choice_is_that_of_one_device_to_the_last_bit(tp, cp, layout, schedu
 
 @pytest.mark.parametrize(
     ("schedule", "dtype", "relu"),
-    [("allgather", torch.float32, True), ("ring", torch.bfloat16, True), ("ring", torch.float64, False)],
+    [("allgather", torch.float32, True), sweep("ring", torch.bfloat16, True), ("ring", torch.float64, False)],
 )
 def test_of_many_equal_scores_the_lowest_keys_win_wherever_they_are(schedule, dtype, relu):
     iq, ik = (torch.randint(-1, 2, shape).to(dtype) for shape in ((17, 2, 4), (40, 4)))
