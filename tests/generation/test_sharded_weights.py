@@ -10,7 +10,7 @@ from attnmesh.generation.generator import Generator
 from attnmesh.generation.rank_memory import BLOCK_SIZE, ShardedMemory
 from attnmesh.integrations.sharded_model import sharded_weights
 from attnmesh.integrations.transformers_attention import register_attention
-from helpers.cases import sweep
+from helpers.cases import first, sweep
 from helpers.models import (
     POSITIONS,
     VOCABULARY,
@@ -259,7 +259,7 @@ def test_it_works_on_after_an_interruption_and_after_invalid_logits():
 
 @pytest.mark.parametrize(
     ("kind", "sharding"),
-    [
+    first(1, [
         ("llama", am.DecodeSharding(tp=2, kvdp=1, cp=3)),
         ("gpt_oss", am.DecodeSharding(kvdp=2, cp=2)),
         ("qwen3_moe", am.DecodeSharding(tp=4)),  # more than kv heads
@@ -268,7 +268,7 @@ def test_it_works_on_after_an_interruption_and_after_invalid_logits():
             pytest.param(kind, each, marks=pytest.mark.sweep) for kind in KINDS
             for each in (am.DecodeSharding(tp=2), am.DecodeSharding(cp=3), am.DecodeSharding(2, 3, 1))
         ),
-    ],
+    ]),
     ids=str,
 )  # fmt: skip
 def test_the_memory_of_a_rank_is_known_before_it_loads(kind, sharding):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.cases import else_sweep, sweep
+from helpers.cases import else_sweep, first, sweep
 from helpers.dense_kernels import MASKS, dense, mask_case, relative, score_terms
 from helpers.gluon import emulated, mostly_sweep
 from helpers.triton_compile import a_few_at_a_time, assert_fit, compiled_for_hopper, count
@@ -92,14 +92,17 @@ def test_adds_all_gradients_under_hostile_schedules(mask, seeds):
 
 @pytest.mark.parametrize(
     ("mask", "q_len", "kv_len", "heads"),
-    mostly_sweep(
-        [
-            (mask, *lengths, heads)
-            for mask in ("full", "causal", "random")
-            for lengths in ((1, 1), (70, 300), (300, 70), (129, 128), (64, 129))
-            for heads in ((6, 2), (1, 1), (3, 1))
-        ],
-        11,
+    first(
+        1,
+        mostly_sweep(
+            [
+                (mask, *lengths, heads)
+                for mask in ("full", "causal", "random")
+                for lengths in ((1, 1), (70, 300), (300, 70), (129, 128), (64, 129))
+                for heads in ((6, 2), (1, 1), (3, 1))
+            ],
+            11,
+        ),
     ),
 )
 def test_heads_and_lengths(mask, q_len, kv_len, heads):
@@ -111,10 +114,10 @@ def test_heads_and_lengths(mask, q_len, kv_len, heads):
 
 @pytest.mark.parametrize(
     ("mask", "widths"),
-    mostly_sweep(list(product(["causal", "union"], [
+    first(1, mostly_sweep(list(product(["causal", "union"], [
         (192, 128), (128, 128), (64, 128), (128, 64), (96, 96), (32, 80), (256, 256), (192, 192), (136, 120),
         (128, 256), (256, 40),
-    ])), 6),
+    ])), 6)),
 )  # fmt: skip
 def test_widths(mask, widths):
     torch.manual_seed(0)
@@ -128,11 +131,11 @@ def test_bf16_and_softcap():
 
 @pytest.mark.parametrize(
     "tiles",
-    mostly_sweep([(tiles,) for tiles in [
+    first(1, mostly_sweep([(tiles,) for tiles in [
         BackwardTiles(paired=False), BackwardTiles(stages=4), BackwardTiles(stages=3), BackwardTiles(heads=1),
         BackwardTiles(heads=2, paired=False), BackwardTiles(held=True), BackwardTiles(shared_keys=True),
         BackwardTiles(stages=4, heads=2, shared_keys=True, grad_out_stages=2),
-    ]], 7),
+    ]], 7)),
 )  # fmt: skip
 def test_tiles(tiles):
     torch.manual_seed(0)
@@ -312,7 +315,7 @@ PLANTED_BY_HALF = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", mostly_sweep([(fault,) for fault in PLANTED], 6))
+@pytest.mark.parametrize("fault", first(2, mostly_sweep([(fault,) for fault in PLANTED], 6)))
 def test_the_emulation_finds_planted_faults(fault):
     torch.manual_seed(0)
     case = Case("causal", 300, 150, (4, 2))

@@ -36,7 +36,7 @@ from attnmesh.testing.attention import (
     virtual_results,
 )
 from attnmesh.testing.errors import relative_error
-from helpers.cases import HEADS, LAYOUTS, MASKS, make_mask, sweep
+from helpers.cases import HEADS, LAYOUTS, MASKS, in_turn, make_mask, sweep
 from helpers.memory import peak_bytes
 
 WORLDS = (1, 2, 3, 4, 8)
@@ -44,12 +44,9 @@ LENGTHS = (0, 1, 2, 7, 64, 67, 130)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VARIANTS = list(itertools.product(LENGTHS, (HEADS["mha"], HEADS["gqa"]), DTYPES))
 
-pairwise = pytest.mark.parametrize(
+in_short = pytest.mark.parametrize(
     ("layout", "mask", "world"),
-    [
-        (list(LAYOUTS)[(m + w) % len(LAYOUTS)], mask, world)
-        for (m, mask), (w, world) in itertools.product(enumerate(MASKS), enumerate(WORLDS))
-    ],
+    in_turn(LAYOUTS, MASKS, WORLDS),
 )
 every_ring = pytest.mark.parametrize(("layout", "mask", "world"), list(itertools.product(LAYOUTS, MASKS, WORLDS)))
 
@@ -63,7 +60,7 @@ def check(layout: str, mask: str, world: int, length: int, heads: tuple[int, int
 # Exact.
 
 
-@pairwise
+@in_short
 def test_ring_matches_the_reference(layout, mask, world):
     long, short = VARIANTS[len(VARIANTS) // 2 :], VARIANTS[: len(VARIANTS) // 2]
     draw = random.Random(f"{layout} {mask} {world}")

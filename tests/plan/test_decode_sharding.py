@@ -93,7 +93,7 @@ def test_a_rank_holds_the_kv_heads_that_its_query_heads_read(q_heads, kv_heads):
 
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads"),
-    [(64, 8), sweep(8, 8), sweep(9, 3), (24, 8), sweep(40, 8), sweep(7, 1), sweep(6, 2), sweep(32, 4)],
+    [(64, 8), sweep(8, 8), sweep(9, 3), sweep(24, 8), sweep(40, 8), sweep(7, 1), sweep(6, 2), sweep(32, 4)],
 )
 def test_every_key_is_held_as_often_as_heads_are_copied(q_heads, kv_heads):
     for sharding in fitting(q_heads, kv_heads):

@@ -31,7 +31,13 @@ def served(workload: Workload) -> list[str]:
 
 @pytest.mark.parametrize(
     ("layout", "world", "ranks_per_node"),
-    [(Zigzag(), 4, 2), sweep(Contiguous(), 6, 3), (Striped(), 6, 3), sweep(Zigzag(), 3, 3), sweep(Striped(), 1, 1)],
+    [
+        (Zigzag(), 4, 2),
+        sweep(Contiguous(), 6, 3),
+        sweep(Striped(), 6, 3),
+        sweep(Zigzag(), 3, 3),
+        sweep(Striped(), 1, 1),
+    ],
     ids=str,
 )
 def test_every_visible_pair_of_every_head_is_computed_by_one_rank_at_one_step(layout, world, ranks_per_node):

@@ -15,7 +15,7 @@ from attnmesh.ops.decode.api import choose
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.gpu import GPU
 from attnmesh.testing.decode import DecodeProblem, random_decode
-from helpers.cases import else_sweep
+from helpers.cases import else_sweep, first
 from helpers.decode import assert_decode_close, assert_huge_scores_are_right, with_huge_scores
 from helpers.gluon import emulated, mostly_sweep
 from helpers.triton_compile import assert_fit, compiled_for_hopper, count
@@ -108,7 +108,7 @@ HUGE = [
 ] + [(kernel, torch.float16, exponent) for kernel in (gluon_latent, gluon_narrow) for exponent in (20, 28, 32)]
 
 
-@pytest.mark.parametrize(("kernel", "dtype", "exponent"), mostly_sweep(HUGE, 4))
+@pytest.mark.parametrize(("kernel", "dtype", "exponent"), first(1, mostly_sweep(HUGE, 4)))
 def test_huge_scores(kernel, dtype, exponent):
     problem = with_huge_scores(latent([130], dtype=dtype, max_splits=1), exponent)
     assert_huge_scores_are_right(run(emulated(kernel), problem), problem)

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_grouped
 from attnmesh.testing.decode import DecodeProblem, random_decode
-from helpers.cases import else_sweep
+from helpers.cases import else_sweep, first
 from helpers.decode import assert_decode_close, assert_huge_scores_are_right, with_huge_scores
 from helpers.gluon import emulated, mostly_sweep
 from helpers.triton_compile import assert_fit, compiled_for_hopper, count
@@ -51,7 +51,7 @@ def test_against_float64(positions, how):
 HUGE = [(torch.bfloat16, exponent) for exponent in (20, 28, 32, 60, 120)] + [(torch.float16, n) for n in (20, 28, 32)]
 
 
-@pytest.mark.parametrize(("dtype", "exponent"), mostly_sweep(HUGE, 3))
+@pytest.mark.parametrize(("dtype", "exponent"), first(1, mostly_sweep(HUGE, 3)))
 def test_huge_scores(dtype, exponent):
     problem = with_huge_scores(grouped([130], dtype=dtype, kv_heads=1, max_splits=1), exponent)
     call = problem.call()

@@ -6,7 +6,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from attnmesh.testing.decode import DecodeProblem, random_decode
-from helpers.cases import pairwise, value_pairs
+from helpers.cases import first, pairwise, value_pairs
 from helpers.decode import (
     BACKENDS,
     STORAGES,
@@ -131,10 +131,13 @@ def test_every_pair_is_right_at_other_positions(seed, backend):
 
 @pytest.mark.parametrize(
     "seed",
-    [
-        pytest.param(seed, marks=[pytest.mark.sweep] * (seed % 3 > 0), id=named(CASES[seed]))
-        for seed in range(len(CASES))
-    ],
+    first(
+        12,
+        [
+            pytest.param(seed, marks=[pytest.mark.sweep] * (seed % 3 > 0), id=named(CASES[seed]))
+            for seed in range(len(CASES))
+        ],
+    ),
 )
 def test_the_reference_is_what_loops_over_the_keys_give(seed):
     case = CASES[seed] | {"group": min(CASES[seed]["group"], 3)}

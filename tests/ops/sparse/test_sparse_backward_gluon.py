@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from attnmesh.ops.sparse import gluon_backward
 from attnmesh.ops.sparse.arguments import RowBounds
+from helpers.cases import first
 
 SCALE = 0.3
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -123,8 +124,11 @@ def test_gradients_of_queries(heads, width, seed):
 
 @pytest.mark.parametrize(
     ("heads", "width", "segments", "seed"),
-    mostly_sweep(
-        [(70, 576, 0, 0), (16, 576, 2, 1), (3, 512, 1, 2), (33, 576, 3, 3), (128, 512, 2, 4), (20, 512, 0, 5)], 3
+    first(
+        1,
+        mostly_sweep(
+            [(70, 576, 0, 0), (16, 576, 2, 1), (3, 512, 1, 2), (33, 576, 3, 3), (128, 512, 2, 4), (20, 512, 0, 5)], 3
+        ),
     ),
 )
 def test_gradients_of_keys(heads, width, segments, seed):

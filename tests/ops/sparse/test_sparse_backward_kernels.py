@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from attnmesh.ops.sparse.triton_backward import backward, row_delta
 from attnmesh.ops.sparse.triton_sums_by_key import SlotsByKey, add_by_key
+from helpers.cases import first
 
 CUDA = torch.cuda.is_available()
 DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * CUDA  # the interpreter's bf16 dot is wrong
@@ -150,11 +151,14 @@ IN_FLOAT32 = ("one slot", "100 slots", "value of its own", "value as wide as the
 
 @pytest.mark.parametrize(
     ("dtype", "shape"),
-    [
-        pytest.param(dtype, shape, marks=SWEEP_HERE if (dtype == torch.float32) != (shape in IN_FLOAT32) else ())
-        for dtype in DTYPES
-        for shape in SHAPES
-    ],
+    first(
+        2,
+        [
+            pytest.param(dtype, shape, marks=SWEEP_HERE if (dtype == torch.float32) != (shape in IN_FLOAT32) else ())
+            for dtype in DTYPES
+            for shape in SHAPES
+        ],
+    ),
     ids=str,
 )
 def test_gradients_are_those_of_autograd(device, dtype, shape):
@@ -165,11 +169,14 @@ def test_gradients_are_those_of_autograd(device, dtype, shape):
 
 @pytest.mark.parametrize(
     ("dtype", "separate"),
-    [
-        pytest.param(dtype, separate, marks=SWEEP_HERE if separate == (dtype == torch.float32) else ())
-        for dtype in DTYPES
-        for separate in (False, True)
-    ],
+    first(
+        1,
+        [
+            pytest.param(dtype, separate, marks=SWEEP_HERE if separate == (dtype == torch.float32) else ())
+            for dtype in DTYPES
+            for separate in (False, True)
+        ],
+    ),
     ids=str,
 )
 def test_the_deterministic_sum_is_the_same_to_the_bit_in_any_chunks(device, dtype, separate):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.cases import else_sweep
+from helpers.cases import else_sweep, sweep
 from helpers.gluon import emulated
 
 pytest.importorskip("triton")
@@ -186,7 +186,7 @@ def emulate(problem: Problem, head_group: int, programs: int, seed: int, planted
     return problem.run(module.distribution, head_group)
 
 
-@pytest.mark.parametrize("case", EMULATED, ids=str)
+@pytest.mark.parametrize("case", [*EMULATED[:3], *map(sweep, EMULATED[3:])], ids=str)
 @pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 40), marks=pytest.mark.sweep)], ids=["one", "many"])
 def test_the_hopper_kernel_under_hostile_schedules(case, seeds):
     *shape, head_group, programs = case
