@@ -13,6 +13,7 @@ import pytest
 
 from attnmesh import run_virtual
 from attnmesh.core.optional import installed
+from helpers.cases import sweep
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 needs_transformers = pytest.mark.skipif(not installed("transformers"), reason="transformers is not installed")
@@ -33,7 +34,7 @@ def run_example(name: str, *options: object, torchrun: int = 0) -> str:
     return ran.stdout
 
 
-@pytest.mark.parametrize("options", [(), ("--storage", "int8", "--samples", "2")], ids=["fp32", "int8"])
+@pytest.mark.parametrize("options", [(), sweep(("--storage", "int8", "--samples", "2"))], ids=["fp32", "int8"])
 def test_generation_from_a_block_cache(options, monkeypatch, capsys):
     path = str(EXAMPLES / "generate_from_a_block_cache.py")
     monkeypatch.setattr(sys, "argv", [path, *options])
@@ -43,6 +44,7 @@ def test_generation_from_a_block_cache(options, monkeypatch, capsys):
     assert "equal to those without a cache" in shown
 
 
+@pytest.mark.sweep
 @needs_matplotlib
 def test_masks_are_drawn(tmp_path, monkeypatch, capsys):
     path, picture = str(EXAMPLES / "draw_masks.py"), tmp_path / "masks.svg"
@@ -142,6 +144,7 @@ def indexer():
     return module
 
 
+@pytest.mark.sweep
 def test_training_of_an_indexer(indexer):
     one, two = (run_virtual(world, lambda comm: indexer.train(comm, 10, 6, every=4)) for world in (1, 2))
     assert two[0] == two[1]

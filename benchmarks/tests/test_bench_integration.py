@@ -16,6 +16,7 @@ def test_steps_and_calls_are_measured():
         assert all(value > 0 for row in rows for name, value in row.items() if name.endswith(("_ms", "direct_us")))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("batch", ["packed", sweep("padded")])
 def test_only_transformers_own_attention_makes_masks_of_pairs(batch):
     model = random_llama(QUICK, 1, head=True)

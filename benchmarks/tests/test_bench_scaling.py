@@ -97,11 +97,11 @@ def test_twice_the_ranks_take_at_least_half_the_time_but_for_better_rates(prefil
         ("ulysses+allgather", "intra_node"),
         sweep("ring+ring", "intra_node"),
         ("ring", "inter_node"),
-        ("allgather", "inter_node"),
+        sweep("allgather", "inter_node"),
         sweep("ulysses", "inter_node"),
-        ("ulysses+ring", "inter_node"),
+        sweep("ulysses+ring", "inter_node"),
         sweep("ulysses+allgather", "inter_node"),
-        ("ring+ring", "inter_node"),
+        sweep("ring+ring", "inter_node"),
     ],
 )
 def test_wider_links_are_never_slower(schedule, end):
@@ -270,6 +270,7 @@ def test_tables_report_that_nothing_fits(sections):
     assert tables.all_tables({"decode": rows}).count("nothing fits") == len(QUICK.devices)
 
 
+@pytest.mark.sweep
 def test_pictures_are_drawn_and_the_same_each_time(sections, tmp_path):
     first = {path.name: path.read_text() for path in plot_scaling(sections, tmp_path)}
     assert set(first) == {"scaling-prefill.svg", "scaling-decode.svg"}

@@ -15,6 +15,7 @@ from attnmesh.generation.rank_memory import ShardedMemory  # noqa: E402
 from attnmesh.integrations.weight_splits import SHARDED_MODELS  # noqa: E402
 from attnmesh.plan.decode import DecodeSharding  # noqa: E402
 from attnmesh.planner.models import read  # noqa: E402
+from helpers.cases import sweep  # noqa: E402
 from helpers.cli import run  # noqa: E402
 from helpers.models import attnmesh_model  # noqa: E402
 
@@ -72,7 +73,7 @@ def test_plan_and_auto_agree(tmp_path, name, ranks, context, memory, expected):
         assert str(auto(name, ranks, context, memory).choose()[0]) == expected
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-235b-a22b", "gpt-oss-20b"])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", sweep("qwen3-235b-a22b"), "gpt-oss-20b"])
 def test_the_plans_memory_is_that_of_the_ranks(tmp_path, name):
     _, planned = plan(tmp_path, name, 8, 128 * K, 1000)
     for option in planned["plans"]:

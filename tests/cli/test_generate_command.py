@@ -89,6 +89,7 @@ def test_every_token_is_the_one_of_a_single_process(model, how):
     assert all(len(answer.split()) == 12 for answer in answers(output))
 
 
+@pytest.mark.sweep
 def test_a_quantized_cache_is_compared_with_one_as_precise(model):
     output = right(virtual(model, "--storage", "int8", "--question", "a b", "--question", "c d e", "--check"))
     assert output.count("all 12 tokens equal those of a single process") == 2

@@ -94,7 +94,7 @@ def check_spans(spans: list[Span], workload: Workload, schedule: str) -> None:
     [
         ("ring", "contiguous", "causal"),
         ("allgather", "zigzag", "causal"),
-        ("ulysses", "zigzag", "window:9+global:2"),
+        sweep("ulysses", "zigzag", "window:9+global:2"),
         sweep("ulysses+ring", "zigzag", "causal"),
         sweep("ulysses+allgather", "contiguous", "causal"),
         sweep("ring+ring", "zigzag", "window:9+global:2"),

@@ -175,6 +175,7 @@ def test_verify_sees_a_wrong_gradient_of_sinks(monkeypatch):
     assert counts(ran.stdout) == (0, 3)
 
 
+@pytest.mark.sweep
 def test_verify_sees_gradients_that_get_lost_on_their_way(few_modes, monkeypatch):
     monkeypatch.setattr(GradAccumulator, "add_to", lambda self, target: None)
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
@@ -250,6 +251,7 @@ def louder_from_one_rank(scatter_heads):
     return faulty
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("place", "name", "fault", "wrong"),
     [

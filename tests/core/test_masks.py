@@ -351,7 +351,7 @@ def check_any_mask(data):
     check_intervals(data.draw(masks(length)), length)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_intervals_of_any_mask_are_disjoint_and_equal_its_definition(data):
     check_any_mask(data)
@@ -364,7 +364,7 @@ def test_intervals_of_many_masks(data):
     check_any_mask(data)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_coverage_of_any_mask_is_exact(data):
     length = data.draw(st.integers(1, 14))

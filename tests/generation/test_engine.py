@@ -282,7 +282,7 @@ def live_through(adventure):
     assert all(of_rank == states[0] for of_rank in states)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=7, deadline=None)
 @given(adventures())
 def test_every_position_is_stored_once_whatever_happens(adventure):
     live_through(adventure)

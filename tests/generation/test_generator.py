@@ -517,7 +517,7 @@ def test_what_cannot_be_generated_is_refused_and_the_next_can(prompts, how, mess
     assert on_virtual_ranks(3, rank) == [[expected]] * 3
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [True, sweep(False)])
 def test_a_prefix_is_found_in_its_group_when_the_batch_changes(whole):
     sharding, prompts = DecodeSharding(kvdp=2), [random_ids(17, seed) for seed in (1, 2)]
     longer = [[*prompt, 9] for prompt in prompts]

@@ -106,6 +106,7 @@ def test_answers_are_those_of_one_process(small, kind, cp):
         assert stats.draft_tokens > stats.accepted_tokens
 
 
+@pytest.mark.sweep
 def test_answers_in_a_cache_without_room_for_three(small):
     """Some are preempted, and computed again."""
     (stats,) = check_answers("gpt_oss", am.DecodeSharding(), prompts=PROMPTS[:4], cache_tokens=150, most=16)

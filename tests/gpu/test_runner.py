@@ -90,6 +90,7 @@ def results_in(folder: Path) -> dict[str, dict]:
     return {each["id"].partition("::")[2]: each for each in record["results"]}
 
 
+@pytest.mark.sweep
 def test_what_hangs_or_crashes_is_named_and_the_rest_goes_on(run, tmp_path):
     process = run(TESTS, "--workers", 2, "--rank-workers", 1, "--docs", "page.md", "tests")
     said, _ = process.communicate(timeout=120)
@@ -140,6 +141,7 @@ def test_slow(n):
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", [pytest.param("budget", marks=pytest.mark.sweep), "signal"])
 def test_a_run_that_ends_early_says_what_has_not_run(run, tmp_path, how):
     process = run(SLOW, "--workers", 1, "--budget", 2 if how == "budget" else 100)

@@ -51,6 +51,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", first(1, WRONG))
 def test_a_fault_is_found_and_its_line_repeats_it(family, capfd, monkeypatch):
     name, which = WRONG[family]

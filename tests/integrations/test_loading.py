@@ -24,6 +24,7 @@ from attnmesh.integrations import checkpoint, conversion_cache, gguf_conversion,
 from attnmesh.integrations.checkpoint import ModelError
 from attnmesh.integrations.gguf import read_header
 from attnmesh.integrations.loading import load_model, needs_conversion
+from helpers.cases import sweep
 from helpers.models import tiny_config, tiny_llama, write_folder, write_gguf
 
 IDS = torch.tensor([[0, 3, 7, 5, 9]])
@@ -325,7 +326,7 @@ def test_memory_here_is_plausible():
     assert checkpoint.free_memory(torch.device("meta")) is None
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "nonsense", "cpu:x"])
+@pytest.mark.parametrize("device", ["cuda:99", sweep("nonsense"), sweep("cpu:x")])
 def test_a_device_that_is_not_there(folder, device):
     assert problem_of(folder, device=device).startswith("device ")
 

@@ -110,7 +110,7 @@ def fill(cache, sequence, tokens):
         cache.write(layer, new, x, x)
 
 
-@pytest.mark.parametrize(("ranks", "run", "block_size"), list(product((1, 2, 3, 4), RUNS, BLOCK_LENS))[::4])
+@pytest.mark.parametrize(("ranks", "run", "block_size"), first(8, list(product((1, 2, 3, 4), RUNS, BLOCK_LENS))[::4]))
 def test_a_prompt_reuses_the_longest_resumable_prefix(ranks, run, block_size):
     """The longest prefix that lies in full blocks of which no later token needs one, and that leaves a token over."""
     written, share = 100, InterleavedShard(ranks, 0, run)

@@ -129,6 +129,7 @@ def test_bf16_and_softcap():
     Case("causal", heads=(2, 1), head_dim=128, dtype=torch.bfloat16, softcap=True).check(emulation())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "tiles",
     first(1, mostly_sweep([(tiles,) for tiles in [

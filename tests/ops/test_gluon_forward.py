@@ -156,6 +156,7 @@ def test_huge_scores_with_states_and_scales(exponent, scale, widths):
     check_huge_scores(emulated(gluon_forward), torch.bfloat16, exponent, **how)
 
 
+@pytest.mark.sweep
 def test_the_emulation_fuses_multiply_adds():
     """Without another factor for huge rows, what the shift loses would be the exponent of the largest score."""
     planted = ("gl.abs(new_top) >= _HUGE / factor", "gl.abs(new_top) < 0.0")

@@ -155,7 +155,7 @@ def test_slopes_go_by_positions(positions):
         check(random_inputs(21, 30), mask, "auto", at=at, alibi_slopes=SLOPES, sinks=torch.zeros(4), softcap=3.0)
 
 
-@pytest.mark.parametrize("backend", ["aten", "torch"])
+@pytest.mark.parametrize("backend", ["aten", sweep("torch")])
 def test_tiles_of_long_sequences(backend, monkeypatch):
     """Several tiles of rows and of keys, and windows narrower than a tile of rows."""
     monkeypatch.setattr("attnmesh.ops.dense.torch_tiles._SCORES", {"cpu": 1})  # 16 rows x 128 keys

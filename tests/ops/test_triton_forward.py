@@ -52,8 +52,8 @@ def inputs(
         ("full", "mha", torch.float16),
         ("causal", "gqa", torch.float32),
         ("window", "mqa", torch.float16),
-        ("documents", "mha", torch.float32),
-        ("random", "gqa", torch.float16),
+        sweep("documents", "mha", torch.float32),
+        sweep("random", "gqa", torch.float16),
         sweep("union", "mqa", torch.float32),
         sweep("slices", "mha", torch.float16),
         sweep("sequences", "gqa", torch.float32),
@@ -92,7 +92,7 @@ def test_any_lengths(device, mask, q_len, kv_len):
 
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "scale"),
-    [(16, 16, 0.1), (24, 8, -0.1), (72, 96, 0.1), (80, 20, 0.0), (48, 80, 0.1), (192, 128, 0.05)],
+    [(16, 16, 0.1), (24, 8, -0.1), (72, 96, 0.1), (80, 20, 0.0), sweep(48, 80, 0.1), sweep(192, 128, 0.05)],
 )
 def test_widths_and_scales(device, head_dim, value_dim, scale):
     """Keys and values of any widths, in one block of columns or in two."""

@@ -75,7 +75,7 @@ def check(data) -> None:
         )  # fmt: skip
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=7, deadline=None)
 @given(st.data())
 def test_any_mask_over_ranks_equals_one_device(data):
     check(data)

@@ -306,7 +306,7 @@ def test_tiles_of_any_size_serve_chunks_of_any_size(device, ring_size, tiles):
 # Only what is seen is touched.
 
 
-@pytest.mark.parametrize("backend", ["aten", "triton"])
+@pytest.mark.parametrize("backend", ["aten", sweep("triton")])
 def test_what_a_device_does_not_see_may_be_anything(device, backend):
     length, ring_size = 31, 3 if backend == "aten" else 2  # the interpreter takes a second for two devices
     inputs = [x.to(device if backend == "triton" else "cpu") for x in random_inputs(length, heads=(1, 1), batch=1)]
@@ -468,7 +468,7 @@ def test_a_loss_of_out_alone_or_of_lse_alone(heard):
 BUSY = 20_000_000  # device cycles, about 10 ms: the device is kept behind the host, so that a missing wait shows
 
 
-@pytest.mark.parametrize("pairs", [1, 2, 3])
+@pytest.mark.parametrize("pairs", [1, sweep(2), 3])
 def test_a_device_is_exact_on_its_lanes(device, pairs):
     dtype, length, limit = (torch.bfloat16, 800, 8e-3) if device.type == "cuda" else (torch.float32, 200, 2e-6)
     q, k, v, grad = (torch.randn(1, heads, length, 64, device=device).to(dtype) for heads in (4, 2, 2, 4))

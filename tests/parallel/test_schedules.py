@@ -192,9 +192,9 @@ def test_eight_ranks(schedule):
         ("ulysses", (2, 1)),
         ("ulysses", (7, 7)),
         ("ulysses", (12, 3)),
-        ("ulysses+ring", (5, 5)),
-        ("ulysses+ring", (8, 2)),
-        ("ring+ring", (6, 3)),
+        sweep("ulysses+ring", (5, 5)),
+        sweep("ulysses+ring", (8, 2)),
+        sweep("ring+ring", (6, 3)),
     ],
 )
 def test_any_number_of_heads(schedule, heads):
@@ -214,7 +214,7 @@ def test_every_length_up_to_twice_the_world_and_more(schedule):
         assert_attention_close(found, inputs, Causal())
 
 
-@every_schedule
+@schedules("ring", "allgather", "ulysses", "ulysses+ring")
 def test_ranks_that_hold_nothing_take_part(schedule):
     pairs = (2, 0, 1) if schedule in FLAT else (0, 0, 2, 1)  # all of a node, for once
     for layout in (Zigzag(pairs), Zigzag(pairs[::-1])):
@@ -272,7 +272,7 @@ def test_stripes_too_short_to_interleave_are_taken_together(schedule):
         )
 
 
-@pytest.mark.parametrize(("schedule", "mask"), [("allgather", Causal()), ("ulysses", SlidingWindow(5, 1))])
+@pytest.mark.parametrize(("schedule", "mask"), [("allgather", Causal()), sweep("ulysses", SlidingWindow(5, 1))])
 def test_triton_kernels_serve(schedule, mask):
     inputs = random_inputs(11, batch=1, heads=(2, 1), device=device_of("triton"))
     found = virtual_results(2, inputs, mask, Zigzag(), backend="triton", schedule=schedule)
@@ -346,9 +346,9 @@ def test_keys_that_only_some_ranks_hold(schedule):
         ("ring", "causal"),
         ("ulysses+ring", "causal"),
         ("ulysses+allgather", "causal"),
-        ("allgather", "all three"),
-        ("ulysses", "all three"),
-        ("ring+ring", "all three"),
+        sweep("allgather", "all three"),
+        sweep("ulysses", "all three"),
+        sweep("ring+ring", "all three"),
     ],
 )
 def test_two_runs_give_the_same_bits(schedule, mask):
@@ -406,8 +406,8 @@ def test_the_error_in_bf16_does_not_grow_with_the_ranks(schedule, kernels, most,
         ("ulysses", "k"),
         ("ulysses+ring", "v"),
         ("ulysses+allgather", "qk"),
-        ("ring+ring", "qv"),
-        ("ring", "kv"),
+        sweep("ring+ring", "qv"),
+        sweep("ring", "kv"),
     ],
 )
 def test_gradients_go_to_those_who_want_them(schedule, wanted):
@@ -496,7 +496,7 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again(schedule):
     run_virtual(world, rank)
 
 
-@every_schedule
+@schedules("ring", "allgather", "ulysses", "ulysses+ring")
 def test_without_gradients_the_answer_is_the_same(schedule):
     world, how = comm_way(schedule)
     inputs = random_inputs(23, head_dim=8)
@@ -758,7 +758,7 @@ def test_ulysses_sends_the_lse_and_its_gradient_only_if_returned_or_if_sinks_nee
     assert [[sum(way) + more for way in rank] for rank in without] == [[sum(way) for way in rank] for rank in with_it]
 
 
-@every_schedule
+@schedules("ring", "allgather", "ulysses+ring")
 def test_gradients_of_keys_are_sent_only_if_needed(schedule):
     inputs, mesh = random_inputs(24, heads=(4, 2), dtype=torch.bfloat16), (4, None if schedule in FLAT else 2)
     forward, backward, with_keys = [], [], []
@@ -799,7 +799,7 @@ def test_a_window_costs_bytes_by_its_width_and_none_by_the_length(schedule, layo
     assert sent(128, 8) == tuple(2 * nbytes for nbytes in sent(128, 4))
 
 
-@pytest.mark.parametrize(("world", "ranks_per_node"), [(4, 2), (6, 3), (6, 2)])
+@pytest.mark.parametrize(("world", "ranks_per_node"), [(4, 2), (6, 3), sweep(6, 2)])
 def test_a_ring_of_rings_takes_each_block_across_each_border_once(world, ranks_per_node):
     nodes, row = world // ranks_per_node, 2 * 2 * 2 * 16 * 4
     inputs = random_inputs(8 * world, heads=(4, 2))

@@ -152,7 +152,7 @@ def test_messages_and_score_terms_on_a_gpu(schedule, widths, name):
 # Sinks.
 
 
-@every_schedule
+@pytest.mark.parametrize("schedule", first(3, ["ring", "ulysses", "ring+ring", *SCHEDULES]))
 def test_the_gradient_of_sinks_is_what_the_queries_of_the_rank_contribute(schedule):
     inputs, sinks, layout = inputs_of(), terms("sinks")["sinks"], Zigzag()
 

@@ -39,6 +39,7 @@ def test_unions_and_masks_per_sequence_are_exact_in_every_schedule(mask, layout)
         check_values(mask, layout, 4, schedule, ranks_per_node)
 
 
+@pytest.mark.sweep
 def test_masks_of_more_chains_than_a_launch_takes_are_exact_in_every_schedule():
     for mask, (schedule, ranks_per_node) in zip(
         (falling_slices(150), checkered_slices(34, 2), falling_slices(150)), SCHEDULES, strict=True

@@ -99,7 +99,7 @@ def some_spans(draw, length: int) -> ranges.Ranges:
     return tuple(made)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_blocks_of_any_mask_over_any_spans_are_right(data):
     check_any_patch(data)

@@ -40,7 +40,9 @@ MASKS = {
 }
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-layouts_and_masks = pytest.mark.parametrize(("layout", "mask_for"), in_turn(LAYOUTS, MASKS.values()), ids=list(MASKS))
+layouts_and_masks = pytest.mark.parametrize(
+    ("layout", "mask_for"), first(4, in_turn(LAYOUTS, list(MASKS.values())[::-1])), ids=list(MASKS)[::-1]
+)
 
 
 def reversed_ring(plan: RingPlan) -> RingPlan:
@@ -88,7 +90,7 @@ def test_every_pair_is_computed_once_and_every_row_is_sent_to_the_ranks_that_see
             check(each, truth)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(problems())
 def test_the_same_of_random_masks_and_layouts(problem):
     plan, truth = ring_plan(problem), Truth(problem)
@@ -110,7 +112,7 @@ def rows_moved(plan: RingPlan) -> tuple[int, int]:
     return sum(map(plan.rows_sent, range(plan.world))), sum(map(plan.grad_rows_sent, range(plan.world)))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.data(), st.integers(0, 32), st.integers(1, 8))
 def test_a_union_moves_at_most_what_its_parts_move(data, length, world):
     parts = [data.draw(batch_masks(length, 2)) for _ in range(2)]

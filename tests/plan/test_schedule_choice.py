@@ -183,7 +183,11 @@ def test_the_choice_is_the_schedule_with_the_fewest_estimated_seconds():
 
 @pytest.mark.parametrize(
     ("mask", "layout", "length"),
-    [(Causal(), Zigzag(), 9_000), sweep(Full(), Contiguous(), 1 << 20), (SlidingWindow(900), Contiguous(), 65_536)],
+    [
+        (Causal(), Zigzag(), 9_000),
+        sweep(Full(), Contiguous(), 1 << 20),
+        sweep(SlidingWindow(900), Contiguous(), 65_536),
+    ],
 )
 def test_what_is_left_early_is_slower_than_the_choice(mask, layout, length):
     workload, machine = case_of(mask, layout, length, 24, ranks_per_node=8, shape=USUAL), default_cluster("cuda")

@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_never_the_best():
     assert prefill_ranking(asked(DEEPSEEK, devices=1)).best is None
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     factor=st.floats(1.0, 50.0), devices=st.sampled_from([4, 6, 16]), end=st.sampled_from(["intra_node", "inter_node"])
 )

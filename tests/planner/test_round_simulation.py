@@ -50,7 +50,7 @@ def rings(draw):
     return make_program(world, *made), there, Slowdown(draw(factors), draw(factors))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(rings())
 def test_rings_are_the_same_as_event_by_event(workload):
     same(*workload)

@@ -30,7 +30,7 @@ from attnmesh.report.data import RankGroups, default_ranks_per_node, hardware_na
 from attnmesh.report.drawing import bands, drawing_data, pair_counts
 from attnmesh.report.drawing import visible_pairs as visible_pair_count
 from attnmesh.trace.timeline import Span
-from helpers.cases import sweep
+from helpers.cases import first, sweep
 from helpers.masks import batch_masks, visible_pairs
 
 SHAPE = Shape(batch=2, q_heads=6, kv_heads=3, head_dim=8, itemsize=2, sum_itemsize=4)
@@ -42,7 +42,7 @@ def visible_mask(mask: Mask, length: int) -> torch.Tensor:
     return visible_pairs(mask, (range(length),), (range(length),))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.integers(1, 50), st.integers(1, 9), st.data())
 def test_bands_hold_every_position_once_and_tiles_every_pair(layout: Layout, length: int, world: int, data):
     mask = data.draw(batch_masks(length, 2))
@@ -93,7 +93,7 @@ def test_a_long_sequence_costs_no_more_than_a_short_one():
     assert visible_pair_count(Causal(), range(n // 2), range(n // 2, n)) == 0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", first(1, LAYOUTS), ids=str)
 def test_the_strips_hold_every_position_once(layout):
     drawn = drawing_data(schedule_report(Causal(), layout, 101, 4, SHAPE))
     held = [p for shard in drawn["shards"] for run in shard["runs"] for p in range(*run)]

@@ -32,7 +32,7 @@ def understood(parse, data):
         return error
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4), st.sampled_from([parse_completion, parse_chat]))
 def test_any_body_is_understood_or_refused(body, parse):
     body = {"model": "m", "prompt": "a", "messages": MESSAGES, **body}

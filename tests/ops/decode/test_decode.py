@@ -9,6 +9,7 @@ import torch
 from attnmesh import decode_attention, paged_decode_attention
 from attnmesh.ops.storage import Quantized, values_of
 from attnmesh.testing.decode import DecodeProblem, random_decode
+from helpers.cases import sweep
 from helpers.decode import (
     BACKENDS,
     check_backend,
@@ -105,8 +106,10 @@ def test_the_reference_and_auto_serve_float64(block_size):
     check_backend(problem, "auto")
 
 
-@ON_EACH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [(torch.float32, "cpu"), (torch.float32, "triton"), sweep(torch.float16, "cpu"), (torch.float16, "triton")],
+)
 def test_large_scores_do_not_overflow(dtype, backend):
     problem = problem_for(backend, [30, 45], tokens=2, dtype=dtype)
     for scale in (40.0, -40.0):
@@ -181,9 +184,9 @@ def test_nothing_but_skipped_sequences(block_size, backend):
         (False, 2, "cpu"),
         (False, 5, "cpu"),
         (False, 8, "triton"),
-        (True, 2, "triton"),
+        sweep(True, 2, "triton"),
         (True, 5, "triton"),
-        (True, 8, "cpu"),
+        sweep(True, 8, "cpu"),
     ],
 )
 def test_tokens_before_position_zero_attend_to_nothing(sinks, tokens, backend):
@@ -374,9 +377,9 @@ def test_a_window_counts_the_token_itself(backend):
         (torch.float32, {}, "cpu"),
         (torch.float32, {"window": 3}, "triton"),
         (torch.float32, {"max_splits": 3}, "cpu"),
-        (torch.float16, {}, "triton"),
-        (torch.float16, {"block_size": 16}, "triton"),
-        (torch.float16, {"split_size": 16}, "cpu"),
+        sweep(torch.float16, {}, "triton"),
+        sweep(torch.float16, {"block_size": 16}, "triton"),
+        sweep(torch.float16, {"split_size": 16}, "cpu"),
     ],
     ids=str,
 )
@@ -414,8 +417,8 @@ def test_scale(block_size, scale, backend):
         ("plain", None, "cpu"),
         ("plain", None, "triton"),
         ("plain", 16, "cpu"),
-        ("int8", None, "triton"),
-        ("int8", 16, "cpu"),
+        sweep("int8", None, "triton"),
+        sweep("int8", 16, "cpu"),
         ("int8", 16, "triton"),
     ],
 )
@@ -450,8 +453,16 @@ def test_any_splits(how, block_size, backend):
     )
 
 
-@ON_EACH
-@pytest.mark.parametrize("how", [{"max_splits": 4}, {"split_size": 16}], ids=str)
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [
+        ({"max_splits": 4}, "cpu"),
+        sweep({"max_splits": 4}, "triton"),
+        sweep({"split_size": 16}, "cpu"),
+        ({"split_size": 16}, "triton"),
+    ],
+    ids=str,
+)
 def test_splits_of_which_some_rows_see_nothing(how, backend):
     """A mask that leaves one split empty, two splits, all of them."""
     problem = problem_for(backend, [60], tokens=4, capacity=64, **how)

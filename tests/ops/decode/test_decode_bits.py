@@ -64,7 +64,7 @@ def assert_bits_stay(problem: DecodeProblem, backend: str, batches: tuple[list[i
     ("split_size", "block_size", "tokens", "backend"),
     [
         (16, None, 1, "cpu"),
-        (16, None, 4, "triton"),
+        sweep(16, None, 4, "triton"),
         sweep(16, 16, 1, "triton"),
         sweep(24, None, 4, "cpu"),
         sweep(24, 16, 1, "cpu"),
@@ -161,7 +161,7 @@ def test_with_a_shared_cache(block_size, backend):
         assert_same(together, row, check_backend(alone, backend), last)
 
 
-@ON_EACH
+@pytest.mark.parametrize(("backend"), [("cpu"), sweep("triton")])
 def test_with_any_type_of_cur_pos(backend):
     problem = problem_for(backend, LENGTHS[:2], tokens=2, split_size=16, block_size=16)
     expected = check_backend(problem, backend)

@@ -41,8 +41,17 @@ def test_partial_states_in_a_packed_message(tokens, how, backend, monkeypatch):
     assert message.isnan().all(), "something beside the message was written"
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [
+        (torch.float16, "cpu"),
+        sweep(torch.float16, "triton"),
+        (torch.float16, "reference"),
+        (torch.float32, "cpu"),
+        (torch.float32, "triton"),
+        sweep(torch.float32, "reference"),
+    ],
+)
 def test_results_in_the_dtype_of_queries(dtype, backend):
     problem = problem_for(backend, [30, 9], tokens=2, block_size=16, dtype=dtype, kv_heads=2)
     tokens_first = torch.full((2, 2, 4, 32), torch.nan, dtype=dtype, device=problem.q.device)

@@ -26,8 +26,17 @@ def seeing(problem: DecodeProblem, first: list, end: list, dtype: torch.dtype = 
     )
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize(
+    ("block_size", "backend"),
+    [
+        (None, "cpu"),
+        sweep(None, "triton"),
+        (None, "reference"),
+        sweep(16, "cpu"),
+        (16, "triton"),
+        sweep(16, "reference"),
+    ],
+)
 def test_each_token_sees_its_interval(block_size, backend):
     """The lse of tokens whose every score is 0 counts the keys they see."""
     problem = problem_for(backend, [40, 20, 30], tokens=3, dtype=torch.float32, block_size=block_size)
@@ -39,7 +48,14 @@ def test_each_token_sees_its_interval(block_size, backend):
 
 @pytest.mark.parametrize(
     ("tokens", "block_size", "backend"),
-    [(1, None, "cpu"), (1, 16, "triton"), (4, 1, "triton"), (4, 64, "cpu"), (8, None, "triton"), (8, 7, "cpu")],
+    [
+        (1, None, "cpu"),
+        (1, 16, "triton"),
+        sweep(4, 1, "triton"),
+        sweep(4, 64, "cpu"),
+        sweep(8, None, "triton"),
+        (8, 7, "cpu"),
+    ],
 )
 def test_any_intervals(tokens, block_size, backend):
     """At random: some are empty, some begin before the first key or end past the last."""
@@ -75,9 +91,9 @@ def test_any_storage_and_splits(how, storage, backend):
     [
         (False, None, "cpu"),
         (False, None, "triton"),
-        (False, 16, "reference"),
-        (True, None, "reference"),
-        (True, 16, "cpu"),
+        sweep(False, 16, "reference"),
+        sweep(True, None, "reference"),
+        sweep(True, 16, "cpu"),
         (True, 16, "triton"),
     ],
 )
@@ -222,7 +238,7 @@ def test_shares_of_a_sequence_merge_to_all_of_it(ranks, run, window, storage):
 
 @pytest.mark.parametrize(
     ("case", "run", "window"),
-    [((1, 1, 4), 1, None), ((5, 8, 4), 4, 6), ((37, 3, 7), 1, 6), sweep((37, 3, 7), 4, None)],
+    [((1, 1, 4), 1, None), ((5, 8, 4), 4, 6), sweep((37, 3, 7), 1, 6), sweep((37, 3, 7), 4, None)],
     ids=str,
 )
 def test_shares_merge_in_triton(case, run, window):

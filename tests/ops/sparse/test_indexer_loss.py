@@ -299,6 +299,7 @@ def test_keys_come_in_chunks(name, backend, dtype, monkeypatch):
         assert error() < 1.1 * at_once
 
 
+@pytest.mark.sweep
 def test_memory_on_a_cpu_stays_below_rows_times_keys(monkeypatch):
     """[s_q, s_kv] is 2 MB here, and a naive loss holds one for each head, and more."""
     monkeypatch.setattr(indexer_loss, "_MAX_CHUNK_SLOTS", 1)

@@ -99,7 +99,7 @@ def test_quantized_storage(storage):
     "options",
     [
         {"exchange": am.Exchange(kvdp="all_gather", cp="reduce_scatter")},
-        {"exchange": am.Exchange(cp="all_reduce", replicate_q=True), "kv_rows": "own"},
+        sweep({"exchange": am.Exchange(cp="all_reduce", replicate_q=True), "kv_rows": "own"}),
         pytest.param({"kv_rows": "all"}, marks=pytest.mark.sweep),
     ],
 )
@@ -122,7 +122,7 @@ def test_bf16_is_at_most_twice_as_far_off_as_the_plain_computation():
         assert (seen.double() - truth).norm() <= 2 * plain
 
 
-@pytest.mark.parametrize(("storage", "sharding"), [("fp32", (1, 2, 1, 1)), ("bfp8", (1, 1, 2, 3))])
+@pytest.mark.parametrize(("storage", "sharding"), [("fp32", (1, 2, 1, 1)), sweep("bfp8", (1, 1, 2, 3))])
 def test_the_cache_has_the_bits_of_token_by_token_decode(sharding, storage):
     """And so the next decode step has the same output: bit for bit where nothing but the cache differs."""
     sharding = am.DecodeSharding(*sharding)

@@ -37,7 +37,7 @@ def assert_exact(config, weights, sharding, counts):
         assert fed_lengths(seen) == [n + sum(counts) for n in ODD_LENGTHS]
 
 
-@pytest.mark.parametrize(("interleave", "cp"), [(1, 2), sweep(2, 3), (3, 4), sweep(8, 2)])
+@pytest.mark.parametrize(("interleave", "cp"), [(1, 2), sweep(2, 3), sweep(3, 4), sweep(8, 2)])
 def test_steps_of_every_number_of_tokens_in_one_run(interleave, cp):
     config, weights = random_block(4, 2, **KINDS[-1 if (cp + interleave) % 3 else 0])
     counts = [(3 * i + interleave) % 8 + 1 for i in range(8)]  # each of 1 to 8 once, in an order of the case's own
@@ -54,7 +54,7 @@ def test_every_number_of_tokens_with_every_interleave(cp, tokens):
         assert_exact(config, weights, am.DecodeSharding(cp=cp, interleave=interleave), [tokens] * (24 // tokens + 2))
 
 
-@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("window", [1, sweep(2), sweep(3)])
 def test_windows_shorter_than_a_step(window):
     """Most ranks see nothing for some of the tokens."""
     config, weights = random_block(4, 2, window=window, sinks=True)

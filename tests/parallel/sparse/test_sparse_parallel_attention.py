@@ -104,11 +104,14 @@ def test_every_mask_speaks_of_the_whole_sequence(mask, schedule):
 
 @pytest.mark.parametrize(
     ("length", "key_length", "schedule"),
-    [
-        pytest.param(*lengths, schedule, marks=() if i % 2 == j else pytest.mark.sweep)
-        for i, lengths in enumerate([(2, 13), (11, 3), (1, 1), (0, 5), (5, 0), (0, 0)])
-        for j, schedule in enumerate(KEYS)
-    ],
+    first(
+        3,
+        [
+            pytest.param(*lengths, schedule, marks=() if i % 2 == j else pytest.mark.sweep)
+            for i, lengths in enumerate([(2, 13), (11, 3), (1, 1), (0, 5), (5, 0), (0, 0)])
+            for j, schedule in enumerate(KEYS)
+        ],
+    ),
 )
 def test_fewer_rows_and_keys_than_ranks(length, key_length, schedule):
     problem = random_problem(length, key_length)
