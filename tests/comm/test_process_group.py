@@ -4,6 +4,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attnmesh import ContextParallel
 from attnmesh.comm import Comm, CommError, SubComm, comm_from, run_virtual
+from attnmesh.comm.process_group import GroupComm
 from attnmesh.core.docs import without_link
 from helpers.processes import Died, Raised, run_processes
 
@@ -264,9 +266,9 @@ def test_ranks_that_come_late_or_not_at_all_raise_everywhere_in_time():
 
     for rank in (0, 2):
         message, seconds = ranks[rank]["late_to_agree"]
-        assert message == f"{late} [rank {rank} was about to start ring(n=7)]"
+        assert message == f"{late} [rank {rank} was about to start ring(n=7)]. See docs/debugging.md#commerror"
         assert seconds < 4
-    assert ranks[1]["late_to_agree"][0] == f"{late} [rank 1 was about to start ring(n=7)]"
+    assert ranks[1]["late_to_agree"][0].startswith(f"{late} [rank 1 was about to start ring(n=7)]")
 
     for rank in (0, 2):
         message, seconds = ranks[rank]["remembered_and_new"]
@@ -364,3 +366,12 @@ def test_nccl_in_a_world_of_one():
             comm.all_reduce(torch.zeros(1))
     finally:
         dist.destroy_process_group()
+
+
+def test_messages_that_shared_memory_does_not_take_go_over_the_backend():
+    messages = [SimpleNamespace(send=peer > 1, peer=peer, wire_buffer=torch.empty(peer), tag=3) for peer in (1, 2, 3)]
+    comm = SimpleNamespace(
+        _local_peers=SimpleNamespace(post=lambda tag, recvs, sends: [None, f"{len(recvs)}, {len(sends)}", None]),
+        _post_to_backend=lambda message: f"backend, {message.peer}",
+    )
+    assert GroupComm._post(comm, "exchange", messages) == ["backend, 1", "1, 2", "backend, 3"]

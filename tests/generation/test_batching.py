@@ -223,6 +223,25 @@ def test_log_probabilities_are_those_of_the_model():
     assert all(token.top_logprobs == () and token.logprob < 0 for token in generator.stream(greedy))
 
 
+def test_groups_send_as_many_log_probabilities_as_each_request_asked_for():
+    def answers(comm=None):
+        generator = make(comm, None if comm is None else DecodeSharding(kvdp=2), cache_tokens=200)
+        requests = [
+            generator.submit(DOCUMENT[n:], max_new_tokens=3, stop=(), logprobs=most)
+            for n, most in enumerate((2, None, 0, 3))
+        ]
+        while generator.num_unfinished:
+            generator.step()
+        return [[(token.id, *token.top_logprobs) for token in each.tokens] for each in requests]
+
+    expected = answers()
+    for found in am.run_virtual(2, answers):
+        for row, right in zip(found, expected, strict=True):
+            for (id, *top), (right_id, *right_top) in zip(row, right, strict=True):
+                assert (id, [name for name, _ in top]) == (right_id, [name for name, _ in right_top])
+                assert [x for _, x in top] == pytest.approx([x for _, x in right_top], abs=1e-4)
+
+
 def test_the_fewest_new_tokens_come_before_any_stop():
     free = greedy_tokens("llama", DOCUMENT, 6)
     generator = make(cache_tokens=200)

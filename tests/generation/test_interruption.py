@@ -6,6 +6,7 @@ from collections import Counter
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -419,3 +420,19 @@ def test_ranks_that_begin_iterators_in_another_order_are_told():
         return True
 
     assert on_virtual_ranks(2, rank) == [True, True]
+
+
+def test_a_rank_that_is_interrupted_tells_the_others_once():
+    """In the middle of an exchange it ends the comm; before, it says so where the others agree on the next step."""
+    failed, said = [], []
+    comm = SimpleNamespace(
+        world=2, fail=failed.append, agree=lambda operation, values, error: said.append((operation, error))
+    )
+    for out_of_step, error in ((True, KeyboardInterrupt("now")), (True, CommError("rank 1 failed"))):
+        generator = SimpleNamespace(engine=SimpleNamespace(is_out_of_step=out_of_step), comm=comm)
+        Generator._report_interruption(generator, "step", error)
+    assert (failed, said) == (["step was interrupted by KeyboardInterrupt: now"], [])
+    generator = SimpleNamespace(engine=SimpleNamespace(is_out_of_step=False), comm=comm)
+    Generator._report_interruption(generator, "step", ValueError("no"))
+    Generator._report_interruption(generator, "step", CommError("rank 1 failed"))
+    assert (len(failed), said) == (1, [("step", "ValueError: no")])

@@ -30,6 +30,7 @@ from helpers.training import (
     training_model,
 )
 
+trainer_module = sys.modules[_check_trainer.__module__]
 needs_trl = pytest.mark.skipif(
     not all(map(installed, ("accelerate", "transformers", "trl", "peft", "datasets"))),
     reason="needs accelerate, transformers, trl, peft and datasets (the extra 'train')",
@@ -524,3 +525,41 @@ def test_training_without_reduced_gradients_is_refused_and_a_loss_of_one_s_own_i
         _check_trainer(Own(), torch.nn.Linear(1, 1))
     with torch.no_grad(), pytest.warns(UserWarning, match=r"compute_loss of Own is given .*'shift_labels'. are its la"):
         _check_trainer(Own(), torch.nn.Linear(1, 1))
+
+
+def test_a_smoothed_loss_is_divided_by_the_items_of_the_batch_or_else_by_the_share():
+    def smoother(outputs, labels, shift_labels, num_items_in_batch):
+        return outputs, labels, shift_labels, num_items_in_batch
+
+    assert trainer_module._smoothed_loss(smoother, 3, "out", "labels", True) == ("out", "labels", False, 3)
+    assert trainer_module._smoothed_loss(smoother, 3, "out", "labels", True, 7) == ("out", "labels", False, 7)
+
+
+@pytest.mark.parametrize(
+    ("models", "wrapped", "fsdp", "forgotten"),
+    [
+        ([], False, False, True),
+        (["trained before"], False, False, False),
+        ([], True, False, False),
+        ([], False, True, False),
+    ],
+)
+def test_what_is_prepared_for_an_evaluation_before_training_is_wrapped_later(
+    monkeypatch, models, wrapped, fsdp, forgotten
+):
+    """Accelerate remembers a model that it prepared; `train` would take it for one that DDP wraps."""
+    monkeypatch.setattr(trainer_module, "_shards", lambda trainer: True)
+    monkeypatch.setattr(trainer_module, "ranks_of", lambda accelerator, options: None)
+    model = SimpleNamespace(_is_accelerate_prepared=True)
+    accelerator = SimpleNamespace(_models=list(models))
+    trainer = SimpleNamespace(
+        accelerator=accelerator, model=model, model_wrapped=None if wrapped else model, is_fsdp_enabled=fsdp
+    )
+
+    def evaluate(trainer):
+        accelerator._models.append(model)
+        return "metrics"
+
+    assert trainer_module._evaluation_loop(None, evaluate)(trainer) == "metrics"
+    assert (accelerator._models == []) == forgotten
+    assert model._is_accelerate_prepared == (not forgotten)

@@ -199,3 +199,18 @@ def test_a_cp_rank_that_is_not_there_is_refused():
 def test_heads_that_do_not_fit_are_refused_with_both_numbers(sharding, heads, said):
     with pytest.raises(ValueError, match=said):
         sharding.check_heads(*heads)
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [
+        ((8.0, 2), "q_heads must be .*, got 8.0"),
+        ((-8, 2), "q_heads must be .*, got -8"),
+        ((8, True), "kv_heads must be .*, got True"),
+        ((8, 0), "q_heads must be a multiple of kv_heads, got q_heads=8 and kv_heads=0"),
+        ((8, 3), "q_heads must be a multiple of kv_heads, got q_heads=8 and kv_heads=3"),
+    ],
+)
+def test_counts_of_heads_are_checked(heads, message):
+    with pytest.raises(ValueError, match=message):
+        DecodeSharding().check_heads(*heads)

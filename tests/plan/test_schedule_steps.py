@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,7 +10,7 @@ from attnmesh.core.layouts import Contiguous, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
 from attnmesh.plan.schedules import SCHEDULES, loads, refusal, steps
 from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.workload import RankSizes, Shape, Workload
 from helpers.cases import allowed_pairs, sweep
 
 SHAPE = Shape(batch=2, q_heads=6, kv_heads=3, head_dim=8, itemsize=2, sum_itemsize=4)
@@ -87,3 +88,12 @@ def test_a_ring_receives_keys_one_step_before_it_uses_them():
         for tile in step.tiles:
             arrived = [m for m in found[at - 1].messages if m.target == tile.rank]
             assert tile.keys == tile.queries if at == 0 else len(arrived) == 1
+
+
+def test_the_last_merge_rounds_two_parts_and_leaves_one_alone():
+    sizes = RankSizes.of([SHAPE] * 3, [5] * 3, mask=Causal())
+    found = sizes.merge(np.array([0, 1, 2]), np.array([1, 2, 3]), last=True)
+    read_and_written = sizes.out_row + sizes.out_sum_row + sizes.out_row  # the part that came, the total, the result
+    assert found.size.tolist() == [0, *(5 * read_and_written)[1:].tolist()]
+    assert found.calls.tolist() == [0, 1, 1]
+    assert sizes.merge(np.array([0, 1, 2]), np.array([1, 2, 3])).calls.tolist() == [0, 0, 0]  # they wait for more

@@ -189,7 +189,8 @@ def test_log_probabilities_are_those_of_the_model(client, alone, model):
     assert [word for each in streamed for word in each.tokens] == words
 
 
-def test_models_are_listed(client):
+def test_models_are_listed(server, client):
+    assert server.settings.is_serving
     assert [each.id for each in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).id == NAME
     with pytest.raises(openai.NotFoundError):

@@ -10,6 +10,7 @@ from attnmesh import State, check_decode_errors, merge, paged_sparse_decode_atte
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.ops import gpu
 from attnmesh.ops.sparse import reference
+from attnmesh.ops.sparse.paged import check_pool
 from attnmesh.ops.storage import Quantized, Stored, dequantize, values_of
 from attnmesh.testing.decode import poison_cache
 from helpers.cases import first, sweep
@@ -401,3 +402,12 @@ def test_gpus_without_fp8_are_served_by_torch(monkeypatch):
     with pytest.raises(ValueError, match=r"backend=.triton. cannot serve this call: .* capability 8\.9"):
         random_case(dtype=torch.float16, storage="fp8_ds_mla").run("triton")
     random_case(dtype=torch.float16, storage="fp8_ds_mla").check("torch")
+
+
+@pytest.mark.parametrize(
+    "shape", [(4, 16, 24), (4, 16, 2, 24), (4, 0, 1, 24)], ids=["no head", "two heads", "no slots"]
+)
+def test_pools_of_another_shape_are_refused(shape):
+    with pytest.raises(ValueError, match=r"kv must be \[num_blocks, block_size, 1, 24\], got \["):
+        check_pool("kv", torch.zeros(shape), torch.zeros(2, 1, 3, 24), "fp8_ds_mla")
+    check_pool("kv", torch.zeros(4, 16, 1, 24), torch.zeros(2, 1, 3, 24), "fp8_ds_mla")
