@@ -22,6 +22,7 @@ from benchmarks.why.policies import (
     ring,
 )
 from benchmarks.why.sources import DOCS, EVERY_BLOCK, count_bytes, read_sources, read_table
+from helpers.cases import sweep
 
 PAGE = DOCS / "why.md"
 
@@ -110,9 +111,7 @@ def apart(svg):
     return re.split(r"-?\d+\.\d+", svg), [float(number) for number in re.findall(r"-?\d+\.\d+", svg)]
 
 
-@pytest.mark.parametrize(
-    "names", [["why-scaling"], pytest.param(list(figures.FIGURES), marks=pytest.mark.sweep)], ids=["one", "all"]
-)
+@pytest.mark.parametrize("names", [["why-scaling"], sweep(list(figures.FIGURES))], ids=["one", "all"])
 def test_committed_figures_are_those_of_the_data(sources, tmp_path, names):
     for path in drawn_again(sources, tmp_path, names):
         (words, numbers), (saved_words, saved_numbers) = (apart(x.read_text()) for x in (path, DOCS / path.name))

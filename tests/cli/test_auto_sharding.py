@@ -56,7 +56,7 @@ def plan(tmp_path, name, ranks, context, memory):
     ("name", "ranks", "context", "memory", "expected"),
     [
         ("llama-3.1-8b", 4, 8 * K, 20, "TP4"),
-        pytest.param("qwen3-235b-a22b", 8, 128 * K, 80, "TP8", marks=pytest.mark.sweep),
+        sweep("qwen3-235b-a22b", 8, 128 * K, 80, "TP8"),
         ("qwen3-235b-a22b", 8, 1024 * K, 98, "TP4-CP2"),  # TP8 keeps every kv head twice
         ("gpt-oss-20b", 16, 1024 * K, 5, "TP8-CP2"),  # as above; layers with a window take little
         ("llama-3.1-70b", 8, 8 * K, 15, None),

@@ -23,6 +23,7 @@ from attnmesh.comm import launch
 from attnmesh.core.optional import installed
 from attnmesh.generation.passes import PrefillPass
 from attnmesh.integrations import loading
+from helpers.cases import sweep
 from helpers.cli import run as run_command
 from helpers.models import tiny_llama, tiny_tokenizer, write_folder
 
@@ -71,10 +72,7 @@ def answers(output: str) -> list[str]:
     "how",
     [
         ("--speculative", "--layout", "striped", "--prefill-chunk", "7"),
-        *(
-            pytest.param(how, marks=pytest.mark.sweep)
-            for how in ((), ("--layout", "contiguous", "--prefill-chunk", "7"))
-        ),
+        *(sweep(how) for how in ((), ("--layout", "contiguous", "--prefill-chunk", "7"))),
     ],
     ids=str,
 )

@@ -155,7 +155,7 @@ def nan_in_one_place(attend):
 
 @pytest.mark.parametrize(
     "fault",
-    [off_in_lse, *(pytest.param(fault, marks=pytest.mark.sweep) for fault in (slightly_louder, nan_in_one_place))],
+    [off_in_lse, *(sweep(fault) for fault in (slightly_louder, nan_in_one_place))],
 )
 def test_verify_sees_a_faulty_answer(fault, few_modes, monkeypatch):
     monkeypatch.setattr(ContextParallel, "attention", fault(ContextParallel.attention))
@@ -211,9 +211,9 @@ def by_the_batch(run):
 @pytest.mark.parametrize(
     ("place", "name", "fault", "wrong"),
     [
-        pytest.param(Cpu, "run", louder, r"(decode|cache).*fp32", marks=pytest.mark.sweep),
+        sweep(Cpu, "run", louder, r"(decode|cache).*fp32"),
         (Cpu, "run", by_the_batch, r"decode.*split_size same bits"),
-        pytest.param(Pools, "copy_blocks", lambda copy: lambda *args: None, r"cache.*fork", marks=pytest.mark.sweep),
+        sweep(Pools, "copy_blocks", lambda copy: lambda *args: None, r"cache.*fork"),
         sweep(BlockManager, "cache_full_blocks", lambda register: lambda *args: None, r"│ cache "),
     ],
 )
@@ -255,14 +255,8 @@ def louder_from_one_rank(scatter_heads):
 @pytest.mark.parametrize(
     ("place", "name", "fault", "wrong"),
     [
-        pytest.param(InterleavedShard, "length", as_the_first_rank, r" CP2 ", marks=pytest.mark.sweep),
-        pytest.param(
-            StepTensors,
-            "key_range",
-            without_a_window,
-            r" CP2 (all_reduce|replicate_q|split_size)",
-            marks=pytest.mark.sweep,
-        ),
+        sweep(InterleavedShard, "length", as_the_first_rank, r" CP2 "),
+        sweep(StepTensors, "key_range", without_a_window, r" CP2 (all_reduce|replicate_q|split_size)"),
         (HeadExchange, "scatter_heads", louder_from_one_rank, r" KVDP2 .*fp32 "),
     ],
 )
@@ -303,17 +297,8 @@ def without_received_grads(collect):
     ("place", "name", "fault", "modes", "wrong"),
     [
         (RowBounds, "valid", without_counting_slots, ".*(no mask|strided)", r"sparse (?!top-k|dense).*strided"),
-        pytest.param(
-            RunningTopK, "update", the_last_of_equals, "(top-k|loss)", r"sparse top-k", marks=pytest.mark.sweep
-        ),
-        pytest.param(
-            RowSharding,
-            "reduce_heads",
-            of_own_heads,
-            ".* [TC]P2",
-            r"(attention|distribution|loss) TP2",
-            marks=pytest.mark.sweep,
-        ),
+        sweep(RunningTopK, "update", the_last_of_equals, "(top-k|loss)", r"sparse top-k"),
+        sweep(RowSharding, "reduce_heads", of_own_heads, ".* [TC]P2", r"(attention|distribution|loss) TP2"),
         sweep(_RingGradReturn, "collect", without_received_grads, ".* CP2", r"(attention|loss) .*ring"),
         sweep(
             SequenceSharding, "local_mask", lambda _: lambda self, mask: mask, ".* CP2", r"CP2.*( causal +│|same bits)"

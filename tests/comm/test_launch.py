@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attnmesh.comm import Comm, CommError, VirtualComm, launch, monitor
+from helpers.cases import sweep
 from helpers.processes import _context
 
 
@@ -63,14 +64,14 @@ def fork_server(kind: str) -> SimpleNamespace:
     return SimpleNamespace(Process=lambda target, args: _context.Process(target=of_the_fork_server, args=args))
 
 
-@pytest.mark.parametrize("start", ["forked", pytest.param("spawned", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("start", ["forked", sweep("spawned")])
 @pytest.mark.parametrize(
     ("fail", "error", "message"),
     [
         ("ValueError", ValueError, "^add must be small, got 1\n"),
-        pytest.param("Unpicklable", RuntimeError, "UnpicklableError: 1 and 2", marks=pytest.mark.sweep),
+        sweep("Unpicklable", RuntimeError, "UnpicklableError: 1 and 2"),
         ("killed", CommError, r"rank \d of 2 (was killed \(SIGKILL\)|failed: .*); the other ranks were stopped"),
-        pytest.param("exit", CommError, r"rank \d of 2 (exited with code 3|failed: .*); ", marks=pytest.mark.sweep),
+        sweep("exit", CommError, r"rank \d of 2 (exited with code 3|failed: .*); "),
     ],
 )
 def test_the_error_of_a_process_is_raised(fail, error, message, start, monkeypatch):

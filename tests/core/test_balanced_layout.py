@@ -28,7 +28,7 @@ from attnmesh.core.masks import (
 )
 from attnmesh.plan.blocks import Patch
 from attnmesh.testing.attention import assert_attention_close, random_inputs, virtual_results
-from helpers.cases import MASKS, first, make_mask
+from helpers.cases import MASKS, first, make_mask, sweep
 from helpers.masks import batch_masks, visible_pairs
 
 S = 65536
@@ -186,7 +186,7 @@ def check_mix(seed: int, world: int) -> None:
     assert {sum(map(len, ranges)) for ranges in shares} == {S // world}, (seed, world)
 
 
-@pytest.mark.parametrize("mixes", [range(30), pytest.param(range(30, 1000), marks=pytest.mark.sweep)], ids=str)
+@pytest.mark.parametrize("mixes", [range(30), sweep(range(30, 1000))], ids=str)
 def test_mixes_are_even(mixes):
     for seed in mixes:
         check_mix(seed, WORLDS[seed % len(WORLDS)])

@@ -95,9 +95,9 @@ def expected():
         sweep(2, DecodeSharding(cp=2)),
         sweep(2, DecodeSharding(kvdp=2)),
         sweep(4, DecodeSharding(kvdp=2, cp=2)),
-        pytest.param(4, DecodeSharding(cp=4), marks=pytest.mark.sweep),
-        pytest.param(4, DecodeSharding(kvdp=4), marks=pytest.mark.sweep),
-        pytest.param(3, DecodeSharding(cp=3), marks=pytest.mark.sweep),
+        sweep(4, DecodeSharding(cp=4)),
+        sweep(4, DecodeSharding(kvdp=4)),
+        sweep(3, DecodeSharding(cp=3)),
     ],
 )
 def test_every_answer_is_that_of_the_request_alone(world, sharding, expected, monkeypatch):
@@ -112,13 +112,13 @@ def test_every_answer_is_that_of_the_request_alone(world, sharding, expected, mo
     "sharding",
     [
         DecodeSharding(tp=2),
-        pytest.param(DecodeSharding(kvdp=2), marks=pytest.mark.sweep),
-        pytest.param(DecodeSharding(cp=2), marks=pytest.mark.sweep),
-        pytest.param(DecodeSharding(kvdp=3), marks=pytest.mark.sweep),
-        pytest.param(DecodeSharding(tp=4), marks=pytest.mark.sweep),
-        pytest.param(DecodeSharding(tp=2, kvdp=2), marks=pytest.mark.sweep),
-        pytest.param(DecodeSharding(kvdp=2, cp=2), marks=pytest.mark.sweep),
-        pytest.param(DecodeSharding(tp=2, cp=3), marks=pytest.mark.sweep),
+        sweep(DecodeSharding(kvdp=2)),
+        sweep(DecodeSharding(cp=2)),
+        sweep(DecodeSharding(kvdp=3)),
+        sweep(DecodeSharding(tp=4)),
+        sweep(DecodeSharding(tp=2, kvdp=2)),
+        sweep(DecodeSharding(kvdp=2, cp=2)),
+        sweep(DecodeSharding(tp=2, cp=3)),
     ],
     ids=str,
 )

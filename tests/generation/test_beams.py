@@ -45,7 +45,7 @@ def expected(kind, beams, most, ends, prompts=PROMPTS):
     [
         ("llama", 3, 8, ENDS),
         *(
-            pytest.param(kind, beams, most, ends, marks=pytest.mark.sweep)
+            sweep(kind, beams, most, ends)
             for kind in ("llama", "gpt_oss", "mistral", "deepseek_v3")
             for beams, most, ends in ((2, 12, []), (4, 15, ENDS), (7, 9, ENDS[:2]), (3, 1, ENDS))
         ),
@@ -65,11 +65,11 @@ def test_the_answers_of_transformers(kind, beams, most, ends):
 @pytest.mark.parametrize(
     ("kind", "sharding", "whole"),
     [
-        pytest.param("llama", am.DecodeSharding(kvdp=2, cp=2), True, marks=pytest.mark.sweep),
-        pytest.param("llama", am.DecodeSharding(tp=2, kvdp=1, cp=2), False, marks=pytest.mark.sweep),
-        pytest.param("deepseek_v3", am.DecodeSharding(tp=1, kvdp=2, cp=2), False, marks=pytest.mark.sweep),
-        pytest.param("gpt_oss", am.DecodeSharding(kvdp=3), True, marks=pytest.mark.sweep),
-        pytest.param("qwen2", am.DecodeSharding(cp=3), True, marks=pytest.mark.sweep),
+        sweep("llama", am.DecodeSharding(kvdp=2, cp=2), True),
+        sweep("llama", am.DecodeSharding(tp=2, kvdp=1, cp=2), False),
+        sweep("deepseek_v3", am.DecodeSharding(tp=1, kvdp=2, cp=2), False),
+        sweep("gpt_oss", am.DecodeSharding(kvdp=3), True),
+        sweep("qwen2", am.DecodeSharding(cp=3), True),
     ],
     ids=str,
 )
@@ -177,9 +177,9 @@ def submitted(comm=None, sharding=None, shard_weights=False):
     [
         (am.DecodeSharding(), False),
         sweep(am.DecodeSharding(kvdp=2, cp=2), False),
-        pytest.param(am.DecodeSharding(tp=2, kvdp=1, cp=2), True, marks=pytest.mark.sweep),
-        pytest.param(am.DecodeSharding(kvdp=2), True, marks=pytest.mark.sweep),
-        pytest.param(am.DecodeSharding(cp=3), False, marks=pytest.mark.sweep),
+        sweep(am.DecodeSharding(tp=2, kvdp=1, cp=2), True),
+        sweep(am.DecodeSharding(kvdp=2), True),
+        sweep(am.DecodeSharding(cp=3), False),
     ],
     ids=str,
 )

@@ -544,7 +544,7 @@ def test_a_prefix_is_found_in_its_group_when_the_batch_changes(whole):
     [
         ("llama", am.DecodeSharding(cp=4), True),
         *(
-            pytest.param(kind, am.DecodeSharding(*each), whole, marks=pytest.mark.sweep)
+            sweep(kind, am.DecodeSharding(*each), whole)
             for kind in ("llama", "gpt_oss", "mistral", "deepseek_v3")
             for *each, whole in ((1, 2, 3, True), (2, 1, 3, False), (1, 1, 5, False))
         ),

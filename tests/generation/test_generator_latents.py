@@ -11,6 +11,7 @@ from attnmesh.cli.generate.job import quantized_cache
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.latents import LatentProjections, LatentWidths
 from attnmesh.generation.models import kv_bytes_per_token
+from helpers.cases import sweep
 from helpers.models import (
     POSITIONS,
     STOP,
@@ -53,7 +54,7 @@ def answers(generator, prompts=PROMPTS):
     "sharding",
     [
         am.DecodeSharding(kvdp=2, cp=2),
-        *(pytest.param(am.DecodeSharding(kvdp=n, cp=m), marks=pytest.mark.sweep) for n, m in ((1, 1), (1, 3), (3, 1))),
+        *(sweep(am.DecodeSharding(kvdp=n, cp=m)) for n, m in ((1, 1), (1, 3), (3, 1))),
     ],
     ids=str,
 )
@@ -129,7 +130,7 @@ def test_weights_over_eight_ranks(sharding):
     [
         (am.DecodeSharding(kvdp=2, cp=2), True),
         *(
-            pytest.param(am.DecodeSharding(*each), whole, marks=pytest.mark.sweep)
+            sweep(am.DecodeSharding(*each), whole)
             for *each, whole in (
                 (1, 1, 1, True),
                 (2, 1, 2, False),

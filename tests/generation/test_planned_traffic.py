@@ -51,11 +51,11 @@ def step_traffic(kind, sharding):
     [
         ("llama", am.DecodeSharding(tp=2)),
         sweep("llama", am.DecodeSharding(kvdp=2, cp=2)),
-        pytest.param("llama", am.DecodeSharding(cp=3), marks=pytest.mark.sweep),
-        pytest.param("llama", am.DecodeSharding(tp=2, kvdp=3), marks=pytest.mark.sweep),
-        pytest.param("llama", am.DecodeSharding(tp=2, cp=3), marks=pytest.mark.sweep),
-        pytest.param("qwen3", am.DecodeSharding(tp=4), marks=pytest.mark.sweep),
-        pytest.param("qwen3_moe", am.DecodeSharding(tp=2, kvdp=2), marks=pytest.mark.sweep),
+        sweep("llama", am.DecodeSharding(cp=3)),
+        sweep("llama", am.DecodeSharding(tp=2, kvdp=3)),
+        sweep("llama", am.DecodeSharding(tp=2, cp=3)),
+        sweep("qwen3", am.DecodeSharding(tp=4)),
+        sweep("qwen3_moe", am.DecodeSharding(tp=2, kvdp=2)),
     ],
     ids=str,
 )

@@ -41,7 +41,7 @@ def test_a_temperature_sharpens_or_flattens(temperature):
             (0.4, [1]),
             (0.41, [1, 3]),
             (1.0, range(5)),
-            *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((0.3, [1]), (0.7, [1, 3]), (0.84, [1, 3, 2]))),
+            *(sweep(*case) for case in ((0.3, [1]), (0.7, [1, 3]), (0.84, [1, 3, 2]))),
         ],
     ),
 )

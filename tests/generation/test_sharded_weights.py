@@ -64,7 +64,7 @@ def answers(comm, kind, sharding, chunks):
     ("kind", "sharding"),
     [
         ("llama", am.DecodeSharding(tp=2, kvdp=1, cp=2)),
-        pytest.param("llama", am.DecodeSharding(tp=1, kvdp=3, cp=2), marks=pytest.mark.sweep),
+        sweep("llama", am.DecodeSharding(tp=1, kvdp=3, cp=2)),
         sweep("qwen3", am.DecodeSharding(tp=4)),  # more than kv heads
         sweep("qwen3_moe", am.DecodeSharding(tp=2, kvdp=2)),
         sweep("gpt_oss", am.DecodeSharding(kvdp=2, cp=2)),
@@ -265,7 +265,7 @@ def test_it_works_on_after_an_interruption_and_after_invalid_logits():
         ("qwen3_moe", am.DecodeSharding(tp=4)),  # more than kv heads
         ("deepseek_v3", am.DecodeSharding(tp=3)),
         *(
-            pytest.param(kind, each, marks=pytest.mark.sweep) for kind in KINDS
+            sweep(kind, each) for kind in KINDS
             for each in (am.DecodeSharding(tp=2), am.DecodeSharding(cp=3), am.DecodeSharding(2, 3, 1))
         ),
     ]),

@@ -145,7 +145,7 @@ def test_answers_over_processes_are_those_of_one_process():
     assert run_processes(2, on_process, timeout=240) == [[expected] * 2] * 2
 
 
-@pytest.mark.parametrize("storage", ["int8", pytest.param(None, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("storage", ["int8", sweep(None)])
 def test_a_prompt_that_parts_from_an_earlier_one_where_its_window_has_passed(small, storage):
     """Also drafts that are rejected. The reference keeps everything: it has too little room for windows."""
     text = random_ids(20, 9) * 7

@@ -26,7 +26,7 @@ from attnmesh.ops.storage import Quantized, dequantize
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
 from attnmesh.testing.decode import poison_cache, random_decode
 from attnmesh.testing.errors import ROUNDING, assert_close
-from helpers.cases import first
+from helpers.cases import first, sweep
 from helpers.chosen_keys import ChosenKeys, Indexer, assert_results, assert_topk, random_lengths
 from helpers.decode import assert_decode_close
 from helpers.dense_kernels import dense, mask_case
@@ -419,7 +419,7 @@ EMULATED: dict[str, Callable[[int], None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 8), marks=pytest.mark.sweep)], ids=["one", "many"])
+@pytest.mark.parametrize("seeds", [range(1), sweep(range(1, 8))], ids=["one", "many"])
 @pytest.mark.parametrize("kernel", first(4, EMULATED))
 def test_emulated(kernel, seeds, monkeypatch):
     for seed in seeds:

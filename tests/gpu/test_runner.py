@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from gpu import compile_lock, schedule, summary, worker
+from helpers.cases import sweep
 
 PAGE = f"# Title\n\n{summary.BEGIN}\n\nnot run yet\n\n{summary.END}\n\nEnd\n"
 
@@ -142,7 +143,7 @@ def test_slow(n):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("how", [pytest.param("budget", marks=pytest.mark.sweep), "signal"])
+@pytest.mark.parametrize("how", [sweep("budget"), "signal"])
 def test_a_run_that_ends_early_says_what_has_not_run(run, tmp_path, how):
     process = run(SLOW, "--workers", 1, "--budget", 2 if how == "budget" else 100)
     while how == "signal" and not (tmp_path / "begun 1").exists():

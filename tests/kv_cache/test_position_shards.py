@@ -12,12 +12,12 @@ from attnmesh.core.ranges import InterleavedShard
 from attnmesh.kv_cache import cache as cache_module
 from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.pools import DeviceTables, Pools
-from helpers.cases import first
+from helpers.cases import first, sweep
 
 RUNS, BLOCK_LENS = (1, 2, 3, 4, 8), (1, 3, 4)
 
 
-@pytest.mark.parametrize("ranks", first(1, [1, 3, *(pytest.param(ranks, marks=pytest.mark.sweep) for ranks in (2, 4))]))
+@pytest.mark.parametrize("ranks", first(1, [1, 3, *(sweep(ranks) for ranks in (2, 4))]))
 def test_ranks_in_lockstep_hold_whole_sequences(ranks):
     done = Counter()
     for run, block_size in product(RUNS, BLOCK_LENS):

@@ -19,7 +19,7 @@ from attnmesh.ops.dense import gluon_backward
 from attnmesh.ops.dense.gluon_backward import BackwardTiles
 from attnmesh.ops.dense.triton_tiles import ScoreTerms
 
-ONE_AND_MANY = [range(1), pytest.param(range(1, 20), marks=pytest.mark.sweep)]
+ONE_AND_MANY = [range(1), sweep(range(1, 20))]
 CPU = torch.device("cpu")
 
 

@@ -293,7 +293,7 @@ SCHEDULES = [SMALL, SMALL._replace(stages=3, section=1)]
 
 
 @pytest.mark.parametrize("tiles", mostly_sweep([(tiles,) for tiles in SCHEDULES], 2))
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 40), marks=pytest.mark.sweep)], ids=["few", "many"])
+@pytest.mark.parametrize("seeds", [range(2), sweep(range(2, 40))], ids=["few", "many"])
 def test_under_hostile_schedules(tiles, seeds):
     for seed in seeds:
         torch.manual_seed(seed)

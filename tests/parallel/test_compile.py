@@ -93,7 +93,7 @@ def _nothing_compiled():
 
 @pytest.mark.parametrize(
     "name",
-    first(1, ["causal", "all three", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("full", "window"))]),
+    first(1, ["causal", "all three", *(sweep(name) for name in ("full", "window"))]),
 )
 def test_a_layer_is_one_graph_with_the_same_results(name):
     one = layer(ContextParallel())
@@ -135,7 +135,7 @@ NEW_MASKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mask", [*NEW_MASKS[:1], *(pytest.param(m, marks=pytest.mark.sweep) for m in NEW_MASKS[1:])])
+@pytest.mark.parametrize("mask", [*NEW_MASKS[:1], *(sweep(m) for m in NEW_MASKS[1:])])
 def test_score_terms_and_every_kind_of_mask_are_one_graph(mask):
     cp = ContextParallel()
     inputs, sinks = random_inputs(19, value_dim=24), torch.linspace(-1, 1, 4)
@@ -263,7 +263,7 @@ def test_a_custom_mask_is_rejected():
 # The operators themselves.
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.sweep), torch.bfloat16])
+@pytest.mark.parametrize("dtype", [sweep(torch.float32), torch.bfloat16])
 def test_operators_pass_opcheck(dtype):
     cp, inputs = ContextParallel(), random_inputs(18, dtype=dtype)
     q, k, v, sinks = (x.clone().requires_grad_() for x in (*inputs[:3], torch.randn(4)))

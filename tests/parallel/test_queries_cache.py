@@ -29,7 +29,7 @@ from attnmesh.ops.dense import reference
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_distributed_attention
 from attnmesh.testing.decode import DecodeProblem, random_decode
 from attnmesh.testing.errors import ROUNDING, assert_close
-from helpers.cases import in_turn
+from helpers.cases import in_turn, sweep
 from helpers.masks import batch_masks
 from helpers.memory import peak_bytes
 
@@ -137,7 +137,7 @@ def check_with_only_the_blocks_that_are_seen(problem: DecodeProblem, ring_size: 
     assert_exact(ring_of(problem, ring_size, mask=mask), problem, mask)
 
 
-@pytest.mark.parametrize("examples", [6, pytest.param(300, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("examples", [6, sweep(300)])
 @pytest.mark.usefixtures("small_parts")
 def test_any_causal_mask_over_a_cache_is_exact(examples):
     @settings(max_examples=examples, deadline=None, derandomize=True)

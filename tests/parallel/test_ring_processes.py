@@ -25,7 +25,7 @@ from attnmesh import (
     run_virtual,
 )
 from attnmesh.testing.attention import assert_attention_close, random_inputs, shard_results
-from helpers.cases import HEADS, LAYOUTS, MASKS, make_mask
+from helpers.cases import HEADS, LAYOUTS, MASKS, make_mask, sweep
 from helpers.processes import Died, run_processes
 
 
@@ -133,7 +133,7 @@ def one_dies(comm: Comm, when: str) -> tuple[str, float]:
     return "nothing", time.monotonic() - began
 
 
-@pytest.mark.parametrize("when", ["forward", pytest.param("backward", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("when", ["forward", sweep("backward")])
 def test_a_rank_that_dies_during_attention_is_noticed_in_time(when):
     first, gone, third = run_processes(3, one_dies, when, strict=False)
     assert gone == Died(7)

@@ -31,6 +31,7 @@ from attnmesh.testing.attention import (
     shard_inputs,
     shard_results,
 )
+from helpers.cases import sweep
 from helpers.processes import Died, run_processes
 
 CASES = [
@@ -256,10 +257,7 @@ def one_dies(comm: Comm, schedule: str, when: str) -> tuple[str, float]:
     ("schedule", "when"),
     [
         ("allgather", "backward"),
-        *(
-            pytest.param(*workload, marks=pytest.mark.sweep)
-            for workload in (("ulysses+ring", "forward"), ("ring+ring", "backward"))
-        ),
+        *(sweep(*workload) for workload in (("ulysses+ring", "forward"), ("ring+ring", "backward"))),
     ],
 )
 def test_a_rank_that_dies_is_noticed_in_time(schedule, when):

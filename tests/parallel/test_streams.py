@@ -15,7 +15,7 @@ from attnmesh.ops import merge as accumulate
 from attnmesh.ops import streams
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.parallel import ring
-from helpers.cases import first
+from helpers.cases import first, sweep
 
 HEAD_DIM, ROWS = 16, 8
 MASKS = [Causal(), Full(), SlidingWindow(11), Causal() & Documents([3 * ROWS, 5 * ROWS]), Documents([2] * 4 * ROWS)]
@@ -166,7 +166,7 @@ def run_two_layers(device: Device, layout, mask, world: int, rank: int, wanted: 
         [
             *[(Contiguous(), "kv"), (Zigzag(), "qkv"), (Zigzag(), ""), (Striped(), "q")],
             *(
-                pytest.param(layout, wanted, marks=pytest.mark.sweep)
+                sweep(layout, wanted)
                 for layout, wanted in [(Contiguous(), ""), (Contiguous(), "qkv"), (Striped(), "kv"), (Striped(), "qkv")]
             ),
         ],

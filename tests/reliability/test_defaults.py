@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import attnmesh
+from helpers.cases import sweep
 from helpers.operations import each_operation
 
 
@@ -21,7 +22,7 @@ def default_dtype(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
-OTHERS = pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float16, marks=pytest.mark.sweep)])
+OTHERS = pytest.mark.parametrize("dtype", [torch.float64, sweep(torch.float16)])
 
 
 @OTHERS

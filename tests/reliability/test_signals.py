@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from helpers.cases import sweep
 from helpers.commands import ATTNMESH, TORCHRUN, Command, Ended
 
 SOON = 15  # seconds, on a machine that is busy with other tests
@@ -47,9 +48,7 @@ def answering(command: Command) -> list[int]:
 
 
 @pytest.mark.parametrize(("number", "code", "said"), [(INTERRUPT, 130, "interrupted"), (TERMINATE, 143, "terminated")])
-@pytest.mark.parametrize(
-    "delay", [0.0, pytest.param(0.5, marks=pytest.mark.sweep), pytest.param(2, marks=pytest.mark.sweep)]
-)
+@pytest.mark.parametrize("delay", [0.0, sweep(0.5), sweep(2)])
 def test_a_signal_while_modules_are_imported_is_one_line(number, code, said, delay):
     with Command(*ATTNMESH, "simulate", "--ranks", 2, "--length", "1k") as command:
         command.wait_until_starting()
@@ -82,7 +81,7 @@ def test_killed_ranks_leave_no_words_about_semaphores(tmp_path):
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("number", "code", "said"),
-    [(INTERRUPT, 130, "interrupted"), pytest.param(TERMINATE, 143, "terminated", marks=pytest.mark.sweep)],
+    [(INTERRUPT, 130, "interrupted"), sweep(TERMINATE, 143, "terminated")],
     ids=["INT", "TERM"],
 )
 def test_virtual_ranks_end_with_the_command(number, code, said):

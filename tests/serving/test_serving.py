@@ -119,10 +119,9 @@ def test_samples_differ_and_a_seed_repeats_them(client, alone):
             {"frequency_penalty": 1.5, "presence_penalty": 0.5},
             {"sampling": Sampling(presence_penalty=0.5, frequency_penalty=1.5)},
         ),
-        pytest.param(
+        sweep(
             {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.2, **SAMPLED},
             {"sampling": Sampling(1.0, 0.9, 5, 3, 0.1, 1.2)},
-            marks=pytest.mark.sweep,
         ),
         sweep({"logit_bias": {"4": -100, "9": 3.5}}, {"logits_processors": [lambda _, x: x + BIAS]}),
     ],
@@ -476,8 +475,8 @@ def check_answers(client, alone):
     "sharding",
     [
         DecodeSharding(tp=2),
-        pytest.param(DecodeSharding(cp=3), marks=pytest.mark.sweep),
-        pytest.param(DecodeSharding(tp=2, kvdp=2), marks=pytest.mark.sweep),
+        sweep(DecodeSharding(cp=3)),
+        sweep(DecodeSharding(tp=2, kvdp=2)),
     ],
     ids=str,
 )

@@ -187,7 +187,7 @@ def emulate(problem: Problem, head_group: int, programs: int, seed: int, planted
 
 
 @pytest.mark.parametrize("case", [*EMULATED[:3], *map(sweep, EMULATED[3:])], ids=str)
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 40), marks=pytest.mark.sweep)], ids=["one", "many"])
+@pytest.mark.parametrize("seeds", [range(1), sweep(range(1, 40))], ids=["one", "many"])
 def test_the_hopper_kernel_under_hostile_schedules(case, seeds):
     *shape, head_group, programs = case
     for seed in seeds:

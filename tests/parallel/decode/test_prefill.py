@@ -88,7 +88,7 @@ def test_chunks_and_parts_of_a_few_tokens(sharding, monkeypatch):
     assert_exact(am.DecodeSharding(*sharding), {"window": 13, "sinks": True, "out": sharding[1] == 1})
 
 
-@pytest.mark.parametrize("storage", ["int8", *(pytest.param(x, marks=pytest.mark.sweep) for x in ("fp8", "bfp8"))])
+@pytest.mark.parametrize("storage", ["int8", *(sweep(x) for x in ("fp8", "bfp8"))])
 def test_quantized_storage(storage):
     for sharding in ((1, 1, 1, 1), (1, 2, 2, 3)):
         kind = {"sinks": True, "window": 9, "rope": None}
@@ -100,7 +100,7 @@ def test_quantized_storage(storage):
     [
         {"exchange": am.Exchange(kvdp="all_gather", cp="reduce_scatter")},
         sweep({"exchange": am.Exchange(cp="all_reduce", replicate_q=True), "kv_rows": "own"}),
-        pytest.param({"kv_rows": "all"}, marks=pytest.mark.sweep),
+        sweep({"kv_rows": "all"}),
     ],
 )
 def test_every_exchange(options):

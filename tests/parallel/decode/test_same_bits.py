@@ -73,9 +73,9 @@ def same(one, other):
 
 SHARDINGS = [
     # tp, kvdp, cp, interleave
-    pytest.param((1, 1, 2, SPLIT), marks=pytest.mark.sweep),
+    sweep((1, 1, 2, SPLIT)),
     (1, 1, 2, 2 * SPLIT),
-    pytest.param((1, 1, 4, SPLIT), marks=pytest.mark.sweep),
+    sweep((1, 1, 4, SPLIT)),
     (1, 1, 4, 3 * SPLIT),
     (1, 1, 8, SPLIT),
     (1, 2, 2, SPLIT),
@@ -90,17 +90,13 @@ def test_ranks_do_not_show(kind, sharding):
     assert same(attended(am.DecodeSharding(*sharding), kind), unsharded(kind))
 
 
-@pytest.mark.parametrize(
-    ("kind", "backend"), [("slopes", "cpu"), pytest.param("softcap", "reference", marks=pytest.mark.sweep)]
-)
+@pytest.mark.parametrize(("kind", "backend"), [("slopes", "cpu"), sweep("softcap", "reference")])
 def test_ranks_do_not_show_with_other_scores(kind, backend):
     found = attended(am.DecodeSharding(1, 2, 2, 2 * SPLIT), kind, backend=backend)
     assert same(found, unsharded(kind, backend=backend))
 
 
-@pytest.mark.parametrize(
-    "storage", ["int8", *(pytest.param(storage, marks=pytest.mark.sweep) for storage in ("fp8", "bfp8"))]
-)
+@pytest.mark.parametrize("storage", ["int8", *(sweep(storage) for storage in ("fp8", "bfp8"))])
 def test_ranks_do_not_show_with_fewer_bits(storage):
     how = {"storage": storage, "head_dim": 16}
     whole = unsharded("both", **how)
@@ -147,9 +143,7 @@ def last_step(sharding, backend):
     return torch.cat(am.run_virtual(sharding.ranks, rank), 2)
 
 
-@pytest.mark.parametrize(
-    "sharding", [(1, 1, 2, SPLIT), pytest.param((1, 2, 2, SPLIT), marks=pytest.mark.sweep)], ids=str
-)
+@pytest.mark.parametrize("sharding", [(1, 1, 2, SPLIT), sweep((1, 2, 2, SPLIT))], ids=str)
 def test_ranks_do_not_show_in_the_kernels_results(sharding):
     """Triton's, in the interpreter where there is no GPU."""
     pytest.importorskip("triton")

@@ -18,7 +18,7 @@ from helpers.blocks import (
     random_sequences,
     transformers_layer,
 )
-from helpers.cases import first
+from helpers.cases import first, sweep
 
 LENGTH = 23
 SHARDINGS = [(2, 1, 1, 1), (1, 2, 2, 3), (1, 1, 4, 4), (2, 2, 1, 1)]
@@ -65,7 +65,7 @@ def stored(cache, sequence):
 
 @pytest.mark.parametrize(
     "storage",
-    first(1, ["fp8", "bfp8", *(pytest.param(storage, marks=pytest.mark.sweep) for storage in ("fp32", "int8"))]),
+    first(1, ["fp8", "bfp8", *(sweep(storage) for storage in ("fp32", "int8"))]),
 )
 def test_many_ranks_store_and_answer_as_one_does(storage):
     (alone,), whole, truth = generated((1, 1, 1, 1), storage)
