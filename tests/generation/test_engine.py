@@ -12,7 +12,7 @@ import attnmesh as am
 from attnmesh.core import ranges
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.rank_memory import BLOCK_SIZE
-from helpers.cases import sweep
+from helpers.cases import pairwise, sweep
 from helpers.models import KINDS, LAYOUTS, VOCABULARY, OneLayer, attnmesh_model, logits_of, on_virtual_ranks, random_ids
 
 TEXT = random_ids(80, seed=1)
@@ -125,14 +125,17 @@ def test_logits_are_those_of_one_process_at_every_step(kind, sharding, layout, p
     check_story(kind, sharding, layout, prefill_chunk)
 
 
+EVERYWHERE = {
+    "kind": KINDS, "sharding": [*CP.values(), am.DecodeSharding(cp=2, interleave=4)], "layout": list(LAYOUTS),
+    "prefill_chunk": [None, 10, 16, 33],
+}  # fmt: skip
+
+
 @pytest.mark.sweep
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("prefill_chunk", [None, 10, 16, 33])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("sharding", [*CP.values(), am.DecodeSharding(cp=2, interleave=4)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_one_process_everywhere(kind, sharding, layout, prefill_chunk):
-    check_story(kind, sharding, LAYOUTS[layout], prefill_chunk)
+@pytest.mark.parametrize("case", pairwise(EVERYWHERE), ids=lambda case: "-".join(map(str, case.values())))
+def test_logits_are_those_of_one_process_everywhere(case):
+    check_story(case["kind"], case["sharding"], LAYOUTS[case["layout"]], case["prefill_chunk"])
 
 
 def test_logits_that_are_valid_until_the_next_pass_are_kept_apart():

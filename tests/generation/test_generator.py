@@ -17,7 +17,7 @@ from attnmesh.generation.requests import Token
 from attnmesh.generation.sampling import PromptLookup, Sampling
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.plan.decode import DecodeSharding
-from helpers.cases import sweep
+from helpers.cases import pairwise, sweep
 from helpers.models import (
     KINDS,
     LAYOUTS,
@@ -135,19 +135,17 @@ def test_what_a_sharded_cache_does_not_serve_is_refused(kind, message):
         check_generation(AutoConfig.for_model(kind), "it")
 
 
+WAYS = {
+    "kind": KINDS, "world": [1, 2, 4], "layout": ["zigzag", "striped"], "batch": [1, 3], "speculative": [False, True],
+    "reuse": [False, True], "prefill_chunk": [None, 16],
+}  # fmt: skip
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("prefill_chunk", [None, 16])
-@pytest.mark.parametrize("reuse", [False, True])
-@pytest.mark.parametrize("speculative", [False, True])
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_of_one_process_in_every_way(
-    kind, world, layout, batch, speculative, reuse, prefill_chunk, monkeypatch
-):
+@pytest.mark.parametrize("way", pairwise(WAYS), ids=lambda way: "-".join(map(str, way.values())))
+def test_tokens_are_those_of_one_process_in_all_pairs_of_ways(way, monkeypatch):
     monkeypatch.setattr("attnmesh.generation.requests.PromptLookup", HalfRight)
-    check_tokens(kind, world, layout, batch, speculative, reuse, prefill_chunk, most=24)
+    check_tokens(**way, most=24)
 
 
 # Groups of ranks.

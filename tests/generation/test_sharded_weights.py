@@ -10,7 +10,7 @@ from attnmesh.generation.generator import Generator
 from attnmesh.generation.rank_memory import BLOCK_SIZE, ShardedMemory
 from attnmesh.integrations.sharded_model import sharded_weights
 from attnmesh.integrations.transformers_attention import register_attention
-from helpers.cases import first, sweep
+from helpers.cases import first, in_turn, sweep
 from helpers.models import (
     POSITIONS,
     VOCABULARY,
@@ -85,7 +85,7 @@ def compare(kind, sharding, chunks):
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "sharding"),
-    [(kind, each) for kind in KINDS for each in all_shardings(6)],
+    in_turn(KINDS * 2, all_shardings(6)),
     ids=str,
 )
 def test_the_tokens_of_one_process_for_all_models(kind, sharding):

@@ -7,7 +7,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.integrations.sharded_batch import shard_inputs
-from helpers.cases import first, sweep
+from helpers.cases import first, pairwise, sweep
 from helpers.models import KINDS, LAYOUTS, attnmesh_model, on_virtual_ranks, random_ids, transformers_model
 
 LENGTH = 37  # which few worlds divide
@@ -95,12 +95,13 @@ def test_as_many_tokens_as_ranks():
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("length", [9, 16, 37, 64])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_everywhere(kind, world, layout, length):
-    check_step(kind, world, layout, length)
+@pytest.mark.parametrize(
+    "case",
+    pairwise({"kind": KINDS, "world": [1, 2, 3, 4, 5], "layout": list(LAYOUTS), "length": [9, 16, 37, 64]}),
+    ids=lambda case: "-".join(map(str, case.values())),
+)
+def test_gradients_everywhere(case):
+    check_step(**case)
 
 
 def test_without_labels_there_are_logits_and_no_loss():

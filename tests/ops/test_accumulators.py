@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnmesh.core.merge import merge
+from attnmesh.core.merge import merge, merge_sinks
 from attnmesh.core.state import State
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 
@@ -75,6 +75,27 @@ def test_kernels_finish_for_queries_of_any_strides(device, memory, monkeypatch):
     found = total.finish(torch.float16)
     torch.testing.assert_close(found.lse, expected.lse)
     torch.testing.assert_close(found.out.float(), expected.out, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("in_triton", [False, True])
+def test_sinks_join_whether_there_are_parts_or_only_a_total_or_nothing(device, in_triton, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr("attnmesh.ops.merge._use_triton", lambda x: in_triton)
+    like, sinks = torch.empty(SHAPE, device=device), torch.randn(SHAPE[1], device=device)
+    nothing = StateAccumulator(like, SHAPE[3], sinks=sinks).finish(torch.float32)
+    assert not nothing.out.any()
+    torch.testing.assert_close(nothing.lse, sinks[:, None].expand(SHAPE[:3]))
+    part = State(*(x.to(device) for x in state()))
+    right = merge_sinks(part, sinks[None, :, None])
+    for waits in (True, False):
+        total = StateAccumulator(like, SHAPE[3], sinks=sinks)
+        if waits:
+            total.add(copied(part))
+        else:
+            total.replace(copied(part))
+        found = total.finish(torch.float32)
+        torch.testing.assert_close(found.lse, right.lse)
+        torch.testing.assert_close(found.out, right.out, atol=1e-6, rtol=1e-5)
 
 
 # Below, at and above any number of parts that a sum may let wait.
