@@ -476,7 +476,7 @@ def test_the_call_gives_up_its_cache_and_takes_all_options():
     ("prompts", "how", "message"),
     [
         ([], {}, r"prompts must have at least one prompt, got \[\]"),
-        ([PROMPTS[0], []], {}, r"prompts\[1\] is empty"),
+        ([PROMPTS[0], []], {"max_new_tokens": 4}, r"prompts\[1\] is empty"),
         (
             [[8] * 503],
             {"max_new_tokens": 10},

@@ -227,7 +227,7 @@ BAD = {
     "softcap that is true": ({"softcap": True}, "softcap must be a positive number, got True"),
     "sinks of kv heads": ({"sinks": torch.zeros(2)}, r"sinks must be floating point \[4\], one per query head"),
     "integer sinks": ({"sinks": torch.zeros(4, dtype=torch.long)}, "sinks must be floating point .* torch.int64"),
-    "a number for sinks": ({"sinks": 1.0}, r"sinks must be a tensor \[4\], got float"),
+    "a number for sinks": ({"sinks": 1.0}, r"sinks must be a tensor \[heads\], got float"),
     "sinks elsewhere": ({"sinks": torch.zeros(4, device="meta")}, "sinks must be on the device of q, cpu, got meta"),
     "slopes of a batch": ({"alibi_slopes": torch.zeros(2, 4)}, r"alibi_slopes must be floating point \[4\]"),
     "slopes with a gradient": ({"alibi_slopes": SLOPES.clone().requires_grad_()}, "alibi_slopes must be constants"),
