@@ -568,7 +568,7 @@ def test_what_is_prepared_for_an_evaluation_before_training_is_wrapped_later(
 def test_a_whole_batch_is_refused_only_where_gradients_are_computed():
     check = sys.modules[_digest.__module__].AcceleratorRanks._check_whole
     model = torch.nn.Linear(1, 1)
-    with pytest.raises(ValueError, match="inside `with accelerator.maybe_context_parallel"):
+    with pytest.raises(ValueError, match=r"inside `with accelerator\.maybe_context_parallel"):
         check(model)
     with torch.no_grad():
         check(model)
