@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +32,11 @@ class GuardZones:
         """A contiguous copy of x."""
         return self.empty(*x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
+    def addresses(self) -> list[tuple[int, int]]:
+        """The first address of each zone, and that after it."""
+        begins = [(buffer.data_ptr(), buffer.data_ptr() + buffer.numel() - ZONE) for buffer in self._buffers]
+        return [(begin, begin + ZONE) for both in begins for begin in both]
+
     def check(self) -> None:
         """Raise AssertionError if something was written outside of the tensors."""
         for buffer in self._buffers:
@@ -54,6 +60,31 @@ def guard_zones() -> Iterator[GuardZones]:
 
         return made_in_zones
 
-    with mock.patch.multiple(torch, **{name: guarded(make) for name, make in made.items()}):
+    patches = {name: guarded(make) for name, make in made.items()}
+    with mock.patch.multiple(torch, **patches), _without_access_to(zones):
         yield zones
     zones.check()
+
+
+@contextmanager
+def _without_access_to(zones: GuardZones) -> Iterator[None]:
+    """In Triton's interpreter a load or store that reaches into a zone is an error, also if its values are not used."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    def checked(access: Callable[..., Any], mask_at: int) -> Callable[..., Any]:
+        def masked_access(self: Any, pointers: Any, *args: Any) -> Any:
+            reached = pointers.data[args[mask_at].data]
+            for begin, end in zones.addresses():
+                assert not ((reached >= begin) & (reached < end)).any(), "a load or store reaches beside a tensor"
+            return access(self, pointers, *args)
+
+        return masked_access
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    with mock.patch.multiple(
+        InterpreterBuilder, create_masked_load=checked(load, 0), create_masked_store=checked(store, 1)
+    ):
+        yield
