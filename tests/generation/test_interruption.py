@@ -178,7 +178,7 @@ def check_every_line(step):
 
 
 def test_after_a_keyboard_interrupt_at_some_line_the_next_call_works():
-    assert check_every_line(step=97) > 20
+    assert check_every_line(step=197) > 10
 
 
 @pytest.mark.sweep
@@ -216,7 +216,7 @@ def check_every_line_of_steps(step):
 
 
 def test_after_a_keyboard_interrupt_at_some_line_of_a_step_every_answer_is_right():
-    assert check_every_line_of_steps(step=601) > 5
+    assert check_every_line_of_steps(step=1201) > 2
 
 
 @pytest.mark.sweep

@@ -74,11 +74,11 @@ def same(one, other):
 SHARDINGS = [
     # tp, kvdp, cp, interleave
     sweep((1, 1, 2, SPLIT)),
-    (1, 1, 2, 2 * SPLIT),
+    sweep((1, 1, 2, 2 * SPLIT)),
     sweep((1, 1, 4, SPLIT)),
     (1, 1, 4, 3 * SPLIT),
-    (1, 1, 8, SPLIT),
-    (1, 2, 2, SPLIT),
+    sweep((1, 1, 8, SPLIT)),
+    sweep((1, 2, 2, SPLIT)),
     (1, 3, 1, 1),
     (2, 2, 2, SPLIT),
 ]
