@@ -112,7 +112,7 @@ def test_tables_hide_some_and_all_shows_them():
     assert all(f"│ {option['plan']} " in every for option in found)
 
 
-@pytest.mark.parametrize("width", [80, sweep(110), 140])
+@pytest.mark.parametrize("width", [80, sweep(110), sweep(140)])
 def test_tables_of_usual_widths_do_not_fold_and_keep_the_why(width):
     ranking = decode_ranking(DecodeRequest(model("gpt-oss-20b"), 8192, 8, 8, cluster("h200")))
     console = Console(width=width, file=StringIO())
@@ -250,7 +250,7 @@ def test_a_model_needs_a_context():
     [
         ("llama-3.1-8b", "bf16", []),
         sweep("llama-3.1-8b", "fp8", []),
-        ("deepseek-v3", "bf16", ["quantized weights are not loaded"]),
+        sweep("deepseek-v3", "bf16", ["quantized weights are not loaded"]),
         sweep("deepseek-v3", "fp8_ds_mla", ["quantized weights are not loaded"]),
         sweep("deepseek-v3", "fp8", ["quantized weights are not loaded", "latents are not stored as fp8"]),
     ],

@@ -141,7 +141,7 @@ def command(*words: object):
     return run_command("trace", *words)
 
 
-@pytest.mark.parametrize("schedule", ["ring", "auto", "ulysses+ring"])
+@pytest.mark.parametrize("schedule", ["ring", "auto", sweep("ulysses+ring")])
 def test_the_command_writes_a_file_and_says_what_ranks_did(tmp_path, schedule, monkeypatch):
     monkeypatch.setattr("attnmesh.cli.output._LINE_EVERY", 0.0)
     out = tmp_path / "trace.json"

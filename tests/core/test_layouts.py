@@ -360,7 +360,7 @@ def test_zigzag_choice_of_longer_chunks_is_optimal(world):
 
 @pytest.mark.parametrize(
     ("layout", "world"),
-    [(Contiguous(), 1), (Zigzag(), 3), (Striped(), 4), (Zigzag(), 6), (Contiguous(), 7), (Striped(), 9)],
+    [(Contiguous(), 1), (Zigzag(), 3), (Striped(), 4), (Zigzag(), 6), sweep(Contiguous(), 7), sweep(Striped(), 9)],
     ids=str,
 )
 def test_the_plan_counts_just_the_causal_pairs(layout, world):
@@ -400,7 +400,7 @@ def test_zigzag_work_is_within_one_percent_from_64_tokens_a_rank_on_wherever_tha
         assert imbalance(work_of(Zigzag(), length, world)) <= 0.01, length
 
 
-@pytest.mark.parametrize("world", range(2, 10))
+@pytest.mark.parametrize("world", first(5, range(2, 10)))
 def test_zigzag_work_is_never_further_off_than_a_64th_from_64_tokens_a_rank_on(world):
     assert planned_imbalance(65 * world, world) <= 1 / 64
     for length in range(64 * world, 140 * world):

@@ -83,7 +83,7 @@ def test_a_decode_step_sends_what_is_planned(kind, sharding):
 
 @pytest.mark.parametrize(
     ("kind", "layout", "interleave"),
-    [("llama", "zigzag", 1), ("deepseek_v3", "contiguous", 4), ("gpt_oss", "striped", 1)],
+    [("llama", "zigzag", 1), ("deepseek_v3", "contiguous", 4), sweep("gpt_oss", "striped", 1)],
 )
 def test_a_prompt_is_sent_to_where_it_is_stored_once(kind, layout, interleave):
     """Keys and values, or latents, of every layer in its dtype. The striped layout has each where it is stored."""

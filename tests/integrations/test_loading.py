@@ -70,7 +70,7 @@ def gguf(tmp_path):
 # What loads.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, sweep(torch.float64)])
 def test_a_folder_loads(folder, dtype):
     model, tokenizer = load_here(folder, dtype=dtype)
     assert not model.training

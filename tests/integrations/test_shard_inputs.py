@@ -84,7 +84,7 @@ def test_gradients_of_the_others(kind, world, layout, length):
     check_step(kind, world, layout, length)
 
 
-@pytest.mark.parametrize("schedule", ["ring", "allgather"])
+@pytest.mark.parametrize("schedule", ["ring", sweep("allgather")])
 def test_gradients_under_a_schedule(schedule):
     check_step("llama", 3, "zigzag", schedule=schedule)
 

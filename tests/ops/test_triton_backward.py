@@ -101,7 +101,8 @@ def test_the_smallest_tiles(device, head_dim, value_dim):
 
 
 @pytest.mark.parametrize(
-    ("mask", "q_len", "kv_len"), [("random", 70, 33), ("union", 70, 33), sweep("union", 16, 80), sweep("slices", 9, 64)]
+    ("mask", "q_len", "kv_len"),
+    [("random", 70, 33), sweep("union", 70, 33), sweep("union", 16, 80), sweep("slices", 9, 64)],
 )
 def test_any_lengths(device, mask, q_len, kv_len):
     case = Case(device, torch.float32, mask, (1, 1), q_len, kv_len, head_dim=24)
@@ -110,7 +111,7 @@ def test_any_lengths(device, mask, q_len, kv_len):
     check(case, grads, torch.float32)
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(24, 8), sweep(48, 80), (80, 20), sweep(192, 128)])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(24, 8), sweep(48, 80), sweep(80, 20), sweep(192, 128)])
 def test_widths(device, head_dim, value_dim):
     """Keys and values of any widths, in one block of columns or in two."""
     case = Case(device, torch.float32, "causal", (2, 1), 20, 20, head_dim, value_dim, scale=0.05)
@@ -137,7 +138,7 @@ def test_key_tiles_of_many_rows_are_split(device, mask):
     check(case, grads, torch.float32)
 
 
-@pytest.mark.parametrize("mask", ["causal", "union"])
+@pytest.mark.parametrize("mask", ["causal", sweep("union")])
 def test_overwrites_gradients_in_any_dtype(device, mask):
     case = Case(device, torch.float16, mask, (2, 1), 26, 26)
     grads = [torch.full_like(x, torch.nan) for x in (case.q, case.k, case.v)]

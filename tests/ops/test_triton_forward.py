@@ -50,8 +50,8 @@ def inputs(
     ("mask", "heads", "dtype"),
     [
         ("full", "mha", torch.float16),
-        ("causal", "gqa", torch.float32),
-        ("window", "mqa", torch.float16),
+        sweep("causal", "gqa", torch.float32),
+        sweep("window", "mqa", torch.float16),
         sweep("documents", "mha", torch.float32),
         sweep("random", "gqa", torch.float16),
         sweep("union", "mqa", torch.float32),
@@ -75,9 +75,9 @@ def test_matches_dense(device, mask, heads, dtype):
         ("window", 70, 33),
         ("union", 70, 33),
         ("documents", 16, 80),
-        ("slices", 16, 80),
-        ("random", 1, 17),
-        ("full", 32, 32),
+        sweep("slices", 16, 80),
+        sweep("random", 1, 17),
+        sweep("full", 32, 32),
     ],
 )
 def test_any_lengths(device, mask, q_len, kv_len):
@@ -92,7 +92,7 @@ def test_any_lengths(device, mask, q_len, kv_len):
 
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "scale"),
-    [(16, 16, 0.1), (24, 8, -0.1), (72, 96, 0.1), (80, 20, 0.0), sweep(48, 80, 0.1), sweep(192, 128, 0.05)],
+    [(16, 16, 0.1), (24, 8, -0.1), sweep(72, 96, 0.1), sweep(80, 20, 0.0), sweep(48, 80, 0.1), sweep(192, 128, 0.05)],
 )
 def test_widths_and_scales(device, head_dim, value_dim, scale):
     """Keys and values of any widths, in one block of columns or in two."""
@@ -137,10 +137,10 @@ def test_blocks_hold_the_width_with_few_columns_to_spare():
     [
         (True, False, "causal", torch.float16),
         (True, False, "union", torch.float32),
-        (False, True, "causal", torch.float16),
-        (False, True, "union", torch.float32),
-        (True, True, "causal", torch.float32),
-        (True, True, "union", torch.float16),
+        sweep(False, True, "causal", torch.float16),
+        sweep(False, True, "union", torch.float32),
+        sweep(True, True, "causal", torch.float32),
+        sweep(True, True, "union", torch.float16),
     ],
 )
 def test_softcap_and_alibi(device, softcap, alibi, mask, dtype):

@@ -115,7 +115,7 @@ def test_a_weight_of_one_changes_nothing(device):
     assert torch.equal(result.lse, part.lse)
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [1, sweep(4)])
 def test_adds_parts_over_any_rows(device, count):
     batch, heads, length, head_dim = SHAPE
     total = torch.randn(batch, length, heads, head_dim, device=device).transpose(1, 2)
@@ -179,7 +179,7 @@ def test_nothing_to_do(device):
     assert (total == 0).all()
 
 
-@pytest.mark.parametrize("count", [1, sweep(3), 8])
+@pytest.mark.parametrize("count", [1, sweep(3), sweep(8)])
 def test_merges_whole_states_as_torch_does(device, count):
     """Of several dtypes, strided or not, with rows without keys, infinite and NaN; twice, with one launch prepared."""
     dtypes = [torch.float32, torch.float16, torch.bfloat16]

@@ -76,8 +76,8 @@ def inputs_of(dtype: torch.dtype = torch.float32, q_len: int = LENGTH, **how: An
     [
         ("ring", "sinks"),
         ("ulysses+ring", "sinks"),
-        ("ulysses+allgather", "sinks"),
-        ("allgather", "all"),
+        sweep("ulysses+allgather", "sinks"),
+        sweep("allgather", "all"),
         sweep("ulysses", "all"),
         sweep("ring+ring", "all"),
     ],

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from attnmesh import Causal, Comm, ContextParallel, Contiguous, Documents, Mask, SlidingWindow, Striped, run_virtual
 from attnmesh.comm import SoloComm
 from attnmesh.parallel.sdpa import attention_context_parallel
+from helpers.cases import sweep
 from helpers.processes import Raised, run_processes
 
 WIDTH, HEADS, LENGTH = 32, 4, 29
@@ -68,7 +69,7 @@ def assert_exact(comm: Comm, model: Attention, mask: Mask | None = None, **optio
 
 @pytest.mark.parametrize(
     ("world", "kv_heads", "is_causal"),
-    [(1, HEADS, True), (1, 2, True), (3, 1, True), (3, HEADS, False), (3, 2, False), (1, 1, False)],
+    [(1, HEADS, True), (1, 2, True), (3, 1, True), (3, HEADS, False), sweep(3, 2, False), sweep(1, 1, False)],
 )
 def test_the_model_is_exact_on_shards(world, kv_heads, is_causal):
     model = Attention(kv_heads=kv_heads, is_causal=is_causal)
@@ -93,7 +94,9 @@ def test_the_model_is_exact_on_processes():
     run_processes(2, exact_on_processes)
 
 
-@pytest.mark.parametrize("mask", [Documents([11, 0, 18]), SlidingWindow(5), Documents([11, 18]) & SlidingWindow(4)])
+@pytest.mark.parametrize(
+    "mask", [Documents([11, 0, 18]), SlidingWindow(5), sweep(Documents([11, 18]) & SlidingWindow(4))]
+)
 def test_documents_and_windows(mask):
     model = Attention()
     run_virtual(2, lambda comm: assert_exact(comm, model, mask))

@@ -365,7 +365,7 @@ def test_the_text_of_a_choice_ranks_the_others_and_says_why_some_cannot_serve():
     assert "estimate for h200" in str(explained(4, length=4096))
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", sweep("cuda")])
 def test_auto_is_the_choice_by_cost_of_the_same_case(device):
     for world, ranks_per_node in ((4, None), (4, 2), (6, 3)):
         told = explained(world, ranks_per_node=ranks_per_node, length=4096, device=device)

@@ -59,8 +59,8 @@ def test_rings_and_gatherings_by_arrays_are_those_by_patches(layout, mask, backw
     ("nodes", "ranks_per_node", "mask", "backward"),
     [
         (2, 3, Full(), False),
-        (2, 3, Causal(), True),
-        (4, 2, Full(), False),
+        sweep(2, 3, Causal(), True),
+        sweep(4, 2, Full(), False),
         sweep(4, 2, Causal(), True),
         sweep(3, 3, Full(), True),
         sweep(5, 2, Causal(), False),

@@ -20,7 +20,7 @@ from attnmesh.planner.decode import (
 )
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, shard_block
 from helpers.blocks import random_sequences
-from helpers.cases import first, in_turn
+from helpers.cases import first, in_turn, sweep
 from helpers.clusters import cluster, link
 
 CASES = [
@@ -106,7 +106,7 @@ def test_messages_are_each_peers_own_part(sharding, heads, batch, combine):
 
 @pytest.mark.parametrize(
     ("degrees", "heads", "batch"),
-    [((2, 1, 1), (8, 2), 3), ((1, 2, 2), (9, 3), 3), ((2, 2, 1), (8, 2), 5), ((3, 1, 2), (9, 3), 1)],
+    [((2, 1, 1), (8, 2), 3), ((1, 2, 2), (9, 3), 3), sweep((2, 2, 1), (8, 2), 5), sweep((3, 1, 2), (9, 3), 1)],
     ids=str,
 )
 def test_blocks_that_run_send_these_bytes(degrees, heads, batch):

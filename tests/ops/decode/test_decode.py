@@ -30,7 +30,7 @@ EDGES = [0, 1, 14, 15, 16, 17, 31, 32, 33, 36]  # positions at the ends of tiles
 
 @pytest.mark.parametrize(
     ("tokens", "group", "backend"),
-    [(1, 1, "cpu"), (2, 3, "triton"), (4, 8, "cpu"), (5, 7, "triton"), (7, 64, "cpu"), (8, 1, "triton")],
+    [(1, 1, "cpu"), (2, 3, "triton"), (4, 8, "cpu"), sweep(5, 7, "triton"), sweep(7, 64, "cpu"), sweep(8, 1, "triton")],
 )
 def test_tokens_and_query_heads_per_kv_head(tokens, group, backend):
     paged = {"block_size": 8} if (tokens + group) % 2 else {}
@@ -49,10 +49,10 @@ def test_any_number_of_kv_heads(kv_heads, backend):
         ((16, 128), "cpu"),
         ((48, 32), "triton"),
         ((33, 17), "triton"),
-        ((80, 96), "cpu"),
-        ((128, 128), "triton"),
-        ((192, 128), "cpu"),
-        ((256, 256), "cpu"),
+        sweep((80, 96), "cpu"),
+        sweep((128, 128), "triton"),
+        sweep((192, 128), "cpu"),
+        sweep((256, 256), "cpu"),
     ],
 )
 def test_any_width_of_keys_and_values(dims, backend):
@@ -64,11 +64,11 @@ def test_any_width_of_keys_and_values(dims, backend):
     ("storage", "block_size", "backend"),
     [
         ("plain", None, "cpu"),
-        ("plain", 16, "triton"),
-        ("fp8", 16, "triton"),
-        ("fp8 heads", None, "triton"),
-        ("int8", 16, "cpu"),
-        ("bfp8", None, "cpu"),
+        sweep("plain", 16, "triton"),
+        sweep("fp8", 16, "triton"),
+        sweep("fp8 heads", None, "triton"),
+        sweep("int8", 16, "cpu"),
+        sweep("bfp8", None, "cpu"),
     ],
 )
 def test_values_that_are_the_first_columns_of_the_keys(storage, block_size, backend):
@@ -86,10 +86,10 @@ def test_values_that_are_the_first_columns_of_the_keys(storage, block_size, back
     [
         ("plain", torch.float32, None, "cpu"),
         ("fp8", torch.float16, 7, "triton"),
-        ("fp8 heads", torch.bfloat16, None, "triton"),
-        ("int8", torch.bfloat16, 7, "cpu"),
-        ("bfp8", torch.float32, 7, "triton"),
-        ("bfp8", torch.float16, None, "cpu"),
+        sweep("fp8 heads", torch.bfloat16, None, "triton"),
+        sweep("int8", torch.bfloat16, 7, "cpu"),
+        sweep("bfp8", torch.float32, 7, "triton"),
+        sweep("bfp8", torch.float16, None, "cpu"),
     ],
 )
 def test_every_storage_under_every_dtype_of_queries(storage, dtype, block_size, backend):
@@ -108,7 +108,7 @@ def test_the_reference_and_auto_serve_float64(block_size):
 
 @pytest.mark.parametrize(
     ("dtype", "backend"),
-    [(torch.float32, "cpu"), (torch.float32, "triton"), sweep(torch.float16, "cpu"), (torch.float16, "triton")],
+    [(torch.float32, "cpu"), (torch.float32, "triton"), sweep(torch.float16, "cpu"), sweep(torch.float16, "triton")],
 )
 def test_large_scores_do_not_overflow(dtype, backend):
     problem = problem_for(backend, [30, 45], tokens=2, dtype=dtype)
@@ -137,9 +137,9 @@ def test_a_row_whose_scores_are_all_far_from_zero(sign, backend):
         ({}, 1, "cpu"),
         ({}, 4, "triton"),
         ({"window": 5}, 1, "cpu"),
-        ({"window": 5}, 4, "triton"),
-        ({"split_size": 16}, 1, "triton"),
-        ({"split_size": 16}, 4, "cpu"),
+        sweep({"window": 5}, 4, "triton"),
+        sweep({"split_size": 16}, 1, "triton"),
+        sweep({"split_size": 16}, 4, "cpu"),
     ],
     ids=str,
 )
@@ -183,9 +183,9 @@ def test_nothing_but_skipped_sequences(block_size, backend):
     [
         (False, 2, "cpu"),
         (False, 5, "cpu"),
-        (False, 8, "triton"),
+        sweep(False, 8, "triton"),
         sweep(True, 2, "triton"),
-        (True, 5, "triton"),
+        sweep(True, 5, "triton"),
         sweep(True, 8, "cpu"),
     ],
 )
@@ -244,12 +244,12 @@ def by_loops_scores(problem: DecodeProblem) -> torch.Tensor:
     [
         ("bool", "", "cpu"),
         ("bool", "h", "triton"),
-        ("bool", "bh", "cpu"),
-        ("bool", "bht", "cpu"),
-        ("added", "b", "triton"),
-        ("added", "t", "cpu"),
-        ("added", "bt", "triton"),
-        ("added", "ht", "triton"),
+        sweep("bool", "bh", "cpu"),
+        sweep("bool", "bht", "cpu"),
+        sweep("added", "b", "triton"),
+        sweep("added", "t", "cpu"),
+        sweep("added", "bt", "triton"),
+        sweep("added", "ht", "triton"),
     ],
 )
 def test_masks_of_every_shape(kind, shape, backend):
@@ -282,7 +282,7 @@ def test_a_mask_lifts_causality_among_the_new_tokens_but_not_past_the_last(backe
     torch.testing.assert_close(lse.exp()[:, 0].cpu(), torch.tensor([[10.0] * 4, [5.0] * 4]))
 
 
-@pytest.mark.parametrize(("width", "backend"), [(1, "cpu"), (5, "triton"), (16, "cpu"), (17, "triton")])
+@pytest.mark.parametrize(("width", "backend"), [(1, "cpu"), (5, "triton"), sweep(16, "cpu"), sweep(17, "triton")])
 def test_keys_from_the_end_of_a_mask_on_are_not_seen(width, backend):
     problem = problem_for(backend, [19, 3], tokens=2, capacity=20, dtype=torch.float32)
     for mask in (torch.ones(1, 1, 1, width, dtype=torch.bool), torch.zeros(1, 1, 1, width)):
@@ -290,8 +290,17 @@ def test_keys_from_the_end_of_a_mask_on_are_not_seen(width, backend):
         torch.testing.assert_close(lse.exp()[:, 0, 0].cpu(), torch.tensor([float(width), min(width, 4.0)]))
 
 
-@ON_EACH
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [
+        (torch.float16, "cpu"),
+        sweep(torch.float16, "triton"),
+        sweep(torch.float32, "cpu"),
+        sweep(torch.float32, "triton"),
+        sweep(torch.bfloat16, "cpu"),
+        sweep(torch.bfloat16, "triton"),
+    ],
+)
 def test_a_mask_may_be_strided_expanded_and_of_any_floating_type(dtype, backend):
     problem = problem_for(backend, [19, 3], tokens=2, capacity=20, kv_heads=2)
     generator = torch.Generator().manual_seed(3)
@@ -317,11 +326,11 @@ def test_a_mask_that_lies_as_low_as_its_type_goes(backend):
     ("key_range", "tokens", "backend"),
     [
         ("tree", 1, "cpu"),
-        ("tree", 2, "cpu"),
-        ("tree", 5, "triton"),
-        ("trees", 1, "triton"),
-        ("trees", 2, "triton"),
-        ("trees", 8, "cpu"),
+        sweep("tree", 2, "cpu"),
+        sweep("tree", 5, "triton"),
+        sweep("trees", 1, "triton"),
+        sweep("trees", 2, "triton"),
+        sweep("trees", 8, "cpu"),
     ],
 )
 def test_trees(key_range, tokens, backend):
@@ -356,7 +365,14 @@ def test_a_tree_of_which_a_token_sees_nothing_new(backend):
 
 @pytest.mark.parametrize(
     ("block_size", "window", "backend"),
-    [(None, 1, "cpu"), (None, 16, "triton"), (None, 1000, "cpu"), (8, 2, "triton"), (8, 17, "cpu"), (8, 41, "triton")],
+    [
+        (None, 1, "cpu"),
+        (None, 16, "triton"),
+        (None, 1000, "cpu"),
+        (8, 2, "triton"),
+        sweep(8, 17, "cpu"),
+        sweep(8, 41, "triton"),
+    ],
 )
 def test_windows(block_size, window, backend):
     check_backend(
@@ -398,9 +414,9 @@ def test_sinks(dtype, how, backend):
         (None, 0.0, "cpu"),
         (None, 1, "cpu"),
         (None, 1.7, "triton"),
-        (16, 0.0, "triton"),
-        (16, 1, "triton"),
-        (16, -0.3, "cpu"),
+        sweep(16, 0.0, "triton"),
+        sweep(16, 1, "triton"),
+        sweep(16, -0.3, "cpu"),
     ],
 )
 def test_scale(block_size, scale, backend):
@@ -439,9 +455,9 @@ def test_shared_cache(storage, block_size, backend):
         ({"max_splits": 1}, None, "triton"),
         ({"max_splits": 5}, 16, "triton"),
         ({"max_splits": 1000}, None, "cpu"),
-        ({"split_size": 1}, 16, "cpu"),
-        ({"split_size": 10}, 16, "triton"),
-        ({"split_size": 1000}, None, "cpu"),
+        sweep({"split_size": 1}, 16, "cpu"),
+        sweep({"split_size": 10}, 16, "triton"),
+        sweep({"split_size": 1000}, None, "cpu"),
     ],
     ids=str,
 )
@@ -483,9 +499,9 @@ def test_splits_of_which_some_rows_see_nothing(how, backend):
         ("own", "plain", "cpu"),
         ("own", "bfp8", "triton"),
         ("token major", "fp8", "triton"),
-        ("token major", "fp8 heads", "cpu"),
-        ("layer", "fp8 heads", "triton"),
-        ("layer inside", "int8", "cpu"),
+        sweep("token major", "fp8 heads", "cpu"),
+        sweep("layer", "fp8 heads", "triton"),
+        sweep("layer inside", "int8", "cpu"),
     ],
 )
 def test_caches_may_be_views(memory, storage, backend):
@@ -500,9 +516,9 @@ def test_caches_may_be_views(memory, storage, backend):
         (None, "own", "cpu"),
         (None, "transposed", "cpu"),
         (None, "fused", "triton"),
-        (16, "own", "triton"),
-        (16, "transposed", "triton"),
-        (16, "fused", "cpu"),
+        sweep(16, "own", "triton"),
+        sweep(16, "transposed", "triton"),
+        sweep(16, "fused", "cpu"),
     ],
 )
 def test_queries_may_be_views(block_size, q_memory, backend):
@@ -545,8 +561,9 @@ def test_nothing_that_is_passed_is_written(storage, block_size, backend):
             assert ((same == copy.view(same.dtype)) | (same != same)).all()
 
 
-@ON_EACH
-@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize(
+    ("block_size", "backend"), [(None, "cpu"), sweep(None, "triton"), sweep(16, "cpu"), (16, "triton")]
+)
 def test_twice_is_the_same_bits(block_size, backend):
     problem = problem_for(backend, [20, 70], tokens=2, block_size=block_size)
     first, second = problem.run(backend), problem.run(backend)

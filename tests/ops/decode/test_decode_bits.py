@@ -83,11 +83,11 @@ def test_in_any_batch(split_size, block_size, tokens, backend):
     ("dtype", "storage", "backend"),
     [
         (torch.float32, "plain", "cpu"),
-        (torch.float32, "int8", "triton"),
-        (torch.float16, "fp8", "triton"),
-        (torch.float16, "bfp8", "cpu"),
-        (torch.bfloat16, "plain", "triton"),
-        (torch.bfloat16, "fp8 heads", "cpu"),
+        sweep(torch.float32, "int8", "triton"),
+        sweep(torch.float16, "fp8", "triton"),
+        sweep(torch.float16, "bfp8", "cpu"),
+        sweep(torch.bfloat16, "plain", "triton"),
+        sweep(torch.bfloat16, "fp8 heads", "cpu"),
     ],
 )
 def test_of_any_storage(dtype, storage, backend):
@@ -106,7 +106,7 @@ def test_of_any_storage(dtype, storage, backend):
         ({"window": 9}, "cpu"),
         sweep({"sinks": True}, "triton"),
         sweep({"key_range": "trees"}, "triton"),
-        ({"key_range": "added bt"}, "cpu"),
+        sweep({"key_range": "added bt"}, "cpu"),
     ],
     ids=str,
 )

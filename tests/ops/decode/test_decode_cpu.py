@@ -17,6 +17,7 @@ from attnmesh.ops.decode.call import DecodeCall, Splits, build_call
 from attnmesh.ops.decode.cpu import Cpu, adjacent_keys
 from attnmesh.ops.decode.cpu_keys import KeyPart, split_keys
 from attnmesh.ops.storage import PLAIN, Quantized, Stored, quantize
+from helpers.cases import sweep
 
 BLOCK = 16
 OPTIONS = ("cur_pos", "mask", "tree", "scale", "window", "sinks", "max_splits", "split_size")
@@ -276,8 +277,8 @@ def test_caches_that_lie_otherwise() -> None:
         ("bf16", False, 1),
         ("fp8", True, 1),
         ("int8", False, 3),
-        ("fp32", True, 3),
-        ("bf16", True, 3),
+        sweep("fp32", True, 3),
+        sweep("bf16", True, 3),
     ],
 )
 def test_split_size_fixes_the_bits_of_a_sequence(storage: str, paged: bool, tokens: int) -> None:
@@ -348,8 +349,8 @@ def test_nothing_to_do() -> None:
         (4, True, {}),
         (3, False, {"window": 600}),
         (4, True, {"window": 600}),
-        (4, False, {"sinks": True}),
-        (3, True, {"max_splits": 1}),
+        sweep(4, False, {"sinks": True}),
+        sweep(3, True, {"max_splits": 1}),
     ],
     ids=str,
 )

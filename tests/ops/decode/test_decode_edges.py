@@ -139,8 +139,8 @@ def reported() -> str:
     [
         (None, None, 200, torch.int32),
         (None, None, 2**31, torch.int64),
-        (None, 16, 200, torch.int64),
-        ("cache", None, 2**31 - 1, torch.int32),
+        sweep(None, 16, 200, torch.int64),
+        sweep("cache", None, 2**31 - 1, torch.int32),
         sweep("cache", 16, 2**31 - 1, torch.int64),
         sweep("cache", 16, 2**40 + 5, torch.int32),
     ],
@@ -188,7 +188,7 @@ def test_scales_farther_apart_than_32_bits_reach():
     assert torch.equal(found.out, expected.out)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), sweep((128, 192)), (64, 80)])
+@pytest.mark.parametrize("dims", [(64, 64), sweep((128, 192)), sweep((64, 80))])
 def test_bfp8_of_any_scale(dims):
     """Read by words, or by bytes in the last case; with scales that alone are not numbers of fp16."""
     problem = random_decode([40, 19], dims=dims, storage="bfp8", dtype=torch.float16, block_size=16, device=HERE)

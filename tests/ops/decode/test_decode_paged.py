@@ -29,11 +29,11 @@ ON_THE_CPU = pytest.mark.parametrize(
     ("how", "tokens", "backend"),
     [
         ({}, 1, "cpu"),
-        ({}, 4, "triton"),
-        ({"window": 5}, 1, "cpu"),
-        ({"window": 5}, 4, "triton"),
-        ({"split_size": 16}, 1, "triton"),
-        ({"key_range": "tree"}, 4, "cpu"),
+        sweep({}, 4, "triton"),
+        sweep({"window": 5}, 1, "cpu"),
+        sweep({"window": 5}, 4, "triton"),
+        sweep({"split_size": 16}, 1, "triton"),
+        sweep({"key_range": "tree"}, 4, "cpu"),
     ],
     ids=str,
 )
@@ -45,7 +45,14 @@ def test_every_position_to_past_two_blocks_of_a_pool(how, tokens, backend):
 
 @pytest.mark.parametrize(
     ("tokens", "block_size", "backend"),
-    [(1, 1, "cpu"), (1, 7, "triton"), (1, 64, "cpu"), (3, 3, "triton"), (3, 16, "cpu"), (3, 256, "triton")],
+    [
+        (1, 1, "cpu"),
+        sweep(1, 7, "triton"),
+        sweep(1, 64, "cpu"),
+        sweep(3, 3, "triton"),
+        sweep(3, 16, "cpu"),
+        sweep(3, 256, "triton"),
+    ],
 )
 def test_every_length_of_block(tokens, block_size, backend):
     at_the_edges = (
@@ -88,9 +95,9 @@ def test_two_heads_of_few_rows_read_together(how, backend):
         ("own", "plain", "cpu"),
         ("own", "int8", "triton"),
         ("layer", "fp8", "triton"),
-        ("layer", "bfp8", "cpu"),
-        ("layer inside", "plain", "triton"),
-        ("layer inside", "fp8 heads", "cpu"),
+        sweep("layer", "bfp8", "cpu"),
+        sweep("layer inside", "plain", "triton"),
+        sweep("layer inside", "fp8 heads", "cpu"),
     ],
 )
 def test_pools_may_be_layers_of_larger_ones(memory, storage, backend):

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnmesh import SparseMask, TopKIndices, indexer_scores_at, indexer_topk
 from attnmesh.ops.sparse import reference
 from attnmesh.ops.sparse.arguments import merge_topk
-from helpers.cases import first
+from helpers.cases import first, sweep
 from helpers.memory import peak_bytes
 from helpers.sparse import (
     BACKENDS,
@@ -155,7 +155,12 @@ def test_a_key_whose_score_is_nan_is_not_chosen(backend):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("causal", torch.float64), ("causal", torch.float16), ("documents", torch.float32), ("documents", torch.bfloat16)],
+    [
+        ("causal", torch.float64),
+        ("causal", torch.float16),
+        sweep("documents", torch.float32),
+        sweep("documents", torch.bfloat16),
+    ],
 )
 def test_any_block_gives_the_same_bits(name, dtype):
     case = random_indexer(11, 150, heads=5, d=24, mask=name, dtype=dtype)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from attnmesh.ops.sparse.triton_select import NEIGHBORS, row_elements, select_row
+from helpers.cases import sweep
 
 CUDA = torch.cuda.is_available()
 SWEEP_HERE = () if CUDA else (pytest.mark.sweep,)
@@ -82,7 +83,7 @@ def test_the_selection(device, kind, groups):
     check(ROWS[kind].to(device), groups, K)
 
 
-@pytest.mark.parametrize(("k", "groups"), [pytest.param(50, 256, marks=SWEEP_HERE), (100, 0), (1000, 128)])
+@pytest.mark.parametrize(("k", "groups"), [pytest.param(50, 256, marks=SWEEP_HERE), (100, 0), sweep(1000, 128)])
 def test_a_topk_that_does_not_fit_in_the_room_for_candidates(device, k, groups):
     check(ROWS["random"].to(device), groups, k)
 

@@ -33,7 +33,7 @@ def assert_exact(config, weights, sharding, batch, **options):
         ((1, 2, 2), True),
         sweep((3, 2, 1), False),
         sweep((3, 1, 2), True),
-        ((1, 1, 4), False),
+        sweep((1, 1, 4), False),
         sweep((6, 1, 1), False),
         sweep((1, 2, 4), True),
     ],
@@ -52,7 +52,7 @@ def test_heads_that_do_not_divide(sharding, replicate_q):
     [
         (5, (1, 2, 2), ("all_gather", "reduce_scatter")),
         sweep(1, (1, 2, 2), ("all_to_all", "all_reduce")),
-        (2, (1, 3, 2), ("all_to_all", "all_to_all")),
+        sweep(2, (1, 3, 2), ("all_to_all", "all_to_all")),
         sweep(1, (2, 4, 1), ("all_gather", "all_reduce")),
     ],
 )

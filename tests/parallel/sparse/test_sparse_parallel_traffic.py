@@ -75,7 +75,7 @@ def test_tp_ranks(check):
         sweep("allgather", "zigzag"),
         ("allgather", "striped"),
         sweep("ring", "contiguous"),
-        ("ring", "zigzag"),
+        sweep("ring", "zigzag"),
         sweep("ring", "striped"),
     ],
 )
