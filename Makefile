@@ -7,14 +7,13 @@ READY_DEMO := $(VENV)/.ready-demo
 # Ranks are processes of their own: without byte code, each would compile all modules again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo verify test test-all test-slow test-gpu lint docs bench package rehearse clean
+.PHONY: help demo verify test sweep test-gpu lint docs bench package rehearse clean
 
 help:
 	@echo "make demo       answer questions about a short story with a language model on 4 processes"
 	@echo "make verify     compare every mode with float64 on 4 processes"
-	@echo "make test       run the tests, without those marked slow"
-	@echo "make test-all   run all tests"
-	@echo "make test-slow  run the tests marked slow"
+	@echo "make test       run the tests, without the sweeps"
+	@echo "make sweep      run the sweeps: products of parameters and long tests; PART=3/8 runs the third eighth of them"
 	@echo "make test-gpu   run the tests that need a GPU on one GPU, with PYTHON (python3) as it is"
 	@echo "make lint       check style and types"
 	@echo "make docs       build the documentation site, build/site/index.html"
@@ -41,13 +40,10 @@ verify: $(READY)
 	$(VENV)/bin/attnmesh verify --ranks 4
 
 test: $(READY)
-	$(VENV)/bin/python -m pytest -m "not slow" -n 2 --dist worksteal
+	$(VENV)/bin/python -m pytest -m "not sweep" -n 2 --dist worksteal
 
-test-all: $(READY)
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
-
-test-slow: $(READY)
-	$(VENV)/bin/python -m pytest -m slow -n 2 --dist worksteal
+sweep: $(READY)
+	$(VENV)/bin/python -m pytest -m sweep $(if $(PART),--part $(PART)) -n 2 --dist worksteal
 
 # Nothing is installed: the machine's own Python has the PyTorch for its GPU. ARGS has options and pytest's arguments.
 test-gpu:

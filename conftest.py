@@ -1,10 +1,13 @@
 """What every test shares: the kernels' interpreter, few threads, a device."""
 
+import argparse
 import functools
 import gc
 import importlib.util
 import math
 import os
+import zlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -103,196 +106,40 @@ def nccl_ranks() -> Callable[..., list[Any]]:
     return functools.partial(run_processes, backend="nccl")
 
 
-# Modules with long products of parameters: kernels in Triton's interpreter, and sweeps over worlds and lengths.
-THINNED_MODULES = {
-    "test_allgather_plan",
-    "test_attention",
-    "test_attention_block",
-    "test_backend_choice",
-    "test_balanced_layout",
-    "test_beams",
-    "test_block_layout",
-    "test_block_stages",
-    "test_blocks",
-    "test_compile",
-    "test_continuous_batching",
-    "test_decode",
-    "test_decode_bits",
-    "test_decode_cpu",
-    "test_decode_device_errors",
-    "test_decode_edges",
-    "test_decode_into",
-    "test_decode_key_range",
-    "test_decode_paged",
-    "test_decode_pairs",
-    "test_distribution_kernels",
-    "test_engine",
-    "test_generate_command",
-    "test_generator",
-    "test_generator_latents",
-    "test_indexer_kernels",
-    "test_indexer_loss",
-    "test_layouts",
-    "test_masks",
-    "test_merge",
-    "test_norm_rope_write",
-    "test_paged_indexer_topk",
-    "test_paged_sparse_decode",
-    "test_passes",
-    "test_peak_memory",
-    "test_quantized_cache",
-    "test_queries",
-    "test_queries_cache",
-    "test_queries_prefix",
-    "test_report_browser",
-    "test_ring",
-    "test_ring_plan",
-    "test_same_bits",
-    "test_sampling",
-    "test_schedules",
-    "test_score_terms",
-    "test_scores",
-    "test_shard_inputs",
-    "test_sharded_cache",
-    "test_sparse_attention",
-    "test_sparse_backward_kernels",
-    "test_sparse_forward_kernels",
-    "test_sparse_parallel_attention",
-    "test_sparse_parallel_indexer",
-    "test_sparse_parallel_loss",
-    "test_sparse_parallel_processes",
-    "test_tokens_per_step",
-    "test_topk_kernels",
-    "test_triton_backward",
-    "test_triton_forward",
-    "test_triton_merge",
-    "test_triton_select",
-    "test_two_level_plan",
-    "test_unions",
-    "test_vectorized",
-    "test_verify_command",
-    "test_windows",
-    "test_write_tokens",
-}
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--part 3/8`, which `make sweep PART=3/8` sets."""
+    parser.addoption("--part", type=_part, help="run one part of the tests: 3/8 is the third of eight")
 
 
-# Functions with a long list of cases, of which one in so many stays.
-SAMPLED_FUNCTIONS = {
-    "test_a_layer_is_one_graph_with_the_same_results": 2,
-    "test_a_rank_holds_its_shard_of_every_part_in_order": 2,
-    "test_a_temperature_sharpens_or_flattens": 3,
-    "test_a_window_wider_than_any_cache": 2,
-    "test_adds_all_gradients": 2,
-    "test_an_incomplete_checkpoint_is_refused_on_all_ranks": 3,
-    "test_any_lengths": 3,
-    "test_any_shape_is_right": 2,
-    "test_attention_is_exact": 2,
-    "test_auto_does_what_the_schedule_it_chose_does_to_the_last_bit_and_byte": 2,
-    "test_bf16_is_at_most_twice_as_far_off_as_the_bf16_module": 2,
-    "test_blocks_of_any_two_runs_are_right": 3,
-    "test_continues_from_a_state": 2,
-    "test_coverage_is_exact_for_every_query_range_and_key_range": 2,
-    "test_every_answer_is_that_of_the_request_alone": 2,
-    "test_every_kind_of_mask_is_even": 2,
-    "test_every_sharding_is_exact_and_equal_to_virtual_ranks": 2,
-    "test_every_token_is_the_one_of_a_single_process": 2,
-    "test_gradients_agree_with_finite_differences": 3,
-    "test_gradients_are_right_however_out_lies": 3,
-    "test_gradients_are_those_of_autograd": 2,
-    "test_key_tiles_of_many_rows_are_split": 2,
-    "test_loaded_parts_are_those_of_the_whole_model": 4,
-    "test_logits_are_those_of_one_process_at_every_step": 2,
-    "test_long_masked_attention_on_the_cpu_never_holds_s_by_s": 2,
-    "test_matches_the_module_in_every_factorisation": 3,
-    "test_only_the_rest_of_a_prompt_is_fed": 2,
-    "test_only_transformers_own_attention_makes_masks_of_pairs": 2,
-    "test_options_reach_the_generator": 2,
-    "test_overwrites_gradients_in_any_dtype": 2,
-    "test_packed_and_padded_documents_of_every_architecture": 2,
-    "test_pairs_operations_and_bytes_are_those_of_brute_force": 2,
-    "test_ranks_agree_on_tokens_even_where_their_logits_differ": 3,
-    "test_ranks_do_not_show": 2,
-    "test_ranks_in_lockstep_hold_whole_sequences": 3,
-    "test_rows_that_see_nothing_of_a_whole_tile_of_the_kernel": 2,
-    "test_sequences_are_dealt_to_groups": 2,
-    "test_sequences_end_and_others_take_their_rows": 2,
-    "test_shard_is_indexing_by_positions_and_unshard_undoes_it": 2,
-    "test_shares_merge_in_triton": 3,
-    "test_sinks_join_the_last_keys": 2,
-    "test_softcap_and_alibi": 2,
-    "test_the_error_in_bf16_does_not_grow_with_the_ranks": 2,
-    "test_the_kernel_of_the_last_stage_adds_the_sinks": 2,
-    "test_the_kernels_look_at_no_other_entries_either": 2,
-    "test_the_tokens_of_one_process": 4,
-    "test_tiles": 4,
-    "test_tiles_of_any_size_serve_chunks_of_any_size": 2,
-    "test_tokens_are_those_of_one_process": 2,
-    "test_top_k_and_min_p_keep_the_likeliest": 2,
-    "test_top_p_keeps_the_likeliest_that_make_it_up": 3,
-    "test_triton_is_exact_on_what_the_interpreter_can_do": 2,
-    "test_triton_kernels_go_around": 2,
-    "test_verify_sees_a_fault_in_sparse_attention": 3,
-    "test_verify_sees_a_faulty_answer": 2,
-    "test_virtual_ranks_do_what_their_plan_says": 2,
-    "test_what_is_gained": 2,
-    "test_widths": 2,
-    "test_zigzag_pairs_cover_the_sequence_in_ascending_ranges": 2,
-}
+def _part(text: str) -> tuple[int, int]:
+    part, slash, parts = text.partition("/")
+    if not (slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"must be like 3/8, the third of eight parts, got {text!r}")
+    return int(part), int(parts)
 
 
-# Folders of which every other case stays, of functions that still have at least so many, and every third of many.
-HALVED_FOLDERS = (
-    "ops", "parallel", "plan", "planner", "generation", "kv_cache", "integrations", "comm", "cli", "core", "serving",
-)  # fmt: skip
-LEAST_CASES, MANY_CASES = 3, 6
+@pytest.hookimpl(trylast=True)  # of those that -m and -k have left
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what is not of the part of `--part`.
 
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark a part of long products and lists of parameters as slow.
-
-    Of the products, every value of every parameter occurs in at least one case that stays, before long lists of cases
-    are sampled. On a GPU all cases stay.
+    Cases of one function take about as long: they go to the parts in turn, from a part that the function's name says.
     """
-    if torch.cuda.is_available():
+    if (asked := config.getoption("part")) is None:
         return
-    _thin_products(items)
-    for function, cases in _cases(items).items():
-        every = SAMPLED_FUNCTIONS.get(function.rpartition("::")[2], 1)
-        if every == 1 and len(cases) >= LEAST_CASES and any(f"tests/{each}/" in function for each in HALVED_FOLDERS):
-            every = 2 if len(cases) < MANY_CASES else 3
-        for at, item in enumerate(cases):
-            if at % every:
-                item.add_marker(pytest.mark.slow)
+    part, parts = asked
+    turns: Counter[str] = Counter()
+    left: dict[bool, list[pytest.Item]] = {False: [], True: []}
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        left[(zlib.crc32(function.encode()) + turns[function]) % parts == part - 1].append(item)
+        turns[function] += 1
+    config.hook.pytest_deselected(items=left[False])
+    items[:] = left[True]
 
 
 def pytest_collection_finish() -> None:
     """What was imported and collected stays to the end: searching it for garbage takes 0.4 s each time."""
     gc.freeze()
-
-
-def _cases(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
-    """The cases of each function that has parameters and that are not slow."""
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
-            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
-    return cases
-
-
-def _thin_products(items: list[pytest.Item]) -> None:
-    for of_function in _cases([item for item in items if item.path.stem in THINNED_MODULES]).values():
-        left = set().union(*map(_values, of_function))
-        while left:
-            best = max(of_function, key=lambda item: len(_values(item) & left))
-            left -= _values(best)
-            of_function.remove(best)
-        for item in of_function:
-            item.add_marker(pytest.mark.slow)
-
-
-def _values(item: pytest.Item) -> set[tuple[str, str]]:
-    return {(name, repr(value)) for name, value in item.callspec.params.items()}
 
 
 @pytest.fixture

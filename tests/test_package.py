@@ -201,7 +201,7 @@ def built(tmp_path_factory):
     return sdist, build("wheel", tree, dist), build("wheel", unpacked, again)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_wheel_has_the_package_and_nothing_else(built):
     _, wheel, from_sdist = built
     assert wheel.name == from_sdist.name == f"attnmesh-{PROJECT['version']}-py3-none-any.whl"
@@ -224,7 +224,7 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
     assert f"{info}/licenses/LICENSE" in names
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_sdist_has_the_repository(built):
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
     with tarfile.open(built[0]) as archive:
@@ -270,7 +270,7 @@ def succeeded(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_wheel_is_imported_from_the_environment(clean):
     shown = succeeded(clean("python", "-c", "import attnmesh; print(attnmesh.__version__, attnmesh.__file__)"))
     assert shown.split()[0] == PROJECT["version"]
@@ -279,7 +279,7 @@ def test_the_wheel_is_imported_from_the_environment(clean):
     assert succeeded(clean("python", "-m", "attnmesh", "--version")) == f"attnmesh {PROJECT['version']}"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_first_example_of_the_readme_runs_without_extras(clean):
     code = re.search(r"^```python\n(.*?)^```\n", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
     assert code is not None
@@ -287,13 +287,13 @@ def test_the_first_example_of_the_readme_runs_without_extras(clean):
     succeeded(clean("python", "-c", code[1]))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_verify_passes_without_extras(clean):
     shown = succeeded(clean("attnmesh", "verify", "--virtual", "--ranks", "2"))
     assert "FAIL" not in shown
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("command", "extra"),
     [
@@ -308,7 +308,7 @@ def test_what_needs_an_extra_names_it(clean, command, extra):
     assert f"pip install 'attnmesh[{extra}]'" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_import_takes_less_than_a_second_besides_torch(clean):
     clean("python", "-c", "import attnmesh")  # writes byte code
     code = "import time, torch; begin = time.process_time(); import attnmesh; print(time.process_time() - begin)"

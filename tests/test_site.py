@@ -90,7 +90,7 @@ def site(tmp_path_factory) -> Path:
     return where
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @needs_mkdocs
 def test_the_site_builds_without_a_warning_and_documents_every_name(site):
     inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
@@ -98,7 +98,7 @@ def test_the_site_builds_without_a_warning_and_documents_every_name(site):
     assert set(referenced()) - names == set()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @needs_mkdocs
 def test_the_site_loads_nothing_from_elsewhere(site):
     for path in site.rglob("*.html"):
@@ -106,7 +106,7 @@ def test_the_site_loads_nothing_from_elsewhere(site):
         assert [url for url in loaded if url.startswith(("http:", "https:", "//"))] == [], path.name
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @needs_mkdocs
 def test_reports_that_the_site_embeds_are_in_it(site):
     embedded = re.findall(r"<iframe[^>]*src=\"([^\"#]+)#([^\"]+)\"", (site / "schedules.html").read_text())
@@ -116,7 +116,7 @@ def test_reports_that_the_site_embeds_are_in_it(site):
         assert f'"name":"{schedule}"' in (site / name).read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @needs_mkdocs
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_the_site_works_in_a_browser_without_a_server(site):

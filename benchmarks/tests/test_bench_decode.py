@@ -341,6 +341,7 @@ def canned():
     return {decode_parts.GRID: grid, decode_parts.SPLITS: splits}
 
 
+@pytest.mark.sweep
 def test_pictures_are_drawn_from_rows(tmp_path):
     pytest.importorskip("matplotlib")
     names = ["decode-tflops.svg", "decode-bandwidth.svg", "decode-splits.svg"]

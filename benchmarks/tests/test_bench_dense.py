@@ -413,7 +413,7 @@ def test_a_run_prints_and_saves(without_gpu, tmp_path):
     assert summary[0]["goal"] == "0.95 of cuDNN"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_speeds_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     lines = []

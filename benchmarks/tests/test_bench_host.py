@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from benchmarks import host
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_it_runs_on_the_cpu(tmp_path):
     file = tmp_path / "results.json"
     result = CliRunner().invoke(host.app, ["--device", "cpu", "--quick", "--json", str(file)])

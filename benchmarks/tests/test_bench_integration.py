@@ -5,9 +5,10 @@ import pytest
 pytest.importorskip("transformers")
 
 from benchmarks.integration import QUICK, measure_calls, measure_steps, random_llama, step_memory
+from helpers.cases import sweep
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_steps_and_calls_are_measured():
     sections = dict([*measure_steps(QUICK), *measure_calls(QUICK)])  # asserts equal results
     assert len(sections) == 6
@@ -15,7 +16,8 @@ def test_steps_and_calls_are_measured():
         assert all(value > 0 for row in rows for name, value in row.items() if name.endswith(("_ms", "direct_us")))
 
 
-@pytest.mark.parametrize("batch", ["packed", "padded"])
+@pytest.mark.sweep
+@pytest.mark.parametrize("batch", ["packed", sweep("padded")])
 def test_only_transformers_own_attention_makes_masks_of_pairs(batch):
     model = random_llama(QUICK, 1, head=True)
     assert step_memory(QUICK, model, batch, 2)[1] == 0

@@ -186,7 +186,7 @@ def _networks() -> set[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("end", [None, signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_rehearsal_leaves_nothing_behind(end: signal.Signals | None) -> None:
     lacking = nodes.missing()

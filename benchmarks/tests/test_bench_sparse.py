@@ -343,6 +343,7 @@ def as_on_a_cpu(sections):
     return kept
 
 
+@pytest.mark.sweep
 def test_the_picture_has_every_figure(measured, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure

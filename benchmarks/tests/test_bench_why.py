@@ -22,6 +22,7 @@ from benchmarks.why.policies import (
     ring,
 )
 from benchmarks.why.sources import DOCS, EVERY_BLOCK, count_bytes, read_sources
+from helpers.cases import sweep
 
 PAGE = DOCS / "why.md"
 
@@ -62,7 +63,7 @@ def test_emulated_and_measured_errors_agree(sources):
             assert all(abs(emulated[name] / measured[world][name] - 1) < 0.1 for name in names), (backend, world)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_committed_errors_are_computed_again(sources):
     for row in measure_policies((1, 2, 8)):
         saved = by_policy(sources.errors, row["ranks"])[row["policy"]]
@@ -101,9 +102,7 @@ def apart(svg):
     return re.split(r"-?\d+\.\d+", svg), [float(number) for number in re.findall(r"-?\d+\.\d+", svg)]
 
 
-@pytest.mark.parametrize(
-    "names", [["why-scaling"], pytest.param(list(figures.FIGURES), marks=pytest.mark.slow)], ids=["one", "all"]
-)
+@pytest.mark.parametrize("names", [["why-scaling"], sweep(list(figures.FIGURES))], ids=["one", "all"])
 def test_committed_figures_are_those_of_the_data(sources, tmp_path, names):
     for path in drawn_again(sources, tmp_path, names):
         (words, numbers), (saved_words, saved_numbers) = (apart(x.read_text()) for x in (path, DOCS / path.name))

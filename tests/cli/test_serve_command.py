@@ -136,7 +136,7 @@ def test_ranks_that_prefill_and_ranks_that_decode(model, monkeypatch):
     assert "on 5 ranks (3 prefill, 2 decode)" in words(ran.output)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("start", [ATTNMESH, [*TORCHRUN, *ATTNMESH]], ids=["processes", "torchrun"])
 def test_a_server_with_ranks_that_prefill(model, start):
     """Concurrent answers of unequal length, streamed and sampled, are those of one process."""
@@ -162,7 +162,7 @@ def test_a_server_with_ranks_that_prefill(model, start):
         assert (status, json.loads(text)["choices"][0]["text"]) == (200, request.text)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_sharded_model_answers(model):
     options = ("--port", 0, "--served-model-name", "m", "--ranks", 2, "--sharding", "auto", "--memory", "1GiB")
     with Command(*ATTNMESH, "serve", "--model", model, *options) as command:
@@ -180,7 +180,7 @@ def test_a_sharded_model_answers(model):
     assert answer["choices"][0]["text"] == "".join(token.text for token in tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
 @pytest.mark.parametrize("how", ["parent", "all", "virtual", "torchrun"])
 def test_a_signal_ends_the_server_after_its_answers(model, number, how):
@@ -229,7 +229,7 @@ def asked(url, answers, **changes):
     return thread
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [("--ranks", 2, "--groups", 1), ("--prefill-ranks", 1, "--decode-ranks", 1)])
 def test_a_rank_that_is_killed_is_answered_with_an_error(model, ranks):
     options = ("--model", model, "--port", 0, "--served-model-name", "m", *ranks)
@@ -254,7 +254,7 @@ def test_a_rank_that_is_killed_is_answered_with_an_error(model, ranks):
     assert any("INFO the server has shut down" in line for line in found.noise)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_second_signal_ends_it_at_once(model):
     with Command(*ATTNMESH, "serve", "--model", model, "--port", 0, "--ranks", 2, "--grace", 600) as command:
         url = re.search(r"http://\S+", command.line())[0]

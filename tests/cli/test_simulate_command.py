@@ -17,6 +17,7 @@ from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.trace.timeline import read_trace
+from helpers.cases import first
 from helpers.cli import assert_refused, run, words
 
 USUAL = Shape(batch=1, q_heads=32, kv_heads=8, head_dim=128, itemsize=2, sum_itemsize=4)
@@ -37,7 +38,7 @@ def workload(ranks: int = 16, length: int = 32768, ranks_per_node: int = 8) -> W
     return Workload(shards(Causal(), Zigzag(), length, ranks), USUAL, ranks_per_node)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", first(2, ["ulysses+ring", *SCHEDULES]))
 def test_seconds_are_those_of_the_same_program(schedule):
     found = simulated("--schedule", schedule, "--backward")
     ways = [simulate(program(schedule, workload(), backward=way), H200) for way in (False, True)]

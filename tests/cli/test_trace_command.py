@@ -18,6 +18,7 @@ from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.schedules import loads
 from attnmesh.trace.overlap import summarize_overlap
 from attnmesh.trace.timeline import TRACKS, Span, read_trace
+from helpers.cases import sweep
 from helpers.cli import run as run_command
 from helpers.processes import run_processes
 
@@ -90,9 +91,16 @@ def check_spans(spans: list[Span], workload: Workload, schedule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "mask"), [("contiguous", "causal"), ("zigzag", "causal"), ("zigzag", "window:9+global:2")]
+    ("schedule", "layout", "mask"),
+    [
+        ("ring", "contiguous", "causal"),
+        ("allgather", "zigzag", "causal"),
+        sweep("ulysses", "zigzag", "window:9+global:2"),
+        sweep("ulysses+ring", "zigzag", "causal"),
+        sweep("ulysses+allgather", "contiguous", "causal"),
+        sweep("ring+ring", "zigzag", "window:9+global:2"),
+    ],
 )
-@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_virtual_ranks_do_what_their_plan_says(schedule, layout, mask):
     ask = traced_case(schedule, layout=layout, mask=mask)
     if layout == "zigzag" and schedule.startswith("ulysses+"):
@@ -111,7 +119,7 @@ def several(comm: Comm, asks: list[TraceCase]) -> list[tuple[list[Span], int]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_processes_do_what_their_plan_says():
     """The largest computes for much longer than its keys travel: some of that is seen to be hidden."""
     asks = [traced_case(schedule) for schedule in ("ring", "allgather", "ulysses")]
@@ -134,7 +142,7 @@ def command(*words: object):
     return run_command("trace", *words)
 
 
-@pytest.mark.parametrize("schedule", ["ring", "auto", "ulysses+ring"])
+@pytest.mark.parametrize("schedule", ["ring", "auto", sweep("ulysses+ring")])
 def test_the_command_writes_a_file_and_says_what_ranks_did(tmp_path, schedule, monkeypatch):
     monkeypatch.setattr("attnmesh.cli.output._LINE_EVERY", 0.0)
     out = tmp_path / "trace.json"
@@ -183,7 +191,7 @@ def test_out_must_be_given():
     assert command().exit_code == 2
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_command_starts_ranks(tmp_path):
     out = tmp_path / "trace.json"
     done = command("--out", out, "--ranks", 2, "--length", 256)

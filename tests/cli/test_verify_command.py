@@ -24,6 +24,7 @@ from attnmesh.parallel.decode.exchange import HeadExchange
 from attnmesh.parallel.sparse.groups import RowSharding
 from attnmesh.parallel.sparse.keys import SequenceSharding, _RingGradReturn
 from attnmesh.verify import run as verify
+from helpers.cases import sweep
 from helpers.cli import run as run_command
 
 
@@ -54,7 +55,7 @@ def counts(output: str) -> tuple[int, int]:
     return int(passed), int(failed)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_verify_on_virtual_ranks_finds_everything_right():
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 0, ran.output
@@ -154,7 +155,7 @@ def nan_in_one_place(attend):
 
 @pytest.mark.parametrize(
     "fault",
-    [off_in_lse, *(pytest.param(fault, marks=pytest.mark.slow) for fault in (slightly_louder, nan_in_one_place))],
+    [off_in_lse, *(sweep(fault) for fault in (slightly_louder, nan_in_one_place))],
 )
 def test_verify_sees_a_faulty_answer(fault, few_modes, monkeypatch):
     monkeypatch.setattr(ContextParallel, "attention", fault(ContextParallel.attention))
@@ -174,6 +175,7 @@ def test_verify_sees_a_wrong_gradient_of_sinks(monkeypatch):
     assert counts(ran.stdout) == (0, 3)
 
 
+@pytest.mark.sweep
 def test_verify_sees_gradients_that_get_lost_on_their_way(few_modes, monkeypatch):
     monkeypatch.setattr(GradAccumulator, "add_to", lambda self, target: None)
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
@@ -209,10 +211,10 @@ def by_the_batch(run):
 @pytest.mark.parametrize(
     ("place", "name", "fault", "wrong"),
     [
-        pytest.param(Cpu, "run", louder, r"(decode|cache).*fp32", marks=pytest.mark.slow),
+        sweep(Cpu, "run", louder, r"(decode|cache).*fp32"),
         (Cpu, "run", by_the_batch, r"decode.*split_size same bits"),
-        pytest.param(Pools, "copy_blocks", lambda copy: lambda *args: None, r"cache.*fork", marks=pytest.mark.slow),
-        (BlockManager, "cache_full_blocks", lambda register: lambda *args: None, r"│ cache "),
+        sweep(Pools, "copy_blocks", lambda copy: lambda *args: None, r"cache.*fork"),
+        sweep(BlockManager, "cache_full_blocks", lambda register: lambda *args: None, r"│ cache "),
     ],
 )
 def test_verify_sees_a_fault_in_token_generation(place, name, fault, wrong, one_devices_modes, monkeypatch):
@@ -249,17 +251,12 @@ def louder_from_one_rank(scatter_heads):
     return faulty
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("place", "name", "fault", "wrong"),
     [
-        pytest.param(InterleavedShard, "length", as_the_first_rank, r" CP2 ", marks=pytest.mark.slow),
-        pytest.param(
-            StepTensors,
-            "key_range",
-            without_a_window,
-            r" CP2 (all_reduce|replicate_q|split_size)",
-            marks=pytest.mark.slow,
-        ),
+        sweep(InterleavedShard, "length", as_the_first_rank, r" CP2 "),
+        sweep(StepTensors, "key_range", without_a_window, r" CP2 (all_reduce|replicate_q|split_size)"),
         (HeadExchange, "scatter_heads", louder_from_one_rank, r" KVDP2 .*fp32 "),
     ],
 )
@@ -300,19 +297,12 @@ def without_received_grads(collect):
     ("place", "name", "fault", "modes", "wrong"),
     [
         (RowBounds, "valid", without_counting_slots, ".*(no mask|strided)", r"sparse (?!top-k|dense).*strided"),
-        pytest.param(
-            RunningTopK, "update", the_last_of_equals, "(top-k|loss)", r"sparse top-k", marks=pytest.mark.slow
+        sweep(RunningTopK, "update", the_last_of_equals, "(top-k|loss)", r"sparse top-k"),
+        sweep(RowSharding, "reduce_heads", of_own_heads, ".* [TC]P2", r"(attention|distribution|loss) TP2"),
+        sweep(_RingGradReturn, "collect", without_received_grads, ".* CP2", r"(attention|loss) .*ring"),
+        sweep(
+            SequenceSharding, "local_mask", lambda _: lambda self, mask: mask, ".* CP2", r"CP2.*( causal +│|same bits)"
         ),
-        pytest.param(
-            RowSharding,
-            "reduce_heads",
-            of_own_heads,
-            ".* [TC]P2",
-            r"(attention|distribution|loss) TP2",
-            marks=pytest.mark.slow,
-        ),
-        (_RingGradReturn, "collect", without_received_grads, ".* CP2", r"(attention|loss) .*ring"),
-        (SequenceSharding, "local_mask", lambda _: lambda self, mask: mask, ".* CP2", r"CP2.*( causal +│|same bits)"),
     ],
 )
 def test_verify_sees_a_fault_in_sparse_attention(place, name, fault, modes, wrong, monkeypatch):
@@ -328,7 +318,7 @@ def test_verify_sees_a_fault_in_sparse_attention(place, name, fault, modes, wron
     assert found != set(lines)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_seed_repeats_a_test_and_another_does_not(few_modes):
     first, again, other = (run("verify", "--ranks", "2", "--virtual", "--seed", s).stdout for s in "112")
     assert first == again
@@ -336,7 +326,7 @@ def test_a_seed_repeats_a_test_and_another_does_not(few_modes):
     assert re.findall(r"[\d.]+e-\d\d", first) != re.findall(r"[\d.]+e-\d\d", other)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_without_a_seed_inputs_are_fresh(few_modes):
     seeds = {re.search(r"seed (\d+)", run("verify", "--ranks", "1", "--virtual").output)[1] for _ in range(2)}
     assert len(seeds) == 2
@@ -347,7 +337,7 @@ def in_a_process(*command: str, **environment: str) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=250, env=env)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_verify_starts_processes_of_its_own():
     ran = in_a_process("attnmesh", "verify", "--ranks", "2", "--seed", "3")
     assert ran.returncode == 0, ran.stderr
@@ -355,7 +345,7 @@ def test_verify_starts_processes_of_its_own():
     assert counts(ran.stdout)[1] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_wrong_answer_of_processes_is_an_exit_status_of_one(tmp_path):
     fault = "from attnmesh.ops.merge import GradAccumulator\nGradAccumulator.add_to = lambda self, target: None\n"
     (tmp_path / "sitecustomize.py").write_text(fault)  # every process imports it as it starts
@@ -365,7 +355,7 @@ def test_a_wrong_answer_of_processes_is_an_exit_status_of_one(tmp_path):
     assert "Traceback" not in ran.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_verify_joins_the_ranks_of_torchrun():
     ran = in_a_process(
         "torch.distributed.run",

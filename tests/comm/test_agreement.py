@@ -1,5 +1,6 @@
 """Agreement before an exchange: equal values pass, anything else is an error on every rank."""
 
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,10 +8,11 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from attnmesh.comm import Comm, CommError, SoloComm, agreement, run_virtual
+from attnmesh.comm import Comm, CommError, SoloComm, run_virtual
 from attnmesh.comm.agreement import AgreementStore, Signature, disagreement
 from attnmesh.utils.error_links import see
 
+agreement, base = (sys.modules[each.__module__] for each in (AgreementStore, Comm))
 DISAGREE = see("debugging.md#ranks-disagree")
 
 
@@ -141,6 +143,28 @@ def test_a_new_group_ignores_the_keys_of_the_last_one():
             assert both == [{0: signature, 1: signature}] * 2
         stores[generation % 2].report_failure("the end")
         assert "the end" in stores[1 - generation % 2].causes()[0]
+
+
+def test_a_rank_that_waits_looks_often_and_at_bounded_intervals(monkeypatch):
+    slept, sleep = [], time.sleep
+    monkeypatch.setattr(agreement.time, "sleep", lambda seconds: (slept.append(seconds), sleep(min(seconds, 0.001))))
+    with pytest.raises(CommError, match="rank 1 did not arrive"):
+        AgreementStore(HashStore(), 0, 2).compare(Signature("op", {}), timeout=0.2)
+    assert slept[0] == agreement._MIN_POLL_INTERVAL
+    assert max(slept) == agreement._MAX_POLL_INTERVAL
+
+
+def test_agreements_are_remembered_in_bounded_memory(monkeypatch):
+    monkeypatch.setattr(base, "_MAX_REMEMBERED", 3)
+
+    def program(comm: Comm) -> list[int]:
+        sizes = []
+        for n in (*range(7), 6, 0):
+            comm.agree("ring", {"n": n})
+            sizes.append(len(comm._agreed))
+        return sizes
+
+    assert run_virtual(2, program) == [[1, 2, 3, 1, 2, 3, 1, 1, 2]] * 2
 
 
 class LostStore:

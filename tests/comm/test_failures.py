@@ -21,6 +21,7 @@ from attnmesh.comm.health.monitor import Monitor
 from attnmesh.comm.in_flight import InFlightMessage
 from attnmesh.comm.process_group import Batch
 from attnmesh.utils.error_links import see, without_link
+from helpers.cases import sweep
 from helpers.processes import Died, run_processes
 
 
@@ -157,7 +158,7 @@ def waits_for_the_rank_before(rank, world, port, results):
     time.sleep(60)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_lost_store_does_not_keep_ranks_waiting():
     context = multiprocessing.get_context("forkserver")
     results = context.Queue()
@@ -210,7 +211,7 @@ def fails_in_a_mesh(comm: Comm, fault: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("fault", ["hangs", pytest.param("raises", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", ["hangs", sweep("raises")])
 def test_all_groups_of_a_mesh_learn_the_first_cause(fault):
     cause = "did not arrive within 1 s" if fault == "hangs" else "failed: ValueError: bad batch"
     for rank, error in enumerate(run_processes(4, fails_in_a_mesh, fault)[:3]):
@@ -245,7 +246,7 @@ def served_by_rank_0(comm: Comm, fault: str) -> str:
     return error_of(lambda: own.exchange([], [(torch.empty(1), rank - 1)]).wait())
 
 
-@pytest.mark.parametrize("fault", ["raises", pytest.param("dies", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", ["raises", sweep("dies")])
 def test_the_cause_is_known_although_the_store_has_ended_with_its_rank(fault):
     ended, *errors = run_processes(4, served_by_rank_0, fault, strict=False)
     assert ended == Died(7)

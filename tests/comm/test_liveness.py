@@ -102,7 +102,7 @@ def test_a_rank_that_dies_before_the_first_call_is_noticed_at_once():
     assert all(isinstance(seconds, float) and seconds < 10 for seconds in (outcomes[0], outcomes[2])), outcomes
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_rank_that_dies_while_it_connects_is_noticed_at_once():
     outcomes = run_processes(3, dies_before_the_first_call, 1, True, strict=False)
     assert isinstance(outcomes[1], Died)
@@ -121,7 +121,7 @@ def is_away(comm, how):
     return time.monotonic() - begin
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["holding the GIL", "stopped for a while"])
 def test_a_rank_that_is_away_within_the_timeout_is_not_dead(how):
     seconds = run_processes(3, is_away, how, timeout=90)
@@ -145,7 +145,7 @@ def goes_on_without_rank_1(comm):
     return got.item()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_rank_that_ends_after_its_part_is_not_missed():
     assert run_processes(3, goes_on_without_rank_1, strict=False) == [1.0, Died(0), 1.0]
 
@@ -155,7 +155,7 @@ def dies_with_a_file_store(rank, path, pipe):
     pipe.send(dies_before_the_first_call(comm_from(), 1))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_store_in_a_file(tmp_path):
     context = multiprocessing.get_context("forkserver")
     pipes = [context.Pipe(duplex=False) for _ in range(3)]

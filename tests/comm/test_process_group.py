@@ -4,6 +4,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attnmesh import ContextParallel
 from attnmesh.comm import Comm, CommError, SubComm, comm_from, run_virtual
+from attnmesh.comm.process_group import GroupComm
 from attnmesh.utils.error_links import without_link
 from helpers.processes import Died, Raised, run_processes
 
@@ -252,7 +254,7 @@ def all_that_fails(comm: Comm) -> dict[str, tuple[str, float] | None]:
     return {scene.__name__: scene(comm) for scene in scenes}
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_ranks_that_come_late_or_not_at_all_raise_everywhere_in_time():
     ranks = run_processes(3, all_that_fails, timeout=120)  # a busy machine takes its time
 
@@ -365,3 +367,12 @@ def test_nccl_in_a_world_of_one():
             comm.all_reduce(torch.zeros(1))
     finally:
         dist.destroy_process_group()
+
+
+def test_messages_that_shared_memory_does_not_take_go_over_the_backend():
+    messages = [SimpleNamespace(send=peer > 1, peer=peer, wire_buffer=torch.empty(peer), tag=3) for peer in (1, 2, 3)]
+    comm = SimpleNamespace(
+        _local_peers=SimpleNamespace(post=lambda tag, recvs, sends: [None, f"{len(recvs)}, {len(sends)}", None]),
+        _post_to_backend=lambda message: f"backend, {message.peer}",
+    )
+    assert GroupComm._post(comm, "exchange", messages) == ["backend, 1", "1, 2", "backend, 3"]

@@ -388,7 +388,7 @@ def random_programs(comm: Comm, seeds: list[int]) -> int:
     return sum(random_program(comm, seed) for seed in seeds)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_random_programs(world):
     seeds = [random.randrange(1 << 20) for _ in range(6)]

@@ -193,7 +193,7 @@ def test_a_rank_that_does_not_arrive_is_named():
         assert seconds < 8
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_rank_that_has_ended_is_noticed_long_before_the_timeout():
     ranks = run_processes(3, wait_for_rank_1, 100, strict=False)
     for text, seconds in (ranks[0], ranks[2]):
@@ -229,7 +229,7 @@ def wait_in_two_groups(comm):
         return str(error)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_rank_of_another_group_that_did_not_arrive_is_named():
     ranks = run_processes(4, wait_in_two_groups)
     for error in ranks[:2]:

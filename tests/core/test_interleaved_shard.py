@@ -5,8 +5,6 @@ import torch
 
 from attnmesh.core.ranges import InterleavedShard
 
-RANKS = range(1, 9)
-RUNS = (1, 2, 3, 4, 16)
 LONGEST = 100
 
 
@@ -19,8 +17,7 @@ def dealt(ranks: int, run: int, length: int) -> list[list[int]]:
     return hands
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("ranks", "run"), [(1, 1), (2, 2), (4, 4), (5, 16), (7, 3), (8, 2)])
 def test_every_position_has_one_owner_who_holds_it_in_order(ranks, run):
     share = InterleavedShard(ranks, 0, run)
     hands = dealt(ranks, run, LONGEST)
@@ -31,8 +28,7 @@ def test_every_position_has_one_owner_who_holds_it_in_order(ranks, run):
         assert [InterleavedShard(ranks, rank, run).position(i) for i in range(len(hand))] == hand
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("ranks", "run"), [(1, 1), (2, 2), (4, 4), (5, 16), (7, 3), (8, 2)])
 def test_length_counts(ranks, run):
     hands = dealt(ranks, run, LONGEST)
     for length in range(LONGEST + 1):
@@ -43,8 +39,7 @@ def test_length_counts(ranks, run):
         assert max(held) - min(held) <= run
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("ranks", "run"), [(1, 1), (2, 2), (4, 4), (5, 16), (7, 3), (8, 2)])
 def test_tensors_give_what_integers_give(ranks, run):
     numbers = list(range(LONGEST + 1))
     for dtype in (torch.int32, torch.int64):

@@ -13,6 +13,7 @@ from attnmesh.core.masks import Causal
 from attnmesh.core.merge import merge, merge_sinks
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.dense.api import attention
+from helpers.cases import sweep
 
 INF = math.inf
 D = 3
@@ -124,8 +125,10 @@ def test_a_single_finite_row_among_unseen_ones_comes_out_alone(dtype, poison):
     assert lse.tolist() == [-INF, -INF, -INF, -1e4, -INF]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("level", [1e4, -1e4])
+@pytest.mark.parametrize(
+    ("dtype", "level"),
+    [(torch.float32, 1e4), sweep(torch.float64, 1e4), sweep(torch.float32, -1e4), sweep(torch.float64, -1e4)],
+)
 def test_a_thousand_states_of_extreme_lse_average_evenly(dtype, level):
     outs = torch.randn(1000, 1, D, dtype=dtype)
     out, lse = merge(State(x, torch.full((1,), level, dtype=dtype)) for x in outs)
@@ -155,7 +158,7 @@ def test_keys_split_anywhere_merge_to_softmax_over_all_of_them(data):
     assert_same(split, attend(scores, v))
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, sweep(2), sweep(4)])
 def test_gradients_flow_through_every_out_and_every_lse(count):
     hidden = torch.rand(count, 2, 3) < 0.4
     hidden[0] = False  # of a row that nobody saw, finite differences of lse are -inf - -inf

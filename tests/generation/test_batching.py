@@ -17,6 +17,7 @@ from attnmesh.generation.rank_memory import BLOCK_SIZE
 from attnmesh.generation.requests import StopStrings
 from attnmesh.generation.sampling import InvalidLogits, Sampling
 from attnmesh.plan.decode import DecodeSharding
+from helpers.cases import sweep
 from helpers.models import (
     STOP,
     VOCABULARY,
@@ -91,12 +92,12 @@ def expected():
     ("world", "sharding"),
     [
         (1, DecodeSharding()),
-        (2, DecodeSharding(cp=2)),
-        (2, DecodeSharding(kvdp=2)),
-        (4, DecodeSharding(kvdp=2, cp=2)),
-        pytest.param(4, DecodeSharding(cp=4), marks=pytest.mark.slow),
-        pytest.param(4, DecodeSharding(kvdp=4), marks=pytest.mark.slow),
-        pytest.param(3, DecodeSharding(cp=3), marks=pytest.mark.slow),
+        sweep(2, DecodeSharding(cp=2)),
+        sweep(2, DecodeSharding(kvdp=2)),
+        sweep(4, DecodeSharding(kvdp=2, cp=2)),
+        sweep(4, DecodeSharding(cp=4)),
+        sweep(4, DecodeSharding(kvdp=4)),
+        sweep(3, DecodeSharding(cp=3)),
     ],
 )
 def test_every_answer_is_that_of_the_request_alone(world, sharding, expected, monkeypatch):
@@ -111,13 +112,13 @@ def test_every_answer_is_that_of_the_request_alone(world, sharding, expected, mo
     "sharding",
     [
         DecodeSharding(tp=2),
-        pytest.param(DecodeSharding(kvdp=2), marks=pytest.mark.slow),
-        pytest.param(DecodeSharding(cp=2), marks=pytest.mark.slow),
-        pytest.param(DecodeSharding(kvdp=3), marks=pytest.mark.slow),
-        pytest.param(DecodeSharding(tp=4), marks=pytest.mark.slow),
-        pytest.param(DecodeSharding(tp=2, kvdp=2), marks=pytest.mark.slow),
-        pytest.param(DecodeSharding(kvdp=2, cp=2), marks=pytest.mark.slow),
-        pytest.param(DecodeSharding(tp=2, cp=3), marks=pytest.mark.slow),
+        sweep(DecodeSharding(kvdp=2)),
+        sweep(DecodeSharding(cp=2)),
+        sweep(DecodeSharding(kvdp=3)),
+        sweep(DecodeSharding(tp=4)),
+        sweep(DecodeSharding(tp=2, kvdp=2)),
+        sweep(DecodeSharding(kvdp=2, cp=2)),
+        sweep(DecodeSharding(tp=2, cp=3)),
     ],
     ids=str,
 )
@@ -131,7 +132,7 @@ def test_every_answer_with_sharded_weights(sharding, expected, monkeypatch):
     assert found[0][1].preemptions > 0 or sharding.kvdp * sharding.cp > 1
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("shard_weights", [False, True])
 @pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)], ids=str)
 def test_every_answer_over_processes(sharding, shard_weights, expected):
@@ -222,6 +223,25 @@ def test_log_probabilities_are_those_of_the_model():
     assert all(token.top_logprobs == () and token.logprob < 0 for token in generator.stream(greedy))
 
 
+def test_groups_send_as_many_log_probabilities_as_each_request_asked_for():
+    def answers(comm=None):
+        generator = make(comm, None if comm is None else DecodeSharding(kvdp=2), cache_tokens=200)
+        requests = [
+            generator.submit(DOCUMENT[n:], max_new_tokens=3, stop=(), logprobs=most)
+            for n, most in enumerate((2, None, 0, 3))
+        ]
+        while generator.num_unfinished:
+            generator.step()
+        return [[(token.id, *token.top_logprobs) for token in each.tokens] for each in requests]
+
+    expected = answers()
+    for found in am.run_virtual(2, answers):
+        for row, right in zip(found, expected, strict=True):
+            for (id, *top), (right_id, *right_top) in zip(row, right, strict=True):
+                assert (id, [name for name, _ in top]) == (right_id, [name for name, _ in right_top])
+                assert [x for _, x in top] == pytest.approx([x for _, x in right_top], abs=1e-4)
+
+
 def test_the_fewest_new_tokens_come_before_any_stop():
     free = greedy_tokens("llama", DOCUMENT, 6)
     generator = make(cache_tokens=200)
@@ -261,7 +281,7 @@ def test_logits_processors_of_transformers_change_the_logits_before_a_token_is_c
         assert logprob == pytest.approx(float(of_model[wanted[0]]), abs=1e-4)
 
 
-@pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)])
+@pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), sweep(DecodeSharding(kvdp=2))])
 def test_a_logits_processor_that_fails_ends_its_request_only(sharding, expected):
     def of_first_rank(ids, scores, rank):
         if ids.shape[1] == len(DOCUMENT) + 2:
@@ -306,7 +326,7 @@ def test_parallel_samples_share_the_prompt_and_differ_in_their_random_numbers():
     assert [each.ids for each in samples] == rows
 
 
-@pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)])
+@pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), sweep(DecodeSharding(kvdp=2))])
 def test_a_reset_forgets_what_is_finished_and_nothing_else(sharding, expected):
     def rank(comm):
         generator = make(comm, sharding, cache_tokens=200)

@@ -12,6 +12,7 @@ import attnmesh as am
 from attnmesh.core import ranges
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.rank_memory import BLOCK_SIZE
+from helpers.cases import pairwise, sweep
 from helpers.models import KINDS, LAYOUTS, VOCABULARY, OneLayer, attnmesh_model, logits_of, on_virtual_ranks, random_ids
 
 TEXT = random_ids(80, seed=1)
@@ -111,12 +112,12 @@ def check_story(kind, sharding, layout, prefill_chunk):
     ("kind", "sharding", "layout", "prefill_chunk"),
     [
         ("qwen2", CP[2], LAYOUTS["striped"], 16),
-        ("llama", CP[1], LAYOUTS["striped"], 16),
-        ("qwen3", CP[3], LAYOUTS["zigzag"], 16),
-        ("mistral", CP[2], LAYOUTS["contiguous"], 11),
-        ("gpt_oss", am.DecodeSharding(cp=2, interleave=4), LAYOUTS["contiguous"], 13),
-        ("qwen3_moe", CP[4], LAYOUTS["zigzag"], None),
-        ("llama", CP[2], am.Zigzag(pairs=(1, 3)), None),  # uneven parts
+        sweep("llama", CP[1], LAYOUTS["striped"], 16),
+        sweep("qwen3", CP[3], LAYOUTS["zigzag"], 16),
+        sweep("mistral", CP[2], LAYOUTS["contiguous"], 11),
+        sweep("gpt_oss", am.DecodeSharding(cp=2, interleave=4), LAYOUTS["contiguous"], 13),
+        sweep("qwen3_moe", CP[4], LAYOUTS["zigzag"], None),
+        sweep("llama", CP[2], am.Zigzag(pairs=(1, 3)), None),  # uneven parts
     ],
     ids=str,
 )
@@ -124,14 +125,17 @@ def test_logits_are_those_of_one_process_at_every_step(kind, sharding, layout, p
     check_story(kind, sharding, layout, prefill_chunk)
 
 
-@pytest.mark.slow
+EVERYWHERE = {
+    "kind": KINDS, "sharding": [*CP.values(), am.DecodeSharding(cp=2, interleave=4)], "layout": list(LAYOUTS),
+    "prefill_chunk": [None, 10, 16, 33],
+}  # fmt: skip
+
+
+@pytest.mark.sweep
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("prefill_chunk", [None, 10, 16, 33])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("sharding", [*CP.values(), am.DecodeSharding(cp=2, interleave=4)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_one_process_everywhere(kind, sharding, layout, prefill_chunk):
-    check_story(kind, sharding, LAYOUTS[layout], prefill_chunk)
+@pytest.mark.parametrize("case", pairwise(EVERYWHERE), ids=lambda case: "-".join(map(str, case.values())))
+def test_logits_are_those_of_one_process_everywhere(case):
+    check_story(case["kind"], case["sharding"], LAYOUTS[case["layout"]], case["prefill_chunk"])
 
 
 def test_logits_that_are_valid_until_the_next_pass_are_kept_apart():
@@ -155,7 +159,7 @@ def test_logits_that_are_valid_until_the_next_pass_are_kept_apart():
     check_logits([seen.found()], "llama")
 
 
-@pytest.mark.parametrize("world", [2, 5])
+@pytest.mark.parametrize("world", [2, sweep(5)])
 def test_text_fed_token_by_token_has_the_logits_of_one_pass(world):
     def rank(comm):
         seen = Observed(attnmesh_model("qwen3"), comm, sharding=CP[world])
@@ -182,7 +186,7 @@ def test_half_precision_is_as_exact_as_one_process():
         assert far_apart(found.double(), exact) <= 2 * far_apart(plain, exact)
 
 
-@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize("storage", ["int8", sweep("fp8")])
 def test_over_a_quantized_cache_the_logits_are_those_of_one_rank(storage):
     def rank(comm, sharding=am.DecodeSharding(cp=2, interleave=4), chunk=20):  # noqa: B008
         seen = Observed(attnmesh_model("llama"), comm, storage=storage, sharding=sharding, prefill_chunk=chunk)
@@ -281,13 +285,13 @@ def live_through(adventure):
     assert all(of_rank == states[0] for of_rank in states)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=7, deadline=None)
 @given(adventures())
 def test_every_position_is_stored_once_whatever_happens(adventure):
     live_through(adventure)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @settings(max_examples=1000, deadline=None)
 @given(adventures())
 def test_every_position_is_stored_once_whatever_happens_for_long(adventure):
@@ -296,7 +300,11 @@ def test_every_position_is_stored_once_whatever_happens_for_long(adventure):
 
 @pytest.mark.parametrize(
     ("sharding", "layout", "prefill_chunk"),
-    [(CP[2], "zigzag", 20), (CP[3], "striped", None), (am.DecodeSharding(cp=4, interleave=3), "contiguous", None)],
+    [
+        (CP[2], "zigzag", 20),
+        sweep(CP[3], "striped", None),
+        sweep(am.DecodeSharding(cp=4, interleave=3), "contiguous", None),
+    ],
     ids=str,
 )
 def test_a_rank_stores_its_share(sharding, layout, prefill_chunk):

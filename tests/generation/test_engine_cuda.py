@@ -14,7 +14,7 @@ from attnmesh import DecodeSharding, Striped, Zigzag, run_virtual
 from attnmesh.cli.generate.job import quantized_cache
 from attnmesh.generation.generator import Generator
 from attnmesh.integrations.transformers_attention import register_attention
-from helpers.cases import else_slow
+from helpers.cases import else_sweep
 
 pytestmark = [
     pytest.mark.cuda,
@@ -85,7 +85,7 @@ def asked(model):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("kind", "world"),
-    else_slow(  # every model on four ranks; windows striped, and the two kinds of caches on one rank
+    else_sweep(  # every model on four ranks; windows striped, and the two kinds of caches on one rank
         product(EXTRA, RANKS),
         lambda kind, world: world == 4 or (kind in ("llama", "deepseek_v3")) == (world == 1),
     ),
@@ -129,7 +129,7 @@ def test_repeated_calls_generate_the_same_tokens():
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("storage", "world"),
-    else_slow(  # every storage on three ranks, and one rank once
+    else_sweep(  # every storage on three ranks, and one rank once
         product(["fp8", "int8", "bfp8"], [1, 3]), lambda storage, world: world == 3 or storage == "int8"
     ),
 )
@@ -150,7 +150,7 @@ def test_over_a_quantized_cache_the_logits_are_those_of_one_process_as_precise(s
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("kind", "world", "chunk", "storage"),
-    else_slow(
+    else_sweep(
         [
             (*case, storage)
             for case in (("gpt_oss", 1, None), ("mistral", 1, 256), ("gpt_oss", 3, 100))

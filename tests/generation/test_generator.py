@@ -17,6 +17,7 @@ from attnmesh.generation.requests import Token
 from attnmesh.generation.sampling import PromptLookup, Sampling
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.plan.decode import DecodeSharding
+from helpers.cases import pairwise, sweep
 from helpers.models import (
     KINDS,
     LAYOUTS,
@@ -90,16 +91,16 @@ def check_tokens(kind, world, layout, batch, speculative, reuse, prefill_chunk, 
     ("kind", "world", "layout", "batch", "speculative", "reuse", "prefill_chunk"),
     [  # every pair of values is there
         ("llama", 2, "zigzag", 1, False, False, None),
-        ("llama", 4, "striped", 3, True, True, 16),
-        ("qwen2", 4, "zigzag", 1, True, True, None),
-        ("qwen2", 2, "striped", 3, False, False, 16),
-        ("qwen3", 2, "striped", 1, True, False, 16),
-        ("qwen3", 4, "zigzag", 3, False, True, None),
-        ("mistral", 4, "striped", 1, False, True, 16),
-        ("mistral", 2, "zigzag", 3, True, False, None),
-        ("gpt_oss", 4, "zigzag", 1, True, False, 16),
-        ("gpt_oss", 2, "striped", 3, False, True, None),
-        ("gpt_oss", 3, "contiguous", 1, True, True, None),
+        sweep("llama", 4, "striped", 3, True, True, 16),
+        sweep("qwen2", 4, "zigzag", 1, True, True, None),
+        sweep("qwen2", 2, "striped", 3, False, False, 16),
+        sweep("qwen3", 2, "striped", 1, True, False, 16),
+        sweep("qwen3", 4, "zigzag", 3, False, True, None),
+        sweep("mistral", 4, "striped", 1, False, True, 16),
+        sweep("mistral", 2, "zigzag", 3, True, False, None),
+        sweep("gpt_oss", 4, "zigzag", 1, True, False, 16),
+        sweep("gpt_oss", 2, "striped", 3, False, True, None),
+        sweep("gpt_oss", 3, "contiguous", 1, True, True, None),
     ],
 )
 def test_tokens_are_those_of_one_process(kind, world, layout, batch, speculative, reuse, prefill_chunk, monkeypatch):
@@ -110,7 +111,7 @@ def test_tokens_are_those_of_one_process(kind, world, layout, batch, speculative
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=() if kind == "gpt2" else pytest.mark.slow)
+        pytest.param(kind, marks=() if kind == "gpt2" else pytest.mark.sweep)
         for kind in MODELS if kind not in KINDS
     ],
 )  # fmt: skip
@@ -134,25 +135,23 @@ def test_what_a_sharded_cache_does_not_serve_is_refused(kind, message):
         check_generation(AutoConfig.for_model(kind), "it")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("prefill_chunk", [None, 16])
-@pytest.mark.parametrize("reuse", [False, True])
-@pytest.mark.parametrize("speculative", [False, True])
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_of_one_process_in_every_way(
-    kind, world, layout, batch, speculative, reuse, prefill_chunk, monkeypatch
-):
+WAYS = {
+    "kind": KINDS, "world": [1, 2, 4], "layout": ["zigzag", "striped"], "batch": [1, 3], "speculative": [False, True],
+    "reuse": [False, True], "prefill_chunk": [None, 16],
+}  # fmt: skip
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("way", pairwise(WAYS), ids=lambda way: "-".join(map(str, way.values())))
+def test_tokens_are_those_of_one_process_in_all_pairs_of_ways(way, monkeypatch):
     monkeypatch.setattr("attnmesh.generation.requests.PromptLookup", HalfRight)
-    check_tokens(kind, world, layout, batch, speculative, reuse, prefill_chunk, most=24)
+    check_tokens(**way, most=24)
 
 
 # Groups of ranks.
 
 
-@pytest.mark.parametrize(("kvdp", "cp", "batch"), [(3, 1, 2), (2, 2, 3), (2, 2, 1), (4, 1, 3)])
+@pytest.mark.parametrize(("kvdp", "cp", "batch"), [(3, 1, 2), sweep(2, 2, 3), sweep(2, 2, 1), sweep(4, 1, 3)])
 def test_sequences_are_dealt_to_groups(kvdp, cp, batch):
     speculative = kvdp + batch == 5
     expected = [greedy_tokens("llama", prompt, MOST) for prompt in PROMPTS[:batch]]
@@ -221,7 +220,7 @@ def test_a_tiny_top_p_is_greedy():
     assert drawn(2, PROMPTS[:1], Sampling(1.0, 1e-9)) == drawn(2, PROMPTS[:1], Sampling())
 
 
-@pytest.mark.parametrize("how", [{}, {"sampling": Sampling(1.0, seed=3)}, {"speculative": True}])
+@pytest.mark.parametrize("how", [{}, sweep({"sampling": Sampling(1.0, seed=3)}), sweep({"speculative": True})])
 def test_ranks_agree_on_tokens_even_where_their_logits_differ(how, monkeypatch):
     """A rank of another make may round otherwise: here all its logits are wrong, and it goes along all the same."""
     prefill, step = Engine.prefill, Engine.decode
@@ -477,7 +476,7 @@ def test_the_call_gives_up_its_cache_and_takes_all_options():
     ("prompts", "how", "message"),
     [
         ([], {}, r"prompts must have at least one prompt, got \[\]"),
-        ([PROMPTS[0], []], {}, r"prompts\[1\] is empty"),
+        ([PROMPTS[0], []], {"max_new_tokens": 4}, r"prompts\[1\] is empty"),
         (
             [[8] * 503],
             {"max_new_tokens": 10},
@@ -516,7 +515,7 @@ def test_what_cannot_be_generated_is_refused_and_the_next_can(prompts, how, mess
     assert on_virtual_ranks(3, rank) == [[expected]] * 3
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [True, sweep(False)])
 def test_a_prefix_is_found_in_its_group_when_the_batch_changes(whole):
     sharding, prompts = DecodeSharding(kvdp=2), [random_ids(17, seed) for seed in (1, 2)]
     longer = [[*prompt, 9] for prompt in prompts]
@@ -543,7 +542,7 @@ def test_a_prefix_is_found_in_its_group_when_the_batch_changes(whole):
     [
         ("llama", am.DecodeSharding(cp=4), True),
         *(
-            pytest.param(kind, am.DecodeSharding(*each), whole, marks=pytest.mark.slow)
+            sweep(kind, am.DecodeSharding(*each), whole)
             for kind in ("llama", "gpt_oss", "mistral", "deepseek_v3")
             for *each, whole in ((1, 2, 3, True), (2, 1, 3, False), (1, 1, 5, False))
         ),

@@ -252,7 +252,7 @@ def weights_of_a_process(comm):
     return generated_rows(generator, PROMPTS, max_new_tokens=6)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_processes_are_told_like_virtual_ranks():
     assert run_processes(2, weights_of_a_process) == on_virtual_ranks(2, weights_of_a_process)
 

@@ -11,6 +11,7 @@ from attnmesh.cli.generate.job import quantized_cache
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.latents import LatentProjections, LatentWidths
 from attnmesh.generation.models import kv_bytes_per_token
+from helpers.cases import sweep
 from helpers.models import (
     POSITIONS,
     STOP,
@@ -53,7 +54,7 @@ def answers(generator, prompts=PROMPTS):
     "sharding",
     [
         am.DecodeSharding(kvdp=2, cp=2),
-        *(pytest.param(am.DecodeSharding(kvdp=n, cp=m), marks=pytest.mark.slow) for n, m in ((1, 1), (1, 3), (3, 1))),
+        *(sweep(am.DecodeSharding(kvdp=n, cp=m)) for n, m in ((1, 1), (1, 3), (3, 1))),
     ],
     ids=str,
 )
@@ -106,7 +107,7 @@ def wide_tokens(latent=17, storage=None):
     return rows
 
 
-@pytest.mark.slow  # one sharding is in test_sharded_weights.py
+@pytest.mark.sweep  # one sharding is in test_sharded_weights.py
 @pytest.mark.parametrize(
     "sharding",
     [
@@ -129,7 +130,7 @@ def test_weights_over_eight_ranks(sharding):
     [
         (am.DecodeSharding(kvdp=2, cp=2), True),
         *(
-            pytest.param(am.DecodeSharding(*each), whole, marks=pytest.mark.slow)
+            sweep(am.DecodeSharding(*each), whole)
             for *each, whole in (
                 (1, 1, 1, True),
                 (2, 1, 2, False),
@@ -165,7 +166,7 @@ def on_process(comm):
     return [answers(Generator(model, None, comm, **SETTINGS)) for model in models]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_weights_over_processes():
     for of_rank in run_processes(4, on_process, timeout=240):
         assert all(rows == wide_tokens() for of_sharding in of_rank for rows in of_sharding)

@@ -33,7 +33,7 @@ def trained_and_generated(comm):
     return [out.loss.detach(), ranks.unshard(out.logits.detach(), 1, 37), *gradients], rows
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_processes_do_what_virtual_ranks_do():
     expected = [greedy_tokens("llama", prompt, MOST) for prompt in PROMPTS]
     virtual = on_virtual_ranks(2, trained_and_generated)
@@ -61,7 +61,7 @@ def killed_in_the_middle(comm):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_rank_that_is_killed_ends_the_others_wait():
     alive, dead = run_processes(2, killed_in_the_middle, strict=False)
     assert dead == Died(9)

@@ -10,6 +10,7 @@ from attnmesh.generation.agreement import config_digest, digest
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.sampling import Sampling
 from attnmesh.plan.decode import DecodeSharding
+from helpers.cases import sweep
 from helpers.models import (
     attnmesh_model,
     check_blocks,
@@ -64,8 +65,8 @@ def expected(kind="llama", storage=None):
     ("before", "after", "kind", "storage"),
     [
         (DecodeSharding(cp=2), DecodeSharding(kvdp=2), "llama", None),
-        (DecodeSharding(kvdp=2), DecodeSharding(cp=2, interleave=4), "llama", "int8"),
-        (DecodeSharding(cp=2), DecodeSharding(kvdp=2), "deepseek_v3", None),  # latents
+        sweep(DecodeSharding(kvdp=2), DecodeSharding(cp=2, interleave=4), "llama", "int8"),
+        sweep(DecodeSharding(cp=2), DecodeSharding(kvdp=2), "deepseek_v3", None),  # latents
     ],
     ids=str,
 )
@@ -163,7 +164,7 @@ def test_requests_that_are_named_wrongly_are_refused_on_every_rank():
     assert on_virtual_ranks(2, rank) == [expected()[:2]] * 2
 
 
-@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["llama", sweep("deepseek_v3")])
 def test_requests_that_are_saved_go_on_later_on_other_ranks(kind, tmp_path):
     def write(comm):
         generator = make(comm, DecodeSharding(kvdp=2), kind)

@@ -75,7 +75,7 @@ def test_an_rms_norm_under_autocast_has_the_dtype_of_the_model(monkeypatch):
     assert not F.rms_norm.called
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_model_can_be_compiled_as_one_graph_once_an_engine_has_it():
     norm, x = LlamaRMSNorm(48), torch.randn(2, 48)
     expected = norm(x)

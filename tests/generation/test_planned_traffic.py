@@ -16,6 +16,7 @@ from attnmesh.planner.catalog import cluster
 from attnmesh.planner.decode import DecodeRequest, decode_option
 from attnmesh.planner.decode_bytes import bytes_sent, messages_sent
 from attnmesh.planner.models.read import model_from_config
+from helpers.cases import sweep
 from helpers.models import LAYOUTS, VOCABULARY, attnmesh_model, on_virtual_ranks, random_ids
 
 # Groups have as many each: a plan gives those that are left to the last groups, and a Generator to the first.
@@ -50,12 +51,12 @@ def step_traffic(kind, sharding):
     ("kind", "sharding"),
     [
         ("llama", am.DecodeSharding(tp=2)),
-        ("llama", am.DecodeSharding(kvdp=2, cp=2)),
-        pytest.param("llama", am.DecodeSharding(cp=3), marks=pytest.mark.slow),
-        pytest.param("llama", am.DecodeSharding(tp=2, kvdp=3), marks=pytest.mark.slow),
-        pytest.param("llama", am.DecodeSharding(tp=2, cp=3), marks=pytest.mark.slow),
-        pytest.param("qwen3", am.DecodeSharding(tp=4), marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", am.DecodeSharding(tp=2, kvdp=2), marks=pytest.mark.slow),
+        sweep("llama", am.DecodeSharding(kvdp=2, cp=2)),
+        sweep("llama", am.DecodeSharding(cp=3)),
+        sweep("llama", am.DecodeSharding(tp=2, kvdp=3)),
+        sweep("llama", am.DecodeSharding(tp=2, cp=3)),
+        sweep("qwen3", am.DecodeSharding(tp=4)),
+        sweep("qwen3_moe", am.DecodeSharding(tp=2, kvdp=2)),
     ],
     ids=str,
 )
@@ -83,7 +84,7 @@ def test_a_decode_step_sends_what_is_planned(kind, sharding):
 
 @pytest.mark.parametrize(
     ("kind", "layout", "interleave"),
-    [("llama", "zigzag", 1), ("deepseek_v3", "contiguous", 4), ("gpt_oss", "striped", 1)],
+    [("llama", "zigzag", 1), ("deepseek_v3", "contiguous", 4), sweep("gpt_oss", "striped", 1)],
 )
 def test_a_prompt_is_sent_to_where_it_is_stored_once(kind, layout, interleave):
     """Keys and values, or latents, of every layer in its dtype. The striped layout has each where it is stored."""

@@ -13,6 +13,7 @@ from attnmesh.generation.generator import Generator
 from attnmesh.generation.models import kv_bytes_per_token
 from attnmesh.generation.rank_memory import BLOCK_SIZE
 from attnmesh.ops.storage import values_of
+from helpers.cases import sweep
 from helpers.models import attnmesh_model, generated_rows, on_virtual_ranks, random_ids, transformers_model
 from helpers.processes import run_processes
 
@@ -103,8 +104,8 @@ def check(world, *arguments, **settings):
     ("kind", "storage", "sharding", "weights"),
     [
         ("llama", "bfp8", None, am.DecodeSharding(tp=2, cp=2)),
-        pytest.param("mistral", "int8", am.DecodeSharding(), None, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", "fp8", am.DecodeSharding(kvdp=2, cp=2), None, marks=pytest.mark.slow),
+        sweep("mistral", "int8", am.DecodeSharding(), None),
+        sweep("gpt_oss", "fp8", am.DecodeSharding(kvdp=2, cp=2), None),
     ],
     ids=str,
 )
@@ -121,7 +122,7 @@ def all_cases():
         yield from ((kind, storage, None, parts[(number + i) % 6]) for i in (0, 3))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "storage", "sharding", "weights"), all_cases(), ids=str)
 def test_the_tokens_of_one_process_for_all_models(kind, storage, sharding, weights):
     check((sharding or weights).ranks, kind, storage, sharding, weights, chunks=(None, 12))
@@ -132,7 +133,7 @@ def on_process(comm):
     return [answers(comm, "llama", storage, *each) for storage in STORAGES for each in both]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_tokens_of_one_process_over_processes():
     assert all(all(found) for found in run_processes(2, on_process, timeout=240))
 
@@ -147,7 +148,7 @@ def logits_of_prompts(comm, storage, chunk):
     return torch.stack([logits for row in found for logits in row])
 
 
-@pytest.mark.parametrize("storage", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("storage", ["int8", sweep("fp8")])
 def test_all_tokens_of_a_prompt_attend_to_quantized_keys(storage):
     """So chunks and ranks change nothing, whereas the error of quantization itself shows."""
     one = logits_of_prompts(None, storage, None)

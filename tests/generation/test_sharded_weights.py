@@ -10,6 +10,7 @@ from attnmesh.generation.generator import Generator
 from attnmesh.generation.rank_memory import BLOCK_SIZE, ShardedMemory
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.models.sharded import sharded_weights
+from helpers.cases import first, in_turn, sweep
 from helpers.models import (
     POSITIONS,
     VOCABULARY,
@@ -63,11 +64,11 @@ def answers(comm, kind, sharding, chunks):
     ("kind", "sharding"),
     [
         ("llama", am.DecodeSharding(tp=2, kvdp=1, cp=2)),
-        pytest.param("llama", am.DecodeSharding(tp=1, kvdp=3, cp=2), marks=pytest.mark.slow),
-        ("qwen3", am.DecodeSharding(tp=4)),  # more than kv heads
-        ("qwen3_moe", am.DecodeSharding(tp=2, kvdp=2)),
-        ("gpt_oss", am.DecodeSharding(kvdp=2, cp=2)),
-        ("deepseek_v3", am.DecodeSharding(tp=3, cp=2)),
+        sweep("llama", am.DecodeSharding(tp=1, kvdp=3, cp=2)),
+        sweep("qwen3", am.DecodeSharding(tp=4)),  # more than kv heads
+        sweep("qwen3_moe", am.DecodeSharding(tp=2, kvdp=2)),
+        sweep("gpt_oss", am.DecodeSharding(kvdp=2, cp=2)),
+        sweep("deepseek_v3", am.DecodeSharding(tp=3, cp=2)),
     ],
     ids=str,
 )
@@ -81,10 +82,10 @@ def compare(kind, sharding, chunks):
         assert all(rows == expected for rows in of_rank)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "sharding"),
-    [(kind, each) for kind in KINDS for each in all_shardings(6)],
+    in_turn(KINDS * 2, all_shardings(6)),
     ids=str,
 )
 def test_the_tokens_of_one_process_for_all_models(kind, sharding):
@@ -116,7 +117,7 @@ def wide_answers(comm, kv_heads, sharding):
     return generated_rows(generator, PROMPTS, max_new_tokens=MOST)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("sharding", [each for each in all_shardings(8) if each.ranks > 2], ids=str)
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_the_tokens_of_one_process_over_eight_ranks(kv_heads, sharding):
@@ -125,7 +126,7 @@ def test_the_tokens_of_one_process_over_eight_ranks(kv_heads, sharding):
         assert rows == expected
 
 
-@pytest.mark.parametrize("sharding", [am.DecodeSharding(cp=3), am.DecodeSharding(tp=4)], ids=str)
+@pytest.mark.parametrize("sharding", [am.DecodeSharding(cp=3), sweep(am.DecodeSharding(tp=4))], ids=str)
 def test_heads_that_do_not_divide(sharding):
     test_the_tokens_of_one_process_over_eight_ranks(4, sharding)
 
@@ -135,7 +136,7 @@ def on_process(comm):
     return [wide_answers(comm, 2, sharding) for sharding in shardings]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_tokens_of_one_process_over_processes(world):
     expected = generated_rows(Generator(wide_llama(2), **SETTINGS), PROMPTS, max_new_tokens=MOST)
@@ -258,16 +259,16 @@ def test_it_works_on_after_an_interruption_and_after_invalid_logits():
 
 @pytest.mark.parametrize(
     ("kind", "sharding"),
-    [
+    first(1, [
         ("llama", am.DecodeSharding(tp=2, kvdp=1, cp=3)),
         ("gpt_oss", am.DecodeSharding(kvdp=2, cp=2)),
         ("qwen3_moe", am.DecodeSharding(tp=4)),  # more than kv heads
         ("deepseek_v3", am.DecodeSharding(tp=3)),
         *(
-            pytest.param(kind, each, marks=pytest.mark.slow) for kind in KINDS
+            sweep(kind, each) for kind in KINDS
             for each in (am.DecodeSharding(tp=2), am.DecodeSharding(cp=3), am.DecodeSharding(2, 3, 1))
         ),
-    ],
+    ]),
     ids=str,
 )  # fmt: skip
 def test_the_memory_of_a_rank_is_known_before_it_loads(kind, sharding):

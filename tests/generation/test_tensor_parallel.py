@@ -32,8 +32,7 @@ class Model(nn.Module):
         return self.head(x + self.mlp(x))
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 3, 7, 12])
+@pytest.mark.parametrize(("world", "bias"), [(1, False), (2, True), (3, False), (7, False), (12, True)])
 def test_together_they_make_the_same(world, bias):
     model, x = Model(bias=bias).double(), torch.randn(2, 3, 6).double()
     expected = model(x)

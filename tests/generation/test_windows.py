@@ -12,6 +12,7 @@ from attnmesh.generation.rank_memory import kv_cache_bytes
 from attnmesh.kv_cache import block_manager
 from attnmesh.kv_cache.block_manager import max_window_blocks
 from attnmesh.kv_cache.cache import BlockCache
+from helpers.cases import sweep
 from helpers.models import attnmesh_model, generated_rows, greedy_tokens, logits_of, on_virtual_ranks, random_ids
 from helpers.processes import run_processes
 
@@ -98,13 +99,14 @@ def check_answers(kind, sharding, weights=None, prompts=PROMPTS, most=MOST, **ho
     return [stats for _, _, stats in found]
 
 
-@pytest.mark.parametrize(("kind", "cp"), [("mistral", 2), ("gemma3_text", 3)])
+@pytest.mark.parametrize(("kind", "cp"), [("mistral", 2), sweep("gemma3_text", 3)])
 def test_answers_are_those_of_one_process(small, kind, cp):
     for stats in check_answers(kind, am.DecodeSharding(cp=cp), prompts=PROMPTS[:4]):
         assert stats.reused_tokens > 100
         assert stats.draft_tokens > stats.accepted_tokens
 
 
+@pytest.mark.sweep
 def test_answers_in_a_cache_without_room_for_three(small):
     """Some are preempted, and computed again."""
     (stats,) = check_answers("gpt_oss", am.DecodeSharding(), prompts=PROMPTS[:4], cache_tokens=150, most=16)
@@ -112,7 +114,7 @@ def test_answers_in_a_cache_without_room_for_three(small):
     assert stats.preemptions > 0
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize(
     ("sharding", "weights"),
@@ -137,13 +139,13 @@ def on_process(comm):
     return [submitted_answers(comm, "gpt_oss", *each)[0] for each in both]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_answers_over_processes_are_those_of_one_process():
     expected = [greedy_tokens("gpt_oss", prompt, MOST) for prompt in PROMPTS]
     assert run_processes(2, on_process, timeout=240) == [[expected] * 2] * 2
 
 
-@pytest.mark.parametrize("storage", ["int8", pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("storage", ["int8", sweep(None)])
 def test_a_prompt_that_parts_from_an_earlier_one_where_its_window_has_passed(small, storage):
     """Also drafts that are rejected. The reference keeps everything: it has too little room for windows."""
     text = random_ids(20, 9) * 7
@@ -168,7 +170,7 @@ def test_a_prompt_that_parts_from_an_earlier_one_where_its_window_has_passed(sma
         assert stats.draft_tokens > stats.accepted_tokens
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_beams_keep_their_windows(small):
     def rank(comm, sequences):
         generator = Generator(

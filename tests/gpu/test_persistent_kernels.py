@@ -27,6 +27,7 @@ from attnmesh.testing.attention import assert_attention_close, forward_backward,
 from attnmesh.testing.decode import poison_cache, random_decode
 from attnmesh.testing.errors import ROUNDING, assert_close
 from helpers import sparse_kernels
+from helpers.cases import first, sweep
 from helpers.chosen_keys import ChosenKeys, Indexer, assert_results, assert_topk, random_lengths
 from helpers.decode import assert_decode_close
 from helpers.dense_kernels import dense, mask_case
@@ -428,8 +429,8 @@ EMULATED: dict[str, Callable[[int], None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 8), marks=pytest.mark.slow)], ids=["one", "many"])
-@pytest.mark.parametrize("kernel", EMULATED)
+@pytest.mark.parametrize("seeds", [range(1), sweep(range(1, 8))], ids=["one", "many"])
+@pytest.mark.parametrize("kernel", first(4, EMULATED))
 def test_emulated(kernel, seeds, monkeypatch):
     for seed in seeds:
         with watched_launches(monkeypatch) as launches:
@@ -450,7 +451,7 @@ ON_CPU: dict[str, Callable[[], None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ON_CPU)
+@pytest.mark.parametrize("case", first(4, ON_CPU))
 def test_the_checks_on_a_cpu(case):
     ON_CPU[case]()
 

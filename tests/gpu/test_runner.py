@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from gpu import compile_lock, schedule, summary, worker
+from helpers.cases import sweep
 
 PAGE = f"# Title\n\n{summary.BEGIN}\n\nnot run yet\n\n{summary.END}\n\nEnd\n"
 
@@ -90,6 +91,7 @@ def results_in(folder: Path) -> dict[str, dict]:
     return {each["id"].partition("::")[2]: each for each in record["results"]}
 
 
+@pytest.mark.sweep
 def test_what_hangs_or_crashes_is_named_and_the_rest_goes_on(run, tmp_path):
     process = run(TESTS, "--workers", 2, "--rank-workers", 1, "--docs", "page.md", "tests")
     said, _ = process.communicate(timeout=120)
@@ -140,7 +142,8 @@ def test_slow(n):
 """
 
 
-@pytest.mark.parametrize("how", [pytest.param("budget", marks=pytest.mark.slow), "signal"])
+@pytest.mark.sweep
+@pytest.mark.parametrize("how", [sweep("budget"), "signal"])
 def test_a_run_that_ends_early_says_what_has_not_run(run, tmp_path, how):
     process = run(SLOW, "--workers", 1, "--budget", 2 if how == "budget" else 100)
     while how == "signal" and not (tmp_path / "begun 1").exists():
@@ -207,7 +210,7 @@ def test_other(): pass
 """
 
 
-@pytest.mark.slow  # three limits have to pass
+@pytest.mark.sweep  # three limits have to pass
 def test_the_cases_of_a_function_are_given_up_after_some_are_stuck(run):
     said, _ = run(STUCK, "--workers", 1).communicate(timeout=60)
     assert said.splitlines()[-1].startswith("0 failed, 1 passed, 3 stuck, 6 not run in")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import attnmesh as am
+from helpers.cases import first
 from tests.gpu.search.__main__ import main
 from tests.gpu.search.cases import FAMILIES, as_line, draw_case, from_line
 
@@ -28,7 +29,7 @@ def test_random_calls_on_a_gpu(family, capfd):
     assert found == 0, capfd.readouterr().out
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first(1, FAMILIES))
 def test_random_calls_on_the_cpu(family, capfd):
     found = main([family, "--cases", str(CPU_CASES[family]), "--seed", "1", "--workers", "0", "--device", "cpu"])
     assert found == 0, capfd.readouterr().out
@@ -50,7 +51,8 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", WRONG)
+@pytest.mark.sweep
+@pytest.mark.parametrize("family", first(1, WRONG))
 def test_a_fault_is_found_and_its_line_repeats_it(family, capfd, monkeypatch):
     name, which = WRONG[family]
     module = pytest.importorskip("attnmesh.testing.decode") if family == "decode" else am
@@ -77,7 +79,7 @@ def test_a_fault_is_found_and_its_line_repeats_it(family, capfd, monkeypatch):
     assert main([*shlex.split(command), "--workers", "0"]) == 0
 
 
-@pytest.mark.slow  # the limit of a case has to pass
+@pytest.mark.sweep  # the limit of a case has to pass
 def test_stuck_and_crashed_cases_are_named_and_the_search_goes_on(capfd):
     found = main(["helpers.planted_search", "--cases", "7", "--workers", "1", "--limit", "2", "--device", "cpu"])
     out = capfd.readouterr().out

@@ -19,6 +19,7 @@ from attnmesh.ops.storage import Quantized, Stored, dequantize
 from attnmesh.testing.attention import NAMES, forward_backward, reference_results
 from attnmesh.testing.decode import UNUSED_ENTRIES, change_stored, poison_cache
 from attnmesh.testing.errors import ROUNDING, assert_close
+from helpers.cases import sweep
 from helpers.chosen_keys import ChosenKeys, Indexer, assert_results, assert_topk, random_lengths
 from helpers.decode import LSE_UNITS, assert_decode_close
 
@@ -391,7 +392,7 @@ def check_generation(device: str, prompt_lengths: list[int], new_tokens: int, he
 @pytest.mark.parametrize(
     ("device", "prompt_lengths", "new_tokens", "head_dim"),
     [
-        pytest.param("cpu", [1, 37, 9], 20, 8, id="small", marks=pytest.mark.slow),
+        sweep("cpu", [1, 37, 9], 20, 8, id="small"),
         pytest.param("cuda", [1, 600, 37, 130], 200, 64, id="200 tokens", marks=on_gpu),
     ],
 )

@@ -236,7 +236,7 @@ def main() -> None:
         *(part for plugin in ("cacheprovider", "faulthandler", "timeout", "xdist") for part in ("-p", f"no:{plugin}")),
         "--capture=sys",  # what C++ says before it aborts is in the log
         f"--basetemp={own.folder / 'tmp'}",
-        "-m", "cuda and not slow",
+        "-m", "cuda and not sweep",
     ]  # fmt: skip
     if Path("conftest.py").exists():
         # As a plugin: pytest 9.1 gives the fixtures of a conftest.py only to the files that it collects first.

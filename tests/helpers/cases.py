@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from attnmesh.core.layouts import Contiguous, Striped, Zigzag
@@ -55,9 +57,36 @@ def allowed_pairs(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
     raise AssertionError(mask)
 
 
-def else_slow(cases: Iterable[tuple], stays: Callable[..., bool]) -> list:
-    """The cases as parameters; those that do not stay are slow: they repeat the code paths of the others."""
-    return [pytest.param(*case, marks=[] if stays(*case) else [pytest.mark.slow]) for case in cases]
+def in_turn(*lists: Iterable) -> list[tuple]:
+    """Rows with a value of each list, as many as the longest list has; the others start again. Every value occurs."""
+    lists = [list(values) for values in lists]
+    return [tuple(values[i % len(values)] for values in lists) for i in range(max(map(len, lists)))]
+
+
+def sweep(*values: object, **options: object) -> Any:
+    """A case that only `make sweep` runs: `pytest.param` with the mark."""
+    return pytest.param(*values, marks=pytest.mark.sweep, **options)
+
+
+def first(count: int, cases: Iterable) -> list:
+    """The cases, of which only the first `count` that are no sweeps stay so."""
+    found: list = []
+    for case in cases:
+        one = isinstance(case, ParameterSet)
+        if one and any(mark.name == "sweep" for mark in case.marks):
+            found.append(case)
+        elif count > 0:
+            found.append(case)
+            count -= 1
+        else:
+            values = case.values if one else case if isinstance(case, tuple) else (case,)
+            found.append(sweep(*values, id=case.id if one else None))
+    return found
+
+
+def else_sweep(cases: Iterable[tuple], stays: Callable[..., bool]) -> list:
+    """The cases as parameters; those that do not stay are sweeps: they repeat the code paths of the others."""
+    return [pytest.param(*case, marks=[] if stays(*case) else [pytest.mark.sweep]) for case in cases]
 
 
 def pairwise(factors: dict[str, Sequence], forbidden: frozenset[tuple[tuple, tuple]] = frozenset()) -> list[dict]:

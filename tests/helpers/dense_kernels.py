@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnmesh.core.state import State
 from attnmesh.ops.dense.triton_tiles import LOG2_E, PLAIN, ScoreTerms
-from helpers.cases import else_slow
+from helpers.cases import else_sweep
 
 CUDA = torch.cuda.is_available()
 # The interpreter's bf16 dot is wrong, and each of its tiles takes milliseconds: small tiles, small shapes.
@@ -33,7 +33,7 @@ def _has_its_own_tiles(mask: str, widths: tuple[int, int], dtype: torch.dtype) -
     return mask == "causal" or (mask, widths) == ("union", (192, 128))
 
 
-DEFAULT_TILES = else_slow(
+DEFAULT_TILES = else_sweep(
     product(
         ["full", "causal", "random", "union", "sequences"],
         [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512)],
@@ -42,7 +42,7 @@ DEFAULT_TILES = else_slow(
     _has_its_own_tiles,
 )
 """Masks, widths and dtypes of launches with the tiles that the library picks."""
-DEFAULT_TILES_WITH_TERMS = else_slow(
+DEFAULT_TILES_WITH_TERMS = else_sweep(
     [(*terms, dtype) for terms in ((True, False), (False, True), (True, True)) for dtype in DTYPES],
     lambda softcap, alibi, dtype: dtype == torch.bfloat16 or (softcap and alibi),
 )

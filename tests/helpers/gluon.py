@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 
-def mostly_slow(cases: list[tuple], every: int) -> list:
+def mostly_sweep(cases: list[tuple], every: int) -> list:
     """The cases as parameters, of which all but each `every`-th are slow: an emulated launch takes a second."""
-    return [pytest.param(*case, marks=[pytest.mark.slow] if i % every else []) for i, case in enumerate(cases)]
+    return [pytest.param(*case, marks=[pytest.mark.sweep] if i % every else []) for i, case in enumerate(cases)]
 
 
 def emulated(module: ModuleType, seed: int = 0, planted: tuple[str, str] | None = None) -> ModuleType:

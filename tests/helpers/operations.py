@@ -431,7 +431,7 @@ def each_operation(device: str = "cpu") -> pytest.MarkDecorator:
     cases = []
     for operation in public_operations(device):
         long = device == "cpu" and any(name in operation.name for name in LONG)
-        cases.append(pytest.param(operation, marks=pytest.mark.slow if long else (), id=operation.name))
+        cases.append(pytest.param(operation, marks=pytest.mark.sweep if long else (), id=operation.name))
     return pytest.mark.parametrize("operation", cases)
 
 

@@ -18,8 +18,8 @@ from attnmesh.ops.sparse import reference
 from attnmesh.testing.errors import ROUNDING, assert_close
 
 CUDA = torch.cuda.is_available()
-# Interpreted kernels are slow: by default only the tests of the kernels themselves run them.
-INTERPRETED = () if CUDA else (pytest.mark.slow,)
+# Interpreted kernels take long: by default only the tests of the kernels themselves run them.
+INTERPRETED = () if CUDA else (pytest.mark.sweep,)
 BACKENDS = ("torch", pytest.param("triton", marks=INTERPRETED))
 # In Triton's interpreter products of bfloat16 are wrong; no kernel computes in float64.
 DTYPES = {
@@ -30,16 +30,16 @@ EVERY = [("torch", dtype) for dtype in DTYPES["torch"]]
 EVERY += [pytest.param("triton", dtype, marks=INTERPRETED) for dtype in DTYPES["triton"]]
 
 
-def with_dtypes(names: Iterable[str]) -> list:
-    """All (name, backend, dtype); by default every name with half of the dtypes of torch, the others are slow."""
-    names = list(names)
-    half = [
-        pytest.param(name, "torch", dtype, marks=() if i % 2 == j % 2 else pytest.mark.slow)
-        for i, name in enumerate(names)
+def with_dtypes(cases: Iterable) -> list:
+    """All (*case, backend, dtype); by default every case with one of the dtypes of torch, the others are sweeps."""
+    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
+    in_torch = [
+        pytest.param(*case, "torch", dtype, marks=() if i % len(DTYPES["torch"]) == j else pytest.mark.sweep)
+        for i, case in enumerate(cases)
         for j, dtype in enumerate(DTYPES["torch"])
     ]
-    return half + [
-        pytest.param(name, "triton", dtype, marks=INTERPRETED) for name in names for dtype in DTYPES["triton"]
+    return in_torch + [
+        pytest.param(*case, "triton", dtype, marks=INTERPRETED) for case in cases for dtype in DTYPES["triton"]
     ]
 
 

@@ -31,7 +31,7 @@ def a_few_at_a_time(cases: list[tuple], count: int = 8) -> list:
     """The cases as parameters of slow tests, so few in each that it ends in time on cores that are shared."""
     groups = [cases[i : i + count] for i in range(0, len(cases), count)]
     return [
-        pytest.param(group, marks=pytest.mark.slow, id=f"{i + 1} of {len(groups)}") for i, group in enumerate(groups)
+        pytest.param(group, marks=pytest.mark.sweep, id=f"{i + 1} of {len(groups)}") for i, group in enumerate(groups)
     ]
 
 

@@ -84,7 +84,7 @@ def verdict(kind):
     return "right" if near else f"wrong: {(logits - wanted.logits).abs().max():.1e}"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_every_decoder_is_right_or_refused():
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -71,18 +71,18 @@ def on_one_device(**more: Tensor) -> dict:
     return {"input_ids": ids(), "labels": ids(), "use_cache": False, **more}
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_packed_rows_on_one_device():
     assert_one_graph(llama(), [on_one_device(position_ids=at) for at in (packed(3, 7), packed(5, 11), packed(0, 24))])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_padded_rows_on_one_device():
     masks = padded(), padded(slice(18, None), slice(0, 5)), padded(slice(0), slice(20, None))
     assert_one_graph(llama(), [on_one_device(attention_mask=mask) for mask in masks])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_packed_and_padded_rows_over_ranks():
     cp = ContextParallel(SoloComm())
     calls = [
@@ -95,7 +95,7 @@ def test_packed_and_padded_rows_over_ranks():
         torch.compile(llama(1), backend="aot_eager", fullgraph=True)(**{**calls[0], "position_ids": packed(1, 2)})
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_windows():
     torch.manual_seed(0)
     model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5))
@@ -104,7 +104,7 @@ def test_windows():
     assert_one_graph(model, [on_one_device(position_ids=packed(3 + i, 7)) for i in range(2)])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_lengths_compile_once_more():
     cp = ContextParallel(SoloComm())
     calls = [shard_inputs(cp, ids(n), ids(n), document_lengths=[[5, n - 5], [n]]) for n in (20, 24, 31, 40)]
@@ -118,7 +118,7 @@ def two_ranks(comm: Comm, backend: str) -> None:
     assert_one_graph(llama(), calls, backend)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_two_ranks(backend):
     if backend == "inductor" and not shutil.which("g++"):

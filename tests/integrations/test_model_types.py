@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import attnmesh as am
+from helpers.cases import first, in_turn
 from helpers.models import KINDS, TYPES, attnmesh_model, on_virtual_ranks, random_ids, transformers_model
 from helpers.packed_batches import LENGTH, ROWS, check
 
@@ -16,7 +17,7 @@ def rows_of(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in KINDS)) for kind in TYPES]
+    "kind", first(2, [pytest.param(kind, marks=[pytest.mark.sweep] * (kind in KINDS)) for kind in TYPES])
 )  # the others are in test_packed_batches.py and test_shard_inputs.py
 def test_packed_and_padded_documents_of_every_architecture(kind):
     check(kind, 2, rows=rows_of(kind), length=18)
@@ -36,10 +37,12 @@ def test_packed_documents_of_llama_4_are_those_of_a_row_of_transformers():
         torch.testing.assert_close(found.double(), wanted.logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [am.Zigzag(), am.Striped(), am.Contiguous()], ids=repr)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("kind", "world", "layout"),
+    in_turn([*TYPES, *TYPES], [1, 2, 3, 4], [am.Zigzag(), am.Striped(), am.Contiguous()]),
+    ids=str,
+)
 def test_every_architecture_everywhere(kind, world, layout):
     check(kind, world, rows=rows_of(kind), length=18, layout=layout, balance=False)
     check(kind, world, rows=(((0, 23),),) * 2, length=23, layout=layout)

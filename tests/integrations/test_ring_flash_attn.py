@@ -14,6 +14,7 @@ import torch.distributed as dist
 import attnmesh as am
 import attnmesh.ring_flash_attn as ring_flash_attn
 from attnmesh.testing.attention import assert_attention_close, random_inputs
+from helpers.cases import first
 from helpers.processes import run_processes
 
 PREPARE = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens
@@ -137,12 +138,12 @@ def script(function, *, whole=False, world=4):
     return Case(function, bounds, head_dim=head_dim, world=8) if whole else Case(function, small, world=world)
 
 
-@pytest.mark.parametrize("function", SCRIPTS)
+@pytest.mark.parametrize("function", first(4, SCRIPTS))
 def test_the_inputs_of_its_scripts(function):
     script(function).run()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("function", SCRIPTS)
 def test_the_inputs_of_its_scripts_in_their_sizes(function):
     script(function, whole=True).run()
@@ -175,7 +176,7 @@ GAINED = [
 ]
 
 
-@pytest.mark.parametrize("case", GAINED, ids=lambda case: case.function)
+@pytest.mark.parametrize("case", first(5, GAINED), ids=lambda case: case.function)
 def test_what_is_gained(case):
     case.run()
 
@@ -203,8 +204,10 @@ def test_without_return_attn_probs_it_is_out_alone():
 # What llama3 is given.
 
 
-@pytest.mark.parametrize("bounds", [(0, 7, 14, 16), (0, 16), (0, 4, 4, 8, 16), (0, 1, 2, 16), (0, 5, 24)])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("bounds", "causal"),
+    [((0, 7, 14, 16), True), ((0, 4, 4, 8, 16), True), ((0, 1, 2, 16), True), ((0, 16), False), ((0, 5, 24), False)],
+)
 def test_prepared_lengths_are_those_of_this_ranks_parts_of_documents(bounds, causal):
     world = 8
     document = torch.bucketize(torch.arange(bounds[-1]), torch.tensor(bounds[1:]), right=True)
@@ -392,17 +395,17 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("form", TENSORS)
 @pytest.mark.parametrize(
-    ("function", "more"),
+    ("function", "form", "more"),
     [
-        ("ring_flash_attn", None),
-        ("zigzag_ring_flash_attn", None),
-        ("stripe_flash_attn", None),
-        ("ring_flash_attn_varlen", "cu_seqlens, max_seqlen"),
-        ("zigzag_ring_flash_attn_varlen", "cu_seqlens, max_seqlen"),
+        ("ring_flash_attn", "", None),
+        ("zigzag_ring_flash_attn", "kvpacked_", None),
+        ("stripe_flash_attn", "qkvpacked_", None),
+        ("ring_flash_attn_varlen", "", "cu_seqlens, max_seqlen"),
+        ("zigzag_ring_flash_attn_varlen", "kvpacked_", "cu_seqlens, max_seqlen"),
         (
             "llama3_flash_attn_varlen",
+            "qkvpacked_",
             "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice",
         ),
     ],

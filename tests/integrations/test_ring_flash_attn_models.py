@@ -11,6 +11,7 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh import ring_flash_attn
 from attnmesh.ring_flash_attn import huggingface
+from helpers.cases import sweep
 from helpers.models import random_ids, transformers_model
 from helpers.processes import run_processes
 
@@ -88,7 +89,7 @@ def assert_one_process(kind, ranks):
 
 @pytest.mark.parametrize(
     ("kind", "implementation"),
-    [("llama", "flash_attention_2"), ("gpt_oss", "flash_attention_3"), ("mistral", "attnmesh")],
+    [("llama", "flash_attention_2"), sweep("gpt_oss", "flash_attention_3"), sweep("mistral", "attnmesh")],
 )
 def test_logits_and_gradients_are_those_of_each_document_alone(kind, implementation):
     checkpointing = kind == "llama"
@@ -179,7 +180,7 @@ def one_of_processes(comm):
     raise AssertionError("nothing was raised")
 
 
-@pytest.mark.slow  # two processes that import Transformers
+@pytest.mark.sweep  # two processes that import Transformers
 def test_over_processes():
     ranks = run_processes(2, one_of_processes, timeout=120)
     assert_one_process("llama", [step for step, _ in ranks])

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from attnmesh import Causal, Comm, ContextParallel, Contiguous, Documents, Mask, SlidingWindow, Striped, run_virtual
 from attnmesh.comm import SoloComm
 from attnmesh.integrations.sdpa import attention_context_parallel
+from helpers.cases import sweep
 from helpers.processes import Raised, run_processes
 
 WIDTH, HEADS, LENGTH = 32, 4, 29
@@ -66,9 +67,10 @@ def assert_exact(comm: Comm, model: Attention, mask: Mask | None = None, **optio
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
-@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(
+    ("world", "kv_heads", "is_causal"),
+    [(1, HEADS, True), (1, 2, True), (3, 1, True), (3, HEADS, False), sweep(3, 2, False), sweep(1, 1, False)],
+)
 def test_the_model_is_exact_on_shards(world, kv_heads, is_causal):
     model = Attention(kv_heads=kv_heads, is_causal=is_causal)
     run_virtual(world, lambda comm: assert_exact(comm, model))
@@ -92,7 +94,9 @@ def test_the_model_is_exact_on_processes():
     run_processes(2, exact_on_processes)
 
 
-@pytest.mark.parametrize("mask", [Documents([11, 0, 18]), SlidingWindow(5), Documents([11, 18]) & SlidingWindow(4)])
+@pytest.mark.parametrize(
+    "mask", [Documents([11, 0, 18]), SlidingWindow(5), sweep(Documents([11, 18]) & SlidingWindow(4))]
+)
 def test_documents_and_windows(mask):
     model = Attention()
     run_virtual(2, lambda comm: assert_exact(comm, model, mask))
@@ -139,7 +143,7 @@ def test_a_context_parallel_of_ones_own():
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_compiled_model():
     torch._dynamo.reset()
     model = Attention()
@@ -289,7 +293,7 @@ def causal_with_torch(comm: Comm) -> None:
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_torchs_own_context_refuses_causal_attention_on_the_cpu():
     """Why this library has one of its own. The day torch serves the call, or drops its prototype, this is skipped."""
     try:

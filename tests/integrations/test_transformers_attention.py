@@ -11,6 +11,7 @@ from attnmesh.core.masks import Causal
 from attnmesh.core.merge import discount_sinks
 from attnmesh.integrations.transformers_attention import LayerMask, register_attention, transformers_attention
 from attnmesh.integrations.transformers_models import check_model
+from helpers.cases import first
 from helpers.models import KINDS, attnmesh_model, greedy_tokens, logits_of, random_ids, transformers_model
 
 IDS = random_ids(40, seed=4)
@@ -29,7 +30,7 @@ def test_on_one_device_logits_and_gradients_are_those_of_transformers(kind):
         assert (weight.grad - right).norm() <= 2e-5 * right.norm(), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first(2, KINDS))
 def test_generate_of_transformers_says_the_same_tokens(kind):
     ids = torch.tensor([IDS])
     found = attnmesh_model(kind).generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
@@ -95,8 +96,10 @@ def test_packed_rows_of_flash_attention_are_those_of_the_positions():
         model(**am.shard_inputs(am.ContextParallel(SoloComm()), torch.tensor([IDS])), cu_seq_lens_q=bounds)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("kind", "side"),
+    [("llama", "left"), ("qwen3", "left"), ("mistral", "left"), ("qwen2", "right"), ("gpt_oss", "right")],
+)
 def test_padded_rows_equal_rows_without_padding(kind, side):
     ids, mask = torch.tensor([IDS, IDS]), torch.ones(2, len(IDS), dtype=torch.long)
     hidden = slice(0, 9) if side == "left" else slice(31, 40)

@@ -11,6 +11,7 @@ from test_reshard import moved
 import attnmesh as am
 from attnmesh.parallel.reshard import cache_file
 from attnmesh.plan.decode import DecodeSharding
+from helpers.cases import sweep
 
 pytestmark = pytest.mark.usefixtures("poisoned_pools")
 
@@ -31,7 +32,7 @@ def in_use() -> Mesh:
     return mesh
 
 
-@pytest.mark.parametrize("to", [DecodeSharding(), DecodeSharding(kvdp=2, cp=3)], ids=str)
+@pytest.mark.parametrize("to", [DecodeSharding(), sweep(DecodeSharding(kvdp=2, cp=3))], ids=str)
 def test_a_cache_in_use_is_loaded_by_other_ranks(in_use, to, tmp_path, monkeypatch):
     monkeypatch.setattr(cache_file, "CHUNK_BYTES", 200)  # several chunks per sequence
     saved(in_use, tmp_path / "cache")

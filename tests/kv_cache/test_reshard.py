@@ -6,6 +6,7 @@ from sharded_model import LAYERS, Mesh
 import attnmesh as am
 from attnmesh.plan.decode import DecodeSharding
 from helpers.blocks import factorizations
+from helpers.cases import first
 
 pytestmark = pytest.mark.usefixtures("poisoned_pools")
 
@@ -89,13 +90,15 @@ def check_pair(a: DecodeSharding, b: DecodeSharding, steps: int = 40, rounds: in
 
 
 @pytest.mark.parametrize(
-    ("a", "b"), [pytest.param(*pair, marks=[pytest.mark.slow] * (pair is PAIRS[2])) for pair in PAIRS], ids=str
+    ("a", "b"),
+    first(1, [pytest.param(*pair, marks=[pytest.mark.sweep] * (pair is PAIRS[2])) for pair in PAIRS]),
+    ids=str,
 )
 def test_a_cache_in_use_moves_there_and_back(a, b):
     check_pair(a, b, steps=25, rounds=2)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("a", SHARDINGS, ids=str)
 def test_every_pair_of_shardings(a):
     for b in SHARDINGS:

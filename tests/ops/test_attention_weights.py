@@ -7,6 +7,7 @@ import torch
 
 from attnmesh import AttentionConfig, AttentionWeights, Norm
 from attnmesh.plan.decode import DecodeSharding
+from helpers.cases import in_turn
 
 HIDDEN, Q, KV, D = 20, 12, 4, 3
 NORM = Norm(1e-6)
@@ -45,8 +46,7 @@ def heads_of(weights, q, kv):
     return weights.qkv.unflatten(0, (-1, D)).split([q, kv, kv])
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
-@pytest.mark.parametrize("replicate_q", [False, True])
+@pytest.mark.parametrize(("sharding", "replicate_q"), in_turn(SHARDINGS, [True, False]), ids=str)
 def test_shards_are_the_rows_and_columns_of_their_heads(sharding, replicate_q):
     full = whole()
     full_q, full_k, full_v = heads_of(full, Q, KV)

@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from attnmesh import Causal, Documents, SlidingWindow, attention
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
+from helpers.cases import sweep
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def test_attention_is_one_graph():
     assert_attention_close(found, inputs, mask, sinks=sinks, **more)
 
 
-@pytest.mark.parametrize("order", ["a suffix", pytest.param("any", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("order", ["a suffix", sweep("any")])
 def test_positions_are_read_when_the_graph_runs(order):
     inputs = random_inputs(9, 23)
     q_at, k_at = torch.arange(14, 23), torch.arange(23)
@@ -58,7 +59,7 @@ def test_wrong_arguments_raise_when_the_graph_runs():
         compiled(attention)(x, x, x, mask=Documents([3]))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_operators_pass_opcheck():
     q, k, v, sinks = (x.clone().requires_grad_() for x in (*random_inputs(18)[:3], torch.randn(4)))
     from attnmesh.core.mask_encoding import encode

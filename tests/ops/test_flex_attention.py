@@ -8,6 +8,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from attnmesh import attention
 from attnmesh.core.masks import BlockCausal, Causal, Documents, Full, Global, Mask, Padding, Prefix, SlidingWindow
 from attnmesh.testing.attention import random_inputs
+from helpers.cases import sweep
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 LENGTH = 70
@@ -35,9 +36,9 @@ def by_flex(inputs: list[Tensor], mask: Mask, softcap: float | None, slopes: Ten
 @pytest.mark.parametrize(
     ("mask", "softcap", "slopes"),
     [
-        (Full(), 2.0, None), (Prefix(20), None, SLOPES), (Causal() & Documents([30, 40]), 2.0, SLOPES),
-        (Causal() & (Global(4) | SlidingWindow(11)), None, None), (BlockCausal(16), 1.0, SLOPES),
-        (Causal() & Padding([70, 33]), None, None),
+        (Full(), 2.0, None), sweep(Prefix(20), None, SLOPES), sweep(Causal() & Documents([30, 40]), 2.0, SLOPES),
+        sweep(Causal() & (Global(4) | SlidingWindow(11)), None, None), sweep(BlockCausal(16), 1.0, SLOPES),
+        sweep(Causal() & Padding([70, 33]), None, None),
     ],
     ids=str,
 )  # fmt: skip

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.cases import else_slow
+from helpers.cases import else_sweep, first, sweep
 from helpers.dense_kernels import MASKS, dense, mask_case, relative, score_terms
-from helpers.gluon import emulated, mostly_slow
+from helpers.gluon import emulated, mostly_sweep
 from helpers.triton_compile import a_few_at_a_time, assert_fit, compiled_for_hopper, count
 
 pytest.importorskip("triton")
@@ -19,7 +19,7 @@ from attnmesh.ops.dense import gluon_backward
 from attnmesh.ops.dense.gluon_backward import BackwardTiles
 from attnmesh.ops.dense.triton_tiles import ScoreTerms
 
-ONE_AND_MANY = [range(1), pytest.param(range(1, 20), marks=pytest.mark.slow)]
+ONE_AND_MANY = [range(1), sweep(range(1, 20))]
 CPU = torch.device("cpu")
 
 
@@ -82,7 +82,7 @@ def emulation(seed: int = 0, planted: tuple[str, str] | None = None):
     return emulated(gluon_backward, seed, planted)
 
 
-@pytest.mark.parametrize("mask", mostly_slow([(mask,) for mask in MASKS], 4))
+@pytest.mark.parametrize("mask", mostly_sweep([(mask,) for mask in MASKS], 4))
 @pytest.mark.parametrize("seeds", ONE_AND_MANY, ids=["one", "many"])
 def test_adds_all_gradients_under_hostile_schedules(mask, seeds):
     for seed in seeds:
@@ -92,14 +92,17 @@ def test_adds_all_gradients_under_hostile_schedules(mask, seeds):
 
 @pytest.mark.parametrize(
     ("mask", "q_len", "kv_len", "heads"),
-    mostly_slow(
-        [
-            (mask, *lengths, heads)
-            for mask in ("full", "causal", "random")
-            for lengths in ((1, 1), (70, 300), (300, 70), (129, 128), (64, 129))
-            for heads in ((6, 2), (1, 1), (3, 1))
-        ],
-        11,
+    first(
+        1,
+        mostly_sweep(
+            [
+                (mask, *lengths, heads)
+                for mask in ("full", "causal", "random")
+                for lengths in ((1, 1), (70, 300), (300, 70), (129, 128), (64, 129))
+                for heads in ((6, 2), (1, 1), (3, 1))
+            ],
+            11,
+        ),
     ),
 )
 def test_heads_and_lengths(mask, q_len, kv_len, heads):
@@ -111,10 +114,10 @@ def test_heads_and_lengths(mask, q_len, kv_len, heads):
 
 @pytest.mark.parametrize(
     ("mask", "widths"),
-    mostly_slow(list(product(["causal", "union"], [
+    first(1, mostly_sweep(list(product(["causal", "union"], [
         (192, 128), (128, 128), (64, 128), (128, 64), (96, 96), (32, 80), (256, 256), (192, 192), (136, 120),
         (128, 256), (256, 40),
-    ])), 6),
+    ])), 6)),
 )  # fmt: skip
 def test_widths(mask, widths):
     torch.manual_seed(0)
@@ -126,13 +129,14 @@ def test_bf16_and_softcap():
     Case("causal", heads=(2, 1), head_dim=128, dtype=torch.bfloat16, softcap=True).check(emulation())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "tiles",
-    mostly_slow([(tiles,) for tiles in [
+    first(1, mostly_sweep([(tiles,) for tiles in [
         BackwardTiles(paired=False), BackwardTiles(stages=4), BackwardTiles(stages=3), BackwardTiles(heads=1),
         BackwardTiles(heads=2, paired=False), BackwardTiles(held=True), BackwardTiles(shared_keys=True),
         BackwardTiles(stages=4, heads=2, shared_keys=True, grad_out_stages=2),
-    ]], 7),
+    ]], 7)),
 )  # fmt: skip
 def test_tiles(tiles):
     torch.manual_seed(0)
@@ -152,7 +156,7 @@ def test_few_programs_divide_the_heads_of_a_group(monkeypatch, length, width, ca
 
 @pytest.mark.parametrize(
     ("mask", "tiles"),
-    mostly_slow([
+    mostly_sweep([
         ("causal", None), ("union", None), ("causal", BackwardTiles(heads=1)),
         ("causal", BackwardTiles(shared_keys=True)), ("union", BackwardTiles(shared_keys=True)),
     ], 5),
@@ -181,7 +185,7 @@ def test_in_parts_that_add_up():
     case.compare(grads)
 
 
-@pytest.mark.parametrize("tiles", mostly_slow([(None,), (BackwardTiles(shared_keys=True),)], 2))
+@pytest.mark.parametrize("tiles", mostly_sweep([(None,), (BackwardTiles(shared_keys=True),)], 2))
 def test_deterministic_and_single_gradients(tiles):
     torch.manual_seed(0)
     case = Case("causal", heads=(2, 1))
@@ -193,7 +197,7 @@ def test_deterministic_and_single_gradients(tiles):
         assert relative(grads[i] - whole[i], truth) < 5e-4
 
 
-@pytest.mark.parametrize(("mask", "heads"), [("causal", None), ("causal", 1), ("union", None)])
+@pytest.mark.parametrize(("mask", "heads"), [("causal", None), sweep("causal", 1), sweep("union", None)])
 def test_new_gradients_of_a_first_call_and_of_a_repeat(mask, heads):
     """Written once, or summed by several programs or launches; the repeat has other values."""
     module = emulation()
@@ -312,7 +316,7 @@ PLANTED_BY_HALF = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", mostly_slow([(fault,) for fault in PLANTED], 6))
+@pytest.mark.parametrize("fault", first(2, mostly_sweep([(fault,) for fault in PLANTED], 6)))
 def test_the_emulation_finds_planted_faults(fault):
     torch.manual_seed(0)
     case = Case("causal", 300, 150, (4, 2))
@@ -320,7 +324,7 @@ def test_the_emulation_finds_planted_faults(fault):
     _find(case, PLANTED[fault])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("fault", PLANTED_WITH_SHARED_KEYS)
 def test_the_emulation_finds_faults_with_shared_keys(fault):
     torch.manual_seed(0)
@@ -329,7 +333,7 @@ def test_the_emulation_finds_faults_with_shared_keys(fault):
     _find(Case("causal", 300, 150, (2, 1), 192), PLANTED_WITH_SHARED_KEYS[fault], **how)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("fault", PLANTED_BY_HALF)
 def test_the_emulation_finds_faults_by_half(fault):
     torch.manual_seed(0)
@@ -408,7 +412,7 @@ def test_the_kernel_of_a_whole_call_compiles():
     assert_sound(compiled_for_hopper(__file__, [("causal", "bfloat16", 128, 128, {"overwrite": True})]))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(600)
 def test_the_usual_kernels_compile():
     assert_sound(compiled_for_hopper(__file__, [
@@ -464,7 +468,7 @@ def is_of_its_own(mask: str, widths: tuple[int, int], dtype: torch.dtype) -> boo
 @pytest.mark.cuda
 @pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(
-    ("mask", "widths", "dtype"), else_slow(product(MASKS, WIDTHS, [torch.float16, torch.bfloat16]), is_of_its_own)
+    ("mask", "widths", "dtype"), else_sweep(product(MASKS, WIDTHS, [torch.float16, torch.bfloat16]), is_of_its_own)
 )
 def test_the_kernel_on_hopper(device, mask, widths, dtype):
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from attnmesh.core.state import State
 from attnmesh.ops.dense import gluon_forward
 from attnmesh.ops.dense.gluon_forward import TILES, GluonTiles
 from attnmesh.ops.dense.triton_tiles import ScoreTerms
-from helpers.cases import else_slow
+from helpers.cases import else_sweep, first, sweep
 from helpers.dense_kernels import (
     HUGE_EXPONENTS,
     MASKS,
@@ -23,7 +23,7 @@ from helpers.dense_kernels import (
     mask_case,
     relative,
 )
-from helpers.gluon import emulated, mostly_slow
+from helpers.gluon import emulated, mostly_sweep
 from helpers.triton_compile import a_few_at_a_time, assert_fit, compiled_for_hopper, count
 
 SMALL = GluonTiles(keys=64, stages=2)
@@ -71,19 +71,21 @@ CASES = [  # mask, heads, widths, lengths
 ]
 
 
-@pytest.mark.parametrize(("mask", "heads", "widths", "lengths"), mostly_slow(CASES, 5))
+@pytest.mark.parametrize(("mask", "heads", "widths", "lengths"), first(1, mostly_sweep(CASES, 5)))
 def test_masks_widths_and_lengths(mask, heads, widths, lengths):
     batch = 3 if mask == "sequences" else 1
     assert_right(emulated(gluon_forward), *inputs(heads, *lengths, *widths, batch=batch), mask, tiles=SMALL)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("widths", WIDTHS)
 def test_the_tiles_of_every_width(widths):
     assert_right(emulated(gluon_forward), *inputs((4, 2), 230, 230, *widths), "causal")
 
 
-@pytest.mark.parametrize(("pack", "mask"), mostly_slow(list(product([2, 4, 8], ["causal", "window", "union"])), 4))
+@pytest.mark.parametrize(
+    ("pack", "mask"), first(1, mostly_sweep(list(product([2, 4, 8], ["causal", "window", "union"])), 4))
+)
 def test_heads_of_a_group_share_a_tile(pack, mask):
     assert_right(emulated(gluon_forward), *inputs((8, 1), 45, 45), mask, tiles=SMALL, pack=pack)
 
@@ -101,7 +103,7 @@ def test_few_rows_are_packed():
     assert_right(emulated(gluon_forward), *inputs((8, 1), 5, 300, batch=2), "full")
 
 
-@pytest.mark.parametrize("mask", ["causal", "random", "union"])
+@pytest.mark.parametrize("mask", ["causal", sweep("random"), sweep("union")])
 def test_softcap(mask):
     assert_right(emulated(gluon_forward), *inputs((2, 1), 130, 130), mask, softcap=2.0, tiles=SMALL)
 
@@ -140,13 +142,13 @@ def check_huge_scores(
     assert_huge_scores_are_right(result, truth)
 
 
-@pytest.mark.parametrize(("dtype", "exponent"), mostly_slow(HUGE, 4))
+@pytest.mark.parametrize(("dtype", "exponent"), first(1, mostly_sweep(HUGE, 4)))
 def test_huge_scores(dtype, exponent):
     check_huge_scores(emulated(gluon_forward), dtype, exponent, tiles=SMALL)
 
 
 @pytest.mark.parametrize(
-    ("exponent", "scale", "widths"), [(32, 0.2, (64, 64)), (60, 1.0, (64, 192)), (32, 3.0, (64, 64))]
+    ("exponent", "scale", "widths"), [(32, 0.2, (64, 64)), sweep(60, 1.0, (64, 192)), sweep(32, 3.0, (64, 64))]
 )
 def test_huge_scores_with_states_and_scales(exponent, scale, widths):
     how = {"scale": scale, "widths": widths, "tiles": SMALL}
@@ -154,6 +156,7 @@ def test_huge_scores_with_states_and_scales(exponent, scale, widths):
     check_huge_scores(emulated(gluon_forward), torch.bfloat16, exponent, **how)
 
 
+@pytest.mark.sweep
 def test_the_emulation_fuses_multiply_adds():
     """Without another factor for huge rows, what the shift loses would be the exponent of the largest score."""
     planted = ("gl.abs(new_raw_max) >= _HUGE / factor", "gl.abs(new_raw_max) < 0.0")
@@ -193,7 +196,9 @@ def test_infinite_scores_are_nan_as_in_the_plain_computation():
 SINKS = [0.5, -torch.inf, 40.0, -3.0, -50.0, 3.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize(("mask", "pack"), mostly_slow([("slices", 1), ("causal", 2), ("union", 4), ("full", 1)], 3))
+@pytest.mark.parametrize(
+    ("mask", "pack"), first(1, mostly_sweep([("slices", 1), ("causal", 2), ("union", 4), ("full", 1)], 3))
+)
 def test_sinks(mask, pack):
     sinks = torch.tensor(SINKS, dtype=torch.float16)
     assert_right(emulated(gluon_forward), *inputs((8, 2), 70, 70), mask, sinks=sinks, tiles=SMALL, pack=pack)
@@ -231,7 +236,7 @@ def continued(
 
 @pytest.mark.parametrize(
     ("mask", "widths", "stages"),
-    mostly_slow(
+    mostly_sweep(
         [
             (*case, stages)
             for stages in (3, 2, 8)
@@ -287,8 +292,8 @@ def test_rows_that_are_not_aligned_are_copied():
 SCHEDULES = [SMALL, SMALL._replace(stages=3, section=1)]
 
 
-@pytest.mark.parametrize("tiles", mostly_slow([(tiles,) for tiles in SCHEDULES], 2))
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 40), marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize("tiles", mostly_sweep([(tiles,) for tiles in SCHEDULES], 2))
+@pytest.mark.parametrize("seeds", [range(2), sweep(range(2, 40))], ids=["few", "many"])
 def test_under_hostile_schedules(tiles, seeds):
     for seed in seeds:
         torch.manual_seed(seed)
@@ -334,7 +339,7 @@ PLANTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", mostly_slow([(fault,) for fault in PLANTED], 4))
+@pytest.mark.parametrize("fault", mostly_sweep([(fault,) for fault in PLANTED], 4))
 def test_the_emulation_finds_planted_faults(fault):
     q, k, v = inputs((2, 1), 300, 300)
 
@@ -365,7 +370,7 @@ PLANTED_IN_STATES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", mostly_slow([(fault,) for fault in PLANTED_IN_STATES], 3))
+@pytest.mark.parametrize("fault", mostly_sweep([(fault,) for fault in PLANTED_IN_STATES], 3))
 def test_the_emulation_finds_planted_faults_in_states(fault):
     q, k, v = inputs((2, 1), 500, 200)
 
@@ -426,7 +431,7 @@ def is_of_its_own(widths: tuple[int, int], mask: str, dtype: torch.dtype) -> boo
 @pytest.mark.cuda
 @pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(
-    ("widths", "mask", "dtype"), else_slow(product(WIDTHS, MASKS, [torch.float16, torch.bfloat16]), is_of_its_own)
+    ("widths", "mask", "dtype"), else_sweep(product(WIDTHS, MASKS, [torch.float16, torch.bfloat16]), is_of_its_own)
 )
 def test_on_hopper(widths, mask, dtype):
     """Few shapes and terms: each kernel takes seconds to compile."""
@@ -448,7 +453,7 @@ def test_softcap_and_sinks_on_hopper():
 @pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(
     ("widths", "stages"),
-    else_slow(  # with five there is a first launch, some in between and the last
+    else_sweep(  # with five there is a first launch, some in between and the last
         [(widths, n) for widths in WIDTHS for n in ((2, 3, 4, 5, 6, 7, 8) if widths == (128, 128) else (2, 5))],
         lambda widths, stages: stages == 5 or (widths == (128, 128) and stages in (2, 8)),
     ),

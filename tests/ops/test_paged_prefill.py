@@ -95,8 +95,9 @@ def assert_exact(lengths, tokens, storage="fp32", dtype=torch.float32, window=No
         assert_close(name, mine.double(), naive.double(), right, rounding=ROUNDING[dtype])
 
 
-@pytest.mark.parametrize("part_bytes", [1, 1 << 12, 64 << 20])
-@pytest.mark.parametrize(("window", "sinks"), [(None, False), (1, True), (7, False), (40, True)])
+@pytest.mark.parametrize(
+    ("part_bytes", "window", "sinks"), [(1, None, False), (1 << 12, 1, True), (64 << 20, 7, False), (1, 40, True)]
+)
 def test_every_position_of_ragged_sequences(part_bytes, window, sinks, monkeypatch):
     """Lengths below T, at T, after a prefix, a skipped sequence, and two that share a call."""
     monkeypatch.setattr(paged, "_PART_BYTES", part_bytes)
@@ -232,8 +233,7 @@ def test_wrong_arguments(words):
 # Keys of one rank.
 
 
-@pytest.mark.parametrize("window", [None, 1, 6, 30])
-@pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (3, 2), (4, 8)])
+@pytest.mark.parametrize(("ranks", "interleave", "window"), [(2, 1, None), (2, 1, 30), (3, 2, 6), (4, 8, 1)])
 def test_blocks_of_interleaved_keys_are_every_visible_pair_once(ranks, interleave, window):
     mask = Causal() if window is None else SlidingWindow(window - 1)
     for rank in range(ranks):
@@ -293,6 +293,6 @@ def test_states_over_the_keys_of_every_rank_merge_to_the_whole(backend, monkeypa
         paged.paged_attention(q, (positions,), kv, mask=mask | am.Global(2), scores=scores)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_kernels_of_gpus():
     assert_exact([20, 13, 5], 13, window=11, sinks=True, backend="triton")

@@ -7,6 +7,7 @@ from torch import Tensor
 from attnmesh.ops.dense import triton_backward
 from attnmesh.ops.dense.triton_backward import backward, delta, short_gradients
 from attnmesh.ops.dense.triton_tiles import DenseTiles
+from helpers.cases import first, in_turn, sweep
 from helpers.dense_kernels import (
     CUDA,
     DEFAULT_TILES,
@@ -20,12 +21,7 @@ from helpers.dense_kernels import (
 )
 
 TILES = {"query_tiles": DenseTiles(16, 16, 4, 1), "key_tiles": DenseTiles(16, 16, 4, 1)}
-OTHER_MASKS = [name for name in MASKS if name not in ("full", "causal", "union", "sequences")]
 SCALE = 0.2
-
-
-def slow(*values):
-    return pytest.param(*values, marks=() if CUDA else pytest.mark.slow)
 
 
 class Case:
@@ -84,9 +80,10 @@ def check(case: Case, grads: list[Tensor], dtype: torch.dtype) -> None:
         assert relative(mine - 1, exact) <= 2 * relative(plain, exact) + 2e-6
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("mask", ["full", "causal", "union", "sequences", *(slow(name) for name in OTHER_MASKS)])
+@pytest.mark.parametrize(
+    ("mask", "heads", "dtype"),
+    first(3, [*in_turn(["causal", "union", "sequences"], HEADS, DTYPES), *in_turn(MASKS, HEADS, DTYPES)]),
+)
 def test_adds_all_gradients(device, mask, heads, dtype):
     length = 20 if heads == "gqa" else 26
     case = Case(device, dtype, mask, HEADS[heads], length, length, batch=2 if mask == "sequences" else 1)
@@ -104,8 +101,10 @@ def test_the_smallest_tiles(device, head_dim, value_dim):
     check(case, grads, torch.float32)
 
 
-@pytest.mark.parametrize("mask", ["random", "union", "slices"])
-@pytest.mark.parametrize(("q_len", "kv_len"), [(70, 33), (16, 80), (9, 64)])
+@pytest.mark.parametrize(
+    ("mask", "q_len", "kv_len"),
+    [("random", 70, 33), sweep("union", 70, 33), sweep("union", 16, 80), sweep("slices", 9, 64)],
+)
 def test_any_lengths(device, mask, q_len, kv_len):
     case = Case(device, torch.float32, mask, (1, 1), q_len, kv_len, head_dim=24)
     grads = case.buffers()
@@ -113,7 +112,7 @@ def test_any_lengths(device, mask, q_len, kv_len):
     check(case, grads, torch.float32)
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(24, 8), (48, 80), (80, 20), (192, 128)])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(24, 8), sweep(48, 80), sweep(80, 20), sweep(192, 128)])
 def test_widths(device, head_dim, value_dim):
     """Keys and values of any widths, in one block of columns or in two."""
     case = Case(device, torch.float32, "causal", (2, 1), 20, 20, head_dim, value_dim, scale=0.05)
@@ -124,7 +123,7 @@ def test_widths(device, head_dim, value_dim):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", ["causal", "union"])
-@pytest.mark.parametrize(("softcap", "alibi"), [slow(True, False), slow(False, True), (True, True)])
+@pytest.mark.parametrize(("softcap", "alibi"), [sweep(True, False), sweep(False, True), (True, True)])
 def test_softcap_and_alibi(device, softcap, alibi, mask, dtype):
     case = Case(device, dtype, mask, (2, 1), 26, 26, softcap=softcap, alibi=alibi)
     grads = case.buffers()
@@ -132,7 +131,7 @@ def test_softcap_and_alibi(device, softcap, alibi, mask, dtype):
     check(case, grads, dtype)
 
 
-@pytest.mark.parametrize("mask", ["union", "slices"])
+@pytest.mark.parametrize("mask", ["union", sweep("slices")])
 def test_key_tiles_of_many_rows_are_split(device, mask):
     case = Case(device, torch.float32, mask, (2, 1), 45, 20)
     grads = case.buffers()
@@ -140,7 +139,7 @@ def test_key_tiles_of_many_rows_are_split(device, mask):
     check(case, grads, torch.float32)
 
 
-@pytest.mark.parametrize("mask", ["causal", "union"])
+@pytest.mark.parametrize("mask", ["causal", sweep("union")])
 def test_overwrites_gradients_in_any_dtype(device, mask):
     case = Case(device, torch.float16, mask, (2, 1), 26, 26)
     grads = [torch.full_like(x, torch.nan) for x in (case.q, case.k, case.v)]
@@ -177,7 +176,7 @@ def test_short_calls_take_one_launch(device, monkeypatch, mask, dtype, heads, le
             assert relative(mine, truth) <= 2 * relative(other, truth) + 2e-6
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_keys_in_parts_add_up(device):
     """With the lse and delta of the whole softmax, parts of the keys give the same as all of them."""
     case = Case(device, torch.float32, "union", (2, 1), 33, 48)
@@ -193,7 +192,7 @@ def test_keys_in_parts_add_up(device):
     check(case, grads, torch.float32)
 
 
-@pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)])
+@pytest.mark.parametrize("wanted", [(1, 0, 0), sweep((0, 1, 0)), (0, 0, 1), sweep((0, 0, 0))])
 def test_computes_only_what_is_asked(device, wanted):
     case = Case(device, torch.float32, "causal", (1, 1), 20, 20)
     all_grads, some_grads = case.buffers(), case.buffers()

@@ -211,7 +211,7 @@ def test_hopper_keeps_its_tiles():
         assert pick_tiles(GRAD_QUERY_TILES, q, q, held=("q", "grad_out")) == tiles
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("target", OTHERS)
 def test_all_dense_kernels_compile_for_other_gpus(target):
@@ -223,7 +223,7 @@ def test_all_dense_kernels_compile_for_other_gpus(target):
     assert_fit(compiled(__file__, {target: cases}), tolerated_spills_of_dense)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(3600)
 def test_all_dense_kernels_compile():
     assert_compiles_for_hopper("dense", [
@@ -232,7 +232,7 @@ def test_all_dense_kernels_compile():
     ])  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(1200)
 def test_dense_kernels_with_softcap_and_alibi_compile():
     assert_compiles_for_hopper("dense", [
@@ -243,13 +243,13 @@ def test_dense_kernels_with_softcap_and_alibi_compile():
     ])  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(600)
 def test_the_memory_bound_kernels_compile():
     assert_compiles_for_hopper("memory bound", [(128, "bfloat16", 1), (128, "float32", 4)])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(600)
 def test_the_kernel_that_writes_the_cache_compiles():
     assert_compiles_for_hopper("cache write", [
@@ -258,7 +258,7 @@ def test_the_kernel_that_writes_the_cache_compiles():
     ])  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(600)
 def test_all_cache_writes_compile():
     assert_compiles_for_hopper("cache write", [
@@ -268,7 +268,7 @@ def test_all_cache_writes_compile():
     ])  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(600)
 def test_the_kernel_between_projections_and_attention_compiles():
     assert_compiles_for_hopper("prepared", [
@@ -276,7 +276,7 @@ def test_the_kernel_between_projections_and_attention_compiles():
     ])  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(600)
 def test_more_kernels_between_projections_and_attention_compile():
     assert_compiles_for_hopper("prepared", [
@@ -291,7 +291,7 @@ PAGED = {"block_size": 16}
 TWO_HEADS = PAGED | {"kv_heads": 2}  # read by one program if they have few rows
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(600)
 def test_the_decode_kernels_compile():
     """Each tile with as many rows as it takes, and each option once."""
@@ -324,7 +324,7 @@ def test_decode_tiles_fit_the_shared_memory(storage, head_dim, value_dim, tiles,
     assert pick_decode_tiles(decode_call(storage, "bfloat16", head_dim, value_dim, 32, PAGED)) == tiles
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("target", OTHERS)
 def test_decode_kernels_compile_for_other_gpus(target):
@@ -335,7 +335,7 @@ def test_decode_kernels_compile_for_other_gpus(target):
     assert all(fits(kernel) for kernel in kernels), kernels
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(1200)
 def test_all_decode_kernels_compile():
     assert_compiles_for_hopper("decode", [
@@ -348,7 +348,7 @@ def test_all_decode_kernels_compile():
     ])  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(1200)
 def test_backwards_for_k_or_v_alone_compile():
     assert_compiles_for_hopper("dense", [
@@ -357,7 +357,7 @@ def test_backwards_for_k_or_v_alone_compile():
     ])  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(1200)
 def test_all_memory_bound_kernels_compile():
     assert_compiles_for_hopper("memory bound", list(product(HEAD_DIMS, [*DTYPES, "float16"], [1, 2, 3, 4])))

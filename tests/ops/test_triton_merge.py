@@ -7,6 +7,7 @@ from attnmesh.core.merge import discount_sinks_batch_invariant, merge, merge_seq
 from attnmesh.core.state import State
 from attnmesh.ops.launch import signature
 from attnmesh.ops.triton_merge import accumulate, add, merge_packed, merge_states
+from helpers.cases import sweep
 
 SHAPE = (2, 3, 50, 24)  # head_dim is no power of two, and 50 rows are no whole number of tiles
 
@@ -53,8 +54,7 @@ def check(result, expected, rtol, rows=slice(None), sequences=slice(None)):
     torch.testing.assert_close(result.out.double(), expected.out, atol=rtol, rtol=rtol)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("with_total", [True, False])
+@pytest.mark.parametrize(("count", "with_total"), [(1, True), (4, True), sweep(2, False), sweep(3, False)])
 def test_merges_parts_over_any_rows(device, count, with_total):
     kinds = [(0, 45, torch.float16), (20, 25, torch.float32), (7, 1, torch.float32), (0, 50, torch.bfloat16)]
     parts = [(make_part(device, n, dtype), begin, 0) for begin, n, dtype in kinds[:count]]
@@ -78,8 +78,9 @@ def test_in_place_leaves_uncovered_rows_and_sequences_alone(device):
     check(total, truth([(kept, 0, 0), (part, 20, 1)]), 1e-5, rows=slice(20, 30), sequences=[1])
 
 
-@pytest.mark.parametrize("with_total", [True, False])
-@pytest.mark.parametrize("with_sinks", [True, False])
+@pytest.mark.parametrize(
+    ("with_sinks", "with_total"), [(True, True), sweep(True, False), sweep(False, True), (False, False)]
+)
 def test_parts_of_some_sequences_and_sinks_into_a_given_state(device, with_sinks, with_total):
     sinks = torch.tensor([1.0, -torch.inf, -3.0], device=device) if with_sinks else None
     parts = [
@@ -114,7 +115,7 @@ def test_a_weight_of_one_changes_nothing(device):
     assert torch.equal(result.lse, part.lse)
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [1, sweep(4)])
 def test_adds_parts_over_any_rows(device, count):
     batch, heads, length, head_dim = SHAPE
     total = torch.randn(batch, length, heads, head_dim, device=device).transpose(1, 2)
@@ -178,7 +179,7 @@ def test_nothing_to_do(device):
     assert (total == 0).all()
 
 
-@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("count", [1, sweep(3), sweep(8)])
 def test_merges_whole_states_as_torch_does(device, count):
     """Of several dtypes, strided or not, with rows without keys, infinite and NaN; twice, with one launch prepared."""
     dtypes = [torch.float32, torch.float16, torch.bfloat16]

@@ -5,6 +5,7 @@ import torch
 
 from attnmesh import Causal, Documents, Mask, SlidingWindow, attention
 from attnmesh.testing.attention import NAMES, assert_attention_close, forward_backward, random_inputs
+from helpers.cases import in_turn
 
 # Irregular positions, several runs, steps, and a single run before or among the keys.
 POSITIONS = {
@@ -41,10 +42,11 @@ def assert_poison_stays(backend: str, mask: Mask, positions: str, poison: float,
         assert (grad[:, :, rows] == 0).all(), name
 
 
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("backend", ["aten", "torch", "reference"])
+@pytest.mark.parametrize(
+    ("backend", "positions", "mask", "poison"),  # every mask at all positions
+    in_turn(["aten", "torch", "reference"], POSITIONS, MASKS * len(POSITIONS), [torch.nan, torch.inf]),
+    ids=str,
+)
 def test_poison_reaches_nothing(backend, positions, mask, poison):
     assert_poison_stays(backend, mask, positions, poison)
 

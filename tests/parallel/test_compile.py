@@ -33,7 +33,7 @@ from attnmesh.core.masks import BlockCausal, Chunked, Global, Padding, PerSequen
 from attnmesh.parallel import operator
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
-from helpers.cases import MASKS, make_mask
+from helpers.cases import MASKS, first, make_mask, sweep
 from helpers.processes import run_processes
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
@@ -92,7 +92,8 @@ def _nothing_compiled():
 
 
 @pytest.mark.parametrize(
-    "name", ["causal", "all three", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "window"))]
+    "name",
+    first(1, ["causal", "all three", *(sweep(name) for name in ("full", "window"))]),
 )
 def test_a_layer_is_one_graph_with_the_same_results(name):
     one = layer(ContextParallel())
@@ -101,7 +102,7 @@ def test_a_layer_is_one_graph_with_the_same_results(name):
     assert_same(one, compiled, x, make_mask(name, 24), 24, 0.7)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_another_mask_is_never_mistaken_for_the_first():
     one, x = layer(ContextParallel()), torch.randn(1, 20, WIDTH)
     compiled = torch.compile(one, backend="aot_eager", fullgraph=True)
@@ -134,7 +135,7 @@ NEW_MASKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mask", [*NEW_MASKS[:1], *(pytest.param(m, marks=pytest.mark.slow) for m in NEW_MASKS[1:])])
+@pytest.mark.parametrize("mask", [*NEW_MASKS[:1], *(sweep(m) for m in NEW_MASKS[1:])])
 def test_score_terms_and_every_kind_of_mask_are_one_graph(mask):
     cp = ContextParallel()
     inputs, sinks = random_inputs(19, value_dim=24), torch.linspace(-1, 1, 4)
@@ -157,7 +158,7 @@ def test_an_equal_mask_or_another_context_does_not_recompile():
     assert counter.frame_count == 1
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_graph_for_many_windows_and_lengths_is_the_same():
     counter = CompileCounterWithBackend("aot_eager")
     one = layer(ContextParallel())
@@ -167,7 +168,7 @@ def test_the_graph_for_many_windows_and_lengths_is_the_same():
     assert counter.frame_count == 2  # one for the first numbers, one for any
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_dynamic_shapes():
     counter = CompileCounterWithBackend("aot_eager")
     one = layer(ContextParallel())
@@ -177,7 +178,7 @@ def test_dynamic_shapes():
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("needed", [(True, False, False), (False, True, True), (False,) * 3])
+@pytest.mark.parametrize("needed", [(True, False, False), sweep((False, True, True)), sweep((False,) * 3)])
 def test_only_the_needed_gradients(needed):
     cp, inputs = ContextParallel(), random_inputs(18)
     whole = forward_backward(lambda q, k, v: cp.attention(q, k, v, return_lse=True), inputs)
@@ -262,7 +263,7 @@ def test_a_custom_mask_is_rejected():
 # The operators themselves.
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+@pytest.mark.parametrize("dtype", [sweep(torch.float32), torch.bfloat16])
 def test_operators_pass_opcheck(dtype):
     cp, inputs = ContextParallel(), random_inputs(18, dtype=dtype)
     q, k, v, sinks = (x.clone().requires_grad_() for x in (*inputs[:3], torch.randn(4)))
@@ -341,7 +342,7 @@ def compiled_on(comm: Comm, mask: str, contexts: Sequence[dict[str, object]], *,
     return counter.frame_count
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_every_schedule_on_virtual_ranks():
     def rank(comm: Comm) -> int:
         contexts = [{"schedule": schedule, "layout": Contiguous(), "ranks_per_node": 2} for schedule in SCHEDULES]
@@ -363,12 +364,12 @@ def ranks_that_need_different_gradients_raise(comm: Comm) -> None:
         torch.compile(ContextParallel(comm).attention, backend="aot_eager", fullgraph=True)(q, k, k)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_layer_on_two_processes():
     run_processes(2, on_processes)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler")
 def test_a_layer_through_inductor():
     one = layer(ContextParallel())
@@ -376,7 +377,7 @@ def test_a_layer_through_inductor():
     assert_same(one, compiled, torch.randn(2, 24, WIDTH), Causal(), None, 1 / math.sqrt(3))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_sparse_context_may_be_constructed_in_a_compiled_function(one_rank_group):
     def attend(q: Tensor) -> Tensor:
         indices = torch.arange(6, dtype=torch.int32).expand(6, 6)

@@ -75,13 +75,13 @@ def check(data) -> None:
         )  # fmt: skip
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=7, deadline=None)
 @given(st.data())
 def test_any_mask_over_ranks_equals_one_device(data):
     check(data)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @settings(max_examples=1500, deadline=None)
 @given(st.data())
 def test_many_masks_over_ranks_equal_one_device(data):

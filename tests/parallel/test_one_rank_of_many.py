@@ -26,6 +26,7 @@ from attnmesh import (
 from attnmesh.comm.base import Pending
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.testing.errors import relative_error
+from helpers.cases import first
 
 BUSY = 20_000_000  # device cycles, about 10 ms
 
@@ -115,11 +116,14 @@ def layout_and_mask(place: str, length: int) -> tuple[Layout, Mask]:
 
 @pytest.mark.parametrize(
     ("schedule", "place"),
-    [
-        pytest.param(schedule, place, marks=() if s % len(PLACES) == p else pytest.mark.slow)
-        for s, schedule in enumerate(SCHEDULES)
-        for p, place in enumerate(PLACES)
-    ],
+    first(
+        2,
+        [
+            pytest.param(schedule, place, marks=() if s % len(PLACES) == p else pytest.mark.sweep)
+            for s, schedule in enumerate(SCHEDULES)
+            for p, place in enumerate(PLACES)
+        ],
+    ),
 )
 def test_a_rank_matches_the_reference_on_its_own_device(device, schedule, place):
     world, ranks_per_node = 4, 2 if "+" in schedule else None

@@ -29,6 +29,7 @@ from attnmesh.ops.dense import reference
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_distributed_attention
 from attnmesh.testing.decode import DecodeProblem, random_decode
 from attnmesh.testing.errors import ROUNDING, assert_close
+from helpers.cases import in_turn, sweep
 from helpers.masks import batch_masks
 from helpers.memory import peak_bytes
 
@@ -121,8 +122,7 @@ MASKS = [
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("positions", [[40, 40], [40, 29]], ids=str)
+@pytest.mark.parametrize(("positions", "mask"), in_turn([[40, 29], [40, 40], [40, 29]], MASKS), ids=str)
 def test_masks_of_several_intervals_and_sequences(positions, mask):
     check_with_only_the_blocks_that_are_seen(random_decode(positions, tokens=11, block_size=4), 1, mask)
 
@@ -137,7 +137,7 @@ def check_with_only_the_blocks_that_are_seen(problem: DecodeProblem, ring_size: 
     assert_exact(ring_of(problem, ring_size, mask=mask), problem, mask)
 
 
-@pytest.mark.parametrize("examples", [6, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [6, sweep(300)])
 @pytest.mark.usefixtures("small_parts")
 def test_any_causal_mask_over_a_cache_is_exact(examples):
     @settings(max_examples=examples, deadline=None, derandomize=True)
@@ -152,8 +152,8 @@ def test_any_causal_mask_over_a_cache_is_exact(examples):
     check()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(60))
 def test_random_rings_over_random_caches_are_exact(seed, monkeypatch):
     draw = random.Random(seed)
     monkeypatch.setattr(paged, "_PART_BYTES", draw.choice([1, 1 << 12, 1 << 14, 1 << 30]))

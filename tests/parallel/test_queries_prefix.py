@@ -28,6 +28,7 @@ from attnmesh import (
 from attnmesh.core.visibility import Patch
 from attnmesh.parallel.query_distributed import ring_distributed_attention
 from attnmesh.testing.attention import NAMES, assert_attention_close, forward_backward, random_inputs
+from helpers.cases import sweep
 from helpers.masks import batch_masks
 
 WINDOW = Causal() & SlidingWindow(9)
@@ -66,7 +67,7 @@ def test_a_prompt_after_a_prefix_is_exact(case):
     assert_exact(*sizes, dtype=dtype)
 
 
-@pytest.mark.parametrize("examples", [6, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [6, sweep(300)])
 def test_any_causal_mask_after_any_prefix_is_exact(examples):
     @settings(max_examples=examples, deadline=None, derandomize=True)
     @given(st.data())

@@ -89,7 +89,7 @@ def whole_results_alone(inputs: list[Tensor]) -> list[Tensor]:
     return [out, dk, dv]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_sequence_dimension_of_a_device_mesh():
     run_processes(4, on_a_mesh)
 
@@ -125,7 +125,7 @@ def one_leaves_before_the_backward(comm: Comm) -> str:
     return "nothing was raised"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_process_that_stays_away_from_the_backward_is_missed_in_time():
     first, gone, third = run_processes(3, one_leaves_before_the_backward, timeout=40)
     assert gone == "gone"
@@ -141,7 +141,7 @@ def run_example(*arguments: str, processes: int = 0) -> subprocess.CompletedProc
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_example_under_torchrun():
     ran = run_example("--head-ranks", "2", "--sequence-ranks", "2", "--length", "140", "--prefix", "9", processes=4)
     assert ran.returncode == 0, ran.stderr
@@ -150,7 +150,7 @@ def test_the_example_under_torchrun():
     assert sorted(tuple(map(int, row)) for row in found) == [(i, i // 2, shares[i % 2]) for i in range(4)]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_example_alone_says_how_to_start_it():
     ran = run_example()
     assert ran.returncode == 2

@@ -25,7 +25,7 @@ from attnmesh import (
     run_virtual,
 )
 from attnmesh.testing.attention import assert_attention_close, random_inputs, shard_results
-from helpers.cases import HEADS, LAYOUTS, MASKS, make_mask
+from helpers.cases import HEADS, LAYOUTS, MASKS, make_mask, sweep
 from helpers.processes import Died, run_processes
 
 
@@ -79,7 +79,7 @@ def on_a_mesh(comm: Comm) -> None:
         ContextParallel("cp")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_context_dimension_of_a_device_mesh():
     run_processes(4, on_a_mesh)
 
@@ -101,7 +101,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_script_under_torchrun(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1])))
@@ -133,7 +133,7 @@ def one_dies(comm: Comm, when: str) -> tuple[str, float]:
     return "nothing", time.monotonic() - began
 
 
-@pytest.mark.parametrize("when", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("when", ["forward", sweep("backward")])
 def test_a_rank_that_dies_during_attention_is_noticed_in_time(when):
     first, gone, third = run_processes(3, one_dies, when, strict=False)
     assert gone == Died(7)

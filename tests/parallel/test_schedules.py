@@ -49,7 +49,7 @@ from attnmesh.testing.attention import (
 )
 from attnmesh.testing.errors import relative_error
 from helpers import clusters
-from helpers.cases import MASKS, device_of, make_mask
+from helpers.cases import MASKS, device_of, first, in_turn, make_mask, sweep
 from helpers.memory import peak_bytes
 
 ULYSSES = ("ulysses", "ulysses+ring", "ulysses+allgather")
@@ -67,19 +67,24 @@ MESHES: dict[str, list[Mesh]] = {
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
+def schedules(*chosen: str) -> pytest.MarkDecorator:
+    """These schedules; the others are sweeps."""
+    return pytest.mark.parametrize("schedule", [name if name in chosen else sweep(name) for name in SCHEDULES])
+
+
 def all_cases() -> list[tuple[str, Mesh, str, str]]:
-    """Schedule, mesh, layout and mask in all combinations."""
-    combinations = product(SCHEDULES, LAYOUTS, MASKS)
-    return [(schedule, mesh, layout, mask) for schedule, layout, mask in combinations for mesh in MESHES[schedule]]
+    """Schedule, layout and mask in all combinations, on one mesh after the other."""
+    return [
+        (schedule, MESHES[schedule][i % len(MESHES[schedule])], layout, mask)
+        for i, (schedule, layout, mask) in enumerate(product(SCHEDULES, LAYOUTS, MASKS))
+    ]
 
 
-def pairwise_cases() -> list[tuple[str, Mesh, str, str]]:
-    """All pairs of schedule and mask, schedule and layout, layout and mask, with the meshes in turn."""
-    cases = []
-    for (s, schedule), (m, mask) in product(enumerate(SCHEDULES), enumerate(MASKS)):
-        meshes = MESHES[schedule]
-        cases.append((schedule, meshes[m % len(meshes)], LAYOUTS[(s + m) % len(LAYOUTS)], mask))
-    return cases
+def some_cases() -> list[tuple[str, Mesh, str, str]]:
+    """Every schedule, layout and mask, on one mesh after the other."""
+    rows = in_turn(MASKS, SCHEDULES, [*LAYOUTS[1:], LAYOUTS[0]])
+    return [(schedule, MESHES[schedule][i % len(MESHES[schedule])], layout, mask)
+            for i, (mask, schedule, layout) in enumerate(rows)]  # fmt: skip
 
 
 CASE = ("schedule", "mesh", "layout", "mask")
@@ -162,21 +167,21 @@ def assert_refused(inputs: Sequence[Tensor], mask: Mask, layout: Layout, *, worl
     run_virtual(world, rank)
 
 
-@pytest.mark.parametrize(CASE, pairwise_cases())
+@pytest.mark.parametrize(CASE, some_cases())
 def test_schedule_matches_the_reference(schedule, mesh, layout, mask):
     draw = random.Random(f"{schedule} {mesh} {layout} {mask}")
     (length,) = draw.choices(LENGTHS, weights=(1, 1, 2, 2, 4, 4, 4))
     check(schedule, mesh, layout, mask, length)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @every_case
 def test_schedule_matches_the_reference_at_every_length(schedule, mesh, layout, mask):
     for length in LENGTHS:
         check(schedule, mesh, layout, mask, length)
 
 
-@every_schedule
+@schedules("ulysses", "ring+ring")
 def test_eight_ranks(schedule):
     mask = MASKS[list(SCHEDULES).index(schedule) % len(MASKS)]
     draw = random.Random(f"{schedule} {mask}")
@@ -184,12 +189,16 @@ def test_eight_ranks(schedule):
     check(schedule, (8, None if schedule in FLAT else draw.choice((2, 4))), layout, mask, draw.choice((24, 37)))
 
 
-HEAD_COUNTS = [(1, 1), (2, 1), (3, 3), (4, 1), (5, 5), (6, 2), (6, 3), (7, 7), (8, 2), (12, 3)]
-
-
 @pytest.mark.parametrize(
     ("schedule", "heads"),
-    [*product(("ulysses", "ulysses+ring"), HEAD_COUNTS), *zip(SCHEDULES, HEAD_COUNTS[2:], strict=False)],
+    [
+        ("ulysses", (2, 1)),
+        ("ulysses", (7, 7)),
+        ("ulysses", (12, 3)),
+        sweep("ulysses+ring", (5, 5)),
+        sweep("ulysses+ring", (8, 2)),
+        sweep("ring+ring", (6, 3)),
+    ],
 )
 def test_any_number_of_heads(schedule, heads):
     """Heads that do not divide, more ranks than heads, fewer kv heads than ranks, groups that a rank boundary cuts."""
@@ -200,7 +209,7 @@ def test_any_number_of_heads(schedule, heads):
     )
 
 
-@every_schedule
+@schedules("allgather", "ulysses+ring")
 def test_every_length_up_to_twice_the_world_and_more(schedule):
     for length in (0, 1, 2, 3, 5, 8, 9):
         inputs = random_inputs(length, heads=(2, 1), head_dim=8, seed=length)
@@ -208,7 +217,7 @@ def test_every_length_up_to_twice_the_world_and_more(schedule):
         assert_attention_close(found, inputs, Causal())
 
 
-@every_schedule
+@schedules("ring", "allgather", "ulysses", "ulysses+ring")
 def test_ranks_that_hold_nothing_take_part(schedule):
     pairs = (2, 0, 1) if schedule in FLAT else (0, 0, 2, 1)  # all of a node, for once
     for layout in (Zigzag(pairs), Zigzag(pairs[::-1])):
@@ -218,8 +227,17 @@ def test_ranks_that_hold_nothing_take_part(schedule):
         )
 
 
-@every_schedule
-@pytest.mark.parametrize("widths", [(24, 16), (16, 40)])
+@pytest.mark.parametrize(
+    ("schedule", "widths"),
+    [
+        ("ring", (24, 16)),
+        ("ulysses+ring", (24, 16)),
+        ("ulysses+allgather", (24, 16)),
+        ("allgather", (16, 40)),
+        ("ulysses", (16, 40)),
+        ("ring+ring", (16, 40)),
+    ],
+)
 def test_values_of_another_width_than_keys(schedule, widths):
     draw = random.Random(f"{schedule} {widths}")
     mask = make_mask(draw.choice(MASKS), 37)
@@ -230,8 +248,17 @@ def test_values_of_another_width_than_keys(schedule, widths):
     assert_attention_close(found, inputs, mask)
 
 
-@every_schedule
-@pytest.mark.parametrize("scale", [0.7, -0.3, 0])
+@pytest.mark.parametrize(
+    ("schedule", "scale"),
+    [
+        ("ring", 0.7),
+        ("ring+ring", 0.7),
+        ("allgather", -0.3),
+        ("ulysses+ring", -0.3),
+        ("ulysses", 0),
+        ("ulysses+allgather", 0),
+    ],
+)
 def test_a_scale_of_ones_own(schedule, scale):
     inputs = random_inputs(21, head_dim=8)
     found = virtual_results(inputs=inputs, mask=Causal(), layout=Zigzag(), scale=scale, **way(schedule))
@@ -248,7 +275,7 @@ def test_stripes_too_short_to_interleave_are_taken_together(schedule):
         )
 
 
-@pytest.mark.parametrize(("schedule", "mask"), [("allgather", Causal()), ("ulysses", SlidingWindow(5, 1))])
+@pytest.mark.parametrize(("schedule", "mask"), [("allgather", Causal()), sweep("ulysses", SlidingWindow(5, 1))])
 def test_triton_kernels_serve(schedule, mask):
     inputs = random_inputs(11, batch=1, heads=(2, 1), device=device_of("triton"))
     found = virtual_results(2, inputs, mask, Zigzag(), backend="triton", schedule=schedule)
@@ -267,8 +294,18 @@ PAIRS = [
 ]
 
 
-@every_schedule
-@pytest.mark.parametrize("mask_name", MASKS)
+@pytest.mark.parametrize(
+    ("schedule", "mask_name"),
+    [
+        ("ring", "full"),
+        ("allgather", "causal"),
+        ("ulysses", "window"),
+        ("ulysses+ring", "documents"),
+        ("ulysses+allgather", "causal & documents"),
+        ("ring+ring", "causal & window"),
+        ("ring", "all three"),
+    ],
+)
 def test_cross_attention_matches_the_reference(schedule, mask_name):
     draw = random.Random(f"{schedule} {mask_name}")
     able = [pair for pair in PAIRS if "ulysses+" not in schedule or Striped() not in pair]
@@ -282,7 +319,7 @@ def test_cross_attention_matches_the_reference(schedule, mask_name):
         assert_attention_close(found, inputs, mask)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @every_schedule
 @pytest.mark.parametrize("mask_name", MASKS)
 def test_cross_attention_matches_the_reference_in_every_combination(schedule, mask_name):
@@ -294,7 +331,7 @@ def test_cross_attention_matches_the_reference_in_every_combination(schedule, ma
         assert_attention_close(found, inputs, mask)
 
 
-@every_schedule
+@schedules("ring", "ulysses", "ring+ring")
 def test_keys_that_only_some_ranks_hold(schedule):
     pairs = (2, 0, 1) if schedule in FLAT else (0, 0, 2, 1)
     inputs = random_inputs(22, 15, heads=(3, 3), head_dim=8)
@@ -306,8 +343,17 @@ def test_keys_that_only_some_ranks_hold(schedule):
 # The same bits.
 
 
-@every_schedule
-@pytest.mark.parametrize("mask", ["causal", "all three"])
+@pytest.mark.parametrize(
+    ("schedule", "mask"),
+    [
+        ("ring", "causal"),
+        ("ulysses+ring", "causal"),
+        ("ulysses+allgather", "causal"),
+        sweep("allgather", "all three"),
+        sweep("ulysses", "all three"),
+        sweep("ring+ring", "all three"),
+    ],
+)
 def test_two_runs_give_the_same_bits(schedule, mask):
     dtype = {"causal": torch.bfloat16, "all three": torch.float16}[mask]
     inputs, mask = random_inputs(37, dtype=dtype, heads=(3, 1)), make_mask(mask, 37)
@@ -330,8 +376,14 @@ def test_a_world_of_one_gives_the_bits_of_attention_around_a_ring_and_the_right_
 # The error does not grow.
 
 
-@every_schedule
-@pytest.mark.parametrize(("kernels", "most"), [("float32", 1.05), ("bf16", 1.5)])
+@pytest.mark.parametrize(
+    ("schedule", "kernels", "most"),
+    [
+        ("allgather", "float32", 1.05),
+        ("ring+ring", "bf16", 1.5),
+        *(sweep(schedule, *how) for schedule in SCHEDULES for how in (("float32", 1.05), ("bf16", 1.5))),
+    ],
+)
 def test_the_error_in_bf16_does_not_grow_with_the_ranks(schedule, kernels, most, monkeypatch):
     # Where kernels compute in float32, all there is to see is how often ranks round; in bf16, parts are rounded too.
     monkeypatch.setattr(aten, "_widened", torch.Tensor.float if kernels == "float32" else lambda x: x)
@@ -349,8 +401,18 @@ def test_the_error_in_bf16_does_not_grow_with_the_ranks(schedule, kernels, most,
 # Who wants gradients.
 
 
-@every_schedule
-@pytest.mark.parametrize("wanted", ["", "q", "k", "v", "qk", "qv", "kv"])
+@pytest.mark.parametrize(
+    ("schedule", "wanted"),
+    [
+        ("ring", ""),
+        ("allgather", "q"),
+        ("ulysses", "k"),
+        ("ulysses+ring", "v"),
+        ("ulysses+allgather", "qk"),
+        sweep("ring+ring", "qv"),
+        sweep("ring", "kv"),
+    ],
+)
 def test_gradients_go_to_those_who_want_them(schedule, wanted):
     world, how = comm_way(schedule)
     for mask, heads in (("causal & documents", (6, 6)), ("causal", (3, 1))):
@@ -375,8 +437,17 @@ def test_gradients_go_to_those_who_want_them(schedule, wanted):
                 assert parts == (None,) * world
 
 
-@every_schedule
-@pytest.mark.parametrize("heard", ["out", "lse"])
+@pytest.mark.parametrize(
+    ("schedule", "heard"),
+    [
+        ("ring", "out"),
+        ("ulysses+ring", "out"),
+        ("ulysses+allgather", "out"),
+        ("allgather", "lse"),
+        ("ulysses", "lse"),
+        ("ring+ring", "lse"),
+    ],
+)
 def test_a_loss_of_out_alone_or_of_lse_alone(schedule, heard):
     inputs = random_inputs(23, head_dim=8)
     at = NAMES.index(heard)
@@ -428,7 +499,7 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again(schedule):
     run_virtual(world, rank)
 
 
-@every_schedule
+@schedules("ring", "allgather", "ulysses", "ulysses+ring")
 def test_without_gradients_the_answer_is_the_same(schedule):
     world, how = comm_way(schedule)
     inputs = random_inputs(23, head_dim=8)
@@ -450,8 +521,17 @@ def test_without_gradients_the_answer_is_the_same(schedule):
 # In company.
 
 
-@every_schedule
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "reentrant"),
+    [
+        ("ring", False),
+        ("ulysses+ring", False),
+        ("ulysses+allgather", False),
+        ("allgather", True),
+        sweep("ulysses", True),
+        sweep("ring+ring", True),
+    ],
+)
 def test_activation_checkpointing_changes_nothing(schedule, reentrant):
     inputs = random_inputs(29, head_dim=8)
     world, how = comm_way(schedule)
@@ -475,7 +555,7 @@ def test_activation_checkpointing_changes_nothing(schedule, reentrant):
     assert_same_bits(whole(run_virtual(world, rank), Zigzag()), plain)
 
 
-@every_schedule
+@schedules("ulysses+allgather")
 def test_shards_may_be_views_and_stay_as_they_are(schedule):
     inputs, layout = random_inputs(26, head_dim=8), Contiguous()
     world, how = comm_way(schedule)
@@ -500,7 +580,13 @@ def test_shards_may_be_views_and_stay_as_they_are(schedule):
 
 @pytest.mark.parametrize(
     "schedule",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("ring", "ulysses+allgather"))) for name in SCHEDULES],
+    first(
+        1,
+        [
+            pytest.param(name, marks=[pytest.mark.sweep] * (name not in ("ring", "ulysses+allgather")))
+            for name in SCHEDULES
+        ],
+    ),
 )
 def test_one_context_serves_calls_of_many_kinds_in_turn(schedule):
     world, how = comm_way(schedule)
@@ -525,12 +611,12 @@ def test_one_context_serves_calls_of_many_kinds_in_turn(schedule):
         return found
 
     by_kind = list(zip(*run_virtual(world, rank), strict=True))
-    for (mask, length, key_length, dtype, heads, scale), first, second in zip(
+    for (mask, length, key_length, dtype, heads, scale), one, again in zip(
         kinds, by_kind[: len(kinds)], by_kind[len(kinds) :], strict=True
     ):
         inputs = random_inputs(length, key_length, heads=heads, dtype=dtype, head_dim=8)
-        assert_attention_close(whole(first, Zigzag()), inputs, mask, scale=scale)
-        assert_same_bits(whole(second, Zigzag()), whole(first, Zigzag()))
+        assert_attention_close(whole(one, Zigzag()), inputs, mask, scale=scale)
+        assert_same_bits(whole(again, Zigzag()), whole(one, Zigzag()))
 
 
 # Traffic.
@@ -627,8 +713,18 @@ def planned(
     return [[(load.intra_node, load.inter_node) for load in ranks] for ranks in zip(*ways, strict=True)]
 
 
-@every_schedule
-@pytest.mark.parametrize("mask_name", MASKS)
+@pytest.mark.parametrize(
+    ("schedule", "mask_name"),
+    [
+        ("ring", "full"),
+        ("allgather", "causal"),
+        ("ulysses", "window"),
+        ("ulysses+ring", "documents"),
+        sweep("ulysses+allgather", "causal & documents"),
+        sweep("ring+ring", "causal & window"),
+        sweep("ring", "all three"),
+    ],
+)
 def test_ranks_send_the_bytes_of_the_plan(schedule, mask_name):
     draw = random.Random(f"{schedule} {mask_name}")
     able = [pair for pair in PAIRS if "ulysses+" not in schedule or Striped() not in pair]
@@ -642,7 +738,7 @@ def test_ranks_send_the_bytes_of_the_plan(schedule, mask_name):
         assert sent == planned(schedule, mesh, inputs, mask, layout, **how), (mesh, layout, key_layout)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @every_case
 def test_ranks_send_the_bytes_of_the_plan_in_every_combination(schedule, mesh, layout, mask):
     if layout == "striped" and "ulysses+" in schedule:
@@ -655,7 +751,7 @@ def test_ranks_send_the_bytes_of_the_plan_in_every_combination(schedule, mesh, l
         assert sent_by(schedule, mesh, inputs, mask, held) == planned(schedule, mesh, inputs, mask, held)
 
 
-@every_schedule
+@schedules("ulysses", "ulysses+ring", "ring")
 def test_ulysses_sends_the_lse_and_its_gradient_only_if_returned_or_if_sinks_need_it(schedule):
     inputs, mesh = random_inputs(24, heads=(4, 4), dtype=torch.bfloat16), (4, None if schedule in FLAT else 2)
     without, with_it = (sent_by(schedule, mesh, inputs, Causal(), Zigzag(), lse=lse) for lse in (False, True))
@@ -665,7 +761,7 @@ def test_ulysses_sends_the_lse_and_its_gradient_only_if_returned_or_if_sinks_nee
     assert [[sum(way) + more for way in rank] for rank in without] == [[sum(way) for way in rank] for rank in with_it]
 
 
-@every_schedule
+@schedules("ring", "allgather", "ulysses+ring")
 def test_gradients_of_keys_are_sent_only_if_needed(schedule):
     inputs, mesh = random_inputs(24, heads=(4, 2), dtype=torch.bfloat16), (4, None if schedule in FLAT else 2)
     forward, backward, with_keys = [], [], []
@@ -686,9 +782,9 @@ def test_gradients_of_keys_are_sent_only_if_needed(schedule):
     ("schedule", "layout", "borders"),
     [
         ("ring", Contiguous(), 3),
-        ("allgather", Contiguous(), 3),
-        ("allgather", Zigzag(), 6),  # of seven between eight pieces, the one in the middle is rank 3's own
-        ("ring+ring", Contiguous(), 4),  # what comes from the other node makes one more hop within this one
+        sweep("allgather", Contiguous(), 3),
+        sweep("allgather", Zigzag(), 6),  # of seven between eight pieces, the one in the middle is rank 3's own
+        sweep("ring+ring", Contiguous(), 4),  # what comes from the other node makes one more hop within this one
     ],
     ids=str,
 )
@@ -706,7 +802,7 @@ def test_a_window_costs_bytes_by_its_width_and_none_by_the_length(schedule, layo
     assert sent(128, 8) == tuple(2 * nbytes for nbytes in sent(128, 4))
 
 
-@pytest.mark.parametrize(("world", "ranks_per_node"), [(4, 2), (6, 3), (6, 2)])
+@pytest.mark.parametrize(("world", "ranks_per_node"), [(4, 2), (6, 3), sweep(6, 2)])
 def test_a_ring_of_rings_takes_each_block_across_each_border_once(world, ranks_per_node):
     nodes, row = world // ranks_per_node, 2 * 2 * 2 * 16 * 4
     inputs = random_inputs(8 * world, heads=(4, 2))
@@ -820,8 +916,11 @@ def told_best(machine: Cluster, mesh: Mesh, mask: Mask, layout: Layout) -> str:
     return name
 
 
-@pytest.mark.parametrize("machine", MACHINES, ids=["cpu", "slow links between nodes", "work counts", "calls count"])
-@pytest.mark.parametrize("mesh", [(3, None), (4, 2)])
+@pytest.mark.parametrize(
+    ("machine", "mesh"),
+    in_turn(MACHINES, [(3, None), (4, 2)]),
+    ids=["cpu", "slow links between nodes", "work counts", "calls count"],
+)
 def test_auto_does_what_the_schedule_it_chose_does_to_the_last_bit_and_byte(machine, mesh, monkeypatch):
     monkeypatch.setattr("attnmesh.planner.catalog.default_cluster", lambda device: machine)
     inputs, (world, ranks_per_node) = random_inputs(24, heads=(4, 2), head_dim=8), mesh

@@ -31,6 +31,7 @@ from attnmesh.testing.attention import (
     shard_inputs,
     shard_results,
 )
+from helpers.cases import sweep
 from helpers.processes import Died, run_processes
 
 CASES = [
@@ -75,7 +76,7 @@ def every_schedule(comm: Comm, kind: str, *, full: bool = True) -> tuple[int, in
     return cp.rank, cp.world
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["ranks_per_node", "no names", "names"])
 def test_every_schedule_on_four_processes_in_every_combination(kind):
     assert run_processes(4, every_schedule, kind) == [(rank, 4) for rank in range(4)]
@@ -124,7 +125,7 @@ def on_two_replicas(comm: Comm) -> None:
         assert_exact(cp, CASES[0], seed=replica)  # each replica has a sequence of its own
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_two_dimensions_of_a_mesh_of_three():
     run_processes(8, on_two_replicas)
 
@@ -140,7 +141,7 @@ def on_some_ranks(comm: Comm) -> str:
     return "right"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_mesh_over_some_of_the_ranks():
     assert run_processes(5, on_some_ranks) == [*["right"] * 4, "raised"]
 
@@ -256,10 +257,7 @@ def one_dies(comm: Comm, schedule: str, when: str) -> tuple[str, float]:
     ("schedule", "when"),
     [
         ("allgather", "backward"),
-        *(
-            pytest.param(*workload, marks=pytest.mark.slow)
-            for workload in (("ulysses+ring", "forward"), ("ring+ring", "backward"))
-        ),
+        *(sweep(*workload) for workload in (("ulysses+ring", "forward"), ("ring+ring", "backward"))),
     ],
 )
 def test_a_rank_that_dies_is_noticed_in_time(schedule, when):

@@ -37,7 +37,7 @@ from attnmesh.testing.attention import (
     shard_inputs,
     virtual_results,
 )
-from helpers.cases import else_slow, pairwise
+from helpers.cases import else_sweep, first, pairwise, sweep
 
 LENGTH, Q_HEADS = 29, 6
 TERMS = ("sinks", "softcap", "slopes", "all")
@@ -72,8 +72,17 @@ def inputs_of(dtype: torch.dtype = torch.float32, q_len: int = LENGTH, **how: An
     return random_inputs(q_len, dtype=dtype, **{"heads": (Q_HEADS, 3), "head_dim": 8, "value_dim": 12, **how})
 
 
-@every_schedule
-@pytest.mark.parametrize("name", ["sinks", "all"])  # of these, torch's fused kernels serve the first
+@pytest.mark.parametrize(
+    ("schedule", "name"),
+    [
+        ("ring", "sinks"),
+        ("ulysses+ring", "sinks"),
+        sweep("ulysses+allgather", "sinks"),
+        sweep("allgather", "all"),
+        sweep("ulysses", "all"),
+        sweep("ring+ring", "all"),
+    ],
+)
 def test_score_terms_are_exact_in_every_schedule(schedule, name):
     draw = random.Random(f"{schedule} {name}")
     dtype = draw.choice((torch.float32, torch.bfloat16, torch.float64))
@@ -110,7 +119,7 @@ FORBIDDEN = frozenset(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", pairwise(FACTORS, FORBIDDEN), ids=lambda case: "-".join(map(str, case.values())))
 def test_score_terms_are_exact_in_pairs_of_everything(case):
     mask, dtype, (head_dim, value_dim) = MASKS[case["mask"]], case["dtype"], case["widths"]
@@ -125,7 +134,7 @@ def test_score_terms_are_exact_in_pairs_of_everything(case):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     ("schedule", "widths", "name"),
-    else_slow(  # every schedule with messages of one width and of two, and with no term and all; sinks with two
+    else_sweep(  # every schedule with messages of one width and of two, and with no term and all; sinks with two
         product(SCHEDULES, [(64, 64), (128, 128), (192, 128)], [None, "sinks", "all"]),
         lambda schedule, widths, name: (
             (widths, name) in (((128, 128), None), ((192, 128), "all"))
@@ -144,7 +153,7 @@ def test_messages_and_score_terms_on_a_gpu(schedule, widths, name):
 # Sinks.
 
 
-@every_schedule
+@pytest.mark.parametrize("schedule", first(3, ["ring", "ulysses", "ring+ring", *SCHEDULES]))
 def test_the_gradient_of_sinks_is_what_the_queries_of_the_rank_contribute(schedule):
     inputs, sinks, layout = inputs_of(), terms("sinks")["sinks"], Zigzag()
 
@@ -165,10 +174,15 @@ def test_the_gradient_of_sinks_is_what_the_queries_of_the_rank_contribute(schedu
 
 @pytest.mark.parametrize(
     ("schedule", "mask"),
-    [
-        pytest.param(schedule, mask, marks=[pytest.mark.slow] * (schedule != "ring"))  # Triton's interpreter is slow
-        for schedule, mask in product(SCHEDULES, [Causal(), Padding([11]) & SlidingWindow(3)])
-    ],
+    first(
+        1,
+        [
+            pytest.param(
+                schedule, mask, marks=[pytest.mark.sweep] * (schedule != "ring")
+            )  # Triton's interpreter is slow
+            for schedule, mask in product(SCHEDULES, [Causal(), Padding([11]) & SlidingWindow(3)])
+        ],
+    ),
     ids=str,
 )
 def test_the_kernel_of_the_last_stage_adds_the_sinks(schedule, mask, device, monkeypatch):
@@ -183,7 +197,7 @@ def test_the_kernel_of_the_last_stage_adds_the_sinks(schedule, mask, device, mon
     assert_attention_close(found, inputs, mask, sinks=sinks)
 
 
-@every_schedule
+@pytest.mark.parametrize("schedule", ["ulysses+ring", *(sweep(name) for name in SCHEDULES if name != "ulysses+ring")])
 def test_rows_without_keys_have_the_sink_and_unseen_rows_may_hold_nan(schedule):
     mask, how = Padding([LENGTH - 8, LENGTH]) & Causal(), terms("all")
     inputs = inputs_of()
@@ -258,8 +272,17 @@ def test_a_cache_with_an_offset_and_a_mask_per_sequence():
 # What the plan counts.
 
 
-@every_schedule
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "backward"),
+    [
+        ("ring", False),
+        ("ulysses+ring", False),
+        ("ulysses+allgather", False),
+        ("allgather", True),
+        ("ulysses", True),
+        ("ring+ring", True),
+    ],
+)
 def test_the_plan_counts_the_pairs_of_every_sequence_once(schedule, backward):
     shape = Shape(batch=2, q_heads=4, kv_heads=2, head_dim=8, itemsize=2, sum_itemsize=4, value_dim=12)
     masks = Causal(), PerSequence([Causal(), Causal()])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from test_ring_plan import EVEN, LONG, WIDE, every_mask, layouts, split
+from test_ring_plan import EVEN, LONG, MASKS, WIDE, layouts, split
 from torch import Tensor
 
 from attnmesh.core import ranges
@@ -16,6 +16,7 @@ from attnmesh.core.mask import sequence_intervals
 from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
 from attnmesh.plan.allgather import GatherPlan, gather_plan, groups_that_fill, head_groups
 from attnmesh.plan.shards import shards
+from helpers.cases import in_turn
 from helpers.masks import batch_masks, covered, visible_pairs
 
 # Queries and keys: layout and length of either. Some keys are more than the queries, some fewer, some none at all.
@@ -23,7 +24,7 @@ SIDES = [(length, None) for length in (0, 1, 13, 30)] + [(13, 30), (30, 13), (30
 WORLDS = (1, 2, 4, 7)
 LAYOUTS = [Contiguous(), Zigzag(), Zigzag(2), Striped()]
 
-every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+layouts_and_masks = pytest.mark.parametrize(("layout", "mask_for"), in_turn(LAYOUTS, MASKS.values()), ids=list(MASKS))
 
 
 def received(plan: GatherPlan) -> list[int]:
@@ -66,8 +67,7 @@ def cases(layout: Layout, mask_for) -> list[Workload]:
     return made
 
 
-@every_layout
-@every_mask
+@layouts_and_masks
 def test_ranks_compute_every_visible_pair_exactly_once_with_keys_they_gathered(layout, mask_for):
     for workload in cases(layout, mask_for):
         count = torch.zeros(*workload.allowed.shape, dtype=torch.int8)
@@ -80,8 +80,7 @@ def test_ranks_compute_every_visible_pair_exactly_once_with_keys_they_gathered(l
         assert torch.equal(count, workload.allowed.to(torch.int8)), workload.plan
 
 
-@every_layout
-@every_mask
+@layouts_and_masks
 def test_only_keys_that_the_rank_sees_are_gathered(layout, mask_for):
     for workload in cases(layout, mask_for):
         for rank in workload.ranks:
@@ -90,8 +89,7 @@ def test_only_keys_that_the_rank_sees_are_gathered(layout, mask_for):
             assert needed == sorted(workload.seen(rank)), (workload.plan, rank)
 
 
-@every_layout
-@every_mask
+@layouts_and_masks
 def test_every_gathered_row_comes_once_from_the_rank_that_holds_it(layout, mask_for):
     for workload in cases(layout, mask_for):
         for target in workload.ranks:
@@ -106,8 +104,7 @@ def test_every_gathered_row_comes_once_from_the_rank_that_holds_it(layout, mask_
             assert workload.plan.rows(target) == len(needed)
 
 
-@every_layout
-@every_mask
+@layouts_and_masks
 def test_ranks_send_what_others_need_of_theirs(layout, mask_for):
     for workload in cases(layout, mask_for):
         for source in workload.ranks:
@@ -196,8 +193,11 @@ def test_long_sequences_travel_in_four_groups_and_short_ones_in_one():
     assert found == [1, 1, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("layout", [Contiguous(), Zigzag(), Striped()], ids=str)
-@pytest.mark.parametrize("mask", [Full(), Causal(), SlidingWindow(4096), EVEN[32]], ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(
+    ("layout", "mask"),
+    [(Contiguous(), Full()), (Zigzag(), Causal()), (Striped(), SlidingWindow(4096)), (Contiguous(), EVEN[32])],
+    ids=str,
+)
 @pytest.mark.timeout(20)
 def test_what_a_rank_pays_for_a_plan_over_131072_tokens_and_32_ranks_is_small(layout, mask):
     start = time.process_time()

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from attnmesh.plan.decode import DecodeSharding, Place
+from helpers.cases import sweep
 
 MESHES = [DecodeSharding(*sizes) for sizes in product((1, 2, 3, 4, 8, 16), (1, 2, 3, 4), (1, 2, 3, 4))]
 HEADS = [(64, 8), (8, 8), (9, 3), (24, 8), (40, 8), (7, 1), (6, 2), (32, 4)]
@@ -90,7 +91,10 @@ def test_a_rank_holds_the_kv_heads_that_its_query_heads_read(q_heads, kv_heads):
             assert set(sharding.kv_heads(rank, kv_heads)) == read
 
 
-@every_head_count
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads"),
+    [(64, 8), sweep(8, 8), sweep(9, 3), sweep(24, 8), sweep(40, 8), sweep(7, 1), sweep(6, 2), sweep(32, 4)],
+)
 def test_every_key_is_held_as_often_as_heads_are_copied(q_heads, kv_heads):
     for sharding in fitting(q_heads, kv_heads):
         batch, length = 5, 7
@@ -121,8 +125,7 @@ def test_every_sequence_is_on_one_kvdp_rank_and_on_all_that_differ_otherwise(bat
         }
 
 
-@pytest.mark.parametrize("interleave", [1, 2, 3, 16])
-@pytest.mark.parametrize("cp", [1, 2, 5])
+@pytest.mark.parametrize(("cp", "interleave"), [(1, 1), (1, 16), (2, 3), (5, 2)])
 def test_positions_by_rank_and_their_indices(cp, interleave):
     sharding, length = DecodeSharding(2, 2, cp, interleave), 90
     for rank in range(sharding.ranks):
@@ -187,3 +190,18 @@ def test_a_place_that_is_not_there_is_refused(place, said):
 def test_heads_that_do_not_fit_are_refused_with_both_numbers(sharding, heads, said):
     with pytest.raises(ValueError, match=said):
         sharding.check_heads(*heads)
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [
+        ((8.0, 2), "q_heads must be .*, got 8.0"),
+        ((-8, 2), "q_heads must be .*, got -8"),
+        ((8, True), "kv_heads must be .*, got True"),
+        ((8, 0), "q_heads must be a multiple of kv_heads, got q_heads=8 and kv_heads=0"),
+        ((8, 3), "q_heads must be a multiple of kv_heads, got q_heads=8 and kv_heads=3"),
+    ],
+)
+def test_counts_of_heads_are_checked(heads, message):
+    with pytest.raises(ValueError, match=message):
+        DecodeSharding().check_heads(*heads)

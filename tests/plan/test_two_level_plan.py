@@ -3,7 +3,7 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from test_ring_plan import every_mask, problems
+from test_ring_plan import MASKS, problems
 
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
@@ -11,6 +11,7 @@ from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
 from attnmesh.plan.ring import RingPlan, ring_plan
 from attnmesh.plan.shards import Shards, node_shards, shards
 from attnmesh.plan.two_level import TwoLevelPlan, two_level_plan
+from helpers.cases import first, in_turn
 from helpers.ring_walk import Truth, check_pairs, check_route, rows_in
 
 MESHES = [(3, 2), (2, 3)]  # (nodes, ranks a node)
@@ -18,6 +19,9 @@ SIDES = [(13, None), (13, 24), (24, 7), (9, 0)]  # lengths of queries and of key
 LAYOUTS = [Contiguous(), Zigzag(), Zigzag(2), Striped()]
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+layouts_and_masks = pytest.mark.parametrize(
+    ("layout", "mask_for"), first(4, in_turn(LAYOUTS, list(MASKS.values())[::-1])), ids=list(MASKS)[::-1]
+)
 
 
 def spreads(layout: Layout, mask_for, world: int) -> list[Shards]:
@@ -61,8 +65,7 @@ def check(plan: TwoLevelPlan) -> None:
         assert plan.pairs(rank) == int(truth.visible[:, truth.queries[rank]].sum())
 
 
-@every_layout
-@every_mask
+@layouts_and_masks
 def test_every_pair_is_computed_once_and_every_row_is_sent_to_the_nodes_and_ranks_that_see_it(layout, mask_for):
     for nodes, ranks_per_node in MESHES:
         for problem in spreads(layout, mask_for, nodes * ranks_per_node)[nodes - 2 :: 2]:
@@ -80,7 +83,7 @@ def test_the_same_of_random_masks_and_layouts(problem):
     check(two_level_plan(problem, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @settings(max_examples=400, deadline=None)
 @given(problems(ranks=(4, 6, 8)))
 def test_the_same_of_many_random_masks_and_layouts(problem):
@@ -117,8 +120,7 @@ def test_the_same_plan_is_made_once():
 # A flat ring over queries and keys of two sequences.
 
 
-@every_layout
-@every_mask
+@layouts_and_masks
 def test_a_ring_of_cross_attention_computes_every_visible_pair_exactly_once(layout, mask_for):
     for world in (2, 5):
         for problem in spreads(layout, mask_for, world)[world % 2 :: 2]:

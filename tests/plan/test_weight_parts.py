@@ -7,10 +7,8 @@ from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.weights import FIRST_RANK, Heads, Split, weight_part
 
 HEADS = Heads(q=12, kv=4)
-SHARDINGS = [
-    DecodeSharding(tp, kvdp, cp)
-    for tp in (1, 2, 4, 8) for kvdp in (1, 2, 3) for cp in (1, 2, 5) if tp * kvdp * cp <= HEADS.q
-]  # fmt: skip
+# One rank; one kv head for each; kv heads on two ranks each; ranks that do not divide; a rank for each query head; all.
+SHARDINGS = [DecodeSharding(*each) for each in ((1, 1, 1), (4, 1, 1), (8, 1, 1), (1, 2, 5), (4, 3, 1), (2, 3, 2))]
 
 
 def parts_of(shape, split, sharding):
@@ -21,7 +19,6 @@ def parts_of(shape, split, sharding):
     return whole, parts, taken
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
 @pytest.mark.parametrize(
     ("shape", "split", "width"),
     [
@@ -32,12 +29,13 @@ def parts_of(shape, split, sharding):
         ((3, 96, 5), Split(-2, "ranks", aligned=True), 4),
     ],
 )
-def test_all_ranks_together_have_all_of_it_once_and_in_order(shape, split, width, sharding):
-    whole, parts, taken = parts_of(shape, split, sharding)
-    assert torch.equal(torch.cat(taken, parts[0].dim), whole)
-    sizes = [part.shape[part.dim] for part in parts]
-    assert all(size % width == 0 for size in sizes)
-    assert max(sizes) - min(sizes) <= 2 * width * split.unit
+def test_all_ranks_together_have_all_of_it_once_and_in_order(shape, split, width):
+    for sharding in SHARDINGS:
+        whole, parts, taken = parts_of(shape, split, sharding)
+        assert torch.equal(torch.cat(taken, parts[0].dim), whole), sharding
+        sizes = [part.shape[part.dim] for part in parts]
+        assert all(size % width == 0 for size in sizes), sharding
+        assert max(sizes) - min(sizes) <= 2 * width * split.unit, sharding
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=str)

@@ -135,7 +135,7 @@ def path(tmp_path_factory):
     return tmp_path_factory.mktemp("written") / "mine.toml"
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(device=devices(), link=links, ranks_per_node=st.none() | st.integers(1, 99))
 def test_what_is_written_is_read_back(path, device, link, ranks_per_node):
     wiring = Wiring(intra_node=link.name, inter_node="pcie", ranks_per_node=ranks_per_node)

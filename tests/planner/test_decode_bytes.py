@@ -9,6 +9,7 @@ from attnmesh.plan.decode import COMBINES, KVDP_EXCHANGES, DecodeShape, DecodeSh
 from attnmesh.planner.auto import combine_seconds, pick_combine
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.decode_bytes import Copies, bytes_sent, cache_bytes, weight_copies
+from helpers.cases import in_turn
 from helpers.clusters import link
 
 T, D, HIDDEN = 2, 5, 24
@@ -58,9 +59,11 @@ class Step:
         self.has = [{pair for pair in pairs if wants(rank, *pair)} for rank, pairs in enumerate(self.has)]
 
 
-@each_case
-@pytest.mark.parametrize("kvdp", KVDP_EXCHANGES)
-@pytest.mark.parametrize("replicate_q", [False, True])
+@pytest.mark.parametrize(
+    ("sharding", "heads", "batch", "kvdp", "replicate_q"),
+    [(*case, *how) for case, *how in in_turn(CASES, KVDP_EXCHANGES, [False, False, True])],
+    ids=str,
+)
 def test_bytes_are_those_of_the_pairs_that_travel(sharding, heads, batch, kvdp, replicate_q):
     shape = shape_of(heads, batch)
     step = Step(sharding, heads, batch, replicate_q)
@@ -148,8 +151,11 @@ def test_bytes_of_the_documents_example():
 # What a rank keeps.
 
 
-@each_case
-@pytest.mark.parametrize("context", [1, 7, 32])
+@pytest.mark.parametrize(
+    ("sharding", "heads", "batch", "context"),
+    [(*case, context) for case, context in in_turn(CASES, [1, 7, 32])],
+    ids=str,
+)
 def test_a_rank_keeps_the_keys_that_it_holds(sharding, heads, batch, context):
     for rank in range(sharding.ranks):
         held = sum(

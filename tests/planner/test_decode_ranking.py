@@ -20,6 +20,7 @@ from attnmesh.planner.decode import (
 from attnmesh.planner.models.config import ModelConfig
 from attnmesh.planner.models.read import model
 from attnmesh.planner.ranking import RESERVED_MEMORY
+from helpers.cases import sweep
 
 H200 = cluster("h200")
 LLAMA, GPT_OSS, DEEPSEEK = model("llama-3.1-8b"), model("gpt-oss-120b"), model("deepseek-v3")
@@ -114,7 +115,9 @@ def test_eight_bit_numbers_halve_the_cache():
 # The ranking.
 
 
-@pytest.mark.parametrize(("devices", "batch"), [(1, 1), (3, 1), (6, 2), (7, 7), (8, 1), (8, 8), (32, 3)])
+@pytest.mark.parametrize(
+    ("devices", "batch"), [(1, 1), sweep(3, 1), sweep(6, 2), (7, 7), sweep(8, 1), sweep(8, 8), (32, 3)]
+)
 def test_options_are_in_order_and_their_parts_add_up(devices, batch):
     found = decode_ranking(asked(devices=devices, batch=batch))
     fitting = [option for option in found.options if option.fits(found.device_memory)]
@@ -169,7 +172,7 @@ def test_more_devices_than_heads_have_nothing_to_do_and_it_says_so():
     assert found.refused == {"all plans": "32 query heads and a batch of 1 leave some of 64 devices idle"}
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     factor=st.floats(1.0, 50.0), devices=st.sampled_from([4, 6, 16]), end=st.sampled_from(["intra_node", "inter_node"])
 )

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from test_ring_plan import EVEN, LONG, WIDE, every_mask
+from test_ring_plan import EVEN, LONG, WIDE, layouts_and_masks
 
 from attnmesh import ContextParallel, run_virtual
 from attnmesh.core.layouts import Balanced, Contiguous, Layout, Striped, Zigzag
@@ -21,6 +21,7 @@ from attnmesh.planner.cost import schedule_cost
 from attnmesh.planner.explain import Explanation
 from attnmesh.planner.program import Load
 from attnmesh.planner.schedules import loads
+from helpers.cases import sweep
 from helpers.clusters import cluster
 from helpers.masks import visible_pairs
 
@@ -51,8 +52,7 @@ def everywhere(workload: Workload, *, backward: bool = False) -> dict[str, list[
 # Work.
 
 
-@pytest.mark.parametrize("layout", [Contiguous(), Zigzag(), Striped()], ids=str)
-@every_mask
+@layouts_and_masks
 def test_every_schedule_does_the_work_of_all_visible_pairs_and_no_more(layout, mask_for):
     for length, key_length in ((30, None), (13, 22)):
         mask = mask_for(key_length or length)
@@ -184,7 +184,11 @@ def test_the_choice_is_the_schedule_with_the_fewest_estimated_seconds():
 
 @pytest.mark.parametrize(
     ("mask", "layout", "length"),
-    [(Causal(), Zigzag(), 9_000), (Full(), Contiguous(), 1 << 20), (SlidingWindow(900), Contiguous(), 65_536)],
+    [
+        (Causal(), Zigzag(), 9_000),
+        sweep(Full(), Contiguous(), 1 << 20),
+        sweep(SlidingWindow(900), Contiguous(), 65_536),
+    ],
 )
 def test_what_is_left_early_is_slower_than_the_choice(mask, layout, length):
     workload, machine = case_of(mask, layout, length, 24, ranks_per_node=8, shape=USUAL), default_cluster("cuda")
@@ -244,7 +248,12 @@ def test_what_cannot_serve_is_refused_and_never_chosen():
 
 @pytest.mark.parametrize(
     ("layout", "mask"),
-    [(Zigzag(), Causal()), (Contiguous(), SlidingWindow(4096)), (Striped(), Causal()), (Zigzag(), EVEN[32])],
+    [
+        (Zigzag(), Causal()),
+        sweep(Contiguous(), SlidingWindow(4096)),
+        sweep(Striped(), Causal()),
+        sweep(Zigzag(), EVEN[32]),
+    ],
     ids=lambda x: str(x)[:40],
 )
 @pytest.mark.timeout(30)
@@ -357,7 +366,7 @@ def test_the_text_of_a_choice_ranks_the_others_and_says_why_some_cannot_serve():
     assert "estimate for h200" in str(explained(4, length=4096))
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", sweep("cuda")])
 def test_auto_is_the_choice_by_cost_of_the_same_case(device):
     for world, ranks_per_node in ((4, None), (4, 2), (6, 3)):
         told = explained(world, ranks_per_node=ranks_per_node, length=4096, device=device)

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +12,8 @@ from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.schedules import loads, steps
-from helpers.cases import allowed_pairs
+from attnmesh.planner.sizes import RankSizes
+from helpers.cases import allowed_pairs, sweep
 
 SHAPE = Shape(batch=2, q_heads=6, kv_heads=3, head_dim=8, itemsize=2, sum_itemsize=4)
 MASKS = [Full(), Causal(), Causal() & SlidingWindow(5), SlidingWindow(3, 4), Documents([1, 20, 13])]
@@ -32,7 +34,13 @@ def served(workload: Workload) -> list[str]:
 
 @pytest.mark.parametrize(
     ("layout", "world", "ranks_per_node"),
-    [(Zigzag(), 4, 2), (Contiguous(), 6, 3), (Striped(), 6, 3), (Zigzag(), 3, 3), (Striped(), 1, 1)],
+    [
+        (Zigzag(), 4, 2),
+        sweep(Contiguous(), 6, 3),
+        sweep(Striped(), 6, 3),
+        sweep(Zigzag(), 3, 3),
+        sweep(Striped(), 1, 1),
+    ],
     ids=str,
 )
 def test_every_visible_pair_of_every_head_is_computed_by_one_rank_at_one_step(layout, world, ranks_per_node):
@@ -53,7 +61,7 @@ def test_every_visible_pair_of_every_head_is_computed_by_one_rank_at_one_step(la
 
 @pytest.mark.parametrize(
     ("layout", "shape"),
-    [(Zigzag(), SHAPE), (Contiguous(), Shape(1, 8, 8, 4, 2, 4)), (Striped(), Shape(1, 2, 1, 4, 4, 4))],
+    [(Zigzag(), SHAPE), sweep(Contiguous(), Shape(1, 8, 8, 4, 2, 4)), sweep(Striped(), Shape(1, 2, 1, 4, 4, 4))],
     ids=str,
 )
 def test_messages_and_flops_of_all_steps_are_those_of_the_loads(layout, shape):
@@ -82,3 +90,12 @@ def test_a_ring_receives_keys_one_step_before_it_uses_them():
         for tile in step.tiles:
             arrived = [m for m in found[at - 1].messages if m.target == tile.rank]
             assert tile.keys == tile.queries if at == 0 else len(arrived) == 1
+
+
+def test_the_last_merge_rounds_two_parts_and_leaves_one_alone():
+    sizes = RankSizes.of([SHAPE] * 3, [5] * 3, mask=Causal())
+    found = sizes.merge(np.array([0, 1, 2]), np.array([1, 2, 3]), last=True)
+    read_and_written = sizes.out_row + sizes.out_sum_row + sizes.out_row  # the part that came, the total, the result
+    assert found.size.tolist() == [0, *(5 * read_and_written)[1:].tolist()]
+    assert found.calls.tolist() == [0, 1, 1]
+    assert sizes.merge(np.array([0, 1, 2]), np.array([1, 2, 3])).calls.tolist() == [0, 0, 0]  # they wait for more

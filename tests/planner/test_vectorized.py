@@ -16,6 +16,7 @@ from attnmesh.planner.program import MessageTotals
 from attnmesh.planner.schedules import program
 from attnmesh.planner.specs import ulysses
 from attnmesh.planner.vectorized import VectorizedShards
+from helpers.cases import first, in_turn, sweep
 
 SHAPE = Shape(batch=2, q_heads=6, kv_heads=3, head_dim=8, itemsize=2, sum_itemsize=4)
 MASKS = [Full(), Causal(), SlidingWindow(7), SlidingWindow(3, 5), Causal() & SlidingWindow(20, 4)]
@@ -44,9 +45,11 @@ def assert_same(plain, wide):
                 np.testing.assert_array_equal(one.size, other.size)
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("layout", [Contiguous(), Zigzag(), Zigzag(2)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "mask", "backward"),
+    first(4, in_turn([Contiguous(), Zigzag(), Zigzag(2)], [*MASKS, Causal()], [True, False, True, True])),
+    ids=str,
+)
 def test_rings_and_gatherings_by_arrays_are_those_by_patches(layout, mask, backward, monkeypatch):
     for length in (96, 53, 9):
         workload = Workload(shards(mask, layout, length, 6), SHAPE, 6)
@@ -54,9 +57,18 @@ def test_rings_and_gatherings_by_arrays_are_those_by_patches(layout, mask, backw
             assert_same(*(rounds(monkeypatch, most, schedule, workload, backward) for most in (64, 0)))
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 3), (4, 2), (3, 3), (5, 2)])
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_node", "mask", "backward"),
+    [
+        (2, 3, Full(), False),
+        sweep(2, 3, Causal(), True),
+        sweep(4, 2, Full(), False),
+        sweep(4, 2, Causal(), True),
+        sweep(3, 3, Full(), True),
+        sweep(5, 2, Causal(), False),
+    ],
+    ids=str,
+)
 def test_two_levels_by_arrays_are_those_by_patches(nodes, ranks_per_node, mask, backward, monkeypatch):
     for layout, length in ((Zigzag(), 240), (Contiguous(), 240), (Zigzag(), 101)):
         workload = Workload(shards(mask, layout, length, nodes * ranks_per_node), SHAPE, ranks_per_node)

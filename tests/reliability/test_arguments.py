@@ -21,7 +21,7 @@ SLOW = {
     "load_model", "generate", "Generator", "Generator.generate", "Generator.submit", "Generator.stream",
     "Generator.cancel", "attention_from_transformers", "shard_inputs",
 }  # fmt: skip
-SLOW_TEST = pytest.mark.slow
+SLOW_TEST = pytest.mark.sweep
 GUILTY = 1  # the rank that gets a bad value
 
 
@@ -72,7 +72,7 @@ def test_some_bad_arguments_are_refused_by_name_and_value():
     assert findings(cases) == []
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", FUZZER.targets)
 def test_all_bad_arguments_are_refused_by_name_and_value(name):
     run_valid_calls(name)
@@ -176,7 +176,7 @@ def test_some_bad_arguments_on_one_rank_are_refused_on_all():
             assert on_ranks(name, parameter, label) is None, (name, parameter, label)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", COLLECTIVE)
 def test_all_bad_arguments_on_one_rank_are_refused_on_all(name):
     cases = cases_on_ranks(name)

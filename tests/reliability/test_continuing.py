@@ -144,7 +144,7 @@ def test_training_continues_on_the_ranks_that_are_left(tmp_path):
     check_survivors([results[0], results[2]], train(tmp_path / "alone.pt", {})[0], ranks=2, groups=2)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_training_continues_after_two_failures(tmp_path):
     """Four ranks; one is killed; of the three that are left one raises; two finish, with the losses of one process."""
@@ -156,7 +156,7 @@ def test_training_continues_after_two_failures(tmp_path):
     assert max(result["seconds"] for result in finished) < 15  # nothing waited for the timeout
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_rank_that_comes_late_is_left_out(tmp_path):
     """A stopped rank goes on after the others have finished without it: it is told so, and joins nothing."""
@@ -194,7 +194,7 @@ def continue_generating(comm: Comm, port: int) -> tuple[list[int], list[int]]:
     return recipe("train_on_survivors")(on_survivors, store, rank, world, timeout=20, wait=0.5), alone
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(not installed("transformers"), reason="transformers is not installed")
 def test_a_new_generator_on_the_ranks_that_are_left_gives_the_same_tokens():
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
@@ -252,7 +252,7 @@ def uninterrupted(tmp_path_factory) -> list[float]:
     return json.loads(file.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.skipif(not installed("transformers"), reason="transformers is not installed")
 @pytest.mark.parametrize("lost", ["a worker", "a node"])

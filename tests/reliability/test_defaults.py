@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import attnmesh
+from helpers.cases import sweep
 from helpers.operations import each_operation
 
 
@@ -21,7 +22,7 @@ def default_dtype(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
-OTHERS = pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float16, marks=pytest.mark.slow)])
+OTHERS = pytest.mark.parametrize("dtype", [torch.float64, sweep(torch.float16)])
 
 
 @OTHERS
@@ -75,7 +76,7 @@ def test_every_new_tensor_has_a_device_and_a_dtype():
     assert missing == []
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @OTHERS
 def test_generation_under_other_defaults(dtype):
     from helpers.argument_calls import model

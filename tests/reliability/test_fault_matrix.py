@@ -2,7 +2,7 @@
 
 The ranks of a program go through its cells, each on a process group of its own. Killed ranks have worlds of their own,
 with a timeout of minutes. Each cell prints a line: program, fault, moment, and the median and the longest seconds that
-the other ranks took. `pytest -s -m slow tests/reliability/test_fault_matrix.py` shows them.
+the other ranks took. `pytest -s -m sweep tests/reliability/test_fault_matrix.py` shows them.
 """
 
 import random
@@ -41,7 +41,7 @@ def test_a_rank_comes_in_time_or_too_late():
     faults.check_cells("kvdp", cells, soon, timeout=280)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("program", "moment"), [(program, moment) for program in PROGRAMS for moment in moments(program)]
 )
@@ -49,14 +49,14 @@ def test_killed(program, moment):
     check_killed(program, moment)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("kinds", [HARMLESS, FAULTS[3:]], ids=["in time", "failed"])
 def test_not_killed(program, kinds):
     check_cells(program, [(fault, moment) for fault in kinds for moment in moments(program)])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_at_any_message(program):
     """Every program posts at least four batches of messages after its first step, tensor parallelism two."""

@@ -18,6 +18,7 @@ pytest.importorskip("accelerate")
 from attnmesh.models.checkpoint import ModelError
 from attnmesh.models.gguf import cache_folder, converted_folder, read_header
 from attnmesh.models.loading import load_model
+from helpers.cases import sweep
 from helpers.gguf_files import MUTATIONS, llama_weights, mutated, parse
 from helpers.memory import little_memory
 from helpers.models import tiny_llama, write_folder, write_gguf
@@ -103,7 +104,7 @@ def test_a_damaged_file_is_loaded_exactly_or_refused(original, file, name, seed,
     assert said in outcome(file)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_damaged_files_are_loaded_exactly_or_refused(original, file, name):
     loaded = 0
@@ -157,9 +158,9 @@ def test_a_file_without_tensors_and_sizes_builds_no_default_model(original, file
         ("llama.context_length", 2**62, "must be at most 2,147,483,648"),
         ("llama.expert_count", 2**60, "must be at most 65,536"),
         ("llama.attention.layer_norm_rms_epsilon", float("nan"), "must be finite, got nan"),
-        ("llama.rope.scaling.type", "linear", "has rope.scaling.type 'linear', which Transformers does not read"),
-        ("llama.attention.sliding_window", 8, "has attention.sliding_window 8, which Transformers does not read"),
-        ("general.architecture", "a\nb", "must name its family in general.architecture, got 'a\\nb'"),
+        sweep("llama.rope.scaling.type", "linear", "has rope.scaling.type 'linear', which Transformers does not read"),
+        sweep("llama.attention.sliding_window", 8, "has attention.sliding_window 8, which Transformers does not read"),
+        sweep("general.architecture", "a\nb", "must name its family in general.architecture, got 'a\\nb'"),
     ],
 )
 def test_sizes_are_checked_before_anything_is_built(original, file, name, value, said):

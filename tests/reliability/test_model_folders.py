@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from attnmesh.models.checkpoint import ModelError
 from attnmesh.models.loading import load_model
+from helpers.cases import sweep
 from helpers.hostile_folders import KINDS, LOADS, QUICK, damage, ran
 from helpers.memory import little_memory
 from helpers.models import write_folder
@@ -62,7 +63,7 @@ def outcome(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.sweep) for kind in KINDS]
 )
 def test_a_hostile_folder_loads_exactly_or_is_refused(folder, kind):
     change, expected = KINDS[kind]
@@ -72,7 +73,7 @@ def test_a_hostile_folder_loads_exactly_or_is_refused(folder, kind):
     assert expected in said
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 30))])
+@pytest.mark.parametrize("block", [0, *(sweep(block) for block in range(1, 30))])
 def test_a_damaged_configuration_loads_exactly_or_is_refused(original, folder, block):
     loaded, seeds = 0, range(20 * block, 20 * (block + 1))
     for seed in seeds:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.comm import CommError
 from attnmesh.testing.block import random_block
-from helpers.cases import else_slow
+from helpers.cases import else_sweep
 from helpers.faults import PROGRAMS, Setting, check_cells, check_killed, moments
 from helpers.processes import run_processes
 
@@ -57,7 +57,7 @@ FEW_KILLED = {
 
 
 @pytest.mark.parametrize(
-    ("program", "fault"), else_slow(product(PROGRAMS, FAULTS), lambda program, fault: (program, fault) in FEW)
+    ("program", "fault"), else_sweep(product(PROGRAMS, FAULTS), lambda program, fault: (program, fault) in FEW)
 )
 def test_every_other_rank_raises_in_time(program, fault):
     cells = [(fault, moment) for moment in moments(program)]
@@ -66,7 +66,7 @@ def test_every_other_rank_raises_in_time(program, fault):
 
 @pytest.mark.parametrize(
     ("program", "moment"),
-    else_slow(
+    else_sweep(
         [(program, moment) for program in PROGRAMS for moment in moments(program)],
         lambda program, moment: (program, moment) in FEW_KILLED,
     ),

@@ -16,6 +16,7 @@ import attnmesh as am
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs, reference_results
 from attnmesh.testing.decode import random_decode
 from attnmesh.testing.sparse import INDEX_SCALE, SCALE, OneDevice, Reference, random_sparse_problem
+from helpers.cases import first
 from helpers.decode import assert_decode_close
 
 DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -276,13 +277,13 @@ FAMILIES = {
 QUICK = {"attention": 25, "context": 5, "queries": 5, "decode": 25, "sparse": 10, "merge": 10}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first(2, FAMILIES))
 def test_odd_calls(family):
     for seed in range(QUICK[family]):
         FAMILIES[family](seed)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("part", range(10))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_more_odd_calls(family, part):

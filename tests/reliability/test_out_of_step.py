@@ -13,6 +13,7 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.comm import Comm, CommError
 from attnmesh.testing.block import poisoned_cache, random_block, shard_block
+from helpers.cases import first
 from helpers.processes import run_processes
 
 CASES = {}
@@ -375,7 +376,9 @@ FEW = [
 SOME = {*FEW, *list(CASES)[::7], *(name for name in CASES if "object" in name or "other" in name or "another_" in name)}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SOME else pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize(
+    "name", first(5, [pytest.param(name, marks=() if name in SOME else pytest.mark.sweep) for name in CASES])
+)
 def test_virtual_ranks_out_of_step(name):
     with pytest.raises((CommError, ValueError), match=r"out of step|deadlock|disagree") as caught:
         am.run_virtual(2, CASES[name])
@@ -444,7 +447,7 @@ def test_nccl_ranks_out_of_step(nccl_ranks):
     assert all(is_reported([rank[name] for rank in ranks]) for name in names), ranks
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_out_of_step_in_every_case(world):
     check_processes(world, list(CASES))

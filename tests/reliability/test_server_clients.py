@@ -200,7 +200,7 @@ def test_a_client_that_does_not_read_loses_its_connection(monkeypatch, reads_on)
     assert transport.abort.called != reads_on
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_an_answer_that_nobody_reads_is_given_up(impatient):
     """An answer of more than what the kernel takes: it holds one of the connections that compute."""
     body = json.dumps(completion(max_tokens=1900, min_tokens=1900, n=8, logprobs=16, stream=True)).encode()
@@ -398,7 +398,7 @@ def test_a_long_prompt_is_tokenized_beside_short_ones(model, tmp_path, monkeypat
 # All of them at once: `python -m benchmarks.server_load` does it for as long as one likes.
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_answers_under_load_are_those_of_one_rank(tmp_path):
     model = server_load.write_model(tmp_path / "model")
     cases = server_load.make_cases(model, 12, seed=3)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from helpers.cases import sweep
 from helpers.commands import ATTNMESH, TORCHRUN, Command, Ended
 
 SOON = 15  # seconds, on a machine that is busy with other tests
@@ -47,9 +48,7 @@ def answering(command: Command) -> list[int]:
 
 
 @pytest.mark.parametrize(("number", "code", "said"), [(INTERRUPT, 130, "interrupted"), (TERMINATE, 143, "terminated")])
-@pytest.mark.parametrize(
-    "delay", [0.0, pytest.param(0.5, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("delay", [0.0, sweep(0.5), sweep(2)])
 def test_a_signal_while_modules_are_imported_is_one_line(number, code, said, delay):
     with Command(*ATTNMESH, "simulate", "--ranks", 2, "--length", "1k") as command:
         command.wait_until_starting()
@@ -69,7 +68,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_killed_ranks_leave_no_words_about_semaphores(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(KILLED_WITH_A_SEMAPHORE)
@@ -79,10 +78,10 @@ def test_killed_ranks_leave_no_words_about_semaphores(tmp_path):
     assert not [line for line in said if "leaked" in line]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("number", "code", "said"),
-    [(INTERRUPT, 130, "interrupted"), pytest.param(TERMINATE, 143, "terminated", marks=pytest.mark.slow)],
+    [(INTERRUPT, 130, "interrupted"), sweep(TERMINATE, 143, "terminated")],
     ids=["INT", "TERM"],
 )
 def test_virtual_ranks_end_with_the_command(number, code, said):
@@ -92,7 +91,7 @@ def test_virtual_ranks_end_with_the_command(number, code, said):
         ended(command, code, f"attnmesh verify: {said}")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("number", "code", "said"), [(INTERRUPT, 130, "interrupted"), (TERMINATE, 143, "terminated")], ids=["INT", "TERM"]
 )
@@ -108,7 +107,7 @@ def test_the_ranks_of_generate_end_with_it(generate, number, code, said, to, whe
         ended(command, code, f"attnmesh generate: {said}")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("delay", [0.0, 8.0])
 @pytest.mark.parametrize(
     ("number", "code", "said"), [(INTERRUPT, 130, "interrupted"), (TERMINATE, 143, "terminated")], ids=["INT", "TERM"]
@@ -121,7 +120,7 @@ def test_the_ranks_of_verify_end_with_it(number, code, said, delay):
         ended(command, code, f"attnmesh verify: {said}")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("number", "code", "said"), [(INTERRUPT, 130, "interrupted"), (TERMINATE, 143, "terminated")], ids=["INT", "TERM"]
 )
@@ -133,7 +132,7 @@ def test_virtual_ranks_of_generate_end_with_it(generate, number, code, said):
         ended(command, code, f"attnmesh generate: {said}")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("number", [KILL, signal.SIGHUP], ids=["KILL", "HUP"])
 def test_no_rank_outlives_its_parent(generate, number):
     with Command(*generate, "--ranks", 2) as command:
@@ -143,7 +142,7 @@ def test_no_rank_outlives_its_parent(generate, number):
         assert (found.code, found.noise, found.left) == (128 + number, [], [])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("when", ["starting", "answering"])
 @pytest.mark.parametrize("number", [KILL, TERMINATE], ids=["KILL", "TERM"])
@@ -155,7 +154,7 @@ def test_a_rank_that_ends_ends_the_command(generate, rank, when, number):
         ended(command, 1, f"attnmesh generate: {blamed}")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("when", ["starting", "answering"])
 def test_an_interrupted_rank_interrupts_the_command(generate, when):
     with Command(*generate, "--ranks", 2) as command:
@@ -164,16 +163,16 @@ def test_an_interrupted_rank_interrupts_the_command(generate, when):
         ended(command, 130, "attnmesh generate: interrupted")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_stopped_during_rendezvous_is_named_after_the_timeout(generate, rank):
     with Command(*generate, "--ranks", 2, "--timeout", 8) as command:
         command.signal(STOP, command.ranks()[rank])
-        missing = rf"rank {rank} of 2 did not join the others within 8 s; the other ranks were stopped"
+        missing = rf"rank {rank} of 2 did not join the others within 8 s; the other ranks were stopped\. See docs/.*"
         ended(command, 1, f"attnmesh generate: {missing}", soon=8 + 2 * SOON)  # the others import torch first
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_stopped_while_it_answers_is_noticed_after_the_timeout(generate, rank):
     with Command(*generate, "--ranks", 2, "--timeout", 8) as command:
@@ -181,7 +180,7 @@ def test_a_rank_stopped_while_it_answers_is_noticed_after_the_timeout(generate, 
         ended(command, 1, rf"attnmesh generate: rank {1 - rank} of 2 failed: .*; the other ranks were stopped", soon=30)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("number", [INTERRUPT, TERMINATE], ids=["INT", "TERM"])
 def test_torchrun_ends_its_ranks_soon(generate, number):
     with Command(*TORCHRUN, *generate) as command:
@@ -195,7 +194,7 @@ def test_torchrun_ends_its_ranks_soon(generate, number):
         assert len(ours) <= 2, found  # torchrun itself prints a traceback
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_rank_of_torchrun_that_is_interrupted_ends_at_once(generate):
     with Command(*TORCHRUN, *generate) as command:
         command.line()
@@ -206,7 +205,7 @@ def test_a_rank_of_torchrun_that_is_interrupted_ends_at_once(generate):
         assert found.left == []
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(1200)
 def test_signals_at_random_moments_of_every_command(generate, tmp_path):
     seed = random.randrange(2**32)

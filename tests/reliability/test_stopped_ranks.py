@@ -58,7 +58,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("waits", [waits_for_a_message, waits_to_agree, fails_by_itself])
 def test_the_rank_that_serves_the_store_is_stopped(waits):
     world, port, context = 3, free_port(), multiprocessing.get_context("spawn")

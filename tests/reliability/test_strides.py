@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from helpers.arguments import targets
-from helpers.cases import else_slow
+from helpers.cases import else_sweep
 from helpers.operations import (
     Operation,
     decode_operations,
@@ -111,7 +111,7 @@ def test_strides(operation):
     assert_same_results(operation, 0, first="last")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(1, 31))
 def test_random_strides(seed):
     print(f"seed {seed}")
@@ -125,7 +125,7 @@ def test_strides_of_a_kernel():
     assert_same_results(KERNELS["decode triton cur_pos"], 0)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU below")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", KERNELS)
@@ -151,7 +151,7 @@ def is_of_its_own(operation: Operation, dtype: torch.dtype) -> bool:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     ("operation", "dtype"),
-    else_slow(product([*KERNELS.values(), *public_operations("cuda")], LIMITS), is_of_its_own),
+    else_sweep(product([*KERNELS.values(), *public_operations("cuda")], LIMITS), is_of_its_own),
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_strides_on_a_gpu(operation, dtype):

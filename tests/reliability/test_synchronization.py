@@ -7,7 +7,7 @@ import torch
 
 from attnmesh.parallel import checksums
 from attnmesh.parallel.sparse import groups
-from helpers.cases import else_slow
+from helpers.cases import else_sweep
 from helpers.operations import SPARSE, Operation, Tensors, public_operations
 
 OPERATIONS = [operation for operation in public_operations("cuda") if operation.backend != "reference"]
@@ -41,7 +41,7 @@ OTHER_IN_FLOAT32 = {
 
 @pytest.mark.parametrize(
     ("operation", "dtype"),
-    else_slow(
+    else_sweep(
         product(OPERATIONS, [torch.float32, torch.bfloat16]),
         lambda operation, dtype: dtype == torch.bfloat16 or operation.name in OTHER_IN_FLOAT32,
     ),

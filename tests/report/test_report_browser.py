@@ -166,7 +166,7 @@ def test_a_selected_step_shows_its_computation_and_messages(open_page):
     assert changed(before, drawn(page)) == set()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_play_goes_through_all_steps(open_page):
     page = open_page(color_scheme="light")  # a page of its own: its clock stands still
     page.clock.install()
@@ -179,7 +179,7 @@ def test_play_goes_through_all_steps(open_page):
     assert page.locator("#play").get_attribute("aria-label") == "Play the steps"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_every_schedule_has_drawings_of_its_own(open_page):
     page = open_page()
     names = page.locator("#schedule option").evaluate_all("all => all.map(option => option.value)")
@@ -195,7 +195,7 @@ def test_every_schedule_has_drawings_of_its_own(open_page):
     assert len(seen) == len(names)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_under_ulysses_a_rank_shows_its_own_heads(open_page):
     page = open_page()
     page.select_option("#schedule", "ulysses")
@@ -213,7 +213,7 @@ def test_under_ulysses_a_rank_shows_its_own_heads(open_page):
     assert tiles(page) == before
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_color_and_order_switches(open_page):
     page = open_page()
     page.select_option("#schedule", "ring")
@@ -227,7 +227,7 @@ def test_color_and_order_switches(open_page):
     assert "step 1" in page.locator("#legend").inner_text()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_tile_under_the_pointer_is_described(open_page):
     page = open_page()
     page.select_option("#schedule", "ring")
@@ -294,7 +294,7 @@ def test_a_phone_needs_no_sideways_scrolling(open_page, width):
     assert "Computed by rank" in page.locator("#tile-text").inner_text()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_drawings_follow_the_width_of_the_window(open_page):
     page = open_page()
     page.set_viewport_size({"width": 500, "height": 800})
@@ -336,7 +336,7 @@ def overflowing(page) -> list[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_wide_tables_stack_on_a_phone(open_page):
     page = open_page(viewport={"width": 320, "height": 700})
     assert overflowing(page) == []
@@ -357,7 +357,7 @@ def other_page(browser, tmp_path, report, **options):
     return page
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_many_ranks_are_drawn_by_node(browser, tmp_path):
     report = schedule_report(Causal(), Zigzag(), 160, 20, Shape(1, 8, 2, 64, 2, 4), ranks_per_node=5)
     page = other_page(browser, tmp_path, report, viewport={"width": 375, "height": 700})
@@ -373,7 +373,7 @@ def test_many_ranks_are_drawn_by_node(browser, tmp_path):
     page.close()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_single_rank_has_no_communication(browser, tmp_path):
     page = other_page(browser, tmp_path, schedule_report(Causal(), Zigzag(), 64, 1, Shape(1, 8, 2, 64, 2, 4)))
     assert page.locator("h1").inner_text() == "1 rank, 64 tokens"
@@ -383,7 +383,7 @@ def test_a_single_rank_has_no_communication(browser, tmp_path):
     page.close()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_generation_report_needs_no_drawings(browser, tmp_path):
     answers = [GeneratedAnswer("Who?", "word " * 200, 50, 200, 200, 1e-6)]
     stats = [

@@ -162,7 +162,7 @@ def check_threads(monkeypatch, prefill_ranks, sharding, client, kind="llama"):
     check(run_threads(prefill_ranks + sharding.ranks, both_sides, *how, {}, kind), *how, kind)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_nine_requests_with_room_for_two(monkeypatch):
     check_threads(monkeypatch, 1, DecodeSharding(cp=2), all_at_once)
 
@@ -175,7 +175,7 @@ def test_requests_that_are_preempted_are_computed_again_on_the_decode_ranks(monk
     check_threads(monkeypatch, 1, DecodeSharding(), two_that_outgrow_the_cache)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_layers_with_windows(monkeypatch):
     """A server has blocks for all tokens in every layer, so that they move."""
     check_threads(monkeypatch, 2, DecodeSharding(cp=2), all_at_once, "mistral")
@@ -209,7 +209,7 @@ def on_process(comm, *how):
         return both_sides(comm, *how)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("prefill_ranks", "sharding", "client", "options"),
     [

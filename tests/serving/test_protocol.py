@@ -32,7 +32,7 @@ def understood(parse, data):
         return error
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4), st.sampled_from([parse_completion, parse_chat]))
 def test_any_body_is_understood_or_refused(body, parse):
     body = {"model": "m", "prompt": "a", "messages": MESSAGES, **body}
@@ -85,8 +85,16 @@ def test_too_many_prompts_are_refused_before_they_are_looked_at():
         )
 
 
-@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty", "temperature"])
-@pytest.mark.parametrize("value", ["3.4e38", "-3.4e38", "1e-45", "1e999", "1" + "0" * 400])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("presence_penalty", "3.4e38"),
+        ("repetition_penalty", "-3.4e38"),
+        ("frequency_penalty", "1e-45"),
+        ("temperature", "1e999"),
+        ("repetition_penalty", "1" + "0" * 400),
+    ],
+)
 def test_numbers_at_the_limits_of_floats(name, value):
     result = understood(parse_completion, f'{{"model": "m", "prompt": "a", "{name}": {value}}}'.encode())
     if isinstance(result, ApiError):

@@ -28,6 +28,7 @@ import openai  # noqa: E402
 
 from attnmesh.serving.app import _Answers  # noqa: E402
 from attnmesh.serving.server import _log_to_stderr, serve  # noqa: E402
+from helpers.cases import sweep  # noqa: E402
 from helpers.serving import NAME, Server, settings, virtual_server, write_model  # noqa: E402
 
 PROMPT = "a b c d e f g h i j"
@@ -96,7 +97,7 @@ def test_completions_are_those_of_the_model_alone(client, alone):
     assert complete(client, "a").choices[0].text == alone("a").text  # one token on two ranks
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_samples_differ_and_a_seed_repeats_them(client, alone):
     prompts = [PROMPT, "c b a"]
     found = complete(client, prompts, n=3, **SAMPLED)
@@ -112,18 +113,17 @@ def test_samples_differ_and_a_seed_repeats_them(client, alone):
     ("how", "options"),
     [
         ({"stop": ["zz", "g"]}, {"stop_strings": ["zz", "g"]}),
-        ({"stop_token_ids": [6]}, {"stop": [1, 6]}),
-        ({"stop_token_ids": [6], "min_tokens": 9}, {"stop": [1, 6], "min_new_tokens": 9}),
-        (
+        sweep({"stop_token_ids": [6]}, {"stop": [1, 6]}),
+        sweep({"stop_token_ids": [6], "min_tokens": 9}, {"stop": [1, 6], "min_new_tokens": 9}),
+        sweep(
             {"frequency_penalty": 1.5, "presence_penalty": 0.5},
             {"sampling": Sampling(presence_penalty=0.5, frequency_penalty=1.5)},
         ),
-        pytest.param(
+        sweep(
             {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.2, **SAMPLED},
             {"sampling": Sampling(1.0, 0.9, 5, 3, 0.1, 1.2)},
-            marks=pytest.mark.slow,
         ),
-        ({"logit_bias": {"4": -100, "9": 3.5}}, {"logits_processors": [lambda _, x: x + BIAS]}),
+        sweep({"logit_bias": {"4": -100, "9": 3.5}}, {"logits_processors": [lambda _, x: x + BIAS]}),
     ],
     ids=lambda value: "-".join(value),
 )
@@ -188,14 +188,15 @@ def test_log_probabilities_are_those_of_the_model(client, alone, model):
     assert [word for each in streamed for word in each.tokens] == words
 
 
-def test_models_are_listed(client):
+def test_models_are_listed(server, client):
+    assert server.settings.is_serving
     assert [each.id for each in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).id == NAME
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_many_clients_at_once_get_their_own_answers(client, alone):
     prompts = [f"{word} a b c {word}" for word in "abcdefgh"]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -328,7 +329,7 @@ def eventually(condition):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, sweep(False)])
 def test_a_client_that_goes_away_cancels_its_request(server, client, stream, alone):
     before = metric(server, 'attnmesh_answers_total{finish_reason="cancelled"}')
     long = {"max_tokens": 180, "min_tokens": 180, "n": 3}
@@ -474,8 +475,8 @@ def check_answers(client, alone):
     "sharding",
     [
         DecodeSharding(tp=2),
-        pytest.param(DecodeSharding(cp=3), marks=pytest.mark.slow),
-        pytest.param(DecodeSharding(tp=2, kvdp=2), marks=pytest.mark.slow),
+        sweep(DecodeSharding(cp=3)),
+        sweep(DecodeSharding(tp=2, kvdp=2)),
     ],
     ids=str,
 )
@@ -489,7 +490,7 @@ def serve_on_process(comm, how):
     return comm.rank
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("shard_weights", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)], ids=str)
 def test_a_server_over_processes(model, tmp_path, alone, sharding, shard_weights):

@@ -29,6 +29,7 @@ from helpers.training import (
     training_model,
 )
 
+trainer_module = sys.modules[_check_trainer.__module__]
 needs_trl = pytest.mark.skipif(
     not all(map(installed, ("accelerate", "transformers", "trl", "peft", "datasets"))),
     reason="needs accelerate, transformers, trl, peft and datasets (the extra 'train')",
@@ -355,14 +356,14 @@ def test_a_training_step_enters_few_files(quick):
 
 
 @needs_trl
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [name for name in SLOW if "leakage" not in name])
 def test_more_logged_values_equal_one_process(slow, name):
     check_logs(slow, name, tolerance=5e-3 if name == "bf16" else 2e-5)
 
 
 @needs_trl
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_checkpoint_resumes_with_another_cp_size(tmp_path):
     logs, _ = run_ranks(2, resumed, str(tmp_path))
     expected = [entry for entry in logs["one process"] if "loss" in entry]
@@ -375,7 +376,7 @@ def test_a_checkpoint_resumes_with_another_cp_size(tmp_path):
 
 
 @needs_trl
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_data_parallel_and_context_parallel_ranks():
     results = run_ranks(4, data_parallel, DATA_PARALLEL)
     for result in results:  # depends on the padding
@@ -403,7 +404,7 @@ def test_a_packed_document_does_not_see_the_others(quick):
 
 
 @needs_trl
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["leakage with sinks"])
 def test_more_packed_documents_do_not_see_the_others(slow, name):
     check_documents(slow, name)
@@ -535,3 +536,51 @@ def test_training_without_reduced_gradients_is_refused_and_a_loss_of_one_s_own_i
         _check_trainer(Own(), torch.nn.Linear(1, 1))
     with torch.no_grad(), pytest.warns(UserWarning, match=r"compute_loss of Own is given .*'shift_labels'. are its la"):
         _check_trainer(Own(), torch.nn.Linear(1, 1))
+
+
+def test_a_smoothed_loss_is_divided_by_the_items_of_the_batch_or_else_by_the_share():
+    def smoother(outputs, labels, shift_labels, num_items_in_batch):
+        return outputs, labels, shift_labels, num_items_in_batch
+
+    assert trainer_module._smoothed_loss(smoother, 3, "out", "labels", True) == ("out", "labels", False, 3)
+    assert trainer_module._smoothed_loss(smoother, 3, "out", "labels", True, 7) == ("out", "labels", False, 7)
+
+
+@pytest.mark.parametrize(
+    ("models", "wrapped", "fsdp", "forgotten"),
+    [
+        ([], False, False, True),
+        (["trained before"], False, False, False),
+        ([], True, False, False),
+        ([], False, True, False),
+    ],
+)
+def test_what_is_prepared_for_an_evaluation_before_training_is_wrapped_later(
+    monkeypatch, models, wrapped, fsdp, forgotten
+):
+    """Accelerate remembers a model that it prepared; `train` would take it for one that DDP wraps."""
+    monkeypatch.setattr(trainer_module, "_shards", lambda trainer: True)
+    monkeypatch.setattr(trainer_module, "ranks_of", lambda accelerator, options: None)
+    model = SimpleNamespace(_is_accelerate_prepared=True)
+    accelerator = SimpleNamespace(_models=list(models))
+    trainer = SimpleNamespace(
+        accelerator=accelerator, model=model, model_wrapped=None if wrapped else model, is_fsdp_enabled=fsdp
+    )
+
+    def evaluate(trainer):
+        accelerator._models.append(model)
+        return "metrics"
+
+    assert trainer_module._evaluation_loop(None, evaluate)(trainer) == "metrics"
+    assert (accelerator._models == []) == forgotten
+    assert model._is_accelerate_prepared == (not forgotten)
+
+
+def test_a_whole_batch_is_refused_only_where_gradients_are_computed():
+    check = sys.modules[_digest.__module__].AcceleratorRanks._check_whole
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=r"inside `with accelerator\.maybe_context_parallel"):
+        check(model)
+    with torch.no_grad():
+        check(model)
+    check(model.eval())

@@ -281,7 +281,7 @@ def test_gradients_of_data_and_context_parallelism_are_those_of_one_process():
     run_ranks(4, two_by_two, False, imports=["torch._dynamo"])  # DDP imports it
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_checkpoints_autocast_and_resuming():
     run_ranks(4, two_by_two, True, imports=["torch._dynamo"])
 
@@ -326,7 +326,7 @@ def transformers_model(comm: Comm) -> None:
             assert_same(found, expected, f"{wrap}, compiled={compiled}, reentrant={reentrant}", 1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_models_of_transformers():
     pytest.importorskip("transformers")
     run_ranks(2, transformers_model, imports=["torch._dynamo", "transformers"])

@@ -7,6 +7,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.training.batch import shard_inputs
+from helpers.cases import first, pairwise, sweep
 from helpers.models import KINDS, LAYOUTS, attnmesh_model, on_virtual_ranks, random_ids, transformers_model
 
 LENGTH = 37  # which few worlds divide
@@ -65,7 +66,7 @@ def check_step(kind, world, layout, length=LENGTH, schedule="auto"):
             assert (total - right).norm() <= 1e-5 * right.norm(), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", first(2, LAYOUTS))
 def test_gradients_of_a_llama_over_four_ranks(layout):
     check_step("llama", 4, layout)
 
@@ -74,16 +75,16 @@ def test_gradients_of_a_llama_over_four_ranks(layout):
     ("kind", "world", "layout", "length"),
     [
         ("qwen2", 3, "striped", 37),
-        ("qwen3", 2, "zigzag", 23),
-        ("mistral", 4, "zigzag", 37),
-        ("gpt_oss", 4, "striped", 37),
+        sweep("qwen3", 2, "zigzag", 23),
+        sweep("mistral", 4, "zigzag", 37),
+        sweep("gpt_oss", 4, "striped", 37),
     ],
 )
 def test_gradients_of_the_others(kind, world, layout, length):
     check_step(kind, world, layout, length)
 
 
-@pytest.mark.parametrize("schedule", ["ring", "allgather"])
+@pytest.mark.parametrize("schedule", ["ring", sweep("allgather")])
 def test_gradients_under_a_schedule(schedule):
     check_step("llama", 3, "zigzag", schedule=schedule)
 
@@ -93,13 +94,14 @@ def test_as_many_tokens_as_ranks():
     check_step("llama", 5, "zigzag", length=9)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("length", [9, 16, 37, 64])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_everywhere(kind, world, layout, length):
-    check_step(kind, world, layout, length)
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "case",
+    pairwise({"kind": KINDS, "world": [1, 2, 3, 4, 5], "layout": list(LAYOUTS), "length": [9, 16, 37, 64]}),
+    ids=lambda case: "-".join(map(str, case.values())),
+)
+def test_gradients_everywhere(case):
+    check_step(**case)
 
 
 def test_without_labels_there_are_logits_and_no_loss():

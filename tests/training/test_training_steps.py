@@ -7,6 +7,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.training.batch import shard_inputs
+from helpers.cases import sweep
 from helpers.models import TYPES, attnmesh_model, on_virtual_ranks, random_ids, transformers_model
 from helpers.packed_batches import ROWS, batch, documents_in_one_process
 
@@ -42,19 +43,19 @@ def check_accumulation(kind, world, checkpointing):
         assert (sum(parts) - right).norm() <= 3e-5 * right.norm() + 1e-9 if parts else not right.any(), name
 
 
-@pytest.mark.parametrize(("kind", "how"), [("mistral", "reentrant"), ("gpt_oss", "not reentrant")])
+@pytest.mark.parametrize(("kind", "how"), [("mistral", "reentrant"), sweep("gpt_oss", "not reentrant")])
 def test_accumulated_gradients_of_checkpointed_layers(kind, how):
     check_accumulation(kind, 2, CHECKPOINTING[how])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", CHECKPOINTING)
 @pytest.mark.parametrize("kind", [kind for kind in TYPES if kind != "llama4_text"])  # it counts chunks in the row
 def test_accumulated_gradients_of_every_architecture(kind, how):
     check_accumulation(kind, 3, CHECKPOINTING[how])
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])
+@pytest.mark.parametrize("kind", ["qwen2", sweep("gemma2")])
 def test_evaluation(kind):
     ids, labels, positions, real = batch()
     wanted, loss, _ = documents_in_one_process(kind, ids, labels, ROWS)

@@ -21,7 +21,8 @@ ROOT = logging.getLogger("attnmesh")
 def fresh(monkeypatch):
     """No signature has been logged before, and handlers and level are restored."""
     monkeypatch.setattr(log, "_logged", set())
-    monkeypatch.delenv(log.VERBOSE, raising=False)
+    monkeypatch.setenv(log.VERBOSE, "1")  # so that it is restored: `delenv` of what is not set remembers nothing
+    monkeypatch.delenv(log.VERBOSE)
     handlers, level = ROOT.handlers[:], ROOT.level
     yield
     ROOT.handlers[:], ROOT.level = handlers, level

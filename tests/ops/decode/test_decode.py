@@ -9,10 +9,9 @@ import torch
 from attnmesh import decode_attention, paged_decode_attention
 from attnmesh.ops.storage import Quantized, values_of
 from attnmesh.testing.decode import DecodeProblem, random_decode
+from helpers.cases import sweep
 from helpers.decode import (
     BACKENDS,
-    MASK_SHAPES,
-    STORAGES,
     check_backend,
     decode_by_loops,
     device_of,
@@ -29,9 +28,10 @@ EDGES = [0, 1, 14, 15, 16, 17, 31, 32, 33, 36]  # positions at the ends of tiles
 # Tokens, heads, widths, dtypes.
 
 
-@ON_EACH
-@pytest.mark.parametrize("group", [1, 3, 7, 8, 64])
-@pytest.mark.parametrize("tokens", range(1, 9))
+@pytest.mark.parametrize(
+    ("tokens", "group", "backend"),
+    [(1, 1, "cpu"), (2, 3, "triton"), (4, 8, "cpu"), sweep(5, 7, "triton"), sweep(7, 64, "cpu"), sweep(8, 1, "triton")],
+)
 def test_tokens_and_query_heads_per_kv_head(tokens, group, backend):
     paged = {"block_size": 8} if (tokens + group) % 2 else {}
     check_backend(problem_for(backend, [22, tokens - 1], tokens=tokens, group=group, dims=(16, 16), **paged), backend)
@@ -43,16 +43,34 @@ def test_any_number_of_kv_heads(kv_heads, backend):
     check_backend(problem_for(backend, [22], kv_heads=kv_heads, group=2, tokens=2), backend)
 
 
-@ON_EACH
-@pytest.mark.parametrize("dims", [(16, 128), (48, 32), (33, 17), (80, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    ("dims", "backend"),
+    [
+        ((16, 128), "cpu"),
+        ((48, 32), "triton"),
+        ((33, 17), "triton"),
+        sweep((80, 96), "cpu"),
+        sweep((128, 128), "triton"),
+        sweep((192, 128), "cpu"),
+        sweep((256, 256), "cpu"),
+    ],
+)
 def test_any_width_of_keys_and_values(dims, backend):
     check_backend(problem_for(backend, [18, 40], dims=dims, tokens=2), backend)
     check_backend(problem_for(backend, [18, 40], dims=dims, block_size=16), backend)
 
 
-@ON_EACH
-@pytest.mark.parametrize("block_size", [None, 16])
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    ("storage", "block_size", "backend"),
+    [
+        ("plain", None, "cpu"),
+        sweep("plain", 16, "triton"),
+        sweep("fp8", 16, "triton"),
+        sweep("fp8 heads", None, "triton"),
+        sweep("int8", 16, "cpu"),
+        sweep("bfp8", None, "cpu"),
+    ],
+)
 def test_values_that_are_the_first_columns_of_the_keys(storage, block_size, backend):
     """As multi-head latent attention stores them: one kv head, the values within the keys."""
     problem = problem_for(
@@ -63,10 +81,17 @@ def test_values_that_are_the_first_columns_of_the_keys(storage, block_size, back
     check_backend(problem, backend)
 
 
-@ON_EACH
-@pytest.mark.parametrize("block_size", [None, 7])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    ("storage", "dtype", "block_size", "backend"),
+    [
+        ("plain", torch.float32, None, "cpu"),
+        ("fp8", torch.float16, 7, "triton"),
+        sweep("fp8 heads", torch.bfloat16, None, "triton"),
+        sweep("int8", torch.bfloat16, 7, "cpu"),
+        sweep("bfp8", torch.float32, 7, "triton"),
+        sweep("bfp8", torch.float16, None, "cpu"),
+    ],
+)
 def test_every_storage_under_every_dtype_of_queries(storage, dtype, block_size, backend):
     if dtype == torch.bfloat16 and supported_dtype(backend, dtype) != dtype:
         pytest.skip("the interpreter's bfloat16 products are wrong")
@@ -81,8 +106,10 @@ def test_the_reference_and_auto_serve_float64(block_size):
     check_backend(problem, "auto")
 
 
-@ON_EACH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [(torch.float32, "cpu"), (torch.float32, "triton"), sweep(torch.float16, "cpu"), sweep(torch.float16, "triton")],
+)
 def test_large_scores_do_not_overflow(dtype, backend):
     problem = problem_for(backend, [30, 45], tokens=2, dtype=dtype)
     for scale in (40.0, -40.0):
@@ -104,9 +131,18 @@ def test_a_row_whose_scores_are_all_far_from_zero(sign, backend):
 # Positions.
 
 
-@ON_EACH
-@pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("how", [{}, {"window": 5}, {"split_size": 16}], ids=str)
+@pytest.mark.parametrize(
+    ("how", "tokens", "backend"),
+    [
+        ({}, 1, "cpu"),
+        ({}, 4, "triton"),
+        ({"window": 5}, 1, "cpu"),
+        sweep({"window": 5}, 4, "triton"),
+        sweep({"split_size": 16}, 1, "triton"),
+        sweep({"split_size": 16}, 4, "cpu"),
+    ],
+    ids=str,
+)
 def test_every_position_to_past_two_blocks_of_a_cache(how, tokens, backend):
     if interpreted(backend) and how:
         pytest.skip("as for pools, where it is done")
@@ -115,10 +151,17 @@ def test_every_position_to_past_two_blocks_of_a_cache(how, tokens, backend):
         check_backend(problem_for(backend, positions, tokens=tokens, dims=(16, 16), **how), backend)
 
 
-@ON_EACH
-@pytest.mark.parametrize("at", ["list", "int32", "int64"])
-@pytest.mark.parametrize("block_size", [None, 16])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("sinks", "block_size", "at", "backend"),
+    [
+        (False, None, "list", "cpu"),
+        (False, None, "int64", "triton"),
+        (False, 16, "list", "triton"),
+        (True, None, "int32", "cpu"),
+        (True, 16, "int32", "triton"),
+        (True, 16, "int64", "cpu"),
+    ],
+)
 def test_minus_one_skips_a_sequence(sinks, block_size, at, backend):
     problem = problem_for(backend, [-1, 20, -1, 5], tokens=2, at=at, block_size=block_size, sinks=sinks)
     out, lse = check_backend(problem, backend)
@@ -135,9 +178,17 @@ def test_nothing_but_skipped_sequences(block_size, backend):
     assert (lse == -torch.inf).all()
 
 
-@ON_EACH
-@pytest.mark.parametrize("tokens", [2, 5, 8])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("sinks", "tokens", "backend"),
+    [
+        (False, 2, "cpu"),
+        (False, 5, "cpu"),
+        sweep(False, 8, "triton"),
+        sweep(True, 2, "triton"),
+        sweep(True, 5, "triton"),
+        sweep(True, 8, "cpu"),
+    ],
+)
 def test_tokens_before_position_zero_attend_to_nothing(sinks, tokens, backend):
     positions = list(range(tokens))
     problem = problem_for(backend, positions, tokens=tokens, sinks=sinks, kv_heads=1)
@@ -188,18 +239,37 @@ def by_loops_scores(problem: DecodeProblem) -> torch.Tensor:
 # Who sees whom.
 
 
-@ON_EACH
-@pytest.mark.parametrize("shape", MASK_SHAPES)
-@pytest.mark.parametrize("kind", ["bool", "added"])
+@pytest.mark.parametrize(
+    ("kind", "shape", "backend"),
+    [
+        ("bool", "", "cpu"),
+        ("bool", "h", "triton"),
+        sweep("bool", "bh", "cpu"),
+        sweep("bool", "bht", "cpu"),
+        sweep("added", "b", "triton"),
+        sweep("added", "t", "cpu"),
+        sweep("added", "bt", "triton"),
+        sweep("added", "ht", "triton"),
+    ],
+)
 def test_masks_of_every_shape(kind, shape, backend):
     for seed, (width, block_size) in enumerate([("", None), (" short", 16)]):
         how = {"tokens": 3, "group": 3, "key_range": f"{kind} {shape}{width}", "block_size": block_size, "seed": seed}
         check_backend(problem_for(backend, [26, -1, 40], capacity=50, dims=(16, 16), **how), backend)
 
 
-@ON_EACH
-@pytest.mark.parametrize("kind", ["bool", "added"])
-@pytest.mark.parametrize("how", [{"window": 6}, {"sinks": True}, {"max_splits": 4}, {"split_size": 16}], ids=str)
+@pytest.mark.parametrize(
+    ("how", "kind", "backend"),
+    [
+        ({"window": 6}, "bool", "cpu"),
+        ({"window": 6}, "added", "triton"),
+        ({"sinks": True}, "bool", "cpu"),
+        ({"sinks": True}, "added", "triton"),
+        ({"max_splits": 4}, "bool", "triton"),
+        ({"split_size": 16}, "added", "cpu"),
+    ],
+    ids=str,
+)
 def test_masks_under_every_option(how, kind, backend):
     check_backend(problem_for(backend, [26, 40, 1], tokens=3, capacity=50, key_range=f"{kind} bht", **how), backend)
 
@@ -212,8 +282,7 @@ def test_a_mask_lifts_causality_among_the_new_tokens_but_not_past_the_last(backe
     torch.testing.assert_close(lse.exp()[:, 0].cpu(), torch.tensor([[10.0] * 4, [5.0] * 4]))
 
 
-@ON_EACH
-@pytest.mark.parametrize("width", [1, 5, 16, 17])
+@pytest.mark.parametrize(("width", "backend"), [(1, "cpu"), (5, "triton"), sweep(16, "cpu"), sweep(17, "triton")])
 def test_keys_from_the_end_of_a_mask_on_are_not_seen(width, backend):
     problem = problem_for(backend, [19, 3], tokens=2, capacity=20, dtype=torch.float32)
     for mask in (torch.ones(1, 1, 1, width, dtype=torch.bool), torch.zeros(1, 1, 1, width)):
@@ -221,8 +290,17 @@ def test_keys_from_the_end_of_a_mask_on_are_not_seen(width, backend):
         torch.testing.assert_close(lse.exp()[:, 0, 0].cpu(), torch.tensor([float(width), min(width, 4.0)]))
 
 
-@ON_EACH
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [
+        (torch.float16, "cpu"),
+        sweep(torch.float16, "triton"),
+        sweep(torch.float32, "cpu"),
+        sweep(torch.float32, "triton"),
+        sweep(torch.bfloat16, "cpu"),
+        sweep(torch.bfloat16, "triton"),
+    ],
+)
 def test_a_mask_may_be_strided_expanded_and_of_any_floating_type(dtype, backend):
     problem = problem_for(backend, [19, 3], tokens=2, capacity=20, kv_heads=2)
     generator = torch.Generator().manual_seed(3)
@@ -244,9 +322,17 @@ def test_a_mask_that_lies_as_low_as_its_type_goes(backend):
         check_backend(problem.with_options(mask=mask, max_splits=3), backend)
 
 
-@ON_EACH
-@pytest.mark.parametrize("tokens", [1, 2, 5, 8])
-@pytest.mark.parametrize("key_range", ["tree", "trees"])
+@pytest.mark.parametrize(
+    ("key_range", "tokens", "backend"),
+    [
+        ("tree", 1, "cpu"),
+        sweep("tree", 2, "cpu"),
+        sweep("tree", 5, "triton"),
+        sweep("trees", 1, "triton"),
+        sweep("trees", 2, "triton"),
+        sweep("trees", 8, "cpu"),
+    ],
+)
 def test_trees(key_range, tokens, backend):
     hows = [{}, {"block_size": 16}, {"window": 4}, {"split_size": 16}, {"sinks": True}]
     for seed, how in enumerate(hows[tokens % 3 :: 2] if interpreted(backend) else hows):
@@ -277,9 +363,17 @@ def test_a_tree_of_which_a_token_sees_nothing_new(backend):
     assert check_backend(problem, backend, tree=tree).lse[1].isneginf().all()
 
 
-@ON_EACH
-@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 40, 41, 1000])
-@pytest.mark.parametrize("block_size", [None, 8])
+@pytest.mark.parametrize(
+    ("block_size", "window", "backend"),
+    [
+        (None, 1, "cpu"),
+        (None, 16, "triton"),
+        (None, 1000, "cpu"),
+        (8, 2, "triton"),
+        sweep(8, 17, "cpu"),
+        sweep(8, 41, "triton"),
+    ],
+)
 def test_windows(block_size, window, backend):
     check_backend(
         problem_for(backend, [40, 16, 3], tokens=3, block_size=block_size, window=window, dims=(16, 16)), backend
@@ -293,9 +387,18 @@ def test_a_window_counts_the_token_itself(backend):
     torch.testing.assert_close(check_backend(problem, backend).out[0].double(), values)
 
 
-@ON_EACH
-@pytest.mark.parametrize("how", [{}, {"block_size": 16}, {"window": 3}, {"split_size": 16}, {"max_splits": 3}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "how", "backend"),
+    [
+        (torch.float32, {}, "cpu"),
+        (torch.float32, {"window": 3}, "triton"),
+        (torch.float32, {"max_splits": 3}, "cpu"),
+        sweep(torch.float16, {}, "triton"),
+        sweep(torch.float16, {"block_size": 16}, "triton"),
+        sweep(torch.float16, {"split_size": 16}, "cpu"),
+    ],
+    ids=str,
+)
 def test_sinks(dtype, how, backend):
     for seed in range(1 if interpreted(backend) else 2):  # in float32, and in the dtype of q
         problem = problem_for(backend, [30, 0, 45], tokens=2, group=3, sinks=True, dtype=dtype, seed=seed, **how)
@@ -305,9 +408,17 @@ def test_sinks(dtype, how, backend):
         check_backend(problem, backend)
 
 
-@ON_EACH
-@pytest.mark.parametrize("scale", [0.0, 1, 1.7, -0.3])
-@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize(
+    ("block_size", "scale", "backend"),
+    [
+        (None, 0.0, "cpu"),
+        (None, 1, "cpu"),
+        (None, 1.7, "triton"),
+        sweep(16, 0.0, "triton"),
+        sweep(16, 1, "triton"),
+        sweep(16, -0.3, "cpu"),
+    ],
+)
 def test_scale(block_size, scale, backend):
     how = {"block_size": block_size, "sinks": True}
     check_backend(problem_for(backend, [30, 9], tokens=2, scale=scale, **how), backend)
@@ -316,9 +427,17 @@ def test_scale(block_size, scale, backend):
     )  # which it does not scale
 
 
-@ON_EACH
-@pytest.mark.parametrize("block_size", [None, 16])
-@pytest.mark.parametrize("storage", ["plain", "int8"])
+@pytest.mark.parametrize(
+    ("storage", "block_size", "backend"),
+    [
+        ("plain", None, "cpu"),
+        ("plain", None, "triton"),
+        ("plain", 16, "cpu"),
+        sweep("int8", None, "triton"),
+        sweep("int8", 16, "cpu"),
+        ("int8", 16, "triton"),
+    ],
+)
 def test_shared_cache(storage, block_size, backend):
     how = {"block_size": block_size, "storage": storage, "share": "cache"}
     problem = problem_for(backend, [30, 9, -1, 44], tokens=2, **how)
@@ -330,10 +449,17 @@ def test_shared_cache(storage, block_size, backend):
 # Splits.
 
 
-@ON_EACH
-@pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize(
-    "how", [{"max_splits": n} for n in (1, 2, 5, 1000)] + [{"split_size": n} for n in (1, 10, 16, 100, 1000)], ids=str
+    ("how", "block_size", "backend"),
+    [  # one split, more of them than keys, splits that do not divide a block, and one that is longer than the cache
+        ({"max_splits": 1}, None, "triton"),
+        ({"max_splits": 5}, 16, "triton"),
+        ({"max_splits": 1000}, None, "cpu"),
+        sweep({"split_size": 1}, 16, "cpu"),
+        sweep({"split_size": 10}, 16, "triton"),
+        sweep({"split_size": 1000}, None, "cpu"),
+    ],
+    ids=str,
 )
 def test_any_splits(how, block_size, backend):
     last = 20 if how.get("split_size") == 1 else 70
@@ -343,8 +469,16 @@ def test_any_splits(how, block_size, backend):
     )
 
 
-@ON_EACH
-@pytest.mark.parametrize("how", [{"max_splits": 4}, {"split_size": 16}], ids=str)
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [
+        ({"max_splits": 4}, "cpu"),
+        sweep({"max_splits": 4}, "triton"),
+        sweep({"split_size": 16}, "cpu"),
+        ({"split_size": 16}, "triton"),
+    ],
+    ids=str,
+)
 def test_splits_of_which_some_rows_see_nothing(how, backend):
     """A mask that leaves one split empty, two splits, all of them."""
     problem = problem_for(backend, [60], tokens=4, capacity=64, **how)
@@ -359,27 +493,51 @@ def test_splits_of_which_some_rows_see_nothing(how, backend):
 # Memory.
 
 
-@ON_EACH
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("memory", ["own", "token major", "layer", "layer inside"])
+@pytest.mark.parametrize(
+    ("memory", "storage", "backend"),
+    [
+        ("own", "plain", "cpu"),
+        ("own", "bfp8", "triton"),
+        ("token major", "fp8", "triton"),
+        sweep("token major", "fp8 heads", "cpu"),
+        sweep("layer", "fp8 heads", "triton"),
+        sweep("layer inside", "int8", "cpu"),
+    ],
+)
 def test_caches_may_be_views(memory, storage, backend):
     check_backend(
         problem_for(backend, [20, 33], tokens=3, capacity=40, memory=memory, storage=storage, kv_heads=2), backend
     )
 
 
-@ON_EACH
-@pytest.mark.parametrize("q_memory", ["own", "transposed", "fused"])
-@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize(
+    ("block_size", "q_memory", "backend"),
+    [
+        (None, "own", "cpu"),
+        (None, "transposed", "cpu"),
+        (None, "fused", "triton"),
+        sweep(16, "own", "triton"),
+        sweep(16, "transposed", "triton"),
+        sweep(16, "fused", "cpu"),
+    ],
+)
 def test_queries_may_be_views(block_size, q_memory, backend):
     check_backend(
         problem_for(backend, [20, 33], tokens=3, q_memory=q_memory, block_size=block_size, kv_heads=2), backend
     )
 
 
-@ON_EACH
-@pytest.mark.parametrize("block_size", [None, 16])
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    ("storage", "block_size", "backend"),
+    [
+        ("plain", None, "cpu"),
+        ("plain", 16, "triton"),
+        ("fp8", 16, "triton"),
+        ("fp8 heads", None, "triton"),
+        ("int8", 16, "cpu"),
+        ("bfp8", None, "cpu"),
+    ],
+)
 def test_nothing_that_is_passed_is_written(storage, block_size, backend):
     problem = problem_for(
         backend,
@@ -403,8 +561,9 @@ def test_nothing_that_is_passed_is_written(storage, block_size, backend):
             assert ((same == copy.view(same.dtype)) | (same != same)).all()
 
 
-@ON_EACH
-@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize(
+    ("block_size", "backend"), [(None, "cpu"), sweep(None, "triton"), sweep(16, "cpu"), (16, "triton")]
+)
 def test_twice_is_the_same_bits(block_size, backend):
     problem = problem_for(backend, [20, 70], tokens=2, block_size=block_size)
     first, second = problem.run(backend), problem.run(backend)
@@ -465,7 +624,7 @@ def test_the_two_calls_take_the_same_options():
     assert paged[:4] == ["q", "k_pool", "v_pool", "block_table"]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @ON_EACH
 def test_long_caches(backend):
     lengths = [700, 130] if interpreted(backend) else [5000, 1, 777, 2048]

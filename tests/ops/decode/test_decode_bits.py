@@ -9,7 +9,8 @@ from torch import Tensor
 from attnmesh.core.state import State
 from attnmesh.ops.storage import Quantized, Stored
 from attnmesh.testing.decode import DecodeProblem
-from helpers.decode import BACKENDS, STORAGES, check_backend, interpreted, problem_for
+from helpers.cases import sweep
+from helpers.decode import BACKENDS, check_backend, interpreted, problem_for
 
 ON_EACH = pytest.mark.parametrize("backend", BACKENDS)
 LENGTHS = [37, 5, 70, 16]
@@ -59,10 +60,17 @@ def assert_bits_stay(problem: DecodeProblem, backend: str, batches: tuple[list[i
                 assert_same(found, row, alone, order)
 
 
-@ON_EACH
-@pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("block_size", [None, 16])
-@pytest.mark.parametrize("split_size", [16, 24])
+@pytest.mark.parametrize(
+    ("split_size", "block_size", "tokens", "backend"),
+    [
+        (16, None, 1, "cpu"),
+        sweep(16, None, 4, "triton"),
+        sweep(16, 16, 1, "triton"),
+        sweep(24, None, 4, "cpu"),
+        sweep(24, 16, 1, "cpu"),
+        (24, 16, 4, "triton"),
+    ],
+)
 def test_in_any_batch(split_size, block_size, tokens, backend):
     how = {"tokens": tokens, "block_size": block_size, "split_size": split_size}
     batches = BATCHES[1:6] if interpreted(backend) else BATCHES
@@ -71,9 +79,17 @@ def test_in_any_batch(split_size, block_size, tokens, backend):
     assert_bits_stay(problem_for(backend, LENGTHS, dims=(32, 16), **how), backend, batches)
 
 
-@ON_EACH
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "storage", "backend"),
+    [
+        (torch.float32, "plain", "cpu"),
+        sweep(torch.float32, "int8", "triton"),
+        sweep(torch.float16, "fp8", "triton"),
+        sweep(torch.float16, "bfp8", "cpu"),
+        sweep(torch.bfloat16, "plain", "triton"),
+        sweep(torch.bfloat16, "fp8 heads", "cpu"),
+    ],
+)
 def test_of_any_storage(dtype, storage, backend):
     if interpreted(backend) and dtype == torch.bfloat16:
         pytest.skip("the interpreter's bfloat16 products are wrong")
@@ -84,17 +100,13 @@ def test_of_any_storage(dtype, storage, backend):
         assert_bits_stay(problem, backend, ([2, 0],))
 
 
-@ON_EACH
 @pytest.mark.parametrize(
-    "how",
+    ("how", "backend"),
     [
-        {"window": 9},
-        {"sinks": True},
-        {"key_range": "trees"},
-        {"key_range": "added bt"},
-        {"key_range": "intervals", "seed": 1},
-        {"group": 7},
-        {"group": 64},
+        ({"window": 9}, "cpu"),
+        sweep({"sinks": True}, "triton"),
+        sweep({"key_range": "trees"}, "triton"),
+        sweep({"key_range": "added bt"}, "cpu"),
     ],
     ids=str,
 )
@@ -105,8 +117,7 @@ def test_under_any_option(how, backend):
         assert_bits_stay(problem_for(backend, LENGTHS, **how), backend, batches)
 
 
-@ON_EACH
-@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize(("tokens", "backend"), [(1, "cpu"), sweep(1, "triton"), sweep(4, "cpu"), sweep(4, "triton")])
 def test_with_any_capacity_of_a_cache(tokens, backend):
     problem = problem_for(backend, LENGTHS[:2], tokens=tokens, split_size=16, capacity=41)
     expected = check_backend(problem, backend)
@@ -118,8 +129,7 @@ def test_with_any_capacity_of_a_cache(tokens, backend):
         assert torch.equal(found.lse, expected.lse), capacity
 
 
-@ON_EACH
-@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize(("tokens", "backend"), [(1, "cpu"), sweep(1, "triton"), sweep(4, "cpu"), sweep(4, "triton")])
 def test_with_any_width_of_a_table_and_any_blocks(tokens, backend):
     problem = problem_for(backend, LENGTHS[:2], tokens=tokens, split_size=16, block_size=16)
     expected = check_backend(problem, backend)
@@ -139,8 +149,9 @@ def test_with_any_width_of_a_table_and_any_blocks(tokens, backend):
     assert torch.equal(found.lse, expected.lse)
 
 
-@ON_EACH
-@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize(
+    ("block_size", "backend"), [(None, "cpu"), sweep(None, "triton"), sweep(16, "cpu"), sweep(16, "triton")]
+)
 def test_with_a_shared_cache(block_size, backend):
     """Sequences of one cache, with others and alone."""
     problem = problem_for(backend, [37, 60, 3], tokens=2, split_size=16, share="cache", block_size=block_size)
@@ -150,7 +161,7 @@ def test_with_a_shared_cache(block_size, backend):
         assert_same(together, row, check_backend(alone, backend), last)
 
 
-@ON_EACH
+@pytest.mark.parametrize(("backend"), [("cpu"), sweep("triton")])
 def test_with_any_type_of_cur_pos(backend):
     problem = problem_for(backend, LENGTHS[:2], tokens=2, split_size=16, block_size=16)
     expected = check_backend(problem, backend)
@@ -161,7 +172,7 @@ def test_with_any_type_of_cur_pos(backend):
         assert torch.equal(found.lse, expected.lse)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @ON_EACH
 @pytest.mark.parametrize("tokens", [1, 4, 8])
 @pytest.mark.parametrize("block_size", [None, 16, 64])

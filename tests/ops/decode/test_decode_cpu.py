@@ -16,7 +16,8 @@ from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.decode.call import DecodeCall, Splits, build_call
 from attnmesh.ops.decode.cpu import Cpu, adjacent_keys
 from attnmesh.ops.decode.cpu_keys import KeyPart, split_keys
-from attnmesh.ops.storage import PLAIN, STORAGES, Quantized, Stored, quantize
+from attnmesh.ops.storage import PLAIN, Quantized, Stored, quantize
+from helpers.cases import sweep
 
 BLOCK = 16
 OPTIONS = ("cur_pos", "mask", "tree", "scale", "window", "sinks", "max_splits", "split_size")
@@ -122,9 +123,10 @@ def check(call: DecodeCall) -> State:
     return got
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 8])
-@pytest.mark.parametrize("group", [1, 3, 7, 8])
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    ("group", "tokens", "paged"),
+    [(1, 1, False), (7, 8, False), (8, 4, False), (1, 8, True), (3, 4, True), (8, 1, True)],
+)
 def test_groups_and_tokens(group: int, tokens: int, paged: bool) -> None:
     case = Case.of(B=3, group=group, T=tokens, L=90)
     options: dict[str, Any] = {"cur_pos": [89, tokens - 1, 40]}
@@ -141,8 +143,10 @@ def test_every_position_past_two_blocks(tokens: int, paged: bool) -> None:
     assert (state.lse[0] == -torch.inf).all()
 
 
-@pytest.mark.parametrize("storage", [*STORAGES, "fp64"])
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    ("storage", "paged"),
+    [("bf16", False), ("fp8", False), ("int8", False), ("fp64", False), ("fp16", True), ("fp32", True), ("bfp8", True)],
+)
 def test_storages(storage: str, paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_keys, "_CHUNK_BYTES", 1)  # 256 keys at a time: three chunks
     case = Case.of(B=2, group=4, T=2, L=600)
@@ -152,17 +156,33 @@ def test_storages(storage: str, paged: bool, monkeypatch: pytest.MonkeyPatch) ->
         check(narrow.paged(storage, **options) if paged else narrow.contiguous(storage, **options))
 
 
-@pytest.mark.parametrize("storage", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("widths", [(576, 512), (32, 48)])
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    ("widths", "storage", "paged"),
+    [
+        ((576, 512), "fp32", False),
+        ((576, 512), "bf16", False),
+        ((32, 48), "int8", False),
+        ((576, 512), "int8", True),
+        ((32, 48), "fp32", True),
+        ((32, 48), "bf16", True),
+    ],
+)
 def test_values_of_another_width(widths: tuple[int, int], storage: str, paged: bool) -> None:
     case = Case.of(B=2, group=16, Hkv=1, L=70, D=widths[0], Dv=widths[1])
     check(case.paged(storage) if paged else case.contiguous(storage))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 8, 4), (1, 8, 1), (3, 1, 4)])
-@pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "added", "paged"),
+    [
+        ((1, 1, 1), False, False),
+        ((3, 8, 4), False, False),
+        ((1, 8, 1), True, False),
+        ((3, 1, 4), False, True),
+        ((1, 1, 1), True, True),
+        ((3, 8, 4), True, True),
+    ],
+)
 def test_masks(shape: tuple[int, int, int], added: bool, paged: bool) -> None:
     case = Case.of(B=3, T=4, L=80)
     torch.manual_seed(1)
@@ -193,9 +213,10 @@ def test_trees(paged: bool) -> None:
         check(case.paged(**options) if paged else case.contiguous(**options))
 
 
-@pytest.mark.parametrize("window", [1, 5, 40])
-@pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    ("window", "tokens", "paged"),
+    [(1, 1, False), (5, 1, False), (40, 4, False), (40, 1, True), (1, 4, True), (5, 4, True)],
+)
 def test_windows_and_sinks(window: int, tokens: int, paged: bool) -> None:
     case = Case.of(B=4, T=tokens, L=80)
     sinks = torch.randn(8)
@@ -228,8 +249,11 @@ def test_scales(scale: float) -> None:
     check(Case.of(T=2).contiguous(scale=scale))
 
 
-@pytest.mark.parametrize("options", [{}, {"max_splits": 1}, {"max_splits": 3}, {"split_size": 1}, {"split_size": 100}])
-@pytest.mark.parametrize("group", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("group", "options"),
+    [(1, {}), (1, {"split_size": 100}), (2, {"max_splits": 1}), (2, {"split_size": 1}), (8, {"max_splits": 3})],
+    ids=str,
+)
 def test_splits(group: int, options: dict[str, int]) -> None:
     """One kv head and more keys than a part: the threads share them."""
     check(Case.of(B=1, group=group, Hkv=1, L=1500).contiguous(**options))
@@ -246,9 +270,17 @@ def test_caches_that_lie_otherwise() -> None:
         torch.testing.assert_close(Cpu().run(other), want)
 
 
-@pytest.mark.parametrize("storage", ["fp32", "bf16", "fp8", "int8"])
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    ("storage", "paged", "tokens"),
+    [
+        ("fp32", False, 1),
+        ("bf16", False, 1),
+        ("fp8", True, 1),
+        ("int8", False, 3),
+        sweep("fp32", True, 3),
+        sweep("bf16", True, 3),
+    ],
+)
 def test_split_size_fixes_the_bits_of_a_sequence(storage: str, paged: bool, tokens: int) -> None:
     """Alone, in any batch, beside any lengths, in any capacity: the same bits."""
     case = Case.of(B=5, T=tokens, L=700)
@@ -310,9 +342,18 @@ def test_nothing_to_do() -> None:
     assert Cpu().run(empty).out.shape == (0, 8, 1, 32)
 
 
-@pytest.mark.parametrize("group", [3, 4])
-@pytest.mark.parametrize("by_head", [False, True])
-@pytest.mark.parametrize("options", [{}, {"window": 600}, {"sinks": True}, {"max_splits": 1}])
+@pytest.mark.parametrize(
+    ("group", "by_head", "options"),
+    [
+        (3, False, {}),
+        (4, True, {}),
+        (3, False, {"window": 600}),
+        (4, True, {"window": 600}),
+        sweep(4, False, {"sinks": True}),
+        sweep(3, True, {"max_splits": 1}),
+    ],
+    ids=str,
+)
 def test_adjacent_blocks_are_read_in_place(group: int, by_head: bool, options: dict[str, Any]) -> None:
     """Keys that are adjacent in the pool are not gathered, whether those of a token or of a head lie together."""
     pools = torch.randn(2, 150, 16, 3, 32)

@@ -10,7 +10,7 @@ import torch
 import attnmesh
 from attnmesh.ops.storage import Quantized, Stored
 from attnmesh.testing.decode import DecodeProblem, random_decode
-from helpers.cases import else_slow, pairwise
+from helpers.cases import else_sweep, pairwise
 from helpers.decode import CUDA, STORAGES, assert_decode_close, check_backend
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not CUDA, reason="needs a GPU")]
@@ -144,7 +144,7 @@ HOW = {"": {}, "split_size": {"split_size": 32}, "max_splits": {"max_splits": 4}
 CAPTURED_PAIRS = [tuple(case.values()) for case in pairwise(CAPTURED)]
 
 
-@pytest.mark.parametrize(tuple(CAPTURED), else_slow(product(*CAPTURED.values()), lambda *case: case in CAPTURED_PAIRS))
+@pytest.mark.parametrize(tuple(CAPTURED), else_sweep(product(*CAPTURED.values()), lambda *case: case in CAPTURED_PAIRS))
 def test_a_captured_step_replays_with_new_positions_tables_and_contents(block_size, storage, tokens, how):
     shape = {"tokens": tokens, "capacity": 320, "block_size": block_size, "storage": storage, "sinks": True, **HOW[how]}
     # One pool size for all steps: the last sequence uses up what the others leave.
@@ -219,7 +219,7 @@ LAYOUTS = [{}, {"block_size": 64}, {"block_size": 16, "split_size": 512}, {"wind
 
 
 @pytest.mark.parametrize(
-    ("how", "tokens", "dtype"), else_slow(product(LAYOUTS, [1, 4, 8], DTYPES), is_of_its_own), ids=str
+    ("how", "tokens", "dtype"), else_sweep(product(LAYOUTS, [1, 4, 8], DTYPES), is_of_its_own), ids=str
 )
 def test_long_caches(how, tokens, dtype):
     positions = [9000, 0, 4095, 4096, -1, 777]
@@ -231,7 +231,7 @@ SHAPES = [(8, 2, (128, 128)), (16, 1, (576, 512)), (64, 1, (64, 64)), (1, 8, (25
 
 @pytest.mark.parametrize(
     ("shape", "block_size", "storage"),
-    else_slow(  # every two values together: a shape and a storage with blocks, the next of them without
+    else_sweep(  # every two values together: a shape and a storage with blocks, the next of them without
         product(SHAPES, [None, 64], STORAGES),
         lambda shape, block_size, storage: (
             (SHAPES.index(shape) + STORAGES.index(storage)) % 2 == (0 if block_size else 1)
@@ -246,7 +246,7 @@ def test_long_caches_of_every_storage_and_shape(shape, block_size, storage):
 
 @pytest.mark.parametrize(
     ("tokens", "block_size"),
-    else_slow(
+    else_sweep(
         product([1, 4], [None, BLOCK]), lambda tokens, block_size: (tokens, block_size) in ((1, BLOCK), (4, None))
     ),
 )

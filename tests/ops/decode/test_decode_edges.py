@@ -10,6 +10,7 @@ from attnmesh.ops.decode import device_errors as faults
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.storage import Quantized, dequantize, quantize
 from attnmesh.testing.decode import random_decode
+from helpers.cases import first, sweep
 from helpers.decode import CUDA, device_of, problem_for
 
 HERE = device_of("triton")
@@ -28,14 +29,14 @@ def assert_like_reference(*args: object, **how: object) -> None:
 Q, K, V = normal(4, 2, 8, 32), normal(4, 1, 40, 32, seed=1), normal(4, 1, 40, 32, seed=2)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.int32, sweep(torch.int64)])
 def test_positions_of_any_stride(dtype):
     column = torch.tensor([[5, 30], [17, 30], [3, 30], [39, 30]], dtype=dtype, device=HERE)[:, 0]
     assert_like_reference(Q, K, V, cur_pos=column)
     assert_like_reference(Q, K, V, cur_pos=column[:1].expand(4))
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference", *([] if CUDA else ["cpu"])])
+@pytest.mark.parametrize("backend", first(2, ["triton", "reference", *([] if CUDA else ["cpu"])]))
 def test_an_infinite_sink_takes_all_weight(backend):
     sinks = torch.tensor([torch.inf, -torch.inf], device=HERE)
     cur_pos = [39, 20, -1, 0]
@@ -51,20 +52,18 @@ def test_sinks_of_any_stride():
     assert_like_reference(Q, K, V, sinks=torch.tensor([[1.0, 9.0], [2.0, 9.0]], device=HERE)[:, 0])
 
 
-@pytest.mark.parametrize(
-    "window", [2**31 - 1, 2**40, *(pytest.param(window, marks=pytest.mark.slow) for window in (40, 2**31))]
-)
+@pytest.mark.parametrize("window", first(1, [2**31 - 1, 2**40, *(sweep(window) for window in (40, 2**31))]))
 def test_a_window_wider_than_any_cache(window):
     assert_like_reference(Q, K, V, cur_pos=[0, 3, 39, 2], window=window)
     assert_like_reference(Q, K, V, cur_pos=[0, 3, 39, 2], window=window, split_size=16)
 
 
-@pytest.mark.parametrize("size", [2**30, 2**31 - 1, 2**31, 2**40])
+@pytest.mark.parametrize("size", [2**30, sweep(2**31 - 1), sweep(2**31), sweep(2**40)])
 def test_a_split_longer_than_any_cache(size):
     assert_like_reference(Q, K, V, split_size=size)
 
 
-@pytest.mark.parametrize("how", [{}, {"split_size": 64}], ids=str)
+@pytest.mark.parametrize("how", [{}, sweep({"split_size": 64})], ids=str)
 def test_int8_values_that_are_zero(how):
     """In all keys of a piece, or of a sequence: their weights are summed all the same."""
     v = normal(2, 1, 300, 32, seed=2)
@@ -89,8 +88,9 @@ def test_bytes_that_begin_at_an_odd_place(storage):
     assert_like_reference(Q.half(), moved(K), moved(V))
 
 
-@pytest.mark.parametrize("storage", ["plain", "fp8", "int8", "bfp8"])
-@pytest.mark.parametrize("key_range", ["mask", "added", "tree"])
+@pytest.mark.parametrize(
+    ("key_range", "storage"), [("mask", "plain"), sweep("mask", "bfp8"), ("added", "fp8"), sweep("tree", "int8")]
+)
 def test_what_nobody_sees_may_hold_anything(key_range, storage):
     q = normal(2, 2, 2, 32).half()
     k, v = (normal(2, 1, 40, 32, seed=seed).half() for seed in (1, 2))
@@ -134,10 +134,17 @@ def reported() -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("past", [200, 2**31 - 1, 2**31, 2**40 + 5])
-@pytest.mark.parametrize("block_size", [None, 16])
-@pytest.mark.parametrize("share", [None, "cache"])
+@pytest.mark.parametrize(
+    ("share", "block_size", "past", "dtype"),
+    [
+        (None, None, 200, torch.int32),
+        (None, None, 2**31, torch.int64),
+        sweep(None, 16, 200, torch.int64),
+        sweep("cache", None, 2**31 - 1, torch.int32),
+        sweep("cache", 16, 2**31 - 1, torch.int64),
+        sweep("cache", 16, 2**40 + 5, torch.int32),
+    ],
+)
 def test_a_position_past_the_cache_is_no_matter_to_the_others(share, block_size, past, dtype):
     if past >= 2**31 and dtype == torch.int32:
         pytest.skip("does not fit")
@@ -181,7 +188,7 @@ def test_scales_farther_apart_than_32_bits_reach():
     assert torch.equal(found.out, expected.out)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 192), (64, 80)])
+@pytest.mark.parametrize("dims", [(64, 64), sweep((128, 192)), sweep((64, 80))])
 def test_bfp8_of_any_scale(dims):
     """Read by words, or by bytes in the last case; with scales that alone are not numbers of fp16."""
     problem = random_decode([40, 19], dims=dims, storage="bfp8", dtype=torch.float16, block_size=16, device=HERE)

@@ -189,7 +189,6 @@ TENSORS = {
     "q, k_cache and v_cache must be on the same device, got v_cache on meta and q on cpu": lambda p: having(
         p, v=on_meta(p.v)
     ),
-    "got torch.float16 and torch.float32": lambda p: having(p, q=p.q.half()),
     "got torch.float64 and torch.float32": lambda p: having(p, q=p.q.double()),
     "k_cache and v_cache must have the same storage type, got fp32 and fp16": lambda p: having(p, v=p.v.half()),
     "k_cache and v_cache must have the same storage type, got int8 and fp32": lambda p: having(

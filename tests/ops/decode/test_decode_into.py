@@ -5,14 +5,21 @@ import torch
 
 from attnmesh.core.state import State
 from attnmesh.ops.decode import triton as triton_backend
+from helpers.cases import sweep
 from helpers.decode import BACKENDS, assert_decode_close, check_backend, problem_for
 
 EVERYWHERE = pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("how", [{}, {"split_size": 16}, {"key_range": "intervals", "sinks": True, "seed": 2}], ids=str)
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    ("tokens", "how", "backend"),
+    [
+        (1, {}, "cpu"),
+        sweep(1, {"key_range": "intervals", "sinks": True, "seed": 2}, "reference"),
+        sweep(3, {"split_size": 16}, "triton"),
+    ],
+    ids=str,
+)
 def test_partial_states_in_a_packed_message(tokens, how, backend, monkeypatch):
     """Heads first, as they are sent; each row is its out and, behind it, its lse."""
     monkeypatch.setattr(triton_backend, "_SEQUENCES_PER_LAUNCH", 2)
@@ -34,8 +41,17 @@ def test_partial_states_in_a_packed_message(tokens, how, backend, monkeypatch):
     assert message.isnan().all(), "something beside the message was written"
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [
+        (torch.float16, "cpu"),
+        sweep(torch.float16, "triton"),
+        (torch.float16, "reference"),
+        (torch.float32, "cpu"),
+        (torch.float32, "triton"),
+        sweep(torch.float32, "reference"),
+    ],
+)
 def test_results_in_the_dtype_of_queries(dtype, backend):
     problem = problem_for(backend, [30, 9], tokens=2, block_size=16, dtype=dtype, kv_heads=2)
     tokens_first = torch.full((2, 2, 4, 32), torch.nan, dtype=dtype, device=problem.q.device)
@@ -45,8 +61,18 @@ def test_results_in_the_dtype_of_queries(dtype, backend):
     assert_decode_close(into, problem)
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("how", [{"block_size": 16}, {"split_size": 16}], ids=str)
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [
+        ({"block_size": 16}, "cpu"),
+        sweep({"block_size": 16}, "triton"),
+        sweep({"block_size": 16}, "reference"),
+        sweep({"split_size": 16}, "cpu"),
+        sweep({"split_size": 16}, "triton"),
+        sweep({"split_size": 16}, "reference"),
+    ],
+    ids=str,
+)
 def test_out_in_float32_is_what_is_rounded_by_default(how, backend):
     problem = problem_for(backend, [40, 20, -1], tokens=2, dtype=torch.float16, sinks=True, **how)
     default, wide = problem.run(backend), check_backend(problem, backend, out_dtype=torch.float32)

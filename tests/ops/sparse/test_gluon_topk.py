@@ -15,6 +15,7 @@ from attnmesh import unpack_index_keys
 from attnmesh.ops.sparse import gluon_paged_scores, gluon_topk
 from attnmesh.ops.sparse.arguments import TopKIndices
 from attnmesh.ops.sparse.paged import PagedKeys
+from helpers.cases import sweep
 from helpers.sparse_kernels import paged_topk, topk
 
 SMALL = ("\nPART = 1024", "\nPART = 32")  # values at a time, so that short rows have several parts
@@ -72,20 +73,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", [CASES[0], *(pytest.param(x, marks=pytest.mark.slow) for x in CASES[1:])])
+@pytest.mark.parametrize("case", [CASES[0], *(sweep(x) for x in CASES[1:])])
 def test_the_topk_is_that_of_the_definition(case):
     *sizes, how = case
     check(*sizes, seed=1, **how)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(2, 22))
 def test_hostile_schedules(seed):
     *sizes, how = CASES[seed % len(CASES)]
     check(*sizes, seed=seed, **how)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", [
     # A row is selected from before it is scored.
@@ -112,7 +113,7 @@ def test_calls_that_the_kernels_do_not_serve():
     ("batch", "tokens", "heads", "length", "block_size", "k"),
     [
         (2, 1, 64, 300, 64, 20),
-        *(pytest.param(*case, marks=pytest.mark.slow)
+        *(sweep(*case)
           for case in [(1, 2, 64, 500, 128, 33), (1, 4, 40, 400, 64, 10), (2, 1, 128, 300, 64, 400)]),
     ],
 )  # fmt: skip

@@ -17,12 +17,13 @@ from attnmesh.ops.sparse.arguments import TopKIndices
 from attnmesh.ops.sparse.indexer_tiles import IndexerTiles
 from attnmesh.ops.sparse.triton_indexer_backward import Grads
 from helpers import sparse_kernels
+from helpers.cases import first, sweep
 from helpers.sparse_kernels import dense_scores_backward, scores_at, scores_at_backward
 
 CUDA = torch.cuda.is_available()
 # The interpreter's bf16 dot is wrong, and each of its tiles takes milliseconds: small shapes.
 DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * CUDA
-SLOW_HERE = () if CUDA else (pytest.mark.slow,)
+SWEEP_HERE = () if CUDA else (pytest.mark.sweep,)
 SMALL = IndexerTiles(keys=16, rows=1, warps=4, stages=1)
 PAIRS = IndexerTiles(keys=32, rows=2, warps=4, stages=1)
 WHOLE = IndexerTiles(keys=64, rows=2, warps=4, stages=1)  # few programs, where only the selection matters
@@ -33,7 +34,7 @@ topk = partial(sparse_kernels.topk, triton_topk)
 def with_each_dtype(*shapes: tuple) -> list:
     """All pairs. In the interpreter a shape takes one dtype, the next one the other, and the rest is slow."""
     return [
-        pytest.param(dtype, *shape, marks=() if i % 2 == j % 2 else SLOW_HERE)
+        pytest.param(dtype, *shape, marks=() if i % 2 == j % 2 else SWEEP_HERE)
         for i, shape in enumerate(shapes)
         for j, dtype in enumerate(DTYPES)
     ]
@@ -104,10 +105,10 @@ def assert_grads(found: Grads, truth: tuple[Tensor, ...], dtype: torch.dtype) ->
 
 @pytest.mark.parametrize(
     ("dtype", "heads", "dim", "slots", "relu", "w_dtype"),
-    with_each_dtype(
+    first(3, with_each_dtype(
         (1, 16, 1, True, torch.float32), (8, 64, 100, True, None), (64, 128, 128, True, torch.float32),
         (3, 40, 33, False, torch.float32), (130, 24, 20, True, None),
-    ),
+    )),
 )  # fmt: skip
 def test_scores_at_slots(device, dtype, heads, dim, slots, relu, w_dtype):
     named = Named(device, dtype, heads, dim, slots, w_dtype=w_dtype or dtype)
@@ -183,7 +184,9 @@ def bounds(device, s_q, s_kv) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("dtype", "heads", "dim", "k", "s_kv", "sparse"),
-    with_each_dtype((1, 16, 1, 150, 1.0), (8, 64, 20, 200, 0.2), (64, 32, 60, 90, 1.0), (130, 16, 30, 90, 1.0)),
+    first(
+        1, with_each_dtype((1, 16, 1, 150, 1.0), (8, 64, 20, 200, 0.2), (64, 32, 60, 90, 1.0), (130, 16, 30, 90, 1.0))
+    ),
 )
 def test_the_topk_is_exact(device, dtype, heads, dim, k, s_kv, sparse):
     iq, ik, w = whole(device, dtype, heads, dim, 5, s_kv, sparse)
@@ -257,7 +260,7 @@ def test_gradients(device, dtype, heads, dim, slots, relu):
     assert_grads(named.backward(relu), named.true_grads(relu), dtype)
 
 
-@pytest.mark.parametrize("heads", [4, 70])
+@pytest.mark.parametrize("heads", [4, sweep(70)])
 def test_deterministic_gradients_do_not_depend_on_the_workspace(device, heads):
     named = Named(device, torch.float32, heads, 16, 30, s_q=4, s_kv=20)
     at_once = named.backward(deterministic=True)
@@ -286,7 +289,7 @@ def test_gradients_too_small_for_float16_are_kept(device):
     assert_grads(named.backward(), named.true_grads(), torch.float16)
 
 
-@pytest.mark.parametrize(("dtype", "heads", "dim", "relu"), with_each_dtype((8, 16, True), (70, 24, False)))
+@pytest.mark.parametrize(("dtype", "heads", "dim", "relu"), first(1, with_each_dtype((8, 16, True), (70, 24, False))))
 def test_gradients_of_a_chunk_of_keys(device, dtype, heads, dim, relu):
     """Against float64, with NaN in keys that no row sees, and in gradients of what a row does not see."""
     iq, ik = (torch.randn(*n, dim, device=device).to(dtype) for n in ((5, heads), (40,)))

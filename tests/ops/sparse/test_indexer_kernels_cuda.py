@@ -15,7 +15,7 @@ from attnmesh.ops.sparse.arguments import TopKIndices
 from attnmesh.ops.sparse.indexer_tiles import LONG_ROW, IndexerTiles
 from attnmesh.ops.sparse.paged import PagedKeys
 from helpers import sparse_kernels
-from helpers.cases import else_slow
+from helpers.cases import else_sweep
 from helpers.sparse_kernels import dense_scores_backward, paged_topk, scores_at, scores_at_backward
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -111,7 +111,7 @@ HOPPER_SIZES = [  # queries, keys, heads, dim, k, causal
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
-    else_slow(  # fp16 changes the type of the products
+    else_sweep(  # fp16 changes the type of the products
         product(HOPPER_SIZES, DTYPES[:2]),
         lambda sizes, dtype: dtype == torch.bfloat16 or sizes == HOPPER_SIZES[0],
     ),

@@ -12,7 +12,6 @@ from attnmesh.ops.sparse import indexer_loss, reference, torch_backend
 from helpers.memory import peak_bytes
 from helpers.sparse import (
     BACKENDS,
-    EVERY,
     INTERPRETED,
     KEY_MASKS,
     MASKS,
@@ -25,10 +24,10 @@ from helpers.sparse import (
     normal,
     random_attention,
     random_indexer,
+    with_dtypes,
 )
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
-each = pytest.mark.parametrize(("backend", "dtype"), EVERY)
 each_mode = pytest.mark.parametrize("mode", ["sparse", "dense"])
 NAMES = ["loss", "d_iq", "d_ik", "d_w"]
 FAR = torch.float64
@@ -117,23 +116,24 @@ def check(attention: AttentionCase, indexer: IndexerCase, mode: str, backend: st
 # Every row against float64.
 
 
-@each
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("name", "backend", "dtype"), with_dtypes(MASKS))
 def test_sparse_with_every_mask_in_every_dtype(name, backend, dtype):
     check(*both(name, dtype=dtype), "sparse", backend)
 
 
-@each
-@pytest.mark.parametrize("name", KEY_MASKS)
+@pytest.mark.parametrize(("name", "backend", "dtype"), with_dtypes(KEY_MASKS))
 def test_dense_with_every_mask_in_every_dtype(name, backend, dtype):
     check(*both(name, dtype=dtype), "dense", backend)
 
 
 @each_backend
-@each_mode
 @pytest.mark.parametrize(
-    ("s_q", "s_kv", "topk", "d"), [(1, 1, 1, 16), (3, 9, 20, 64), (40, 200, 100, 24), (2, 5, 1, 8)]
-)
+    ("s_q", "s_kv", "topk", "d", "mode"),
+    [
+        (1, 1, 1, 16, "sparse"), (3, 9, 20, 64, "dense"), (40, 200, 100, 24, "sparse"), (2, 5, 1, 8, "sparse"),
+        (2, 5, 1, 8, "dense"),
+    ],
+)  # fmt: skip
 def test_every_size(s_q, s_kv, topk, d, mode, backend):
     attention = random_attention(s_q, s_kv, topk=topk, d=d, mask="later", heads=5)
     check(attention, random_indexer(s_q, s_kv, mask=attention.mask, heads=7, d=d), mode, backend)
@@ -204,8 +204,7 @@ def given_target(attention: AttentionCase, *, seed: int = 3) -> Tensor:
     return target
 
 
-@each
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("name", "backend", "dtype"), with_dtypes(MASKS))
 def test_a_given_target_need_not_be_normalized(name, backend, dtype):
     attention, indexer = both(name, dtype=dtype)
     target = given_target(attention)
@@ -300,6 +299,7 @@ def test_keys_come_in_chunks(name, backend, dtype, monkeypatch):
         assert error() < 1.1 * at_once
 
 
+@pytest.mark.sweep
 def test_memory_on_a_cpu_stays_below_rows_times_keys(monkeypatch):
     """[s_q, s_kv] is 2 MB here, and a naive loss holds one for each head, and more."""
     monkeypatch.setattr(indexer_loss, "_MAX_CHUNK_SLOTS", 1)

@@ -22,6 +22,7 @@ from helpers.sparse import (
     normal,
     random_indexer,
     random_indices,
+    with_dtypes,
 )
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -69,8 +70,7 @@ def check(case: IndexerCase, indices: Tensor, backend: str) -> None:
     assert_sparse_close(NAMES, results, by_definition(case, indices, case.iq.dtype), by_definition(case, indices))
 
 
-@each
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("name", "backend", "dtype"), with_dtypes(MASKS))
 def test_every_mask_in_every_dtype(name, backend, dtype):
     for relu in (True, False):
         case = random_indexer(mask=name, dtype=dtype, relu=relu)
@@ -78,8 +78,10 @@ def test_every_mask_in_every_dtype(name, backend, dtype):
 
 
 @each_backend
-@pytest.mark.parametrize(("s_q", "s_kv", "topk"), [(0, 3, 2), (3, 0, 2), (1, 1, 1), (2, 9, 100), (40, 30, 1)])
-@pytest.mark.parametrize(("heads", "d"), [(1, 8), (64, 128), (5, 24)])
+@pytest.mark.parametrize(
+    ("s_q", "s_kv", "topk", "heads", "d"),
+    [(0, 3, 2, 1, 8), (3, 0, 2, 5, 24), (1, 1, 1, 64, 128), (2, 9, 100, 5, 24), (40, 30, 1, 1, 8)],
+)
 def test_every_size(s_q, s_kv, topk, heads, d, backend):
     check(random_indexer(s_q, s_kv, heads=heads, d=d), random_indices(s_q, s_kv, topk), backend)
 

@@ -9,6 +9,7 @@ from test_paged_sparse_decode import Case, random_case, run_unpoisoned
 from attnmesh import check_decode_errors, paged_sparse_decode_attention
 from attnmesh.ops.sparse import decode_kernels, gluon_decode, triton_decode
 from attnmesh.ops.storage import Quantized
+from helpers.cases import first, sweep
 from helpers.gluon import emulated
 
 LOCATE = triton_decode.locate
@@ -44,8 +45,8 @@ def by_gluon(monkeypatch: pytest.MonkeyPatch, seed: int = 0, planted: tuple[str,
     monkeypatch.setattr(decode_kernels, "fastest_way", lambda call, backend: decode_kernels.Way.GLUON)
 
 
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 12), marks=pytest.mark.slow)], ids=["one", "many"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seeds", [range(1), sweep(range(1, 12))], ids=["one", "many"])
+@pytest.mark.parametrize("name", first(2, CASES))
 def test_under_hostile_schedules(name, seeds, monkeypatch):
     for seed in seeds:
         by_gluon(monkeypatch, seed)
@@ -53,7 +54,7 @@ def test_under_hostile_schedules(name, seeds, monkeypatch):
         replace(case, scale=0.6 if seed % 2 else case.scale).check("triton")
 
 
-@pytest.mark.parametrize("split_size", [64, pytest.param(70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("split_size", [64, sweep(70)])
 def test_splits(split_size, monkeypatch):
     by_gluon(monkeypatch)
     case = random_case(
@@ -63,7 +64,7 @@ def test_splits(split_size, monkeypatch):
     case.check("triton", split_size=split_size, out_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("split_size", [None, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("split_size", [None, sweep(32)])
 def test_faults(split_size, monkeypatch):
     by_gluon(monkeypatch)
     case = random_case((40, 30), topk=50, dtype=torch.float16, sinks=True, **WIDTHS)
@@ -110,7 +111,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(x, marks=[pytest.mark.slow] if i else []) for i, x in enumerate(PLANTED)]
+    "fault", [pytest.param(x, marks=[pytest.mark.sweep] if i else []) for i, x in enumerate(PLANTED)]
 )
 def test_the_emulation_finds_planted_faults(fault, monkeypatch):
     case = random_case((300, 40, 9), heads=16, topk=260, tokens=3, dtype=torch.float16, **WIDTHS)

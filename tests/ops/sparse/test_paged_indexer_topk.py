@@ -9,10 +9,11 @@ from torch import Tensor
 from attnmesh import check_decode_errors, indexer_topk, paged_indexer_topk, quantize
 from attnmesh.ops.sparse import reference
 from attnmesh.ops.storage import Quantized, Stored, dequantize
+from helpers.cases import first
 from helpers.sparse import CUDA, device_of
 
 BLOCK = 4
-SLOW = pytest.mark.slow
+SWEEP = pytest.mark.sweep
 
 
 @dataclass
@@ -103,11 +104,14 @@ RUNS = [
 
 @pytest.mark.parametrize(
     ("backend", "dtype", "fp8"),
-    [
-        pytest.param(*run, fp8, marks=() if CUDA or run[0] == "torch" or (i == 4 and fp8) else SLOW)
-        for i, run in enumerate(RUNS)
-        for fp8 in (True, False)
-    ],
+    first(
+        5,
+        [
+            pytest.param(*run, fp8, marks=() if CUDA or run[0] == "torch" or (i == 4 and fp8) else SWEEP)
+            for i, run in enumerate(RUNS)
+            for fp8 in (True, False)
+        ],
+    ),
 )
 def test_the_best_keys(backend, dtype, fp8):
     for seed, tokens in enumerate((1, 2) if backend == "triton" and not CUDA else (1, 2, 3, 4)):
@@ -115,7 +119,7 @@ def test_the_best_keys(backend, dtype, fp8):
         check(case.run(7, backend), case.expected(7), 7)
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=() if CUDA else SLOW)])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=() if CUDA else SWEEP)])
 def test_options(backend):
     case = random_case((30, 5), tokens=2, heads=5, dim=20, seed=3)
     check(case.run(4, backend, relu=False), case.expected(4, relu=False), 4)
@@ -146,7 +150,7 @@ def test_a_range_that_begins_at_the_largest_number_is_empty(backend):
     [
         (1, 1, 64, 128, 1 << 20, True),
         *(
-            pytest.param(*how, marks=() if CUDA else SLOW)
+            pytest.param(*how, marks=() if CUDA else SWEEP)
             for how in ((2, 2, 32, 64, 1 << 20, True), (1, 2, 16, 200, 1, False), (2, 4, 64, 1, 1, True))
         ),
     ],
@@ -195,7 +199,7 @@ def no_fault_left_over():
 @pytest.mark.usefixtures("no_fault_left_over")
 @pytest.mark.parametrize(
     ("backend", "value"),
-    [("torch", -1), ("torch", 10**6), ("triton", 10**6), pytest.param("triton", -1, marks=() if CUDA else SLOW)],
+    [("torch", -1), ("torch", 10**6), ("triton", 10**6), pytest.param("triton", -1, marks=() if CUDA else SWEEP)],
 )
 def test_an_entry_outside_the_pool(backend, value):
     case = random_case((9, 23, 12), tokens=2)

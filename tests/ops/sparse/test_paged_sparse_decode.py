@@ -10,8 +10,10 @@ from attnmesh import State, check_decode_errors, merge, paged_sparse_decode_atte
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.ops import gpu
 from attnmesh.ops.sparse import reference
+from attnmesh.ops.sparse.paged import check_pool
 from attnmesh.ops.storage import Quantized, Stored, dequantize, values_of
 from attnmesh.testing.decode import poison_cache
+from helpers.cases import first, sweep
 from helpers.sparse import CUDA, DTYPES, assert_sparse_close, device_of, embedded, normal
 
 BLOCK = 4
@@ -148,11 +150,11 @@ CASES = {
     "three groups": {"storage": "fp8_ds_mla", "dim": 384 + 34, "lengths": (40,), "seed": 4},
     "V3.2": {"storage": "fp8_ds_mla", "dim": 576, "heads": 20, "lengths": (50, 90), "topk": 40, "tokens": 1},
 }  # fmt: skip
-SLOW = (pytest.mark.slow,)
+SWEEP = (pytest.mark.sweep,)
 RUNS = [
     pytest.param(
         name, backend, dtype,
-        marks=() if i % len(DTYPES[backend]) == j and (backend == "torch" or CUDA or "latent" in name) else SLOW,
+        marks=() if i % len(DTYPES[backend]) == j and (backend == "torch" or CUDA or "latent" in name) else SWEEP,
     )
     for backend in ("torch", "triton")
     for i, name in enumerate(CASES)
@@ -160,13 +162,13 @@ RUNS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "backend", "dtype"), RUNS)
+@pytest.mark.parametrize(("name", "backend", "dtype"), first(8, RUNS))
 def test_results_are_those_of_float64(name, backend, dtype):
     case = random_case(dtype=dtype, **CASES[name])
     case.check(backend)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", sweep("triton")])
 def test_splits_and_unrounded_results(backend):
     case = random_case(
         (60, 0, 40), topk=70, dtype=torch.float16, storage="fp8_ds_mla", sinks=True, counts=True, tokens=1
@@ -200,7 +202,7 @@ def test_bits_of_a_token_do_not_depend_on_the_batch():
 
 @pytest.mark.parametrize(
     ("backend", "interleave"),
-    [("torch", 3), ("triton", 1), *(pytest.param(*x, marks=SLOW) for x in (("torch", 1), ("triton", 3)))],
+    first(1, [("torch", 3), ("triton", 1), *(pytest.param(*x, marks=SWEEP) for x in (("torch", 1), ("triton", 3)))]),
 )
 def test_ranks_hold_parts_of_the_positions(backend, interleave):
     """The states over the positions of each rank merge to the state over all; sinks are added once."""
@@ -255,7 +257,7 @@ WRONG = {
 @pytest.mark.parametrize(
     ("wrong", "backend"),
     [
-        pytest.param(wrong, backend, marks=SLOW if backend == "triton" and i % 3 and not CUDA else ())
+        pytest.param(wrong, backend, marks=SWEEP if backend == "triton" and i % 3 and not CUDA else ())
         for i, wrong in enumerate(WRONG)
         for backend in ("torch", "triton")
     ],
@@ -400,3 +402,12 @@ def test_gpus_without_fp8_are_served_by_torch(monkeypatch):
     with pytest.raises(ValueError, match=r"backend=.triton. cannot serve this call: .* capability 8\.9"):
         random_case(dtype=torch.float16, storage="fp8_ds_mla").run("triton")
     random_case(dtype=torch.float16, storage="fp8_ds_mla").check("torch")
+
+
+@pytest.mark.parametrize(
+    "shape", [(4, 16, 24), (4, 16, 2, 24), (4, 0, 1, 24)], ids=["no head", "two heads", "no slots"]
+)
+def test_pools_of_another_shape_are_refused(shape):
+    with pytest.raises(ValueError, match=r"kv must be \[num_blocks, block_size, 1, 24\], got \["):
+        check_pool("kv", torch.zeros(shape), torch.zeros(2, 1, 3, 24), "fp8_ds_mla")
+    check_pool("kv", torch.zeros(4, 16, 1, 24), torch.zeros(2, 1, 3, 24), "fp8_ds_mla")

@@ -62,8 +62,22 @@ def test_bounds_in_one_launch_are_those_of_torch(mask):
     assert in_one_launch(SparseMask(), 0, 30, 16).lo.shape == (0,)
 
 
-@pytest.mark.parametrize("s_kv", [0, 1, 23])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    ("name", "s_kv"),
+    [
+        ("all", 0),
+        ("length", 1),
+        ("causal", 23),
+        ("later", 0),
+        ("strided", 1),
+        ("later strided", 23),
+        ("positions", 0),
+        ("strided positions", 1),
+        ("documents", 23),
+        ("offset", 0),
+        ("everything", 1),
+    ],
+)
 def test_every_mask_says_what_its_words_say(name, s_kv):
     mask = MASKS[name](13, s_kv, 17)
     agrees(mask, random_indices(13, s_kv, 17, k_offset=mask.k_offset), s_kv)

@@ -11,11 +11,12 @@ pytest.importorskip("triton")
 from attnmesh.ops.sparse import gluon_backward
 from attnmesh.ops.sparse.triton_backward import row_delta
 from attnmesh.ops.sparse.triton_sums_by_key import SlotsByKey, add_by_key
+from helpers.cases import first
 from helpers.sparse_kernels import attention_call, backward
 
 CUDA = torch.cuda.is_available()
 DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * CUDA  # the interpreter's bf16 dot is wrong
-SLOW_HERE = () if CUDA else (pytest.mark.slow,)  # float32 has small tiles, and the interpreter takes long for each
+SWEEP_HERE = () if CUDA else (pytest.mark.sweep,)  # float32 has small tiles, and the interpreter takes long for each
 TOLERANCES = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3, torch.float32: 2e-6}
 WRONG_KEYS = [-1, -(2**31), 2**31 - 1, 900]  # 900: past every row's `hi`, though a key might well be there
 
@@ -156,11 +157,14 @@ IN_FLOAT32 = ("one slot", "100 slots", "value of its own", "value as wide as the
 
 @pytest.mark.parametrize(
     ("dtype", "shape"),
-    [
-        pytest.param(dtype, shape, marks=SLOW_HERE if (dtype == torch.float32) != (shape in IN_FLOAT32) else ())
-        for dtype in DTYPES
-        for shape in SHAPES
-    ],
+    first(
+        2,
+        [
+            pytest.param(dtype, shape, marks=SWEEP_HERE if (dtype == torch.float32) != (shape in IN_FLOAT32) else ())
+            for dtype in DTYPES
+            for shape in SHAPES
+        ],
+    ),
     ids=str,
 )
 def test_gradients_are_those_of_autograd(device, dtype, shape):
@@ -171,11 +175,14 @@ def test_gradients_are_those_of_autograd(device, dtype, shape):
 
 @pytest.mark.parametrize(
     ("dtype", "separate"),
-    [
-        pytest.param(dtype, separate, marks=SLOW_HERE if separate == (dtype == torch.float32) else ())
-        for dtype in DTYPES
-        for separate in (False, True)
-    ],
+    first(
+        1,
+        [
+            pytest.param(dtype, separate, marks=SWEEP_HERE if separate == (dtype == torch.float32) else ())
+            for dtype in DTYPES
+            for separate in (False, True)
+        ],
+    ),
     ids=str,
 )
 def test_the_deterministic_sum_is_the_same_to_the_bit_in_any_chunks(device, dtype, separate):

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from attnmesh.ops.gpu import GPU
 from attnmesh.ops.sparse import gluon_forward, triton_forward
+from helpers.cases import first, sweep
 from helpers.sparse_kernels import forward, latent_call
 
 INT_MAX = 2**31 - 1
@@ -121,11 +122,14 @@ SHAPES = [(8, 100, 64, 64), (24, 128, 96, 96), (64, 100, 96, 64), (3, 1, 64, 16)
 
 @pytest.mark.parametrize(
     ("dtype", "heads", "topk", "d", "d_v"),
-    [
-        pytest.param(dtype, *shape, marks=() if torch.cuda.is_available() or i % 2 == j else pytest.mark.slow)
-        for i, shape in enumerate(SHAPES)
-        for j, dtype in enumerate(DTYPES)
-    ],
+    first(
+        3,
+        [
+            pytest.param(dtype, *shape, marks=() if torch.cuda.is_available() or i % 2 == j else pytest.mark.sweep)
+            for i, shape in enumerate(SHAPES)
+            for j, dtype in enumerate(DTYPES)
+        ],
+    ),
 )
 def test_every_shape(device, dtype, heads, topk, d, d_v):
     case = problem(device, dtype, heads, topk, d, d_v)
@@ -163,7 +167,7 @@ def take_slots_away(case: dict) -> None:
     case["indices"][12] = case["indices"][12, 0].clone()  # the same key again and again counts each time
 
 
-@pytest.mark.parametrize(("dtype", "k_offset"), [(dtype, 1000 * i) for i, dtype in enumerate(DTYPES)])
+@pytest.mark.parametrize(("dtype", "k_offset"), first(1, [(dtype, 1000 * i) for i, dtype in enumerate(DTYPES)]))
 def test_slots_that_do_not_count(device, dtype, k_offset):
     case = problem(device, dtype, 8, 100, 64, 64, rows=13, k_offset=k_offset)
     take_slots_away(case)
@@ -179,7 +183,7 @@ def with_sinks(case: dict) -> dict:
     return case | {"sinks": sinks}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first(1, DTYPES))
 def test_sinks(device, dtype):
     case = with_sinks(problem(device, dtype, 8, 100, 64, 64, rows=13))
     take_slots_away(case)
@@ -257,8 +261,7 @@ def test_the_hopper_kernel_says_what_it_serves(device):
     assert not gluon_forward.supports(latent_call(q[..., 1:513], k[:, 1:513]))  # not at 16 bytes
 
 
-@pytest.mark.parametrize("room", [48 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
-@pytest.mark.parametrize("heads", [1, 20, 128])
+@pytest.mark.parametrize(("room", "heads"), [(48 * 1024, 1), (227 * 1024, 1), (99 * 1024, 20), (163 * 1024, 128)])
 def test_tiles_fit_the_memory_of_a_program(room, heads):
     for dtype, (main, width) in product((torch.bfloat16, torch.float32), ((64, 96), (256, 320), (512, 576))):
         tiles = triton_forward.pick_tiles(heads, main, width, dtype, separate=False, gpu=GPU(80, room))
@@ -274,9 +277,9 @@ def rising(case: dict) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "topk", "d", "out_dtype"),
-    [(64, 140, 576, torch.float16), (70, 66, 512, torch.float32), (16, 1, 576, torch.float16)],
+    [(70, 66, 512, torch.float32), sweep(64, 140, 576, torch.float16), sweep(16, 1, 576, torch.float16)],
 )
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 30), marks=pytest.mark.slow)], ids=["one", "many"])
+@pytest.mark.parametrize("seeds", [range(1), sweep(range(1, 30))], ids=["one", "many"])
 def test_the_hopper_kernel_under_hostile_schedules(heads, topk, d, out_dtype, seeds):
     for seed in seeds:
         torch.manual_seed(seed)
@@ -322,7 +325,7 @@ PLANTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize("fault", first(1, PLANTED))
 def test_the_emulation_finds_planted_faults(fault):
     case = with_sinks(problem("cpu", torch.float16, 16, 200, 512, 512, rows=9, s_kv=400))
     rising(case)

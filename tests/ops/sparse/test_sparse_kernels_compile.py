@@ -187,7 +187,7 @@ def assert_sound(kernels: list[dict]) -> None:
 INDEXER = [f"indexer {what}" for what in ("topk", "scores", "atomic", "deterministic", "dense")]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(600)
 def test_the_usual_kernels_compile():
     kernels = compiled_for_hopper(__file__, [
@@ -210,7 +210,7 @@ def test_the_usual_kernels_compile():
     assert best["spilled"] <= 16  # 8 bytes with Triton 3.6
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("target", [80, 89, 100])
 def test_the_usual_kernels_compile_for_other_gpus(target):
@@ -300,7 +300,7 @@ SWEEPS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", SWEEPS)
 def test_all_kernels_compile(family):

@@ -40,7 +40,7 @@ def step(backend, device):
     return [topk.indices, topk.lengths, out, lse, attn_sum, sparse, dense, *(leaf.grad for leaf in x.values())]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_triton_and_torch_backends_agree():
     device = device_of("triton")
     for actual, expected in zip(step("triton", device), step("torch", device), strict=True):

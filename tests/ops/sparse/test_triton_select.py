@@ -11,9 +11,10 @@ import triton.language as tl
 
 from attnmesh.ops.sparse.indexer_tiles import NEIGHBORS, row_elements
 from attnmesh.ops.sparse.triton_select import select_row
+from helpers.cases import sweep
 
 CUDA = torch.cuda.is_available()
-SLOW_HERE = () if CUDA else (pytest.mark.slow,)
+SWEEP_HERE = () if CUDA else (pytest.mark.sweep,)
 BLOCK, WIDE, K, BEGIN = 64, 128, 20, 48  # candidates in registers, groups, the top-k, the first key of a row
 
 
@@ -74,7 +75,7 @@ USUAL = [("random", 256), ("neighbors", 64), ("few that can be selected", 128), 
 @pytest.mark.parametrize(
     ("kind", "groups"),
     [
-        pytest.param(kind, groups, marks=() if (kind, groups) in USUAL else SLOW_HERE)
+        pytest.param(kind, groups, marks=() if (kind, groups) in USUAL else SWEEP_HERE)
         for kind in ROWS
         for groups in (0, 64, 128, 256)
     ],
@@ -83,7 +84,7 @@ def test_the_selection(device, kind, groups):
     check(ROWS[kind].to(device), groups, K)
 
 
-@pytest.mark.parametrize(("k", "groups"), [pytest.param(50, 256, marks=SLOW_HERE), (100, 0), (1000, 128)])
+@pytest.mark.parametrize(("k", "groups"), [pytest.param(50, 256, marks=SWEEP_HERE), (100, 0), sweep(1000, 128)])
 def test_a_topk_that_does_not_fit_in_the_room_for_candidates(device, k, groups):
     check(ROWS["random"].to(device), groups, k)
 

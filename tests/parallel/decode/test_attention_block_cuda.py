@@ -9,7 +9,7 @@ import torch
 import attnmesh as am
 from attnmesh.testing.block import random_block, reference_block, shard_block
 from helpers.blocks import generate, layer_outputs, transformers_layer
-from helpers.cases import else_slow
+from helpers.cases import else_sweep
 
 CUDA = torch.cuda.is_available()
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not CUDA, reason="needs a GPU")]
@@ -39,7 +39,7 @@ def error(seen, truth):
 
 @pytest.mark.parametrize(
     ("family", "sharding", "dtype", "most"),
-    else_slow(  # each family and sharding in both dtypes; chunks of a prompt are cut before any kernel sees them
+    else_sweep(  # each family and sharding in both dtypes; chunks of a prompt are cut before any kernel sees them
         product(["qwen3", "gpt-oss"], SHARDINGS, [torch.float32, torch.bfloat16], [8, 33, 70]),
         lambda family, sharding, dtype, most: (
             most == (33 if dtype == torch.bfloat16 else 8 if family == "qwen3" else 70)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
 from attnmesh.testing.block import random_block, reference_block
+from helpers.cases import sweep
 from helpers.processes import run_processes
 
 needs_gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -101,7 +102,7 @@ def every_sharding(comm):
     return worst, graphs
 
 
-@pytest.mark.parametrize("world", [2, 4, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 8))])
+@pytest.mark.parametrize("world", [2, 4, *(sweep(world) for world in (3, 8))])
 @pytest.mark.cuda
 @pytest.mark.ranks
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -136,9 +137,7 @@ def groups_made(comm, device):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "backend", [pytest.param("gloo", marks=pytest.mark.slow), pytest.param("nccl", marks=needs_gpu)]
-)
+@pytest.mark.parametrize("backend", [sweep("gloo"), pytest.param("nccl", marks=needs_gpu)])
 def test_groups_are_created_once_and_in_the_same_order_on_all_ranks(backend):
     ranks = run_processes(4, groups_made, "cuda" if backend == "nccl" else "cpu", backend=backend)
     for made, (mesh, first, second) in ranks:

@@ -148,7 +148,7 @@ def on_half_of_the_ranks(comm):
     return few_steps(am.AttentionBlock(config, own, sharding, mesh["cp", "kvdp"]))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_two_dimensions_of_a_mesh_of_three():
     config, weights = random_block(8, 4)
     truth = reference_block(config, weights, random_sequences(3, 16, config))

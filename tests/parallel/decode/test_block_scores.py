@@ -12,6 +12,7 @@ import torch
 import attnmesh as am
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
 from helpers.blocks import assert_outputs_close, exact_weights, fed_lengths, random_sequences
+from helpers.cases import sweep
 
 LENGTH = 40
 STEPS = [((0,), 1), ((0, 1), 3), ((1, 2), 8), ((0, 2), 12), ((0, 1, 2), 2), ((2,), 1)]  # three decode steps, a prefill
@@ -42,10 +43,10 @@ def assert_exact(found, truth, steps, bound=1e-5):
     ("sharding", "kind", "steps"),
     [
         ((1, 1, 3, 2), ALIBI | {"window": 5}, STEPS),
-        ((1, 1, 1, 1), ALIBI | SOFTCAP | {"window": 4}, STEPS),
+        sweep((1, 1, 1, 1), ALIBI | SOFTCAP | {"window": 4}, STEPS),
         ((1, 3, 1, 1), ALIBI | SOFTCAP | {"window": 5}, FIRST),
-        ((2, 1, 1, 1), ALIBI | {"sinks": True}, FIRST),
-        ((2, 1, 2, 4), ALIBI | SOFTCAP | {"sinks": True}, FIRST),
+        sweep((2, 1, 1, 1), ALIBI | {"sinks": True}, FIRST),
+        sweep((2, 1, 2, 4), ALIBI | SOFTCAP | {"sinks": True}, FIRST),
     ],
     ids=["CP", "one rank", "KVDP", "TP", "TP and CP"],
 )

@@ -6,12 +6,14 @@ import torch
 import attnmesh as am
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
 from helpers.blocks import assert_outputs_close, fed_lengths, pools_of, random_sequences
+from helpers.cases import first, in_turn
 
 SHARDINGS = [(1, 2, 2, 1), (2, 1, 2, 3), (1, 1, 4, 4), (1, 4, 1, 1)]
 KINDS = [{}, {"window": 6, "sinks": True}]
 
 shardings = pytest.mark.parametrize("sharding", SHARDINGS, ids=lambda each: "x".join(map(str, each)))
 kinds = pytest.mark.parametrize("kind", KINDS, ids=["plain", "window and sinks"])
+shardings_and_kinds = pytest.mark.parametrize(("sharding", "kind"), first(2, in_turn(SHARDINGS, KINDS)), ids=str)
 
 
 def run(kind, sharding, program, batch, length, sequences=None):
@@ -42,8 +44,7 @@ def tokens_of(cache, rows):
     return [pool.view(torch.int32)[blocks].clone() for pool in pools_of(cache)]
 
 
-@shardings
-@kinds
+@shardings_and_kinds
 def test_rows_that_are_not_in_a_step_are_left_alone(kind, sharding):
     """They hold NaN in what is given, come back as the bias, and nothing of theirs in the cache changes."""
     _, weights = random_block(8, 4, **kind)
@@ -97,8 +98,7 @@ def test_drafts_are_rejected(kind, sharding):
     assert run(kind, sharding, program, batch=3, length=24) == [11, 19, 9]
 
 
-@shardings
-@kinds
+@shardings_and_kinds
 def test_sequences_end_and_others_take_their_rows(kind, sharding):
     """Ten sequences in three rows; blocks of those that ended hold their old keys."""
 

@@ -28,7 +28,7 @@ def test_exchanges_are_exact_and_send_the_planned_bytes():
         check_exchanges(case, WAYS[at :: len(CASES)])  # all combinations, each in a case
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_exchange_is_exact_and_sends_the_planned_bytes(case):
     check_exchanges(case, WAYS)
@@ -126,3 +126,17 @@ def test_results_are_the_same_bits_on_every_rank():
     first, *others = am.run_virtual(8, rank)
     assert not first.isnan().any()
     assert all(torch.equal(first, other) for other in others)
+
+
+def test_bad_exchanges_are_refused():
+    for bad, words in (
+        ({"replicate_q": 1}, "replicate_q must be True or False, got 1"),
+        ({"kvdp": "ring"}, "kvdp must be one of"),
+        ({"cp": None}, "cp must be one of"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            am.Exchange(**bad)
+    shape = DecodeShape(batch=1, tokens=1, q_heads=2, kv_heads=1, head_dim=8, hidden=16)
+    for bad in (("TP2", shape, "cpu"), (am.DecodeSharding(), 3, "cpu"), (am.DecodeSharding(), shape, "nowhere")):
+        with pytest.raises(ValueError, match=r"must be"):
+            am.Exchange(cp="all_reduce").combine(*bad)

@@ -19,16 +19,15 @@ def message_of(q, parts):
     return torch.cat([run.transpose(0, 1).flatten() for run in runs])
 
 
-@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize(
-    ("batch", "heads", "tokens"),
+    ("exchange", "batch", "heads", "tokens"),
     [
-        (8, (1, 1, 1, 1), 1),
-        (8, (2, 2, 2, 2), 3),
-        (5, (3, 2, 1, 2), 2),
-        (2, (1, 1, 1, 1), 8),
-        (7, (2, 2), 1),
-        (3, (4,), 2),
+        ("all_to_all", 8, (1, 1, 1, 1), 1),
+        ("all_gather", 8, (2, 2, 2, 2), 3),
+        ("all_to_all", 5, (3, 2, 1, 2), 2),
+        ("all_to_all", 2, (1, 1, 1, 1), 8),
+        ("all_gather", 7, (2, 2), 1),
+        ("all_gather", 3, (4,), 2),
     ],
 )
 def test_heads_of_all_sequences_become_all_heads_of_some_and_back(exchange, batch, heads, tokens):

@@ -10,6 +10,7 @@ from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.reshard import Move, Piece
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
 from helpers.blocks import assert_outputs_close, exact_weights, fed_lengths
+from helpers.cases import first
 from helpers.memory import peak_bytes
 from helpers.processes import run_processes
 
@@ -76,7 +77,7 @@ def there_and_files(comm, a, b, folder, storage="fp32", **more):
 # Storage types.
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", first(2, STORAGES))
 def test_every_storage_type_keeps_its_bits(storage, tmp_path):
     a, b = PAIRS[0]
     scales = {"k_scale": torch.tensor([1.0, 0.5, 0.25, 3.0]), "v_scale": 0.75} if storage == "fp8" else {}
@@ -290,7 +291,7 @@ def peak_of_a_move(comm, limit):
     return peak - sum(x.nbytes for x in kept[0].local.stored_tensors)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_memory_between_processes_is_bounded_by_two_messages():
     limit = 64 * 1024
     for peak in run_processes(2, peak_of_a_move, limit):

@@ -25,6 +25,7 @@ from helpers.blocks import (
     random_sequences,
     same_state,
 )
+from helpers.cases import sweep
 
 LENGTH, BATCH = 61, 4
 KINDS = [{}, {"window": 5, "sinks": True}, {"window": 30, "norm": True}, {"sinks": True, "norm_before_rope": True}]
@@ -65,13 +66,13 @@ def assert_exact(sharding, kind, steps=STEPS, dtype=torch.float32, bound=1e-5, s
 SHARDINGS = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 3, 1, 1), (1, 1, 3, 2), (1, 2, 2, 4), (2, 1, 2, 1)]
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("sharding", [*SHARDINGS[2:5], *map(sweep, (*SHARDINGS[:2], SHARDINGS[5]))])
 def test_prefill_and_decode_in_turn(sharding):
     kind = KINDS[SHARDINGS.index(sharding) % len(KINDS)]
     assert_exact(am.DecodeSharding(*sharding), kind)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 4, 6, 8])
 def test_prefill_in_every_factorisation(world):
     for (tp, kvdp, cp), kind in product(factorizations(world), KINDS):
@@ -79,7 +80,7 @@ def test_prefill_in_every_factorisation(world):
             assert_exact(am.DecodeSharding(tp, kvdp, cp, interleave), kind, heads=(12, 6) if world == 6 else (8, 2))
 
 
-@pytest.mark.parametrize("sharding", [(1, 1, 1, 1), (1, 2, 2, 3)])
+@pytest.mark.parametrize("sharding", [(1, 1, 1, 1), sweep((1, 2, 2, 3))])
 def test_chunks_and_parts_of_a_few_tokens(sharding, monkeypatch):
     """The pieces that bound memory do not show: here 16 tokens of all rows, and one block of keys, at a time."""
     monkeypatch.setattr(prefill, "_CHUNK_TOKENS", 16)
@@ -87,7 +88,7 @@ def test_chunks_and_parts_of_a_few_tokens(sharding, monkeypatch):
     assert_exact(am.DecodeSharding(*sharding), {"window": 13, "sinks": True, "out": sharding[1] == 1})
 
 
-@pytest.mark.parametrize("storage", ["int8", *(pytest.param(x, marks=pytest.mark.slow) for x in ("fp8", "bfp8"))])
+@pytest.mark.parametrize("storage", ["int8", *(sweep(x) for x in ("fp8", "bfp8"))])
 def test_quantized_storage(storage):
     for sharding in ((1, 1, 1, 1), (1, 2, 2, 3)):
         kind = {"sinks": True, "window": 9, "rope": None}
@@ -98,8 +99,8 @@ def test_quantized_storage(storage):
     "options",
     [
         {"exchange": am.Exchange(kvdp="all_gather", cp="reduce_scatter")},
-        {"exchange": am.Exchange(cp="all_reduce", replicate_q=True), "kv_rows": "own"},
-        pytest.param({"kv_rows": "all"}, marks=pytest.mark.slow),
+        sweep({"exchange": am.Exchange(cp="all_reduce", replicate_q=True), "kv_rows": "own"}),
+        sweep({"kv_rows": "all"}),
     ],
 )
 def test_every_exchange(options):
@@ -121,7 +122,7 @@ def test_bf16_is_at_most_twice_as_far_off_as_the_plain_computation():
         assert (seen.double() - truth).norm() <= 2 * plain
 
 
-@pytest.mark.parametrize(("storage", "sharding"), [("fp32", (1, 2, 1, 1)), ("bfp8", (1, 1, 2, 3))])
+@pytest.mark.parametrize(("storage", "sharding"), [("fp32", (1, 2, 1, 1)), sweep("bfp8", (1, 1, 2, 3))])
 def test_the_cache_has_the_bits_of_token_by_token_decode(sharding, storage):
     """And so the next decode step has the same output: bit for bit where nothing but the cache differs."""
     sharding = am.DecodeSharding(*sharding)

@@ -13,6 +13,7 @@ import attnmesh as am
 from attnmesh.parallel.decode import core
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
 from helpers.blocks import assert_outputs_close, exact_weights, fed_lengths
+from helpers.cases import sweep
 
 SPLIT, LENGTH, SEQUENCES = 8, 40, 3
 KINDS = {"plain": {}, "window": {"window": 13}, "sinks": {"sinks": True}, "both": {"window": 5, "sinks": True}}
@@ -72,34 +73,30 @@ def same(one, other):
 
 SHARDINGS = [
     # tp, kvdp, cp, interleave
-    pytest.param((1, 1, 2, SPLIT), marks=pytest.mark.slow),
-    (1, 1, 2, 2 * SPLIT),
-    pytest.param((1, 1, 4, SPLIT), marks=pytest.mark.slow),
+    sweep((1, 1, 2, SPLIT)),
+    sweep((1, 1, 2, 2 * SPLIT)),
+    sweep((1, 1, 4, SPLIT)),
     (1, 1, 4, 3 * SPLIT),
-    (1, 1, 8, SPLIT),
-    (1, 2, 2, SPLIT),
+    sweep((1, 1, 8, SPLIT)),
+    sweep((1, 2, 2, SPLIT)),
     (1, 3, 1, 1),
     (2, 2, 2, SPLIT),
 ]
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "both")) for kind in KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.sweep] * (kind != "both")) for kind in KINDS])
 def test_ranks_do_not_show(kind, sharding):
     assert same(attended(am.DecodeSharding(*sharding), kind), unsharded(kind))
 
 
-@pytest.mark.parametrize(
-    ("kind", "backend"), [("slopes", "cpu"), pytest.param("softcap", "reference", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("kind", "backend"), [("slopes", "cpu"), sweep("softcap", "reference")])
 def test_ranks_do_not_show_with_other_scores(kind, backend):
     found = attended(am.DecodeSharding(1, 2, 2, 2 * SPLIT), kind, backend=backend)
     assert same(found, unsharded(kind, backend=backend))
 
 
-@pytest.mark.parametrize(
-    "storage", ["int8", *(pytest.param(storage, marks=pytest.mark.slow) for storage in ("fp8", "bfp8"))]
-)
+@pytest.mark.parametrize("storage", ["int8", *(sweep(storage) for storage in ("fp8", "bfp8"))])
 def test_ranks_do_not_show_with_fewer_bits(storage):
     how = {"storage": storage, "head_dim": 16}
     whole = unsharded("both", **how)
@@ -108,7 +105,7 @@ def test_ranks_do_not_show_with_fewer_bits(storage):
         assert same(attended(am.DecodeSharding(*sharding), "both", **how), whole)
 
 
-@pytest.mark.parametrize("sharding", [(1, 1, 1, 1), (1, 2, 2, SPLIT), (1, 1, 4, SPLIT)], ids=str)
+@pytest.mark.parametrize("sharding", [(1, 1, 1, 1), sweep((1, 2, 2, SPLIT)), sweep((1, 1, 4, SPLIT))], ids=str)
 def test_the_batch_does_not_show(sharding):
     assert same(attended(am.DecodeSharding(*sharding), "both", one_after_another), unsharded("both"))
 
@@ -146,9 +143,7 @@ def last_step(sharding, backend):
     return torch.cat(am.run_virtual(sharding.ranks, rank), 2)
 
 
-@pytest.mark.parametrize(
-    "sharding", [(1, 1, 2, SPLIT), pytest.param((1, 2, 2, SPLIT), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("sharding", [(1, 1, 2, SPLIT), sweep((1, 2, 2, SPLIT))], ids=str)
 def test_ranks_do_not_show_in_the_kernels_results(sharding):
     """Triton's, in the interpreter where there is no GPU."""
     pytest.importorskip("triton")

@@ -18,6 +18,7 @@ from helpers.blocks import (
     random_sequences,
     transformers_layer,
 )
+from helpers.cases import first, sweep
 
 LENGTH = 23
 SHARDINGS = [(2, 1, 1, 1), (1, 2, 2, 3), (1, 1, 4, 4), (2, 2, 1, 1)]
@@ -63,7 +64,8 @@ def stored(cache, sequence):
 
 
 @pytest.mark.parametrize(
-    "storage", ["fp8", "bfp8", *(pytest.param(storage, marks=pytest.mark.slow) for storage in ("fp32", "int8"))]
+    "storage",
+    first(1, ["fp8", "bfp8", *(sweep(storage) for storage in ("fp32", "int8"))]),
 )
 def test_many_ranks_store_and_answer_as_one_does(storage):
     (alone,), whole, truth = generated((1, 1, 1, 1), storage)
@@ -106,13 +108,14 @@ PROMPTS, STEPS = (5, 17, 1), 6
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize(
-    ("family", "sharding"), zip(FAMILIES, [(2, 2, 2), (1, 1, 4), (1, 2, 2), (1, 4, 1), (4, 1, 2)], strict=True)
+    ("family", "sharding"),
+    first(1, zip(FAMILIES, [(2, 2, 2), (1, 1, 4), (1, 2, 2), (1, 4, 1), (4, 1, 2)], strict=True)),
 )
 def test_bf16_is_at_most_twice_as_far_off_as_the_bf16_module(family, sharding):
     assert_bf16_is_right(family, (16, 4), sharding)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("world", [1, 2, 4, 6, 8])

@@ -7,6 +7,7 @@ import pytest
 import attnmesh as am
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
 from helpers.blocks import assert_outputs_close, fed_lengths, random_sequences
+from helpers.cases import sweep
 
 BLOCK_SIZE = 4
 INTERLEAVES = (1, 2, 3, BLOCK_SIZE, 2 * BLOCK_SIZE)
@@ -36,8 +37,7 @@ def assert_exact(config, weights, sharding, counts):
         assert fed_lengths(seen) == [n + sum(counts) for n in ODD_LENGTHS]
 
 
-@pytest.mark.parametrize("cp", [2, 3, 4])
-@pytest.mark.parametrize("interleave", INTERLEAVES)
+@pytest.mark.parametrize(("interleave", "cp"), [(1, 2), sweep(2, 3), sweep(3, 4), sweep(8, 2)])
 def test_steps_of_every_number_of_tokens_in_one_run(interleave, cp):
     config, weights = random_block(4, 2, **KINDS[-1 if (cp + interleave) % 3 else 0])
     counts = [(3 * i + interleave) % 8 + 1 for i in range(8)]  # each of 1 to 8 once, in an order of the case's own
@@ -45,7 +45,7 @@ def test_steps_of_every_number_of_tokens_in_one_run(interleave, cp):
     assert_exact(config, weights, am.DecodeSharding(cp=cp, interleave=interleave), counts)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("tokens", range(1, 9))
 @pytest.mark.parametrize("cp", [2, 3, 4])
 def test_every_number_of_tokens_with_every_interleave(cp, tokens):
@@ -54,7 +54,7 @@ def test_every_number_of_tokens_with_every_interleave(cp, tokens):
         assert_exact(config, weights, am.DecodeSharding(cp=cp, interleave=interleave), [tokens] * (24 // tokens + 2))
 
 
-@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("window", [1, sweep(2), sweep(3)])
 def test_windows_shorter_than_a_step(window):
     """Most ranks see nothing for some of the tokens."""
     config, weights = random_block(4, 2, window=window, sinks=True)

@@ -5,6 +5,7 @@ import pytest
 import attnmesh as am
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
 from helpers.blocks import assert_outputs_close, fed_lengths, random_sequences
+from helpers.cases import sweep
 
 LENGTH = 21
 
@@ -30,11 +31,11 @@ def assert_exact(config, weights, sharding, batch, **options):
     ("sharding", "replicate_q"),
     [
         ((1, 2, 2), True),
-        ((3, 2, 1), False),
-        ((3, 1, 2), True),
-        ((1, 1, 4), False),
-        ((6, 1, 1), False),
-        ((1, 2, 4), True),
+        sweep((3, 2, 1), False),
+        sweep((3, 1, 2), True),
+        sweep((1, 1, 4), False),
+        sweep((6, 1, 1), False),
+        sweep((1, 2, 4), True),
     ],
 )
 def test_heads_that_do_not_divide(sharding, replicate_q):
@@ -50,9 +51,9 @@ def test_heads_that_do_not_divide(sharding, replicate_q):
     ("batch", "sharding", "ways"),
     [
         (5, (1, 2, 2), ("all_gather", "reduce_scatter")),
-        (1, (1, 2, 2), ("all_to_all", "all_reduce")),
-        (2, (1, 3, 2), ("all_to_all", "all_to_all")),
-        (1, (2, 4, 1), ("all_gather", "all_reduce")),
+        sweep(1, (1, 2, 2), ("all_to_all", "all_reduce")),
+        sweep(2, (1, 3, 2), ("all_to_all", "all_to_all")),
+        sweep(1, (2, 4, 1), ("all_gather", "all_reduce")),
     ],
 )
 def test_batches_that_do_not_divide(batch, sharding, ways):

@@ -8,6 +8,7 @@ import attnmesh as am
 from attnmesh.comm import Comm, SoloComm
 from attnmesh.ops.sparse import reference
 from attnmesh.ops.storage import dequantize
+from helpers.cases import sweep
 from helpers.processes import run_processes
 
 DIM, VALUES, INDEX_DIM, INDEX_HEADS, HEADS, BLOCK, TOPK = 144, 128, 16, 3, 6, 4, 7
@@ -114,8 +115,8 @@ def check(ranks: list[list[Tensor]], problem: Problem, heads: tuple[int, ...] | 
         (1, 1, "fp8_ds_mla", None),
         (2, 1, "fp8_ds_mla", (2, 4)),
         (3, 4, "fp32", None),
-        pytest.param(4, 3, "fp8_ds_mla", (1, 2, 1, 2), marks=pytest.mark.slow),
-        pytest.param(2, 16, "fp32", None, marks=pytest.mark.slow),
+        sweep(4, 3, "fp8_ds_mla", (1, 2, 1, 2)),
+        sweep(2, 16, "fp32", None),
     ],
 )
 def test_virtual_ranks(world, interleave, storage, heads):
@@ -123,7 +124,7 @@ def test_virtual_ranks(world, interleave, storage, heads):
     check(am.run_virtual(world, lambda comm: step(comm, problem, interleave, heads)), problem, heads)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_virtual_ranks_with_the_kernels():
     problem = Problem()
     check(am.run_virtual(2, lambda comm: step(comm, problem, 2, backend="triton")), problem)
@@ -140,7 +141,7 @@ def on_processes(comm: Comm) -> list[list[float]]:
     return [x.tolist() for x in step(comm, Problem(), 2, (3, 3))]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_two_processes():
     ranks = [[torch.tensor(x) for x in rank] for rank in run_processes(2, on_processes)]
     for rank in ranks:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import attnmesh as am
+from attnmesh.parallel.sparse.groups import mask_summary
 from attnmesh.testing.sparse import SCALE, GridRank, SparseProblem
 from helpers.sparse_grid import random_problem, run_grid
 
@@ -259,3 +260,12 @@ def test_sinks_are_those_of_tp_ranks_and_equal_on_cp_ranks():
     assert run(0.0) == [["nothing was raised"] * 2] * 2
     expected = "sinks must be the same on every cp rank: those of cp rank 1 differ from cp rank 0's (on tp rank 1)"
     assert run(1.0) == [[expected] * 2] * 2
+
+
+def test_ranks_compare_every_number_of_a_mask_and_which_tensors_it_has():
+    rows = torch.zeros(3, dtype=torch.int32)
+    changes = [{"causal": True}, {"causal": True, "q_start": 5}, {"causal": True, "k_stride": 4}]
+    changes += [{name: rows} for name in ("topk_length", "k_start", "k_end")]
+    changes += [{"causal": True, "q_positions": rows}]
+    summaries = {mask_summary(am.SparseMask(**change)) for change in ({}, *changes)}
+    assert len(summaries) == 1 + len(changes)

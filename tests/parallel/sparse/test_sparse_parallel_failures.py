@@ -116,7 +116,7 @@ def _process(comm: am.Comm, operation: str, schedule: str) -> str:
     ("operation", "schedule"),
     [
         pytest.param(
-            operation, schedule, marks=() if (operation, schedule) == ("backward", "ring") else pytest.mark.slow
+            operation, schedule, marks=() if (operation, schedule) == ("backward", "ring") else pytest.mark.sweep
         )
         for operation in CALLS
         for schedule in ("allgather", "ring")

@@ -5,6 +5,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.ops.sparse import reference
+from helpers.cases import first, sweep
 from helpers.sparse_grid import (
     LAYOUTS,
     MASKS,
@@ -47,12 +48,15 @@ def hidden(mask):
 
 @pytest.mark.parametrize(
     ("tp", "cp", "layout", "schedule"),
-    [
-        pytest.param(*grid, layout, schedule, marks=() if (i + j + k) % 3 == 0 else pytest.mark.slow)
-        for i, grid in enumerate(GRIDS)
-        for j, layout in enumerate(LAYOUTS)
-        for k, schedule in enumerate(SCHEDULES)
-    ],
+    first(
+        4,
+        [
+            pytest.param(*grid, layout, schedule, marks=() if (i + j + k) % 3 == 0 else pytest.mark.sweep)
+            for i, grid in enumerate(GRIDS)
+            for j, layout in enumerate(LAYOUTS)
+            for k, schedule in enumerate(SCHEDULES)
+        ],
+    ),
 )
 def test_the_choice_is_that_of_one_device_to_the_last_bit(tp, cp, layout, schedule):
     mask = hidden(list(MASKS.values())[(tp + cp) % len(MASKS)](21))
@@ -62,7 +66,7 @@ def test_the_choice_is_that_of_one_device_to_the_last_bit(tp, cp, layout, schedu
 
 @pytest.mark.parametrize(
     ("schedule", "dtype", "relu"),
-    [("allgather", torch.float32, True), ("ring", torch.bfloat16, True), ("ring", torch.float64, False)],
+    [("allgather", torch.float32, True), sweep("ring", torch.bfloat16, True), sweep("ring", torch.float64, False)],
 )
 def test_of_many_equal_scores_the_lowest_keys_win_wherever_they_are(schedule, dtype, relu):
     iq, ik = (torch.randint(-1, 2, shape).to(dtype) for shape in ((17, 2, 4), (40, 4)))
@@ -76,8 +80,16 @@ def test_of_many_equal_scores_the_lowest_keys_win_wherever_they_are(schedule, dt
     assert chosen == reference.topk_keys(scores, seen, 7)
 
 
-@pytest.mark.parametrize("schedule", ["allgather", "ring"])
-@pytest.mark.parametrize(("length", "key_length", "topk"), [(2, 30, 5), (9, 3, 5), (1, 1, 1), (0, 7, 2), (3, 0, 2)])
+@pytest.mark.parametrize(
+    ("length", "key_length", "topk", "schedule"),
+    [
+        (2, 30, 5, "allgather"),
+        (9, 3, 5, "ring"),
+        (1, 1, 1, "ring"),
+        sweep(0, 7, 2, "allgather"),
+        sweep(3, 0, 2, "allgather"),
+    ],
+)
 def test_fewer_rows_keys_and_candidates_than_asked_for(length, key_length, topk, schedule):
     iq, ik, w = torch.randn(length, 2, 8), torch.randn(key_length, 8), torch.randn(length, 2)
     layout = list(LAYOUTS.values())[(length + key_length) % 3]
@@ -93,12 +105,15 @@ def test_keys_that_nobody_sees_may_hold_anything():
 
 @pytest.mark.parametrize(
     ("tp", "cp", "mask", "schedule"),
-    [
-        pytest.param(*grid, mask, schedule, marks=() if (i + j) % 2 == k else pytest.mark.slow)
-        for i, grid in enumerate([(2, 1), (1, 4), (2, 3)])
-        for j, mask in enumerate(MASKS)
-        for k, schedule in enumerate(SCHEDULES)
-    ],
+    first(
+        7,
+        [
+            pytest.param(*grid, mask, schedule, marks=() if (i + j) % 2 == k else pytest.mark.sweep)
+            for i, grid in enumerate([(2, 1), (1, 4), (2, 3)])
+            for j, mask in enumerate(MASKS)
+            for k, schedule in enumerate(SCHEDULES)
+        ],
+    ),
 )
 def test_scores_at_slots_and_their_gradients_are_exact(tp, cp, mask, schedule):
     problem = random_problem(**MASKS[mask](11))

@@ -9,6 +9,7 @@ import torch
 import attnmesh as am
 from attnmesh.ops.sparse import reference
 from attnmesh.testing.sparse import SCALE, GridRank, SparseProblem
+from helpers.cases import first, sweep
 from helpers.sparse_grid import LAYOUTS, MASKS, ExactInputs, assert_exact, join_grid, random_problem, run_grid
 
 GRIDS = [(1, 1), (2, 1), (3, 1), (1, 4), (2, 2), (3, 2)]
@@ -77,11 +78,14 @@ SPREAD = [
 
 @pytest.mark.parametrize(
     ("tp", "cp", "rows", "schedule", "mode"),
-    [
-        pytest.param(*case, mode, marks=() if i % 2 == j else pytest.mark.slow)
-        for i, case in enumerate(SPREAD)
-        for j, mode in enumerate(("sparse", "dense"))
-    ],
+    first(
+        4,
+        [
+            pytest.param(*case, mode, marks=() if i % 2 == j else pytest.mark.sweep)
+            for i, case in enumerate(SPREAD)
+            for j, mode in enumerate(("sparse", "dense"))
+        ],
+    ),
 )
 def test_loss_and_gradients_are_those_of_one_device_on_every_rank(tp, cp, rows, schedule, mode):
     at = GRIDS.index((tp, cp)) + HOW.index((rows, schedule))
@@ -124,7 +128,7 @@ def test_the_problems_tell_normalizing_before_the_sum_over_heads_from_after():
     assert ((early / early.sum() - late / late.sum()).abs() > 1e-3).any()
 
 
-@pytest.mark.parametrize(("rows", "schedule"), HOW)
+@pytest.mark.parametrize(("rows", "schedule"), first(2, HOW))
 def test_a_target_given_is_of_all_heads(rows, schedule):
     problem = problem_for("sparse")
     target = torch.rand(11, 6, dtype=torch.float64)
@@ -146,8 +150,15 @@ def test_a_target_given_is_of_all_heads(rows, schedule):
         assert_exact(join_grid([[rank[i] for rank in row] for row in grid], am.Contiguous()), true_grad)
 
 
-@pytest.mark.parametrize("mode", ["sparse", "dense"])
-@pytest.mark.parametrize(("rows", "schedule"), HOW)
+@pytest.mark.parametrize(
+    ("rows", "schedule", "mode"),
+    [
+        ("replicated", "allgather", "sparse"),
+        ("scattered", "allgather", "sparse"),
+        sweep("replicated", "ring", "dense"),
+        sweep("scattered", "ring", "dense"),
+    ],
+)
 def test_fewer_rows_than_ranks_and_a_number_of_rows_that_is_given(rows, schedule, mode):
     problem = random_problem(2, 9)
     problem = replace(problem, kv=torch.randn(9, 12).double(), ik=torch.randn(9, 5).double())
@@ -164,7 +175,7 @@ def test_fewer_rows_than_ranks_and_a_number_of_rows_that_is_given(rows, schedule
         assert_exact(join_grid([[rank[i] for rank in row] for row in grid], layout), true_grad)
 
 
-@pytest.mark.parametrize("mode", ["sparse", "dense"])
+@pytest.mark.parametrize("mode", ["sparse", sweep("dense")])
 def test_long_keys_are_computed_in_chunks(mode, monkeypatch):
     from attnmesh.ops.sparse import indexer_loss
 

@@ -5,6 +5,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.testing.sparse import SCALE
+from helpers.cases import sweep
 from helpers.sparse_grid import LAYOUTS, WIDTH, random_problem, run_grid
 
 N, M, TOPK, HEADS, IDX_HEADS, IDX_WIDTH = 11, 13, 6, 7, 3, 5
@@ -67,8 +68,17 @@ def test_tp_ranks(check):
         }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("schedule", ["allgather", "ring"])
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    [
+        ("allgather", "contiguous"),
+        sweep("allgather", "zigzag"),
+        ("allgather", "striped"),
+        sweep("ring", "contiguous"),
+        sweep("ring", "zigzag"),
+        sweep("ring", "striped"),
+    ],
+)
 def test_cp_ranks(schedule, layout):
     cp = 4
 
