@@ -85,7 +85,6 @@ def flip(file: Path) -> None:
         ("tokenizer.json", Path.unlink),
         ("manifest.json", truncate),
     ],
-    ids=str,
 )
 def test_damage_is_found_and_the_file_converted_anew(convert, gguf, name, damage):
     entry = cache.converted_folder(gguf)
