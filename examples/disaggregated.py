@@ -27,7 +27,6 @@ from attnmesh import (
     Comm,
     ContextParallel,
     DecodeSharding,
-    PrefillKV,
     Zigzag,
     comm_from,
     register_attention,
@@ -35,6 +34,7 @@ from attnmesh import (
     run_virtual,
     shard_inputs,
 )
+from attnmesh.decode import PrefillKV
 from generate_over_ranks import VOCABULARY, ShardedLlama, generate, small_llama
 
 Batch = list[list[int]]

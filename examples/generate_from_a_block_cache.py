@@ -13,15 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from attnmesh import (
-    BlockCache,
-    Causal,
-    attention,
-    check_decode_errors,
-    paged_decode_attention,
-    paged_prefill_attention,
-    quantize,
-)
+from attnmesh import BlockCache, Causal, attention, paged_decode_attention, paged_prefill_attention, quantize
+from attnmesh.decode import check_decode_errors
 from attnmesh.ops.storage import dequantize
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 GENERATED = {"security.md", "contributing.md", "changelog.md", "examples.md"}  # by docs/hooks.py
 PUBLIC_MODULES = (
     "attnmesh", "attnmesh.training.accelerate", "attnmesh.training.data_parallel",
-    "attnmesh.ring_flash_attn", "attnmesh.report",
+    "attnmesh.ring_flash_attn", "attnmesh.report", "attnmesh.sparse", "attnmesh.decode", "attnmesh.models",
 )  # fmt: skip
 # The code in tables that is shown on more than one line.
 BROKEN_CODE = (

@@ -1,12 +1,13 @@
 """Exact attention over a mesh of devices."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnmesh.cli.starting import start as _start
 
 _start()  # before torch is imported
 
 # ruff: noqa: E402
+from attnmesh import decode, models, sparse
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
 from attnmesh.core.custom_mask import CustomMask
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
@@ -14,7 +15,6 @@ from attnmesh.core.masks import (
     BlockCausal,
     Causal,
     Chunked,
-    Coverage,
     Documents,
     Full,
     Global,
@@ -32,7 +32,6 @@ from attnmesh.generation.moving import load_requests, move_requests, save_reques
 from attnmesh.generation.requests import Request, Token
 from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
-from attnmesh.integrations.attention_weights import attention_from_transformers
 from attnmesh.integrations.sdpa import attention_context_parallel
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.kv_cache.block_pool import CacheFull, content_ids
@@ -41,28 +40,22 @@ from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.models.checkpoint import ModelError
 from attnmesh.models.loading import load_model
 from attnmesh.models.sharded import shard_model
-from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
-from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.ops.decode.api import decode_attention, paged_decode_attention
-from attnmesh.ops.decode.device_errors import check_decode_errors
 from attnmesh.ops.dense.api import attention, explain_attention
 from attnmesh.ops.merge_states import merge
 from attnmesh.ops.paged_prefill import paged_prefill_attention
-from attnmesh.ops.sparse.arguments import SparseMask, TopKIndices, canonicalize, convert_lse
+from attnmesh.ops.sparse.arguments import SparseMask, TopKIndices
 from attnmesh.ops.sparse.attention import attention_distribution, sparse_attention
 from attnmesh.ops.sparse.decode import paged_sparse_decode_attention
-from attnmesh.ops.sparse.indexer import indexer_scores_at, indexer_topk
+from attnmesh.ops.sparse.indexer import indexer_topk
 from attnmesh.ops.sparse.indexer_loss import indexer_kl_loss
 from attnmesh.ops.sparse.paged_indexer import paged_indexer_topk
-from attnmesh.ops.storage import Quantized, quantize, unpack_index_keys, unpack_latent
+from attnmesh.ops.storage import Quantized, quantize
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.block import AttentionBlock
-from attnmesh.parallel.decode.exchange import Exchange
-from attnmesh.parallel.decode.ranks import decode_rank
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks, ring_distributed_attention
 from attnmesh.parallel.reshard.api import reshard
 from attnmesh.parallel.reshard.files import load_cache, save_cache
-from attnmesh.parallel.reshard.prefill import PrefillKV
 from attnmesh.parallel.sparse.api import SparseParallel
 from attnmesh.parallel.sparse.decode import SparseDecode
 from attnmesh.plan.decode import DecodeSharding
@@ -75,8 +68,6 @@ __version__ = "0.2.0"
 
 __all__ = [
     "AttentionBlock",
-    "AttentionConfig",
-    "AttentionWeights",
     "Balanced",
     "BlockCache",
     "BlockCausal",
@@ -87,11 +78,9 @@ __all__ = [
     "CommError",
     "ContextParallel",
     "Contiguous",
-    "Coverage",
     "CustomMask",
     "DecodeSharding",
     "Documents",
-    "Exchange",
     "Full",
     "GenerationStats",
     "Generator",
@@ -100,14 +89,11 @@ __all__ = [
     "Layout",
     "Mask",
     "ModelError",
-    "Norm",
     "Padding",
     "PerSequence",
-    "PrefillKV",
     "Prefix",
     "Quantized",
     "Request",
-    "Rope",
     "Sampling",
     "ShardedCache",
     "Slices",
@@ -123,26 +109,22 @@ __all__ = [
     "attention",
     "attention_context_parallel",
     "attention_distribution",
-    "attention_from_transformers",
-    "canonicalize",
-    "check_decode_errors",
     "comm_from",
     "content_ids",
-    "convert_lse",
+    "decode",
     "decode_attention",
-    "decode_rank",
     "explain_attention",
     "gather_log_probs",
     "gather_ring_outputs",
     "generate",
     "indexer_kl_loss",
-    "indexer_scores_at",
     "indexer_topk",
     "load_cache",
     "load_model",
     "load_requests",
     "merge",
     "merge_sinks",
+    "models",
     "move_requests",
     "paged_decode_attention",
     "paged_indexer_topk",
@@ -159,16 +141,17 @@ __all__ = [
     "save_requests",
     "shard_inputs",
     "shard_model",
+    "sparse",
     "sparse_attention",
-    "unpack_index_keys",
-    "unpack_latent",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import the planner on first use: attention with an explicit schedule does not need it."""
-    if name == "recommend_sharding":
-        from attnmesh.planner.recommend import recommend_sharding
+if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
-        return recommend_sharding
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        """Import the planner on first use: attention with an explicit schedule does not need it."""
+        if name == "recommend_sharding":
+            from attnmesh.planner.recommend import recommend_sharding
+
+            return recommend_sharding
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

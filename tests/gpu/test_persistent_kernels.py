@@ -214,7 +214,7 @@ def check_sparse_decode(
     found = dict(zip(("out", "lse", "max_logits"), (x.flatten(0, 1) for x in results), strict=True))
     zeros = torch.zeros(rows, heads, 512, device=device), torch.zeros(rows, heads, device=device)
     assert_results(found, case.results(*zeros, dtype=dtype), case.results(*zeros), dtype)
-    am.check_decode_errors()
+    am.decode.check_decode_errors()
 
 
 # The kernels, how many items a program of a launch has, and the cases of each.

@@ -240,7 +240,7 @@ def check_decode_step(shape: Heads, sequences: int, longest: int, tokens: int, d
     problem: Any = SimpleNamespace(q=q, options={}, exact=lambda: exact, plain=lambda: plain)
     # There are many more rows than in a test, and each lse is that of sums over the width.
     assert_decode_close(found, problem, 2 * LSE_UNITS * max(1.0, problem.q.shape[-1] / 128))
-    am.check_decode_errors()
+    am.decode.check_decode_errors()
 
 
 def alone(
@@ -305,7 +305,7 @@ def check_sparse_decode_step(size: SparseStep, tokens: int, device: str, dtype: 
     results = am.paged_sparse_decode_attention(
         q, poisoned, table, top.indices, scale=0.06, counts=top.lengths, return_max_logits=True
     )
-    am.check_decode_errors()
+    am.decode.check_decode_errors()
 
     slots = torch.zeros_like(top.indices)
     for b, length in enumerate(lengths.tolist()):

@@ -99,11 +99,11 @@ def _sparse_loss() -> Arguments:
     return _indexer(indices=_indices(), target=rows(6, 3).abs())
 
 
-CONFIG = am.AttentionConfig(24, 4, 2, 8)
+CONFIG = am.decode.AttentionConfig(24, 4, 2, 8)
 SHARDING = am.DecodeSharding()
 
 
-def _weights() -> am.AttentionWeights:
+def _weights() -> am.decode.AttentionWeights:
     return random_block(4, 2, 8, 24, sinks=True, alibi=True)[1]
 
 
@@ -594,7 +594,7 @@ RECEIVERS: dict[str, Callable[[], Any]] = {
     "Catalog": catalog,
     "DecodeSharding": lambda: am.DecodeSharding(tp=2, kvdp=2, cp=2, interleave=4),
     "ContextParallel": lambda: am.ContextParallel(SoloComm()),
-    "Exchange": am.Exchange,
+    "Exchange": am.decode.Exchange,
     "Zigzag": am.Zigzag,
     "Rope": lambda: Rope.plain(8),
     "SparseMask": lambda: am.SparseMask(causal=True),

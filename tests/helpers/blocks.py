@@ -138,8 +138,10 @@ def _rotary(config):
 
 def block_from_layer(module, sharding, comm, **options):
     """Return the sharded block with a module's weights."""
-    exchange = options.get("exchange") or am.Exchange()
-    config, weights = am.attention_from_transformers(module, sharding, comm.rank, replicate_q=exchange.replicate_q)
+    exchange = options.get("exchange") or am.decode.Exchange()
+    config, weights = am.models.attention_from_transformers(
+        module, sharding, comm.rank, replicate_q=exchange.replicate_q
+    )
     return am.AttentionBlock(config, weights, sharding, comm, **options)
 
 

@@ -329,7 +329,7 @@ def _distribution(x: Tensors, backend: str) -> Tensors:
 
 
 def _scores(x: Tensors, backend: str) -> Tensors:
-    return {"scores": am.indexer_scores_at(x["iq"], x["ik"], x["w"], x["indices"], backend=backend)}
+    return {"scores": am.sparse.indexer_scores_at(x["iq"], x["ik"], x["w"], x["indices"], backend=backend)}
 
 
 def _topk(x: Tensors, backend: str) -> Tensors:

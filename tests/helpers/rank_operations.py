@@ -209,7 +209,7 @@ def _block_inputs(random: Random) -> Tensors:
 
 def _block(sharding: am.DecodeSharding) -> Callable[[Tensors, str], Tensors]:
     def run(x: Tensors, backend: str) -> Tensors:
-        weights = am.AttentionWeights(**{name: one for name, one in x.items() if name != "x"})
+        weights = am.decode.AttentionWeights(**{name: one for name, one in x.items() if name != "x"})
 
         def steps(comm: am.Comm) -> Tensors:
             own = weights if sharding.ranks == 1 else weights.shard(CONFIG, sharding, comm.rank)
@@ -226,14 +226,14 @@ def _block(sharding: am.DecodeSharding) -> Callable[[Tensors, str], Tensors]:
 
 
 def _block_truth(x: Tensors) -> Tensors:
-    weights = am.AttentionWeights(**{name: one for name, one in x.items() if name != "x"})
+    weights = am.decode.AttentionWeights(**{name: one for name, one in x.items() if name != "x"})
     out = reference_block(CONFIG, weights, x["x"])
     return dict.fromkeys(("out", "out 0", "out 1"), out)
 
 
 def _stages(x: Tensors, backend: str) -> Tensors:
     names = [f"{side}_norm_{when}_rope" for side in "qk" for when in ("before", "after")]
-    weights = am.AttentionWeights(x["qkv"], **{name: x[name] for name in names})
+    weights = am.decode.AttentionWeights(x["qkv"], **{name: x[name] for name in names})
     q, k, v = split_and_rotate(x["q"], x["kv"], x["positions"], CONFIG, weights)
     turned = Rope.plain(8, 100.0, "pairs").rotate(x["heads"], x["positions"])
     normed = rms_norm(x["heads"], x["q_norm_before_rope"], Norm(1e-3))
@@ -250,8 +250,8 @@ def _stage_inputs(random: Random) -> Tensors:
 
 
 def _shards_of_weights(x: Tensors, backend: str) -> Tensors:
-    weights = am.AttentionWeights.whole(x["q"], x["k"], x["v"], (x["qb"], x["kb"], x["vb"]), out=x["out"])
-    own = weights.shard(am.AttentionConfig(24, 4, 2, 8), am.DecodeSharding(tp=2), 1)
+    weights = am.decode.AttentionWeights.whole(x["q"], x["k"], x["v"], (x["qb"], x["kb"], x["vb"]), out=x["out"])
+    own = weights.shard(am.decode.AttentionConfig(24, 4, 2, 8), am.DecodeSharding(tp=2), 1)
     return {"qkv": own.qkv, "qkv_bias": own.qkv_bias, "out": own.out}
 
 
@@ -323,12 +323,12 @@ def _masks(x: Tensors, backend: str) -> Tensors:
 
 
 def _canonicalize(x: Tensors, backend: str) -> Tensors:
-    found = am.canonicalize(x["indices"], x["scores"], s_kv=12, unique=True)
+    found = am.sparse.canonicalize(x["indices"], x["scores"], s_kv=12, unique=True)
     return {
         "indices": found.indices,
         "scores": found.scores,
         "lengths": found.lengths,
-        "lse": am.convert_lse(x["scores"], "e", "2"),
+        "lse": am.sparse.convert_lse(x["scores"], "e", "2"),
     }
 
 

@@ -20,7 +20,8 @@ from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
-from attnmesh import AttentionConfig, Norm, Rope, attention_from_transformers
+from attnmesh.decode import AttentionConfig, Norm, Rope
+from attnmesh.models import attention_from_transformers
 from attnmesh.ops.block.norm_rope import rms_norm
 from attnmesh.ops.block.stages import split_and_rotate
 from attnmesh.plan.decode import DecodeSharding

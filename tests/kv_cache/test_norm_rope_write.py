@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from attnmesh import AttentionConfig, AttentionWeights, BlockCache, Norm, Rope
+from attnmesh import BlockCache
+from attnmesh.decode import AttentionConfig, AttentionWeights, Norm, Rope
 from attnmesh.kv_cache import norm_rope_write as module
 from attnmesh.kv_cache.norm_rope_write import ProjectedKV, norm_rope_write
 from attnmesh.kv_cache.pools import write_tokens

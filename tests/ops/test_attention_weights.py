@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from attnmesh import AttentionConfig, AttentionWeights, Norm
+from attnmesh.decode import AttentionConfig, AttentionWeights, Norm
 from attnmesh.plan.decode import DecodeSharding
 from helpers.cases import in_turn
 

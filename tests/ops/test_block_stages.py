@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from attnmesh import AttentionConfig, AttentionWeights, Norm, Rope
+from attnmesh.decode import AttentionConfig, AttentionWeights, Norm, Rope
 from attnmesh.ops.block.norm_rope import LAYOUTS, rms_norm
 from attnmesh.ops.block.stages import keys_and_values, queries, split_and_rotate
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from attnmesh import Quantized, decode_attention, quantize, unpack_index_keys, unpack_latent
+from attnmesh import Quantized, decode_attention, quantize
 from attnmesh.ops.storage import bytes_per_token, dequantize, storage_of, values_of, width_of
+from attnmesh.sparse import unpack_index_keys, unpack_latent
 
 
 def latents(*shape: int, seed: int = 0) -> torch.Tensor:

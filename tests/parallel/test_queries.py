@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from test_streams import device as replay  # noqa: F401  (a fixture)
 from torch import Tensor
 
-from attnmesh import Causal, Comm, Coverage, Documents, Full, SlidingWindow, Zigzag, attention, run_virtual
+from attnmesh import Causal, Comm, Documents, Full, SlidingWindow, Zigzag, attention, run_virtual
 from attnmesh.comm import SubComm
 from attnmesh.comm.base import Finished
+from attnmesh.core.masks import Coverage
 from attnmesh.core.visibility import Kind, Patch
 from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.aten import Aten

@@ -88,7 +88,7 @@ def hang_in_a_mesh(comm):
         am.comm_from(None if name is None else mesh[name], timeout=TIMEOUT)
     sharding = am.DecodeSharding(1, 2, 2, interleave=2)
     config, weights = random_block(q_heads=4, kv_heads=2, head_dim=16, hidden=48, device="cuda")
-    mine = weights.shard(config, sharding, am.decode_rank(mesh, sharding))
+    mine = weights.shard(config, sharding, am.decode.decode_rank(mesh, sharding))
     block = am.AttentionBlock(config, mine, sharding, mesh)
     cache = block.make_cache(batch=2, num_blocks=32, block_size=4, max_length=64)
     sequences = [cache.allocate(0) for _ in range(2)]

@@ -108,7 +108,7 @@ def test_the_backends_of_decode_and_sparse_attention_are_logged_once(said):
 def test_the_combine_of_cp_ranks_is_logged(said):
     shape = DecodeShape(batch=4, tokens=1, q_heads=8, kv_heads=2, head_dim=64, hidden=64)
     for _ in range(2):
-        am.Exchange().combine(am.DecodeSharding(1, 1, 4), shape, "cpu")
+        am.decode.Exchange().combine(am.DecodeSharding(1, 1, 4), shape, "cpu")
     assert len(said()) == 1
     assert "the fastest by estimate" in said()[0][2]
 

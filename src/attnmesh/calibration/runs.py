@@ -13,6 +13,7 @@ from attnmesh.comm import Comm
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.parallel.context import ContextParallel
+from attnmesh.plan.schedules import ScheduleName
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.hardware import Cluster
@@ -28,7 +29,7 @@ SCHEDULES = ("ring", "allgather", "ulysses")
 class ScheduleRun:
     """Causal attention in float32 under a schedule, in the zigzag layout."""
 
-    schedule: str
+    schedule: ScheduleName
     length: int
     backward: bool
 
@@ -45,7 +46,7 @@ class ScheduleRun:
         return [simulate(whole, cluster.with_ranks_per_node(world)) for whole in self.programs(world)]
 
 
-def all_runs(lengths: Sequence[int], schedules: Sequence[str] = SCHEDULES) -> list[ScheduleRun]:
+def all_runs(lengths: Sequence[int], schedules: Sequence[ScheduleName] = SCHEDULES) -> list[ScheduleRun]:
     """Every schedule at every length, forward and forward+backward."""
     return [ScheduleRun(*of) for of in product(schedules, lengths, (False, True))]
 

@@ -21,7 +21,7 @@ from attnmesh.comm import Comm, VirtualComm, recording
 from attnmesh.core.layouts import LAYOUTS
 from attnmesh.models.checkpoint import free_memory, readable_gib
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.plan.schedules import SCHEDULES, check_schedule
+from attnmesh.plan.schedules import SCHEDULES, ScheduleName, check_schedule
 from attnmesh.plan.shards import shards
 from attnmesh.trace.overlap import match_messages, summarize_overlap
 from attnmesh.trace.recorder import Recorder
@@ -83,7 +83,7 @@ def trace_command(
 class TraceCase:
     """Attention over `length` positions, to be run on ranks."""
 
-    schedule: str
+    schedule: ScheduleName
     length: int
     layout: str
     mask: str  # as `parse_mask` takes it

@@ -57,6 +57,7 @@ from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.decode import DecodeSharding
+from attnmesh.plan.schedules import ScheduleName
 from attnmesh.utils.text import counted
 from attnmesh.utils.validation import check_count
 
@@ -79,7 +80,7 @@ class Engine:
 
     def __init__(
         self, model: Any, sharding: DecodeSharding, rank: int, comm: Comm, weights: ShardedWeights | None, *,
-        cache_tokens: int, max_sequences: int, storage: str | None, layout: Layout, schedule: str,
+        cache_tokens: int, max_sequences: int, storage: str | None, layout: Layout, schedule: ScheduleName,
         prefill_chunk: int | None,
     ) -> None:  # fmt: skip
         check_model(model)

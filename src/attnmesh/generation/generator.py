@@ -33,6 +33,7 @@ from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.models.sharded import ShardedWeights, sharded_weights
 from attnmesh.parallel.node_groups import comm_named
 from attnmesh.plan.decode import DecodeSharding
+from attnmesh.plan.schedules import ScheduleName
 from attnmesh.utils.validation import check_count, check_positive, check_type, shown
 
 _GREEDY = Sampling()
@@ -86,7 +87,7 @@ class Generator:
         sharding: DecodeSharding | None = None,
         storage: str | None = None,
         layout: Layout = Zigzag(),  # noqa: B008  (immutable)
-        schedule: str = "auto",
+        schedule: ScheduleName = "auto",
         prefill_chunk: int | None = None,
         step_tokens: int | None = None,
         on_prefill: Callable[[int, int], None] | None = None,

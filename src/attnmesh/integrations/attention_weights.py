@@ -48,7 +48,8 @@ def attention_from_transformers(
         >>> from transformers import LlamaConfig
         >>> from transformers.models.llama.modeling_llama import LlamaAttention
         >>> llama = LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
-        >>> config, weights = am.attention_from_transformers(LlamaAttention(llama, 0), am.DecodeSharding(tp=2), rank=0)
+        >>> layer, sharding = LlamaAttention(llama, 0), am.DecodeSharding(tp=2)
+        >>> config, weights = am.models.attention_from_transformers(layer, sharding, rank=0)
         >>> config.q_heads, config.head_dim, weights.qkv.shape  # rows of 2 query heads, k and v
         (4, 8, torch.Size([32, 32]))
     """

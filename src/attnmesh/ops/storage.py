@@ -285,7 +285,7 @@ def unpack_latent(cache: Tensor, rope_dim: int = 64) -> Quantized:
 
     Examples:
         >>> cache = torch.zeros(2, 64, 1, 656, dtype=torch.uint8)
-        >>> latent = am.unpack_latent(cache)
+        >>> latent = am.sparse.unpack_latent(cache)
         >>> latent.storage, latent.values.shape, latent.scales.shape, latent.rope.shape
         ('fp8_ds_mla', torch.Size([2, 64, 1, 512]), torch.Size([2, 64, 1, 4]), torch.Size([2, 64, 1, 64]))
     """
@@ -309,7 +309,7 @@ def unpack_index_keys(cache: Tensor, block_size: int) -> Quantized:
     tokens, then their float32 scales. Not copied.
 
     Examples:
-        >>> keys = am.unpack_index_keys(torch.zeros(2, 64 * (128 + 4), dtype=torch.uint8), block_size=64)
+        >>> keys = am.sparse.unpack_index_keys(torch.zeros(2, 64 * (128 + 4), dtype=torch.uint8), block_size=64)
         >>> keys.storage, keys.values.shape, keys.scales.shape
         ('fp8_token', torch.Size([2, 64, 1, 128]), torch.Size([2, 64, 1]))
     """

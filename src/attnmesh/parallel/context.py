@@ -33,6 +33,7 @@ from attnmesh.parallel.compiling import not_compiled
 from attnmesh.parallel.executor import (
     BACKENDS,
     AttentionOptions,
+    BackendName,
     Executor,
     ExecutorConfig,
     ExecutorFactory,
@@ -46,7 +47,7 @@ from attnmesh.parallel.operator import compiled_attention, context_handle
 from attnmesh.parallel.ring import Ring
 from attnmesh.parallel.two_level import TwoLevelRing
 from attnmesh.parallel.ulysses import Ulysses, UlyssesAllGather, UlyssesRing
-from attnmesh.plan.schedules import SCHEDULES, check_schedule
+from attnmesh.plan.schedules import SCHEDULES, ScheduleName, check_schedule
 from attnmesh.plan.shards import Shards, shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.utils.error_links import explained_in, see
@@ -122,8 +123,8 @@ class ContextParallel(ExecutorFactory):
         group: Comm | ProcessGroup | DeviceMesh | None = None,
         *,
         layout: Layout = Zigzag(),  # noqa: B008  (immutable)
-        schedule: str = "auto",
-        backend: str = "auto",
+        schedule: ScheduleName = "auto",
+        backend: BackendName = "auto",
         ranks_per_node: int | None = None,
     ) -> None:
         self._groups = node_groups(group, ranks_per_node)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ from attnmesh.parallel.checksums import ValueChecks
 from attnmesh.parallel.node_groups import NodeGroups
 from attnmesh.plan.shards import Shards
 
-BACKENDS = ("auto", "aten", "triton", "gluon", "torch")  # not "reference", which would hold every score in memory
+BackendName = Literal["auto", "aten", "triton", "gluon", "torch"]  # not "reference", which would hold every score
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 
 
 class Inputs(NamedTuple):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from attnmesh.plan.shards import Shards, node_shards
 from attnmesh.utils.error_links import see
 
+ScheduleName = Literal["auto", "ring", "allgather", "ulysses", "ulysses+ring", "ulysses+allgather", "ring+ring"]
 SCHEDULES = ("ring", "allgather", "ulysses", "ulysses+ring", "ulysses+allgather", "ring+ring")
 """From the simplest to the most complex: of schedules that tie, the first is chosen."""
 

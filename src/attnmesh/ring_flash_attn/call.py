@@ -21,6 +21,8 @@ from attnmesh.comm import Comm, SoloComm, comm_from
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
 from attnmesh.parallel.context import ContextParallel, UnnumberedContext
+from attnmesh.parallel.executor import BackendName
+from attnmesh.plan.schedules import ScheduleName
 from attnmesh.utils.validation import check_bool, check_count, check_number, check_tensor, is_number, shown
 
 T = TypeVar("T")
@@ -83,7 +85,7 @@ def comm_of(group: Group) -> Comm:
 
 
 @lru_cache(maxsize=128)
-def context(comm: Comm, layout: Layout, schedule: str, backend: str = "auto") -> ContextParallel:
+def context(comm: Comm, layout: Layout, schedule: ScheduleName, backend: BackendName = "auto") -> ContextParallel:
     """The `ContextParallel` of a layout. It shares the comm with all others of the group and creates no group."""
     return UnnumberedContext(comm, layout=layout, schedule=schedule, backend=backend)
 
@@ -118,7 +120,7 @@ class Sharding(NamedTuple):
 
     layout: Layout
     length: int
-    schedule: str
+    schedule: ScheduleName
     documents: tuple[int, ...] | None = None
 
 

@@ -13,6 +13,8 @@ from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Mask
 from attnmesh.ops.dense import reference
 from attnmesh.parallel.context import ContextParallel
+from attnmesh.parallel.executor import BackendName
+from attnmesh.plan.schedules import ScheduleName
 from attnmesh.testing.errors import ROUNDING, Comparison, assert_close
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -129,8 +131,8 @@ def shard_results(
     mask: Mask,
     layout: Layout,
     *,
-    backend: str = "auto",
-    schedule: str = "ring",
+    backend: BackendName = "auto",
+    schedule: ScheduleName = "ring",
     ranks_per_node: int | None = None,
     key_layout: Layout | None = None,
     sinks: Tensor | None = None,

@@ -95,13 +95,13 @@ def check(case: Case, device: str) -> None:
 def drop_device_errors() -> None:
     """Forget what kernels of an earlier case reported."""
     with contextlib.suppress(ValueError):
-        am.check_decode_errors()
+        am.decode.check_decode_errors()
 
 
 def assert_no_device_errors() -> None:
     """Assert that kernels have reported no wrong block or position: there is none in what they may read."""
     try:
-        am.check_decode_errors()
+        am.decode.check_decode_errors()
     except ValueError as error:
         raise AssertionError(f"reported on the device: {error}") from None
 

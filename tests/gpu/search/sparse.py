@@ -228,7 +228,7 @@ def _distribution(case: Case, mask: am.SparseMask, device: str) -> None:
     group = case.get("head_group")
     actual = am.attention_distribution(
         _poisoned(q, some, case), _poisoned(kv, used, case), indices,
-        am.convert_lse(lse, "e", "2") if case.get("base2") else lse, lse_base="2" if case.get("base2") else "e",
+        am.sparse.convert_lse(lse, "e", "2") if case.get("base2") else lse, lse_base="2" if case.get("base2") else "e",
         scale=scale, mask=mask, head_group=group, normalize=bool(case.get("normalize")), backend=case["backend"],
     )  # fmt: skip
     how = (q, kv, at, valid, lse, scale, heads if group is None else min(group, heads))

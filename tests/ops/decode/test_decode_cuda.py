@@ -21,10 +21,10 @@ BLOCK = 16
 @pytest.fixture(autouse=True)
 def no_fault_left_over():
     if CUDA:
-        attnmesh.check_decode_errors()
+        attnmesh.decode.check_decode_errors()
     yield
     if CUDA:
-        attnmesh.check_decode_errors()
+        attnmesh.decode.check_decode_errors()
 
 
 def made(positions: list[int], **how: object) -> DecodeProblem:
@@ -38,8 +38,8 @@ def assert_only(problem: DecodeProblem, broken: DecodeProblem, wrong: list[int],
     """The wrong sequences are NaN, the others what they were, and the report names the first."""
     found = broken.run("triton", **more)
     with pytest.raises(ValueError, match=re.escape(said)):
-        attnmesh.check_decode_errors()
-    attnmesh.check_decode_errors()  # the record is cleared
+        attnmesh.decode.check_decode_errors()
+    attnmesh.decode.check_decode_errors()  # the record is cleared
     assert found.out[wrong].isnan().all()
     assert found.lse[wrong].isnan().all()
     others = [row for row in range(problem.q.shape[0]) if row not in wrong]
@@ -108,7 +108,7 @@ def test_entries_that_are_not_read_are_no_fault():
     """The factory puts garbage into them: past the end, behind a window, of skipped sequences."""
     for how in ({}, {"window": 5}, {"split_size": 16}):
         check_backend(made([20, 40, -1, 90], tokens=3, block_size=BLOCK, capacity=160, **how), "triton")
-        attnmesh.check_decode_errors()
+        attnmesh.decode.check_decode_errors()
 
 
 def test_cur_pos_is_never_read_on_the_host():
@@ -197,11 +197,11 @@ def test_a_captured_step_reports_faults():
     problem.table[1, 2] = -9
     graph.replay()
     with pytest.raises(ValueError, match=re.escape("block_table[1, 2] is -9")):
-        attnmesh.check_decode_errors()
+        attnmesh.decode.check_decode_errors()
     assert out[1].isnan().all()
     problem.table.copy_(right)
     graph.replay()
-    attnmesh.check_decode_errors()
+    attnmesh.decode.check_decode_errors()
     assert_decode_close(attnmesh.State(out, lse), problem)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmesh import check_decode_errors
+from attnmesh.decode import check_decode_errors
 from attnmesh.ops.decode import reference
 from attnmesh.ops.decode.triton import Triton
 from helpers.decode import device_of, problem_for

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmesh import check_decode_errors, decode_attention, paged_decode_attention
+from attnmesh import decode_attention, paged_decode_attention
+from attnmesh.decode import check_decode_errors
 from attnmesh.ops.decode import device_errors as faults
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.storage import Quantized, dequantize, quantize

@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from attnmesh import check_decode_errors
 from attnmesh.core.state import State
+from attnmesh.decode import check_decode_errors
 from attnmesh.ops.decode import gluon, gluon_common, gluon_fp8, gluon_latent, gluon_narrow, reference
 from attnmesh.ops.decode.api import choose
 from attnmesh.ops.decode.call import DecodeCall

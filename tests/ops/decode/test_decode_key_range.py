@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmesh import check_decode_errors, merge, paged_decode_attention
+from attnmesh import merge, paged_decode_attention
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.core.state import State
+from attnmesh.decode import check_decode_errors
 from attnmesh.ops.decode import triton as triton_backend
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.storage import Stored, dequantize, quantize

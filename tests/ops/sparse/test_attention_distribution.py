@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnmesh import SparseMask, attention_distribution, convert_lse, sparse_attention
+from attnmesh import SparseMask, attention_distribution, sparse_attention
 from attnmesh.ops.sparse import reference, torch_backend
+from attnmesh.sparse import convert_lse
 from helpers.memory import peak_bytes
 from helpers.sparse import (
     BACKENDS,

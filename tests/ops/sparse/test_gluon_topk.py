@@ -11,10 +11,10 @@ from helpers.gluon import emulated
 
 pytest.importorskip("triton")
 
-from attnmesh import unpack_index_keys
 from attnmesh.ops.sparse import gluon_paged_scores, gluon_topk
 from attnmesh.ops.sparse.arguments import TopKIndices
 from attnmesh.ops.sparse.paged import PagedKeys
+from attnmesh.sparse import unpack_index_keys
 from helpers.cases import sweep
 from helpers.sparse_kernels import paged_topk, topk
 

@@ -9,11 +9,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from attnmesh import SparseMask, indexer_topk, unpack_index_keys
+from attnmesh import SparseMask, indexer_topk
 from attnmesh.ops.sparse import gluon_paged_scores, gluon_topk, triton_topk
 from attnmesh.ops.sparse.arguments import TopKIndices
 from attnmesh.ops.sparse.indexer_tiles import LONG_ROW, IndexerTiles
 from attnmesh.ops.sparse.paged import PagedKeys
+from attnmesh.sparse import unpack_index_keys
 from helpers import sparse_kernels
 from helpers.cases import else_sweep
 from helpers.sparse_kernels import dense_scores_backward, paged_topk, scores_at, scores_at_backward

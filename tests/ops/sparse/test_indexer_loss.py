@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnmesh import SparseMask, indexer_kl_loss, indexer_scores_at, sparse_attention
+from attnmesh import SparseMask, indexer_kl_loss, sparse_attention
 from attnmesh.ops.sparse import indexer_loss, reference, torch_backend
+from attnmesh.sparse import indexer_scores_at
 from helpers.memory import peak_bytes
 from helpers.sparse import (
     BACKENDS,

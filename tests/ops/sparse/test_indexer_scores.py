@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnmesh import SparseMask, indexer_scores_at
+from attnmesh import SparseMask
 from attnmesh.ops.sparse import reference, torch_backend
+from attnmesh.sparse import indexer_scores_at
 from helpers.sparse import (
     BACKENDS,
     EVERY,

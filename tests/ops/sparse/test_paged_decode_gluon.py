@@ -6,7 +6,8 @@ import pytest
 import torch
 from test_paged_sparse_decode import Case, random_case, run_unpoisoned
 
-from attnmesh import check_decode_errors, paged_sparse_decode_attention
+from attnmesh import paged_sparse_decode_attention
+from attnmesh.decode import check_decode_errors
 from attnmesh.ops.sparse import decode_kernels, gluon_decode, triton_decode
 from attnmesh.ops.storage import Quantized
 from helpers.cases import first, sweep

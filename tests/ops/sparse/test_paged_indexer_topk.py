@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnmesh import check_decode_errors, indexer_topk, paged_indexer_topk, quantize
+from attnmesh import indexer_topk, paged_indexer_topk, quantize
+from attnmesh.decode import check_decode_errors
 from attnmesh.ops.sparse import reference
 from attnmesh.ops.storage import Quantized, Stored, dequantize
 from helpers.cases import first

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnmesh import State, check_decode_errors, merge, paged_sparse_decode_attention, quantize
+from attnmesh import State, merge, paged_sparse_decode_attention, quantize
 from attnmesh.core.ranges import InterleavedShard
+from attnmesh.decode import check_decode_errors
 from attnmesh.ops import gpu
 from attnmesh.ops.sparse import reference
 from attnmesh.ops.sparse.paged import check_pool

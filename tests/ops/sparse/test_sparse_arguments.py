@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh import SparseMask, canonicalize, convert_lse
+from attnmesh import SparseMask
 from attnmesh.ops.sparse import reference
 from attnmesh.ops.sparse.arguments import RowBounds
+from attnmesh.sparse import canonicalize, convert_lse
 from helpers.sparse import HIGH, LOW, MASKS, device_of, random_indices
 
 # Masks.

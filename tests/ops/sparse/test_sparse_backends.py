@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import attnmesh
-from attnmesh import SparseMask, attention_distribution, indexer_scores_at, indexer_topk, sparse_attention
+from attnmesh import SparseMask, attention_distribution, indexer_topk, sparse_attention
 from attnmesh.ops.sparse import attention, dispatch
 from attnmesh.ops.sparse.arguments import RowBounds
 from attnmesh.ops.sparse.call import SparseCall
+from attnmesh.sparse import indexer_scores_at
 
 FOLDER = Path(attnmesh.__file__).parent / "ops" / "sparse"
 INDICES = torch.zeros(4, 3, dtype=torch.int32)

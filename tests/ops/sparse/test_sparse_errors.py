@@ -5,14 +5,8 @@ import re
 import pytest
 import torch
 
-from attnmesh import (
-    SparseMask,
-    attention_distribution,
-    indexer_kl_loss,
-    indexer_scores_at,
-    indexer_topk,
-    sparse_attention,
-)
+from attnmesh import SparseMask, attention_distribution, indexer_kl_loss, indexer_topk, sparse_attention
+from attnmesh.sparse import indexer_scores_at
 from attnmesh.utils.validation import shown
 
 Q, KV = torch.zeros(4, 2, 8), torch.zeros(6, 8)

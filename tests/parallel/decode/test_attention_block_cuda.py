@@ -20,10 +20,12 @@ SHARDINGS = [(1, 1, 1), (2, 1, 1), (1, 3, 1), (1, 1, 4), (2, 2, 2)]
 
 def made(family, sharding, comm, dtype, **options):
     module = transformers_layer(family, 16, 4)
-    exchange = options.get("exchange") or am.Exchange()
-    config, weights = am.attention_from_transformers(module, sharding, comm.rank, replicate_q=exchange.replicate_q)
+    exchange = options.get("exchange") or am.decode.Exchange()
+    config, weights = am.models.attention_from_transformers(
+        module, sharding, comm.rank, replicate_q=exchange.replicate_q
+    )
     tensors = {name: None if x is None else x.to("cuda", dtype) for name, x in vars(weights).items()}
-    return am.AttentionBlock(config, am.AttentionWeights(**tensors), sharding, comm, **options)
+    return am.AttentionBlock(config, am.decode.AttentionWeights(**tensors), sharding, comm, **options)
 
 
 def inputs(family, dtype):
@@ -59,9 +61,14 @@ def test_generates_what_the_module_says(family, sharding, dtype, most):
         assert error(seen, truth) <= bound
 
 
-@pytest.mark.parametrize("exchange", [
-    am.Exchange(kvdp="all_gather", cp="reduce_scatter"), am.Exchange(cp="all_reduce"), am.Exchange(replicate_q=True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        am.decode.Exchange(kvdp="all_gather", cp="reduce_scatter"),
+        am.decode.Exchange(cp="all_reduce"),
+        am.decode.Exchange(replicate_q=True),
+    ],
+)
 def test_every_exchange(exchange):
     x, truth = inputs("gpt-oss", torch.float32)
     sharding = am.DecodeSharding(1, 2, 2)
@@ -95,7 +102,7 @@ def test_bits_do_not_depend_on_cp(dtype):
         sharding = am.DecodeSharding(cp=cp, interleave=8)
 
         def rank(comm, sharding=sharding):
-            block = made("gpt-oss", sharding, comm, dtype, split_size=8, exchange=am.Exchange(replicate_q=True))
+            block = made("gpt-oss", sharding, comm, dtype, split_size=8, exchange=am.decode.Exchange(replicate_q=True))
             block.weights = replace(block.weights, out=None, out_bias=None)
             cache = block.make_cache(batch=1, num_blocks=32, block_size=4, max_length=80)
             sequence = cache.allocate(80)

@@ -26,7 +26,7 @@ def model(device):
 
 def block_on(ranks, sharding, config, weights):
     """A block on a comm, or on a mesh."""
-    own = weights.shard(config, sharding, am.decode_rank(ranks, sharding))
+    own = weights.shard(config, sharding, am.decode.decode_rank(ranks, sharding))
     return am.AttentionBlock(config, own, sharding, ranks)
 
 

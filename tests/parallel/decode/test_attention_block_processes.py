@@ -27,7 +27,7 @@ HEADS, PROMPTS, STEPS = (8, 4), (3, 13), 2
 
 def problem(family):
     """A module's configuration, its whole weights, inputs, and what it says about them in float64."""
-    config, weights = am.attention_from_transformers(transformers_layer(family, *HEADS))
+    config, weights = am.models.attention_from_transformers(transformers_layer(family, *HEADS))
     x = random_sequences(len(PROMPTS), max(PROMPTS) + STEPS, config)
     return config, weights, x, layer_outputs(transformers_layer(family, *HEADS, torch.float64), x.double())
 
@@ -62,10 +62,10 @@ def every_exchange(comm):
     config, weights = random_block(9, 3, sinks=True, window=5)
     found = []
     for sharding, exchange, split_size in (
-        (am.DecodeSharding(1, 2, 2), am.Exchange("all_gather", "reduce_scatter"), None),
-        (am.DecodeSharding(1, 2, 2), am.Exchange("all_to_all", "all_reduce", replicate_q=True), None),
-        (am.DecodeSharding(1, 1, 4, 4), am.Exchange(), 4),
-        (am.DecodeSharding(1, 4, 1), am.Exchange("all_gather"), None),
+        (am.DecodeSharding(1, 2, 2), am.decode.Exchange("all_gather", "reduce_scatter"), None),
+        (am.DecodeSharding(1, 2, 2), am.decode.Exchange("all_to_all", "all_reduce", replicate_q=True), None),
+        (am.DecodeSharding(1, 1, 4, 4), am.decode.Exchange(), 4),
+        (am.DecodeSharding(1, 4, 1), am.decode.Exchange("all_gather"), None),
     ):
         own = weights.shard(config, sharding, comm.rank, replicate_q=exchange.replicate_q)
         block = am.AttentionBlock(config, own, sharding, comm, exchange=exchange, split_size=split_size)
@@ -88,7 +88,7 @@ def on_a_mesh(shape, names):
     at = dict(zip(names, mesh.get_coordinate(), strict=True))
     sharding = am.DecodeSharding(**dict(zip(names, shape, strict=True)), interleave=2)
     rank = sharding.rank(Place(**{name: at.get(name, 0) for name in Place._fields}))
-    assert am.decode_rank(mesh, sharding) == rank
+    assert am.decode.decode_rank(mesh, sharding) == rank
     block = am.AttentionBlock(config, weights.shard(config, sharding, rank), sharding, mesh)
     assert block.rank == rank
     assert block.make_cache(batch=3, num_blocks=4, block_size=4, max_length=16).rank == rank

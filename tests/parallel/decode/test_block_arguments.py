@@ -58,7 +58,7 @@ WRONG_EVERYWHERE = {
     "splits that ranks would cut": ({"split_size": 8}, "interleave=4 and split_size=8"),
     "splits of nothing": ({"split_size": 0}, "split_size must be an integer >= 1, got 0"),
     "splits that another combine cannot merge": (
-        {"split_size": 4, "exchange": am.Exchange(cp="reduce_scatter")},
+        {"split_size": 4, "exchange": am.decode.Exchange(cp="reduce_scatter")},
         "exchange.cp must be all_to_all or auto .* got 'reduce_scatter'",
     ),
     "unknown rows": ({"kv_rows": "mine"}, "kv_rows must be one of auto, all, own, got 'mine'"),
@@ -77,9 +77,9 @@ def test_wrong_everywhere(what):
 WRONG_ALONE = {
     "another interleave": ({"sharding": replace(SHARDING, interleave=2)}, "ranks disagree: sharding"),
     "another sharding": ({"sharding": am.DecodeSharding(1, 4, 1)}, "ranks disagree: sharding|on rank 2, got"),
-    "another exchange": ({"exchange": am.Exchange("all_gather")}, "ranks disagree: exchange"),
+    "another exchange": ({"exchange": am.decode.Exchange("all_gather")}, "ranks disagree: exchange"),
     "a replicated projection": (
-        {"exchange": am.Exchange(replicate_q=True)},
+        {"exchange": am.decode.Exchange(replicate_q=True)},
         r"qkv must be \[96, 24\] on rank 2, got",
     ),
     "another window": ({"config": random_block(8, 4, window=5)[0]}, "ranks disagree: config"),

@@ -61,10 +61,10 @@ def test_every_position_in_every_kind_of_sharding(sharding, kind, steps, device)
 def test_quantized_storage_with_replicated_queries():
     config, weights = random_block(8, 2, 16, **ALIBI, **SOFTCAP, rope=None, out=False)
     weights, x = exact_weights(weights, 4, LENGTH)  # projections without rounding: ranks quantize the same numbers
-    weights = am.AttentionWeights(
+    weights = am.decode.AttentionWeights(
         weights.qkv.double(), weights.qkv_bias.double(), alibi_slopes=weights.alibi_slopes.double()
     )
-    exchange = am.Exchange("all_gather", "reduce_scatter", replicate_q=True)
+    exchange = am.decode.Exchange("all_gather", "reduce_scatter", replicate_q=True)
     found = fed(am.DecodeSharding(1, 2, 2, 3), config, weights, x.double(), STEPS, "int8", exchange=exchange)
     assert_exact([torch.cat(found, 2)], reference_block(config, weights, x, storage="int8"), STEPS, 1e-6)
 

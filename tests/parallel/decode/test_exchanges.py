@@ -11,7 +11,7 @@ from attnmesh.planner.decode_bytes import bytes_sent
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
 from helpers.blocks import assert_outputs_close, random_sequences
 
-WAYS = [am.Exchange(*way) for way in product(KVDP_EXCHANGES, COMBINES, (False, True))]
+WAYS = [am.decode.Exchange(*way) for way in product(KVDP_EXCHANGES, COMBINES, (False, True))]
 CASES = [
     # heads, sharding, batch, tokens
     ((8, 2), (1, 2, 2), 4, 1),
@@ -102,11 +102,11 @@ def test_auto_combines_as_the_plan_picks(tokens):
     shape = DecodeShape(2, tokens, 8, 2, 8, config.hidden, itemsize=4)
 
     def rank(comm, way):
-        block = shard_block(config, weights, sharding, comm, exchange=am.Exchange(cp=way))
+        block = shard_block(config, weights, sharding, comm, exchange=am.decode.Exchange(cp=way))
         out = BlockRunner(block, poisoned_cache(block, 2, 9), x).allocate(0, 1).feed([0, 1], tokens)
         return out, dict(comm.traffic.by_op)
 
-    picked = am.Exchange().combine(sharding, shape, "cpu")
+    picked = am.decode.Exchange().combine(sharding, shape, "cpu")
     by_itself = am.run_virtual(4, lambda comm: rank(comm, "auto"))
     by_name = am.run_virtual(4, lambda comm: rank(comm, picked))
     for (out, sent), (expected, due) in zip(by_itself, by_name, strict=True):
@@ -135,8 +135,8 @@ def test_bad_exchanges_are_refused():
         ({"cp": None}, "cp must be one of"),
     ):
         with pytest.raises(ValueError, match=words):
-            am.Exchange(**bad)
+            am.decode.Exchange(**bad)
     shape = DecodeShape(batch=1, tokens=1, q_heads=2, kv_heads=1, head_dim=8, hidden=16)
     for bad in (("TP2", shape, "cpu"), (am.DecodeSharding(), 3, "cpu"), (am.DecodeSharding(), shape, "nowhere")):
         with pytest.raises(ValueError, match=r"must be"):
-            am.Exchange(cp="all_reduce").combine(*bad)
+            am.decode.Exchange(cp="all_reduce").combine(*bad)

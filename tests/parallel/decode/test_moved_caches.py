@@ -160,7 +160,7 @@ def test_a_prefill_is_moved_from_its_layout(layout):
     def program(comm):
         # As projections leave them: positions before heads in memory.
         kv = [layout.shard(x, 3, world, comm.rank).transpose(2, 3).contiguous().transpose(2, 3) for x in (k, v)]
-        prefill = am.PrefillKV(list(kv[0]), list(kv[1]), layout, length, comm.rank, world, ids=ids)
+        prefill = am.decode.PrefillKV(list(kv[0]), list(kv[1]), layout, length, comm.rank, world, ids=ids)
         cache = am.reshard(prefill, to, comm, max_length=40)
         if cache is None:
             return None

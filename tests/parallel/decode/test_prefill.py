@@ -46,7 +46,7 @@ def assert_exact(sharding, kind, steps=STEPS, dtype=torch.float32, bound=1e-5, s
     if storage is not None:  # projections without rounding: the same numbers are quantized everywhere
         weights, x = (y for y in exact_weights(weights, 3, LENGTH))
         x = x.to(dtype)
-        weights = am.AttentionWeights(
+        weights = am.decode.AttentionWeights(
             weights.qkv.to(dtype), weights.qkv_bias.to(dtype), out=weights.out, sinks=weights.sinks
         )
     else:
@@ -98,8 +98,8 @@ def test_quantized_storage(storage):
 @pytest.mark.parametrize(
     "options",
     [
-        {"exchange": am.Exchange(kvdp="all_gather", cp="reduce_scatter")},
-        sweep({"exchange": am.Exchange(cp="all_reduce", replicate_q=True), "kv_rows": "own"}),
+        {"exchange": am.decode.Exchange(kvdp="all_gather", cp="reduce_scatter")},
+        sweep({"exchange": am.decode.Exchange(cp="all_reduce", replicate_q=True), "kv_rows": "own"}),
         sweep({"kv_rows": "all"}),
     ],
 )

@@ -112,7 +112,11 @@ def test_the_batch_does_not_show(sharding):
 
 def test_block_sizes_and_collectives_do_not_show():
     sharding = am.DecodeSharding(kvdp=2, cp=2, interleave=SPLIT)
-    for exchange in (am.Exchange("all_gather"), am.Exchange(replicate_q=True), am.Exchange(cp="all_to_all")):
+    for exchange in (
+        am.decode.Exchange("all_gather"),
+        am.decode.Exchange(replicate_q=True),
+        am.decode.Exchange(cp="all_to_all"),
+    ):
         block_size = 2 if exchange.replicate_q else 8
         assert same(attended(sharding, "both", exchange=exchange, block_size=block_size), unsharded("both"))
 

@@ -44,7 +44,7 @@ def test_heads_that_do_not_divide(sharding, replicate_q):
     heads = [len(sharding.q_heads(rank, 9)) for rank in range(sharding.ranks)]
     assert len(set(heads)) == 2
     config, weights = random_block(9, 3, sinks=True, window=7)
-    assert_exact(config, weights, sharding, 3, exchange=am.Exchange(replicate_q=replicate_q))
+    assert_exact(config, weights, sharding, 3, exchange=am.decode.Exchange(replicate_q=replicate_q))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_batches_that_do_not_divide(batch, sharding, ways):
     """Of fewer sequences than KVDP ranks, some ranks have none."""
     sharding = am.DecodeSharding(*sharding)
     config, weights = random_block(sinks=True)
-    assert_exact(config, weights, sharding, batch, exchange=am.Exchange(*ways))
+    assert_exact(config, weights, sharding, batch, exchange=am.decode.Exchange(*ways))
 
 
 def test_a_rank_without_sequences_keeps_up_with_fixed_splits_and_own_rows():

@@ -141,7 +141,9 @@ def test_scores_at_slots_and_their_gradients_are_exact(tp, cp, mask, schedule):
     for found, grad in zip(grads, true_grads, strict=True):
         assert_exact(found, grad)
     if schedule == "allgather":
-        alone = am.indexer_scores_at(problem.iq, problem.ik, problem.w, problem.indices, scale=0.7, mask=problem.mask)
+        alone = am.sparse.indexer_scores_at(
+            problem.iq, problem.ik, problem.w, problem.indices, scale=0.7, mask=problem.mask
+        )
         torch.testing.assert_close(scores, alone)
 
 

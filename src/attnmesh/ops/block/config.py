@@ -30,10 +30,11 @@ class AttentionConfig:
     projection are present if the weights contain them.
 
     Examples:
-        >>> config = am.AttentionConfig(2880, 64, 8, 64, norm=am.Norm(1e-5), rope=am.Rope.plain(64), window=128)
+        >>> norm, rope = am.decode.Norm(1e-5), am.decode.Rope.plain(64)
+        >>> config = am.decode.AttentionConfig(2880, 64, 8, 64, norm=norm, rope=rope, window=128)
         >>> config.q_heads // config.kv_heads
         8
-        >>> am.AttentionConfig(2880, q_heads=64, kv_heads=7, head_dim=64)
+        >>> am.decode.AttentionConfig(2880, q_heads=64, kv_heads=7, head_dim=64)
         Traceback (most recent call last):
             ...
         ValueError: q_heads must be a multiple of kv_heads, got q_heads=64 and kv_heads=7
@@ -82,9 +83,9 @@ class AttentionWeights:
     [q_heads] are those of the whole model, since ranks attend with other heads than they project.
 
     Examples:
-        >>> config = am.AttentionConfig(hidden=32, q_heads=4, kv_heads=2, head_dim=8)
+        >>> config = am.decode.AttentionConfig(hidden=32, q_heads=4, kv_heads=2, head_dim=8)
         >>> q, k, v, out = torch.randn(32, 32), torch.randn(16, 32), torch.randn(16, 32), torch.randn(32, 32)
-        >>> whole = am.AttentionWeights.whole(q, k, v, out=out)
+        >>> whole = am.decode.AttentionWeights.whole(q, k, v, out=out)
         >>> mine = whole.shard(config, am.DecodeSharding(tp=2), rank=1)  # 2 query heads and 1 kv head
         >>> whole.qkv.shape, mine.qkv.shape, mine.out.shape
         (torch.Size([64, 32]), torch.Size([32, 32]), torch.Size([32, 16]))

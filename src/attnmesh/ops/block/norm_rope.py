@@ -27,7 +27,8 @@ class Norm:
     """RMSNorm over the last dimension: `x / sqrt(mean(x ** 2) + eps)`, times a weight if there is one.
 
     Examples:
-        >>> config = am.AttentionConfig(32, 4, 2, 8, norm=am.Norm(1e-6), norm_before_rope=am.Norm(1e-6))
+        >>> norm = am.decode.Norm(1e-6)
+        >>> config = am.decode.AttentionConfig(32, 4, 2, 8, norm=norm, norm_before_rope=norm)
         >>> config.norm
         Norm(eps=1e-06)
     """
@@ -72,7 +73,7 @@ class Rope:
     `dim` are not rotated.
 
     Examples:
-        >>> rope = am.Rope.plain(4, theta=10000.0)
+        >>> rope = am.decode.Rope.plain(4, theta=10000.0)
         >>> x = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 1, 1, 4)  # [batch, heads, tokens, head_dim]
         >>> rope.rotate(x, torch.tensor([[1]])).flatten()  # cos(1) and sin(1) in the first pair
         tensor([0.5403, 0.0000, 0.8415, 0.0000])

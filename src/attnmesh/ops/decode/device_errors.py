@@ -102,7 +102,7 @@ def check_decode_errors() -> None:
         >>> pool, table = torch.randn(4, 16, 2, 64), torch.tensor([[7]], dtype=torch.int32)
         >>> try:  # on a CPU the call itself raises, on a GPU check_decode_errors() does
         ...     am.paged_decode_attention(torch.randn(1, 2, 1, 64), pool, pool, table, cur_pos=[0])
-        ...     am.check_decode_errors()
+        ...     am.decode.check_decode_errors()
         ... except ValueError as error:
         ...     print(error)
         block_table[0, 0] is 7, but the pool has blocks 0 to 3

@@ -15,7 +15,16 @@ from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.visibility import Visibility
 from attnmesh.ops.dense import cost, reference
 from attnmesh.ops.dense.call import Call, Result, Scores
-from attnmesh.ops.dense.dispatch import Choice, choose, choose_backward, choose_fused, forward, gradients, prepared
+from attnmesh.ops.dense.dispatch import (
+    BackendName,
+    Choice,
+    choose,
+    choose_backward,
+    choose_fused,
+    forward,
+    gradients,
+    prepared,
+)
 from attnmesh.ops.dense.operator import compiled_attention
 from attnmesh.ops.merge import StateAccumulator
 from attnmesh.utils.validation import check_bool
@@ -25,13 +34,13 @@ from attnmesh.utils.validation import check_bool
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = ..., scale: float | None = ..., softcap: float | None = ...,
     sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., q_positions: Tensor | None = ...,
-    k_positions: Tensor | None = ..., return_lse: Literal[False] = ..., backend: str = ...,
+    k_positions: Tensor | None = ..., return_lse: Literal[False] = ..., backend: BackendName = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = ..., scale: float | None = ..., softcap: float | None = ...,
     sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., q_positions: Tensor | None = ...,
-    k_positions: Tensor | None = ..., return_lse: Literal[True], backend: str = ...,
+    k_positions: Tensor | None = ..., return_lse: Literal[True], backend: BackendName = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor,
@@ -46,7 +55,7 @@ def attention(
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
     return_lse: bool = False,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention on one device: q [B,Hq,Sq,D], k [B,Hkv,Sk,D] and v [B,Hkv,Sk,Dv] to out [B,Hq,Sq,Dv].
 
@@ -127,7 +136,7 @@ def attention_state(
 def explain_attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = Full(), scale: float | None = None,  # noqa: B008
     softcap: float | None = None, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
-    q_positions: Tensor | None = None, k_positions: Tensor | None = None, backend: str = "auto",
+    q_positions: Tensor | None = None, k_positions: Tensor | None = None, backend: BackendName = "auto",
 ) -> Choice:  # fmt: skip
     """The backend that `attention` would use for this call, the reason, and why others cannot. Computes nothing.
 

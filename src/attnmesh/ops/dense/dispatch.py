@@ -6,7 +6,7 @@ import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -53,7 +53,8 @@ from attnmesh.utils.validation import check_choice, check_tensor
 
 _LOG = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "aten", "triton", "gluon", "torch", "reference")
+BackendName = Literal["auto", "aten", "triton", "gluon", "torch", "reference"]
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 
 _FUSED: dict[str, Backend] = {"aten": Aten(), "triton": Triton(), "gluon": Gluon(), "torch": TorchTiles()}
 _KERNELS = ("gluon", "aten", "triton")  # among which "auto" chooses on CUDA; the first of equals

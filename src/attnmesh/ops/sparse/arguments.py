@@ -204,7 +204,7 @@ def canonicalize(
     All ranks must hold the slots of a row in the same order, because slots are summed over ranks by position.
 
     Examples:
-        >>> am.canonicalize(torch.tensor([[7, 2, -1, 2]], dtype=torch.int32), s_kv=8, unique=True).indices
+        >>> am.sparse.canonicalize(torch.tensor([[7, 2, -1, 2]], dtype=torch.int32), s_kv=8, unique=True).indices
         tensor([[ 2,  7, -1, -1]], dtype=torch.int32)
     """
     indices = check_indices(indices)
@@ -262,7 +262,7 @@ def convert_lse(lse: Tensor, src: Base, dst: Base) -> Tensor:
     `merge` takes -inf for a row without keys. FlashMLA writes +inf there: see `merge`.
 
     Examples:
-        >>> am.convert_lse(torch.tensor([1.0, float("-inf")]), "2", "e")
+        >>> am.sparse.convert_lse(torch.tensor([1.0, float("-inf")]), "2", "e")
         tensor([0.6931,   -inf])
     """
     if check_tensor("lse", lse).dtype not in _DTYPES:

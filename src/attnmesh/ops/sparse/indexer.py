@@ -30,7 +30,7 @@ def indexer_scores_at(
     Examples:
         >>> iq, ik, w = torch.randn(3, 2, 8), torch.randn(10, 8), torch.rand(3, 2)
         >>> indices = torch.tensor([[4, -1]] * 3, dtype=torch.int32)
-        >>> scores = am.indexer_scores_at(iq, ik, w, indices)
+        >>> scores = am.sparse.indexer_scores_at(iq, ik, w, indices)
         >>> torch.allclose(scores[:, 0], ((iq @ ik[4]).relu() * w).sum(1)), scores[:, 1].tolist()
         (True, [-inf, -inf, -inf])
     """

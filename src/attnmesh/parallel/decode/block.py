@@ -69,8 +69,8 @@ class AttentionBlock:
     is as for `paged_decode_attention`, and for steps of up to 8 tokens.
 
     Examples:
-        >>> config = am.AttentionConfig(hidden=32, q_heads=4, kv_heads=2, head_dim=8)
-        >>> weights = am.AttentionWeights(qkv=torch.randn(8 * 8, 32) / 8, out=torch.randn(32, 4 * 8) / 8)
+        >>> config = am.decode.AttentionConfig(hidden=32, q_heads=4, kv_heads=2, head_dim=8)
+        >>> weights = am.decode.AttentionWeights(qkv=torch.randn(8 * 8, 32) / 8, out=torch.randn(32, 4 * 8) / 8)
         >>> x = torch.randn(2, 5, 32)  # [batch, new tokens, hidden], the same on every rank
         >>> def rank(comm, sharding):
         ...     block = am.AttentionBlock(config, weights.shard(config, sharding, comm.rank), sharding, comm)

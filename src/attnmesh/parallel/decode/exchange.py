@@ -40,9 +40,9 @@ class Exchange:
     Helix: W_q is stored `cp` times, and no queries are gathered.
 
     Examples:
-        >>> am.Exchange(cp="reduce_scatter")
+        >>> am.decode.Exchange(cp="reduce_scatter")
         Exchange(kvdp='all_to_all', cp='reduce_scatter', replicate_q=False)
-        >>> am.Exchange(cp="ring")
+        >>> am.decode.Exchange(cp="ring")
         Traceback (most recent call last):
             ...
         ValueError: cp must be one of auto, all_to_all, reduce_scatter, all_reduce, got 'ring'

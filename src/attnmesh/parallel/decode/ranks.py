@@ -41,7 +41,7 @@ def decode_rank(group: Comm | ProcessGroup | DeviceMesh | None, sharding: Decode
     On a comm or a group it is the rank there; on a mesh it follows from the names of the dimensions.
 
     Examples:
-        >>> am.run_virtual(4, lambda comm: am.decode_rank(comm, am.DecodeSharding(tp=2, cp=2)))
+        >>> am.run_virtual(4, lambda comm: am.decode.decode_rank(comm, am.DecodeSharding(tp=2, cp=2)))
         [0, 1, 2, 3]
     """
     return decode_ranks(group, all_ranks_of(group), sharding).rank

@@ -185,7 +185,7 @@ class SparseParallel:
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
         deterministic: bool = False, backend: str = "auto",
     ) -> Tensor:  # fmt: skip
-        """`attnmesh.indexer_scores_at` of this rank's rows, the same on every tp rank."""
+        """`attnmesh.sparse.indexer_scores_at` of this rank's rows, the same on every tp rank."""
 
         def check() -> tuple[tuple[IndexerCall, SequenceSharding], SharedValues]:
             sharding = self._sharding("iq", iq, "ik", ik)

@@ -1,0 +1,7 @@
+"""Names of sparse attention besides its operations, which are at the top level."""
+
+from attnmesh.ops.sparse.arguments import canonicalize, convert_lse
+from attnmesh.ops.sparse.indexer import indexer_scores_at
+from attnmesh.ops.storage import unpack_index_keys, unpack_latent
+
+__all__ = ["canonicalize", "convert_lse", "indexer_scores_at", "unpack_index_keys", "unpack_latent"]
