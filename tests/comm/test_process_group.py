@@ -3,6 +3,7 @@
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -374,5 +375,6 @@ def test_messages_that_shared_memory_does_not_take_go_over_the_backend():
     comm = SimpleNamespace(
         _local_peers=SimpleNamespace(post=lambda tag, recvs, sends: [None, f"{len(recvs)}, {len(sends)}", None]),
         _post_to_backend=lambda message: f"backend, {message.peer}",
+        message_errors=lambda op, messages: nullcontext(),
     )
     assert GroupComm._post(comm, "exchange", messages) == ["backend, 1", "1, 2", "backend, 3"]

@@ -221,7 +221,7 @@ def check_sparse_decode(
 
 
 def by_items(launch: Launch) -> float:
-    return launch.args["items"] / launch.programs
+    return launch.args["work_tiles" if "work_tiles" in launch.args else "items"] / launch.programs
 
 
 def by_sequences(launch: Launch) -> float:

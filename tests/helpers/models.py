@@ -175,11 +175,11 @@ class OneLayer(torch.nn.Module):
     def get_output_embeddings(self) -> None:
         return None
 
-    def forward(self, *, input_ids, position_ids, past_key_values, mesh, logits_to_keep, **_):
+    def forward(self, *, input_ids, position_ids, past_key_values, attention_pass, logits_to_keep, **_):
         x = self.embedding(input_ids) + torch.sin(position_ids[..., None] * self.frequencies)  # [B, n, 16]
         q = x.unflatten(-1, (2, 8)).transpose(1, 2)
         k, v = past_key_values.update(q[:, :1], q[:, 1:], 0)
-        out = mesh.attend(0, q, k, v, mask=am.Causal(), scale=1.0, sinks=None).transpose(1, 2).flatten(2)
+        out = attention_pass.attend(0, q, k, v, mask=am.Causal(), scale=1.0, sinks=None).transpose(1, 2).flatten(2)
         out = (out + x)[:, -logits_to_keep:] if logits_to_keep else out + x
         return SimpleNamespace(logits=out @ self.embedding.weight.roll(1, 0).T)
 

@@ -343,7 +343,7 @@ SHAPES = [
     ("llama3_flash_attn_varlen_func", {"local_k_slice": slice(0, 7)}, "cu_seqlens_k and local_k_slice must have"),
     ("llama3_flash_attn_varlen_func", {"max_seqlen_q": 0}, "max_seqlen_q must be at least the longest document"),
     ("llama3_flash_attn_varlen_func", {"max_seqlen_k": 0}, "max_seqlen_k must be at least the longest document"),
-    ("llama3_flash_attn_varlen_func", {"causal": False}, r"prepare_cu_seqlens for causal=False"),
+    ("llama3_flash_attn_varlen_func", {"causal": False}, r"prepare_cu_seqlens returns for causal=False"),
     ("llama3_flash_attn_varlen_func", {"cu_seqlens_q": torch.tensor([0, 1, 2, 4])}, "cu_seqlens_k and local_k_slice"),
 ]  # fmt: skip
 

@@ -560,7 +560,7 @@ def test_what_is_prepared_for_an_evaluation_before_training_is_wrapped_later(
 ):
     """Accelerate remembers a model that it prepared; `train` would take it for one that DDP wraps."""
     monkeypatch.setattr(trainer_module, "_shards", lambda trainer: True)
-    monkeypatch.setattr(trainer_module, "ranks_of", lambda accelerator, options: None)
+    monkeypatch.setattr(trainer_module, "ranks_of", lambda accelerator: None)
     model = SimpleNamespace(_is_accelerate_prepared=True)
     accelerator = SimpleNamespace(_models=list(models))
     trainer = SimpleNamespace(
@@ -571,7 +571,7 @@ def test_what_is_prepared_for_an_evaluation_before_training_is_wrapped_later(
         accelerator._models.append(model)
         return "metrics"
 
-    assert trainer_module._evaluation_loop(None, evaluate)(trainer) == "metrics"
+    assert trainer_module._evaluation_loop(evaluate, trainer) == "metrics"
     assert (accelerator._models == []) == forgotten
     assert model._is_accelerate_prepared == (not forgotten)
 

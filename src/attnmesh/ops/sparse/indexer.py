@@ -34,9 +34,9 @@ def indexer_scores_at(
         >>> torch.allclose(scores[:, 0], ((iq @ ik[4]).relu() * w).sum(1)), scores[:, 1].tolist()
         (True, [-inf, -inf, -inf])
     """
-    return scores_at(
-        indexer_call(iq, ik, w, arguments.check_indices(indices), mask, scale, relu, deterministic, backend)
-    )
+    if indices is None:
+        arguments.check_indices(indices)  # raises
+    return scores_at(indexer_call(iq, ik, w, indices, mask, scale, relu, deterministic, backend))
 
 
 def indexer_topk(
