@@ -22,7 +22,7 @@ from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.simulate import Simulated, simulate
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
-SCHEDULES = ("ring", "allgather", "ulysses")
+SCHEDULES: tuple[ScheduleName, ...] = ("ring", "allgather", "ulysses")
 
 
 @dataclass(frozen=True)

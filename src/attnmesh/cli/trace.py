@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 import typer
@@ -59,7 +59,7 @@ def trace_command(
     check_timeout(timeout)
     precision = dtype or (options.Precision.BF16 if device is options.Device.CUDA else options.Precision.FP32)
     case = TraceCase(
-        schedule=schedule,
+        schedule=cast("ScheduleName", schedule),
         length=length,
         layout=layout.value,
         mask=mask,

@@ -13,8 +13,6 @@ from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Mask
 from attnmesh.ops.dense import reference
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.parallel.executor import BackendName
-from attnmesh.plan.schedules import ScheduleName
 from attnmesh.testing.errors import ROUNDING, Comparison, assert_close
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -131,8 +129,8 @@ def shard_results(
     mask: Mask,
     layout: Layout,
     *,
-    backend: BackendName = "auto",
-    schedule: ScheduleName = "ring",
+    backend: str = "auto",
+    schedule: str = "ring",
     ranks_per_node: int | None = None,
     key_layout: Layout | None = None,
     sinks: Tensor | None = None,
@@ -142,7 +140,8 @@ def shard_results(
 
     Keys may have a length and a layout of their own. `scores` are scale, softcap and alibi_slopes.
     """
-    cp = ContextParallel(comm, layout=layout, schedule=schedule, backend=backend, ranks_per_node=ranks_per_node)
+    how: dict[str, Any] = {"schedule": schedule, "backend": backend}
+    cp = ContextParallel(comm, layout=layout, ranks_per_node=ranks_per_node, **how)
     length, key_length = inputs[0].shape[2], inputs[1].shape[2]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
