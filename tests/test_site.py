@@ -39,7 +39,8 @@ def referenced() -> list[str]:
 
 
 def public() -> set[str]:
-    return {f"{module}.{name}" for module in PUBLIC_MODULES for name in importlib.import_module(module).__all__}
+    names = {f"{module}.{name}" for module in PUBLIC_MODULES for name in importlib.import_module(module).__all__}
+    return names - set(PUBLIC_MODULES)
 
 
 def pages_in(nav: object) -> list[str]:
