@@ -39,8 +39,7 @@ def referenced() -> list[str]:
 
 
 def public() -> set[str]:
-    names = {f"{module}.{name}" for module in PUBLIC_MODULES for name in importlib.import_module(module).__all__}
-    return names - set(PUBLIC_MODULES)
+    return {f"{module}.{name}" for module in PUBLIC_MODULES for name in importlib.import_module(module).__all__}
 
 
 def pages_in(nav: object) -> list[str]:

@@ -7,7 +7,9 @@ from attnmesh.cli.starting import start as _start
 _start()  # before torch is imported
 
 # ruff: noqa: E402
-from attnmesh import decode, models, sparse
+from attnmesh import decode as decode
+from attnmesh import models as models
+from attnmesh import sparse as sparse
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
 from attnmesh.core.custom_mask import CustomMask
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
@@ -111,7 +113,6 @@ __all__ = [
     "attention_distribution",
     "comm_from",
     "content_ids",
-    "decode",
     "decode_attention",
     "explain_attention",
     "gather_log_probs",
@@ -124,7 +125,6 @@ __all__ = [
     "load_requests",
     "merge",
     "merge_sinks",
-    "models",
     "move_requests",
     "paged_decode_attention",
     "paged_indexer_topk",
@@ -141,7 +141,6 @@ __all__ = [
     "save_requests",
     "shard_inputs",
     "shard_model",
-    "sparse",
     "sparse_attention",
 ]
 
