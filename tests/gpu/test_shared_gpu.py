@@ -4,6 +4,8 @@ What a kernel leaves undefined in shared memory may go well until the GPU saves 
 process, a debugger or a display.
 """
 
+import faulthandler
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -17,6 +19,7 @@ from helpers.chosen_keys import ChosenKeys, random_lengths
 from helpers.processes import run_processes
 
 PROCESSES, SECONDS = 3, 8.0
+_LIMIT = 280  # seconds, of which the first rank compiles most
 Call = Callable[[], tuple[Tensor, ...]]
 
 
@@ -89,35 +92,45 @@ def repeat_among_others(comm: am.Comm, seconds: float) -> dict[str, int]:
     """How often each call has run while other processes used the GPU, too; its results are those it has alone."""
     torch.manual_seed(comm.rank)
     comm.timeout = 180  # the first rank compiles
+    faulthandler.dump_traceback_later(_LIMIT - 20, exit=True)  # where a stuck rank is; what it ran is printed last
     calls, alone = {}, {}
     for rank in range(comm.world):
         if rank == comm.rank:
-            calls = {name: make() for name, make in CALLS.items()}
-            alone = {name: call() for name, call in calls.items()}
-            torch.cuda.synchronize()
+            for name, make in CALLS.items():
+                say(comm, "first", name)
+                calls[name] = make()
+                alone[name] = calls[name]()
+                torch.cuda.synchronize()
         comm.barrier()
     counts, names = dict.fromkeys(calls, 0), list(calls)
     names = names[comm.rank * 4 :] + names[: comm.rank * 4]  # not the same at the same time
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for name in names:
+            say(comm, f"round {counts[name]}", name)
             for _ in range(5):
                 found = calls[name]()
             worst = max(differences(found, alone[name]))
             assert worst < 0.02, f"{name} differs by {worst} from what it is alone, in round {counts[name]}"
             counts[name] += 1
     comm.barrier()
+    faulthandler.cancel_dump_traceback_later()
     return counts
+
+
+def say(comm: am.Comm, *words: str) -> None:
+    """Tells what a rank is about to run: pytest shows it if the test fails."""
+    print(f"{time.monotonic():.1f} rank {comm.rank}:", *words, file=sys.stderr, flush=True)
 
 
 @pytest.mark.cuda
 @pytest.mark.exclusive
 @pytest.mark.gpu_memory(30)
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(_LIMIT + 20)
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9, reason="kernels of Hopper"
 )
 def test_kernels_end_among_other_processes():
     """Every rank runs every call at least twice."""
-    found = run_processes(PROCESSES, repeat_among_others, SECONDS, timeout=200, backend="gloo")
+    found = run_processes(PROCESSES, repeat_among_others, SECONDS, timeout=_LIMIT, backend="gloo")
     assert all(count >= 2 for counts in found for count in counts.values()), found
