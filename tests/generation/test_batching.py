@@ -603,7 +603,7 @@ def test_a_repeated_step_goes_straight_to_its_work():
     assert {"generation/scheduler.py", "kv_cache/cache.py", "parallel/decode/core.py", "ops/decode/cpu.py"} <= set(
         entered
     )
-    assert not {"ops/decode/call.py", "kv_cache/sequence.py", "core/validation.py"} & set(
+    assert not {"ops/decode/call.py", "kv_cache/sequence.py", "utils/validation.py"} & set(
         entered
     )  # checks of arguments
     assert len(entered) <= 18, sorted(entered)
