@@ -82,6 +82,21 @@ def test_a_repeated_call_makes_few_function_calls():
     assert not above
 
 
+def test_a_mask_that_is_made_for_every_call_makes_no_more_function_calls():
+    """As most programs do. Another window is another call; a mask of documents is known by its identity."""
+    comm = OneRankComm(1, 8)
+    cp = am.ContextParallel(comm, schedule="ring")
+    q, mask = torch.randn(1, 2, 32, 16), am.SlidingWindow(100)
+
+    def call(mask: am.Mask) -> torch.Tensor:
+        comm.begin()
+        return cp.attention(q, q, q, mask=mask)
+
+    equal = iter([am.SlidingWindow(100) for _ in range(9)])
+    assert counted_calls(lambda: call(next(equal))) <= counted_calls(lambda: call(mask))
+    assert not torch.equal(call(am.SlidingWindow(3)), call(mask))
+
+
 def test_a_stage_of_a_ring_makes_few_function_calls():
     def per_stage(*, backward: bool) -> float:
         few, many = (

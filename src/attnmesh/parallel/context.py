@@ -27,7 +27,7 @@ from attnmesh.ops.dense.call import (
     check_score_terms,
     resolve_scores,
 )
-from attnmesh.ops.dense.dispatch import choose_fused
+from attnmesh.ops.dense.dispatch import SMALL_MASKS, choose_fused
 from attnmesh.parallel.allgather import AllGather
 from attnmesh.parallel.compiling import not_compiled
 from attnmesh.parallel.executor import (
@@ -243,6 +243,7 @@ class ContextParallel(ExecutorFactory):
             out, lse = compiled_attention(Inputs(q, k, v, sinks, alibi_slopes), self._handle, options)
             return (out, lse) if return_lse else out
         # A repeated call is known by the identity of its mask and layout, which are kept: nothing else can have it.
+        # Small masks, which programs construct anew for every call, are compared by value.
         # With the types, since True == 1 == 1.0: what is valid as an integer must not make another type valid.
         key: object
         try:
@@ -251,7 +252,8 @@ class ContextParallel(ExecutorFactory):
                 type(k), k.shape, k.dtype, k.device, grad and k.requires_grad,
                 type(v), v.shape, v.dtype, v.device, grad and v.requires_grad,
                 None if sinks is None else (_kind(sinks), grad), None if alibi_slopes is None else _kind(alibi_slopes),
-                id(mask), id(key_layout), scale, type(scale), softcap, type(softcap), length, type(length),
+                mask if type(mask) in SMALL_MASKS else id(mask), id(key_layout),
+                scale, type(scale), softcap, type(softcap), length, type(length),
                 key_length, type(key_length), return_lse, type(return_lse),
             )  # fmt: skip
             repeated = self._repeated.get(key)

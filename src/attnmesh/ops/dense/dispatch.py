@@ -252,7 +252,7 @@ def prepared(
 ) -> Prepared:  # fmt: skip
     """The call of checked arguments. Checks that do not depend on values are made once for each signature."""
     key, known = _signature(q, k, v, mask, scale, softcap, sinks, alibi_slopes, q_at, k_at)
-    if known is not None and (known[0] is mask or type(mask) in _SMALL):
+    if known is not None and (known[0] is mask or type(mask) in SMALL_MASKS):
         _, visibility, scores = known
         if alibi_slopes is not None:
             scores = resolve_scores(q, scale, softcap, alibi_slopes)
@@ -289,8 +289,8 @@ def prepared(
     return Prepared(Call(q, k, v, _Irregular(mask, q_pos, k_pos), scores), q_order, k_order)
 
 
-# Masks of a few numbers, which are compared by value: programs construct them anew for every call.
-_SMALL = (Full, Causal, SlidingWindow, Prefix, Chunked, BlockCausal, Global)
+SMALL_MASKS = (Full, Causal, SlidingWindow, Prefix, Chunked, BlockCausal, Global)
+"""Masks of a few numbers, which are compared by value: programs construct them anew for every call."""
 _checked: Recent[tuple[Mask, Patch, Scores]] = Recent()
 
 
@@ -310,7 +310,7 @@ def _signature(
             if None in runs:
                 return None, None
         key = (
-            mask if type(mask) in _SMALL else id(mask), scale, type(scale), softcap, type(softcap), runs,
+            mask if type(mask) in SMALL_MASKS else id(mask), scale, type(scale), softcap, type(softcap), runs,
             q.dtype, q.shape, q.device, type(q), k.dtype, k.shape, k.device, type(k),
             v.dtype, v.shape, v.device, type(v),
             None if sinks is None else (sinks.dtype, sinks.shape, sinks.device, type(sinks)),
