@@ -327,7 +327,7 @@ def test_a_rank_that_is_killed_stops_the_others_with_one_line(model, victim):
     assert process.returncode == 1
     assert time.monotonic() - began < 30
     assert re.fullmatch(
-        r"attnmesh generate: rank \d of 2 (was killed \(SIGKILL\)|failed: .*); the other ranks were stopped",
+        r"attnmesh generate: rank \d of 2 (was killed \(SIGKILL\)|failed: .*); the other ranks were stopped\. See .*",
         said.splitlines()[-1],
     )
     assert "Traceback" not in said

@@ -226,7 +226,7 @@ def by_items(launch: Launch) -> float:
 
 def by_sequences(launch: Launch) -> float:
     """Shares are cut from a list of all keys: those of a share belong to so many sequences, on average."""
-    return int((launch.args["cur_pos"] >= 0).sum()) / launch.args["shares"]
+    return int((launch.args["cur_pos"] >= 0).sum()) / launch.args["partitions"]
 
 
 ITEMS: dict[str, Callable[[Launch], float]] = {

@@ -150,7 +150,8 @@ def test_a_rank_that_ends_ends_the_command(generate, rank, when, number):
     with Command(*generate, "--ranks", 2) as command:
         ranks = answering(command) if when == "answering" else command.ranks()
         command.signal(number, ranks[rank])
-        blamed = rf"rank {rank} of 2 was killed \({signal.Signals(number).name}\); the other ranks were stopped"
+        name = signal.Signals(number).name
+        blamed = rf"rank {rank} of 2 was killed \({name}\); the other ranks were stopped\. See docs/.*"
         ended(command, 1, f"attnmesh generate: {blamed}")
 
 
@@ -177,7 +178,12 @@ def test_a_rank_stopped_during_rendezvous_is_named_after_the_timeout(generate, r
 def test_a_rank_stopped_while_it_answers_is_noticed_after_the_timeout(generate, rank):
     with Command(*generate, "--ranks", 2, "--timeout", 8) as command:
         command.signal(STOP, answering(command)[rank])
-        ended(command, 1, rf"attnmesh generate: rank {1 - rank} of 2 failed: .*; the other ranks were stopped", soon=30)
+        ended(
+            command,
+            1,
+            rf"attnmesh generate: rank {1 - rank} of 2 failed: .*; the other ranks were stopped\. See docs/.*",
+            soon=30,
+        )
 
 
 @pytest.mark.sweep

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm
 from attnmesh.core import ranges
-from attnmesh.core.layouts import Layout
+from attnmesh.core.layouts import Layout, check_layout
 from attnmesh.core.ranges import InterleavedShard, Ranges
 from attnmesh.generation.latents import LatentProjections, latent_widths
 from attnmesh.generation.models import (
@@ -103,6 +103,7 @@ class Engine:
                 f"prefill_chunk must be at least {MIN_TOKENS_PER_RANK} tokens per rank, {least} for "
                 f"{counted(world, 'rank')}, got {prefill_chunk}"
             )
+        check_layout("layout", layout)
         if not all(layout.ranges(least, world, each) for each in range(world)):
             raise ValueError(
                 f"layout must give every one of {counted(world, 'rank')} a part of the sequence, got {layout}"

@@ -86,7 +86,11 @@ def move_requests(
     def check_ranks() -> tuple[tuple[DecodeSharding, list[int]], SharedValues]:
         shardings = {tuple(each[2:]) for each in headers if each[1] >= 0}
         if not any(each[0] for each in headers) or len(shardings) != 1:
-            raise ValueError(f"source must be given on some ranks, and one target, got {len(shardings)} targets")
+            sources = sum(bool(each[0]) for each in headers)
+            raise ValueError(
+                f"source must be given on some ranks, got it on {sources}, and one target on others, got "
+                f"{len(shardings)} different targets (on this rank source={shown(source)} and target={shown(target)})"
+            )
         sharding = DecodeSharding(*shardings.pop())
         places = {each[1]: rank for rank, each in enumerate(headers) if each[1] >= 0}
         if sorted(places) != list(range(sharding.ranks)):

@@ -175,7 +175,7 @@ def scores_at_backward(call: IndexerCall, grad: Tensor, dtype: torch.dtype) -> t
 
 def choose_topk(call: IndexerCall, topk: int) -> str:
     """The backend of a top-k."""
-    supports = "is_faster" if call.backend == "auto" else "supports"
+    supports = "is_faster" if isinstance(call.backend, str) and call.backend == "auto" else "supports"
     return choose("topk", call.iq, call.backend, call.iq, call.ik, topk, supports=supports)
 
 
