@@ -75,6 +75,8 @@ def move_requests(
         if source is not None and target is not None and config_digest(source.model) != config_digest(target.model):
             raise ValueError("target must have a model of the configuration that the source has, got another one")
         chosen = None if requests is None else check_list("requests", requests, "requests")
+        if not all(isinstance(each, Request) for each in chosen or ()):
+            raise ValueError(f"requests must be what submit() of the source returned, got {shown(requests)}")
         return (own, chosen), {"config": config_digest(own.model)}
 
     own, chosen = check_on_all_ranks(comm, "move_requests", check_arguments, force=True)
