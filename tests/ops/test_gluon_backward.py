@@ -213,6 +213,23 @@ def test_new_gradients_of_a_first_call_and_of_a_repeat(mask, heads):
             assert (grad.dtype, grad.stride()) == (x.dtype, torch.empty_like(x).stride())
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_keys_and_values_of_a_ring_stage_are_overwritten_in_a_repeat(apart):
+    """In one buffer, as a ring has them: both are zeroed at once, and nothing beside them. Or in two."""
+    module = emulation()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        case = Case("causal", 100, 140, (4, 2))
+        grad_q = torch.zeros(case.q.shape)
+        memory = torch.full((140 + 2, 1, 2, 128), torch.nan)
+        grad_k, grad_v = (x.permute(1, 2, 0, 3) for x in memory[1:-1].split([64, 64], 3))
+        if apart:
+            grad_v = torch.full(grad_v.shape, torch.nan)
+        case.run(module, (grad_q, grad_k, grad_v), overwrite_keys=True, tiles=BackwardTiles(heads=1))
+        case.compare([grad_q, grad_k, grad_v])
+        assert memory[[0, -1]].isnan().all()
+
+
 def test_nothing_to_add():
     q, k = torch.empty(1, 2, 0, 64, dtype=torch.float16), torch.ones(1, 2, 5, 64, dtype=torch.float16)
     grad = torch.ones(1, 2, 5, 64, dtype=torch.float16)

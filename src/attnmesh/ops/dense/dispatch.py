@@ -91,7 +91,7 @@ def choose_backward(call: Call, backend: str, *, grad_lse: bool = False, whole: 
     why_not = {name: fused.backward_why_not(call, grad_lse=grad_lse) for name, fused in _FUSED.items()}
     is_served = call.q.is_cuda and why_not["triton"] is None and not grad_lse
     if backend == "auto" and whole and is_served and cost.is_short(call) and len(_turns(call)) == 1:
-        return Choice("triton", "one launch computes all gradients of so few positions", ())
+        return Choice("triton", "one launch computes all gradients of up to 512 positions", ())
     return _choose(call, backend, why_not, backward=True)
 
 
