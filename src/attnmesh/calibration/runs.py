@@ -53,7 +53,8 @@ def all_runs(lengths: Sequence[int], schedules: Sequence[ScheduleName] = SCHEDUL
 
 def rank_runs(comm: Comm, runs: Sequence[ScheduleRun]) -> list[Callable[[], object]]:
     """One function per run that executes this rank's part of it."""
-    by_name = {name: ContextParallel(comm, layout=Zigzag(), schedule=name) for name in {run.schedule for run in runs}}
+    names = dict.fromkeys(run.schedule for run in runs)  # no set: every rank makes the objects in the same order
+    by_name = {name: ContextParallel(comm, layout=Zigzag(), schedule=name) for name in names}
     return [_rank_run(run, by_name[run.schedule]) for run in runs]
 
 
