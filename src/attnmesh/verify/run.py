@@ -10,8 +10,8 @@ import torch
 
 from attnmesh.comm import Comm
 from attnmesh.verify.attention import attention_modes
+from attnmesh.verify.block import block_modes
 from attnmesh.verify.decode import cache_modes, decode_modes
-from attnmesh.verify.generation import generation_modes
 from attnmesh.verify.mode import Mode, Outcome
 from attnmesh.verify.sparse import sparse_modes, sparse_parallel_modes
 from attnmesh.verify.sparse_decode import sparse_decode_modes
@@ -24,7 +24,7 @@ def modes(comm: Comm, device: str) -> list[Mode]:
         *attention_modes(comm, device),
         *decode_modes(device),
         *cache_modes(),
-        *generation_modes(comm),
+        *block_modes(comm),
         *token_modes(comm),
         *sparse_modes(),
         *sparse_parallel_modes(comm),
