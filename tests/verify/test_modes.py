@@ -1,7 +1,7 @@
 """The table of modes that `attnmesh verify` checks, on virtual ranks: every result against float64."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations, product
 
 import pytest
@@ -13,8 +13,7 @@ from attnmesh.verify.attention import attention_modes
 from attnmesh.verify.block import block_modes
 from attnmesh.verify.decode import cache_modes, decode_modes
 from attnmesh.verify.mode import Mode, covering_rows
-from attnmesh.verify.sparse import sparse_modes, sparse_parallel_modes
-from attnmesh.verify.sparse_decode import sparse_decode_modes
+from attnmesh.verify.sparse import sparse_decode_modes, sparse_modes, sparse_parallel_modes
 from attnmesh.verify.tokens import token_modes
 from helpers.cases import sweep
 
@@ -32,17 +31,15 @@ FAMILIES = {
     "decode": lambda comm: [*decode_modes("cpu"), *cache_modes()],
     "block": block_modes,
     "tokens": token_modes,
-    "sparse": lambda comm: [*sparse_modes(), *sparse_parallel_modes(comm), *sparse_decode_modes(comm)],
-    "some attention": lambda comm: attention_modes(comm, "cpu", pairs=False),
-    "sparse over ranks": sparse_parallel_modes,
+    "sparse": lambda comm: [*sparse_modes("cpu"), *sparse_parallel_modes(comm, "cpu"), *sparse_decode_modes(comm)],
 }
 
 
-def failures(world: int, family: str) -> list[str]:
-    """The modes of a family that are wrong, with their worst result."""
+def failures(world: int, list_modes: Callable[[Comm], Iterable[Mode]]) -> list[str]:
+    """The modes that are wrong, with their worst result."""
 
     def rank(comm: Comm) -> list[str]:
-        modes = list(FAMILIES[family](comm))
+        modes = list(list_modes(comm))
         assert modes
         return [
             f"{o.mode.name} {o.mode.shape}: {o.worst} {o.error:.1e} > {o.bound:.1e}"
@@ -53,34 +50,26 @@ def failures(world: int, family: str) -> list[str]:
     return run_virtual(world, rank, timeout=900)[0]
 
 
-@pytest.mark.parametrize(
-    ("family", "world"),
-    [
-        ("some attention", 4),  # every schedule, also with two levels
-        sweep("some attention", 5),  # more ranks than some inputs have heads; a number that does not divide
-        ("decode", 1),
-        sweep("sparse over ranks", 2),
-    ],
-)
-def test_every_value_of_every_axis(family, world):
-    assert failures(world, family) == []
+# Four ranks have schedules with two levels; five are as many as some inputs have heads, and do not divide lengths.
+@pytest.mark.parametrize("world", [4, sweep(5)])
+def test_every_value_of_every_axis_of_attention(world):
+    assert failures(world, lambda comm: attention_modes(comm, "cpu", pairs=False)) == []
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("family", "world"), [*product(FAMILIES, (2, 3, 4)), *product(("attention", "block", "sparse"), (1, 6, 8))]
+    ("family", "world"),
+    [("decode", 1), *product(("attention", "block", "sparse"), (1, 3, 4, 6, 8)), *product(["tokens"], (3, 4))],
 )
 def test_every_mode(family, world):
-    assert failures(world, family) == []
+    assert failures(world, FAMILIES[family]) == []
 
 
-def modes_of(world: int) -> list[Mode]:
-    return run_virtual(world, lambda comm: verify.modes(comm, "cpu"))[0]
-
-
-def test_every_mode_has_a_name_and_a_shape_of_its_own():
+@pytest.mark.parametrize(("world", "device"), [(4, "cpu"), (1, "cuda"), (6, "cuda"), (1, "cpu"), (3, "cpu")])
+def test_every_mode_has_a_name_and_a_shape_of_its_own(world, device):
     """`--only` can choose each of them."""
-    names = Counter(f"{mode.name} {mode.shape}" for mode in modes_of(4))
+    modes = run_virtual(world, lambda comm: verify.modes(comm, device))[0]
+    names = Counter(f"{mode.name} {mode.shape}" for mode in modes)
     assert [name for name, count in names.items() if count > 1] == []
 
 

@@ -47,7 +47,7 @@ from attnmesh.testing.attention import (
     shard_results,
 )
 from attnmesh.testing.errors import Comparison
-from attnmesh.verify.mode import DTYPES, Mode, Pair, covering_rows
+from attnmesh.verify.mode import ALL_DTYPES, DTYPES, Mode, Pair, covering_rows
 
 BATCH, Q_HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 32
 LENGTH = 263
@@ -94,14 +94,13 @@ SCORES: dict[str, dict[str, Callable[[int], Tensor | float]]] = {
 SCORES |= {"": {}, "softcap alibi sinks": SCORES["softcap"] | SCORES["alibi"] | SCORES["sinks"]}
 """Arguments that change scores, of the number of query heads."""
 
-_DTYPES = DTYPES | {"fp16": torch.float16, "fp64": torch.float64}
 _INPUTS: dict[str, tuple[object, ...]] = {
     "mask": tuple(MASKS),
     "length": ((LENGTH, LENGTH), (37, 37), (201, 77), (37, 110)),  # of the queries and of the keys
     "heads": ((Q_HEADS, KV_HEADS), (6, 6), (5, 1)),
     "widths": ((HEAD_DIM, HEAD_DIM), (24, 16), (16, 40)),  # of keys and of values
     "scores": ("", "softcap", "alibi", "sinks", "softcap alibi sinks"),
-    "dtype": tuple(_DTYPES),
+    "dtype": tuple(ALL_DTYPES),
 }
 
 Compute = Callable[..., list[Tensor]]  # of the inputs, and of the arguments that change scores
@@ -109,10 +108,11 @@ Compute = Callable[..., list[Tensor]]  # of the inputs, and of the arguments tha
 
 def attention_modes(comm: Comm, device: str, *, pairs: bool = True) -> Iterator[Mode]:
     """Yield the modes of dense attention; without `pairs`, few in which every value of every axis occurs."""
-    yield from _merge_modes()
     yield from _one_device_modes(device, pairs)
     yield from _sharded_modes(comm, device, pairs)
-    yield from _query_distributed_modes(comm)
+    if pairs:
+        yield from _merge_modes()
+        yield from _query_distributed_modes(comm)
 
 
 def schedule_modes(comm: Comm, layout: Layout, mask: Mask, ranks_per_node: int, length: int = LENGTH) -> list[Mode]:
@@ -142,11 +142,11 @@ def _mode(
 
     def run(seed: int, device: str) -> list[Comparison]:
         inputs = random_inputs(
-            length, key_length, heads=heads, dtype=_DTYPES[dtype], batch=BATCH, head_dim=widths[0],
+            length, key_length, heads=heads, dtype=ALL_DTYPES[dtype], batch=BATCH, head_dim=widths[0],
             value_dim=widths[1], seed=seed, device=device,
         )  # fmt: skip
         made = {name: make(heads[0]) for name, make in (scores or {}).items()}
-        wide = torch.promote_types(_DTYPES[dtype], torch.float32)
+        wide = torch.promote_types(ALL_DTYPES[dtype], torch.float32)
         options: dict[str, Any] = {name: x.to(device, wide) if isinstance(x, Tensor) else x for name, x in made.items()}
         actual = compute(inputs, **options)
         if comm is not None and comm.rank > 0:
@@ -187,7 +187,7 @@ def _one_device_modes(device: str, pairs: bool) -> Iterator[Mode]:
         attend = partial(attention, mask=mask, return_lse=True, backend=backend, **how)
         return forward_backward(lambda q, k, v, sinks=None: attend(q, k, v, sinks=sinks), inputs, sinks)
 
-    for row in covering_rows(axes, _unserved(device), pairs=pairs, start=common):
+    for row in covering_rows(axes, _unserved(device), pairs=pairs, start=common if pairs else ()):
         mask = MASKS[row["mask"]](row["length"][1])
         yield _table_mode(f"attention {row['backend']}", partial(compute, mask, row["backend"]), mask, row)
 
@@ -199,7 +199,7 @@ def _sharded_modes(comm: Comm, device: str, pairs: bool) -> Iterator[Mode]:
     axes = {"schedule": names, "layout": tuple(LAYOUTS), "backend": ("auto", _fused(device)), **_INPUTS}
     interleaved = [(("schedule", name), ("layout", "striped")) for name in names if name.startswith("ulysses+")]
     common = _first_values(axes, "schedule")
-    for row in covering_rows(axes, [*_unserved(device), *interleaved], pairs=pairs, start=common):
+    for row in covering_rows(axes, [*_unserved(device), *interleaved], pairs=pairs, start=common if pairs else ()):
         length, key_length = row["length"]
         mask, layout = MASKS[row["mask"]](key_length), LAYOUTS[row["layout"]](MASKS[row["mask"]](length), length)
         compute = _sharded(

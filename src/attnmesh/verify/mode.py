@@ -12,6 +12,7 @@ import torch
 from attnmesh.testing.errors import Comparison
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ALL_DTYPES = DTYPES | {"fp16": torch.float16, "fp64": torch.float64}
 
 Value = tuple[str, Any]  # the name of an axis, and one of its values
 Pair = tuple[Value, Value]
@@ -62,36 +63,31 @@ def covering_rows(
 
     Without `pairs`, every value of every axis occurs. The rows of `start` come first.
     """
-    refused = {frozenset(pair) for pair in forbidden}
-    left = dict.fromkeys(
-        frozenset(values)
-        for names in combinations(axes, 2 if pairs else 1)
-        for values in _products(axes, names)
-        if frozenset(values) not in refused
-    )
+    size, refused = 2 if pairs else 1, {frozenset(pair) for pair in forbidden}
+    values = {name: [(name, value) for value in given] for name, given in axes.items()}
+    every = (frozenset(some) for lists in combinations(values.values(), size) for some in product(*lists))
+    left = dict.fromkeys(some for some in every if some not in refused)
     rows: list[dict[str, Any]] = []
-    while left or len(rows) < len(start):
-        row = dict(
-            start[len(rows)] if len(rows) < len(start) else next(iter(left))
-        )  # then the values that cover most of what is left
-        for name in sorted((name for name in axes if name not in row), key=lambda name: -len(axes[name])):
-            best, most = None, -1
-            for turn in range(len(axes[name])):
-                value = (name, axes[name][(turn + len(rows)) % len(axes[name])])
-                if any(frozenset((value, other)) in refused for other in row.items()):
-                    continue
-                together = [frozenset((value, other)) for other in row.items()] if pairs else [frozenset((value,))]
-                covered = sum(each in left for each in together)
-                if covered > most:
-                    best, most = value, covered
-            assert best is not None, f"no value of {name} is allowed with {row}"
-            row[name] = best[1]
-        row = {name: row[name] for name in axes}
-        for values in combinations(row.items(), 2 if pairs else 1):
-            left.pop(frozenset(values), None)
+
+    def add(row: dict[str, Any]) -> None:
+        for some in combinations(row.items(), size):
+            left.pop(frozenset(some), None)
         rows.append(row)
+
+    for row in start:
+        add(row)
+    while left:
+        row = dict(next(iter(left)))  # what is left first, then the values that cover most of what is left
+        for name in sorted((name for name in axes if name not in row), key=lambda name: -len(axes[name])):
+            turn = len(rows) % len(axes[name])
+            allowed = [
+                value
+                for value in (*values[name][turn:], *values[name][:turn])
+                if not any(frozenset((value, other)) in refused for other in row.items())
+            ]
+            assert allowed, f"no value of {name} is allowed with {row}"
+            others: list[tuple[Value, ...]] = [(other,) for other in row.items()] if pairs else [()]
+            best = max(allowed, key=lambda value: sum(frozenset((value, *other)) in left for other in others))
+            row[name] = best[1]
+        add({name: row[name] for name in axes})
     return rows
-
-
-def _products(axes: Mapping[str, Sequence[Any]], names: Sequence[str]) -> Iterable[tuple[Value, ...]]:
-    return product(*([(name, value) for value in axes[name]] for name in names))
