@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from attnmesh import launch
-from attnmesh.calibration.links import LinkFigures
+from attnmesh.calibration.cpu import LinkFigures
 from attnmesh.comm import Comm
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal

@@ -11,8 +11,8 @@ from attnmesh import decode as decode
 from attnmesh import models as models
 from attnmesh import sparse as sparse
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
-from attnmesh.core.custom_mask import CustomMask
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
+from attnmesh.core.mask import CustomMask
 from attnmesh.core.masks import (
     BlockCausal,
     Causal,

@@ -14,12 +14,12 @@ from attnmesh.cli.language_model import DeviceMemory  # noqa: E402
 from attnmesh.generation.rank_memory import ShardedMemory  # noqa: E402
 from attnmesh.models.sharded import SHARDED_MODELS  # noqa: E402
 from attnmesh.plan.decode import DecodeSharding  # noqa: E402
-from attnmesh.planner.models import read  # noqa: E402
+from attnmesh.planner.models import config  # noqa: E402
 from helpers.cases import sweep  # noqa: E402
 from helpers.cli import run  # noqa: E402
 from helpers.models import attnmesh_model  # noqa: E402
 
-FOLDER = Path(read.__file__).parent
+FOLDER = Path(config.__file__).parent
 K = 1024
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from attnmesh.comm import CommError, comm_from
 from attnmesh.comm.health.caller_error import Caller, lock, uninterrupted
-from attnmesh.comm.health.stream_watch import QueuedOperation, StreamWatch
 from attnmesh.comm.in_flight import InFlightMessage
+from attnmesh.comm.nccl import QueuedOperation, StreamWatch
 from attnmesh.utils.error_links import without_link
 from helpers.processes import run_processes
 

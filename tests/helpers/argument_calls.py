@@ -23,7 +23,7 @@ from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.catalog import catalog, cluster
 from attnmesh.planner.decode import DecodeRequest
-from attnmesh.planner.models import read
+from attnmesh.planner.models import config
 from attnmesh.planner.prefill import PrefillRequest
 from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.network import Slowdown
@@ -229,7 +229,7 @@ def trace_file() -> Path:
 
 def _request() -> Arguments:
     sizes = {"context": 1024, "batch": 2, "devices": 2, "cluster": cluster("h200")}
-    return {"model": read.model("llama-3.1-8b"), "kv_itemsize": 2.0, **sizes}
+    return {"model": config.model("llama-3.1-8b"), "kv_itemsize": 2.0, **sizes}
 
 
 def _linear_weights() -> Arguments:

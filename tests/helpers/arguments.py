@@ -34,7 +34,7 @@ PACKAGES_WITH_NAMES = ("attnmesh.report", "attnmesh.sparse", "attnmesh.decode", 
 PLANNER_NAMES = {
     "attnmesh.planner.catalog": ("Catalog", "catalog", "default_cluster", "load"),
     "attnmesh.planner.decode": ("DecodeRequest", "decode_ranking"),
-    "attnmesh.planner.models.read": ("model", "read_config", "read_model_config"),
+    "attnmesh.planner.models.config": ("model", "read_config", "read_model_config"),
     "attnmesh.planner.prefill": ("PrefillRequest", "prefill_ranking"),
     "attnmesh.planner.recommend": ("compare_shardings",),
     "attnmesh.planner.simulator.network": ("Slowdown",),

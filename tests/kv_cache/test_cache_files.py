@@ -9,7 +9,7 @@ from sharded_model import Mesh
 from test_reshard import moved
 
 import attnmesh as am
-from attnmesh.parallel.reshard import cache_file
+from attnmesh.parallel.reshard import files as cache_file
 from attnmesh.plan.decode import DecodeSharding
 from helpers.cases import sweep
 

@@ -5,7 +5,7 @@ import torch
 from sharded_model import Mesh, sizes
 
 import attnmesh as am
-from attnmesh.parallel.reshard.tokens import CacheTokens
+from attnmesh.parallel.reshard.contents import CacheTokens
 from attnmesh.plan.decode import DecodeSharding
 
 pytestmark = pytest.mark.usefixtures("poisoned_pools")

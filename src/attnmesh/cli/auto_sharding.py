@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attnmesh.cli.language_model import DeviceMemory, local_ranks
-from attnmesh.cli.plan_tables import enough_ranks
+from attnmesh.cli.plan import enough_ranks
 from attnmesh.cli.sharding import kv_itemsize
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.rank_memory import ShardedMemory
@@ -21,11 +21,9 @@ from attnmesh.models.checkpoint import CONFIG
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.decode import DecodeRequest, decode_option, shardings
-from attnmesh.planner.models.config import WeightBits
-from attnmesh.planner.models.read import model_from_config
+from attnmesh.planner.models.config import WeightBits, model_from_config
 from attnmesh.planner.ranking import Memory, Option, ranked, usable_memory
-from attnmesh.planner.units import readable_bytes
-from attnmesh.utils.text import counted
+from attnmesh.utils.text import counted, readable_bytes
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from attnmesh.models.checkpoint import (
 )
 from attnmesh.models.sharded import check_sharded_model
 from attnmesh.plan.decode import DecodeSharding
-from attnmesh.planner.units import readable_bytes
-from attnmesh.utils.text import counted
+from attnmesh.utils.text import counted, readable_bytes
 
 LanguageModelOption = Annotated[
     Path | None,

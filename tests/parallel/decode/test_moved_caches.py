@@ -5,7 +5,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.ops.storage import STORAGES
-from attnmesh.parallel.reshard.tokens import CacheTokens
+from attnmesh.parallel.reshard.contents import CacheTokens
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.reshard import Move, Piece
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block

@@ -53,9 +53,9 @@ from attnmesh.generation.stats import GenerationStats
 from attnmesh.models.checkpoint import ModelError
 from attnmesh.models.loading import load_config_and_tokenizer, load_model, model_folder, needs_conversion
 from attnmesh.plan.decode import DecodeSharding
-from attnmesh.planner.counts import MAX_LENGTH
 from attnmesh.report.data import MOST_RANKS
 from attnmesh.utils.optional import require
+from attnmesh.utils.sizes import MAX_LENGTH
 from attnmesh.utils.text import counted
 from attnmesh.utils.validation import check_timeout
 

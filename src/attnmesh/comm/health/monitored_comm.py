@@ -26,9 +26,8 @@ from attnmesh.comm.health.caller_error import Caller
 from attnmesh.comm.health.group_store import CommError, StoreLostError, WaitStatus
 from attnmesh.comm.health.liveness import tell_watchers
 from attnmesh.comm.health.monitor import Monitor
-from attnmesh.comm.health.stream_watch import QueuedOperation
 from attnmesh.comm.in_flight import InFlightMessage, describe
-from attnmesh.comm.nccl import NcclSide, abort_all
+from attnmesh.comm.nccl import NcclSide, QueuedOperation, abort_all
 from attnmesh.utils.validation import MAX_TIMEOUT
 
 if TYPE_CHECKING:

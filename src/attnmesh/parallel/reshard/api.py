@@ -18,24 +18,24 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
-from attnmesh.comm.call_log import text_digest
+from attnmesh.comm.agreement import text_digest
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.parallel.node_groups import comm_named
-from attnmesh.parallel.reshard.contents import check_movable
+from attnmesh.parallel.reshard.contents import CacheTokens, Reader, check_movable
 from attnmesh.parallel.reshard.goal import (
     MESSAGE_BYTES,
     Goal,
     Holders,
+    Room,
     Target,
     cache_holders,
     device_of,
     prefill_holders,
+    room_of,
     target_ranks,
 )
 from attnmesh.parallel.reshard.prefill import PrefillKV
-from attnmesh.parallel.reshard.room import Room, room_of
-from attnmesh.parallel.reshard.tokens import CacheTokens, Reader
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.reshard import Move, Part, Piece, plan_moves
 from attnmesh.utils.text import alternatives, format_ranks
