@@ -91,8 +91,7 @@ def _indexer(**more: Any) -> Arguments:
 
 
 def _dense_loss() -> Arguments:
-    attention = {"q": rows(6, 2, 8), "k": rows(6, 8), "lse": rows(6, 2), "attn_scale": 0.5}
-    return _indexer(mode="dense", **attention)
+    return _indexer(indices=None, target=am.sparse.AttentionTarget(rows(6, 2, 8), rows(6, 8), rows(6, 2), 0.5))
 
 
 def _sparse_loss() -> Arguments:
@@ -513,8 +512,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "indexer_topk": [lambda: _indexer(topk=2)],
     "indexer_scores_at": [lambda: _indexer(indices=_indices())],
     "indexer_kl_loss": [
-        lambda: {**_sparse_loss(), "row_mask": torch.ones(6, dtype=torch.bool), "global_rows": 6,
-                 "reduction": "mean_rows"},
+        lambda: {**_sparse_loss(), "row_mask": torch.ones(6, dtype=torch.bool), "reduction": "mean_rows"},
         _dense_loss,
     ],
     "canonicalize": [lambda: {"indices": _indices(), "scores": rows(6, 3), "s_kv": 6}],

@@ -342,8 +342,8 @@ def _sparse_loss(x: Tensors, backend: str) -> Tensors:
 
 
 def _dense_loss(x: Tensors, backend: str) -> Tensors:
-    source = {"q": x["q"], "k": x["kv"], "lse": x["lse"], "attn_scale": 0.3, "mode": "dense", "backend": backend}
-    return {"loss": am.indexer_kl_loss(x["iq"], x["ik"], x["w"], **source, reduction="none")}
+    target = am.sparse.AttentionTarget(x["q"], x["kv"], x["lse"], 0.3)
+    return {"loss": am.indexer_kl_loss(x["iq"], x["ik"], x["w"], None, target, reduction="none", backend=backend)}
 
 
 INDEXER = ("iq", "ik", "w")

@@ -172,7 +172,7 @@ def _sparse_parallel(schedule: str) -> Callable[[Tensors, str], Tensors]:
             scores = parallel.indexer_scores_at(*indexer, indices)
             selected = parallel.indexer_topk(*indexer, 4, mask=mask)
             loss = parallel.indexer_kl_loss(*indexer, indices, own["target"], row_mask=own["row_mask"])
-            dense = parallel.indexer_kl_loss(*indexer, q=q, k=kv, lse=own["lse"], attn_scale=0.3, mode="dense")
+            dense = parallel.indexer_kl_loss(*indexer, None, am.sparse.AttentionTarget(q, kv, own["lse"], 0.3))
             total = loss + dense + scores.masked_fill(scores.isinf(), 0.0).sum()
             found = torch.autograd.grad([out.square().sum(), total], list(grads.values()))
             results = {

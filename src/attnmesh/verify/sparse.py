@@ -19,6 +19,7 @@ from attnmesh.comm import Comm
 from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
 from attnmesh.ops.sparse import indexer
 from attnmesh.ops.sparse.arguments import convert_lse
+from attnmesh.ops.sparse.indexer_loss import AttentionTarget
 from attnmesh.parallel.sparse.api import SparseParallel
 from attnmesh.testing.errors import Comparison
 from attnmesh.testing.sparse import (
@@ -234,7 +235,7 @@ def _loss(functions: Functions, problem: SparseProblem) -> Results:
     """The loss of every row, over the keys its indices name."""
     iq, ik, w = problem.leaves("iq", "ik", "w")
     rows = functions.indexer_kl_loss(
-        iq, ik, w, problem.indices, q=problem.q, k=problem.kv, lse=problem.lse, attn_scale=SCALE, mask=problem.mask,
+        iq, ik, w, problem.indices, AttentionTarget(problem.q, problem.kv, problem.lse, SCALE), mask=problem.mask,
         scale=INDEX_SCALE, reduction="none",
     )  # fmt: skip
     return _with_gradients({"loss": rows}, {"d_iq": iq, "d_ik": ik, "d_w": w}, problem.grad_loss)
@@ -244,8 +245,8 @@ def _dense_loss(functions: Functions, problem: SparseProblem) -> Results:
     """The mean loss over some of the rows, over all keys."""
     iq, ik, w = problem.leaves("iq", "ik", "w")
     mean = functions.indexer_kl_loss(
-        iq, ik, w, q=problem.q, k=problem.kv, lse=problem.lse, attn_scale=SCALE, mask=problem.all_keys_mask,
-        mode="dense", scale=INDEX_SCALE, reduction="mean_rows", row_mask=problem.grad_loss > -1,
+        iq, ik, w, None, AttentionTarget(problem.q, problem.kv, problem.lse, SCALE), mask=problem.all_keys_mask,
+        scale=INDEX_SCALE, reduction="mean_rows", row_mask=problem.grad_loss > -1,
     )  # fmt: skip
     return _with_gradients({"mean": mean}, {"d_iq": iq, "d_ik": ik, "d_w": w}, torch.ones_like(mean))
 
