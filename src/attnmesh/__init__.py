@@ -39,6 +39,7 @@ from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.kv_cache.block_pool import CacheFull, content_ids
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sharded import ShardedCache
+from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.models.checkpoint import ModelError
 from attnmesh.models.loading import load_model
 from attnmesh.models.sharded import shard_model
@@ -74,6 +75,7 @@ __all__ = [
     "BlockCache",
     "BlockCausal",
     "CacheFull",
+    "CacheSpec",
     "Causal",
     "Chunked",
     "Comm",

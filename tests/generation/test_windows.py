@@ -12,6 +12,7 @@ from attnmesh.generation.rank_memory import kv_cache_bytes
 from attnmesh.kv_cache import block_manager
 from attnmesh.kv_cache.block_manager import max_window_blocks
 from attnmesh.kv_cache.cache import BlockCache
+from attnmesh.kv_cache.spec import CacheSpec
 from helpers.cases import sweep
 from helpers.models import attnmesh_model, generated_rows, greedy_tokens, logits_of, on_virtual_ranks, random_ids
 from helpers.processes import run_processes
@@ -218,9 +219,14 @@ def test_stats_count_what_is_kept(small):
 
 def test_a_sequence_that_begins_again_frees_what_its_window_passes(small):
     cache = BlockCache(
-        layers=1, num_blocks=99, block_size=BLOCK, kv_heads=1, head_dim=1, device="meta", max_sequences=1,
-        max_length=300, windows=[7], window_blocks=99,
-    )  # fmt: skip
+        CacheSpec(layers=1, kv_heads=1, head_dim=1, windows=[7]),
+        num_blocks=99,
+        block_size=BLOCK,
+        device="meta",
+        max_sequences=1,
+        max_length=300,
+        window_blocks=99,
+    )
     sequence, held = cache.allocate(0), []
     for _ in range(2):
         for _ in range(20):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, SoloComm
 from attnmesh.kv_cache.cache import BlockCache
+from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.ops.sparse import reference
 from attnmesh.ops.storage import PLAIN, dequantize, quantize
 from attnmesh.parallel.sparse.decode import SparseDecode
@@ -84,8 +85,11 @@ def _written_cache(
     decode: SparseDecode, storage: str, latents: list[Tensor], index_keys: list[Tensor], device: str
 ) -> BlockCache:
     cache = BlockCache(
-        layers=1, num_blocks=32, block_size=_BLOCK, kv_heads=1, head_dim=_DIM, value_dim=_VALUES, index_dim=_INDEX_DIM,
-        storage=storage, device=device, max_sequences=len(_LENGTHS), max_length=64, latent=True, shard=decode.shard,
+        CacheSpec(
+            layers=1, kv_heads=1, head_dim=_DIM, value_dim=_VALUES, index_dim=_INDEX_DIM, storage=storage, latent=True
+        ),
+        num_blocks=32, block_size=_BLOCK, max_sequences=len(_LENGTHS), max_length=64, device=device,
+        shard=decode.shard,
     )  # fmt: skip
     poison_cache(cache.keys(0))
     poison_cache(cache.index_keys(0))

@@ -38,7 +38,7 @@ def paged_sparse_decode_attention(
 
     Args:
         q: [B, T, heads, D], T new tokens of each of B sequences.
-        pool: [num_blocks, block_size, 1, D], the keys of `BlockCache(latent=True)`: in the dtype of q, or fp8_ds_mla,
+        pool: [num_blocks, block_size, 1, D], the keys of a `BlockCache` of latents: in the dtype of q, or fp8_ds_mla,
             which is dequantized in the kernel. The value of a key is its first `d_v` features.
         block_table: int32 [B, blocks]: position p of sequence b is in block `block_table[b, p // block_size]`. None if
             `indices` are slots of the pool, block * block_size + offset, as FlashMLA takes them.

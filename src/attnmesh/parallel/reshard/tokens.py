@@ -33,7 +33,7 @@ class CacheTokens:
     """The tokens of one rank's `ShardedCache`: what is stored per token, as integers, so that no bit can change."""
 
     def __init__(self, cache: ShardedCache) -> None:
-        self.heads = cache.sharding.kv_heads(cache.rank, cache.kv_heads)
+        self.heads = cache.sharding.kv_heads(cache.rank, cache.spec.kv_heads)
         self.tensors = [as_integers(x) for x in cache.local.stored_tensors]
         """[layers, num_blocks, block_size, own kv heads, ...]: keys and values, each followed by its scales."""
         self._shard, self._block_size = cache.local.layout.shard, cache.local.layout.block_size

@@ -53,11 +53,11 @@ class SparseDecode:
     Examples:
         >>> kv, q = torch.randn(1, 1, 9, 96), torch.randn(1, 1, 4, 96)  # 9 tokens, of which the last is new
         >>> indices = torch.tensor([[[0, 3, 8]]], dtype=torch.int32)
-        >>> sizes = dict(layers=1, num_blocks=2, block_size=4, max_sequences=1, max_length=16, device="cpu")
-        >>> latent = dict(latent=True, kv_heads=1, head_dim=96, value_dim=64, storage="fp32")
+        >>> sizes = dict(num_blocks=2, block_size=4, max_sequences=1, max_length=16, device="cpu")
+        >>> spec = am.CacheSpec(layers=1, kv_heads=1, head_dim=96, value_dim=64, latent=True, storage="fp32")
         >>> def rank(comm):
         ...     sparse = am.SparseDecode(comm)
-        ...     cache = am.BlockCache(**sizes, **latent, shard=sparse.shard)
+        ...     cache = am.BlockCache(spec, **sizes, shard=sparse.shard)
         ...     cache.write(0, cache.append([cache.allocate(9)], 9), kv)  # stores this rank's positions
         ...     return sparse.attention(q, cache.keys(0), cache.block_table, indices, scale=0.1, d_v=64)[0]
         >>> whole = am.sparse_attention(q[0], kv[0, 0], indices[0], scale=0.1, d_v=64)[0]
