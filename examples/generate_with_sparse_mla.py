@@ -107,8 +107,8 @@ class SparseModel:
         up = layer.kv_b_proj.weight.view(layer.num_heads, -1, rank)  # [heads, nope + values, latent]
         absorbed = torch.einsum("bhtn,hnr->bthr", q[..., :nope], up[:, :nope])
         out, _ = self.decode.attention(
-            torch.cat([absorbed, q_rope.transpose(1, 2)], -1), self.cache.keys(number), table, top.indices,
-            scale=layer.scaling, d_v=rank, counts=top.lengths,
+            torch.cat([absorbed, q_rope.transpose(1, 2)], -1), self.cache.keys(number), table, top,
+            scale=layer.scaling, d_v=rank,
         )  # fmt: skip
         return layer.o_proj(torch.einsum("bthr,hvr->bthv", out, up[:, nope:]).flatten(2))
 

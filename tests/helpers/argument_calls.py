@@ -356,7 +356,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
         },
     ],
     "paged_sparse_decode_attention": [
-        lambda: _paged_sparse(sinks=rows(2), counts=torch.ones(2, 2, dtype=torch.int32), d_v=8),
+        lambda: _paged_sparse(sinks=rows(2), d_v=8),
         lambda: _paged_sparse(
             q=rows(2, 2, 2, 144), pool=am.quantize(rows(4, 4, 1, 144), "fp8_ds_mla"), block_table=None, split_size=16,
             out_dtype=torch.float32, return_max_logits=True,

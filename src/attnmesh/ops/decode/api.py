@@ -30,7 +30,7 @@ from attnmesh.ops.launch import Recent
 from attnmesh.ops.storage import Stored
 from attnmesh.utils.error_links import explained_in
 from attnmesh.utils.log import log_choice, wants_choices
-from attnmesh.utils.validation import check_bool, check_choice, check_tensor
+from attnmesh.utils.validation import check_bool, check_choice, check_options, check_tensor
 
 _LOG = logging.getLogger(__name__)
 
@@ -271,9 +271,7 @@ def _checked(
 ) -> tuple[DecodeCall, Backend]:  # fmt: skip
     """The call and its backend; raises ValueError."""
     q, k, v, table, cur_pos, mask, tree, key_range, sinks = given
-    for name in options.keys() - DecodeOptions.__annotations__.keys():
-        of = "decode_attention" if table is None else "paged_decode_attention"
-        raise TypeError(f"{of}() got an unexpected keyword argument {name!r}")
+    check_options("decode_attention" if table is None else "paged_decode_attention", options, DecodeOptions)
     if table is not None:
         check_tensor("block_table", table, "int32 [batch, slots]")
     call = build_call(

@@ -117,20 +117,19 @@ class SparseDecode:
             return TopKIndices(merged.view(shape), found.view(shape), lengths.view(shape[:2]))
 
     def attention(
-        self, q: Tensor, pool: Stored, block_table: Tensor, indices: Tensor, *, scale: float, d_v: int | None = None,
-        counts: Tensor | None = None, sinks: Tensor | None = None, split_size: int | None = None,
-        backend: str = "auto",
+        self, q: Tensor, pool: Stored, block_table: Tensor, indices: Tensor | TopKIndices, *, scale: float,
+        d_v: int | None = None, sinks: Tensor | None = None, split_size: int | None = None, backend: str = "auto",
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """`attnmesh.paged_sparse_decode_attention` over the keys of all ranks: out and lse of this rank's heads.
 
-        `indices` are positions in the whole sequence, and the same on all ranks, like `counts`. `sinks` are those of
-        this rank's heads, and added once. Where all ranks hold all heads, they are compared as in `ContextParallel`.
+        `indices` are positions in the whole sequence, and the same on all ranks. `sinks` are those of this rank's
+        heads, and added once. Where all ranks hold all heads, they are compared as in `ContextParallel`.
         """
 
         def check() -> tuple[SparseDecodeCall, SharedValues]:
             check_tensor("block_table", block_table)
             call = decode_call(
-                q, pool, block_table, indices, scale, d_v, counts, sinks, self.shard, split_size,
+                q, pool, block_table, indices, scale, d_v, sinks, self.shard, split_size,
                 accumulation_dtype(check_tokens("q", q).dtype),
             )  # fmt: skip
             if self.heads is not None and q.shape[2] != self.heads[self.cp.rank]:
@@ -140,7 +139,7 @@ class SparseDecode:
             return call, self._shared_values(
                 call.q, pool, backend, topk=call.indices.shape[2], scale=call.scale, d_v=call.d_v,
                 heads=q.shape[2] if self.heads is None else self.heads, sinks=sinks is not None,
-                counts=counts is not None, split_size=split_size,
+                counts=call.counts is not None, split_size=split_size,
                 **(checks.compared(sinks=sinks) if self.heads is None and self.cp.world > 1 else {}),
             )  # fmt: skip
 
