@@ -29,6 +29,7 @@ from attnmesh.core.masks import (
 )
 from attnmesh.core.merge import merge_sinks
 from attnmesh.core.state import State
+from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.generator import Generator, generate
 from attnmesh.generation.moving import load_requests, move_requests, save_requests
 from attnmesh.generation.requests import Request, Token
@@ -76,6 +77,7 @@ __all__ = [
     "BlockCausal",
     "CacheFull",
     "CacheSpec",
+    "Callbacks",
     "Causal",
     "Chunked",
     "Comm",

@@ -5,6 +5,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.generation import engine, rank_memory
+from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.models import layer_windows
 from attnmesh.generation.passes import CachePass
@@ -70,7 +71,8 @@ def submitted_answers(comm, kind, sharding, weights=None, cache_tokens=700, prom
     logits = [[] for _ in prompts]
     generator = Generator(
         model, None, comm, cache_tokens=cache_tokens * (sharding or weights).cp, sharding=sharding, prefill_chunk=CHUNK,
-        max_sequences=3 * (sharding or weights).kvdp, step_tokens=40, on_logits=lambda row, x: logits[row].append(x),
+        max_sequences=3 * (sharding or weights).kvdp, step_tokens=40,
+        callbacks=Callbacks(on_logits=lambda row, x: logits[row].append(x)),
     )  # fmt: skip
     cache = generator.engine.cache.local
     assert cache.window is not None
