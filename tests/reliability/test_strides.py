@@ -33,7 +33,6 @@ NOT_COMPUTED = {
     "GradientReduction.num_items": "counts labels, by torch",
     "GradientReduction.loss": "adds one number, by torch",
     "AttentionBlock.make_cache": "scales as in CacheSpec",
-    "Generator": "a callback that takes tensors",
     "Request.choose": "called by a Generator with logits that it computed",
     "Rope.cos_sin": "cosines and sines of integer positions, by torch",
     "PrefillKV": "bits are moved by reshard: test_moved_caches, with strides",
