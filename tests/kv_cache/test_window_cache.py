@@ -289,7 +289,7 @@ def test_reusable_is_what_a_later_prompt_reuses(ranks, interleave, block_size):
         ({"windows": (4,)}, r"windows must have a window or None for each of 2 layers, got \(4,\)"),
         ({"windows": 4}, "windows must have a window or None for each of 2 layers, got 4"),
         ({"windows": (None, 0)}, r"windows\[1\] must be an integer >= 1, got 0"),
-        ({"window_blocks": 0}, "window_blocks must be a positive integer, got 0"),
+        ({"window_blocks": 0}, "window_blocks must be an integer >= 1, got 0"),
         (
             {"latent": True, "index_dim": 4},
             r"windows must be None in every layer of a cache with index_dim, got \(None, 4\)",

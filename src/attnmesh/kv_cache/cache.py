@@ -38,6 +38,7 @@ from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.ops.storage import Stored, storage_of
 from attnmesh.utils.validation import (
     check_bool,
+    check_count,
     check_device,
     check_index,
     check_positive,
@@ -101,6 +102,7 @@ class BlockCache:
         kvdp_rank: int = 0,
     ) -> None:
         check_type("spec", spec, CacheSpec)
+        assert spec.value_dim is not None  # a CacheSpec sets it
         check_positive(num_blocks=num_blocks, block_size=block_size, max_sequences=max_sequences, max_length=max_length)
         if block_size > _MAX_BLOCK_SIZE:
             raise ValueError(f"block_size must be 1 to {_MAX_BLOCK_SIZE}, got {block_size}")
@@ -109,8 +111,9 @@ class BlockCache:
             check_device("device", device)
         self.window = spec.window
         """The window of layers with separate blocks; None if there are none."""
-        if self.window is not None:
-            check_positive(window_blocks=window_blocks)
+        check_count("window_blocks", window_blocks, least=0 if self.window is None else 1)
+        check_type("rows", rows, (range, type(None)), "a range of rows or None")
+        check_count("kvdp_rank", kvdp_rank)
         layers, kv_heads, storage = spec.layers, spec.kv_heads, spec.storage
         self._layers, self._max_length = layers, max_length
         self._heads, self._dim, self.value_dim = kv_heads, spec.head_dim, spec.value_dim

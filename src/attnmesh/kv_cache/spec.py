@@ -38,7 +38,7 @@ class CacheSpec:
     layers: int
     kv_heads: int
     head_dim: int
-    value_dim: int = None  # type: ignore[assignment]  # set below
+    value_dim: int | None = None
     storage: str = "bf16"
     k_scale: float | Tensor | None = None
     v_scale: float | Tensor | None = None
@@ -52,18 +52,18 @@ class CacheSpec:
         check_choice("storage", self.storage, (*PLAIN, "fp8_ds_mla") if self.latent else STORAGES)
         # The width of the values in a latent, where the storage type determines it.
         latent_dim = self.head_dim // LATENT_GROUP * LATENT_GROUP if self.storage == "fp8_ds_mla" else 0
-        if self.value_dim is None:
-            object.__setattr__(self, "value_dim", latent_dim or self.head_dim)
-        check_positive(value_dim=self.value_dim)
-        self._check_storage(latent_dim or self.value_dim)
+        value_dim = (latent_dim or self.head_dim) if self.value_dim is None else self.value_dim
+        check_positive(value_dim=value_dim)
+        object.__setattr__(self, "value_dim", value_dim)
+        self._check_storage(value_dim, latent_dim or value_dim)
         cpu = torch.device("cpu")
         for name in ("k_scale", "v_scale"):
             fp8_scale(name, getattr(self, name), self.storage, self.kv_heads, cpu)  # raises
         self._check_windows()
 
-    def _check_storage(self, latent_dim: int) -> None:
+    def _check_storage(self, value_dim: int, latent_dim: int) -> None:
         """Raise ValueError unless keys, values and index keys of these widths can be stored."""
-        storage, head_dim, value_dim, index_dim = self.storage, self.head_dim, self.value_dim, self.index_dim
+        storage, head_dim, index_dim = self.storage, self.head_dim, self.index_dim
         check_storage(storage, head_dim)
         if not self.latent:
             check_storage(storage, value_dim)

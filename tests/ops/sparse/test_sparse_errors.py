@@ -218,7 +218,7 @@ def test_the_top_k_has_no_slots_to_count():
     ("name", "given", "said"),
     [
         ("sparse loss", {"reduction": "mean"}, "reduction must be one of sum, mean_rows, none, got 'mean'"),
-        ("given loss", {"indices": None}, "target must be an AttentionTarget without indices, got Tensor float32"),
+        ("given loss", {"indices": None}, "target must be an AttentionTarget with indices=None, got Tensor float32"),
         ("dense loss", {"mask": SparseMask(topk_length=torch.ones(4).int())}, "mask.topk_length must be None"),
         ("given loss", {"target": TARGET[:, :2]}, "on cpu like indices, got float32 tensor [4, 2] on cpu"),
         ("given loss", {"target": 1.0}, "target must be a tensor or an AttentionTarget, got float 1.0"),

@@ -169,7 +169,7 @@ def signature_of(
                     return None
         kinds = (type(k), type(v), type(cur_pos), type(key_range), type(into), len(tensors))
         return (*signature(*tensors), *offsets, kinds, *map(type, tensors), options, *map(type, options))
-    except (AttributeError, RuntimeError, TypeError):  # not tensors, or not dense ones
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # not tensors, or not dense ones
         return None
 
 

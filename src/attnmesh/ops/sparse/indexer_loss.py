@@ -138,7 +138,7 @@ def loss_call(
 
 def _check_target(target: object, indices: Tensor | None) -> Tensor:
     if not isinstance(target, Tensor) or indices is None:
-        wanted = "an AttentionTarget without indices" if indices is None else "a tensor or an AttentionTarget"
+        wanted = "an AttentionTarget with indices=None" if indices is None else "a tensor or an AttentionTarget"
         raise ValueError(f"target must be {wanted}, got {type(target).__name__} {shown(target)}")
     target = check_tensor("target", target)
     if target.shape != indices.shape or target.device != indices.device or not target.is_floating_point():

@@ -277,7 +277,7 @@ def sizes_of(cache: ShardedCache) -> CacheContents:
     spec = cache.spec
     return CacheContents(
         batch=cache.batch, layers=spec.layers, kv_heads=spec.kv_heads, head_dim=spec.head_dim,
-        value_dim=spec.value_dim, max_length=cache.max_length, storage=spec.storage,
+        value_dim=cache.value_dim, max_length=cache.max_length, storage=spec.storage,
         k_scale=_scale_numbers(spec.k_scale), v_scale=_scale_numbers(spec.v_scale), sequences=(), latent=spec.latent,
     )  # fmt: skip
 
