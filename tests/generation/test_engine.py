@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import attnmesh as am
 from attnmesh.core import ranges
+from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.rank_memory import BLOCK_SIZE
 from attnmesh.verify.mode import covering_rows
@@ -34,7 +35,9 @@ class Observed:
             self._logits.setdefault(number, []).append(logits)
 
         self._logits, self.requests = {}, []
-        self.generator = Generator(model, None, comm, cache_tokens=cache_tokens, on_logits=keep, **how)
+        self.generator = Generator(
+            model, None, comm, cache_tokens=cache_tokens, callbacks=Callbacks(on_logits=keep), **how
+        )
         cache = self.generator.engine.cache
         for pool in (pool(layer) for layer in range(cache.layers) for pool in (cache.keys, cache.values)):
             if isinstance(pool, torch.Tensor):

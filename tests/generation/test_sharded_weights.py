@@ -241,7 +241,7 @@ def test_it_works_on_after_an_interruption_and_after_invalid_logits():
             if row == 1 and failing[0]:
                 raise OSError("gone")
 
-        generator = generator_of(attnmesh_model("llama"), comm, sharding, on_logits=on_logits)
+        generator = generator_of(attnmesh_model("llama"), comm, sharding, callbacks=am.Callbacks(on_logits=on_logits))
         with pytest.raises(OSError, match="gone"):
             generated_rows(generator, prompts, max_new_tokens=MOST)
         failing[0] = False

@@ -515,5 +515,6 @@ class Fuzzer:
             hint = _MISSING
         owner = target.owner if target.is_method else None
         fields = inspect.signature(owner).parameters if owner is not None else ()
-        others = [name for name in (*self.parameters(case.target, {}), *fields) if name != case.parameter]
+        _, valid = self.make(case.target, case.variant)
+        others = [name for name in (*self.parameters(case.target, valid), *fields) if name != case.parameter]
         return judge(call, case.parameter, value, hint, others)

@@ -53,7 +53,20 @@ class BatchRanks:
 
 
 class Callbacks(NamedTuple):
-    """Functions of the caller: see `Generator`."""
+    """Functions that a `Generator` calls.
+
+    `on_prefill` is called after every prefill pass with the number of prompt tokens that are cached and the length of
+    the prompt, and `on_logits` with a row, or the number of a request, and the logits [vocabulary] of each of its new
+    tokens, on the ranks of its group.
+
+    Examples:
+        >>> chosen = []
+        >>> callbacks = am.Callbacks(on_logits=lambda row, logits: chosen.append(int(logits.argmax())))
+        >>> generator = am.Generator(model, cache_tokens=64, callbacks=callbacks)
+        >>> tokens = list(generator.generate([[1, 2, 3]], max_new_tokens=4, stop=[]))
+        >>> chosen == [token.id for token in tokens]
+        True
+    """
 
     on_prefill: Callable[[int, int], None] | None = None
     on_logits: Callable[[int, Tensor], None] | None = None

@@ -52,6 +52,7 @@ from attnmesh.kv_cache.block_manager import WINDOW_MARGIN
 from attnmesh.kv_cache.sequence import NewTokens
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
+from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.models.sharded import ShardedWeights, check_sharded_model, heads_of
 from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
@@ -116,11 +117,13 @@ class Engine:
             layer_windows(config), sharding.position_shard(rank), cache_tokens, self.max_sequences,
             min(self.prefill_chunk, cache_tokens),
         )  # fmt: skip
+        spec = CacheSpec(
+            layers=len(blocks.windows), kv_heads=heads.kv, **cached_widths(config), storage=self.storage,
+            windows=blocks.layer_windows,
+        )  # fmt: skip
         self.cache = ShardedCache(
-            sharding, rank, batch=self.max_sequences * sharding.kvdp, layers=len(blocks.windows),
-            num_blocks=blocks.full, block_size=BLOCK_SIZE, kv_heads=heads.kv, **cached_widths(config),
-            storage=self.storage, device=self.device, max_length=cache_tokens, windows=blocks.layer_windows,
-            window_blocks=blocks.windowed,
+            sharding, rank, spec, batch=self.max_sequences * sharding.kvdp, num_blocks=blocks.full,
+            block_size=BLOCK_SIZE, max_length=cache_tokens, device=self.device, window_blocks=blocks.windowed,
         )  # fmt: skip
         self.shard: InterleavedShard = sharding.position_shard(rank)
         self._kvdp_rank, self._kvdp = sharding.place(rank).kvdp, sharding.kvdp

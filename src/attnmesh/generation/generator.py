@@ -7,12 +7,11 @@ Groups prefill and decode independently. After every step they exchange their ne
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attnmesh.comm import Comm, CommError, IndependentSubComm, SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Layout, Zigzag
@@ -62,10 +61,6 @@ class Generator:
     `max_sequences` requires it), so that long prompts do not delay answers. Blocks of finished prompts and answers stay
     cached, and later prompts with the same prefix reuse them.
 
-    `on_prefill` is called after every prefill pass with the number of prompt tokens that are cached and the length of
-    the prompt, and `on_logits` with a row, or the number of a request, and the logits [vocabulary] of each of its new
-    tokens, on the ranks of its group.
-
     Examples:
         >>> generator = am.Generator(model, cache_tokens=64, max_sequences=2)
         >>> answer = [token.id for token in generator.generate([[1, 2, 3]], max_new_tokens=4, stop=[])]
@@ -90,19 +85,19 @@ class Generator:
         schedule: ScheduleName = "auto",
         prefill_chunk: int | None = None,
         step_tokens: int | None = None,
-        on_prefill: Callable[[int, int], None] | None = None,
-        on_logits: Callable[[int, Tensor], None] | None = None,
+        callbacks: Callbacks = Callbacks(),  # noqa: B008  (immutable)
     ) -> None:
         self.model, self.tokenizer, self.comm = model, tokenizer, comm_named("comm", comm)
-        self._callbacks = Callbacks(on_prefill, on_logits)
+        self._callbacks = callbacks
         rank = self.comm.rank
 
         def check_arguments() -> tuple[DecodeSharding, SharedValues]:
             check_positive(cache_tokens=cache_tokens, max_sequences=max_sequences)
             check_tokenizer(tokenizer)
-            for name, callback in self._callbacks._asdict().items():
+            check_type("callbacks", callbacks, Callbacks)
+            for name, callback in callbacks._asdict().items():
                 if callback is not None and not callable(callback):
-                    raise ValueError(f"{name} must be a function or None, got {shown(callback)}")
+                    raise ValueError(f"callbacks.{name} must be a function or None, got {shown(callback)}")
             weights = sharded_weights(model)
             chosen = _sharding(sharding, weights, max_sequences, self.comm)
             if weights is None:
@@ -506,7 +501,6 @@ def generate(
     num_beams: int = 1,
     sharding: DecodeSharding | None = None,
     storage: str | None = None,
-    layout: Layout = Zigzag(),  # noqa: B008  (immutable)
     prefill_chunk: int | None = None,
 ) -> Iterator[Token]:
     """Tokens for these prompts, as they are generated over the ranks of `comm`: see `Generator`.
@@ -537,7 +531,6 @@ def generate(
     per_group = max(1, -(-len(rows) // chosen.kvdp))
     generator = Generator(
         model, tokenizer, comm, max_sequences=per_group * num_beams * chosen.kvdp, sharding=chosen, storage=storage,
-        layout=layout,
         cache_tokens=max(1, sum(map(len, rows)) + len(rows) * num_beams * max_new_tokens),
         prefill_chunk=prefill_chunk,
     )  # fmt: skip

@@ -79,7 +79,7 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
 
 
 def cached_widths(config: Any) -> dict[str, Any]:
-    """The widths of a kv head, as `BlockCache` takes them."""
+    """The widths of a kv head, as `CacheSpec` takes them."""
     latent = latent_widths(config)
     if latent is not None:
         return {"head_dim": latent.cached, "value_dim": latent.latent, "latent": True}

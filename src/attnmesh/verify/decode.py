@@ -16,6 +16,7 @@ from torch import Tensor
 from attnmesh.core.state import State
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sequence import Sequence
+from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.ops.decode import api
 from attnmesh.ops.storage import PLAIN, dequantize, quantize
 from attnmesh.testing.decode import DecodeProblem, compare, poison_cache, random_decode, reference_decode
@@ -155,8 +156,10 @@ class _CacheCheck:
         self.generator = torch.Generator().manual_seed(seed)
         k_scale, v_scale = (0.01, 0.012) if storage == "fp8" else (None, None)
         self.cache = BlockCache(
-            layers=_LAYERS, num_blocks=32, block_size=BLOCK_SIZE, kv_heads=KV_HEADS, head_dim=HEAD_DIM, storage=storage,
-            device=device, max_sequences=_ROWS, max_length=_MAX_LENGTH, k_scale=k_scale, v_scale=v_scale,
+            CacheSpec(
+                layers=_LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, storage=storage, k_scale=k_scale, v_scale=v_scale
+            ),
+            num_blocks=32, block_size=BLOCK_SIZE, max_sequences=_ROWS, max_length=_MAX_LENGTH, device=device,
         )  # fmt: skip
         for layer, pool in product(range(_LAYERS), (self.cache.keys, self.cache.values)):
             poison_cache(pool(layer))

@@ -17,8 +17,10 @@ from torch import Tensor
 from attnmesh.comm import Comm, SoloComm
 from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
 from attnmesh.kv_cache.cache import BlockCache
+from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.ops.sparse import indexer, reference
 from attnmesh.ops.sparse.arguments import convert_lse
+from attnmesh.ops.sparse.indexer_loss import AttentionTarget
 from attnmesh.ops.storage import PLAIN, dequantize, quantize
 from attnmesh.parallel.sparse.api import SparseParallel
 from attnmesh.parallel.sparse.decode import SparseDecode
@@ -247,7 +249,7 @@ def _loss(functions: Functions, problem: SparseProblem) -> Results:
     """The loss of every row, over the keys its indices name."""
     iq, ik, w = problem.leaves("iq", "ik", "w")
     rows = functions.indexer_kl_loss(
-        iq, ik, w, problem.indices, q=problem.q, k=problem.kv, lse=problem.lse, attn_scale=SCALE, mask=problem.mask,
+        iq, ik, w, problem.indices, AttentionTarget(problem.q, problem.kv, problem.lse, SCALE), mask=problem.mask,
         scale=INDEX_SCALE, reduction="none",
     )  # fmt: skip
     return _with_gradients({"loss": rows}, {"d_iq": iq, "d_ik": ik, "d_w": w}, problem.grad_loss)
@@ -257,8 +259,8 @@ def _dense_loss(functions: Functions, problem: SparseProblem) -> Results:
     """The mean loss over some of the rows, over all keys."""
     iq, ik, w = problem.leaves("iq", "ik", "w")
     mean = functions.indexer_kl_loss(
-        iq, ik, w, q=problem.q, k=problem.kv, lse=problem.lse, attn_scale=SCALE, mask=problem.all_keys_mask,
-        mode="dense", scale=INDEX_SCALE, reduction="mean_rows", row_mask=problem.grad_loss > -1,
+        iq, ik, w, None, AttentionTarget(problem.q, problem.kv, problem.lse, SCALE), mask=problem.all_keys_mask,
+        scale=INDEX_SCALE, reduction="mean_rows", row_mask=problem.grad_loss > -1,
     )  # fmt: skip
     return _with_gradients({"mean": mean}, {"d_iq": iq, "d_ik": ik, "d_w": w}, torch.ones_like(mean))
 
@@ -340,8 +342,11 @@ def _written_cache(
     decode: SparseDecode, storage: str, latents: list[Tensor], index_keys: list[Tensor], device: str
 ) -> BlockCache:
     cache = BlockCache(
-        layers=1, num_blocks=32, block_size=_BLOCK, kv_heads=1, head_dim=_DIM, value_dim=_VALUES, index_dim=_INDEX_DIM,
-        storage=storage, device=device, max_sequences=len(_LENGTHS), max_length=64, latent=True, shard=decode.shard,
+        CacheSpec(
+            layers=1, kv_heads=1, head_dim=_DIM, value_dim=_VALUES, index_dim=_INDEX_DIM, storage=storage, latent=True
+        ),
+        num_blocks=32, block_size=_BLOCK, max_sequences=len(_LENGTHS), max_length=64, device=device,
+        shard=decode.shard,
     )  # fmt: skip
     poison_cache(cache.keys(0))
     poison_cache(cache.index_keys(0))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnmesh import State, merge, paged_sparse_decode_attention, quantize
+from attnmesh import State, TopKIndices, merge, paged_sparse_decode_attention, quantize
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.decode import check_decode_errors
 from attnmesh.ops import gpu
@@ -56,9 +56,11 @@ class Case:
             "q": embedded(q.to(device)), "pool": poisoned(self).to_device(device),
             "block_table": None if self.table is None else self.table.to(device), "indices": self.indices.to(device),
         }  # fmt: skip
-        options = {name: None if (x := getattr(self, name)) is None else x.to(device) for name in ("counts", "sinks")}
+        if self.counts is not None:
+            tensors["indices"] = TopKIndices(tensors["indices"], None, self.counts.to(device))
+        sinks = None if self.sinks is None else self.sinks.to(device)
         results = paged_sparse_decode_attention(
-            **tensors, **options, scale=self.scale, d_v=self.d_v, backend=backend, return_max_logits=True, **how
+            **tensors, sinks=sinks, scale=self.scale, d_v=self.d_v, backend=backend, return_max_logits=True, **how
         )
         return [x.cpu() for x in results]
 
@@ -330,7 +332,10 @@ def test_a_fault_past_the_count_is_no_fault():
         ({"block_table": torch.zeros(3, 6)}, "block_table must be int32"),
         ({"indices": torch.zeros(3, 2, 4, dtype=torch.int64)}, "indices must be int32 .* got int64"),
         ({"indices": torch.zeros(3, 1, 4, dtype=torch.int32)}, r"indices must be int32 \[3, 2, topk\]"),
-        ({"counts": torch.zeros(3, dtype=torch.int32)}, r"counts must be int32 or int64 \[3, 2\]"),
+        (
+            {"indices": TopKIndices(torch.zeros(3, 2, 4, dtype=torch.int32), None, torch.zeros(3, dtype=torch.int32))},
+            r"indices.lengths must be int32 or int64 \[3, 2\]",
+        ),
         ({"sinks": torch.zeros(4)}, r"sinks must be floating point \[5\]"),
         ({"d_v": 145}, "d_v must be at most 144"),
         ({"scale": float("nan")}, "scale must be"),

@@ -46,6 +46,7 @@ from attnmesh.cli.sharding import (
 )
 from attnmesh.comm import Comm
 from attnmesh.core.layouts import LAYOUTS
+from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.sampling import Sampling
@@ -239,8 +240,9 @@ def _answer_prompts(comm: Comm, job: Job, shared_model: tuple[Any, Any] | None) 
         storage=job.storage,
         layout=job.layout,
         prefill_chunk=job.prefill_chunk,
-        on_prefill=display.prefill,
-        on_logits=(lambda _, row: logits.append(row.float().cpu())) if keep_logits else None,
+        callbacks=Callbacks(
+            display.prefill, (lambda _, row: logits.append(row.float().cpu())) if keep_logits else None
+        ),
     )
     answers = []
     for number, prompt in enumerate(job.prompts):

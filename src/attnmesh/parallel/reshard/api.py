@@ -91,9 +91,10 @@ def reshard(
     CacheFull on every rank if rows or blocks are missing. After any error `into` has the sequences that it had.
 
     Examples:
-        >>> sizes = dict(batch=1, layers=1, num_blocks=4, block_size=4, kv_heads=2, head_dim=16, max_length=16)
+        >>> spec = am.CacheSpec(layers=1, kv_heads=2, head_dim=16)
+        >>> sizes = dict(batch=1, num_blocks=4, block_size=4, max_length=16, device="cpu")
         >>> def rank(comm):
-        ...     cache = am.ShardedCache(am.DecodeSharding(tp=2), comm.rank, device="cpu", **sizes)  # a kv head per rank
+        ...     cache = am.ShardedCache(am.DecodeSharding(tp=2), comm.rank, spec, **sizes)  # a kv head per rank
         ...     cache.mark_written(cache.append([cache.allocate(6)], 6))
         ...     moved = am.reshard(cache, am.DecodeSharding(cp=2), comm)  # half of the positions per rank
         ...     return [list(x.keys(0).shape) for x in (cache, moved)]  # [blocks, block_size, kv heads, head_dim]

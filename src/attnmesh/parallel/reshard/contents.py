@@ -24,6 +24,7 @@ from attnmesh.core.ranges import InterleavedShard
 from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.sequence import token_ids
 from attnmesh.kv_cache.sharded import ShardedCache
+from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.ops.storage import check_storage
 from attnmesh.plan.decode import DecodeSharding, Place
 from attnmesh.plan.reshard import Part, Piece
@@ -74,8 +75,7 @@ class CacheContents:
     latent: bool = False
 
     def __post_init__(self) -> None:
-        sizes = {name: getattr(self, name) for name in SIZES}
-        check_positive(**sizes)
+        check_positive(**{name: getattr(self, name) for name in _SIZES})
         check_bool(latent=self.latent)
         for dim in self.widths:
             check_storage(self.storage, dim)
@@ -111,6 +111,14 @@ class CacheContents:
     def widths(self) -> tuple[int, ...]:
         """The widths of what is stored per token and head: keys and values, or latents."""
         return (self.head_dim,) if self.latent else (self.head_dim, self.value_dim)
+
+    @property
+    def spec(self) -> CacheSpec:
+        """What is stored per token."""
+        return CacheSpec(
+            layers=self.layers, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_dim,
+            storage=self.storage, k_scale=_scale_of(self.k_scale), v_scale=_scale_of(self.v_scale), latent=self.latent,
+        )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """The contents as numbers, strings, lists and dictionaries."""
@@ -215,7 +223,7 @@ class Placement(NamedTuple):
         return self.blocks - self.shared
 
 
-SIZES = ("batch", "layers", "kv_heads", "head_dim", "value_dim", "max_length")
+_SIZES = ("batch", "layers", "kv_heads", "head_dim", "value_dim", "max_length")
 
 
 def layout_of(sharding: DecodeSharding, block_size: int) -> BlockLayout:
@@ -270,10 +278,11 @@ def contents_of(cache: ShardedCache, rows: Collection[int] | None = None) -> Cac
 
 def sizes_of(cache: ShardedCache) -> CacheContents:
     """The sizes of a cache, without sequences."""
-    k_scale, v_scale = (_scale_numbers(scale) for scale in cache.scales)
+    spec = cache.spec
     return CacheContents(
-        **{name: getattr(cache, name) for name in SIZES}, storage=cache.storage, k_scale=k_scale, v_scale=v_scale,
-        sequences=(), latent=cache.latent,
+        batch=cache.batch, layers=spec.layers, kv_heads=spec.kv_heads, head_dim=spec.head_dim,
+        value_dim=cache.value_dim, max_length=cache.max_length, storage=spec.storage,
+        k_scale=_scale_numbers(spec.k_scale), v_scale=_scale_numbers(spec.v_scale), sequences=(), latent=spec.latent,
     )  # fmt: skip
 
 
@@ -290,7 +299,7 @@ def _scale_numbers(scale: float | Tensor | None) -> float | tuple[float, ...] | 
     return tuple(numbers.tolist()) if numbers.ndim else float(numbers)
 
 
-def scale_of(numbers: float | tuple[float, ...] | None) -> float | Tensor | None:
+def _scale_of(numbers: float | tuple[float, ...] | None) -> float | Tensor | None:
     """An fp8 scale, as a cache takes it, from the numbers of `CacheContents`."""
     return torch.tensor(numbers, dtype=torch.float32, device="cpu") if isinstance(numbers, tuple) else numbers
 
@@ -342,7 +351,7 @@ class CacheTokens:
     """The tokens of one rank's `ShardedCache`: what is stored per token, as integers, so that no bit can change."""
 
     def __init__(self, cache: ShardedCache) -> None:
-        self.heads = cache.sharding.kv_heads(cache.rank, cache.kv_heads)
+        self.heads = cache.sharding.kv_heads(cache.rank, cache.spec.kv_heads)
         self.tensors = [as_integers(x) for x in cache.local.stored_tensors]
         """[layers, num_blocks, block_size, own kv heads, ...]: keys and values, each followed by its scales."""
         self._shard, self._block_size = cache.local.layout.shard, cache.local.layout.block_size

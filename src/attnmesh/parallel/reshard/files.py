@@ -266,8 +266,9 @@ def save_cache(cache: ShardedCache, folder: str | Path, comm: Comm | ProcessGrou
 
     Examples:
         >>> import tempfile
-        >>> sizes = dict(batch=1, layers=1, num_blocks=4, block_size=4, kv_heads=2, head_dim=16, max_length=16)
-        >>> cache = am.ShardedCache(am.DecodeSharding(), 0, device="cpu", **sizes)
+        >>> spec = am.CacheSpec(layers=1, kv_heads=2, head_dim=16)
+        >>> sizes = dict(batch=1, num_blocks=4, block_size=4, max_length=16, device="cpu")
+        >>> cache = am.ShardedCache(am.DecodeSharding(), 0, spec, **sizes)
         >>> cache.mark_written(cache.append([cache.allocate([7, 8, 9])], 3))
         >>> folder = tempfile.mkdtemp()
         >>> am.save_cache(cache, folder)
@@ -327,8 +328,9 @@ def load_cache(
 
     Examples:
         >>> import tempfile
-        >>> sizes = dict(batch=1, layers=1, num_blocks=4, block_size=4, kv_heads=2, head_dim=16, max_length=16)
-        >>> cache = am.ShardedCache(am.DecodeSharding(), 0, device="cpu", **sizes)
+        >>> spec = am.CacheSpec(layers=1, kv_heads=2, head_dim=16)
+        >>> sizes = dict(batch=1, num_blocks=4, block_size=4, max_length=16, device="cpu")
+        >>> cache = am.ShardedCache(am.DecodeSharding(), 0, spec, **sizes)
         >>> cache.mark_written(cache.append([cache.allocate([7, 8, 9])], 3))
         >>> folder = tempfile.mkdtemp()
         >>> am.save_cache(cache, folder)

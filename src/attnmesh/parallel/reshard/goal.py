@@ -18,15 +18,7 @@ from attnmesh.kv_cache.block_pool import CacheFull
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.ops.storage import bytes_per_token
-from attnmesh.parallel.reshard.contents import (
-    SIZES,
-    CacheContents,
-    Placement,
-    contents_of,
-    layout_of,
-    scale_of,
-    sizes_of,
-)
+from attnmesh.parallel.reshard.contents import CacheContents, Placement, contents_of, layout_of, sizes_of
 from attnmesh.parallel.reshard.prefill import PrefillKV
 from attnmesh.plan.decode import DecodeSharding, Place
 from attnmesh.plan.reshard import Move, Part, Piece
@@ -186,11 +178,9 @@ class Goal:
 
     def make_cache(self, rank: int, device: torch.device) -> ShardedCache:
         """A rank's cache with all sequences. Their keys and values are still to be copied."""
-        contents = self.contents
         cache = ShardedCache(
-            self.sharding, rank, **{name: getattr(contents, name) for name in SIZES}, storage=contents.storage,
-            num_blocks=self.num_blocks, block_size=self.block_size, device=device, latent=contents.latent,
-            k_scale=scale_of(contents.k_scale), v_scale=scale_of(contents.v_scale),
+            self.sharding, rank, self.contents.spec, batch=self.contents.batch, num_blocks=self.num_blocks,
+            block_size=self.block_size, max_length=self.contents.max_length, device=device,
         )  # fmt: skip
         for made in self.restore(cache).values():
             cache.mark_restored(made)
