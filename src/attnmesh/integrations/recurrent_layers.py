@@ -1,0 +1,193 @@
+"""Recurrent layers of Transformers' models over ranks: convolutions, delta rules and state spaces.
+
+A layer is recognised by the functions that its `forward` calls. Transformers' models have one function for each kind of
+recurrence, under one name and with the arguments of the kernel that replaces it (causal-conv1d, flash-linear-attention,
+mamba-ssm). In a batch that is sharded over ranks these functions compute over the ranks; all else is the model's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from types import FrameType, ModuleType
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnmesh.ops.recurrent.convolution import ShortConvolution
+from attnmesh.ops.recurrent.delta_rules import GatedDeltaRule, KimiDeltaAttention
+from attnmesh.ops.recurrent.layer import RecurrentLayer
+from attnmesh.ops.recurrent.state_space import Mamba1, Mamba2
+
+
+@runtime_checkable
+class RecurrentPass(Protocol):
+    """How the recurrent layers of one forward pass are computed."""
+
+    def scan(self, module: nn.Module | None, layer: RecurrentLayer) -> Tensor:
+        """The outputs of this rank's tokens, from the inputs of this rank."""
+
+
+_Scan = Callable[[RecurrentLayer], Tensor]
+
+
+def _refuse_states(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name} must not be given in a batch that is sharded over ranks (use_cache=False)")
+
+
+def _convolution(
+    scan: _Scan, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
+    activation: str | None = None, **_: Any,
+) -> Tensor:  # fmt: skip
+    """`causal_conv1d_fn`."""
+    x = hidden_states.to(weight.dtype)
+    return scan(ShortConvolution(x, weight, bias, activation)).to(hidden_states.dtype)
+
+
+def _delta_rule(
+    kind: type[GatedDeltaRule] | type[KimiDeltaAttention], scan: _Scan, query: Tensor, key: Tensor,
+    value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """`chunk_gated_delta_rule` and `chunk_kda`."""
+    _refuse_states(initial_state=initial_state, output_final_state=output_final_state)
+    q, k, v, g, beta = (x.transpose(1, 2).float() for x in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    return scan(kind(q, k, v, g, beta)).transpose(1, 2).contiguous().to(query.dtype), None
+
+
+def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float]) -> Tensor:
+    """The step sizes of a state space; the bias has the dimensions of `dt` from its second on, or fewer."""
+    if bias is not None:
+        dt = dt + bias.to(dt.dtype)
+    if softplus:
+        dt = F.softplus(dt)
+    return dt if limit == (0.0, float("inf")) else dt.clamp(*limit)
+
+
+def _mamba2(
+    scan: _Scan, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int = 256,  # noqa: N803
+    D: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,  # noqa: N803
+    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), z: Tensor | None = None,
+    return_final_states: bool = False, **_: Any,
+) -> Tensor:  # fmt: skip
+    """`mamba_chunk_scan_combined`."""
+    _refuse_states(initial_states=initial_states, return_final_states=return_final_states)
+    dt = _step_sizes(dt, dt_bias, dt_softplus, dt_limit)
+    x, dt, B, C = (x.transpose(1, 2) for x in (hidden_states, dt, B, C))  # noqa: N806
+    out = scan(Mamba2(x, dt, A, B, C, D)).transpose(1, 2).contiguous()
+    return out if z is None else out * F.silu(z)
+
+
+def _mamba1(
+    scan: _Scan, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,  # noqa: N803
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+    return_last_state: bool = False, **_: Any,
+) -> Tensor:  # fmt: skip
+    """`selective_scan_fn`."""
+    _refuse_states(return_last_state=return_last_state)
+    bias = None if delta_bias is None else delta_bias[:, None]
+    dt = _step_sizes(dt, bias, delta_softplus, (0.0, float("inf")))
+    B, C = (x.transpose(1, 2)[:, None] for x in (B, C))  # noqa: N806
+    out = scan(Mamba1(hidden_states, dt, A, B, C, D))
+    return out if z is None else out * F.silu(z)
+
+
+def _fused(*_: Any, **__: Any) -> None:
+    """A layer in one kernel: None lets the model compute it in steps."""
+
+
+_SCANS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": functools.partial(_delta_rule, GatedDeltaRule),
+    "chunk_kimi_delta_attention": functools.partial(_delta_rule, KimiDeltaAttention),
+    "mamba2_chunk_scan": _mamba2,
+    "mamba_selective_scan": _mamba1,
+}
+_FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
+_MASKED = {"create_recurrent_attention_mask": 2, "apply_mask_to_padding_states": 1}  # where attention_mask stands
+_OVER_RANKS = "over_ranks"  # the attribute of a function that has been replaced
+
+
+@functools.cache
+def is_recurrent(layer: type[nn.Module]) -> bool:
+    """Whether the layers of this class mix tokens in functions that are served."""
+    code = getattr(inspect.unwrap(layer.forward), "__code__", None)
+    return code is not None and any(name in _SCANS for name in code.co_names)
+
+
+def has_recurrent_layers(module: ModuleType) -> bool:
+    """Whether a module with the code of a model has classes of such layers."""
+    return any(
+        inspect.isclass(each) and issubclass(each, nn.Module) and each.__module__ == module.__name__
+        and is_recurrent(each) for each in vars(module).values()
+    )  # fmt: skip
+
+
+def serve_over_ranks(model: nn.Module) -> None:
+    """Let the functions that the recurrent layers of a model call compute over ranks where the batch is sharded."""
+    for module in {type(layer).__module__ for layer in model.modules() if is_recurrent(type(layer))}:
+        code = sys.modules[module]
+        for name, serve in [*_SCANS.items(), *((name, _fused) for name in _FUSED)]:
+            original = getattr(code, name, None)
+            if original is not None and not hasattr(original, _OVER_RANKS):
+                setattr(code, name, _over_ranks(original, serve))
+        for name, position in _MASKED.items():
+            original = getattr(code, name, None)
+            if original is not None and not hasattr(original, _OVER_RANKS):
+                setattr(code, name, _with_local_mask(original, position))
+
+
+def _over_ranks(original: Callable[..., Any], serve: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            if isinstance(kwargs.get("attention_pass"), RecurrentPass):
+                raise ValueError("recurrent layers over ranks must run in eager mode, got a call within torch.compile")
+            return original(*args, **kwargs)
+        module, found = _caller(sys._getframe(1))
+        if found is None:
+            return original(*args, **kwargs)
+        return serve(functools.partial(found.scan, module), *args, **kwargs)
+
+    setattr(function, _OVER_RANKS, True)
+    return function
+
+
+def _with_local_mask(original: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """A function that takes `attention_mask`, in a sharded batch this rank's tokens, 0 for padding, or None."""
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask", args[position] if len(args) > position else None)
+        local = getattr(mask, "for_recurrent_layers", None)
+        if local is not None:
+            kwargs["attention_mask"] = local()
+            args = args[:position]
+        return original(*args, **kwargs)
+
+    setattr(function, _OVER_RANKS, True)
+    return function
+
+
+def _caller(frame: FrameType | None) -> tuple[nn.Module | None, RecurrentPass | None]:
+    """The layer that calls a function, and the pass of a sharded batch, which is an argument of an outer `forward`.
+
+    (Not all layers hand the arguments of the model's call on to their functions.)
+    """
+    layer = None
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and isinstance(module := frame.f_locals.get("self"), nn.Module):
+            layer = module if layer is None else layer
+            found = (frame.f_locals.get("kwargs") or {}).get("attention_pass", frame.f_locals.get("attention_pass"))
+            if isinstance(found, RecurrentPass):
+                return layer, found
+        frame = frame.f_back
+    return layer, None
