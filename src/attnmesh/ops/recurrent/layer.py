@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,8 @@ from attnmesh.core.masks import Documents, PerSequence
 from attnmesh.core.segment import Segment, scan
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.utils.validation import check_number, check_tensor, shown
+
+Form = Literal["scalar", "diagonal", "dense"]
 
 _LONG_AGO = 2**31
 """How long ago the document of position 0 started: longer than any layer looks back."""
@@ -131,6 +133,9 @@ class RecurrentLayer(ABC):
 class Recurrence(RecurrentLayer):
     """A layer whose positions map a state [B, H, K, V] to the next one."""
 
+    FORM: ClassVar[Form] = "dense"
+    """The form of the transition of a range of positions."""
+
     @abstractmethod
     def step(self, state: Tensor, t: int) -> tuple[Tensor, Tensor]:
         """The state after position t, from the state before it, and the output [B, H, V]: the definition."""
@@ -143,9 +148,14 @@ class Recurrence(RecurrentLayer):
         sizes = self.check()
         return sizes.batch, sizes.heads, sizes.key_dim, sizes.value_dim
 
+    def transition_shape(self) -> tuple[int, ...]:
+        """The shape of the transition of a range of positions."""
+        batch, heads, rows, _ = self.state_shape()
+        return batch, heads, *{"scalar": (1, 1), "diagonal": (rows, 1), "dense": (rows, rows)}[self.FORM]
+
     def run(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:
         chunks = self.chunks(ages)
-        states = scan(chunks.segments, state.view(chunks.segments.update.shape[1:]))
+        states = scan(chunks.segments, state.reshape(chunks.segments.update.shape[1:]))
         return chunks.outputs(states[:-1]), states[-1].flatten(1, 2)
 
     def run_reference(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from attnmesh.ops.recurrent.chunked import chunk_size, low_rank_chunks, scalar_chunks
 from attnmesh.ops.recurrent.layer import (
     Chunks,
+    Form,
     Recurrence,
     Sizes,
     check_scale,
@@ -39,6 +40,7 @@ class LightningAttention(Recurrence):
     g: Tensor
     scale: float | None = None
 
+    FORM: ClassVar[Form] = "scalar"
     DIMS: ClassVar[dict[str, str]] = {
         "q": "batch groups seq key_dim", "k": "batch groups seq key_dim", "v": "batch heads seq value_dim", "g": "heads"
     }  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnmesh.core.segment import Segment, scan
 from attnmesh.ops.recurrent.chunked import CHUNK, chunk_size, in_groups, joined, scalar_chunks
-from attnmesh.ops.recurrent.layer import Chunks, Recurrence, Sizes, in_chunks, reset_at_starts, starts_in_chunks
+from attnmesh.ops.recurrent.layer import Chunks, Form, Recurrence, Sizes, in_chunks, reset_at_starts, starts_in_chunks
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +42,7 @@ class Mamba2(_StateSpace):
         (torch.Size([1, 4, 10, 8]), torch.Size([1, 4, 16, 8]))
     """
 
+    FORM: ClassVar[Form] = "scalar"
     DIMS: ClassVar[dict[str, str]] = {
         "x": "batch heads seq value_dim", "dt": "batch heads seq", "A": "heads",
         "B": "batch groups seq key_dim", "C": "batch groups seq key_dim", "D": "heads",
@@ -97,6 +98,7 @@ class Mamba1(_StateSpace):
         torch.Size([1, 6, 10])
     """
 
+    FORM: ClassVar[Form] = "diagonal"
     DIMS: ClassVar[dict[str, str]] = {
         "x": "batch heads seq", "dt": "batch heads seq", "A": "heads key_dim",
         "B": "batch groups seq key_dim", "C": "batch groups seq key_dim", "D": "heads",
