@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from attnmesh.ops.recurrent.convolution import ShortConvolution
 from attnmesh.ops.recurrent.delta_rules import GatedDeltaRule, KimiDeltaAttention
 from attnmesh.ops.recurrent.layer import RecurrentLayer
+from attnmesh.ops.recurrent.linear_attention import LightningAttention
 from attnmesh.ops.recurrent.state_space import Mamba1, Mamba2
 
 
@@ -113,6 +114,8 @@ _SCANS: dict[str, Callable[..., Any]] = {
 }
 _FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 _MASKED = {"create_recurrent_attention_mask": 2, "apply_mask_to_padding_states": 1}  # where attention_mask stands
+# The parts of MiniMax's lightning attention, which has no function of its own.
+_LIGHTNING = {"act_fn", "qkv_proj", "slope_rate", "norm", "output_gate", "out_proj"}
 _OVER_RANKS = "over_ranks"  # the attribute of a function that has been replaced
 
 
@@ -120,7 +123,8 @@ _OVER_RANKS = "over_ranks"  # the attribute of a function that has been replaced
 def is_recurrent(layer: type[nn.Module]) -> bool:
     """Whether the layers of this class mix tokens in functions that are served."""
     code = getattr(inspect.unwrap(layer.forward), "__code__", None)
-    return code is not None and any(name in _SCANS for name in code.co_names)
+    names = () if code is None else code.co_names
+    return any(name in _SCANS for name in names) or _LIGHTNING.issubset(names)
 
 
 def has_recurrent_layers(module: ModuleType) -> bool:
@@ -135,6 +139,9 @@ def serve_over_ranks(model: nn.Module) -> None:
     """Let the functions that the recurrent layers of a model call compute over ranks where the batch is sharded."""
     for module in {type(layer).__module__ for layer in model.modules() if is_recurrent(type(layer))}:
         code = sys.modules[module]
+        for layer in {type(each) for each in model.modules()}:
+            if layer.__module__ == module and _LIGHTNING.issubset(inspect.unwrap(layer.forward).__code__.co_names):
+                _serve_lightning(layer)
         for name, serve in [*_SCANS.items(), *((name, _fused) for name in _FUSED)]:
             original = getattr(code, name, None)
             if original is not None and not hasattr(original, _OVER_RANKS):
@@ -159,6 +166,30 @@ def _over_ranks(original: Callable[..., Any], serve: Callable[..., Any]) -> Call
 
     setattr(function, _OVER_RANKS, True)
     return function
+
+
+def _serve_lightning(layer: Any) -> None:
+    """Let the `forward` of lightning attention compute over ranks where the batch is sharded."""
+    original = layer.forward
+    if hasattr(original, _OVER_RANKS):
+        return
+
+    @functools.wraps(original)
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = kwargs.get("attention_pass")
+        if not isinstance(found, RecurrentPass):
+            return original(self, hidden_states, *args, **kwargs)
+        mask = kwargs.get("attention_mask")
+        qkv = self.act_fn(self.qkv_proj(hidden_states))
+        if mask is not None:
+            qkv = qkv * mask[:, :, None].to(qkv.dtype)
+        q, k, v = qkv.unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2).chunk(3, -1)
+        out = found.scan(self, LightningAttention(q, k, v, -self.slope_rate.flatten(), scale=1.0))
+        out = self.norm(out.transpose(1, 2).flatten(2))
+        return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * out), None
+
+    setattr(forward, _OVER_RANKS, True)
+    layer.forward = forward
 
 
 def _with_local_mask(original: Callable[..., Any], position: int) -> Callable[..., Any]:
