@@ -148,9 +148,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"],
         "attn_temperature_tuning": False,
     },
-    "qwen3_next": {
-        "layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "moe_intermediate_size": 16,
-    },
+    "rwkv": {},
 }  # fmt: skip
 
 

@@ -207,7 +207,7 @@ def refused_over_ranks(comm):
         )
         errors["ranks with different batches"] = error_of(lambda: call(model, {"input_ids": mine}, buffers=[mine]))
         errors["buffers of different lengths"] = error_of(lambda: call(model, {}, buffers=[ids, ids[:, 1:].clone()]))
-        errors["hybrid model"] = error_of(lambda: prepared("qwen3_next"))
+        errors["recurrent model"] = error_of(lambda: prepared("rwkv"))
         errors["attention dropout"] = error_of(
             lambda: call(prepared(attention_dropout=0.1), {"input_ids": ids}, buffers=[ids])
         )
@@ -418,7 +418,7 @@ def test_more_packed_documents_do_not_see_the_others(slow, name):
         ("labels that are not sharded", "labels must be one of the buffers of maybe_context_parallel, got another"),
         ("ranks with different batches", r"maybe_context_parallel: ranks disagree: checksum of buffers\[0\]"),
         ("buffers of different lengths", "the buffers along buffer_seq_dims must be one length"),
-        ("hybrid model", "Qwen3NextForCausalLM: layer_types must be .*, got full_attention, linear_attention"),
+        ("recurrent model", "RwkvForCausalLM: layers with a recurrent state are not served"),
         ("attention dropout", "attention dropout must be 0, got 0.1"),
         (
             "classifier",

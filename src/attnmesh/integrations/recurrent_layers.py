@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ from attnmesh.ops.recurrent.state_space import Mamba1, Mamba2
 class RecurrentPass(Protocol):
     """How the recurrent layers of one forward pass are computed."""
 
-    def scan(self, module: nn.Module | None, layer: RecurrentLayer) -> Tensor:
+    def scan(self, module: nn.Module, layer: RecurrentLayer) -> Tensor:
         """The outputs of this rank's tokens, from the inputs of this rank."""
 
 
@@ -58,7 +59,8 @@ def _delta_rule(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """`chunk_gated_delta_rule` and `chunk_kda`."""
     _refuse_states(initial_state=initial_state, output_final_state=output_final_state)
-    q, k, v, g, beta = (x.transpose(1, 2).float() for x in (query, key, value, g, beta))
+    inputs = (x.transpose(1, 2) for x in (query, key, value, g, beta))
+    q, k, v, g, beta = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in inputs)
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     return scan(kind(q, k, v, g, beta)).transpose(1, 2).contiguous().to(query.dtype), None
@@ -74,21 +76,21 @@ def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[fl
 
 
 def _mamba2(
-    scan: _Scan, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int = 256,  # noqa: N803
-    D: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,  # noqa: N803
+    scan: _Scan, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int = 256,
+    D: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
     dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), z: Tensor | None = None,
     return_final_states: bool = False, **_: Any,
 ) -> Tensor:  # fmt: skip
     """`mamba_chunk_scan_combined`."""
     _refuse_states(initial_states=initial_states, return_final_states=return_final_states)
     dt = _step_sizes(dt, dt_bias, dt_softplus, dt_limit)
-    x, dt, B, C = (x.transpose(1, 2) for x in (hidden_states, dt, B, C))  # noqa: N806
+    x, dt, B, C = (x.transpose(1, 2) for x in (hidden_states, dt, B, C))
     out = scan(Mamba2(x, dt, A, B, C, D)).transpose(1, 2).contiguous()
     return out if z is None else out * F.silu(z)
 
 
 def _mamba1(
-    scan: _Scan, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,  # noqa: N803
+    scan: _Scan, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
     z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
     return_last_state: bool = False, **_: Any,
 ) -> Tensor:  # fmt: skip
@@ -96,7 +98,7 @@ def _mamba1(
     _refuse_states(return_last_state=return_last_state)
     bias = None if delta_bias is None else delta_bias[:, None]
     dt = _step_sizes(dt, bias, delta_softplus, (0.0, float("inf")))
-    B, C = (x.transpose(1, 2)[:, None] for x in (B, C))  # noqa: N806
+    B, C = (x.transpose(1, 2)[:, None] for x in (B, C))
     out = scan(Mamba1(hidden_states, dt, A, B, C, D))
     return out if z is None else out * F.silu(z)
 
@@ -113,7 +115,8 @@ _SCANS: dict[str, Callable[..., Any]] = {
     "mamba_selective_scan": _mamba1,
 }
 _FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
-_MASKED = {"create_recurrent_attention_mask": 2, "apply_mask_to_padding_states": 1}  # where attention_mask stands
+_MAKES_MASK = "create_recurrent_attention_mask"
+_MASKED = {_MAKES_MASK: 2, "apply_mask_to_padding_states": 1}  # where attention_mask stands
 # The parts of MiniMax's lightning attention, which has no function of its own.
 _LIGHTNING = {"act_fn", "qkv_proj", "slope_rate", "norm", "output_gate", "out_proj"}
 _OVER_RANKS = "over_ranks"  # the attribute of a function that has been replaced
@@ -127,6 +130,7 @@ def is_recurrent(layer: type[nn.Module]) -> bool:
     return any(name in _SCANS for name in names) or _LIGHTNING.issubset(names)
 
 
+@functools.cache
 def has_recurrent_layers(module: ModuleType) -> bool:
     """Whether a module with the code of a model has classes of such layers."""
     return any(
@@ -137,11 +141,13 @@ def has_recurrent_layers(module: ModuleType) -> bool:
 
 def serve_over_ranks(model: nn.Module) -> None:
     """Let the functions that the recurrent layers of a model call compute over ranks where the batch is sharded."""
-    for module in {type(layer).__module__ for layer in model.modules() if is_recurrent(type(layer))}:
-        code = sys.modules[module]
-        for layer in {type(each) for each in model.modules()}:
-            if layer.__module__ == module and _LIGHTNING.issubset(inspect.unwrap(layer.forward).__code__.co_names):
-                _serve_lightning(layer)
+    classes = {type(layer) for layer in model.modules()}
+    for layer in classes:
+        if is_recurrent(layer) and _LIGHTNING.issubset(inspect.unwrap(layer.forward).__code__.co_names):
+            _serve_lightning(layer)
+    for code in {sys.modules[layer.__module__] for layer in classes}:
+        if not has_recurrent_layers(code):
+            continue
         for name, serve in [*_SCANS.items(), *((name, _fused) for name in _FUSED)]:
             original = getattr(code, name, None)
             if original is not None and not hasattr(original, _OVER_RANKS):
@@ -152,6 +158,9 @@ def serve_over_ranks(model: nn.Module) -> None:
                 setattr(code, name, _with_local_mask(original, position))
 
 
+_over_ranks_before: WeakSet[nn.Module] = WeakSet()
+
+
 def _over_ranks(original: Callable[..., Any], serve: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -159,9 +168,15 @@ def _over_ranks(original: Callable[..., Any], serve: Callable[..., Any]) -> Call
             if isinstance(kwargs.get("attention_pass"), RecurrentPass):
                 raise ValueError("recurrent layers over ranks must run in eager mode, got a call within torch.compile")
             return original(*args, **kwargs)
-        module, found = _caller(sys._getframe(1))
+        module, found, is_called = _caller(sys._getframe(1))
         if found is None:
+            if not is_called and module in _over_ranks_before:
+                raise ValueError(
+                    f"{type(module).__name__} is computed again outside of its model's call, without the arguments of "
+                    f"the sharded batch: activation checkpointing must have use_reentrant=False"
+                )
             return original(*args, **kwargs)
+        _over_ranks_before.add(module)
         return serve(functools.partial(found.scan, module), *args, **kwargs)
 
     setattr(function, _OVER_RANKS, True)
@@ -179,10 +194,7 @@ def _serve_lightning(layer: Any) -> None:
         found = kwargs.get("attention_pass")
         if not isinstance(found, RecurrentPass):
             return original(self, hidden_states, *args, **kwargs)
-        mask = kwargs.get("attention_mask")
-        qkv = self.act_fn(self.qkv_proj(hidden_states))
-        if mask is not None:
-            qkv = qkv * mask[:, :, None].to(qkv.dtype)
+        qkv = self.act_fn(self.qkv_proj(hidden_states)) * kwargs["attention_mask"][:, :, None]
         q, k, v = qkv.unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2).chunk(3, -1)
         out = found.scan(self, LightningAttention(q, k, v, -self.slope_rate.flatten(), scale=1.0))
         out = self.norm(out.transpose(1, 2).flatten(2))
@@ -193,32 +205,52 @@ def _serve_lightning(layer: Any) -> None:
 
 
 def _with_local_mask(original: Callable[..., Any], position: int) -> Callable[..., Any]:
-    """A function that takes `attention_mask`, in a sharded batch this rank's tokens, 0 for padding, or None."""
+    """A function that takes `attention_mask`, in a sharded batch this rank's tokens, 0 for padding, or None.
+
+    A mask that is made for layers carries the pass to them: some models hand nothing else on.
+    """
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
         mask = kwargs.get("attention_mask", args[position] if len(args) > position else None)
         local = getattr(mask, "for_recurrent_layers", None)
-        if local is not None:
-            kwargs["attention_mask"] = local()
-            args = args[:position]
-        return original(*args, **kwargs)
+        if local is None:
+            return original(*args, **kwargs)
+        if original.__name__ == _MAKES_MASK:
+            tensor = local()
+            tensor.attention_pass = mask.attention_pass  # type: ignore[union-attr]
+            return tensor
+        return original(*args[:position], **kwargs | {"attention_mask": local()})
 
     setattr(function, _OVER_RANKS, True)
     return function
 
 
-def _caller(frame: FrameType | None) -> tuple[nn.Module | None, RecurrentPass | None]:
-    """The layer that calls a function, and the pass of a sharded batch, which is an argument of an outer `forward`.
+def _caller(frame: FrameType | None) -> tuple[nn.Module, RecurrentPass | None, bool]:
+    """The layer that calls a function, the pass of a sharded batch, and whether a model is being called.
 
-    (Not all layers hand the arguments of the model's call on to their functions.)
+    An outer `forward` has the pass as an argument. (Not all layers hand the arguments of the model's call on to their
+    functions. A layer that is computed again for the backward pass has the arguments of the layer only.)
     """
-    layer = None
+    layer: nn.Module | None = None
+    is_called = False
     while frame is not None:
         if frame.f_code.co_name == "forward" and isinstance(module := frame.f_locals.get("self"), nn.Module):
             layer = module if layer is None else layer
-            found = (frame.f_locals.get("kwargs") or {}).get("attention_pass", frame.f_locals.get("attention_pass"))
-            if isinstance(found, RecurrentPass):
-                return layer, found
+            is_called = is_called or hasattr(module, "get_input_embeddings")
+            found = _pass_in(frame)
+            if found is not None:
+                return layer, found, is_called
         frame = frame.f_back
-    return layer, None
+    assert layer is not None, "recurrent functions are called by layers"
+    return layer, None, is_called
+
+
+def _pass_in(frame: FrameType) -> RecurrentPass | None:
+    """The pass of a sharded batch among the arguments of a call, of which it may be a part of the mask."""
+    given = frame.f_locals
+    mask = given.get("attention_mask")
+    for found in ((given.get("kwargs") or {}).get("attention_pass"), getattr(mask, "attention_pass", None)):
+        if isinstance(found, RecurrentPass):
+            return found
+    return None

@@ -110,13 +110,12 @@ class ShardedPass:
             q, k, v, mask=self.mask(mask), scale=scale, softcap=softcap, sinks=sinks, length=self.length
         )
 
-    def scan(self, module: nn.Module | None, layer: RecurrentLayer) -> Tensor:
+    def scan(self, module: nn.Module, layer: RecurrentLayer) -> Tensor:
         """The outputs of a recurrent layer for this rank's tokens, which continue the tokens of other ranks."""
         if self.check_once is not None:
             self.check_once()
             self.check_once = None
-        if module is not None:
-            self.count_attention(module)
+        self.count_attention(module)
         out: Tensor = self.cp.recurrent(layer, documents=self.documents, length=self.length)
         return out
 
@@ -245,10 +244,9 @@ class ShardedMask(Unreadable):
             attention_pass.attention_mask.device,
         )
 
-    def for_recurrent_layers(self) -> Tensor | None:
-        """This rank's tokens that are not padding; None if there is no padding."""
-        found = self.attention_pass
-        return None if found.packing.mask is None else found.attention_mask
+    def for_recurrent_layers(self) -> Tensor:
+        """This rank's tokens [B, n] that are not padding, as a new tensor."""
+        return self.attention_pass.attention_mask.bool()[:]
 
     def to(self, *_: object, **__: object) -> ShardedMask:
         """Itself: the tensor stays where it is."""

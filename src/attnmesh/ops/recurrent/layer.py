@@ -73,9 +73,7 @@ class RecurrentLayer(ABC):
             check_tensor(name, x, f"[{', '.join(dims)}]")
             first = x if first is None else first
             if x.ndim != len(dims) or not x.dtype.is_floating_point or x.device != first.device:
-                raise ValueError(
-                    f"{name} must be floating point [{', '.join(dims)}] on {first.device}, got {shown(x)}"
-                )
+                raise ValueError(f"{name} must be floating point [{', '.join(dims)}] on {first.device}, got {shown(x)}")
             for dim, n in zip(dims, x.shape, strict=True):
                 if sizes.setdefault(dim, n) != n:
                     allowed = [sizes.get(d, m) for d, m in zip(dims, x.shape, strict=True)]
@@ -234,5 +232,3 @@ def starts_in_chunks(ages: Tensor, like: Tensor, size: int) -> Tensor:
     count = like.shape[0]
     starts = F.pad(ages == 0, (0, count * size - ages.shape[1])).unflatten(1, (count, size)).movedim(1, 0)
     return starts[:, :, None, None].unflatten(-1, (size, *[1] * (like.ndim - 5)))
-
-
