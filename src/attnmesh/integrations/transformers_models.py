@@ -162,7 +162,7 @@ def scale_by_index(module: nn.Module, query: Tensor, index: Callable[[], Tensor]
     """Queries [B, H, n, D] as one process scales them.
 
     Llama 4 scales the queries of layers without rotary embeddings by their index in the row, which the model takes to
-    be that in the shard. `index()` is the index in the row [n].
+    be that in the shard. `index()` is the index in the row, [n] or [B, n].
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
@@ -172,7 +172,7 @@ def scale_by_index(module: nn.Module, query: Tensor, index: Callable[[], Tensor]
         return torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * factor + 1.0
 
     ratio = scale(index()) / scale(torch.arange(query.shape[2], device=query.device))
-    return (query * ratio[:, None]).to(query.dtype)
+    return (query * ratio[..., None, :, None]).to(query.dtype)
 
 
 def _layer_types(config: Any) -> list[str] | None:

@@ -81,6 +81,8 @@ class BlockCache:
     tokens. Layers with a window then have `window_blocks` separate blocks, in which a sequence stores only what the
     widest of these windows reaches, and 512 tokens before it. `block_tables[1]` and `slots_of` are theirs.
 
+    `kv_heads`, `head_dim` and `value_dim` are those of every layer, or lists with one entry for each.
+
     In a `ShardedCache` the sequences have `rows` of its batch, and belong to `kvdp_rank`. On the meta device a cache
     has no memory. It tracks the blocks of another rank's cache.
 
@@ -100,9 +102,9 @@ class BlockCache:
         layers: int,
         num_blocks: int,
         block_size: int,
-        kv_heads: int,
-        head_dim: int,
-        value_dim: int | None = None,
+        kv_heads: int | abc.Sequence[int],
+        head_dim: int | abc.Sequence[int],
+        value_dim: int | abc.Sequence[int] | None = None,
         storage: str = "bf16",
         device: torch.device | str | None = None,
         max_sequences: int,
@@ -117,22 +119,28 @@ class BlockCache:
         rows: range | None = None,
         kvdp_rank: int = 0,
     ) -> None:
+        check_positive(
+            layers=layers, num_blocks=num_blocks, block_size=block_size, max_sequences=max_sequences,
+            max_length=max_length,
+        )  # fmt: skip
         if value_dim is None:
             value_dim = _latent_width(storage, head_dim) or head_dim
-        check_positive(
-            layers=layers, num_blocks=num_blocks, block_size=block_size, kv_heads=kv_heads, head_dim=head_dim,
-            value_dim=value_dim, max_sequences=max_sequences, max_length=max_length,
-        )  # fmt: skip
+        heads, dims, value_dims = (
+            by_layer(name, given, layers)
+            for name, given in (("kv_heads", kv_heads), ("head_dim", head_dim), ("value_dim", value_dim))
+        )
+        shapes = [*zip(heads, dims, value_dims, strict=True)]
         if block_size > _MAX_BLOCK_SIZE:
             raise ValueError(f"block_size must be 1 to {_MAX_BLOCK_SIZE}, got {block_size}")
         check_type("shard", shard, InterleavedShard)
         if device is not None:
             check_device("device", device)
-        _check_storage(storage, latent, kv_heads, head_dim, value_dim, index_dim)
+        for shape in dict.fromkeys(shapes):
+            _check_storage(storage, latent, *shape, index_dim)
         self.window = _widest_window(windows, layers, window_blocks, index_dim)
         """The window of layers with separate blocks; None if there are none."""
         self._layers, self._max_length = layers, max_length
-        self._heads, self._dim, self.value_dim = kv_heads, head_dim, value_dim
+        self._shapes, self.value_dim = shapes, of_all_layers(value_dims)
         self.layout = BlockLayout(shard, block_size)
         """The blocks that positions lie in."""
         self._num_blocks = (num_blocks,) if self.window is None else (num_blocks, window_blocks)
@@ -143,15 +151,30 @@ class BlockCache:
         self.block_tables, self.cur_pos = self._tables.block_tables, self._tables.cur_pos
         self.block_table = self.block_tables[0]
         device = self.cur_pos.device
-        k_scale = fp8_scale("k_scale", k_scale, storage, kv_heads, device)
-        v_scale = fp8_scale("v_scale", v_scale, storage, kv_heads, device)
-        shapes = [(kinds.count(kind), blocks, block_size, kv_heads) for kind, blocks in enumerate(self._num_blocks)]
-        self._keys = [make_pools((*shape, head_dim), storage, k_scale, device) for shape in shapes]
-        self._values = [] if latent else [make_pools((*shape, value_dim), storage, v_scale, device) for shape in shapes]
-        self.pools = tuple(self._layer_pools(kind, kinds[:layer].count(kind)) for layer, kind in enumerate(kinds))
+        one = heads[0] if len(set(heads)) == 1 else None
+        k_scale = fp8_scale("k_scale", k_scale, storage, one, device)
+        v_scale = fp8_scale("v_scale", v_scale, storage, one, device)
+        groups: dict[tuple[int, tuple[int, int, int]], list[int]] = {}
+        for layer in range(layers):
+            groups.setdefault((kinds[layer], shapes[layer]), []).append(layer)
+        self._pools: list[list[Pools]] = [[] for _ in self._num_blocks]  # of each kind of layers
+        by_number: dict[int, LayerPools] = {}
+        for (kind, (kv_head, dim, value)), members in groups.items():
+            front = (len(members), self._num_blocks[kind], block_size, kv_head)
+            stored = [make_pools((*front, dim), storage, k_scale, device)]
+            stored += [] if latent else [make_pools((*front, value), storage, v_scale, device)]
+            self._pools[kind] += stored
+            for i, layer in enumerate(members):
+                by_number[layer] = _layer_pools(kind, value, *(each.layers[i] for each in stored))
+        self._latent = latent
+        self.pools = tuple(by_number[layer] for layer in range(layers))
         """Where each layer's keys and values are."""
         self._index_dim = index_dim
-        self._index = None if index_dim is None else make_index_pools(shapes[0][:3], index_dim, storage, device)
+        self._index = (
+            None
+            if index_dim is None
+            else make_index_pools((layers, num_blocks, block_size), index_dim, storage, device)
+        )
         self._rows, self._kvdp_rank = range(max_sequences) if rows is None else rows, kvdp_rank
         self.max_sequences = max_sequences
         self._lookups = self._hits = 0
@@ -181,13 +204,6 @@ class BlockCache:
                 f"a cache of storage {storage_of(keys)!r} has no pool of values: they are in keys({layer})"
             )
         return values
-
-    def _layer_pools(self, kind: int, index: int) -> LayerPools:
-        """The pools of the layer with this index among the layers of its kind."""
-        keys = self._keys[kind].layers[index]
-        if self._values:
-            return LayerPools(kind, keys, self._values[kind].layers[index])
-        return LayerPools(kind, keys, keys[..., : self.value_dim] if isinstance(keys, Tensor) else keys)
 
     def index_keys(self, layer: int) -> Stored:
         """The pool of a layer's index keys, [num_blocks, block_size, 1, index_dim]."""
@@ -221,7 +237,7 @@ class BlockCache:
 
     def _pools_of(self, kind: int) -> list[Pools]:
         index = [] if self._index is None or kind else [self._index]
-        return [*self._keys[kind : kind + 1], *self._values[kind : kind + 1], *index]
+        return [*self._pools[kind], *index]
 
     def stats(self) -> CacheStats:
         """The number of free, used and cached blocks, prefix hits and evictions."""
@@ -332,8 +348,9 @@ class BlockCache:
     def write_slots(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
         """Write k and v, as of `write`, to `slots` [n, T] of a layer; slots below 0 are skipped."""
         check_tensor("k", k)
-        check_given("v", v, bool(self._values))
-        check_new_kv(slots, self._heads, k=(k, self._dim), v=(v, self.value_dim))
+        check_given("v", v, not self._latent)
+        heads, dim, value_dim = self._shapes[layer]
+        check_new_kv(slots, heads, k=(k, dim), v=(v, value_dim))
         if v is None:
             write_rows(self.pools[layer].keys, slots, k)
         else:
@@ -441,7 +458,29 @@ class BlockCache:
         check_live(sequence, self.has, at)
 
 
-def _latent_width(storage: str, head_dim: int) -> int | None:
+def by_layer(name: str, given: object, layers: int) -> tuple[int, ...]:
+    """A positive number for each layer, from one for all of them or a list with one for each."""
+    if not isinstance(given, list | tuple):
+        check_positive(**{name: given})
+        return (given,) * layers  # type: ignore[return-value]
+    if len(given) != layers:
+        raise ValueError(f"{name} must be a number, or have one for each of {layers} layers, got {shown(given)}")
+    return tuple(check_count(f"{name}[{i}]", each, least=1) for i, each in enumerate(given))
+
+
+def of_all_layers(numbers: tuple[int, ...]) -> int | tuple[int, ...]:
+    """The number that all layers have; if they differ, all numbers."""
+    return numbers[0] if len(set(numbers)) == 1 else numbers
+
+
+def _layer_pools(kind: int, value_dim: int, keys: Stored, values: Stored | None = None) -> LayerPools:
+    """The pools of one layer. Without values they are the first features of the keys."""
+    if values is None:
+        values = keys[..., :value_dim] if isinstance(keys, Tensor) else keys
+    return LayerPools(kind, keys, values)
+
+
+def _latent_width(storage: str, head_dim: object) -> int | None:
     """The width of the values in a latent of `head_dim` features, where the storage type determines it."""
     return head_dim // LATENT_GROUP * LATENT_GROUP if storage == "fp8_ds_mla" and isinstance(head_dim, int) else None
 

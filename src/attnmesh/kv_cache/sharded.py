@@ -16,7 +16,7 @@ from torch import Tensor
 from attnmesh.comm.call_log import CallLog, text_digest
 from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.block_pool import CacheFull, CacheStats
-from attnmesh.kv_cache.cache import BlockCache
+from attnmesh.kv_cache.cache import BlockCache, by_layer, of_all_layers
 from attnmesh.kv_cache.pools import fp8_scale
 from attnmesh.kv_cache.sequence import NewTokens, Sequence, check_distinct, check_length, check_live, new_ids
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
@@ -143,9 +143,9 @@ class ShardedCache:
         layers: int,
         num_blocks: int,
         block_size: int,
-        kv_heads: int,
-        head_dim: int,
-        value_dim: int | None = None,
+        kv_heads: int | abc.Sequence[int],
+        head_dim: int | abc.Sequence[int],
+        value_dim: int | abc.Sequence[int] | None = None,
         storage: str = "bf16",
         device: torch.device | str | None = None,
         max_length: int,
@@ -158,11 +158,15 @@ class ShardedCache:
         check_type("sharding", sharding, DecodeSharding)
         sharding.place(rank)  # raises
         check_positive(
-            batch=batch, kv_heads=kv_heads, num_blocks=num_blocks, block_size=block_size, max_length=max_length,
-            layers=layers, head_dim=head_dim, value_dim=head_dim if value_dim is None else value_dim,
+            batch=batch, num_blocks=num_blocks, block_size=block_size, max_length=max_length, layers=layers
         )  # fmt: skip
-        sharding.check_heads(kv_heads * sharding.ranks, kv_heads)  # valid for any number of query heads
-        shard, heads = sharding.position_shard(rank), sharding.kv_heads(rank, kv_heads)
+        heads_by_layer, dims = by_layer("kv_heads", kv_heads, layers), by_layer("head_dim", head_dim, layers)
+        if value_dim is not None:
+            by_layer("value_dim", value_dim, layers)  # raises
+        for each in dict.fromkeys(heads_by_layer):
+            sharding.check_heads(each * sharding.ranks, each)  # valid for any number of query heads
+        shard = sharding.position_shard(rank)
+        own = [sharding.kv_heads(rank, each) for each in heads_by_layer]
         needed = BlockLayout(shard, block_size).num_blocks(max_length)
         if needed > num_blocks:
             raise ValueError(
@@ -170,19 +174,19 @@ class ShardedCache:
                 f"under {sharding} with block_size={block_size}, got {num_blocks}"
             )
         self.sharding, self.rank, self.batch = sharding, rank, batch
-        self.kv_heads, self.head_dim, self.latent = kv_heads, head_dim, latent
+        self.kv_heads, self.head_dim, self.latent = of_all_layers(heads_by_layer), of_all_layers(dims), latent
         self.block_size, self.num_blocks, self.max_length, self.storage = block_size, num_blocks, max_length, storage
         self.layers, self.scales = layers, (k_scale, v_scale)
         self._rows_of_rank = [sharding.sequences(peer, batch) for peer in sharding.kvdp_peers(rank)]
         kvdp_rank = sharding.place(rank).kvdp
         self.by_kvdp_rank = [
             BlockCache(
-                layers=layers, num_blocks=num_blocks, block_size=block_size, kv_heads=len(heads), head_dim=head_dim,
-                value_dim=value_dim, storage=storage, device=device if peer == kvdp_rank else "meta",
+                layers=layers, num_blocks=num_blocks, block_size=block_size, kv_heads=[*map(len, own)],
+                head_dim=head_dim, value_dim=value_dim, storage=storage, device=device if peer == kvdp_rank else "meta",
                 max_sequences=max(1, len(rows)), max_length=max_length, shard=shard, latent=latent, windows=windows,
                 window_blocks=window_blocks, rows=rows or range(rows.start, rows.start + 1), kvdp_rank=peer,
-                k_scale=_local_scale("k_scale", k_scale, storage, kv_heads, heads),
-                v_scale=_local_scale("v_scale", v_scale, storage, kv_heads, heads),
+                k_scale=_local_scale("k_scale", k_scale, storage, self.kv_heads, own[0]),
+                v_scale=_local_scale("v_scale", v_scale, storage, self.kv_heads, own[0]),
             )
             for peer, rows in enumerate(self._rows_of_rank)
         ]  # fmt: skip
@@ -406,11 +410,12 @@ def _no_row(total: int, limit: str) -> CacheFull:
 
 
 def _local_scale(
-    name: str, scale: float | Tensor | None, storage: str, kv_heads: int, heads: range
+    name: str, scale: float | Tensor | None, storage: str, kv_heads: int | tuple[int, ...], heads: range
 ) -> float | Tensor | None:
     """The scales of a rank's heads, from the scales of a model; a single scale applies to all heads."""
     if isinstance(scale, Tensor) and scale.dim():
-        return fp8_scale(name, scale, storage, kv_heads, scale.device)[heads.start : heads.stop]
+        of_all = kv_heads if isinstance(kv_heads, int) else None
+        return fp8_scale(name, scale, storage, of_all, scale.device)[heads.start : heads.stop]
     return scale
 
 

@@ -220,7 +220,10 @@ def layout_of(sharding: DecodeSharding, block_size: int) -> BlockLayout:
 
 
 def check_movable(name: str, cache: ShardedCache) -> None:
-    """Raise ValueError for layers with blocks of their own: contents do not have these."""
+    """Raise ValueError for layers with blocks or shapes of their own: contents do not have these."""
+    for size in ("kv_heads", "head_dim", "value_dim"):
+        if not isinstance(getattr(cache, size), int):
+            raise ValueError(f"{name} must have the same {size} in every layer, got {shown(getattr(cache, size))}")
     if cache.local.window is not None:
         raise ValueError(
             f"{name} must have the same blocks in every layer, got one with a window of {cache.local.window} in "

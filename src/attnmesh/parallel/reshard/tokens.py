@@ -33,6 +33,7 @@ class CacheTokens:
     """The tokens of one rank's `ShardedCache`: what is stored per token, as integers, so that no bit can change."""
 
     def __init__(self, cache: ShardedCache) -> None:
+        assert isinstance(cache.kv_heads, int)  # as check_movable has seen
         self.heads = cache.sharding.kv_heads(cache.rank, cache.kv_heads)
         self.tensors = [as_integers(x) for x in cache.local.stored_tensors]
         """[layers, num_blocks, block_size, own kv heads, ...]: keys and values, each followed by its scales."""
