@@ -1,5 +1,7 @@
 """What the layers of a model do: the calls of the attention function in a forward pass, and what is cached for each.
 
+And the calls of recurrent layers, with the shapes of their states.
+
 No model is known by its name. `attention_calls` runs the model over two tokens and records, for every call, the module
 that attends, its mask, and the shapes of its keys and values. A call caches the keys and values that it is given,
 however the model made them: one module may attend several times in a pass, layers may differ in heads and widths, and a
@@ -23,8 +25,11 @@ from torch import Tensor, nn
 from attnmesh.core.masks import Causal, Chunked, Mask, SlidingWindow
 from attnmesh.generation.latents import LatentWidths, latent_widths
 from attnmesh.generation.models import cached_widths, layer_windows
+from attnmesh.generation.recurrent_states import RecurrentCall
+from attnmesh.integrations.recurrent_layers import is_recurrent, serve_over_ranks
 from attnmesh.integrations.transformers_models import MODELS_PAGE, text_config
 from attnmesh.models.sharded import heads_of
+from attnmesh.ops.recurrent.layer import RecurrentLayer
 from attnmesh.ops.storage import bytes_per_token
 from attnmesh.utils.error_links import explained_in
 
@@ -72,6 +77,7 @@ class AttentionCalls:
     calls: tuple[AttentionCall, ...]
     layers: tuple[CachedLayer, ...]
     latent: LatentWidths | None
+    recurrent: tuple[RecurrentCall, ...] = ()
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -89,6 +95,7 @@ class NewTokensCache:
 
     is_compileable: ClassVar[bool] = False  # required by Transformers
     is_initialized: ClassVar[bool] = True
+    has_states: bool = False  # of recurrent layers
 
     def get_mask_sizes(self, query_length: int, layer: int = 0) -> tuple[int, int]:
         """Required by Transformers, for a mask that is never made."""
@@ -102,6 +109,25 @@ class NewTokensCache:
         """Required by Transformers; positions are passed with every call."""
         return 0
 
+    # Recurrent layers: the functions that they call keep the states.
+
+    def get_conv_state(self, *_: object, **__: object) -> None:
+        """None: the layer computes with the new tokens."""
+
+    def get_recurrent_state(self, *_: object, **__: object) -> None:
+        """None: the layer computes with the new tokens."""
+
+    def has_previous_state(self, *_: object) -> bool:
+        """As if there were no earlier tokens."""
+        return False
+
+    def update_conv_state(self, new: Tensor, *_: object, **__: object) -> Tensor:
+        """The inputs of a convolution, without earlier ones."""
+        return new
+
+    def update_recurrent_state(self, *_: object, **__: object) -> None:
+        """Keeps nothing."""
+
 
 def mask_window(mask: Mask) -> int | None:
     """The most tokens that a token attends to under the mask of a layer, itself included."""
@@ -113,7 +139,8 @@ def mask_window(mask: Mask) -> int | None:
 def run_model(model: Any, cache: NewTokensCache, ids: Tensor, positions: Tensor, keep: int = 0) -> Tensor:
     """The logits of the last `keep` tokens, or of all if 0."""
     logits: Tensor = model(
-        input_ids=ids, position_ids=positions, past_key_values=cache, attention_pass=cache, use_cache=True,
+        input_ids=ids, position_ids=positions, past_key_values=cache, attention_pass=cache,
+        use_cache=not cache.has_states,  # with it, MiniMax asks for a cache of its own
         logits_to_keep=keep,
     ).logits  # fmt: skip
     return logits
@@ -126,6 +153,7 @@ def attention_calls(model: Any) -> AttentionCalls:
     name, device = type(model).__name__, model.get_input_embeddings().weight.device
     positions = torch.arange(_TOKENS, device=device)[None]
     recorded = _Recorder(model, positions)
+    serve_over_ranks(model)
     try:
         run_model(model, recorded, positions, positions, 1)
     except AttributeError as error:
@@ -137,7 +165,7 @@ def attention_calls(model: Any) -> AttentionCalls:
             raise
         raise ValueError(f"{name} must pass keyword arguments to its attention: {error}") from None
     recorded.check_attended()
-    if not recorded.calls:
+    if not recorded.calls and not recorded.recurrent:
         raise ValueError(f"{name}: no layer attends by the attention function of attn_implementation")
     latent = _checked_latents(model, recorded.calls)
     calls: list[AttentionCall] = []
@@ -156,7 +184,9 @@ def attention_calls(model: Any) -> AttentionCalls:
         else:
             widths = 1, latent.cached, latent.latent
         layers.append(CachedLayer(*widths, calls[-1].window, latent is not None))
-    return AttentionCalls(tuple(calls), tuple(layers), latent)
+    if not layers:  # the cache has blocks and lengths for every sequence, also where nothing attends
+        layers.append(CachedLayer(1, 1, 1))
+    return AttentionCalls(tuple(calls), tuple(layers), latent, tuple(recorded.recurrent))
 
 
 def calls_of_config(config: Any) -> AttentionCalls:
@@ -201,9 +231,11 @@ class _Recorder(NewTokensCache):
 
     def __init__(self, model: Any, positions: Tensor) -> None:
         self._model, self._positions = type(model).__name__, positions
+        self.has_states = any(is_recurrent(type(module)) for module in model.modules())
         self._names = {id(module): path for path, module in model.named_modules()}
         self._cached: tuple[int, Tensor, Tensor] | None = None
         self.calls: list[_Recorded] = []
+        self.recurrent: list[RecurrentCall] = []
 
     def index_in_row(self) -> Tensor:
         """The positions of the tokens."""
@@ -237,6 +269,12 @@ class _Recorder(NewTokensCache):
         self._cached = None
         self.calls.append(_Recorded(name, layer, mask, k, v, cached))
         return q.new_zeros(*q.shape[:3], v.shape[3])
+
+    def scan(self, module: nn.Module, layer: RecurrentLayer) -> Tensor:
+        """Note a call of a recurrent layer."""
+        name = self._names.get(id(module), type(module).__name__)
+        self.recurrent.append(RecurrentCall(name, layer.state_shape()[1:], layer.compute_dtype))
+        return torch.zeros_like(getattr(layer, layer.OUTPUT))
 
 
 def _checked_latents(model: nn.Module, calls: list[_Recorded]) -> LatentWidths | None:

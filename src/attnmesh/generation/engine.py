@@ -22,7 +22,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm
 from attnmesh.core import ranges
-from attnmesh.core.layouts import Layout, check_layout
+from attnmesh.core.layouts import Contiguous, Layout, check_layout
 from attnmesh.core.ranges import InterleavedShard, Ranges
 from attnmesh.generation.attention_calls import attention_calls, calls_of_config, run_model
 from attnmesh.generation.latents import LatentProjections
@@ -40,6 +40,7 @@ from attnmesh.generation.passes import (
     StepKV,
 )
 from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
+from attnmesh.generation.recurrent_states import RecurrentStates
 from attnmesh.generation.tensor_parallel import TensorParallel
 from attnmesh.integrations.transformers_models import check_model, text_config
 from attnmesh.kv_cache.block_manager import WINDOW_MARGIN
@@ -102,6 +103,7 @@ class Engine:
                 f"layout must give every one of {counted(world, 'rank')} a part of the sequence, got {layout}"
             )
         self.context = ContextParallel(self.position_ranks, layout=layout, schedule=schedule)
+        self._later_context = ContextParallel(self.position_ranks, layout=Contiguous(), schedule=schedule)
         self.storage = cache_storage(self.calls.latent, weight.dtype, storage)
         self.max_sequences = -(-max_sequences // sharding.kvdp)
         """The most sequences of a group."""
@@ -117,6 +119,7 @@ class Engine:
             storage=self.storage, device=self.device, max_length=cache_tokens, windows=blocks.layer_windows,
             window_blocks=blocks.windowed,
         )  # fmt: skip
+        self.states = RecurrentStates(self.calls.recurrent, self.max_sequences * sharding.kvdp, self.device)
         self.shard: InterleavedShard = sharding.position_shard(rank)
         self._kvdp_rank, self._kvdp = sharding.place(rank).kvdp, sharding.kvdp
         local = self.cache.local
@@ -127,7 +130,7 @@ class Engine:
         use_one_call(model)
         self._forward = partial(run_in_one_call, _logits, model)
         self._forward_step: Callable[[Any, Tensor, Tensor], Tensor] = self._forward
-        if self.device.type == "cuda" and weights is None:
+        if self.device.type == "cuda" and weights is None and not self.calls.recurrent:
             self.use_tensor_parallel()
             # Mixture-of-experts routing on the host cannot be captured. NCCL's messages can, but NCCL does not destroy
             # a communicator before the last graph with its messages: an engine that is still referred to, as by the
@@ -179,9 +182,10 @@ class Engine:
         count = len(ids[0])
         own = [i for i, each in enumerate(sequences) if each.kvdp_rank == self._kvdp_rank]
         rows = [sequences[i].row - self.cache.rows.start for i in own]
-        numbers = [*begins, *(token for row in ids for token in row), *rows]
+        state_rows = [each.row for each in sequences] if self.calls.recurrent else []
+        numbers = [*begins, *(token for row in ids for token in row), *rows, *state_rows]
         packed = torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self.device)
-        begin, tokens, at = packed.split([len(begins), len(begins) * count, len(rows)])
+        begin, tokens, at, states = packed.split([len(begins), len(begins) * count, len(rows), len(state_rows)])
         positions = begin[:, None] + torch.arange(count, device=self.device)
         local = self.cache.local
         cur_pos, own_positions = local.cur_pos[at], positions[own[0] : own[0] + len(own)] if own else positions[:0]
@@ -189,7 +193,10 @@ class Engine:
             each.advance(local.block_tables[kind, at], cur_pos)
         step = StepKV(self._steps, own_positions, self.shard)
         by_rank = () if self._heads.exchange is None else self._rows(sequences)
-        decode = DecodePass(local, slots, positions, self.calls, self._heads, by_rank, step, latents=self._latents)
+        decode = DecodePass(
+            local, slots, positions, self.calls, self._heads, by_rank, step, latents=self._latents,
+            states=self.states.of(states, begin == 0) if self.calls.recurrent else None,
+        )  # fmt: skip
         with self.exchange(self.comm), self._step_context:
             return self._forward_step(decode, tokens.view(-1, count), positions)
 
@@ -207,9 +214,14 @@ class Engine:
         own = chunk.own.to(device)
         positions = ranges.as_tensor(parts[comm.rank])
         on_device = positions[None].to(device)
+        states = None
+        if self.calls.recurrent:
+            rows, is_new = (torch.tensor([x], device=device) for x in (sequence.row, at.start == 0))
+            states = self.states.of(rows, is_new)
         prefill = ContextPrefill(
-            self.cache.local, tuple(each[:, own] for each in slots), on_device, self.calls, chunk, self.context, parts,
-            HomeExchange(comm, parts, self.shard, device), latents=self._latents,
+            self.cache.local, tuple(each[:, own] for each in slots), on_device, self.calls, chunk,
+            self._later_context if at.start else self.context, parts, HomeExchange(comm, parts, self.shard, device),
+            latents=self._latents, states=states,
         )  # fmt: skip
         tokens = torch.tensor(ids, device="cpu")[positions - at.start]
         last = next(rank for rank, part in enumerate(parts) if at[-1] in part[-1])
@@ -222,9 +234,15 @@ class Engine:
         world = self.comm.world
         if at.start == 0:
             return [self.context.layout.ranges(len(at), world, rank) for rank in range(world)]
+        if self.calls.recurrent:  # they need ranges of positions
+            return [self._later_parts(at, rank) for rank in range(world)]
         if self.shard.interleave == 1:
             return [InterleavedShard(world, rank).ranges(at.stop, at.start) for rank in range(world)]
         return [(at[len(at) * rank // world : len(at) * (rank + 1) // world],) for rank in range(world)]
+
+    def _later_parts(self, at: range, rank: int) -> Ranges:
+        parts = self._later_context.layout.ranges(len(at), self.comm.world, rank)
+        return tuple(range(at.start + part.start, at.start + part.stop) for part in parts)
 
     def _prefill_by_heads(
         self, sequence: CacheSequence, at: range, ids: list[int], slots: tuple[Tensor, ...]
@@ -243,6 +261,10 @@ class Engine:
         tokens = torch.tensor([ids], device=self.device)
         with self.exchange(self.comm), divided:
             return self._forward(prefill, tokens, positions, 1)[0, -1]
+
+    def copy_states(self, source: CacheSequence, sequence: CacheSequence) -> None:
+        """Let a forked sequence continue from the recurrent states of its source."""
+        self.states.copy(source.row, sequence.row)
 
     def _slots(self, new: NewTokens | None) -> tuple[Tensor, ...]:
         """The slots of new tokens for each kind of layers; none if this rank does not store them."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnmesh.comm import Comm
 from attnmesh.core import ranges
@@ -29,12 +29,15 @@ from attnmesh.core.masks import Chunked, Mask
 from attnmesh.core.ranges import InterleavedShard, Ranges
 from attnmesh.generation.attention_calls import AttentionCall, AttentionCalls, NewTokensCache, is_same, mask_window
 from attnmesh.generation.latents import LatentProjections
+from attnmesh.generation.recurrent_states import RowStates
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.pools import LayerPools, as_stored, write_rows, write_tokens
 from attnmesh.models.sharded import ShardedWeights
 from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.dense.api import attention, attention_state
 from attnmesh.ops.paged import PagedKV
+from attnmesh.ops.recurrent.api import scan
+from attnmesh.ops.recurrent.layer import RecurrentLayer
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.core import DecodeAttention, LocalKV, StateExchange, pack_state, prefill_attention
 from attnmesh.parallel.decode.exchange import HeadExchange, part_of
@@ -132,7 +135,13 @@ class CachePass(NewTokensCache, ABC):
     positions: Tensor
     calls: AttentionCalls
     latents: LatentProjections | None = field(default=None, kw_only=True)  # of a model whose cache has latents
+    states: RowStates | None = field(default=None, kw_only=True)  # of a model with recurrent layers
     _calls: _Calls = field(default_factory=_Calls, init=False, repr=False, compare=False)
+
+    @property
+    def has_states(self) -> bool:  # type: ignore[override]
+        """Whether the model has recurrent layers."""
+        return self.states is not None
 
     def index_in_row(self) -> Tensor:
         """The positions of this rank's tokens, [B, n]."""
@@ -165,8 +174,23 @@ class CachePass(NewTokensCache, ABC):
             self._check_written(call, k, v)
         return self._attend(call, q, k, v, Options(mask, scale, sinks, softcap))
 
+    def scan(self, module: nn.Module, layer: RecurrentLayer) -> Tensor:
+        """The outputs of a recurrent layer, which continues from the states of the sequences."""
+        name = type(module).__name__
+        if self.states is None:
+            raise ValueError(f"a pass must have no recurrent calls, got {name}")
+        out, states = self._scan(layer, self.states.read(name))
+        self.states.write(states)
+        return out
+
+    def _scan(self, layer: RecurrentLayer, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs of this rank's tokens and the states after the last token of the pass, on every rank."""
+        return scan(layer, initial_state=states, return_final_state=True)
+
     def check_complete(self) -> None:
         """Raise ValueError if the model has made fewer calls than in other passes."""
+        if self.states is not None:
+            self.states.check_complete()
         made, calls = self._calls.made, self.calls.calls
         if made != len(calls):
             raise ValueError(
@@ -339,6 +363,11 @@ class ContextPrefill(PrefillPass):
 
     def _home(self, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.exchange(new)
+
+    def _scan(self, layer: RecurrentLayer, states: Tensor) -> tuple[Tensor, Tensor]:
+        return self.context.recurrent(
+            layer, length=len(self.chunk.new), initial_state=states, return_final_state=True
+        )  # fmt: skip
 
     def _first(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
         return self.context.attention(q, k, v, **options._asdict(), length=len(self.chunk.new))

@@ -56,14 +56,15 @@ def _delta_rule(
     kind: type[GatedDeltaRule] | type[KimiDeltaAttention], scan: _Scan, query: Tensor, key: Tensor,
     value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, initial_state: Tensor | None = None,
     output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`chunk_gated_delta_rule` and `chunk_kda`."""
-    _refuse_states(initial_state=initial_state, output_final_state=output_final_state)
+    _refuse_states(initial_state=initial_state)
     inputs = (x.transpose(1, 2) for x in (query, key, value, g, beta))
     q, k, v, g, beta = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in inputs)
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    return scan(kind(q, k, v, g, beta)).transpose(1, 2).contiguous().to(query.dtype), None
+    out = scan(kind(q, k, v, g, beta)).transpose(1, 2).contiguous().to(query.dtype)
+    return out, _no_state(out, output_final_state)
 
 
 def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float]) -> Tensor:
@@ -80,27 +81,36 @@ def _mamba2(
     D: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
     dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), z: Tensor | None = None,
     return_final_states: bool = False, **_: Any,
-) -> Tensor:  # fmt: skip
+) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
     """`mamba_chunk_scan_combined`."""
-    _refuse_states(initial_states=initial_states, return_final_states=return_final_states)
+    _refuse_states(initial_states=initial_states)
     dt = _step_sizes(dt, dt_bias, dt_softplus, dt_limit)
     x, dt, B, C = (x.transpose(1, 2) for x in (hidden_states, dt, B, C))
     out = scan(Mamba2(x, dt, A, B, C, D)).transpose(1, 2).contiguous()
-    return out if z is None else out * F.silu(z)
+    return _result(out, z, return_final_states)
 
 
 def _mamba1(
     scan: _Scan, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
     z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
     return_last_state: bool = False, **_: Any,
-) -> Tensor:  # fmt: skip
+) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
     """`selective_scan_fn`."""
-    _refuse_states(return_last_state=return_last_state)
     bias = None if delta_bias is None else delta_bias[:, None]
     dt = _step_sizes(dt, bias, delta_softplus, (0.0, float("inf")))
     B, C = (x.transpose(1, 2)[:, None] for x in (B, C))
     out = scan(Mamba1(hidden_states, dt, A, B, C, D))
-    return out if z is None else out * F.silu(z)
+    return _result(out, z, return_last_state)
+
+
+def _result(out: Tensor, z: Tensor | None, returns_state: bool) -> Tensor | tuple[Tensor, Tensor | None]:
+    out = out if z is None else out * F.silu(z)
+    return (out, _no_state(out, True)) if returns_state else out
+
+
+def _no_state(out: Tensor, is_asked: bool) -> Tensor | None:
+    """What a layer gives to its cache, which keeps the states itself."""
+    return out.new_empty(0) if is_asked else None
 
 
 def _fused(*_: Any, **__: Any) -> None:
@@ -194,7 +204,8 @@ def _serve_lightning(layer: Any) -> None:
         found = kwargs.get("attention_pass")
         if not isinstance(found, RecurrentPass):
             return original(self, hidden_states, *args, **kwargs)
-        qkv = self.act_fn(self.qkv_proj(hidden_states)) * kwargs["attention_mask"][:, :, None]
+        qkv, mask = self.act_fn(self.qkv_proj(hidden_states)), kwargs.get("attention_mask")
+        qkv = qkv if mask is None else qkv * mask[:, :, None]
         q, k, v = qkv.unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2).chunk(3, -1)
         out = found.scan(self, LightningAttention(q, k, v, -self.slope_rate.flatten(), scale=1.0))
         out = self.norm(out.transpose(1, 2).flatten(2))

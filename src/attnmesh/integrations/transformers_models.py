@@ -2,8 +2,8 @@
 
 A layer that mixes tokens must do so in the attention function or in the functions of recurrent layers that are served
 (`recurrent_layers`): over ranks, another one would see this rank's tokens only. The configuration's `layer_types` name
-such layers in most models, and the model's code shows the rest. What an attention asks for (mask, window, soft cap, sinks, widths) is decided in the
-attention function, where it asks.
+such layers in most models, and the model's code shows the rest. What an attention asks for (mask, window, soft cap,
+sinks, widths) is decided in the attention function, where it asks.
 """
 
 from __future__ import annotations
