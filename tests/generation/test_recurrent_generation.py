@@ -20,10 +20,10 @@ def model_of(kind):
     return model
 
 
-def expected(model, prompt, **how):
+def expected(model, prompt, new=NEW, **how):
     """The tokens of one process with Transformers' own attention and cache."""
     model.set_attn_implementation("eager")
-    tokens = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, **how)[
+    tokens = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, **how)[
         0, len(prompt) :
     ].tolist()
     model.set_attn_implementation("attnmesh")
@@ -65,18 +65,17 @@ def test_tokens_are_those_of_one_process(kind, world):
 def test_requests_that_are_preempted_or_join_later():
     """A row of states is used again by another sequence, and a request is computed again from its tokens."""
     model = model_of("bamba")
-    prompts = [PROMPTS[0][:30], PROMPTS[0][10:40], PROMPTS[0][20:40]]  # the first two need a second block each
-    wanted = [expected(model, prompt) for prompt in prompts]
+    prompts = [PROMPTS[0][:30], PROMPTS[0][10:40], PROMPTS[3]]
+    wanted = [expected(model, prompt, new) for prompt, new in zip(prompts, (66, 66, NEW), strict=True)]
 
     def work(generator):
-        first = [generator.submit(prompt, max_new_tokens=NEW) for prompt in prompts[:2]]
+        first = [generator.submit(prompt, max_new_tokens=66) for prompt in prompts[:2]]
         generator.step()
         generator.cancel(generator.submit(PROMPTS[1], max_new_tokens=NEW))
-        return finish(
-            generator, [*first, generator.submit(prompts[2], max_new_tokens=NEW)]
-        ), generator.stats.preemptions
+        last = generator.submit(prompts[2], max_new_tokens=NEW)
+        return finish(generator, [*first, last]), generator.stats.preemptions
 
-    for tokens, preemptions in on_ranks(model, 1, work, cache_tokens=64, max_sequences=2):
+    for tokens, preemptions in on_ranks(model, 1, work, cache_tokens=96, max_sequences=2):
         assert tokens == wanted
         assert preemptions > 0
 
