@@ -64,18 +64,18 @@ def test_tokens_are_those_of_one_process(kind, world):
 
 def test_requests_that_are_preempted_or_join_later():
     """A row of states is used again by another sequence, and a request is computed again from its tokens."""
-    model = model_of("bamba")
+    model = model_of("lfm2")
     prompts = [PROMPTS[0][:30], PROMPTS[0][10:40], PROMPTS[3]]
-    wanted = [expected(model, prompt, new) for prompt, new in zip(prompts, (66, 66, NEW), strict=True)]
+    wanted = [expected(model, prompt, new) for prompt, new in zip(prompts, (130, 130, NEW), strict=True)]
 
     def work(generator):
-        first = [generator.submit(prompt, max_new_tokens=66) for prompt in prompts[:2]]
+        first = [generator.submit(prompt, max_new_tokens=130) for prompt in prompts[:2]]
         generator.step()
         generator.cancel(generator.submit(PROMPTS[1], max_new_tokens=NEW))
         last = generator.submit(prompts[2], max_new_tokens=NEW)
         return finish(generator, [*first, last]), generator.stats.preemptions
 
-    for tokens, preemptions in on_ranks(model, 1, work, cache_tokens=96, max_sequences=2):
+    for tokens, preemptions in on_ranks(model, 1, work, cache_tokens=160, max_sequences=2):
         assert tokens == wanted
         assert preemptions > 0
 
