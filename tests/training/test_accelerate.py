@@ -97,6 +97,9 @@ SLOW = {
     "experts of Qwen3-MoE in SFT": (sft_log, "qwen3_moe", {"router_aux_loss_coef": 0.5}),
     "experts in an own loop": (loop_log, "mixtral", {}),
     "streamed batches": (trainer_log, "mistral", {"streamed": True, "gradient_accumulation_steps": 2}),
+    "recurrent layers": (trainer_log, "bamba", {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}),
+    "delta rules in SFT": (sft_log, "qwen3_5_text", {"packing": False}),
+    "short convolutions": (trainer_log, "lfm2", {"label_smoothing_factor": 0.1}),
     "compiled": (trainer_log, "llama", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "leakage with sinks": (packed_logits, "gpt_oss", {}),
     "logits for metrics": (
