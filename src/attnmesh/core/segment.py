@@ -77,9 +77,8 @@ class Segment(NamedTuple):
     def _check(self, at: str = "") -> None:
         """Raises ValueError unless the two tensors are a segment."""
         update, transition = check_tensor(f"{at}update", self.update), check_tensor(f"{at}transition", self.transition)
-        forms = {(n, m) for n, m in ((update.shape[-2], update.shape[-2]), (update.shape[-2], 1), (1, 1))} if (
-            update.ndim >= 2
-        ) else set()  # fmt: skip
+        rows = update.shape[-2] if update.ndim >= 2 else -1
+        forms = (rows, rows), (rows, 1), (1, 1)
         if transition.shape[:-2] != update.shape[:-2] or tuple(transition.shape[-2:]) not in forms:
             raise ValueError(
                 f"{at}transition must be [..., K, K], [..., K, 1] or [..., 1, 1] for {at}update [..., K, V], got "

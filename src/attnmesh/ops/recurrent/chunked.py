@@ -178,7 +178,7 @@ def _sums_after(g: Tensor) -> Tensor:
 
 
 def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The decays from the begin of the chunk to each position, from each to its end [..., size, D], and of all of it."""
+    """The decays from the chunk's begin to each position, from each to its end [..., size, D], and of the chunk."""
     from_start = g.cumsum(-2).exp()
     return from_start, _sums_after(g).exp(), from_start[..., -1:, :]
 
