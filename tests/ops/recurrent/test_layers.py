@@ -104,6 +104,7 @@ def test_half_precision_inputs_are_computed_in_float32():
         assert torch.equal(scan(layer), out)
 
 
+@pytest.mark.sweep
 def test_the_gated_delta_rule_is_that_of_transformers():
     pytest.importorskip("transformers")
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
@@ -191,7 +192,7 @@ def test_options_that_are_not_served_are_refused(options, message):
 def test_what_is_no_layer_is_refused():
     with pytest.raises(ValueError, match="layer must be a recurrent layer"):
         scan(q)
-    with pytest.raises(ValueError, match="rows must be a range of step 1 in 0..5, got range"):
+    with pytest.raises(ValueError, match="rows must be a range of step 1 in "):
         GatedDeltaRule(**VALID).rows(range(0, 5, 2))
     with pytest.raises(ValueError, match="activation must be one of silu, got 'gelu'"):
         scan(am.recurrent.ShortConvolution(torch.ones(1, 2, 3), torch.ones(2, 4), activation="gelu"))

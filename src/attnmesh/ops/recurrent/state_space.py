@@ -127,26 +127,31 @@ class _ChannelChunks(Chunks):
         reset = torch.zeros_like(dt[:, :, :1, :1]) if ages is None else starts_in_chunks(ages, dt, size)
         self._inputs, self._C, self._length = (x, dt, B, reset.bool()), C, sizes.length
         self._elements = dt[:1].numel() * sizes.key_dim
-        self.segments = Segment(*in_groups(self._segments, self._inputs, self._elements))
+        self.segments = Segment(*in_groups(_segments, self._inputs, self._elements, self._A))
 
     def outputs(self, states: Tensor) -> Tensor:
-        (out,) = in_groups(self._outputs, (*self._inputs, self._C, states), self._elements)
+        (out,) = in_groups(_outputs, (*self._inputs, self._C, states), self._elements, self._A)
         return joined(out.unsqueeze(-1), self._length).squeeze(-1)
 
-    def _segments(self, x: Tensor, dt: Tensor, B: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:
-        g = self._log_decays(dt, reset)
-        state = g.new_zeros(*g.shape[:-2], g.shape[-1], 1)
-        return g.sum(-2).exp().unsqueeze(-1), self._states(x, dt, B, g, state)[-1]
 
-    def _outputs(self, x: Tensor, dt: Tensor, B: Tensor, reset: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor]:
-        states = self._states(x, dt, B, self._log_decays(dt, reset), state)
-        return ((C.movedim(-2, 0) * states[1:].squeeze(-1)).sum(-1).movedim(0, -1),)
+def _segments(x: Tensor, dt: Tensor, B: Tensor, reset: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+    g = _log_decays(dt, reset, A)
+    state = g.new_zeros(*g.shape[:-2], g.shape[-1], 1)
+    return g.sum(-2).exp().unsqueeze(-1), _states(x, dt, B, g, state)[-1]
 
-    def _log_decays(self, dt: Tensor, reset: Tensor) -> Tensor:
-        g = dt.unsqueeze(-1) * self._A
-        return g.masked_fill(reset.unsqueeze(-1), -math.inf)
 
-    def _states(self, x: Tensor, dt: Tensor, B: Tensor, g: Tensor, state: Tensor) -> Tensor:
-        """The state before every position of the chunks, and after the last, [size + 1, n, B, G, H / G, K, 1]."""
-        update = (dt * x).unsqueeze(-1) * B
-        return scan(Segment(*(z.movedim(-2, 0).unsqueeze(-1) for z in (g.exp(), update))), state)
+def _outputs(
+    x: Tensor, dt: Tensor, B: Tensor, reset: Tensor, C: Tensor, state: Tensor, A: Tensor
+) -> tuple[Tensor]:  # fmt: skip
+    states = _states(x, dt, B, _log_decays(dt, reset, A), state)
+    return ((C.movedim(-2, 0) * states[1:].squeeze(-1)).sum(-1).movedim(0, -1),)
+
+
+def _log_decays(dt: Tensor, reset: Tensor, A: Tensor) -> Tensor:
+    return (dt.unsqueeze(-1) * A).masked_fill(reset.unsqueeze(-1), -math.inf)
+
+
+def _states(x: Tensor, dt: Tensor, B: Tensor, g: Tensor, state: Tensor) -> Tensor:
+    """The state before every position of the chunks, and after the last, [size + 1, n, B, G, H / G, K, 1]."""
+    update = (dt * x).unsqueeze(-1) * B
+    return scan(Segment(*(z.movedim(-2, 0).unsqueeze(-1) for z in (g.exp(), update))), state)
