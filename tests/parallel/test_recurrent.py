@@ -37,8 +37,13 @@ def sharded(cp: ContextParallel, layer: RecurrentLayer) -> RecurrentLayer:
     return replace(layer, **{n: cp.shard(x, 2) for n, x in layer._tensors().items() if has_positions(layer, n)})
 
 
-def over_ranks(cp: ContextParallel, layer: RecurrentLayer, state: Tensor | None, documents, length: int) -> Results:
-    """The results of the whole sequence, on every rank. The losses of all ranks are summed."""
+def over_ranks(
+    cp: ContextParallel, layer: RecurrentLayer, state: Tensor | None, documents, length: int
+) -> tuple[Results, dict[str, float]]:
+    """The results of the whole sequence, on every rank, and the norms of all contributions to those that are sums.
+
+    The losses of all ranks are summed.
+    """
     mine = sharded(cp, layer)
     names = [name for name, x in layer._tensors().items() if has_positions(layer, name)]
     weights = weights_like(getattr(layer, layer._OUTPUT), 2)
@@ -53,10 +58,13 @@ def over_ranks(cp: ContextParallel, layer: RecurrentLayer, state: Tensor | None,
 
     found = with_grads(mine, state, run)
     whole = {"out", *(f"gradient of {name}" for name in names)}
-    return {
-        name: cp.unshard(x, 2, length) if name in whole else x if name == "final state" else cp.comm.all_reduce(x)
+    sums = [name for name in found if name not in whole and name != "final state"]
+    sizes = {name: float(cp.comm.all_reduce(found[name].double().norm())) for name in sums}
+    results = {
+        name: cp.unshard(x, 2, length) if name in whole else cp.comm.all_reduce(x.double()) if name in sums else x
         for name, x in found.items()
     }
+    return results, sizes
 
 
 class Weighted(torch.autograd.Function):
@@ -87,11 +95,11 @@ def check(kind: str, layout: Layout, worlds, how: str, length: int, batch: int, 
     plain = one_process(single, state, documents)
     for world in worlds:
 
-        def rank(comm: Comm) -> Results:
+        def rank(comm: Comm) -> tuple[Results, dict[str, float]]:
             return over_ranks(ContextParallel(comm, layout=layout), single, state, documents, length)
 
-        for found in run_virtual(world, rank):
-            assert_errors(found, plain, exact, (kind, layout, world, how, length, batch))
+        for found, sizes in run_virtual(world, rank):
+            assert_errors(found, plain, exact, (kind, layout, world, how, length, batch), sizes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -203,7 +211,7 @@ def _rank_of_a_process(comm: Comm) -> None:
         layer = random_layer(kind, 23, batch=2)
         documents, state = packed(23, 2, "rows"), random_state(layer)
         exact = one_process(layer, state, documents)
-        found = over_ranks(ContextParallel(comm, layout=Zigzag()), layer, state, documents, 23)
+        found, _ = over_ranks(ContextParallel(comm, layout=Zigzag()), layer, state, documents, 23)
         for name in exact:
             torch.testing.assert_close(found[name], exact[name])
 
