@@ -52,7 +52,7 @@ def _run(call: RecurrentCall, state: Tensor, layout: Layout, comm: Comm) -> tupl
     if comm.world == 1:
         return layer._run(state, document_ages(call.documents, range(call.length), state.device))
     # A tensor that requires a gradient where some input does: then the exchanges have a backward on every rank.
-    anchor = torch.empty(0, device=state.device, requires_grad=call.needs_grad)
+    anchor = state.new_empty(0, requires_grad=call.needs_grad)
     if isinstance(layer, ShortConvolution):
         return _convolution(call, layer, state, anchor, layout, comm)
     assert isinstance(layer, Recurrence)
