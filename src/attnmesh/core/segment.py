@@ -59,8 +59,10 @@ class Segment(NamedTuple):
     def apply(self, state: Tensor) -> Tensor:
         """The state after the segment, from the state before it."""
         self._check()
-        if check_tensor("state", state).shape != self.update.shape:
-            raise ValueError(f"state must have the shape of update, {list(self.update.shape)}, got {shown(state)}")
+        update = self.update
+        x = check_tensor("state", state)
+        if (x.shape, x.dtype, x.device) != (update.shape, update.dtype, update.device):
+            raise ValueError(f"state must be as update, {shown(update)}, got {shown(state)}")
         return times(self.transition, state) + self.update
 
     def after(self, earlier: Segment) -> Segment:
@@ -68,18 +70,19 @@ class Segment(NamedTuple):
         self._check()
         check_type("earlier", earlier, Segment)
         earlier._check("earlier.")
-        if earlier.update.shape != self.update.shape:
-            raise ValueError(
-                f"earlier.update must have the shape of update, {list(self.update.shape)}, got {shown(earlier.update)}"
-            )
+        theirs, update = earlier.update, self.update
+        if (theirs.shape, theirs.dtype, theirs.device) != (update.shape, update.dtype, update.device):
+            raise ValueError(f"earlier.update must be as update, {shown(update)}, got {shown(theirs)}")
         return compose(self, earlier)
 
     def _check(self, at: str = "") -> None:
         """Raises ValueError unless the two tensors are a segment."""
         update, transition = check_tensor(f"{at}update", self.update), check_tensor(f"{at}transition", self.transition)
-        forms = {(n, m) for n, m in ((update.shape[-2], update.shape[-2]), (update.shape[-2], 1), (1, 1))} if (
-            update.ndim >= 2
-        ) else set()  # fmt: skip
+        rows = update.shape[-2] if update.ndim >= 2 else -1
+        for name, x in (("update", update), ("transition", transition)):
+            if not x.dtype.is_floating_point or (x.dtype, x.device) != (update.dtype, update.device):
+                raise ValueError(f"{at}{name} must be floating point, both of one dtype and device, got {shown(x)}")
+        forms = (rows, rows), (rows, 1), (1, 1)
         if transition.shape[:-2] != update.shape[:-2] or tuple(transition.shape[-2:]) not in forms:
             raise ValueError(
                 f"{at}transition must be [..., K, K], [..., K, 1] or [..., 1, 1] for {at}update [..., K, V], got "

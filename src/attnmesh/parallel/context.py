@@ -317,7 +317,7 @@ class ContextParallel(ExecutorFactory):
 
         def check_arguments() -> tuple[RecurrentCall, SharedValues]:
             check_layer(layer)
-            sizes = layer.check()
+            sizes = layer._check()
             inferred = "" if length is not None else " (positions per rank x world; pass length= if they differ)"
             whole = sizes.length * self.world if length is None else length
             self._check_shard(sizes.length, whole)
@@ -325,18 +325,18 @@ class ContextParallel(ExecutorFactory):
             masks = check_documents(documents, sizes.batch, whole)
             check_state(layer, initial_state)
             check_bool(return_final_state=return_final_state)
-            tensors = layer.tensors()
+            tensors = layer._tensors()
             grads = [
                 name for name, x in {**tensors, "initial_state": initial_state}.items()
                 if torch.is_grad_enabled() and x is not None and x.requires_grad
             ]  # fmt: skip
-            values: Tensor = tensors[layer.OUTPUT]
+            values: Tensor = tensors[layer._OUTPUT]
             call = RecurrentCall(layer, whole, masks, return_final_state, values.dtype, bool(grads))
             return call, {
                 OBJECT: self._number, "layer": type(layer).__name__, "batch": sizes.batch, "heads": sizes.heads,
                 "groups": sizes.groups, "key_dim": sizes.key_dim, "value_dim": sizes.value_dim,
                 f"length{inferred}": whole, "dtype": values.dtype, "dtype of states": layer.compute_dtype,
-                "device": values.device.type, **layer.options(), "documents": documents,
+                "device": values.device.type, **layer._options(), "documents": documents,
                 "initial_state": initial_state is not None, "return_final_state": return_final_state,
                 "layout": self.layout, "positions of layout": positions_checksum(self.layout, whole, self.world),
                 "gradients": grads,

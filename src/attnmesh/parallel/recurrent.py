@@ -39,20 +39,20 @@ def run_recurrent(
     call: RecurrentCall, initial_state: Tensor | None, layout: Layout, comm: Comm
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """This rank's outputs, and the final state if it is wanted."""
-    with torch.autocast(getattr(call.layer, call.layer.OUTPUT).device.type, enabled=False):
+    with torch.autocast(getattr(call.layer, call.layer._OUTPUT).device.type, enabled=False):
         state = incoming_state(call.layer, initial_state)
-        out, final = _run(call._replace(layer=call.layer.in_compute_dtype()), state, layout, comm)
+        out, final = _run(call._replace(layer=call.layer._in_compute_dtype()), state, layout, comm)
     return out.to(call.dtype), final
 
 
 def _run(call: RecurrentCall, state: Tensor, layout: Layout, comm: Comm) -> tuple[Tensor, Tensor]:
     layer = call.layer
     if not call.length:
-        return getattr(layer, layer.OUTPUT), state
+        return getattr(layer, layer._OUTPUT), state
     if comm.world == 1:
-        return layer.run(state, document_ages(call.documents, range(call.length), state.device))
+        return layer._run(state, document_ages(call.documents, range(call.length), state.device))
     # A tensor that requires a gradient where some input does: then the exchanges have a backward on every rank.
-    anchor = torch.empty(0, device=state.device, requires_grad=call.needs_grad)
+    anchor = state.new_empty(0, requires_grad=call.needs_grad)
     if isinstance(layer, ShortConvolution):
         return _convolution(call, layer, state, anchor, layout, comm)
     assert isinstance(layer, Recurrence)
@@ -68,7 +68,7 @@ def _recurrence(
     for number in held:
         positions = plan.segments[number].positions
         ages = document_ages(call.documents, positions, state.device)
-        chunks.append(layer.rows(range(at, at + len(positions))).chunks(ages))
+        chunks.append(layer.rows(range(at, at + len(positions)))._chunks(ages))
         at += len(positions)
 
     outs, transitions, updates = [], [], []
@@ -82,7 +82,7 @@ def _recurrence(
             if number > 0:
                 transitions.append(whole.transition.flatten(1, 2))
     empty = state.new_empty(0, *state.shape)
-    transition = torch.stack(transitions) if transitions else state.new_empty(0, *layer.transition_shape())
+    transition = torch.stack(transitions) if transitions else state.new_empty(0, *layer._transition_shape())
     update = torch.stack(updates) if updates else empty
     incoming, final = _Exchange.apply(transition, update, anchor, plan, comm)  # type: ignore[no-untyped-call]
 
@@ -107,7 +107,7 @@ def _convolution(
     outs, at = [], 0
     for run in plan.held[comm.rank]:
         ages = document_ages(call.documents, run, state.device)
-        outs.append(layer.rows(range(at, at + len(run))).convolve(before(run.start), ages))
+        outs.append(layer.rows(range(at, at + len(run)))._convolve(before(run.start), ages))
         at += len(run)
     final = state
     if call.final:
@@ -131,7 +131,7 @@ def _output(layer: RecurrentLayer, outs: list[Tensor], *others: Tensor) -> Tenso
     """The outputs of this rank's ranges. They depend on what ranks exchanged, and all inputs get a gradient."""
     if outs:
         return _tied(torch.cat(outs, 2), *others)
-    return _tied(getattr(layer, layer.OUTPUT), *others, *layer.tensors().values())
+    return _tied(getattr(layer, layer._OUTPUT), *others, *layer._tensors().values())
 
 
 def _tied(x: Tensor, *others: Tensor) -> Tensor:
@@ -184,12 +184,12 @@ class _Exchange(torch.autograd.Function):
 
 def _incoming(transition: Tensor, update: Tensor, plan: ScanPlan, comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
     """The incoming states and the final one of this rank, and the transitions that it scanned."""
-    (batch, heads, *form), state_form = transition.shape[1:], update.shape[3:]
+    batch, form, state_form = update.shape[1], transition.shape[3:], update.shape[3:]
     mine = [number for number in plan.held(comm.rank) if number in plan.scanned]
     first = bool(mine) and mine[0] == 0
     parts = []
-    for target in plan.heads:
-        columns = slice(target.start, target.stop)
+    for heads in plan.heads:
+        columns = slice(heads.start, heads.stop)
         sent = [
             x[:, columns].flatten()
             for i in range(len(mine))

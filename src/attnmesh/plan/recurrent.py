@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from attnmesh.core import ranges
@@ -31,10 +32,9 @@ from attnmesh.plan.shards import Piece, pieces
 
 
 class PlannedSegment(NamedTuple):
-    """A range of consecutive positions and the rank that holds it; it is the `index`-th range of that rank."""
+    """A range of consecutive positions and the rank that holds it."""
 
     rank: int
-    index: int
     positions: range
 
 
@@ -130,13 +130,9 @@ def runs(layout: Layout, length: int, world: int) -> tuple[Ranges, ...]:
 @lru_cache(maxsize=256)
 def scan_plan(layout: Layout, length: int, world: int, heads: int, final: bool) -> ScanPlan:
     """The plan of a layer with so many heads; cached."""
-    segments = [
-        PlannedSegment(rank, index, run)
-        for rank, shard in enumerate(runs(layout, length, world))
-        for index, run in enumerate(shard)
-    ]
+    segments = [PlannedSegment(rank, run) for rank, shard in enumerate(runs(layout, length, world)) for run in shard]
     edges = [heads * at // world for at in range(world + 1)]
-    divided = tuple(range(a, b) for a, b in zip(edges, edges[1:], strict=False))
+    divided = tuple(range(a, b) for a, b in pairwise(edges))
     return ScanPlan(tuple(sorted(segments, key=lambda segment: segment.positions.start)), divided, final)
 
 

@@ -56,19 +56,19 @@ def scan(
         True
     """
     check_layer(layer)
-    length = layer.check().length
-    masks = check_documents(documents, layer.state_shape()[0], length)
+    length = layer._check().length
+    masks = check_documents(documents, layer.state_shape[0], length)
     check_state(layer, initial_state)
     check_bool(return_final_state=return_final_state)
     check_choice("backend", backend, get_args(Backend))
-    given: Tensor = getattr(layer, layer.OUTPUT)
+    given: Tensor = getattr(layer, layer._OUTPUT)
     with torch.autocast(given.device.type, enabled=False):
         state = incoming_state(layer, initial_state)
         if not length:
             return (torch.empty_like(given), state) if return_final_state else torch.empty_like(given)
         ages = document_ages(masks, range(length), given.device)
-        inputs = layer.in_compute_dtype()
-        out, state = (inputs.run_reference if backend == "reference" else inputs.run)(state, ages)
+        inputs = layer._in_compute_dtype()
+        out, state = (inputs._run_reference if backend == "reference" else inputs._run)(state, ages)
     out = out.to(given.dtype)
     return (out, state) if return_final_state else out
 
@@ -82,7 +82,7 @@ def check_state(layer: RecurrentLayer, state: object) -> None:
     """Raises ValueError unless `state` is None or an initial state of the layer."""
     if state is None:
         return
-    shape, device = layer.state_shape(), getattr(layer, layer.OUTPUT).device
+    shape, device = layer.state_shape, getattr(layer, layer._OUTPUT).device
     x = check_tensor("initial_state", state, str(list(shape)))
     if tuple(x.shape) != shape or not x.dtype.is_floating_point or x.device != device:
         raise ValueError(f"initial_state must be floating point {list(shape)} on {device}, got {shown(x)}")
@@ -92,5 +92,5 @@ def incoming_state(layer: RecurrentLayer, state: Tensor | None) -> Tensor:
     """The initial state in the dtype of the computation; 0 if none is given."""
     if state is not None:
         return state.to(layer.compute_dtype)
-    values: Tensor = getattr(layer, layer.OUTPUT)
-    return values.new_zeros(layer.state_shape(), dtype=layer.compute_dtype)
+    values: Tensor = getattr(layer, layer._OUTPUT)
+    return values.new_zeros(layer.state_shape, dtype=layer.compute_dtype)

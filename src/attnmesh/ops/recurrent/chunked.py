@@ -19,11 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from attnmesh.core.segment import Segment
 from attnmesh.ops.recurrent.layer import Chunks
@@ -134,23 +134,47 @@ def low_rank_chunks(
 
 
 def in_groups(
-    function: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...], elements: int
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """`function` of the inputs [n, ...], some chunks at a time; its results [n, ...] for all chunks.
+    function: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...], elements: int, shared: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """`function` of the inputs [n, ...], some chunks at a time, and of `shared`; its results [n, ...] of all chunks.
 
     `elements` are those of its largest temporary tensor for one chunk. The backward computes the temporary tensors
     again.
     """
     count = inputs[0].shape[0]
     step = max(1, _GROUP_ELEMENTS // max(elements, 1))
+    whole = () if shared is None else (shared,)
     parts = []
     for first in range(0, max(count, 1), step):
         group = tuple(x[first : first + step] for x in inputs)
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(function, *group, use_reentrant=False, preserve_rng_state=False))
-        else:
-            parts.append(function(*group))
+        parts.append(_Recomputed.apply(function, *group, *whole))  # type: ignore[no-untyped-call]
     return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
+
+
+class _Recomputed(torch.autograd.Function):
+    """A function that keeps its inputs only; torch.utils.checkpoint would import torch._dynamo."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        inputs = [
+            x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True)
+        ]  # fmt: skip
+        with torch.enable_grad():
+            outs = ctx.function(*inputs)
+        leaves = [x for x, need in zip(inputs, needed, strict=True) if need]
+        known = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
+        found = iter(
+            torch.autograd.grad([out for out, _ in known], leaves, [grad for _, grad in known], allow_unused=True)
+        )
+        return None, *(next(found) if need else None for need in needed)
 
 
 def _solved(beta: Tensor, products: Tensor, v: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,7 +202,7 @@ def _sums_after(g: Tensor) -> Tensor:
 
 
 def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The decays from the begin of the chunk to each position, from each to its end [..., size, D], and of all of it."""
+    """The decays from the chunk's begin to each position, from each to its end [..., size, D], and of the chunk."""
     from_start = g.cumsum(-2).exp()
     return from_start, _sums_after(g).exp(), from_start[..., -1:, :]
 

@@ -35,28 +35,29 @@ class ShortConvolution(RecurrentLayer):
     bias: Tensor | None = None
     activation: Activation | None = None
 
-    DIMS: ClassVar[dict[str, str]] = {"x": "batch heads seq", "weight": "heads width", "bias": "heads"}
-    OPTIONAL: ClassVar[tuple[str, ...]] = ("bias",)
-    OUTPUT: ClassVar[str] = "x"
+    _DIMS: ClassVar[dict[str, str]] = {"x": "batch heads seq", "weight": "heads width", "bias": "heads"}
+    _OPTIONAL: ClassVar[tuple[str, ...]] = ("bias",)
+    _OUTPUT: ClassVar[str] = "x"
 
-    def check(self) -> Sizes:
-        sizes = self.dimensions()
+    def _check(self) -> Sizes:
+        sizes = self._dimensions()
         if self.activation is not None:
             check_choice("activation", self.activation, get_args(Activation))
         if sizes["width"] < 1:
             raise ValueError(f"weight must be [heads, width] with a width of at least 1, got {list(self.weight.shape)}")
         return Sizes(sizes["batch"], sizes["heads"], 1, sizes["seq"], sizes["width"] - 1, 1)
 
+    @property
     def state_shape(self) -> tuple[int, ...]:
-        sizes = self.check()
+        sizes = self._check()
         return sizes.batch, sizes.heads, sizes.key_dim
 
-    def run(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _run(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:
         x = torch.cat([state, self.x], 2)
-        return self.convolve(state, ages), last_inputs(x, self.weight.shape[1], None if ages is None else ages[:, -1])
+        return self._convolve(state, ages), last_inputs(x, self.weight.shape[1], None if ages is None else ages[:, -1])
 
-    def run_reference(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:
-        width, outs = self.weight.shape[1], []
+    def _run_reference(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:
+        outs = []
         for t in range(self.x.shape[2]):
             if ages is not None:
                 state = state.masked_fill((ages[:, t] == 0)[:, None, None], 0.0)
@@ -67,7 +68,7 @@ class ShortConvolution(RecurrentLayer):
             state = inputs[:, :, 1:]
         return torch.stack(outs, 2), state
 
-    def convolve(self, before: Tensor, ages: Tensor | None) -> Tensor:
+    def _convolve(self, before: Tensor, ages: Tensor | None) -> Tensor:
         """The outputs, with the W - 1 inputs before the first position; all in `compute_dtype`."""
         width, length = self.weight.shape[1], self.x.shape[2]
         x = torch.cat([before, self.x], 2)

@@ -1,4 +1,4 @@
-"""Delta rules: a position replaces what its key reads from the state. Decays are per head, or per channel of the keys."""
+"""Delta rules: a position replaces what its key reads from the state. A decay is per head, or per channel of keys."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class _DeltaRule(Recurrence):
     beta: Tensor
     scale: float | None = None
 
-    def check(self) -> Sizes:
-        sizes = self.dimensions()
-        check_scale(self.scale, sizes["key_dim"])
-        return Sizes(*(sizes[name] for name in ("batch", "heads", "groups", "seq", "key_dim", "value_dim")))
+    def _check(self) -> Sizes:
+        sizes = super()._check()
+        check_scale(self.scale, sizes.key_dim)
+        return sizes
 
-    def step(self, state: Tensor, t: int) -> tuple[Tensor, Tensor]:
-        q, k, v, g, beta = (self.per_head(name, t) for name in self.DIMS)
+    def _step(self, state: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        q, k, v, g, beta = (self._per_head(name, t) for name in self._DIMS)
         state = state * (g.exp().unsqueeze(-1) if g.ndim == k.ndim else g.exp()[..., None, None])
         u = beta.unsqueeze(-1) * (v - (k.unsqueeze(-1) * state).sum(-2))
         state = state + k.unsqueeze(-1) * u.unsqueeze(-2)
         return state, (q.unsqueeze(-1) * state).sum(-2) * check_scale(self.scale, k.shape[-1])
 
-    def chunks(self, ages: Tensor | None) -> Chunks:
-        sizes = self.check()
+    def _chunks(self, ages: Tensor | None) -> Chunks:
+        sizes = self._check()
         size = chunk_size(sizes.length)
-        q, k, v, g, beta = (in_chunks(x, size, sizes) for x in self.tensors().values())
+        q, k, v, g, beta = (in_chunks(x, size, sizes) for x in self._tensors().values())
         q, g = q * check_scale(self.scale, sizes.key_dim), reset_at_starts(g, ages, size)
         compute = channel_chunks if g.ndim == k.ndim else scalar_chunks
         return compute(q, k, v, g, beta, sizes.length)
@@ -57,7 +57,7 @@ class GatedDeltaRule(_DeltaRule):
         torch.Size([1, 2, 10, 8])
     """
 
-    DIMS: ClassVar[dict[str, str]] = {
+    _DIMS: ClassVar[dict[str, str]] = {
         "q": "batch groups seq key_dim", "k": "batch groups seq key_dim", "v": "batch heads seq value_dim",
         "g": "batch heads seq", "beta": "batch heads seq",
     }  # fmt: skip
@@ -76,4 +76,4 @@ class KimiDeltaAttention(_DeltaRule):
         torch.Size([1, 2, 10, 8])
     """
 
-    DIMS: ClassVar[dict[str, str]] = GatedDeltaRule.DIMS | {"g": "batch heads seq key_dim"}
+    _DIMS: ClassVar[dict[str, str]] = GatedDeltaRule._DIMS | {"g": "batch heads seq key_dim"}

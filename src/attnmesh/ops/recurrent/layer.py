@@ -18,7 +18,7 @@ from torch import Tensor
 from attnmesh.core.masks import Documents, PerSequence
 from attnmesh.core.segment import Segment, scan
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.utils.validation import check_number, check_tensor, shown
+from attnmesh.utils.validation import check_number, check_tensor, check_type, shown
 
 Form = Literal["scalar", "diagonal", "dense"]
 
@@ -52,23 +52,23 @@ class Chunks(ABC):
 class RecurrentLayer(ABC):
     """The inputs of a recurrent layer."""
 
-    DIMS: ClassVar[dict[str, str]]
-    """The dimensions of every input, as words; "seq" is that of positions. None of them may be missing but `OPTIONAL`."""
-    OPTIONAL: ClassVar[tuple[str, ...]] = ()
-    OUTPUT: ClassVar[str] = "v"
+    _DIMS: ClassVar[dict[str, str]]
+    """The dimensions of every input, as words; "seq" is that of positions."""
+    _OPTIONAL: ClassVar[tuple[str, ...]] = ()
+    _OUTPUT: ClassVar[str] = "v"
     """The input whose shape and dtype the output has."""
 
-    def tensors(self) -> dict[str, Tensor]:
+    def _tensors(self) -> dict[str, Tensor]:
         """The inputs that are given, by name."""
-        return {name: x for name in self.DIMS if isinstance(x := getattr(self, name), Tensor)}
+        return {name: x for name in self._DIMS if isinstance(x := getattr(self, name), Tensor)}
 
-    def dimensions(self) -> dict[str, int]:
-        """The sizes of the inputs, by the names in `DIMS`; ValueError if the inputs do not fit together."""
+    def _dimensions(self) -> dict[str, int]:
+        """The sizes of the inputs, by the names in `_DIMS`; ValueError if the inputs do not fit together."""
         sizes: dict[str, int] = {}
         first: Tensor | None = None
-        for name, words in self.DIMS.items():
+        for name, words in self._DIMS.items():
             x, dims = getattr(self, name), words.split()
-            if x is None and name in self.OPTIONAL:
+            if x is None and name in self._OPTIONAL:
                 continue
             check_tensor(name, x, f"[{', '.join(dims)}]")
             first = x if first is None else first
@@ -81,94 +81,105 @@ class RecurrentLayer(ABC):
         heads, groups = sizes.get("heads", 0), sizes.get("groups", 1)
         if groups == 0 or heads % groups:
             raise ValueError(
-                f"the heads of {self.OUTPUT} must be a multiple of those of the keys, got {heads} and {groups}"
+                f"the heads of {self._OUTPUT} must be a multiple of those of the keys, got {heads} and {groups}"
             )
         return sizes
 
     @abstractmethod
-    def check(self) -> Sizes:
+    def _check(self) -> Sizes:
         """The sizes; ValueError if the inputs do not fit together."""
 
+    @property
     @abstractmethod
     def state_shape(self) -> tuple[int, ...]:
         """The shape of a state."""
 
     @abstractmethod
-    def run(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _run(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:
         """The outputs and the state after the last position, from the state before the first.
 
         The inputs are in `compute_dtype`, and there is at least one position. `ages` is as `document_ages` returns it.
         """
 
     @abstractmethod
-    def run_reference(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`run` position by position: the definition of the layer."""
+    def _run_reference(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`_run` position by position: the definition of the layer."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of states and sums: float64 if an input is, else float32."""
         dtype = torch.float32
-        for x in self.tensors().values():
+        for x in self._tensors().values():
             dtype = torch.promote_types(dtype, accumulation_dtype(x.dtype))
         return dtype
 
     def rows(self, rows: range) -> Self:
-        """The layer of some of the positions."""
-        with_positions = {name: x for name, x in self.tensors().items() if "seq" in self.DIMS[name].split()}
+        """The layer of some consecutive positions."""
+        check_type("rows", rows, range, "a range of positions")
+        if rows.step != 1 or not 0 <= rows.start <= rows.stop <= self._check().length:
+            raise ValueError(f"rows must be a range of step 1 in 0..{self._check().length}, got {shown(rows)}")
+        with_positions = {name: x for name, x in self._tensors().items() if "seq" in self._DIMS[name].split()}
         return replace(self, **{name: x[:, :, rows.start : rows.stop] for name, x in with_positions.items()})
 
-    def in_compute_dtype(self) -> Self:
+    def _in_compute_dtype(self) -> Self:
         """The layer with all inputs in `compute_dtype`."""
         dtype = self.compute_dtype
-        return replace(self, **{name: x.to(dtype) for name, x in self.tensors().items()})
+        return replace(self, **{name: x.to(dtype) for name, x in self._tensors().items()})
 
-    def options(self) -> dict[str, object]:
+    def _options(self) -> dict[str, object]:
         """The fields that are no tensors, and which of the optional inputs are given."""
-        named = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in self.DIMS}
-        return named | {name: getattr(self, name) is not None for name in self.OPTIONAL}
+        named = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in self._DIMS}
+        return named | {name: getattr(self, name) is not None for name in self._OPTIONAL}
 
 
 class Recurrence(RecurrentLayer):
     """A layer whose positions map a state [B, H, K, V] to the next one."""
 
-    FORM: ClassVar[Form] = "dense"
+    _FORM: ClassVar[Form] = "dense"
     """The form of the transition of a range of positions."""
 
     @abstractmethod
-    def step(self, state: Tensor, t: int) -> tuple[Tensor, Tensor]:
+    def _step(self, state: Tensor, t: int) -> tuple[Tensor, Tensor]:
         """The state after position t, from the state before it, and the output [B, H, V]: the definition."""
 
     @abstractmethod
-    def chunks(self, ages: Tensor | None) -> Chunks:
-        """The positions in chunks, from the inputs and ages of `run`."""
+    def _chunks(self, ages: Tensor | None) -> Chunks:
+        """The positions in chunks, from the inputs and ages of `_run`."""
 
+    def _check(self) -> Sizes:
+        sizes = self._dimensions()
+        heads = sizes["heads"]
+        groups, value_dim = sizes.get("groups", heads), sizes.get("value_dim", 1)
+        return Sizes(sizes["batch"], heads, groups, sizes["seq"], sizes["key_dim"], value_dim)
+
+    @property
     def state_shape(self) -> tuple[int, ...]:
-        sizes = self.check()
+        sizes = self._check()
         return sizes.batch, sizes.heads, sizes.key_dim, sizes.value_dim
 
-    def transition_shape(self) -> tuple[int, ...]:
+    def _transition_shape(self) -> tuple[int, ...]:
         """The shape of the transition of a range of positions."""
-        batch, heads, rows, _ = self.state_shape()
-        return batch, heads, *{"scalar": (1, 1), "diagonal": (rows, 1), "dense": (rows, rows)}[self.FORM]
+        batch, heads, rows, _ = self.state_shape
+        return batch, heads, *{"scalar": (1, 1), "diagonal": (rows, 1), "dense": (rows, rows)}[self._FORM]
 
-    def run(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:
-        chunks = self.chunks(ages)
+    def _run(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:
+        chunks = self._chunks(ages)
         states = scan(chunks.segments, state.reshape(chunks.segments.update.shape[1:]))
         return chunks.outputs(states[:-1]), states[-1].flatten(1, 2)
 
-    def run_reference(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _run_reference(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:
         outs = []
-        for t in range(self.check().length):
+        for t in range(self._check().length):
             if ages is not None:
                 state = state.masked_fill((ages[:, t] == 0)[:, None, None, None], 0.0)
-            state, out = self.step(state, t)
+            state, out = self._step(state, t)
             outs.append(out)
         return torch.stack(outs, 2), state
 
-    def per_head(self, name: str, t: int) -> Tensor:
+    def _per_head(self, name: str, t: int) -> Tensor:
         """An input at position t, repeated for every head that reads it."""
         x: Tensor = getattr(self, name)[:, :, t]
-        heads: int = getattr(self, self.OUTPUT).shape[1]
+        heads: int = getattr(self, self._OUTPUT).shape[1]
         return x.repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -179,7 +190,9 @@ def in_chunks(x: Tensor, size: int, sizes: Sizes) -> Tensor:
     """
     count = -(-sizes.length // size)
     x = F.pad(x, (*[0, 0] * (x.ndim - 3), 0, count * size - sizes.length))
-    return x.unflatten(2, (count, size)).movedim(2, 0).unflatten(2, (sizes.groups, x.shape[1] // sizes.groups))
+    chunks: Tensor = x.unflatten(2, (count, size)).movedim(2, 0)
+    by_group: Tensor = chunks.unflatten(2, (sizes.groups, x.shape[1] // sizes.groups))
+    return by_group
 
 
 def check_scale(scale: object, key_dim: int) -> float:
@@ -191,8 +204,9 @@ def check_documents(documents: object, batch: int, length: int) -> tuple[Documen
     """The documents of every row of the batch, or of all rows; ValueError for masks that are no documents."""
     if documents is None:
         return None
-    masks = documents.masks if isinstance(documents, PerSequence) else (documents,)
-    if not all(isinstance(mask, Documents) and mask.prefixes is None for mask in masks):
+    given = documents.masks if isinstance(documents, PerSequence) else (documents,)
+    masks = tuple(mask for mask in given if isinstance(mask, Documents) and mask.prefixes is None)
+    if len(masks) < len(given):
         raise ValueError(
             f"documents must be Documents(lengths), or PerSequence of one for every row of the batch, got "
             f"{shown(documents)}"
@@ -230,5 +244,5 @@ def reset_at_starts(g: Tensor, ages: Tensor | None, size: int) -> Tensor:
 def starts_in_chunks(ages: Tensor, like: Tensor, size: int) -> Tensor:
     """Where documents start, as a mask of a tensor [n, B, G, H / G, size, ...]."""
     count = like.shape[0]
-    starts = F.pad(ages == 0, (0, count * size - ages.shape[1])).unflatten(1, (count, size)).movedim(1, 0)
-    return starts[:, :, None, None].unflatten(-1, (size, *[1] * (like.ndim - 5)))
+    starts: Tensor = F.pad(ages == 0, (0, count * size - ages.shape[1])).unflatten(1, (count, size)).movedim(1, 0)
+    return starts[:, :, None, None].reshape(count, -1, 1, 1, size, *[1] * (like.ndim - 5))

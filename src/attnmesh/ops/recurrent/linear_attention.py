@@ -1,4 +1,4 @@
-"""Linear attention: lightning attention, whose decay is fixed, and RWKV-7, whose transition is diagonal plus low rank."""
+"""Linear attention: lightning attention with its fixed decay, and RWKV-7, whose transition is diagonal plus rank 1."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ class LightningAttention(Recurrence):
     g: Tensor
     scale: float | None = None
 
-    FORM: ClassVar[Form] = "scalar"
-    DIMS: ClassVar[dict[str, str]] = {
+    _FORM: ClassVar[Form] = "scalar"
+    _DIMS: ClassVar[dict[str, str]] = {
         "q": "batch groups seq key_dim", "k": "batch groups seq key_dim", "v": "batch heads seq value_dim", "g": "heads"
     }  # fmt: skip
 
-    def check(self) -> Sizes:
-        sizes = self.dimensions()
-        check_scale(self.scale, sizes["key_dim"])
-        return Sizes(*(sizes[name] for name in ("batch", "heads", "groups", "seq", "key_dim", "value_dim")))
+    def _check(self) -> Sizes:
+        sizes = super()._check()
+        check_scale(self.scale, sizes.key_dim)
+        return sizes
 
-    def step(self, state: Tensor, t: int) -> tuple[Tensor, Tensor]:
-        q, k, v = (self.per_head(name, t) for name in ("q", "k", "v"))
+    def _step(self, state: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        q, k, v = (self._per_head(name, t) for name in ("q", "k", "v"))
         state = state * self.g.exp()[:, None, None] + k.unsqueeze(-1) * v.unsqueeze(-2)
         return state, (q.unsqueeze(-1) * state).sum(-2) * check_scale(self.scale, k.shape[-1])
 
-    def chunks(self, ages: Tensor | None) -> Chunks:
-        sizes = self.check()
+    def _chunks(self, ages: Tensor | None) -> Chunks:
+        sizes = self._check()
         size = chunk_size(sizes.length)
         g = self.g[:, None].expand(sizes.batch, -1, sizes.length)
         q, k, v, g = (in_chunks(x, size, sizes) for x in (self.q, self.k, self.v, g))
@@ -86,25 +86,20 @@ class RWKV7(Recurrence):
     a: Tensor
     b: Tensor
 
-    DIMS: ClassVar[dict[str, str]] = {
+    _DIMS: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("r", "w", "k"), "batch heads seq key_dim"), "v": "batch heads seq value_dim",
         **dict.fromkeys(("a", "b"), "batch heads seq key_dim"),
     }  # fmt: skip
 
-    def check(self) -> Sizes:
-        sizes = self.dimensions()
-        heads = sizes["heads"]
-        return Sizes(sizes["batch"], heads, heads, sizes["seq"], sizes["key_dim"], sizes["value_dim"])
-
-    def step(self, state: Tensor, t: int) -> tuple[Tensor, Tensor]:
-        r, w, k, v, a, b = (x[:, :, t].unsqueeze(-1) for x in self.tensors().values())
+    def _step(self, state: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        r, w, k, v, a, b = (x[:, :, t].unsqueeze(-1) for x in self._tensors().values())
         state = w.exp() * state + b * (a * state).sum(-2, keepdim=True) + k * v.mT
         return state, (r * state).sum(-2)
 
-    def chunks(self, ages: Tensor | None) -> Chunks:
-        sizes = self.check()
+    def _chunks(self, ages: Tensor | None) -> Chunks:
+        sizes = self._check()
         size = chunk_size(sizes.length)
-        r, w, k, v, a, b = (in_chunks(x, size, sizes) for x in self.tensors().values())
+        r, w, k, v, a, b = (in_chunks(x, size, sizes) for x in self._tensors().values())
         if ages is not None:
             a = a.masked_fill(starts_in_chunks(ages, a, size), 0.0)
         return low_rank_chunks(r, k, v, reset_at_starts(w, ages, size), a, b, sizes.length)

@@ -1,4 +1,4 @@
-"""State-space layers: Mamba-2, whose decay is one number per head and position, and Mamba-1, one per channel and state."""
+"""State-space layers: Mamba-2, with a decay per head and position, and Mamba-1, with one for each entry of a state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnmesh.core.segment import Segment, scan
 from attnmesh.ops.recurrent.chunked import CHUNK, chunk_size, in_groups, joined, scalar_chunks
-from attnmesh.ops.recurrent.layer import Chunks, Form, Recurrence, Sizes, in_chunks, reset_at_starts, starts_in_chunks
+from attnmesh.ops.recurrent.layer import Chunks, Form, Recurrence, in_chunks, reset_at_starts, starts_in_chunks
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,8 +23,8 @@ class _StateSpace(Recurrence):
     C: Tensor
     D: Tensor | None = None
 
-    OPTIONAL: ClassVar[tuple[str, ...]] = ("D",)
-    OUTPUT: ClassVar[str] = "x"
+    _OPTIONAL: ClassVar[tuple[str, ...]] = ("D",)
+    _OUTPUT: ClassVar[str] = "x"
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,25 +42,21 @@ class Mamba2(_StateSpace):
         (torch.Size([1, 4, 10, 8]), torch.Size([1, 4, 16, 8]))
     """
 
-    FORM: ClassVar[Form] = "scalar"
-    DIMS: ClassVar[dict[str, str]] = {
+    _FORM: ClassVar[Form] = "scalar"
+    _DIMS: ClassVar[dict[str, str]] = {
         "x": "batch heads seq value_dim", "dt": "batch heads seq", "A": "heads",
         "B": "batch groups seq key_dim", "C": "batch groups seq key_dim", "D": "heads",
     }  # fmt: skip
 
-    def check(self) -> Sizes:
-        sizes = self.dimensions()
-        return Sizes(*(sizes[name] for name in ("batch", "heads", "groups", "seq", "key_dim", "value_dim")))
-
-    def step(self, state: Tensor, t: int) -> tuple[Tensor, Tensor]:
-        x, dt, B, C = (self.per_head(name, t) for name in ("x", "dt", "B", "C"))
+    def _step(self, state: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        x, dt, B, C = (self._per_head(name, t) for name in ("x", "dt", "B", "C"))
         dt = dt[..., None, None]
         state = (dt * self.A[:, None, None]).exp() * state + B.unsqueeze(-1) * (dt * x.unsqueeze(-2))
         out = (C.unsqueeze(-1) * state).sum(-2)
         return state, out if self.D is None else out + self.D[:, None] * x
 
-    def chunks(self, ages: Tensor | None) -> Chunks:
-        sizes = self.check()
+    def _chunks(self, ages: Tensor | None) -> Chunks:
+        sizes = self._check()
         size = chunk_size(sizes.length)
         g = self.dt * self.A[:, None]
         C, B, v, g = (in_chunks(x, size, sizes) for x in (self.C, self.B, self.dt.unsqueeze(-1) * self.x, g))
@@ -98,24 +94,20 @@ class Mamba1(_StateSpace):
         torch.Size([1, 6, 10])
     """
 
-    FORM: ClassVar[Form] = "diagonal"
-    DIMS: ClassVar[dict[str, str]] = {
+    _FORM: ClassVar[Form] = "diagonal"
+    _DIMS: ClassVar[dict[str, str]] = {
         "x": "batch heads seq", "dt": "batch heads seq", "A": "heads key_dim",
         "B": "batch groups seq key_dim", "C": "batch groups seq key_dim", "D": "heads",
     }  # fmt: skip
 
-    def check(self) -> Sizes:
-        sizes = self.dimensions()
-        return Sizes(*(sizes[name] for name in ("batch", "heads", "groups", "seq", "key_dim")), 1)
-
-    def step(self, state: Tensor, t: int) -> tuple[Tensor, Tensor]:
-        x, dt, B, C = (self.per_head(name, t) for name in ("x", "dt", "B", "C"))
+    def _step(self, state: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        x, dt, B, C = (self._per_head(name, t) for name in ("x", "dt", "B", "C"))
         dt = dt.unsqueeze(-1)
         state = (dt * self.A).exp().unsqueeze(-1) * state + (dt * B * x.unsqueeze(-1)).unsqueeze(-1)
         out = (C * state.squeeze(-1)).sum(-1)
         return state, out if self.D is None else out + self.D * x
 
-    def chunks(self, ages: Tensor | None) -> Chunks:
+    def _chunks(self, ages: Tensor | None) -> Chunks:
         chunks = _ChannelChunks(self, ages)
         return chunks if self.D is None else _WithSkip(chunks, self.D[:, None] * self.x)
 
@@ -128,32 +120,38 @@ class _ChannelChunks(Chunks):
     """
 
     def __init__(self, layer: Mamba1, ages: Tensor | None) -> None:
-        sizes = layer.check()
+        sizes = layer._check()
         size = min(CHUNK, sizes.length)
         x, dt, B, C = (in_chunks(x, size, sizes) for x in (layer.x, layer.dt, layer.B, layer.C))
-        self._A = layer.A.unflatten(0, (sizes.groups, -1)).unsqueeze(-2)  # [G, H / G, 1, K]
+        self._A: Tensor = layer.A.unflatten(0, (sizes.groups, -1)).unsqueeze(-2)  # [G, H / G, 1, K]
         reset = torch.zeros_like(dt[:, :, :1, :1]) if ages is None else starts_in_chunks(ages, dt, size)
         self._inputs, self._C, self._length = (x, dt, B, reset.bool()), C, sizes.length
         self._elements = dt[:1].numel() * sizes.key_dim
-        self.segments = Segment(*in_groups(self._segments, self._inputs, self._elements))
+        self.segments = Segment(*in_groups(_segments, self._inputs, self._elements, self._A))
 
     def outputs(self, states: Tensor) -> Tensor:
-        (out,) = in_groups(self._outputs, (*self._inputs, self._C, states), self._elements)
+        (out,) = in_groups(_outputs, (*self._inputs, self._C, states), self._elements, self._A)
         return joined(out.unsqueeze(-1), self._length).squeeze(-1)
 
-    def _segments(self, x: Tensor, dt: Tensor, B: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:
-        g = self._log_decays(dt, reset)
-        state = g.new_zeros(*g.shape[:-2], g.shape[-1], 1)
-        return g.sum(-2).exp().unsqueeze(-1), self._states(x, dt, B, g, state)[-1]
 
-    def _outputs(self, x: Tensor, dt: Tensor, B: Tensor, reset: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor]:
-        states = self._states(x, dt, B, self._log_decays(dt, reset), state)
-        return ((C.movedim(-2, 0) * states[1:].squeeze(-1)).sum(-1).movedim(0, -1),)
+def _segments(x: Tensor, dt: Tensor, B: Tensor, reset: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+    g = _log_decays(dt, reset, A)
+    state = g.new_zeros(*g.shape[:-2], g.shape[-1], 1)
+    return g.sum(-2).exp().unsqueeze(-1), _states(x, dt, B, g, state)[-1]
 
-    def _log_decays(self, dt: Tensor, reset: Tensor) -> Tensor:
-        return (dt.unsqueeze(-1) * self._A).masked_fill(reset.unsqueeze(-1), -math.inf)
 
-    def _states(self, x: Tensor, dt: Tensor, B: Tensor, g: Tensor, state: Tensor) -> Tensor:
-        """The state before every position of the chunks, and after the last, [size + 1, n, B, G, H / G, K, 1]."""
-        update = (dt * x).unsqueeze(-1) * B
-        return scan(Segment(*(z.movedim(-2, 0).unsqueeze(-1) for z in (g.exp(), update))), state)
+def _outputs(
+    x: Tensor, dt: Tensor, B: Tensor, reset: Tensor, C: Tensor, state: Tensor, A: Tensor
+) -> tuple[Tensor]:  # fmt: skip
+    states = _states(x, dt, B, _log_decays(dt, reset, A), state)
+    return ((C.movedim(-2, 0) * states[1:].squeeze(-1)).sum(-1).movedim(0, -1),)
+
+
+def _log_decays(dt: Tensor, reset: Tensor, A: Tensor) -> Tensor:
+    return (dt.unsqueeze(-1) * A).masked_fill(reset.unsqueeze(-1), -math.inf)
+
+
+def _states(x: Tensor, dt: Tensor, B: Tensor, g: Tensor, state: Tensor) -> Tensor:
+    """The state before every position of the chunks, and after the last, [size + 1, n, B, G, H / G, K, 1]."""
+    update = (dt * x).unsqueeze(-1) * B
+    return scan(Segment(*(z.movedim(-2, 0).unsqueeze(-1) for z in (g.exp(), update))), state)
