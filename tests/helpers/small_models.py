@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from helpers import recurrent_models
+
 # Set where a configuration has them.
 _SIZES: dict[str, Any] = {
     "vocab_size": 53, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -49,8 +51,6 @@ _OWN: dict[str, dict[str, Any]] = {
         "moe_topk": 2,
     },
     "hrm_text": {"H_cycles": 2, "L_cycles": 1, "num_layers_per_stack": 1, "num_hidden_layers": 4},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "codegen": {"rotary_dim": 4, "n_ctx": 64},
     "gptj": {"rotary_dim": 4},
     **dict.fromkeys(
@@ -64,6 +64,8 @@ def small_config(kind: str) -> Any:
     """The configuration of a small model; raises an exception for types that need other options to be small."""
     from transformers import AutoConfig
 
+    if kind in recurrent_models.MODELS:
+        return AutoConfig.for_model(kind, **recurrent_models.MODELS[kind] | {"vocab_size": _SIZES["vocab_size"]})
     full = AutoConfig.for_model(kind)
     own = {name: size for name, size in _SIZES.items() if _has(full, name)}
     layers = getattr(full, "layer_types", None)
@@ -95,6 +97,7 @@ def small_model(kind: str, implementation: str) -> Any:
         raise ValueError(f"{weights} weights: other options decide its size")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).float()
+    deviation = 0.1 if kind in recurrent_models.MODELS else 0.2  # delta rules amplify what is rounded
     for weight in model.parameters():
-        torch.nn.init.normal_(weight, 0.0 if weight.dim() > 1 else 1.0, 0.2)
+        torch.nn.init.normal_(weight, 0.0 if weight.dim() > 1 else 1.0, deviation)
     return model.eval()

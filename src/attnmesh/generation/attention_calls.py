@@ -29,6 +29,7 @@ from attnmesh.generation.recurrent_states import RecurrentCall
 from attnmesh.integrations.recurrent_layers import is_recurrent, serve_over_ranks
 from attnmesh.integrations.transformers_models import MODELS_PAGE, text_config
 from attnmesh.models.sharded import heads_of
+from attnmesh.ops.recurrent.api import scan
 from attnmesh.ops.recurrent.layer import RecurrentLayer
 from attnmesh.ops.storage import bytes_per_token
 from attnmesh.utils.error_links import explained_in
@@ -273,8 +274,8 @@ class _Recorder(NewTokensCache):
     def scan(self, module: nn.Module, layer: RecurrentLayer) -> Tensor:
         """Note a call of a recurrent layer."""
         name = self._names.get(id(module), type(module).__name__)
-        self.recurrent.append(RecurrentCall(name, layer.state_shape()[1:], layer.compute_dtype))
-        return torch.zeros_like(getattr(layer, layer.OUTPUT))
+        self.recurrent.append(RecurrentCall(name, layer.state_shape[1:], layer.compute_dtype))
+        return scan(layer)
 
 
 def _checked_latents(model: nn.Module, calls: list[_Recorded]) -> LatentWidths | None:
