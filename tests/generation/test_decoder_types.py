@@ -6,11 +6,25 @@ from contextlib import suppress
 import pytest
 import torch
 
+import attnmesh as am
 from attnmesh.generation.attention_calls import attention_calls
 from attnmesh.generation.generator import Generator
 from attnmesh.integrations.transformers_attention import register_attention
-from helpers.decoder_types import NotMadeError, all_types, generate, lines, quiet, table, train, written
-from helpers.models import use_small_blocks
+from attnmesh.models.sharded import SHARDED_MODELS
+from helpers.decoder_types import (
+    MOST,
+    PROMPTS,
+    NotMadeError,
+    all_types,
+    generate,
+    greedy,
+    lines,
+    quiet,
+    table,
+    train,
+    written,
+)
+from helpers.models import generated_rows, on_virtual_ranks, tiny_tokenizer, use_small_blocks
 from helpers.small_models import small_model
 
 DIFFERENT = {
@@ -62,6 +76,21 @@ def test_what_trains_generates_and_the_rest_is_refused(kind):
     generate(kind, 2, None)
     generate(kind, 3, 8)
     generate(kind, 3, 16, speculative=True)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", SHARDED_MODELS)
+def test_types_with_sharded_weights(kind, tmp_path):
+    small_model(kind, "attnmesh").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    for sharding in (am.DecodeSharding(tp=2), am.DecodeSharding(tp=2, cp=2)):
+
+        def rank(comm, sharding=sharding):
+            part, _ = am.load_model(tmp_path, sharding=sharding, comm=comm)
+            generator = Generator(part, None, comm, cache_tokens=200, max_sequences=3, prefill_chunk=8)
+            return generated_rows(generator, PROMPTS, max_new_tokens=MOST, stop=[])
+
+        assert on_virtual_ranks(sharding.ranks, rank) == [greedy(kind)[0]] * sharding.ranks
 
 
 @pytest.mark.sweep
@@ -137,3 +166,38 @@ def test_a_layer_that_does_something_else_is_refused(how, message):
     model.model.layers[0].self_attn = Unlike(model.model.layers[0].self_attn, how)
     with pytest.raises(ValueError, match=message):
         list(Generator(model, cache_tokens=64).generate([[8, 9, 10]], max_new_tokens=2, stop=[]))
+
+
+def encoder(kind):
+    """A small model that is no decoder."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24}
+    tokens = {"vocab_size": 53, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    match kind:
+        case "t5":
+            small = {"d_model": 32, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 4}
+            return transformers.T5ForConditionalGeneration, transformers.T5Config(**small, **tokens)
+        case "bert":
+            return transformers.BertForMaskedLM, transformers.BertConfig(**sizes, **tokens)
+    more = {"cls_token_id": 1, "sep_token_id": 2}
+    return transformers.ModernBertForMaskedLM, transformers.ModernBertConfig(**sizes, **tokens, **more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("t5", "T5ForConditionalGeneration: the model has attention code of its own"),
+        ("bert", "masks must be causal, .* got the mask function .*bidirectional"),
+        ("modernbert", "masks must be causal, .* got the mask function .*bidirectional"),
+    ],
+)
+def test_encoders_are_refused_in_words_on_every_rank(kind, message):
+    cls, config = encoder(kind)
+    model = cls._from_config(config, attn_implementation="attnmesh").eval()
+
+    def rank(comm):
+        with pytest.raises(ValueError, match=message):
+            Generator(model, None, comm, cache_tokens=64)
+
+    on_virtual_ranks(2, rank)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from attnmesh.core.masks import Causal, Chunked, Mask, SlidingWindow
 from attnmesh.generation.latents import LatentWidths, latent_widths
-from attnmesh.generation.models import cached_widths, layer_windows
+from attnmesh.generation.models import cached_widths, layer_configs, layer_windows
 from attnmesh.generation.recurrent_states import RecurrentCall
 from attnmesh.integrations.recurrent_layers import is_recurrent, serve_over_ranks
 from attnmesh.integrations.transformers_models import MODELS_PAGE, text_config
@@ -85,7 +86,7 @@ class AttentionCalls:
         """The window of each layer of the cache."""
         return tuple(layer.window for layer in self.layers)
 
-    @property
+    @cached_property
     def shared(self) -> frozenset[int]:
         """The layers of the cache that several calls read."""
         return frozenset(call.layer for call in self.calls if not call.is_first)
@@ -192,8 +193,11 @@ def attention_calls(model: Any) -> AttentionCalls:
 
 def calls_of_config(config: Any) -> AttentionCalls:
     """The calls of a model whose layers attend once each, to keys and values as its configuration has them."""
-    heads, widths, windows = heads_of(config), cached_widths(config), layer_windows(config)
-    layers = tuple(CachedLayer(heads.kv, **widths, window=window) for window in windows)
+    windows = layer_windows(config)
+    layers = tuple(
+        CachedLayer(heads_of(each).kv, **cached_widths(each), window=window)
+        for each, window in zip(layer_configs(config), windows, strict=True)
+    )
     masks: list[Mask] = [Causal() if window is None else SlidingWindow(window - 1) for window in windows]
     calls = (AttentionCall(f"layer {i}", i, i, mask, is_first=True) for i, mask in enumerate(masks))
     return AttentionCalls(tuple(calls), layers, latent_widths(config))

@@ -42,7 +42,7 @@ from attnmesh.generation.passes import (
 from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
 from attnmesh.generation.recurrent_states import RecurrentStates
 from attnmesh.generation.tensor_parallel import TensorParallel
-from attnmesh.integrations.transformers_models import check_model, text_config
+from attnmesh.integrations.transformers_models import changing_rotary, check_model, text_config
 from attnmesh.kv_cache.block_manager import WINDOW_MARGIN
 from attnmesh.kv_cache.sequence import NewTokens
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
@@ -132,10 +132,10 @@ class Engine:
         self._forward_step: Callable[[Any, Tensor, Tensor], Tensor] = self._forward
         if self.device.type == "cuda" and weights is None and not self.calls.recurrent:
             self.use_tensor_parallel()
-            # Mixture-of-experts routing on the host cannot be captured. NCCL's messages can, but NCCL does not destroy
-            # a communicator before the last graph with its messages: an engine that is still referred to, as by the
-            # traceback of an exception, would block the end of its process.
-            if comm.world == 1 and not hasattr(config, "num_local_experts"):
+            # What decides on the host, as the routing of experts may, cannot be captured. NCCL's messages can, but NCCL
+            # does not destroy a communicator before the last graph with its messages: an engine that is still referred
+            # to, as by the traceback of an exception, would block the end of its process.
+            if comm.world == 1 and not _decides_on_host(model):
                 self._forward_step = DecodeGraphs(self._forward)
         self._layer_bytes = [
             (layer.bytes_per_token(self.storage, len(sharding.kv_heads(rank, layer.kv_heads))),
@@ -318,6 +318,12 @@ def _logits(model: Any, cache_pass: CachePass, ids: Tensor, positions: Tensor, k
     logits = run_model(model, cache_pass, ids, positions, keep)
     cache_pass.check_complete()
     return logits
+
+
+def _decides_on_host(model: Any) -> bool:
+    """Whether a pass may read the device: to route experts, or to choose rotary frequencies by the largest position."""
+    experts = any("expert" in name.rpartition(".")[2] for name, _ in model.named_modules())
+    return experts or changing_rotary(text_config(model)) is not None
 
 
 def _broadcast(comm: Comm, x: Tensor, rank: int) -> Tensor:

@@ -34,10 +34,18 @@ def cache_storage(latent: LatentWidths | None, dtype: torch.dtype, storage: str 
 
 def kv_bytes_per_token(config: Any, storage: str, kv_heads: int | None = None) -> int:
     """Bytes of the keys and values (or latents) of one token in all layers, with scales; by default of all kv heads."""
-    heads = heads_of(config).kv if kv_heads is None else kv_heads
-    widths = cached_widths(config)
-    per_head = bytes_per_token(storage, widths["head_dim"]) * (1 if widths["latent"] else 2)
-    return round(int(config.num_hidden_layers) * heads * per_head)
+    total = 0.0
+    for layer in layer_configs(config):
+        widths, heads = cached_widths(layer), heads_of(layer).kv if kv_heads is None else kv_heads
+        total += heads * bytes_per_token(storage, widths["head_dim"]) * (1 if widths["latent"] else 2)
+    return round(total)
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """The configuration of each layer: its own where layers differ, else that of the model."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * int(config.num_hidden_layers)
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
