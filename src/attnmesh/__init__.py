@@ -9,6 +9,7 @@ _start()  # before torch is imported
 # ruff: noqa: E402
 from attnmesh import decode as decode
 from attnmesh import models as models
+from attnmesh import recurrent as recurrent
 from attnmesh import sparse as sparse
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag

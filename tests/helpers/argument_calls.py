@@ -31,6 +31,7 @@ from attnmesh.report import GeneratedAnswer, schedule_report
 from attnmesh.testing.block import random_block
 from attnmesh.trace.timeline import Span, write_trace
 from helpers import models
+from helpers.recurrent import KINDS, random_layer, to_dtype
 
 Arguments = dict[str, Any]
 
@@ -47,6 +48,15 @@ def _sharded() -> dict[str, object]:
 
 def _qkv(length: int = 6) -> Arguments:
     return {"q": rows(1, 4, length, 8), "k": rows(1, 2, length, 8), "v": rows(1, 2, length, 8)}
+
+
+def _recurrent_layers(length: int = 6) -> dict[str, am.recurrent.RecurrentLayer]:
+    layers = (random_layer(kind, length, key_dim=8, value_dim=8) for kind in KINDS)
+    return {type(layer).__name__: to_dtype(layer, torch.float32) for layer in layers}
+
+
+def _delta_rule(length: int = 6) -> am.recurrent.RecurrentLayer:
+    return _recurrent_layers(length)["GatedDeltaRule"]
 
 
 def _decode() -> Arguments:
@@ -314,10 +324,32 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
             "length": 64, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 12, "key_length": 64, "device": "cpu"
         },
     ],
+    "ContextParallel.recurrent": [
+        lambda cp: {
+            "layer": _delta_rule(), "length": 6, "documents": am.Documents([2, 4]), "initial_state": rows(1, 4, 8, 8),
+            "return_final_state": True,
+        },
+    ],
     "ContextParallel.positions": [lambda cp: {"length": 6}],
     "ContextParallel.shard": [lambda cp: {"x": rows(2, 6), "dim": 1}],
     "ContextParallel.unshard": [lambda cp: {"x": rows(2, 6), "dim": 1, "length": 6}],
     "ContextParallel.with_layout": [lambda cp: {"layout": am.Striped()}],
+    # Recurrent layers.
+    "scan": [
+        lambda: {
+            "layer": _delta_rule(), "documents": am.Documents([2, 4]), "initial_state": rows(1, 4, 8, 8),
+            "return_final_state": True,
+        },
+    ],
+    **{
+        name: [lambda name=name: dict(_recurrent_layers()[name]._tensors())]
+        for name in ("GatedDeltaRule", "KimiDeltaAttention", "LightningAttention", "RWKV7", "Mamba1", "Mamba2",
+                     "ShortConvolution")
+    },
+    "RecurrentLayer.rows": [lambda layer: {"rows": range(1, 4)}],
+    "Segment.identity": [lambda: {"shape": (2, 3), "dtype": torch.float32, "device": "cpu"}],
+    "Segment.apply": [lambda segment: {"state": rows(3, 2)}],
+    "Segment.after": [lambda segment: {"earlier": am.recurrent.Segment(rows(3, 3), rows(3, 2))}],
     "shard_inputs": [
         lambda: {"cp": am.ContextParallel(SoloComm()), "input_ids": torch.ones(2, 6, dtype=torch.int64),
                  "labels": torch.ones(2, 6, dtype=torch.int64), "position_ids": torch.arange(6)[None],
@@ -603,6 +635,7 @@ RECEIVERS: dict[str, Callable[[], Any]] = {
     "Exchange": am.decode.Exchange,
     "Zigzag": am.Zigzag,
     "Rope": lambda: Rope.plain(8),
+    "Segment": lambda: am.recurrent.Segment(rows(3, 1), rows(3, 2)),
     "SparseMask": lambda: am.SparseMask(causal=True),
 }
 """How to make the instance of a class; by default from the first valid call of its constructor."""
@@ -642,6 +675,10 @@ def _cancel_on_ranks(comm: am.Comm) -> tuple[Any, Arguments]:
 COLLECTIVE: dict[str, Callable[[am.Comm], tuple[Any, Arguments]]] = {
     "ContextParallel.attention": lambda comm: (
         am.ContextParallel(comm, schedule="ring"), {**_qkv(3), "length": 6, "mask": am.Causal(), **_score_terms()},
+    ),
+    "ContextParallel.recurrent": lambda comm: (
+        am.ContextParallel(comm),
+        {"layer": _delta_rule(3), "length": 6, "documents": am.Documents([2, 4]), "initial_state": rows(1, 4, 8, 8)},
     ),
     "ContextParallel.unshard": lambda comm: (am.ContextParallel(comm), {"x": rows(2, 3), "dim": 1, "length": 6}),
     "ring_distributed_attention": lambda comm: (None, {**_qkv(), "group": comm}),
@@ -724,6 +761,10 @@ NOT_FUZZED = {
     **dict.fromkeys(
         ("Request", *(f"Request.{name}" for name in ("choose", "add", "fail", "draft", "from_json"))),
         "made and changed by a Generator",
+    ),
+    **dict.fromkeys(
+        ("GatedDeltaRule", "KimiDeltaAttention", "LightningAttention", "RWKV7", "Mamba1", "Mamba2", "ShortConvolution"),
+        "records that scan and ContextParallel.recurrent check, on all ranks: tests/ops/recurrent, tests/parallel",
     ),
     "GeneratedAnswer": "a record that is only shown",
     "GenerationReport": "a result",

@@ -29,7 +29,7 @@ from torch import Tensor
 import attnmesh as am
 
 ROOT = Path(__file__).parents[2]
-PACKAGES_WITH_NAMES = ("attnmesh.report", "attnmesh.sparse", "attnmesh.decode", "attnmesh.models")
+PACKAGES_WITH_NAMES = ("attnmesh.report", "attnmesh.sparse", "attnmesh.decode", "attnmesh.models", "attnmesh.recurrent")
 # What the commands use of the planner and of traces, and a program may use as well.
 PLANNER_NAMES = {
     "attnmesh.planner.catalog": ("Catalog", "catalog", "default_cluster", "load"),

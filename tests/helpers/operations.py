@@ -437,7 +437,8 @@ def each_operation(device: str = "cpu") -> pytest.MarkDecorator:
 
 def public_operations(device: str = "cpu") -> list[Operation]:
     """Return every public operation, with the backends that serve it on this device."""
-    from helpers.rank_operations import rank_operations  # it imports this module
+    from helpers.rank_operations import rank_operations  # they import this module
+    from helpers.recurrent_operations import recurrent_operations
 
     names = ("aten", "torch", "reference") if device == "cpu" else ("auto", "reference")
     decode = ("cpu", "reference") if device == "cpu" else ("auto",)
@@ -448,4 +449,5 @@ def public_operations(device: str = "cpu") -> list[Operation]:
         *sparse_operations("torch" if device == "cpu" else "auto"),
         *state_operations(),
         *rank_operations(),
+        *recurrent_operations(),
     ]

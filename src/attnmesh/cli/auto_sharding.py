@@ -15,6 +15,7 @@ import torch
 from attnmesh.cli.language_model import DeviceMemory, local_ranks
 from attnmesh.cli.plan import enough_ranks
 from attnmesh.cli.sharding import kv_itemsize
+from attnmesh.generation.latents import latent_widths
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.rank_memory import ShardedMemory
 from attnmesh.models.checkpoint import CONFIG
@@ -58,7 +59,7 @@ class AutoSharding:
         bits = 8 * self.dtype.itemsize
         model = replace(model_from_config(values, self.folder / CONFIG), weight_bits=WeightBits(bits, bits, bits))
         cluster = default_cluster(self.device_memory.device).with_ranks_per_node(local_ranks(self.ranks))
-        storage = cache_storage(self.config, self.dtype, self.storage)
+        storage = cache_storage(latent_widths(self.config), self.dtype, self.storage)
         itemsize = kv_itemsize(storage, model)
         return DecodeRequest(model, self.context, self.batch, self.ranks, cluster, kv_itemsize=itemsize)
 

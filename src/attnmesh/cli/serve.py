@@ -33,6 +33,7 @@ from attnmesh.cli.sharding import (
     sharding_note,
 )
 from attnmesh.generation.generator import recommended_groups
+from attnmesh.generation.latents import latent_widths
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.rank_memory import ShardedMemory, kv_cache_bytes
 from attnmesh.models.checkpoint import weight_bytes
@@ -164,7 +165,7 @@ def serve_command(
         device.value, world, shared=virtual and not shard_weights, share_gpu=share_gpu, stated=memory
     )
     advice, why = f"; reduce --cache-tokens {tokens} or the ranks", ""
-    stored_as = cache_storage(config, dtype.dtype, storage)
+    stored_as = cache_storage(latent_widths(config), dtype.dtype, storage)
     if shard_weights:
         held = ShardedMemory(config, dtype.dtype, storage=stored_as, cache_tokens=tokens, max_sequences=max_sequences)
         if divided is None:

@@ -84,6 +84,7 @@ class ContinuousBatch:
         self.scheduler = Scheduler(
             engine.cache.by_kvdp_rank, max_chunk=engine.prefill_chunk,
             min_chunk=min_prefill_chunk(engine.position_ranks.world),
+            on_fork=engine.copy_states if engine.calls.recurrent else None,
         )  # fmt: skip
         self._engine, self._ranks, self._stats, self._callbacks = engine, ranks, stats, callbacks
         self.requests: list[Request] = []  # in progress

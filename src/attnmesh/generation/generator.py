@@ -129,7 +129,10 @@ class Generator:
             report_error(self.comm, "Generator", error)
             raise
         check_same_weights(self.comm, model, self.engine.device)
-        if self.engine.device.type == "cpu" and sharded_weights(model) is None and self._all_share_memory():
+        if (
+            self.engine.device.type == "cpu" and sharded_weights(model) is None and self._all_share_memory()
+            and not self.engine.calls.recurrent
+        ):  # fmt: skip
             self.engine.use_tensor_parallel()
         self.max_sequences, self.stats = max_sequences, GenerationStats(rank)
         self._progress = Progress(self.comm.log.number("Generator"))
@@ -275,6 +278,10 @@ class Generator:
     def _check_prompt(self, name: str, ids: list[int], options: RequestOptions) -> None:
         """Raise ValueError unless the model and the cache can take a prompt with these options."""
         check_prompt(self.model, name, ids, options.max_new_tokens)
+        if options.speculative and self.engine.calls.recurrent:
+            raise ValueError(
+                "speculative must be False for a model with recurrent layers, whose states cannot drop tokens, got True"
+            )
         beams, new = options.num_beams, options.max_new_tokens
         if len(ids) + beams * new > self.engine.cache_tokens:
             of_beams = "" if beams == 1 else f" in each of num_beams={beams}"
@@ -386,6 +393,7 @@ class Generator:
         Beam searches begin again: their sequences are freed. Raises ValueError if a request cannot be moved.
         """
         self._check_in_step()
+        self._check_moves()
         self._batch.settle()
         chosen = self._batch.requests if requests is None else list(requests)
         for each in chosen:
@@ -402,9 +410,17 @@ class Generator:
         """How far it is: equal on all its ranks, or they are out of step."""
         return f"{self._progress}, {self.engine.state()}"
 
+    def _check_moves(self) -> None:
+        """Raise ValueError if requests have states that are not moved with their keys and values."""
+        if self.engine.calls.recurrent:
+            raise ValueError(
+                f"requests of a model with recurrent layers must stay on their ranks, got {type(self.model).__name__}"
+            )
+
     def check_adopts(self) -> None:
         """Raise ValueError unless requests of another generator can continue in this generator."""
         self._check_in_step()
+        self._check_moves()
         self._batch.settle()  # or what joins the cache would be freed with what was interrupted
         if any(request.options.num_beams > 1 for request in self._batch.requests):
             raise ValueError(f"target must have no beam search in progress, got {self._batch.requests}")

@@ -17,8 +17,9 @@ from __future__ import annotations
 import logging
 from array import array
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from operator import attrgetter
 
 from attnmesh.generation.requests import Request
@@ -94,10 +95,17 @@ class StepPlan:
 class Scheduler:
     """The requests of some groups of ranks. A chunk has at most `max_chunk` tokens, and at least `min_chunk` unless it
     ends a prompt.
+
+    `on_fork(source, sequence)` copies the states of a model with recurrent layers. Its prompts reuse no prefix.
     """
 
-    def __init__(self, caches: Sequence[BlockCache], *, max_chunk: int, min_chunk: int) -> None:
+    def __init__(
+        self, caches: Sequence[BlockCache], *, max_chunk: int, min_chunk: int,
+        on_fork: Callable[[CacheSequence, CacheSequence], None] | None = None,
+    ) -> None:  # fmt: skip
         self.caches = list(caches)
+        self._on_fork = on_fork
+        self._cache_keys = None if on_fork is None else count()
         self._max_chunk, self._min_chunk = max_chunk, min_chunk
         self.waiting: list[Request] = []
         self.running: list[list[Request]] = [[] for _ in caches]
@@ -148,10 +156,16 @@ class Scheduler:
             if sequence not in sources:
                 cache.free(sequence)
         request.sequences = [
-            cache.fork(source) if source in sources[:at] else source for at, source in enumerate(sources)
+            self._fork(cache, source) if source in sources[:at] else source for at, source in enumerate(sources)
         ]
         for sequence, (_, token) in zip(request.sequences, beams, strict=True):
             sequence.ids.append(token)
+
+    def _fork(self, cache: BlockCache, source: CacheSequence) -> CacheSequence:
+        forked = cache.fork(source)
+        if self._on_fork is not None:
+            self._on_fork(source, forked)
+        return forked
 
     def reset(self, requests: Sequence[Request], *, clear: bool) -> None:
         """Let these requests wait, in place of all others. Finished blocks stay cached, unless caches are cleared."""
@@ -236,13 +250,14 @@ class Scheduler:
     def _admit(self, request: Request, step: StepPlan) -> bool:
         """Start the first waiting request in the best group that has room for it; False if none has."""
         text, found = request.known, []
+        key = "" if self._cache_keys is None else f"alone {next(self._cache_keys)}"
         for group, cache in enumerate(self.caches):
             taken = sum(each.options.num_beams for each in self.running[group])
             has_rows = taken + request.options.num_beams <= cache.max_sequences
             if step.groups[group].budget < min(len(text), self._min_chunk) or not has_rows:
                 continue
-            prefix = cache.find_prefix(text)
-            if self._will_be_longer(text, group, prefix):
+            prefix = cache.find_prefix(text, cache_key=key)
+            if not key and self._will_be_longer(text, group, prefix):
                 return False
             # A short common prefix, such as a template, does not outweigh an even load.
             saved = prefix if 2 * prefix >= len(text) else 0
@@ -253,7 +268,7 @@ class Scheduler:
                 # An empty group takes any request: requests that it can never hold are refused before.
                 if self.running[group]:
                     cache.check_allocate(text, spare=request.options.num_beams)
-                sequence = cache.allocate(text)
+                sequence = cache.allocate(text, cache_key=key)
             except CacheFull:
                 continue
             self.waiting.remove(request)

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 from weakref import WeakSet
 
@@ -19,8 +21,9 @@ from torch import Tensor, nn
 
 from attnmesh.comm import Comm
 from attnmesh.core.mask_encoding import traced_mask
-from attnmesh.core.masks import Mask
+from attnmesh.core.masks import Documents, Mask, PerSequence
 from attnmesh.core.packing import Packing
+from attnmesh.integrations.recurrent_layers import serve_over_ranks
 from attnmesh.integrations.transformers_models import (
     MODELS_PAGE,
     attention_layers,
@@ -30,6 +33,7 @@ from attnmesh.integrations.transformers_models import (
     modules_in_forward,
     text_config,
 )
+from attnmesh.ops.recurrent.layer import RecurrentLayer
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.utils.error_links import see
 
@@ -95,7 +99,7 @@ class ShardedPass:
         return self._masks[layer]
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None,
+        self, layer: object, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None,
         softcap: float | None = None,
     ) -> Tensor:  # fmt: skip
         """Out of this rank's queries over the keys of all ranks."""
@@ -105,6 +109,27 @@ class ShardedPass:
         return self.cp.attention(
             q, k, v, mask=self.mask(mask), scale=scale, softcap=softcap, sinks=sinks, length=self.length
         )
+
+    def scan(self, module: nn.Module, layer: RecurrentLayer) -> Tensor:
+        """The outputs of a recurrent layer for this rank's tokens, which continue the tokens of other ranks."""
+        if self.check_once is not None:
+            self.check_once()
+            self.check_once = None
+        self.count_attention(module)
+        out: Tensor = self.cp.recurrent(layer, documents=self.documents, length=self.length)
+        return out
+
+    @cached_property
+    def documents(self) -> Mask | None:
+        """The documents of every row. Padding before the first continues in it, as in a row that is not packed."""
+        if self._documents is None:
+            return None
+        rows = []
+        for numbers in self._documents:
+            changes = 1 + torch.nonzero(numbers[1:] != numbers[:-1]).flatten()
+            starts = [at for at in changes.tolist() if numbers[at] >= 0 and int(numbers[:at].max()) >= 0]
+            rows.append(Documents([b - a for a, b in pairwise([0, *starts, self.length])]))
+        return PerSequence(rows) if any(len(row.bounds) > 2 for row in rows) else None
 
     def count_attention(self, module: nn.Module) -> None:
         """Note that the attention of this module is computed over the ranks."""
@@ -219,6 +244,10 @@ class ShardedMask(Unreadable):
             attention_pass.attention_mask.device,
         )
 
+    def for_recurrent_layers(self) -> Tensor:
+        """This rank's tokens [B, n] that are not padding, as a new tensor."""
+        return self.attention_pass.attention_mask.bool()[:]
+
     def to(self, *_: object, **__: object) -> ShardedMask:
         """Itself: the tensor stays where it is."""
         return self
@@ -300,6 +329,7 @@ def _watched_call(model: Any, attention_pass: ShardedPass, args: tuple[Any, ...]
     check_attention_code(model)
     if model not in _inspected:
         check_modules(model)
+        serve_over_ranks(model)
         _inspected.add(model)
     attention_pass.is_watched, attention_pass.attended_by = True, set()
     try:

@@ -1,9 +1,9 @@
 """Which models of Transformers are served, by what their layers are and not by their names.
 
-A layer that mixes tokens must do so in the attention function: over ranks, a convolution, a state space or a linear
-attention would see this rank's tokens only. The configuration's `layer_types` name such layers in most models, and the
-model's code shows the rest. What an attention asks for (mask, window, soft cap, sinks, widths) is decided in the
-attention function, where it asks.
+A layer that mixes tokens must do so in the attention function or in the functions of recurrent layers that are served
+(`recurrent_layers`): over ranks, another one would see this rank's tokens only. The configuration's `layer_types` name
+such layers in most models, and the model's code shows the rest. What an attention asks for (mask, window, soft cap,
+sinks, widths) is decided in the attention function, where it asks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnmesh.integrations.recurrent_layers import has_recurrent_layers, is_recurrent
 from attnmesh.utils.error_links import see
 from attnmesh.utils.validation import shown
 
@@ -53,7 +54,7 @@ def check_config(config: Any, name: str | None = None) -> None:
     name = type(config).__name__ if name is None else name
     layers = _layer_types(config)
     for layer in layers or ():
-        if layer not in SERVED_LAYERS and layer not in _TOKENWISE_LAYERS:
+        if layer not in SERVED_LAYERS and layer not in _TOKENWISE_LAYERS and not _is_recurrent(type(config)):
             raise ValueError(
                 f"{name}: layer_types must be {', '.join(SERVED_LAYERS)}, as other layers that mix tokens would see "
                 f"one rank's tokens only, got {', '.join(sorted(set(layers or ())))}{see(MODELS_PAGE)}"
@@ -87,8 +88,9 @@ def check_attention_code(model: Any) -> None:
 def check_modules(model: nn.Module) -> None:
     """Raise ValueError if a module in the decoder layers mixes tokens without attention."""
     for path, layer in attention_layers(model):
+        served = {id(part) for each in layer.modules() if is_recurrent(type(each)) for part in each.children()}
         for inner, module in layer.named_modules():
-            if isinstance(module, _MIXERS):
+            if isinstance(module, _MIXERS) and id(module) not in served:
                 raise ValueError(
                     f"{type(model).__name__}: layers must mix tokens in their attention only, got {path}.{inner}, a "
                     f"{type(module).__name__}{see(MODELS_PAGE)}"
@@ -160,7 +162,7 @@ def scale_by_index(module: nn.Module, query: Tensor, index: Callable[[], Tensor]
     """Queries [B, H, n, D] as one process scales them.
 
     Llama 4 scales the queries of layers without rotary embeddings by their index in the row, which the model takes to
-    be that in the shard. `index()` is the index in the row [n].
+    be that in the shard. `index()` is the index in the row, [n] or [B, n].
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
@@ -170,7 +172,7 @@ def scale_by_index(module: nn.Module, query: Tensor, index: Callable[[], Tensor]
         return torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * factor + 1.0
 
     ratio = scale(index()) / scale(torch.arange(query.shape[2], device=query.device))
-    return (query * ratio[:, None]).to(query.dtype)
+    return (query * ratio[..., None, :, None]).to(query.dtype)
 
 
 def _layer_types(config: Any) -> list[str] | None:
@@ -197,10 +199,10 @@ def _refusal_by_code(config_class: type, names_layers: bool) -> str:
             f"configuration_NAME, to see what its layers are, got {config_class.__module__}"
         )
     module, models = found
-    source = inspect.getsource(module)
+    source, recurrent = inspect.getsource(module), has_recurrent_layers(module)
     if _COUNTED_POSITIONS in source:
         return "positions must be position_ids that begin with 0, got a model that counts them from its padding token"
-    if not names_layers:
+    if not names_layers and not recurrent:
         if any(model._is_stateful for model in models):
             return "layers with a recurrent state are not served: they would see one rank's tokens only"
         if code := _MIXER_CODE.search(source):
@@ -209,15 +211,30 @@ def _refusal_by_code(config_class: type, names_layers: bool) -> str:
                 f"be a {code[1]}, which the model's code has"
             )
     for model in models:
-        if not model._supports_attention_backend:
+        # Models with recurrent layers call attention functions without saying so.
+        if not model._supports_attention_backend and not recurrent:
             return (
                 f"the model has attention code of its own, which does not call an attention function with the "
                 f"arguments that attnmesh needs ({model.__name__}._supports_attention_backend is False)"
             )
         arguments = inspect.signature(model.forward).parameters
-        if "input_ids" in arguments and "position_ids" not in arguments:
+        if "input_ids" in arguments and "position_ids" not in arguments and not (recurrent and "kwargs" in arguments):
             return f"{model.__name__} must take position_ids: ranks have tokens of any positions"
     return ""
+
+
+def _is_recurrent(config_class: type) -> bool:
+    """Whether the model's code has recurrent layers that are served: other layers that it names are refused there."""
+    return _has_recurrent_layers(config_class)
+
+
+_is_recurrent._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _has_recurrent_layers(config_class: type) -> bool:
+    found = _code(config_class)
+    return found is not None and has_recurrent_layers(found[0])
 
 
 def _code(config_class: type) -> tuple[ModuleType, list[Any]] | None:

@@ -102,7 +102,6 @@ class BlockCache:
         kvdp_rank: int = 0,
     ) -> None:
         check_type("spec", spec, CacheSpec)
-        assert spec.value_dim is not None  # a CacheSpec sets it
         check_positive(num_blocks=num_blocks, block_size=block_size, max_sequences=max_sequences, max_length=max_length)
         if block_size > _MAX_BLOCK_SIZE:
             raise ValueError(f"block_size must be 1 to {_MAX_BLOCK_SIZE}, got {block_size}")
@@ -114,9 +113,10 @@ class BlockCache:
         check_count("window_blocks", window_blocks, least=0 if self.window is None else 1)
         check_type("rows", rows, (range, type(None)), "a range of rows or None")
         check_count("kvdp_rank", kvdp_rank)
-        layers, kv_heads, storage = spec.layers, spec.kv_heads, spec.storage
+        layers, storage = spec.layers, spec.storage
         self._layers, self._max_length = layers, max_length
-        self._heads, self._dim, self.value_dim = kv_heads, spec.head_dim, spec.value_dim
+        self._shapes = shapes = spec.shapes
+        self.value_dim = spec.value_dim
         self.layout = BlockLayout(shard, block_size)
         """The blocks that positions lie in."""
         self._num_blocks = (num_blocks,) if self.window is None else (num_blocks, window_blocks)
@@ -127,17 +127,27 @@ class BlockCache:
         self.block_tables, self.cur_pos = self._tables.block_tables, self._tables.cur_pos
         self.block_table = self.block_tables[0]
         device = self.cur_pos.device
-        k_scale = fp8_scale("k_scale", spec.k_scale, storage, kv_heads, device)
-        v_scale = fp8_scale("v_scale", spec.v_scale, storage, kv_heads, device)
-        shapes = [(kinds.count(kind), blocks, block_size, kv_heads) for kind, blocks in enumerate(self._num_blocks)]
-        self._keys = [make_pools((*shape, spec.head_dim), storage, k_scale, device) for shape in shapes]
-        self._values = [
-            make_pools((*shape, spec.value_dim), storage, v_scale, device) for shape in ([] if spec.latent else shapes)
-        ]
-        self.pools = tuple(self._layer_pools(kind, kinds[:layer].count(kind)) for layer, kind in enumerate(kinds))
+        one = spec.kv_heads if isinstance(spec.kv_heads, int) else None
+        k_scale = fp8_scale("k_scale", spec.k_scale, storage, one, device)
+        v_scale = fp8_scale("v_scale", spec.v_scale, storage, one, device)
+        groups: dict[tuple[int, tuple[int, int, int]], list[int]] = {}
+        for layer in range(layers):
+            groups.setdefault((kinds[layer], shapes[layer]), []).append(layer)
+        self._pools: list[list[Pools]] = [[] for _ in self._num_blocks]  # of each kind of layers
+        by_number: dict[int, LayerPools] = {}
+        for (kind, (kv_head, dim, value)), members in groups.items():
+            front = (len(members), self._num_blocks[kind], block_size, kv_head)
+            stored = [make_pools((*front, dim), storage, k_scale, device)]
+            stored += [] if spec.latent else [make_pools((*front, value), storage, v_scale, device)]
+            self._pools[kind] += stored
+            for i, layer in enumerate(members):
+                by_number[layer] = _layer_pools(kind, value, *(each.layers[i] for each in stored))
+        self._latent = spec.latent
+        self.pools = tuple(by_number[layer] for layer in range(layers))
         """Where each layer's keys and values are."""
         self._index_dim = index_dim = spec.index_dim
-        self._index = None if index_dim is None else make_index_pools(shapes[0][:3], index_dim, storage, device)
+        sizes = layers, num_blocks, block_size
+        self._index = None if index_dim is None else make_index_pools(sizes, index_dim, storage, device)
         self._rows, self._kvdp_rank = range(max_sequences) if rows is None else rows, kvdp_rank
         self.max_sequences = max_sequences
         self._lookups = self._hits = 0
@@ -167,13 +177,6 @@ class BlockCache:
                 f"a cache of storage {storage_of(keys)!r} has no pool of values: they are in keys({layer})"
             )
         return values
-
-    def _layer_pools(self, kind: int, index: int) -> LayerPools:
-        """The pools of the layer with this index among the layers of its kind."""
-        keys = self._keys[kind].layers[index]
-        if self._values:
-            return LayerPools(kind, keys, self._values[kind].layers[index])
-        return LayerPools(kind, keys, keys[..., : self.value_dim] if isinstance(keys, Tensor) else keys)
 
     def index_keys(self, layer: int) -> Stored:
         """The pool of a layer's index keys, [num_blocks, block_size, 1, index_dim]."""
@@ -207,7 +210,7 @@ class BlockCache:
 
     def _pools_of(self, kind: int) -> list[Pools]:
         index = [] if self._index is None or kind else [self._index]
-        return [*self._keys[kind : kind + 1], *self._values[kind : kind + 1], *index]
+        return [*self._pools[kind], *index]
 
     def stats(self) -> CacheStats:
         """The number of free, used and cached blocks, prefix hits and evictions."""
@@ -318,8 +321,9 @@ class BlockCache:
     def write_slots(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
         """Write k and v, as of `write`, to `slots` [n, T] of a layer; slots below 0 are skipped."""
         check_tensor("k", k)
-        check_given("v", v, bool(self._values))
-        check_new_kv(slots, self._heads, k=(k, self._dim), v=(v, self.value_dim))
+        check_given("v", v, not self._latent)
+        heads, dim, value_dim = self._shapes[layer]
+        check_new_kv(slots, heads, k=(k, dim), v=(v, value_dim))
         if v is None:
             write_rows(self.pools[layer].keys, slots, k)
         else:
@@ -425,6 +429,13 @@ class BlockCache:
 
     def _check_sequence(self, sequence: Sequence, at: int | None = None) -> None:
         check_live(sequence, self.has, at)
+
+
+def _layer_pools(kind: int, value_dim: int, keys: Stored, values: Stored | None = None) -> LayerPools:
+    """The pools of one layer. Without values they are the first features of the keys."""
+    if values is None:
+        values = keys[..., :value_dim] if isinstance(keys, Tensor) else keys
+    return LayerPools(kind, keys, values)
 
 
 @lru_cache

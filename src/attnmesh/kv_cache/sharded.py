@@ -154,9 +154,9 @@ class ShardedCache:
         if spec.index_dim is not None:
             raise ValueError(f"spec.index_dim must be None in a ShardedCache, got {spec.index_dim}")
         check_positive(batch=batch, num_blocks=num_blocks, block_size=block_size, max_length=max_length)
-        kv_heads = spec.kv_heads
-        sharding.check_heads(kv_heads * sharding.ranks, kv_heads)  # valid for any number of query heads
-        shard, heads = sharding.position_shard(rank), sharding.kv_heads(rank, kv_heads)
+        for kv_heads in dict.fromkeys(heads for heads, _, _ in spec.shapes):
+            sharding.check_heads(kv_heads * sharding.ranks, kv_heads)  # valid for any number of query heads
+        shard, heads = sharding.position_shard(rank), [sharding.kv_heads(rank, n) for n, _, _ in spec.shapes]
         needed = BlockLayout(shard, block_size).num_blocks(max_length)
         if needed > num_blocks:
             raise ValueError(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks
+from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.comm.base import Agreement
 from attnmesh.core.layouts import Layout, Zigzag, check_layout, dimension, positions_checksum
 from attnmesh.core.mask import And
@@ -28,6 +28,8 @@ from attnmesh.ops.dense.call import (
     resolve_scores,
 )
 from attnmesh.ops.dense.dispatch import SMALL_MASKS, choose_fused
+from attnmesh.ops.recurrent.api import check_layer, check_state
+from attnmesh.ops.recurrent.layer import RecurrentLayer, check_documents
 from attnmesh.parallel.allgather import AllGather
 from attnmesh.parallel.compiling import not_compiled
 from attnmesh.parallel.executor import (
@@ -44,9 +46,11 @@ from attnmesh.parallel.executor import (
 )
 from attnmesh.parallel.node_groups import node_groups
 from attnmesh.parallel.operator import compiled_attention, context_handle
+from attnmesh.parallel.recurrent import RecurrentCall, run_recurrent
 from attnmesh.parallel.ring import Ring
 from attnmesh.parallel.two_level import TwoLevelRing
 from attnmesh.parallel.ulysses import Ulysses, UlyssesAllGather, UlyssesRing
+from attnmesh.plan.recurrent import runs
 from attnmesh.plan.schedules import SCHEDULES, ScheduleName, check_schedule
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
@@ -277,6 +281,70 @@ class ContextParallel(ExecutorFactory):
         scores = call.scores if alibi_slopes is None else resolve_scores(q, scale, softcap, alibi_slopes)
         out, lse = attend(q, k, v, call.executor, scores, sinks)
         return (out, lse) if return_lse else out
+
+    @overload
+    def recurrent(
+        self, layer: RecurrentLayer, *, length: int | None = ..., documents: Mask | None = ...,
+        initial_state: Tensor | None = ..., return_final_state: Literal[False] = ...,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def recurrent(
+        self, layer: RecurrentLayer, *, length: int | None = ..., documents: Mask | None = ...,
+        initial_state: Tensor | None = ..., return_final_state: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @not_compiled("ContextParallel.recurrent runs outside of a compiled graph")
+    def recurrent(
+        self,
+        layer: RecurrentLayer,
+        *,
+        length: int | None = None,
+        documents: Mask | None = None,
+        initial_state: Tensor | None = None,
+        return_final_state: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`attnmesh.recurrent.scan` over the positions of all ranks: this rank's outputs, and the final state.
+
+        `layer` holds this rank's shards of the inputs along dim 2, and weights (`A`, `D`, `g` of lightning attention,
+        `weight`, `bias`), which are replicated; `length` and `documents` are of the whole sequence. Without `length`,
+        every rank must hold equally many positions. The layout must give ranks ranges of consecutive positions
+        (`Contiguous`, `Zigzag`, `Balanced`). `schedule` and `backend` of the ContextParallel are of attention only.
+
+        `initial_state` and the final state are replicated: every rank passes, and gets, the same. The gradient of the
+        final state is the sum over ranks. As for weights, the gradient of `initial_state` on a rank is a contribution:
+        the sum over ranks is the whole gradient.
+        """
+
+        def check_arguments() -> tuple[RecurrentCall, SharedValues]:
+            check_layer(layer)
+            sizes = layer._check()
+            inferred = "" if length is not None else " (positions per rank x world; pass length= if they differ)"
+            whole = sizes.length * self.world if length is None else length
+            self._check_shard(sizes.length, whole)
+            runs(self.layout, whole, self.world)
+            masks = check_documents(documents, sizes.batch, whole)
+            check_state(layer, initial_state)
+            check_bool(return_final_state=return_final_state)
+            tensors = layer._tensors()
+            grads = [
+                name for name, x in {**tensors, "initial_state": initial_state}.items()
+                if torch.is_grad_enabled() and x is not None and x.requires_grad
+            ]  # fmt: skip
+            values: Tensor = tensors[layer._OUTPUT]
+            call = RecurrentCall(layer, whole, masks, return_final_state, values.dtype, bool(grads))
+            return call, {
+                OBJECT: self._number, "layer": type(layer).__name__, "batch": sizes.batch, "heads": sizes.heads,
+                "groups": sizes.groups, "key_dim": sizes.key_dim, "value_dim": sizes.value_dim,
+                f"length{inferred}": whole, "dtype": values.dtype, "dtype of states": layer.compute_dtype,
+                "device": values.device.type, **layer._options(), "documents": documents,
+                "initial_state": initial_state is not None, "return_final_state": return_final_state,
+                "layout": self.layout, "positions of layout": positions_checksum(self.layout, whole, self.world),
+                "gradients": grads,
+            }  # fmt: skip
+
+        call = check_on_all_ranks(self._groups, "ContextParallel.recurrent", check_arguments)
+        with propagate_failure(self._groups):
+            out, final = run_recurrent(call, initial_state, self.layout, self.comm)
+        return (out, final) if return_final_state else out
 
     def agreed_executor(self, inputs: Inputs, options: AttentionOptions) -> Executor:
         """The executor of a call in a compiled graph, after all ranks have agreed on its arguments."""

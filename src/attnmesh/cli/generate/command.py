@@ -48,6 +48,7 @@ from attnmesh.comm import Comm
 from attnmesh.core.layouts import LAYOUTS
 from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.generator import Generator
+from attnmesh.generation.latents import latent_widths
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
@@ -133,7 +134,7 @@ def generate_command(
         folder=folder,
         device=device.value,
         dtype=dtype.dtype,
-        storage=cache_storage(config, dtype.dtype, storage),
+        storage=cache_storage(latent_widths(config), dtype.dtype, storage),
         prompts=tuple(map(tuple, tokenize_prompts(tokenizer, document, questions or ()))),
         questions=tuple(questions or ()),
         max_new_tokens=max_new_tokens,

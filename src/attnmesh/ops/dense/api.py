@@ -127,10 +127,10 @@ def attention(
 @torch.no_grad()
 def attention_state(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, q_positions: Tensor, k_positions: Tensor,
-    backend: str = "auto",
+    softcap: float | None = None, backend: str = "auto",
 ) -> State:  # fmt: skip
     """`attention` as an unrounded float32 state, to be merged with others. Positions must ascend. No autograd."""
-    call = prepared(q, k, v, mask, scale, None, None, None, q_positions, k_positions).call
+    call = prepared(q, k, v, mask, scale, softcap, None, None, q_positions, k_positions).call
     total = StateAccumulator(call.q, v.shape[3])
     choose_fused(call, backend).forward(call, total)
     return total.finish(accumulation_dtype(q.dtype))

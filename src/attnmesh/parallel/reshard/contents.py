@@ -232,7 +232,10 @@ def layout_of(sharding: DecodeSharding, block_size: int) -> BlockLayout:
 
 
 def check_movable(name: str, cache: ShardedCache) -> None:
-    """Raise ValueError for layers with blocks of their own: contents do not have these."""
+    """Raise ValueError for layers with blocks or shapes of their own: contents do not have these."""
+    for size in ("kv_heads", "head_dim", "value_dim"):
+        if not isinstance(found := getattr(cache.spec, size), int):
+            raise ValueError(f"{name} must have the same {size} in every layer, got {shown(found)}")
     if cache.local.window is not None:
         raise ValueError(
             f"{name} must have the same blocks in every layer, got one with a window of {cache.local.window} in "
@@ -278,10 +281,10 @@ def contents_of(cache: ShardedCache, rows: Collection[int] | None = None) -> Cac
 
 def sizes_of(cache: ShardedCache) -> CacheContents:
     """The sizes of a cache, without sequences."""
-    spec = cache.spec
+    spec, (kv_heads, head_dim, value_dim) = cache.spec, cache.spec.shapes[0]  # of all layers, as check_movable has seen
     return CacheContents(
-        batch=cache.batch, layers=spec.layers, kv_heads=spec.kv_heads, head_dim=spec.head_dim,
-        value_dim=cache.value_dim, max_length=cache.max_length, storage=spec.storage,
+        batch=cache.batch, layers=spec.layers, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
+        max_length=cache.max_length, storage=spec.storage,
         k_scale=_scale_numbers(spec.k_scale), v_scale=_scale_numbers(spec.v_scale), sequences=(), latent=spec.latent,
     )  # fmt: skip
 
@@ -351,7 +354,7 @@ class CacheTokens:
     """The tokens of one rank's `ShardedCache`: what is stored per token, as integers, so that no bit can change."""
 
     def __init__(self, cache: ShardedCache) -> None:
-        self.heads = cache.sharding.kv_heads(cache.rank, cache.spec.kv_heads)
+        self.heads = cache.sharding.kv_heads(cache.rank, cache.spec.shapes[0][0])
         self.tensors = [as_integers(x) for x in cache.local.stored_tensors]
         """[layers, num_blocks, block_size, own kv heads, ...]: keys and values, each followed by its scales."""
         self._shard, self._block_size = cache.local.layout.shard, cache.local.layout.block_size

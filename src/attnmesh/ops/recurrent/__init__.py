@@ -1,0 +1,1 @@
+"""Recurrent layers on one device: their recurrences, the chunked computation, the short convolution."""
