@@ -247,6 +247,9 @@ class Generator:
         sample: int = 0,
         num_beams: int = 1,
         speculative: bool = False,
+        grammar: str | None = None,
+        priority: int = 0,
+        skip_special_tokens: bool = True,
     ) -> Request:
         """A request for an answer to one prompt, which `step` computes together with all others.
 
@@ -256,14 +259,16 @@ class Generator:
         Transformers, which change the logits before penalties; all ranks must pass the same. Parallel samples of a
         prompt are requests that differ in the number `sample`: they draw other random numbers, and share the prompt's
         blocks. With `num_beams` above 1, the answer is the result of a beam search, which takes `num_beams` sequences
-        and returns all tokens in its last step. Requests wait while the cache has no room for them. The tokens are the
-        same that `generate` returns for the prompt alone.
+        and returns all tokens in its last step. `grammar`, in llguidance's format (`LLMatcher.grammar_from_json_schema`
+        and others), decides which tokens can follow. Requests wait while the cache has no room for them; requests with
+        a lower `priority` come first. Special tokens have text if `skip_special_tokens` is False, except stop tokens.
+        The tokens are the same that `generate` returns for the prompt alone.
         """
 
         def check_arguments() -> tuple[tuple[list[int], RequestOptions], SharedValues]:
             options = RequestOptions(
                 max_new_tokens, sampling, stop, stop_strings, min_new_tokens, logprobs, logits_processors, sample,
-                num_beams, speculative,
+                num_beams, speculative, grammar, priority, skip_special_tokens,
             ).checked(self.model, self.tokenizer)  # fmt: skip
             ids = one_prompt(self.tokenizer, "prompt", prompt)
             self._check_prompt("prompt", ids, options)

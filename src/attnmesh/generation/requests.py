@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnmesh.comm import SharedValues
 from attnmesh.generation.beam_search import BeamSearch
+from attnmesh.generation.grammar import GrammarMatcher, grammar_matcher
 from attnmesh.generation.prompts import check_stop_strings, eos_tokens
 from attnmesh.generation.sampling import (
     FAILED_TOKEN,
@@ -34,6 +35,7 @@ from attnmesh.utils.validation import (
     shown,
 )
 
+MAX_PRIORITY = 2**31
 FinishReason = Literal["stop", "length", "cancelled", "moved", "error"]
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
@@ -79,6 +81,9 @@ class RequestOptions:
     sample: int = 0
     num_beams: int = 1
     speculative: bool = False
+    grammar: str | None = None
+    priority: int = 0
+    skip_special_tokens: bool = True
 
     def checked(self, model: Any, tokenizer: Any) -> RequestOptions:
         """The options of a caller for a model, whose eos tokens are the default of `stop`; raises ValueError."""
@@ -95,22 +100,37 @@ class RequestOptions:
                 raise ValueError(f"logits_processors[{i}] must be a function, got {shown(processor)}")
         check_index("sample", self.sample, MAX_ROWS)
         strings = check_stop_strings(tokenizer, self.stop_strings)
-        check_bool(speculative=self.speculative)
+        ends = frozenset(token for token in stop if 0 <= token < vocabulary)
+        self._check_grammar(tokenizer, vocabulary, ends)
+        check_bool(speculative=self.speculative, skip_special_tokens=self.skip_special_tokens)
+        check_count("priority", self.priority, least=-MAX_PRIORITY, most=MAX_PRIORITY)
         is_greedy = sampling.greedy and not sampling.has_penalties
         is_plain = is_greedy and self.logprobs is None and not self.min_new_tokens and not processors
+        is_plain = is_plain and self.grammar is None
         if check_count("num_beams", num_beams, least=1) > 1 and (not is_plain or strings or self.speculative):
             raise ValueError(
                 "num_beams must be 1 with a sampling that is not greedy or has penalties, stop_strings, "
-                f"min_new_tokens, logprobs, logits_processors or speculative, got {num_beams}"
+                f"min_new_tokens, logprobs, logits_processors, grammar or speculative, got {num_beams}"
             )
         if self.speculative and not is_greedy:
             raise ValueError(
                 f"sampling must be greedy (temperature 0), without penalties, with speculative, got {sampling}"
             )
         if self.speculative and not is_plain:
-            raise ValueError("speculative must be False with min_new_tokens, logprobs or logits_processors, got True")
-        ends = frozenset(token for token in stop if 0 <= token < vocabulary)
+            raise ValueError(
+                "speculative must be False with min_new_tokens, logprobs, logits_processors or a grammar, got True"
+            )
         return replace(self, stop=ends, stop_strings=strings, logits_processors=tuple(processors))
+
+    def _check_grammar(self, tokenizer: Any, vocabulary: int, stop: frozenset[int]) -> None:
+        if self.grammar is None:
+            return
+        check_type("grammar", self.grammar, str)
+        if not stop:  # at the end of the grammar no other token is allowed
+            raise ValueError("stop must have a token with a grammar, got none")
+        if self.min_new_tokens:
+            raise ValueError(f"min_new_tokens must be 0 with a grammar, got {self.min_new_tokens}")
+        grammar_matcher(tokenizer, vocabulary, self.grammar)
 
     @property
     def shared_values(self) -> SharedValues:
@@ -158,8 +178,10 @@ class Request:
     search: BeamSearch | None = None  # once its prompt is computed, if it has beams
 
     def __post_init__(self) -> None:
-        self._text, self._stop = TextStream(self.tokenizer), StopStrings(self.options.stop_strings)
+        hidden = None if self.options.skip_special_tokens else self.options.stop
+        self._text, self._stop = TextStream(self.tokenizer, hidden), StopStrings(self.options.stop_strings)
         self._lookup = PromptLookup()
+        self._grammar: GrammarMatcher | None = None  # from its first token on
 
     @property
     def finished(self) -> bool:
@@ -212,7 +234,7 @@ class Request:
         """Whether its next token is the most likely token, and nothing else is wanted."""
         options = self.options
         is_plain = options.sampling.greedy and not options.sampling.has_penalties and not options.logits_processors
-        return is_plain and options.logprobs is None and not self._must_go_on
+        return is_plain and options.logprobs is None and options.grammar is None and not self._must_go_on
 
     @property
     def _must_go_on(self) -> bool:
@@ -223,6 +245,10 @@ class Request:
         options, sampling, allowed = self.options, self.options.sampling, logits
         try:
             allowed = self._processed(logits) if options.logits_processors else logits
+            if options.grammar is not None:
+                if self._grammar is None:
+                    self._grammar = grammar_matcher(self.tokenizer, len(logits), options.grammar)
+                allowed = self._grammar.allowed(allowed, self.ids, options.stop)
         except Exception as error:  # of a function of the caller: it ends this request only
             self.processor_error = error
             return [FAILED_TOKEN] * options.width

@@ -211,11 +211,12 @@ class TextStream:
     """The text of a growing list of tokens, returned as soon as it can no longer change.
 
     Decodes the last few tokens only. The text of a token can depend on the previous token, such as a space at the
-    beginning of a text: so the tokens of the previous piece of text are decoded with the new token.
+    beginning of a text: so the tokens of the previous piece of text are decoded with the new token. Special tokens have
+    no text, unless `hidden` is given: then only these tokens have none.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, hidden: frozenset[int] | None = None) -> None:
+        self._tokenizer, self._hidden = tokenizer, hidden
         self._earlier: list[int] = []  # whose text was returned last
         self._new: list[int] = []  # whose text is not returned yet
         self._earlier_text = ""
@@ -234,5 +235,7 @@ class TextStream:
         return new
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        if self._hidden is not None:
+            ids = [token for token in ids if token not in self._hidden]
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._hidden is None)
         return text
