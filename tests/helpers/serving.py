@@ -36,7 +36,7 @@ def write_model(folder: Path) -> Path:
 
 
 def settings(model: Path, folder: Path, **changes: Any) -> ServerSettings:
-    app = AppSettings(NAME, changes.pop("api_key", None), changes.pop("max_body", 10_000))
+    app = AppSettings(NAME, changes.pop("api_keys", ()), changes.pop("max_body", 10_000))
     return ServerSettings(
         **{
             "model": model, "device": "cpu", "dtype": torch.float32, "folder": folder, "app": app, "host": "127.0.0.1",

@@ -24,7 +24,7 @@ class Words:
     def get_vocab(self):
         return {"x": 0, "-" * 100: 1}
 
-    def __call__(self, text):
+    def __call__(self, text, add_special_tokens=True):
         self.read.append(len(text))
         return {"input_ids": [0] * text.count("x") + [1] * (text.count("-") // 100)}
 

@@ -386,14 +386,15 @@ def test_the_log_goes_to_stderr_unless_it_goes_somewhere_already(monkeypatch):
 
 
 def test_a_key_is_required_of_clients_once_there_is_one(model, tmp_path):
-    with virtual_server(model, tmp_path, ranks=1, api_key="k" * 16) as server:
+    with virtual_server(model, tmp_path, ranks=1, api_keys=("k" * 16, "m" * 20)) as server:
         for wrong in ("k" * 15, "k" * 17, "none"):
             with pytest.raises(openai.AuthenticationError, match="Authorization must be 'Bearer'"):
                 server.client(api_key=wrong).models.list()
         assert raw(server, "GET", "/metrics")[0] == raw(server, "POST", "/v1/completions", b"x")[0] == 401
         assert raw(server, "GET", "/health")[0] == 200
         assert raw(server, "GET", "/v1/models", Host="any.example", Authorization="Bearer " + "k" * 16)[0] == 200
-        assert len(complete(server.client(api_key="k" * 16)).choices) == 1
+        for key in ("k" * 16, "m" * 20):
+            assert len(complete(server.client(api_key=key)).choices) == 1
 
 
 def refusal(client):

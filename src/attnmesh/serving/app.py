@@ -8,9 +8,12 @@ import hashlib
 import hmac
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -21,12 +24,24 @@ from starlette.responses import JSONResponse, StreamingResponse
 
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.prompts import eos_tokens
+from attnmesh.generation.requests import Token
 from attnmesh.serving.commands import Submission
 from attnmesh.serving.loop import Closed, Event, QueueFull, RequestQueue
 from attnmesh.serving.metrics import AnswerTimes, Metrics
 from attnmesh.serving.prompts import PromptTokenizer
-from attnmesh.serving.protocol import ApiError, Call, decode_json, parse_chat, parse_completion
-from attnmesh.serving.responses import Choice, Formatter, Json, usage
+from attnmesh.serving.protocol import (
+    ApiError,
+    Call,
+    decode_json,
+    invalid,
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
+from attnmesh.serving.responses import Choice, CompletionFormatter, Formatter, Json, usage
+from attnmesh.serving.responses_api import ResponseFormatter, parse_responses
+from attnmesh.serving.tools import TOOL_PARSERS, JsonParser, NamedParser, ToolParser, detect_parser
 from attnmesh.utils.validation import shown
 
 _BODY_SECONDS = 60.0  # in which a client must have sent its body
@@ -40,12 +55,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AppSettings:
-    """How an app answers. Without an `api_key`, it answers only requests that address this host by one of `hosts`."""
+    """How an app answers. Without `api_keys`, it answers only requests that address this host by one of `hosts`."""
 
     model_name: str
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
     max_body: int = 16 * 2**20
     hosts: tuple[str, ...] = _LOCAL_HOSTS
+    tool_parser: str | None = None  # one of TOOL_PARSERS, if there is one
 
 
 class Service:
@@ -60,6 +76,8 @@ class Service:
         )  # tokens of a prompt and its answer
         self._prompts = PromptTokenizer(generator.tokenizer, self._context)
         self._tokenizer = self._prompts.tokenizer
+        self._keys = [hashlib.sha256(each.encode()).digest() for each in settings.api_keys]
+        self._created = int(time.time())
         self.metrics = Metrics(generator, lambda: len(queue))
 
     # Routes.
@@ -87,30 +105,64 @@ class Service:
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
-        return await self._answer(request, parse_completion)
+        call, _ = await self._parsed(request, parse_completion)
+        return await self._answer(request, call, partial(self._completion_formatter, call))
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        return await self._answer(request, parse_chat)
+        call, _ = await self._parsed(request, parse_chat)
+        return await self._answer(request, call, partial(self._completion_formatter, call))
+
+    async def responses(self, request: Request) -> Response:
+        """Answer a conversation, in the format of the Responses API."""
+        call, body = await self._parsed(request, parse_responses)
+        make = self._tool_parser(call)
+        formatter = ResponseFormatter(call, self._settings.model_name, body, None if make is None else make())
+        return await self._answer(request, call, lambda prompts: formatter)
+
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a text or of a conversation."""
+        (prompts, wants_strings), _ = await self._parsed(request, parse_tokenize)
+        self._check_model(prompts.model)
+        self._prompts.check_length(prompts)
+        (ids,) = await self._prompts.token_ids(prompts)
+        strings = self._tokenizer.convert_ids_to_tokens(ids) if wants_strings else None
+        found = {"count": len(ids), "max_model_len": self._context, "tokens": ids, "token_strs": strings}
+        return JSONResponse(found)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of some tokens."""
+        (model, ids), _ = await self._parsed(request, parse_detokenize)
+        self._check_model(model)
+        if ids and max(ids) >= self._vocabulary:
+            raise invalid("tokens", f"token ids below {self._vocabulary}", max(ids))
+        return JSONResponse({"prompt": await self._prompts.text(ids)})
+
+    async def embeddings(self, request: Request) -> Response:
+        """There are none."""
+        self._authorize(request)
+        name = self._settings.model_name
+        raise ApiError(404, f"{request.url.path} is not served: {name} is a language model, and has no embeddings")
+
+    async def version(self, request: Request) -> Response:
+        """The version of attnmesh."""
+        return JSONResponse({"version": version("attnmesh")})
 
     # Before a call is queued.
 
     def _authorize(self, request: Request) -> None:
-        expected = self._settings.api_key
-        if expected is None:
+        if not self._settings.api_keys:
             host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
             names = (host, request.headers.get("host", ""))
             if not any(name.lower() in self._settings.hosts for name in names):  # a page of a browser, under any name
                 raise ApiError(403, f"the host must be one of {', '.join(self._settings.hosts)}, got {shown(names[1])}")
             return
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        # Digests have the same length, whatever was sent: the comparison takes the same time.
-        is_equal = hmac.compare_digest(
-            hashlib.sha256(token.strip().encode("latin-1", "replace")).digest(),
-            hashlib.sha256(expected.encode()).digest(),
-        )
-        if scheme.lower() != "bearer" or not is_equal:
-            raise ApiError(401, "Authorization must be 'Bearer' and the server's API key", code="invalid_api_key")
+        # Digests have the same length, whatever was sent, and all are compared: it takes the same time.
+        given = hashlib.sha256(token.strip().encode("latin-1", "replace")).digest()
+        are_equal = [hmac.compare_digest(given, each) for each in self._keys]
+        if scheme.lower() != "bearer" or not any(are_equal):
+            raise ApiError(401, "Authorization must be 'Bearer' and an API key of the server", code="invalid_api_key")
 
     async def _body(self, request: Request) -> bytes:
         """The body, of a limited size."""
@@ -135,14 +187,14 @@ class Service:
             raise ClientGone from None
         return bytes(data)
 
-    def _check_model(self, name: str) -> None:
-        if name != self._settings.model_name:
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._settings.model_name):
             message = f"the model must be {shown(self._settings.model_name)}, got {shown(name)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _model(self) -> Json:
         return {
-            "id": self._settings.model_name, "object": "model", "created": 0, "owned_by": "attnmesh",
+            "id": self._settings.model_name, "object": "model", "created": self._created, "owned_by": "attnmesh",
             "max_model_len": self._context,
         }  # fmt: skip
 
@@ -156,7 +208,9 @@ class Service:
     def _submissions(self, call: Call, prompts: list[list[int]]) -> list[Submission]:
         if any(token >= self._vocabulary for token in (*call.logit_bias, *(call.stop_token_ids or ()))):
             raise ApiError(400, f"logit_bias and stop_token_ids must have token ids below {self._vocabulary}")
-        stop = None if call.stop_token_ids is None else sorted({*self._eos, *call.stop_token_ids})
+        stop = None
+        if call.stop_token_ids is not None or call.ignore_eos:
+            stop = sorted({*(() if call.ignore_eos else self._eos), *(call.stop_token_ids or ())})
         if stop is not None and len(stop) >= self._vocabulary and call.min_tokens:
             raise ApiError(400, "min_tokens must be 0 if every token is one of stop_token_ids", param="min_tokens")
         submissions = []
@@ -173,33 +227,64 @@ class Service:
                 raise ApiError(400, f"min_tokens must be at most {most}, got {call.min_tokens}", param="min_tokens")
             first = Submission(
                 0, ids, most, call.sampling, stop, list(call.stop_strings), call.min_tokens, call.logprobs,
-                logit_bias=call.logit_bias,
+                logit_bias=call.logit_bias, grammar=call.grammar, priority=call.priority,
+                skip_special_tokens=call.skip_special_tokens and call.tool_choice.mode != "auto",
             )  # fmt: skip
             submissions += [replace(first, sample=i) for i in range(call.n)]
         return submissions
 
     # Answers.
 
-    async def _answer(self, request: Request, parse: Callable[[dict[str, Any]], Call]) -> Response:
+    async def _parsed(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> tuple[T, dict[str, Any]]:
+        """What a body says, and the body."""
         body = await self._body(request)
         if len(body) < _LARGE_BODY:
-            call = parse(decode_json(body))
-        else:
-            call = await run_in_threadpool(_parse_large, parse, body)
+            return _parse(parse, body)
+        found: tuple[T, dict[str, Any]] = await run_in_threadpool(_parse_large, parse, body)
+        return found
+
+    def _tool_parser(self, call: Call) -> Callable[[], ToolParser] | None:
+        """What finds the tool calls of an answer; None if it has none."""
+        choice, name = call.tool_choice, self._settings.tool_parser
+        if call.chat is None or not call.chat.tools:
+            return None
+        template = self._prompts.template
+        if "tools" not in template:
+            message = f"tools must be left out: the chat template of {self._settings.model_name} has no tools"
+            raise ApiError(400, message, param="tools")
+        if choice.mode == "none":
+            return None
+        if choice.name is not None:
+            return partial(NamedParser, choice.name)
+        if choice.mode == "required":
+            return JsonParser
+        name = name or detect_parser(template)
+        if name is None:
+            message = (
+                "tool_choice must be none, required or a function, got 'auto': the format of tool calls in the chat "
+                f"template is not known, and --tool-call-parser ({', '.join(TOOL_PARSERS)}) was not given"
+            )
+            raise ApiError(400, message, param="tool_choice")
+        return TOOL_PARSERS[name]
+
+    def _completion_formatter(self, call: Call, prompts: list[str]) -> Formatter:
+        return CompletionFormatter(
+            self._tokenizer, call, self._settings.model_name, eos=self._eos, parser=self._tool_parser(call),
+            prompts=prompts,
+        )  # fmt: skip
+
+    async def _answer(self, request: Request, call: Call, formatter_of: Callable[[list[str]], Formatter]) -> Response:
         self._check_model(call.model)
         self._check_samples(call)
         self._prompts.check_length(call)
         gone = asyncio.create_task(_disconnected(request))
         try:
             prompts = await _unless(gone, self._prompts.token_ids(call))
+            formatter = formatter_of([await self._prompts.text(ids) for ids in prompts] if call.echo else [])
             answers = _Answers(self._queue, self.metrics, self._submissions(call, prompts))
         except BaseException:
             gone.cancel()
             raise
-        formatter = Formatter(
-            self._tokenizer, call.model, is_chat=call.is_chat, logprobs=call.logprobs is not None,
-            include_usage=call.include_usage, eos=self._eos,
-        )  # fmt: skip
         prompt_tokens = sum(map(len, prompts))
 
         def used() -> Json:
@@ -253,13 +338,18 @@ class _Answers:
             event = await self._next(gone)
             assert event is not None
 
-    async def tokens(self, gone: asyncio.Task[None], wait: float | None = None) -> AsyncIterator[tuple[Choice, Any]]:
-        """Every new token with its choice, which has it already; None after `wait` seconds without one."""
+    async def tokens(
+        self, gone: asyncio.Task[None], wait: float | None = None
+    ) -> AsyncIterator[tuple[Choice | None, Token | None]]:
+        """Every new token with its choice, which has it already; None for both after `wait` seconds without one.
+
+        An answer may also end without a new token.
+        """
         left = len(self.choices)
         while left:
             event = await self._next(gone, wait)
             if event is None:
-                yield self.choices[0], None
+                yield None, None
                 continue
             choice, times = self.choices[event.choice], self._times[event.choice]
             choice.cached_tokens = event.cached
@@ -268,22 +358,26 @@ class _Answers:
                 self.new_tokens += 1
                 times.token()
             if event.finish_reason is not None:
+                choice.finish_reason = event.finish_reason
                 left -= 1
                 times.end(event.finish_reason)
             yield choice, event.token
 
     async def _next(self, gone: asyncio.Task[None], wait: float | None = None) -> Event | None:
         """The next event; None after `wait` seconds. Raises its error, and ClientGone when the client has gone."""
-        get = asyncio.ensure_future(self._events.get())
-        try:
-            done, _ = await asyncio.wait({get, gone}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # also if this is cancelled, as the stream of a client that goes away is
-            get.cancel()  # unless it is done; no event is lost
-        if get not in done:
-            if done:
-                raise ClientGone
-            return None
-        event = get.result()
+        if self._events.empty() or gone.done():
+            get = asyncio.ensure_future(self._events.get())
+            try:
+                done, _ = await asyncio.wait({get, gone}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+            finally:  # also if this is cancelled, as the stream of a client that goes away is
+                get.cancel()  # unless it is done; no event is lost
+            if get not in done:
+                if done:
+                    raise ClientGone
+                return None
+            event = get.result()
+        else:
+            event = self._events.get_nowait()
         if event.error is not None:
             self.choices[event.choice].finish_reason = "error"
             self._times[event.choice].end("error")
@@ -301,12 +395,17 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _parse_large(parse: Callable[[dict[str, Any]], Call], body: bytes) -> Call:
+def _parse(parse: Callable[[dict[str, Any]], T], data: bytes) -> tuple[T, dict[str, Any]]:
+    body = decode_json(data)
+    return parse(body), body
+
+
+def _parse_large(parse: Callable[[dict[str, Any]], T], data: bytes) -> tuple[T, dict[str, Any]]:
     """Parse a body without collecting garbage: to look for it among millions of lists takes most of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return parse(decode_json(body))
+        return _parse(parse, data)
     finally:
         if was_enabled:
             gc.enable()
@@ -330,27 +429,23 @@ async def _stream(
 ) -> AsyncIterator[str]:
     """Server-sent events."""
     try:
-        for first in formatter.first_chunks(answers.choices):
-            yield _event(first)
+        for first in formatter.begin(answers.choices):
+            yield first
         async for choice, token in answers.tokens(gone, _COMMENT_SECONDS):
-            if token is None:
+            if choice is None:
                 yield ": computing\n\n"
-            elif (part := formatter.chunk(choice, token)) is not None:
-                yield _event(part)
-        if (last := formatter.last_chunk(used())) is not None:
-            yield _event(last)
-        yield "data: [DONE]\n\n"
+            else:
+                for part in formatter.token(choice, token):
+                    yield part
+        for last in formatter.end(answers.choices, used()):
+            yield last
     except ApiError as error:  # the status has been sent
-        yield _event(error.body)
+        yield formatter.error(error.body)
     except ClientGone:
         return
     finally:
         answers.cancel()
         gone.cancel()
-
-
-def _event(body: Json) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
 def _api_error(error: Exception) -> ApiError:
@@ -376,6 +471,11 @@ def create_app(service: Service) -> FastAPI:
         ("GET", "/v1/models/{name:path}"): service.model,
         ("POST", "/v1/completions"): service.completions,
         ("POST", "/v1/chat/completions"): service.chat,
+        ("POST", "/v1/responses"): service.responses,
+        ("POST", "/v1/embeddings"): service.embeddings,
+        ("POST", "/tokenize"): service.tokenize,
+        ("POST", "/detokenize"): service.detokenize,
+        ("GET", "/version"): service.version,
     }
     for (method, path), handler in routes.items():
         app.add_api_route(path, _counted(service.metrics, path, handler), methods=[method], response_model=None)

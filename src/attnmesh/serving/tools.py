@@ -59,6 +59,16 @@ class ToolParser(ABC):
         """The parts that are left at the end of the answer. An incomplete call is text."""
 
 
+class NoTools(ToolParser):
+    """An answer that is text."""
+
+    def add(self, text: str) -> list[Part]:
+        return [text]
+
+    def end(self) -> list[Part]:
+        return []
+
+
 class HermesParser(ToolParser):
     """`<tool_call>{"name": .., "arguments": ..}</tool_call>`, as Hermes and Qwen write calls, with text before it."""
 
