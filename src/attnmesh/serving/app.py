@@ -20,7 +20,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.prompts import eos_tokens
@@ -28,6 +28,7 @@ from attnmesh.generation.requests import Token
 from attnmesh.serving.commands import Submission
 from attnmesh.serving.loop import Closed, Event, QueueFull, RequestQueue
 from attnmesh.serving.metrics import AnswerTimes, Metrics
+from attnmesh.serving.openapi import docs_page, openapi
 from attnmesh.serving.prompts import PromptTokenizer
 from attnmesh.serving.protocol import (
     ApiError,
@@ -147,6 +148,14 @@ class Service:
     async def version(self, request: Request) -> Response:
         """The version of attnmesh."""
         return JSONResponse({"version": version("attnmesh")})
+
+    async def openapi(self, request: Request) -> Response:
+        """The description of the API, for programs."""
+        return JSONResponse(openapi())
+
+    async def docs(self, request: Request) -> Response:
+        """The description of the API, for people."""
+        return HTMLResponse(docs_page())
 
     # Before a call is queued.
 
@@ -476,6 +485,8 @@ def create_app(service: Service) -> FastAPI:
         ("POST", "/tokenize"): service.tokenize,
         ("POST", "/detokenize"): service.detokenize,
         ("GET", "/version"): service.version,
+        ("GET", "/openapi.json"): service.openapi,
+        ("GET", "/docs"): service.docs,
     }
     for (method, path), handler in routes.items():
         app.add_api_route(path, _counted(service.metrics, path, handler), methods=[method], response_model=None)
