@@ -57,8 +57,8 @@ _NOT_OF_RESPONSES = ("n", "response_format", *(name for name in _CHAT if name !=
 
 ENDPOINTS: dict[str, tuple[str, str, Parameters | None]] = {
     "/v1/chat/completions": ("post", "Answer a conversation.", {
-        **_CHAT, **_TOOL_CHOICE, "max_completion_tokens": ("integer", _MAX_TOKENS), "max_tokens": ("integer", _MAX_TOKENS),
-        "logprobs": ("boolean", "Return log-probabilities."),
+        **_CHAT, **_TOOL_CHOICE, "max_completion_tokens": ("integer", _MAX_TOKENS),
+        "max_tokens": ("integer", _MAX_TOKENS), "logprobs": ("boolean", "Return log-probabilities."),
         "top_logprobs": ("integer", "Also those of this many most likely tokens, at most 20."), **_ALL,
     }),
     "/v1/completions": ("post", "Continue prompts.", {
