@@ -16,6 +16,8 @@ NAMES = [
     "model", "prompt", "messages", "n", "stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens",
     "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "logprobs", "top_logprobs",
     "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "tools", "user", "echo", "other",
+    "tool_choice", "response_format", "structured_outputs", "guided_json", "guided_regex", "ignore_eos", "priority",
+    "chat_template_kwargs", "continue_final_message", "prompt_logprobs", "parallel_tool_calls", "skip_special_tokens",
 ]  # fmt: skip
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),

@@ -169,34 +169,30 @@ def scripted(monkeypatch, answer):
 
 
 def test_a_conversation_with_calls(client, server, monkeypatch):
-    answer = 'I look. <tool_call>\n{"name": "weather", "arguments": {"city": "Bern", "day": 1}}\n</tool_call>'
+    answer = 'I go. <tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
     with monkeypatch.context() as patched:
         scripted(patched, answer)
         found = chat(client, tools=TOOLS).choices[0]
-        assert streamed(chat(client, tools=TOOLS, stream=True)) == (
-            "I look.", [("weather", '{"city": "Bern", "day": 1}')], "tool_calls",
-        )  # fmt: skip
-        ignored = chat(client, tools=TOOLS, tool_choice="none").choices[0]
-        assert (ignored.message.content, ignored.finish_reason) == (answer, "stop")
+        assert streamed(chat(client, tools=TOOLS, stream=True)) == ("I go.", [("stop", "{}")], "tool_calls")
+        ignored = chat(client, tools=TOOLS, tool_choice="none", max_tokens=12).choices[0]
+        assert (ignored.message.content, ignored.finish_reason) == (answer[:12], "length")
     (call,) = found.message.tool_calls
     check_call(call)
-    assert (found.message.content, found.finish_reason) == ("I look.", "tool_calls")
-    history = [*USER, found.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    assert (found.message.content, found.finish_reason) == ("I go.", "tool_calls")
+    history = [*USER, found.message, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
     sent = [each if isinstance(each, dict) else each.model_dump() for each in history]
-    assert chat(client, history, tools=TOOLS, max_tokens=4).usage.prompt_tokens == len(
-        tokens(client, messages=sent, tools=TOOLS)
-    )
     ids = tokens(client, messages=sent, tools=TOOLS)
-    text = post(client, "/detokenize", tokens=ids)["prompt"]
-    calls = '<tool_call>{"name": "weather", "arguments": {"city": "Bern", "day": 1}}</tool_call>'
-    assert text == f"weather;stop;user:How is the weather?|assistant:I look.{calls}|tool:sunny|assistant:"
+    assert chat(client, history, tools=TOOLS, max_tokens=1).usage.prompt_tokens == len(ids)
+    calls = '<tool_call>{"name": "stop", "arguments": {}}</tool_call>'
+    text = f"weather;stop;user:How is the weather?|assistant:I go.{calls}|tool:done|assistant:"
+    assert post(client, "/detokenize", tokens=ids)["prompt"] == text
 
 
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
         ("mistral", '[TOOL_CALLS][{"name": "stop", "arguments": {}}]'),
-        ("llama3_json", '<|python_tag|>{"name": "stop", "parameters": {}}'),
+        sweep("llama3_json", '<|python_tag|>{"name": "stop", "parameters": {}}'),
     ],
 )
 def test_calls_with_special_tokens(server, client, monkeypatch, name, answer):
@@ -205,7 +201,6 @@ def test_calls_with_special_tokens(server, client, monkeypatch, name, answer):
     found = chat(client, tools=TOOLS).choices[0]
     assert [call.function.name for call in found.message.tool_calls] == ["stop"]
     assert streamed(chat(client, tools=TOOLS, stream=True)) == ("", [("stop", "{}")], "tool_calls")
-    assert chat(client).choices[0].message.content == answer[answer.index("{" if name == "llama3_json" else "[{") :]
 
 
 # JSON.
@@ -274,7 +269,7 @@ def test_json_mode_is_an_object(client):
         ({"tools": [{"type": "function"}]}, r"tools\[0\] must be a function such as"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools must be functions with different names, got"),
         ({"tool_choice": "required"}, "tool_choice must be none, or with tools auto, required"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice must be none, or"),
+        ({"tools": TOOLS[1:], "tool_choice": NAMED}, "tool_choice must be none, or with tools auto, required or"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format must be text with tools"),
         ({"response_format": {"type": "json_schema"}}, "response_format must be {\"type\": \"text\"}, "),
         ({"response_format": {"type": "json_object"}, "extra_body": {"min_tokens": 3}}, "min_tokens must be left out"),
@@ -360,10 +355,12 @@ def test_endpoints_beside_these(client, server):
 
 def test_every_parameter_is_described(monkeypatch):
     parsers = {
-        "/v1/completions": (parse_completion, {"prompt": "a"}), "/v1/chat/completions": (parse_chat, {"messages": USER}),
-        "/tokenize": (parse_tokenize, {"prompt": "a"}), "/detokenize": (parse_detokenize, {"tokens": []}),
+        "/v1/completions": (parse_completion, {"prompt": "a"}),
+        "/v1/chat/completions": (parse_chat, {"messages": USER}),
+        "/tokenize": (parse_tokenize, {"prompt": "a"}),
+        "/detokenize": (parse_detokenize, {"tokens": []}),
         "/v1/responses": (parse_responses, {"input": "a"}),
-    }  # fmt: skip
+    }
     taken, take = set(), Fields.take
     monkeypatch.setattr(Fields, "take", lambda self, name, default=None: taken.add(name) or take(self, name, default))
     for path, (parse, body) in parsers.items():
@@ -386,6 +383,27 @@ def test_echo_repeats_the_prompt(client):
     for chunk in client.completions.create(echo=True, stream=True, **how):
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == wanted
+
+
+def test_log_probabilities_of_prompts(client, alone):
+    how = {"model": NAME, "prompt": "abc", "temperature": 0, "max_tokens": 2, "n": 2}
+    found = client.completions.create(echo=True, logprobs=2, **how).choices
+    plain = client.completions.create(logprobs=2, **how).choices[0]
+    of_prompt = client.completions.create(extra_body={"prompt_logprobs": 1}, **how).choices[1].prompt_logprobs
+    assert found[0].logprobs.tokens[:3] == ["a", "b", "c"]
+    assert found[0].logprobs.token_logprobs[0] is None
+    assert found[0].logprobs.text_offset == list(range(3 + len(plain.logprobs.tokens)))
+    assert found[1].logprobs == found[0].logprobs
+    assert found[0].logprobs.token_logprobs[3:] == pytest.approx(plain.logprobs.token_logprobs, abs=1e-5)
+    ids = byte_tokenizer()("abc")["input_ids"]
+    for at, token in ((1, "b"), (2, "c")):
+        own = of_prompt[at][str(ids[at])]
+        assert (own["decoded_token"], own["logprob"]) == (token, pytest.approx(found[0].logprobs.token_logprobs[at]))
+        assert own["rank"] == 1 or len(of_prompt[at]) == 2
+    in_chat = chat(client, max_tokens=1, extra_body={"prompt_logprobs": 0}).model_dump()["prompt_logprobs"]
+    assert len(in_chat) == len(tokens(client, messages=USER))
+    with pytest.raises(openai.BadRequestError, match="stream must be false with prompt_logprobs"):
+        client.completions.create(echo=True, logprobs=2, stream=True, **how)
 
 
 def test_an_answer_that_ignores_its_end(client, monkeypatch):

@@ -188,10 +188,13 @@ class ContinuousBatch:
                 num_tokens = self._num_tokens(plan, request)
                 logits[request] = rows[indices[0], :num_tokens] if len(indices) == 1 else rows[indices, 0]
         for chunk in [chunk for each in own for chunk in each.chunks]:
-            after = engine.prefill(chunk.sequence, chunk.begin, chunk.ids, chunk.new)[None]
+            request, top = chunk.request, chunk.request.options.prompt_logprobs
+            scored = top if request.scores_prompt else None
+            after, scores = engine.prefill(chunk.sequence, chunk.begin, chunk.ids, chunk.new, scored)
+            request.prompt_scores[chunk.begin :] = scores  # a preempted prompt is computed again
             stats.prefill_tokens += len(chunk.ids)
             if chunk.ends_prompt:
-                logits[chunk.request] = after
+                logits[chunk.request] = after[None]
             if self._callbacks.on_prefill is not None:
                 self._callbacks.on_prefill(chunk.begin + len(chunk.ids), len(chunk.sequence.ids))
         return logits
@@ -249,7 +252,7 @@ class ContinuousBatch:
         """The numbers that `_choose` returns for a request."""
         if request.options.num_beams > 1:
             return 1 + 3 * self._search(request).num_candidates(self._engine.model.config.vocab_size)
-        return max(request.options.width, self._num_tokens(plan, request))
+        return max(request.width, self._num_tokens(plan, request))
 
     def _exchange(self, plan: StepPlan, own: list[list[float]]) -> list[tuple[Request, list[float]]]:
         """The next tokens of all groups, by the number of the request.

@@ -46,6 +46,7 @@ from attnmesh.generation.passes import (
     StepKV,
 )
 from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
+from attnmesh.generation.sampling import prompt_scores
 from attnmesh.generation.tensor_parallel import TensorParallel
 from attnmesh.integrations.transformers_models import check_model
 from attnmesh.kv_cache.block_manager import WINDOW_MARGIN
@@ -159,21 +160,29 @@ class Engine:
         begins = [each.length - len(row) for each, row in zip(sequences, ids, strict=True)]
         return self._decode(sequences, begins, ids, self._slots(new))
 
-    def prefill(self, sequence: CacheSequence, begin: int, ids: list[int], new: NewTokens) -> Tensor:
+    def prefill(
+        self, sequence: CacheSequence, begin: int, ids: list[int], new: NewTokens, scored: int | None = None
+    ) -> tuple[Tensor, list[list[float]]]:
         """The logits [vocabulary] after a chunk of a prompt, which is the end of a sequence; the same on every rank.
 
-        `new` are its slots, which have no memory where another group stores the sequence.
+        `new` are its slots, which have no memory where another group stores the sequence. If `scored` is given, also
+        the scores of the tokens that follow those of the chunk, with so many most likely tokens (`prompt_scores`); the
+        token after a prompt is not known: 0 stands for it.
         """
-        slots = self._slots(new)
-        if len(ids) >= min_prefill_chunk(self.position_ranks.world):
+        slots, n = self._slots(new), len(ids)
+        following = torch.tensor([*sequence.ids[begin + 1 : begin + n + 1], 0][:n], device="cpu")
+        if n >= min_prefill_chunk(self.position_ranks.world):
             chunk = self._prefill_by_context if self._weights is None else self._prefill_by_heads
-            return chunk(sequence, range(begin, begin + len(ids)), ids, slots)
+            logits, scores = chunk(sequence, range(begin, begin + n), ids, slots, following, scored)
+            return logits, scores.tolist()
+        rows: list[list[float]] = []
         logits = torch.empty(0, dtype=torch.float32, device="cpu")
-        for at in range(0, len(ids), MAX_DECODE_TOKENS):  # too short to shard
+        for at in range(0, n, MAX_DECODE_TOKENS):  # too short to shard
             some = slice(at, at + MAX_DECODE_TOKENS)
             some_slots = tuple(each[:, some] for each in slots)
-            logits = self._decode([sequence], [begin + at], [ids[some]], some_slots)[0, -1]
-        return logits.clone()  # not a view of memory that the next graph writes
+            logits = self._decode([sequence], [begin + at], [ids[some]], some_slots)[0]
+            rows += [] if scored is None else prompt_scores(logits, following[some], scored).tolist()
+        return logits[-1].clone(), rows  # not a view of memory that the next graph writes
 
     def _decode(
         self, sequences: Sequence[CacheSequence], begins: list[int], ids: Sequence[Sequence[int]],
@@ -203,8 +212,9 @@ class Engine:
         return tuple(groups.count(group) for group in range(self._kvdp))
 
     def _prefill_by_context(
-        self, sequence: CacheSequence, at: range, ids: list[int], slots: tuple[Tensor, ...]
-    ) -> Tensor:
+        self, sequence: CacheSequence, at: range, ids: list[int], slots: tuple[Tensor, ...], following: Tensor,
+        scored: int | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Prefill a chunk at these positions with whole weights, sharded over the ranks."""
         parts, comm, device = self._parts(at), self.comm, self.device
         chunk = self._chunk_kv(sequence, at)
@@ -216,9 +226,16 @@ class Engine:
         positions = ranges.as_tensor(parts[comm.rank])
         tokens = torch.tensor(ids, device="cpu")[positions - at.start]
         last = next(rank for rank, part in enumerate(parts) if at[-1] in part[-1])
+        keep = 1 if scored is None else 0
         with self.exchange(comm):
-            logits = self._forward(prefill, tokens[None].to(device), positions[None].to(device), 1)[0, -1]
-            return _broadcast(comm, logits, last)
+            logits = self._forward(prefill, tokens[None].to(device), positions[None].to(device), keep)[0]
+            after = _broadcast(comm, logits[-1], last)
+            if scored is None:
+                return after, logits.new_empty(0)
+            own_scores = prompt_scores(logits, following[positions - at.start], scored)
+            by_rank = [ranges.as_tensor(part) for part in parts]
+            rows = comm.all_gather(own_scores, [(len(each), own_scores.shape[1]) for each in by_rank])
+            return after, torch.cat(list(rows)).cpu()[torch.cat(by_rank).argsort()]
 
     def _parts(self, at: range) -> list[Ranges]:
         """The positions of a chunk that each rank computes: in the layout, or later where they are stored."""
@@ -230,8 +247,9 @@ class Engine:
         return [(at[len(at) * rank // world : len(at) * (rank + 1) // world],) for rank in range(world)]
 
     def _prefill_by_heads(
-        self, sequence: CacheSequence, at: range, ids: list[int], slots: tuple[Tensor, ...]
-    ) -> Tensor:
+        self, sequence: CacheSequence, at: range, ids: list[int], slots: tuple[Tensor, ...], following: Tensor,
+        scored: int | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Prefill a chunk at these positions with sharded weights."""
         assert self._weights is not None
         chunk, n, world = self._chunk_kv(sequence, at), len(ids), self.comm.world
@@ -241,11 +259,14 @@ class Engine:
             latents=self._latents,
         )  # fmt: skip
         counts = [n * (rank + 1) // world - n * rank // world for rank in range(world)]
-        divided = self._weights.tokens.divided(counts) if n >= world > 1 else nullcontext()
+        is_divided = n >= world > 1 and scored is None  # otherwise every rank has the logits of all tokens
+        divided = self._weights.tokens.divided(counts) if is_divided else nullcontext()
         tokens = torch.tensor([ids], device=self.device)
         positions = torch.arange(at.start, at.stop, device=self.device)[None]
         with self.exchange(self.comm), divided:
-            return self._forward(prefill, tokens, positions, 1)[0, -1]
+            logits = self._forward(prefill, tokens, positions, 1 if scored is None else 0)[0]
+        scores = logits.new_empty(0) if scored is None else prompt_scores(logits, following, scored)
+        return logits[-1], scores
 
     def _slots(self, new: NewTokens | None) -> tuple[Tensor, ...]:
         """The slots of new tokens for each kind of layers; none if this rank does not store them."""

@@ -23,6 +23,7 @@ from attnmesh.utils.validation import (
 _ROW_BITS = 20  # bits of a seed for the row of the batch
 MAX_ROWS = 1 << _ROW_BITS
 MAX_SEED = (1 << (63 - _ROW_BITS)) - 1
+_SCORED = 64  # tokens of a prompt whose log-probabilities are computed at a time: each takes a vocabulary in float64
 _MAX_NGRAM = 4  # tokens that must match: longer matches give better drafts
 INVALID_TOKEN = -2
 """In place of a token where logits are invalid."""
@@ -179,6 +180,21 @@ def most_likely(logits: Tensor) -> Tensor:
     """The most likely token of logits [.., vocabulary], int64 [..], or `INVALID_TOKEN`. Does not synchronize."""
     ids = logits.argmax(-1, keepdim=True)  # the index of a NaN, if there is one
     return torch.where(logits.gather(-1, ids).isfinite(), ids, INVALID_TOKEN).squeeze(-1)
+
+
+def prompt_scores(logits: Tensor, following: Tensor, top: int) -> Tensor:
+    """How likely the tokens `following` [n] are by logits [n, vocabulary], as float64 [n, 2 + 2 * top].
+
+    Their log-probabilities and ranks, then the `top` most likely tokens and the log-probabilities of these.
+    """
+    parts = []
+    for x, ids in zip(logits.split(_SCORED), following.to(logits.device).split(_SCORED), strict=True):
+        scores = torch.log_softmax(x.double(), -1)
+        own = scores.gather(-1, ids[:, None])
+        ranks = 1 + (scores > own).sum(-1, keepdim=True)
+        values, tokens = scores.topk(top, -1)
+        parts.append(torch.cat([own, ranks.double(), tokens.double(), values], -1))
+    return torch.cat(parts) if parts else logits.new_empty(0, 2 + 2 * top, dtype=torch.float64)
 
 
 class PromptLookup:

@@ -236,14 +236,14 @@ class Scheduler:
 
     def _admit(self, request: Request, step: StepPlan) -> bool:
         """Start the first waiting request in the best group that has room for it; False if none has."""
-        text, found = request.known, []
+        text, key, found = request.known, request.cache_key, []
         for group, cache in enumerate(self.caches):
             taken = sum(each.options.num_beams for each in self.running[group])
             has_rows = taken + request.options.num_beams <= cache.max_sequences
             if step.groups[group].budget < min(len(text), self._min_chunk) or not has_rows:
                 continue
-            prefix = cache.find_prefix(text)
-            if self._will_be_longer(text, group, prefix):
+            prefix = cache.find_prefix(text, cache_key=key)
+            if not key and self._will_be_longer(text, group, prefix):
                 return False
             # A short common prefix, such as a template, does not outweigh an even load.
             saved = prefix if 2 * prefix >= len(text) else 0
@@ -254,7 +254,7 @@ class Scheduler:
                 # An empty group takes any request: requests that it can never hold are refused before.
                 if self.running[group]:
                     cache.check_allocate(text, spare=request.options.num_beams)
-                sequence = cache.allocate(text)
+                sequence = cache.allocate(text, cache_key=key)
             except CacheFull:
                 continue
             self.waiting.remove(request)

@@ -238,8 +238,10 @@ class Service:
                 0, ids, most, call.sampling, stop, list(call.stop_strings), call.min_tokens, call.logprobs,
                 logit_bias=call.logit_bias, grammar=call.grammar, priority=call.priority,
                 skip_special_tokens=call.skip_special_tokens and call.tool_choice.mode != "auto",
+                prompt_logprobs=call.scored,
             )  # fmt: skip
-            submissions += [replace(first, sample=i) for i in range(call.n)]
+            submissions.append(first)
+            submissions += [replace(first, sample=i, prompt_logprobs=None) for i in range(1, call.n)]
         return submissions
 
     # Answers.
@@ -276,20 +278,22 @@ class Service:
             raise ApiError(400, message, param="tool_choice")
         return TOOL_PARSERS[name]
 
-    def _completion_formatter(self, call: Call, prompts: list[str]) -> Formatter:
+    def _completion_formatter(self, call: Call, prompts: list[list[int]]) -> Formatter:
         return CompletionFormatter(
             self._tokenizer, call, self._settings.model_name, eos=self._eos, parser=self._tool_parser(call),
             prompts=prompts,
         )  # fmt: skip
 
-    async def _answer(self, request: Request, call: Call, formatter_of: Callable[[list[str]], Formatter]) -> Response:
+    async def _answer(
+        self, request: Request, call: Call, formatter_of: Callable[[list[list[int]]], Formatter]
+    ) -> Response:
         self._check_model(call.model)
         self._check_samples(call)
         self._prompts.check_length(call)
         gone = asyncio.create_task(_disconnected(request))
         try:
             prompts = await _unless(gone, self._prompts.token_ids(call))
-            formatter = formatter_of([await self._prompts.text(ids) for ids in prompts] if call.echo else [])
+            formatter = formatter_of(prompts)
             answers = _Answers(self._queue, self.metrics, self._submissions(call, prompts))
         except BaseException:
             gone.cancel()
@@ -362,6 +366,7 @@ class _Answers:
                 continue
             choice, times = self.choices[event.choice], self._times[event.choice]
             choice.cached_tokens = event.cached
+            choice.prompt_logprobs = choice.prompt_logprobs or event.prompt_logprobs
             if event.token is not None:
                 choice.add(event.token, event.finish_reason)
                 self.new_tokens += 1

@@ -32,6 +32,7 @@ class Submission:
     grammar: str | None = None
     priority: int = 0
     skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
 
     def submit(self, generator: Generator) -> Request:
         """Submit it. All ranks call this alike."""
@@ -40,7 +41,7 @@ class Submission:
             self.prompt, max_new_tokens=self.max_new_tokens, sampling=self.sampling, stop=self.stop,
             stop_strings=self.stop_strings, min_new_tokens=self.min_new_tokens, logprobs=self.logprobs,
             logits_processors=processors, sample=self.sample, grammar=self.grammar, priority=self.priority,
-            skip_special_tokens=self.skip_special_tokens,
+            skip_special_tokens=self.skip_special_tokens, prompt_logprobs=self.prompt_logprobs,
         )  # fmt: skip
 
 

@@ -28,6 +28,10 @@ _ALL: Parameters = {
     "ignore_eos": ("boolean", "The answer does not end with an eos token."),
     "min_tokens": ("integer", "The answer has at least this many tokens."),
     "skip_special_tokens": ("boolean", "Whether special tokens have no text. Default true."),
+    "prompt_logprobs": (
+        "integer",
+        "Return log-probabilities of the prompt, with as many most likely tokens; no stream.",
+    ),
     "priority": ("integer", "Requests with a lower one come first. Default 0."),
     "response_format": ("object", "type text, json_object, or json_schema with a json_schema that has a schema."),
     "structured_outputs": ("object", "One of json, regex, choice, grammar and json_object, as in vLLM."),
@@ -53,7 +57,7 @@ _TOOL_CHOICE: Parameters = {
 }
 _MAX_TOKENS = "The most tokens of an answer."
 _SPECIAL: Parameters = {"add_special_tokens": ("boolean", "Whether a text begins with the bos token. Default true.")}
-_NOT_OF_RESPONSES = ("n", "response_format", *(name for name in _CHAT if name != "tools"))
+_NOT_OF_RESPONSES = ("n", "response_format", "prompt_logprobs", *(name for name in _CHAT if name != "tools"))
 
 ENDPOINTS: dict[str, tuple[str, str, Parameters | None]] = {
     "/v1/chat/completions": ("post", "Answer a conversation.", {

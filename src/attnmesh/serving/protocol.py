@@ -28,7 +28,7 @@ _REFUSED = {
     "web_search_options": (), "moderation": (), "truncate_prompt_tokens": (), "bad_words": ([],),
     "allowed_token_ids": (), "spaces_between_special_tokens": (True,), "chat_template": (), "documents": ([],),
     "logits_processors": ([],), "cache_salt": (), "prompt_embeds": (), "echo": (False,), "tools": ([],),
-    "tool_choice": ("none", "auto"), "prompt_logprobs": (), "mm_processor_kwargs": (), "kv_transfer_params": (),
+    "tool_choice": ("none", "auto"), "mm_processor_kwargs": (), "kv_transfer_params": (),
     "guided_decoding_backend": (), "guided_whitespace_pattern": (), "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,), "n_probs": (0,), "mirostat": (0,), "samplers": (), "grammar": ("",),
 }  # fmt: skip
@@ -135,6 +135,13 @@ class Call(Prompts):
     grammar: str | None = None
     tool_choice: ToolChoice = ToolChoice()
     echo: bool = False
+    prompt_logprobs: int | None = None
+
+    @property
+    def scored(self) -> int | None:
+        """The most likely tokens that are wanted with the log-probabilities of the prompt; None without these."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((each for each in wanted if each is not None), default=None)
 
 
 def decode_json(data: bytes) -> dict[str, Any]:
@@ -162,10 +169,11 @@ def parse_completion(body: dict[str, Any]) -> Call:
     prompts = _prompts(fields.take("prompt"))
     logprobs = fields.count("logprobs", None, 0, _MAX_LOGPROBS)
     echo, special = fields.flag("echo"), fields.flag("add_special_tokens", True)
-    max_tokens = fields.count("max_tokens", _DEFAULT_TOKENS, 1)
+    max_tokens, of_prompt = fields.count("max_tokens", _DEFAULT_TOKENS, 1), _prompt_logprobs(fields)
     return call_of(
-        fields, prompts, None, max_tokens, logprobs, grammar=_grammar(fields), echo=echo, add_special_tokens=special
-    )
+        fields, prompts, None, max_tokens, logprobs, grammar=_grammar(fields), echo=echo, add_special_tokens=special,
+        prompt_logprobs=of_prompt,
+    )  # fmt: skip
 
 
 def parse_chat(body: dict[str, Any]) -> Call:
@@ -185,7 +193,10 @@ def parse_chat(body: dict[str, Any]) -> Call:
             raise ApiError(400, message, param="response_format")
         grammar = _calls_grammar(chat.tools, choice)
     max_tokens, logprobs = older if most is None else most, (top or 0) if wants else None
-    return call_of(fields, (), chat, max_tokens, logprobs, grammar=grammar, tool_choice=choice)
+    of_prompt = _prompt_logprobs(fields)
+    return call_of(
+        fields, (), chat, max_tokens, logprobs, grammar=grammar, tool_choice=choice, prompt_logprobs=of_prompt
+    )
 
 
 def parse_tokenize(body: dict[str, Any]) -> tuple[Prompts, bool]:
@@ -283,6 +294,8 @@ def call_of(
         if call.grammar is not None and value:
             message = f"{name} must be left out where a schema, a grammar or tool_choice decides the end, got {value}"
             raise ApiError(400, message, param=name)
+    if call.stream and call.scored is not None:
+        raise ApiError(400, "stream must be false with prompt_logprobs, or echo and logprobs, got true", param="stream")
     fields.check_empty()
     return call
 
@@ -293,6 +306,10 @@ def model_name(fields: Fields) -> str | None:
     if model is not None and not isinstance(model, str):
         raise invalid("model", "the name of a model", model)
     return model
+
+
+def _prompt_logprobs(fields: Fields) -> int | None:
+    return fields.count("prompt_logprobs", None, 0, _MAX_LOGPROBS)
 
 
 def _prompts(value: Any) -> list[str | list[int]]:

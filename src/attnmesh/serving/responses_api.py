@@ -19,7 +19,7 @@ _TEXTS = ("input_text", "output_text", "text")
 _REFUSED = {
     "previous_response_id": (), "conversation": (), "background": (False,), "include": ([],), "prompt": (),
     "reasoning": ({},), "truncation": ("disabled",), "max_tool_calls": (), "top_logprobs": (0,), "messages": (),
-    "n": (1,), "context_management": (),
+    "n": (1,), "prompt_logprobs": (), "context_management": (),
 }  # fmt: skip
 """Parameters that are not supported, and the values that mean the same as none."""
 
