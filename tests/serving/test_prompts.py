@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("starlette")
 
+from attnmesh.serving.fields import ApiError
 from attnmesh.serving.prompts import PromptTokenizer
-from attnmesh.serving.protocol import ApiError, parse_chat, parse_completion
+from attnmesh.serving.protocol import parse_chat, parse_completion
 
 
 class Words:

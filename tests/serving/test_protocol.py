@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from attnmesh.generation.sampling import Sampling
 from attnmesh.serving.commands import Commands, Submission
-from attnmesh.serving.protocol import ApiError, Call, decode_json, parse_chat, parse_completion
+from attnmesh.serving.fields import ApiError, decode_json
+from attnmesh.serving.protocol import Call, parse_chat, parse_completion
 
 NAMES = [
     "model", "prompt", "messages", "n", "stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens",
@@ -123,7 +124,7 @@ def test_whole_characters_are_text():
 def test_commands_reach_other_ranks_as_they_are():
     submissions = [
         Submission(3, [1, 2], 5, Sampling(0.5, seed=9, frequency_penalty=0.1), [1], ["é\n"], 2, 4, 1, {7: -1.5}),
-        Submission(4, [1], 1, Sampling()),
+        Submission(4, [1], 1, Sampling(), grammar='start: "é"', priority=-2, prompt_logprobs=1),
     ]
     decoded = Commands.decode(Commands(submissions, [1, 2], stop=True).encode())
     decoded.submissions[0].logit_bias[7] = decoded.submissions[0].logit_bias.pop("7")  # a name in JSON

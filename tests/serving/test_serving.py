@@ -28,7 +28,7 @@ for name in ("transformers", "openai", "fastapi", "uvicorn", "prometheus_client"
 
 import openai  # noqa: E402
 
-from attnmesh.serving.app import _Answers  # noqa: E402
+from attnmesh.serving.answers import Answers  # noqa: E402
 from attnmesh.serving.server import Certificate, _log_to_stderr, serve  # noqa: E402
 from helpers.cases import sweep  # noqa: E402
 from helpers.serving import NAME, Server, settings, virtual_server, write_model  # noqa: E402
@@ -360,7 +360,7 @@ def test_a_stream_that_is_cancelled_leaves_no_task():
     async def main():
         queue = SimpleNamespace(submit=lambda submissions, listen: [])
         gone = asyncio.create_task(asyncio.Event().wait())
-        waiting = asyncio.create_task(_Answers(queue, None, [])._next(gone))
+        waiting = asyncio.create_task(Answers(queue, None, [])._next(gone))
         await asyncio.sleep(0.01)
         waiting.cancel()
         await asyncio.wait({waiting})

@@ -8,9 +8,11 @@ import pytest
 
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.requests import Request
+from attnmesh.generation.sampling import LogitBias
 from attnmesh.models.loading import load_model
 from attnmesh.plan.decode import DecodeSharding
 from helpers.cases import sweep
+from helpers.models import on_virtual_ranks
 
 for name in ("transformers", "openai", "fastapi", "uvicorn", "prometheus_client", "llguidance"):
     pytest.importorskip(name)
@@ -19,12 +21,9 @@ import openai  # noqa: E402
 import pydantic  # noqa: E402
 
 from attnmesh.generation.grammar import grammar_of  # noqa: E402
+from attnmesh.serving.fields import _IGNORED, _REFUSED, ApiError, Fields  # noqa: E402
 from attnmesh.serving.openapi import ENDPOINTS  # noqa: E402
 from attnmesh.serving.protocol import (  # noqa: E402
-    _IGNORED,
-    _REFUSED,
-    ApiError,
-    Fields,
     parse_chat,
     parse_completion,
     parse_detokenize,
@@ -94,8 +93,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
-    how = {"sharding": DecodeSharding(cp=2), "cache_tokens": 1024, "max_body": 2**20, "max_queue": 64}
-    with virtual_server(model, tmp_path_factory.mktemp("run"), **how) as server:
+    how = {"cache_tokens": 1024, "max_body": 2**20, "max_queue": 64}
+    with virtual_server(model, tmp_path_factory.mktemp("run"), ranks=1, **how) as server:
         yield server
 
 
@@ -114,8 +113,12 @@ TOOLS = [tool("weather", city=CITY, day={"type": "integer", "minimum": 0, "maxim
 USER = [{"role": "user", "content": "How is the weather?"}]
 
 
+COMPACT = {"logit_bias": {str(token): -100 for token in byte_tokenizer()(" \n")["input_ids"]}}  # JSON without space
+
+
 def chat(client, messages=USER, **how):
-    return client.chat.completions.create(**{"model": NAME, "messages": messages, "temperature": 0, **how})
+    how = {"model": NAME, "messages": messages, "temperature": 0, **COMPACT, **how}
+    return client.chat.completions.create(**how)
 
 
 def check_call(call):
@@ -214,32 +217,26 @@ class Trip(pydantic.BaseModel):
     days: list[bool] = pydantic.Field(min_length=1, max_length=3)
 
 
-@pytest.fixture(scope="module")
-def alone(model):
-    """The text that a `Generator` on one rank answers to a chat of `USER`."""
+def test_answers_match_a_schema_on_any_number_of_ranks(client, model):
+    how = {"temperature": 0, "max_tokens": 99, **COMPACT}
+    found = client.chat.completions.parse(model=NAME, messages=USER, response_format=Trip, **how)
+    assert isinstance(found.choices[0].message.parsed, Trip)
+    assert found.choices[0].finish_reason == "stop"
+    schema = Trip.model_json_schema()
+    text = found.choices[0].message.content
+    again = chat(client, max_tokens=99, extra_body={"structured_outputs": {"json": schema}})
+    assert again.choices[0].message.content == text
     loaded, tokenizer = load_model(model)
-    generator = Generator(loaded, tokenizer, cache_tokens=1024)
 
-    def answer(**how):
-        request = generator.submit("user:How is the weather?|assistant:", **{"max_new_tokens": 200, **how})
+    def rank(comm):
+        generator = Generator(loaded, tokenizer, comm, cache_tokens=1024)
+        prompt, grammar = "user:How is the weather?|assistant:", grammar_of("json", schema)
+        bias = LogitBias.of(COMPACT["logit_bias"])
+        request = generator.submit(prompt, max_new_tokens=99, grammar=grammar, logits_processors=[bias])
         list(generator.stream(request))
         return request.text
 
-    return answer
-
-
-def test_answers_match_a_schema_on_any_number_of_ranks(client, alone):
-    found = client.chat.completions.parse(
-        model=NAME, messages=USER, temperature=0, response_format=Trip, max_tokens=200
-    )
-    assert isinstance(found.choices[0].message.parsed, Trip)
-    schema = Trip.model_json_schema()
-    text = found.choices[0].message.content
-    assert text == alone(grammar=grammar_of("json", {**schema, "additionalProperties": False}))
-    assert text != alone(max_new_tokens=len(text))
-    assert found.choices[0].finish_reason == "stop"
-    of_vllm = chat(client, max_tokens=200, extra_body={"structured_outputs": {"json": schema}})
-    assert of_vllm.choices[0].message.content == text
+    assert on_virtual_ranks(2, rank) == [text, text]
 
 
 @pytest.mark.parametrize(
@@ -385,7 +382,7 @@ def test_echo_repeats_the_prompt(client):
     assert texts == wanted
 
 
-def test_log_probabilities_of_prompts(client, alone):
+def test_log_probabilities_of_prompts(client):
     how = {"model": NAME, "prompt": "abc", "temperature": 0, "max_tokens": 2, "n": 2}
     found = client.completions.create(echo=True, logprobs=2, **how).choices
     plain = client.completions.create(logprobs=2, **how).choices[0]
@@ -393,7 +390,8 @@ def test_log_probabilities_of_prompts(client, alone):
     assert found[0].logprobs.tokens[:3] == ["a", "b", "c"]
     assert found[0].logprobs.token_logprobs[0] is None
     assert found[0].logprobs.text_offset == list(range(3 + len(plain.logprobs.tokens)))
-    assert found[1].logprobs == found[0].logprobs
+    assert found[1].logprobs.tokens == found[0].logprobs.tokens
+    assert found[1].logprobs.token_logprobs[:3] == found[0].logprobs.token_logprobs[:3]  # computed once
     assert found[0].logprobs.token_logprobs[3:] == pytest.approx(plain.logprobs.token_logprobs, abs=1e-5)
     ids = byte_tokenizer()("abc")["input_ids"]
     for at, token in ((1, "b"), (2, "c")):
@@ -418,6 +416,7 @@ def test_an_answer_that_ignores_its_end(client, monkeypatch):
 def test_responses_are_those_of_chats(client):
     wanted = chat(client, [{"role": "system", "content": "Be."}, *USER], max_tokens=12)
     how = {"model": NAME, "instructions": "Be.", "input": USER[0]["content"], "temperature": 0, "max_output_tokens": 12}
+    how["extra_body"] = COMPACT
     found = client.responses.create(**how)
     assert found.output_text == wanted.choices[0].message.content
     assert (found.usage.input_tokens, found.usage.output_tokens) == (wanted.usage.prompt_tokens, 12)
@@ -430,7 +429,13 @@ def test_responses_are_those_of_chats(client):
 
 
 def test_responses_with_schemas_and_calls(client):
-    how = {"model": NAME, "input": "How is the weather?", "temperature": 0, "max_output_tokens": 300}
+    how = {
+        "model": NAME,
+        "input": "How is the weather?",
+        "temperature": 0,
+        "max_output_tokens": 99,
+        "extra_body": COMPACT,
+    }
     assert isinstance(client.responses.parse(text_format=Trip, **how).output_parsed, Trip)
     tools = [{"type": "function", **each["function"]} for each in TOOLS]
     how |= {"tools": tools, "tool_choice": {"type": "function", "name": "weather"}}
@@ -451,7 +456,13 @@ def test_responses_with_schemas_and_calls(client):
 
 
 @pytest.mark.sweep
-def test_fifty_clients_get_the_answers_of_single_calls(client, server):
+def test_fifty_clients_get_the_answers_of_single_calls(model, tmp_path):
+    how = {"sharding": DecodeSharding(cp=2), "cache_tokens": 1024, "max_body": 2**20, "max_queue": 64}
+    with virtual_server(model, tmp_path, **how) as server:
+        check_fifty_clients(server.client())
+
+
+def check_fifty_clients(client):
     def answer(i):
         how = {"max_tokens": 12, "seed": i, "temperature": 1}
         if i % 3 == 1:

@@ -293,6 +293,6 @@ def _api_keys(file: Path | None) -> tuple[str, ...]:
     keys = tuple(line.strip() for line in text.splitlines() if line.strip()) or ("",)
     if any(len(key) < _MIN_KEY or not key.isascii() or not key.isprintable() or " " in key for key in keys):
         raise ValueError(
-            f"{source} must have keys of at least {_MIN_KEY} printable ASCII characters without spaces, one per line"
+            f"{source} must have at least {_MIN_KEY} printable ASCII characters without spaces in each line, a key"
         )
     return keys

@@ -9,8 +9,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -24,29 +23,26 @@ from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.prompts import eos_tokens
-from attnmesh.generation.requests import Token
+from attnmesh.serving.answers import Answers, ClientGone, disconnected, stream, unless
 from attnmesh.serving.commands import Submission
-from attnmesh.serving.loop import Closed, Event, QueueFull, RequestQueue
-from attnmesh.serving.metrics import AnswerTimes, Metrics
+from attnmesh.serving.fields import ApiError, decode_json, invalid
+from attnmesh.serving.loop import Closed, QueueFull, RequestQueue
+from attnmesh.serving.metrics import Metrics
 from attnmesh.serving.openapi import docs_page, openapi
 from attnmesh.serving.prompts import PromptTokenizer
 from attnmesh.serving.protocol import (
-    ApiError,
     Call,
-    decode_json,
-    invalid,
     parse_chat,
     parse_completion,
     parse_detokenize,
     parse_tokenize,
 )
-from attnmesh.serving.responses import Choice, CompletionFormatter, Formatter, Json, usage
+from attnmesh.serving.responses import CompletionFormatter, Formatter, Json, usage
 from attnmesh.serving.responses_api import ResponseFormatter, parse_responses
 from attnmesh.serving.tools import TOOL_PARSERS, JsonParser, NamedParser, ToolParser, detect_parser
 from attnmesh.utils.validation import shown
 
 _BODY_SECONDS = 60.0  # in which a client must have sent its body
-_COMMENT_SECONDS = 15.0  # without a token, after which a stream has a comment, so that no proxy gives it up
 _LARGE_BODY = 2**16  # bytes, from which on a body is parsed on another thread
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _log = logging.getLogger("attnmesh.serving")
@@ -290,11 +286,11 @@ class Service:
         self._check_model(call.model)
         self._check_samples(call)
         self._prompts.check_length(call)
-        gone = asyncio.create_task(_disconnected(request))
+        gone = asyncio.create_task(disconnected(request))
         try:
-            prompts = await _unless(gone, self._prompts.token_ids(call))
+            prompts = await unless(gone, self._prompts.token_ids(call))
             formatter = formatter_of(prompts)
-            answers = _Answers(self._queue, self.metrics, self._submissions(call, prompts))
+            answers = Answers(self._queue, self.metrics, self._submissions(call, prompts))
         except BaseException:
             gone.cancel()
             raise
@@ -309,7 +305,7 @@ class Service:
             await answers.accepted(gone)
             self.metrics.prompt_tokens.inc(prompt_tokens)
             if call.stream:
-                parts = _stream(answers, formatter, used, gone)
+                parts = stream(answers, formatter, used, gone)
                 return StreamingResponse(parts, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
             async for _ in answers.tokens(gone):
                 pass
@@ -319,94 +315,6 @@ class Service:
             raise
         gone.cancel()
         return JSONResponse(formatter.whole(answers.choices, used()))
-
-
-class _Answers:
-    """The choices of one call, while they are computed."""
-
-    def __init__(self, queue: RequestQueue, metrics: Metrics, submissions: list[Submission]) -> None:
-        self.choices = [Choice(i) for i in range(len(submissions))]
-        self.new_tokens = 0
-        self._queue, self._times = queue, [AnswerTimes(metrics) for _ in submissions]
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def listen(event: Event) -> None:
-            with suppress(RuntimeError):  # the HTTP server has ended
-                loop.call_soon_threadsafe(self._events.put_nowait, event)
-
-        self._tickets = queue.submit(submissions, listen)
-
-    def cancel(self) -> None:
-        """End the requests that are not finished."""
-        self._queue.cancel(self._tickets)
-        for choice, times in zip(self.choices, self._times, strict=True):
-            if choice.finish_reason is None:
-                choice.finish_reason = "cancelled"
-                times.end("cancelled")
-
-    async def accepted(self, gone: asyncio.Task[None]) -> None:
-        """Return when all choices are accepted; raise the error of a choice that is not."""
-        for _ in self.choices:
-            event = await self._next(gone)
-            assert event is not None
-
-    async def tokens(
-        self, gone: asyncio.Task[None], wait: float | None = None
-    ) -> AsyncIterator[tuple[Choice | None, Token | None]]:
-        """Every new token with its choice, which has it already; None for both after `wait` seconds without one.
-
-        An answer may also end without a new token.
-        """
-        left = len(self.choices)
-        while left:
-            event = await self._next(gone, wait)
-            if event is None:
-                yield None, None
-                continue
-            choice, times = self.choices[event.choice], self._times[event.choice]
-            choice.cached_tokens = event.cached
-            choice.prompt_logprobs = choice.prompt_logprobs or event.prompt_logprobs
-            if event.token is not None:
-                choice.add(event.token, event.finish_reason)
-                self.new_tokens += 1
-                times.token()
-            if event.finish_reason is not None:
-                choice.finish_reason = event.finish_reason
-                left -= 1
-                times.end(event.finish_reason)
-            yield choice, event.token
-
-    async def _next(self, gone: asyncio.Task[None], wait: float | None = None) -> Event | None:
-        """The next event; None after `wait` seconds. Raises its error, and ClientGone when the client has gone."""
-        if self._events.empty() or gone.done():
-            get = asyncio.ensure_future(self._events.get())
-            try:
-                done, _ = await asyncio.wait({get, gone}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
-            finally:  # also if this is cancelled, as the stream of a client that goes away is
-                get.cancel()  # unless it is done; no event is lost
-            if get not in done:
-                if done:
-                    raise ClientGone
-                return None
-            event = get.result()
-        else:
-            event = self._events.get_nowait()
-        if event.error is not None:
-            self.choices[event.choice].finish_reason = "error"
-            self._times[event.choice].end("error")
-            raise _api_error(event.error)
-        return event
-
-
-class ClientGone(Exception):  # noqa: N818
-    """The client has closed its connection."""
-
-
-async def _disconnected(request: Request) -> None:
-    """Return when the client has gone. The body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _parse(parse: Callable[[dict[str, Any]], T], data: bytes) -> tuple[T, dict[str, Any]]:
@@ -423,51 +331,6 @@ def _parse_large(parse: Callable[[dict[str, Any]], T], data: bytes) -> tuple[T, 
     finally:
         if was_enabled:
             gc.enable()
-
-
-async def _unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, T]) -> T:
-    """The result of some work; raises ClientGone when the client has gone before."""
-    task = asyncio.create_task(work)
-    task.add_done_callback(lambda task: None if task.cancelled() else task.exception())  # nobody may await it
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        task.cancel()
-
-
-async def _stream(
-    answers: _Answers, formatter: Formatter, used: Callable[[], Json], gone: asyncio.Task[None]
-) -> AsyncIterator[str]:
-    """Server-sent events."""
-    try:
-        for first in formatter.begin(answers.choices):
-            yield first
-        async for choice, token in answers.tokens(gone, _COMMENT_SECONDS):
-            if choice is None:
-                yield ": computing\n\n"
-            else:
-                for part in formatter.token(choice, token):
-                    yield part
-        for last in formatter.end(answers.choices, used()):
-            yield last
-    except ApiError as error:  # the status has been sent
-        yield formatter.error(error.body)
-    except ClientGone:
-        return
-    finally:
-        answers.cancel()
-        gone.cancel()
-
-
-def _api_error(error: Exception) -> ApiError:
-    """The answer to an error that was raised where requests are computed."""
-    if isinstance(error, Closed):
-        return ApiError(503, str(error))
-    is_callers = type(error) is ValueError  # of `submit`; invalid logits raise a subclass
-    return ApiError(400 if is_callers else 500, str(error))
 
 
 def _error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:

@@ -9,7 +9,9 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
-from attnmesh.serving.protocol import ApiError, Chat, Prompts
+from attnmesh.serving.conversations import Chat
+from attnmesh.serving.fields import ApiError
+from attnmesh.serving.protocol import Prompts
 
 _LONG = 2**16  # characters, from which on a call is tokenized beside the others
 _HEAD = 16  # characters per token of the context, more than prompts have that fit

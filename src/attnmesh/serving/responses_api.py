@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attnmesh.generation.requests import Token
-from attnmesh.serving.protocol import Call, Fields, invalid, parse_chat
+from attnmesh.serving.fields import Fields, invalid
+from attnmesh.serving.protocol import Call, parse_chat
 from attnmesh.serving.responses import Choice, Formatter, Json, ToolDeltas, event
 from attnmesh.serving.tools import NoTools, ToolParser
 
