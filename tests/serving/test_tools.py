@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -277,6 +278,8 @@ def test_json_mode_is_an_object(client):
         ),
         ({"extra_body": {"guided_regex": "("}}, "grammar cannot be compiled: .*unclosed group"),
         ({"extra_body": {"guided_json": 3}}, "guided_json must be a JSON schema, got 3"),
+        ({"extra_body": {"guided_json": {"enum": ["a" * 2**15]}}}, "guided_json must be a JSON schema of at most 32768"),
+        ({"extra_body": {"guided_grammar": "start: /a/\n" * 300}}, "guided_grammar must be a text of at most 256 lines"),
         ({"extra_body": {"guided_regex": "a", "structured_outputs": {"choice": ["b"]}}}, "at most one of"),
         ({"extra_body": {"chat_template_kwargs": {"tokenize": False}}}, "chat_template_kwargs must be variables"),
         ({"extra_body": {"continue_final_message": True}}, "continue_final_message must be false unless the last"),
@@ -359,6 +362,7 @@ def test_every_parameter_is_described(monkeypatch):
         "/v1/responses": (parse_responses, {"input": "a"}),
     }
     taken, take = set(), Fields.take
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
     monkeypatch.setattr(Fields, "take", lambda self, name, default=None: taken.add(name) or take(self, name, default))
     for path, (parse, body) in parsers.items():
         taken.clear()
@@ -366,6 +370,7 @@ def test_every_parameter_is_described(monkeypatch):
         parse({"messages": USER} if path == "/tokenize" else body)
         described = set(ENDPOINTS[path][2])
         assert described <= taken
+        assert [name for name in described if f"`{name}`" not in page] == []
         if path != "/v1/responses":  # which takes those of a chat under other names
             assert taken - {*_IGNORED, *_REFUSED} <= described
 

@@ -360,7 +360,8 @@ def create_app(service: Service) -> FastAPI:
         app.add_api_route(path, _counted(service.metrics, path, handler), methods=[method], response_model=None)
 
     async def unknown(request: Request, error: HTTPException) -> Response:
-        return _error_response(ApiError(error.status_code, str(error.detail)), error.headers)
+        message = f"{error.detail}: {request.method} {shown(request.url.path)} is not served: /docs has what is"
+        return _error_response(ApiError(error.status_code, message), error.headers)
 
     app.add_exception_handler(HTTPException, unknown)
     return app

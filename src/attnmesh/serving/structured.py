@@ -11,7 +11,8 @@ from attnmesh.serving.conversations import ToolChoice
 from attnmesh.serving.fields import ApiError, Fields, decode_json, invalid
 from attnmesh.serving.tools import arguments_schema, calls_schema
 
-_MAX_GRAMMAR = 2**16  # characters of a schema, a regular expression or a grammar
+_MAX_SCHEMA, _MAX_GRAMMAR = 2**15, 2**13  # characters: to compile more would delay other answers
+_MAX_LINES = 256  # of a grammar: llguidance overflows its stack where thousands of rules refer to one another
 _GRAMMARS = ("json", "regex", "choice", "grammar", "json_object")
 _ANY_OBJECT = {"type": "object"}
 
@@ -81,8 +82,11 @@ def _checked(name: str, kind: str, value: Any) -> str:
         is_valid, allowed = isinstance(value, str) and bool(value), "a text"
     if not is_valid:
         raise invalid(name, allowed, value, param)
-    if len(json.dumps(value, ensure_ascii=False)) > _MAX_GRAMMAR:
-        raise invalid(name, f"{allowed} of at most {_MAX_GRAMMAR} characters", value, param)
+    most = _MAX_SCHEMA if kind == "json" else _MAX_GRAMMAR
+    if len(json.dumps(value, ensure_ascii=False)) > most:
+        raise invalid(name, f"{allowed} of at most {most} characters", value, param)
+    if kind == "grammar" and len(value.splitlines()) > _MAX_LINES:
+        raise invalid(name, f"{allowed} of at most {_MAX_LINES} lines", value, param)
     try:
         return grammar_of(kind, value)
     except ValueError as error:
