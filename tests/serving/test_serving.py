@@ -358,9 +358,9 @@ def test_a_client_that_goes_away_cancels_its_request(server, client, stream, alo
 
 def test_a_stream_that_is_cancelled_leaves_no_task():
     async def main():
-        queue = SimpleNamespace(submit=lambda submissions, listen: [])
+        queue = SimpleNamespace(submit=lambda submissions, listen: [], cancel=lambda tickets: None)
         gone = asyncio.create_task(asyncio.Event().wait())
-        waiting = asyncio.create_task(Answers(queue, None, [])._next(gone))
+        waiting = asyncio.create_task(Answers(queue, None, [], gone)._next())
         await asyncio.sleep(0.01)
         waiting.cancel()
         await asyncio.wait({waiting})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -26,20 +27,37 @@ class ClientGone(Exception):  # noqa: N818
 
 
 class Answers:
-    """The choices of one call, while they are computed."""
+    """The choices of one call, while they are computed. `gone` ends when its client has gone: they are cancelled."""
 
-    def __init__(self, queue: RequestQueue, metrics: Metrics, submissions: list[Submission]) -> None:
+    def __init__(
+        self, queue: RequestQueue, metrics: Metrics, submissions: list[Submission], gone: asyncio.Task[None]
+    ) -> None:
         self.choices = [Choice(i) for i in range(len(submissions))]
         self.new_tokens = 0
         self._queue, self._times = queue, [AnswerTimes(metrics) for _ in submissions]
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+        self._events: deque[Event] = deque()
+        self._waiter: asyncio.Future[None] | None = None  # for the next event; a task and a queue would take longer
+        self._loop, self._gone = asyncio.get_running_loop(), gone
 
         def listen(event: Event) -> None:
             with suppress(RuntimeError):  # the HTTP server has ended
-                loop.call_soon_threadsafe(self._events.put_nowait, event)
+                self._loop.call_soon_threadsafe(self._put, event)
 
         self._tickets = queue.submit(submissions, listen)
+        gone.add_done_callback(self._end)
+
+    def _put(self, event: Event) -> None:
+        self._events.append(event)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _end(self, gone: asyncio.Task[None]) -> None:
+        if not gone.cancelled():
+            self.cancel()
+        self._wake()
 
     def cancel(self) -> None:
         """End the requests that are not finished."""
@@ -49,22 +67,25 @@ class Answers:
                 choice.finish_reason = "cancelled"
                 times.end("cancelled")
 
-    async def accepted(self, gone: asyncio.Task[None]) -> None:
+    def close(self) -> None:
+        """End what is not finished, and wait for the client no longer."""
+        self.cancel()
+        self._gone.cancel()
+
+    async def accepted(self) -> None:
         """Return when all choices are accepted; raise the error of a choice that is not."""
         for _ in self.choices:
-            event = await self._next(gone)
+            event = await self._next()
             assert event is not None
 
-    async def tokens(
-        self, gone: asyncio.Task[None], wait: float | None = None
-    ) -> AsyncIterator[tuple[Choice | None, Token | None]]:
+    async def tokens(self, wait: float | None = None) -> AsyncIterator[tuple[Choice | None, Token | None]]:
         """Every new token with its choice, which has it already; None for both after `wait` seconds without one.
 
         An answer may also end without a new token.
         """
         left = len(self.choices)
         while left:
-            event = await self._next(gone, wait)
+            event = await self._next(wait)
             if event is None:
                 yield None, None
                 continue
@@ -81,21 +102,22 @@ class Answers:
                 times.end(event.finish_reason)
             yield choice, event.token
 
-    async def _next(self, gone: asyncio.Task[None], wait: float | None = None) -> Event | None:
+    async def _next(self, wait: float | None = None) -> Event | None:
         """The next event; None after `wait` seconds. Raises its error, and ClientGone when the client has gone."""
-        if self._events.empty() or gone.done():
-            get = asyncio.ensure_future(self._events.get())
+        if not self._events and not self._gone.done():
+            self._waiter = self._loop.create_future()
+            timer = None if wait is None else self._loop.call_later(wait, self._wake)
             try:
-                done, _ = await asyncio.wait({get, gone}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+                await self._waiter
             finally:  # also if this is cancelled, as the stream of a client that goes away is
-                get.cancel()  # unless it is done; no event is lost
-            if get not in done:
-                if done:
-                    raise ClientGone
-                return None
-            event = get.result()
-        else:
-            event = self._events.get_nowait()
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+        if self._gone.done():
+            raise ClientGone
+        if not self._events:
+            return None
+        event = self._events.popleft()
         if event.error is not None:
             self.choices[event.choice].finish_reason = "error"
             self._times[event.choice].end("error")
@@ -103,14 +125,12 @@ class Answers:
         return event
 
 
-async def stream(
-    answers: Answers, formatter: Formatter, used: Callable[[], Json], gone: asyncio.Task[None]
-) -> AsyncIterator[str]:
+async def stream(answers: Answers, formatter: Formatter, used: Callable[[], Json]) -> AsyncIterator[str]:
     """Server-sent events."""
     try:
         for first in formatter.begin(answers.choices):
             yield first
-        async for choice, token in answers.tokens(gone, _COMMENT_SECONDS):
+        async for choice, token in answers.tokens(_COMMENT_SECONDS):
             if choice is None:
                 yield ": computing\n\n"
             else:
@@ -123,8 +143,7 @@ async def stream(
     except ClientGone:
         return
     finally:
-        answers.cancel()
-        gone.cancel()
+        answers.close()
 
 
 async def disconnected(request: Request) -> None:

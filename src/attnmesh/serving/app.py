@@ -290,7 +290,7 @@ class Service:
         try:
             prompts = await unless(gone, self._prompts.token_ids(call))
             formatter = formatter_of(prompts)
-            answers = Answers(self._queue, self.metrics, self._submissions(call, prompts))
+            answers = Answers(self._queue, self.metrics, self._submissions(call, prompts), gone)
         except BaseException:
             gone.cancel()
             raise
@@ -300,20 +300,18 @@ class Service:
             first = answers.choices[:: len(answers.choices) // len(prompts)]  # of each prompt: the others reuse its own
             return usage(prompt_tokens, sum(each.cached_tokens for each in first), answers.new_tokens)
 
-        gone.add_done_callback(lambda task: None if task.cancelled() else answers.cancel())
         try:
-            await answers.accepted(gone)
+            await answers.accepted()
             self.metrics.prompt_tokens.inc(prompt_tokens)
             if call.stream:
-                parts = stream(answers, formatter, used, gone)
+                parts = stream(answers, formatter, used)
                 return StreamingResponse(parts, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-            async for _ in answers.tokens(gone):
+            async for _ in answers.tokens():
                 pass
         except BaseException:
-            answers.cancel()
-            gone.cancel()
+            answers.close()
             raise
-        gone.cancel()
+        answers.close()
         return JSONResponse(formatter.whole(answers.choices, used()))
 
 
