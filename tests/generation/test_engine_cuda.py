@@ -62,7 +62,7 @@ def logits_along(model, ids, comm=None, layout=None, prefill_chunk=None, **setti
     while sequence.length < 600:
         begin = sequence.length
         new = cache.append([sequence], min(600 - begin, engine.prefill_chunk))
-        logits, _ = engine.prefill(sequence, begin, ids[begin : sequence.length], new)
+        logits = engine.prefill(sequence, begin, ids[begin : sequence.length], new)
         cache.mark_written(new)
     seen = [logits]
     for count in (1, 1, 1, 1, 1, 3, 3, 3, 3, 3):

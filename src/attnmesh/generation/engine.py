@@ -160,17 +160,24 @@ class Engine:
         begins = [each.length - len(row) for each, row in zip(sequences, ids, strict=True)]
         return self._decode(sequences, begins, ids, self._slots(new))
 
-    def prefill(
-        self, sequence: CacheSequence, begin: int, ids: list[int], new: NewTokens, scored: int | None = None
-    ) -> tuple[Tensor, list[list[float]]]:
+    def prefill(self, sequence: CacheSequence, begin: int, ids: list[int], new: NewTokens) -> Tensor:
         """The logits [vocabulary] after a chunk of a prompt, which is the end of a sequence; the same on every rank.
 
-        `new` are its slots, which have no memory where another group stores the sequence. If `scored` is given, also
-        the scores of the tokens that follow those of the chunk, with so many most likely tokens (`prompt_scores`); the
-        token after a prompt is not known: 0 stands for it.
+        `new` are its slots, which have no memory where another group stores the sequence.
+        """
+        return self.prefill_scored(sequence, begin, ids, new, None)[0]
+
+    def prefill_scored(
+        self, sequence: CacheSequence, begin: int, ids: list[int], new: NewTokens, scored: int | None
+    ) -> tuple[Tensor, list[list[float]]]:
+        """As `prefill`, and the scores of the tokens that follow those of the chunk (`prompt_scores`).
+
+        `scored` is the number of most likely tokens, None for no scores. The token after a prompt is not known: 0
+        stands for it.
         """
         slots, n = self._slots(new), len(ids)
-        following = torch.tensor([*sequence.ids[begin + 1 : begin + n + 1], 0][:n], device="cpu")
+        following = [] if scored is None else [*sequence.ids[begin + 1 : begin + n + 1], 0][:n]
+        following = torch.tensor(following, dtype=torch.int64, device="cpu")
         if n >= min_prefill_chunk(self.position_ranks.world):
             chunk = self._prefill_by_context if self._weights is None else self._prefill_by_heads
             logits, scores = chunk(sequence, range(begin, begin + n), ids, slots, following, scored)
