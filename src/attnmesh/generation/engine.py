@@ -176,8 +176,8 @@ class Engine:
         stands for it.
         """
         slots, n = self._slots(new), len(ids)
-        following = [] if scored is None else [*sequence.ids[begin + 1 : begin + n + 1], 0][:n]
-        following = torch.tensor(following, dtype=torch.int64, device="cpu")
+        next_ids = [] if scored is None else [*sequence.ids[begin + 1 : begin + n + 1], 0][:n]
+        following = torch.tensor(next_ids, dtype=torch.int64, device="cpu")
         if n >= min_prefill_chunk(self.position_ranks.world):
             chunk = self._prefill_by_context if self._weights is None else self._prefill_by_heads
             logits, scores = chunk(sequence, range(begin, begin + n), ids, slots, following, scored)
