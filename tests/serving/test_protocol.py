@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 
 from attnmesh.generation.sampling import Sampling
 from attnmesh.serving.commands import Commands, Submission
-from attnmesh.serving.protocol import ApiError, Call, decode_json, parse_chat, parse_completion
+from attnmesh.serving.fields import ApiError, decode_json
+from attnmesh.serving.protocol import Call, parse_chat, parse_completion
 
 NAMES = [
     "model", "prompt", "messages", "n", "stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens",
     "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "logprobs", "top_logprobs",
     "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "tools", "user", "echo", "other",
+    "tool_choice", "response_format", "structured_outputs", "guided_json", "guided_regex", "ignore_eos", "priority",
+    "chat_template_kwargs", "continue_final_message", "prompt_logprobs", "parallel_tool_calls", "skip_special_tokens",
 ]  # fmt: skip
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -121,7 +124,7 @@ def test_whole_characters_are_text():
 def test_commands_reach_other_ranks_as_they_are():
     submissions = [
         Submission(3, [1, 2], 5, Sampling(0.5, seed=9, frequency_penalty=0.1), [1], ["é\n"], 2, 4, 1, {7: -1.5}),
-        Submission(4, [1], 1, Sampling()),
+        Submission(4, [1], 1, Sampling(), grammar='start: "é"', priority=-2, prompt_logprobs=1),
     ]
     decoded = Commands.decode(Commands(submissions, [1, 2], stop=True).encode())
     decoded.submissions[0].logit_bias[7] = decoded.submissions[0].logit_bias.pop("7")  # a name in JSON

@@ -41,6 +41,7 @@ from attnmesh.generation.passes import (
 )
 from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
 from attnmesh.generation.recurrent_states import RecurrentStates
+from attnmesh.generation.sampling import prompt_scores
 from attnmesh.generation.tensor_parallel import TensorParallel
 from attnmesh.integrations.transformers_models import changing_rotary, check_model, text_config
 from attnmesh.kv_cache.block_manager import WINDOW_MARGIN
@@ -166,16 +167,31 @@ class Engine:
 
         `new` are its slots, which have no memory where another group stores the sequence.
         """
-        slots = self._slots(new)
-        if len(ids) >= min_prefill_chunk(self.position_ranks.world):
+        return self.prefill_scored(sequence, begin, ids, new, None)[0]
+
+    def prefill_scored(
+        self, sequence: CacheSequence, begin: int, ids: list[int], new: NewTokens, scored: int | None
+    ) -> tuple[Tensor, list[list[float]]]:
+        """As `prefill`, and the scores of the tokens that follow those of the chunk (`prompt_scores`).
+
+        `scored` is the number of most likely tokens, None for no scores. The token after a prompt is not known: 0
+        stands for it.
+        """
+        slots, n = self._slots(new), len(ids)
+        next_ids = [] if scored is None else [*sequence.ids[begin + 1 : begin + n + 1], 0][:n]
+        following = torch.tensor(next_ids, dtype=torch.int64, device="cpu")
+        if n >= min_prefill_chunk(self.position_ranks.world):
             chunk = self._prefill_by_context if self._weights is None else self._prefill_by_heads
-            return chunk(sequence, range(begin, begin + len(ids)), ids, slots)
+            logits, scores = chunk(sequence, range(begin, begin + n), ids, slots, following, scored)
+            return logits, scores.tolist()
+        rows: list[list[float]] = []
         logits = torch.empty(0, dtype=torch.float32, device="cpu")
-        for at in range(0, len(ids), MAX_DECODE_TOKENS):  # too short to shard
+        for at in range(0, n, MAX_DECODE_TOKENS):  # too short to shard
             some = slice(at, at + MAX_DECODE_TOKENS)
             some_slots = tuple(each[:, some] for each in slots)
-            logits = self._decode([sequence], [begin + at], [ids[some]], some_slots)[0, -1]
-        return logits.clone()  # not a view of memory that the next graph writes
+            logits = self._decode([sequence], [begin + at], [ids[some]], some_slots)[0]
+            rows += [] if scored is None else prompt_scores(logits, following[some], scored).tolist()
+        return logits[-1].clone(), rows  # not a view of memory that the next graph writes
 
     def _decode(
         self, sequences: Sequence[CacheSequence], begins: list[int], ids: Sequence[Sequence[int]],
@@ -209,8 +225,9 @@ class Engine:
         return tuple(groups.count(group) for group in range(self._kvdp))
 
     def _prefill_by_context(
-        self, sequence: CacheSequence, at: range, ids: list[int], slots: tuple[Tensor, ...]
-    ) -> Tensor:
+        self, sequence: CacheSequence, at: range, ids: list[int], slots: tuple[Tensor, ...], following: Tensor,
+        scored: int | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Prefill a chunk at these positions with whole weights, sharded over the ranks."""
         parts, comm, device = self._parts(at), self.comm, self.device
         chunk = self._chunk_kv(sequence, at)
@@ -228,9 +245,16 @@ class Engine:
         )  # fmt: skip
         tokens = torch.tensor(ids, device="cpu")[positions - at.start]
         last = next(rank for rank, part in enumerate(parts) if at[-1] in part[-1])
+        keep = 1 if scored is None else 0
         with self.exchange(comm):
-            logits = self._forward(prefill, tokens[None].to(device), on_device, 1)[0, -1]
-            return _broadcast(comm, logits, last)
+            logits = self._forward(prefill, tokens[None].to(device), on_device, keep)[0]
+            after = _broadcast(comm, logits[-1], last)
+            if scored is None:
+                return after, logits.new_empty(0)
+            own_scores = prompt_scores(logits, following[positions - at.start], scored)
+            by_rank = [ranges.as_tensor(part) for part in parts]
+            gathered = comm.all_gather(own_scores, [(len(each), own_scores.shape[1]) for each in by_rank])
+            return after, torch.cat(list(gathered)).cpu()[torch.cat(by_rank).argsort()]
 
     def _parts(self, at: range) -> list[Ranges]:
         """The positions of a chunk that each rank computes: in the layout, or later where they are stored."""
@@ -248,8 +272,9 @@ class Engine:
         return tuple(range(at.start + part.start, at.start + part.stop) for part in parts)
 
     def _prefill_by_heads(
-        self, sequence: CacheSequence, at: range, ids: list[int], slots: tuple[Tensor, ...]
-    ) -> Tensor:
+        self, sequence: CacheSequence, at: range, ids: list[int], slots: tuple[Tensor, ...], following: Tensor,
+        scored: int | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Prefill a chunk at these positions with sharded weights."""
         assert self._weights is not None
         chunk, n, world = self._chunk_kv(sequence, at), len(ids), self.comm.world
@@ -260,10 +285,13 @@ class Engine:
             self._rows([sequence]), own, latents=self._latents,
         )  # fmt: skip
         counts = [n * (rank + 1) // world - n * rank // world for rank in range(world)]
-        divided = self._weights.tokens.divided(counts) if n >= world > 1 else nullcontext()
+        is_divided = n >= world > 1 and scored is None  # otherwise every rank has the logits of all tokens
+        divided = self._weights.tokens.divided(counts) if is_divided else nullcontext()
         tokens = torch.tensor([ids], device=self.device)
         with self.exchange(self.comm), divided:
-            return self._forward(prefill, tokens, positions, 1)[0, -1]
+            logits = self._forward(prefill, tokens, positions, 1 if scored is None else 0)[0]
+        scores = logits.new_empty(0) if scored is None else prompt_scores(logits, following, scored)
+        return logits[-1], scores
 
     def copy_states(self, source: CacheSequence, sequence: CacheSequence) -> None:
         """Let a forked sequence continue from the recurrent states of its source."""

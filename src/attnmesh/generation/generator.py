@@ -245,23 +245,30 @@ class Generator:
         sample: int = 0,
         num_beams: int = 1,
         speculative: bool = False,
+        grammar: str | None = None,
+        priority: int = 0,
+        skip_special_tokens: bool = True,
+        prompt_logprobs: int | None = None,
     ) -> Request:
         """A request for an answer to one prompt, which `step` computes together with all others.
 
         `prompt`, `max_new_tokens`, `sampling`, `stop`, `stop_strings` and `speculative` are as for `generate`. The
         answer does not end before `min_new_tokens` tokens. With `logprobs=n`, tokens come with their log-probability by
-        the model and the n most likely tokens. `logits_processors` are functions, such as the processors of
-        Transformers, which change the logits before penalties; all ranks must pass the same. Parallel samples of a
-        prompt are requests that differ in the number `sample`: they draw other random numbers, and share the prompt's
-        blocks. With `num_beams` above 1, the answer is the result of a beam search, which takes `num_beams` sequences
-        and returns all tokens in its last step. Requests wait while the cache has no room for them. The tokens are the
-        same that `generate` returns for the prompt alone.
+        the model and the n most likely tokens; with `prompt_logprobs=n` the request has these for its prompt, too,
+        which then reuses no cached tokens. `logits_processors` are functions, such as the processors of Transformers,
+        which change the logits before penalties; all ranks must pass the same. `grammar`, in llguidance's format
+        (`LLMatcher.grammar_from_json_schema` and others; extra `serve`), decides which tokens can follow. Parallel
+        samples of a prompt are requests that differ in the number `sample`: they draw other random numbers, and share
+        the prompt's blocks. With `num_beams` above 1, the answer is the result of a beam search, which takes
+        `num_beams` sequences and returns all tokens in its last step. Requests wait while the cache has no room for
+        them; those with a lower `priority` come first. Special tokens have text if `skip_special_tokens` is False,
+        except stop tokens. The tokens are the same that `generate` returns for the prompt alone.
         """
 
         def check_arguments() -> tuple[tuple[list[int], RequestOptions], SharedValues]:
             options = RequestOptions(
                 max_new_tokens, sampling, stop, stop_strings, min_new_tokens, logprobs, logits_processors, sample,
-                num_beams, speculative,
+                num_beams, speculative, grammar, priority, skip_special_tokens, prompt_logprobs,
             ).checked(self.model, self.tokenizer)  # fmt: skip
             ids = one_prompt(self.tokenizer, "prompt", prompt)
             self._check_prompt("prompt", ids, options)

@@ -1,9 +1,10 @@
 """`Scheduler`: which requests compute which tokens in the next step, and the blocks of the cache that these take.
 
-Requests are served in the order of their numbers. Every step computes the next token of all answers in progress, with
-drafts where they are asked for, and chunks of prompts with the rest of a budget of tokens. A waiting request is
-admitted to the group of ranks that has the longest prefix of it, if there is room for its whole prompt. Where a group
-runs out of blocks, its latest request is preempted: it waits, and is computed again later.
+Requests are served in the order of their priorities, the lowest first, then of their numbers. Every step computes the
+next token of all answers in progress, with drafts where they are asked for, and chunks of prompts with the rest of a
+budget of tokens. A waiting request is admitted to the group of ranks that has the longest prefix of it, if there is
+room for its whole prompt. Where a group runs out of blocks, its last request in this order is preempted: it waits, and
+is computed again later.
 
 The beams of a search join, leave and are preempted together. A search that was preempted begins again: until its end no
 token of its answer is known.
@@ -30,7 +31,7 @@ from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 
 _LOG = logging.getLogger(__name__)
-_NUMBER = attrgetter("number")  # of a request
+_ORDER = attrgetter("options.priority", "number")  # of a request
 _COMPARED = 1024  # tokens that are compared at a time
 
 
@@ -112,12 +113,12 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Take a request."""
-        insort(self.waiting, request, key=_NUMBER)
+        insort(self.waiting, request, key=_ORDER)
 
     def adopt(self, request: Request, sequence: CacheSequence) -> None:
         """Take a request that runs already, in the group whose cache has its sequence."""
         request.group, request.sequences = sequence.kvdp_rank, [sequence]
-        insort(self.running[request.group], request, key=_NUMBER)
+        insort(self.running[request.group], request, key=_ORDER)
 
     def plan(self, step_tokens: int) -> StepPlan:
         """The next step, of at most `step_tokens` tokens per group, and their slots.
@@ -176,10 +177,10 @@ class Scheduler:
                 cache.free(sequence)
         for request in requests:
             request.sequences, request.search = [], None
-        self.waiting, self.running = sorted(requests, key=_NUMBER), [[] for _ in self.caches]
+        self.waiting, self.running = sorted(requests, key=_ORDER), [[] for _ in self.caches]
 
     def _make_room(self, group: int, step: StepPlan) -> None:
-        """Preempt requests of a group, the latest first, until the others can grow by a token."""
+        """Preempt requests of a group, the last in order first, until the others can grow by a token."""
         cache, running, plan = self.caches[group], self.running[group], step.groups[group]
         while True:
             active = [request for request in running if not request.held]
@@ -189,12 +190,12 @@ class Scheduler:
                     cache.check_extend([each for _, each in plan.decoded], 1)
                 break
             except CacheFull:
-                latest = running[-1]
-                self.remove(latest)
+                last = running[-1]
+                self.remove(last)
                 if not running:
-                    step.failed.append(latest)
+                    step.failed.append(last)
                 else:
-                    self.add(latest)
+                    self.add(last)
                     plan.preemptions += 1
                     _LOG.warning("the cache of group %d is full: a request is preempted and computed again", group)
         plan.budget -= len(plan.decoded)
@@ -224,7 +225,7 @@ class Scheduler:
             plan.budget -= (width - 1) * len(plan.decoded)
 
     def _continue(self, group: int, plan: GroupPlan, step: StepPlan) -> None:
-        """Give slots to the running requests of a group: to answers, then to chunks of prompts, the oldest first."""
+        """Give slots to the running requests of a group: to answers, then to chunks of prompts."""
         cache = self.caches[group]
         if plan.decoded:
             given = None
@@ -250,7 +251,7 @@ class Scheduler:
     def _admit(self, request: Request, step: StepPlan) -> bool:
         """Start the first waiting request in the best group that has room for it; False if none has."""
         text, found = request.known, []
-        key = "" if self._cache_keys is None else f"alone {next(self._cache_keys)}"
+        key = request.cache_key if self._cache_keys is None else f"alone {next(self._cache_keys)}"
         for group, cache in enumerate(self.caches):
             taken = sum(each.options.num_beams for each in self.running[group])
             has_rows = taken + request.options.num_beams <= cache.max_sequences
@@ -272,7 +273,7 @@ class Scheduler:
             except CacheFull:
                 continue
             self.waiting.remove(request)
-            insort(self.running[group], request, key=_NUMBER)
+            insort(self.running[group], request, key=_ORDER)
             request.group, request.sequences = group, [sequence]
             if not request.tokens:  # and was not preempted
                 request.cached = sequence.cached
