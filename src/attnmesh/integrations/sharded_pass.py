@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any
 from weakref import WeakSet
 
@@ -19,17 +20,20 @@ from torch import Tensor, nn
 
 from attnmesh.comm import Comm
 from attnmesh.core.mask_encoding import traced_mask
-from attnmesh.core.masks import Mask
+from attnmesh.core.masks import Documents, Mask, PerSequence
 from attnmesh.core.packing import Packing
+from attnmesh.integrations.recurrent_layers import recurrent_classes, serve, sharded_call
 from attnmesh.integrations.transformers_models import (
     MODELS_PAGE,
     attention_layers,
     check_attention_code,
     check_config,
     check_modules,
+    code_of,
     modules_in_forward,
     text_config,
 )
+from attnmesh.ops.recurrent.layer import RecurrentLayer
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.utils.error_links import see
 
@@ -99,12 +103,29 @@ class ShardedPass:
         softcap: float | None = None,
     ) -> Tensor:  # fmt: skip
         """Out of this rank's queries over the keys of all ranks."""
-        if self.check_once is not None and not torch.compiler.is_compiling():
-            self.check_once()
-            self.check_once = None
+        self._check_once()
         return self.cp.attention(
             q, k, v, mask=self.mask(mask), scale=scale, softcap=softcap, sinks=sinks, length=self.length
         )
+
+    def recurrent(self, layer: RecurrentLayer) -> Tensor:
+        """The outputs of a recurrent layer at this rank's tokens, from the inputs of all ranks."""
+        self._check_once()
+        self.count_attention(next(modules_in_forward()))
+        return self.cp.recurrent(layer, length=self.length, documents=self._recurrent_documents)
+
+    def _check_once(self) -> None:
+        if self.check_once is not None and not torch.compiler.is_compiling():
+            self.check_once()
+            self.check_once = None
+
+    @cached_property
+    def _recurrent_documents(self) -> Mask | None:
+        """The documents of every row; runs of padding are documents of their own."""
+        if self._documents is None:
+            return None
+        masks = [Documents(torch.unique_consecutive(row, return_counts=True)[1].tolist()) for row in self._documents]
+        return PerSequence(masks)
 
     def count_attention(self, module: nn.Module) -> None:
         """Note that the attention of this module is computed over the ranks."""
@@ -297,13 +318,17 @@ def _pass_of(given: Sequence[Any]) -> ShardedPass | None:
 
 
 def _watched_call(model: Any, attention_pass: ShardedPass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    check_attention_code(model)
+    check_attention_code(model, recurrent=True)
     if model not in _inspected:
-        check_modules(model)
+        check_modules(model, recurrent=True)
+        code = code_of(text_config(model))
+        if code is not None and recurrent_classes(code):
+            serve(code)
         _inspected.add(model)
     attention_pass.is_watched, attention_pass.attended_by = True, set()
     try:
-        result = nn.Module.__call__(model, *args, **kwargs)
+        with sharded_call():
+            result = nn.Module.__call__(model, *args, **kwargs)
     finally:
         attention_pass.is_watched = False
     _check_attended(model, attention_pass)

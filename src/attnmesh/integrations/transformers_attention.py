@@ -339,7 +339,7 @@ def layer_mask(
     **__: object,
 ) -> LayerMask:
     """The hook that Transformers calls to make a mask, once per kind of layer in a forward pass."""
-    check_config(config)
+    check_config(config, recurrent=isinstance(attention_mask, ShardedMask))
     if isinstance(attention_mask, ShardedMask) and not torch.compiler.is_compiling():
         check_head()
         config_class: type = type(config)
