@@ -43,7 +43,8 @@ MODELS = {
     "kimi_linear": {
         "layer_types": ["linear_attention", "full_attention"], "kv_lora_rank": 8, "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 4, "v_head_dim": 8, "linear_num_heads": 4, "linear_head_dim": 8, "num_local_experts": 2,
-        "num_experts_per_tok": 1, "moe_intermediate_size": 16, "mlp_layer_types": ["dense", "dense"],
+        "num_key_value_heads": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+        "mlp_layer_types": ["dense", "dense"],
     },
 }  # fmt: skip
 FEW = ("qwen3_next", "bamba", "lfm2")

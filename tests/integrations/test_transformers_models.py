@@ -15,19 +15,6 @@ SIZES = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
-_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
-_GATED_DELTA = {
-    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 0,
-}  # fmt: skip
-HYBRIDS = {
-    "qwen3_next": (_GATED_DELTA, "linear_attention"),
-    "qwen3_5_text": (_GATED_DELTA, "linear_attention"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "conv"),
-    "granitemoehybrid": ({"layer_types": ["mamba", "attention"], "num_local_experts": 0, **_MAMBA}, "linear_attention"),
-    "bamba": ({"attn_layer_indices": [1], **_MAMBA}, "linear_attention"),
-    "falcon_h1": ({"mamba_d_ssm": 64, **_MAMBA}, "hybrid"),
-}
 
 
 def tiny(kind, **own):
@@ -38,16 +25,11 @@ def tiny(kind, **own):
     return AutoModelForCausalLM.from_config(config, attn_implementation="attnmesh").eval()
 
 
-@pytest.mark.parametrize("kind", HYBRIDS)
-def test_layers_that_mix_tokens_otherwise_are_refused_on_every_rank(kind):
-    own, layer = HYBRIDS[kind]
-    model = tiny(kind, **own)
-
-    def rank(comm):
-        with pytest.raises(ValueError, match=rf"layer_types must be full_attention, .* got .*{layer}"):
-            model(**am.shard_inputs(am.ContextParallel(comm), IDS, IDS))
-
-    on_virtual_ranks(2, rank)
+def test_recurrent_layers_are_refused_where_only_attention_is_served():
+    """By a Generator and by accelerate; model(**shard_inputs(...)) serves them: test_hybrid_models."""
+    model = tiny("lfm2", layer_types=["conv", "full_attention"])
+    with pytest.raises(ValueError, match=r"layer_types must be full_attention, .* got conv, full_attention"):
+        check_model(model)
 
 
 @pytest.mark.parametrize("kind", ["bloom", "mpt"])
@@ -108,7 +90,8 @@ def test_a_mask_that_no_layer_uses_does_not_matter():
 
 def test_a_hybrid_without_other_layers_is_served():
     """Its code reads the mask for layers that it might have, so it must be given the tensor."""
-    model = tiny("granitemoehybrid", layer_types=["attention", "attention"], num_local_experts=0, **_MAMBA)
+    mamba = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+    model = tiny("granitemoehybrid", layer_types=["attention", "attention"], num_local_experts=0, **mamba)
     check_model(model)
     wanted = model(input_ids=IDS, labels=IDS).loss
 
