@@ -150,7 +150,7 @@ def test_bytes_sent_are_those_of_the_plan(kind, layout, final):
         sizes = SegmentSizes(*(torch.Size(s).numel() // 6 for s in (layer._transition_shape(), layer.state_shape)))
         planned = [(plan.bytes_sent(r, sizes, 4), plan.bytes_sent(r, sizes, 4, backward=True)) for r in range(world)]
     assert run_virtual(world, rank) == planned
-    assert all(sent for pair in planned for sent in pair)
+    assert all(sum(sent) for sent in zip(*planned, strict=True))
 
 
 def test_ranks_without_positions_take_part_in_the_backward():

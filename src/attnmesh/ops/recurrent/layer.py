@@ -50,7 +50,18 @@ class Chunks(ABC):
 
 @dataclass(frozen=True, eq=False)
 class RecurrentLayer(ABC):
-    """The inputs of a recurrent layer."""
+    """The inputs of a recurrent layer: what `scan` and `ContextParallel.recurrent` compute.
+
+    Nothing is checked before that, so that an error on one rank is raised on all of them.
+
+    Examples:
+        >>> x, weight = torch.randn(2, 6, 10), torch.randn(6, 4)
+        >>> layer = am.recurrent.ShortConvolution(x, weight)
+        >>> isinstance(layer, am.recurrent.RecurrentLayer), layer.state_shape
+        (True, (2, 6, 3))
+        >>> layer.rows(range(4, 10)).x.shape
+        torch.Size([2, 6, 6])
+    """
 
     _DIMS: ClassVar[dict[str, str]]
     """The dimensions of every input, as words; "seq" is that of positions."""
