@@ -201,7 +201,9 @@ def test_progress_is_a_bar_on_a_terminal_and_goes_away(monkeypatch):
     assert shown.getvalue().count("\x1b[?25l") == shown.getvalue().count("\x1b[?25h")  # the cursor is shown again
 
 
-@pytest.mark.parametrize(("device", "virtual", "got"), [("cpu", False, "device 'cpu'"), ("cuda", True, "virtual ranks")])
+@pytest.mark.parametrize(
+    ("device", "virtual", "got"), [("cpu", False, "device 'cpu'"), ("cuda", True, "virtual ranks")]
+)
 def test_ranks_that_cannot_share_a_gpu_are_a_usage_error(device, virtual, got):
     with pytest.raises(typer.BadParameter, match=f"share_gpu requires .* got {got}") as caught:
         options.check_share_gpu(True, device, virtual)

@@ -84,7 +84,11 @@ def test_the_mask_of_a_traced_layer(size, window, chunk, mask):
 
 @pytest.mark.parametrize(
     ("size", "window", "chunk", "served", "said"),
-    [(4, 4, 4, True, "window from chunks"), (3, 4, 8, True, "window from chunks"), (4, 4, None, False, "must be causal")],
+    [
+        (4, 4, 4, True, "window from chunks"),
+        (3, 4, 8, True, "window from chunks"),
+        (4, 4, None, False, "must be causal"),
+    ],
 )
 def test_a_mask_of_a_traced_layer_that_could_be_another_is_refused(size, window, chunk, served, said):
     with pytest.raises(ValueError, match=said):
