@@ -101,6 +101,17 @@ def test_a_cache_that_does_not_fit_is_refused(model, monkeypatch):
     assert_refused(ran, "4 x (", "805.3 MB of KV cache) on cpu, which has")
 
 
+def test_the_kv_cache_of_a_rank_has_its_part_of_tokens_and_sequences(model, monkeypatch):
+    sizes = []
+    monkeypatch.setattr("attnmesh.launch.run", lambda serve, ranks, **how: None)
+    monkeypatch.setattr("attnmesh.cli.serve._on_signals", lambda settings: None)
+    monkeypatch.setattr("attnmesh.cli.serve.kv_cache_bytes", lambda config, storage, *size: sizes.append(size) or 0)
+    usual = ("serve", "--model", model, "--virtual", "--ranks", 4, "--cache-tokens", 601, "--max-sequences", 6)
+    ran = run_command(*usual, "--groups", 2)
+    assert ran.exit_code == 0, ran.output
+    assert sizes == [(301, 3)]
+
+
 @pytest.mark.parametrize(
     ("options", "sharding", "said"),
     [

@@ -107,6 +107,13 @@ def test_a_pattern_selects_modes_and_every_mode_is_a_line():
     ]
 
 
+@pytest.mark.parametrize("only", ["query-distributed prefix causal paged", r"generation \S+ int8"])
+def test_a_mode_of_each_operation_is_right(only):
+    ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1", "--only", only)
+    assert ran.exit_code == 0, ran.output
+    assert counts(ran.stdout)[0] >= 1
+
+
 def test_a_mode_has_the_same_inputs_whatever_else_runs(few_modes):
     def error(*only: str) -> list[str]:
         stdout = run("verify", "--ranks", "2", "--virtual", "--seed", "1", *only).stdout

@@ -106,6 +106,7 @@ def test_a_thread_that_waits_raises_the_error_once_and_its_result_is_not_used():
     thread.join(5)
     assert not used
     assert [without_link(str(raised)) for raised in caught] == ["rank 1 did not arrive"]
+    assert repr(type(caught[0])) == repr(CommError)  # in tracebacks, too
     again = pickle.loads(pickle.dumps(caught[0]))
     assert type(again) is CommError
     assert without_link(str(again)) == "rank 1 did not arrive"

@@ -79,6 +79,20 @@ def test_what_is_not_json_is_refused(data):
         decode_json(data)
 
 
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "user", "content": 3}, r"messages\[1\].content must be text, or a list of parts of type text, got 3"),
+        ({"role": "user", "content": "a", "tool_calls": [1]}, r"messages\[1\].tool_calls is not supported"),
+        ("a", r"messages\[1\] must be an object such as"),
+    ],
+)
+def test_a_message_that_is_refused_is_the_parameter(message, said):
+    with pytest.raises(ApiError, match=said) as caught:
+        parse_chat({"model": "m", "messages": [*MESSAGES, message]})
+    assert caught.value.param == "messages[1]"
+
+
 def test_too_many_prompts_are_refused_before_they_are_looked_at():
     with pytest.raises(ApiError, match="prompt must have at most 100000 prompts, got 100001"):
         parse_completion({"model": "m", "prompt": [{}] * 100_001})

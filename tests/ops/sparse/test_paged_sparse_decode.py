@@ -11,7 +11,7 @@ from attnmesh.core.ranges import InterleavedShard
 from attnmesh.decode import check_decode_errors
 from attnmesh.ops import gpu
 from attnmesh.ops.sparse import reference
-from attnmesh.ops.sparse.paged import check_pool
+from attnmesh.ops.sparse.paged import PagedKeys, check_pool
 from attnmesh.ops.storage import Quantized, Stored, dequantize, values_of
 from attnmesh.testing.decode import poison_cache
 from helpers.cases import first, sweep
@@ -194,6 +194,17 @@ def test_the_prefill_kernel_attends(storage, monkeypatch):
         check_decode_errors()
     for x in (out, lse, top):
         assert x[[0, 2]].isnan().all()
+
+
+def test_the_prefill_kernel_attends_over_a_pool_with_gaps():
+    """Blocks of a plain pool that do not follow one another are copied to a workspace, whole keys each."""
+    kernels = pytest.importorskip("attnmesh.ops.sparse.triton_decode")
+    pool = normal(3, 2 * BLOCK, 1, 144, dtype=torch.float16)[:, :BLOCK]
+    slots, lengths = torch.tensor([[9, 0, 5]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    target = torch.full((4, 144), -7.0, dtype=torch.float16)
+    kernels.gather(PagedKeys(pool, None), slots, lengths, target[:3])
+    assert torch.equal(target[:2], torch.stack([pool[2, 1, 0], pool[0, 0, 0]]))
+    assert (target[2:] == -7).all()
 
 
 def test_bits_of_a_token_do_not_depend_on_the_batch():
