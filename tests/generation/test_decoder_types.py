@@ -128,6 +128,23 @@ def test_latents_are_cached_where_the_model_expands_them():
     assert [(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in other.layers] == [(4, 12, 6)] * 2
 
 
+def test_what_is_cached_by_layer_serves_beams_and_quantized_storage_and_is_not_moved():
+    model, prompt = small_model("mimo_v2_flash", "attnmesh"), PROMPTS[:1]
+
+    def rank(comm):
+        how = {"cache_tokens": 200, "max_sequences": 3, "sharding": am.DecodeSharding(cp=comm.world)}
+        quantized = Generator(model, None, comm, storage="int8", **how)
+        found = generated_rows(quantized, prompt, max_new_tokens=4, stop=[], num_beams=3)
+        quantized.submit(prompt[0], max_new_tokens=4, stop=[])
+        quantized.step()
+        with pytest.raises(ValueError, match=r"must have the same kv_heads in every layer, got \(2, 4\)"):
+            am.move_requests(quantized, Generator(model, None, comm, storage="int8", **how), comm)
+        return found
+
+    alone, *both = [*on_virtual_ranks(1, rank), *on_virtual_ranks(2, rank)]
+    assert both == [alone, alone]
+
+
 # What is refused, with the layer.
 
 

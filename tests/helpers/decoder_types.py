@@ -106,6 +106,7 @@ def generate(kind: str, world: int, prefill_chunk: int | None, **how: Any) -> No
         found: list[list[torch.Tensor]] = [[] for _ in PROMPTS]
         generator = Generator(
             model, None, comm, cache_tokens=200, max_sequences=len(PROMPTS), prefill_chunk=prefill_chunk,
+            sharding=am.DecodeSharding(cp=world),
             on_logits=lambda row, each: found[row].append(each.clone()),
         )  # fmt: skip
         tokens: list[list[int]] = [[] for _ in PROMPTS]
