@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -20,7 +21,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 
-from attnmesh import __version__
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.prompts import eos_tokens
 from attnmesh.serving.answers import Answers, ClientGone, disconnected, stream, unless
@@ -143,7 +143,7 @@ class Service:
 
     async def version(self, request: Request) -> Response:
         """The version of attnmesh."""
-        return JSONResponse({"version": __version__})
+        return JSONResponse({"version": version("attnmesh")})
 
     async def openapi(self, request: Request) -> Response:
         """The description of the API, for programs."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from html import escape
+from importlib.metadata import version
 from typing import Any
-
-from attnmesh import __version__
 
 Parameters = dict[str, tuple[str, str]]
 """Names with their JSON types, several separated by "|", and what they mean."""
@@ -108,7 +107,7 @@ def openapi() -> dict[str, Any]:
             schema = {"type": "object", "properties": properties, "additionalProperties": False}
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
         paths[path] = {method: operation}
-    info = {"title": "attnmesh", "version": __version__, "summary": "A language model, with OpenAI's API."}
+    info = {"title": "attnmesh", "version": version("attnmesh"), "summary": "A language model, with OpenAI's API."}
     return {"openapi": "3.1.0", "info": info, "paths": paths}
 
 
@@ -129,7 +128,7 @@ def docs_page() -> str:
     )
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>attnmesh {__version__}</title><style>{style}</style><h1>attnmesh</h1>"
+        f"<title>attnmesh {version('attnmesh')}</title><style>{style}</style><h1>attnmesh</h1>"
         '<p>A language model with OpenAI\'s API. For programs: <a href="openapi.json">openapi.json</a>.</p>'
         f"{''.join(parts)}</html>"
     )
