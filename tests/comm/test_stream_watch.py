@@ -5,12 +5,14 @@ import pickle
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from attnmesh.comm import CommError, comm_from
+from attnmesh.comm.health import monitored_comm
 from attnmesh.comm.health.caller_error import Caller, lock, uninterrupted
 from attnmesh.comm.in_flight import InFlightMessage
 from attnmesh.comm.nccl import QueuedOperation, StreamWatch
@@ -304,3 +306,17 @@ def test_an_error_does_not_interrupt_a_batch_of_messages():
     sent.set()
     thread.join(5)
     assert list(map(without_link, steps)) == ["posted", "rank 1 is dead"]
+
+
+def test_an_operation_that_may_be_queued_behind_another_is_left_to_it(monkeypatch):
+    """Both ranks of a group wait in it, behind an operation of another group that waits for a third rank."""
+    now = time.monotonic()
+    first, second = (QueuedOperation("all_to_all", {1}, now - age, 5.0) for age in (9, 8))
+    waiting = [SimpleNamespace(nccl=SimpleNamespace(oldest=lambda _, each=each: each)) for each in (second, first)]
+    monkeypatch.setattr(monitored_comm, "_all_comms", lambda: waiting)
+    searches = []
+    comm = SimpleNamespace(_broken="x", _one_of=str, _causes=lambda *search: searches.append(search))
+    monitored_comm.MonitoredComm._overdue(comm, second)
+    assert not searches
+    monitored_comm.MonitoredComm._overdue(comm, first)
+    assert len(searches) == 1
