@@ -31,8 +31,18 @@ from attnmesh.serving.protocol import (  # noqa: E402
     parse_tokenize,
 )
 from attnmesh.serving.responses_api import parse_responses  # noqa: E402
+from attnmesh.serving.server import serve  # noqa: E402
 from attnmesh.serving.tools import TOOL_PARSERS, NamedParser, ToolCall, detect_parser  # noqa: E402
-from helpers.serving import NAME, TOOL_TEMPLATE, byte_tokenizer, virtual_server, write_byte_model  # noqa: E402
+from helpers.processes import run_processes  # noqa: E402
+from helpers.serving import (  # noqa: E402
+    NAME,
+    TOOL_TEMPLATE,
+    Server,
+    byte_tokenizer,
+    settings,
+    virtual_server,
+    write_byte_model,
+)
 
 # Parsers.
 
@@ -485,6 +495,27 @@ def check_fifty_clients(client):
     with concurrent.futures.ThreadPoolExecutor(50) as pool:
         assert list(pool.map(answer, range(50))) == single
     assert len({str(each) for each in single}) > 25
+
+
+def serve_on_process(comm, how):
+    serve(comm, settings=how)
+
+
+@pytest.mark.sweep
+def test_ranks_that_prefill_and_ranks_that_decode(model, tmp_path, client):
+    """Grammars move with their requests; the log-probabilities of a prompt are known where it is computed."""
+    changes = {"prefill_ranks": 1, "sharding": DecodeSharding(), "cache_tokens": 1024, "max_body": 2**20}
+    how = settings(model, tmp_path, **changes)
+    other = Server(tmp_path, how, lambda: run_processes(2, serve_on_process, how, timeout=200))
+    try:
+        asked = {"max_tokens": 99, "extra_body": {"guided_regex": "([a-c]{3} ){4}x", "prompt_logprobs": 1}}
+        found, wanted = (chat(each, **asked) for each in (other.client(), client))
+        assert found.choices[0].message.content == wanted.choices[0].message.content
+        scores = [[None if x is None else sorted(x) for x in each.prompt_logprobs] for each in (found, wanted)]
+        assert scores[0] == scores[1]
+    finally:
+        other.stop()
+    assert other.error is None
 
 
 @pytest.mark.sweep

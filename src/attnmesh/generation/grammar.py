@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,8 +52,8 @@ class GrammarMatcher:
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise ValueError(f"grammar: {_first_line(self._matcher.get_error())}, after {len(answer)} tokens")
-        bits = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
-        allowed = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[: len(logits)].bool()
+        bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=len(logits), bitorder="little")
+        allowed = torch.from_numpy(bits).bool()
         ends, allowed[self._eos] = bool(allowed[self._eos]), False
         if ends:
             allowed[list(stop)] = True
