@@ -269,11 +269,15 @@ class TestRefused:
         refused(run(model, "--tp", "2", "--memory", "20kB"), "a rank has 19.07 kB of weights", "and --memory is 20 kB")
 
     def test_an_architecture_that_is_not_supported(self, tmp_path):
-        from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+        from transformers import BloomConfig, BloomForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
+        bloom = BloomForCausalLM(BloomConfig(vocab_size=16, hidden_size=16, n_layer=1, n_head=2))
+        refused(
+            run(write_folder(tmp_path / "bloom", bloom)), "BloomForCausalLM: the model has attention code of its own"
+        )
         sizes = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-        tiny = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=16))
-        refused(run(write_folder(tmp_path / "neox", tiny)), "'gpt_neox' (GPTNeoXForCausalLM)", "llama, qwen2")
+        neox = write_folder(tmp_path / "neox", GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=16)))
+        refused(run(neox, "--tp", "2"), "'gpt_neox' (GPTNeoXForCausalLM)", "llama, qwen2")
 
     def test_a_tokenizer_of_another_model(self, tmp_path):
         small = write_folder(tmp_path / "small", tiny_llama(vocab_size=8))

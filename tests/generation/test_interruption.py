@@ -93,8 +93,8 @@ def test_after_an_exception_of_a_callback_the_next_call_works(where, error):
 def test_after_an_exception_of_the_model_the_next_call_works():
     for at in range(6 + MOST - 1):
         error = torch.OutOfMemoryError("no memory") if at % 2 else KeyboardInterrupt()
+        generator = make()
         with model().embedding.register_forward_hook(raise_at(at, error)):
-            generator = make()
             with pytest.raises(type(error)):
                 generated_rows(generator, PROMPTS, max_new_tokens=MOST, stop=())
             check_next(generator)
