@@ -149,8 +149,11 @@ _OWN: dict[str, dict[str, Any]] = {
         "attn_temperature_tuning": False,
     },
     "qwen3_next": {
-        "layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "moe_intermediate_size": 16,
+        "layer_types": ["linear_attention", "full_attention"], "num_experts": 0,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "jamba": {},
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def tiny(kind, **own):
 
 
 def test_recurrent_layers_are_refused_where_only_attention_is_served():
-    """By a Generator and by accelerate; model(**shard_inputs(...)) serves them: test_hybrid_models."""
+    """By a Generator; model(**shard_inputs(...)) serves them: test_hybrid_models."""
     model = tiny("lfm2", layer_types=["conv", "full_attention"])
     with pytest.raises(ValueError, match=r"layer_types must be full_attention, .* got conv, full_attention"):
         check_model(model)

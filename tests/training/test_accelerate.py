@@ -99,6 +99,9 @@ SLOW = {
     "streamed batches": (trainer_log, "mistral", {"streamed": True, "gradient_accumulation_steps": 2}),
     "compiled": (trainer_log, "llama", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "leakage with sinks": (packed_logits, "gpt_oss", {}),
+    "recurrent layers": (trainer_log, "qwen3_next", {"gradient_accumulation_steps": 2}),
+    "convolutions in padded SFT": (sft_log, "lfm2", {"packing": False}),
+    "leakage with recurrent layers": (packed_logits, "qwen3_next", {}),
     "logits for metrics": (
         trainer_log, "mistral", {"prediction_loss_only": False, "more": {"compute_metrics": metrics_of_real_tokens}},
     ),
@@ -207,7 +210,7 @@ def refused_over_ranks(comm):
         )
         errors["ranks with different batches"] = error_of(lambda: call(model, {"input_ids": mine}, buffers=[mine]))
         errors["buffers of different lengths"] = error_of(lambda: call(model, {}, buffers=[ids, ids[:, 1:].clone()]))
-        errors["hybrid model"] = error_of(lambda: prepared("qwen3_next"))
+        errors["hybrid model"] = error_of(lambda: prepared("jamba"))
         errors["attention dropout"] = error_of(
             lambda: call(prepared(attention_dropout=0.1), {"input_ids": ids}, buffers=[ids])
         )
@@ -418,7 +421,10 @@ def test_more_packed_documents_do_not_see_the_others(slow, name):
         ("labels that are not sharded", "labels must be one of the buffers of maybe_context_parallel, got another"),
         ("ranks with different batches", r"maybe_context_parallel: ranks disagree: checksum of buffers\[0\]"),
         ("buffers of different lengths", "the buffers along buffer_seq_dims must be one length"),
-        ("hybrid model", "Qwen3NextForCausalLM: layer_types must be .*, got full_attention, linear_attention"),
+        (
+            "hybrid model",
+            "JambaForCausalLM: recurrent layers must be known: .* has a function mamba_inner_fn, which is not",
+        ),
         ("attention dropout", "attention dropout must be 0, got 0.1"),
         (
             "classifier",
