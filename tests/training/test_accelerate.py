@@ -408,7 +408,7 @@ def test_a_packed_document_does_not_see_the_others(quick):
 
 @needs_trl
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["leakage with sinks"])
+@pytest.mark.parametrize("name", ["leakage with sinks", "leakage with recurrent layers"])
 def test_more_packed_documents_do_not_see_the_others(slow, name):
     check_documents(slow, name)
 

@@ -152,8 +152,13 @@ def recurrent_classes(module: ModuleType) -> tuple[type[nn.Module], ...]:
     return tuple(found)
 
 
-def serve(module: ModuleType) -> None:
-    """Let the functions of a model's code compute over ranks in calls with a sharded batch. May be called again."""
+def serve(module: ModuleType) -> bool:
+    """Let the functions of a model's code compute over ranks in calls with a sharded batch, if it has recurrent layers.
+
+    Returns whether it has. May be called again.
+    """
+    if not recurrent_classes(module):
+        return False
     for name, function in FUNCTIONS.items():
         original = vars(module).get(name)
         if original is not None and not hasattr(original, "over_ranks"):
@@ -161,6 +166,7 @@ def serve(module: ModuleType) -> None:
     masks = vars(module).get(_MASK)
     if masks is not None and not hasattr(masks, "over_ranks"):
         setattr(module, _MASK, _served_mask(masks))
+    return True
 
 
 @contextmanager

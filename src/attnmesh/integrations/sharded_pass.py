@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from attnmesh.comm import Comm
 from attnmesh.core.mask_encoding import traced_mask
 from attnmesh.core.masks import Documents, Mask, PerSequence
 from attnmesh.core.packing import Packing
-from attnmesh.integrations.recurrent_layers import recurrent_classes, serve, sharded_call
+from attnmesh.integrations.recurrent_layers import serve, sharded_call
 from attnmesh.integrations.transformers_models import (
     MODELS_PAGE,
     attention_layers,
@@ -40,7 +40,7 @@ from attnmesh.utils.error_links import see
 _CallCheck = Callable[[nn.Module, Sequence[Any]], None]
 
 _checks: ContextVar[tuple[_CallCheck, ...]] = ContextVar("checks of calls without a sharded batch", default=())
-_inspected: WeakSet[nn.Module] = WeakSet()
+_inspected: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # and whether they have recurrent layers
 
 
 class ShardedPass:
@@ -322,12 +322,10 @@ def _watched_call(model: Any, attention_pass: ShardedPass, args: tuple[Any, ...]
     if model not in _inspected:
         check_modules(model, recurrent=True)
         code = code_of(text_config(model))
-        if code is not None and recurrent_classes(code):
-            serve(code)
-        _inspected.add(model)
+        _inspected[model] = code is not None and serve(code)
     attention_pass.is_watched, attention_pass.attended_by = True, set()
     try:
-        with sharded_call():
+        with sharded_call() if _inspected[model] else nullcontext():
             result = nn.Module.__call__(model, *args, **kwargs)
     finally:
         attention_pass.is_watched = False
