@@ -106,9 +106,13 @@ def other_calls(device: str) -> Calls:
     """Decode from a block cache, sparse attention and a merge of two states."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     cache = am.BlockCache(
-        layers=1, num_blocks=64, block_size=16, kv_heads=2, head_dim=128, device=device, max_sequences=4,
-        max_length=256, storage="bf16" if device == "cuda" else "fp32",
-    )  # fmt: skip
+        am.CacheSpec(layers=1, kv_heads=2, head_dim=128, storage="bf16" if device == "cuda" else "fp32"),
+        num_blocks=64,
+        block_size=16,
+        device=device,
+        max_sequences=4,
+        max_length=256,
+    )
     tokens = 100
     sequence = cache.allocate(list(range(tokens)))
     kv = torch.randn(2, 1, 2, tokens, 128, device=device).to(dtype)

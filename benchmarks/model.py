@@ -16,6 +16,7 @@ from attnmesh import launch
 from attnmesh.cli.options import MeasuredDeviceOption, default_device, length_argument
 from attnmesh.cli.output import Rows
 from attnmesh.comm import Comm
+from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.models import kv_bytes_per_token
 from attnmesh.integrations.transformers_attention import register_attention
@@ -148,7 +149,8 @@ def _attnmesh_cuda(model: Any, ids: list[int], steps: int) -> tuple[float, float
     """Seconds to the first token, seconds a token, and the logits of the first."""
     model.set_attn_implementation(NAME)
     logits: list[Tensor] = []
-    generator = Generator(model, None, cache_tokens=len(ids) + steps + 8, on_logits=lambda _, row: logits.append(row))
+    callbacks = Callbacks(on_logits=lambda _, row: logits.append(row))
+    generator = Generator(model, None, cache_tokens=len(ids) + steps + 8, callbacks=callbacks)
     tokens = generator.generate([ids], max_new_tokens=1 + steps, stop=[])
     torch.cuda.synchronize()
     seconds = []

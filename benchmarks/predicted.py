@@ -17,7 +17,7 @@ import torch
 import typer
 
 from attnmesh import launch
-from attnmesh.calibration.runs import ScheduleRun, all_runs, rank_runs
+from attnmesh.calibration.cpu import ScheduleRun, all_runs, rank_runs
 from attnmesh.calibration.timing import Run, interleaved
 from attnmesh.cli.calibrate import calibrate
 from attnmesh.cli.options import MeasuredDeviceOption, default_device

@@ -26,7 +26,7 @@ from attnmesh.ops.decode.api import paged_decode_attention
 from attnmesh.ops.storage import bytes_per_token, values_of
 from attnmesh.parallel.decode.block import AttentionBlock
 from attnmesh.plan.decode import DecodeShape, DecodeSharding
-from attnmesh.planner.decode_bytes import bytes_sent, cache_bytes
+from attnmesh.planner.cost import bytes_sent, cache_bytes
 from benchmarks.common import JsonOption, make_app, publish
 from benchmarks.one_rank import OneRankComm
 

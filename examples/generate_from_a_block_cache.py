@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from attnmesh import BlockCache, Causal, attention, paged_decode_attention, paged_prefill_attention, quantize
+from attnmesh import BlockCache, CacheSpec, Causal, attention, paged_decode_attention, paged_prefill_attention, quantize
 from attnmesh.decode import check_decode_errors
 from attnmesh.ops.storage import dequantize
 
@@ -45,9 +45,13 @@ def logits(out):
 
 
 cache = BlockCache(
-    layers=1, num_blocks=128, block_size=16, kv_heads=KV_HEADS, head_dim=DIM, storage=args.storage, device=device,
-    max_sequences=4 * args.samples, max_length=256,
-)  # fmt: skip
+    CacheSpec(layers=1, kv_heads=KV_HEADS, head_dim=DIM, storage=args.storage),
+    num_blocks=128,
+    block_size=16,
+    device=device,
+    max_sequences=4 * args.samples,
+    max_length=256,
+)
 
 
 def step(sequences, tokens):

@@ -24,7 +24,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     apply_rotary_pos_emb_interleave,
 )
 
-from attnmesh import BlockCache, Comm, SparseDecode, comm_from, run_virtual
+from attnmesh import BlockCache, CacheSpec, Comm, SparseDecode, comm_from, run_virtual
 
 VOCABULARY, MAX_LENGTH, BLOCK_SIZE, CHUNK = 128, 256, 8, 32
 
@@ -51,11 +51,22 @@ class SparseModel:
         self.model, self.head, config = model.model, model.lm_head, model.config
         self.decode = SparseDecode(comm, interleave=4)
         self.cache = BlockCache(
-            layers=config.num_hidden_layers, num_blocks=batch * MAX_LENGTH // BLOCK_SIZE, block_size=BLOCK_SIZE,
-            kv_heads=1, head_dim=config.kv_lora_rank + config.qk_rope_head_dim, value_dim=config.kv_lora_rank,
-            index_dim=config.index_head_dim, latent=True, storage=storage, device=self.head.weight.device,
-            max_sequences=batch, max_length=MAX_LENGTH, shard=self.decode.shard,
-        )  # fmt: skip
+            CacheSpec(
+                layers=config.num_hidden_layers,
+                kv_heads=1,
+                head_dim=config.kv_lora_rank + config.qk_rope_head_dim,
+                value_dim=config.kv_lora_rank,
+                index_dim=config.index_head_dim,
+                latent=True,
+                storage=storage,
+            ),
+            num_blocks=batch * MAX_LENGTH // BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
+            device=self.head.weight.device,
+            max_sequences=batch,
+            max_length=MAX_LENGTH,
+            shard=self.decode.shard,
+        )
 
     @torch.no_grad()
     def step(self, sequences: list, tokens: list[list[int]]) -> Tensor:
@@ -96,8 +107,8 @@ class SparseModel:
         up = layer.kv_b_proj.weight.view(layer.num_heads, -1, rank)  # [heads, nope + values, latent]
         absorbed = torch.einsum("bhtn,hnr->bthr", q[..., :nope], up[:, :nope])
         out, _ = self.decode.attention(
-            torch.cat([absorbed, q_rope.transpose(1, 2)], -1), self.cache.keys(number), table, top.indices,
-            scale=layer.scaling, d_v=rank, counts=top.lengths,
+            torch.cat([absorbed, q_rope.transpose(1, 2)], -1), self.cache.keys(number), table, top,
+            scale=layer.scaling, d_v=rank,
         )  # fmt: skip
         return layer.o_proj(torch.einsum("bthr,hvr->bthv", out, up[:, nope:]).flatten(2))
 

@@ -97,12 +97,9 @@ class Trainer:
         _, lse = self.ranks.sparse_attention(q, kv, self.every_key, scale=ATTN_SCALE, mask=CAUSAL)
         return self.ranks.indexer_kl_loss(
             *self.indexer(x),
-            q=q,
-            k=kv,
-            lse=lse,
-            attn_scale=ATTN_SCALE,
+            indices=None,  # over all keys
+            target=am.sparse.AttentionTarget(q, kv, lse, ATTN_SCALE),
             mask=CAUSAL,
-            mode="dense",
             reduction="mean_rows",
         )
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from attnmesh import launch
-from attnmesh.calibration.links import LinkFigures
+from attnmesh.calibration.cpu import LinkFigures
 from attnmesh.comm import Comm
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
@@ -300,9 +300,9 @@ def _generation(comm: Comm) -> list[Measured]:
     def measured(name: str, step: Callable[[int], None], batch: int, length: int) -> Measured:
         seconds, counters = _steps(comm, step)
         with (
-            patch.object(PrefillPass, "attend", _own_attention),
+            patch.object(PrefillPass, "_attend", _own_attention),
             patch.object(PrefillPass, "_stored_here", _own_tokens),
-            patch.object(DecodePass, "attend", _own_attention),
+            patch.object(DecodePass, "_attend", _own_attention),
         ):
             own_seconds, _ = _steps(comm, step)
         facts = _facts(model, batch)
@@ -313,11 +313,11 @@ def _generation(comm: Comm) -> list[Measured]:
     return [first, measured("decode", steps.decode, SEQUENCES, SHORT_PROMPT)]
 
 
-def _own_tokens(self: object, layer: int, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _own_tokens(self: object, call: object, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return new  # as many as those that are stored here
 
 
-def _own_attention(self: object, layer: int, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+def _own_attention(self: object, call: object, q: Tensor, k: Tensor, v: Tensor, options: object) -> Tensor:
     return q
 
 

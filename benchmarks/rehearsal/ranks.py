@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnmesh import attention, launch
-from attnmesh.calibration.links import LinkFigures, time_exchanges
+from attnmesh.calibration.cpu import LinkFigures, time_exchanges
 from attnmesh.comm import Comm
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal

@@ -20,7 +20,7 @@ from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.decode import DecodeRequest, decode_ranking
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.models.read import model as model_named
+from attnmesh.planner.models.config import model as model_named
 from attnmesh.planner.program import Ints, Load, LoadCounter, Messages, MessageTotals, Program, Round
 from attnmesh.planner.ranking import RESERVED_MEMORY, Option, Ranking
 from attnmesh.planner.schedules import program

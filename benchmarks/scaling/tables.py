@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from attnmesh.planner.units import readable_bytes, readable_seconds
+from attnmesh.utils.text import readable_bytes, readable_seconds
 from benchmarks.scaling.study import Part
 
 Line = Mapping[str, Any]

@@ -14,7 +14,7 @@ from attnmesh.cli.output import Rows
 from attnmesh.ops.sparse.arguments import SparseMask, TopKIndices
 from attnmesh.ops.sparse.attention import attention_distribution, sparse_attention
 from attnmesh.ops.sparse.indexer import indexer_topk
-from attnmesh.ops.sparse.indexer_loss import indexer_kl_loss
+from attnmesh.ops.sparse.indexer_loss import AttentionTarget, indexer_kl_loss
 from benchmarks.sparse import checks as exact
 from benchmarks.sparse import roofline
 from benchmarks.sparse.cases import (
@@ -298,7 +298,7 @@ def _sparse_step(runner: Runner, x: AttentionInputs, i: IndexerInputs, lse: Tens
 def _dense_step(runner: Runner, x: AttentionInputs, i: IndexerInputs, lse: Tensor, grad: Tensor) -> Step:
     iq, ik, w = (t.detach().requires_grad_() for t in i)
     loss = indexer_kl_loss(
-        iq, ik, w, q=x.q, k=x.kv, lse=lse, attn_scale=x.scale, mode="dense", reduction="none", backend=runner.backend
+        iq, ik, w, None, AttentionTarget(x.q, x.kv, lse, x.scale), reduction="none", backend=runner.backend
     )  # fmt: skip
     return _differentiated(loss, iq, ik, w, grad)
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from attnmesh.calibration import timing
 from attnmesh.ops.sparse.arguments import TopKIndices
-from attnmesh.ops.sparse.indexer_loss import indexer_kl_loss
+from attnmesh.ops.sparse.indexer_loss import AttentionTarget, indexer_kl_loss
 from benchmarks.sparse import cases, measure, roofline
 from benchmarks.sparse.__main__ import app
 from benchmarks.sparse.cases import Attention, Indexer, sizes
@@ -294,8 +294,7 @@ def test_the_naive_computation_is_the_loss(dense, at_once):
     ).logsumexp(-1)  # fmt: skip
     leaves = [t.detach().double().requires_grad_() for t in i]
     loss = indexer_kl_loss(
-        *leaves, None if dense else x.indices, q=x.q, k=x.kv, lse=lse, attn_scale=x.scale,
-        mode="dense" if dense else "sparse", reduction="none",
+        *leaves, None if dense else x.indices, AttentionTarget(x.q, x.kv, lse, x.scale), reduction="none"
     )  # fmt: skip
     expected = (loss, *torch.autograd.grad(loss, leaves, grad))
     found = measure.naive_step(x, cases.IndexerInputs(*leaves), grad, dense=dense, at_once=at_once)

@@ -12,8 +12,8 @@ from attnmesh import models as models
 from attnmesh import recurrent as recurrent
 from attnmesh import sparse as sparse
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
-from attnmesh.core.custom_mask import CustomMask
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
+from attnmesh.core.mask import CustomMask
 from attnmesh.core.masks import (
     BlockCausal,
     Causal,
@@ -30,6 +30,7 @@ from attnmesh.core.masks import (
 )
 from attnmesh.core.merge import merge_sinks
 from attnmesh.core.state import State
+from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.generator import Generator, generate
 from attnmesh.generation.moving import load_requests, move_requests, save_requests
 from attnmesh.generation.requests import Request, Token
@@ -40,6 +41,7 @@ from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.kv_cache.block_pool import CacheFull, content_ids
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sharded import ShardedCache
+from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.models.checkpoint import ModelError
 from attnmesh.models.loading import load_model
 from attnmesh.models.sharded import shard_model
@@ -75,6 +77,8 @@ __all__ = [
     "BlockCache",
     "BlockCausal",
     "CacheFull",
+    "CacheSpec",
+    "Callbacks",
     "Causal",
     "Chunked",
     "Comm",

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from attnmesh import run_virtual
-from attnmesh.calibration import cpu, kernels, runs
+from attnmesh.calibration import cpu, kernels
+from attnmesh.calibration.cpu import LinkFigures
 from attnmesh.calibration.kernels import KernelSample, kernel_curves, kernel_samples
-from attnmesh.calibration.links import LinkFigures
 from attnmesh.planner.catalog import cluster, load
 from attnmesh.planner.hardware import Cluster, Link
 from attnmesh.planner.program import KERNEL_KINDS
@@ -81,9 +81,9 @@ def test_what_is_predicted_for_two_processes_is_about_what_they_take(tmp_path):
     # Other programs on the machine only add to the time: short runs, the best of many, and their share taken off.
     machine = load(out).cluster("here")
     of = [
-        runs.ScheduleRun("ring", 256, True),
-        runs.ScheduleRun("allgather", 256, False),
-        runs.ScheduleRun("ulysses", 256, False),
+        cpu.ScheduleRun("ring", 256, True),
+        cpu.ScheduleRun("allgather", 256, False),
+        cpu.ScheduleRun("ulysses", 256, False),
     ]
     rows = predicted.measure_predicted_cpu(machine, of, (2,), rounds=40, best=True)
     for row in rows:
@@ -138,7 +138,7 @@ def test_what_rounds_take_is_found_again(world):
     machine = Cluster(known, link, link, world, world)
     took = [
         sum(statistics.mean(part.computed) for part in run.simulate(world, machine))
-        for run in runs.all_runs((cpu._SHORT_ROWS * world,))
+        for run in cpu.all_runs((cpu._SHORT_ROWS * world,))
     ]
     assert cpu.round_seconds(device, link, took, world) == pytest.approx(3e-4)
 

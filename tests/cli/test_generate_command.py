@@ -286,12 +286,12 @@ class TestRefused:
 @pytest.mark.sweep
 def test_processes_answer_as_virtual_ranks_do(model, capfd):
     questions = ("--ranks", "2", "--question", "a b", "--question", "c d")
-    virtual = answers(right(run(model, "--virtual", *questions)))
+    virtual = answers(right(run(model, "--virtual", *questions, document=3 * DOCUMENT)))
     capfd.readouterr()
-    output = right(run(model, *questions, "--check"))
+    output = right(run(model, *questions, "--check", document=3 * DOCUMENT))
     streamed, progress = capfd.readouterr()  # what rank 0 prints in its own process
     assert output.count("all 12 tokens equal those of a single process") == 2
-    assert "(48 from the KV cache)" in streamed
+    assert "(128 from the KV cache)" in streamed  # blocks of 2 ranks
     assert answers(streamed) == virtual
     assert re.fullmatch(r"([a-z].* \.\.\.\n)*", progress)
 

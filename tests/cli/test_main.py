@@ -11,7 +11,7 @@ import pytest
 import torch
 import typer.completion
 
-from attnmesh.cli import output
+from attnmesh.cli import options, output
 from attnmesh.utils.progress import reported
 from helpers.cli import assert_refused, run
 
@@ -199,3 +199,13 @@ def test_progress_is_a_bar_on_a_terminal_and_goes_away(monkeypatch):
         progress(f"step {done}", done, 2)
     assert "step 2" in shown.getvalue()
     assert shown.getvalue().count("\x1b[?25l") == shown.getvalue().count("\x1b[?25h")  # the cursor is shown again
+
+
+@pytest.mark.parametrize(
+    ("device", "virtual", "got"), [("cpu", False, "device 'cpu'"), ("cuda", True, "virtual ranks")]
+)
+def test_ranks_that_cannot_share_a_gpu_are_a_usage_error(device, virtual, got):
+    with pytest.raises(typer.BadParameter, match=f"share_gpu requires .* got {got}") as caught:
+        options.check_share_gpu(True, device, virtual)
+    assert caught.value.param_hint == "--share-gpu"
+    options.check_share_gpu(False, device, virtual)

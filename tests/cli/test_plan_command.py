@@ -8,7 +8,7 @@ import pytest
 from attnmesh import recommend_sharding
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.recommend import compare_shardings
-from attnmesh.planner.units import readable_bytes
+from attnmesh.utils.text import readable_bytes
 from helpers.cli import run as run_command
 
 HEADS = ("--q-heads", "64", "--kv-heads", "8")

@@ -69,6 +69,9 @@ def model(tmp_path_factory):
             "per rank (19.07 kB of weights, 67.17 MB of KV cache",
         ),
         (("--tp", 2, "--memory", "1MB", "--cache-tokens", "1M"), "and --memory is 1 MB; reduce --cache-tokens"),
+        (("--tool-call-parser", "xml"), "--tool-call-parser must be one of hermes, llama3_json, mistral, got 'xml'"),
+        (("--ssl-keyfile", "/no/key"), "--ssl-keyfile requires --ssl-certfile, got --ssl-keyfile /no/key alone"),
+        (("--ssl-certfile", "/no/file"), "--ssl-certfile /no/file must be a certificate and its key"),
         (("--model", "/no/model"), "/no/model"),
         (("--port", 65536), "65536"),
         (("--cache-tokens", "many"), "many"),
@@ -96,6 +99,17 @@ def test_a_cache_that_does_not_fit_is_refused(model, monkeypatch):
     assert_refused(ran, "of KV cache) on cpu, which has", "reduce --cache-tokens")
     ran = run_command("serve", "--model", model, "--ranks", 4, "--cache-tokens", "3M")  # four groups, each with as many
     assert_refused(ran, "4 x (", "805.3 MB of KV cache) on cpu, which has")
+
+
+def test_the_kv_cache_of_a_rank_has_its_part_of_tokens_and_sequences(model, monkeypatch):
+    sizes = []
+    monkeypatch.setattr("attnmesh.launch.run", lambda serve, ranks, **how: None)
+    monkeypatch.setattr("attnmesh.cli.serve._on_signals", lambda settings: None)
+    monkeypatch.setattr("attnmesh.cli.serve.kv_cache_bytes", lambda config, storage, *size: sizes.append(size) or 0)
+    usual = ("serve", "--model", model, "--virtual", "--ranks", 4, "--cache-tokens", 601, "--max-sequences", 6)
+    ran = run_command(*usual, "--groups", 2)
+    assert ran.exit_code == 0, ran.output
+    assert sizes == [(301, 3)]
 
 
 @pytest.mark.parametrize(

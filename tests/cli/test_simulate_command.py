@@ -176,3 +176,9 @@ def test_what_cannot_be_simulated_is_a_clear_error(arguments, said, tmp_path, mo
     ranks = () if "--ranks" in arguments else ("--ranks", 8)
     assert_refused(run("simulate", *usual, *ranks, *arguments), said)
     assert not list(tmp_path.iterdir())
+
+
+def test_as_many_ranks_as_other_masks_can_have(monkeypatch):
+    monkeypatch.setattr("attnmesh.cli.simulate.MAX_RANKS_OF_OTHER_MASKS", 8)
+    assert simulated("--mask", "prefix:9", ranks=8, length="1k")["runs"]
+    assert_refused(run("simulate", "--ranks", 16, "--length", "1k", "--mask", "prefix:9"), "on at most 8 ranks")

@@ -16,8 +16,7 @@ from attnmesh.plan.two_level import two_level_plan
 from attnmesh.plan.ulysses import head_share
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.schedules import loads
-from attnmesh.trace.overlap import summarize_overlap
-from attnmesh.trace.timeline import TRACKS, Span, read_trace
+from attnmesh.trace.timeline import TRACKS, Span, read_trace, summarize_overlap
 from helpers.cases import sweep
 from helpers.cli import run as run_command
 from helpers.processes import run_processes

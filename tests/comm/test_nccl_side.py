@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from attnmesh.comm import CommError
-from attnmesh.comm.health.stream_watch import QueuedOperation
-from attnmesh.comm.nccl import NcclSide
+from attnmesh.comm.nccl import NcclSide, QueuedOperation
 
 
 class Group:

@@ -5,15 +5,17 @@ import pickle
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from attnmesh.comm import CommError, comm_from
+from attnmesh.comm.health import monitored_comm
 from attnmesh.comm.health.caller_error import Caller, lock, uninterrupted
-from attnmesh.comm.health.stream_watch import QueuedOperation, StreamWatch
 from attnmesh.comm.in_flight import InFlightMessage
+from attnmesh.comm.nccl import QueuedOperation, StreamWatch
 from attnmesh.utils.error_links import without_link
 from helpers.processes import run_processes
 
@@ -106,6 +108,7 @@ def test_a_thread_that_waits_raises_the_error_once_and_its_result_is_not_used():
     thread.join(5)
     assert not used
     assert [without_link(str(raised)) for raised in caught] == ["rank 1 did not arrive"]
+    assert repr(type(caught[0])) == repr(CommError)  # in tracebacks, too
     again = pickle.loads(pickle.dumps(caught[0]))
     assert type(again) is CommError
     assert without_link(str(again)) == "rank 1 did not arrive"
@@ -303,3 +306,17 @@ def test_an_error_does_not_interrupt_a_batch_of_messages():
     sent.set()
     thread.join(5)
     assert list(map(without_link, steps)) == ["posted", "rank 1 is dead"]
+
+
+def test_an_operation_that_may_be_queued_behind_another_is_left_to_it(monkeypatch):
+    """Both ranks of a group wait in it, behind an operation of another group that waits for a third rank."""
+    now = time.monotonic()
+    first, second = (QueuedOperation("all_to_all", {1}, now - age, 5.0) for age in (9, 8))
+    waiting = [SimpleNamespace(nccl=SimpleNamespace(oldest=lambda _, each=each: each)) for each in (second, first)]
+    monkeypatch.setattr(monitored_comm, "_all_comms", lambda: waiting)
+    searches = []
+    comm = SimpleNamespace(_broken="x", _one_of=str, _causes=lambda *search: searches.append(search))
+    monitored_comm.MonitoredComm._overdue(comm, second)
+    assert not searches
+    monitored_comm.MonitoredComm._overdue(comm, first)
+    assert len(searches) == 1

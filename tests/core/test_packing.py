@@ -49,3 +49,8 @@ def test_packings_of_long_rows_use_no_threads_of_torch():
         assert packing_of(None, None, shape).mask is None
         assert packing_of(starts[:1], None, (1, shape[1])).mask == Documents(lengths[0])
     assert operations.found == set()
+
+
+def test_documents_are_found_where_their_positions_are():
+    starts = document_starts(torch.zeros(2, 5, dtype=torch.long, device="meta"))
+    assert (starts.device.type, starts.dtype, starts.shape) == ("meta", torch.bool, (2, 5))

@@ -559,7 +559,7 @@ def test_after_an_interruption_every_answer_is_still_right():
 
 def test_logits_that_a_callback_keeps_are_those_of_one_request():
     kept = []
-    generator = make(on_logits=lambda number, logits: kept.append((number, logits)))
+    generator = make(callbacks=am.Callbacks(on_logits=lambda number, logits: kept.append((number, logits))))
     requests = [generator.submit(random_ids(n, n), max_new_tokens=3, stop=[]) for n in (5, 9)]
     while generator.num_unfinished:
         generator.step()
@@ -572,7 +572,8 @@ def test_logits_that_a_callback_keeps_are_those_of_one_request():
 def test_logits_are_those_of_tokens_also_where_a_row_and_a_request_have_the_same_number():
     """Of rejected drafts there are none."""
     found = []
-    generator = make(cache_tokens=200, on_logits=lambda label, logits: found.append((label, int(logits.argmax()))))
+    callbacks = am.Callbacks(on_logits=lambda label, logits: found.append((label, int(logits.argmax()))))
+    generator = make(cache_tokens=200, callbacks=callbacks)
     request = generator.submit([9, 8] * 8, max_new_tokens=20, stop=(), speculative=True)
     rows = generated_rows(generator, [DOCUMENT * 2], max_new_tokens=20, stop=(), speculative=True)
     while not request.finished:

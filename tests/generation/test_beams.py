@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import attnmesh as am
+from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.beam_search import BeamSearch
 from attnmesh.generation.generator import Generator
 from helpers.cases import sweep
@@ -264,7 +265,7 @@ def test_what_submit_refuses(options, message):
 
 def test_callbacks_and_invalid_logits():
     generator = Generator(
-        attnmesh_model("llama"), cache_tokens=150, max_sequences=4, on_logits=lambda row, logits: None
+        attnmesh_model("llama"), cache_tokens=150, max_sequences=4, callbacks=Callbacks(on_logits=lambda *_: None)
     )
     for call in (generator.generate, lambda prompts, **how: generator.submit(prompts[0], **how)):
         with pytest.raises(ValueError, match="num_beams must be 1 for a Generator with on_logits, got 2"):

@@ -10,9 +10,11 @@ from torch.nn import functional as F
 
 import attnmesh as am
 from attnmesh.core import ranges
+from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.rank_memory import BLOCK_SIZE
-from helpers.cases import pairwise, sweep
+from attnmesh.verify.mode import covering_rows
+from helpers.cases import sweep
 from helpers.models import KINDS, LAYOUTS, VOCABULARY, OneLayer, attnmesh_model, logits_of, on_virtual_ranks, random_ids
 
 TEXT = random_ids(80, seed=1)
@@ -33,7 +35,9 @@ class Observed:
             self._logits.setdefault(number, []).append(logits)
 
         self._logits, self.requests = {}, []
-        self.generator = Generator(model, None, comm, cache_tokens=cache_tokens, on_logits=keep, **how)
+        self.generator = Generator(
+            model, None, comm, cache_tokens=cache_tokens, callbacks=Callbacks(on_logits=keep), **how
+        )
         cache = self.generator.engine.cache
         for pool in (pool(layer) for layer in range(cache.layers) for pool in (cache.keys, cache.values)):
             if isinstance(pool, torch.Tensor):
@@ -133,7 +137,7 @@ EVERYWHERE = {
 
 @pytest.mark.sweep
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("case", pairwise(EVERYWHERE), ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", covering_rows(EVERYWHERE), ids=lambda case: "-".join(map(str, case.values())))
 def test_logits_are_those_of_one_process_everywhere(case):
     check_story(case["kind"], case["sharding"], LAYOUTS[case["layout"]], case["prefill_chunk"])
 
@@ -219,9 +223,9 @@ def test_the_same_prompt_again_and_again():
 class Recorder(OneLayer):
     """In place of a model: its keys are token ids and its values positions, so that a test can read them."""
 
-    def forward(self, *, input_ids, position_ids, past_key_values, logits_to_keep, **_):
+    def forward(self, *, input_ids, position_ids, attention_pass, logits_to_keep, **_):
         k, v = (x[:, None, :, None].float().expand(-1, 1, -1, 8) for x in (input_ids, position_ids))
-        past_key_values.update(k, v, 0)
+        attention_pass.attend(0, k, k, v, mask=am.Causal(), scale=1.0, sinks=None)
         following = (3 * input_ids + position_ids)[:, -logits_to_keep:] % VOCABULARY
         return SimpleNamespace(logits=F.one_hot(following, VOCABULARY).float())
 

@@ -14,6 +14,7 @@ import torch
 import attnmesh.generation
 import attnmesh.kv_cache
 from attnmesh.comm import CommError, comm_from
+from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.sampling import InvalidLogits, Sampling
 from attnmesh.plan.decode import DecodeSharding
@@ -83,7 +84,7 @@ def raise_at(count, error):
 def test_after_an_exception_of_a_callback_the_next_call_works(where, error):
     calls = {"on_prefill": 6, "on_logits": 2 * MOST}[where]
     for at in range(calls):
-        generator = make(**{where: raise_at(at, error)})
+        generator = make(callbacks=Callbacks(**{where: raise_at(at, error)}))
         with pytest.raises(type(error)):
             generated_rows(generator, PROMPTS, max_new_tokens=MOST, stop=())
         check_next(generator)
@@ -120,7 +121,7 @@ def test_an_iterator_that_is_left_at_any_token_leaves_the_generator_usable(how):
 
 
 def test_tokens_of_finished_passes_stay_cached():
-    generator = make(on_prefill=raise_at(2, Interrupt()))
+    generator = make(callbacks=Callbacks(on_prefill=raise_at(2, Interrupt())))
     with pytest.raises(Interrupt):
         list(generator.generate(PROMPTS[:1], max_new_tokens=MOST))
     assert generated_rows(generator, PROMPTS[:1], max_new_tokens=MOST) == expected_rows(PROMPTS[:1])
@@ -235,7 +236,7 @@ def test_all_ranks_may_leave_at_the_same_point(where, sharding):
 
     def rank(comm):
         for at in range(calls):
-            generator = make(comm, sharding, **{where: raise_at(at, Interrupt("stop"))})
+            generator = make(comm, sharding, callbacks=Callbacks(**{where: raise_at(at, Interrupt("stop"))}))
             with pytest.raises(Interrupt):
                 generated_rows(generator, PROMPTS, max_new_tokens=MOST, stop=())
             check_next(generator)
@@ -248,7 +249,7 @@ def test_all_ranks_may_leave_at_the_same_point(where, sharding):
 def test_if_one_rank_leaves_all_raise_comm_error(where, sharding):
     def rank(comm):
         callbacks = {where: raise_at(1, Interrupt("stop"))} if comm.rank == 1 else {}
-        generator = make(comm, sharding, **callbacks)
+        generator = make(comm, sharding, callbacks=Callbacks(**callbacks))
         with pytest.raises((Interrupt, CommError)):
             generated_rows(generator, PROMPTS, max_new_tokens=MOST, stop=())
         with pytest.raises(CommError):
@@ -314,7 +315,8 @@ def left_by_processes(comm, where, alone):
     """What happens to a call that both ranks leave at the same point, or one alone, and to the next one."""
     comm_from(comm, timeout=8)
     leaves = comm.rank == 1 or not alone
-    generator = make(comm, **{where: raise_at(1, Interrupt("stop"))} if leaves and where != "closed" else {})
+    raising = {where: raise_at(1, Interrupt("stop"))} if leaves and where != "closed" else {}
+    generator = make(comm, callbacks=Callbacks(**raising))
     outcomes = []
     for prompts in (PROMPTS, NEXT):
         try:
@@ -370,7 +372,7 @@ def test_a_call_within_a_callback_is_refused():
     def again(*_):
         generator.generate(NEXT)
 
-    generator = make(on_prefill=again)
+    generator = make(callbacks=Callbacks(on_prefill=again))
     with pytest.raises(ValueError, match="a callback must not call the Generator that calls it"):
         list(generator.generate(PROMPTS, max_new_tokens=MOST))
 
@@ -397,7 +399,7 @@ def test_an_iterator_that_is_closed_or_begun_within_a_callback(act):
             with suppress(ValueError):
                 act(others.pop())
 
-    generator = make(on_prefill=on_prefill)
+    generator = make(callbacks=Callbacks(on_prefill=on_prefill))
     other = generator.generate(PROMPTS[:1], max_new_tokens=MOST)
     if act is not next:
         next(other)

@@ -9,6 +9,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.cli.generate.job import quantized_cache
+from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.models import kv_bytes_per_token
 from attnmesh.generation.rank_memory import BLOCK_SIZE
@@ -142,7 +143,12 @@ def logits_of_prompts(comm, storage, chunk):
     found = [[] for _ in PROMPTS]
     sharding = am.DecodeSharding(cp=1 if comm is None else comm.world)
     generator = make(
-        "llama", comm, storage, sharding, prefill_chunk=chunk, on_logits=lambda row, logits: found[row].append(logits)
+        "llama",
+        comm,
+        storage,
+        sharding,
+        prefill_chunk=chunk,
+        callbacks=Callbacks(on_logits=lambda row, logits: found[row].append(logits)),
     )
     generated_rows(generator, PROMPTS, max_new_tokens=2)
     return torch.stack([logits for row in found for logits in row])

@@ -25,6 +25,7 @@ from attnmesh.generation.stats import GenerationStats
 from attnmesh.kv_cache import block_manager
 from attnmesh.kv_cache.block_manager import BlockLayout, max_window_blocks
 from attnmesh.kv_cache.cache import BlockCache
+from helpers.caches import cache_sizes
 from helpers.cases import sweep
 
 BLOCK, VOCABULARY, WINDOW, MARGIN = 4, 6, 6, 8
@@ -44,10 +45,8 @@ def new_request(number, prompt, new=8, *, stop=(), sampling=am.Sampling(), **how
 
 def new_cache(blocks=8, rows=4, *, length=None, shard=InterleavedShard(), device="meta", **how):  # noqa: B008
     length = blocks * BLOCK if length is None else length
-    return BlockCache(
-        layers=2, num_blocks=blocks, block_size=BLOCK, kv_heads=1, head_dim=1, storage="fp32", device=device,
-        max_sequences=rows, max_length=length, shard=shard, **how,
-    )  # fmt: skip
+    sizes = cache_sizes(layers=2, num_blocks=blocks, block_size=BLOCK, kv_heads=1, head_dim=1, storage="fp32", **how)
+    return BlockCache(**sizes, device=device, max_sequences=rows, max_length=length, shard=shard)
 
 
 # Random requests.

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from attnmesh.generation.tensor_parallel import TensorParallel
+from attnmesh.integrations.transformers_attention import register_attention
 from helpers.models import attnmesh_model, logits_of, on_virtual_ranks, transformers_model
+from helpers.small_models import small_model
 
 
 class Mlp(nn.Module):
@@ -97,6 +99,27 @@ def test_maps_of_another_make_are_left_alone():
     for found, sent in on_virtual_ranks(2, rank):
         assert torch.equal(found, expected)
         assert sent == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel"),
+    [
+        ("llama", [True, True]),
+        ("bitnet", [False, False]),  # a norm over all intermediate activations
+        ("gemma3n_text", [False, True, False, True]),  # some layers keep the largest activations only
+    ],
+)
+def test_only_mlps_that_compute_element_by_element_are_divided(kind, parallel):
+    register_attention()
+    with torch.random.fork_rng():
+        model = small_model(kind, "attnmesh")
+
+    def rank(comm):
+        with TensorParallel(model, comm):
+            pass
+
+    on_virtual_ranks(2, rank)
+    assert ["forward" in vars(layer.mlp.down_proj) for layer in model.model.layers] == parallel
 
 
 def test_a_model_that_was_shared_is_trained_and_copied_as_before():

@@ -1,17 +1,20 @@
 """Layers with a sliding window: what they keep, that nothing else is read, and what it saves."""
 
+import copy
+
 import pytest
 import torch
 
 import attnmesh as am
 from attnmesh.generation import engine, rank_memory
+from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.models import layer_windows
-from attnmesh.generation.passes import CachePass
 from attnmesh.generation.rank_memory import kv_cache_bytes
 from attnmesh.kv_cache import block_manager
 from attnmesh.kv_cache.block_manager import max_window_blocks
 from attnmesh.kv_cache.cache import BlockCache
+from attnmesh.kv_cache.spec import CacheSpec
 from helpers.cases import sweep
 from helpers.models import attnmesh_model, generated_rows, greedy_tokens, logits_of, on_virtual_ranks, random_ids
 from helpers.processes import run_processes
@@ -69,7 +72,8 @@ def submitted_answers(comm, kind, sharding, weights=None, cache_tokens=700, prom
     logits = [[] for _ in prompts]
     generator = Generator(
         model, None, comm, cache_tokens=cache_tokens * (sharding or weights).cp, sharding=sharding, prefill_chunk=CHUNK,
-        max_sequences=3 * (sharding or weights).kvdp, step_tokens=40, on_logits=lambda row, x: logits[row].append(x),
+        max_sequences=3 * (sharding or weights).kvdp, step_tokens=40,
+        callbacks=Callbacks(on_logits=lambda row, x: logits[row].append(x)),
     )  # fmt: skip
     cache = generator.engine.cache.local
     assert cache.window is not None
@@ -218,9 +222,14 @@ def test_stats_count_what_is_kept(small):
 
 def test_a_sequence_that_begins_again_frees_what_its_window_passes(small):
     cache = BlockCache(
-        layers=1, num_blocks=99, block_size=BLOCK, kv_heads=1, head_dim=1, device="meta", max_sequences=1,
-        max_length=300, windows=[7], window_blocks=99,
-    )  # fmt: skip
+        CacheSpec(layers=1, kv_heads=1, head_dim=1, windows=[7]),
+        num_blocks=99,
+        block_size=BLOCK,
+        device="meta",
+        max_sequences=1,
+        max_length=300,
+        window_blocks=99,
+    )
     sequence, held = cache.allocate(0), []
     for _ in range(2):
         for _ in range(20):
@@ -231,9 +240,9 @@ def test_a_sequence_that_begins_again_frees_what_its_window_passes(small):
 
 
 def test_a_mask_that_is_wider_than_what_is_kept_is_refused(small):
-    cache_pass = CachePass(Generator(attnmesh_model("gpt_oss"), cache_tokens=900).engine.cache.local, ())
-    cache_pass.check_mask(0, am.SlidingWindow(6))
-    cache_pass.check_mask(1, am.Causal())
-    for mask in (am.SlidingWindow(7), am.Causal()):
-        with pytest.raises(ValueError, match="mask of layer 0 must be a sliding window of at most 7 tokens"):
-            cache_pass.check_mask(0, mask)
+    model = copy.deepcopy(attnmesh_model("mistral"))
+    generator = Generator(model, cache_tokens=900)
+    model.config.sliding_window = 10
+    message = r"the mask of model\.layers\.0\.self_attn must be SlidingWindow\(left=8, .* got SlidingWindow\(left=9, "
+    with pytest.raises(ValueError, match=message):
+        list(generator.generate([[8, 9]], max_new_tokens=1))

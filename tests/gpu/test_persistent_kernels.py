@@ -208,8 +208,9 @@ def check_sparse_decode(
             part, bad = part.view(torch.int8), bad.view(torch.int8)
         part.flatten(0, 1)[dead] = bad.flatten(0, 1)[dead]
     results = am.paged_sparse_decode_attention(
-        q.unflatten(0, (sequences, tokens)), pool, table.int(), positions.int(), scale=case.scale,
-        counts=lengths.view(sequences, tokens), sinks=sinks, return_max_logits=True, backend=backend, **how,
+        q.unflatten(0, (sequences, tokens)), pool, table.int(),
+        am.TopKIndices(positions.int(), None, lengths.view(sequences, tokens)), scale=case.scale,
+        sinks=sinks, return_max_logits=True, backend=backend, **how,
     )  # fmt: skip
     found = dict(zip(("out", "lse", "max_logits"), (x.flatten(0, 1) for x in results), strict=True))
     zeros = torch.zeros(rows, heads, 512, device=device), torch.zeros(rows, heads, device=device)

@@ -23,7 +23,7 @@ from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.catalog import catalog, cluster
 from attnmesh.planner.decode import DecodeRequest
-from attnmesh.planner.models import read
+from attnmesh.planner.models import config
 from attnmesh.planner.prefill import PrefillRequest
 from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.network import Slowdown
@@ -100,9 +100,9 @@ def _indexer(**more: Any) -> Arguments:
     return {"iq": rows(6, 2, 8), "ik": rows(6, 8), "w": rows(6, 2), **more}
 
 
-def _dense_loss() -> Arguments:
-    attention = {"q": rows(6, 2, 8), "k": rows(6, 8), "lse": rows(6, 2), "attn_scale": 0.5}
-    return _indexer(mode="dense", **attention)
+def _dense_loss(n: int = 6) -> Arguments:
+    target = am.sparse.AttentionTarget(rows(n, 2, 8), rows(n, 8), rows(n, 2), 0.5)
+    return {"iq": rows(n, 2, 8), "ik": rows(n, 8), "w": rows(n, 2), "indices": None, "target": target}
 
 
 def _sparse_loss() -> Arguments:
@@ -136,16 +136,22 @@ def _block_call(block: am.AttentionBlock) -> Arguments:
     return {"x": rows(2, 2, 24), "cache": cache, "step": step}
 
 
-def _sizes() -> Arguments:
+def _spec() -> Arguments:
     return {
-        "layers": 1, "num_blocks": 8, "block_size": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 16, "storage": "fp8",
-        "device": "cpu", "max_length": 16, "k_scale": 1.0, "v_scale": torch.ones(2),
+        "layers": 1, "kv_heads": 2, "head_dim": 16, "value_dim": 16, "storage": "fp8", "k_scale": 1.0,
+        "v_scale": torch.ones(2), "windows": (None,),
     }  # fmt: skip
 
 
-def _latent_sizes() -> Arguments:
-    sizes = {"kv_heads": 1, "head_dim": 144, "value_dim": 128, "index_dim": 8, "storage": "fp8_ds_mla", "latent": True}
-    return {**_sizes(), **sizes, "k_scale": None, "v_scale": None}
+def _latent_spec() -> Arguments:
+    return {
+        "layers": 2, "kv_heads": 1, "head_dim": 144, "value_dim": 128, "index_dim": 8, "storage": "fp8_ds_mla",
+        "latent": True,
+    }  # fmt: skip
+
+
+def _sizes() -> Arguments:
+    return {"spec": am.CacheSpec(**_spec()), "num_blocks": 8, "block_size": 4, "device": "cpu", "max_length": 16}
 
 
 def _new(cache: am.BlockCache) -> Any:
@@ -239,7 +245,7 @@ def trace_file() -> Path:
 
 def _request() -> Arguments:
     sizes = {"context": 1024, "batch": 2, "devices": 2, "cluster": cluster("h200")}
-    return {"model": read.model("llama-3.1-8b"), "kv_itemsize": 2.0, **sizes}
+    return {"model": config.model("llama-3.1-8b"), "kv_itemsize": 2.0, **sizes}
 
 
 def _linear_weights() -> Arguments:
@@ -382,7 +388,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
         },
     ],
     "paged_sparse_decode_attention": [
-        lambda: _paged_sparse(sinks=rows(2), counts=torch.ones(2, 2, dtype=torch.int32), d_v=8),
+        lambda: _paged_sparse(sinks=rows(2), d_v=8),
         lambda: _paged_sparse(
             q=rows(2, 2, 2, 144), pool=am.quantize(rows(4, 4, 1, 144), "fp8_ds_mla"), block_table=None, split_size=16,
             out_dtype=torch.float32, return_max_logits=True,
@@ -411,7 +417,8 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     ],
     "unpack_latent": [lambda: {"cache": torch.zeros(2, 4, 1, 656, dtype=torch.uint8), "rope_dim": 64}],
     "unpack_index_keys": [lambda: {"cache": torch.zeros(2, 4 * 132, dtype=torch.uint8), "block_size": 4}],
-    "BlockCache": [lambda: {**_sizes(), "max_sequences": 2}, lambda: {**_latent_sizes(), "max_sequences": 2}],
+    "CacheSpec": [_spec, _latent_spec],
+    "BlockCache": [lambda: {**_sizes(), "max_sequences": 2}],
     "content_ids": [lambda: {"content": b"an image", "count": 3}],
     "BlockCache.allocate": [lambda cache: {"prompt": [1, 2, 3], "cache_key": "a"}, lambda cache: {"prompt": 3}],
     "BlockCache.find_prefix": [lambda cache: {"prompt": [1, 2, 3], "cache_key": "a"}],
@@ -545,8 +552,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "indexer_topk": [lambda: _indexer(topk=2)],
     "indexer_scores_at": [lambda: _indexer(indices=_indices())],
     "indexer_kl_loss": [
-        lambda: {**_sparse_loss(), "row_mask": torch.ones(6, dtype=torch.bool), "global_rows": 6,
-                 "reduction": "mean_rows"},
+        lambda: {**_sparse_loss(), "row_mask": torch.ones(6, dtype=torch.bool), "reduction": "mean_rows"},
         _dense_loss,
     ],
     "canonicalize": [lambda: {"indices": _indices(), "scores": rows(6, 3), "s_kv": 6}],
@@ -685,7 +691,7 @@ COLLECTIVE: dict[str, Callable[[am.Comm], tuple[Any, Arguments]]] = {
     "SparseParallel.attention_distribution": _sparse_on_ranks(_distribution),
     "SparseParallel.indexer_topk": _sparse_on_ranks(lambda: _indexer(topk=2)),
     "SparseParallel.indexer_scores_at": _sparse_on_ranks(lambda: _indexer(indices=_indices())),
-    "SparseParallel.indexer_kl_loss": _sparse_on_ranks(_dense_loss),
+    "SparseParallel.indexer_kl_loss": lambda comm: (am.SparseParallel(cp=comm), _dense_loss(3)),
     "reshard": lambda comm: (
         None, {"cache": _stored_cache(comm, SHARDED), "to": SHARDED, "comm": comm, "num_blocks": 8, "ranks": [1, 0]},
     ),
@@ -724,6 +730,7 @@ NOT_FUZZED = {
     "Layout.assign": "called by ranges with numbers that were checked",
     "Intervals.key_ranges": "called by kernels with positions that were checked",
     "SparseMask.bounds": "called by kernels with the sizes of tensors that were checked",
+    "CacheSpec.of_heads": "called by ShardedCache with its own heads",
     "BlockCache.write_slots": "called by ShardedCache, whose `write` passes them on",
     "BlockCache.extend": "called by ShardedCache and Scheduler; `append` checks the same arguments",
     "BlockCache.check_extend": "called by ShardedCache and Scheduler; `check_append` checks the same arguments",

@@ -34,7 +34,7 @@ PACKAGES_WITH_NAMES = ("attnmesh.report", "attnmesh.sparse", "attnmesh.decode", 
 PLANNER_NAMES = {
     "attnmesh.planner.catalog": ("Catalog", "catalog", "default_cluster", "load"),
     "attnmesh.planner.decode": ("DecodeRequest", "decode_ranking"),
-    "attnmesh.planner.models.read": ("model", "read_config", "read_model_config"),
+    "attnmesh.planner.models.config": ("model", "read_config", "read_model_config"),
     "attnmesh.planner.prefill": ("PrefillRequest", "prefill_ranking"),
     "attnmesh.planner.recommend": ("compare_shardings",),
     "attnmesh.planner.simulator.network": ("Slowdown",),
@@ -515,5 +515,6 @@ class Fuzzer:
             hint = _MISSING
         owner = target.owner if target.is_method else None
         fields = inspect.signature(owner).parameters if owner is not None else ()
-        others = [name for name in (*self.parameters(case.target, {}), *fields) if name != case.parameter]
+        _, valid = self.make(case.target, case.variant)
+        others = [name for name in (*self.parameters(case.target, valid), *fields) if name != case.parameter]
         return judge(call, case.parameter, value, hint, others)

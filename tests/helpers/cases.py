@@ -1,8 +1,8 @@
-"""Masks, layouts and heads by name, the pairs a mask allows without the masks' own code, and pairwise test cases."""
+"""Masks, layouts and heads by name, the pairs a mask allows without the masks' own code, and which cases are sweeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -87,40 +87,3 @@ def first(count: int, cases: Iterable) -> list:
 def else_sweep(cases: Iterable[tuple], stays: Callable[..., bool]) -> list:
     """The cases as parameters; those that do not stay are sweeps: they repeat the code paths of the others."""
     return [pytest.param(*case, marks=[] if stays(*case) else [pytest.mark.sweep]) for case in cases]
-
-
-def pairwise(factors: dict[str, Sequence], forbidden: frozenset[tuple[tuple, tuple]] = frozenset()) -> list[dict]:
-    """Return few cases in which every two values of two factors occur together, except `forbidden` pairs. Greedy."""
-    names = list(factors)
-
-    def allowed(a: tuple, b: tuple) -> bool:
-        return (a, b) not in forbidden and (b, a) not in forbidden
-
-    left = dict.fromkeys(pair for pair in value_pairs(factors) if allowed(*pair))
-    cases = []
-    while left:
-        case = dict(next(iter(left)))  # the next pair in order, then the values that cover most of the pairs left
-        for name in sorted((n for n in names if n not in case), key=lambda n: -len(factors[n])):
-            best, most = None, -1
-            for turn in range(len(factors[name])):
-                one = (name, factors[name][(turn + len(cases)) % len(factors[name])])
-                if not all(allowed(one, other) for other in case.items()):
-                    continue
-                covered = sum((one, other) in left or (other, one) in left for other in case.items())
-                if covered > most:
-                    best, most = one, covered
-            assert best is not None, f"no value of {name} is allowed with {case}"
-            case[name] = best[1]
-        case = {name: case[name] for name in names}
-        for pair in value_pairs({name: [value] for name, value in case.items()}):
-            left.pop(pair, None)
-        cases.append(case)
-    return cases
-
-
-def value_pairs(factors: dict[str, Sequence]) -> list[tuple[tuple, tuple]]:
-    """Return every two values of two factors, as ((name, value), (name, value)), the factors in their order."""
-    names = list(factors)
-    return [
-        ((a, x), (b, y)) for i, a in enumerate(names) for b in names[i + 1 :] for x in factors[a] for y in factors[b]
-    ]

@@ -20,7 +20,6 @@ LSE_UNITS = 16  # of float32, relative to max(1, |lse|)
 
 # How a mask may be broadcast: the letters of the dimensions that are not.
 MASK_SHAPES = ("", "b", "h", "t", "bh", "bt", "ht", "bht")
-STORAGES = ("plain", "fp8", "fp8 heads", "int8", "bfp8")
 
 
 def device_of(backend: str) -> torch.device:

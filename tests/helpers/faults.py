@@ -112,7 +112,7 @@ def generate(comm: am.Comm, device: str) -> Step:
     logits: list[Tensor] = []
     generator = am.Generator(
         model, None, comm, cache_tokens=400, sharding=am.DecodeSharding(cp=comm.world),
-        on_logits=lambda _, row: logits.append(row),
+        callbacks=am.Callbacks(on_logits=lambda _, row: logits.append(row)),
     )  # fmt: skip
 
     def step() -> Tensor:

@@ -342,8 +342,8 @@ def _sparse_loss(x: Tensors, backend: str) -> Tensors:
 
 
 def _dense_loss(x: Tensors, backend: str) -> Tensors:
-    source = {"q": x["q"], "k": x["kv"], "lse": x["lse"], "attn_scale": 0.3, "mode": "dense", "backend": backend}
-    return {"loss": am.indexer_kl_loss(x["iq"], x["ik"], x["w"], **source, reduction="none")}
+    target = am.sparse.AttentionTarget(x["q"], x["kv"], x["lse"], 0.3)
+    return {"loss": am.indexer_kl_loss(x["iq"], x["ik"], x["w"], None, target, reduction="none", backend=backend)}
 
 
 INDEXER = ("iq", "ik", "w")
@@ -371,8 +371,8 @@ def _paged_latents(random: Random) -> Tensors:
 
 def _paged_sparse(x: Tensors, backend: str) -> Tensors:
     out, lse, largest = am.paged_sparse_decode_attention(
-        x["q"], x["pool"], x["table"], x["indices"], scale=0.3, d_v=20, counts=x["counts"], sinks=x["sinks"],
-        return_max_logits=True, backend=backend,
+        x["q"], x["pool"], x["table"], am.TopKIndices(x["indices"], None, x["counts"]), scale=0.3, d_v=20,
+        sinks=x["sinks"], return_max_logits=True, backend=backend,
     )  # fmt: skip
     return {"out": out, "lse": lse, "largest": largest}
 
@@ -387,8 +387,8 @@ def _sparse_decode(x: Tensors, backend: str) -> Tensors:
     decode = am.SparseDecode()
     pool, table = x["pool"], x["table"]
     top = decode.indexer_topk(x["q"], pool, table, x["w"], 4, cur_pos=[10, 6], backend=backend)
-    how = {"scale": 0.3, "counts": x["counts"], "sinks": x["sinks"], "backend": backend}
-    out, lse = decode.attention(x["q"], pool, table, x["indices"], **how)
+    indices = am.TopKIndices(x["indices"], None, x["counts"])
+    out, lse = decode.attention(x["q"], pool, table, indices, scale=0.3, sinks=x["sinks"], backend=backend)
     return {"indices": top.indices, "out": out, "lse": lse}
 
 

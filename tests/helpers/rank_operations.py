@@ -172,7 +172,7 @@ def _sparse_parallel(schedule: str) -> Callable[[Tensors, str], Tensors]:
             scores = parallel.indexer_scores_at(*indexer, indices)
             selected = parallel.indexer_topk(*indexer, 4, mask=mask)
             loss = parallel.indexer_kl_loss(*indexer, indices, own["target"], row_mask=own["row_mask"])
-            dense = parallel.indexer_kl_loss(*indexer, q=q, k=kv, lse=own["lse"], attn_scale=0.3, mode="dense")
+            dense = parallel.indexer_kl_loss(*indexer, None, am.sparse.AttentionTarget(q, kv, own["lse"], 0.3))
             total = loss + dense + scores.masked_fill(scores.isinf(), 0.0).sum()
             found = torch.autograd.grad([out.square().sum(), total], list(grads.values()))
             results = {
@@ -270,11 +270,11 @@ def _numbers(stored: Stored, head_axis: int = 1) -> Tensor:
 def _written(storage: str) -> Callable[[Tensors, str], Tensors]:
     def run(x: Tensors, backend: str) -> Tensors:
         scales = {"k_scale": x["k_scale"].abs() + 0.1, "v_scale": x["v_scale"].abs() + 0.1} if storage == "fp8" else {}
-        sizes = {"layers": 1, "num_blocks": 4, "block_size": 4, "kv_heads": 2, "head_dim": 16, "max_length": 8}
-        device = x["k"].device
-        cache = am.BlockCache(**sizes, storage=storage, max_sequences=2, device=device, **scales)
+        spec = am.CacheSpec(layers=1, kv_heads=2, head_dim=16, storage=storage, **scales)
+        sizes = {"num_blocks": 4, "block_size": 4, "max_length": 8, "device": x["k"].device}
+        cache = am.BlockCache(spec, **sizes, max_sequences=2)
         cache.write(0, cache.append([cache.allocate(3), cache.allocate(3)], 3), x["k"], x["v"])
-        sharded = am.ShardedCache(am.DecodeSharding(), 0, batch=2, storage=storage, device=device, **sizes, **scales)
+        sharded = am.ShardedCache(am.DecodeSharding(), 0, spec, batch=2, **sizes)
         sharded.write(0, sharded.append([sharded.allocate(3), sharded.allocate(3)], 3), x["k"], x["v"])
         return {
             name: _numbers(pool, 2)
@@ -403,7 +403,7 @@ def rank_operations() -> list[Operation]:
         *(
             Operation(
                 f"write {storage}",
-                ("BlockCache", "BlockCache.write", "BlockCache.write_slots", "ShardedCache", "ShardedCache.write"),
+                ("CacheSpec", "BlockCache.write", "BlockCache.write_slots", "ShardedCache.write"),
                 _new_tokens, _written(storage), exact="auto" if storage == "fp32" else None,
             )
             for storage in ("fp32", "fp8", "int8", "bfp8")

@@ -22,21 +22,55 @@ NAME = "tiny"
 TEMPLATE = "{% for m in messages %}<s> {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}k l{% endif %}"
 
 
+TOOL_TEMPLATE = (
+    "{% if tools %}{% for t in tools %}{{ t.function.name }};{% endfor %}{% endif %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}|{% endfor %}"
+    "{{ note }}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
 def write_model(folder: Path) -> Path:
     """A model whose answers seldom repeat, and its tokenizer with a chat template."""
-    model, tokenizer = tiny_llama(max_position_embeddings=2048, eos_token_id=1), tiny_tokenizer()
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return _write(folder, tokenizer)
+
+
+def write_byte_model(folder: Path) -> Path:
+    """A model whose tokens are bytes, and special ones; its chat template has tools."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TOOL_TEMPLATE
+    return _write(folder, tokenizer, vocab_size=len(tokenizer) + 4)  # models have more logits than tokens
+
+
+def byte_tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    characters = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    characters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    characters.decoder = decoders.ByteLevel()
+    special = ["[TOOL_CALLS]", "<|python_tag|>"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters, bos_token="<s>", eos_token="</s>", additional_special_tokens=special
+    )
+
+
+def _write(folder: Path, tokenizer: Any, **changes: Any) -> Path:
+    model = tiny_llama(max_position_embeddings=2048, eos_token_id=1, **changes)
     with torch.no_grad():
         for i, weight in enumerate(model.parameters()):
             if weight.dim() > 1:
                 weight.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(i))
     model.save_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder
 
 
 def settings(model: Path, folder: Path, **changes: Any) -> ServerSettings:
-    app = AppSettings(NAME, changes.pop("api_key", None), changes.pop("max_body", 10_000))
+    app = AppSettings(NAME, changes.pop("api_keys", ()), changes.pop("max_body", 10_000))
     return ServerSettings(
         **{
             "model": model, "device": "cpu", "dtype": torch.float32, "folder": folder, "app": app, "host": "127.0.0.1",

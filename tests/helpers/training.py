@@ -148,12 +148,16 @@ _OWN: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"],
         "attn_temperature_tuning": False,
     },
-    "qwen3_next": {
-        "layer_types": ["linear_attention", "full_attention"], "num_experts": 0,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "rwkv": {},
+    "bamba": {
+        "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_expand": 2,
+        "mamba_chunk_size": 16, "attn_layer_indices": [1],
     },
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "jamba": {},
+    "qwen3_5_text": {
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
 }  # fmt: skip
 
 

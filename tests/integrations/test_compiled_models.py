@@ -1,6 +1,7 @@
 """`torch.compile(fullgraph=True)` of Transformers models: one graph for every packing, with the eager results."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from attnmesh import Comm, ContextParallel, register_attention, shard_inputs
 from attnmesh.comm import SoloComm
+from attnmesh.core.masks import Causal, Chunked, SlidingWindow
+from attnmesh.integrations.transformers_attention import _traced_kind
 from helpers.processes import run_processes
 
 ROWS, LENGTH = 2, 24
@@ -69,6 +72,27 @@ def assert_one_graph(model: torch.nn.Module, calls: list[dict], backend: str = "
 
 def on_one_device(**more: Tensor) -> dict:
     return {"input_ids": ids(), "labels": ids(), "use_cache": False, **more}
+
+
+@pytest.mark.parametrize(
+    ("size", "window", "chunk", "mask"),
+    [(None, 4, None, Causal()), (4, 4, None, SlidingWindow(3)), (4, 4, 8, SlidingWindow(3)), (8, 4, 8, Chunked(8))],
+)
+def test_the_mask_of_a_traced_layer(size, window, chunk, mask):
+    assert _traced_kind(size, True, SimpleNamespace(sliding_window=window, attention_chunk_size=chunk)) == mask
+
+
+@pytest.mark.parametrize(
+    ("size", "window", "chunk", "served", "said"),
+    [
+        (4, 4, 4, True, "window from chunks"),
+        (3, 4, 8, True, "window from chunks"),
+        (4, 4, None, False, "must be causal"),
+    ],
+)
+def test_a_mask_of_a_traced_layer_that_could_be_another_is_refused(size, window, chunk, served, said):
+    with pytest.raises(ValueError, match=said):
+        _traced_kind(size, served, SimpleNamespace(sliding_window=window, attention_chunk_size=chunk))
 
 
 @pytest.mark.sweep

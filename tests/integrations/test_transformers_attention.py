@@ -142,8 +142,6 @@ def test_what_their_attention_asks_for_is_refused_even_where_nobody_checked():
     x, mask = torch.zeros(1, 2, 3, 4), causal(3)
     with pytest.raises(ValueError, match="Linear: unsupported attention arguments position_bias"):
         transformers_attention(torch.nn.Linear(1, 1), x, x, x, mask, scaling=1.0, position_bias=x)
-    with pytest.raises(ValueError, match=r"softcap must be None over a sharded KV cache, got 50.0 \(Linear\)"):
-        transformers_attention(torch.nn.Linear(1, 1), x, x, x, mask, scaling=1.0, softcap=50.0, attention_pass=object())
     with pytest.raises(ValueError, match=r"must be causal, .*got .*bidirectional_mask_function"):
         another("bert").eval()(input_ids=ids)
 

@@ -15,6 +15,7 @@ SIZES = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 
 
 def tiny(kind, **own):
@@ -23,13 +24,6 @@ def tiny(kind, **own):
     register_attention()
     config = AutoConfig.for_model(kind, **SIZES | own)
     return AutoModelForCausalLM.from_config(config, attn_implementation="attnmesh").eval()
-
-
-def test_recurrent_layers_are_refused_where_only_attention_is_served():
-    """By a Generator; model(**shard_inputs(...)) serves them: test_hybrid_models."""
-    model = tiny("lfm2", layer_types=["conv", "full_attention"])
-    with pytest.raises(ValueError, match=r"layer_types must be full_attention, .* got conv, full_attention"):
-        check_model(model)
 
 
 @pytest.mark.parametrize("kind", ["bloom", "mpt"])
@@ -89,16 +83,13 @@ def test_a_mask_that_no_layer_uses_does_not_matter():
 
 
 def test_a_hybrid_without_other_layers_is_served():
-    """Its code reads the mask for layers that it might have, so it must be given the tensor."""
-    mamba = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
-    model = tiny("granitemoehybrid", layer_types=["attention", "attention"], num_local_experts=0, **mamba)
+    model = tiny("granitemoehybrid", layer_types=["attention", "attention"], num_local_experts=0, **_MAMBA)
     check_model(model)
     wanted = model(input_ids=IDS, labels=IDS).loss
 
     def rank(comm):
-        inputs = am.shard_inputs(am.ContextParallel(comm), IDS, IDS)
         with torch.no_grad():
-            return model(**inputs | {"attention_mask": inputs["attention_pass"].attention_mask}).loss
+            return model(**am.shard_inputs(am.ContextParallel(comm), IDS, IDS)).loss
 
     torch.testing.assert_close(sum(on_virtual_ranks(2, rank)), wanted.detach())
 

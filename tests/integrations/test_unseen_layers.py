@@ -16,11 +16,6 @@ MODELS = {
     "xlstm": (RECURRENT | {"num_heads": 4}, "layers with a recurrent state are not served"),
     "rwkv": (RECURRENT, "layers with a recurrent state are not served"),
     "cpmant": (HEADS | {"dim_head": 8, "dim_ff": 32}, "the model has attention code of its own"),
-    "mamba2": (
-        RECURRENT | {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1},
-        "recurrent layers and no attention",
-    ),
-    "jamba": (HEADS | {"num_key_value_heads": 2, "intermediate_size": 32}, "recurrent layers must be known"),
     "nemotron": (HEADS | {"intermediate_size": 32, "num_key_value_heads": 2}, "NemotronAttention must give the att"),
 }
 

@@ -14,7 +14,7 @@ from random import Random
 import numpy as np
 import torch
 
-from attnmesh import BlockCache, CacheFull
+from attnmesh import BlockCache, CacheFull, CacheSpec
 
 ALPHABET, KEYS = 2, ("", "tenant")
 OPERATIONS = (
@@ -70,9 +70,13 @@ class Pair:
     def make(self) -> BlockCache:
         layers, num_blocks, block_size, max_sequences, max_length = self.sizes
         return BlockCache(
-            layers=layers, num_blocks=num_blocks, block_size=block_size, kv_heads=1, head_dim=1, storage="fp32",
-            device="cpu", max_sequences=max_sequences, max_length=max_length,
-        )  # fmt: skip
+            CacheSpec(layers=layers, kv_heads=1, head_dim=1, storage="fp32"),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            device="cpu",
+            max_sequences=max_sequences,
+            max_length=max_length,
+        )
 
     def where(self) -> tuple[int, ...]:
         return tuple(x.data_ptr() for x in (self.cache.block_table, self.cache.cur_pos, *self.cache.stored_tensors))

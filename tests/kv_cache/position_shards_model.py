@@ -17,7 +17,7 @@ from random import Random
 import numpy as np
 import torch
 
-from attnmesh import BlockCache, CacheFull
+from attnmesh import BlockCache, CacheFull, CacheSpec
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.kv_cache import block_manager
 from attnmesh.kv_cache.block_manager import BlockLayout, max_window_blocks
@@ -81,17 +81,19 @@ class Ranks:
 
     def make(self, share: InterleavedShard, device: str) -> BlockCache:
         return BlockCache(
-            layers=LAYERS,
+            CacheSpec(
+                layers=LAYERS,
+                kv_heads=1,
+                head_dim=1,
+                storage="fp32",
+                windows=() if self.window is None else (None, self.window),
+            ),
             num_blocks=self.num_blocks,
             block_size=self.block_size,
-            kv_heads=1,
-            head_dim=1,
-            storage="fp32",
             device=device,
             max_sequences=5,
             max_length=self.max_length,
             shard=share,
-            windows=() if self.window is None else (None, self.window),
             window_blocks=0 if self.window is None else self.window_blocks,
         )
 

@@ -11,6 +11,7 @@ import torch
 from attnmesh import CacheFull, ShardedCache
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.plan.decode import DecodeSharding, Place
+from helpers.caches import cache_sizes
 
 LAYERS, WINDOWS = 2, (None, 3, 10)
 OPERATIONS = ("allocate", "allocate", "append", "append", "append", "append", "fork", "truncate", "free")
@@ -23,12 +24,16 @@ def sizes(**more):
     } | more  # fmt: skip
 
 
+def arguments(**more):
+    return cache_sizes(**sizes(**more))
+
+
 class Mesh:
     """The caches of all ranks, and the model: of each sequence the ids and what its keys are made of."""
 
     def __init__(self, sharding: DecodeSharding, seed: int = 0, **more) -> None:
         self.sharding, self.sizes, self.random = sharding, sizes(**more), Random(f"{sharding} {more} {seed}")
-        self.caches = [ShardedCache(sharding, rank, **self.sizes) for rank in range(sharding.ranks)]
+        self.caches = [ShardedCache(sharding, rank, **cache_sizes(**self.sizes)) for rank in range(sharding.ranks)]
         for cache in self.caches:
             for layer in range(LAYERS):
                 cache.keys(layer).fill_(torch.nan)

@@ -6,6 +6,7 @@ import torch
 from attnmesh import BlockCache, CacheFull, content_ids, paged_decode_attention
 from attnmesh.kv_cache import pools as tables
 from attnmesh.ops.storage import STORAGES, values_of
+from helpers.caches import cache_sizes
 
 PROMPT = list(range(100, 111))  # 2 full blocks of 4, and 3 more
 
@@ -15,7 +16,7 @@ def make(**more) -> BlockCache:
         "layers": 2, "num_blocks": 12, "block_size": 4, "kv_heads": 2, "head_dim": 16, "storage": "fp32",
         "device": "cpu", "max_sequences": 4, "max_length": 24,
     }  # fmt: skip
-    return BlockCache(**sizes | more)
+    return BlockCache(**cache_sizes(**sizes | more))
 
 
 def rows_of(ids, *, layer=0, heads=2, dim=16, dtype=torch.float32):

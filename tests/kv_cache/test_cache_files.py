@@ -9,7 +9,7 @@ from sharded_model import Mesh
 from test_reshard import moved
 
 import attnmesh as am
-from attnmesh.parallel.reshard import cache_file
+from attnmesh.parallel.reshard import files as cache_file
 from attnmesh.plan.decode import DecodeSharding
 from helpers.cases import sweep
 
@@ -61,10 +61,22 @@ def test_shared_tokens_are_written_once_and_replicated_heads_too(tmp_path):
     assert [stats.used for stats in elsewhere.caches[0].stats()] == [5 + 2, 6]
 
 
-def header(path) -> dict:
+def test_a_chunk_has_at_most_so_many_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_file, "CHUNK_BYTES", 100)  # 3 tokens of 32 bytes: float32 of 2 heads in 2 layers
+    mesh = Mesh(DecodeSharding())
+    mesh.append([mesh.allocate([1] * 14)], 14)
+    saved(mesh, tmp_path)
+    chunks = -(-14 // 3)
+    assert tensors(tmp_path / "rank-00000-of-00001.safetensors")["checksums"]["shape"] == [2 * chunks]
+
+
+def tensors(path) -> dict:
     data = path.read_bytes()
-    tensors = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return {name: one for name, one in tensors.items() if name not in ("__metadata__", "checksums")}
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+def header(path) -> dict:
+    return {name: one for name, one in tensors(path).items() if name not in ("__metadata__", "checksums")}
 
 
 def test_safetensors_reads_the_files(in_use, tmp_path):

@@ -1,4 +1,4 @@
-"""`BlockCache(latent=True)`: one vector per token, in plain dtypes or V3.2's bytes, and an indexer's keys beside it."""
+"""`BlockCache` of latents: one vector per token, in plain dtypes or V3.2's bytes, and an indexer's keys beside it."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 from attnmesh import BlockCache, quantize
 from attnmesh.kv_cache import pools as write
 from attnmesh.ops.storage import dequantize, storage_of
+from helpers.caches import cache_sizes
 
 STORAGES = ("bf16", "fp32", "fp8_ds_mla")
 DIM, VALUE_DIM, INDEX_DIM = 144, 128, 32
@@ -13,10 +14,8 @@ DIM, VALUE_DIM, INDEX_DIM = 144, 128, 32
 
 def make(storage: str = "fp8_ds_mla", **more: object) -> BlockCache:
     sizes = {"head_dim": DIM, "value_dim": VALUE_DIM, "index_dim": INDEX_DIM, "kv_heads": 1, "latent": True}
-    return BlockCache(
-        **{"layers": 2, "num_blocks": 6, "block_size": 4, "max_sequences": 3, "max_length": 12, "storage": storage,
-           "device": "cpu", **sizes, **more}
-    )  # fmt: skip
+    sizes |= {"layers": 2, "num_blocks": 6, "block_size": 4, "max_sequences": 3, "max_length": 12, "device": "cpu"}
+    return BlockCache(**cache_sizes(**sizes | {"storage": storage} | more))
 
 
 def tokens(count: int, dim: int, seed: int) -> torch.Tensor:

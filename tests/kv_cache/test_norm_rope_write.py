@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from attnmesh import BlockCache
+from attnmesh import BlockCache, CacheSpec
 from attnmesh.decode import AttentionConfig, AttentionWeights, Norm, Rope
 from attnmesh.kv_cache import norm_rope_write as module
 from attnmesh.kv_cache.norm_rope_write import ProjectedKV, norm_rope_write
@@ -44,9 +44,13 @@ def pool(storage, kv_heads, dim, device):
     """A poisoned cache of two layers, of which the second is written."""
     scale = torch.linspace(0.01, 0.03, kv_heads) if storage == "fp8" else None
     cache = BlockCache(
-        layers=2, num_blocks=BLOCKS, block_size=BLOCK_SIZE, kv_heads=kv_heads, head_dim=dim, storage=storage,
-        device=device, max_sequences=2, max_length=8, k_scale=scale, v_scale=scale,
-    )  # fmt: skip
+        CacheSpec(layers=2, kv_heads=kv_heads, head_dim=dim, storage=storage, k_scale=scale, v_scale=scale),
+        num_blocks=BLOCKS,
+        block_size=BLOCK_SIZE,
+        device=device,
+        max_sequences=2,
+        max_length=8,
+    )
     for x in memory(cache):
         x.fill_(torch.nan if x.dtype.is_floating_point else 0x55)
     return cache

@@ -12,6 +12,7 @@ from attnmesh.core.ranges import InterleavedShard
 from attnmesh.kv_cache import cache as cache_module
 from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.pools import DeviceTables, Pools
+from helpers.caches import cache_sizes
 from helpers.cases import first, sweep
 
 RUNS, BLOCK_LENS = (1, 2, 3, 4, 8), (1, 3, 4)
@@ -98,7 +99,7 @@ def make(share=None, **more):
         "layers": 2, "num_blocks": 40, "block_size": 4, "kv_heads": 2, "head_dim": 8, "storage": "fp32",
         "device": "cpu", "max_sequences": 4, "max_length": 128, "shard": share or InterleavedShard(),
     }  # fmt: skip
-    return BlockCache(**sizes | more)
+    return BlockCache(**cache_sizes(**sizes | more))
 
 
 def fill(cache, sequence, tokens):

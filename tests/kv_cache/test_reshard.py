@@ -6,6 +6,7 @@ from sharded_model import LAYERS, Mesh
 import attnmesh as am
 from attnmesh.plan.decode import DecodeSharding
 from helpers.blocks import factorizations
+from helpers.caches import cache_sizes
 from helpers.cases import first
 
 pytestmark = pytest.mark.usefixtures("poisoned_pools")
@@ -111,7 +112,9 @@ def test_a_prompt_keeps_its_tokens_and_blocks_for_them():
     sizes = {"batch": 1, "layers": 1, "num_blocks": 4, "block_size": 4, "kv_heads": 1, "head_dim": 8, "max_length": 16}
 
     def rank(comm):
-        cache = am.ShardedCache(am.DecodeSharding(cp=2), comm.rank, device="cpu", storage="fp32", **sizes)
+        cache = am.ShardedCache(
+            am.DecodeSharding(cp=2), comm.rank, **cache_sizes(device="cpu", storage="fp32", **sizes)
+        )
         cache.mark_written(cache.append([cache.allocate(prompt)], 9))  # of 16 that fit into the two blocks
         moved = am.reshard(cache, am.DecodeSharding(), comm)
         return None if moved is None else (moved.sequences[0].ids.tolist(), len(moved.sequences[0].blocks))

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from sharded_model import Mesh, sizes
+from sharded_model import Mesh, arguments
 
 import attnmesh as am
-from attnmesh.parallel.reshard.tokens import CacheTokens
+from attnmesh.parallel.reshard.contents import CacheTokens
 from attnmesh.plan.decode import DecodeSharding
+from helpers.caches import cache_sizes
 
 pytestmark = pytest.mark.usefixtures("poisoned_pools")
 
@@ -132,11 +133,13 @@ def test_rows_that_are_not_there_are_refused_on_every_rank():
 
 
 def filled(sharding: DecodeSharding, rank: int, lengths: tuple[int, ...], **more) -> am.ShardedCache:
-    cache = am.ShardedCache(sharding, rank, **sizes(**more))
+    cache = am.ShardedCache(sharding, rank, **arguments(**more))
     for length in lengths:
         step = cache.append([cache.allocate(length)], length)
         for layer in range(cache.layers):
-            k = torch.full((len(cache.rows), len(sharding.kv_heads(rank, cache.kv_heads)), length, cache.head_dim), 2.0)
+            k = torch.full(
+                (len(cache.rows), len(sharding.kv_heads(rank, cache.spec.kv_heads)), length, cache.spec.head_dim), 2.0
+            )
             cache.write(layer, step, k, k)
     return cache
 
@@ -218,7 +221,7 @@ def test_latents_move_and_are_saved(storage, tmp_path):
     shape |= {"max_length": 40, "latent": True, "storage": storage, "value_dim": 128, "device": "cpu"}
 
     def program(comm):
-        cache = am.ShardedCache(before, comm.rank, **shape)
+        cache = am.ShardedCache(before, comm.rank, **cache_sizes(**shape))
         for row, length in enumerate((13, 22)):
             step = cache.append([cache.allocate(list(range(row, row + length)))], length)
             for layer in range(2):
@@ -261,17 +264,18 @@ def test_windows_are_refused_on_every_rank(more, message, tmp_path):
     sharding, target = DecodeSharding(cp=2), DecodeSharding(kvdp=2)
 
     def program(comm):
-        cache = am.ShardedCache(sharding, comm.rank, **sizes(**more)) if comm.rank < 2 else None
+        cache = am.ShardedCache(sharding, comm.rank, **arguments(**more)) if comm.rank < 2 else None
         with pytest.raises(ValueError, match=f"cache {message}"):
             am.reshard(cache, target, comm, ranks=[1, 2])
-        plain = am.ShardedCache(sharding, comm.rank, **sizes()) if comm.rank < 2 else None
-        into = am.ShardedCache(target, comm.rank - 1, **sizes(**more)) if comm.rank else None
+        plain = am.ShardedCache(sharding, comm.rank, **arguments()) if comm.rank < 2 else None
+        into = am.ShardedCache(target, comm.rank - 1, **arguments(**more)) if comm.rank else None
         with pytest.raises(ValueError, match=f"into {message}"):
             am.reshard(plain, target, comm, ranks=[1, 2], into=into)
 
     am.run_virtual(3, program)
     with pytest.raises(ValueError, match=f"cache {message}"):
         am.run_virtual(
-            2, lambda comm: am.save_cache(am.ShardedCache(sharding, comm.rank, **sizes(**more)), tmp_path / "x", comm)
+            2,
+            lambda comm: am.save_cache(am.ShardedCache(sharding, comm.rank, **arguments(**more)), tmp_path / "x", comm),
         )
     assert not (tmp_path / "x").exists()

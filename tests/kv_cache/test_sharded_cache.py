@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sharded_model import OPERATIONS, Mesh, sizes
+from sharded_model import OPERATIONS, Mesh, arguments
 
 from attnmesh import CacheFull, ShardedCache, quantize
 from attnmesh.kv_cache.cache import BlockCache
@@ -151,7 +151,7 @@ def test_a_batch_smaller_than_its_ranks():
     mesh = Mesh(DecodeSharding(kvdp=3), batch=1)
     assert [list(cache.rows) for cache in mesh.caches] == [[], [], [0]]
     for storage in STORAGES:
-        cache = ShardedCache(DecodeSharding(kvdp=3), 0, **sizes(batch=1, storage=storage, head_dim=16))
+        cache = ShardedCache(DecodeSharding(kvdp=3), 0, **arguments(batch=1, storage=storage, head_dim=16))
         step = cache.append([cache.allocate(3)], 3)
         x = torch.zeros(0, 2, 3, 16)
         for layer in range(2):
@@ -172,7 +172,7 @@ def test_a_batch_smaller_than_its_ranks():
 @pytest.fixture
 def pair():
     """A cache with two sequences of 4 tokens, all written."""
-    cache = ShardedCache(DecodeSharding(cp=2), 0, **sizes())
+    cache = ShardedCache(DecodeSharding(cp=2), 0, **arguments())
     a, b = cache.allocate(4), cache.allocate(4)
     cache.mark_written(cache.append([a, b], 4))
     return cache, a, b
@@ -299,7 +299,7 @@ def test_all_of_a_step_goes_up_at_once(pair, monkeypatch):
 )
 def test_a_cache_that_cannot_be_is_refused(wrong, said):
     with pytest.raises(ValueError, match=said):
-        ShardedCache(DecodeSharding(tp=2, cp=2), 0, **sizes(**wrong))
+        ShardedCache(DecodeSharding(tp=2, cp=2), 0, **arguments(**wrong))
 
 
 @pytest.mark.parametrize(
@@ -314,13 +314,13 @@ def test_a_cache_that_cannot_be_is_refused(wrong, said):
 )
 def test_a_rank_that_is_not_there_is_refused(sharding, rank, said):
     with pytest.raises(ValueError, match=said):
-        ShardedCache(sharding, rank, **sizes())
+        ShardedCache(sharding, rank, **arguments())
 
 
 def test_bad_input_is_named_and_changes_nothing(pair):
     cache, a, b = pair
     step = cache.append([a, b], 1)
-    stranger = ShardedCache(DecodeSharding(), 0, **sizes())
+    stranger = ShardedCache(DecodeSharding(), 0, **arguments())
     theirs = stranger.allocate(1)
     freed = cache.allocate(1)
     cache.free(freed)
@@ -358,11 +358,11 @@ def test_bad_input_is_named_and_changes_nothing(pair):
 def test_scales_and_heads_are_a_ranks_own():
     sharding, scales = DecodeSharding(tp=2, kvdp=2), torch.tensor([1.0, 2.0, 3.0, 4.0])
     for rank, wanted in enumerate([[1.0, 2.0], [1.0, 2.0], [3.0, 4.0], [3.0, 4.0]]):
-        cache = ShardedCache(sharding, rank, **sizes(kv_heads=4, storage="fp8", k_scale=scales, v_scale=0.5))
+        cache = ShardedCache(sharding, rank, **arguments(kv_heads=4, storage="fp8", k_scale=scales, v_scale=0.5))
         assert cache.keys(0).scales.tolist() == wanted
         assert cache.values(1).scales.item() == 0.5
         assert cache.keys(0).values.shape == (12, 3, 2, 1)
-    replicated = ShardedCache(DecodeSharding(tp=4), 3, **sizes(storage="fp8", k_scale=scales[:2], value_dim=3))
+    replicated = ShardedCache(DecodeSharding(tp=4), 3, **arguments(storage="fp8", k_scale=scales[:2], value_dim=3))
     assert replicated.keys(0).scales.tolist() == [2.0]
     assert replicated.values(0).values.shape == (12, 3, 1, 3)
 
@@ -378,7 +378,7 @@ def test_latents_of_a_sharded_cache(storage):
     wanted = dequantize(quantize(latents.transpose(1, 2), storage), torch.float32)[:, :, 0]
     for rank in range(sharding.ranks):
         cache = ShardedCache(
-            sharding, rank, **sizes(batch=2, kv_heads=1, head_dim=dim, value_dim=128, latent=True, storage=storage)
+            sharding, rank, **arguments(batch=2, kv_heads=1, head_dim=dim, value_dim=128, latent=True, storage=storage)
         )
         step = cache.append([cache.allocate(7), cache.allocate(7)], 7)
         with pytest.raises(ValueError, match="v must be None, for this cache does not store it"):
@@ -392,14 +392,14 @@ def test_latents_of_a_sharded_cache(storage):
             read = stored[cache.block_table[row, index // 3].long(), index % 3, 0]
             assert torch.equal(read, wanted[row, positions])
     with pytest.raises(ValueError, match="a latent cache has one kv head"):
-        ShardedCache(DecodeSharding(), 0, **sizes(latent=True))
+        ShardedCache(DecodeSharding(), 0, **arguments(latent=True))
 
 
 def test_every_kvdp_rank_has_the_blocks_of_windows():
     """Windows are filled through the caches of the KVDP ranks: a step would have one slot per token."""
     sharding = DecodeSharding(kvdp=2, cp=2)
     caches = [
-        ShardedCache(sharding, rank, **sizes(batch=4, windows=(None, 2), window_blocks=9))
+        ShardedCache(sharding, rank, **arguments(batch=4, windows=(None, 2), window_blocks=9))
         for rank in range(sharding.ranks)
     ]
     for cache in caches:

@@ -1,4 +1,4 @@
-"""`BlockCache(windows=...)`: what layers with a window keep, free and reuse, in blocks of their own."""
+"""`BlockCache` with windows: what layers with a window keep, free and reuse, in blocks of their own."""
 
 from collections import Counter
 from itertools import product
@@ -12,6 +12,7 @@ from attnmesh.core.ranges import InterleavedShard
 from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
 from attnmesh.kv_cache import block_manager
 from attnmesh.kv_cache.block_manager import BlockCopies, BlockLayout, BlockManager, LayerKind, max_window_blocks
+from helpers.caches import cache_sizes
 from helpers.cases import sweep
 
 WINDOW = 4
@@ -98,7 +99,7 @@ def make(**more) -> BlockCache:
         "layers": 2, "num_blocks": 30, "block_size": 2, "kv_heads": 1, "head_dim": 1, "storage": "fp32",
         "device": "cpu", "max_sequences": 3, "max_length": 60, "windows": (None, WINDOW), "window_blocks": 30,
     }  # fmt: skip
-    return BlockCache(**sizes | more)
+    return BlockCache(**cache_sizes(**sizes | more))
 
 
 def fill(cache, sequence, ids):
@@ -288,7 +289,7 @@ def test_reusable_is_what_a_later_prompt_reuses(ranks, interleave, block_size):
         ({"windows": (4,)}, r"windows must have a window or None for each of 2 layers, got \(4,\)"),
         ({"windows": 4}, "windows must have a window or None for each of 2 layers, got 4"),
         ({"windows": (None, 0)}, r"windows\[1\] must be an integer >= 1, got 0"),
-        ({"window_blocks": 0}, "window_blocks must be a positive integer, got 0"),
+        ({"window_blocks": 0}, "window_blocks must be an integer >= 1, got 0"),
         (
             {"latent": True, "index_dim": 4},
             r"windows must be None in every layer of a cache with index_dim, got \(None, 4\)",

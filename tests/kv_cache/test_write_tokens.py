@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnmesh import BlockCache
+from attnmesh import BlockCache, CacheSpec
 from attnmesh.kv_cache import pools as write
 from attnmesh.ops.storage import PLAIN, STORAGES, Quantized, quantize, storage_of, values_of
 from helpers.cases import in_turn
@@ -40,9 +40,15 @@ def tensors(stored) -> list[torch.Tensor]:
 def pools(storage, heads, dim, value_dim, device, scale=None):
     """The pools of a cache, every byte of them poisoned."""
     cache = BlockCache(
-        layers=2, num_blocks=BLOCKS, block_size=BLOCK_SIZE, kv_heads=heads, head_dim=dim, value_dim=value_dim,
-        storage=storage, device=device, max_sequences=2, max_length=8, k_scale=scale, v_scale=scale,
-    )  # fmt: skip
+        CacheSpec(
+            layers=2, kv_heads=heads, head_dim=dim, value_dim=value_dim, storage=storage, k_scale=scale, v_scale=scale
+        ),
+        num_blocks=BLOCKS,
+        block_size=BLOCK_SIZE,
+        device=device,
+        max_sequences=2,
+        max_length=8,
+    )
     for x in cache.stored_tensors:
         x.fill_(torch.nan if x.dtype.is_floating_point else 0x55)
     return cache

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -104,6 +105,83 @@ def test_weights_in_several_files_load(tmp_path):
     assert f"lacks the weight files {gone.name}" in problem_of(folder)
     (folder / "model.safetensors.index.json").write_text("{")
     assert "model.safetensors.index.json is damaged" in problem_of(folder)
+
+
+def test_stored_halves_and_tied_weights_load(tmp_path):
+    model = tiny_llama(tie_word_embeddings=True).to(torch.float16)
+    folder = write_folder(tmp_path / "model", model)
+    assert not any("lm_head" in name for name in checkpoint.stored_tensors(folder))
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        loaded, _ = load_here(folder, dtype=dtype)
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.to(dtype))
+
+
+def test_weights_with_the_names_of_older_versions_load(tmp_path):
+    sizes = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    config = transformers.MixtralConfig(**{**tiny_config().to_dict(), **sizes, "model_type": "mixtral"})
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config).eval()
+    folder = write_folder(tmp_path / "model", model)
+    names = checkpoint.stored_tensors(folder)
+    assert any("block_sparse_moe.experts.0.w1" in name for name in names)  # one expert each, as Mixtral was published
+    torch.testing.assert_close(load_here(folder)[0](IDS).logits, model(IDS).logits)
+
+
+BLOCK = 16
+
+
+def write_fp8(folder):
+    """Store projections in fp8 with a scale for each block, as DeepSeek-V3 does; returns what they then are."""
+    from safetensors.torch import load_file, save_file
+
+    stored, exact = {}, {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        stored[name] = exact[name] = weight
+        if "proj" in name:
+            blocks = weight.view(weight.shape[0] // BLOCK, BLOCK, -1, BLOCK)
+            scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+            rounded = (blocks / scale).to(torch.float8_e4m3fn)
+            stored[name] = rounded.view(weight.shape)
+            stored[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
+            exact[name] = (rounded.float() * scale).view(weight.shape)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    set_quantization(folder, quant_method="fp8", weight_block_size=[BLOCK, BLOCK], activation_scheme="dynamic")
+    return exact
+
+
+def set_quantization(folder, **fields):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": fields}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_block_scaled_fp8_is_dequantized_where_no_kernel_reads_it(folder, dtype):
+    exact = write_fp8(folder)
+    model, _ = load_here(folder, dtype=dtype, attn_implementation="attnmesh")
+    assert {weight.dtype for weight in model.parameters()} == {dtype}
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(
+            weight, exact[name].to(dtype), rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0
+        )
+    assert len([*am.generate(model, None, [[1, 2, 3]], max_new_tokens=3, stop=[])]) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 16}, "GPTQ quantized model requires optimum"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 16}, "AWQ quantized model requires gptqmodel"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "compressed-tensors"),
+        ({"quant_method": "evil"}, "quant_method in .* must be one that Transformers reads .*, got 'evil'"),
+    ],
+)
+def test_quantizations_that_need_more_are_named(folder, fields, message):
+    packages = {"gptq": "optimum", "awq": "gptqmodel", "compressed-tensors": "compressed_tensors"}
+    if importlib.util.find_spec(packages.get(fields["quant_method"], "no_such_package")):
+        pytest.skip("the package is installed")
+    set_quantization(folder, **fields)
+    assert re.search(message, problem_of(folder))
 
 
 def test_a_gguf_computes_what_its_model_does_and_is_converted_once(gguf, monkeypatch):

@@ -31,6 +31,24 @@ def processors(monkeypatch):
     cost._estimate.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("shape", "key_shape", "value_width", "short"),
+    [
+        ((1, 32, 512, 128), (1, 32, 512, 128), 128, False),  # 1.07e10 operations
+        ((1, 29, 512, 128), (1, 29, 512, 128), 128, True),  # 0.97e10
+        ((1, 1, 513, 64), (1, 1, 16, 64), 64, False),
+        ((1, 1, 16, 64), (1, 1, 513, 64), 64, False),
+        ((1, 1, 16, 192), (1, 1, 16, 192), 128, False),
+        ((1, 1, 16, 64), (1, 1, 16, 64), 192, False),
+        ((0, 1, 16, 64), (0, 1, 16, 64), 64, False),
+    ],
+)
+def test_gradients_of_short_calls_are_one_launch(shape, key_shape, value_width, short):
+    q, k = torch.empty(shape, device="meta"), torch.empty(key_shape, device="meta")
+    patch = Patch(Causal(), (range(shape[2]),), (range(key_shape[2]),))
+    assert cost.is_short(Call(q, k, k.new_empty(*key_shape[:3], value_width), patch, Scores(1.0))) == short
+
+
 @pytest.mark.parametrize("mask", [Prefix(8192), BlockCausal(1024), Causal() & Documents([16384] * 2)], ids=str)
 def test_a_launch_for_each_of_a_few_large_blocks(mask):
     found = cost.estimate(call(mask), ("triton", "aten"))

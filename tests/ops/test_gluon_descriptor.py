@@ -13,6 +13,7 @@ from attnmesh.ops import gluon_descriptor
 from attnmesh.ops.dense import gluon_backward, gluon_forward
 from attnmesh.ops.sparse import gluon_topk
 from attnmesh.testing.decode import random_decode
+from helpers.sparse_kernels import indexer_call
 
 SOURCE = Path(am.__file__).parent
 
@@ -126,7 +127,8 @@ def topk():
     w = torch.randn(64, 64, device="cuda")
     lo, hi = (torch.full((64,), n, dtype=torch.int32, device="cuda") for n in (0, 9000))
     assert gluon_topk.supports(iq, ik, 512)
-    return lambda: gluon_topk.topk(iq, ik, w, 512, lo, hi, scale=0.01, relu=True)
+    call = indexer_call(iq, ik, w, None, lo, hi, hi, scale=0.01, relu=True)
+    return lambda: gluon_topk.topk(call, 512)
 
 
 def table() -> torch.Tensor:

@@ -39,7 +39,7 @@ def operations() -> dict[str, Callable[[], object]]:
     rows, latents = torch.randn(4, 2, 16), torch.randn(32, 16)
     weights, indices = torch.rand(4, 2), torch.randint(0, 32, (4, 8), dtype=torch.int32)
     lse = am.sparse_attention(rows, latents, indices, scale=0.1)[1]
-    loss = {"q": rows, "k": latents, "lse": lse, "attn_scale": 0.1}
+    target = am.sparse.AttentionTarget(rows, latents, lse, 0.1)
     state = am.State(torch.randn(1, 4, 16, 64), torch.randn(1, 4, 16))
     return {
         "paged_decode_attention": lambda: am.paged_decode_attention(q, pool, pool, table, cur_pos=last),
@@ -47,7 +47,7 @@ def operations() -> dict[str, Callable[[], object]]:
         "sparse_attention": lambda: am.sparse_attention(rows, latents, indices, scale=0.1),
         "attention_distribution": lambda: am.attention_distribution(rows, latents, indices, lse, scale=0.1),
         "indexer_topk": lambda: am.indexer_topk(rows, latents, weights, 8),
-        "indexer_kl_loss": lambda: am.indexer_kl_loss(rows, latents, weights, indices, **loss),
+        "indexer_kl_loss": lambda: am.indexer_kl_loss(rows, latents, weights, indices, target),
         "paged_sparse_decode_attention": lambda: am.paged_sparse_decode_attention(
             q.transpose(1, 2), pool[:, :, :1], table, indices[:2, None], scale=0.1
         ),

@@ -1,5 +1,7 @@
 """A launch that repeats passes to the driver what Triton would pass, with other addresses."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -44,6 +46,31 @@ def test_repeats_differ_in_addresses_only():
         before = len(known)
         repeat(known, kernel, grid, args, WIDTH=width)
         assert len(known) == before + 1
+
+
+def test_repeats_of_descriptors_differ_in_addresses_only():
+    """A descriptor is known by its shape, strides, block and layout; the second launch has one of the other tensor."""
+    seen, known = [], Recent()
+
+    @dataclass
+    class Descriptor:
+        base: torch.Tensor
+        shape: list[int]
+        strides: list[int]
+        block_shape: list[int]
+        layout: str = "rows"
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: seen.append(args)
+
+    kernel, tensors = Kernel(), [torch.zeros(8, 4), torch.ones(8, 4)]
+    for x in tensors:
+        repeat(known, kernel, (2,), (Descriptor(x, [8, 4], [4, 1], [2, 4]),))
+    assert len(known) == 1
+    assert [args[0].base.data_ptr() for args in seen] == [x.data_ptr() for x in tensors]
+    repeat(known, kernel, (2,), (Descriptor(tensors[0], [8, 4], [4, 1], [4, 4]),))
+    assert len(known) == 2
 
 
 def test_a_tensor_that_is_not_replaced_is_refused():
@@ -126,6 +153,7 @@ def compare() -> None:
     import triton
     import triton.language as tl
     from triton import knobs
+    from triton.backends.nvidia.driver import CudaLauncher
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -198,6 +226,11 @@ def compare() -> None:
         knobs.runtime.launch_enter_hook.add(heard.append)
         again(*used)
         knobs.runtime.launch_enter_hook.remove(heard.append)
+    # A Triton that passes its first arguments otherwise launches each time.
+    launch = CudaLauncher.__call__
+    CudaLauncher.__call__ = lambda self, grid_x, *rest: launch(self, grid_x + 1, *rest)
+    first = tensors(0)
+    assert prepare(scaled, (3,), arguments(scaled, *first), first[:2], WIDTH=64, num_warps=4)._passed is None
     print(f"{compared} launches compared")
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from attnmesh.core.state import State
 from attnmesh.kv_cache.cache import BlockCache
+from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.kv_cache.triton_write import norm_rope_write, write_tokens
 from attnmesh.ops import gpu
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
@@ -91,12 +92,9 @@ def memory_bound(head_dim, dtype, parts):
 
 def cache_write(head_dim, dtype, storage, heads, tokens):
     cache = BlockCache(
-        layers=1,
+        CacheSpec(layers=1, kv_heads=heads, head_dim=head_dim, storage=storage),
         num_blocks=4,
         block_size=16,
-        kv_heads=heads,
-        head_dim=head_dim,
-        storage=storage,
         device="cpu",
         max_sequences=1,
         max_length=16,
@@ -125,12 +123,9 @@ def prepared(head_dim, dtype, storage, q_heads, kv_heads, layout, normed):
     new = None
     if storage:
         cache = BlockCache(
-            layers=1,
+            CacheSpec(layers=1, kv_heads=kv_heads, head_dim=head_dim, storage=storage),
             num_blocks=4,
             block_size=16,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            storage=storage,
             device="cpu",
             max_sequences=1,
             max_length=16,

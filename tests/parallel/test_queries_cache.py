@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnmesh import (
     BlockCache,
+    CacheSpec,
     Causal,
     Chunked,
     Comm,
@@ -199,7 +200,11 @@ def test_a_chunked_prefill_through_a_block_cache():
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 40, 16) for heads in (4, 2, 2))
     cache = BlockCache(
-        layers=1, num_blocks=16, block_size=8, kv_heads=2, head_dim=16, storage="fp32", max_sequences=2, max_length=64
+        CacheSpec(layers=1, kv_heads=2, head_dim=16, storage="fp32"),
+        num_blocks=16,
+        block_size=8,
+        max_sequences=2,
+        max_length=64,
     )
     sequences = [cache.allocate(40) for _ in range(2)]
     chunks = []

@@ -32,14 +32,6 @@ def check_values(mask: Mask, layout, world: int, schedule: str, ranks_per_node: 
     assert_attention_close(found, inputs, mask)
 
 
-@pytest.mark.parametrize(
-    ("mask", "layout"), first(1, list(zip(MASKS, [Zigzag(), Contiguous(), Striped(), Zigzag()], strict=True)))
-)
-def test_unions_and_masks_per_sequence_are_exact_in_every_schedule(mask, layout):
-    for schedule, ranks_per_node in SCHEDULES:
-        check_values(mask, layout, 4, schedule, ranks_per_node)
-
-
 @pytest.mark.sweep
 def test_masks_of_more_chains_than_a_launch_takes_are_exact_in_every_schedule():
     for mask, (schedule, ranks_per_node) in zip(

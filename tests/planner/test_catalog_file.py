@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh.planner.catalog import catalog, load
-from attnmesh.planner.catalog_file import as_toml
+from attnmesh.planner.catalog import as_toml, catalog, load
 from attnmesh.planner.hardware import Curve, Device, Link, Wiring
 from attnmesh.planner.program import KERNEL_KINDS
 from helpers.texts import any_text

@@ -8,7 +8,7 @@ import pytest
 from attnmesh.plan.decode import COMBINES, KVDP_EXCHANGES, DecodeShape, DecodeSharding
 from attnmesh.planner.auto import combine_seconds, pick_combine
 from attnmesh.planner.catalog import default_cluster
-from attnmesh.planner.decode_bytes import Copies, bytes_sent, cache_bytes, weight_copies
+from attnmesh.planner.cost import Copies, bytes_sent, cache_bytes, weight_copies
 from helpers.cases import in_turn
 from helpers.clusters import link
 

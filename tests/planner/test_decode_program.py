@@ -9,7 +9,7 @@ import attnmesh as am
 from attnmesh.plan.decode import DecodeShape, DecodeSharding
 from attnmesh.planner.auto import pick_combine
 from attnmesh.planner.catalog import cluster as named_cluster
-from attnmesh.planner.cost import cost
+from attnmesh.planner.cost import bytes_sent, cost, messages_sent
 from attnmesh.planner.decode import (
     ATTENTION_LAUNCHES,
     EXCHANGE_LAUNCHES,
@@ -18,7 +18,6 @@ from attnmesh.planner.decode import (
     LinearLayers,
     decode_program,
 )
-from attnmesh.planner.decode_bytes import bytes_sent, messages_sent
 from attnmesh.planner.models.config import AttentionParameters
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, shard_block
 from helpers.blocks import random_sequences

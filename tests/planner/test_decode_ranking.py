@@ -17,8 +17,7 @@ from attnmesh.planner.decode import (
     decode_ranking,
     shardings,
 )
-from attnmesh.planner.models.config import ModelConfig
-from attnmesh.planner.models.read import model
+from attnmesh.planner.models.config import ModelConfig, model
 from attnmesh.planner.ranking import RESERVED_MEMORY
 from helpers.cases import sweep
 

@@ -14,10 +14,10 @@ from attnmesh.planner.models.config import (
     kv_bytes_per_position,
     kv_elements_per_position,
     linear_flops,
+    model,
     parameters,
     weight_bytes,
 )
-from attnmesh.planner.models.read import model
 
 # Published by their makers, in billions.
 TOTAL = {

@@ -4,8 +4,14 @@ import json
 
 import pytest
 
-from attnmesh.planner.models.config import Experts, LatentAttention, ModelConfig, WeightBits
-from attnmesh.planner.models.read import read_config, read_model_config
+from attnmesh.planner.models.config import (
+    Experts,
+    LatentAttention,
+    ModelConfig,
+    WeightBits,
+    read_config,
+    read_model_config,
+)
 
 GPT_OSS_120B = {
     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "hidden_size": 2880, "num_hidden_layers": 36,

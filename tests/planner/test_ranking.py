@@ -3,7 +3,7 @@
 import pytest
 
 from attnmesh.planner.ranking import RESERVED_MEMORY, Memory, Option, ranked
-from attnmesh.planner.units import readable_seconds
+from attnmesh.utils.text import readable_seconds
 
 
 def option(name: str, seconds: float, nbytes: float, **parts: float) -> Option:

@@ -10,11 +10,10 @@ import pytest
 import attnmesh as am
 from attnmesh.plan.decode import DecodeShape, DecodeSharding
 from attnmesh.planner.catalog import cluster
-from attnmesh.planner.cost import cost
+from attnmesh.planner.cost import Copies, bytes_sent, cache_bytes, cost
 from attnmesh.planner.decode import DecodeLayer, decode_program
-from attnmesh.planner.decode_bytes import Copies, bytes_sent, cache_bytes
 from attnmesh.planner.recommend import ShardingComparison, compare_shardings, recommend_sharding
-from attnmesh.planner.units import readable_bytes
+from attnmesh.utils.text import readable_bytes
 
 
 def names(options) -> list[str]:

@@ -13,8 +13,7 @@ from attnmesh.planner.hardware import Cluster, Curve
 from attnmesh.planner.program import Kernels, Messages, MessageTotals, Round
 from attnmesh.planner.schedules import program as schedule_program
 from attnmesh.planner.simulator.network import Slowdown
-from attnmesh.planner.simulator.record import host_seconds
-from attnmesh.planner.simulator.simulate import run_rounds
+from attnmesh.planner.simulator.simulate import host_seconds, run_rounds
 from helpers.clusters import attention_kernels, make_program, simulated_cluster, simulated_device
 from helpers.event_simulation import run_events
 

@@ -15,10 +15,9 @@ from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
 from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
-from attnmesh.planner.auto import _seconds_of_rings, choose_schedule
+from attnmesh.planner.auto import Explanation, _seconds_of_rings, choose_schedule
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.cost import schedule_cost
-from attnmesh.planner.explain import Explanation
 from attnmesh.planner.program import Load
 from attnmesh.planner.schedules import loads
 from helpers.cases import sweep

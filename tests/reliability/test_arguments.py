@@ -1,5 +1,6 @@
 """Bad arguments: every public callable accepts a value or raises ValueError with the argument and the value."""
 
+import inspect
 import random
 import traceback
 
@@ -8,6 +9,10 @@ import torch
 
 import attnmesh as am
 from attnmesh.core.state import State
+from attnmesh.ops.decode.api import DecodeOptions, PagedDecodeOptions
+from attnmesh.ops.dense.call import ScoreOptions
+from attnmesh.parallel.query_distributed import RingOptions
+from attnmesh.training import accelerate, batch, data_parallel
 from attnmesh.utils import validation
 from helpers import arguments
 from helpers.argument_calls import CALLS, COLLECTIVE, NOT_FUZZED, RECEIVERS, SKIPPED, WORLD
@@ -59,6 +64,45 @@ def names_of(target) -> list[str]:
     """The name of a callable, and those of the methods it may be inherited from."""
     method = target.name.partition(".")[2]
     return [target.name, *(f"{base.__name__}.{method}" for base in getattr(target.owner, "__mro__", ()))]
+
+
+# How many.
+
+MOST_ARGUMENTS = 12
+RECORDS = {"GenerationStats": "a result", "Request": "made by a Generator: `submit` takes its arguments"}
+# `**options: Unpack[...]` is one argument: a TypedDict of what few calls need, whose names are those of `attention`.
+WITH_OPTIONS = {
+    "decode_attention": DecodeOptions, "paged_decode_attention": PagedDecodeOptions,
+    "paged_prefill_attention": ScoreOptions, "ring_distributed_attention": RingOptions,
+}  # fmt: skip
+
+
+def all_parameters() -> dict[str, dict[str, inspect.Parameter]]:
+    """The parameters of every public function, constructor and method, and of those of `attnmesh.training`."""
+    found = {name: target.parameters for name, target in targets(RECEIVERS).items()}
+    for module in (accelerate, batch, data_parallel):
+        for name, value in vars(module).items():
+            if inspect.isroutine(value) and value.__module__ == module.__name__ and not name.startswith("_"):
+                found[f"{module.__name__}.{name}"] = dict(inspect.signature(value).parameters)
+    return found
+
+
+def test_public_callables_take_at_most_twelve_arguments():
+    """More are fields of a value, such as a `CacheSpec` or a `SparseMask`."""
+    counts = {name: len(parameters) for name, parameters in all_parameters().items() if name not in RECORDS}
+    assert {name: n for name, n in counts.items() if n > MOST_ARGUMENTS} == {}
+    assert max(counts.values()) == MOST_ARGUMENTS  # they are counted
+    assert "attnmesh.training.accelerate.enable" in counts
+
+
+def test_options_are_typed_and_few_functions_have_them():
+    options = {
+        name: each.annotation
+        for name, parameters in all_parameters().items()
+        for each in parameters.values()
+        if each.kind is inspect.Parameter.VAR_KEYWORD and str(each.annotation).startswith("Unpack")
+    }
+    assert options == {name: f"Unpack[{kind.__name__}]" for name, kind in WITH_OPTIONS.items()}
 
 
 def test_some_bad_arguments_are_refused_by_name_and_value():

@@ -177,6 +177,14 @@ def test_rope_factors_are_refused_unless_they_change_nothing(original, file):
         assert said in outcome(file)
 
 
+@pytest.mark.parametrize("name", ["attention.sliding_window", "final_logit_softcapping"])
+def test_what_transformers_does_not_read_of_the_family_is_refused(original, file, name):
+    parts, key = parse(original), f"llama.{name}".encode()
+    parts.keys[key.decode()] = struct.pack("<Q", len(key)) + key + struct.pack("<II", 4, 7)
+    file.write_bytes(parts.file())
+    assert f"has {name} 7, which Transformers does not read" in outcome(file)
+
+
 def test_a_hole_of_terabytes_is_not_read(original, file):
     file.write_bytes(original)
     os.truncate(file, 2**40)

@@ -202,10 +202,9 @@ def another_sparse_object(comm):
 @case
 def another_sparse_decode_object(comm):
     objects = [am.SparseDecode(comm) for _ in range(2)]
-    sizes = {"layers": 1, "num_blocks": 2, "block_size": 4, "max_sequences": 1, "max_length": 16, "device": "cpu"}
-    cache = am.BlockCache(
-        **sizes, latent=True, kv_heads=1, head_dim=96, value_dim=64, storage="fp32", shard=objects[0].shard
-    )
+    sizes = {"num_blocks": 2, "block_size": 4, "max_sequences": 1, "max_length": 16, "device": "cpu"}
+    spec = am.CacheSpec(layers=1, kv_heads=1, head_dim=96, value_dim=64, latent=True, storage="fp32")
+    cache = am.BlockCache(spec, **sizes, shard=objects[0].shard)
     cache.write(0, cache.append([cache.allocate(9)], 9), torch.randn(1, 1, 9, 96))
     indices = torch.tensor([[[0, 3, 8]]], dtype=torch.int32)
     objects[is_odd(comm)].attention(

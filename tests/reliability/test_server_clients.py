@@ -357,7 +357,7 @@ class SlowTokenizer:
     def __deepcopy__(self, memo):
         return self
 
-    def __call__(self, text):
+    def __call__(self, text, **how):
         if len(text) > 100_000:
             self.began.set()
             assert self.go.wait(30)

@@ -32,8 +32,7 @@ LIMITS = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}  # of t
 NOT_COMPUTED = {
     "GradientReduction.num_items": "counts labels, by torch",
     "GradientReduction.loss": "adds one number, by torch",
-    "AttentionBlock.make_cache": "scales as in BlockCache",
-    "Generator": "a callback that takes tensors",
+    "AttentionBlock.make_cache": "scales as in CacheSpec",
     "Request.choose": "called by a Generator with logits that it computed",
     "Rope.cos_sin": "cosines and sines of integer positions, by torch",
     "PrefillKV": "bits are moved by reshard: test_moved_caches, with strides",

@@ -15,7 +15,8 @@ from attnmesh.comm import CommError, IndependentSubComm, SoloComm  # noqa: E402
 from attnmesh.generation.generator import Generator  # noqa: E402
 from attnmesh.generation.sampling import Sampling  # noqa: E402
 from attnmesh.kv_cache.sharded import ShardedCache  # noqa: E402
-from attnmesh.parallel.reshard.room import Room, room_of  # noqa: E402
+from attnmesh.kv_cache.spec import CacheSpec  # noqa: E402
+from attnmesh.parallel.reshard.goal import Room, room_of  # noqa: E402
 from attnmesh.plan.decode import DecodeSharding  # noqa: E402
 from attnmesh.serving.commands import Submission  # noqa: E402
 from attnmesh.serving.handover import Channel, DecodeLoop, PrefillLoop, _accept, connect  # noqa: E402
@@ -300,9 +301,15 @@ def test_a_connection_without_the_key_is_closed():
 def test_the_number_of_sequences_that_there_is_room_for(sharding, taken, lengths, fitting):
     """As many as `Room.goal` places, less those that could not grow."""
     cache = ShardedCache(
-        sharding, 0, batch=6, layers=1, num_blocks=16, block_size=4, kv_heads=1, head_dim=16,
-        device="cpu", max_length=64,
-    )  # fmt: skip
+        sharding,
+        0,
+        CacheSpec(layers=1, kv_heads=1, head_dim=16),
+        batch=6,
+        num_blocks=16,
+        block_size=4,
+        device="cpu",
+        max_length=64,
+    )
     for length in taken:
         cache.mark_written(cache.append([cache.allocate(length)], length))
     assert room_of(cache).num_fitting(lengths) == fitting

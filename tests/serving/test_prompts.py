@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("starlette")
 
+from attnmesh.serving.fields import ApiError
 from attnmesh.serving.prompts import PromptTokenizer
-from attnmesh.serving.protocol import ApiError, parse_chat, parse_completion
+from attnmesh.serving.protocol import parse_chat, parse_completion
 
 
 class Words:
@@ -24,7 +25,7 @@ class Words:
     def get_vocab(self):
         return {"x": 0, "-" * 100: 1}
 
-    def __call__(self, text):
+    def __call__(self, text, add_special_tokens=True):
         self.read.append(len(text))
         return {"input_ids": [0] * text.count("x") + [1] * (text.count("-") // 100)}
 

@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 
 from attnmesh.generation.sampling import Sampling
 from attnmesh.serving.commands import Commands, Submission
-from attnmesh.serving.protocol import ApiError, Call, decode_json, parse_chat, parse_completion
+from attnmesh.serving.fields import ApiError, decode_json
+from attnmesh.serving.protocol import Call, parse_chat, parse_completion
 
 NAMES = [
     "model", "prompt", "messages", "n", "stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens",
     "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "logprobs", "top_logprobs",
     "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "tools", "user", "echo", "other",
+    "tool_choice", "response_format", "structured_outputs", "guided_json", "guided_regex", "ignore_eos", "priority",
+    "chat_template_kwargs", "continue_final_message", "prompt_logprobs", "parallel_tool_calls", "skip_special_tokens",
 ]  # fmt: skip
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -76,6 +79,20 @@ def test_what_is_not_json_is_refused(data):
         decode_json(data)
 
 
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "user", "content": 3}, r"messages\[1\].content must be text, or a list of parts of type text, got 3"),
+        ({"role": "user", "content": "a", "tool_calls": [1]}, r"messages\[1\].tool_calls is not supported"),
+        ("a", r"messages\[1\] must be an object such as"),
+    ],
+)
+def test_a_message_that_is_refused_is_the_parameter(message, said):
+    with pytest.raises(ApiError, match=said) as caught:
+        parse_chat({"model": "m", "messages": [*MESSAGES, message]})
+    assert caught.value.param == "messages[1]"
+
+
 def test_too_many_prompts_are_refused_before_they_are_looked_at():
     with pytest.raises(ApiError, match="prompt must have at most 100000 prompts, got 100001"):
         parse_completion({"model": "m", "prompt": [{}] * 100_001})
@@ -121,7 +138,7 @@ def test_whole_characters_are_text():
 def test_commands_reach_other_ranks_as_they_are():
     submissions = [
         Submission(3, [1, 2], 5, Sampling(0.5, seed=9, frequency_penalty=0.1), [1], ["é\n"], 2, 4, 1, {7: -1.5}),
-        Submission(4, [1], 1, Sampling()),
+        Submission(4, [1], 1, Sampling(), grammar='start: "é"', priority=-2, prompt_logprobs=1),
     ]
     decoded = Commands.decode(Commands(submissions, [1, 2], stop=True).encode())
     decoded.submissions[0].logit_bias[7] = decoded.submissions[0].logit_bias.pop("7")  # a name in JSON

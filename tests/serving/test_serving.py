@@ -6,6 +6,8 @@ import http.client
 import json
 import logging
 import re
+import ssl
+import subprocess
 import threading
 import time
 from functools import partial
@@ -21,13 +23,13 @@ from attnmesh.models.loading import load_model
 from attnmesh.plan.decode import DecodeSharding
 from helpers.processes import run_processes
 
-for name in ("transformers", "openai", "fastapi", "uvicorn", "prometheus_client"):
+for name in ("transformers", "openai", "fastapi", "uvicorn", "prometheus_client", "llguidance"):
     pytest.importorskip(name)
 
 import openai  # noqa: E402
 
-from attnmesh.serving.app import _Answers  # noqa: E402
-from attnmesh.serving.server import _log_to_stderr, serve  # noqa: E402
+from attnmesh.serving.answers import Answers  # noqa: E402
+from attnmesh.serving.server import Certificate, _log_to_stderr, serve  # noqa: E402
 from helpers.cases import sweep  # noqa: E402
 from helpers.serving import NAME, Server, settings, virtual_server, write_model  # noqa: E402
 
@@ -223,12 +225,12 @@ def test_many_clients_at_once_get_their_own_answers(client, alone):
         ({"logprobs": 21}, "logprobs must be an integer from 0 to 20, got 21", "logprobs"),
         ({"logit_bias": {"a": 1}}, "logit_bias must be an object whose names are token ids, got 'a'", "logit_bias"),
         ({"logit_bias": {"16": 1}}, "logit_bias and stop_token_ids must have token ids below 16", None),
-        ({"echo": True}, "echo is not supported, got True", "echo"),
-        ({"best_of": 2}, "best_of is not supported, got 2", "best_of"),
+        ({"echo": 1}, "echo must be true or false, got 1", "echo"),
+        ({"best_of": 2}, "best_of is not supported, got 2: it must be left out or 1", "best_of"),
         ({"extra_body": {"use_beam_search": True}}, "use_beam_search is not supported, got True", "use_beam_search"),
         ({"seed": -1}, "seed must be an integer from 0 to", "seed"),
         ({"min_tokens": 13}, "min_tokens must be at most 12, got 13", "min_tokens"),
-        ({"extra_body": {"top_q": 1}}, "unknown parameter 'top_q'", "top_q"),
+        ({"extra_body": {"top_q": 1}}, "unknown parameter 'top_q', got 1: /docs has those that are served", "top_q"),
         ({"stream_options": 3}, "stream_options must be an object such as", "stream_options"),
         ({"presence_penalty": -3e38}, "presence_penalty must be a number from -2 to 2, got -3e", "presence_penalty"),
         ({"frequency_penalty": 2.1}, "frequency_penalty must be a number from -2 to 2", "frequency_penalty"),
@@ -253,9 +255,13 @@ def test_what_cannot_be_answered_is_refused(client, how, message, param):
         ([], {}, r"messages must be a list of messages, got \[\]"),
         ([{"content": "a"}], {}, r"messages\[0\] must be an object such as"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], {}, "parts of type text"),
-        ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], {}, r"messages\[0\].tool_calls is not supported"),
-        ([{"role": "user", "content": "a b"}], {"tools": [{"type": "function"}]}, "tools is not supported"),
-        ([{"role": "user", "content": "a b"}], {"response_format": {"type": "json_object"}}, "response_format is not"),
+        ([{"role": "user", "content": "a", "tool_calls": [{}]}], {}, r"messages\[0\].tool_calls is not supported, got"),
+        (
+            [{"role": "user", "content": "a b"}],
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            "tools must be left out: the chat template of tiny has no tools",
+        ),
+        ([{"role": "user", "content": "a b"}], {"functions": [{"name": "f"}]}, "functions is not supported, got"),
         ([{"role": "user", "content": "a b"}], {"top_logprobs": 1}, "top_logprobs requires logprobs: true"),
     ],
 )
@@ -289,7 +295,8 @@ def raw(server, method, path, body=None, **headers):
         (400, "lone surrogate", ("POST", "/v1/chat/completions", rb'{"messages": [{"role": "a", "\ud9ab": 1}]}')),
         (404, "the model must be 'tiny'", ("POST", "/v1/completions", rb'{"prompt": "a", "model": "\ud83d\ude00"}')),
         (400, "the body must be a JSON object, got [1]", ("POST", "/v1/chat/completions", b"[1]")),
-        (400, "model must be the name of a model, got nothing", ("POST", "/v1/completions", b'{"prompt": "a"}')),
+        (400, "model must be the name of a model, got 3", ("POST", "/v1/completions", b'{"prompt": "a", "model": 3}')),
+        (404, "/v1/embeddings is not served", ("POST", "/v1/embeddings", b"{}")),
         (404, "the model must be 'tiny', got 'b'", ("POST", "/v1/completions", b'{"prompt": "a", "model": "b"}')),
         (403, "the host must be one of localhost", ("GET", "/v1/models", None, ("Host", "attacker.example"))),
         (403, "the host must be one of localhost", ("GET", "/metrics", None, ("Host", "attacker.example:80"))),
@@ -351,9 +358,9 @@ def test_a_client_that_goes_away_cancels_its_request(server, client, stream, alo
 
 def test_a_stream_that_is_cancelled_leaves_no_task():
     async def main():
-        queue = SimpleNamespace(submit=lambda submissions, listen: [])
+        queue = SimpleNamespace(submit=lambda submissions, listen: [], cancel=lambda tickets: None)
         gone = asyncio.create_task(asyncio.Event().wait())
-        waiting = asyncio.create_task(_Answers(queue, None, [])._next(gone))
+        waiting = asyncio.create_task(Answers(queue, None, [], gone)._next())
         await asyncio.sleep(0.01)
         waiting.cancel()
         await asyncio.wait({waiting})
@@ -386,14 +393,35 @@ def test_the_log_goes_to_stderr_unless_it_goes_somewhere_already(monkeypatch):
 
 
 def test_a_key_is_required_of_clients_once_there_is_one(model, tmp_path):
-    with virtual_server(model, tmp_path, ranks=1, api_key="k" * 16) as server:
+    with virtual_server(model, tmp_path, ranks=1, api_keys=("k" * 16, "m" * 20)) as server:
         for wrong in ("k" * 15, "k" * 17, "none"):
             with pytest.raises(openai.AuthenticationError, match="Authorization must be 'Bearer'"):
                 server.client(api_key=wrong).models.list()
         assert raw(server, "GET", "/metrics")[0] == raw(server, "POST", "/v1/completions", b"x")[0] == 401
         assert raw(server, "GET", "/health")[0] == 200
         assert raw(server, "GET", "/v1/models", Host="any.example", Authorization="Bearer " + "k" * 16)[0] == 200
-        assert len(complete(server.client(api_key="k" * 16)).choices) == 1
+        for key in ("k" * 16, "m" * 20):
+            assert len(complete(server.client(api_key=key)).choices) == 1
+
+
+def test_a_certificate_encrypts(model, tmp_path):
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    subprocess.run([*made, *subject, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    with pytest.raises(ValueError, match=r"--ssl-certfile .*key.pem must be a certificate and its key"):
+        Certificate(key).check()
+    files = Certificate(certificate, key)
+    files.check()
+    with virtual_server(model, tmp_path, ranks=1, certificate=files) as server:
+        assert server.url.startswith("https://")
+        context = ssl.create_default_context(cafile=certificate)
+        connection = http.client.HTTPSConnection(server.url.removeprefix("https://"), timeout=60, context=context)
+        connection.request("GET", "/v1/models")
+        assert connection.getresponse().status == 200
+        connection.close()
+        with pytest.raises((http.client.HTTPException, OSError)):  # not encrypted
+            raw(SimpleNamespace(url=server.url.replace("https", "http")), "GET", "/v1/models")
 
 
 def refusal(client):

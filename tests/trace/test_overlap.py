@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.trace.overlap import OverlapSummary, match_messages, summarize_overlap
-from attnmesh.trace.timeline import TRACKS, Span
+from attnmesh.trace.timeline import TRACKS, OverlapSummary, Span, match_messages, summarize_overlap
 
 any_span = st.builds(
     lambda rank, track, begin, length: Span(rank, track, "x", begin, begin + length, {"bytes": 10}),

@@ -97,6 +97,9 @@ SLOW = {
     "experts of Qwen3-MoE in SFT": (sft_log, "qwen3_moe", {"router_aux_loss_coef": 0.5}),
     "experts in an own loop": (loop_log, "mixtral", {}),
     "streamed batches": (trainer_log, "mistral", {"streamed": True, "gradient_accumulation_steps": 2}),
+    "recurrent layers": (trainer_log, "bamba", {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}),
+    "delta rules in SFT": (sft_log, "qwen3_5_text", {"packing": False}),
+    "short convolutions": (trainer_log, "lfm2", {"label_smoothing_factor": 0.1}),
     "compiled": (trainer_log, "llama", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "leakage with sinks": (packed_logits, "gpt_oss", {}),
     "recurrent layers": (trainer_log, "qwen3_next", {"gradient_accumulation_steps": 2}),
@@ -210,7 +213,7 @@ def refused_over_ranks(comm):
         )
         errors["ranks with different batches"] = error_of(lambda: call(model, {"input_ids": mine}, buffers=[mine]))
         errors["buffers of different lengths"] = error_of(lambda: call(model, {}, buffers=[ids, ids[:, 1:].clone()]))
-        errors["hybrid model"] = error_of(lambda: prepared("jamba"))
+        errors["recurrent model"] = error_of(lambda: prepared("rwkv"))
         errors["attention dropout"] = error_of(
             lambda: call(prepared(attention_dropout=0.1), {"input_ids": ids}, buffers=[ids])
         )
@@ -421,10 +424,7 @@ def test_more_packed_documents_do_not_see_the_others(slow, name):
         ("labels that are not sharded", "labels must be one of the buffers of maybe_context_parallel, got another"),
         ("ranks with different batches", r"maybe_context_parallel: ranks disagree: checksum of buffers\[0\]"),
         ("buffers of different lengths", "the buffers along buffer_seq_dims must be one length"),
-        (
-            "hybrid model",
-            "JambaForCausalLM: recurrent layers must be known: .* has a function mamba_inner_fn, which is not",
-        ),
+        ("recurrent model", "RwkvForCausalLM: layers with a recurrent state are not served"),
         ("attention dropout", "attention dropout must be 0, got 0.1"),
         (
             "classifier",

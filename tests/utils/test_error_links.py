@@ -69,9 +69,13 @@ def ranks_hang() -> None:
 
 def a_full_cache() -> None:
     cache = am.BlockCache(
-        layers=1, num_blocks=2, block_size=4, kv_heads=1, head_dim=8, storage="fp32", device="cpu", max_sequences=2,
+        am.CacheSpec(layers=1, kv_heads=1, head_dim=8, storage="fp32"),
+        num_blocks=2,
+        block_size=4,
+        device="cpu",
+        max_sequences=2,
         max_length=64,
-    )  # fmt: skip
+    )
     cache.allocate(list(range(20)))
 
 

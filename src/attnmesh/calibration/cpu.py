@@ -1,4 +1,8 @@
-"""Measures a CPU as ranks use it: one single-threaded process per core, all of them busy at once."""
+"""Measures a CPU as ranks use it: one single-threaded process per core, all of them busy at once.
+
+Messages between two processes are timed through the library's own exchange. Runs of schedules are executed on ranks
+and simulated.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,126 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+from torch import Tensor
 
 from attnmesh import launch
 from attnmesh.calibration.kernels import Run, empty_call, kernel_curves, kernel_samples
-from attnmesh.calibration.links import LinkFigures, time_exchanges
-from attnmesh.calibration.runs import all_runs, rank_runs
 from attnmesh.comm import Comm
+from attnmesh.core.layouts import Zigzag
+from attnmesh.core.masks import Causal
+from attnmesh.parallel.context import ContextParallel
+from attnmesh.plan.schedules import ScheduleName
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.hardware import Cluster, Device, Link
+from attnmesh.planner.program import Program
+from attnmesh.planner.schedules import program
+from attnmesh.planner.simulator.simulate import Simulated, simulate
+
+_SMALL = 64  # bytes of a message whose time is its latency
+_MANY = 17  # messages in one exchange
+
+
+@dataclass(frozen=True)
+class LinkFigures:
+    """A link between two ranks that both send and receive at once."""
+
+    latency: float  # seconds of a small message
+    message: float  # seconds of each further message in the same exchange
+    bandwidth: float  # bytes per second, of both directions together
+
+    @staticmethod
+    def from_times(seconds: dict[tuple[int, int], float]) -> LinkFigures:
+        """The figures from the seconds of exchanges, by (messages per direction, bytes per message)."""
+        latency = seconds[1, _SMALL]
+        message = max((seconds[_MANY, _SMALL] - latency) / (_MANY - 1), 1e-8)
+        large = [(nbytes, time) for (count, nbytes), time in seconds.items() if count == 1 and nbytes > _SMALL]
+        rates = [2 * nbytes / max(time - latency, 1e-2 * time) for nbytes, time in large]
+        return LinkFigures(latency, message, statistics.median(rates))
+
+
+def time_exchanges(comm: Comm, device: str, *, quick: bool) -> dict[tuple[int, int], float]:
+    """Seconds of exchanges between ranks 0 and 1, by (messages per direction, bytes per message).
+
+    The lower decile of several rounds, since other programs on the machine only add to the time.
+    """
+    sizes = [2**18, 2**21] if quick else [2**16, 2**18, 2**20, 2**22, 2**24]
+    cases = [(1, _SMALL), (_MANY, _SMALL), *((1, nbytes) for nbytes in sizes)]
+    times = {}
+    for count, nbytes in cases:
+        comm.barrier()
+        if comm.rank < 2:
+            times[count, nbytes] = _exchange_seconds(comm, device, count, nbytes, rounds=10 if quick else 40)
+    return times
+
+
+def _exchange_seconds(comm: Comm, device: str, count: int, nbytes: int, rounds: int) -> float:
+    peer = 1 - comm.rank
+    sends, recvs = (
+        [(torch.zeros(nbytes, dtype=torch.uint8, device=device), peer) for _ in range(count)] for _ in range(2)
+    )
+    samples = []
+    for step in range(rounds + 2):
+        start = time.perf_counter()
+        comm.exchange(sends, recvs).wait()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if step >= 2:
+            samples.append(time.perf_counter() - start)
+    return statistics.quantiles(samples, n=10)[0]
+
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
+SCHEDULES: tuple[ScheduleName, ...] = ("ring", "allgather", "ulysses")
+
+
+@dataclass(frozen=True)
+class ScheduleRun:
+    """Causal attention in float32 under a schedule, in the zigzag layout."""
+
+    schedule: ScheduleName
+    length: int
+    backward: bool
+
+    def programs(self, world: int) -> list[Program]:
+        """The programs of the forward and, if there is one, of the backward."""
+        shape = Shape(1, HEADS, KV_HEADS, HEAD_DIM, itemsize=4, sum_itemsize=4)
+        workload = Workload(shards(Causal(), Zigzag(), self.length, world), shape, world, device="cpu")
+        return [
+            program(self.schedule, workload, backward=way) for way in ((False, True) if self.backward else (False,))
+        ]
+
+    def simulate(self, world: int, cluster: Cluster) -> list[Simulated]:
+        """The simulated forward and backward on one node of `world` ranks."""
+        return [simulate(whole, cluster.with_ranks_per_node(world)) for whole in self.programs(world)]
+
+
+def all_runs(lengths: Sequence[int], schedules: Sequence[ScheduleName] = SCHEDULES) -> list[ScheduleRun]:
+    """Every schedule at every length, forward and forward+backward."""
+    return [ScheduleRun(*of) for of in product(schedules, lengths, (False, True))]
+
+
+def rank_runs(comm: Comm, runs: Sequence[ScheduleRun]) -> list[Callable[[], object]]:
+    """One function per run that executes this rank's part of it."""
+    names = dict.fromkeys(run.schedule for run in runs)  # no set: every rank makes the objects in the same order
+    by_name = {name: ContextParallel(comm, layout=Zigzag(), schedule=name) for name in names}
+    return [_rank_run(run, by_name[run.schedule]) for run in runs]
+
+
+def _rank_run(run: ScheduleRun, cp: ContextParallel) -> Callable[[], object]:
+    rows = Zigzag().local_length(run.length, cp.world, cp.rank)
+    shapes = [(1, heads, rows, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    drawn = [torch.randn(shape, dtype=torch.float32, device="cpu") for shape in shapes]
+    q, k, v = (x.requires_grad_(run.backward) for x in drawn[:3])
+
+    def forward() -> Tensor:
+        return cp.attention(q, k, v, mask=Causal(), length=run.length)
+
+    return (lambda: torch.autograd.grad(forward(), (q, k, v), drawn[3])) if run.backward else forward
+
 
 Progress = Callable[[str, int, int], None]
 """Called with what is measured next, the steps done and their total."""

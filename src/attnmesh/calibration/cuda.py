@@ -8,9 +8,8 @@ import warnings
 import torch
 
 from attnmesh import launch
-from attnmesh.calibration.cpu import Progress
+from attnmesh.calibration.cpu import LinkFigures, Progress, time_exchanges
 from attnmesh.calibration.kernels import KernelSample, Run, empty_call, kernel_curves, kernel_samples
-from attnmesh.calibration.links import LinkFigures, time_exchanges
 from attnmesh.calibration.timing import cold, interleaved, queued
 from attnmesh.comm import Comm
 from attnmesh.planner.hardware import Device, Link

@@ -13,19 +13,18 @@ from typing import Any
 import torch
 
 from attnmesh.cli.language_model import DeviceMemory, local_ranks
-from attnmesh.cli.plan_tables import enough_ranks
+from attnmesh.cli.plan import enough_ranks
 from attnmesh.cli.sharding import kv_itemsize
+from attnmesh.generation.latents import latent_widths
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.rank_memory import ShardedMemory
 from attnmesh.models.checkpoint import CONFIG
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.decode import DecodeRequest, decode_option, shardings
-from attnmesh.planner.models.config import WeightBits
-from attnmesh.planner.models.read import model_from_config
+from attnmesh.planner.models.config import WeightBits, model_from_config
 from attnmesh.planner.ranking import Memory, Option, ranked, usable_memory
-from attnmesh.planner.units import readable_bytes
-from attnmesh.utils.text import counted
+from attnmesh.utils.text import counted, readable_bytes
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class AutoSharding:
         bits = 8 * self.dtype.itemsize
         model = replace(model_from_config(values, self.folder / CONFIG), weight_bits=WeightBits(bits, bits, bits))
         cluster = default_cluster(self.device_memory.device).with_ranks_per_node(local_ranks(self.ranks))
-        storage = cache_storage(self.config, self.dtype, self.storage)
+        storage = cache_storage(latent_widths(self.config), self.dtype, self.storage)
         itemsize = kv_itemsize(storage, model)
         return DecodeRequest(model, self.context, self.batch, self.ranks, cluster, kv_itemsize=itemsize)
 

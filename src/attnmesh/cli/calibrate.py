@@ -12,8 +12,7 @@ from attnmesh.calibration.cpu import measure_cpu
 from attnmesh.calibration.cuda import measure_cuda
 from attnmesh.cli import output
 from attnmesh.cli.options import MeasuredDeviceOption, check_output_file, default_device
-from attnmesh.planner.catalog import catalog
-from attnmesh.planner.catalog_file import as_toml
+from attnmesh.planner.catalog import as_toml, catalog
 from attnmesh.planner.hardware import Link, Wiring
 from attnmesh.utils.files import write_text
 

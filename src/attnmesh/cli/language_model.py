@@ -12,7 +12,7 @@ import typer
 
 from attnmesh import launch
 from attnmesh.cli.options import Precision
-from attnmesh.generation.models import check_attention, check_generation
+from attnmesh.integrations.transformers_models import check_config
 from attnmesh.models.checkpoint import (
     ModelError,
     declared_model,
@@ -23,8 +23,7 @@ from attnmesh.models.checkpoint import (
 )
 from attnmesh.models.sharded import check_sharded_model
 from attnmesh.plan.decode import DecodeSharding
-from attnmesh.planner.units import readable_bytes
-from attnmesh.utils.text import counted
+from attnmesh.utils.text import counted, readable_bytes
 
 LanguageModelOption = Annotated[
     Path | None,
@@ -49,10 +48,8 @@ def check_language_model(folder: Path, config: Any, sharding: DecodeSharding | N
     """Raise ModelError for a model that cannot generate, whole on every rank or divided by `sharding`."""
     name = ", ".join(config.architectures or ()) or str(folder)
     try:
-        if sharding is None:
-            check_generation(config, name)
-        else:
-            check_attention(config, name)
+        check_config(config, name)
+        if sharding is not None:
             check_sharded_model(config, name, sharding)
     except ValueError as error:
         raise ModelError(f"{folder}: {error}") from None

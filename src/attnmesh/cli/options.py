@@ -18,8 +18,8 @@ import typer
 from attnmesh import launch
 from attnmesh.core.masks import BlockCausal, Causal, Chunked, Documents, Full, Global, Mask, Prefix, SlidingWindow
 from attnmesh.planner.catalog import cluster
-from attnmesh.planner.counts import MAX_BATCH, MAX_HEAD_DIM, MAX_HEADS, MAX_LENGTH, MAX_RANKS
 from attnmesh.planner.hardware import Cluster
+from attnmesh.utils.sizes import MAX_BATCH, MAX_HEAD_DIM, MAX_HEADS, MAX_LENGTH, MAX_RANKS
 from attnmesh.utils.validation import MAX_COUNT, parse_length, shown
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -33,6 +33,7 @@ from attnmesh.cli.sharding import (
     sharding_note,
 )
 from attnmesh.generation.generator import recommended_groups
+from attnmesh.generation.latents import latent_widths
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.rank_memory import ShardedMemory, kv_cache_bytes
 from attnmesh.models.checkpoint import weight_bytes
@@ -71,7 +72,22 @@ def serve_command(
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            show_default="the variable ATTNMESH_API_KEY, else no key", help="File with the key that clients must send."
+            show_default="the variable ATTNMESH_API_KEY, else no key",
+            help="File with the keys that clients may send, one per line.",
+        ),
+    ] = None,
+    ssl_certfile: Annotated[
+        Path | None, typer.Option(show_default="no TLS", help="File with a TLS certificate (PEM): serves HTTPS.")
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option(show_default="in --ssl-certfile", help="File with the key of the certificate, without password."),
+    ] = None,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            show_default="by the chat template",
+            help="How the model writes tool calls: hermes (also Qwen), llama3_json or mistral.",
         ),
     ] = None,
     served_model_name: Annotated[
@@ -110,7 +126,10 @@ def serve_command(
         int, typer.Option(min=1, max=100_000, help="Requests in progress and waiting; more are answered with 429.")
     ] = 256,
     max_body_mib: Annotated[
-        int, typer.Option("--max-body-mib", min=1, max=1024, help="Largest body; larger ones are answered with 413.")
+        int,
+        typer.Option(
+            "--max-body-mib", min=1, max=1024, help="Largest body, in MiB; larger ones are answered with 413."
+        ),
     ] = 16,
     max_per_address: Annotated[
         int | None,
@@ -132,10 +151,11 @@ def serve_command(
 
     Exits with 0 after SIGINT or SIGTERM, with 1 if a rank fails, with 2 for invalid options.
     """
-    for module in ("fastapi", "uvicorn", "prometheus_client"):
+    for module in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
         require(module, extra="serve")
     from attnmesh.serving.app import AppSettings
-    from attnmesh.serving.server import ServerSettings, serve
+    from attnmesh.serving.server import Certificate, ServerSettings, serve
+    from attnmesh.serving.tools import TOOL_PARSERS
 
     if prefill_ranks is not None or decode_ranks is not None:
         ranks = _both_sides(prefill_ranks, decode_ranks, ranks, virtual, device)
@@ -149,8 +169,15 @@ def serve_command(
     shard_weights = divided is not None or sharding is not None
     if groups is not None and shard_weights:
         raise ValueError(f"--groups is for whole weights on every rank, got --groups {groups} with a sharding")
-    key = _api_key(api_key_file)
-    if key is None and host not in _LOCAL:
+    if tool_call_parser is not None and tool_call_parser not in TOOL_PARSERS:
+        raise ValueError(f"--tool-call-parser must be one of {', '.join(TOOL_PARSERS)}, got {tool_call_parser!r}")
+    if ssl_keyfile is not None and ssl_certfile is None:
+        raise ValueError(f"--ssl-keyfile requires --ssl-certfile, got --ssl-keyfile {ssl_keyfile} alone")
+    certificate = None if ssl_certfile is None else Certificate(ssl_certfile, ssl_keyfile)
+    if certificate is not None:
+        certificate.check()
+    keys = _api_keys(api_key_file)
+    if not keys and host not in _LOCAL:
         raise ValueError(
             f"--host must be one of {', '.join(_LOCAL)} without a key (--api-key-file or ATTNMESH_API_KEY), "
             f"got {host!r}"
@@ -164,7 +191,7 @@ def serve_command(
         device.value, world, shared=virtual and not shard_weights, share_gpu=share_gpu, stated=memory
     )
     advice, why = f"; reduce --cache-tokens {tokens} or the ranks", ""
-    stored_as = cache_storage(config, dtype.dtype, storage)
+    stored_as = cache_storage(latent_widths(config), dtype.dtype, storage)
     if shard_weights:
         held = ShardedMemory(config, dtype.dtype, storage=stored_as, cache_tokens=tokens, max_sequences=max_sequences)
         if divided is None:
@@ -185,7 +212,9 @@ def serve_command(
     with tempfile.TemporaryDirectory() as name:
         settings = ServerSettings(
             model=folder, device=device.value, dtype=dtype.dtype, folder=Path(name),
-            app=AppSettings(served_model_name or default_name, key, max_body_mib * 2**20), host=host, port=port,
+            app=AppSettings(
+                served_model_name or default_name, keys, max_body_mib * 2**20, tool_parser=tool_call_parser
+            ), host=host, port=port, certificate=certificate,
             cache_tokens=tokens, max_sequences=max_sequences, max_queue=max_queue, grace=grace, sharding=divided,
             shard_weights=shard_weights, prefill_ranks=prefill_ranks or 0, step_tokens=step_tokens, storage=storage,
             max_per_address=max_per_address, access_log=access_log, announce=_announce,
@@ -256,10 +285,15 @@ def _groups(groups: int | None, max_sequences: int, world: int) -> DecodeShardin
     return DecodeSharding(kvdp=groups, cp=world // groups)
 
 
-def _api_key(file: Path | None) -> str | None:
-    """The key. Not an option of its own: the arguments of a process are visible to all users."""
+def _api_keys(file: Path | None) -> tuple[str, ...]:
+    """The keys. Not an option of its own: the arguments of a process are visible to all users."""
     source = "ATTNMESH_API_KEY" if file is None else f"--api-key-file {file}"
-    key = os.environ.get("ATTNMESH_API_KEY") if file is None else read_text(file, source).strip()
-    if key is not None and (len(key) < _MIN_KEY or not key.isascii() or not key.isprintable() or " " in key):
-        raise ValueError(f"{source} must have at least {_MIN_KEY} printable ASCII characters without spaces")
-    return key
+    text = os.environ.get("ATTNMESH_API_KEY") if file is None else read_text(file, source)
+    if text is None:
+        return ()
+    keys = tuple(line.strip() for line in text.splitlines() if line.strip()) or ("",)
+    if any(len(key) < _MIN_KEY or not key.isascii() or not key.isprintable() or " " in key for key in keys):
+        raise ValueError(
+            f"{source} must have at least {_MIN_KEY} printable ASCII characters without spaces in each line, a key"
+        )
+    return keys

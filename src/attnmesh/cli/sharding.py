@@ -16,7 +16,7 @@ from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.decode import DecodeRequest, decode_memory
 from attnmesh.planner.models.config import ModelConfig, WeightBits
 from attnmesh.planner.ranking import Option, Ranking, usable_memory
-from attnmesh.planner.units import readable_bytes
+from attnmesh.utils.text import readable_bytes
 
 
 class ShardingChoice(enum.StrEnum):

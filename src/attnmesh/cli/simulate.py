@@ -19,18 +19,17 @@ from attnmesh.plan.schedules import SCHEDULES, check_schedule
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
-from attnmesh.planner.counts import MAX_HEAD_DIM, MAX_HEADS, MAX_RANKS, check_sizes
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.models.read import model as known_model
+from attnmesh.planner.models.config import model as known_model
 from attnmesh.planner.program import Load, LoadCounter
 from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import Simulated, simulate
-from attnmesh.planner.units import readable_bytes, readable_seconds
 from attnmesh.planner.vectorized import band_of
 from attnmesh.trace.timeline import write_trace
 from attnmesh.utils.progress import reported
-from attnmesh.utils.text import counted
+from attnmesh.utils.sizes import MAX_HEAD_DIM, MAX_HEADS, MAX_RANKS, check_sizes
+from attnmesh.utils.text import counted, readable_bytes, readable_seconds
 
 _LOG = logging.getLogger(__name__)
 

@@ -23,9 +23,8 @@ from attnmesh.models.checkpoint import free_memory, readable_gib
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.schedules import SCHEDULES, ScheduleName, check_schedule
 from attnmesh.plan.shards import shards
-from attnmesh.trace.overlap import match_messages, summarize_overlap
 from attnmesh.trace.recorder import Recorder
-from attnmesh.trace.timeline import Span, write_trace
+from attnmesh.trace.timeline import Span, match_messages, summarize_overlap, write_trace
 from attnmesh.utils.progress import reported_steps
 from attnmesh.utils.text import counted
 from attnmesh.utils.validation import check_timeout

@@ -8,11 +8,17 @@ from attnmesh.comm.base import (
     Traffic,
     recording,
 )
-from attnmesh.comm.from_group import comm_from
 from attnmesh.comm.health.group_store import CommError
-from attnmesh.comm.process_group import GroupComm
-from attnmesh.comm.rank_groups import OBJECT, RankGroups, check_on_all_ranks, propagate_failure, report_failure
-from attnmesh.comm.subgroups import IndependentSubComm, SubComm
+from attnmesh.comm.process_group import GroupComm, comm_from
+from attnmesh.comm.subgroups import (
+    OBJECT,
+    IndependentSubComm,
+    RankGroups,
+    SubComm,
+    check_on_all_ranks,
+    propagate_failure,
+    report_failure,
+)
 from attnmesh.comm.virtual import VirtualComm, run_virtual
 
 __all__ = [

@@ -14,8 +14,7 @@ from typing import TypeVar, final
 import torch
 from torch import Tensor
 
-from attnmesh.comm.agreement import Signature, disagreement
-from attnmesh.comm.call_log import CallLog, call_text, more_calls, out_of_step, text_digest
+from attnmesh.comm.agreement import CallLog, Signature, call_text, disagreement, more_calls, out_of_step, text_digest
 from attnmesh.comm.health.group_store import CommError
 from attnmesh.trace.recorder import Recorder
 from attnmesh.utils.text import counted

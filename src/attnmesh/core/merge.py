@@ -120,6 +120,8 @@ def merge_sinks(state: State, sinks: Tensor) -> State:
             f"sinks must have the dimensions of lse, {list(lse.shape)}, each as long as that of lse or 1, got "
             f"{list(sinks.shape)}: sinks[None, :, None] is one per head of [batch, heads, seq]"
         )
+    if sinks.dtype.itemsize == 1:
+        raise ValueError(f"sinks must be of 16 bits at least, got {sinks.dtype}")
     dtype = accumulation_dtype(torch.promote_types(_widest_dtype([state]), sinks.dtype))
     out, lse, sinks = state.out.to(dtype), lse.to(dtype), sinks.to(dtype)
     # A row without keys may hold anything; infinities have no gradient, and logaddexp would give NaN.

@@ -25,7 +25,7 @@ from attnmesh.generation.beam_search import BeamSearch
 from attnmesh.generation.engine import Engine, min_prefill_chunk
 from attnmesh.generation.requests import FinishReason, Request, Token
 from attnmesh.generation.sampling import FAILED_TOKEN, INVALID_TOKEN, InvalidLogits, most_likely
-from attnmesh.generation.scheduler import Scheduler, StepPlan
+from attnmesh.generation.scheduler import Chunk, Scheduler, StepPlan
 from attnmesh.generation.stats import GenerationStats
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 
@@ -53,7 +53,20 @@ class BatchRanks:
 
 
 class Callbacks(NamedTuple):
-    """Functions of the caller: see `Generator`."""
+    """Functions that a `Generator` calls.
+
+    `on_prefill` is called after every prefill pass with the number of prompt tokens that are cached and the length of
+    the prompt, and `on_logits` with a row, or the number of a request, and the logits [vocabulary] of each of its new
+    tokens, on the ranks of its group.
+
+    Examples:
+        >>> chosen = []
+        >>> callbacks = am.Callbacks(on_logits=lambda row, logits: chosen.append(int(logits.argmax())))
+        >>> generator = am.Generator(model, cache_tokens=64, callbacks=callbacks)
+        >>> tokens = list(generator.generate([[1, 2, 3]], max_new_tokens=4, stop=[]))
+        >>> chosen == [token.id for token in tokens]
+        True
+    """
 
     on_prefill: Callable[[int, int], None] | None = None
     on_logits: Callable[[int, Tensor], None] | None = None
@@ -71,6 +84,7 @@ class ContinuousBatch:
         self.scheduler = Scheduler(
             engine.cache.by_kvdp_rank, max_chunk=engine.prefill_chunk,
             min_chunk=min_prefill_chunk(engine.position_ranks.world),
+            on_fork=engine.copy_states if engine.calls.recurrent else None,
         )  # fmt: skip
         self._engine, self._ranks, self._stats, self._callbacks = engine, ranks, stats, callbacks
         self.requests: list[Request] = []  # in progress
@@ -188,13 +202,22 @@ class ContinuousBatch:
                 num_tokens = self._num_tokens(plan, request)
                 logits[request] = rows[indices[0], :num_tokens] if len(indices) == 1 else rows[indices, 0]
         for chunk in [chunk for each in own for chunk in each.chunks]:
-            after = engine.prefill(chunk.sequence, chunk.begin, chunk.ids, chunk.new)[None]
+            after = self._prefill(chunk)
             stats.prefill_tokens += len(chunk.ids)
             if chunk.ends_prompt:
-                logits[chunk.request] = after
+                logits[chunk.request] = after[None]
             if self._callbacks.on_prefill is not None:
                 self._callbacks.on_prefill(chunk.begin + len(chunk.ids), len(chunk.sequence.ids))
         return logits
+
+    def _prefill(self, chunk: Chunk) -> Tensor:
+        """The logits [vocabulary] after a chunk; its request keeps the log-probabilities of the prompt, if wanted."""
+        request, given = chunk.request, (chunk.sequence, chunk.begin, chunk.ids, chunk.new)
+        if not request.scores_prompt:
+            return self._engine.prefill(*given)
+        after, scores = self._engine.prefill_scored(*given, request.options.prompt_logprobs)
+        request.prompt_scores[chunk.begin :] = scores  # a preempted prompt is computed again
+        return after
 
     def _mark_written(self, plan: StepPlan) -> None:
         """Record, for all groups, that the keys and values of a step are in the cache."""
@@ -249,7 +272,7 @@ class ContinuousBatch:
         """The numbers that `_choose` returns for a request."""
         if request.options.num_beams > 1:
             return 1 + 3 * self._search(request).num_candidates(self._engine.model.config.vocab_size)
-        return max(request.options.width, self._num_tokens(plan, request))
+        return max(request.width, self._num_tokens(plan, request))
 
     def _exchange(self, plan: StepPlan, own: list[list[float]]) -> list[tuple[Request, list[float]]]:
         """The next tokens of all groups, by the number of the request.

@@ -22,17 +22,11 @@ from torch import Tensor
 
 from attnmesh.comm import Comm
 from attnmesh.core import ranges
-from attnmesh.core.layouts import Layout, check_layout
+from attnmesh.core.layouts import Contiguous, Layout, check_layout
 from attnmesh.core.ranges import InterleavedShard, Ranges
-from attnmesh.generation.latents import LatentProjections, latent_widths
-from attnmesh.generation.models import (
-    cache_storage,
-    cached_widths,
-    check_attention,
-    check_generation,
-    kv_bytes_per_token,
-    layer_windows,
-)
+from attnmesh.generation.attention_calls import attention_calls, calls_of_config, run_model
+from attnmesh.generation.latents import LatentProjections
+from attnmesh.generation.models import cache_storage
 from attnmesh.generation.norms import run_in_one_call, use_one_call
 from attnmesh.generation.passes import (
     CachePass,
@@ -46,12 +40,15 @@ from attnmesh.generation.passes import (
     StepKV,
 )
 from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
+from attnmesh.generation.recurrent_states import RecurrentStates
+from attnmesh.generation.sampling import prompt_scores
 from attnmesh.generation.tensor_parallel import TensorParallel
-from attnmesh.integrations.transformers_models import check_model
+from attnmesh.integrations.transformers_models import changing_rotary, check_model, text_config
 from attnmesh.kv_cache.block_manager import WINDOW_MARGIN
 from attnmesh.kv_cache.sequence import NewTokens
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
+from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.models.sharded import ShardedWeights, check_sharded_model, heads_of
 from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
@@ -84,15 +81,14 @@ class Engine:
         prefill_chunk: int | None,
     ) -> None:  # fmt: skip
         check_model(model)
-        config, weight, name = model.config, model.get_input_embeddings().weight, type(model).__name__
-        heads, self._weights = heads_of(config), weights
+        config, weight, self._weights = text_config(model), model.get_input_embeddings().weight, weights
         if weights is None:
-            check_generation(config, name)
-            self.position_ranks, self._heads = comm, HeadRanks.of_whole(comm, heads)
+            self.calls = attention_calls(model)
+            self.position_ranks, self._heads = comm, HeadRanks.of_whole(comm)
         else:
-            check_attention(config, name)
-            check_sharded_model(config, name, sharding)
-            self.position_ranks, self._heads = weights.ranks.cp, HeadRanks.of_sharded(weights, heads)
+            check_sharded_model(config, type(model).__name__, sharding)
+            self.calls = calls_of_config(config)
+            self.position_ranks, self._heads = weights.ranks.cp, HeadRanks.of_sharded(weights, heads_of(config))
         self.model, self.comm, world = model, comm, self.position_ranks.world
         self.device, self.cache_tokens = weight.device, cache_tokens
         least = min_prefill_chunk(world)
@@ -109,41 +105,48 @@ class Engine:
                 f"layout must give every one of {counted(world, 'rank')} a part of the sequence, got {layout}"
             )
         self.context = ContextParallel(self.position_ranks, layout=layout, schedule=schedule)
-        self.storage = cache_storage(config, weight.dtype, storage)
+        self._later_context = ContextParallel(self.position_ranks, layout=Contiguous(), schedule=schedule)
+        self.storage = cache_storage(self.calls.latent, weight.dtype, storage)
         self.max_sequences = -(-max_sequences // sharding.kvdp)
         """The most sequences of a group."""
         blocks = CacheBlocks(
-            layer_windows(config), sharding.position_shard(rank), cache_tokens, self.max_sequences,
+            self.calls.windows, sharding.position_shard(rank), cache_tokens, self.max_sequences,
             min(self.prefill_chunk, cache_tokens),
         )  # fmt: skip
-        self.cache = ShardedCache(
-            sharding, rank, batch=self.max_sequences * sharding.kvdp, layers=len(blocks.windows),
-            num_blocks=blocks.full, block_size=BLOCK_SIZE, kv_heads=heads.kv, **cached_widths(config),
-            storage=self.storage, device=self.device, max_length=cache_tokens, windows=blocks.layer_windows,
-            window_blocks=blocks.windowed,
+        layers = self.calls.layers
+        spec = CacheSpec(
+            layers=len(layers), kv_heads=[layer.kv_heads for layer in layers],
+            head_dim=[layer.head_dim for layer in layers], value_dim=[layer.value_dim for layer in layers],
+            latent=self.calls.latent is not None, storage=self.storage, windows=blocks.layer_windows,
         )  # fmt: skip
+        self.cache = ShardedCache(
+            sharding, rank, spec, batch=self.max_sequences * sharding.kvdp, num_blocks=blocks.full,
+            block_size=BLOCK_SIZE, max_length=cache_tokens, device=self.device, window_blocks=blocks.windowed,
+        )  # fmt: skip
+        self.states = RecurrentStates(self.calls.recurrent, self.max_sequences * sharding.kvdp, self.device)
         self.shard: InterleavedShard = sharding.position_shard(rank)
         self._kvdp_rank, self._kvdp = sharding.place(rank).kvdp, sharding.kvdp
         local = self.cache.local
         self._steps = tuple(PagedStep(table, local.cur_pos) for table in local.block_tables)  # of each kind of layers
-        widths = latent_widths(config)
-        self._latents = None if widths is None else LatentProjections(model, widths)
+        self._latents = None if self.calls.latent is None else LatentProjections(model, self.calls.latent)
         self._exchanges = 0  # that were begun and have not ended, or were interrupted
         self._step_context: AbstractContextManager[None] = nullcontext()
         use_one_call(model)
         self._forward = partial(run_in_one_call, _logits, model)
         self._forward_step: Callable[[Any, Tensor, Tensor], Tensor] = self._forward
-        if self.device.type == "cuda" and weights is None:
+        if self.device.type == "cuda" and weights is None and not self.calls.recurrent:
             self.use_tensor_parallel()
-            # Mixture-of-experts routing on the host cannot be captured. NCCL's messages can, but NCCL does not destroy
-            # a communicator before the last graph with its messages: an engine that is still referred to, as by the
-            # traceback of an exception, would block the end of its process.
-            if comm.world == 1 and not hasattr(config, "num_local_experts"):
+            # What decides on the host, as the routing of experts may, cannot be captured. NCCL's messages can, but NCCL
+            # does not destroy a communicator before the last graph with its messages: an engine that is still referred
+            # to, as by the traceback of an exception, would block the end of its process.
+            if comm.world == 1 and not _decides_on_host(model):
                 self._forward_step = DecodeGraphs(self._forward)
-        own_heads = len(sharding.kv_heads(rank, heads.kv))
-        self._bytes_per_token = (
-            kv_bytes_per_token(config, self.storage, own_heads), kv_bytes_per_token(config, self.storage)
-        )  # fmt: skip
+        self._layer_bytes = [
+            (layer.bytes_per_token(self.storage, len(sharding.kv_heads(rank, layer.kv_heads))),
+             layer.bytes_per_token(self.storage))
+            for layer in self.calls.layers
+        ]  # fmt: skip
+        """Of a token in each layer, on this rank and on a single device."""
 
     def use_tensor_parallel(self) -> None:
         """Compute decode steps of whole weights tensor-parallel from now on. All ranks must call it."""
@@ -164,16 +167,31 @@ class Engine:
 
         `new` are its slots, which have no memory where another group stores the sequence.
         """
-        slots = self._slots(new)
-        if len(ids) >= min_prefill_chunk(self.position_ranks.world):
+        return self.prefill_scored(sequence, begin, ids, new, None)[0]
+
+    def prefill_scored(
+        self, sequence: CacheSequence, begin: int, ids: list[int], new: NewTokens, scored: int | None
+    ) -> tuple[Tensor, list[list[float]]]:
+        """As `prefill`, and the scores of the tokens that follow those of the chunk (`prompt_scores`).
+
+        `scored` is the number of most likely tokens, None for no scores. The token after a prompt is not known: 0
+        stands for it.
+        """
+        slots, n = self._slots(new), len(ids)
+        next_ids = [] if scored is None else [*sequence.ids[begin + 1 : begin + n + 1], 0][:n]
+        following = torch.tensor(next_ids, dtype=torch.int64, device="cpu")
+        if n >= min_prefill_chunk(self.position_ranks.world):
             chunk = self._prefill_by_context if self._weights is None else self._prefill_by_heads
-            return chunk(sequence, range(begin, begin + len(ids)), ids, slots)
+            logits, scores = chunk(sequence, range(begin, begin + n), ids, slots, following, scored)
+            return logits, scores.tolist()
+        rows: list[list[float]] = []
         logits = torch.empty(0, dtype=torch.float32, device="cpu")
-        for at in range(0, len(ids), MAX_DECODE_TOKENS):  # too short to shard
+        for at in range(0, n, MAX_DECODE_TOKENS):  # too short to shard
             some = slice(at, at + MAX_DECODE_TOKENS)
             some_slots = tuple(each[:, some] for each in slots)
-            logits = self._decode([sequence], [begin + at], [ids[some]], some_slots)[0, -1]
-        return logits.clone()  # not a view of memory that the next graph writes
+            logits = self._decode([sequence], [begin + at], [ids[some]], some_slots)[0]
+            rows += [] if scored is None else prompt_scores(logits, following[some], scored).tolist()
+        return logits[-1].clone(), rows  # not a view of memory that the next graph writes
 
     def _decode(
         self, sequences: Sequence[CacheSequence], begins: list[int], ids: Sequence[Sequence[int]],
@@ -183,9 +201,10 @@ class Engine:
         count = len(ids[0])
         own = [i for i, each in enumerate(sequences) if each.kvdp_rank == self._kvdp_rank]
         rows = [sequences[i].row - self.cache.rows.start for i in own]
-        numbers = [*begins, *(token for row in ids for token in row), *rows]
+        state_rows = [each.row for each in sequences] if self.calls.recurrent else []
+        numbers = [*begins, *(token for row in ids for token in row), *rows, *state_rows]
         packed = torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self.device)
-        begin, tokens, at = packed.split([len(begins), len(begins) * count, len(rows)])
+        begin, tokens, at, states = packed.split([len(begins), len(begins) * count, len(rows), len(state_rows)])
         positions = begin[:, None] + torch.arange(count, device=self.device)
         local = self.cache.local
         cur_pos, own_positions = local.cur_pos[at], positions[own[0] : own[0] + len(own)] if own else positions[:0]
@@ -193,7 +212,10 @@ class Engine:
             each.advance(local.block_tables[kind, at], cur_pos)
         step = StepKV(self._steps, own_positions, self.shard)
         by_rank = () if self._heads.exchange is None else self._rows(sequences)
-        decode = DecodePass(local, slots, self._heads, by_rank, step, latents=self._latents)
+        decode = DecodePass(
+            local, slots, positions, self.calls, self._heads, by_rank, step, latents=self._latents,
+            states=self.states.of(states, begin == 0) if self.calls.recurrent else None,
+        )  # fmt: skip
         with self.exchange(self.comm), self._step_context:
             return self._forward_step(decode, tokens.view(-1, count), positions)
 
@@ -203,49 +225,77 @@ class Engine:
         return tuple(groups.count(group) for group in range(self._kvdp))
 
     def _prefill_by_context(
-        self, sequence: CacheSequence, at: range, ids: list[int], slots: tuple[Tensor, ...]
-    ) -> Tensor:
+        self, sequence: CacheSequence, at: range, ids: list[int], slots: tuple[Tensor, ...], following: Tensor,
+        scored: int | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Prefill a chunk at these positions with whole weights, sharded over the ranks."""
         parts, comm, device = self._parts(at), self.comm, self.device
         chunk = self._chunk_kv(sequence, at)
         own = chunk.own.to(device)
-        prefill = ContextPrefill(
-            self.cache.local, tuple(each[:, own] for each in slots), chunk, self.context, parts,
-            HomeExchange(comm, parts, self.shard, device), latents=self._latents,
-        )  # fmt: skip
         positions = ranges.as_tensor(parts[comm.rank])
+        on_device = positions[None].to(device)
+        states = None
+        if self.calls.recurrent:
+            rows, is_new = (torch.tensor([x], device=device) for x in (sequence.row, at.start == 0))
+            states = self.states.of(rows, is_new)
+        prefill = ContextPrefill(
+            self.cache.local, tuple(each[:, own] for each in slots), on_device, self.calls, chunk,
+            self._later_context if at.start else self.context, parts, HomeExchange(comm, parts, self.shard, device),
+            latents=self._latents, states=states,
+        )  # fmt: skip
         tokens = torch.tensor(ids, device="cpu")[positions - at.start]
         last = next(rank for rank, part in enumerate(parts) if at[-1] in part[-1])
+        keep = 1 if scored is None else 0
         with self.exchange(comm):
-            logits = self._forward(prefill, tokens[None].to(device), positions[None].to(device), 1)[0, -1]
-            return _broadcast(comm, logits, last)
+            logits = self._forward(prefill, tokens[None].to(device), on_device, keep)[0]
+            after = _broadcast(comm, logits[-1], last)
+            if scored is None:
+                return after, logits.new_empty(0)
+            own_scores = prompt_scores(logits, following[positions - at.start], scored)
+            by_rank = [ranges.as_tensor(part) for part in parts]
+            gathered = comm.all_gather(own_scores, [(len(each), own_scores.shape[1]) for each in by_rank])
+            return after, torch.cat(list(gathered)).cpu()[torch.cat(by_rank).argsort()]
 
     def _parts(self, at: range) -> list[Ranges]:
         """The positions of a chunk that each rank computes: in the layout, or later where they are stored."""
         world = self.comm.world
         if at.start == 0:
             return [self.context.layout.ranges(len(at), world, rank) for rank in range(world)]
+        if self.calls.recurrent:  # they need ranges of positions
+            return [self._later_parts(at, rank) for rank in range(world)]
         if self.shard.interleave == 1:
             return [InterleavedShard(world, rank).ranges(at.stop, at.start) for rank in range(world)]
         return [(at[len(at) * rank // world : len(at) * (rank + 1) // world],) for rank in range(world)]
 
+    def _later_parts(self, at: range, rank: int) -> Ranges:
+        parts = self._later_context.layout.ranges(len(at), self.comm.world, rank)
+        return tuple(range(at.start + part.start, at.start + part.stop) for part in parts)
+
     def _prefill_by_heads(
-        self, sequence: CacheSequence, at: range, ids: list[int], slots: tuple[Tensor, ...]
-    ) -> Tensor:
+        self, sequence: CacheSequence, at: range, ids: list[int], slots: tuple[Tensor, ...], following: Tensor,
+        scored: int | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Prefill a chunk at these positions with sharded weights."""
         assert self._weights is not None
         chunk, n, world = self._chunk_kv(sequence, at), len(ids), self.comm.world
         own = chunk.own.to(self.device)
+        positions = torch.arange(at.start, at.stop, device=self.device)[None]
         prefill = HeadPrefill(
-            self.cache.local, tuple(each[:, own] for each in slots), chunk, self._heads, self._rows([sequence]), own,
-            latents=self._latents,
+            self.cache.local, tuple(each[:, own] for each in slots), positions, self.calls, chunk, self._heads,
+            self._rows([sequence]), own, latents=self._latents,
         )  # fmt: skip
         counts = [n * (rank + 1) // world - n * rank // world for rank in range(world)]
-        divided = self._weights.tokens.divided(counts) if n >= world > 1 else nullcontext()
+        is_divided = n >= world > 1 and scored is None  # otherwise every rank has the logits of all tokens
+        divided = self._weights.tokens.divided(counts) if is_divided else nullcontext()
         tokens = torch.tensor([ids], device=self.device)
-        positions = torch.arange(at.start, at.stop, device=self.device)[None]
         with self.exchange(self.comm), divided:
-            return self._forward(prefill, tokens, positions, 1)[0, -1]
+            logits = self._forward(prefill, tokens, positions, 1 if scored is None else 0)[0]
+        scores = logits.new_empty(0) if scored is None else prompt_scores(logits, following, scored)
+        return logits[-1], scores
+
+    def copy_states(self, source: CacheSequence, sequence: CacheSequence) -> None:
+        """Let a forked sequence continue from the recurrent states of its source."""
+        self.states.copy(source.row, sequence.row)
 
     def _slots(self, new: NewTokens | None) -> tuple[Tensor, ...]:
         """The slots of new tokens for each kind of layers; none if this rank does not store them."""
@@ -281,14 +331,14 @@ class Engine:
 
     def kv_bytes(self, sequence: CacheSequence) -> tuple[int, int]:
         """Bytes of a sequence in the cache of this rank, and in the cache of a single device."""
-        layers, windowed = self.cache.layers, self.cache.local.num_windowed
         begin = max(0, sequence.length + 1 - (self.cache.local.window or 0) - WINDOW_MARGIN)
-        counts = (
-            (self.shard.length(sequence.length), self.shard.length(begin)), (sequence.length, begin)
-        )  # fmt: skip
+        counts = (self.shard.length(sequence.length), self.shard.length(begin)), (sequence.length, begin)
         own, of_all = (
-            (count * layers - passed * windowed) * each // layers
-            for (count, passed), each in zip(counts, self._bytes_per_token, strict=True)
+            sum(
+                (count - passed * (pools.kind > 0)) * both[side]
+                for pools, both in zip(self.cache.local.pools, self._layer_bytes, strict=True)
+            )
+            for side, (count, passed) in enumerate(counts)
         )
         return own, of_all
 
@@ -296,11 +346,15 @@ class Engine:
 @torch.no_grad()
 def _logits(model: Any, cache_pass: CachePass, ids: Tensor, positions: Tensor, keep: int = 0) -> Tensor:
     """The logits of the last `keep` tokens, or of all if 0."""
-    logits: Tensor = model(
-        input_ids=ids, position_ids=positions, past_key_values=cache_pass, attention_pass=cache_pass, use_cache=True,
-        logits_to_keep=keep,
-    ).logits  # fmt: skip
+    logits = run_model(model, cache_pass, ids, positions, keep)
+    cache_pass.check_complete()
     return logits
+
+
+def _decides_on_host(model: Any) -> bool:
+    """Whether a pass may read the device: to route experts, or to choose rotary frequencies by the largest position."""
+    experts = any("expert" in name.rpartition(".")[2] for name, _ in model.named_modules())
+    return experts or changing_rotary(text_config(model)) is not None
 
 
 def _broadcast(comm: Comm, x: Tensor, rank: int) -> Tensor:

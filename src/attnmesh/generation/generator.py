@@ -7,12 +7,11 @@ Groups prefill and decode independently. After every step they exchange their ne
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attnmesh.comm import Comm, CommError, IndependentSubComm, SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Layout, Zigzag
@@ -62,10 +61,6 @@ class Generator:
     `max_sequences` requires it), so that long prompts do not delay answers. Blocks of finished prompts and answers stay
     cached, and later prompts with the same prefix reuse them.
 
-    `on_prefill` is called after every prefill pass with the number of prompt tokens that are cached and the length of
-    the prompt, and `on_logits` with a row, or the number of a request, and the logits [vocabulary] of each of its new
-    tokens, on the ranks of its group.
-
     Examples:
         >>> generator = am.Generator(model, cache_tokens=64, max_sequences=2)
         >>> answer = [token.id for token in generator.generate([[1, 2, 3]], max_new_tokens=4, stop=[])]
@@ -90,19 +85,19 @@ class Generator:
         schedule: ScheduleName = "auto",
         prefill_chunk: int | None = None,
         step_tokens: int | None = None,
-        on_prefill: Callable[[int, int], None] | None = None,
-        on_logits: Callable[[int, Tensor], None] | None = None,
+        callbacks: Callbacks = Callbacks(),  # noqa: B008  (immutable)
     ) -> None:
         self.model, self.tokenizer, self.comm = model, tokenizer, comm_named("comm", comm)
-        self._callbacks = Callbacks(on_prefill, on_logits)
+        self._callbacks = callbacks
         rank = self.comm.rank
 
         def check_arguments() -> tuple[DecodeSharding, SharedValues]:
             check_positive(cache_tokens=cache_tokens, max_sequences=max_sequences)
             check_tokenizer(tokenizer)
-            for name, callback in self._callbacks._asdict().items():
+            check_type("callbacks", callbacks, Callbacks)
+            for name, callback in callbacks._asdict().items():
                 if callback is not None and not callable(callback):
-                    raise ValueError(f"{name} must be a function or None, got {shown(callback)}")
+                    raise ValueError(f"callbacks.{name} must be a function or None, got {shown(callback)}")
             weights = sharded_weights(model)
             chosen = _sharding(sharding, weights, max_sequences, self.comm)
             if weights is None:
@@ -134,7 +129,10 @@ class Generator:
             report_error(self.comm, "Generator", error)
             raise
         check_same_weights(self.comm, model, self.engine.device)
-        if self.engine.device.type == "cpu" and sharded_weights(model) is None and self._all_share_memory():
+        if (
+            self.engine.device.type == "cpu" and sharded_weights(model) is None and self._all_share_memory()
+            and not self.engine.calls.recurrent
+        ):  # fmt: skip
             self.engine.use_tensor_parallel()
         self.max_sequences, self.stats = max_sequences, GenerationStats(rank)
         self._progress = Progress(self.comm.log.number("Generator"))
@@ -247,23 +245,30 @@ class Generator:
         sample: int = 0,
         num_beams: int = 1,
         speculative: bool = False,
+        grammar: str | None = None,
+        priority: int = 0,
+        skip_special_tokens: bool = True,
+        prompt_logprobs: int | None = None,
     ) -> Request:
         """A request for an answer to one prompt, which `step` computes together with all others.
 
         `prompt`, `max_new_tokens`, `sampling`, `stop`, `stop_strings` and `speculative` are as for `generate`. The
         answer does not end before `min_new_tokens` tokens. With `logprobs=n`, tokens come with their log-probability by
-        the model and the n most likely tokens. `logits_processors` are functions, such as the processors of
-        Transformers, which change the logits before penalties; all ranks must pass the same. Parallel samples of a
-        prompt are requests that differ in the number `sample`: they draw other random numbers, and share the prompt's
-        blocks. With `num_beams` above 1, the answer is the result of a beam search, which takes `num_beams` sequences
-        and returns all tokens in its last step. Requests wait while the cache has no room for them. The tokens are the
-        same that `generate` returns for the prompt alone.
+        the model and the n most likely tokens; with `prompt_logprobs=n` the request has these for its prompt, too,
+        which then reuses no cached tokens. `logits_processors` are functions, such as the processors of Transformers,
+        which change the logits before penalties; all ranks must pass the same. `grammar`, in llguidance's format
+        (`LLMatcher.grammar_from_json_schema` and others; extra `serve`), decides which tokens can follow. Parallel
+        samples of a prompt are requests that differ in the number `sample`: they draw other random numbers, and share
+        the prompt's blocks. With `num_beams` above 1, the answer is the result of a beam search, which takes
+        `num_beams` sequences and returns all tokens in its last step. Requests wait while the cache has no room for
+        them; those with a lower `priority` come first. Special tokens have text if `skip_special_tokens` is False,
+        except stop tokens. The tokens are the same that `generate` returns for the prompt alone.
         """
 
         def check_arguments() -> tuple[tuple[list[int], RequestOptions], SharedValues]:
             options = RequestOptions(
                 max_new_tokens, sampling, stop, stop_strings, min_new_tokens, logprobs, logits_processors, sample,
-                num_beams, speculative,
+                num_beams, speculative, grammar, priority, skip_special_tokens, prompt_logprobs,
             ).checked(self.model, self.tokenizer)  # fmt: skip
             ids = one_prompt(self.tokenizer, "prompt", prompt)
             self._check_prompt("prompt", ids, options)
@@ -280,6 +285,10 @@ class Generator:
     def _check_prompt(self, name: str, ids: list[int], options: RequestOptions) -> None:
         """Raise ValueError unless the model and the cache can take a prompt with these options."""
         check_prompt(self.model, name, ids, options.max_new_tokens)
+        if options.speculative and self.engine.calls.recurrent:
+            raise ValueError(
+                "speculative must be False for a model with recurrent layers, whose states cannot drop tokens, got True"
+            )
         beams, new = options.num_beams, options.max_new_tokens
         if len(ids) + beams * new > self.engine.cache_tokens:
             of_beams = "" if beams == 1 else f" in each of num_beams={beams}"
@@ -391,6 +400,7 @@ class Generator:
         Beam searches begin again: their sequences are freed. Raises ValueError if a request cannot be moved.
         """
         self._check_in_step()
+        self._check_moves()
         self._batch.settle()
         chosen = self._batch.requests if requests is None else list(requests)
         for each in chosen:
@@ -407,9 +417,17 @@ class Generator:
         """How far it is: equal on all its ranks, or they are out of step."""
         return f"{self._progress}, {self.engine.state()}"
 
+    def _check_moves(self) -> None:
+        """Raise ValueError if requests have states that are not moved with their keys and values."""
+        if self.engine.calls.recurrent:
+            raise ValueError(
+                f"requests of a model with recurrent layers must stay on their ranks, got {type(self.model).__name__}"
+            )
+
     def check_adopts(self) -> None:
         """Raise ValueError unless requests of another generator can continue in this generator."""
         self._check_in_step()
+        self._check_moves()
         self._batch.settle()  # or what joins the cache would be freed with what was interrupted
         if any(request.options.num_beams > 1 for request in self._batch.requests):
             raise ValueError(f"target must have no beam search in progress, got {self._batch.requests}")
@@ -506,7 +524,6 @@ def generate(
     num_beams: int = 1,
     sharding: DecodeSharding | None = None,
     storage: str | None = None,
-    layout: Layout = Zigzag(),  # noqa: B008  (immutable)
     prefill_chunk: int | None = None,
 ) -> Iterator[Token]:
     """Tokens for these prompts, as they are generated over the ranks of `comm`: see `Generator`.
@@ -537,7 +554,6 @@ def generate(
     per_group = max(1, -(-len(rows) // chosen.kvdp))
     generator = Generator(
         model, tokenizer, comm, max_sequences=per_group * num_beams * chosen.kvdp, sharding=chosen, storage=storage,
-        layout=layout,
         cache_tokens=max(1, sum(map(len, rows)) + len(rows) * num_beams * max_new_tokens),
         prefill_chunk=prefill_chunk,
     )  # fmt: skip

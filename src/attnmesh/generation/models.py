@@ -1,4 +1,4 @@
-"""Which models generate over a sharded KV cache, and the bytes of a token in it."""
+"""The KV cache of a model by its configuration: storage type, windows, widths, and the bytes of a token."""
 
 from __future__ import annotations
 
@@ -6,49 +6,20 @@ from typing import Any
 
 import torch
 
-from attnmesh.generation.latents import latent_widths
-from attnmesh.integrations.transformers_models import MODELS_PAGE, check_config
+from attnmesh.generation.latents import LatentWidths, latent_widths
 from attnmesh.models.sharded import heads_of
 from attnmesh.ops.storage import PLAIN, STORAGES, bytes_per_token
-from attnmesh.utils.error_links import explained_in
 from attnmesh.utils.validation import shown
 
-MODELS = (
-    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "phi", "phi3", "glm4", "olmo2", "smollm3", "granite",
-    "cohere", "starcoder2", "gpt2", "gpt_oss", "gemma3_text", "deepseek_v3",
-)  # fmt: skip
-"""The `model_type`s whose generated tokens are tested against one process."""
 
+def cache_storage(latent: LatentWidths | None, dtype: torch.dtype, storage: str | None) -> str:
+    """The storage type of the KV cache of a model in `dtype`; raises ValueError unless it can be `storage`.
 
-@explained_in(MODELS_PAGE)
-def check_generation(config: Any, name: str) -> None:
-    """Raise ValueError unless models of this configuration can generate over a sharded KV cache, with whole weights."""
-    check_attention(config, name)
-    kind = getattr(config, "model_type", None)
-    if kind not in MODELS:
-        raise ValueError(f"model_type must be one of {', '.join(MODELS)} to generate, got {kind!r} ({name})")
-
-
-@explained_in(MODELS_PAGE)
-def check_attention(config: Any, name: str) -> None:
-    """Raise ValueError unless the layers of such models can attend over a sharded KV cache."""
-    check_config(config, name)
-    softcap = getattr(config, "attn_logit_softcapping", None)
-    if softcap is not None:
-        raise ValueError(f"{name}: attn_logit_softcapping must be None over a sharded KV cache, got {softcap}")
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        raise ValueError(
-            f"{name}: layer_types must be full_attention or sliding_attention over a sharded KV cache, got "
-            "chunked_attention"
-        )
-
-
-def cache_storage(config: Any, dtype: torch.dtype, storage: str | None) -> str:
-    """The storage type of the KV cache of a model in `dtype`; raises ValueError unless it can be `storage`."""
+    `latent` are the widths of the latents that it has; None if it has keys and values.
+    """
     plain = {each: name for name, each in PLAIN.items()}
     if dtype not in plain:
         raise ValueError(f"model must be of dtype {', '.join(map(str, plain))}, got {dtype}")
-    latent = latent_widths(config)
     if latent is None:
         quantized, of = [name for name in STORAGES if name not in PLAIN], ""
     else:
@@ -63,10 +34,18 @@ def cache_storage(config: Any, dtype: torch.dtype, storage: str | None) -> str:
 
 def kv_bytes_per_token(config: Any, storage: str, kv_heads: int | None = None) -> int:
     """Bytes of the keys and values (or latents) of one token in all layers, with scales; by default of all kv heads."""
-    heads = heads_of(config).kv if kv_heads is None else kv_heads
-    widths = cached_widths(config)
-    per_head = bytes_per_token(storage, widths["head_dim"]) * (1 if widths["latent"] else 2)
-    return round(int(config.num_hidden_layers) * heads * per_head)
+    total = 0.0
+    for layer in layer_configs(config):
+        widths, heads = cached_widths(layer), heads_of(layer).kv if kv_heads is None else kv_heads
+        total += heads * bytes_per_token(storage, widths["head_dim"]) * (1 if widths["latent"] else 2)
+    return round(total)
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """The configuration of each layer: its own where layers differ, else that of the model."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * int(config.num_hidden_layers)
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
@@ -79,7 +58,7 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
 
 
 def cached_widths(config: Any) -> dict[str, Any]:
-    """The widths of a kv head, as `BlockCache` takes them."""
+    """The widths of a kv head, as `CacheSpec` takes them."""
     latent = latent_widths(config)
     if latent is not None:
         return {"head_dim": latent.cached, "value_dim": latent.latent, "latent": True}

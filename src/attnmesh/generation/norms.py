@@ -8,6 +8,7 @@ CPU one call has the same bits; in half precision it rounds once, and the model'
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
@@ -67,6 +68,7 @@ def use_one_call(model: nn.Module) -> None:
         if (
             isinstance(eps, float) and type(weight) in (Tensor, nn.Parameter) and weight.ndim == 1
             and weight.dtype in _DTYPES
+            and len(inspect.signature(type(module).forward).parameters) == 2  # self and x, no gate
             and "forward" not in vars(module) and not weight.is_meta and not list(module.buffers())
             and [name for name, _ in module.named_parameters()] == ["weight"]
         ):  # fmt: skip

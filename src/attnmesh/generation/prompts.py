@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attnmesh.integrations.transformers_models import changing_rotary
+from attnmesh.integrations.transformers_models import changing_rotary, text_config
 from attnmesh.kv_cache.sequence import token_ids
 from attnmesh.utils.validation import check_list, shown
 
@@ -37,11 +37,12 @@ def one_prompt(tokenizer: Any, name: str, prompt: str | Sequence[int]) -> list[i
 
 def check_prompt(model: Any, name: str, ids: Sequence[int], max_new_tokens: int) -> None:
     """Raise ValueError unless a model can continue a prompt."""
-    limit, why = getattr(model.config, "max_position_embeddings", None), ""
-    rotary = changing_rotary(model.config)
+    config = text_config(model)
+    limit, why = getattr(config, "max_position_embeddings", None), ""
+    rotary = changing_rotary(config)
     if rotary is not None:
         limit, why = rotary[1], f" before rope_type {rotary[0]!r} changes its frequencies"
-    vocabulary = model.config.vocab_size
+    vocabulary = config.vocab_size
     if not ids:
         raise ValueError(f"{name} is empty")
     if limit is not None and len(ids) + max_new_tokens > limit:

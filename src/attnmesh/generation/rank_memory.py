@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attnmesh.core.ranges import InterleavedShard
+from attnmesh.generation.latents import latent_widths
 from attnmesh.generation.models import cache_storage, kv_bytes_per_token, layer_windows
 from attnmesh.kv_cache.block_manager import BlockLayout, max_window_blocks
 from attnmesh.models.sharded import WeightSizes, heads_of
@@ -96,7 +97,7 @@ class ShardedMemory:
     ) -> None:
         self._weights, self._heads, self._dtype = WeightSizes(config), heads_of(config), dtype
         self._config = config
-        stored_as = cache_storage(config, dtype, storage)
+        stored_as = cache_storage(latent_widths(config), dtype, storage)
         self._bytes_per_head = kv_bytes_per_token(config, stored_as) // self._heads.kv // int(config.num_hidden_layers)
         self._cache_tokens, self._max_sequences = cache_tokens, max_sequences
         self._prefill_chunk = prefill_chunk or cache_tokens

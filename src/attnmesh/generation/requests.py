@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnmesh.comm import SharedValues
 from attnmesh.generation.beam_search import BeamSearch
+from attnmesh.generation.grammar import GrammarMatcher, grammar_matcher
 from attnmesh.generation.prompts import check_stop_strings, eos_tokens
 from attnmesh.generation.sampling import (
     FAILED_TOKEN,
@@ -34,6 +35,7 @@ from attnmesh.utils.validation import (
     shown,
 )
 
+MAX_PRIORITY = 2**31
 FinishReason = Literal["stop", "length", "cancelled", "moved", "error"]
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
@@ -66,6 +68,21 @@ class Token:
 
 
 @dataclass(frozen=True)
+class PromptLogprob:
+    """How likely a token of a prompt is after those before it.
+
+    Attributes:
+        logprob: the natural logarithm of its probability.
+        rank: 1 for the most likely token.
+        top_logprobs: the most likely tokens with theirs.
+    """
+
+    logprob: float
+    rank: int
+    top_logprobs: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class RequestOptions:
     """How a request is answered: the arguments of `Generator.submit`."""
 
@@ -79,6 +96,10 @@ class RequestOptions:
     sample: int = 0
     num_beams: int = 1
     speculative: bool = False
+    grammar: str | None = None
+    priority: int = 0
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
 
     def checked(self, model: Any, tokenizer: Any) -> RequestOptions:
         """The options of a caller for a model, whose eos tokens are the default of `stop`; raises ValueError."""
@@ -87,30 +108,47 @@ class RequestOptions:
         check_positive(max_new_tokens=self.max_new_tokens)
         check_type("sampling", sampling, Sampling)
         check_count("min_new_tokens", self.min_new_tokens, most=self.max_new_tokens)
-        if self.logprobs is not None:
-            check_count("logprobs", self.logprobs, most=vocabulary)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), most=vocabulary)
         processors = check_list("logits_processors", self.logits_processors, "functions")
         for i, processor in enumerate(processors):
             if not callable(processor):
                 raise ValueError(f"logits_processors[{i}] must be a function, got {shown(processor)}")
         check_index("sample", self.sample, MAX_ROWS)
         strings = check_stop_strings(tokenizer, self.stop_strings)
-        check_bool(speculative=self.speculative)
+        ends = frozenset(token for token in stop if 0 <= token < vocabulary)
+        self._check_grammar(tokenizer, vocabulary, ends)
+        check_bool(speculative=self.speculative, skip_special_tokens=self.skip_special_tokens)
+        check_count("priority", self.priority, least=-MAX_PRIORITY, most=MAX_PRIORITY)
         is_greedy = sampling.greedy and not sampling.has_penalties
         is_plain = is_greedy and self.logprobs is None and not self.min_new_tokens and not processors
+        is_plain = is_plain and self.grammar is None and self.prompt_logprobs is None
         if check_count("num_beams", num_beams, least=1) > 1 and (not is_plain or strings or self.speculative):
             raise ValueError(
                 "num_beams must be 1 with a sampling that is not greedy or has penalties, stop_strings, "
-                f"min_new_tokens, logprobs, logits_processors or speculative, got {num_beams}"
+                f"min_new_tokens, logprobs, prompt_logprobs, logits_processors, grammar or speculative, got {num_beams}"
             )
         if self.speculative and not is_greedy:
             raise ValueError(
                 f"sampling must be greedy (temperature 0), without penalties, with speculative, got {sampling}"
             )
         if self.speculative and not is_plain:
-            raise ValueError("speculative must be False with min_new_tokens, logprobs or logits_processors, got True")
-        ends = frozenset(token for token in stop if 0 <= token < vocabulary)
+            raise ValueError(
+                "speculative must be False with min_new_tokens, logprobs, prompt_logprobs, logits_processors or a "
+                "grammar, got True"
+            )
         return replace(self, stop=ends, stop_strings=strings, logits_processors=tuple(processors))
+
+    def _check_grammar(self, tokenizer: Any, vocabulary: int, stop: frozenset[int]) -> None:
+        if self.grammar is None:
+            return
+        check_type("grammar", self.grammar, str)
+        if not stop:  # at the end of the grammar no other token is allowed
+            raise ValueError("stop must have a token with a grammar, got none")
+        if self.min_new_tokens:
+            raise ValueError(f"min_new_tokens must be 0 with a grammar, got {self.min_new_tokens}")
+        grammar_matcher(tokenizer, vocabulary, self.grammar)
 
     @property
     def shared_values(self) -> SharedValues:
@@ -131,6 +169,8 @@ class Request:
     `finish_reason` is None while it is in progress, then "stop" (a stop token or string), "length" (max_new_tokens),
     "cancelled", "moved" (to another `Generator`), or "error" with an `error`. `tokens` has the answer so far, with the
     stop token; `text` ends before a stop string. `cached` is the number of prompt tokens that were in the cache.
+    `prompt_logprobs` has the log-probabilities of the prompt's tokens from the second on, where requested, once the
+    first token of the answer is known.
 
     Examples:
         >>> generator = am.Generator(model, cache_tokens=64)
@@ -156,10 +196,14 @@ class Request:
     group: int = 0  # of ranks that compute it
     sequences: list[CacheSequence] = field(default_factory=list)  # of each beam, or one; none while it waits
     search: BeamSearch | None = None  # once its prompt is computed, if it has beams
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+    prompt_scores: list[list[float]] = field(default_factory=list)  # of the computed part of the prompt, in numbers
 
     def __post_init__(self) -> None:
-        self._text, self._stop = TextStream(self.tokenizer), StopStrings(self.options.stop_strings)
+        hidden = None if self.options.skip_special_tokens else self.options.stop
+        self._text, self._stop = TextStream(self.tokenizer, hidden), StopStrings(self.options.stop_strings)
         self._lookup = PromptLookup()
+        self._grammar: GrammarMatcher | None = None  # from its first token on
 
     @property
     def finished(self) -> bool:
@@ -202,6 +246,25 @@ class Request:
         """The most tokens of the prompt and the answer, or of one beam of it."""
         return len(self.prompt) + self.options.max_new_tokens
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of its prompt are wanted, and not known yet."""
+        return self.options.prompt_logprobs is not None and not self.tokens
+
+    @property
+    def cache_key(self) -> str:
+        """Requests with different keys share no blocks: only tokens that are computed have log-probabilities."""
+        return "" if self.options.prompt_logprobs is None else f"request {self.number}"
+
+    @property
+    def width(self) -> int:
+        """The numbers that `choose` returns."""
+        return self.options.width + (self._score_width * (len(self.prompt) - 1) if self.scores_prompt else 0)
+
+    @property
+    def _score_width(self) -> int:
+        return 2 + 2 * (self.options.prompt_logprobs or 0)
+
     def draft(self, ids: Sequence[int], room: int) -> list[int]:
         """At most `room` tokens that may follow the known tokens; never the last token of the answer."""
         room = min(room, self.max_length - len(ids) - 1)
@@ -212,17 +275,29 @@ class Request:
         """Whether its next token is the most likely token, and nothing else is wanted."""
         options = self.options
         is_plain = options.sampling.greedy and not options.sampling.has_penalties and not options.logits_processors
-        return is_plain and options.logprobs is None and not self._must_go_on
+        is_plain = is_plain and options.logprobs is None and options.grammar is None
+        return is_plain and not self._must_go_on and not self.scores_prompt
 
     @property
     def _must_go_on(self) -> bool:
         return len(self.tokens) < self.options.min_new_tokens
 
     def choose(self, logits: Tensor) -> list[float]:
-        """The next token and its log-probabilities, as `width` numbers, from logits [vocabulary]."""
+        """The next token and its log-probabilities, then those of the prompt, as `width` numbers.
+
+        From logits [vocabulary], and the scores of the prompt.
+        """
+        of_prompt = self.prompt_scores[: len(self.prompt) - 1] if self.scores_prompt else []
+        return [*self._choose(logits), *(number for row in of_prompt for number in row)]
+
+    def _choose(self, logits: Tensor) -> list[float]:
         options, sampling, allowed = self.options, self.options.sampling, logits
         try:
             allowed = self._processed(logits) if options.logits_processors else logits
+            if options.grammar is not None:
+                if self._grammar is None:
+                    self._grammar = grammar_matcher(self.tokenizer, len(logits), options.grammar)
+                allowed = self._grammar.allowed(allowed, self.ids, options.stop)
         except Exception as error:  # of a function of the caller: it ends this request only
             self.processor_error = error
             return [FAILED_TOKEN] * options.width
@@ -255,7 +330,11 @@ class Request:
         """Append the token that these numbers describe; sets `finish_reason` if it is the last token."""
         token, n = int(numbers[0]), self.options.logprobs or 0
         text, reason = self._read(token, len(self.tokens))
+        numbers, of_prompt = numbers[: self.options.width], numbers[self.options.width :]
         top = tuple(zip(map(int, numbers[2 : 2 + n]), numbers[2 + n :], strict=True))
+        if of_prompt:
+            rows = [of_prompt[at : at + self._score_width] for at in range(0, len(of_prompt), self._score_width)]
+            self.prompt_logprobs, self.prompt_scores = [_prompt_logprob(row) for row in rows], []
         new = Token(self.label, token, text, None if self.options.logprobs is None else numbers[1], top)
         self.tokens.append(new)
         self.finish_reason = reason
@@ -317,6 +396,12 @@ class Request:
         elif at + 1 == options.max_new_tokens:
             reason = "length"
         return text if found or reason is None else text + self._stop.held, reason
+
+
+def _prompt_logprob(numbers: Sequence[float]) -> PromptLogprob:
+    n = (len(numbers) - 2) // 2
+    top = tuple(zip(map(int, numbers[2 : 2 + n]), numbers[2 + n :], strict=True))
+    return PromptLogprob(numbers[0], int(numbers[1]), top)
 
 
 class StopStrings:

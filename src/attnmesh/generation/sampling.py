@@ -23,6 +23,7 @@ from attnmesh.utils.validation import (
 _ROW_BITS = 20  # bits of a seed for the row of the batch
 MAX_ROWS = 1 << _ROW_BITS
 MAX_SEED = (1 << (63 - _ROW_BITS)) - 1
+_SCORED = 64  # tokens of a prompt whose log-probabilities are computed at a time: each takes a vocabulary in float64
 _MAX_NGRAM = 4  # tokens that must match: longer matches give better drafts
 INVALID_TOKEN = -2
 """In place of a token where logits are invalid."""
@@ -181,6 +182,21 @@ def most_likely(logits: Tensor) -> Tensor:
     return torch.where(logits.gather(-1, ids).isfinite(), ids, INVALID_TOKEN).squeeze(-1)
 
 
+def prompt_scores(logits: Tensor, following: Tensor, top: int) -> Tensor:
+    """How likely the tokens `following` [n] are by logits [n, vocabulary], as float64 [n, 2 + 2 * top].
+
+    Their log-probabilities and ranks, then the `top` most likely tokens and the log-probabilities of these.
+    """
+    parts = []
+    for x, ids in zip(logits.split(_SCORED), following.to(logits.device).split(_SCORED), strict=True):
+        scores = torch.log_softmax(x.double(), -1)
+        own = scores.gather(-1, ids[:, None])
+        ranks = 1 + (scores > own).sum(-1, keepdim=True)
+        values, tokens = scores.topk(top, -1)
+        parts.append(torch.cat([own, ranks.double(), tokens.double(), values], -1))
+    return torch.cat(parts) if parts else logits.new_empty(0, 2 + 2 * top, dtype=torch.float64)
+
+
 class PromptLookup:
     """Speculative drafts by prompt lookup: the tokens that followed the last few tokens earlier in the text."""
 
@@ -211,11 +227,12 @@ class TextStream:
     """The text of a growing list of tokens, returned as soon as it can no longer change.
 
     Decodes the last few tokens only. The text of a token can depend on the previous token, such as a space at the
-    beginning of a text: so the tokens of the previous piece of text are decoded with the new token.
+    beginning of a text: so the tokens of the previous piece of text are decoded with the new token. Special tokens have
+    no text, unless `hidden` is given: then only these tokens have none.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, hidden: frozenset[int] | None = None) -> None:
+        self._tokenizer, self._hidden = tokenizer, hidden
         self._earlier: list[int] = []  # whose text was returned last
         self._new: list[int] = []  # whose text is not returned yet
         self._earlier_text = ""
@@ -234,5 +251,7 @@ class TextStream:
         return new
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        if self._hidden is not None:
+            ids = [token for token in ids if token not in self._hidden]
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._hidden is None)
         return text

@@ -1,9 +1,10 @@
 """`Scheduler`: which requests compute which tokens in the next step, and the blocks of the cache that these take.
 
-Requests are served in the order of their numbers. Every step computes the next token of all answers in progress, with
-drafts where they are asked for, and chunks of prompts with the rest of a budget of tokens. A waiting request is
-admitted to the group of ranks that has the longest prefix of it, if there is room for its whole prompt. Where a group
-runs out of blocks, its latest request is preempted: it waits, and is computed again later.
+Requests are served in the order of their priorities, the lowest first, then of their numbers. Every step computes the
+next token of all answers in progress, with drafts where they are asked for, and chunks of prompts with the rest of a
+budget of tokens. A waiting request is admitted to the group of ranks that has the longest prefix of it, if there is
+room for its whole prompt. Where a group runs out of blocks, its last request in this order is preempted: it waits, and
+is computed again later.
 
 The beams of a search join, leave and are preempted together. A search that was preempted begins again: until its end no
 token of its answer is known.
@@ -17,8 +18,9 @@ from __future__ import annotations
 import logging
 from array import array
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from operator import attrgetter
 
 from attnmesh.generation.requests import Request
@@ -29,7 +31,7 @@ from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 
 _LOG = logging.getLogger(__name__)
-_NUMBER = attrgetter("number")  # of a request
+_ORDER = attrgetter("options.priority", "number")  # of a request
 _COMPARED = 1024  # tokens that are compared at a time
 
 
@@ -94,22 +96,29 @@ class StepPlan:
 class Scheduler:
     """The requests of some groups of ranks. A chunk has at most `max_chunk` tokens, and at least `min_chunk` unless it
     ends a prompt.
+
+    `on_fork(source, sequence)` copies the states of a model with recurrent layers. Its prompts reuse no prefix.
     """
 
-    def __init__(self, caches: Sequence[BlockCache], *, max_chunk: int, min_chunk: int) -> None:
+    def __init__(
+        self, caches: Sequence[BlockCache], *, max_chunk: int, min_chunk: int,
+        on_fork: Callable[[CacheSequence, CacheSequence], None] | None = None,
+    ) -> None:  # fmt: skip
         self.caches = list(caches)
+        self._on_fork = on_fork
+        self._cache_keys = None if on_fork is None else count()
         self._max_chunk, self._min_chunk = max_chunk, min_chunk
         self.waiting: list[Request] = []
         self.running: list[list[Request]] = [[] for _ in caches]
 
     def add(self, request: Request) -> None:
         """Take a request."""
-        insort(self.waiting, request, key=_NUMBER)
+        insort(self.waiting, request, key=_ORDER)
 
     def adopt(self, request: Request, sequence: CacheSequence) -> None:
         """Take a request that runs already, in the group whose cache has its sequence."""
         request.group, request.sequences = sequence.kvdp_rank, [sequence]
-        insort(self.running[request.group], request, key=_NUMBER)
+        insort(self.running[request.group], request, key=_ORDER)
 
     def plan(self, step_tokens: int) -> StepPlan:
         """The next step, of at most `step_tokens` tokens per group, and their slots.
@@ -148,10 +157,16 @@ class Scheduler:
             if sequence not in sources:
                 cache.free(sequence)
         request.sequences = [
-            cache.fork(source) if source in sources[:at] else source for at, source in enumerate(sources)
+            self._fork(cache, source) if source in sources[:at] else source for at, source in enumerate(sources)
         ]
         for sequence, (_, token) in zip(request.sequences, beams, strict=True):
             sequence.ids.append(token)
+
+    def _fork(self, cache: BlockCache, source: CacheSequence) -> CacheSequence:
+        forked = cache.fork(source)
+        if self._on_fork is not None:
+            self._on_fork(source, forked)
+        return forked
 
     def reset(self, requests: Sequence[Request], *, clear: bool) -> None:
         """Let these requests wait, in place of all others. Finished blocks stay cached, unless caches are cleared."""
@@ -162,10 +177,10 @@ class Scheduler:
                 cache.free(sequence)
         for request in requests:
             request.sequences, request.search = [], None
-        self.waiting, self.running = sorted(requests, key=_NUMBER), [[] for _ in self.caches]
+        self.waiting, self.running = sorted(requests, key=_ORDER), [[] for _ in self.caches]
 
     def _make_room(self, group: int, step: StepPlan) -> None:
-        """Preempt requests of a group, the latest first, until the others can grow by a token."""
+        """Preempt requests of a group, the last in order first, until the others can grow by a token."""
         cache, running, plan = self.caches[group], self.running[group], step.groups[group]
         while True:
             active = [request for request in running if not request.held]
@@ -175,12 +190,12 @@ class Scheduler:
                     cache.check_extend([each for _, each in plan.decoded], 1)
                 break
             except CacheFull:
-                latest = running[-1]
-                self.remove(latest)
+                last = running[-1]
+                self.remove(last)
                 if not running:
-                    step.failed.append(latest)
+                    step.failed.append(last)
                 else:
-                    self.add(latest)
+                    self.add(last)
                     plan.preemptions += 1
                     _LOG.warning("the cache of group %d is full: a request is preempted and computed again", group)
         plan.budget -= len(plan.decoded)
@@ -210,7 +225,7 @@ class Scheduler:
             plan.budget -= (width - 1) * len(plan.decoded)
 
     def _continue(self, group: int, plan: GroupPlan, step: StepPlan) -> None:
-        """Give slots to the running requests of a group: to answers, then to chunks of prompts, the oldest first."""
+        """Give slots to the running requests of a group: to answers, then to chunks of prompts."""
         cache = self.caches[group]
         if plan.decoded:
             given = None
@@ -236,13 +251,14 @@ class Scheduler:
     def _admit(self, request: Request, step: StepPlan) -> bool:
         """Start the first waiting request in the best group that has room for it; False if none has."""
         text, found = request.known, []
+        key = request.cache_key if self._cache_keys is None else f"alone {next(self._cache_keys)}"
         for group, cache in enumerate(self.caches):
             taken = sum(each.options.num_beams for each in self.running[group])
             has_rows = taken + request.options.num_beams <= cache.max_sequences
             if step.groups[group].budget < min(len(text), self._min_chunk) or not has_rows:
                 continue
-            prefix = cache.find_prefix(text)
-            if self._will_be_longer(text, group, prefix):
+            prefix = cache.find_prefix(text, cache_key=key)
+            if not key and self._will_be_longer(text, group, prefix):
                 return False
             # A short common prefix, such as a template, does not outweigh an even load.
             saved = prefix if 2 * prefix >= len(text) else 0
@@ -253,11 +269,11 @@ class Scheduler:
                 # An empty group takes any request: requests that it can never hold are refused before.
                 if self.running[group]:
                     cache.check_allocate(text, spare=request.options.num_beams)
-                sequence = cache.allocate(text)
+                sequence = cache.allocate(text, cache_key=key)
             except CacheFull:
                 continue
             self.waiting.remove(request)
-            insort(self.running[group], request, key=_NUMBER)
+            insort(self.running[group], request, key=_ORDER)
             request.group, request.sequences = group, [sequence]
             if not request.tokens:  # and was not preempted
                 request.cached = sequence.cached

@@ -14,6 +14,7 @@ over a part of every row. Outside of `with TensorParallel(...)` the model is unc
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any, Literal
 
@@ -39,7 +40,8 @@ _active = _Active()
 class TensorParallel:
     """Context manager that runs the MLPs and the LM head of a model in parallel over the ranks of `comm`.
 
-    All ranks must enter it together. Modules that are not plain gated MLPs of `nn.Linear` are left alone.
+    All ranks must enter it together. Modules that are not plain gated MLPs of `nn.Linear`, or that compute other than
+    element by element between these (a norm, a top-k of the activations), are left alone.
     """
 
     def __init__(self, model: Any, comm: Comm) -> None:
@@ -48,7 +50,7 @@ class TensorParallel:
             return
         for module in model.modules():
             linears = {name: getattr(module, name, None) for name in _MLP}
-            if all(_is_plain(linear) for linear in linears.values()):
+            if all(_is_plain(linear) for linear in linears.values()) and _is_elementwise(module, linears):
                 for name, linear in linears.items():
                     _parallelize(linear, _MLP[name])
         head = model.get_output_embeddings()
@@ -103,6 +105,44 @@ def _slices(n: int, world: int) -> list[slice]:
 def _is_plain(module: object) -> bool:
     """Whether a module is an `nn.Linear` itself, without a replaced forward."""
     return type(module) is nn.Linear and isinstance(vars(module).get("forward"), _ParallelForward | None)
+
+
+class _Given(nn.Module):
+    """In place of a linear layer: notes its input, and returns what it is given."""
+
+    def __init__(self, out: Tensor) -> None:
+        super().__init__()
+        self.out, self.inputs = out, [out[..., :0]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inputs.append(x)
+        return self.out
+
+
+@torch.no_grad()
+def _is_elementwise(mlp: nn.Module, linears: dict[str, Any]) -> bool:
+    """Whether a part of the outputs of `gate_proj` and `up_proj` gives that part of the input of `down_proj`."""
+    gate, up, down = linears.values()
+    width, like = gate.out_features, down.weight
+    if not width == up.out_features == down.in_features:
+        return False
+    x = like.new_ones(1, 2, gate.in_features)
+    steps = torch.arange(4 * width, dtype=torch.float32, device=like.device).mul(0.7)
+    g, u = (3 * steps.sin()).to(like.dtype).view(2, 1, 2, width)
+
+    def between(own: slice) -> Tensor:
+        parts = [_Given(g[..., own]), _Given(u[..., own]), _Given(like.new_zeros(1, 2, down.out_features))]
+        copied: Any = copy.copy(mlp)
+        copied._modules = {**mlp._modules, **dict(zip(linears, parts, strict=True))}
+        type(mlp).forward(copied, x)
+        return parts[-1].inputs[-1]
+
+    try:
+        whole = between(slice(None))
+        parts = [between(own) for own in _slices(width, 2)]
+    except (TypeError, RuntimeError, ValueError, AttributeError):  # its code needs more, such as an intermediate size
+        return False
+    return whole.shape[-1] == width and torch.allclose(torch.cat(parts, -1), whole, rtol=1e-2, atol=1e-3)
 
 
 def _parallelize(linear: Any, split: _Split) -> None:

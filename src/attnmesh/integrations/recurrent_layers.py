@@ -1,21 +1,19 @@
-"""Recurrent layers of Transformers models over ranks: recognized by the functions that mix their tokens.
+"""Recurrent layers of Transformers' models over ranks: convolutions, delta rules and state spaces.
 
-A hybrid model of Transformers mixes the tokens of a recurrent layer in a few functions of the module with its code: a
-causal convolution, the chunked gated delta rule, the scan of Mamba-2. In a call with a sharded batch these functions
-compute over the ranks; in other calls they are Transformers' own. A layer that calls another function of this kind, or
-a convolution of torch, is not served.
+A layer is recognised by the functions that its `forward` calls. Transformers' models have one function for each kind of
+recurrence, under one name and with the arguments of the kernel that replaces it (causal-conv1d, flash-linear-attention,
+mamba-ssm). In a batch that is sharded over ranks these functions compute over the ranks; all else is the model's own.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from types import ModuleType
+import sys
+from collections.abc import Callable
+from types import FrameType, ModuleType
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -24,186 +22,252 @@ from torch import Tensor, nn
 from attnmesh.ops.recurrent.convolution import ShortConvolution
 from attnmesh.ops.recurrent.delta_rules import GatedDeltaRule, KimiDeltaAttention
 from attnmesh.ops.recurrent.layer import RecurrentLayer
-from attnmesh.ops.recurrent.state_space import Mamba2
+from attnmesh.ops.recurrent.linear_attention import LightningAttention
+from attnmesh.ops.recurrent.state_space import Mamba1, Mamba2
 
 
 @runtime_checkable
 class RecurrentPass(Protocol):
-    """How the recurrent layers of one forward pass are computed over ranks."""
+    """How the recurrent layers of one forward pass are computed."""
 
-    def recurrent(self, layer: RecurrentLayer) -> Tensor:
-        """The outputs of this rank's tokens, from this rank's inputs."""
-
-
-_sharded_call: ContextVar[bool] = ContextVar("whether a model is called with a sharded batch", default=False)
-
-_ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
+    def scan(self, module: nn.Module, layer: RecurrentLayer) -> Tensor:
+        """The outputs of this rank's tokens, from the inputs of this rank."""
 
 
-def _causal_convolution(
-    attention_pass: RecurrentPass, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
-    activation: str | None = None, **_: object,
+_Scan = Callable[[RecurrentLayer], Tensor]
+
+
+def _refuse_states(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name} must not be given in a batch that is sharded over ranks (use_cache=False)")
+
+
+def _convolution(
+    scan: _Scan, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
+    activation: str | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation of a convolution must be silu or None over ranks, got {activation!r}")
-    layer = ShortConvolution(hidden_states, weight, bias, _ACTIVATIONS[activation])  # type: ignore[arg-type]
-    return attention_pass.recurrent(layer)
+    """`causal_conv1d_fn`."""
+    if activation not in (None, "silu", "swish"):
+        raise ValueError(f"the activation of a convolution over ranks must be silu or None, got {activation!r}")
+    x = hidden_states.to(weight.dtype)
+    return scan(ShortConvolution(x, weight, bias, None if activation is None else "silu")).to(hidden_states.dtype)
 
 
 def _delta_rule(
-    attention_pass: RecurrentPass, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
-    chunk_size: int = 64, initial_state: Tensor | None = None, output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False, **_: object,
-) -> tuple[Tensor, None]:  # fmt: skip
-    _check_no_cache(initial_state, output_final_state)
-    q, k, v, g, beta = (x.transpose(1, 2).float() for x in (query, key, value, g, beta))
+    kind: type[GatedDeltaRule] | type[KimiDeltaAttention], scan: _Scan, query: Tensor, key: Tensor,
+    value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **_: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`chunk_gated_delta_rule` and `chunk_kda`."""
+    _refuse_states(initial_state=initial_state)
+    inputs = (x.transpose(1, 2) for x in (query, key, value, g, beta))
+    q, k, v, g, beta = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in inputs)
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    kind = GatedDeltaRule if g.ndim == beta.ndim else KimiDeltaAttention
-    out = attention_pass.recurrent(kind(q, k, v, g, beta))
-    return out.transpose(1, 2).contiguous().to(query.dtype), None
+    out = scan(kind(q, k, v, g, beta)).transpose(1, 2).contiguous().to(query.dtype)
+    return out, _no_state(out, output_final_state)
+
+
+def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float]) -> Tensor:
+    """The step sizes of a state space; the bias has the dimensions of `dt` from its second on, or fewer."""
+    if bias is not None:
+        dt = dt + bias.to(dt.dtype)
+    if softplus:
+        dt = F.softplus(dt)
+    return dt if limit == (0.0, float("inf")) else dt.clamp(*limit)
 
 
 def _mamba2(
-    attention_pass: RecurrentPass, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
+    scan: _Scan, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int = 256,
     D: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
-    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
-    z: Tensor | None = None, **_: object,
-) -> Tensor:  # fmt: skip
-    _check_no_cache(initial_states, return_final_states)
-    if z is not None:
-        raise ValueError("z must be None over ranks, got a tensor")
-    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-    x, dt, B, C = (one.transpose(1, 2).float() for one in (hidden_states, dt, B, C))
-    out = attention_pass.recurrent(Mamba2(x, dt, A, B, C, D))
-    return out.transpose(1, 2).contiguous()
+    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), z: Tensor | None = None,
+    return_final_states: bool = False, **_: Any,
+) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`mamba_chunk_scan_combined`."""
+    _refuse_states(initial_states=initial_states)
+    dt = _step_sizes(dt, dt_bias, dt_softplus, dt_limit)
+    x, dt, B, C = (x.transpose(1, 2) for x in (hidden_states, dt, B, C))
+    out = scan(Mamba2(x, dt, A, B, C, D)).transpose(1, 2).contiguous()
+    return _result(out, z, return_final_states)
 
 
-def _fused_mamba2(attention_pass: RecurrentPass, *_: object, **__: object) -> None:
-    """Nothing: the layer then computes its steps one after another."""
+def _mamba1(
+    scan: _Scan, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+    return_last_state: bool = False, **_: Any,
+) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`selective_scan_fn`."""
+    bias = None if delta_bias is None else delta_bias[:, None]
+    dt = _step_sizes(dt, bias, delta_softplus, (0.0, float("inf")))
+    B, C = (x.transpose(1, 2)[:, None] for x in (B, C))
+    out = scan(Mamba1(hidden_states, dt, A, B, C, D))
+    return _result(out, z, return_last_state)
 
 
-def _check_no_cache(state: Tensor | None, final: bool) -> None:
-    if state is not None or final:
-        raise ValueError("use_cache must be False for recurrent layers in a batch that is sharded over ranks, got True")
+def _result(out: Tensor, z: Tensor | None, returns_state: bool) -> Tensor | tuple[Tensor, Tensor | None]:
+    out = out if z is None else out * F.silu(z)
+    return (out, _no_state(out, True)) if returns_state else out
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": _causal_convolution,
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "chunk_kimi_delta_attention": _delta_rule,
+def _no_state(out: Tensor, is_asked: bool) -> Tensor | None:
+    """What a layer gives to its cache, which keeps the states itself."""
+    return out.new_empty(0) if is_asked else None
+
+
+def _fused(*_: Any, **__: Any) -> None:
+    """A layer in one kernel: None lets the model compute it in steps."""
+
+
+_SCANS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": functools.partial(_delta_rule, GatedDeltaRule),
+    "chunk_kimi_delta_attention": functools.partial(_delta_rule, KimiDeltaAttention),
     "mamba2_chunk_scan": _mamba2,
-    "mamba2_split_conv1d_scan_combined": _fused_mamba2,
+    "mamba_selective_scan": _mamba1,
 }
-"""The functions of a model's code that compute over ranks."""
-
-_CONVOLUTION = "causal_conv1d_fn"
-_MASK = "create_recurrent_attention_mask"
-# Functions for one token and a cache, which a sharded batch has not, and functions that compute every token by itself.
-_OTHERS = {
-    "causal_conv1d_update", "torch_recurrent_gated_delta_rule", "mamba2_selective_state_update",
-    "recurrent_kimi_delta_attention", "apply_mask_to_padding_states", "apply_rotary_pos_emb",
-}  # fmt: skip
-_CALLS_CONVOLUTION = re.compile(r"self\.\w*conv\w*\(")
+_FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
+_MAKES_MASK = "create_recurrent_attention_mask"
+_MASKED = {_MAKES_MASK: 2, "apply_mask_to_padding_states": 1}  # where attention_mask stands
+# The parts of MiniMax's lightning attention, which has no function of its own.
+_LIGHTNING = {"act_fn", "qkv_proj", "slope_rate", "norm", "output_gate", "out_proj"}
+_OVER_RANKS = "over_ranks"  # the attribute of a function that has been replaced
 
 
-@functools.cache
-def why_not(module: ModuleType) -> str:
-    """Why recurrent layers of the models in a module are not served, or nothing."""
-    mixers = recurrent_classes(module)
-    if not mixers:
-        return f"no layer of {module.__name__} mixes tokens in functions that are known"
-    kernels = {name for name, x in vars(module).items() if inspect.isfunction(x) and _is_kernel(x, module)}
-    for name in sorted(kernels - FUNCTIONS.keys() - _OTHERS):
-        return f"{module.__name__} has a function {name}, which is not known"
-    for mixer in mixers:
-        forward = inspect.unwrap(mixer.forward)
-        called = {name for name in forward.__code__.co_names if inspect.isfunction(vars(module).get(name))}
-        for name in sorted(called - FUNCTIONS.keys() - _OTHERS):
-            return f"{mixer.__name__} mixes tokens in {name}, which is not known"
-        if _CALLS_CONVOLUTION.search(inspect.getsource(forward)):
-            return f"{mixer.__name__} calls a convolution itself"
-        for name in sorted(called & FUNCTIONS.keys()):
-            known = [
-                p for p in inspect.signature(FUNCTIONS[name]).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD
-            ]
-            own = inspect.signature(vars(module)[name]).parameters
-            unknown = own.keys() - {p.name for p in known} - {"kwargs"}
-            if unknown and FUNCTIONS[name] is not _fused_mamba2:
-                return f"{name} of {module.__name__} takes {', '.join(sorted(unknown))}, which is not known"
-    return ""
-
-
-def _is_kernel(function: Any, module: ModuleType) -> bool:
-    """Whether a kernel may replace a function of the module, as in all that mix tokens."""
-    return function.__module__ == module.__name__ and hasattr(function, "__wrapped__")
+def is_recurrent(layer: type) -> bool:
+    """Whether the layers of this class mix tokens in functions that are served."""
+    return _is_recurrent(layer)
 
 
 @functools.cache
-def recurrent_classes(module: ModuleType) -> tuple[type[nn.Module], ...]:
-    """The layers in the code of a model that call a causal convolution by its function."""
-    found = []
-    for kind in vars(module).values():
-        if inspect.isclass(kind) and issubclass(kind, nn.Module) and kind.__module__ == module.__name__:
-            code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-            if code is not None and _CONVOLUTION in code.co_names:
-                found.append(kind)
-    return tuple(found)
+def _is_recurrent(layer: Any) -> bool:
+    code = getattr(inspect.unwrap(getattr(layer, "forward", None)), "__code__", None)  # type: ignore[arg-type]
+    names = () if code is None else code.co_names
+    return any(name in _SCANS for name in names) or _LIGHTNING.issubset(names)
 
 
-def serve(module: ModuleType) -> bool:
-    """Let the functions of a model's code compute over ranks in calls with a sharded batch, if it has recurrent layers.
-
-    Returns whether it has. May be called again.
-    """
-    if not recurrent_classes(module):
-        return False
-    for name, function in FUNCTIONS.items():
-        original = vars(module).get(name)
-        if original is not None and not hasattr(original, "over_ranks"):
-            setattr(module, name, _served(original, function))
-    masks = vars(module).get(_MASK)
-    if masks is not None and not hasattr(masks, "over_ranks"):
-        setattr(module, _MASK, _served_mask(masks))
-    return True
+@functools.cache
+def has_recurrent_layers(module: ModuleType) -> bool:
+    """Whether a module with the code of a model has classes of such layers."""
+    return any(
+        inspect.isclass(each) and issubclass(each, nn.Module) and each.__module__ == module.__name__
+        and is_recurrent(each) for each in vars(module).values()
+    )  # fmt: skip
 
 
-@contextmanager
-def sharded_call() -> Iterator[None]:
-    """Around the call of a model with a sharded batch: functions that are not given its pass raise ValueError."""
-    token = _sharded_call.set(True)
-    try:
-        yield
-    finally:
-        _sharded_call.reset(token)
+def serve_over_ranks(model: nn.Module) -> None:
+    """Let the functions that the recurrent layers of a model call compute over ranks where the batch is sharded."""
+    classes = {type(layer) for layer in model.modules()}
+    for layer in classes:
+        if is_recurrent(layer) and _LIGHTNING.issubset(inspect.unwrap(layer.forward).__code__.co_names):
+            _serve_lightning(layer)
+    for code in {sys.modules[layer.__module__] for layer in classes}:
+        if not has_recurrent_layers(code):
+            continue
+        for name, serve in [*_SCANS.items(), *((name, _fused) for name in _FUSED)]:
+            original = getattr(code, name, None)
+            if original is not None and not hasattr(original, _OVER_RANKS):
+                setattr(code, name, _over_ranks(original, serve))
+        for name, position in _MASKED.items():
+            original = getattr(code, name, None)
+            if original is not None and not hasattr(original, _OVER_RANKS):
+                setattr(code, name, _with_local_mask(original, position))
 
 
-def _served(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+_over_ranks_before: WeakSet[nn.Module] = WeakSet()
+
+
+def _over_ranks(original: Callable[..., Any], serve: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def served(*args: Any, **kwargs: Any) -> Any:
-        attention_pass = kwargs.pop("attention_pass", None)
-        if isinstance(attention_pass, RecurrentPass):
-            return function(attention_pass, *args, **kwargs)
-        if _sharded_call.get():
-            raise ValueError(
-                f"{original.__name__} must be given the keyword argument attention_pass of the model's call, since "
-                f"this batch is sharded over ranks, got {sorted(kwargs)}"
-            )
-        return original(*args, **kwargs)
-
-    served.over_ranks = function  # type: ignore[attr-defined]
-    return served
-
-
-def _served_mask(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def served(*args: Any, **kwargs: Any) -> Any:
-        attention_pass = getattr(kwargs.get("attention_mask"), "attention_pass", None)
-        if not isinstance(attention_pass, RecurrentPass):
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            if isinstance(kwargs.get("attention_pass"), RecurrentPass):
+                raise ValueError("recurrent layers over ranks must run in eager mode, got a call within torch.compile")
             return original(*args, **kwargs)
-        real: Tensor = attention_pass.attention_mask  # type: ignore[attr-defined]
-        return None if bool(real.all()) else real
+        module, found, is_called = _caller(sys._getframe(1))
+        if found is None:
+            if not is_called and module in _over_ranks_before:
+                raise ValueError(
+                    f"{type(module).__name__} is computed again outside of its model's call, without the arguments of "
+                    f"the sharded batch: activation checkpointing must have use_reentrant=False"
+                )
+            return original(*args, **kwargs)
+        _over_ranks_before.add(module)
+        return serve(functools.partial(found.scan, module), *args, **kwargs)
 
-    served.over_ranks = original  # type: ignore[attr-defined]
-    return served
+    setattr(function, _OVER_RANKS, True)
+    return function
+
+
+def _serve_lightning(layer: Any) -> None:
+    """Let the `forward` of lightning attention compute over ranks where the batch is sharded."""
+    original = layer.forward
+    if hasattr(original, _OVER_RANKS):
+        return
+
+    @functools.wraps(original)
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = kwargs.get("attention_pass")
+        if not isinstance(found, RecurrentPass):
+            return original(self, hidden_states, *args, **kwargs)
+        qkv, mask = self.act_fn(self.qkv_proj(hidden_states)), kwargs.get("attention_mask")
+        qkv = qkv if mask is None else qkv * mask[:, :, None]
+        q, k, v = qkv.unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2).chunk(3, -1)
+        out = found.scan(self, LightningAttention(q, k, v, -self.slope_rate.flatten(), scale=1.0))
+        out = self.norm(out.transpose(1, 2).flatten(2))
+        return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * out), None
+
+    setattr(forward, _OVER_RANKS, True)
+    layer.forward = forward
+
+
+def _with_local_mask(original: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """A function that takes `attention_mask`, in a sharded batch this rank's tokens, 0 for padding, or None.
+
+    A mask that is made for layers carries the pass to them: some models hand nothing else on.
+    """
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask", args[position] if len(args) > position else None)
+        local = getattr(mask, "for_recurrent_layers", None)
+        if local is None:
+            return original(*args, **kwargs)
+        if original.__name__ == _MAKES_MASK:
+            tensor = local()
+            tensor.attention_pass = mask.attention_pass  # type: ignore[union-attr]
+            return tensor
+        return original(*args[:position], **kwargs | {"attention_mask": local()})
+
+    setattr(function, _OVER_RANKS, True)
+    return function
+
+
+def _caller(frame: FrameType | None) -> tuple[nn.Module, RecurrentPass | None, bool]:
+    """The layer that calls a function, the pass of a sharded batch, and whether a model is being called.
+
+    An outer `forward` has the pass as an argument. (Not all layers hand the arguments of the model's call on to their
+    functions. A layer that is computed again for the backward pass has the arguments of the layer only.)
+    """
+    layer: nn.Module | None = None
+    is_called = False
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and isinstance(module := frame.f_locals.get("self"), nn.Module):
+            layer = module if layer is None else layer
+            is_called = is_called or hasattr(module, "get_input_embeddings")
+            found = _pass_in(frame)
+            if found is not None:
+                return layer, found, is_called
+        frame = frame.f_back
+    assert layer is not None, "recurrent functions are called by layers"
+    return layer, None, is_called
+
+
+def _pass_in(frame: FrameType) -> RecurrentPass | None:
+    """The pass of a sharded batch among the arguments of a call, of which it may be a part of the mask."""
+    given = frame.f_locals
+    mask = given.get("attention_mask")
+    for found in ((given.get("kwargs") or {}).get("attention_pass"), getattr(mask, "attention_pass", None)):
+        if isinstance(found, RecurrentPass):
+            return found
+    return None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,14 +23,13 @@ from attnmesh.comm import Comm
 from attnmesh.core.mask_encoding import traced_mask
 from attnmesh.core.masks import Documents, Mask, PerSequence
 from attnmesh.core.packing import Packing
-from attnmesh.integrations.recurrent_layers import serve, sharded_call
+from attnmesh.integrations.recurrent_layers import serve_over_ranks
 from attnmesh.integrations.transformers_models import (
     MODELS_PAGE,
     attention_layers,
     check_attention_code,
     check_config,
     check_modules,
-    code_of,
     modules_in_forward,
     text_config,
 )
@@ -99,33 +99,37 @@ class ShardedPass:
         return self._masks[layer]
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None,
+        self, layer: object, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None,
         softcap: float | None = None,
     ) -> Tensor:  # fmt: skip
         """Out of this rank's queries over the keys of all ranks."""
-        self._check_once()
+        if self.check_once is not None and not torch.compiler.is_compiling():
+            self.check_once()
+            self.check_once = None
         return self.cp.attention(
             q, k, v, mask=self.mask(mask), scale=scale, softcap=softcap, sinks=sinks, length=self.length
         )
 
-    def recurrent(self, layer: RecurrentLayer) -> Tensor:
-        """The outputs of a recurrent layer at this rank's tokens, from the inputs of all ranks."""
-        self._check_once()
-        self.count_attention(next(modules_in_forward()))
-        return self.cp.recurrent(layer, length=self.length, documents=self._recurrent_documents)
-
-    def _check_once(self) -> None:
-        if self.check_once is not None and not torch.compiler.is_compiling():
+    def scan(self, module: nn.Module, layer: RecurrentLayer) -> Tensor:
+        """The outputs of a recurrent layer for this rank's tokens, which continue the tokens of other ranks."""
+        if self.check_once is not None:
             self.check_once()
             self.check_once = None
+        self.count_attention(module)
+        out: Tensor = self.cp.recurrent(layer, documents=self.documents, length=self.length)
+        return out
 
     @cached_property
-    def _recurrent_documents(self) -> Mask | None:
-        """The documents of every row; runs of padding are documents of their own."""
+    def documents(self) -> Mask | None:
+        """The documents of every row. Padding before the first continues in it, as in a row that is not packed."""
         if self._documents is None:
             return None
-        masks = [Documents(torch.unique_consecutive(row, return_counts=True)[1].tolist()) for row in self._documents]
-        return PerSequence(masks)
+        rows = []
+        for numbers in self._documents:
+            changes = 1 + torch.nonzero(numbers[1:] != numbers[:-1]).flatten()
+            starts = [at for at in changes.tolist() if numbers[at] >= 0 and int(numbers[:at].max()) >= 0]
+            rows.append(Documents([b - a for a, b in pairwise([0, *starts, self.length])]))
+        return PerSequence(rows) if any(len(row.bounds) > 2 for row in rows) else None
 
     def count_attention(self, module: nn.Module) -> None:
         """Note that the attention of this module is computed over the ranks."""
@@ -240,6 +244,10 @@ class ShardedMask(Unreadable):
             attention_pass.attention_mask.device,
         )
 
+    def for_recurrent_layers(self) -> Tensor:
+        """This rank's tokens [B, n] that are not padding, as a new tensor."""
+        return self.attention_pass.attention_mask.bool()[:]
+
     def to(self, *_: object, **__: object) -> ShardedMask:
         """Itself: the tensor stays where it is."""
         return self
@@ -318,15 +326,14 @@ def _pass_of(given: Sequence[Any]) -> ShardedPass | None:
 
 
 def _watched_call(model: Any, attention_pass: ShardedPass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    check_attention_code(model, recurrent=True)
+    check_attention_code(model)
     if model not in _inspected:
-        check_modules(model, recurrent=True)
-        code = code_of(text_config(model))
-        _inspected[model] = code is not None and serve(code)
+        check_modules(model)
+        serve_over_ranks(model)
+        _inspected.add(model)
     attention_pass.is_watched, attention_pass.attended_by = True, set()
     try:
-        with sharded_call() if _inspected[model] else nullcontext():
-            result = nn.Module.__call__(model, *args, **kwargs)
+        result = nn.Module.__call__(model, *args, **kwargs)
     finally:
         attention_pass.is_watched = False
     _check_attended(model, attention_pass)

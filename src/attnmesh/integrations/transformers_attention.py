@@ -67,10 +67,14 @@ _patches = Patches()
 class AttentionPass(Protocol):
     """How the attention of one forward pass is computed."""
 
+    def index_in_row(self) -> Tensor:
+        """The index in its row of each of this rank's tokens, [n] or [B, n]."""
+
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None
-    ) -> Tensor:
-        """Out [B, Hq, n, D] of this rank's queries, from this rank's q, k and v."""
+        self, layer: object, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None,
+        softcap: float | None,
+    ) -> Tensor:  # fmt: skip
+        """Out [B, Hq, n, D] of this rank's queries, from this rank's q, k and v; `layer` is the module that asks."""
 
 
 _default_pass: Callable[[LayerMask], AttentionPass] | None = None
@@ -148,25 +152,28 @@ def transformers_attention(
             query, key, value, mask=mask.on_one_device(kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")),
             scale=scaling, softcap=softcap, sinks=s_aux, q_positions=queries, k_positions=keys,
         )  # fmt: skip
-    elif isinstance(attention_pass, ShardedPass):
-        if not attention_pass.balances_experts:
-            _check_experts(module, kwargs)
-        padding = mask.padding.attention_pass.attention_mask if isinstance(mask.padding, ShardedMask) else mask.padding
-        for name, given in (("attention_mask", padding), ("position_ids", kwargs.get("position_ids"))):
-            if given is not None:
-                attention_pass.check_given(name, given)
-        rotary = changing_rotary(getattr(module, "config", None))
-        if rotary is not None:
-            attention_pass.check_rotary(*rotary)
-        query = scale_by_index(module, query, attention_pass.index_in_row)
-        attention_pass.count_attention(module)
-        out = attention_pass.attend(0, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux, softcap=softcap)
     else:
-        if softcap is not None:
-            raise ValueError(f"softcap must be None over a sharded KV cache, got {softcap} ({type(module).__name__})")
-        layer: Any = module.layer_idx
-        out = attention_pass.attend(layer, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux)
+        if isinstance(attention_pass, ShardedPass):
+            _check_sharded(module, attention_pass, mask, kwargs)
+        query = scale_by_index(module, query, attention_pass.index_in_row)
+        out = attention_pass.attend(
+            module, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux, softcap=softcap
+        )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None  # as Transformers' own: some models take a view of it
+
+
+def _check_sharded(module: nn.Module, attention_pass: ShardedPass, mask: LayerMask, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if the model was given something else than the sharded batch."""
+    if not attention_pass.balances_experts:
+        _check_experts(module, kwargs)
+    padding = mask.padding.attention_pass.attention_mask if isinstance(mask.padding, ShardedMask) else mask.padding
+    for name, given in (("attention_mask", padding), ("position_ids", kwargs.get("position_ids"))):
+        if given is not None:
+            attention_pass.check_given(name, given)
+    rotary = changing_rotary(getattr(module, "config", None))
+    if rotary is not None:
+        attention_pass.check_rotary(*rotary)
+    attention_pass.count_attention(module)
 
 
 def _check_experts(module: nn.Module, kwargs: dict[str, Any]) -> None:
@@ -339,7 +346,7 @@ def layer_mask(
     **__: object,
 ) -> LayerMask:
     """The hook that Transformers calls to make a mask, once per kind of layer in a forward pass."""
-    check_config(config, recurrent=isinstance(attention_mask, ShardedMask))
+    check_config(config)
     if isinstance(attention_mask, ShardedMask) and not torch.compiler.is_compiling():
         check_head()
         config_class: type = type(config)

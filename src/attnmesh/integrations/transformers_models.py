@@ -1,9 +1,9 @@
 """Which models of Transformers are served, by what their layers are and not by their names.
 
-A layer that mixes tokens must do so in the attention function: over ranks, a convolution, a state space or a linear
-attention would see this rank's tokens only. The configuration's `layer_types` name such layers in most models, and the
-model's code shows the rest. What an attention asks for (mask, window, soft cap, sinks, widths) is decided in the
-attention function, where it asks.
+A layer that mixes tokens must do so in the attention function or in the functions of recurrent layers that are served
+(`recurrent_layers`): over ranks, another one would see this rank's tokens only. The configuration's `layer_types` name
+such layers in most models, and the model's code shows the rest. What an attention asks for (mask, window, soft cap,
+sinks, widths) is decided in the attention function, where it asks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnmesh.integrations.recurrent_layers import recurrent_classes, why_not
+from attnmesh.integrations.recurrent_layers import has_recurrent_layers, is_recurrent
 from attnmesh.utils.error_links import see
 from attnmesh.utils.validation import shown
 
@@ -34,43 +34,32 @@ MODELS_PAGE = "language-models.md#which-models"
 SERVED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 """The `layer_types` that are served."""
 
-RECURRENT_LAYERS = ("linear_attention", "conv", "mamba", "hybrid")
-"""The `layer_types` that are served in training, where the model's code is known (`recurrent_layers`)."""
-
 _TOKENWISE_LAYERS = ("dense", "sparse", "mlp", "moe")  # layers that compute every token by itself
 _MIXERS = (nn.Conv1d, nn.RNNBase)  # modules that mix tokens, wherever they are in a decoder layer
 _COUNTED_POSITIONS = "create_position_ids_from_input_ids"  # in the code of models that derive positions from tokens
-_ATTENTION_CODE = "ALL_ATTENTION_FUNCTIONS.get_interface("  # a call of the attention function
 _HEADS = re.compile("For(Sequence|Token)Classification|ForQuestionAnswering|ForMultipleChoice|DoubleHeads")
 _POSITIONS_CODE = re.compile(r"cumsum\((\w+_)?attention_mask|attention_mask(\.long\(\)|\.int\(\))?\.cumsum")
 _MIXER_CODE = re.compile(r"nn\.(Conv1d|LSTM|GRU|RNN)\(")
 
 
-def check_config(config: Any, name: str | None = None, *, recurrent: bool = False) -> None:
+def check_config(config: Any, name: str | None = None) -> None:
     """Raise ValueError if a model of this configuration has layers that are not served.
 
     Args:
         config: the configuration of the model, or of its part that is a language model.
         name: of the model, for the message.
-        recurrent: whether recurrent layers are served: in a call with a batch that is sharded over ranks.
 
     Called for every mask, also while torch.compile traces: what depends on the class of `config` is cached.
     """
     name = type(config).__name__ if name is None else name
     layers = _layer_types(config)
     for layer in layers or ():
-        if recurrent and layer in RECURRENT_LAYERS:
-            config_class: type = type(config)
-            refusal = _recurrent_refusal(config_class)
-            if refusal:
-                raise ValueError(f"{name}: {refusal}{see(MODELS_PAGE)}")
-        elif layer not in SERVED_LAYERS and layer not in _TOKENWISE_LAYERS:
+        if layer not in SERVED_LAYERS and layer not in _TOKENWISE_LAYERS and not _is_recurrent(type(config)):
             raise ValueError(
                 f"{name}: layer_types must be {', '.join(SERVED_LAYERS)}, as other layers that mix tokens would see "
                 f"one rank's tokens only, got {', '.join(sorted(set(layers or ())))}{see(MODELS_PAGE)}"
             )
-    with_recurrent = recurrent and any(layer in RECURRENT_LAYERS for layer in layers or ())
-    refusal = _refusal(type(config), layers is not None, with_recurrent)
+    refusal = _refusal(type(config), layers is not None)
     if refusal:
         raise ValueError(f"{name}: {refusal}{see(MODELS_PAGE)}")
 
@@ -82,15 +71,12 @@ def check_model(model: Any, *, recurrent: bool = False) -> None:
         check_modules(model, recurrent=recurrent)
 
 
-def check_attention_code(model: Any, *, recurrent: bool = False) -> None:
-    """Raise ValueError if the model's configuration or code is not served, or if it uses another attention.
-
-    `recurrent` is as in `check_config`.
-    """
+def check_attention_code(model: Any) -> None:
+    """Raise ValueError if the model's configuration or code is not served, or if it uses another attention."""
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
         raise ValueError(f"model must be a language model of Transformers, got {shown(model)}")
     config = text_config(model)
-    check_config(config, type(model).__name__, recurrent=recurrent)
+    check_config(config, type(model).__name__)
     implementation = config._attn_implementation
     if implementation != NAME:
         raise ValueError(
@@ -99,17 +85,12 @@ def check_attention_code(model: Any, *, recurrent: bool = False) -> None:
         )
 
 
-def check_modules(model: nn.Module, *, recurrent: bool = False) -> None:
-    """Raise ValueError if a module in the decoder layers mixes tokens without attention.
-
-    With `recurrent`, convolutions whose weights a known recurrent layer reads are allowed.
-    """
-    code = code_of(text_config(model)) if recurrent else None
-    kinds = recurrent_classes(code) if code is not None else ()
+def check_modules(model: nn.Module) -> None:
+    """Raise ValueError if a module in the decoder layers mixes tokens without attention."""
     for path, layer in attention_layers(model):
-        known = {id(part) for mixer in layer.modules() if isinstance(mixer, kinds) for part in mixer.children()}
+        served = {id(part) for each in layer.modules() if is_recurrent(type(each)) for part in each.children()}
         for inner, module in layer.named_modules():
-            if isinstance(module, _MIXERS) and not (isinstance(module, nn.Conv1d) and id(module) in known):
+            if isinstance(module, _MIXERS) and id(module) not in served:
                 raise ValueError(
                     f"{type(model).__name__}: layers must mix tokens in their attention only, got {path}.{inner}, a "
                     f"{type(module).__name__}{see(MODELS_PAGE)}"
@@ -181,7 +162,7 @@ def scale_by_index(module: nn.Module, query: Tensor, index: Callable[[], Tensor]
     """Queries [B, H, n, D] as one process scales them.
 
     Llama 4 scales the queries of layers without rotary embeddings by their index in the row, which the model takes to
-    be that in the shard. `index()` is the index in the row [n].
+    be that in the shard. `index()` is the index in the row, [n] or [B, n].
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
@@ -191,7 +172,7 @@ def scale_by_index(module: nn.Module, query: Tensor, index: Callable[[], Tensor]
         return torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * factor + 1.0
 
     ratio = scale(index()) / scale(torch.arange(query.shape[2], device=query.device))
-    return (query * ratio[:, None]).to(query.dtype)
+    return (query * ratio[..., None, :, None]).to(query.dtype)
 
 
 def _layer_types(config: Any) -> list[str] | None:
@@ -200,23 +181,9 @@ def _layer_types(config: Any) -> list[str] | None:
     return getattr(config, "layers_block_type", None) if layers is None else layers
 
 
-def code_of(config: Any) -> ModuleType | None:
-    """The module with the code of the models that have this configuration."""
-    found = _code(type(config))
-    return None if found is None else found[0]
-
-
-@cache
-def _recurrent_refusal(config_class: type) -> str:
-    """Why recurrent layers of models with this class of configuration are not served over ranks, or nothing."""
-    found = _code(config_class)
-    refusal = "" if found is None else why_not(found[0])
-    return refusal and f"recurrent layers must be known: {refusal}"
-
-
-def _refusal(config_class: type, names_layers: bool, with_recurrent: bool) -> str:
+def _refusal(config_class: type, names_layers: bool) -> str:
     """Why no model with this class of configuration is served, or nothing."""
-    return _refusal_by_code(config_class, names_layers, with_recurrent)
+    return _refusal_by_code(config_class, names_layers)
 
 
 # torch.compile runs it while tracing, as with torch.compiler.assume_constant_result, which would import torch._dynamo.
@@ -224,7 +191,7 @@ _refusal._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
-def _refusal_by_code(config_class: type, names_layers: bool, with_recurrent: bool) -> str:
+def _refusal_by_code(config_class: type, names_layers: bool) -> str:
     found = _code(config_class)
     if found is None:
         return (
@@ -232,10 +199,10 @@ def _refusal_by_code(config_class: type, names_layers: bool, with_recurrent: boo
             f"configuration_NAME, to see what its layers are, got {config_class.__module__}"
         )
     module, models = found
-    source = inspect.getsource(module)
+    source, recurrent = inspect.getsource(module), has_recurrent_layers(module)
     if _COUNTED_POSITIONS in source:
         return "positions must be position_ids that begin with 0, got a model that counts them from its padding token"
-    if not names_layers:
+    if not names_layers and not recurrent:
         if any(model._is_stateful for model in models):
             return "layers with a recurrent state are not served: they would see one rank's tokens only"
         if code := _MIXER_CODE.search(source):
@@ -243,19 +210,31 @@ def _refusal_by_code(config_class: type, names_layers: bool, with_recurrent: boo
                 f"layers must mix tokens in their attention only, and without layer_types in the configuration any may "
                 f"be a {code[1]}, which the model's code has"
             )
-    if with_recurrent and _ATTENTION_CODE not in source:
-        return "models with recurrent layers and no attention are not served over ranks"
     for model in models:
-        # Models with recurrent layers do not set it, though their attention calls the function.
-        if not model._supports_attention_backend and not with_recurrent:
+        # Models with recurrent layers call attention functions without saying so.
+        if not model._supports_attention_backend and not recurrent:
             return (
                 f"the model has attention code of its own, which does not call an attention function with the "
                 f"arguments that attnmesh needs ({model.__name__}._supports_attention_backend is False)"
             )
         arguments = inspect.signature(model.forward).parameters
-        if "input_ids" in arguments and "position_ids" not in arguments:
+        if "input_ids" in arguments and "position_ids" not in arguments and not (recurrent and "kwargs" in arguments):
             return f"{model.__name__} must take position_ids: ranks have tokens of any positions"
     return ""
+
+
+def _is_recurrent(config_class: type) -> bool:
+    """Whether the model's code has recurrent layers that are served: other layers that it names are refused there."""
+    return _has_recurrent_layers(config_class)
+
+
+_is_recurrent._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _has_recurrent_layers(config_class: type) -> bool:
+    found = _code(config_class)
+    return found is not None and has_recurrent_layers(found[0])
 
 
 def _code(config_class: type) -> tuple[ModuleType, list[Any]] | None:

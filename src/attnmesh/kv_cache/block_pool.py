@@ -53,8 +53,8 @@ class CacheFull(RuntimeError):  # noqa: N818 - a state one waits out, not a mist
     how many the cache has; `limit` is the argument that decides, where that is not `num_blocks` or `max_sequences`.
 
     Examples:
-        >>> cache = am.BlockCache(layers=1, num_blocks=2, block_size=4, kv_heads=1, head_dim=16, device="cpu",
-        ...                       max_sequences=2, max_length=16)
+        >>> spec = am.CacheSpec(layers=1, kv_heads=1, head_dim=16)
+        >>> cache = am.BlockCache(spec, num_blocks=2, block_size=4, max_sequences=2, max_length=16, device="cpu")
         >>> sequence = cache.allocate(8)
         >>> try:
         ...     cache.allocate(1)

@@ -34,10 +34,10 @@ from attnmesh.kv_cache.sequence import (
     new_ids,
     prompt_ids,
 )
-from attnmesh.ops.storage import LATENT_GROUP, PLAIN, STORAGES, Stored, check_storage, storage_of
+from attnmesh.kv_cache.spec import CacheSpec
+from attnmesh.ops.storage import Stored, storage_of
 from attnmesh.utils.validation import (
     check_bool,
-    check_choice,
     check_count,
     check_device,
     check_index,
@@ -62,13 +62,7 @@ class BlockCache:
     layer by layer. Once all layers of a full block with known token ids are written, later prompts with the same prefix
     reuse it.
 
-    `storage` is bf16, fp16, fp32, fp8, int8 or bfp8. `k_scale` and `v_scale` (a number, [] or [kv_heads], default 1)
-    are for fp8: values are saturated at 448 times the scale. `device` is torch's default device if it is None.
-
-    With `latent` (multi-head latent attention) one vector per token is stored: there is one kv head, and the values are
-    the first `value_dim` features of the keys. `storage` is then bf16, fp16, fp32 or fp8_ds_mla, the 656 bytes per
-    token of DeepSeek-V3.2 for head_dim=576. `index_dim` adds an indexer's keys of that width in the same blocks,
-    `index_keys(layer)`: in `storage`, or for fp8_ds_mla in fp8_token.
+    `spec` is what is stored per token. `device` is torch's default device if it is None.
 
     With a `shard`, the positions of every sequence are sharded over ranks, and this cache stores the positions of one
     rank. Prompts, ids, `max_length` and a sequence's `length` refer to the whole sequence; `cur_pos` and the slots are
@@ -77,16 +71,15 @@ class BlockCache:
     same blocks and none has started the next: after any block if the interleave divides block_size, otherwise after
     blocks that make whole multiples of the interleave.
 
-    `windows` has the sliding window of each layer, the token itself included, or None where a layer attends to all
-    tokens. Layers with a window then have `window_blocks` separate blocks, in which a sequence stores only what the
-    widest of these windows reaches, and 512 tokens before it. `block_tables[1]` and `slots_of` are theirs.
+    Layers with a window have `window_blocks` separate blocks, in which a sequence stores only what the widest of the
+    windows reaches, and 512 tokens before it. `block_tables[1]` and `slots_of` are theirs.
 
     In a `ShardedCache` the sequences have `rows` of its batch, and belong to `kvdp_rank`. On the meta device a cache
     has no memory. It tracks the blocks of another rank's cache.
 
     Examples:
-        >>> cache = am.BlockCache(layers=1, num_blocks=8, block_size=4, kv_heads=2, head_dim=16, storage="fp32",
-        ...                       device="cpu", max_sequences=2, max_length=16)
+        >>> spec = am.CacheSpec(layers=1, kv_heads=2, head_dim=16, storage="fp32")
+        >>> cache = am.BlockCache(spec, num_blocks=8, block_size=4, max_sequences=2, max_length=16, device="cpu")
         >>> first = cache.allocate([1, 2, 3, 4, 5])
         >>> cache.write(0, cache.append([first], 5), torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16))
         >>> second = cache.allocate([1, 2, 3, 4, 9])  # reuses the full block of the first
@@ -96,62 +89,65 @@ class BlockCache:
 
     def __init__(
         self,
+        spec: CacheSpec,
         *,
-        layers: int,
         num_blocks: int,
         block_size: int,
-        kv_heads: int,
-        head_dim: int,
-        value_dim: int | None = None,
-        storage: str = "bf16",
-        device: torch.device | str | None = None,
         max_sequences: int,
         max_length: int,
-        k_scale: float | Tensor | None = None,
-        v_scale: float | Tensor | None = None,
-        shard: InterleavedShard = _UNSHARDED,
-        latent: bool = False,
-        index_dim: int | None = None,
-        windows: abc.Sequence[int | None] = (),
+        device: torch.device | str | None = None,
         window_blocks: int = 0,
+        shard: InterleavedShard = _UNSHARDED,
         rows: range | None = None,
         kvdp_rank: int = 0,
     ) -> None:
-        if value_dim is None:
-            value_dim = _latent_width(storage, head_dim) or head_dim
-        check_positive(
-            layers=layers, num_blocks=num_blocks, block_size=block_size, kv_heads=kv_heads, head_dim=head_dim,
-            value_dim=value_dim, max_sequences=max_sequences, max_length=max_length,
-        )  # fmt: skip
+        check_type("spec", spec, CacheSpec)
+        check_positive(num_blocks=num_blocks, block_size=block_size, max_sequences=max_sequences, max_length=max_length)
         if block_size > _MAX_BLOCK_SIZE:
             raise ValueError(f"block_size must be 1 to {_MAX_BLOCK_SIZE}, got {block_size}")
         check_type("shard", shard, InterleavedShard)
         if device is not None:
             check_device("device", device)
-        _check_storage(storage, latent, kv_heads, head_dim, value_dim, index_dim)
-        self.window = _widest_window(windows, layers, window_blocks, index_dim)
+        self.window = spec.window
         """The window of layers with separate blocks; None if there are none."""
+        check_count("window_blocks", window_blocks, least=0 if self.window is None else 1)
+        check_type("rows", rows, (range, type(None)), "a range of rows or None")
+        check_count("kvdp_rank", kvdp_rank)
+        layers, storage = spec.layers, spec.storage
         self._layers, self._max_length = layers, max_length
-        self._heads, self._dim, self.value_dim = kv_heads, head_dim, value_dim
+        self._shapes = shapes = spec.shapes
+        self.value_dim = spec.value_dim
         self.layout = BlockLayout(shard, block_size)
         """The blocks that positions lie in."""
         self._num_blocks = (num_blocks,) if self.window is None else (num_blocks, window_blocks)
-        kinds = [0 if self.window is None or windows[layer] is None else 1 for layer in range(layers)]
+        kinds = [0 if window is None else 1 for window in spec.windows or [None] * layers]
         self.num_windowed = sum(kinds)
         """The number of layers that keep a window only."""
         self._tables = DeviceTables(len(self._num_blocks), max_sequences, self.layout.num_blocks(max_length), device)
         self.block_tables, self.cur_pos = self._tables.block_tables, self._tables.cur_pos
         self.block_table = self.block_tables[0]
         device = self.cur_pos.device
-        k_scale = fp8_scale("k_scale", k_scale, storage, kv_heads, device)
-        v_scale = fp8_scale("v_scale", v_scale, storage, kv_heads, device)
-        shapes = [(kinds.count(kind), blocks, block_size, kv_heads) for kind, blocks in enumerate(self._num_blocks)]
-        self._keys = [make_pools((*shape, head_dim), storage, k_scale, device) for shape in shapes]
-        self._values = [] if latent else [make_pools((*shape, value_dim), storage, v_scale, device) for shape in shapes]
-        self.pools = tuple(self._layer_pools(kind, kinds[:layer].count(kind)) for layer, kind in enumerate(kinds))
+        one = spec.kv_heads if isinstance(spec.kv_heads, int) else None
+        k_scale = fp8_scale("k_scale", spec.k_scale, storage, one, device)
+        v_scale = fp8_scale("v_scale", spec.v_scale, storage, one, device)
+        groups: dict[tuple[int, tuple[int, int, int]], list[int]] = {}
+        for layer in range(layers):
+            groups.setdefault((kinds[layer], shapes[layer]), []).append(layer)
+        self._pools: list[list[Pools]] = [[] for _ in self._num_blocks]  # of each kind of layers
+        by_number: dict[int, LayerPools] = {}
+        for (kind, (kv_head, dim, value)), members in groups.items():
+            front = (len(members), self._num_blocks[kind], block_size, kv_head)
+            stored = [make_pools((*front, dim), storage, k_scale, device)]
+            stored += [] if spec.latent else [make_pools((*front, value), storage, v_scale, device)]
+            self._pools[kind] += stored
+            for i, layer in enumerate(members):
+                by_number[layer] = _layer_pools(kind, value, *(each.layers[i] for each in stored))
+        self._latent = spec.latent
+        self.pools = tuple(by_number[layer] for layer in range(layers))
         """Where each layer's keys and values are."""
-        self._index_dim = index_dim
-        self._index = None if index_dim is None else make_index_pools(shapes[0][:3], index_dim, storage, device)
+        self._index_dim = index_dim = spec.index_dim
+        sizes = layers, num_blocks, block_size
+        self._index = None if index_dim is None else make_index_pools(sizes, index_dim, storage, device)
         self._rows, self._kvdp_rank = range(max_sequences) if rows is None else rows, kvdp_rank
         self.max_sequences = max_sequences
         self._lookups = self._hits = 0
@@ -181,13 +177,6 @@ class BlockCache:
                 f"a cache of storage {storage_of(keys)!r} has no pool of values: they are in keys({layer})"
             )
         return values
-
-    def _layer_pools(self, kind: int, index: int) -> LayerPools:
-        """The pools of the layer with this index among the layers of its kind."""
-        keys = self._keys[kind].layers[index]
-        if self._values:
-            return LayerPools(kind, keys, self._values[kind].layers[index])
-        return LayerPools(kind, keys, keys[..., : self.value_dim] if isinstance(keys, Tensor) else keys)
 
     def index_keys(self, layer: int) -> Stored:
         """The pool of a layer's index keys, [num_blocks, block_size, 1, index_dim]."""
@@ -221,7 +210,7 @@ class BlockCache:
 
     def _pools_of(self, kind: int) -> list[Pools]:
         index = [] if self._index is None or kind else [self._index]
-        return [*self._keys[kind : kind + 1], *self._values[kind : kind + 1], *index]
+        return [*self._pools[kind], *index]
 
     def stats(self) -> CacheStats:
         """The number of free, used and cached blocks, prefix hits and evictions."""
@@ -332,8 +321,9 @@ class BlockCache:
     def write_slots(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
         """Write k and v, as of `write`, to `slots` [n, T] of a layer; slots below 0 are skipped."""
         check_tensor("k", k)
-        check_given("v", v, bool(self._values))
-        check_new_kv(slots, self._heads, k=(k, self._dim), v=(v, self.value_dim))
+        check_given("v", v, not self._latent)
+        heads, dim, value_dim = self._shapes[layer]
+        check_new_kv(slots, heads, k=(k, dim), v=(v, value_dim))
         if v is None:
             write_rows(self.pools[layer].keys, slots, k)
         else:
@@ -441,51 +431,11 @@ class BlockCache:
         check_live(sequence, self.has, at)
 
 
-def _latent_width(storage: str, head_dim: int) -> int | None:
-    """The width of the values in a latent of `head_dim` features, where the storage type determines it."""
-    return head_dim // LATENT_GROUP * LATENT_GROUP if storage == "fp8_ds_mla" and isinstance(head_dim, int) else None
-
-
-def _check_storage(
-    storage: str, latent: bool, kv_heads: int, head_dim: int, value_dim: int, index_dim: int | None
-) -> None:
-    """Raise ValueError unless a cache can store keys, values and index keys of these widths."""
-    check_bool(latent=latent)
-    check_choice("storage", storage, (*PLAIN, "fp8_ds_mla") if latent else STORAGES)
-    check_storage(storage, head_dim)
-    if not latent:
-        check_storage(storage, value_dim)
-    elif kv_heads != 1 or value_dim > head_dim:
-        raise ValueError(
-            f"a latent cache has one kv head, whose values are among its {head_dim} features, got kv_heads={kv_heads} "
-            f"and value_dim={value_dim}"
-        )
-    elif value_dim != (_latent_width(storage, head_dim) or value_dim):
-        raise ValueError(
-            f"value_dim must be {_latent_width(storage, head_dim)} for storage {storage!r} and head_dim={head_dim}, "
-            f"got {value_dim}"
-        )
-    if index_dim is not None:
-        check_positive(index_dim=index_dim)
-        if not latent:
-            raise ValueError(f"index_dim must be None unless latent=True, got {index_dim}")
-        if storage not in PLAIN and index_dim % 4:
-            raise ValueError(f"index_dim must be a multiple of 4 for storage {storage!r}, got {index_dim}")
-
-
-def _widest_window(
-    windows: abc.Sequence[int | None], layers: int, window_blocks: int, index_dim: int | None
-) -> int | None:
-    """The widest window; None if no layer has one."""
-    if not isinstance(windows, list | tuple) or len(windows) not in (0, layers):
-        raise ValueError(f"windows must have a window or None for each of {layers} layers, got {shown(windows)}")
-    widths = [check_count(f"windows[{i}]", each, least=1) for i, each in enumerate(windows) if each is not None]
-    if not widths:
-        return None
-    if index_dim is not None:
-        raise ValueError(f"windows must be None in every layer of a cache with index_dim, got {shown(windows)}")
-    check_positive(window_blocks=window_blocks)
-    return max(widths)
+def _layer_pools(kind: int, value_dim: int, keys: Stored, values: Stored | None = None) -> LayerPools:
+    """The pools of one layer. Without values they are the first features of the keys."""
+    if values is None:
+        values = keys[..., :value_dim] if isinstance(keys, Tensor) else keys
+    return LayerPools(kind, keys, values)
 
 
 @lru_cache

@@ -96,16 +96,22 @@ def make_index_pools(shape: tuple[int, int, int], dim: int, storage: str, device
     return Pools((raw,), tuple(unpack_index_keys(x, block_size) for x in raw))
 
 
-def fp8_scale(name: str, scale: float | Tensor | None, storage: str, kv_heads: int, device: torch.device) -> Tensor:
-    """An fp8 scale as a float32 tensor [] or [kv_heads] on the device; 1 by default."""
+def fp8_scale(
+    name: str, scale: float | Tensor | None, storage: str, kv_heads: int | None, device: torch.device
+) -> Tensor:
+    """An fp8 scale as a float32 tensor [] or [kv_heads] on the device; 1 by default.
+
+    `kv_heads` is None if layers differ in it: there is one scale for all heads.
+    """
     if scale is None:
         return torch.ones((), dtype=torch.float32, device=device)
     if storage != "fp8":
         raise ValueError(f"{name} must be None except for storage 'fp8', got {shown(scale)} for {storage!r}")
     if isinstance(scale, Tensor):
         if scale.shape not in ((), (kv_heads,)) or not scale.dtype.is_floating_point:
+            of_heads = "" if kv_heads is None else f" or [{kv_heads}]"
             raise ValueError(
-                f"{name} must be a number or floating point [] or [{kv_heads}], got {scale.dtype} {list(scale.shape)}"
+                f"{name} must be a number or floating point []{of_heads}, got {scale.dtype} {list(scale.shape)}"
             )
         if scale.is_meta:
             raise ValueError(f"{name} must have values, got {shown(scale)}")

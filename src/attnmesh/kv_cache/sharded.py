@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmesh.comm.call_log import CallLog, text_digest
+from attnmesh.comm.agreement import CallLog, text_digest
 from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.block_pool import CacheFull, CacheStats
 from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.pools import fp8_scale
 from attnmesh.kv_cache.sequence import NewTokens, Sequence, check_distinct, check_length, check_live, new_ids
+from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import Stored
 from attnmesh.plan.decode import DecodeSharding
@@ -117,15 +117,16 @@ class ShardedCache:
 
     All ranks must perform the same operations in the same order. They then agree on rows, reused prefixes and CacheFull
     without communication. `log` has the operations so far; an `AttentionBlock` compares it with that of other ranks.
-    `batch`, `kv_heads`, `max_length` and the fp8 scales are those of the whole model; `num_blocks` is per rank.
-    `device` is torch's default device if it is None. `latent`, `windows` and `window_blocks` are as in `BlockCache`.
+    `batch`, `spec` and `max_length` are those of the whole model; `num_blocks` and `window_blocks` are per rank.
+    `device` is torch's default device if it is None. There are no index keys.
 
     The rows of each KVDP rank are a `BlockCache` of their own. A rank has the memory of its own rows, and tracks the
     blocks of the other KVDP ranks on the meta device.
 
     Examples:
-        >>> sizes = dict(batch=1, layers=1, num_blocks=4, block_size=4, kv_heads=2, head_dim=16, max_length=16)
-        >>> caches = [am.ShardedCache(am.DecodeSharding(cp=2), rank, device="cpu", **sizes) for rank in range(2)]
+        >>> spec = am.CacheSpec(layers=1, kv_heads=2, head_dim=16)
+        >>> sizes = dict(batch=1, num_blocks=4, block_size=4, max_length=16, device="cpu")
+        >>> caches = [am.ShardedCache(am.DecodeSharding(cp=2), rank, spec, **sizes) for rank in range(2)]
         >>> for cache in caches:
         ...     cache.mark_written(cache.append([cache.allocate(7)], 7))
         >>> [cache.sequences[0].length for cache in caches]
@@ -138,31 +139,24 @@ class ShardedCache:
         self,
         sharding: DecodeSharding,
         rank: int,
+        spec: CacheSpec,
         *,
         batch: int,
-        layers: int,
         num_blocks: int,
         block_size: int,
-        kv_heads: int,
-        head_dim: int,
-        value_dim: int | None = None,
-        storage: str = "bf16",
-        device: torch.device | str | None = None,
         max_length: int,
-        k_scale: float | Tensor | None = None,
-        v_scale: float | Tensor | None = None,
-        latent: bool = False,
-        windows: abc.Sequence[int | None] = (),
+        device: torch.device | str | None = None,
         window_blocks: int = 0,
     ) -> None:
         check_type("sharding", sharding, DecodeSharding)
         sharding.place(rank)  # raises
-        check_positive(
-            batch=batch, kv_heads=kv_heads, num_blocks=num_blocks, block_size=block_size, max_length=max_length,
-            layers=layers, head_dim=head_dim, value_dim=head_dim if value_dim is None else value_dim,
-        )  # fmt: skip
-        sharding.check_heads(kv_heads * sharding.ranks, kv_heads)  # valid for any number of query heads
-        shard, heads = sharding.position_shard(rank), sharding.kv_heads(rank, kv_heads)
+        check_type("spec", spec, CacheSpec)
+        if spec.index_dim is not None:
+            raise ValueError(f"spec.index_dim must be None in a ShardedCache, got {spec.index_dim}")
+        check_positive(batch=batch, num_blocks=num_blocks, block_size=block_size, max_length=max_length)
+        for kv_heads in dict.fromkeys(heads for heads, _, _ in spec.shapes):
+            sharding.check_heads(kv_heads * sharding.ranks, kv_heads)  # valid for any number of query heads
+        shard, heads = sharding.position_shard(rank), [sharding.kv_heads(rank, n) for n, _, _ in spec.shapes]
         needed = BlockLayout(shard, block_size).num_blocks(max_length)
         if needed > num_blocks:
             raise ValueError(
@@ -170,19 +164,15 @@ class ShardedCache:
                 f"under {sharding} with block_size={block_size}, got {num_blocks}"
             )
         self.sharding, self.rank, self.batch = sharding, rank, batch
-        self.kv_heads, self.head_dim, self.latent = kv_heads, head_dim, latent
-        self.block_size, self.num_blocks, self.max_length, self.storage = block_size, num_blocks, max_length, storage
-        self.layers, self.scales = layers, (k_scale, v_scale)
+        self.spec, self.layers = spec, spec.layers
+        self.block_size, self.num_blocks, self.max_length = block_size, num_blocks, max_length
         self._rows_of_rank = [sharding.sequences(peer, batch) for peer in sharding.kvdp_peers(rank)]
-        kvdp_rank = sharding.place(rank).kvdp
+        kvdp_rank, local_spec = sharding.place(rank).kvdp, spec.of_heads(heads)
         self.by_kvdp_rank = [
             BlockCache(
-                layers=layers, num_blocks=num_blocks, block_size=block_size, kv_heads=len(heads), head_dim=head_dim,
-                value_dim=value_dim, storage=storage, device=device if peer == kvdp_rank else "meta",
-                max_sequences=max(1, len(rows)), max_length=max_length, shard=shard, latent=latent, windows=windows,
-                window_blocks=window_blocks, rows=rows or range(rows.start, rows.start + 1), kvdp_rank=peer,
-                k_scale=_local_scale("k_scale", k_scale, storage, kv_heads, heads),
-                v_scale=_local_scale("v_scale", v_scale, storage, kv_heads, heads),
+                local_spec, num_blocks=num_blocks, block_size=block_size, max_sequences=max(1, len(rows)),
+                max_length=max_length, device=device if peer == kvdp_rank else "meta", window_blocks=window_blocks,
+                shard=shard, rows=rows or range(rows.start, rows.start + 1), kvdp_rank=peer,
             )
             for peer, rows in enumerate(self._rows_of_rank)
         ]  # fmt: skip
@@ -403,15 +393,6 @@ class ShardedCache:
 
 def _no_row(total: int, limit: str) -> CacheFull:
     return CacheFull("sequences", needed=1, free=0, cached=0, total=total, limit=limit)
-
-
-def _local_scale(
-    name: str, scale: float | Tensor | None, storage: str, kv_heads: int, heads: range
-) -> float | Tensor | None:
-    """The scales of a rank's heads, from the scales of a model; a single scale applies to all heads."""
-    if isinstance(scale, Tensor) and scale.dim():
-        return fp8_scale(name, scale, storage, kv_heads, scale.device)[heads.start : heads.stop]
-    return scale
 
 
 def _by_kvdp_rank(sequences: tuple[Sequence, ...], given: list[array[int]] | None) -> dict[int, _Appended]:

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from attnmesh.core.model_sizes import check_model_sizes
 from attnmesh.utils.files import MAX_TEXT_BYTES, check_file
 from attnmesh.utils.optional import MissingExtraError, require
+from attnmesh.utils.sizes import check_model_sizes
 from attnmesh.utils.text import printable
 from attnmesh.utils.validation import shown
 

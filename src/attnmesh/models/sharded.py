@@ -60,9 +60,12 @@ from attnmesh.utils.validation import check_type
 
 SHARDED_MODELS = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "smollm3", "granite", "starcoder2", "gemma3_text",
-    "gpt_oss", "deepseek_v3",
+    "gpt_oss", "deepseek_v3", "arcee", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "dots1",
+    "ernie4_5", "exaone4", "gemma", "gemma2", "glm4_moe", "helium", "hyperclovax", "jais2", "mellum", "ministral",
+    "ministral3", "nanochat", "olmo", "seed_oss", "vaultgemma",
 )  # fmt: skip
-"""The `model_type`s that generate with sharded weights."""
+"""The `model_type`s whose tokens with sharded weights are tested against one process: a plan that divides a projection
+but not what is beside it (a shared expert, a norm over all heads) would give other tokens."""
 
 _BY_Q_HEAD = ("q_proj", "q_b_proj", "kv_b_proj")  # the latter belongs to queries and outputs if the cache has latents
 _BY_KV_HEAD = ("k_proj", "v_proj")

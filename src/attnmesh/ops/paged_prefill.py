@@ -8,32 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby, pairwise
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from attnmesh.core.masks import Causal, Mask, Prefix, SlidingWindow
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.dense.call import check_score_terms, contiguous_last_dim, resolve_scores
+from attnmesh.ops.dense.call import ScoreOptions, check_score_terms, contiguous_last_dim, resolve_scores
 from attnmesh.ops.paged import PagedKV, check_calls, check_paged, paged_attention
 from attnmesh.ops.storage import Stored, values_of
-from attnmesh.utils.validation import check_bool, check_count, check_positive, check_tensor, shown
+from attnmesh.utils.validation import check_bool, check_count, check_options, check_positive, check_tensor, shown
 
 
 @overload
 def paged_prefill_attention(
     q: Tensor, k_pool: Stored, v_pool: Stored, block_table: Tensor, *, cur_pos: Sequence[int] | Tensor,
     query_lengths: Sequence[int] | Tensor | None = ..., causal: bool = ..., scale: float | None = ...,
-    window: int | None = ..., sinks: Tensor | None = ..., softcap: float | None = ...,
-    alibi_slopes: Tensor | None = ..., return_lse: Literal[False] = ..., backend: str = ...,
+    window: int | None = ..., return_lse: Literal[False] = ..., **options: Unpack[ScoreOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def paged_prefill_attention(
     q: Tensor, k_pool: Stored, v_pool: Stored, block_table: Tensor, *, cur_pos: Sequence[int] | Tensor,
     query_lengths: Sequence[int] | Tensor | None = ..., causal: bool = ..., scale: float | None = ...,
-    window: int | None = ..., sinks: Tensor | None = ..., softcap: float | None = ...,
-    alibi_slopes: Tensor | None = ..., return_lse: Literal[True], backend: str = ...,
+    window: int | None = ..., return_lse: Literal[True], **options: Unpack[ScoreOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def paged_prefill_attention(
     q: Tensor,
@@ -46,11 +44,8 @@ def paged_prefill_attention(
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
-    backend: str = "auto",
+    **options: Unpack[ScoreOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`paged_decode_attention` for any number T of new tokens, at prefill speed: q [B,Hq,T,D] to out [B,Hq,T,Dv].
 
@@ -84,6 +79,9 @@ def paged_prefill_attention(
         >>> torch.allclose(out, whole, atol=1e-5)
         True
     """
+    check_options("paged_prefill_attention", options, ScoreOptions)
+    softcap, sinks, alibi_slopes = options.get("softcap"), options.get("sinks"), options.get("alibi_slopes")
+    backend = options.get("backend", "auto")
     kv = PagedKV(k_pool, v_pool, check_tensor("block_table", block_table, "int32 [batch, slots]"))
     check_paged(q, kv, scale, sinks, ("k_pool", "v_pool"))
     check_bool(return_lse=return_lse, causal=causal)

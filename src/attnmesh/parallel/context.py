@@ -52,15 +52,14 @@ from attnmesh.parallel.two_level import TwoLevelRing
 from attnmesh.parallel.ulysses import Ulysses, UlyssesAllGather, UlyssesRing
 from attnmesh.plan.recurrent import runs
 from attnmesh.plan.schedules import SCHEDULES, ScheduleName, check_schedule
-from attnmesh.plan.shards import Shards, shards
+from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.utils.error_links import explained_in, see
 from attnmesh.utils.log import log_choice, wants_choices
 from attnmesh.utils.validation import check_bool, check_choice, check_count, check_device, check_dtype
 
 if TYPE_CHECKING:  # the planner is imported for schedule="auto" and explain only
-    from attnmesh.planner.auto import Choice
-    from attnmesh.planner.explain import Explanation
+    from attnmesh.planner.auto import Choice, Explanation
 
 EXECUTORS: dict[str, Callable[[ExecutorConfig], Executor]] = {
     "ring": Ring.build,
@@ -403,8 +402,8 @@ class ContextParallel(ExecutorFactory):
         Nothing is computed or sent. Print the result. `value_dim` is the width of v if it differs from `head_dim`, that
         of q and k. `device` is the type of device to choose the schedule for.
         """
+        from attnmesh.planner.auto import explain_schedule
         from attnmesh.planner.catalog import default_cluster
-        from attnmesh.planner.explain import explain_schedule
 
         _check_lengths(mask, length, key_length)
         if key_layout is not None:
@@ -413,7 +412,7 @@ class ContextParallel(ExecutorFactory):
         value_dim = head_dim if value_dim is None else value_dim
         _check_shape(batch, q_heads, kv_heads, head_dim, value_dim, dtype)
         shape = _shape(batch, q_heads, kv_heads, head_dim, value_dim, dtype)
-        positions = self._shards(mask, length, key_length, key_layout)
+        positions = shards(mask, self.layout, length, self.world, key_layout, key_length)
         workload = Workload(positions, shape, self._groups.ranks_per_node, device=kind)
         choice = self._auto_choice(workload)
         schedule = self.schedule if choice is None else choice.schedule
@@ -460,7 +459,7 @@ class ContextParallel(ExecutorFactory):
         scores = options.scores(inputs)
         with_lse = return_lse or needs_grad[3]  # the gradient of sinks needs it where the queries are
 
-        positions = self._shards(mask, length, key_length, key_layout)
+        positions = shards(mask, self.layout, length, self.world, key_layout, key_length)
         workload = Workload(positions, shape, self._groups.ranks_per_node, with_lse, q.device.type)
         schedule = self._schedule_for(workload, mask, length)
         check_schedule(schedule, positions, self._groups.ranks_per_node)
@@ -512,13 +511,9 @@ class ContextParallel(ExecutorFactory):
 
         return choose_schedule(workload, default_cluster(workload.device))
 
-    def _shards(self, mask: Mask, length: int, key_length: int | None, key_layout: Layout | None) -> Shards:
-        return shards(mask, self.layout, length, self.world, key_layout, key_length)
-
     def _check_shard(self, rows: int, length: int, layout: Layout | None = None, what: str = "positions") -> None:
         layout = layout or self.layout
         name = "length" if what == "positions" else "key_length"
-        check_count(name, length)
         expected = layout.local_length(length, self.world, self.rank)
         if rows != expected:
             raise ValueError(

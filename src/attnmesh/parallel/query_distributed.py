@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ from attnmesh.ops.dense.call import (
     Call,
     Grads,
     Result,
+    ScoreOptions,
     Scores,
     check_batch,
     check_inputs,
@@ -66,6 +67,7 @@ from attnmesh.utils.validation import (
     check_choice,
     check_count,
     check_index,
+    check_options,
     check_tensor,
     shown,
 )
@@ -94,21 +96,25 @@ def ring_chunks(length: int, ring_size: int, ring_id: int, pairs: int | tuple[in
     return Zigzag(pairs).chunks(length, ring_size, ring_id)
 
 
+class RingOptions(ScoreOptions, total=False):
+    """Arguments of `ring_distributed_attention` that few calls need, by keyword."""
+
+    pairs: int | tuple[int, ...]
+
+
 @overload
 def ring_distributed_attention(
     q: Tensor, k: Stored, v: Stored, *, ring_size: int | None = ..., ring_id: int | None = ...,
     group: Comm | ProcessGroup | DeviceMesh | None = ..., q_offset: int | Sequence[int] = ...,
-    block_table: Tensor | None = ..., mask: Mask = ..., scale: float | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., return_lse: Literal[False] = ...,
-    pairs: int | tuple[int, ...] = ..., backend: str = ...,
+    block_table: Tensor | None = ..., mask: Mask = ..., scale: float | None = ...,
+    return_lse: Literal[False] = ..., **options: Unpack[RingOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def ring_distributed_attention(
     q: Tensor, k: Stored, v: Stored, *, ring_size: int | None = ..., ring_id: int | None = ...,
     group: Comm | ProcessGroup | DeviceMesh | None = ..., q_offset: int | Sequence[int] = ...,
-    block_table: Tensor | None = ..., mask: Mask = ..., scale: float | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., return_lse: Literal[True],
-    pairs: int | tuple[int, ...] = ..., backend: str = ...,
+    block_table: Tensor | None = ..., mask: Mask = ..., scale: float | None = ...,
+    return_lse: Literal[True], **options: Unpack[RingOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def ring_distributed_attention(
     q: Tensor,
@@ -122,12 +128,8 @@ def ring_distributed_attention(
     block_table: Tensor | None = None,
     mask: Mask = Causal(),  # noqa: B008  (immutable)
     scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
-    pairs: int | tuple[int, ...] = 1,
-    backend: str = "auto",
+    **options: Unpack[RingOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of this device's queries; q [B,Hq,S,D], k [B,Hkv,S,D], v [B,Hkv,S,Dv] are whole on every device.
 
@@ -164,6 +166,9 @@ def ring_distributed_attention(
         >>> torch.allclose(out, am.attention(q, k, v, mask=am.Causal())[:, :, rows], atol=1e-5)
         True
     """
+    check_options("ring_distributed_attention", options, RingOptions)
+    softcap, sinks, alibi_slopes = options.get("softcap"), options.get("sinks"), options.get("alibi_slopes")
+    pairs, backend = options.get("pairs", 1), options.get("backend", "auto")
     comm = SoloComm() if group is None else context_comm(group)
     checks = score_checks(comm)
 

@@ -1,22 +1,25 @@
-"""The cost of a schedule: seconds, operations, bytes, and the bottleneck.
+"""The cost of a schedule and of a sharded decode step: seconds, operations, bytes, and the bottleneck.
 
-Its program is simulated on a cluster, round by round: in every round a rank takes the longer of its
-compute and of the communication that it waits for. No overlap is assumed beyond what the rounds allow.
+The program of a schedule is simulated on a cluster, round by round: in every round a rank takes the longer of its
+compute and of the communication that it waits for. No overlap is assumed beyond what the rounds allow. Of a decode
+step: the bytes that ranks send in each collective, and that they store.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
+from attnmesh.plan.decode import COMBINES, KVDP_EXCHANGES, Combine, DecodeShape, DecodeSharding, KvdpExchange
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.program import Load, LoadCounter, Program
 from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import run_rounds
-from attnmesh.utils.validation import check_type
+from attnmesh.utils.validation import check_choice, check_positive, check_type
 
 _SUMMED = ("seconds", "computed", "flops", "intra_node", "inter_node", "rounds")  # what the parts of a cost add up
 _NEGLIGIBLE = 0.1  # fraction of the time spent waiting up to which a run is compute bound
@@ -109,3 +112,103 @@ def _bottleneck(seconds: float, computed: float, most: Load, cluster: Cluster) -
     }
     most_taken = max(taken, key=lambda name: taken[name])
     return most_taken if taken[most_taken] >= seconds / 2 else f"waiting for other ranks, then {most_taken}"
+
+
+_STATE_ITEMSIZE = 4  # (out, lse) are sent in float32 until they are merged
+
+
+class Copies(NamedTuple):
+    """On how many ranks every part of a weight is replicated."""
+
+    w_q: int
+    w_kv: int
+    w_out: int
+
+
+def bytes_sent(
+    sharding: DecodeSharding, shape: DecodeShape, rank: int, *, kvdp: KvdpExchange = "all_to_all",
+    combine: Combine = "all_to_all", replicate_q: bool = False,
+) -> dict[str, int]:  # fmt: skip
+    """Bytes that a rank sends in each collective of a decode step, per layer.
+
+    With `replicate_q` a rank projects the queries of all its CP peers instead of gathering them.
+    """
+    sharding.check_heads(shape.q_heads, shape.kv_heads)
+    check_choice("kvdp", kvdp, KVDP_EXCHANGES)
+    check_choice("combine", combine, COMBINES)
+    messages = messages_sent(sharding, shape, rank, kvdp=kvdp, combine=combine, replicate_q=replicate_q)
+    sent = {name: sum(parts.values()) for name, parts in messages.items()}
+    if combine == "all_reduce":
+        out = len(sharding.group_heads(rank, shape.q_heads)) * _lse_row(sharding, shape, rank) * shape.head_dim
+        sent["cp out"] = _all_reduced(out, sharding.cp)
+    projected = shape.batch * shape.tokens * shape.hidden * shape.itemsize
+    return {**sent, "projection": _all_reduced(projected, sharding.ranks)}
+
+
+def messages_sent(
+    sharding: DecodeSharding, shape: DecodeShape, rank: int, *, kvdp: KvdpExchange = "all_to_all",
+    combine: Combine, replicate_q: bool = False,
+) -> dict[str, dict[int, int]]:  # fmt: skip
+    """Bytes of each message between peers, by collective and target; an all-reduce is sent as a reduce-scatter is.
+
+    KVDP peers exchange query heads of all sequences before attention, and results of all query heads after it. CP peers
+    send the lse alone and then out, or both in one message.
+    """
+    kvdp_peers, cp_peers = (
+        [peer for peer in peers(rank) if peer != rank] for peers in (sharding.kvdp_peers, sharding.cp_peers)
+    )
+    mine, lse_row = _row(sharding, shape, rank), _lse_row(sharding, shape, rank)
+    projected = len((sharding.replicated_q_heads if replicate_q else sharding.q_heads)(rank, shape.q_heads))
+    gathered = _cp_heads(sharding, shape, rank)
+    if kvdp == "all_gather":
+        all_rows = shape.batch * shape.tokens * shape.head_dim * shape.itemsize
+        there = dict.fromkeys(kvdp_peers, projected * all_rows)
+        back = dict.fromkeys(kvdp_peers, gathered * mine)
+    else:
+        there = {peer: projected * _row(sharding, shape, peer) for peer in kvdp_peers}
+        back = {peer: len(sharding.q_heads(peer, shape.q_heads)) * mine for peer in kvdp_peers}
+    result_row = lse_row * (shape.head_dim + 1) if combine == "all_to_all" else lse_row * shape.head_dim
+    lse = 0 if combine == "all_to_all" else len(sharding.group_heads(rank, shape.q_heads)) * lse_row
+    return {
+        "kvdp in": there,
+        "cp in": dict.fromkeys(cp_peers, 0 if replicate_q else gathered * mine),
+        "cp lse": dict.fromkeys(cp_peers, lse),
+        "cp out": {peer: _cp_heads(sharding, shape, peer) * result_row for peer in cp_peers},
+        "kvdp out": back,
+    }
+
+
+def cache_bytes(sharding: DecodeSharding, shape: DecodeShape, rank: int, context: int, kv_bytes: int) -> int:
+    """KV cache bytes of a rank, with `context` positions per sequence.
+
+    `kv_bytes` is the bytes of K and V per token and kv head: of one layer, or of all layers.
+    """
+    sharding.check_heads(shape.q_heads, shape.kv_heads)
+    check_positive(context=context, kv_bytes=kv_bytes)
+    heads, sequences = sharding.kv_heads(rank, shape.kv_heads), sharding.sequences(rank, shape.batch)
+    return len(heads) * len(sequences) * sharding.position_shard(rank).length(context) * kv_bytes
+
+
+def weight_copies(sharding: DecodeSharding, kv_heads: int, *, replicate_q: bool = False) -> Copies:
+    """W_q and W_out are sharded over all ranks; W_kv is replicated on all ranks that share its kv heads."""
+    shared = sharding.kvdp * sharding.cp * max(1, sharding.tp // kv_heads)
+    return Copies(w_q=sharding.cp if replicate_q else 1, w_kv=shared, w_out=1)
+
+
+def _row(sharding: DecodeSharding, shape: DecodeShape, rank: int) -> int:
+    """Bytes of one query head of all sequences that a rank holds."""
+    return len(sharding.sequences(rank, shape.batch)) * shape.tokens * shape.head_dim * shape.itemsize
+
+
+def _lse_row(sharding: DecodeSharding, shape: DecodeShape, rank: int) -> int:
+    """Bytes of the lse of one query head of all sequences that a rank holds."""
+    return len(sharding.sequences(rank, shape.batch)) * shape.tokens * _STATE_ITEMSIZE
+
+
+def _cp_heads(sharding: DecodeSharding, shape: DecodeShape, rank: int) -> int:
+    return len(sharding.cp_heads(rank, shape.q_heads))
+
+
+def _all_reduced(nbytes: int, ranks: int) -> int:
+    """Bytes per rank of an all-reduce: reduce-scatter and all-gather, everything but the own part."""
+    return round(2 * (ranks - 1) / ranks * nbytes)

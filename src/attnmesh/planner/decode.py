@@ -16,9 +16,7 @@ import numpy as np
 
 from attnmesh.plan.decode import DecodeShape, DecodeSharding
 from attnmesh.planner.auto import pick_combine
-from attnmesh.planner.cost import cost
-from attnmesh.planner.counts import check_sizes, divisors
-from attnmesh.planner.decode_bytes import messages_sent
+from attnmesh.planner.cost import cost, messages_sent
 from attnmesh.planner.hardware import Cluster, Device, Link, group_cluster, group_ranks_per_node
 from attnmesh.planner.models.config import (
     AttentionParameters,
@@ -32,6 +30,7 @@ from attnmesh.planner.models.config import (
 from attnmesh.planner.program import Floats, Ints, Kernels, Messages, Program, Round
 from attnmesh.planner.ranking import Memory, Option, Ranking, ranked
 from attnmesh.utils.progress import reported
+from attnmesh.utils.sizes import check_sizes, divisors
 from attnmesh.utils.validation import check_number, check_type
 
 # Small kernels, in launches (docs/notes/decode.md, "Overhead of a sharded step"): one is a copy of 0.8 us and the

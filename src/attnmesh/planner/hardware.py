@@ -13,8 +13,8 @@ from math import gcd
 
 import numpy as np
 
-from attnmesh.planner.counts import check_sizes
 from attnmesh.planner.program import Floats, KernelKind, Kernels
+from attnmesh.utils.sizes import check_sizes
 
 _SHORT = 30  # launch times: a call that takes less is too small to fill a device
 

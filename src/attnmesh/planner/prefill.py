@@ -19,12 +19,12 @@ from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.cost import Cost, schedule_cost
-from attnmesh.planner.counts import check_sizes, divisors
 from attnmesh.planner.hardware import Cluster, group_cluster, group_ranks_per_node
 from attnmesh.planner.models.config import ModelConfig, cache_bytes, layer_weight_bytes_read, linear_flops, weight_bytes
 from attnmesh.planner.ranking import Memory, Option, Ranking, ranked
 from attnmesh.planner.schedules import peak_bytes
 from attnmesh.utils.progress import reported_steps
+from attnmesh.utils.sizes import check_sizes, divisors
 from attnmesh.utils.validation import check_number, check_type
 
 MAX_CP_RANKS = 1024

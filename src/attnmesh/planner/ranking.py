@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from attnmesh.plan.decode import DecodeSharding
-from attnmesh.planner.units import readable_bytes, readable_seconds
+from attnmesh.utils.text import readable_bytes, readable_seconds
 
 RESERVED_MEMORY = 0.1
 """The fraction of device memory that is reserved for the runtime, fragmentation and library buffers."""

@@ -16,15 +16,13 @@ from dataclasses import dataclass
 from math import gcd
 
 from attnmesh.plan.decode import DecodeShape, DecodeSharding
-from attnmesh.planner.cost import Cost, cost
-from attnmesh.planner.counts import check_sizes, divisors
+from attnmesh.planner.cost import Copies, Cost, bytes_sent, cache_bytes, cost, weight_copies
 from attnmesh.planner.decode import DecodeLayer, decode_program
-from attnmesh.planner.decode_bytes import Copies, bytes_sent, cache_bytes, weight_copies
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.ranking import is_tie
-from attnmesh.planner.units import readable_bytes, readable_seconds
 from attnmesh.utils.progress import reported
-from attnmesh.utils.text import counted
+from attnmesh.utils.sizes import check_sizes, divisors
+from attnmesh.utils.text import counted, readable_bytes, readable_seconds
 from attnmesh.utils.validation import check_count, check_type
 
 

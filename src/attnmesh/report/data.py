@@ -31,7 +31,6 @@ from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import Choice, choose_schedule
 from attnmesh.planner.catalog import default_cluster
-from attnmesh.planner.counts import check_sizes
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.program import Load, imbalance
 from attnmesh.planner.schedules import Step, is_step, loads, program, steps
@@ -39,6 +38,7 @@ from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.trace.timeline import Span
 from attnmesh.utils.files import read_json
 from attnmesh.utils.progress import reported
+from attnmesh.utils.sizes import check_sizes
 from attnmesh.utils.text import counted
 from attnmesh.utils.validation import check_bool, check_count, check_device, check_list, check_type, shown
 from attnmesh.verify.mode import Outcome

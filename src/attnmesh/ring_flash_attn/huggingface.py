@@ -53,7 +53,7 @@ class _RingPass(ShardedPass):
         )
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None,
+        self, layer: object, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None,
         softcap: float | None = None,
     ) -> Tensor:  # fmt: skip
         """Out of this rank's queries over the keys of all ranks."""

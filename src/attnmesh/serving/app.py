@@ -8,29 +8,41 @@ import hashlib
 import hmac
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import suppress
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.prompts import eos_tokens
+from attnmesh.serving.answers import Answers, ClientGone, disconnected, stream, unless
 from attnmesh.serving.commands import Submission
-from attnmesh.serving.loop import Closed, Event, QueueFull, RequestQueue
-from attnmesh.serving.metrics import AnswerTimes, Metrics
+from attnmesh.serving.fields import ApiError, decode_json, invalid
+from attnmesh.serving.loop import Closed, QueueFull, RequestQueue
+from attnmesh.serving.metrics import Metrics
+from attnmesh.serving.openapi import docs_page, openapi
 from attnmesh.serving.prompts import PromptTokenizer
-from attnmesh.serving.protocol import ApiError, Call, decode_json, parse_chat, parse_completion
-from attnmesh.serving.responses import Choice, Formatter, Json, usage
+from attnmesh.serving.protocol import (
+    Call,
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
+from attnmesh.serving.responses import CompletionFormatter, Formatter, Json, usage
+from attnmesh.serving.responses_api import ResponseFormatter, parse_responses
+from attnmesh.serving.tools import TOOL_PARSERS, JsonParser, NamedParser, ToolParser, detect_parser
 from attnmesh.utils.validation import shown
 
 _BODY_SECONDS = 60.0  # in which a client must have sent its body
-_COMMENT_SECONDS = 15.0  # without a token, after which a stream has a comment, so that no proxy gives it up
 _LARGE_BODY = 2**16  # bytes, from which on a body is parsed on another thread
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _log = logging.getLogger("attnmesh.serving")
@@ -40,12 +52,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AppSettings:
-    """How an app answers. Without an `api_key`, it answers only requests that address this host by one of `hosts`."""
+    """How an app answers. Without `api_keys`, it answers only requests that address this host by one of `hosts`."""
 
     model_name: str
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
     max_body: int = 16 * 2**20
     hosts: tuple[str, ...] = _LOCAL_HOSTS
+    tool_parser: str | None = None  # one of TOOL_PARSERS, if there is one
 
 
 class Service:
@@ -60,6 +73,8 @@ class Service:
         )  # tokens of a prompt and its answer
         self._prompts = PromptTokenizer(generator.tokenizer, self._context)
         self._tokenizer = self._prompts.tokenizer
+        self._keys = [hashlib.sha256(each.encode()).digest() for each in settings.api_keys]
+        self._created = int(time.time())
         self.metrics = Metrics(generator, lambda: len(queue))
 
     # Routes.
@@ -87,30 +102,72 @@ class Service:
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
-        return await self._answer(request, parse_completion)
+        call, _ = await self._parsed(request, parse_completion)
+        return await self._answer(request, call, partial(self._completion_formatter, call))
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        return await self._answer(request, parse_chat)
+        call, _ = await self._parsed(request, parse_chat)
+        return await self._answer(request, call, partial(self._completion_formatter, call))
+
+    async def responses(self, request: Request) -> Response:
+        """Answer a conversation, in the format of the Responses API."""
+        call, body = await self._parsed(request, parse_responses)
+        make = self._tool_parser(call)
+        formatter = ResponseFormatter(call, self._settings.model_name, body, None if make is None else make())
+        return await self._answer(request, call, lambda prompts: formatter)
+
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a text or of a conversation."""
+        (prompts, wants_strings), _ = await self._parsed(request, parse_tokenize)
+        self._check_model(prompts.model)
+        self._prompts.check_length(prompts)
+        (ids,) = await self._prompts.token_ids(prompts)
+        strings = self._tokenizer.convert_ids_to_tokens(ids) if wants_strings else None
+        found = {"count": len(ids), "max_model_len": self._context, "tokens": ids, "token_strs": strings}
+        return JSONResponse(found)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of some tokens."""
+        (model, ids), _ = await self._parsed(request, parse_detokenize)
+        self._check_model(model)
+        if ids and max(ids) >= self._vocabulary:
+            raise invalid("tokens", f"token ids below {self._vocabulary}", max(ids))
+        return JSONResponse({"prompt": await self._prompts.text(ids)})
+
+    async def embeddings(self, request: Request) -> Response:
+        """There are none."""
+        self._authorize(request)
+        name = self._settings.model_name
+        raise ApiError(404, f"{request.url.path} is not served: {name} is a language model, and has no embeddings")
+
+    async def version(self, request: Request) -> Response:
+        """The version of attnmesh."""
+        return JSONResponse({"version": version("attnmesh")})
+
+    async def openapi(self, request: Request) -> Response:
+        """The description of the API, for programs."""
+        return JSONResponse(openapi())
+
+    async def docs(self, request: Request) -> Response:
+        """The description of the API, for people."""
+        return HTMLResponse(docs_page())
 
     # Before a call is queued.
 
     def _authorize(self, request: Request) -> None:
-        expected = self._settings.api_key
-        if expected is None:
+        if not self._settings.api_keys:
             host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
             names = (host, request.headers.get("host", ""))
             if not any(name.lower() in self._settings.hosts for name in names):  # a page of a browser, under any name
                 raise ApiError(403, f"the host must be one of {', '.join(self._settings.hosts)}, got {shown(names[1])}")
             return
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        # Digests have the same length, whatever was sent: the comparison takes the same time.
-        is_equal = hmac.compare_digest(
-            hashlib.sha256(token.strip().encode("latin-1", "replace")).digest(),
-            hashlib.sha256(expected.encode()).digest(),
-        )
-        if scheme.lower() != "bearer" or not is_equal:
-            raise ApiError(401, "Authorization must be 'Bearer' and the server's API key", code="invalid_api_key")
+        # Digests have the same length, whatever was sent, and all are compared: it takes the same time.
+        given = hashlib.sha256(token.strip().encode("latin-1", "replace")).digest()
+        are_equal = [hmac.compare_digest(given, each) for each in self._keys]
+        if scheme.lower() != "bearer" or not any(are_equal):
+            raise ApiError(401, "Authorization must be 'Bearer' and an API key of the server", code="invalid_api_key")
 
     async def _body(self, request: Request) -> bytes:
         """The body, of a limited size."""
@@ -135,14 +192,14 @@ class Service:
             raise ClientGone from None
         return bytes(data)
 
-    def _check_model(self, name: str) -> None:
-        if name != self._settings.model_name:
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._settings.model_name):
             message = f"the model must be {shown(self._settings.model_name)}, got {shown(name)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _model(self) -> Json:
         return {
-            "id": self._settings.model_name, "object": "model", "created": 0, "owned_by": "attnmesh",
+            "id": self._settings.model_name, "object": "model", "created": self._created, "owned_by": "attnmesh",
             "max_model_len": self._context,
         }  # fmt: skip
 
@@ -156,7 +213,9 @@ class Service:
     def _submissions(self, call: Call, prompts: list[list[int]]) -> list[Submission]:
         if any(token >= self._vocabulary for token in (*call.logit_bias, *(call.stop_token_ids or ()))):
             raise ApiError(400, f"logit_bias and stop_token_ids must have token ids below {self._vocabulary}")
-        stop = None if call.stop_token_ids is None else sorted({*self._eos, *call.stop_token_ids})
+        stop = None
+        if call.stop_token_ids is not None or call.ignore_eos:
+            stop = sorted({*(() if call.ignore_eos else self._eos), *(call.stop_token_ids or ())})
         if stop is not None and len(stop) >= self._vocabulary and call.min_tokens:
             raise ApiError(400, "min_tokens must be 0 if every token is one of stop_token_ids", param="min_tokens")
         submissions = []
@@ -173,192 +232,103 @@ class Service:
                 raise ApiError(400, f"min_tokens must be at most {most}, got {call.min_tokens}", param="min_tokens")
             first = Submission(
                 0, ids, most, call.sampling, stop, list(call.stop_strings), call.min_tokens, call.logprobs,
-                logit_bias=call.logit_bias,
+                logit_bias=call.logit_bias, grammar=call.grammar, priority=call.priority,
+                skip_special_tokens=call.skip_special_tokens and call.tool_choice.mode != "auto",
+                prompt_logprobs=call.scored,
             )  # fmt: skip
-            submissions += [replace(first, sample=i) for i in range(call.n)]
+            submissions.append(first)
+            submissions += [replace(first, sample=i, prompt_logprobs=None) for i in range(1, call.n)]
         return submissions
 
     # Answers.
 
-    async def _answer(self, request: Request, parse: Callable[[dict[str, Any]], Call]) -> Response:
+    async def _parsed(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> tuple[T, dict[str, Any]]:
+        """What a body says, and the body."""
         body = await self._body(request)
         if len(body) < _LARGE_BODY:
-            call = parse(decode_json(body))
-        else:
-            call = await run_in_threadpool(_parse_large, parse, body)
+            return _parse(parse, body)
+        found: tuple[T, dict[str, Any]] = await run_in_threadpool(_parse_large, parse, body)
+        return found
+
+    def _tool_parser(self, call: Call) -> Callable[[], ToolParser] | None:
+        """What finds the tool calls of an answer; None if it has none."""
+        choice, name = call.tool_choice, self._settings.tool_parser
+        if call.chat is None or not call.chat.tools:
+            return None
+        template = self._prompts.template
+        if "tools" not in template:
+            message = f"tools must be left out: the chat template of {self._settings.model_name} has no tools"
+            raise ApiError(400, message, param="tools")
+        if choice.mode == "none":
+            return None
+        if choice.name is not None:
+            return partial(NamedParser, choice.name)
+        if choice.mode == "required":
+            return JsonParser
+        name = name or detect_parser(template)
+        if name is None:
+            message = (
+                "tool_choice must be none, required or a function, got 'auto': the format of tool calls in the chat "
+                f"template is not known, and --tool-call-parser ({', '.join(TOOL_PARSERS)}) was not given"
+            )
+            raise ApiError(400, message, param="tool_choice")
+        return TOOL_PARSERS[name]
+
+    def _completion_formatter(self, call: Call, prompts: list[list[int]]) -> Formatter:
+        return CompletionFormatter(
+            self._tokenizer, call, self._settings.model_name, eos=self._eos, parser=self._tool_parser(call),
+            prompts=prompts,
+        )  # fmt: skip
+
+    async def _answer(
+        self, request: Request, call: Call, formatter_of: Callable[[list[list[int]]], Formatter]
+    ) -> Response:
         self._check_model(call.model)
         self._check_samples(call)
         self._prompts.check_length(call)
-        gone = asyncio.create_task(_disconnected(request))
+        gone = asyncio.create_task(disconnected(request))
         try:
-            prompts = await _unless(gone, self._prompts.token_ids(call))
-            answers = _Answers(self._queue, self.metrics, self._submissions(call, prompts))
+            prompts = await unless(gone, self._prompts.token_ids(call))
+            formatter = formatter_of(prompts)
+            answers = Answers(self._queue, self.metrics, self._submissions(call, prompts), gone)
         except BaseException:
             gone.cancel()
             raise
-        formatter = Formatter(
-            self._tokenizer, call.model, is_chat=call.is_chat, logprobs=call.logprobs is not None,
-            include_usage=call.include_usage, eos=self._eos,
-        )  # fmt: skip
         prompt_tokens = sum(map(len, prompts))
 
         def used() -> Json:
             first = answers.choices[:: len(answers.choices) // len(prompts)]  # of each prompt: the others reuse its own
             return usage(prompt_tokens, sum(each.cached_tokens for each in first), answers.new_tokens)
 
-        gone.add_done_callback(lambda task: None if task.cancelled() else answers.cancel())
         try:
-            await answers.accepted(gone)
+            await answers.accepted()
             self.metrics.prompt_tokens.inc(prompt_tokens)
             if call.stream:
-                parts = _stream(answers, formatter, used, gone)
+                parts = stream(answers, formatter, used)
                 return StreamingResponse(parts, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-            async for _ in answers.tokens(gone):
+            async for _ in answers.tokens():
                 pass
         except BaseException:
-            answers.cancel()
-            gone.cancel()
+            answers.close()
             raise
-        gone.cancel()
+        answers.close()
         return JSONResponse(formatter.whole(answers.choices, used()))
 
 
-class _Answers:
-    """The choices of one call, while they are computed."""
-
-    def __init__(self, queue: RequestQueue, metrics: Metrics, submissions: list[Submission]) -> None:
-        self.choices = [Choice(i) for i in range(len(submissions))]
-        self.new_tokens = 0
-        self._queue, self._times = queue, [AnswerTimes(metrics) for _ in submissions]
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def listen(event: Event) -> None:
-            with suppress(RuntimeError):  # the HTTP server has ended
-                loop.call_soon_threadsafe(self._events.put_nowait, event)
-
-        self._tickets = queue.submit(submissions, listen)
-
-    def cancel(self) -> None:
-        """End the requests that are not finished."""
-        self._queue.cancel(self._tickets)
-        for choice, times in zip(self.choices, self._times, strict=True):
-            if choice.finish_reason is None:
-                choice.finish_reason = "cancelled"
-                times.end("cancelled")
-
-    async def accepted(self, gone: asyncio.Task[None]) -> None:
-        """Return when all choices are accepted; raise the error of a choice that is not."""
-        for _ in self.choices:
-            event = await self._next(gone)
-            assert event is not None
-
-    async def tokens(self, gone: asyncio.Task[None], wait: float | None = None) -> AsyncIterator[tuple[Choice, Any]]:
-        """Every new token with its choice, which has it already; None after `wait` seconds without one."""
-        left = len(self.choices)
-        while left:
-            event = await self._next(gone, wait)
-            if event is None:
-                yield self.choices[0], None
-                continue
-            choice, times = self.choices[event.choice], self._times[event.choice]
-            choice.cached_tokens = event.cached
-            if event.token is not None:
-                choice.add(event.token, event.finish_reason)
-                self.new_tokens += 1
-                times.token()
-            if event.finish_reason is not None:
-                left -= 1
-                times.end(event.finish_reason)
-            yield choice, event.token
-
-    async def _next(self, gone: asyncio.Task[None], wait: float | None = None) -> Event | None:
-        """The next event; None after `wait` seconds. Raises its error, and ClientGone when the client has gone."""
-        get = asyncio.ensure_future(self._events.get())
-        try:
-            done, _ = await asyncio.wait({get, gone}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # also if this is cancelled, as the stream of a client that goes away is
-            get.cancel()  # unless it is done; no event is lost
-        if get not in done:
-            if done:
-                raise ClientGone
-            return None
-        event = get.result()
-        if event.error is not None:
-            self.choices[event.choice].finish_reason = "error"
-            self._times[event.choice].end("error")
-            raise _api_error(event.error)
-        return event
+def _parse(parse: Callable[[dict[str, Any]], T], data: bytes) -> tuple[T, dict[str, Any]]:
+    body = decode_json(data)
+    return parse(body), body
 
 
-class ClientGone(Exception):  # noqa: N818
-    """The client has closed its connection."""
-
-
-async def _disconnected(request: Request) -> None:
-    """Return when the client has gone. The body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _parse_large(parse: Callable[[dict[str, Any]], Call], body: bytes) -> Call:
+def _parse_large(parse: Callable[[dict[str, Any]], T], data: bytes) -> tuple[T, dict[str, Any]]:
     """Parse a body without collecting garbage: to look for it among millions of lists takes most of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return parse(decode_json(body))
+        return _parse(parse, data)
     finally:
         if was_enabled:
             gc.enable()
-
-
-async def _unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, T]) -> T:
-    """The result of some work; raises ClientGone when the client has gone before."""
-    task = asyncio.create_task(work)
-    task.add_done_callback(lambda task: None if task.cancelled() else task.exception())  # nobody may await it
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        task.cancel()
-
-
-async def _stream(
-    answers: _Answers, formatter: Formatter, used: Callable[[], Json], gone: asyncio.Task[None]
-) -> AsyncIterator[str]:
-    """Server-sent events."""
-    try:
-        for first in formatter.first_chunks(answers.choices):
-            yield _event(first)
-        async for choice, token in answers.tokens(gone, _COMMENT_SECONDS):
-            if token is None:
-                yield ": computing\n\n"
-            elif (part := formatter.chunk(choice, token)) is not None:
-                yield _event(part)
-        if (last := formatter.last_chunk(used())) is not None:
-            yield _event(last)
-        yield "data: [DONE]\n\n"
-    except ApiError as error:  # the status has been sent
-        yield _event(error.body)
-    except ClientGone:
-        return
-    finally:
-        answers.cancel()
-        gone.cancel()
-
-
-def _event(body: Json) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
-
-
-def _api_error(error: Exception) -> ApiError:
-    """The answer to an error that was raised where requests are computed."""
-    if isinstance(error, Closed):
-        return ApiError(503, str(error))
-    is_callers = type(error) is ValueError  # of `submit`; invalid logits raise a subclass
-    return ApiError(400 if is_callers else 500, str(error))
 
 
 def _error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
@@ -376,12 +346,20 @@ def create_app(service: Service) -> FastAPI:
         ("GET", "/v1/models/{name:path}"): service.model,
         ("POST", "/v1/completions"): service.completions,
         ("POST", "/v1/chat/completions"): service.chat,
+        ("POST", "/v1/responses"): service.responses,
+        ("POST", "/v1/embeddings"): service.embeddings,
+        ("POST", "/tokenize"): service.tokenize,
+        ("POST", "/detokenize"): service.detokenize,
+        ("GET", "/version"): service.version,
+        ("GET", "/openapi.json"): service.openapi,
+        ("GET", "/docs"): service.docs,
     }
     for (method, path), handler in routes.items():
         app.add_api_route(path, _counted(service.metrics, path, handler), methods=[method], response_model=None)
 
     async def unknown(request: Request, error: HTTPException) -> Response:
-        return _error_response(ApiError(error.status_code, str(error.detail)), error.headers)
+        message = f"{error.detail}: {request.method} {shown(request.url.path)} is not served: /docs has what is"
+        return _error_response(ApiError(error.status_code, message), error.headers)
 
     app.add_exception_handler(HTTPException, unknown)
     return app

@@ -29,6 +29,10 @@ class Submission:
     logprobs: int | None = None
     sample: int = 0
     logit_bias: dict[int, float] = field(default_factory=dict)
+    grammar: str | None = None
+    priority: int = 0
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
 
     def submit(self, generator: Generator) -> Request:
         """Submit it. All ranks call this alike."""
@@ -36,7 +40,8 @@ class Submission:
         return generator.submit(
             self.prompt, max_new_tokens=self.max_new_tokens, sampling=self.sampling, stop=self.stop,
             stop_strings=self.stop_strings, min_new_tokens=self.min_new_tokens, logprobs=self.logprobs,
-            logits_processors=processors, sample=self.sample,
+            logits_processors=processors, sample=self.sample, grammar=self.grammar, priority=self.priority,
+            skip_special_tokens=self.skip_special_tokens, prompt_logprobs=self.prompt_logprobs,
         )  # fmt: skip
 
 

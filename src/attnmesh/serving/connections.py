@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from attnmesh.serving.protocol import ApiError
+from attnmesh.serving.fields import ApiError
 
 HEADER_SECONDS = 10.0
 """In which a client must have sent the headers of a request, after it has connected or after the last answer."""

@@ -36,7 +36,7 @@ from attnmesh.generation.requests import Request, Token
 from attnmesh.kv_cache.block_pool import CacheFull
 from attnmesh.launch import under_torchrun
 from attnmesh.parallel.reshard.api import broadcast_text
-from attnmesh.parallel.reshard.room import room_of
+from attnmesh.parallel.reshard.goal import room_of
 from attnmesh.serving.commands import Commands
 from attnmesh.serving.loop import POLL, RequestQueue, ServingLoop
 

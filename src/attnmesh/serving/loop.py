@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from attnmesh.generation.generator import Generator
-from attnmesh.generation.requests import FinishReason, Request, Token
+from attnmesh.generation.requests import FinishReason, PromptLogprob, Request, Token
 from attnmesh.serving.commands import Commands, Submission, broadcast
 
 POLL = 0.2  # seconds between looks at whether to stop
@@ -28,6 +28,7 @@ class Event:
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     cached: int = 0  # tokens of its prompt that were in the KV cache
+    prompt_logprobs: Sequence[PromptLogprob] = ()
 
 
 Listener = Callable[[Event], None]
@@ -107,11 +108,12 @@ class RequestQueue:
         finish_reason: FinishReason | None,
         error: Exception | None,
         cached: int,
+        prompt_logprobs: Sequence[PromptLogprob] = (),
     ) -> None:
         """Tell the listener of a request about new tokens, its end, or both."""
         for token in new[:-1]:
             self.report(ticket, token)
-        self.report(ticket, new[-1] if new else None, finish_reason, error, cached)
+        self.report(ticket, new[-1] if new else None, finish_reason, error, cached, prompt_logprobs)
 
     def report(
         self,
@@ -120,6 +122,7 @@ class RequestQueue:
         finish_reason: FinishReason | None = None,
         error: Exception | None = None,
         cached: int = 0,
+        prompt_logprobs: Sequence[PromptLogprob] = (),
     ) -> None:
         """Tell the listener of a request, if it was not cancelled."""
         is_last = finish_reason is not None or error is not None
@@ -127,7 +130,7 @@ class RequestQueue:
             found = self._listeners.pop(ticket, None) if is_last else self._listeners.get(ticket)
         if found is not None:
             listener, choice = found
-            listener(Event(choice, token, finish_reason, error, cached))
+            listener(Event(choice, token, finish_reason, error, cached, prompt_logprobs))
 
     def close(self) -> None:
         """Take no more requests."""
@@ -230,4 +233,5 @@ class ServingLoop:
     def _tell(self, ticket: int, request: Request, new: Sequence[Token]) -> None:
         """Report new tokens of a request, and its end."""
         if self._queue is not None:
-            self._queue.report_tokens(ticket, new, request.finish_reason, request.error, request.cached)
+            first = request.prompt_logprobs if len(new) == len(request.tokens) else ()
+            self._queue.report_tokens(ticket, new, request.finish_reason, request.error, request.cached, first)

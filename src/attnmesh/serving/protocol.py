@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from attnmesh.generation.requests import MAX_PRIORITY
 from attnmesh.generation.sampling import MAX_SEED, Sampling
-from attnmesh.utils.validation import is_number, shown
+from attnmesh.serving.conversations import Chat, ToolChoice, parse_conversation, tool_choice
+from attnmesh.serving.fields import ApiError, Fields, invalid, is_integer
+from attnmesh.serving.structured import calls_grammar, parse_grammar
+from attnmesh.utils.validation import is_number
 
-_IGNORED = (
-    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention",
-)  # fmt: skip
-"""Parameters that do not change an answer."""
-_REFUSED = {
-    "echo": (False,), "suffix": ("",), "best_of": (1,), "use_beam_search": (False,), "tools": ([],),
-    "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
-    "reasoning_effort": (), "verbosity": (), "web_search_options": (), "moderation": (),
-}  # fmt: skip
-"""Parameters that are not supported, and the values that mean the same as none."""
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
 )  # fmt: skip
@@ -34,143 +25,165 @@ _PENALTIES = {
     "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0.01, 100),
 }  # fmt: skip
 """Their limits: the first two are OpenAI's. Penalties without a limit would make logits infinite."""
-_MAX_SHOWN = 100  # characters of a name
 _DEFAULT_TOKENS = 16  # of a completion; a chat may take all that is left
 
-_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """The prompts of a body: texts or token ids, or what the chat template makes of a `chat`."""
 
-class ApiError(Exception):
-    """An error that is answered with an HTTP status, in OpenAI's format."""
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+    model: str | None
+    prompts: tuple[str | list[int], ...] = ()
+    chat: Chat | None = None
+    add_special_tokens: bool = True
+    max_tokens: int | None = None  # of an answer; None: all that is left
 
     @property
-    def body(self) -> dict[str, object]:
-        """The JSON of the answer."""
-        kind = _TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+    def is_chat(self) -> bool:
+        """Whether the answer is a message."""
+        return self.chat is not None
+
+    @property
+    def characters(self) -> int:
+        """The number of characters that they have at least."""
+        texts = sum(len(each) for each in self.prompts if isinstance(each, str))
+        return texts if self.chat is None else self.chat.characters
 
 
-@dataclass(frozen=True)
-class Call:
-    """A checked body. `prompts` are texts or token ids; the prompts of a chat are made of its `messages`."""
+@dataclass(frozen=True, kw_only=True)
+class Call(Prompts):
+    """A checked body."""
 
-    model: str
-    prompts: tuple[str | list[int], ...]
-    messages: list[dict[str, str]] | None
     n: int
     stream: bool
     include_usage: bool
-    max_tokens: int | None  # None: all that is left
     min_tokens: int
     sampling: Sampling
     stop_strings: tuple[str, ...]
     stop_token_ids: tuple[int, ...] | None
     logprobs: int | None
     logit_bias: dict[int, float]
+    ignore_eos: bool
+    priority: int
+    skip_special_tokens: bool
+    grammar: str | None = None
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    echo: bool = False
+    prompt_logprobs: int | None = None
 
     @property
-    def is_chat(self) -> bool:
-        """Whether the answer is a message."""
-        return self.messages is not None
-
-
-def decode_json(data: bytes) -> dict[str, Any]:
-    """The object that a body has; raises ApiError."""
-
-    def refuse_constant(name: str) -> None:
-        raise ValueError(f"{name} is not JSON")
-
-    try:
-        body = json.loads(data.decode(), parse_constant=refuse_constant)
-        if rb"\u" in data:  # the only way to write a part of a character, which no tokenizer and no answer can have
-            json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ApiError(400, r"the body must be text, and it has a lone surrogate (\ud800 to \udfff)") from None
-    except (ValueError, RecursionError) as error:  # also of text that is not UTF-8, and of very long integers
-        raise ApiError(400, f"the body must be JSON: {type(error).__name__}: {str(error)[:200]}") from None
-    if not isinstance(body, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {shown(body)}")
-    return body
+    def scored(self) -> int | None:
+        """The most likely tokens that are wanted with the log-probabilities of the prompt; None without these."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((each for each in wanted if each is not None), default=None)
 
 
 def parse_completion(body: dict[str, Any]) -> Call:
     """The call of `/v1/completions`."""
-    fields = _Fields(body)
+    fields = Fields(body)
     prompts = _prompts(fields.take("prompt"))
     logprobs = fields.count("logprobs", None, 0, _MAX_LOGPROBS)
-    return _call(fields, prompts, None, fields.count("max_tokens", _DEFAULT_TOKENS, 1), logprobs)
+    echo, special = fields.flag("echo"), fields.flag("add_special_tokens", True)
+    max_tokens, of_prompt = fields.count("max_tokens", _DEFAULT_TOKENS, 1), _prompt_logprobs(fields)
+    return call_of(
+        fields, prompts, None, max_tokens, logprobs, grammar=parse_grammar(fields), echo=echo,
+        add_special_tokens=special, prompt_logprobs=of_prompt,
+    )  # fmt: skip
 
 
 def parse_chat(body: dict[str, Any]) -> Call:
     """The call of `/v1/chat/completions`."""
-    fields = _Fields(body)
-    messages = _messages(fields.take("messages"))
+    fields = Fields(body)
+    chat = parse_conversation(fields)
     most, older = (fields.count(name, None, 1) for name in ("max_completion_tokens", "max_tokens"))
     wants, top = fields.flag("logprobs"), fields.count("top_logprobs", None, 0, _MAX_LOGPROBS)
     if top is not None and not wants:
         raise ApiError(400, f"top_logprobs requires logprobs: true, got top_logprobs {top}", param="top_logprobs")
-    return _call(fields, (), messages, older if most is None else most, (top or 0) if wants else None)
+    choice, grammar = tool_choice(fields, chat.tools), parse_grammar(fields)
+    if choice.mode != "none":
+        if grammar is not None:
+            message = (
+                f"response_format must be text with tools and tool_choice {choice.mode!r}: a grammar forbids calls"
+            )
+            raise ApiError(400, message, param="response_format")
+        grammar = calls_grammar(chat.tools, choice)
+    max_tokens, logprobs = older if most is None else most, (top or 0) if wants else None
+    of_prompt = _prompt_logprobs(fields)
+    return call_of(
+        fields, (), chat, max_tokens, logprobs, grammar=grammar, tool_choice=choice, prompt_logprobs=of_prompt
+    )
 
 
-class _Fields:
-    """The parameters of a body, taken one by one. null is the same as nothing."""
-
-    def __init__(self, body: dict[str, Any]) -> None:
-        self._left = {name: value for name, value in body.items() if value is not None}
-
-    def take(self, name: str, default: Any = None) -> Any:
-        return self._left.pop(name, default)
-
-    def flag(self, name: str) -> bool:
-        value = self.take(name, False)
-        if not isinstance(value, bool):
-            raise _invalid(name, "true or false", value)
-        return value
-
-    def count(self, name: str, default: int | None, least: int, most: int = 2**31) -> int | None:
-        value = self.take(name, default)
-        if value is not None and not (_is_integer(value) and least <= value <= most):
-            raise _invalid(name, f"an integer from {least} to {most}", value)
-        return None if value is None else int(value)
-
-    def check_empty(self) -> None:
-        for name in _IGNORED:
-            self.take(name)
-        for name, neutral in _REFUSED.items():
-            value = self.take(name)
-            if value is not None and value not in neutral:
-                raise ApiError(400, f"{name} is not supported, got {shown(value)}", param=name)
-        if self._left:
-            name = min(self._left)
-            raise ApiError(400, f"unknown parameter {shown(name)}", param=name[:_MAX_SHOWN])
+def parse_tokenize(body: dict[str, Any]) -> tuple[Prompts, bool]:
+    """The prompt of `/tokenize`, as vLLM has it, and whether the tokens are wanted as texts, too."""
+    fields = Fields(body)
+    model, strings = model_name(fields), fields.flag("return_token_strs")
+    if "messages" in body:
+        prompts = Prompts(model=model, chat=parse_conversation(fields))
+    else:
+        text = fields.take("prompt")
+        if not isinstance(text, str):
+            raise invalid("prompt", "a text", text)
+        prompts = Prompts(model=model, prompts=(text,), add_special_tokens=fields.flag("add_special_tokens", True))
+    fields.check_empty()
+    return prompts, strings
 
 
-def _call(
-    fields: _Fields,
+def parse_detokenize(body: dict[str, Any]) -> tuple[str | None, list[int]]:
+    """The model and the token ids of `/detokenize`, as vLLM has it."""
+    fields = Fields(body)
+    model, ids = model_name(fields), fields.take("tokens")
+    if not _are_ids(ids) and ids != []:
+        raise invalid("tokens", "a list of token ids", ids)
+    fields.check_empty()
+    return model, ids
+
+
+def call_of(
+    fields: Fields,
     prompts: Sequence[str | list[int]],
-    messages: list[dict[str, str]] | None,
+    chat: Chat | None,
     max_tokens: int | None,
     logprobs: int | None,
+    **others: Any,
 ) -> Call:
-    model = fields.take("model")
-    if not isinstance(model, str):
-        raise _invalid("model", "the name of a model", model)
+    """The call of the parameters that all endpoints have, and of others; refuses what is left."""
     options = fields.take("stream_options", {})
-    if not isinstance(options, dict) or not isinstance(options.get("include_usage", False), bool):
-        raise _invalid("stream_options", 'an object such as {"include_usage": true}', options)
+    are_flags = isinstance(options, dict) and all(isinstance(each, bool) for each in options.values())
+    if not are_flags or not set(options) <= {"include_usage", "include_obfuscation"}:
+        raise invalid("stream_options", 'an object such as {"include_usage": true}', options)
+    priority = fields.take("priority", 0)
+    if not is_integer(priority) or abs(priority) > MAX_PRIORITY:
+        raise invalid("priority", f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}, the lowest first", priority)
     call = Call(
-        model=model, prompts=tuple(prompts), messages=messages, n=fields.count("n", 1, 1, 1024) or 1,
+        model=model_name(fields), prompts=tuple(prompts), chat=chat, n=fields.count("n", 1, 1, 1024) or 1,
         stream=fields.flag("stream"), include_usage=options.get("include_usage", False), max_tokens=max_tokens,
         min_tokens=fields.count("min_tokens", 0, 0) or 0, sampling=_sampling(fields),
         stop_strings=_stop(fields.take("stop", [])), stop_token_ids=_stop_token_ids(fields.take("stop_token_ids")),
         logprobs=logprobs, logit_bias=_logit_bias(fields.take("logit_bias", {})),
+        ignore_eos=fields.flag("ignore_eos"), priority=priority,
+        skip_special_tokens=fields.flag("skip_special_tokens", True), **others,
     )  # fmt: skip
+    for name, value in (("min_tokens", call.min_tokens), ("ignore_eos", call.ignore_eos)):
+        if call.grammar is not None and value:
+            message = f"{name} must be left out where a schema, a grammar or tool_choice decides the end, got {value}"
+            raise ApiError(400, message, param=name)
+    if call.stream and call.scored is not None:
+        raise ApiError(400, "stream must be false with prompt_logprobs, or echo and logprobs, got true", param="stream")
     fields.check_empty()
     return call
+
+
+def model_name(fields: Fields) -> str | None:
+    """The name of a model, which is optional: there is one."""
+    model = fields.take("model")
+    if model is not None and not isinstance(model, str):
+        raise invalid("model", "the name of a model", model)
+    return model
+
+
+def _prompt_logprobs(fields: Fields) -> int | None:
+    return fields.count("prompt_logprobs", None, 0, _MAX_LOGPROBS)
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -180,37 +193,15 @@ def _prompts(value: Any) -> list[str | list[int]]:
         raise ApiError(400, f"prompt must have at most {_MAX_PROMPTS} prompts, got {len(value)}", param="prompt")
     if isinstance(value, list) and value and all(isinstance(each, str) or _are_ids(each) for each in value):
         return value
-    raise _invalid("prompt", "a text, a list of token ids, or a list of these", value)
+    raise invalid("prompt", "a text, a list of token ids, or a list of these", value)
 
 
-def _messages(value: Any) -> list[dict[str, str]]:
-    if not isinstance(value, list) or not value:
-        raise _invalid("messages", "a list of messages", value)
-    return [_message(f"messages[{i}]", each) for i, each in enumerate(value)]
-
-
-def _message(name: str, value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise _invalid(name, 'an object such as {"role": "user", "content": "text"}', value)
-    unknown = {key for key in value if key not in ("role", "content", "name") and value[key] not in (None, [])}
-    if unknown:
-        raise ApiError(400, f"{name}.{min(unknown)[:_MAX_SHOWN]} is not supported", param=name)
-    content = value.get("content")
-    if isinstance(content, list):  # parts
-        texts = [each.get("text") for each in content if isinstance(each, dict) and each.get("type") == "text"]
-        are_texts = len(texts) == len(content) and all(isinstance(each, str) for each in texts)
-        content = "".join(map(str, texts)) if are_texts else None
-    if not isinstance(content, str):
-        raise _invalid(f"{name}.content", "text, or a list of parts of type text", value.get("content"), name)
-    return {"role": value["role"], "content": content}
-
-
-def _sampling(fields: _Fields) -> Sampling:
+def _sampling(fields: Fields) -> Sampling:
     given = {name: value for name in _SAMPLING if (value := fields.take(name)) is not None}
     for name, (least, most) in _PENALTIES.items():
         value = given.get(name, 1)
         if not is_number(value) or not least <= value <= most:
-            raise _invalid(name, f"a number from {least} to {most}", value)
+            raise invalid(name, f"a number from {least} to {most}", value)
     try:  # the API's temperature is 1, and without a seed answers differ
         return Sampling(**{"temperature": 1.0, "seed": secrets.randbelow(MAX_SEED + 1), **given})
     except ValueError as error:
@@ -224,37 +215,28 @@ def _stop(value: Any) -> tuple[str, ...]:
         or len(strings) > _MAX_STOP
         or not all(isinstance(each, str) and 0 < len(each) <= 1000 for each in strings)
     ):
-        raise _invalid("stop", f"a text or at most {_MAX_STOP} texts of 1 to 1000 characters", value)
+        raise invalid("stop", f"a text or at most {_MAX_STOP} texts of 1 to 1000 characters", value)
     return tuple(strings)
 
 
 def _stop_token_ids(value: Any) -> tuple[int, ...] | None:
     if value is not None and not ((_are_ids(value) or value == []) and len(value) <= _MAX_STOP_IDS):
-        raise _invalid("stop_token_ids", f"a list of at most {_MAX_STOP_IDS} token ids", value)
+        raise invalid("stop_token_ids", f"a list of at most {_MAX_STOP_IDS} token ids", value)
     return None if value is None else tuple(value)
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, dict) or len(value) > _MAX_BIAS:
-        raise _invalid("logit_bias", f"an object of at most {_MAX_BIAS} token ids and numbers", value)
+        raise invalid("logit_bias", f"an object of at most {_MAX_BIAS} token ids and numbers", value)
     bias = {}
     for token, number in value.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise _invalid("logit_bias", "an object whose names are token ids", token)
+            raise invalid("logit_bias", "an object whose names are token ids", token)
         if not is_number(number) or not math.isfinite(number) or abs(number) > 100:
-            raise _invalid("logit_bias", "an object whose values are numbers from -100 to 100", number)
+            raise invalid("logit_bias", "an object whose values are numbers from -100 to 100", number)
         bias[int(token)] = float(number)
     return bias
 
 
 def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and set(map(type, value)) == {int} and min(value) >= 0
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _invalid(name: str, allowed: str, value: object, param: str | None = None) -> ApiError:
-    got = "nothing" if value is None else shown(value)
-    return ApiError(400, f"{name} must be {allowed}, got {got}", param=param or name)

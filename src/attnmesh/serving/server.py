@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +38,24 @@ _log = logging.getLogger("attnmesh.serving")
 
 
 @dataclass(frozen=True)
+class Certificate:
+    """The files of a TLS certificate; without `key_file`, `file` also has the key."""
+
+    file: Path
+    key_file: Path | None = None
+
+    def check(self) -> None:
+        """Raise ValueError unless both can be read, and belong together."""
+        files = f"--ssl-certfile {self.file}" + ("" if self.key_file is None else f" and --ssl-keyfile {self.key_file}")
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.file, self.key_file, password=lambda: b"")  # an empty one is never right
+        except (OSError, ValueError) as error:  # SSLError is an OSError
+            why = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise ValueError(f"{files} must be a certificate and its key without a password, in PEM: {why}") from None
+
+
+@dataclass(frozen=True)
 class ServerSettings:
     """The settings of a server, on all ranks. Picklable, since ranks are processes.
 
@@ -62,6 +81,7 @@ class ServerSettings:
     storage: str | None = None
     max_per_address: int | None = None  # connections of another machine; by default half of all
     access_log: bool = True
+    certificate: Certificate | None = None  # with it, HTTPS
     announce: Callable[[str], None] = field(default=print)
 
     @property
@@ -121,7 +141,10 @@ def serve(comm: Comm, *, settings: ServerSettings, shared_model: tuple[Any, Any]
     queue = RequestQueue(settings.max_queue)
     _log_to_stderr()
     service = Service(generator, queue, settings.app)
-    http = HttpServer(service, listening, settings.connection_limits, access_log=settings.access_log)
+    http = HttpServer(
+        service, listening, settings.connection_limits, access_log=settings.access_log,
+        certificate=settings.certificate,
+    )  # fmt: skip
     http.start()
     settings.announce(http.url)
 
@@ -142,7 +165,13 @@ class HttpServer:
     """uvicorn on a thread."""
 
     def __init__(
-        self, service: Service, listening: socket.socket, limits: ConnectionLimits, *, access_log: bool
+        self,
+        service: Service,
+        listening: socket.socket,
+        limits: ConnectionLimits,
+        *,
+        access_log: bool,
+        certificate: Certificate | None = None,
     ) -> None:
         self._gate = RequestGate(create_app(service), limits, access_log=access_log)
         protocol: Any = partial(LimitedProtocol, waiting=WaitingConnections(limits))
@@ -150,12 +179,14 @@ class HttpServer:
         config = uvicorn.Config(
             self._gate, http=protocol, ws="none", log_level="error", access_log=False, lifespan="off",
             server_header=False, proxy_headers=False, timeout_graceful_shutdown=_CLOSE_SECONDS,
+            ssl_certfile=certificate and certificate.file, ssl_keyfile=certificate and certificate.key_file,
         )  # fmt: skip
         self._began = time.monotonic()
         self._server, self._listening = uvicorn.Server(config), listening
         self._thread = threading.Thread(target=self._server.run, args=([listening],), name="http", daemon=True)
         host, port = listening.getsockname()[:2]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "http" if certificate is None else "https"
+        self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     @property
     def answered(self) -> int:

@@ -93,9 +93,12 @@ def compare(actual: Sequence[Tensor], inputs: Sequence[Tensor], mask: Mask, **op
     """Return a comparison for each of out, lse, dq, dk, dv, dsinks. `options` are those of `reference_results`."""
     exact = reference_results(inputs, mask, **options)
     plain = reference_results(inputs, mask, **options, plain=True)
-    found = [Comparison(*each) for each in zip((*NAMES, "dsinks")[: len(exact)], actual, exact, plain, strict=True)]
+    rounding = min(ROUNDING[inputs[0].dtype], ROUNDING[torch.float32])
+    names = (*NAMES, "dsinks")[: len(exact)]
+    found = [Comparison(*each, rounding) for each in zip(names, actual, exact, plain, strict=True)]
     # A few numbers, each a sum over all rows that cancels: two roundings may differ by more than twice either.
-    return [each._replace(rounding=4 * each.rounding) if each.name == "dsinks" else each for each in found]
+    cancelled = 4 * ROUNDING[inputs[0].dtype]
+    return [each._replace(rounding=cancelled) if each.name == "dsinks" else each for each in found]
 
 
 def assert_attention_close(actual: Sequence[Tensor], inputs: Sequence[Tensor], mask: Mask, **options: Any) -> None:

@@ -16,6 +16,7 @@ from attnmesh.comm import Comm, SubComm
 from attnmesh.core.layouts import Layout
 from attnmesh.ops.sparse import attention, indexer, indexer_loss, reference
 from attnmesh.ops.sparse.arguments import SparseMask, convert_lse
+from attnmesh.ops.sparse.indexer_loss import AttentionTarget
 from attnmesh.parallel.sparse.api import SparseParallel
 
 SCALE, INDEX_SCALE = 0.3, 0.7  # of the attention scores and of the indexer's
@@ -227,11 +228,11 @@ class Reference:
 
     @staticmethod
     def indexer_kl_loss(
-        iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor | None = None, *, q: Tensor, k: Tensor, lse: Tensor,
-        attn_scale: float, mask: SparseMask, scale: float, reduction: str, row_mask: Tensor | None = None, **_: Any,
+        iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor | None, target: AttentionTarget, *, mask: SparseMask,
+        scale: float, reduction: str, row_mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the KL divergence of each row, or its mean over the rows of `row_mask`."""
-        p, scores = _probabilities(q, k, lse, attn_scale).sum(0), reference.index_scores(iq, ik, w, scale)
+        p, scores = _probabilities(*target[:4]).sum(0), reference.index_scores(iq, ik, w, scale)
         if indices is None:
             rows = reference.kl(p, scores, visible_keys(len(iq), len(ik), mask))
         else:

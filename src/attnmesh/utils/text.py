@@ -1,4 +1,4 @@
-"""Text for people: what comes from elsewhere is made safe to show, and ranks are named."""
+"""Text for people: what comes from elsewhere is made safe to show, ranks are named, bytes and seconds have units."""
 
 from __future__ import annotations
 
@@ -52,3 +52,22 @@ def format_ranks(ranks: Sequence[int], global_ranks: Sequence[int] | None = None
 def _escaped(character: str) -> str:
     code = ord(character)
     return _NAMED.get(character) or (f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}")
+
+
+def readable_bytes(nbytes: float) -> str:
+    """Bytes as text: `9.664 GB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} TB"
+
+
+def readable_seconds(seconds: float) -> str:
+    """Seconds as text: `12.5 ms`."""
+    if seconds >= 999.5:
+        return f"{seconds:,.0f} s"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= 0.9995 * size:  # what rounds to 1000 of a unit is shown as 1 of the next
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"

@@ -126,6 +126,13 @@ def check_bool(**flags: object) -> None:
             raise ValueError(f"{name} must be True or False, got {shown(flag)}")
 
 
+def check_options(function: str, options: Iterable[str], allowed: type) -> None:
+    """Raise TypeError, as Python does, for a keyword that is no field of the TypedDict `allowed`."""
+    for name in options:
+        if name not in allowed.__annotations__:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
 def check_choice(name: str, value: object, allowed: Iterable[str]) -> None:
     """Raise ValueError unless `value` is one of the allowed strings."""
     if not isinstance(value, str) or value not in allowed:

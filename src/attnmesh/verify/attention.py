@@ -1,10 +1,14 @@
-"""Attention on one device and over ranks: out, lse, dq, dk, dv and the gradient through lse."""
+"""Attention on one device and over ranks: out, lse, dq, dk, dv and the gradient through lse.
+
+The axes of the table are below. Every two values of two axes occur together in some mode, and every schedule and
+backend with the first values of the other axes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import cycle, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,7 +18,6 @@ from torch.nn.functional import pad
 from attnmesh.comm import Comm
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
 from attnmesh.core.masks import (
-    And,
     BlockCausal,
     Causal,
     Chunked,
@@ -22,7 +25,6 @@ from attnmesh.core.masks import (
     Full,
     Global,
     Mask,
-    Or,
     Padding,
     PerSequence,
     Prefix,
@@ -45,35 +47,72 @@ from attnmesh.testing.attention import (
     shard_results,
 )
 from attnmesh.testing.errors import Comparison
-from attnmesh.verify.mode import DTYPES, Mode
+from attnmesh.verify.mode import ALL_DTYPES, DTYPES, Mode, Pair, covering_rows
 
 BATCH, Q_HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 32
 LENGTH = 263
 PREFIX, BLOCK_SIZE = 150, 16  # of prompts that continue a prefix
 
-SCORES: dict[str, object] = {
-    "softcap": 2.0,
-    "alibi_slopes": [0.25, 0.125, 0.0625, 0.0],
-    "sinks": [0.5, -1.0, 2.0, 0.0],
+LAYOUTS: dict[str, Callable[[Mask, int], Layout]] = {
+    "zigzag": lambda mask, length: Zigzag(),
+    "contiguous": lambda mask, length: Contiguous(),
+    "zigzag of two pairs": lambda mask, length: Zigzag(2),
+    "striped": lambda mask, length: Striped(),
+    "balanced": lambda mask, length: Balanced(mask),
+    "joint": lambda mask, length: Joint((length - length // 3, Zigzag()), (length // 3, Contiguous())),
 }
-"""Arguments that change scores; lists are tensors with one entry per query head."""
-VALUE_DIM = 24  # where it differs from HEAD_DIM
+"""Layouts by name, of a mask and a length."""
+
+MASKS: dict[str, Callable[[int], Mask]] = {
+    "causal": lambda n: Causal(),
+    "full": lambda n: Full(),
+    "window": lambda n: SlidingWindow(31, 5),
+    "documents": lambda n: _documents(n),
+    "causal+documents": lambda n: Causal() & _documents(n),
+    "causal+window": lambda n: Causal() & SlidingWindow(31),
+    "causal+window+documents": lambda n: Causal() & SlidingWindow(6, 2) & _documents(n),
+    "prefix": lambda n: Prefix(n // 3),
+    "document prefixes": lambda n: Documents([1, n // 2, n - n // 2 - 1], prefixes=[1, n // 8, 0]),
+    "chunked": lambda n: Chunked(n // 4),
+    "block-causal": lambda n: BlockCausal(n // 8),
+    "window+global": lambda n: Causal() & (Global(5) | SlidingWindow(31)),
+    "longformer": lambda n: Global(9, both=True) | SlidingWindow(12, 12),
+    "images": lambda n: Causal() | Slices([(range(n // 7, n // 3), range(n // 7, n // 3), "full")]),
+    "slices": lambda n: Slices(
+        [((0, n // 3), (3, 2 * n // 3), "inverse_causal"), ((n // 5, n), (n // 2, n), "bidirectional_causal")]
+    ),
+    "padding": lambda n: Causal() & Padding([n - n // 3, n], side="left", length=n),
+    "per sequence": lambda n: PerSequence([Prefix(n // 5), Causal() & Documents([n // 3, n - n // 3])]),
+}
+"""Masks by name, of a length."""
+
+SCORES: dict[str, dict[str, Callable[[int], Tensor | float]]] = {
+    "softcap": {"softcap": lambda heads: 2.0},
+    "alibi": {"alibi_slopes": lambda heads: 2.0 ** (-8 / heads * torch.arange(1, heads + 1, device="cpu"))},
+    "sinks": {"sinks": lambda heads: torch.linspace(-1, 2, heads, device="cpu")},
+}
+SCORES |= {"": {}, "softcap alibi sinks": SCORES["softcap"] | SCORES["alibi"] | SCORES["sinks"]}
+"""Arguments that change scores, of the number of query heads."""
+
+_INPUTS: dict[str, tuple[object, ...]] = {
+    "mask": tuple(MASKS),
+    "length": ((LENGTH, LENGTH), (37, 37), (201, 77), (37, 110)),  # of the queries and of the keys
+    "heads": ((Q_HEADS, KV_HEADS), (6, 6), (5, 1)),
+    "widths": ((HEAD_DIM, HEAD_DIM), (24, 16), (16, 40)),  # of keys and of values
+    "scores": ("", "softcap", "alibi", "sinks", "softcap alibi sinks"),
+    "dtype": tuple(ALL_DTYPES),
+}
 
 Compute = Callable[..., list[Tensor]]  # of the inputs, and of the arguments that change scores
 
 
-def attention_modes(comm: Comm, device: str) -> Iterator[Mode]:
-    """Yield every mode of dense attention."""
-    fused = "aten" if device == "cpu" else "triton"
-    yield from _merge_modes()
-    yield from _backend_modes(fused)
-    for backend in ("auto", fused):
-        yield from _ring_modes(comm, backend)
-    yield from _schedule_modes(comm)
-    yield from _mask_modes(comm)
-    yield from _score_modes(comm)
-    yield from _cross_attention_modes(comm)
-    yield from _query_distributed_modes(comm)
+def attention_modes(comm: Comm, device: str, *, pairs: bool = True) -> Iterator[Mode]:
+    """Yield the modes of dense attention; without `pairs`, few in which every value of every axis occurs."""
+    yield from _one_device_modes(device, pairs)
+    yield from _sharded_modes(comm, device, pairs)
+    if pairs:
+        yield from _merge_modes()
+        yield from _query_distributed_modes(comm)
 
 
 def schedule_modes(comm: Comm, layout: Layout, mask: Mask, ranks_per_node: int, length: int = LENGTH) -> list[Mode]:
@@ -81,32 +120,34 @@ def schedule_modes(comm: Comm, layout: Layout, mask: Mask, ranks_per_node: int, 
     supported = [
         name for name in SCHEDULES if refusal(name, shards(mask, layout, length, comm.world), ranks_per_node) is None
     ]
+    kinds = f"{type(layout).__name__} {'+'.join(type(part).__name__ for part in getattr(mask, 'parts', [mask]))}"
     return [
-        _sharded(comm, f"{name} {_layout_name(layout)} {_mask_name(mask)}", mask, "fp32", layout, length=length,
-                 schedule=name, ranks_per_node=ranks_per_node if "+" in name else None)
+        _mode(f"{name} {kinds.lower()}", _sharded(comm, mask, layout, None, schedule=name,
+              ranks_per_node=ranks_per_node if "+" in name else None), mask, "fp32", length, comm=comm)
         for name in supported
     ]  # fmt: skip
 
 
 def _mode(
     name: str, compute: Compute, mask: Mask, dtype: str, length: int, key_length: int | None = None,
-    comm: Comm | None = None, q_offset: int = 0, value_dim: int = HEAD_DIM, scores: Mapping[str, object] | None = None,
+    comm: Comm | None = None, q_offset: int = 0, heads: tuple[int, int] = (Q_HEADS, KV_HEADS),
+    widths: tuple[int, int] = (HEAD_DIM, HEAD_DIM), scores: Mapping[str, Any] | None = None,
 ) -> Mode:  # fmt: skip
     """Return a mode. `compute` maps the inputs to the whole out, lse, dq, dk, dv, dsinks on every rank of `comm`.
 
-    Without a backward it returns out and lse. `q_offset` is the position of the first query, `scores` are some of
+    Without a backward it returns out and lse. `q_offset` is the position of the first query, `scores` is a value of
     SCORES.
     """
+    key_length = length if key_length is None else key_length
 
     def run(seed: int, device: str) -> list[Comparison]:
         inputs = random_inputs(
-            length, key_length, heads=(Q_HEADS, KV_HEADS), dtype=DTYPES[dtype], batch=BATCH, head_dim=HEAD_DIM,
-            value_dim=value_dim, seed=seed, device=device,
+            length, key_length, heads=heads, dtype=ALL_DTYPES[dtype], batch=BATCH, head_dim=widths[0],
+            value_dim=widths[1], seed=seed, device=device,
         )  # fmt: skip
-        options: dict[str, Any] = {
-            name: torch.tensor(x, dtype=torch.float32, device=device) if isinstance(x, list) else x
-            for name, x in (scores or {}).items()
-        }
+        made = {name: make(heads[0]) for name, make in (scores or {}).items()}
+        wide = torch.promote_types(ALL_DTYPES[dtype], torch.float32)
+        options: dict[str, Any] = {name: x.to(device, wide) if isinstance(x, Tensor) else x for name, x in made.items()}
         actual = compute(inputs, **options)
         if comm is not None and comm.rank > 0:
             return []
@@ -116,25 +157,74 @@ def _mode(
         exact, plain = (reference_results(inputs, mask, q_positions=positions, plain=plain) for plain in (False, True))
         return [Comparison(*each) for each in zip(NAMES, actual, exact, plain, strict=False)]
 
-    lengths = f"{length}" if key_length is None else f"{length}:{key_length}"
-    widths = f"{HEAD_DIM}" if value_dim == HEAD_DIM else f"{HEAD_DIM}/{value_dim}"
-    shape = f"{BATCH}x{Q_HEADS}/{KV_HEADS}x{lengths}x{widths} {dtype}"
-    return Mode(name, shape, run, collective=comm is not None)
+    lengths, dims = (f"{a}" if a == b else between.join((f"{a}", f"{b}"))
+                     for (a, b), between in (((length, key_length), ":"), (widths, "/")))  # fmt: skip
+    return Mode(name, f"{BATCH}x{heads[0]}/{heads[1]}x{lengths}x{dims} {dtype}", run, collective=comm is not None)
 
 
-def _sharded(
-    comm: Comm, name: str, mask: Mask, dtype: str, layout: Layout, *, length: int = LENGTH,
-    key_length: int | None = None, key_layout: Layout | None = None, schedule: str, backend: str = "auto",
-    ranks_per_node: int | None = None, value_dim: int = HEAD_DIM, scores: Mapping[str, object] | None = None,
-) -> Mode:  # fmt: skip
-    def compute(inputs: list[Tensor], **options: Any) -> list[Tensor]:
-        own = shard_results(
-            comm, inputs, mask, layout, backend=backend, schedule=schedule, ranks_per_node=ranks_per_node,
-            key_layout=key_layout, **options,
+def _table_mode(name: str, compute: Compute, mask: Mask, row: Mapping[str, Any], comm: Comm | None = None) -> Mode:
+    """Return the mode of a row of the table."""
+    return _mode(
+        " ".join(filter(None, (name, row["mask"], row["scores"]))), compute, mask, row["dtype"], row["length"][0],
+        row["length"][1], comm, heads=row["heads"], widths=row["widths"], scores=SCORES[row["scores"]],
+    )  # fmt: skip
+
+
+def _unserved(device: str) -> list[Pair]:
+    """Pairs of values that the fused kernels of a device do not serve."""
+    if device == "cpu":
+        return [(("backend", "aten"), ("scores", name)) for name in SCORES if name not in ("", "sinks")]
+    return [(("backend", "triton"), ("dtype", "fp64"))]
+
+
+def _one_device_modes(device: str, pairs: bool) -> Iterator[Mode]:
+    axes = {"backend": ("auto", "reference", _fused(device)), **_INPUTS}
+    common = _first_values(axes, "backend")
+
+    def compute(
+        mask: Mask, backend: Any, inputs: list[Tensor], sinks: Tensor | None = None, **how: Any
+    ) -> list[Tensor]:
+        attend = partial(attention, mask=mask, return_lse=True, backend=backend, **how)
+        return forward_backward(lambda q, k, v, sinks=None: attend(q, k, v, sinks=sinks), inputs, sinks)
+
+    for row in covering_rows(axes, _unserved(device), pairs=pairs, start=common if pairs else ()):
+        mask = MASKS[row["mask"]](row["length"][1])
+        yield _table_mode(f"attention {row['backend']}", partial(compute, mask, row["backend"]), mask, row)
+
+
+def _sharded_modes(comm: Comm, device: str, pairs: bool) -> Iterator[Mode]:
+    """Yield the schedules; those with two levels only where the number of ranks has two factors."""
+    ranks_per_node = next((n for n in range(2, comm.world) if comm.world % n == 0), None)
+    names = [name for name in (*SCHEDULES, "auto") if ranks_per_node or "+" not in name]
+    axes = {"schedule": names, "layout": tuple(LAYOUTS), "backend": ("auto", _fused(device)), **_INPUTS}
+    interleaved = [(("schedule", name), ("layout", "striped")) for name in names if name.startswith("ulysses+")]
+    common = _first_values(axes, "schedule")
+    for row in covering_rows(axes, [*_unserved(device), *interleaved], pairs=pairs, start=common if pairs else ()):
+        length, key_length = row["length"]
+        mask, layout = MASKS[row["mask"]](key_length), LAYOUTS[row["layout"]](MASKS[row["mask"]](length), length)
+        compute = _sharded(
+            comm, mask, layout, None if length == key_length else Contiguous(), schedule=row["schedule"],
+            backend=row["backend"], ranks_per_node=ranks_per_node if "+" in row["schedule"] else None,
         )  # fmt: skip
+        yield _table_mode(f"{row['schedule']} {row['backend']} {row['layout']}", compute, mask, row, comm)
+
+
+def _first_values(axes: Mapping[str, Sequence[Any]], name: str) -> list[dict[str, Any]]:
+    """Return every value of one axis with the first values of the others, in two precisions."""
+    first = {axis: values[0] for axis, values in axes.items()}
+    return [first | {name: value, "dtype": dtype} for value, dtype in product(axes[name], DTYPES)]
+
+
+def _sharded(comm: Comm, mask: Mask, layout: Layout, key_layout: Layout | None, **how: Any) -> Compute:
+    def compute(inputs: list[Tensor], **options: Any) -> list[Tensor]:
+        own = shard_results(comm, inputs, mask, layout, key_layout=key_layout, **how, **options)
         return gather_results(comm, own, inputs, layout, key_layout)
 
-    return _mode(name, compute, mask, dtype, length, key_length, comm, value_dim=value_dim, scores=scores)
+    return compute
+
+
+def _fused(device: str) -> str:
+    return "aten" if device == "cpu" else "triton"
 
 
 def _merge_modes() -> Iterator[Mode]:
@@ -148,79 +238,9 @@ def _merge_modes() -> Iterator[Mode]:
         out, lse = merge(states)
         return State(out.to(q.dtype), lse)
 
-    for mask in (Full(), Causal(), SlidingWindow(20)):
-        yield _mode(f"merge {_mask_name(mask)}", partial(forward_backward, partial(attend, mask)), mask, "fp32", 257)
-
-
-def _backend_modes(fused: str) -> Iterator[Mode]:
-    length = 257
-    for backend, dtype, mask in product(("auto", "reference", fused), DTYPES, _masks(length)):
-        attend = partial(attention, mask=mask, return_lse=True, backend=backend)
-        compute = partial(forward_backward, attend)
-        yield _mode(f"attention {backend} {_mask_name(mask)}", compute, mask, dtype, length)
-
-
-def _ring_modes(comm: Comm, backend: str) -> Iterator[Mode]:
-    for layout, dtype, mask in product((Contiguous(), Zigzag(), Striped()), DTYPES, _masks(LENGTH)):
-        name = f"ring {backend} {_layout_name(layout)} {_mask_name(mask)}"
-        yield _sharded(comm, name, mask, dtype, layout, schedule="ring", backend=backend)
-
-
-def _schedule_modes(comm: Comm) -> Iterator[Mode]:
-    """Yield the other schedules, under every mask, on layouts with different requirements."""
-    dtypes = cycle(DTYPES)
-    for schedule, ranks_per_node in _schedules(comm.world, ("auto", *list(SCHEDULES)[1:])):
-        for mask in _masks(LENGTH):
-            for layout in (Zigzag(), Balanced(mask), Joint((100, Zigzag()), (LENGTH - 100, Contiguous()))):
-                name = f"{schedule} {_layout_name(layout)} {_mask_name(mask)}"
-                dtype = next(dtypes)
-                yield _sharded(comm, name, mask, dtype, layout, schedule=schedule, ranks_per_node=ranks_per_node)
-
-
-def _mask_modes(comm: Comm) -> Iterator[Mode]:
-    """Yield the other masks on one device, and each under some schedules and layouts."""
-    dtypes, layouts = cycle(DTYPES), cycle((Zigzag(), Contiguous()))
-    schedules = cycle(_schedules(comm.world, SCHEDULES))
-    for name, mask in _more_masks(LENGTH).items():
-        dtype = next(dtypes)
-        attend = partial(attention, mask=mask, return_lse=True)
-        yield _mode(f"attention auto {name}", partial(forward_backward, attend), mask, dtype, LENGTH)
-        for layout in (next(layouts), Balanced(mask)):
-            schedule, ranks_per_node = next(schedules)
-            yield _sharded(
-                comm, f"{schedule} {_layout_name(layout)} {name}", mask, next(dtypes), layout, schedule=schedule,
-                ranks_per_node=ranks_per_node,
-            )  # fmt: skip
-
-
-def _score_modes(comm: Comm) -> Iterator[Mode]:
-    """Yield softcap, ALiBi, sinks and values of another width, one by one on one device and together over ranks."""
-    mask = Causal() & (Global(5) | SlidingWindow(31))
-
-    def compute(inputs: list[Tensor], sinks: Tensor | None = None, **options: Any) -> list[Tensor]:
-        def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Any:
-            return attention(q, k, v, mask=mask, return_lse=True, sinks=sinks, **options)
-
-        return forward_backward(attend, inputs, sinks)
-
-    for name, value in SCORES.items():
-        yield _mode(f"attention auto {name}", compute, mask, "fp32", LENGTH, scores={name: value})
-    for dtype in DTYPES:
-        yield _mode(f"attention auto value_dim={VALUE_DIM}", compute, mask, dtype, LENGTH, value_dim=VALUE_DIM)
-    for schedule, ranks_per_node in _schedules(comm.world, SCHEDULES):
-        yield _sharded(
-            comm, f"{schedule} zigzag softcap alibi sinks value_dim={VALUE_DIM}", mask, "fp32", Zigzag(),
-            schedule=schedule, ranks_per_node=ranks_per_node, value_dim=VALUE_DIM, scores=SCORES,
-        )  # fmt: skip
-
-
-def _cross_attention_modes(comm: Comm) -> Iterator[Mode]:
-    """Yield queries and keys of different lengths, each with its own layout."""
-    for (schedule, ranks_per_node), mask in product(_schedules(comm.world, SCHEDULES), (Full(), Causal())):
-        yield _sharded(
-            comm, f"cross {schedule} {_mask_name(mask)}", mask, "fp32", Zigzag(), length=201, key_length=77,
-            key_layout=Contiguous(), schedule=schedule, ranks_per_node=ranks_per_node,
-        )  # fmt: skip
+    for name in ("full", "causal", "window"):
+        mask = MASKS[name](LENGTH)
+        yield _mode(f"merge {name}", partial(forward_backward, partial(attend, mask)), mask, "fp32", LENGTH)
 
 
 def _query_distributed_modes(comm: Comm) -> Iterator[Mode]:
@@ -254,47 +274,12 @@ def _query_distributed_modes(comm: Comm) -> Iterator[Mode]:
     for dtype, pairs in product(DTYPES, (1, 3)):
         name = f"query-distributed pairs={pairs}"
         yield _mode(name, partial(compute, pairs, Causal()), Causal(), dtype, LENGTH, comm=comm)
-    for dtype, mask in product(DTYPES, (Causal(), Causal() & SlidingWindow(31))):
-        name = f"query-distributed prefix {_mask_name(mask)}"
+    for dtype, mask_name in product(DTYPES, ("causal", "causal+window")):
+        name, mask = f"query-distributed prefix {mask_name}", MASKS[mask_name](LENGTH)
         for kind, run in (("", partial(compute, 1, mask)), (" paged", partial(compute_cached, mask))):
             yield _mode(name + kind, run, mask, dtype, LENGTH, LENGTH + PREFIX, comm, q_offset=PREFIX)
 
 
-def _schedules(world: int, names: Iterable[str]) -> list[tuple[str, int | None]]:
-    """Return schedules and their ranks per node; two-level schedules only where `world` has two factors."""
-    ranks_per_node = next((n for n in range(2, world) if world % n == 0), None)
-    return [(name, ranks_per_node if "+" in name else None) for name in names if ranks_per_node or "+" not in name]
-
-
-def _masks(length: int) -> list[Mask]:
-    documents = Documents([1, length // 3, 7, length - length // 3 - 8])
-    return [Full(), Causal(), SlidingWindow(31, 5), documents, Causal() & documents, Causal() & SlidingWindow(31)]
-
-
-def _more_masks(length: int) -> dict[str, Mask]:
-    image = range(40, 90)
-    return {
-        "prefix": Prefix(length // 3),
-        "document prefixes": Documents([1, 100, length - 101], prefixes=[1, 30, 0]),
-        "chunked": Chunked(60),
-        "block-causal": BlockCausal(32),
-        "window+global": Causal() & (Global(5) | SlidingWindow(31)),
-        "longformer": Global(9, both=True) | SlidingWindow(12, 12),
-        "images": Causal() | Slices([(image, image, "full")]),
-        "slices": Slices([((0, 90), (3, 200), "inverse_causal"), ((50, length), (100, 180), "bidirectional_causal")]),
-        "padding": Causal() & Padding([length - 100, length], side="left", length=length),
-        "per sequence": PerSequence([Prefix(50), Causal() & Documents([100, length - 100])]),
-    }
-
-
-def _mask_name(mask: Mask) -> str:
-    if isinstance(mask, Or):
-        return f"({'|'.join(map(_mask_name, mask.parts))})"
-    if isinstance(mask, And):
-        return "+".join(map(_mask_name, mask.parts))
-    name = type(mask).__name__
-    return {"SlidingWindow": "window"}.get(name, name.lower())
-
-
-def _layout_name(layout: Layout) -> str:
-    return type(layout).__name__.lower()
+def _documents(length: int) -> Documents:
+    """Documents of one token, a third, none, and the rest."""
+    return Documents([1, length // 3, 0, length - length // 3 - 1])

@@ -5,7 +5,7 @@ Results that must not depend on something, such as the other sequences of a batc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import product
 from typing import Any
@@ -16,63 +16,112 @@ from torch import Tensor
 from attnmesh.core.state import State
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sequence import Sequence
+from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.ops.decode import api
 from attnmesh.ops.storage import PLAIN, dequantize, quantize
 from attnmesh.testing.decode import DecodeProblem, compare, poison_cache, random_decode, reference_decode
-from attnmesh.testing.errors import Comparison
-from attnmesh.verify.mode import DTYPES, Mode
+from attnmesh.testing.errors import ROUNDING, Comparison
+from attnmesh.verify.mode import Mode, Pair, covering_rows
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 2, 32
 BLOCK_SIZE, CAPACITY, SPLIT_SIZE = 16, 304, 64
 POSITIONS = (2, 299, 130)  # the first sequence is shorter than four new tokens: some of its rows see nothing
 
+STORAGES = ("plain", "fp8", "fp8 heads", "int8", "bfp8")
+CONTIGUOUS, PAGED = ("own", "token major"), (1, 3, 16, 64, 256)  # the memory of a cache, or the block size of a pool
+AXES: dict[str, tuple[Any, ...]] = {
+    "cache": (*CONTIGUOUS, *PAGED),
+    "key_range": ("causal", "tree", "trees", "bool bht", "bool t short", "added h", "added bt short", "intervals"),
+    "storage": STORAGES,
+    "dims": ((16, 16), (48, 32), (32, 64), (40, 24), "v in k"),
+    "group": (1, 3, 7, 8, 64),
+    "tokens": (1, 2, 3, 5, 8),
+    "splits": (None, ("max_splits", 1), ("max_splits", 3), ("split_size", 16), ("split_size", 13)),
+    "window": (None, 1, 5, 17, 1000),
+    "dtype": (torch.float32, torch.float16, torch.bfloat16),
+    "at": ("list", "int32", "int64", None),
+    "share": (None, "cache", "blocks"),
+    "sinks": (False, True),
+    "q_memory": ("own", "transposed", "fused"),
+    "scale": (None, -0.3),
+}
+"""The values that a decode call may have."""
+# cur_pos has a default in a cache only; only tables can name blocks twice; bfp8 has groups of 16; intervals say it all.
+UNSERVED: set[Pair] = {
+    *((("cache", cache), ("at", None)) for cache in PAGED),
+    *((("cache", cache), ("share", "blocks")) for cache in CONTIGUOUS),
+    (("storage", "bfp8"), ("dims", (40, 24))),
+    *((("key_range", "intervals"), ("window", window)) for window in (1, 5, 17, 1000)),
+    (("key_range", "intervals"), ("share", "cache")),
+    # Follows from the first two: the default position means a cache, whose sequences share no blocks.
+    (("at", None), ("share", "blocks")),
+}
+
+
+def decode_problem(row: Mapping[str, Any], number: int, *, seed: int | None = None, **how: Any) -> DecodeProblem:
+    """Return the random call of a row of the table; `number` selects the lengths of its sequences.
+
+    One sequence reaches across a few blocks, often to the edge of one; one is skipped; one is shorter than its tokens.
+    `how` has further arguments of `random_decode`.
+    """
+    row, cache = dict(row), row["cache"]
+    step = cache if cache in PAGED else 16
+    long = (2 * step - 1, 2 * step, 2 * step + 1, 41, 64, 75)[number % 6] if step < 64 else step + number % 3 - 1
+    young = (0, max(row["tokens"] - 2, 0), row["tokens"] - 1)[number % 3]
+    lasts = [max(long, 20), young, -1]
+    positions = lasts[number % 3 :] + lasts[: number % 3]
+    length = max(positions) + 1
+    dims, scale, splits = row.pop("dims"), row.pop("scale"), row.pop("splits")
+    del row["cache"]
+    return random_decode(
+        [length - 1] * 3 if row["at"] is None else positions, dims=(64, 32) if dims == "v in k" else dims,
+        v_in_k=dims == "v in k", block_size=cache if cache in PAGED else None,
+        capacity=length if row["at"] is None else length + (0, 5, 40)[number % 3],
+        memory=cache if cache in CONTIGUOUS else ("own", "layer", "layer inside")[number % 3],
+        seed=number if seed is None else seed, **row | how, **({} if scale is None else {"scale": scale}),
+        **({} if splits is None else dict([splits])),
+    )  # fmt: skip
+
 
 def decode_modes(device: str) -> Iterator[Mode]:
-    """Yield every mode of decode attention."""
+    """Yield the modes of decode attention.
+
+    Every two values of two axes occur together; on a GPU, where most values compile a kernel, every value occurs.
+    """
     fused = "cpu" if device == "cpu" else "triton"
-    for paged, dtype in product((False, True), DTYPES):
-        yield _decode_mode("auto", paged, dtype, 4)
-    for paged, tokens, dtype in product((False, True), (1, 4), DTYPES):
-        yield _decode_mode(fused, paged, dtype, tokens)
-    yield from _option_modes(fused)
+    for number, row in enumerate(covering_rows(AXES, UNSERVED, pairs=device == "cpu")):
+        yield _decode_mode(("auto", fused)[number % 2], row, number)
     for paged in (False, True):
-        yield _decode_mode(fused, paged, "bf16", 1, "split_size same bits", split_size=SPLIT_SIZE)
+        kind = "paged" if paged else "contiguous"
+        shape = _shape(len(POSITIONS), 1, CAPACITY, "bf16")
+        yield Mode(f"decode {fused} {kind} split_size same bits", shape, partial(_same_bits, fused, paged))
 
 
-def _option_modes(backend: str) -> Iterator[Mode]:
-    """Yield every option over both kinds of cache, in one precision there and in the other here."""
-    for paged, (dtype, other) in ((False, ("fp32", "bf16")), (True, ("bf16", "fp32"))):
-        mode = partial(_decode_mode, backend, paged)
-        yield mode(dtype, 4, "window", window=37)
-        yield mode(other, 1, "sinks", sinks=True)
-        yield mode(dtype, 4, "boolean mask", key_range="bool bht")
-        yield mode(other, 4, "additive mask", key_range="bias bht")
-        yield mode(dtype, 4, "tree", key_range="trees")
-        yield mode(other, 4, "share_cache", share="cache")
-        yield mode(dtype, 1, "skipped sequence", positions=(*POSITIONS[:2], -1))
-        yield mode(other, 4, "split_size", split_size=SPLIT_SIZE)
-        yield mode(dtype, 1, "Dv != D", dims=(48, 32))
-    yield _decode_mode(backend, True, "bf16", 1, "v in k", dims=(48, 32), v_in_k=True)
-    for storage in ("fp8", "int8", "bfp8"):
-        yield _decode_mode(backend, True, "bf16", 1, storage, storage=storage)
-        yield _decode_mode(backend, False, "fp32", 4, f"{storage} window", storage=storage, window=37)
-
-
-def _decode_mode(backend: str, paged: bool, dtype: str, tokens: int, option: str = "", **how: Any) -> Mode:
+def _decode_mode(backend: str, row: Mapping[str, Any], number: int) -> Mode:
     def run(seed: int, device: str) -> list[Comparison]:
-        problem = random_decode(
-            **{"positions": POSITIONS} | how, tokens=tokens, group=GROUP, kv_heads=KV_HEADS, capacity=CAPACITY,
-            block_size=BLOCK_SIZE if paged else None, dtype=DTYPES[dtype], at="int32", device=device, seed=seed,
-        )  # fmt: skip
-        actual = problem.run(backend)
-        return _alone(problem, backend, actual) if option.endswith("same bits") else problem.compare(actual)
+        problem = decode_problem(row, number, seed=seed, device=device)
+        rounding = ROUNDING[problem.q.dtype]
+        return [each._replace(rounding=rounding) for each in problem.compare(problem.run(backend))]
 
-    name = f"decode {backend} {'paged' if paged else 'contiguous'} {option or f'T={tokens}'}"
-    return Mode(name, _shape(len(POSITIONS), tokens, CAPACITY, dtype, how.get("dims")), run)
+    cache = f"paged {row['cache']}" if row["cache"] in PAGED else f"contiguous {row['cache']}"
+    window, share, splits = (row[name] for name in ("window", "share", "splits"))
+    details = (
+        cache, row["key_range"], row["storage"], splits and "{}={}".format(*splits), window and f"window={window}",
+        share and f"shared {share}", row["sinks"] and "sinks", row["scale"] and f"scale={row['scale']}",
+    )  # fmt: skip
+    dims = "64/32" if row["dims"] == "v in k" else "{}/{}".format(*row["dims"])
+    dtype = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[row["dtype"]]
+    name = " ".join(("decode", backend, *(detail for detail in details if detail)))
+    return Mode(name, f"3x{2 * row['group']}/2x{row['tokens']}x{dims} {dtype}", run)
 
 
-def _alone(problem: DecodeProblem, backend: str, actual: State) -> list[Comparison]:
+def _same_bits(backend: str, paged: bool, seed: int, device: str) -> list[Comparison]:
     """Compare each sequence of a batch with the same sequence decoded alone, bitwise."""
+    problem = random_decode(
+        POSITIONS, group=GROUP, kv_heads=KV_HEADS, capacity=CAPACITY, block_size=BLOCK_SIZE if paged else None,
+        dtype=torch.bfloat16, at="int32", split_size=SPLIT_SIZE, device=device, seed=seed,
+    )  # fmt: skip
+    actual = problem.run(backend)
     results = []
     for i in range(len(POSITIONS)):
         alone = problem.sequence(i).run(backend)
@@ -81,9 +130,8 @@ def _alone(problem: DecodeProblem, backend: str, actual: State) -> list[Comparis
     return results
 
 
-def _shape(batch: int, tokens: int, length: int, dtype: str, dims: tuple[int, int] | None = None) -> str:
-    width = f"{HEAD_DIM}" if dims is None else f"{dims[0]}/{dims[1]}"
-    return f"{batch}x{KV_HEADS * GROUP}/{KV_HEADS}x{tokens}:{length}x{width} {dtype}"
+def _shape(batch: int, tokens: int, length: int, dtype: str) -> str:
+    return f"{batch}x{KV_HEADS * GROUP}/{KV_HEADS}x{tokens}:{length}x{HEAD_DIM} {dtype}"
 
 
 _LAYERS, _ROWS, _MAX_LENGTH, _PROMPT = 2, 4, 96, 75
@@ -108,8 +156,10 @@ class _CacheCheck:
         self.generator = torch.Generator().manual_seed(seed)
         k_scale, v_scale = (0.01, 0.012) if storage == "fp8" else (None, None)
         self.cache = BlockCache(
-            layers=_LAYERS, num_blocks=32, block_size=BLOCK_SIZE, kv_heads=KV_HEADS, head_dim=HEAD_DIM, storage=storage,
-            device=device, max_sequences=_ROWS, max_length=_MAX_LENGTH, k_scale=k_scale, v_scale=v_scale,
+            CacheSpec(
+                layers=_LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, storage=storage, k_scale=k_scale, v_scale=v_scale
+            ),
+            num_blocks=32, block_size=BLOCK_SIZE, max_sequences=_ROWS, max_length=_MAX_LENGTH, device=device,
         )  # fmt: skip
         for layer, pool in product(range(_LAYERS), (self.cache.keys, self.cache.values)):
             poison_cache(pool(layer))

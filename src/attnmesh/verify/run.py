@@ -10,11 +10,10 @@ import torch
 
 from attnmesh.comm import Comm
 from attnmesh.verify.attention import attention_modes
+from attnmesh.verify.block import block_modes
 from attnmesh.verify.decode import cache_modes, decode_modes
-from attnmesh.verify.generation import generation_modes
 from attnmesh.verify.mode import Mode, Outcome
-from attnmesh.verify.sparse import sparse_modes, sparse_parallel_modes
-from attnmesh.verify.sparse_decode import sparse_decode_modes
+from attnmesh.verify.sparse import sparse_decode_modes, sparse_modes, sparse_parallel_modes
 from attnmesh.verify.tokens import token_modes
 
 
@@ -24,10 +23,10 @@ def modes(comm: Comm, device: str) -> list[Mode]:
         *attention_modes(comm, device),
         *decode_modes(device),
         *cache_modes(),
-        *generation_modes(comm),
+        *block_modes(comm),
         *token_modes(comm),
-        *sparse_modes(),
-        *sparse_parallel_modes(comm),
+        *sparse_modes(device),
+        *sparse_parallel_modes(comm, device),
         *sparse_decode_modes(comm),
     ]
 

@@ -1,26 +1,31 @@
-"""Sparse attention and its indexer, forward and backward, on one device and over a grid of ranks.
+"""Sparse attention and its indexer, forward and backward, and sparse decode, on one device and over ranks.
 
-Keys that no row may read are poisoned. The best keys of whole numbers, whose scores are exact in any order of
-summation, must be equal.
+Keys that no row may read, and unused slots of a cache, are poisoned. The best keys of whole numbers, whose scores are
+exact in any order of summation, must be equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnmesh.comm import Comm
+from attnmesh.comm import Comm, SoloComm
 from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
-from attnmesh.ops.sparse import indexer
+from attnmesh.kv_cache.cache import BlockCache
+from attnmesh.kv_cache.spec import CacheSpec
+from attnmesh.ops.sparse import indexer, reference
 from attnmesh.ops.sparse.arguments import convert_lse
+from attnmesh.ops.sparse.indexer_loss import AttentionTarget
+from attnmesh.ops.storage import PLAIN, dequantize, quantize
 from attnmesh.parallel.sparse.api import SparseParallel
-from attnmesh.testing.errors import Comparison
+from attnmesh.parallel.sparse.decode import SparseDecode
+from attnmesh.testing.decode import poison_cache
+from attnmesh.testing.errors import ROUNDING, Comparison
 from attnmesh.testing.sparse import (
     Functions,
     GridRank,
@@ -30,7 +35,7 @@ from attnmesh.testing.sparse import (
     SparseProblem,
     random_sparse_problem,
 )
-from attnmesh.verify.mode import DTYPES, Mode
+from attnmesh.verify.mode import ALL_DTYPES, DTYPES, Mode, covering_rows
 
 ROWS, KEYS, TOPK, WIDTH, D_V, INDEX_WIDTH = 37, 53, 19, 40, 24, 16
 SCALE, INDEX_SCALE = WIDTH**-0.5, INDEX_WIDTH**-0.5
@@ -54,42 +59,52 @@ class _Operation:
     def compare(self, actual: dict[str, list[Tensor]], problem: SparseProblem) -> list[Comparison]:
         """Return a comparison for every copy of every result; keys must be equal."""
         exact, plain = (self.run(Reference(), each) for each in (problem.to(torch.float64), problem))
+        rounding = min(ROUNDING[problem.q.dtype], ROUNDING[torch.float32])
         return [
-            Comparison(name, x.cpu(), exact[name], None if name == "best keys" else plain[name])
+            Comparison(name, x.cpu(), exact[name], None if name == "best keys" else plain[name], rounding)
             for name, copies in actual.items()
             for x in copies
         ]
 
 
-def sparse_modes() -> Iterator[Mode]:
-    """Yield every operation under every mask, and in both precisions."""
+def sparse_modes(device: str) -> Iterator[Mode]:
+    """Yield every two of operation, mask and precision together."""
 
     def compare(operation: _Operation, mask: str, dtype: str, seed: int, device: str) -> list[Comparison]:
         problem = _random(_HEADS, mask, dtype, seed)
         results = operation.poisoned_results(OneDevice(), problem, device)
         return operation.compare({name: [x] for name, x in results.items()}, problem)
 
-    for operation in (*_OPERATIONS, *_ONE_DEVICE_OPERATIONS):
-        for number, mask in enumerate(_MASKS):
-            for dtype in DTYPES if number == 0 else (list(DTYPES)[number % 2],):
-                run = partial(compare, operation, mask, dtype)
-                yield Mode(f"sparse {operation.name} {mask}", _shape(_HEADS, dtype), run)
+    operations = (*_OPERATIONS, *_ONE_DEVICE_OPERATIONS)
+    for row in covering_rows({"operation": operations, "mask": _MASKS, "dtype": _dtypes(device)}):
+        name = f"sparse {row['operation'].name} {row['mask']}"
+        yield Mode(name, _shape(_HEADS, row["dtype"]), partial(compare, *row.values()))
     yield Mode("sparse top-k same bits", _shape(_HEADS, "fp32"), _same_topk)
 
 
-def sparse_parallel_modes(comm: Comm) -> Iterator[Mode]:
-    """Yield every operation on every grid of ranks, under both schedules; layouts, masks, precisions in turn."""
-    heads, number = comm.world + 9, 0
-    for tp, operation in product((n for n in range(1, comm.world + 1) if comm.world % n == 0), _OPERATIONS):
-        for schedule in ("allgather", "ring") if tp < comm.world else ("allgather",):
-            layout, mask, dtype = _LAYOUTS[number % 3], _MASKS[number % 4], list(DTYPES)[number // 4 % 2]
-            number += 1
-            name = f"sparse {operation.name} {_grid_name(comm, tp, layout, schedule)} {mask}"
-            run = partial(_compare_grid, comm, GridRank.of(comm, tp, layout), schedule, operation, mask, dtype)
-            yield Mode(name, _shape(heads, dtype), run, collective=True)
+def sparse_parallel_modes(comm: Comm, device: str) -> Iterator[Mode]:
+    """Yield every two of operation, mask, grid of ranks, schedule, layout and precision together."""
+    heads, several = comm.world + 9, comm.world > 1
+    axes: dict[str, Sequence[Any]] = {
+        "operation": _OPERATIONS, "mask": _MASKS, "tp": [n for n in range(1, comm.world + 1) if comm.world % n == 0],
+        "schedule": ("allgather", "ring") if several else ("allgather",),
+        "layout": _LAYOUTS if several else _LAYOUTS[:1], "dtype": _dtypes(device),
+    }  # fmt: skip
+    alone = "tp", comm.world  # whole sequences: one schedule, one layout
+    same = [(alone, ("schedule", "ring")), *((alone, ("layout", layout)) for layout in _LAYOUTS[1:])]
+    for row in covering_rows(axes, same):
+        operation, mask, tp, schedule, layout, dtype = row.values()
+        name = f"sparse {operation.name} {_grid_name(comm, tp, layout, schedule)} {mask}"
+        run = partial(_compare_grid, comm, GridRank.of(comm, tp, layout), schedule, operation, mask, dtype)
+        yield Mode(name, _shape(heads, dtype), run, collective=True)
     name = f"sparse {_grid_name(comm, 1, Zigzag(), 'allgather')} same bits"
     run = partial(_same_bits_as_one_device, comm, GridRank.of(comm, 1, Zigzag()))
     yield Mode(name, _shape(heads, "bf16"), run, collective=True)
+
+
+def _dtypes(device: str) -> tuple[str, ...]:
+    """Precisions; float64, which no GPU kernel takes, on the CPU only."""
+    return (*DTYPES, "fp64") if device == "cpu" else tuple(DTYPES)
 
 
 def _shape(heads: int, dtype: str) -> str:
@@ -120,7 +135,7 @@ def _random(heads: int, mask: str, dtype: str, seed: int) -> SparseProblem:
             start = integers(0, KEYS - 4)
             fields = {"k_start": start, "k_end": (start + integers(0, 30)).clamp(max=KEYS - 3)}
     return random_sparse_problem(
-        ROWS, KEYS, heads=heads, topk=TOPK, width=WIDTH, d_v=D_V, index_width=INDEX_WIDTH, dtype=DTYPES[dtype],
+        ROWS, KEYS, heads=heads, topk=TOPK, width=WIDTH, d_v=D_V, index_width=INDEX_WIDTH, dtype=ALL_DTYPES[dtype],
         seed=seed, **fields,
     )  # fmt: skip
 
@@ -234,7 +249,7 @@ def _loss(functions: Functions, problem: SparseProblem) -> Results:
     """The loss of every row, over the keys its indices name."""
     iq, ik, w = problem.leaves("iq", "ik", "w")
     rows = functions.indexer_kl_loss(
-        iq, ik, w, problem.indices, q=problem.q, k=problem.kv, lse=problem.lse, attn_scale=SCALE, mask=problem.mask,
+        iq, ik, w, problem.indices, AttentionTarget(problem.q, problem.kv, problem.lse, SCALE), mask=problem.mask,
         scale=INDEX_SCALE, reduction="none",
     )  # fmt: skip
     return _with_gradients({"loss": rows}, {"d_iq": iq, "d_ik": ik, "d_w": w}, problem.grad_loss)
@@ -244,8 +259,8 @@ def _dense_loss(functions: Functions, problem: SparseProblem) -> Results:
     """The mean loss over some of the rows, over all keys."""
     iq, ik, w = problem.leaves("iq", "ik", "w")
     mean = functions.indexer_kl_loss(
-        iq, ik, w, q=problem.q, k=problem.kv, lse=problem.lse, attn_scale=SCALE, mask=problem.all_keys_mask,
-        mode="dense", scale=INDEX_SCALE, reduction="mean_rows", row_mask=problem.grad_loss > -1,
+        iq, ik, w, None, AttentionTarget(problem.q, problem.kv, problem.lse, SCALE), mask=problem.all_keys_mask,
+        scale=INDEX_SCALE, reduction="mean_rows", row_mask=problem.grad_loss > -1,
     )  # fmt: skip
     return _with_gradients({"mean": mean}, {"d_iq": iq, "d_ik": ik, "d_w": w}, torch.ones_like(mean))
 
@@ -262,3 +277,109 @@ _ONE_DEVICE_OPERATIONS = (
     _Operation("distribution head_group", _distribution_groups),
     _Operation("index scores", _index_scores),
 )
+
+
+_DIM, _VALUES, _INDEX_DIM, _INDEX_HEADS, _BLOCK, _TOPK, _TOKENS, _SCALE = 144, 128, 16, 3, 4, 9, 2, 0.1
+_LENGTHS = (37, 2, 21)
+
+
+def sparse_decode_modes(comm: Comm) -> Iterator[Mode]:
+    """Yield sparse decode from plain and fp8 latents, on one rank and over all, with heads replicated and sharded."""
+    for dtype in DTYPES:
+        for storage in (dtype, "fp8_ds_mla"):
+            shape = f"{comm.world + 3}/1x{_DIM}/{_VALUES} {dtype}"
+            name = f"sparse decode {'plain' if storage == dtype else storage}"
+            yield Mode(f"{name} one rank", shape, partial(_compare, SoloComm(), storage, dtype, 1, False))
+            for interleave, sharded in ((1, False), (3, True)) if comm.world > 1 else ():
+                heads = "heads sharded" if sharded else "heads replicated"
+                run = partial(_compare, comm, storage, dtype, interleave, sharded)
+                yield Mode(f"{name} CP{comm.world} interleave {interleave} {heads}", shape, run, collective=True)
+
+
+def _compare(
+    comm: Comm, storage: str, dtype: str, interleave: int, sharded: bool, seed: int, device: str
+) -> list[Comparison]:
+    heads = comm.world + 3
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(DTYPES[dtype])
+
+    def whole(*shape: int) -> Tensor:
+        return torch.randint(-2, 3, shape, generator=generator, device="cpu").to(DTYPES[dtype])
+
+    latents, index_keys = [normal(n, _DIM) for n in _LENGTHS], [whole(n, _INDEX_DIM) for n in _LENGTHS]
+    batch = len(_LENGTHS), _TOKENS
+    q, sinks = normal(*batch, heads, _DIM), normal(heads).float()
+    iq, w = whole(*batch, _INDEX_HEADS, _INDEX_DIM), whole(*batch, _INDEX_HEADS)
+    by_rank = [heads // comm.world + (rank < heads % comm.world) for rank in range(comm.world)]
+    own = slice(sum(by_rank[: comm.rank]), sum(by_rank[: comm.rank + 1])) if sharded else slice(heads)
+    decode = SparseDecode(comm, interleave=interleave, heads=by_rank if sharded else None)
+    cache = _written_cache(decode, storage, latents, index_keys, device)
+    top = decode.indexer_topk(
+        iq.to(device), cache.index_keys(0), cache.block_table, w.to(device), _TOPK, cur_pos=[n - 1 for n in _LENGTHS]
+    )
+    out, lse = decode.attention(
+        q[:, :, own].to(device), cache.keys(0), cache.block_table, top.indices, scale=_SCALE, d_v=_VALUES,
+        sinks=sinks[own].to(device),
+    )  # fmt: skip
+    if comm.rank:
+        return []
+    index_storage = storage if storage in PLAIN else "fp8_token"
+    keys = _best_keys([_stored(x, index_storage) for x in index_keys], iq, w)
+    exact, plain = (
+        _paged_attention([_stored(x, storage) for x in latents], q[:, :, own], sinks[own], keys, precision)
+        for precision in (torch.float64, DTYPES[dtype])
+    )
+    return [
+        Comparison("indices", top.indices.cpu(), keys),
+        Comparison("out", out.cpu(), exact[0], plain[0]),
+        Comparison("lse", lse.cpu(), exact[1], plain[1]),
+    ]
+
+
+def _written_cache(
+    decode: SparseDecode, storage: str, latents: list[Tensor], index_keys: list[Tensor], device: str
+) -> BlockCache:
+    cache = BlockCache(
+        CacheSpec(
+            layers=1, kv_heads=1, head_dim=_DIM, value_dim=_VALUES, index_dim=_INDEX_DIM, storage=storage, latent=True
+        ),
+        num_blocks=32, block_size=_BLOCK, max_sequences=len(_LENGTHS), max_length=64, device=device,
+        shard=decode.shard,
+    )  # fmt: skip
+    poison_cache(cache.keys(0))
+    poison_cache(cache.index_keys(0))
+    for latent, index in zip(latents, index_keys, strict=True):
+        new = cache.append([cache.allocate(len(latent))], len(latent))
+        cache.write(0, new, latent.to(device)[None, None], index_k=index.to(device)[None, None])
+    return cache
+
+
+def _stored(x: Tensor, storage: str) -> Tensor:
+    """Keys [n, D] in float64, as they come back from a cache."""
+    return dequantize(quantize(x[:, None, None], storage), torch.float64, head_axis=2)[:, 0, 0]
+
+
+def _best_keys(index_keys: list[Tensor], iq: Tensor, w: Tensor) -> Tensor:
+    """The top-k of every token, ascending, then -1: int32 [B, T, topk]."""
+    found = torch.full((*iq.shape[:2], _TOPK), -1, dtype=torch.int32, device="cpu")
+    for b, keys in enumerate(index_keys):
+        scores = reference.index_scores(iq[b].double(), keys, w[b].double())
+        at = torch.arange(len(keys), device="cpu")
+        visible = at <= at[-_TOKENS:, None]
+        for t, row in enumerate(reference.topk_keys(scores, visible, _TOPK)):
+            found[b, t, : len(row)] = torch.tensor(row, dtype=torch.int32, device="cpu")
+    return found
+
+
+def _paged_attention(
+    latents: list[Tensor], q: Tensor, sinks: Tensor, keys: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Out and lse by the plain computation in a precision, from one block per sequence."""
+    pool = torch.zeros(len(latents), max(map(len, latents)), _DIM, dtype=dtype, device="cpu")
+    for b, latent in enumerate(latents):
+        pool[b, : len(latent)] = latent.to(dtype)
+    table = torch.arange(len(latents), device="cpu")[:, None]
+    out, lse, _ = reference.paged_attend(q.to(dtype), pool, table, keys, _SCALE, _VALUES, None, sinks.to(dtype))
+    return out, lse

@@ -310,9 +310,9 @@ def _loss(case: Case, mask: am.SparseMask, device: str) -> None:
     leaves = [x.detach().requires_grad_() for x in leaves]
     grad = normal(rows, seed=f"{case['seed']}-grad", device=device)
     loss = am.indexer_kl_loss(
-        *leaves, None if dense else indices, q=_poisoned(q, some, case), k=_poisoned(k, used, case), lse=lse,
-        attn_scale=scale, mask=mask, mode="dense" if dense else "sparse", scale=0.3, relu=relu, reduction="none",
-        backend=case["backend"],
+        *leaves, None if dense else indices,
+        am.sparse.AttentionTarget(_poisoned(q, some, case), _poisoned(k, used, case), lse, scale),
+        mask=mask, scale=0.3, relu=relu, reduction="none", backend=case["backend"],
     )  # fmt: skip
     actual = [loss.detach(), *torch.autograd.grad(loss, leaves, grad)]
     how = (iq, ik, w, q, k, lse, at, valid, scale, relu, grad)

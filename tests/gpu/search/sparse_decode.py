@@ -131,9 +131,10 @@ def _attention(case: Case, lengths: list[int], table: Tensor, blocks: int, devic
     q = normal(batch, tokens, heads, d, seed=f"{seed}-q", device=device, dtype=dtype)
     sinks = 2 * normal(heads, seed=f"{seed}-sinks", device=device) if case.get("sinks") else None
     how: dict[str, Any] = {"scale": d**-0.5, "d_v": d_v, "split_size": case.get("split_size")}
+    chosen = indices if counts is None else am.TopKIndices(indices, None, counts)
     results = am.paged_sparse_decode_attention(
         embedded(q) if case.get("embedded") else q, _spoiled(pool, live.view(blocks, block)),
-        None if case.get("slots") else table, indices, counts=counts, sinks=sinks,
+        None if case.get("slots") else table, chosen, sinks=sinks,
         out_dtype=torch.float32 if case.get("wide_out") else None, backend=case["backend"],
         return_max_logits=bool(case.get("max_logits")), **how,
     )  # fmt: skip

@@ -619,9 +619,19 @@ def test_backends_agree_on_a_step_of_a_model_in_use():
 
 def test_the_two_calls_take_the_same_options():
     ours, paged = (list(inspect.signature(f).parameters) for f in (decode_attention, paged_decode_attention))
-    assert ours[3:] == [name for name in paged[4:] if name != "into"]
+    assert ours[3:] == paged[4:]
     assert ours[:3] == ["q", "k_cache", "v_cache"]
     assert paged[:4] == ["q", "k_pool", "v_pool", "block_table"]
+
+
+def test_an_option_that_does_not_exist():
+    q, k, table = torch.ones(1, 2, 1, 8), torch.ones(1, 2, 4, 8), torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"^decode_attention\(\) got an unexpected keyword argument 'max_split'"):
+        decode_attention(q, k, k, max_split=3)
+    with pytest.raises(TypeError, match=r"^decode_attention\(\) got an unexpected keyword argument 'into'"):
+        decode_attention(q, k, k, into=None)
+    with pytest.raises(TypeError, match=r"paged_decode_attention\(\) got an unexpected keyword argument 'splits'"):
+        paged_decode_attention(q, k.transpose(1, 2), k.transpose(1, 2), table, cur_pos=[3], splits=3)
 
 
 @pytest.mark.sweep

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmesh import BlockCache, decode_attention, paged_decode_attention, quantize
+from attnmesh import BlockCache, CacheSpec, decode_attention, paged_decode_attention, quantize
 from attnmesh.ops.decode.api import choose
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.storage import dequantize, unpack_latent
@@ -51,9 +51,13 @@ def test_the_bytes_of_other_projects_are_read_in_place():
 
 def test_the_pool_of_a_block_cache():
     cache = BlockCache(
-        layers=1, num_blocks=4, block_size=4, max_sequences=1, max_length=12, kv_heads=1, head_dim=144, value_dim=128,
-        storage="fp8_ds_mla", latent=True, device="cpu",
-    )  # fmt: skip
+        CacheSpec(layers=1, kv_heads=1, head_dim=144, value_dim=128, storage="fp8_ds_mla", latent=True),
+        num_blocks=4,
+        block_size=4,
+        max_sequences=1,
+        max_length=12,
+        device="cpu",
+    )
     q, new = torch.randn(2, 1, 4, 7, 144, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     row = cache.allocate(7)
     cache.write(0, cache.append([row], 7), new[:, :1])

@@ -6,10 +6,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from attnmesh.testing.decode import DecodeProblem, random_decode
-from helpers.cases import first, pairwise, value_pairs
+from attnmesh.verify.decode import AXES, STORAGES, UNSERVED, decode_problem
+from attnmesh.verify.mode import covering_rows
+from helpers.cases import first
 from helpers.decode import (
     BACKENDS,
-    STORAGES,
     assert_decode_close,
     check_backend,
     decode_by_loops,
@@ -18,92 +19,29 @@ from helpers.decode import (
     supported_dtype,
 )
 
-CONTIGUOUS = ("own", "token major")
-PAGED = (1, 3, 16, 64, 256)
-FACTORS = {
-    "cache": (*CONTIGUOUS, *PAGED),
-    "key_range": ("causal", "tree", "trees", "bool bht", "bool t short", "added h", "added bt short", "intervals"),
-    "storage": STORAGES,
-    "dims": ((16, 16), (48, 32), (32, 64), (40, 24), "v in k"),
-    "group": (1, 3, 7, 8, 64),
-    "tokens": (1, 2, 3, 5, 8),
-    "splits": (None, {"max_splits": 1}, {"max_splits": 3}, {"split_size": 16}, {"split_size": 13}),
-    "window": (None, 1, 5, 17, 1000),
-    "dtype": (torch.float32, torch.float16, torch.bfloat16),
-    "at": ("list", "int32", "int64", None),
-    "share": (None, "cache", "blocks"),
-    "sinks": (False, True),
-    "q_memory": ("own", "transposed", "fused"),
-    "scale": (None, -0.3),
-}
-FACTORS["splits"] = tuple(None if how is None else tuple(how.items()) for how in FACTORS["splits"])
-# cur_pos has a default in a cache only; only tables can name blocks twice; bfp8 has groups of 16; intervals say it all.
-FORBIDDEN = {
-    *((("cache", cache), ("at", None)) for cache in PAGED),
-    *((("cache", cache), ("share", "blocks")) for cache in CONTIGUOUS),
-    (("storage", "bfp8"), ("dims", (40, 24))),
-    *((("key_range", "intervals"), ("window", window)) for window in (1, 5, 17, 1000)),
-    (("key_range", "intervals"), ("share", "cache")),
-    # Follows from the first two: the default position means a cache, whose sequences share no blocks.
-    (("at", None), ("share", "blocks")),
-}
-CASES = pairwise(FACTORS, FORBIDDEN)
+CASES = covering_rows(AXES, UNSERVED)
 
 
 def named(case: dict) -> str:
     return "-".join(str(value).replace("torch.", "").replace(" ", "") for value in case.values())
 
 
-def positions(case: dict, seed: int) -> list[int]:
-    """One sequence across a few blocks, at their edges as often as not; one skipped; one younger than its tokens."""
-    step = case["cache"] if case["cache"] in PAGED else 16
-    long = [2 * step - 1, 2 * step, 2 * step + 1, 41, 64, 75][seed % 6] if step < 64 else step + [-1, 0, 1][seed % 3]
-    young = [0, max(case["tokens"] - 2, 0), case["tokens"] - 1][seed % 3]
-    found = [max(long, 20), young, -1]
-    return found[seed % 3 :] + found[: seed % 3]
-
-
 def problem_of(case: dict, seed: int, *, backend: str = "cpu", dtype: torch.dtype | None = None) -> DecodeProblem:
-    case = dict(case)
-    where = positions(case, seed)
-    cache, dims = case.pop("cache"), case.pop("dims")
-    scale, splits, dtype = case.pop("scale"), case.pop("splits"), case.pop("dtype") if dtype is None else dtype
-    case.pop("dtype", None)
-    length = max(where) + 1
-    if case["at"] is None:
-        where = [length - 1] * 3
-    return random_decode(
-        where,
-        dims=(64, 32) if dims == "v in k" else dims,
-        v_in_k=dims == "v in k",
-        block_size=cache if cache in PAGED else None,
-        capacity=length if case["at"] is None else length + [0, 5, 40][seed % 3],
-        memory=cache if cache in CONTIGUOUS else ("own", "layer", "layer inside")[seed % 3],
-        dtype=supported_dtype(backend, dtype),
-        device=device_of(backend),
-        seed=seed,
-        **case,
-        **({} if scale is None else {"scale": scale}),
-        **dict(splits or ()),
-    )
+    dtype = supported_dtype(backend, case["dtype"] if dtype is None else dtype)
+    return decode_problem(case, seed, dtype=dtype, device=device_of(backend))
 
 
-def test_every_allowed_pair_meets():
-    met = {pair for case in CASES for pair in value_pairs({name: [value] for name, value in case.items()})}
-    every = set(value_pairs(FACTORS))
-    for name, values in FACTORS.items():
-        assert len(set(values)) == len(values), name
-    assert met <= every
-    barred = {pair for pair in every if pair in FORBIDDEN or pair[::-1] in FORBIDDEN}
-    assert every - met == barred
-    assert len(barred) == len(FORBIDDEN)  # nothing misspelt
+def test_the_axes_have_the_values_of_the_pairs_that_are_left_out():
+    for pair in UNSERVED:
+        for name, value in pair:
+            assert value in AXES[name]
     assert len(CASES) < 100
 
 
 def is_left_to_sweep(seed: int, backend: str) -> bool:
     """Three of four cases in the interpreter, and those with many splits, rows or keys, which take ten seconds."""
     case = CASES[seed]
-    long = case["splits"] == (("split_size", 13),) or case["group"] == 64 or case["cache"] == 256
+    long = case["splits"] == ("split_size", 13) or case["group"] == 64 or case["cache"] == 256
     return interpreted(backend) and (long or seed % 4 != 0)
 
 
@@ -160,7 +98,7 @@ def problems(draw, backend: str, most: int):
     dims = sorted([draw(width), draw(width)], reverse=True) if v_in_k else [draw(width), draw(width)]
     where = draw(st.lists(st.integers(-1, most), min_size=batch, max_size=batch))
     split = draw(st.sampled_from([None, "max_splits", "split_size"]))
-    key_range = draw(st.sampled_from(["causal", *FACTORS["key_range"]]))
+    key_range = draw(st.sampled_from(["causal", *AXES["key_range"]]))
     alone = key_range == "intervals"  # without a window or a cache for all
     return random_decode(
         where,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnmesh import SparseMask, indexer_kl_loss, sparse_attention
 from attnmesh.ops.sparse import indexer_loss, reference, torch_backend
-from attnmesh.sparse import indexer_scores_at
+from attnmesh.sparse import AttentionTarget, indexer_scores_at
 from helpers.memory import peak_bytes
 from helpers.sparse import (
     BACKENDS,
@@ -79,7 +79,13 @@ def by_definition(
 
 
 def found(
-    attention: AttentionCase, indexer: IndexerCase, mode: str, lse: Tensor | None, backend: str, **how: object
+    attention: AttentionCase,
+    indexer: IndexerCase,
+    mode: str,
+    lse: Tensor | None,
+    backend: str,
+    lse_base: str = "e",
+    **how: object,
 ) -> list[Tensor]:
     """Loss of every row and gradients where whatever nobody may look at is NaN; attention is left out without lse."""
     device = device_of(backend)
@@ -97,9 +103,9 @@ def found(
     poison = {name: embedded(x.to(device)).detach() for name, x in poison.items()}
     leaves = [poison.pop(name).requires_grad_() for name in ("iq", "ik", "w")]
     if lse is not None:
-        how = {"lse": lse.to(device), "attn_scale": attention.scale, **poison} | how
+        how = {"target": AttentionTarget(poison["q"], poison["k"], lse.to(device), attention.scale, lse_base)} | how
     rows = indexer_kl_loss(
-        *leaves, attention.indices.to(device) if mode == "sparse" else None, mode=mode,
+        *leaves, attention.indices.to(device) if mode == "sparse" else None,
         mask=mask_on(indexer.mask, device), reduction="none", backend=backend, **indexer.how, **how,
     )  # fmt: skip
     assert rows.dtype == torch.promote_types(indexer.iq.dtype, torch.float32)
@@ -240,13 +246,13 @@ def test_what_there_is_to_match_is_a_constant(backend):
     iq, ik, w, indices = (x.to(device) for x in (indexer.iq, indexer.ik, indexer.w, attention.indices))
     q, k, target = (x.to(device).requires_grad_() for x in (attention.q, attention.kv, given_target(attention)))
     lse = torch.zeros(13, 4, device=device, requires_grad=True)
-    how = {"backend": backend}
+    how, source = {"backend": backend}, AttentionTarget(q, k, lse, 0.3)
     assert not indexer_kl_loss(iq, ik, w, indices, target, **how).requires_grad
-    assert not indexer_kl_loss(iq, ik, w, indices, q=q, k=k, lse=lse, attn_scale=0.3, **how).requires_grad
-    assert not indexer_kl_loss(iq, ik, w, q=q, k=k, lse=lse, attn_scale=0.3, mode="dense", **how).requires_grad
+    assert not indexer_kl_loss(iq, ik, w, indices, source, **how).requires_grad
+    assert not indexer_kl_loss(iq, ik, w, None, source, **how).requires_grad
     iq.requires_grad_()
-    indexer_kl_loss(iq, ik, w, indices, q=q, k=k, lse=lse, attn_scale=0.3, **how).backward()
-    indexer_kl_loss(iq, ik, w, q=q, k=k, lse=lse, attn_scale=0.3, mode="dense", **how).backward()
+    indexer_kl_loss(iq, ik, w, indices, source, **how).backward()
+    indexer_kl_loss(iq, ik, w, None, source, **how).backward()
     assert iq.grad is not None
     assert q.grad is k.grad is lse.grad is None
 
@@ -310,8 +316,8 @@ def test_memory_on_a_cpu_stays_below_rows_times_keys(monkeypatch):
         torch.randn(*shape) for shape in ((s_q, 2, 8), (s_kv, 8), (s_q, 2, 8), (s_kv, 8), (s_q, 2))
     )  # fmt: skip
     leaves = [x.requires_grad_() for x in (iq, ik, w)]
-    how = {"q": q, "k": k, "lse": torch.full((s_q, 2), 8.0), "attn_scale": 0.3, "mode": "dense"}
-    assert peak_bytes(lambda: indexer_kl_loss(*leaves, **how).backward()) < 0.75 * s_q * s_kv * 4
+    target = AttentionTarget(q, k, torch.full((s_q, 2), 8.0), 0.3)
+    assert peak_bytes(lambda: indexer_kl_loss(*leaves, None, target).backward()) < 0.75 * s_q * s_kv * 4
 
 
 # Reductions.
@@ -326,13 +332,11 @@ def test_reductions_count_the_rows_they_are_told(mode, backend):
     device = device_of(backend)
     given_ = [x.to(device) for x in (indexer.iq, indexer.ik, indexer.w)]
     indices = attention.indices.to(device) if mode == "sparse" else None
-    how = {
-        "q": attention.q.to(device), "k": attention.kv.to(device), "lse": lse.to(device),
-        "attn_scale": attention.scale, "mask": indexer.mask, "mode": mode, "backend": backend, **indexer.how,
-    }  # fmt: skip
+    target = AttentionTarget(attention.q.to(device), attention.kv.to(device), lse.to(device), attention.scale)
+    how = {"mask": indexer.mask, "backend": backend, **indexer.how}
 
     def loss(**more: object) -> Tensor:
-        return indexer_kl_loss(*given_, indices, **how, **more).cpu()
+        return indexer_kl_loss(*given_, indices, target, **how, **more).cpu()
 
     some = counted.to(device)
     pairs = [
@@ -341,12 +345,8 @@ def test_reductions_count_the_rows_they_are_told(mode, backend):
         (loss(reduction="sum", row_mask=some), rows[counted].sum()),
         (loss(reduction="mean_rows"), rows.sum() / 13),
         (loss(reduction="mean_rows", row_mask=some), rows[counted].sum() / counted.sum()),
-        (loss(reduction="mean_rows", global_rows=40), rows.sum() / 40),
-        (loss(reduction="mean_rows", global_rows=torch.tensor(40, device=device)), rows.sum() / 40),
-        (loss(reduction="mean_rows", global_rows=40, row_mask=some), rows[counted].sum() / 40),
         (loss(reduction="none", row_mask=some), torch.where(counted, rows, 0.0)),
         (loss(reduction="mean_rows", row_mask=torch.zeros_like(some)), torch.tensor(0.0)),
-        (loss(reduction="mean_rows", global_rows=torch.tensor(0, device=device)), rows.sum()),
     ]
     for a, b in pairs:
         assert a.shape == b.shape
@@ -370,9 +370,9 @@ def test_rows_that_do_not_count_may_hold_anything(mode, backend):
 
         leaves = [x.detach().requires_grad_() for x in (side(indexer.iq), indexer.ik.to(device), side(indexer.w))]
         rows = indexer_kl_loss(
-            *leaves, attention.indices.to(device) if mode == "sparse" else None, q=side(attention.q),
-            k=attention.kv.to(device), lse=side(lse), attn_scale=attention.scale, mask=indexer.mask, mode=mode,
-            reduction="none", row_mask=counted.to(device), backend=backend, **indexer.how,
+            *leaves, attention.indices.to(device) if mode == "sparse" else None,
+            AttentionTarget(side(attention.q), attention.kv.to(device), side(lse), attention.scale),
+            mask=indexer.mask, reduction="none", row_mask=counted.to(device), backend=backend, **indexer.how,
         )  # fmt: skip
         return [rows, *torch.autograd.grad((rows * weights.to(rows)).sum(), leaves)]
 
@@ -387,7 +387,7 @@ def test_rows_that_do_not_count_may_hold_anything(mode, backend):
 
 @each_backend
 @each_mode
-def test_parts_of_the_rows_add_up_with_the_number_of_all(mode, backend):
+def test_the_sums_of_parts_of_the_rows_add_up(mode, backend):
     attention, indexer = both()
     lse, device = lse_of(attention, mode), device_of(backend)
 
@@ -396,8 +396,8 @@ def test_parts_of_the_rows_add_up_with_the_number_of_all(mode, backend):
         indices = attention.indices[some].to(device) if mode == "sparse" else None
         value = indexer_kl_loss(
             leaves[0][some], leaves[1], leaves[2][some], indices,
-            q=attention.q[some].to(device), k=attention.kv.to(device), lse=lse[some].to(device), attn_scale=0.25,
-            mode=mode, reduction="mean_rows", global_rows=13, backend=backend,
+            AttentionTarget(attention.q[some].to(device), attention.kv.to(device), lse[some].to(device), 0.25),
+            backend=backend,
         )  # fmt: skip
         return [value, *torch.autograd.grad(value, leaves)]
 
@@ -429,11 +429,9 @@ def test_deterministic_gives_the_same_bits_twice(mode, backend):
 
 def test_gradients_are_those_of_finite_differences():
     attention, indexer = both("later", s_q=4, s_kv=6, dtype=torch.float64)
-    how = {
-        "q": attention.q, "k": attention.kv, "lse": lse_of(attention, "dense"), "attn_scale": attention.scale,
-        "mask": attention.mask, "reduction": "none", **indexer.how,
-    }  # fmt: skip
-    assert torch.autograd.gradcheck(lambda *x: indexer_kl_loss(*x, mode="dense", **how), indexer.leaves)
+    target = AttentionTarget(attention.q, attention.kv, lse_of(attention, "dense"), attention.scale)
+    how = {"target": target, "mask": attention.mask, "reduction": "none", **indexer.how}
+    assert torch.autograd.gradcheck(lambda *x: indexer_kl_loss(*x, None, **how), indexer.leaves)
     assert torch.autograd.gradcheck(lambda *x: indexer_kl_loss(*x, attention.indices, **how), indexer.leaves)
 
 
@@ -445,13 +443,11 @@ def test_a_step_of_training_as_it_is_meant(backend):
     q, kv, indices = (x.to(device) for x in (attention.q, attention.kv, attention.indices))
     how = {"mask": attention.mask, "backend": backend}
     _, lse = sparse_attention(q, kv, indices, scale=attention.scale, **how)
-    how["attn_scale"] = attention.scale
+    how["target"] = AttentionTarget(q, kv, lse, attention.scale)
     leaves = [x.to(device).requires_grad_() for x in indexer.leaves]
-    before = indexer_kl_loss(*leaves, indices, q=q, k=kv, lse=lse, **how)
+    before = indexer_kl_loss(*leaves, indices, **how)
     grads = torch.autograd.grad(before, leaves)
-    after = indexer_kl_loss(
-        *(x - 1e-2 * g for x, g in zip(leaves, grads, strict=True)), indices, q=q, k=kv, lse=lse, **how
-    )
+    after = indexer_kl_loss(*(x - 1e-2 * g for x, g in zip(leaves, grads, strict=True)), indices, **how)
     assert 0 < after < before
 
 
@@ -463,7 +459,8 @@ def dense_inputs(dtype: torch.dtype, s_kv: int) -> dict[str, torch.Tensor]:
 
 def dense_gradients(given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     leaves = {name: given[name].clone().requires_grad_() for name in ("iq", "ik", "w")}
-    loss = indexer_kl_loss(**given | leaves, attn_scale=0.4, mode="dense")
+    target = AttentionTarget(given["q"], given["k"], given["lse"], 0.4)
+    loss = indexer_kl_loss(*leaves.values(), None, target)
     return list(torch.autograd.grad(loss, list(leaves.values())))
 
 

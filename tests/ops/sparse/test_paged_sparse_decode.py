@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnmesh import State, merge, paged_sparse_decode_attention, quantize
+from attnmesh import State, TopKIndices, merge, paged_sparse_decode_attention, quantize
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.decode import check_decode_errors
 from attnmesh.ops import gpu
 from attnmesh.ops.sparse import reference
-from attnmesh.ops.sparse.paged import check_pool
+from attnmesh.ops.sparse.paged import PagedKeys, check_pool
 from attnmesh.ops.storage import Quantized, Stored, dequantize, values_of
 from attnmesh.testing.decode import poison_cache
 from helpers.cases import first, sweep
@@ -56,9 +56,11 @@ class Case:
             "q": embedded(q.to(device)), "pool": poisoned(self).to_device(device),
             "block_table": None if self.table is None else self.table.to(device), "indices": self.indices.to(device),
         }  # fmt: skip
-        options = {name: None if (x := getattr(self, name)) is None else x.to(device) for name in ("counts", "sinks")}
+        if self.counts is not None:
+            tensors["indices"] = TopKIndices(tensors["indices"], None, self.counts.to(device))
+        sinks = None if self.sinks is None else self.sinks.to(device)
         results = paged_sparse_decode_attention(
-            **tensors, **options, scale=self.scale, d_v=self.d_v, backend=backend, return_max_logits=True, **how
+            **tensors, sinks=sinks, scale=self.scale, d_v=self.d_v, backend=backend, return_max_logits=True, **how
         )
         return [x.cpu() for x in results]
 
@@ -192,6 +194,17 @@ def test_the_prefill_kernel_attends(storage, monkeypatch):
         check_decode_errors()
     for x in (out, lse, top):
         assert x[[0, 2]].isnan().all()
+
+
+def test_the_prefill_kernel_attends_over_a_pool_with_gaps():
+    """Blocks of a plain pool that do not follow one another are copied to a workspace, whole keys each."""
+    kernels = pytest.importorskip("attnmesh.ops.sparse.triton_decode")
+    pool = normal(3, 2 * BLOCK, 1, 144, dtype=torch.float16)[:, :BLOCK]
+    slots, lengths = torch.tensor([[9, 0, 5]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    target = torch.full((4, 144), -7.0, dtype=torch.float16)
+    kernels.gather(PagedKeys(pool, None), slots, lengths, target[:3])
+    assert torch.equal(target[:2], torch.stack([pool[2, 1, 0], pool[0, 0, 0]]))
+    assert (target[2:] == -7).all()
 
 
 def test_bits_of_a_token_do_not_depend_on_the_batch():
@@ -330,7 +343,10 @@ def test_a_fault_past_the_count_is_no_fault():
         ({"block_table": torch.zeros(3, 6)}, "block_table must be int32"),
         ({"indices": torch.zeros(3, 2, 4, dtype=torch.int64)}, "indices must be int32 .* got int64"),
         ({"indices": torch.zeros(3, 1, 4, dtype=torch.int32)}, r"indices must be int32 \[3, 2, topk\]"),
-        ({"counts": torch.zeros(3, dtype=torch.int32)}, r"counts must be int32 or int64 \[3, 2\]"),
+        (
+            {"indices": TopKIndices(torch.zeros(3, 2, 4, dtype=torch.int32), None, torch.zeros(3, dtype=torch.int32))},
+            r"indices.lengths must be int32 or int64 \[3, 2\]",
+        ),
         ({"sinks": torch.zeros(4)}, r"sinks must be floating point \[5\]"),
         ({"d_v": 145}, "d_v must be at most 144"),
         ({"scale": float("nan")}, "scale must be"),

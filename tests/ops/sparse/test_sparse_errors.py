@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnmesh import SparseMask, attention_distribution, indexer_kl_loss, indexer_topk, sparse_attention
-from attnmesh.sparse import indexer_scores_at
+from attnmesh.sparse import AttentionTarget, indexer_scores_at
 from attnmesh.utils.validation import shown
 
 Q, KV = torch.zeros(4, 2, 8), torch.zeros(6, 8)
@@ -18,14 +18,23 @@ ELSEWHERE = torch.device("meta")
 INDEXER = {"iq": Q, "ik": KV, "w": LSE}
 SLOTS = {"indices": INDICES}
 ATTENTION = {"q": Q, "k": KV, "lse": LSE}
+
+
+def loss(iq, ik, w, indices=None, target=None, mask=SparseMask(), **given):  # noqa: B008
+    """`indexer_kl_loss` with the fields of an `AttentionTarget` as arguments."""
+    fields = {key: given.pop(f"target.{key}") for key in AttentionTarget._fields if f"target.{key}" in given}
+    return indexer_kl_loss(iq, ik, w, indices, AttentionTarget(**fields) if fields else target, mask=mask, **given)
+
+
+SOURCE = {"target.q": Q, "target.k": KV, "target.lse": LSE, "target.scale": 0.5}
 CALLS = {
     "attention": (sparse_attention, {"q": Q, "kv": KV, "scale": 0.5, **SLOTS}),
     "distribution": (attention_distribution, {**ATTENTION, **SLOTS, "scale": 0.5}),
     "scores": (indexer_scores_at, INDEXER | SLOTS),
     "topk": (indexer_topk, INDEXER | {"topk": 3}),
-    "sparse loss": (indexer_kl_loss, INDEXER | SLOTS | ATTENTION | {"attn_scale": 0.5}),
+    "sparse loss": (loss, INDEXER | SLOTS | SOURCE),
     "given loss": (indexer_kl_loss, INDEXER | SLOTS | {"target": TARGET}),
-    "dense loss": (indexer_kl_loss, INDEXER | ATTENTION | {"attn_scale": 0.5, "mode": "dense"}),
+    "dense loss": (loss, INDEXER | SOURCE),
 }
 WITH_SLOTS = ["attention", "distribution", "scores", "sparse loss", "given loss"]
 
@@ -66,8 +75,10 @@ def test_indices_of_the_wrong_type_or_shape(name, indices, said):
 
 # Queries and keys.
 
-QUERIES = {"attention": "q", "distribution": "q", "scores": "iq", "topk": "iq", "dense loss": "iq", "sparse loss": "q"}
-KEYS = {"attention": "kv", "distribution": "k", "scores": "ik", "topk": "ik", "dense loss": "ik", "sparse loss": "k"}
+QUERIES = {"attention": "q", "distribution": "q", "scores": "iq", "topk": "iq", "dense loss": "iq"}
+QUERIES["sparse loss"] = "target.q"
+KEYS = {"attention": "kv", "distribution": "k", "scores": "ik", "topk": "ik", "dense loss": "ik"}
+KEYS["sparse loss"] = "target.k"
 
 
 @pytest.mark.parametrize("name", QUERIES)
@@ -100,10 +111,7 @@ def test_queries(name, q, said):
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_keys(name, k, said):
-    if k is None and name == "sparse loss":
-        said = "must be given, got None for k"
-        return refuses(name, said, k=None)
-    return refuses(name, f"{KEYS[name]} {said}", **{KEYS[name]: k})
+    refuses(name, f"{KEYS[name]} {said}", **{KEYS[name]: k})
 
 
 # Values, sinks, lse, weights.
@@ -146,7 +154,8 @@ def test_values_and_sinks(given, said):
     ids=str,
 )
 def test_lse_of_the_wrong_shape_or_an_unnamed_base(name, given, said):
-    refuses(name, said, **given)
+    of = "" if name == "distribution" else "target."
+    refuses(name, of + said, **{of + key: x for key, x in given.items()})
 
 
 @pytest.mark.parametrize("name", ["scores", "topk", "sparse loss", "dense loss"])
@@ -166,7 +175,7 @@ def test_groups_of_heads(group):
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), "1", torch.tensor(1.0), True])
 def test_scales(name, scale):
-    for argument in {"scale", "attn_scale"} & CALLS[name][1].keys() | ({"scale"} if "iq" in CALLS[name][1] else set()):
+    for argument in {"target.scale"} & CALLS[name][1].keys() | {"scale"}:
         refuses(name, f"{argument} must be a finite number, got {shown(scale)}", **{argument: scale})
 
 
@@ -208,32 +217,22 @@ def test_the_top_k_has_no_slots_to_count():
 @pytest.mark.parametrize(
     ("name", "given", "said"),
     [
-        ("sparse loss", {"mode": "warm"}, "mode must be one of sparse, dense, got 'warm'"),
         ("sparse loss", {"reduction": "mean"}, "reduction must be one of sum, mean_rows, none, got 'mean'"),
-        ("sparse loss", {"indices": None}, 'indices must be given with mode="sparse"'),
-        ("dense loss", SLOTS, 'indices must be None with mode="dense"'),
-        ("dense loss", {"target": TARGET}, 'target must be None with mode="dense"'),
+        ("given loss", {"indices": None}, "target must be an AttentionTarget with indices=None, got Tensor float32"),
         ("dense loss", {"mask": SparseMask(topk_length=torch.ones(4).int())}, "mask.topk_length must be None"),
-        ("sparse loss", {"target": TARGET}, "target and (q, k, lse, attn_scale) exclude each other, got both"),
-        ("given loss", {"attn_scale": 1.0}, "target and (q, k, lse, attn_scale) exclude each other, got both"),
-        ("sparse loss", {"lse": None, "attn_scale": None}, "must be given, got None for lse, attn_scale"),
         ("given loss", {"target": TARGET[:, :2]}, "on cpu like indices, got float32 tensor [4, 2] on cpu"),
-        ("given loss", {"target": 1.0}, "target must be a tensor, got float"),
+        ("given loss", {"target": 1.0}, "target must be a tensor or an AttentionTarget, got float 1.0"),
         ("given loss", {"target": TARGET.to(ELSEWHERE)}, "on cpu like indices, got float32 tensor [4, 3] on meta"),
-        ("sparse loss", {"q": Q[:3], "lse": LSE[:3]}, "q has 3 rows and iq 4, k has 6 keys and ik 6"),
-        ("dense loss", {"k": KV[:5]}, "q has 4 rows and iq 4, k has 5 keys and ik 6"),
+        ("sparse loss", {"target.q": Q[:3], "target.lse": LSE[:3]}, "q has 3 rows and iq 4, k has 6 keys and ik 6"),
+        ("dense loss", {"target.k": KV[:5]}, "q has 4 rows and iq 4, k has 5 keys and ik 6"),
         (
             "dense loss",
-            {"q": Q.to(ELSEWHERE), "k": KV.to(ELSEWHERE), "lse": LSE.to(ELSEWHERE)},
-            "q must be on cpu like iq, got meta",
+            {f"target.{key}": x.to(ELSEWHERE) for key, x in ATTENTION.items()},
+            "target.q must be on cpu like iq, got meta",
         ),
         ("given loss", {"row_mask": torch.ones(4)}, "row_mask must be bool [4], got torch.float32 [4]"),
         ("given loss", {"row_mask": torch.ones(3).bool()}, "row_mask must be bool [4], got torch.bool [3]"),
         ("dense loss", {"row_mask": [True]}, "row_mask must be bool [4], got [True]"),
-        ("given loss", {"global_rows": 0, "reduction": "mean_rows"}, "global_rows must be an integer >= 1, got 0"),
-        ("given loss", {"global_rows": -3}, "global_rows must be an integer >= 1, got -3"),
-        ("given loss", {"global_rows": 2.5}, "global_rows must be an integer >= 1, got 2.5"),
-        ("given loss", {"global_rows": torch.ones(4)}, "global_rows must be one number, got float32 tensor [4]"),
     ],
     ids=lambda x: str(x)[:30],
 )  # fmt: skip

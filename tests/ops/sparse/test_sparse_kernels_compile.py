@@ -13,7 +13,7 @@ from helpers.triton_compile import assert_fit, compiled, compiled_for_hopper, co
 
 pytest.importorskip("triton")
 
-from attnmesh import paged_indexer_topk, paged_sparse_decode_attention
+from attnmesh import TopKIndices, paged_indexer_topk, paged_sparse_decode_attention
 from attnmesh.ops import gpu
 from attnmesh.ops.sparse import (
     decode_kernels,
@@ -114,8 +114,8 @@ def decode(what, dtype, heads, d, split_size=None):
     )  # fmt: skip
     paged_sparse_decode_attention(
         torch.empty(2, 1, heads, d, dtype=dtype), pool, torch.zeros(2, 32, dtype=torch.int32),
-        torch.zeros(2, 1, 2048, dtype=torch.int32), scale=0.1, sinks=torch.zeros(heads), split_size=split_size,
-        counts=torch.zeros(2, 1, dtype=torch.int32), backend="triton",
+        TopKIndices(torch.zeros(2, 1, 2048, dtype=torch.int32), None, torch.zeros(2, 1, dtype=torch.int32)), scale=0.1,
+        sinks=torch.zeros(heads), split_size=split_size, backend="triton",
     )  # fmt: skip
 
 

@@ -28,13 +28,12 @@ def step(backend, device):
         x["q"], x["kv"], topk.indices, scale=0.2, d_v=32, mask=mask, return_attn_sum=True, deterministic=True,
         backend=backend,
     )  # fmt: skip
-    attention = {"q": x["q"].detach(), "k": x["kv"].detach(), "lse": lse.detach(), "attn_scale": 0.2}
+    target = am.sparse.AttentionTarget(x["q"].detach(), x["kv"].detach(), lse.detach(), 0.2)
     sparse, dense = (
         am.indexer_kl_loss(
-            x["iq"], x["ik"], x["w"], topk.indices if mode == "sparse" else None, **attention, mask=mask, mode=mode,
-            deterministic=True, backend=backend,
+            x["iq"], x["ik"], x["w"], indices, target, mask=mask, deterministic=True, backend=backend
         )
-        for mode in ("sparse", "dense")
+        for indices in (topk.indices, None)
     )  # fmt: skip
     (out.square().sum() + lse[1:].sum() + sparse + 2 * dense).backward()
     return [topk.indices, topk.lengths, out, lse, attn_sum, sparse, dense, *(leaf.grad for leaf in x.values())]

@@ -89,6 +89,11 @@ def test_a_topk_that_does_not_fit_in_the_room_for_candidates(device, k, groups):
     check(ROWS["random"].to(device), groups, k)
 
 
+def test_a_topk_of_more_keys_than_groups(device):
+    """The k-th score is below the largest of every group: no bound of it comes from these."""
+    check(torch.where(AT < BLOCK, 100.0 + AT, -AT * 1.0).to(device), 0, BLOCK + 10)
+
+
 def check(row: Tensor, groups: int, k: int) -> None:
     order = row.argsort(descending=True, stable=True)[:k]
     expected = order[row[order] > -torch.inf].sort().values

@@ -9,6 +9,7 @@ import torch
 import attnmesh as am
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
 from helpers.blocks import assert_outputs_close, cache_state, random_sequences, same_state
+from helpers.caches import cache_sizes
 from helpers.cases import first
 
 WORLD, GUILTY = 4, 2
@@ -206,14 +207,19 @@ def called_with(ready, x=None, cache=None, step=None, **options):
 def of_another_sharding(ready):
     other = am.DecodeSharding(1, 4, 1)
     return am.ShardedCache(
-        other, GUILTY, batch=2, layers=2, num_blocks=9, block_size=4, kv_heads=4, head_dim=8, max_length=16,
-        storage="fp32",
-    )  # fmt: skip
+        other,
+        GUILTY,
+        am.CacheSpec(layers=2, kv_heads=4, head_dim=8, storage="fp32"),
+        batch=2,
+        num_blocks=9,
+        block_size=4,
+        max_length=16,
+    )
 
 
 def of(ready, **other):
     how = {"batch": 2, "layers": 2, "num_blocks": 9, "block_size": 4, "kv_heads": 4, "head_dim": 8, "max_length": 16}
-    return am.ShardedCache(SHARDING, GUILTY, **(how | {"storage": "fp32"} | other))
+    return am.ShardedCache(SHARDING, GUILTY, **cache_sizes(**how | {"storage": "fp32"} | other))
 
 
 WRONG_CALLS = {

@@ -7,7 +7,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.plan.decode import COMBINES, KVDP_EXCHANGES, DecodeShape
-from attnmesh.planner.decode_bytes import bytes_sent
+from attnmesh.planner.cost import bytes_sent
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
 from helpers.blocks import assert_outputs_close, random_sequences
 

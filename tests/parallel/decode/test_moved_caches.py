@@ -5,11 +5,12 @@ import torch
 
 import attnmesh as am
 from attnmesh.ops.storage import STORAGES
-from attnmesh.parallel.reshard.tokens import CacheTokens
+from attnmesh.parallel.reshard.contents import CacheTokens
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.reshard import Move, Piece
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
 from helpers.blocks import assert_outputs_close, exact_weights, fed_lengths
+from helpers.caches import cache_sizes
 from helpers.cases import first
 from helpers.memory import peak_bytes
 from helpers.processes import run_processes
@@ -27,13 +28,15 @@ PAIRS = [
 def filled(sharding, rank, storage="fp32", layers=2, **more):
     """A rank's cache of three sequences with random keys and values, the same under any sharding."""
     sizes = {**SIZES, "kv_heads": 4, "storage": storage, "layers": layers, **more}
-    cache = am.ShardedCache(sharding, rank, **sizes)
+    cache = am.ShardedCache(sharding, rank, **cache_sizes(**sizes))
     generator = torch.Generator().manual_seed(7)
     heads = sharding.kv_heads(rank, 4)
     for length in LENGTHS:
         step = cache.append([cache.allocate(length)], length)
         for layer in range(layers):
-            k, v = torch.randn(2, 1, 4, length, cache.head_dim, generator=generator)[:, :, heads.start : heads.stop]
+            k, v = torch.randn(2, 1, 4, length, cache.spec.head_dim, generator=generator)[
+                :, :, heads.start : heads.stop
+            ]
             cache.write(layer, step, k.expand(len(cache.rows), -1, -1, -1), v.expand(len(cache.rows), -1, -1, -1))
     return cache
 
@@ -71,7 +74,8 @@ def there_and_files(comm, a, b, folder, storage="fp32", **more):
         assert_same(stored(am.load_cache(folder, b, comm)), stored(moved))
     if again is not None:
         assert_same(stored(again), stored(cache))
-    return stored(moved), None if moved is None else (moved.scales, moved.kv_heads, moved.storage)
+    spec = None if moved is None else moved.spec
+    return stored(moved), None if spec is None else ((spec.k_scale, spec.v_scale), spec.kv_heads, spec.storage)
 
 
 # Storage types.
@@ -165,7 +169,7 @@ def test_a_prefill_is_moved_from_its_layout(layout):
         if cache is None:
             return None
         assert cache.local.find_prefix([*ids[cache.rows.start][:20], 7]) == 16  # a block serves later prompts
-        return stored(cache), cache.storage, cache.max_length
+        return stored(cache), cache.spec.storage, cache.max_length
 
     results = am.run_virtual(world, program)
     assert results[4:] == [None] * 4

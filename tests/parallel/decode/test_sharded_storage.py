@@ -88,8 +88,8 @@ def test_scales_of_fp8_are_cut_with_the_heads():
         def rank(comm):
             block = shard_block(config, weights, sharding, comm)
             cache = am.ShardedCache(
-                sharding, comm.rank, batch=2, layers=1, num_blocks=16, block_size=4, kv_heads=4, head_dim=16,
-                storage="fp8", max_length=LENGTH, **scales,
+                sharding, comm.rank, am.CacheSpec(layers=1, kv_heads=4, head_dim=16, storage="fp8", **scales), batch=2,
+                num_blocks=16, block_size=4, max_length=LENGTH,
             )  # fmt: skip
             feeding = BlockRunner(block, cache, x).allocate(0, 1).feed_until(0, 9)
             feeding.feed([0, 1], 4)

@@ -42,9 +42,22 @@ class Problem:
     def cache(self, decode: am.SparseDecode) -> am.BlockCache:
         """This rank's cache, written in two steps."""
         cache = am.BlockCache(
-            layers=1, num_blocks=40, block_size=BLOCK, kv_heads=1, head_dim=DIM, value_dim=VALUES, index_dim=INDEX_DIM,
-            storage=self.storage, device="cpu", max_sequences=3, max_length=64, latent=True, shard=decode.shard,
-        )  # fmt: skip
+            am.CacheSpec(
+                layers=1,
+                kv_heads=1,
+                head_dim=DIM,
+                value_dim=VALUES,
+                index_dim=INDEX_DIM,
+                storage=self.storage,
+                latent=True,
+            ),
+            num_blocks=40,
+            block_size=BLOCK,
+            device="cpu",
+            max_sequences=3,
+            max_length=64,
+            shard=decode.shard,
+        )
         sequences = [cache.allocate(n) for n in LENGTHS]
         for sequence, n, latent, index in zip(sequences, LENGTHS, self.latents, self.index_keys, strict=True):
             for part in (slice(0, n // 2), slice(n // 2, n)):

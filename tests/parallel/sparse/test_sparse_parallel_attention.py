@@ -1,6 +1,5 @@
 """Sparse attention over ranks is that of one device: outputs and all gradients, in every way keys can come."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -21,7 +20,6 @@ from helpers.sparse_grid import (
     same_bits,
 )
 
-GRIDS = [(1, 1), (2, 1), (3, 1), (1, 2), (1, 4), (2, 2), (3, 2), (2, 4)]
 KEYS = ["allgather", "ring"]
 OF_HEADS = ("out", "lse", "d_q")
 
@@ -65,29 +63,6 @@ def whole_results(grid, layout, names) -> dict[str, torch.Tensor]:
         else:
             found[name] = join_grid(parts, layout, heads=name in OF_HEADS)
     return found
-
-
-# Without context parallelism there is one layout and one schedule.
-SPREAD = [
-    pytest.param(*grid, layout, schedule, marks=() if (i + j + k) % 3 == 0 or grid[1] == 1 else pytest.mark.sweep)
-    for (i, grid), (j, layout), (k, schedule) in itertools.product(
-        enumerate(GRIDS), enumerate(LAYOUTS), enumerate(KEYS)
-    )
-    if grid[1] > 1 or (layout, schedule) == ("contiguous", "allgather")
-]
-
-
-@pytest.mark.parametrize(("tp", "cp", "layout", "schedule"), first(3, SPREAD))
-def test_outputs_and_all_gradients_are_exact(tp, cp, layout, schedule):
-    mask = list(MASKS)[(GRIDS.index((tp, cp)) + list(LAYOUTS).index(layout)) % len(MASKS)]
-    values, sink = (tp + cp) % 2 == 0, layout != "zigzag"
-    problem = random_problem(**MASKS[mask](11))
-    true = exact_attention(problem, values=values, sink=sink)
-    grid = run_grid(tp, cp, LAYOUTS[layout], lambda place: results(place, problem, schedule, values=values, sink=sink))
-    found = whole_results(grid, LAYOUTS[layout], true)
-    assert found.keys() == true.keys()
-    for name, x in true.items():
-        assert_exact(found[name], x)
 
 
 @pytest.mark.parametrize(

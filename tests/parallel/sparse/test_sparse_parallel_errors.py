@@ -56,9 +56,12 @@ def score(place: GridRank, wrong: dict, mine: SparseProblem) -> None:
 
 
 def lose(place: GridRank, wrong: dict, mine: SparseProblem) -> None:
-    given = {"indices": mine.indices, "q": mine.q, "k": mine.kv, "lse": mine.grad_lse, "attn_scale": SCALE} | wrong
-    parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=10, key_length=12)
-    parallel.indexer_kl_loss(mine.iq, mine.ik, mine.w, given.pop("indices"), **given)
+    target = am.sparse.AttentionTarget(mine.q, mine.kv, mine.grad_lse, SCALE)
+    given = {"indices": mine.indices, "target": target, "loss_rows": "replicated"} | wrong
+    parallel = am.SparseParallel(
+        tp=place.tp, cp=place.cp, length=10, key_length=12, loss_rows=given.pop("loss_rows")
+    )  # fmt: skip
+    parallel.indexer_kl_loss(mine.iq, mine.ik, mine.w, **given)
 
 
 def moved(indices: torch.Tensor) -> torch.Tensor:
@@ -154,9 +157,8 @@ WRONG = {
     ),
     "other weights": (choose, lambda p: {"w": p.w[:, :2]}, r"w must be \[s_q, heads\] = \[5, 3\], got \[5, 2\]"),
     "no relu": (choose, lambda p: {"relu": False}, "relu is True .* but False on"),
-    "no such rows": (lose, lambda p: {"rows": "some"}, "rows must be one of replicated, scattered, got 'some'"),
-    "other rows": (lose, lambda p: {"rows": "scattered"}, "rows is replicated .* but scattered on"),
-    "no such mode": (lose, lambda p: {"mode": "both"}, "mode must be one of sparse, dense, got 'both'"),
+    "other rows": (lose, lambda p: {"loss_rows": "scattered"}, "loss_rows is replicated .* but scattered on"),
+    "no indices": (lose, lambda p: {"indices": None}, "topk is 6 .* but None on"),
     "another reduction": (lose, lambda p: {"reduction": "none"}, "reduction is sum .* but none on"),
     "a row mask of numbers": (
         lose,
@@ -164,13 +166,8 @@ WRONG = {
         r"row_mask must be bool \[5\], got torch.float32 \[5\]",
     ),
     "a row mask": (lose, lambda p: {"row_mask": torch.ones(5, dtype=torch.bool)}, "row_mask is False .* but True on"),
-    "no rows": (lose, lambda p: {"global_rows": 0}, "global_rows must be an integer >= 1, got 0"),
-    "no lse": (lose, lambda p: {"lse": None}, "q, k, lse and attn_scale must be given, got None for lse"),
-    "a target beside": (
-        lose,
-        lambda p: {"target": torch.ones(5, 6)},
-        r"target and \(q, k, lse, attn_scale\) exclude each other",
-    ),
+    "no lse": (lose, lambda p: {"target": am.sparse.AttentionTarget(p.q, p.kv, None, SCALE)}, "target.lse must be"),
+    "a target that is given": (lose, lambda p: {"target": torch.ones(5, 6)}, "target is .* but None on"),
 }
 
 

@@ -43,8 +43,8 @@ def _select(parallel: am.SparseParallel) -> torch.Tensor:
 
 def _lose(parallel: am.SparseParallel) -> torch.Tensor:
     iq, ik = _rows(4, 2, 8).requires_grad_(), _rows(4, 8).requires_grad_()
-    attention = {"q": _rows(4, 2, 8), "k": _rows(4, 8), "lse": _rows(4, 2), "attn_scale": 0.5}
-    return parallel.indexer_kl_loss(iq, ik, _rows(4, 2), mode="dense", **attention)
+    target = am.sparse.AttentionTarget(_rows(4, 2, 8), _rows(4, 8), _rows(4, 2), 0.5)
+    return parallel.indexer_kl_loss(iq, ik, _rows(4, 2), None, target)
 
 
 # The operation of the backend that fails, and the call that reaches it.

@@ -28,7 +28,7 @@ def step(place: GridRank, rows: str, schedule: str) -> list[torch.Tensor]:
     mine = problem().shard(place)
     ik = mine.ik.nan_to_num(0.5)
     parallel = am.SparseParallel(
-        tp=place.tp, cp=place.cp, length=10, key_length=14, layout=place.layout, schedule=schedule
+        tp=place.tp, cp=place.cp, length=10, key_length=14, layout=place.layout, schedule=schedule, loss_rows=rows
     )
     chosen = parallel.indexer_topk(mine.iq, ik, mine.w, 5, mask=mine.mask)
     q, kv = mine.q.clone().requires_grad_(), mine.kv.nan_to_num(0.5).requires_grad_()
@@ -38,11 +38,9 @@ def step(place: GridRank, rows: str, schedule: str) -> list[torch.Tensor]:
     to_attention = torch.autograd.grad((out, lse), (q, kv), (mine.grad_out, mine.grad_lse))
     leaves = [x.clone().requires_grad_() for x in (mine.iq, ik, mine.w)]
     losses, grads = [], []
-    for mode in ("sparse", "dense"):
-        loss = parallel.indexer_kl_loss(
-            *leaves, chosen.indices if mode == "sparse" else None, q=mine.q, k=kv, lse=lse, attn_scale=SCALE,
-            mask=mine.mask, mode=mode, rows=rows, reduction="mean_rows",
-        )  # fmt: skip
+    target = am.sparse.AttentionTarget(mine.q, kv, lse, SCALE)
+    for indices in (chosen.indices, None):
+        loss = parallel.indexer_kl_loss(*leaves, indices, target, mask=mine.mask, reduction="mean_rows")
         losses.append(loss.detach().expand(mine.q.shape[0]))
         grads += torch.autograd.grad(loss, leaves)
     return [x.detach() for x in (out, lse, to_attention[0], dist, to_attention[1], chosen.indices, *losses, *grads)]

@@ -40,10 +40,13 @@ def test_tp_ranks(check):
             mine.q, mine.kv, mine.indices, mine.grad_lse, scale=SCALE))  # fmt: skip
         found["topk"] = sent(place.tp, lambda: parallel.indexer_topk(mine.iq, mine.ik, mine.w, TOPK))
         for rows in ("replicated", "scattered"):
-            leaves = mine.leaves("iq", "ik", "w")
-            found[f"{rows} loss"] = sent(place.tp, lambda leaves=leaves, rows=rows: found.update(
-                loss=parallel.indexer_kl_loss(*leaves, mine.indices, q=mine.q, k=mine.kv, lse=mine.grad_lse,
-                                              attn_scale=SCALE, rows=rows)))  # fmt: skip
+            leaves, target = (
+                mine.leaves("iq", "ik", "w"),
+                am.sparse.AttentionTarget(mine.q, mine.kv, mine.grad_lse, SCALE),
+            )
+            parallel = am.SparseParallel(tp=place.tp, check_indices=check, loss_rows=rows)
+            found[f"{rows} loss"] = sent(place.tp, lambda leaves=leaves, target=target, parallel=parallel: found.update(
+                loss=parallel.indexer_kl_loss(*leaves, mine.indices, target)))  # fmt: skip
             found[f"{rows} gradient"] = sent(place.tp, lambda: found.pop("loss").backward())
         return found
 
@@ -93,7 +96,7 @@ def test_cp_ranks(schedule, layout):
         found["topk"] = sent(place.cp, lambda: parallel.indexer_topk(mine.iq, mine.ik, mine.w, TOPK))
         leaves = mine.leaves("iq", "ik", "w")
         found["dense loss"] = sent(place.cp, lambda: found.update(loss=parallel.indexer_kl_loss(
-            *leaves, q=mine.q, k=mine.kv, lse=mine.grad_lse, attn_scale=SCALE, mode="dense")))  # fmt: skip
+            *leaves, None, am.sparse.AttentionTarget(mine.q, mine.kv, mine.grad_lse, SCALE))))  # fmt: skip
         found["dense gradient"] = sent(place.cp, lambda: found.pop("loss").backward())
         return found
 

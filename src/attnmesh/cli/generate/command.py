@@ -46,16 +46,18 @@ from attnmesh.cli.sharding import (
 )
 from attnmesh.comm import Comm
 from attnmesh.core.layouts import LAYOUTS
+from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.generator import Generator
+from attnmesh.generation.latents import latent_widths
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
 from attnmesh.models.checkpoint import ModelError
 from attnmesh.models.loading import load_config_and_tokenizer, load_model, model_folder, needs_conversion
 from attnmesh.plan.decode import DecodeSharding
-from attnmesh.planner.counts import MAX_LENGTH
 from attnmesh.report.data import MOST_RANKS
 from attnmesh.utils.optional import require
+from attnmesh.utils.sizes import MAX_LENGTH
 from attnmesh.utils.text import counted
 from attnmesh.utils.validation import check_timeout
 
@@ -132,7 +134,7 @@ def generate_command(
         folder=folder,
         device=device.value,
         dtype=dtype.dtype,
-        storage=cache_storage(config, dtype.dtype, storage),
+        storage=cache_storage(latent_widths(config), dtype.dtype, storage),
         prompts=tuple(map(tuple, tokenize_prompts(tokenizer, document, questions or ()))),
         questions=tuple(questions or ()),
         max_new_tokens=max_new_tokens,
@@ -239,8 +241,9 @@ def _answer_prompts(comm: Comm, job: Job, shared_model: tuple[Any, Any] | None) 
         storage=job.storage,
         layout=job.layout,
         prefill_chunk=job.prefill_chunk,
-        on_prefill=display.prefill,
-        on_logits=(lambda _, row: logits.append(row.float().cpu())) if keep_logits else None,
+        callbacks=Callbacks(
+            display.prefill, (lambda _, row: logits.append(row.float().cpu())) if keep_logits else None
+        ),
     )
     answers = []
     for number, prompt in enumerate(job.prompts):

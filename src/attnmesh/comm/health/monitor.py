@@ -18,9 +18,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
-from attnmesh.comm.agreement import CAUSE_SEARCH, AgreementStore, Signature
+from attnmesh.comm.agreement import CAUSE_SEARCH, AgreementStore, CallLog, LoggedCall, Signature, out_of_step
 from attnmesh.comm.base import COMPARED_CALLS
-from attnmesh.comm.call_log import CallLog, LoggedCall, out_of_step
 from attnmesh.comm.health.group_store import CommError, StoreLostError, WaitStatus
 from attnmesh.comm.health.liveness import UNREACHABLE, Neighbors
 from attnmesh.utils.text import alternatives

@@ -26,9 +26,8 @@ from attnmesh.comm.health.caller_error import Caller
 from attnmesh.comm.health.group_store import CommError, StoreLostError, WaitStatus
 from attnmesh.comm.health.liveness import tell_watchers
 from attnmesh.comm.health.monitor import Monitor
-from attnmesh.comm.health.stream_watch import QueuedOperation
 from attnmesh.comm.in_flight import InFlightMessage, describe
-from attnmesh.comm.nccl import NcclSide, abort_all
+from attnmesh.comm.nccl import NcclSide, QueuedOperation, abort_all
 from attnmesh.utils.validation import MAX_TIMEOUT
 
 if TYPE_CHECKING:
@@ -158,12 +157,18 @@ class MonitoredComm(Comm):
         return () if oldest is None else oldest.peers
 
     def _status(self) -> WaitStatus:
-        """What this process waits for, in any of its groups, on the host or on the device."""
+        """What this process waits for, in any of its groups, on the host or on the device.
+
+        On the device it waits for the oldest operation of all groups: later ones may be queued behind it.
+        """
         found, calls = set[int](), []
+        oldest = _oldest_operation()
         for comm in _all_comms():
             waiting = comm.waiting
             peer = None if waiting is None else waiting.peer
-            ranks = [peer] if peer is not None else comm._store.missing or comm._missing_ranks()
+            ranks = [peer] if peer is not None else comm._store.missing
+            if not ranks and (comm.nccl.oldest(_PATIENCE) in (None, oldest) or (waiting and waiting.ranks)):
+                ranks = comm._missing_ranks()
             found |= comm._store.globally(ranks)
             if ranks:
                 calls.append(comm._operation)
@@ -196,6 +201,9 @@ class MonitoredComm(Comm):
 
     def _overdue(self, operation: QueuedOperation) -> None:
         """Fail, because NCCL did not complete an operation in time (on a thread of its own)."""
+        oldest = _oldest_operation()
+        if oldest is not None and oldest.posted < operation.posted and oldest.is_overdue:
+            return  # the group of that operation reports it, and this one may be queued behind it
         how = "did not arrive"
         causes = self._causes(operation.peers, how, f"{self._one_of(operation.peers)} {how}", 2 * CAUSE_SEARCH)
         if self._broken is not None:
@@ -316,6 +324,12 @@ comms_lock = Lock()
 def _all_comms() -> list[MonitoredComm]:
     with comms_lock:
         return list(comms.values())
+
+
+def _oldest_operation() -> QueuedOperation | None:
+    """The oldest operation of NCCL in all groups of this process, if it was not posted just now."""
+    queued = (comm.nccl.oldest(_PATIENCE) for comm in _all_comms())
+    return min((each for each in queued if each is not None), key=lambda each: each.posted, default=None)
 
 
 def _store_of(group: dist.ProcessGroup) -> Store:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from attnmesh.ops.launch import Recent
 from attnmesh.ops.storage import Stored
 from attnmesh.utils.error_links import explained_in
 from attnmesh.utils.log import log_choice, wants_choices
-from attnmesh.utils.validation import check_bool, check_choice, check_tensor
+from attnmesh.utils.validation import check_bool, check_choice, check_options, check_tensor
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,21 +38,36 @@ Positions = Sequence[int] | Tensor
 KeyRange = tuple[Tensor, Tensor]
 
 
+class DecodeOptions(TypedDict, total=False):
+    """Arguments of `decode_attention` that few calls need, by keyword."""
+
+    tree: Tensor | None
+    alibi_slopes: Tensor | None
+    share_cache: bool
+    max_splits: int | None
+    split_size: int | None
+    key_range: KeyRange | None
+    out_dtype: torch.dtype | None
+    backend: str
+
+
+class PagedDecodeOptions(DecodeOptions, total=False):
+    """Arguments of `paged_decode_attention` that few calls need, by keyword."""
+
+    into: State | None
+
+
 @overload
 def decode_attention(
     q: Tensor, k_cache: Stored, v_cache: Stored, *, cur_pos: Positions | None = ..., mask: Tensor | None = ...,
-    tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
-    softcap: float | None = ..., alibi_slopes: Tensor | None = ..., share_cache: bool = ...,
-    max_splits: int | None = ..., split_size: int | None = ..., key_range: KeyRange | None = ...,
-    out_dtype: torch.dtype | None = ..., return_lse: Literal[False] = ..., backend: str = ...,
+    scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ..., softcap: float | None = ...,
+    return_lse: Literal[False] = ..., **options: Unpack[DecodeOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def decode_attention(
     q: Tensor, k_cache: Stored, v_cache: Stored, *, cur_pos: Positions | None = ..., mask: Tensor | None = ...,
-    tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
-    softcap: float | None = ..., alibi_slopes: Tensor | None = ..., share_cache: bool = ...,
-    max_splits: int | None = ..., split_size: int | None = ..., key_range: KeyRange | None = ...,
-    out_dtype: torch.dtype | None = ..., return_lse: Literal[True], backend: str = ...,
+    scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ..., softcap: float | None = ...,
+    return_lse: Literal[True], **options: Unpack[DecodeOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def decode_attention(
     q: Tensor,
@@ -61,19 +76,12 @@ def decode_attention(
     *,
     cur_pos: Positions | None = None,
     mask: Tensor | None = None,
-    tree: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    share_cache: bool = False,
-    max_splits: int | None = None,
-    split_size: int | None = None,
-    key_range: KeyRange | None = None,
-    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
-    backend: str = "auto",
+    **options: Unpack[DecodeOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a few new tokens over a long KV cache: q [B,Hq,T,D], T = 1..8, to out [B,Hq,T,Dv].
 
@@ -114,28 +122,20 @@ def decode_attention(
         >>> bool(out[1].any()), lse[1, 0].tolist()
         (False, [-inf])
     """
-    given = q, k_cache, v_cache, None, cur_pos, mask, tree, key_range, sinks
-    return _decode(
-        given, alibi_slopes, None, scale, window, softcap, share_cache, max_splits, split_size, out_dtype, backend,
-        return_lse,
-    )  # fmt: skip
+    return _decode((q, k_cache, v_cache, None, cur_pos, mask), sinks, (scale, window, softcap, return_lse), options)
 
 
 @overload
 def paged_decode_attention(
     q: Tensor, k_pool: Stored, v_pool: Stored, block_table: Tensor, *, cur_pos: Positions, mask: Tensor | None = ...,
-    tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
-    softcap: float | None = ..., alibi_slopes: Tensor | None = ..., share_cache: bool = ...,
-    max_splits: int | None = ..., split_size: int | None = ..., key_range: KeyRange | None = ...,
-    out_dtype: torch.dtype | None = ..., into: State | None = ..., return_lse: Literal[False] = ..., backend: str = ...,
+    scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ..., softcap: float | None = ...,
+    return_lse: Literal[False] = ..., **options: Unpack[PagedDecodeOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def paged_decode_attention(
     q: Tensor, k_pool: Stored, v_pool: Stored, block_table: Tensor, *, cur_pos: Positions, mask: Tensor | None = ...,
-    tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
-    softcap: float | None = ..., alibi_slopes: Tensor | None = ..., share_cache: bool = ...,
-    max_splits: int | None = ..., split_size: int | None = ..., key_range: KeyRange | None = ...,
-    out_dtype: torch.dtype | None = ..., into: State | None = ..., return_lse: Literal[True], backend: str = ...,
+    scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ..., softcap: float | None = ...,
+    return_lse: Literal[True], **options: Unpack[PagedDecodeOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def paged_decode_attention(
     q: Tensor,
@@ -145,20 +145,12 @@ def paged_decode_attention(
     *,
     cur_pos: Positions,
     mask: Tensor | None = None,
-    tree: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    share_cache: bool = False,
-    max_splits: int | None = None,
-    split_size: int | None = None,
-    key_range: KeyRange | None = None,
-    out_dtype: torch.dtype | None = None,
-    into: State | None = None,
     return_lse: bool = False,
-    backend: str = "auto",
+    **options: Unpack[PagedDecodeOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`decode_attention` over a paged KV cache: k_pool [num_blocks, block_size, Hkv, D], v_pool [..., Dv].
 
@@ -184,14 +176,11 @@ def paged_decode_attention(
         >>> torch.allclose(out[:1], am.decode_attention(q[:1], k, v), atol=1e-5)
         True
     """
-    given = q, k_pool, v_pool, block_table, cur_pos, mask, tree, key_range, sinks
     if block_table is None or cur_pos is None:
         check_tensor("block_table", block_table, "int32 [batch, slots]")
         raise ValueError("cur_pos must be given for a paged cache, got None")
-    return _decode(
-        given, alibi_slopes, into, scale, window, softcap, share_cache, max_splits, split_size, out_dtype, backend,
-        return_lse,
-    )  # fmt: skip
+    given = q, k_pool, v_pool, block_table, cur_pos, mask
+    return _decode(given, sinks, (scale, window, softcap, return_lse), options)
 
 
 _Given = tuple[
@@ -240,50 +229,61 @@ class PreparedCall:
 _prepared: Recent[PreparedCall] = Recent()
 
 
-def _decode(given: _Given, slopes: Tensor | None, into: State | None, *options: Any) -> Tensor | tuple[Tensor, Tensor]:
+def _decode(
+    given: tuple[Tensor, Stored, Stored, Tensor | None, Positions | None, Tensor | None], sinks: Tensor | None,
+    settings: tuple[float | None, int | None, float | None, bool], options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Out, or out and lse. Checks and choices that depend only on the signature of a call are made once."""
-    key = signature_of(*given, slopes, into, (_LOG.isEnabledFor(logging.INFO), *options))
-    known = None if key is None else _find(key)
+    tree = key_range = slopes = into = None
+    kept: tuple[object, ...] = (_LOG.isEnabledFor(logging.INFO), *settings)
+    if options:
+        if "tree" in options:
+            tree = options.pop("tree")
+        if "key_range" in options:
+            key_range = options.pop("key_range")
+        if "alibi_slopes" in options:
+            slopes = options.pop("alibi_slopes")
+        if "into" in options and given[3] is not None:
+            into = options.pop("into")
+        kept += (*options, *options.values())
+    tensors: _Given = (*given, tree, key_range, sinks)
+    key = signature_of(*tensors, slopes, into, kept)
+    try:
+        known = None if key is None else _prepared.get(key)
+    except TypeError:  # an option that is no number
+        known = None
     if known is None:
-        call, chosen = _checked(given, slopes, into, *options)
+        call, chosen = _checked(tensors, slopes, into, *settings, options)
         known = PreparedCall(call, chosen)
         if key is not None:
             _prepared.add(key, known)
     else:
-        call = _with_slopes(known.call(None, *given), slopes)
+        call = _with_slopes(known.call(None, *tensors), slopes)
     if known.reads_positions:
         check_positions(call)
     state = known.run(call, into)
-    return (state.out, state.lse) if options[-1] else state.out
-
-
-def _find(key: tuple[Any, ...]) -> PreparedCall | None:
-    try:
-        return _prepared.get(key)
-    except TypeError:  # an option that is no number
-        return None
+    return (state.out, state.lse) if settings[-1] else state.out
 
 
 def _checked(
     given: _Given, slopes: Tensor | None, into: State | None, scale: float | None, window: int | None,
-    softcap: float | None, share_cache: bool, max_splits: int | None, split_size: int | None,
-    out_dtype: torch.dtype | None, backend: str, return_lse: bool,
+    softcap: float | None, return_lse: bool, options: dict[str, Any],
 ) -> tuple[DecodeCall, Backend]:  # fmt: skip
     """The call and its backend; raises ValueError."""
     q, k, v, table, cur_pos, mask, tree, key_range, sinks = given
+    check_options("decode_attention" if table is None else "paged_decode_attention", options, DecodeOptions)
     if table is not None:
         check_tensor("block_table", table, "int32 [batch, slots]")
     call = build_call(
         q, k, v, table, cur_pos=cur_pos, mask=mask, tree=tree, scale=scale, window=window, sinks=sinks,
-        share_cache=share_cache, max_splits=max_splits, split_size=split_size, key_range=key_range, out_dtype=out_dtype,
-        softcap=softcap,
+        key_range=key_range, softcap=softcap, **{name: x for name, x in options.items() if name != "backend"},
     )  # fmt: skip
     call = _with_slopes(call, slopes)
     if into is not None:
-        call = check_into(into, call, out_dtype)
+        call = check_into(into, call, options.get("out_dtype"))
     if return_lse is not False and return_lse is not True:
         check_bool(return_lse=return_lse)  # raises
-    return call, choose(call, backend)
+    return call, choose(call, options.get("backend", "auto"))
 
 
 def _with_slopes(call: DecodeCall, slopes: Tensor | None) -> DecodeCall:
@@ -348,8 +348,7 @@ class PagedStep:
         if known is None:
             call = build_call(
                 q, k_pool, v_pool, self.block_table, cur_pos=self.cur_pos, mask=mask, tree=None, scale=scale,
-                window=window, sinks=sinks, share_cache=False, max_splits=None, split_size=None, key_range=key_range,
-                softcap=softcap,
+                window=window, sinks=sinks, key_range=key_range, softcap=softcap,
             )  # fmt: skip
             call = replace(call, rounded=not partial) if into is None else check_into(into, call, None)
             known = PreparedCall(call, choose(call, backend), repeats=q.is_cuda)

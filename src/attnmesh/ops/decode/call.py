@@ -163,11 +163,13 @@ def signature_of(
             tensors += key_range
         if into is not None:
             tensors += into
-        if torch.is_grad_enabled() and True in [x is not None and x.requires_grad for x in tensors]:
-            return None
+        if torch.is_grad_enabled():
+            for x in tensors:
+                if x is not None and x.requires_grad:
+                    return None
         kinds = (type(k), type(v), type(cur_pos), type(key_range), type(into), len(tensors))
         return (*signature(*tensors), *offsets, kinds, *map(type, tensors), options, *map(type, options))
-    except (AttributeError, RuntimeError, TypeError):  # not tensors, or not dense ones
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # not tensors, or not dense ones
         return None
 
 
@@ -183,9 +185,9 @@ def build_call(
     scale: float | None,
     window: int | None,
     sinks: Tensor | None,
-    share_cache: bool,
-    max_splits: int | None,
-    split_size: int | None,
+    share_cache: bool = False,
+    max_splits: int | None = None,
+    split_size: int | None = None,
     key_range: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
     softcap: float | None = None,

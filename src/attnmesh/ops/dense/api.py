@@ -16,6 +16,7 @@ from attnmesh.core.visibility import Visibility
 from attnmesh.ops.dense import cost, reference
 from attnmesh.ops.dense.call import Call, Result, Scores
 from attnmesh.ops.dense.dispatch import (
+    BACKENDS,
     BackendName,
     Choice,
     choose,
@@ -27,7 +28,7 @@ from attnmesh.ops.dense.dispatch import (
 )
 from attnmesh.ops.dense.operator import compiled_attention
 from attnmesh.ops.merge import StateAccumulator
-from attnmesh.utils.validation import check_bool
+from attnmesh.utils.validation import check_bool, check_choice
 
 
 @overload
@@ -94,6 +95,8 @@ def attention(
         return (out, lse) if return_lse else out
     if type(return_lse) is not bool:
         check_bool(return_lse=return_lse)
+    if type(backend) is not str:  # an array compares its elements
+        check_choice("backend", backend, BACKENDS)
     work = prepared(q, k, v, mask, scale, softcap, sinks, alibi_slopes, q_positions, k_positions)
     call = work.call
     if backend == "reference":
@@ -124,10 +127,10 @@ def attention(
 @torch.no_grad()
 def attention_state(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, q_positions: Tensor, k_positions: Tensor,
-    backend: str = "auto",
+    softcap: float | None = None, backend: str = "auto",
 ) -> State:  # fmt: skip
     """`attention` as an unrounded float32 state, to be merged with others. Positions must ascend. No autograd."""
-    call = prepared(q, k, v, mask, scale, None, None, None, q_positions, k_positions).call
+    call = prepared(q, k, v, mask, scale, softcap, None, None, q_positions, k_positions).call
     total = StateAccumulator(call.q, v.shape[3])
     choose_fused(call, backend).forward(call, total)
     return total.finish(accumulation_dtype(q.dtype))

@@ -6,7 +6,7 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -288,6 +288,15 @@ def resolve_scores(q: Tensor, scale: float | None, softcap: float | None, alibi_
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.to(accumulation_dtype(q.dtype)).contiguous()
     return Scores(resolve_scale(q, scale), None if softcap is None else float(softcap), alibi_slopes)
+
+
+class ScoreOptions(TypedDict, total=False):
+    """Arguments of attention that few calls need, by keyword: as for `attention`."""
+
+    softcap: float | None
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    backend: str
 
 
 def check_score_terms(

@@ -311,10 +311,11 @@ def _signature(
                 return None, None
         key = (
             mask if type(mask) in SMALL_MASKS else id(mask), scale, type(scale), softcap, type(softcap), runs,
-            q.dtype, q.shape, q.device, type(q), k.dtype, k.shape, k.device, type(k),
-            v.dtype, v.shape, v.device, type(v),
-            None if sinks is None else (sinks.dtype, sinks.shape, sinks.device, type(sinks)),
-            None if slopes is None else (slopes.dtype, slopes.shape, slopes.device, type(slopes), slopes.requires_grad),
+            q.dtype, q.shape, q.device, type(q), q.layout, k.dtype, k.shape, k.device, type(k), k.layout,
+            v.dtype, v.shape, v.device, type(v), v.layout,
+            None if sinks is None else (sinks.dtype, sinks.shape, sinks.device, type(sinks), sinks.layout),
+            None if slopes is None
+            else (slopes.dtype, slopes.shape, slopes.device, type(slopes), slopes.layout, slopes.requires_grad),
         )  # fmt: skip
         return key, _checked.get(key)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):

@@ -9,7 +9,7 @@ from attnmesh.core.merge import add_sinks
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.sparse import dispatch, torch_backend
-from attnmesh.ops.sparse.arguments import RowBounds
+from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices
 from attnmesh.ops.sparse.attention import MAX_DEFAULT_D_V
 from attnmesh.ops.sparse.call import SparseCall
 from attnmesh.ops.sparse.paged import (
@@ -29,8 +29,8 @@ _MAX_GATHERED = 1 << 22  # elements of the keys gathered at a time
 
 
 def paged_sparse_decode_attention(
-    q: Tensor, pool: Stored, block_table: Tensor | None, indices: Tensor, *, scale: float, d_v: int | None = None,
-    counts: Tensor | None = None, sinks: Tensor | None = None, shard: InterleavedShard | None = None,
+    q: Tensor, pool: Stored, block_table: Tensor | None, indices: Tensor | TopKIndices, *, scale: float,
+    d_v: int | None = None, sinks: Tensor | None = None, shard: InterleavedShard | None = None,
     split_size: int | None = None, out_dtype: torch.dtype | None = None, return_max_logits: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -38,14 +38,14 @@ def paged_sparse_decode_attention(
 
     Args:
         q: [B, T, heads, D], T new tokens of each of B sequences.
-        pool: [num_blocks, block_size, 1, D], the keys of `BlockCache(latent=True)`: in the dtype of q, or fp8_ds_mla,
+        pool: [num_blocks, block_size, 1, D], the keys of a `BlockCache` of latents: in the dtype of q, or fp8_ds_mla,
             which is dequantized in the kernel. The value of a key is its first `d_v` features.
         block_table: int32 [B, blocks]: position p of sequence b is in block `block_table[b, p // block_size]`. None if
             `indices` are slots of the pool, block * block_size + offset, as FlashMLA takes them.
-        indices: int32 [B, T, topk], in any order; negative ones are padding. A key that occurs twice counts twice.
+        indices: int32 [B, T, topk], in any order; negative ones are padding. A key that occurs twice counts twice. Of
+            `TopKIndices`, only the leading `lengths` [B, T] of a token are read.
         scale: the factor of the scores.
         d_v: features of a value; min(D, 512) by default, or the quantized part of fp8_ds_mla.
-        counts: integers [B, T]; only this many leading indices of a token are read.
         sinks: [heads]; scores of one more key per head, which has no value. Of states to be merged, give it to one.
         shard: the positions that this cache holds, as `BlockCache` takes it: `indices` are positions of the whole
             sequence, and those of other ranks are treated as padding.
@@ -74,7 +74,7 @@ def paged_sparse_decode_attention(
         True
     """
     check_bool(return_max_logits=return_max_logits)
-    call = decode_call(q, pool, block_table, indices, scale, d_v, counts, sinks, shard, split_size, out_dtype)
+    call = decode_call(q, pool, block_table, indices, scale, d_v, sinks, shard, split_size, out_dtype)
     out, lse, top = attend(call, backend)
     return (out, lse, top) if return_max_logits else (out, lse)
 
@@ -113,12 +113,15 @@ def _on_torch(call: SparseDecodeCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def decode_call(
-    q: Tensor, pool: Stored, block_table: Tensor | None, indices: Tensor, scale: float, d_v: int | None,
-    counts: Tensor | None, sinks: Tensor | None, shard: InterleavedShard | None, split_size: int | None,
-    out_dtype: torch.dtype | None,
+    q: Tensor, pool: Stored, block_table: Tensor | None, indices: Tensor | TopKIndices, scale: float, d_v: int | None,
+    sinks: Tensor | None, shard: InterleavedShard | None, split_size: int | None, out_dtype: torch.dtype | None,
 ) -> SparseDecodeCall:  # fmt: skip
     """Validates the arguments. Does not read tensors on a device."""
     q = check_tokens("q", q)
+    counts = None
+    if isinstance(indices, TopKIndices):
+        counts = check_per_row("indices.lengths", indices.lengths, q)
+        indices = indices.indices
     pool = check_pool("pool", pool, q, "fp8_ds_mla")
     table = None if block_table is None else check_table(block_table, q)
     keys = PagedKeys(pool, table, check_shard(shard, table))
@@ -134,8 +137,8 @@ def decode_call(
     if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or out_dtype not in (q.dtype, wide)):
         raise ValueError(f"out_dtype must be None, {q.dtype} or {wide}, got {shown(out_dtype)}")
     return SparseDecodeCall(
-        q, keys, _check_indices(indices, q), None if counts is None else check_per_row("counts", counts, q),
-        check_number("scale", scale), d_v, _check_sinks(sinks, q), split_size, out_dtype or q.dtype,
+        q, keys, _check_indices(indices, q), counts, check_number("scale", scale),
+        d_v, _check_sinks(sinks, q), split_size, out_dtype or q.dtype,
     )  # fmt: skip
 
 

@@ -19,22 +19,41 @@ from attnmesh.ops.sparse import arguments, dispatch, indexer
 from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, check_base, convert_lse
 from attnmesh.ops.sparse.attention import normalize_rows
 from attnmesh.ops.sparse.call import IndexerCall, SparseCall
-from attnmesh.utils.validation import check_choice, check_count, check_number, check_tensor, shown
+from attnmesh.utils.validation import check_choice, check_number, check_tensor, shown
 
-Mode = Literal["sparse", "dense"]
 Reduction = Literal["sum", "mean_rows", "none"]
 
 _MAX_CHUNK_SLOTS = 1 << 23  # rows times keys of a chunk
 
 
+class AttentionTarget(NamedTuple):
+    """The attention that an indexer learns to predict: its queries, keys, lse and softmax scale.
+
+    `indexer_kl_loss` takes it as the target, and computes its `attention_distribution`. Over all keys, `lse` must be
+    that of dense attention.
+
+    Examples:
+        >>> q, kv = torch.randn(3, 4, 16), torch.randn(10, 16)
+        >>> every = torch.arange(10, dtype=torch.int32).expand(3, 10)
+        >>> _, lse = am.sparse_attention(q, kv, every, scale=0.25)
+        >>> target = am.sparse.AttentionTarget(q, kv, lse, scale=0.25)
+        >>> iq, ik, w = torch.randn(3, 2, 8), torch.randn(10, 8), torch.rand(3, 2)
+        >>> am.indexer_kl_loss(iq, ik, w, None, target).item() >= 0  # over all keys
+        True
+    """
+
+    q: Tensor
+    k: Tensor
+    lse: Tensor
+    scale: float
+    lse_base: Base = "e"
+
+
 def indexer_kl_loss(
-    iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor | None = None, target: Tensor | None = None, *,
-    q: Tensor | None = None, k: Tensor | None = None, lse: Tensor | None = None, attn_scale: float | None = None,
-    lse_base: Base = "e",
+    iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor | None, target: Tensor | AttentionTarget, *,
     mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-    mode: Mode = "sparse", scale: float = 1.0, relu: bool = True, reduction: Reduction = "sum",
-    row_mask: Tensor | None = None, global_rows: int | Tensor | None = None, deterministic: bool = False,
-    backend: str = "auto",
+    scale: float = 1.0, relu: bool = True, reduction: Reduction = "sum", row_mask: Tensor | None = None,
+    deterministic: bool = False, backend: str = "auto",
 ) -> Tensor:  # fmt: skip
     """KL(p || softmax(index scores)) of every row, summed over rows. Gradients flow to iq, ik and w; p is a constant.
 
@@ -42,36 +61,27 @@ def indexer_kl_loss(
 
     Args:
         iq, ik, w, scale, relu: the indexer, as in `indexer_scores_at`.
-        indices: int32 [s_q, topk]; the keys of the "sparse" loss.
-        target: [s_q, topk]; p of the "sparse" loss. By default p is the `attention_distribution` of the attention
-            arguments q, k, lse and attn_scale.
-        q, k, lse, attn_scale, lse_base: the queries, keys, lse and softmax scale of attention. With mode="dense" lse
-            must be that of dense attention.
-        mode: "sparse", over the keys in `indices`; "dense", over all keys that `mask` shows, for the warm-up. The dense
-            loss needs far less memory than [s_q, s_kv].
-        reduction: "sum"; "mean_rows", the mean over `global_rows` rows, by default the rows that count; or "none",
-            [s_q].
+        indices: int32 [s_q, topk], the keys of the sparse loss. None is the dense loss, over all keys that `mask`
+            shows, for the warm-up: it needs far less memory than [s_q, s_kv].
+        target: p at the indices, [s_q, topk], or the `AttentionTarget` whose `attention_distribution` p is.
+        reduction: "sum"; "mean_rows", the mean over the rows that count; or "none", [s_q].
         row_mask: bool [s_q]; rows where it is False do not count, and may hold any values.
-        global_rows: the number of rows over all ranks, where rows are sharded.
 
     Examples:
         >>> iq, ik, w = torch.randn(3, 2, 8, requires_grad=True), torch.randn(10, 8), torch.rand(3, 2)
         >>> indices = torch.tensor([[0, 4, 9]] * 3, dtype=torch.int32)
-        >>> target = torch.rand(3, 3)  # or q, k, lse and attn_scale of the attention to learn from
+        >>> target = torch.rand(3, 3)  # or the `AttentionTarget` to learn from
         >>> loss = am.indexer_kl_loss(iq, ik, w, indices, target)
         >>> loss.backward()
         >>> loss.item() >= 0, iq.grad.shape
         (True, torch.Size([3, 2, 8]))
     """
-    loss = loss_call(
-        iq, ik, w, indices, target, q, k, lse, attn_scale, lse_base, mask, mode, scale, relu, reduction, row_mask,
-        global_rows, deterministic, backend,
-    )  # fmt: skip
-    return reduce_rows(_row_losses(loss), reduction, row_mask, global_rows)
+    loss = loss_call(iq, ik, w, indices, target, mask, scale, relu, reduction, row_mask, deterministic, backend)
+    return reduce_rows(_row_losses(loss), reduction, row_mask)
 
 
-class AttentionTarget(NamedTuple):
-    """The attention that the indexer learns to predict; `lse` is natural."""
+class TargetCall(NamedTuple):
+    """A validated `AttentionTarget`; `lse` is natural."""
 
     q: Tensor
     k: Tensor
@@ -79,7 +89,7 @@ class AttentionTarget(NamedTuple):
     scale: float
     backend: str
 
-    def narrow_keys(self, keys: slice) -> AttentionTarget:
+    def narrow_keys(self, keys: slice) -> TargetCall:
         """The target over some of the keys."""
         return self._replace(k=self.k[keys])
 
@@ -101,42 +111,35 @@ class LossCall(NamedTuple):
 
     indexer: IndexerCall
     target: Tensor | None
-    source: AttentionTarget | None
+    source: TargetCall | None
 
 
 def loss_call(
-    iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor | None, target: Tensor | None, q: Tensor | None,
-    k: Tensor | None, lse: Tensor | None, attn_scale: float | None, lse_base: Base, mask: SparseMask, mode: Mode,
-    scale: float, relu: bool, reduction: Reduction, row_mask: Tensor | None, global_rows: int | Tensor | None,
-    deterministic: bool, backend: str, s_kv: int | None = None,
+    iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor | None, target: Tensor | AttentionTarget, mask: SparseMask,
+    scale: float, relu: bool, reduction: Reduction, row_mask: Tensor | None, deterministic: bool, backend: str,
+    s_kv: int | None = None,
 ) -> LossCall:  # fmt: skip
     """Validates the arguments. `s_kv` is the number of keys in the sequence, where `ik` is a shard of them."""
-    check_choice("mode", mode, get_args(Mode))
     check_choice("reduction", reduction, get_args(Reduction))
-    check_base("lse_base", lse_base)
     mask = arguments.check_mask(mask)
-    if mode == "dense":
-        for name, given in (("indices", indices), ("target", target), ("mask.topk_length", mask.topk_length)):
-            if given is not None:
-                raise ValueError(f'{name} must be None with mode="dense", which is over all keys, got {shown(given)}')
+    if indices is None and mask.topk_length is not None:
+        raise ValueError(f"mask.topk_length must be None without indices, got {shown(mask.topk_length)}")
     call = indexer.indexer_call(iq, ik, w, indices, mask, scale, relu, deterministic, backend, s_kv=s_kv)
-    _check_row_arguments(call.iq, row_mask, global_rows)
-    if mode == "sparse" and indices is None:
-        raise ValueError('indices must be given with mode="sparse" (mode="dense" is over all keys), got None')
-    source = None
-    if target is None:
-        source = _attention_target(q, k, lse, attn_scale, lse_base, call, backend)
-    elif any(given is not None for given in (q, k, lse, attn_scale)):
-        raise ValueError("target and (q, k, lse, attn_scale) exclude each other, got both")
+    _check_row_mask(call.iq, row_mask)
+    given, source = None, None
+    if isinstance(target, AttentionTarget):
+        source = _target_call(target, call)
     else:
-        assert call.indices is not None
-        target = _check_target(target, call.indices)
+        given = _check_target(target, call.indices)
     if row_mask is not None:
         call = call._replace(bounds=call.bounds.mask_rows(row_mask))
-    return LossCall(call, target, source)
+    return LossCall(call, given, source)
 
 
-def _check_target(target: object, indices: Tensor) -> Tensor:
+def _check_target(target: object, indices: Tensor | None) -> Tensor:
+    if not isinstance(target, Tensor) or indices is None:
+        wanted = "an AttentionTarget with indices=None" if indices is None else "a tensor or an AttentionTarget"
+        raise ValueError(f"target must be {wanted}, got {type(target).__name__} {shown(target)}")
     target = check_tensor("target", target)
     if target.shape != indices.shape or target.device != indices.device or not target.is_floating_point():
         raise ValueError(
@@ -145,31 +148,25 @@ def _check_target(target: object, indices: Tensor) -> Tensor:
     return target.detach()
 
 
-def _attention_target(
-    q: Tensor | None, k: Tensor | None, lse: Tensor | None, attn_scale: float | None, lse_base: Base,
-    call: IndexerCall, backend: str,
-) -> AttentionTarget:  # fmt: skip
-    if q is None or k is None or lse is None or attn_scale is None:
-        missing = [name for name, x in (("q", q), ("k", k), ("lse", lse), ("attn_scale", attn_scale)) if x is None]
-        raise ValueError(f"without target, q, k, lse and attn_scale must be given, got None for {', '.join(missing)}")
-    q = arguments.check_queries("q", q)
-    k = arguments.check_keys("k", k, q, q.shape[2])
-    check_base("lse_base", lse_base)
-    lse = arguments.check_per_head("lse", lse, q).detach().to(accumulation_dtype(q.dtype))
-    lse = convert_lse(lse, lse_base, "e")
+def _target_call(given: AttentionTarget, call: IndexerCall) -> TargetCall:
+    q = arguments.check_queries("target.q", given.q)
+    k = arguments.check_keys("target.k", given.k, q, q.shape[2])
+    check_base("target.lse_base", given.lse_base)
+    lse = arguments.check_per_head("target.lse", given.lse, q).detach().to(accumulation_dtype(q.dtype))
+    lse = convert_lse(lse, given.lse_base, "e")
     if q.device != call.iq.device:
-        raise ValueError(f"q must be on {call.iq.device} like iq, got {q.device}")
+        raise ValueError(f"target.q must be on {call.iq.device} like iq, got {q.device}")
     if q.shape[0] != call.iq.shape[0] or k.shape[0] != call.ik.shape[0]:
         raise ValueError(
-            f"attention and indexer must have the same rows and keys: q has {q.shape[0]} rows and iq "
+            f"target and indexer must have the same rows and keys: q has {q.shape[0]} rows and iq "
             f"{call.iq.shape[0]}, k has {k.shape[0]} keys and ik {call.ik.shape[0]}"
         )
-    target = AttentionTarget(q.detach(), k.detach(), lse, check_number("attn_scale", attn_scale), backend)
+    target = TargetCall(q.detach(), k.detach(), lse, check_number("target.scale", given.scale), call.backend)
     dispatch.check_backend("distribution", target.call(call.indices, call.bounds), q.shape[1])
     return target
 
 
-def _check_row_arguments(iq: Tensor, row_mask: object, global_rows: object) -> None:
+def _check_row_mask(iq: Tensor, row_mask: object) -> None:
     s_q = iq.shape[0]
     if row_mask is not None and (
         not isinstance(row_mask, Tensor) or row_mask.dtype != torch.bool or row_mask.shape != (s_q,)
@@ -178,11 +175,6 @@ def _check_row_arguments(iq: Tensor, row_mask: object, global_rows: object) -> N
         raise ValueError(f"row_mask must be bool [{s_q}], got {got}")
     if isinstance(row_mask, Tensor) and row_mask.device != iq.device:
         raise ValueError(f"row_mask must be on {iq.device} like iq, got {row_mask.device}")
-    if isinstance(global_rows, Tensor):
-        if global_rows.ndim or global_rows.dtype.is_complex:
-            raise ValueError(f"global_rows must be one number, got {shown(global_rows)}")
-    elif global_rows is not None:
-        check_count("global_rows", global_rows, least=1, most=2**53)
 
 
 def _row_losses(loss: LossCall) -> Tensor:
@@ -199,9 +191,9 @@ def _row_losses(loss: LossCall) -> Tensor:
 
 
 def reduce_rows(
-    losses: Tensor, reduction: Reduction, row_mask: Tensor | None, global_rows: int | Tensor | None
+    losses: Tensor, reduction: Reduction, row_mask: Tensor | None, global_rows: int | Tensor | None = None
 ) -> Tensor:
-    """The loss from the losses [s_q] of the rows."""
+    """The loss from the losses [s_q] of the rows, which may be a shard of `global_rows`."""
     count: int | Tensor = losses.shape[0]
     if row_mask is not None:
         losses = torch.where(row_mask, losses, 0.0)
@@ -305,7 +297,7 @@ def key_chunks(s_q: int, s_kv: int, bounds: RowBounds) -> Iterator[KeyChunk]:
 class _DenseKL(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, iq: Tensor, ik: Tensor, w: Tensor, call: IndexerCall, target: AttentionTarget
+        ctx: Any, iq: Tensor, ik: Tensor, w: Tensor, call: IndexerCall, target: TargetCall
     ) -> Tensor:  # fmt: skip
         sums = KLSums(iq)
         call = call._replace(iq=iq, ik=ik, w=w)

@@ -33,6 +33,7 @@ from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks, propag
 from attnmesh.kv_cache.norm_rope_write import norm_rope_write
 from attnmesh.kv_cache.pools import as_stored
 from attnmesh.kv_cache.sharded import ShardedCache, Step
+from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.norm_rope import CosSin, rms_norm
 from attnmesh.ops.block.stages import ProjectedKV, keys_and_values
@@ -137,10 +138,13 @@ class AttentionBlock:
         plain = {dtype: name for name, dtype in PLAIN.items()}
         if storage is None and weight.dtype not in plain:
             raise ValueError(f"storage must be given for weights of dtype {weight.dtype}, which no storage holds as is")
+        spec = CacheSpec(
+            layers=layers, kv_heads=config.kv_heads, head_dim=config.head_dim, k_scale=k_scale, v_scale=v_scale,
+            storage=plain[weight.dtype] if storage is None else storage,
+        )  # fmt: skip
         cache = ShardedCache(
-            self.sharding, self.rank, batch=batch, layers=layers, num_blocks=num_blocks, block_size=block_size,
-            kv_heads=config.kv_heads, head_dim=config.head_dim, max_length=max_length, device=weight.device,
-            storage=plain[weight.dtype] if storage is None else storage, k_scale=k_scale, v_scale=v_scale,
+            self.sharding, self.rank, spec, batch=batch, num_blocks=num_blocks, block_size=block_size,
+            max_length=max_length, device=weight.device,
         )  # fmt: skip
         self._number_cache(cache)
         return cache
@@ -406,7 +410,7 @@ def _check_call(
     cache.check_step(step, layer, written=not update_cache)
     return {
         "x": x.shape, "layer": layer, "update_cache": update_cache, "block_size": cache.block_size,
-        "num_blocks": cache.num_blocks, "max_length": cache.max_length, "storage": cache.storage,
+        "num_blocks": cache.num_blocks, "max_length": cache.max_length, "storage": cache.spec.storage,
         "device": x.device.type,
     }  # fmt: skip
 
@@ -432,9 +436,9 @@ def _check_cache(settings: _Settings, cache: ShardedCache, rank: int, weight: Te
         raise ValueError(
             f"cache must be that of rank {rank} under {sharding!r}, got rank {cache.rank} under {cache.sharding!r}"
         )
-    if cache.latent:
+    if cache.spec.latent:
         raise ValueError("cache must have keys and values, got one with latent=True")
-    shape = (cache.kv_heads, cache.head_dim, cache.value_dim)
+    shape = (cache.spec.kv_heads, cache.spec.head_dim, cache.value_dim)
     if shape != (config.kv_heads, config.head_dim, config.head_dim):
         raise ValueError(
             f"cache must have {config.kv_heads} kv heads of {config.head_dim}, got {shape[0]} heads of {shape[1]} "
@@ -442,10 +446,10 @@ def _check_cache(settings: _Settings, cache: ShardedCache, rank: int, weight: Te
         )
     if cache.block_table.device != weight.device:
         raise ValueError(f"cache must be on the weights' device, {weight.device}, got {cache.block_table.device}")
-    dtype = PLAIN.get(cache.storage)
+    dtype = PLAIN.get(cache.spec.storage)
     if dtype is not None and dtype != weight.dtype:
         raise ValueError(
-            f"cache must have the weights' dtype, {weight.dtype}, or be quantized, got storage={cache.storage!r}"
+            f"cache must have the weights' dtype, {weight.dtype}, or be quantized, got storage={cache.spec.storage!r}"
         )
     if settings.split_size is not None and settings.split_size % cache.block_size:
         raise ValueError(

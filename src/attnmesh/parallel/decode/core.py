@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -129,6 +130,7 @@ class DecodeAttention:
     backend: str = "auto"
     softcap: float | None = None
     alibi_slopes: Tensor | None = None
+    chunked: bool = False  # `window` is the size of chunks: a token attends to its chunk only, as `key_range` has it
 
     def __call__(self, q: Tensor, kv: LocalKV, combine: Combine | Literal["all_gather"]) -> Tensor:
         """The output [B, h, T, D] of this rank's heads (of all heads with all_gather), from q [B, H, T, D]."""
@@ -137,8 +139,9 @@ class DecodeAttention:
         mask = None if self.alibi_slopes is None else self._alibi_mask(self.alibi_slopes, q, kv)
         if self.states.comm.world == 1:
             return kv.step(
-                q, kv.keys, kv.values, scale=self.scale, window=self.window, sinks=self.sinks, softcap=self.softcap,
-                mask=mask, backend=self.backend,
+                q, kv.keys, kv.values, scale=self.scale, window=None if self.chunked else self.window,
+                sinks=self.sinks, softcap=self.softcap, mask=mask, backend=self.backend,
+                key_range=kv.key_range(self.window) if self.chunked else None,
             ).out  # fmt: skip
         # One token without a window attends to all keys stored here: the kernel needs no range.
         ranged = mask is None and (q.shape[2] > 1 or self.window is not None)
@@ -215,7 +218,7 @@ class DecodeAttention:
 
 def prefill_attention(
     comm: Comm, q: Tensor, q_positions: Sequence[Ranges], k: Tensor, v: Tensor, k_positions: Tensor, *, mask: Mask,
-    scale: float, sinks: Tensor | None,
+    scale: float, sinks: Tensor | None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of a chunk of a prompt over a KV cache sharded over `comm`: [1, H, n, D] for this rank's queries.
 
@@ -226,11 +229,9 @@ def prefill_attention(
     """
     _, heads, _, dim = q.shape
     gathered = comm.all_gather(q.contiguous(), [(1, heads, ranges.size(part), dim) for part in q_positions])
+    attend = partial(attention_state, k=k, v=v, mask=mask, scale=scale, softcap=softcap, k_positions=k_positions)
     states = [
-        attention_state(
-            queries, k, v, mask=mask, scale=scale, q_positions=ranges.as_tensor(part), k_positions=k_positions
-        )
-        for queries, part in zip(gathered, q_positions, strict=True)
+        attend(queries, q_positions=ranges.as_tensor(part)) for queries, part in zip(gathered, q_positions, strict=True)
     ]
     return merge_packed(all_to_all_states(comm, [pack_state(state) for state in states]), sinks, q.dtype)
 

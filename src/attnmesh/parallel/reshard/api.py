@@ -18,24 +18,24 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
-from attnmesh.comm.call_log import text_digest
+from attnmesh.comm.agreement import text_digest
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.parallel.node_groups import comm_named
-from attnmesh.parallel.reshard.contents import check_movable
+from attnmesh.parallel.reshard.contents import CacheTokens, Reader, check_movable
 from attnmesh.parallel.reshard.goal import (
     MESSAGE_BYTES,
     Goal,
     Holders,
+    Room,
     Target,
     cache_holders,
     device_of,
     prefill_holders,
+    room_of,
     target_ranks,
 )
 from attnmesh.parallel.reshard.prefill import PrefillKV
-from attnmesh.parallel.reshard.room import Room, room_of
-from attnmesh.parallel.reshard.tokens import CacheTokens, Reader
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.reshard import Move, Part, Piece, plan_moves
 from attnmesh.utils.text import alternatives, format_ranks
@@ -91,9 +91,10 @@ def reshard(
     CacheFull on every rank if rows or blocks are missing. After any error `into` has the sequences that it had.
 
     Examples:
-        >>> sizes = dict(batch=1, layers=1, num_blocks=4, block_size=4, kv_heads=2, head_dim=16, max_length=16)
+        >>> spec = am.CacheSpec(layers=1, kv_heads=2, head_dim=16)
+        >>> sizes = dict(batch=1, num_blocks=4, block_size=4, max_length=16, device="cpu")
         >>> def rank(comm):
-        ...     cache = am.ShardedCache(am.DecodeSharding(tp=2), comm.rank, device="cpu", **sizes)  # a kv head per rank
+        ...     cache = am.ShardedCache(am.DecodeSharding(tp=2), comm.rank, spec, **sizes)  # a kv head per rank
         ...     cache.mark_written(cache.append([cache.allocate(6)], 6))
         ...     moved = am.reshard(cache, am.DecodeSharding(cp=2), comm)  # half of the positions per rank
         ...     return [list(x.keys(0).shape) for x in (cache, moved)]  # [blocks, block_size, kv heads, head_dim]

@@ -4,22 +4,27 @@ It is what a rank needs to know of a cache that is on other ranks or in files, a
 
 Sequences with common blocks (prefixes, forks) are a tree: the first `common` positions of a sequence are those of its
 `base`, a sequence in an earlier row. Every key and value is thus stored, moved and written once.
+
+`CacheTokens` reads and writes the stored tokens of a rank's cache by sequence and position, bit by bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from attnmesh.comm import Comm
+from attnmesh.core import ranges
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.sequence import token_ids
 from attnmesh.kv_cache.sharded import ShardedCache
+from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.ops.storage import check_storage
 from attnmesh.plan.decode import DecodeSharding, Place
 from attnmesh.plan.reshard import Part, Piece
@@ -70,8 +75,7 @@ class CacheContents:
     latent: bool = False
 
     def __post_init__(self) -> None:
-        sizes = {name: getattr(self, name) for name in SIZES}
-        check_positive(**sizes)
+        check_positive(**{name: getattr(self, name) for name in _SIZES})
         check_bool(latent=self.latent)
         for dim in self.widths:
             check_storage(self.storage, dim)
@@ -107,6 +111,14 @@ class CacheContents:
     def widths(self) -> tuple[int, ...]:
         """The widths of what is stored per token and head: keys and values, or latents."""
         return (self.head_dim,) if self.latent else (self.head_dim, self.value_dim)
+
+    @property
+    def spec(self) -> CacheSpec:
+        """What is stored per token."""
+        return CacheSpec(
+            layers=self.layers, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_dim,
+            storage=self.storage, k_scale=_scale_of(self.k_scale), v_scale=_scale_of(self.v_scale), latent=self.latent,
+        )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """The contents as numbers, strings, lists and dictionaries."""
@@ -211,7 +223,7 @@ class Placement(NamedTuple):
         return self.blocks - self.shared
 
 
-SIZES = ("batch", "layers", "kv_heads", "head_dim", "value_dim", "max_length")
+_SIZES = ("batch", "layers", "kv_heads", "head_dim", "value_dim", "max_length")
 
 
 def layout_of(sharding: DecodeSharding, block_size: int) -> BlockLayout:
@@ -220,7 +232,10 @@ def layout_of(sharding: DecodeSharding, block_size: int) -> BlockLayout:
 
 
 def check_movable(name: str, cache: ShardedCache) -> None:
-    """Raise ValueError for layers with blocks of their own: contents do not have these."""
+    """Raise ValueError for layers with blocks or shapes of their own: contents do not have these."""
+    for size in ("kv_heads", "head_dim", "value_dim"):
+        if not isinstance(found := getattr(cache.spec, size), int):
+            raise ValueError(f"{name} must have the same {size} in every layer, got {shown(found)}")
     if cache.local.window is not None:
         raise ValueError(
             f"{name} must have the same blocks in every layer, got one with a window of {cache.local.window} in "
@@ -266,10 +281,11 @@ def contents_of(cache: ShardedCache, rows: Collection[int] | None = None) -> Cac
 
 def sizes_of(cache: ShardedCache) -> CacheContents:
     """The sizes of a cache, without sequences."""
-    k_scale, v_scale = (_scale_numbers(scale) for scale in cache.scales)
+    spec, (kv_heads, head_dim, value_dim) = cache.spec, cache.spec.shapes[0]  # of all layers, as check_movable has seen
     return CacheContents(
-        **{name: getattr(cache, name) for name in SIZES}, storage=cache.storage, k_scale=k_scale, v_scale=v_scale,
-        sequences=(), latent=cache.latent,
+        batch=cache.batch, layers=spec.layers, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
+        max_length=cache.max_length, storage=spec.storage,
+        k_scale=_scale_numbers(spec.k_scale), v_scale=_scale_numbers(spec.v_scale), sequences=(), latent=spec.latent,
     )  # fmt: skip
 
 
@@ -286,7 +302,7 @@ def _scale_numbers(scale: float | Tensor | None) -> float | tuple[float, ...] | 
     return tuple(numbers.tolist()) if numbers.ndim else float(numbers)
 
 
-def scale_of(numbers: float | tuple[float, ...] | None) -> float | Tensor | None:
+def _scale_of(numbers: float | tuple[float, ...] | None) -> float | Tensor | None:
     """An fp8 scale, as a cache takes it, from the numbers of `CacheContents`."""
     return torch.tensor(numbers, dtype=torch.float32, device="cpu") if isinstance(numbers, tuple) else numbers
 
@@ -316,3 +332,82 @@ def _record(name: str, value: object, kind: type) -> dict[str, Any]:
 
 def _tuple(value: object) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+Slots = tuple[Tensor, Tensor]
+"""The blocks of tokens, and their offsets in these blocks."""
+
+
+class Reader(Protocol):
+    """What tokens are read from: a cache, or a prefill."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tokens."""
+
+    def read(self, pieces: Sequence[Piece], heads: range) -> list[Tensor]:
+        """The tokens of pieces, in their order: [layers, tokens, heads, ...] of each stored tensor, contiguous."""
+
+
+class CacheTokens:
+    """The tokens of one rank's `ShardedCache`: what is stored per token, as integers, so that no bit can change."""
+
+    def __init__(self, cache: ShardedCache) -> None:
+        self.heads = cache.sharding.kv_heads(cache.rank, cache.spec.shapes[0][0])
+        self.tensors = [as_integers(x) for x in cache.local.stored_tensors]
+        """[layers, num_blocks, block_size, own kv heads, ...]: keys and values, each followed by its scales."""
+        self._shard, self._block_size = cache.local.layout.shard, cache.local.layout.block_size
+        self._sequences = cache.sequences
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the cache."""
+        return self.tensors[0].device
+
+    def read(self, pieces: Sequence[Piece], heads: range) -> list[Tensor]:
+        """The tokens of pieces, from the rows of their content."""
+        return self.read_slots(
+            self.slots((piece.content, ranges.as_tensor(piece.positions)) for piece in pieces), heads
+        )
+
+    def write(self, pieces: Sequence[Piece], heads: range, tokens: Sequence[Tensor]) -> None:
+        """Store tokens as `read` returned them, in the blocks of the pieces' own rows."""
+        slots = self.slots((piece.row, ranges.as_tensor(piece.positions)) for piece in pieces)
+        self.write_slots(slots, heads, tokens)
+
+    def slots(self, positions: Iterable[tuple[int, Tensor]]) -> Slots:
+        """The slots of positions of rows; all of them are stored on this rank."""
+        blocks, offsets = [], []
+        for row, of_row in positions:
+            index = self._shard.index(of_row)
+            of_sequence = torch.tensor(self._sequences[row].blocks, dtype=torch.int64, device="cpu")
+            blocks.append(of_sequence[index // self._block_size])
+            offsets.append(index % self._block_size)
+        return torch.cat(blocks).to(self.device), torch.cat(offsets).to(self.device)
+
+    def read_slots(self, slots: Slots, heads: range) -> list[Tensor]:
+        """The tokens in slots, [layers, tokens, heads, ...] of each stored tensor, contiguous."""
+        return [self._of(x, heads)[:, slots[0], slots[1]].contiguous() for x in self.tensors]
+
+    def write_slots(self, slots: Slots, heads: range, tokens: Sequence[Tensor]) -> None:
+        """Store tokens [layers, tokens, heads, ...] in slots."""
+        for x, new in zip(self.tensors, tokens, strict=True):
+            self._of(x, heads)[:, slots[0], slots[1]] = new
+
+    def buffers(self, comm: Comm, pieces: Sequence[Piece], heads: range) -> list[Tensor]:
+        """Buffers to receive tokens in, shaped as `read` returns them."""
+        tokens = sum(ranges.size(piece.positions) for piece in pieces)
+        return [
+            comm.buffer((x.shape[0], tokens, len(heads), *x.shape[4:]), dtype=x.dtype, device=x.device)
+            for x in self.tensors
+        ]
+
+    def _of(self, x: Tensor, heads: range) -> Tensor:
+        first = heads.start - self.heads.start
+        return x[:, :, :, first : first + len(heads)]
+
+
+def as_integers(x: Tensor) -> Tensor:
+    """A view of a tensor as integers of the same width."""
+    return x.view(_INTEGERS[x.element_size()])

@@ -14,8 +14,7 @@ from attnmesh.core.ranges import Ranges
 from attnmesh.kv_cache.block_pool import root_hash
 from attnmesh.kv_cache.sequence import token_ids
 from attnmesh.ops.storage import PLAIN
-from attnmesh.parallel.reshard.contents import CacheContents, SequenceContents
-from attnmesh.parallel.reshard.tokens import as_integers
+from attnmesh.parallel.reshard.contents import CacheContents, SequenceContents, as_integers
 from attnmesh.plan.reshard import Piece
 from attnmesh.utils.validation import check_index, check_list, check_positive, check_tensor, check_type, shown
 

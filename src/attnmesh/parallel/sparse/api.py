@@ -16,7 +16,7 @@ from attnmesh.ops.sparse.arguments import Base, SparseMask, TopKIndices, check_b
 from attnmesh.ops.sparse.attention import attention_call, normalize_rows
 from attnmesh.ops.sparse.call import IndexerCall, SparseCall
 from attnmesh.ops.sparse.indexer import check_topk, indexer_call
-from attnmesh.ops.sparse.indexer_loss import LossCall, Mode, Reduction, loss_call, reduce_rows
+from attnmesh.ops.sparse.indexer_loss import AttentionTarget, LossCall, Reduction, loss_call, reduce_rows
 from attnmesh.parallel.compiling import not_compiled
 from attnmesh.parallel.sparse import indexer
 from attnmesh.parallel.sparse.attention import attend, distribution
@@ -53,6 +53,9 @@ class SparseParallel:
             of one device (on a CPU, except where BLAS takes another path for fewer rows). "ring" passes KV shards
             around, so no rank holds the whole sequence.
         check_indices: compare a checksum of given indices over tp ranks, which synchronizes with a GPU.
+        loss_rows: how tp ranks compute the rows of `indexer_kl_loss`, which all of them hold. "replicated": every rank
+            computes all rows after an all-reduce of the target. "scattered": every rank computes some rows after a
+            reduce-scatter, which sends and computes less and gives all ranks the same bits of the gradients.
 
     Indices are those of keys in the whole sequence. So is `mask`: row i is at `q_start` plus its position in the
     sequence, unless `q_positions` gives the positions of this rank's rows; per-row tensors are of this rank's rows.
@@ -79,17 +82,19 @@ class SparseParallel:
     def __init__(
         self, *, tp: Group = None, cp: Group = None, length: int | None = None, key_length: int | None = None,
         layout: Layout = Contiguous(),  # noqa: B008  (immutable)
-        schedule: Schedule = "allgather", check_indices: bool = True,
+        schedule: Schedule = "allgather", check_indices: bool = True, loss_rows: LossRows = "replicated",
     ) -> None:  # fmt: skip
         self._groups = SparseGroups(comm_or_solo("tp", tp), comm_or_solo("cp", cp))
         self._number = self._groups.number("SparseParallel")  # before an error that only this rank may raise
         check_layout("layout", layout)
         check_choice("schedule", schedule, get_args(Schedule))
+        check_choice("loss_rows", loss_rows, get_args(LossRows))
         check_bool(check_indices=check_indices)
         for name, n in (("length", length), ("key_length", key_length)):
             if n is not None:
                 check_count(name, n)
         self.layout, self.schedule, self.check_indices = layout, schedule, check_indices
+        self.loss_rows = loss_rows
         self.length, self.key_length = length, length if key_length is None else key_length
 
     @property
@@ -230,51 +235,42 @@ class SparseParallel:
             return indexer.topk_keys(call, topk, block_size, sharding, rows)
 
     def indexer_kl_loss(
-        self, iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor | None = None, target: Tensor | None = None, *,
-        q: Tensor | None = None, k: Tensor | None = None, lse: Tensor | None = None, attn_scale: float | None = None,
-        lse_base: Base = "e",
+        self, iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor | None, target: Tensor | AttentionTarget, *,
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-        mode: Mode = "sparse", scale: float = 1.0, relu: bool = True, reduction: Reduction = "sum",
-        row_mask: Tensor | None = None, global_rows: int | Tensor | None = None, deterministic: bool = False,
-        backend: str = "auto", rows: LossRows = "replicated",
+        scale: float = 1.0, relu: bool = True, reduction: Reduction = "sum", row_mask: Tensor | None = None,
+        deterministic: bool = False, backend: str = "auto",
     ) -> Tensor:  # fmt: skip
         """`attnmesh.indexer_kl_loss` of the whole sequence, on every rank; of this rank's rows if reduction="none".
 
-        Every rank calls backward on its own loss, with the same weight. A given `target` is over the heads of all
-        ranks. "mean_rows" is the mean over the rows of all ranks, or over `global_rows` rows.
-
-        `rows` is how tp ranks compute the rows that all of them hold: "replicated", every rank computes all rows after
-        an all-reduce of the target; "scattered", every rank computes some rows after a reduce-scatter, which sends and
-        computes less and gives all ranks the same bits of the gradients.
+        Every rank calls backward on its own loss, with the same weight. A `target` tensor is over the heads of all
+        ranks, an `AttentionTarget` has this rank's rows, keys and heads. "mean_rows" is the mean over the rows of all
+        ranks.
         """
 
         def check() -> tuple[tuple[LossCall, SequenceSharding], SharedValues]:
             sharding = self._sharding("iq", iq, "ik", ik)
-            check_choice("rows", rows, get_args(LossRows))
             local_mask = self._local_mask(mask, sharding)
             loss = loss_call(
-                iq, ik, w, indices, target, q, k, lse, attn_scale, lse_base, local_mask, mode, scale, relu,
-                reduction, row_mask, global_rows, deterministic, backend, sharding.key_length,
+                iq, ik, w, indices, target, local_mask, scale, relu, reduction, row_mask, deterministic, backend,
+                sharding.key_length,
             )  # fmt: skip
             source = loss.source
             return (loss, sharding), self._shared_values(
                 sharding, loss.indexer.iq, mask, backend, **_indexer_values(loss.indexer),
-                topk=None if indices is None else indices.shape[-1], mode=mode, reduction=reduction,
-                target=None if source is None else (source.q.shape[2], source.q.dtype, source.scale, lse_base),
-                row_mask=row_mask is not None, rows=rows, deterministic=deterministic,
-                global_rows=global_rows if isinstance(global_rows, int | None) else "a tensor",
+                topk=None if indices is None else indices.shape[-1], reduction=reduction,
+                target=None if source is None else (source.q.shape[2], source.q.dtype, source.scale),
+                row_mask=row_mask is not None, loss_rows=self.loss_rows, deterministic=deterministic,
                 gradients=requiring_grad(iq=iq, ik=ik, w=w),
             )  # fmt: skip
 
         loss, sharding = check_on_all_ranks(self._groups, "SparseParallel.indexer_kl_loss", check)
         self._check_same_indices(loss.indexer)
-        scattered = rows == "scattered" and self.tp.world > 1
+        scattered = self.loss_rows == "scattered" and self.tp.world > 1
         row_sharding = RowSharding(self.tp, loss.indexer.iq.shape[0], scattered=scattered)
         with propagate_failure(self._groups):
             losses = indexer.row_losses(loss, sharding, row_sharding)
-            if reduction == "mean_rows" and global_rows is None:
-                global_rows = indexer.global_row_count(sharding, row_mask)
-            partial = reduce_rows(losses, reduction, row_mask, global_rows)
+            total = indexer.global_row_count(sharding, row_mask) if reduction == "mean_rows" else None
+            partial = reduce_rows(losses, reduction, row_mask, total)
             return partial if reduction == "none" else indexer.sum_over_sequence(partial, self.cp)
 
     def _sharding(self, q_name: str, q: object, k_name: str, k: object) -> SequenceSharding:

@@ -53,11 +53,11 @@ class SparseDecode:
     Examples:
         >>> kv, q = torch.randn(1, 1, 9, 96), torch.randn(1, 1, 4, 96)  # 9 tokens, of which the last is new
         >>> indices = torch.tensor([[[0, 3, 8]]], dtype=torch.int32)
-        >>> sizes = dict(layers=1, num_blocks=2, block_size=4, max_sequences=1, max_length=16, device="cpu")
-        >>> latent = dict(latent=True, kv_heads=1, head_dim=96, value_dim=64, storage="fp32")
+        >>> sizes = dict(num_blocks=2, block_size=4, max_sequences=1, max_length=16, device="cpu")
+        >>> spec = am.CacheSpec(layers=1, kv_heads=1, head_dim=96, value_dim=64, latent=True, storage="fp32")
         >>> def rank(comm):
         ...     sparse = am.SparseDecode(comm)
-        ...     cache = am.BlockCache(**sizes, **latent, shard=sparse.shard)
+        ...     cache = am.BlockCache(spec, **sizes, shard=sparse.shard)
         ...     cache.write(0, cache.append([cache.allocate(9)], 9), kv)  # stores this rank's positions
         ...     return sparse.attention(q, cache.keys(0), cache.block_table, indices, scale=0.1, d_v=64)[0]
         >>> whole = am.sparse_attention(q[0], kv[0, 0], indices[0], scale=0.1, d_v=64)[0]
@@ -117,20 +117,19 @@ class SparseDecode:
             return TopKIndices(merged.view(shape), found.view(shape), lengths.view(shape[:2]))
 
     def attention(
-        self, q: Tensor, pool: Stored, block_table: Tensor, indices: Tensor, *, scale: float, d_v: int | None = None,
-        counts: Tensor | None = None, sinks: Tensor | None = None, split_size: int | None = None,
-        backend: str = "auto",
+        self, q: Tensor, pool: Stored, block_table: Tensor, indices: Tensor | TopKIndices, *, scale: float,
+        d_v: int | None = None, sinks: Tensor | None = None, split_size: int | None = None, backend: str = "auto",
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """`attnmesh.paged_sparse_decode_attention` over the keys of all ranks: out and lse of this rank's heads.
 
-        `indices` are positions in the whole sequence, and the same on all ranks, like `counts`. `sinks` are those of
-        this rank's heads, and added once. Where all ranks hold all heads, they are compared as in `ContextParallel`.
+        `indices` are positions in the whole sequence, and the same on all ranks. `sinks` are those of this rank's
+        heads, and added once. Where all ranks hold all heads, they are compared as in `ContextParallel`.
         """
 
         def check() -> tuple[SparseDecodeCall, SharedValues]:
             check_tensor("block_table", block_table)
             call = decode_call(
-                q, pool, block_table, indices, scale, d_v, counts, sinks, self.shard, split_size,
+                q, pool, block_table, indices, scale, d_v, sinks, self.shard, split_size,
                 accumulation_dtype(check_tokens("q", q).dtype),
             )  # fmt: skip
             if self.heads is not None and q.shape[2] != self.heads[self.cp.rank]:
@@ -140,7 +139,7 @@ class SparseDecode:
             return call, self._shared_values(
                 call.q, pool, backend, topk=call.indices.shape[2], scale=call.scale, d_v=call.d_v,
                 heads=q.shape[2] if self.heads is None else self.heads, sinks=sinks is not None,
-                counts=counts is not None, split_size=split_size,
+                counts=call.counts is not None, split_size=split_size,
                 **(checks.compared(sinks=sinks) if self.heads is None and self.cp.world > 1 else {}),
             )  # fmt: skip
 

@@ -14,7 +14,7 @@ from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.sparse import dispatch
 from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices, merge_topk
 from attnmesh.ops.sparse.call import IndexerCall
-from attnmesh.ops.sparse.indexer_loss import AttentionTarget, KLSums, LossCall, dense_gradients, key_chunks, row_kl
+from attnmesh.ops.sparse.indexer_loss import KLSums, LossCall, TargetCall, dense_gradients, key_chunks, row_kl
 from attnmesh.parallel.sparse.groups import RowSharding, gather_replicated, shard_replicated
 from attnmesh.parallel.sparse.keys import KeyExchange, KVShard, SequenceSharding, exchange_keys, map_slots
 
@@ -130,7 +130,7 @@ def row_losses(loss: LossCall, sharding: SequenceSharding, rows: RowSharding) ->
     return gather_replicated(losses, rows)
 
 
-def _target_at(source: AttentionTarget, indices: Tensor, bounds: RowBounds, sharding: SequenceSharding) -> Tensor:
+def _target_at(source: TargetCall, indices: Tensor, bounds: RowBounds, sharding: SequenceSharding) -> Tensor:
     """[s_q, topk] over the heads of this rank."""
     with torch.no_grad():
         return map_slots(
@@ -148,7 +148,7 @@ class _DenseKL(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, iq: Tensor, ik: Tensor, w: Tensor, call: IndexerCall, source: AttentionTarget,
+        ctx: Any, iq: Tensor, ik: Tensor, w: Tensor, call: IndexerCall, source: TargetCall,
         sharding: SequenceSharding, rows: RowSharding,
     ) -> Tensor:  # fmt: skip
         sums = KLSums(iq)
@@ -185,7 +185,7 @@ class _DenseKL(torch.autograd.Function):
 
 
 def _chunks(
-    call: IndexerCall, source: AttentionTarget, keys: KeyExchange, shard: KVShard, rows: RowSharding
+    call: IndexerCall, source: TargetCall, keys: KeyExchange, shard: KVShard, rows: RowSharding
 ) -> Iterator[tuple[slice, Tensor, IndexerCall]]:
     """The chunks of the keys of a shard: where they are, p of the rows of this tp rank, and the indexer over them."""
     index_keys, attention_keys = shard.tensors

@@ -1,13 +1,21 @@
-"""The configuration of a language model as the planner needs it, and what follows: parameters, bytes, operations."""
+"""The configuration of a language model as the planner needs it, from `config.json` files and by name.
+
+Transformers is not needed. What follows from a configuration: parameters, bytes, operations.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
 from math import ceil
+from pathlib import Path
 from typing import NamedTuple
 
-from attnmesh.planner.counts import check_sizes
-from attnmesh.utils.validation import check_count
+from attnmesh.planner.catalog import unknown
+from attnmesh.utils.files import read_json
+from attnmesh.utils.sizes import check_model_sizes, check_sizes
+from attnmesh.utils.validation import check_count, check_path, check_type
 
 
 @dataclass(frozen=True)
@@ -228,3 +236,282 @@ def layer_weight_bytes_read(model: ModelConfig, rows: int) -> float:
     count, weight_bits = parameters(model), model.weight_bits
     bits = (count.attention + count.mlp) * weight_bits.projections + count.routers * weight_bits.rest
     return (bits + count.experts * expert_fraction_read(model, rows) * weight_bits.experts) / 8
+
+
+_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
+_TIED_BY_DEFAULT = ("gemma",)  # config files only hold what differs from a family's defaults
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """The fields of a config file, checked when read."""
+
+    values: Mapping[str, object]
+    path: Path
+
+    def size(self, name: str) -> int:
+        """A required field."""
+        if self.values.get(name) is None:
+            raise ValueError(f"{self.path} has no {name}")
+        return self._checked(name, at_least=1)
+
+    def optional(self, name: str, *, at_least: int = 1) -> int | None:
+        """A field that may be missing or null."""
+        return None if self.values.get(name) is None else self._checked(name, at_least)
+
+    def first(self, *names: str) -> int | None:
+        """The first of several alternative names that is present."""
+        return next((self.size(name) for name in names if self.values.get(name) is not None), None)
+
+    def flag(self, name: str, *, otherwise: bool = False) -> bool:
+        """A boolean field."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{name} in {self.path} must be true or false, got {value!r}")
+        return otherwise if value is None else value
+
+    def text(self, name: str) -> str:
+        """A string field; empty if missing."""
+        value = self.values.get(name)
+        return value if isinstance(value, str) else ""
+
+    def _checked(self, name: str, at_least: int) -> int:
+        n = self.values[name]
+        if isinstance(n, bool) or not isinstance(n, int) or n < at_least:
+            what = "a positive integer" if at_least else "an integer of at least 0"
+            raise ValueError(f"{name} in {self.path} must be {what}, got {n!r}")
+        return n
+
+
+def read_config(path: Path | str) -> ModelConfig:
+    """Only the heads and sizes of attention; ValueError names what is missing. Latent attention is not supported."""
+    path = check_path("path", path)
+    fields = _read(path)
+    if fields.values.get("kv_lora_rank") is not None:
+        raise ValueError(f"{path} has kv_lora_rank: latent attention has no kv heads to shard")
+    return _heads(fields)
+
+
+def read_model_config(path: Path | str, name: str | None = None) -> ModelConfig:
+    """The whole configuration of a model; ValueError names what is missing or not supported."""
+    path = check_path("path", path)
+    if name is not None:
+        check_type("name", name, str, "a string")
+    return _model(_read(path), name or path.parent.name or "the model")
+
+
+def model_from_config(values: Mapping[str, object], path: Path) -> ModelConfig:
+    """The configuration of a model from the values of a config file with all defaults; `path` is for error messages."""
+    return _model(_Fields(values, path), path.parent.name or "the model")
+
+
+def _model(fields: _Fields, name: str) -> ModelConfig:
+    path, latent = fields.path, _latent(fields)
+    heads = _heads(fields, latent)
+    return replace(
+        heads,
+        name=name,
+        vocab_size=fields.optional("vocab_size"),
+        intermediate_size=fields.optional("intermediate_size"),
+        tied_embeddings=fields.flag(
+            "tie_word_embeddings", otherwise=fields.text("model_type").startswith(_TIED_BY_DEFAULT)
+        ),
+        attention_bias=fields.flag("attention_bias"),
+        windows=windows(fields.values, heads.layers, path),
+        latent=latent,
+        experts=_experts(fields, heads.layers),
+        weight_bits=_stored(fields),
+        model_type=fields.text("model_type") or None,
+    )
+
+
+def _read(path: Path) -> _Fields:
+    values = read_json(path, str(path))
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold one JSON object, got {type(values).__name__}")
+    check_model_sizes(values, path)
+    text = values.get("text_config")
+    if isinstance(text, dict):  # of a multimodal model; top-level fields apply to the text model too
+        shared = {name: values[name] for name in ("quantization_config", "tie_word_embeddings") if name in values}
+        values = {**shared, **text}
+    return _Fields(values, path)
+
+
+def _heads(fields: _Fields, latent: LatentAttention | None = None) -> ModelConfig:
+    q_heads = fields.size("num_attention_heads")
+    kv_heads = fields.optional("num_key_value_heads") or q_heads
+    if q_heads % kv_heads:
+        raise ValueError(f"num_key_value_heads in {fields.path} must divide {q_heads} query heads, got {kv_heads}")
+    hidden = fields.size("hidden_size")
+    return ModelConfig(
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=latent.nope + latent.rope if latent else _head_dim(fields, q_heads, hidden),
+        hidden=hidden,
+        layers=fields.size("num_hidden_layers"),
+    )
+
+
+def _head_dim(fields: _Fields, q_heads: int, hidden: int) -> int:
+    head_dim = fields.optional("head_dim")
+    if head_dim is None and hidden % q_heads:
+        raise ValueError(f"{fields.path} has no head_dim, and hidden_size={hidden} is no multiple of {q_heads} heads")
+    return head_dim or hidden // q_heads
+
+
+def _latent(fields: _Fields) -> LatentAttention | None:
+    kv_rank = fields.optional("kv_lora_rank")
+    if kv_rank is None:
+        return None
+    return LatentAttention(
+        kv_rank=kv_rank,
+        rope=fields.size("qk_rope_head_dim"),
+        nope=fields.size("qk_nope_head_dim"),
+        value=fields.size("v_head_dim"),
+        q_rank=fields.optional("q_lora_rank"),
+    )
+
+
+def _experts(fields: _Fields, layers: int) -> Experts | None:
+    count = fields.first("num_experts", "num_local_experts", "n_routed_experts")
+    if count is None:
+        return None
+    chosen = fields.first("num_experts_per_tok", "experts_per_token")
+    if chosen is None or chosen > count:
+        raise ValueError(f"num_experts_per_tok in {fields.path} must be 1 to {count}, the experts, got {chosen}")
+    # Mixtral and GPT-OSS have no moe_intermediate_size: every MLP is an expert.
+    width = fields.first("moe_intermediate_size") or fields.size("intermediate_size")
+    shared = (fields.optional("n_shared_experts", at_least=0) or 0) * width
+    return Experts(
+        count=count,
+        chosen=chosen,
+        width=width,
+        layers=sum(_has_experts(fields, layer) for layer in range(layers)),
+        shared=shared or fields.optional("shared_expert_intermediate_size", at_least=0) or 0,
+    )
+
+
+def _has_experts(fields: _Fields, layer: int) -> bool:
+    dense = fields.values.get("mlp_only_layers") or []  # Qwen
+    if not isinstance(dense, list):
+        raise ValueError(f"mlp_only_layers in {fields.path} must be a list of layers, got {dense!r}")
+    first = fields.optional("first_k_dense_replace", at_least=0) or 0  # DeepSeek
+    every = fields.optional("moe_layer_freq") or 1
+    return (
+        layer not in dense
+        and (layer + 1) % (fields.optional("decoder_sparse_step") or 1) == 0
+        and layer >= first
+        and layer % every == 0
+    )
+
+
+def _stored(fields: _Fields) -> WeightBits:
+    dtype = fields.text("dtype") or fields.text("torch_dtype") or "bfloat16"
+    if dtype not in _BITS:
+        raise ValueError(f"dtype in {fields.path} must be {', '.join(_BITS)}, got {dtype!r}")
+    plain = _BITS[dtype]
+    how = fields.values.get("quantization_config")
+    if how is None:
+        return WeightBits(plain, plain, plain)
+    quantized = _Fields(how if isinstance(how, dict) else {}, fields.path)
+    match method := quantized.text("quant_method"):
+        case "mxfp4":  # experts only; 32 values of 4 bits share a scale of 8
+            return WeightBits(plain, 4 + 8 / 32, plain)
+        case "fp8":
+            return WeightBits(8, 8, plain)
+        case "gptq" | "awq":  # a scale of 16 bits and a zero for each group
+            bits, group = quantized.size("bits"), quantized.values.get("group_size", 128)
+            packed = bits + ((16 + bits) / group if isinstance(group, int) and group > 0 else 0)
+            return WeightBits(packed, packed, plain)
+        case _:
+            raise ValueError(f"quant_method in {fields.path} must be mxfp4, fp8, gptq or awq, got {method or how!r}")
+
+
+_KINDS = {"full_attention": False, "sliding_attention": True}  # whether a layer type has a window
+_PATTERN = {
+    "gemma2": 2,
+    "gemma3": 6,
+    "gemma3_text": 6,
+    "gpt_oss": 2,
+}  # every n-th layer has full attention, unless layer_types is given
+
+
+def windows(fields: Mapping[str, object], layers: int, path: Path) -> tuple[int | None, ...]:
+    """The sliding window of every layer; empty if none has one. A window includes the query's own position."""
+    if fields.get("attention_chunk_size") is not None:
+        raise ValueError(f"{path} has attention_chunk_size: chunked attention is not supported")
+    slides = _sliding(fields, layers, path)
+    if not any(slides):
+        return ()
+    window = fields.get("sliding_window")
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f"sliding_window in {path} must be a positive integer, got {window!r}")
+    return tuple(window if slide else None for slide in slides)
+
+
+def _sliding(fields: Mapping[str, object], layers: int, path: Path) -> list[bool]:
+    kinds = fields.get("layer_types")
+    if kinds is not None:
+        return _by_kind(kinds, layers, path)
+    if fields.get("sliding_window") is None or fields.get("use_sliding_window") is False:
+        return []
+    if fields.get("use_sliding_window"):  # Qwen: the first layers have full attention
+        first = fields.get("max_window_layers", 0)
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise ValueError(f"max_window_layers in {path} must be an integer of at least 0, got {first!r}")
+        return [layer >= first for layer in range(layers)]
+    pattern = fields.get("sliding_window_pattern") or _PATTERN.get(str(fields.get("model_type")))
+    if pattern is None:  # Mistral: all layers
+        return [True] * layers
+    if not isinstance(pattern, int) or pattern < 1:
+        raise ValueError(f"sliding_window_pattern in {path} must be a positive integer, got {pattern!r}")
+    return [(layer + 1) % pattern != 0 for layer in range(layers)]
+
+
+def _by_kind(kinds: object, layers: int, path: Path) -> list[bool]:
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ValueError(f"layer_types in {path} must list one kind for each of {layers} layers, got {kinds!r}")
+    strange = sorted({str(kind) for kind in kinds} - set(_KINDS))
+    if strange:
+        raise ValueError(f"layer_types in {path} must be {' or '.join(_KINDS)}, got {', '.join(strange)}")
+    return [_KINDS[str(kind)] for kind in kinds]
+
+
+_FOLDER = Path(__file__).parent
+_ALIASES = {"llama-3.3-70b": "llama-3.1-70b", "deepseek-r1": "deepseek-v3", "mistral-7b-v0.1": "mistral-7b"}
+
+
+def model_names() -> list[str]:
+    """The names that `model` accepts."""
+    return sorted([path.stem for path in _FOLDER.glob("*.json")] + list(_ALIASES))
+
+
+def model(name_or_path: str | Path) -> ModelConfig:
+    """A model by its name, its config file, or a folder with one.
+
+    An existing file or folder is read; anything else must be a name. An owner before the name, upper case and the
+    suffix `-Instruct` are ignored: `meta-llama/Llama-3.1-8B-Instruct` is `llama-3.1-8b`.
+    """
+    path = check_path("name_or_path", name_or_path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"the folder {path} has no config.json")
+        return read_model_config(path / "config.json")
+    if path.is_file():
+        return read_model_config(path)
+    name = _plain(str(name_or_path))
+    if name in model_names():
+        return _known(_ALIASES.get(name, name))
+    if path.suffix == ".json" or path.is_absolute() or len(path.parts) > 2:
+        raise ValueError(f"there is no config file or folder {path}")
+    raise unknown("model (nor is it a config file)", str(name_or_path), model_names())
+
+
+def _plain(name: str) -> str:
+    owner, _, last = name.strip().lower().rpartition("/")
+    return (name.lower() if "/" in owner or owner in (".", "..") else last).removesuffix("-instruct")
+
+
+@cache
+def _known(name: str) -> ModelConfig:
+    return read_model_config(_FOLDER / f"{name}.json", name)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import attnmesh
-from attnmesh.core.model_sizes import check_model_sizes
+from attnmesh.utils.sizes import check_model_sizes
 
 
 @pytest.mark.parametrize("path", sorted((Path(attnmesh.__file__).parent / "planner" / "models").glob("*.json")))

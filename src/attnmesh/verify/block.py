@@ -1,4 +1,4 @@
-"""Token generation over ranks: every sharding of a block's cache, and every stage and exchange.
+"""`AttentionBlock` over ranks: every sharding of its cache, and every stage and exchange.
 
 A block generates tokens after prompts of different lengths, and each output is compared with plain torch over whole
 sequences. All ranks must hold the same bits; with `split_size`, also those of a single rank.
@@ -77,7 +77,7 @@ _CASES = (
 )
 
 
-def generation_modes(comm: Comm) -> Iterator[Mode]:
+def block_modes(comm: Comm) -> Iterator[Mode]:
     """Yield every factorization of the world size, and every case on one that fits, each on another."""
     sizes = [n for n in range(1, comm.world + 1) if comm.world % n == 0]
     shardings = [(tp, kvdp, comm.world // tp // kvdp) for tp in sizes for kvdp in sizes if comm.world // tp % kvdp == 0]
@@ -94,7 +94,7 @@ def _mode(comm: Comm, sizes: tuple[int, int, int], case: _Case) -> Mode:
     dtype = "fp32" if case.storage == "fp32" else "bf16"
     shape = f"{len(_PROMPTS)}x{q_heads}/{kv_heads}x{case.tokens}:{max(_LENGTHS)}x{_HEAD_DIM} {dtype}"
     compute = _same_bits if case.name.endswith("same bits") else _generate
-    return Mode(f"generation {sharding} {case.name}", shape, partial(compute, comm, sharding, case), collective=True)
+    return Mode(f"block {sharding} {case.name}", shape, partial(compute, comm, sharding, case), collective=True)
 
 
 def _random(case: _Case, world: int, seed: int, device: str) -> tuple[AttentionConfig, AttentionWeights, Tensor]:

@@ -6,14 +6,13 @@ from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.plan.shards import shards
 from attnmesh.planner.catalog import cluster
-from attnmesh.planner.counts import MAX_BATCH, MAX_LENGTH, MAX_RANKS, check_sizes, divisors
 from attnmesh.planner.decode import DecodeRequest
-from attnmesh.planner.models.config import ModelConfig
-from attnmesh.planner.models.read import model
+from attnmesh.planner.models.config import ModelConfig, model
 from attnmesh.planner.prefill import PrefillRequest
 from attnmesh.planner.program import Program
 from attnmesh.planner.recommend import compare_shardings, recommend_sharding
 from attnmesh.planner.simulator.simulate import simulate
+from attnmesh.utils.sizes import MAX_BATCH, MAX_LENGTH, MAX_RANKS, check_sizes, divisors
 
 H200, LLAMA = cluster("h200"), model("llama-3.1-8b")
 CALLS = {
@@ -44,8 +43,8 @@ CALLS = {
         ("q_heads", "kv_heads", "head_dim", "hidden", "layers", "vocab_size", "intermediate_size"),
     ),
     "cluster": (lambda **given: cluster("h200", **given), ("ranks_per_node", "rails")),
-    "simulate": (lambda world: simulate(Program("any", world, lambda: iter(())), H200), ("world",)),
     "shards": (lambda world: shards(Causal(), Zigzag(), 64, world), ("world",)),
+    "simulate": (lambda world: simulate(Program("any", world, lambda: iter(())), H200), ("world",)),
 }
 
 
