@@ -102,9 +102,7 @@ SLOW = {
     "short convolutions": (trainer_log, "lfm2", {"label_smoothing_factor": 0.1}),
     "compiled": (trainer_log, "llama", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "leakage with sinks": (packed_logits, "gpt_oss", {}),
-    "recurrent layers": (trainer_log, "qwen3_next", {"gradient_accumulation_steps": 2}),
-    "convolutions in padded SFT": (sft_log, "lfm2", {"packing": False}),
-    "leakage with recurrent layers": (packed_logits, "qwen3_next", {}),
+    "leakage with recurrent layers": (packed_logits, "qwen3_5_text", {}),
     "logits for metrics": (
         trainer_log, "mistral", {"prediction_loss_only": False, "more": {"compute_metrics": metrics_of_real_tokens}},
     ),

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ from attnmesh.utils.error_links import see
 _CallCheck = Callable[[nn.Module, Sequence[Any]], None]
 
 _checks: ContextVar[tuple[_CallCheck, ...]] = ContextVar("checks of calls without a sharded batch", default=())
-_inspected: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # and whether they have recurrent layers
+_inspected: WeakSet[nn.Module] = WeakSet()
 
 
 class ShardedPass:

@@ -64,11 +64,11 @@ def check_config(config: Any, name: str | None = None) -> None:
         raise ValueError(f"{name}: {refusal}{see(MODELS_PAGE)}")
 
 
-def check_model(model: Any, *, recurrent: bool = False) -> None:
-    """Raise ValueError unless the model is served and uses this attention. `recurrent` is as in `check_config`."""
-    check_attention_code(model, recurrent=recurrent)
+def check_model(model: Any) -> None:
+    """Raise ValueError unless the model is served and uses this attention."""
+    check_attention_code(model)
     if isinstance(model, nn.Module):
-        check_modules(model, recurrent=recurrent)
+        check_modules(model)
 
 
 def check_attention_code(model: Any) -> None:

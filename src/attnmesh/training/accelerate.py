@@ -546,7 +546,7 @@ class AcceleratorRanks:
             register_attention()
             if hasattr(model, "set_attn_implementation"):
                 model.set_attn_implementation(NAME)
-            check_model(model, recurrent=True)
+            check_model(model)
             _check_loss(model)
             check_balance(model)
             return None, {"model": type(model).__name__}
