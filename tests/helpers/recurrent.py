@@ -82,7 +82,7 @@ def random_state(layer: RecurrentLayer, seed: int = 1) -> Tensor:
 
 def weights_like(x: Tensor, seed: int) -> Tensor:
     """What a loss multiplies an output with: the same for every dtype."""
-    return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x.dtype)
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x)
 
 
 def with_grads(

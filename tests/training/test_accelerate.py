@@ -102,6 +102,7 @@ SLOW = {
     "short convolutions": (trainer_log, "lfm2", {"label_smoothing_factor": 0.1}),
     "compiled": (trainer_log, "llama", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "leakage with sinks": (packed_logits, "gpt_oss", {}),
+    "leakage with recurrent layers": (packed_logits, "qwen3_5_text", {}),
     "logits for metrics": (
         trainer_log, "mistral", {"prediction_loss_only": False, "more": {"compute_metrics": metrics_of_real_tokens}},
     ),
@@ -408,7 +409,7 @@ def test_a_packed_document_does_not_see_the_others(quick):
 
 @needs_trl
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["leakage with sinks"])
+@pytest.mark.parametrize("name", ["leakage with sinks", "leakage with recurrent layers"])
 def test_more_packed_documents_do_not_see_the_others(slow, name):
     check_documents(slow, name)
 
