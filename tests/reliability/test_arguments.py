@@ -9,6 +9,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.core.state import State
+from attnmesh.generation.requests import SubmitOptions
 from attnmesh.ops.decode.api import DecodeOptions, PagedDecodeOptions
 from attnmesh.ops.dense.call import ScoreOptions
 from attnmesh.parallel.query_distributed import RingOptions
@@ -70,10 +71,11 @@ def names_of(target) -> list[str]:
 
 MOST_ARGUMENTS = 12
 RECORDS = {"GenerationStats": "a result", "Request": "made by a Generator: `submit` takes its arguments"}
-# `**options: Unpack[...]` is one argument: a TypedDict of what few calls need, whose names are those of `attention`.
+# `**options: Unpack[...]` is one argument: a TypedDict of what few calls need, whose names are known.
 WITH_OPTIONS = {
     "decode_attention": DecodeOptions, "paged_decode_attention": PagedDecodeOptions,
     "paged_prefill_attention": ScoreOptions, "ring_distributed_attention": RingOptions,
+    "Generator.submit": SubmitOptions,
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -25,7 +25,7 @@ from attnmesh.generation.agreement import (
 from attnmesh.generation.batching import BatchRanks, Callbacks, ContinuousBatch
 from attnmesh.generation.engine import Engine, min_prefill_chunk
 from attnmesh.generation.prompts import check_prompt, check_tokenizer, one_prompt, prompt_ids
-from attnmesh.generation.requests import LogitsProcessor, Request, RequestOptions, Token
+from attnmesh.generation.requests import Request, RequestOptions, SubmitOptions, Token
 from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
@@ -241,14 +241,9 @@ class Generator:
         stop_strings: Sequence[str] = (),
         min_new_tokens: int = 0,
         logprobs: int | None = None,
-        logits_processors: Sequence[LogitsProcessor] = (),
-        sample: int = 0,
         num_beams: int = 1,
         speculative: bool = False,
-        grammar: str | None = None,
-        priority: int = 0,
-        skip_special_tokens: bool = True,
-        prompt_logprobs: int | None = None,
+        **options: Unpack[SubmitOptions],
     ) -> Request:
         """A request for an answer to one prompt, which `step` computes together with all others.
 
@@ -265,19 +260,22 @@ class Generator:
         except stop tokens. The tokens are the same that `generate` returns for the prompt alone.
         """
 
+        for name in options.keys() - SubmitOptions.__annotations__.keys():
+            raise TypeError(f"submit() got an unexpected keyword argument {name!r}")
+
         def check_arguments() -> tuple[tuple[list[int], RequestOptions], SharedValues]:
-            options = RequestOptions(
-                max_new_tokens, sampling, stop, stop_strings, min_new_tokens, logprobs, logits_processors, sample,
-                num_beams, speculative, grammar, priority, skip_special_tokens, prompt_logprobs,
+            given = RequestOptions(
+                max_new_tokens, sampling, stop, stop_strings, min_new_tokens, logprobs, num_beams=num_beams,
+                speculative=speculative, **options,
             ).checked(self.model, self.tokenizer)  # fmt: skip
             ids = one_prompt(self.tokenizer, "prompt", prompt)
-            self._check_prompt("prompt", ids, options)
-            return (ids, options), {"prompt": f"{len(ids)} tokens {digest(ids)}", **options.shared_values}
+            self._check_prompt("prompt", ids, given)
+            return (ids, given), {"prompt": f"{len(ids)} tokens {digest(ids)}", **given.shared_values}
 
         self._check_in_step()
-        ids, options = check_on_all_ranks(self.comm, "submit", check_arguments, force=True)
+        ids, given = check_on_all_ranks(self.comm, "submit", check_arguments, force=True)
         self._progress.begin_call([ids])
-        request = Request(self._submitted, ids, options, self.tokenizer, self._owner)
+        request = Request(self._submitted, ids, given, self.tokenizer, self._owner)
         self._submitted += 1
         self._batch.submit(request)
         return request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -80,6 +80,17 @@ class PromptLogprob:
     logprob: float
     rank: int
     top_logprobs: tuple[tuple[int, float], ...]
+
+
+class SubmitOptions(TypedDict, total=False):
+    """Arguments of `Generator.submit` that few calls need, by keyword."""
+
+    logits_processors: Sequence[LogitsProcessor]
+    sample: int
+    grammar: str | None
+    priority: int
+    skip_special_tokens: bool
+    prompt_logprobs: int | None
 
 
 @dataclass(frozen=True)
