@@ -125,11 +125,11 @@ def _attention(case: Case, device: str) -> Rows:
     q = torch.randn(case.batch, case.tokens, case.heads, DIM, dtype=_dtype(device), device=device)
     indices = torch.rand(case.batch, case.tokens, case.length, device=device).argsort(-1)[..., : case.topk].int()
     call = decode_call(
-        q, latent_pool(case, device), _table(case, device), indices, DIM**-0.5, VALUES, None, None, None, None, None
+        q, latent_pool(case, device), _table(case, device), indices, DIM**-0.5, VALUES, None, None, None, None
     )
     some = decode_call(
         q[:CHECKED].float(), _widened(call), call.keys.table[:CHECKED] if call.keys.table is not None else None,
-        indices[:CHECKED], DIM**-0.5, VALUES, None, None, None, None, None,
+        indices[:CHECKED], DIM**-0.5, VALUES, None, None, None, None,
     )  # fmt: skip
     expected = attend(some, "torch")[0]
     ways: dict[str, Callable[[SparseDecodeCall], tuple[Tensor, ...]]] = {"auto": lambda call: attend(call, "auto")}

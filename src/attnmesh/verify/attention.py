@@ -89,7 +89,7 @@ MASKS: dict[str, Callable[[int], Mask]] = {
 SCORES: dict[str, dict[str, Callable[[int], Tensor | float]]] = {
     "softcap": {"softcap": lambda heads: 2.0},
     "alibi": {"alibi_slopes": lambda heads: 2.0 ** (-8 / heads * torch.arange(1, heads + 1, device="cpu"))},
-    "sinks": {"sinks": lambda heads: torch.linspace(-1, 2, heads, device="cpu")},
+    "sinks": {"sinks": lambda heads: torch.linspace(-1, 2, heads, dtype=torch.float32, device="cpu")},
 }
 SCORES |= {"": {}, "softcap alibi sinks": SCORES["softcap"] | SCORES["alibi"] | SCORES["sinks"]}
 """Arguments that change scores, of the number of query heads."""

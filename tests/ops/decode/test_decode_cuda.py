@@ -10,9 +10,10 @@ import torch
 import attnmesh
 from attnmesh.ops.storage import Quantized, Stored
 from attnmesh.testing.decode import DecodeProblem, random_decode
+from attnmesh.verify.decode import STORAGES
 from attnmesh.verify.mode import covering_rows
 from helpers.cases import else_sweep
-from helpers.decode import CUDA, STORAGES, assert_decode_close, check_backend
+from helpers.decode import CUDA, assert_decode_close, check_backend
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not CUDA, reason="needs a GPU")]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -10,7 +10,8 @@ from attnmesh import decode_attention
 from attnmesh.core.state import State
 from attnmesh.ops.storage import Quantized
 from attnmesh.testing.decode import DecodeProblem, random_decode
-from helpers.decode import BACKENDS, STORAGES
+from attnmesh.verify.decode import STORAGES
+from helpers.decode import BACKENDS
 
 META = torch.device("meta")
 
