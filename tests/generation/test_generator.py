@@ -452,7 +452,6 @@ def test_text_comes_along():
 def test_the_call_gives_up_its_cache_and_takes_all_options():
     how = {
         "sharding": DecodeSharding(cp=2),
-        "layout": am.Striped(),
         "prefill_chunk": 9,
         "speculative": True,
         "stop": [3],
