@@ -82,6 +82,7 @@ class FakeEngine:
         self.prefill_chunk, self.position_ranks, self.shard = chunk, SimpleNamespace(world=shard.ranks), shard
         self.model = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCABULARY))
         self.device, self.exchange = torch.device("cpu"), lambda comm: nullcontext()
+        self.calls = SimpleNamespace(recurrent=())
 
     def decode(self, sequences, ids, new):
         assert len({len(row) for row in ids}) == 1
