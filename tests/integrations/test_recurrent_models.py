@@ -8,7 +8,7 @@ from helpers.cases import else_sweep
 from helpers.models import on_virtual_ranks
 from helpers.recurrent_models import MODELS, recurrent_model
 
-FEW = ("qwen3_next", "bamba", "jamba", "minimax", "lfm2")  # a kind of recurrence each
+FEW = ("qwen3_next", "bamba", "minimax", "lfm2")  # a kind of recurrence each; Mamba-1 below
 LENGTH = 37  # no multiple of a chunk or of a number of ranks
 
 
