@@ -8,7 +8,7 @@ import math
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # One thread for each of pytest's processes: more would wait for one another. torch reads this when it is imported.
@@ -88,6 +88,15 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 def fresh_seed() -> None:
     """Start every test from the same seed."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: for small tensors a second one only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -94,6 +94,22 @@ def test_no_prefix_is_reused():
         assert reused == 0
 
 
+def test_log_probabilities_of_a_prompt():
+    """Chunks over ranks compute the logits of all their tokens, and leave the states as they are without."""
+    model = model_of("bamba")
+    wanted = model(torch.tensor([PROMPTS[0]]), use_cache=False).logits[0].log_softmax(-1)
+    tokens = expected(model, PROMPTS[0])
+
+    def work(generator):
+        request = generator.submit(PROMPTS[0], max_new_tokens=NEW, prompt_logprobs=0)
+        return finish(generator, [request])[0], [each.logprob for each in request.prompt_logprobs]
+
+    for found, logprobs in on_ranks(model, 2, work, prefill_chunk=16):
+        assert found == tokens
+        each = wanted[torch.arange(len(PROMPTS[0]) - 1), PROMPTS[0][1:]]
+        torch.testing.assert_close(torch.tensor(logprobs), each.detach(), rtol=1e-4, atol=1e-4)
+
+
 def test_what_needs_states_of_earlier_tokens_is_refused():
     def work(generator):
         with pytest.raises(ValueError, match="speculative must be False for a model with recurrent layers"):

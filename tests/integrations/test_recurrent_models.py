@@ -104,6 +104,22 @@ def test_activation_checkpointing(kind):
     assert_equal(of_ranks(model, ids, 2, am.Zigzag()), expected)
 
 
+def test_reentrant_checkpointing():
+    """Mamba-2's layers have the batch in their mask only."""
+    model, ids = recurrent_model("mamba2"), torch.randint(1, 64, (1, LENGTH))
+    expected = of_ranks(model, ids, 2, am.Zigzag())
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    assert_equal(of_ranks(model, ids, 2, am.Zigzag()), expected)
+
+
+def test_a_layer_that_runs_again_without_the_batch_is_refused():
+    """It would compute with one rank's tokens, and gradients would be wrong."""
+    model, ids = recurrent_model("mamba2"), torch.randint(1, 64, (1, LENGTH))
+    of_ranks(model, ids, 2, am.Zigzag())
+    with pytest.raises(ValueError, match="Mamba2Mixer is computed again outside of its model's call"):
+        model.backbone.layers[0].mixer(torch.randn(1, 5, 32))
+
+
 def test_one_device_is_as_before():
     """Functions that serve ranks are in place of Transformers' own, and call them elsewhere."""
     model, ids = recurrent_model("qwen3_next"), torch.randint(1, 64, (1, LENGTH))

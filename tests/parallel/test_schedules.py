@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -83,12 +83,7 @@ CASE = ("schedule", "mesh", "layout", "mask")
 every_case = pytest.mark.parametrize(CASE, all_cases())
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors are small: a second thread only waits
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def layout_named(name: str, mask: Mask, length: int) -> Layout:

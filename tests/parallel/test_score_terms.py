@@ -1,6 +1,5 @@
 """Softcap, sinks and ALiBi slopes over ranks, and masks per sequence: exact in every schedule, and agreed on."""
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -38,12 +37,7 @@ LENGTH, Q_HEADS = 29, 6
 TERMS = ("sinks", "softcap", "slopes", "all")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors are small: a second thread only waits
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def terms(name: str | None, dtype: torch.dtype = torch.float32, heads: int = Q_HEADS) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """The table of modes that `attnmesh verify` checks, on virtual ranks: every result against float64."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import combinations, product
 
 import pytest
-import torch
 
 from attnmesh import Comm, run_virtual
 from attnmesh.verify import run as verify
@@ -17,13 +16,7 @@ from attnmesh.verify.sparse import sparse_decode_modes, sparse_modes, sparse_par
 from attnmesh.verify.tokens import token_modes
 from helpers.cases import sweep
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors are small: a second thread only waits
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 FAMILIES = {

@@ -31,6 +31,7 @@ from attnmesh.generation.stats import GenerationStats
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.models.sharded import ShardedWeights, sharded_weights
 from attnmesh.parallel.node_groups import comm_named
+from attnmesh.parallel.reshard.contents import check_movable
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.schedules import ScheduleName
 from attnmesh.utils.validation import check_count, check_positive, check_type, shown
@@ -398,7 +399,7 @@ class Generator:
         Beam searches begin again: their sequences are freed. Raises ValueError if a request cannot be moved.
         """
         self._check_in_step()
-        self._check_moves()
+        self.check_moves()
         self._batch.settle()
         chosen = self._batch.requests if requests is None else list(requests)
         for each in chosen:
@@ -415,8 +416,9 @@ class Generator:
         """How far it is: equal on all its ranks, or they are out of step."""
         return f"{self._progress}, {self.engine.state()}"
 
-    def _check_moves(self) -> None:
-        """Raise ValueError if requests have states that are not moved with their keys and values."""
+    def check_moves(self) -> None:
+        """Raise ValueError if requests cannot continue on other ranks, or their cache cannot be moved there."""
+        check_movable("cache", self.engine.cache)
         if self.engine.calls.recurrent:
             raise ValueError(
                 f"requests of a model with recurrent layers must stay on their ranks, got {type(self.model).__name__}"
@@ -425,7 +427,7 @@ class Generator:
     def check_adopts(self) -> None:
         """Raise ValueError unless requests of another generator can continue in this generator."""
         self._check_in_step()
-        self._check_moves()
+        self.check_moves()
         self._batch.settle()  # or what joins the cache would be freed with what was interrupted
         if any(request.options.num_beams > 1 for request in self._batch.requests):
             raise ValueError(f"target must have no beam search in progress, got {self._batch.requests}")

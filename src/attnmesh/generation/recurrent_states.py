@@ -28,16 +28,11 @@ class RecurrentStates:
 
     def __init__(self, calls: Sequence[RecurrentCall], rows: int, device: torch.device) -> None:
         self.calls = tuple(calls)
-        self._states = [torch.zeros(rows, *call.shape, dtype=call.dtype, device=device) for call in calls]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes on this rank."""
-        return sum(state.nbytes for state in self._states)
+        self.tensors = [torch.zeros(rows, *call.shape, dtype=call.dtype, device=device) for call in calls]
 
     def copy(self, source: int, target: int) -> None:
         """Let the sequence in row `target` continue from the states of the sequence in row `source`."""
-        for state in self._states:
+        for state in self.tensors:
             state[target] = state[source]
 
     def of(self, rows: Tensor, is_new: Tensor) -> RowStates:
@@ -59,12 +54,12 @@ class RowStates:
         calls = self.states.calls
         if self.made == len(calls):
             raise ValueError(f"a pass must have {len(calls)} recurrent calls, got another of {module}")
-        state = self.states._states[self.made][self.rows]
+        state = self.states.tensors[self.made][self.rows]
         return state.masked_fill(self.is_new.view(-1, *[1] * (state.ndim - 1)), 0.0)
 
     def write(self, states: Tensor) -> None:
         """The states [B, ...] after the call."""
-        self.states._states[self.made][self.rows] = states
+        self.states.tensors[self.made][self.rows] = states
         self.made += 1
 
     def check_complete(self) -> None:

@@ -123,6 +123,7 @@ def serve(comm: Comm, *, settings: ServerSettings, shared_model: tuple[Any, Any]
     )  # fmt: skip
     channel = None
     if settings.prefill_ranks:
+        generator.check_moves()
         check_same_weights(comm, model, generator.engine.device)
         channel = connect(comm, settings.prefill_ranks, generator.engine.device)
     comm.barrier()
