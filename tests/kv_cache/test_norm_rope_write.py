@@ -156,9 +156,9 @@ def check(way, step, storage, config, weights, parts):
 
 def alike_on_a_gpu(cache, expected, at):
     """Values bit for bit, keys to one step of their storage, and everything else bit for bit."""
-    for x, y in zip(map(raw, cache._values[0].tensors), map(raw, expected._values[0].tensors), strict=True):
+    for x, y in zip(map(raw, cache._pools[0][1].tensors), map(raw, expected._pools[0][1].tensors), strict=True):
         assert torch.equal(x, y)
-    for x, y in zip(map(raw, cache._keys[0].tensors), map(raw, expected._keys[0].tensors), strict=True):
+    for x, y in zip(map(raw, cache._pools[0][0].tensors), map(raw, expected._pools[0][0].tensors), strict=True):
         if x.ndim > 1:  # not fp8's scales
             assert torch.equal(x[0], y[0])
             x, y = (pool[1].flatten(0, 1).clone() for pool in (x, y))

@@ -17,7 +17,7 @@ from attnmesh.comm import Comm, propagate_failure
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Documents
 from attnmesh.core.ranges import Ranges, rows_between
-from attnmesh.core.segment import Segment, forward_scan, reversed_scan, scan, total, transition_gradient
+from attnmesh.core.segment import Segment, forward_scan, reversed_scan, transition_gradient
 from attnmesh.ops.recurrent.api import incoming_state
 from attnmesh.ops.recurrent.convolution import ShortConvolution, last_inputs
 from attnmesh.ops.recurrent.layer import Recurrence, RecurrentLayer, document_ages
@@ -74,21 +74,21 @@ def _recurrence(
     outs, transitions, updates = [], [], []
     for number, part in zip(held, chunks, strict=True):
         if number == 0:
-            states = scan(part.segments, state.reshape(part.segments.update.shape[1:]))
-            outs.append(part.outputs(states[:-1]))
-        if number in plan.scanned:
-            whole = Segment(part.segments.transition[0], states[-1]) if number == 0 else total(part.segments)
-            updates.append(whole.update.flatten(1, 2))
-            if number > 0:
-                transitions.append(whole.transition.flatten(1, 2))
+            out, state_after = part.run(state)
+            outs.append(out)
+            if 0 in plan.scanned:
+                updates.append(state_after)
+        elif number in plan.scanned:
+            whole = part.total()
+            transitions.append(whole.transition)
+            updates.append(whole.update)
     empty = state.new_empty(0, *state.shape)
     transition = torch.stack(transitions) if transitions else state.new_empty(0, *layer._transition_shape())
     update = torch.stack(updates) if updates else empty
     incoming, final = _Exchange.apply(transition, update, anchor, plan, comm)  # type: ignore[no-untyped-call]
 
     for part, into in zip(chunks[len(outs) :], incoming, strict=True):
-        states = scan(part.segments, into.reshape(part.segments.update.shape[1:]))
-        outs.append(part.outputs(states[:-1]))
+        outs.append(part.run(into)[0])
     return _output(layer, outs, incoming, state), final
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnmesh.core.segment import Segment
-from attnmesh.ops.recurrent.layer import Chunks
+from attnmesh.ops.recurrent.layer import SegmentedChunks
 
 CHUNK = 64
 """Positions of a chunk."""
@@ -45,7 +45,7 @@ class _Terms(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MatrixChunks(Chunks):
+class MatrixChunks(SegmentedChunks):
     """Chunks whose outputs are products of matrices."""
 
     terms: _Terms

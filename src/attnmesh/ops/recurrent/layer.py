@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.core.masks import Documents, PerSequence
-from attnmesh.core.segment import Segment, scan
+from attnmesh.core.segment import Segment, scan, total
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.utils.validation import check_number, check_tensor, check_type, shown
 
@@ -38,7 +38,19 @@ class Sizes(NamedTuple):
 
 
 class Chunks(ABC):
-    """A range of positions in chunks, computed as far as that needs no incoming state."""
+    """A range of positions, computed as far as that needs no incoming state."""
+
+    @abstractmethod
+    def total(self) -> Segment:
+        """The segment of the whole range: transition [B, H, ...] and update [B, H, K, V]."""
+
+    @abstractmethod
+    def run(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs [B, H, positions, V] and the state after the range, from the state [B, H, K, V] before it."""
+
+
+class SegmentedChunks(Chunks):
+    """Chunks whose segments are stored one by one."""
 
     segments: Segment
     """Of the chunks, [n, B, G, H / G, ...] in the order of positions."""
@@ -46,6 +58,14 @@ class Chunks(ABC):
     @abstractmethod
     def outputs(self, states: Tensor) -> Tensor:
         """The outputs [B, H, positions, V], from the incoming state of every chunk."""
+
+    def total(self) -> Segment:
+        transition, update = total(self.segments)
+        return Segment(transition.flatten(1, 2), update.flatten(1, 2))
+
+    def run(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        states = scan(self.segments, state.reshape(self.segments.update.shape[1:]))
+        return self.outputs(states[:-1]), states[-1].flatten(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,9 +194,7 @@ class Recurrence(RecurrentLayer):
         return batch, heads, *{"scalar": (1, 1), "diagonal": (rows, 1), "dense": (rows, rows)}[self._FORM]
 
     def _run(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:
-        chunks = self._chunks(ages)
-        states = scan(chunks.segments, state.reshape(chunks.segments.update.shape[1:]))
-        return chunks.outputs(states[:-1]), states[-1].flatten(1, 2)
+        return self._chunks(ages).run(state)
 
     def _run_reference(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:
         outs = []
@@ -240,7 +258,7 @@ def document_ages(documents: tuple[Documents, ...] | None, rows: range, device: 
     at = torch.arange(rows.start, rows.stop, device=device)
     ages = []
     for mask in documents:
-        starts = torch.tensor([-_LONG_AGO, *mask.bounds[1:-1]], device=device)
+        starts = torch.tensor([-_LONG_AGO, *mask.bounds[1:-1]], device="cpu").to(device, non_blocking=True)
         ages.append(at - starts[torch.bucketize(at, starts, right=True) - 1])
     return torch.stack(ages)
 

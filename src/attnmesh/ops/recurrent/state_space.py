@@ -11,7 +11,15 @@ from torch import Tensor
 
 from attnmesh.core.segment import Segment, scan
 from attnmesh.ops.recurrent.chunked import CHUNK, chunk_size, in_groups, joined, scalar_chunks
-from attnmesh.ops.recurrent.layer import Chunks, Form, Recurrence, in_chunks, reset_at_starts, starts_in_chunks
+from attnmesh.ops.recurrent.layer import (
+    Chunks,
+    Form,
+    Recurrence,
+    SegmentedChunks,
+    in_chunks,
+    reset_at_starts,
+    starts_in_chunks,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +79,12 @@ class _WithSkip(Chunks):
     chunks: Chunks
     skip: Tensor
 
-    @property
-    def segments(self) -> Segment:  # type: ignore[override]
-        return self.chunks.segments
+    def total(self) -> Segment:
+        return self.chunks.total()
 
-    def outputs(self, states: Tensor) -> Tensor:
-        return self.chunks.outputs(states) + self.skip
+    def run(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        out, state = self.chunks.run(state)
+        return out + self.skip, state
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +120,7 @@ class Mamba1(_StateSpace):
         return chunks if self.D is None else _WithSkip(chunks, self.D[:, None] * self.x)
 
 
-class _ChannelChunks(Chunks):
+class _ChannelChunks(SegmentedChunks):
     """Chunks of Mamba-1, whose channels share nothing that a product of matrices could use.
 
     A chunk is a scan over its positions, of all channels and of some chunks at a time. It runs once for the segments,
