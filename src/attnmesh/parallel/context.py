@@ -28,7 +28,7 @@ from attnmesh.ops.dense.call import (
     resolve_scores,
 )
 from attnmesh.ops.dense.dispatch import SMALL_MASKS, choose_fused
-from attnmesh.ops.recurrent.api import check_layer, check_state
+from attnmesh.ops.recurrent.api import check_layer, check_state, use_kernels
 from attnmesh.ops.recurrent.layer import RecurrentLayer, check_documents
 from attnmesh.parallel.allgather import AllGather
 from attnmesh.parallel.compiling import not_compiled
@@ -330,7 +330,7 @@ class ContextParallel(ExecutorFactory):
                 if torch.is_grad_enabled() and x is not None and x.requires_grad
             ]  # fmt: skip
             values: Tensor = tensors[layer._OUTPUT]
-            call = RecurrentCall(layer, whole, masks, return_final_state, values.dtype, bool(grads))
+            call = RecurrentCall(layer, whole, masks, return_final_state, values.dtype, bool(grads), use_kernels(layer))
             return call, {
                 OBJECT: self._number, "layer": type(layer).__name__, "batch": sizes.batch, "heads": sizes.heads,
                 "groups": sizes.groups, "key_dim": sizes.key_dim, "value_dim": sizes.value_dim,

@@ -33,6 +33,7 @@ class RecurrentCall(NamedTuple):
     final: bool
     dtype: torch.dtype  # of the output
     needs_grad: bool
+    kernels: bool  # GPU kernels compute the layer
 
 
 def run_recurrent(
@@ -41,7 +42,8 @@ def run_recurrent(
     """This rank's outputs, and the final state if it is wanted."""
     with torch.autocast(getattr(call.layer, call.layer._OUTPUT).device.type, enabled=False):
         state = incoming_state(call.layer, initial_state)
-        out, final = _run(call._replace(layer=call.layer._in_compute_dtype()), state, layout, comm)
+        inputs = call.layer if call.kernels else call.layer._in_compute_dtype()
+        out, final = _run(call._replace(layer=inputs), state, layout, comm)
     return out.to(call.dtype), final
 
 
@@ -50,7 +52,7 @@ def _run(call: RecurrentCall, state: Tensor, layout: Layout, comm: Comm) -> tupl
     if not call.length:
         return getattr(layer, layer._OUTPUT), state
     if comm.world == 1:
-        return layer._run(state, document_ages(call.documents, range(call.length), state.device))
+        return layer._run(state, document_ages(call.documents, range(call.length), state.device), call.kernels)
     # A tensor that requires a gradient where some input does: then the exchanges have a backward on every rank.
     anchor = state.new_empty(0, requires_grad=call.needs_grad)
     if isinstance(layer, ShortConvolution):
@@ -68,7 +70,7 @@ def _recurrence(
     for number in held:
         positions = plan.segments[number].positions
         ages = document_ages(call.documents, positions, state.device)
-        chunks.append(layer.rows(range(at, at + len(positions)))._chunks(ages))
+        chunks.append(layer.rows(range(at, at + len(positions)))._chunks(ages, call.kernels))
         at += len(positions)
 
     outs, transitions, updates = [], [], []

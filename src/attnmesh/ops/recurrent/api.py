@@ -11,7 +11,7 @@ from attnmesh.core.masks import Mask
 from attnmesh.ops.recurrent.layer import RecurrentLayer, check_documents, document_ages
 from attnmesh.utils.validation import check_bool, check_choice, check_tensor, check_type, shown
 
-Backend = Literal["auto", "torch", "reference"]
+Backend = Literal["auto", "triton", "torch", "reference"]
 
 
 @overload
@@ -42,8 +42,8 @@ def scan(
     `PerSequence` with documents of its own for every row of the batch: a document does not see those before it. The
     first document continues `initial_state`, and the final state is that of the last document.
 
-    `backend` is "torch", products of matrices for chunks of positions, or "reference", position by position; "auto" is
-    "torch".
+    `backend` is "triton", GPU kernels; "torch", products of matrices for chunks of positions; or "reference", position
+    by position. "auto" is "triton" where kernels serve the inputs, else "torch".
 
     Examples:
         >>> q, k, v = torch.randn(3, 1, 2, 100, 8)
@@ -60,17 +60,32 @@ def scan(
     masks = check_documents(documents, layer.state_shape[0], length)
     check_state(layer, initial_state)
     check_bool(return_final_state=return_final_state)
-    check_choice("backend", backend, get_args(Backend))
+    kernels = use_kernels(layer, backend)
     given: Tensor = getattr(layer, layer._OUTPUT)
     with torch.autocast(given.device.type, enabled=False):
         state = incoming_state(layer, initial_state)
         if not length:
             return (torch.empty_like(given), state) if return_final_state else torch.empty_like(given)
         ages = document_ages(masks, range(length), given.device)
-        inputs = layer._in_compute_dtype()
-        out, state = (inputs._run_reference if backend == "reference" else inputs._run)(state, ages)
+        if kernels:
+            out, state = layer._run(state, ages, True)
+        elif backend == "reference":
+            out, state = layer._in_compute_dtype()._run_reference(state, ages)
+        else:
+            out, state = layer._in_compute_dtype()._run(state, ages, False)
     out = out.to(given.dtype)
     return (out, state) if return_final_state else out
+
+
+def use_kernels(layer: RecurrentLayer, backend: object = "auto") -> bool:
+    """Whether GPU kernels compute the layer; ValueError for "triton" where none serve it."""
+    check_choice("backend", backend, get_args(Backend))
+    if backend in ("torch", "reference"):
+        return False
+    why = layer._why_no_kernels()
+    if backend == "triton" and why is not None:
+        raise ValueError(f"backend must be 'torch' or 'reference' for these inputs, got 'triton': {why}")
+    return why is None
 
 
 def check_layer(layer: object) -> None:

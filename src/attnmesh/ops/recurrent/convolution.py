@@ -52,7 +52,7 @@ class ShortConvolution(RecurrentLayer):
         sizes = self._check()
         return sizes.batch, sizes.heads, sizes.key_dim
 
-    def _run(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _run(self, state: Tensor, ages: Tensor | None, kernels: bool) -> tuple[Tensor, Tensor]:
         x = torch.cat([state, self.x], 2)
         return self._convolve(state, ages), last_inputs(x, self.weight.shape[1], None if ages is None else ages[:, -1])
 

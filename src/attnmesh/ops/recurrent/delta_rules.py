@@ -32,7 +32,7 @@ class _DeltaRule(Recurrence):
         state = state + k.unsqueeze(-1) * u.unsqueeze(-2)
         return state, (q.unsqueeze(-1) * state).sum(-2) * check_scale(self.scale, k.shape[-1])
 
-    def _chunks(self, ages: Tensor | None) -> Chunks:
+    def _chunks(self, ages: Tensor | None, kernels: bool) -> Chunks:
         sizes = self._check()
         size = chunk_size(sizes.length)
         q, k, v, g, beta = (in_chunks(x, size, sizes) for x in self._tensors().values())

@@ -125,11 +125,16 @@ class RecurrentLayer(ABC):
     def state_shape(self) -> tuple[int, ...]:
         """The shape of a state."""
 
+    def _why_no_kernels(self) -> str | None:
+        """Why GPU kernels do not serve these inputs; None if they do."""
+        return f"a {type(self).__name__} has no kernels"
+
     @abstractmethod
-    def _run(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _run(self, state: Tensor, ages: Tensor | None, kernels: bool) -> tuple[Tensor, Tensor]:
         """The outputs and the state after the last position, from the state before the first.
 
-        The inputs are in `compute_dtype`, and there is at least one position. `ages` is as `document_ages` returns it.
+        With `kernels`, the inputs are as given, else in `compute_dtype`. There is at least one position. `ages` is as
+        `document_ages` returns it.
         """
 
     @abstractmethod
@@ -174,7 +179,7 @@ class Recurrence(RecurrentLayer):
         """The state after position t, from the state before it, and the output [B, H, V]: the definition."""
 
     @abstractmethod
-    def _chunks(self, ages: Tensor | None) -> Chunks:
+    def _chunks(self, ages: Tensor | None, kernels: bool) -> Chunks:
         """The positions in chunks, from the inputs and ages of `_run`."""
 
     def _check(self) -> Sizes:
@@ -193,8 +198,8 @@ class Recurrence(RecurrentLayer):
         batch, heads, rows, _ = self.state_shape
         return batch, heads, *{"scalar": (1, 1), "diagonal": (rows, 1), "dense": (rows, rows)}[self._FORM]
 
-    def _run(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self._chunks(ages).run(state)
+    def _run(self, state: Tensor, ages: Tensor | None, kernels: bool) -> tuple[Tensor, Tensor]:
+        return self._chunks(ages, kernels).run(state)
 
     def _run_reference(self, state: Tensor, ages: Tensor | None) -> tuple[Tensor, Tensor]:
         outs = []

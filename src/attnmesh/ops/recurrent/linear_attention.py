@@ -55,7 +55,7 @@ class LightningAttention(Recurrence):
         state = state * self.g.exp()[:, None, None] + k.unsqueeze(-1) * v.unsqueeze(-2)
         return state, (q.unsqueeze(-1) * state).sum(-2) * check_scale(self.scale, k.shape[-1])
 
-    def _chunks(self, ages: Tensor | None) -> Chunks:
+    def _chunks(self, ages: Tensor | None, kernels: bool) -> Chunks:
         sizes = self._check()
         size = chunk_size(sizes.length)
         g = self.g[:, None].expand(sizes.batch, -1, sizes.length)
@@ -96,7 +96,7 @@ class RWKV7(Recurrence):
         state = w.exp() * state + b * (a * state).sum(-2, keepdim=True) + k * v.mT
         return state, (r * state).sum(-2)
 
-    def _chunks(self, ages: Tensor | None) -> Chunks:
+    def _chunks(self, ages: Tensor | None, kernels: bool) -> Chunks:
         sizes = self._check()
         size = chunk_size(sizes.length)
         r, w, k, v, a, b = (in_chunks(x, size, sizes) for x in self._tensors().values())

@@ -63,7 +63,7 @@ class Mamba2(_StateSpace):
         out = (C.unsqueeze(-1) * state).sum(-2)
         return state, out if self.D is None else out + self.D[:, None] * x
 
-    def _chunks(self, ages: Tensor | None) -> Chunks:
+    def _chunks(self, ages: Tensor | None, kernels: bool) -> Chunks:
         sizes = self._check()
         size = chunk_size(sizes.length)
         g = self.dt * self.A[:, None]
@@ -115,7 +115,7 @@ class Mamba1(_StateSpace):
         out = (C * state.squeeze(-1)).sum(-1)
         return state, out if self.D is None else out + self.D * x
 
-    def _chunks(self, ages: Tensor | None) -> Chunks:
+    def _chunks(self, ages: Tensor | None, kernels: bool) -> Chunks:
         chunks = _ChannelChunks(self, ages)
         return chunks if self.D is None else _WithSkip(chunks, self.D[:, None] * self.x)
 
