@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,6 @@ from benchmarks.common import JsonOption, LengthsOption, make_app, publish
 from benchmarks.one_rank import OneRankComm
 from benchmarks.timers import host_ms
 
-os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # processes that compile pass on what they tuned
 LENGTH, RANKS, WARM_LENGTH, EXACT_LENGTH = 32 * 1024, 8, 2048, 1024
 Step = Callable[[], Tensor]
 
