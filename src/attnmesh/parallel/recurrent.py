@@ -79,7 +79,6 @@ def _recurrence(
         tensors = [x for part in ranges for x in part.tensors]
         form = layer._transition_shape()
         final, *outs = _KernelScan.apply(ranges, form, plan, comm, anchor, state, *tensors)  # type: ignore[no-untyped-call]
-        outs = [part.with_skip(out) for part, out in zip(ranges, outs, strict=True)]
         return _output(layer, outs, final), final
 
     outs, transitions, updates = [], [], []

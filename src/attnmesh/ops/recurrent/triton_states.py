@@ -3,7 +3,7 @@
 A program keeps some columns of the state of one head in registers, transposed [V, K], from chunk to chunk:
 
     values = u - w S                          by_values = p^T by_out + to_end k by_S
-    outputs = scale from_start q S + p values
+    outputs = scale from_start q S + p values + skip v
     S = whole S + (to_end k)^T values         by_S = whole by_S + (scale from_start q)^T by_out - w^T by_values
 
 Transposed, the state is the left factor of its products: tensor cores read it from the registers that hold their sums,
@@ -30,7 +30,7 @@ def _state_pointers(base, number, column, K: tl.constexpr, V, BK: tl.constexpr, 
 @triton.jit(do_not_specialize=SIZES)
 def states_kernel(
     q, q_strides, k, k_strides, p, w, u, gates, whole, initial, final, transition, states, values, out, out_strides,
-    length, chunks, heads, groups,
+    skip, v, v_strides, length, chunks, heads, groups,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BLOCKS: tl.constexpr,
     DELTA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -57,6 +57,9 @@ def states_kernel(
     if out is not None:
         q = at_head(q, q_strides, batch, group)
         out = at_head(out, out_strides, batch, head) + block * BV
+        if skip is not None:
+            weight = tl.load(skip + head).to(tl.float32)
+            v = at_head(v, v_strides, batch, head) + block * BV
 
     decay = tl.load(whole + first)
     for chunk in range(chunks):
@@ -88,7 +91,12 @@ def states_kernel(
             there = (row < length)[:, None] & (block * BV + column < V)[None, :]
             within = tl.arange(0, C)[:, None] * out_strides[2] + column[None, :]
             rows = out + tl.cast(begin, tl.int64) * out_strides[2] + within
-            tl.store(rows, tl.trans(result).to(out.dtype.element_ty), mask=there)
+            result = tl.trans(result)
+            if skip is not None:
+                within = tl.arange(0, C)[:, None] * v_strides[2] + column[None, :]
+                given = tl.load(v + tl.cast(begin, tl.int64) * v_strides[2] + within, mask=there, other=0.0)
+                result += weight * given.to(tl.float32)
+            tl.store(rows, result.to(out.dtype.element_ty), mask=there)
         keys = load_positions(k, k_strides[2], begin, length, C, K, BK)
         value = (value * tl.load(gate + C)[None, :]).to(dtype)
         state = tl.dot(value, keys, state * decay, input_precision=PRECISION)
