@@ -217,6 +217,12 @@ def prepare_kernel(
     tl.store(block_pointers(p, number, C, C), (scale * products * _decays_between(logs, C, EXACT)).to(dtype))
 
 
+@triton.jit
+def _earlier_and_later(by_from_start, by_to_end):
+    """The gradient of each logarithm, from those of the sums up to a position and of the sums after it."""
+    return tl.cumsum(by_from_start, 0, reverse=True) + tl.cumsum(by_to_end, 0) - by_to_end
+
+
 @triton.jit(do_not_specialize=SIZES)
 def gradients_kernel(
     q, q_strides, k, k_strides, v, v_strides, g, g_strides, beta, beta_strides, ages, age_stride,
@@ -290,7 +296,7 @@ def gradients_kernel(
                 )  # fmt: skip
         if skip is not None:
             tl.store(by_skip + number, by_weight)
-        by_logs = _earlier_and_later(by_from_start, by_to_end, C) + decay * by_decay
+        by_logs = _earlier_and_later(by_from_start, by_to_end) + decay * by_decay
         by_between = by_p * tl.load(block_pointers(p, number, C, C)).to(tl.float32)
         if EXACT:
             later = near[:, None] > near[None, :]
