@@ -61,10 +61,17 @@ def states_kernel(
             weight = tl.load(skip + head).to(tl.float32)
             v = at_head(v, v_strides, batch, head) + block * BV
 
+    # What no product waits for is loaded a turn ahead: Triton loads only operands of products early.
+    gates += first.to(tl.int64) * (2 * C) + tl.arange(0, C)
     decay = tl.load(whole + first)
+    if out is not None:
+        from_start = tl.load(gates)
     for chunk in range(chunks):
         number, begin = first + chunk, chunk * C
-        next_decay = tl.load(whole + number + 1, mask=chunk + 1 < chunks, other=0.0)  # a turn ahead: nothing waits
+        next_chunk = tl.minimum(chunk + 1, chunks - 1)
+        next_decay = tl.load(whole + first + next_chunk)
+        if out is not None:
+            next_from_start = tl.load(gates + next_chunk * (2 * C))
         at = number * VALUE_BLOCKS + block
         low = state.to(dtype)
         if states is not None:
@@ -81,11 +88,10 @@ def states_kernel(
             value -= tl.dot(low, tl.trans(erased), input_precision=PRECISION)
         if values is not None:
             tl.store(block_pointers(values, at, BV, C), value.to(dtype))
-        gate = gates + tl.cast(number, tl.int64) * (2 * C) + tl.arange(0, C)
         if out is not None:
             queries = load_positions(q, q_strides[2], begin, length, C, K, BK)
             mix = tl.load(block_pointers(p, number, C, C))
-            result = tl.dot(low, tl.trans(queries), input_precision=PRECISION) * tl.load(gate)[None, :]
+            result = tl.dot(low, tl.trans(queries), input_precision=PRECISION) * from_start[None, :]
             result = tl.dot(value.to(dtype), tl.trans(mix), result, input_precision=PRECISION)
             row, column = begin + tl.arange(0, C), tl.arange(0, BV)
             there = (row < length)[:, None] & (block * BV + column < V)[None, :]
@@ -97,8 +103,9 @@ def states_kernel(
                 given = tl.load(v + tl.cast(begin, tl.int64) * v_strides[2] + within, mask=there, other=0.0)
                 result += weight * given.to(tl.float32)
             tl.store(rows, result.to(out.dtype.element_ty), mask=there)
+            from_start = next_from_start
         keys = load_positions(k, k_strides[2], begin, length, C, K, BK)
-        value = (value * tl.load(gate + C)[None, :]).to(dtype)
+        value = (value * tl.load(gates + chunk * (2 * C) + C)[None, :]).to(dtype)
         state = tl.dot(value, keys, state * decay, input_precision=PRECISION)
         decay = next_decay
 
@@ -134,16 +141,20 @@ def state_gradients_kernel(
     k, q = at_head(k, k_strides, batch, group), at_head(q, q_strides, batch, group)
     by_out = at_head(by_out, by_out_strides, batch, head) + block * BV
 
+    # What no product waits for is loaded a turn ahead: Triton loads only operands of products early.
+    gates += first.to(tl.int64) * (2 * C) + tl.arange(0, C)
     decay = tl.load(whole + first + chunks - 1)
+    to_end = tl.load(gates + (chunks - 1) * (2 * C) + C)
     for turn in range(chunks):
         chunk = chunks - 1 - turn
         number, begin = first + chunk, chunk * C
-        next_decay = tl.load(whole + number - 1, mask=chunk > 0, other=0.0)  # a turn ahead: nothing waits
+        next_chunk = tl.maximum(chunk - 1, 0)
+        next_decay = tl.load(whole + first + next_chunk)
+        next_to_end = tl.load(gates + next_chunk * (2 * C) + C)
         at = number * BLOCKS + block
         low = state.to(dtype)
         if by_states is not None:
             tl.store(block_pointers(by_states, at, BV, BK), low)
-        gate = gates + tl.cast(number, tl.int64) * (2 * C) + tl.arange(0, C)
         row, column = begin + tl.arange(0, C), tl.arange(0, BV)
         there = (row < length)[:, None]
         if V % BV != 0:
@@ -155,16 +166,16 @@ def state_gradients_kernel(
         state *= decay
         if DELTA or by_values is not None:
             mix = tl.load(block_pointers(p, number, C, C))
-            by_value = tl.dot(low, tl.trans(keys), input_precision=PRECISION) * tl.load(gate + C)[None, :]
+            by_value = tl.dot(low, tl.trans(keys), input_precision=PRECISION) * to_end[None, :]
             by_value = tl.dot(tl.trans(grad), mix, by_value, input_precision=PRECISION).to(dtype)
             if by_values is not None:
                 tl.store(block_pointers(by_values, at, BV, C), by_value)
             if DELTA:
                 erased = tl.load(block_pointers(w, number, C, BK))
                 state = tl.dot(-by_value, erased, state, input_precision=PRECISION)
-        queries = (queries.to(tl.float32) * tl.load(gate)[:, None]).to(dtype)
+        queries = (queries.to(tl.float32) * tl.load(gates + chunk * (2 * C))[:, None]).to(dtype)
         state = tl.dot(tl.trans(grad), queries, state, input_precision=PRECISION)
-        decay = next_decay
+        decay, to_end = next_decay, next_to_end
 
     pointers, mask = _state_pointers(by_initial, sequence, block * BV, K, V, BK, BV)
     tl.store(pointers, state, mask=mask)
