@@ -14,6 +14,7 @@ from attnmesh.ops.recurrent.api import scan
 from attnmesh.ops.recurrent.convolution import ShortConvolution
 from attnmesh.ops.recurrent.delta_rules import GatedDeltaRule
 from attnmesh.ops.recurrent.layer import Recurrence, RecurrentLayer
+from attnmesh.parallel import context
 from attnmesh.plan.recurrent import SegmentSizes, halo_plan, scan_plan
 from helpers.cases import sweep
 from helpers.processes import run_processes
@@ -119,6 +120,20 @@ def test_every_world_layout_and_packing(kind, layout, how):
     lengths = {1: 129, 2: 41, 3: 7}  # by batch; with 7, some of 8 ranks hold nothing
     for (batch, length), with_state in product(lengths.items(), (False, True)):
         check(kind, LAYOUTS[layout], range(1, 9), how, length, batch, with_state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "world", "how", "length"),
+    [
+        ("gated delta rule", "zigzag", 2, "rows", 37), ("mamba2", "contiguous", 3, "whole", 20),
+        sweep("lightning", "balanced", 3, "same", 70), sweep("gated delta rule", "zigzag", 5, "whole", 7),
+    ],
+)  # fmt: skip
+def test_kernels_over_ranks(kind, layout, world, how, length, monkeypatch):
+    """Their backward exchanges the gradients of states between two passes. With 7 positions, some ranks hold none."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(context, "use_kernels", lambda layer: True)
+    check(kind, LAYOUTS[layout], [world], how, length, 1, True)
 
 
 @pytest.mark.parametrize("kind", ["gated delta rule", "mamba2", "mamba1", "convolution"])

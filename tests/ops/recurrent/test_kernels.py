@@ -11,11 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 
-import attnmesh as am
 from attnmesh.core.masks import Documents
 from attnmesh.ops.recurrent import kernels
 from attnmesh.ops.recurrent.api import scan
-from attnmesh.parallel import context
 from attnmesh.testing.errors import relative_error
 from helpers.cases import sweep
 from helpers.guards import guard_zones
@@ -85,43 +83,6 @@ def test_positions_that_forget_everything(dtype, device):
     layer = replace(layer, g=decays)
     layer = replace(layer, **{name: x.to(device) for name, x in layer._tensors().items()})
     check(layer, random_state(layer).to(device), None, dtype)
-
-
-@pytest.mark.parametrize(
-    ("kind", "layout", "final"), [("gated delta rule", am.Zigzag(), False), sweep("mamba2", am.Contiguous(), True)]
-)
-def test_over_ranks(kind, layout, final, monkeypatch):
-    """The backward exchanges states between two passes of kernels; documents end within ranges."""
-    monkeypatch.setattr(context, "use_kernels", lambda layer: True)
-    length, layer = 37, random_layer(kind, 37)
-    state, documents = random_state(layer), Documents([20, 0, 17])
-
-    def whole(layer, state):
-        return scan(layer, documents=documents, initial_state=state, return_final_state=True, backend="reference")
-
-    def over_ranks(layer, state):
-        def rank(comm):
-            cp = am.ContextParallel(comm, layout=layout)
-            mine = replace(
-                layer, **{n: cp.shard(x, dim=2) for n, x in layer._tensors().items() if "seq" in layer._DIMS[n].split()}
-            )
-            found = cp.recurrent(
-                mine, length=length, documents=documents, initial_state=state, return_final_state=final
-            )
-            out, last = found if final else (found, None)
-            return cp.unshard(out, dim=2, length=length), last
-
-        (out, last), *_ = am.run_virtual(2, rank)
-        return out, last if final else 0.0 * out.sum()
-
-    def run(layer, state):
-        out, last = whole(layer, state)
-        return out, last if final else 0.0 * out.sum()
-
-    exact = with_grads(layer, state, run)
-    found = with_grads(to_dtype(layer, torch.float32), state.float(), over_ranks)
-    for name in exact:
-        assert relative_error(found[name], exact[name]) < BOUNDS[torch.float32], name
 
 
 def test_what_kernels_do_not_serve_is_refused():
