@@ -268,7 +268,7 @@ VARIANTS: dict[str, list[kernels.Tiles]] = {
     "states and outputs": _PASSES,
     "state gradients": _PASSES,
     "prepare": [_TILES._replace(prepare=(8, 1))],
-    "gradients": [_TILES._replace(gradients=(4, 1), delta_gradients=(4, 1))],
+    "gradients": [_TILES._replace(gradients=(w, s), delta_gradients=(w, s)) for w, s in ((8, 2), (8, 1), (4, 1))],
 }
 
 

@@ -101,10 +101,9 @@ class KernelChunks(Chunks):
     """A range of positions of such a recurrence."""
 
     def __init__(self, inputs: Inputs) -> None:
-        q, k, v, *rest = inputs
-        self._inputs = Inputs(_rows(q), _rows(k), _rows(v), *rest)
-        self._tiles = TILES[q.element_size()]
-        self._chunks = cdiv(q.shape[2], self._tiles.chunk)
+        self._inputs = inputs._replace(q=_rows(inputs.q), k=_rows(inputs.k), v=_rows(inputs.v))
+        self._tiles = TILES[inputs.q.element_size()]
+        self._chunks = cdiv(inputs.q.shape[2], self._tiles.chunk)
         self._prepared: _Prepared | None = None
 
     def run(self, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +117,7 @@ class KernelChunks(Chunks):
 
     def of(self, tensors: Sequence[Any]) -> KernelChunks:
         """The same range of inputs that autograd has kept, or of their copies without a gradient."""
-        return KernelChunks(Inputs(*tensors, *self._inputs[6:]))
+        return KernelChunks(self._inputs._replace(**dict(zip(Inputs._fields, tensors, strict=False))))
 
     def total(self) -> Segment:
         """The segment, without a gradient: see `state_gradient`."""
