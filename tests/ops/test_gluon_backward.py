@@ -482,6 +482,14 @@ def is_of_its_own(mask: str, widths: tuple[int, int], dtype: torch.dtype) -> boo
     return mask in ("full", "causal", "random", "union") or widths == (128, 128)
 
 
+def test_what_it_refuses():
+    q, v = (torch.empty(1, 1, 4, d, dtype=torch.bfloat16) for d in (256, 128))
+    assert gluon_backward.why_not(q, v, terms=ScoreTerms(softcap=2.0)) is None
+    assert "fp16 and bf16" in gluon_backward.why_not(q.float(), v.float())
+    assert "not 256 (keys) and 100 (values)" in gluon_backward.why_not(q, v[..., :100])
+    assert gluon_backward.why_not(q, v, terms=ScoreTerms(slopes=torch.ones(1))).endswith("alibi_slopes")
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(

@@ -77,6 +77,10 @@ def test_masks_widths_and_lengths(mask, heads, widths, lengths):
     assert_right(emulated(gluon_forward), *inputs(heads, *lengths, *widths, batch=batch), mask, tiles=SMALL)
 
 
+def test_two_blocks_of_columns():
+    assert_right(emulated(gluon_forward), *inputs((2, 1), 70, 70, 192, 160), "causal", tiles=SMALL)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("widths", WIDTHS)
 def test_the_tiles_of_every_width(widths):

@@ -7,6 +7,7 @@ from itertools import combinations, product
 import pytest
 
 from attnmesh import Comm, run_virtual
+from attnmesh.testing.decode import random_decode
 from attnmesh.verify import run as verify
 from attnmesh.verify.attention import attention_modes
 from attnmesh.verify.block import block_modes
@@ -47,6 +48,14 @@ def failures(world: int, list_modes: Callable[[Comm], Iterable[Mode]]) -> list[s
 @pytest.mark.parametrize("world", [4, sweep(5)])
 def test_every_value_of_every_axis_of_attention(world):
     assert failures(world, lambda comm: attention_modes(comm, "cpu", pairs=False)) == []
+
+
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_an_error_of_a_decode_call_is_in_the_result_that_has_it(name):
+    problem = random_decode([5, 9])
+    right = problem.plain()
+    found = problem.compare(right._replace(**{name: getattr(right, name) + 1}))
+    assert [each.name for each in found if each.error > each.bound] == [name]
 
 
 @pytest.mark.sweep
