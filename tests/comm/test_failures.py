@@ -93,6 +93,14 @@ def test_a_rank_that_waits_reports_it_when_another_searches_for_a_cause():
     assert first.causes_of_absence("did not arrive") == ["rank 2 did not arrive"]
 
 
+def test_a_rank_with_an_error_waits_until_all_ranks_have_arrived():
+    first, second = stores([0, 1])
+    signature = Signature("ring", {}, "k is short")
+    first.compare(signature, 5, lambda: None)
+    assert not first.all_arrived(0.1, lambda: None)
+    assert first.all_arrived(5, lambda: second.compare(signature, 5, lambda: None))
+
+
 def test_one_comparison_tells_that_ranks_are_out_of_step():
     first, second, third = stores([0, 1, 2])
     first.report_causes(["ranks are out of step at call 3: a on rank 0 but b on rank 1"])
