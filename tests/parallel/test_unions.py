@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh import Causal, Comm, ContextParallel, Striped, Zigzag, run_virtual
+from attnmesh import Causal, ContextParallel, Striped, Zigzag, run_virtual
+from attnmesh.comm import Comm
 from attnmesh.core.layouts import Balanced, Contiguous
 from attnmesh.core.masks import Chunked, Global, Mask, Padding, PerSequence, Prefix, SlidingWindow
 from attnmesh.plan.schedules import refusal
