@@ -122,14 +122,7 @@ SHAPES = [(8, 100, 64, 64), (24, 128, 96, 96), (64, 100, 96, 64), (3, 1, 64, 16)
 
 @pytest.mark.parametrize(
     ("dtype", "heads", "topk", "d", "d_v"),
-    first(
-        3,
-        [
-            pytest.param(dtype, *shape, marks=() if torch.cuda.is_available() or i % 2 == j else pytest.mark.sweep)
-            for i, shape in enumerate(SHAPES)
-            for j, dtype in enumerate(DTYPES)
-        ],
-    ),
+    first(3, [(DTYPES[i % len(DTYPES)], *shape) for i, shape in enumerate(SHAPES)]),
 )
 def test_every_shape(device, dtype, heads, topk, d, d_v):
     case = problem(device, dtype, heads, topk, d, d_v)
@@ -279,7 +272,7 @@ def rising(case: dict) -> None:
     ("heads", "topk", "d", "out_dtype"),
     [(70, 66, 512, torch.float32), sweep(64, 140, 576, torch.float16), sweep(16, 1, 576, torch.float16)],
 )
-@pytest.mark.parametrize("seeds", [range(1), sweep(range(1, 30))], ids=["one", "many"])
+@pytest.mark.parametrize("seeds", [range(1), sweep(range(1, 5))], ids=["one", "many"])
 def test_the_hopper_kernel_under_hostile_schedules(heads, topk, d, out_dtype, seeds):
     for seed in seeds:
         torch.manual_seed(seed)
