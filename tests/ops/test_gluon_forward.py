@@ -82,9 +82,7 @@ def test_the_tiles_of_every_width(widths):
     assert_right(emulated(gluon_forward), *inputs((4, 2), 230, 230, *widths), "causal")
 
 
-@pytest.mark.parametrize(
-    ("pack", "mask"), first(1, [(2, "causal"), (4, "window"), (8, "union")])
-)
+@pytest.mark.parametrize(("pack", "mask"), first(1, [(2, "causal"), (4, "window"), (8, "union")]))
 def test_heads_of_a_group_share_a_tile(pack, mask):
     assert_right(emulated(gluon_forward), *inputs((8, 1), 45, 45), mask, tiles=SMALL, pack=pack)
 
@@ -195,9 +193,7 @@ def test_infinite_scores_are_nan_as_in_the_plain_computation():
 SINKS = [0.5, -torch.inf, 40.0, -3.0, -50.0, 3.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("mask", "pack"), first(1, [("slices", 1), ("causal", 2), ("union", 4), ("full", 1)])
-)
+@pytest.mark.parametrize(("mask", "pack"), first(1, [("slices", 1), ("causal", 2), ("union", 4), ("full", 1)]))
 def test_sinks(mask, pack):
     sinks = torch.tensor(SINKS, dtype=torch.float16)
     assert_right(emulated(gluon_forward), *inputs((8, 2), 70, 70), mask, sinks=sinks, tiles=SMALL, pack=pack)

@@ -110,9 +110,7 @@ def kernels(seed: int):
 COUNTS = [150, 0, 129, 1]
 
 
-@pytest.mark.parametrize(
-    ("heads", "width", "seed"), first(1, [(70, 576, 0), (128, 512, 1)])
-)
+@pytest.mark.parametrize(("heads", "width", "seed"), first(1, [(70, 576, 0), (128, 512, 1)]))
 def test_gradients_of_queries(heads, width, seed):
     case = Case(heads, COUNTS, width)
     found = case.run_grad_query(kernels(seed)).double()
