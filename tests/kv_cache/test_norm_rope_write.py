@@ -11,6 +11,7 @@ from attnmesh.kv_cache.pools import write_tokens
 from attnmesh.ops.block.norm_rope import LAYOUTS
 from attnmesh.ops.block.stages import split_and_rotate
 from attnmesh.ops.storage import PLAIN, STORAGES, dequantize
+from helpers.cases import sweep
 
 BLOCKS, BLOCK_SIZE = 6, 4
 OWN = range(1, 3)
