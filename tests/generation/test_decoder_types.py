@@ -87,7 +87,7 @@ def test_types_with_sharded_weights(kind, tmp_path):
 @pytest.mark.sweep
 @pytest.mark.parametrize("part", range(8))
 def test_every_type_is_right_or_refused_as_the_documentation_says(part):
-    """Loss and logits over two ranks, and generated tokens, are those of one process; or the reason is that of the table."""
+    """Loss, logits and generated tokens over ranks are those of one process, or the reason is that of the table."""
     for kind in all_types()[part::8]:
         row, said = row_of(kind), written_of(kind)
         assert said == (None if row is None else str(row) if row.trains or row.generates else row.why), kind
