@@ -112,7 +112,7 @@ def wide_tokens(latent=17, storage=None):
     "sharding",
     [
         am.DecodeSharding(tp, kvdp, cp)
-        for tp in (1, 2, 4) for kvdp in range(1, 9) for cp in range(1, 9) if tp * kvdp * cp <= 8
+        for tp in (1, 2, 4) for kvdp in (1, 2, 4, 8) for cp in (1, 2, 4, 8) if tp * kvdp * cp == 8
     ],
     ids=str,
 )  # fmt: skip

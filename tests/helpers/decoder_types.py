@@ -213,6 +213,17 @@ def written() -> str:
     return PAGE.read_text().partition(_BEGIN)[2].partition(_END)[0].strip()
 
 
+def written_of(kind: str) -> str | None:
+    """The row of a type that is served, the reason of one that is refused, or None."""
+    for line in written().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 5 and cells[0] == kind:
+            return line
+        if len(cells) == 2 and kind in cells[0].split(", "):
+            return cells[1]
+    return None
+
+
 if __name__ == "__main__":
     text = PAGE.read_text()
     before, _, rest = text.partition(_BEGIN)

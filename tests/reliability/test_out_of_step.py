@@ -447,6 +447,5 @@ def test_nccl_ranks_out_of_step(nccl_ranks):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("world", [2, 3])
-def test_processes_out_of_step_in_every_case(world):
-    check_processes(world, list(CASES))
+def test_processes_out_of_step_in_every_case():
+    check_processes(2, list(CASES))
