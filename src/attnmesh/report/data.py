@@ -26,7 +26,7 @@ from attnmesh.core.masks import (
     check_mask,
 )
 from attnmesh.generation.stats import GenerationStats
-from attnmesh.plan.schedules import SCHEDULES, refusal
+from attnmesh.plan.schedules import SCHEDULES, why_not
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import Choice, choose_schedule
@@ -235,7 +235,7 @@ def schedule_report(
     runs = sum(map(len, workload.shards.queries))
     if runs > _MOST_RUNS:
         raise ValueError(f"layout must give at most {_MOST_RUNS} runs of positions for a report, got {runs}")
-    served = [name for name in SCHEDULES if refusal(name, workload.shards, workload.ranks_per_node) is None]
+    served = [name for name in SCHEDULES if why_not(name, workload.shards, workload.ranks_per_node) is None]
     cluster = default_cluster(kind)
     choice = choose_schedule(workload, cluster)
     hardware = hardware_name(cluster, nodes=world // workload.ranks_per_node)
