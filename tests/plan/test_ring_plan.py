@@ -100,7 +100,7 @@ def test_the_same_of_random_masks_and_layouts(problem):
 
 @pytest.mark.sweep
 @pytest.mark.timeout(900)
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems())
 def test_the_same_of_many_random_masks_and_layouts(problem):
     plan, truth = ring_plan(problem), Truth(problem)
@@ -241,11 +241,13 @@ EVEN = {n: Causal() & Documents([LONG // n] * n) for n in (32, 256, 1024)}
     first(
         3,
         [
-            *((layout, mask) for layout in LAYOUTS for mask in (Full(), Causal(), SlidingWindow(4096), EVEN[32])),
-            (Contiguous(), EVEN[1024]),
+            (Contiguous(), Full()),
+            (Zigzag(), Causal()),
+            (Striped(), SlidingWindow(4096)),
             (Zigzag(), EVEN[1024]),
             (Striped(), EVEN[256]),
-            *((layout, Causal() & (Global(4) | SlidingWindow(4095))) for layout in LAYOUTS),
+            (Contiguous(), EVEN[32]),
+            (Zigzag(), Causal() & (Global(4) | SlidingWindow(4095))),
             (Zigzag(), Causal() & Padding([LONG // 2, LONG, LONG // 3, 1000], "left", LONG)),
         ],
     ),

@@ -84,7 +84,7 @@ def test_the_same_of_random_masks_and_layouts(problem):
 
 
 @pytest.mark.sweep
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems(ranks=(4, 6, 8)))
 def test_the_same_of_many_random_masks_and_layouts(problem):
     check(two_level_plan(problem, 2))

@@ -172,7 +172,7 @@ class GenerationReport:
 
     Examples:
         >>> answers = [GeneratedAnswer("Who wrote it?", "Ada", prompt_tokens=12, new_tokens=2)]
-        >>> report = generation_report(answers, [am.GenerationStats(0)], facts={"model": "llama"})
+        >>> report = generation_report(answers, [am.generation.GenerationStats(0)], facts={"model": "llama"})
         >>> report.facts["model"], report.answers == answers
         ('llama', True)
     """
@@ -277,7 +277,7 @@ def generation_report(
 
     Examples:
         >>> answers = [GeneratedAnswer("Who wrote it?", "Ada", prompt_tokens=12, new_tokens=2)]
-        >>> generation_report(answers, [am.GenerationStats(rank) for rank in range(2)]).title
+        >>> generation_report(answers, [am.generation.GenerationStats(rank) for rank in range(2)]).title
         'generate on 2 ranks'
     """
     for i, answer in enumerate(check_list("answers", answers, "answers")):
