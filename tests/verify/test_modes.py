@@ -52,7 +52,7 @@ def test_every_value_of_every_axis_of_attention(world):
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("family", "world"),
-    [("decode", 1), *product(("attention", "block", "sparse"), (1, 3, 4, 6, 8)), *product(["tokens"], (3, 4))],
+    [("decode", 1), ("attention", 3), ("attention", 8), ("block", 6), ("sparse", 4), ("tokens", 3)],
 )
 def test_every_mode(family, world):
     assert failures(world, FAMILIES[family]) == []
