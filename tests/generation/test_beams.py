@@ -78,7 +78,7 @@ def test_over_ranks(kind, sharding, whole, monkeypatch):
     wanted = expected(kind, 3, 12, ENDS)
 
     def rank(comm):
-        model = attnmesh_model(kind) if whole else am.shard_model(attnmesh_model(kind), sharding, comm)
+        model = attnmesh_model(kind) if whole else am.models.shard_model(attnmesh_model(kind), sharding, comm)
         generator = Generator(
             model, None, comm, cache_tokens=300, max_sequences=12, sharding=sharding, prefill_chunk=16
         )
@@ -145,7 +145,7 @@ REQUESTS = [
 def submitted(comm=None, sharding=None, shard_weights=False):
     """Searches and a plain request that are submitted at different steps, with too little room for all of them."""
     model = attnmesh_model("llama")
-    model = am.shard_model(model, sharding, comm) if shard_weights else model
+    model = am.models.shard_model(model, sharding, comm) if shard_weights else model
     groups = 1 if sharding is None else sharding.kvdp
     generator = Generator(
         model, None, comm, cache_tokens=82, max_sequences=4 * groups, step_tokens=16, sharding=sharding
@@ -271,7 +271,7 @@ def test_callbacks_and_invalid_logits():
             call(PROMPTS[:1], max_new_tokens=5, num_beams=2)
 
     def rank(comm):
-        model = am.shard_model(attnmesh_model("llama"), am.DecodeSharding(kvdp=2), comm)
+        model = am.models.shard_model(attnmesh_model("llama"), am.DecodeSharding(kvdp=2), comm)
         generator = Generator(model, None, comm, cache_tokens=150, max_sequences=8)
         model.model.norm.weight.data.neg_().log_()  # NaN
         with pytest.raises(ValueError, match="row 0: the logits have a NaN"):

@@ -140,7 +140,7 @@ def test_what_is_cached_by_layer_serves_beams_and_quantized_storage_and_is_not_m
         quantized.submit(prompt[0], max_new_tokens=4, stop=[])
         quantized.step()
         with pytest.raises(ValueError, match=r"must have the same kv_heads in every layer, got \(2, 4\)"):
-            am.move_requests(quantized, Generator(model, None, comm, storage="int8", **how), comm)
+            am.generation.move_requests(quantized, Generator(model, None, comm, storage="int8", **how), comm)
         return found
 
     alone, *both = [*on_virtual_ranks(1, rank), *on_virtual_ranks(2, rank)]

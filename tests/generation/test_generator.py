@@ -484,7 +484,7 @@ def test_a_prefix_is_found_in_its_group_when_the_batch_changes(whole):
     longer = [[*prompt, 9] for prompt in prompts]
 
     def rank(comm):
-        model = attnmesh_model("llama") if whole else am.shard_model(attnmesh_model("llama"), sharding, comm)
+        model = attnmesh_model("llama") if whole else am.models.shard_model(attnmesh_model("llama"), sharding, comm)
         generator = Generator(model, None, comm, cache_tokens=60, max_sequences=2, sharding=sharding)
         reused, rows = [], [generated_rows(generator, prompts, max_new_tokens=1)]
         for batch in (longer[:1], longer[1:], longer[::-1], [random_ids(51, 3), longer[0]]):
@@ -513,7 +513,7 @@ def test_prompts_with_fewer_tokens_than_ranks(kind, sharding, whole):
     prompts = [random_ids(n, n) for n in (1, 2, 3, 5)]
 
     def rank(comm):
-        model = attnmesh_model(kind) if whole else am.shard_model(attnmesh_model(kind), sharding, comm)
+        model = attnmesh_model(kind) if whole else am.models.shard_model(attnmesh_model(kind), sharding, comm)
         generator = Generator(model, None, comm, cache_tokens=100, max_sequences=6, sharding=sharding)
         rows = [generated_rows(generator, prompts, max_new_tokens=MOST, speculative=each) for each in (True, False)]
         generator.reset_prefix_cache()

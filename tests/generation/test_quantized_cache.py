@@ -63,7 +63,7 @@ def expected_rows(kind, storage, prompts):
 
 def make(kind, comm, storage, sharding=None, weights=None, **settings):
     """A generator whose unused cache memory is poisoned."""
-    model = models(kind)[1] if weights is None else am.shard_model(models(kind)[1], weights, comm)
+    model = models(kind)[1] if weights is None else am.models.shard_model(models(kind)[1], weights, comm)
     settings = {"cache_tokens": 200, "max_sequences": 3, "step_tokens": 19, **settings}
     generator = Generator(model, None, comm, storage=storage, sharding=sharding, **settings)
     for layer in range(model.config.num_hidden_layers):
@@ -206,7 +206,7 @@ def test_latents_that_a_storage_type_does_not_quantize():
     """fp8_ds_mla is for latents of a multiple of 128 features: see test_generator_latents.py."""
 
     def rank(comm):
-        model = am.shard_model(attnmesh_model("deepseek_v3"), am.DecodeSharding(cp=2), comm)
+        model = am.models.shard_model(attnmesh_model("deepseek_v3"), am.DecodeSharding(cp=2), comm)
         for storage in ("int8", "fp8_ds_mla"):
             with pytest.raises(ValueError, match=rf"of fp32 for .* with latents of 10 \+ 4 features, got '{storage}'"):
                 Generator(model, None, comm, cache_tokens=100, storage=storage)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import attnmesh as am
+from attnmesh.generation import Callbacks
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.rank_memory import BLOCK_SIZE, ShardedMemory
 from attnmesh.integrations.transformers_attention import register_attention
@@ -40,7 +41,7 @@ def all_shardings(most):
 
 def generator_of(model, comm, sharding, **settings):
     """A generator whose unused cache memory is poisoned."""
-    generator = Generator(am.shard_model(model, sharding, comm), None, comm, **SETTINGS | settings)
+    generator = Generator(am.models.shard_model(model, sharding, comm), None, comm, **SETTINGS | settings)
     for layer in range(model.config.num_hidden_layers):
         generator.engine.cache.keys(layer).fill_(torch.nan)
         generator.engine.cache.values(layer).fill_(torch.nan)
@@ -199,14 +200,14 @@ def test_sampling_and_prefix_reuse_are_those_of_one_rank():
 def test_what_cannot_be_divided_is_refused_on_all_ranks(kind, sharding, message):
     def rank(comm):
         with pytest.raises(ValueError, match=message):
-            am.shard_model(attnmesh_model(kind), sharding, comm)
+            am.models.shard_model(attnmesh_model(kind), sharding, comm)
 
     on_virtual_ranks(8 if sharding.cp == 2 and sharding.tp == 4 else sharding.ranks - (sharding.ranks == 4), rank)
 
 
 def test_weights_that_differ_between_ranks_are_refused():
     def rank(comm):
-        model = am.shard_model(attnmesh_model("llama"), am.DecodeSharding(cp=2), comm)
+        model = am.models.shard_model(attnmesh_model("llama"), am.DecodeSharding(cp=2), comm)
         if comm.rank == 1:
             model.model.layers[0].self_attn.k_proj.weight.data[3, 4] += 1
         with pytest.raises(ValueError, match=r"different weights in 1 of .*layers\.0\.self_attn\.k_proj\.weight"):
@@ -220,12 +221,12 @@ def test_a_sharded_model_has_one_sharding():
         whole, sharding = attnmesh_model("llama"), am.DecodeSharding(tp=2)
         with pytest.raises(ValueError, match=r"tp = 1 for a model that every rank has .*got TP2"):
             Generator(whole, None, comm, cache_tokens=100, sharding=sharding)
-        model = am.shard_model(whole, sharding, comm)
+        model = am.models.shard_model(whole, sharding, comm)
         assert sharded_weights(whole) is None
         with pytest.raises(ValueError, match="sharding must be that of the model, TP2, or None, got CP2"):
             Generator(model, None, comm, cache_tokens=100, sharding=am.DecodeSharding(cp=2))
         with pytest.raises(ValueError, match="model must be whole, got a sharded model"):
-            am.shard_model(model, sharding, comm)
+            am.models.shard_model(model, sharding, comm)
         with pytest.raises(ValueError, match=f"comm must have the ranks of the sharded model, {comm.rank} of 2"):
             Generator(model, None, cache_tokens=100)
 
@@ -242,7 +243,7 @@ def test_it_works_on_after_an_interruption_and_after_invalid_logits():
             if row == 1 and failing[0]:
                 raise OSError("gone")
 
-        generator = generator_of(attnmesh_model("llama"), comm, sharding, callbacks=am.Callbacks(on_logits=on_logits))
+        generator = generator_of(attnmesh_model("llama"), comm, sharding, callbacks=Callbacks(on_logits=on_logits))
         with pytest.raises(OSError, match="gone"):
             generated_rows(generator, prompts, max_new_tokens=MOST)
         failing[0] = False

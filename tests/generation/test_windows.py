@@ -68,7 +68,7 @@ def check_blocks(cache):
 
 def submitted_answers(comm, kind, sharding, weights=None, cache_tokens=700, prompts=PROMPTS, most=MOST):
     """The answers to requests that come one after the other, their logits, and the stats."""
-    model = attnmesh_model(kind) if weights is None else am.shard_model(attnmesh_model(kind), weights, comm)
+    model = attnmesh_model(kind) if weights is None else am.models.shard_model(attnmesh_model(kind), weights, comm)
     logits = [[] for _ in prompts]
     generator = Generator(
         model, None, comm, cache_tokens=cache_tokens * (sharding or weights).cp, sharding=sharding, prefill_chunk=CHUNK,

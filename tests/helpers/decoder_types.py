@@ -107,7 +107,7 @@ def generate(kind: str, world: int, prefill_chunk: int | None, **how: Any) -> No
         generator = Generator(
             model, None, comm, cache_tokens=200, max_sequences=len(PROMPTS), prefill_chunk=prefill_chunk,
             sharding=am.DecodeSharding(cp=world),
-            callbacks=am.Callbacks(on_logits=lambda row, each: found[row].append(each.clone())),
+            callbacks=am.generation.Callbacks(on_logits=lambda row, each: found[row].append(each.clone())),
         )  # fmt: skip
         tokens: list[list[int]] = [[] for _ in PROMPTS]
         for token in generator.generate(PROMPTS, max_new_tokens=MOST, stop=[], **how):

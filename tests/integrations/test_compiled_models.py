@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from attnmesh import Comm, ContextParallel, register_attention, shard_inputs
-from attnmesh.comm import SoloComm
+from attnmesh import ContextParallel, register_attention, shard_inputs
+from attnmesh.comm import Comm, SoloComm
 from attnmesh.core.masks import Causal, Chunked, SlidingWindow
 from attnmesh.integrations.transformers_attention import _traced_kind
 from helpers.processes import run_processes

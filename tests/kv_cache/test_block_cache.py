@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from attnmesh import BlockCache, CacheFull, content_ids, paged_decode_attention
+from attnmesh import BlockCache, paged_decode_attention
+from attnmesh.decode import CacheFull, content_ids
 from attnmesh.kv_cache import pools as tables
 from attnmesh.ops.storage import STORAGES, values_of
 from helpers.caches import cache_sizes

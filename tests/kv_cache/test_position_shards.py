@@ -7,8 +7,9 @@ import pytest
 import torch
 from position_shards_model import OPERATIONS, drive
 
-from attnmesh import BlockCache, CacheFull
+from attnmesh import BlockCache
 from attnmesh.core.ranges import InterleavedShard
+from attnmesh.decode import CacheFull
 from attnmesh.kv_cache import cache as cache_module
 from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.pools import DeviceTables, Pools

@@ -13,7 +13,6 @@ from attnmesh import (
     CacheSpec,
     Causal,
     Chunked,
-    Comm,
     Global,
     Mask,
     Padding,
@@ -24,6 +23,7 @@ from attnmesh import (
     attention,
     run_virtual,
 )
+from attnmesh.comm import Comm
 from attnmesh.core.state import State
 from attnmesh.ops import paged
 from attnmesh.ops.dense import reference

@@ -12,7 +12,6 @@ from torch import Tensor
 from attnmesh import (
     Causal,
     Chunked,
-    Comm,
     Documents,
     Global,
     Mask,
@@ -25,6 +24,7 @@ from attnmesh import (
     ring_chunks,
     run_virtual,
 )
+from attnmesh.comm import Comm
 from attnmesh.core.visibility import Patch
 from attnmesh.parallel.query_distributed import ring_distributed_attention
 from attnmesh.testing.attention import NAMES, assert_attention_close, forward_backward, random_inputs

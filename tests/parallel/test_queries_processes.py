@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from attnmesh import Causal, Comm, CommError, Zigzag, run_virtual
+from attnmesh import Causal, Zigzag, run_virtual
+from attnmesh.comm import Comm, CommError
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_distributed_attention
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
 from helpers.processes import run_processes

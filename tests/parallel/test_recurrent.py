@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnmesh import Balanced, Causal, Comm, ContextParallel, Contiguous, Layout, Striped, Zigzag, run_virtual
+from attnmesh import Balanced, Causal, ContextParallel, Contiguous, Layout, Striped, Zigzag, run_virtual
+from attnmesh.comm import Comm
 from attnmesh.ops.recurrent.api import scan
 from attnmesh.ops.recurrent.convolution import ShortConvolution
 from attnmesh.ops.recurrent.delta_rules import GatedDeltaRule

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from attnmesh import (
     Causal,
-    Comm,
     ContextParallel,
     Contiguous,
     Documents,
@@ -24,6 +23,7 @@ from attnmesh import (
     attention,
     run_virtual,
 )
+from attnmesh.comm import Comm
 from attnmesh.comm.base import Finished, Pending
 from attnmesh.core.layouts import Balanced, Joint
 from attnmesh.core.state import accumulation_dtype

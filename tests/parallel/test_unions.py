@@ -5,10 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh import Causal, Comm, ContextParallel, Striped, Zigzag, run_virtual
+from attnmesh import Causal, ContextParallel, Striped, Zigzag, run_virtual
+from attnmesh.comm import Comm
 from attnmesh.core.layouts import Balanced, Contiguous
 from attnmesh.core.masks import Chunked, Global, Mask, Padding, PerSequence, Prefix, SlidingWindow
-from attnmesh.plan.schedules import refusal
+from attnmesh.plan.schedules import why_not
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.schedules import loads
@@ -70,6 +71,6 @@ def test_ranks_send_the_bytes_of_the_program(mask):
             return [forward, comm.traffic.bytes - forward]
 
         workload = Workload(shards(mask, Zigzag(), LENGTH, 4), shape, ranks_per_node or 4)
-        assert refusal(schedule, workload.shards, workload.ranks_per_node) is None
+        assert why_not(schedule, workload.shards, workload.ranks_per_node) is None
         planned = [loads(schedule, workload, backward=backward) for backward in (False, True)]
         assert run_virtual(4, rank) == [[mine.sent for mine in both] for both in zip(*planned, strict=True)]

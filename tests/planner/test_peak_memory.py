@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from attnmesh import Causal, Comm, ContextParallel, Contiguous, Full, SlidingWindow, Zigzag
+from attnmesh import Causal, ContextParallel, Contiguous, Full, SlidingWindow, Zigzag
+from attnmesh.comm import Comm
 from attnmesh.comm.base import Finished, Pending
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.plan.shards import shards

@@ -183,7 +183,7 @@ def test_valid_calls_on_ranks_format_nothing(names, formatted):
 def on_ranks(name: str, parameter: str, label: str) -> str | None:
     """Give one rank a bad value; returns what is wrong: a rank that goes on, waits, or is not told the argument."""
 
-    def program(comm: am.Comm) -> Exception | None:
+    def program(comm: am.comm.Comm) -> Exception | None:
         receiver, arguments = COLLECTIVE[name](comm)
         if comm.rank == GUILTY:
             arguments[parameter] = FUZZER.replacement(name, arguments, parameter, label)

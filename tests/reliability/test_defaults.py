@@ -78,7 +78,7 @@ def test_generation_under_other_defaults():
     def tokens() -> list[list[tuple[int, int]]]:
         default = torch.get_default_device()
 
-        def generate(comm: attnmesh.Comm) -> list[tuple[int, int]]:
+        def generate(comm: attnmesh.comm.Comm) -> list[tuple[int, int]]:
             with default:
                 generator = attnmesh.Generator(model(), None, comm, cache_tokens=64, max_sequences=2, prefill_chunk=8)
                 sampling = attnmesh.Sampling(temperature=0.8, seed=3)

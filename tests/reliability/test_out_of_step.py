@@ -201,7 +201,7 @@ def another_sparse_object(comm):
 
 @case
 def another_sparse_decode_object(comm):
-    objects = [am.SparseDecode(comm) for _ in range(2)]
+    objects = [am.sparse.SparseDecode(comm) for _ in range(2)]
     sizes = {"num_blocks": 2, "block_size": 4, "max_sequences": 1, "max_length": 16, "device": "cpu"}
     spec = am.CacheSpec(layers=1, kv_heads=1, head_dim=96, value_dim=64, latent=True, storage="fp32")
     cache = am.BlockCache(spec, **sizes, shard=objects[0].shard)

@@ -480,7 +480,7 @@ def test_a_rank_that_was_killed_is_answered_with_an_error(model, tmp_path):
     with virtual_server(model, tmp_path, ranks=1) as server:
         assert server.settings.fail() > 5
         server.wait()
-        assert isinstance(server.error, am.CommError)
+        assert isinstance(server.error, am.comm.CommError)
 
 
 def check_answers(client, alone):

@@ -6,7 +6,8 @@ from itertools import combinations, product
 
 import pytest
 
-from attnmesh import Comm, run_virtual
+from attnmesh import run_virtual
+from attnmesh.comm import Comm
 from attnmesh.verify import run as verify
 from attnmesh.verify.attention import attention_modes
 from attnmesh.verify.block import block_modes

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnmesh import SparseMask, TopKIndices, indexer_topk
+from attnmesh import SparseMask, indexer_topk
 from attnmesh.ops.sparse import reference
 from attnmesh.ops.sparse.arguments import merge_topk
-from attnmesh.sparse import indexer_scores_at
+from attnmesh.sparse import TopKIndices, indexer_scores_at
 from helpers.cases import sweep
 from helpers.memory import peak_bytes
 from helpers.sparse import (

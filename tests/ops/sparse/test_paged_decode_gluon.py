@@ -6,10 +6,10 @@ import pytest
 import torch
 from test_paged_sparse_decode import Case, random_case, run_unpoisoned
 
-from attnmesh import paged_sparse_decode_attention
 from attnmesh.decode import check_decode_errors
 from attnmesh.ops.sparse import decode_kernels, gluon_decode, triton_decode
 from attnmesh.ops.storage import Quantized
+from attnmesh.sparse import paged_sparse_decode_attention
 from helpers.cases import first, sweep
 from helpers.gluon import emulated
 

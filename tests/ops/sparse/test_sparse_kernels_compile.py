@@ -11,7 +11,6 @@ from helpers.triton_compile import assert_fit, compiled, compiled_for_hopper, co
 
 pytest.importorskip("triton")
 
-from attnmesh import TopKIndices, paged_indexer_topk, paged_sparse_decode_attention
 from attnmesh.ops import gpu
 from attnmesh.ops.sparse import (
     decode_kernels,
@@ -27,7 +26,13 @@ from attnmesh.ops.sparse import (
     triton_topk,
 )
 from attnmesh.ops.sparse.indexer_tiles import pick_topk_tiles
-from attnmesh.sparse import unpack_index_keys, unpack_latent
+from attnmesh.sparse import (
+    TopKIndices,
+    paged_indexer_topk,
+    paged_sparse_decode_attention,
+    unpack_index_keys,
+    unpack_latent,
+)
 from helpers import sparse_kernels
 
 ROWS, KEYS = 64, 2048

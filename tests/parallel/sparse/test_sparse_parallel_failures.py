@@ -91,7 +91,7 @@ def test_a_failure_is_reported_to_both_groups(operation, schedule, monkeypatch):
     monkeypatch.setattr(VirtualComm, "fail", lambda comm, message: reported.append((comm.rank, message)))
     name = f"virtual rank {GUILTY}"
 
-    def program(comm: am.Comm) -> None:
+    def program(comm: am.comm.Comm) -> None:
         call(operation, am.SparseParallel(cp=comm, schedule=schedule))
 
     with (
@@ -102,7 +102,7 @@ def test_a_failure_is_reported_to_both_groups(operation, schedule, monkeypatch):
     assert (GUILTY, WHY) in reported
 
 
-def _process(comm: am.Comm, operation: str, schedule: str) -> str:
+def _process(comm: am.comm.Comm, operation: str, schedule: str) -> str:
     comm.timeout = 20
     with failing(operation, lambda: comm.rank == GUILTY):
         try:
