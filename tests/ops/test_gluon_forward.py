@@ -281,10 +281,7 @@ def test_rows_that_are_not_aligned_are_copied():
     assert_right(emulated(gluon_forward), q, k, v, "full", tiles=SMALL)
 
 
-SCHEDULES = [SMALL, SMALL._replace(stages=3, section=1)]
-
-
-@pytest.mark.parametrize("tiles", first(1, SCHEDULES))
+@pytest.mark.parametrize("tiles", [SMALL, sweep(SMALL._replace(stages=3, section=1))])
 @pytest.mark.parametrize("seeds", [range(2), sweep(range(2, 8))], ids=["few", "many"])
 def test_under_hostile_schedules(tiles, seeds):
     for seed in seeds:

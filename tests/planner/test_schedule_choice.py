@@ -7,7 +7,6 @@ from itertools import product
 
 import pytest
 import torch
-from test_ring_plan import EVEN, LONG, WIDE, layouts_and_masks
 
 from attnmesh import ContextParallel, run_virtual
 from attnmesh.core.layouts import Balanced, Contiguous, Layout, Striped, Zigzag
@@ -23,6 +22,7 @@ from attnmesh.planner.schedules import loads
 from helpers.cases import sweep
 from helpers.clusters import cluster
 from helpers.masks import visible_pairs
+from helpers.plans import EVEN, LONG, WIDE, layouts_and_masks
 
 HYBRIDS = [name for name in SCHEDULES if "+" in name]
 SHAPE = Shape(batch=2, q_heads=4, kv_heads=2, head_dim=8, itemsize=2, sum_itemsize=4)

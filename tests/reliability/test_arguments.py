@@ -203,7 +203,7 @@ def on_ranks(name: str, parameter: str, label: str) -> str | None:
     innocent = errors[1 - GUILTY]
     if not all(isinstance(error, ValueError) for error in errors):
         return f"not a ValueError on every rank: {errors}"
-    told = any(names(str(innocent), each) for each in FUZZER.targets[name].parameters)
+    told = any(names(str(innocent), each) for each in (parameter, *FUZZER.targets[name].parameters))
     return None if told or "ranks disagree" in str(innocent) else f"not told why: {innocent}"
 
 

@@ -62,7 +62,7 @@ def test_an_error_of_a_decode_call_is_in_the_result_that_has_it(name):
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("family", "world"),
-    [("decode", 1), *product(("attention", "block", "sparse"), (1, 3, 4, 6, 8)), *product(["tokens"], (3, 4))],
+    [("decode", 1), ("attention", 3), ("attention", 8), ("block", 6), ("sparse", 4), ("tokens", 3)],
 )
 def test_every_mode(family, world):
     assert failures(world, FAMILIES[family]) == []
