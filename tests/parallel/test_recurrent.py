@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -14,7 +15,8 @@ from attnmesh.ops.recurrent.api import scan
 from attnmesh.ops.recurrent.convolution import ShortConvolution
 from attnmesh.ops.recurrent.delta_rules import GatedDeltaRule
 from attnmesh.ops.recurrent.layer import Recurrence, RecurrentLayer
-from attnmesh.plan.recurrent import SegmentSizes, halo_plan, scan_plan
+from attnmesh.parallel import recurrent
+from attnmesh.plan.recurrent import halo_plan, scan_plan
 from helpers.cases import sweep
 from helpers.processes import run_processes
 from helpers.recurrent import (
@@ -87,6 +89,11 @@ def one_process(layer: RecurrentLayer, state: Tensor | None, documents) -> Resul
     return with_grads(layer, state, run)
 
 
+def fix_gathered(monkeypatch, gathered: bool) -> None:
+    """Whether ranks gather segments, whatever is faster."""
+    monkeypatch.setattr(recurrent, "scan_plan", partial(scan_plan, gathered=gathered))
+
+
 def check(kind: str, layout: Layout, worlds, how: str, length: int, batch: int, with_state: bool) -> None:
     layer, documents = random_layer(kind, length, batch=batch), packed(length, batch, how)
     state = random_state(layer) if with_state else None
@@ -104,10 +111,17 @@ def check(kind: str, layout: Layout, worlds, how: str, length: int, batch: int, 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("layout", "world", "how", "length", "batch", "with_state"),
-    [("zigzag", 3, "rows", 37, 2, True), ("contiguous", 2, "whole", 150, 1, False)],
+    ("gathered", "layout", "world", "how", "length", "batch", "with_state"),
+    [
+        (False, "zigzag", 3, "rows", 37, 2, True),
+        (True, "balanced", 4, "rows", 37, 2, True),
+        (False, "contiguous", 2, "whole", 150, 1, False),
+    ],
 )
-def test_results_and_gradients_are_those_of_one_process(kind, layout, world, how, length, batch, with_state):
+def test_results_and_gradients_are_those_of_one_process(
+    kind, gathered, layout, world, how, length, batch, with_state, monkeypatch
+):
+    fix_gathered(monkeypatch, gathered)
     check(kind, LAYOUTS[layout], [world], how, length, batch, with_state)
 
 
@@ -115,17 +129,28 @@ def test_results_and_gradients_are_those_of_one_process(kind, layout, world, how
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("how", ["whole", "same", "rows"])
-def test_every_world_layout_and_packing(kind, layout, how):
+def test_every_world_layout_and_packing(kind, layout, how, monkeypatch):
     lengths = {1: 129, 2: 41, 3: 7}  # by batch; with 7, some of 8 ranks hold nothing
     for (batch, length), with_state in product(lengths.items(), (False, True)):
-        check(kind, LAYOUTS[layout], range(1, 9), how, length, batch, with_state)
+        for gathered in (False, True):
+            fix_gathered(monkeypatch, gathered)
+            worlds = range(1 + (gathered + batch) % 2, 9, 2)
+            check(kind, LAYOUTS[layout], worlds, how, length, batch, with_state)
 
 
 @pytest.mark.parametrize("kind", ["gated delta rule", "mamba2", "mamba1", "convolution"])
 @pytest.mark.parametrize(
-    ("layout", "final"), [("zigzag", False), ("zigzag", True), sweep("contiguous", False), sweep("balanced", True)]
+    ("layout", "final", "gathered"),
+    [
+        ("zigzag", False, False),
+        ("zigzag", True, False),
+        ("zigzag", True, True),
+        sweep("contiguous", False, True),
+        sweep("balanced", True, False),
+    ],
 )
-def test_bytes_sent_are_those_of_the_plan(kind, layout, final):
+def test_bytes_sent_are_those_of_the_plan(kind, layout, final, gathered, monkeypatch):
+    fix_gathered(monkeypatch, gathered)
     world, length, batch = 4, 26, 2
     layer = to_dtype(random_layer(kind, length, batch=batch, heads=6), torch.bfloat16)
 
@@ -146,9 +171,8 @@ def test_bytes_sent_are_those_of_the_plan(kind, layout, final):
         ]
     else:
         assert isinstance(layer, Recurrence)
-        plan = scan_plan(LAYOUTS[layout], length, world, 6, final)
-        sizes = SegmentSizes(*(torch.Size(s).numel() // 6 for s in (layer._transition_shape(), layer.state_shape)))
-        planned = [(plan.bytes_sent(r, sizes, 4), plan.bytes_sent(r, sizes, 4, backward=True)) for r in range(world)]
+        plan = scan_plan(LAYOUTS[layout], length, world, 6, recurrent.segment_sizes(layer), final, gathered)
+        planned = [(plan.bytes_sent(r), plan.bytes_sent(r, backward=True)) for r in range(world)]
     assert run_virtual(world, rank) == planned
     assert all(sum(sent) for sent in zip(*planned, strict=True))
 

@@ -21,7 +21,7 @@ from attnmesh.core.segment import Segment, forward_scan, reversed_scan, transiti
 from attnmesh.ops.recurrent.api import incoming_state
 from attnmesh.ops.recurrent.convolution import ShortConvolution, last_inputs
 from attnmesh.ops.recurrent.layer import Recurrence, RecurrentLayer, document_ages
-from attnmesh.plan.recurrent import HaloPlan, ScanPlan, halo_plan, scan_plan
+from attnmesh.plan.recurrent import HaloPlan, ScanPlan, SegmentSizes, halo_plan, scan_plan
 
 
 class RecurrentCall(NamedTuple):
@@ -61,10 +61,17 @@ def _run(call: RecurrentCall, state: Tensor, layout: Layout, comm: Comm) -> tupl
     return _recurrence(call, layer, state, anchor, layout, comm)
 
 
+def segment_sizes(layer: Recurrence) -> SegmentSizes:
+    """The bytes of a segment per head."""
+    heads, itemsize = layer.state_shape[1], layer.compute_dtype.itemsize
+    transition, state = (_size(shape) // max(heads, 1) for shape in (layer._transition_shape(), layer.state_shape))
+    return SegmentSizes(transition * itemsize, state * itemsize)
+
+
 def _recurrence(
     call: RecurrentCall, layer: Recurrence, state: Tensor, anchor: Tensor, layout: Layout, comm: Comm
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    plan = scan_plan(layout, call.length, comm.world, state.shape[1], call.final)
+    plan = scan_plan(layout, call.length, comm.world, state.shape[1], segment_sizes(layer), call.final)
     held = plan.held(comm.rank)
     chunks, at = [], 0
     for number in held:
@@ -187,21 +194,23 @@ class _Exchange(torch.autograd.Function):
 def _incoming(transition: Tensor, update: Tensor, plan: ScanPlan, comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
     """The incoming states and the final one of this rank, and the transitions that it scanned."""
     batch, form, state_form = update.shape[1], transition.shape[3:], update.shape[3:]
-    mine = [number for number in plan.held(comm.rank) if number in plan.scanned]
+    mine = plan.out(comm.rank)
     first = bool(mine) and mine[0] == 0
-    parts = []
+    made: dict[range, Tensor] = {}
     for heads in plan.heads:
         columns = slice(heads.start, heads.stop)
-        sent = [
-            x[:, columns].flatten()
-            for i in range(len(mine))
-            for x in ([] if first and i == 0 else [transition[i - first]]) + [update[i]]
-        ]
-        parts.append(torch.cat(sent) if sent else update.new_empty(0))
+        if heads not in made:
+            sent = [
+                x[:, columns].flatten()
+                for i in range(len(mine))
+                for x in ([] if first and i == 0 else [transition[i - first]]) + [update[i]]
+            ]
+            made[heads] = torch.cat(sent) if sent else update.new_empty(0)
+    parts = [made[heads] for heads in plan.heads]
 
     own = len(plan.heads[comm.rank])
     shapes = {True: (batch, own, *form), False: (batch, own, *state_form)}
-    order = {source: [n for n in plan.held(source) if n in plan.scanned] for source in range(plan.world)}
+    order = {source: plan.out(source) for source in range(plan.world)}
     messages = {
         source: [shapes[kind] for n in numbers for kind in ((True, False) if n else (False,))]
         for source, numbers in order.items()
@@ -217,17 +226,27 @@ def _incoming(transition: Tensor, update: Tensor, plan: ScanPlan, comm: Comm) ->
             if n:
                 transitions[n - 1] = next(pieces)
             updates[n] = next(pieces)
+    del made, parts, received  # before there are as many states
     states = forward_scan(Segment(transitions, updates[1:]), updates[0]) if count else updates
 
     # states[n] comes out of segment n, and into segment n + 1.
-    parts = []
-    for target in range(plan.world):
-        wanted = [states[n - 1] for n in plan.held(target) if n in plan.incoming] + [states[-1]] * plan.final
-        parts.append(torch.stack(wanted) if wanted else states[:0])
-    count = len([n for n in plan.held(comm.rank) if n in plan.incoming]) + plan.final
+    wanted = [[n - 1 for n in plan.into(target)] for target in range(plan.world)]
+    if plan.gathered:
+        return _stacked(states, wanted[comm.rank]), _final(states, plan), transitions
+    parts = [_stacked(states, numbers + [-1] * plan.final) for numbers in wanted]
+    count = len(wanted[comm.rank]) + plan.final
     received = comm.all_to_all(parts, [(count, batch, len(part), *state_form) for part in plan.heads])
     every = torch.cat(received, 2)
-    return every[: count - plan.final], every[-1] if plan.final else every.new_empty(0), transitions
+    return every[: count - plan.final], _final(every, plan), transitions
+
+
+def _stacked(x: Tensor, numbers: Sequence[int]) -> Tensor:
+    """`x[numbers]`, without a copy of the numbers to the device."""
+    return torch.stack([x[n] for n in numbers]) if numbers else x[:0]
+
+
+def _final(states: Tensor, plan: ScanPlan) -> Tensor:
+    return states[-1] if plan.final else states.new_empty(0)
 
 
 def _outgoing_gradients(
@@ -238,7 +257,7 @@ def _outgoing_gradients(
     grads = torch.cat([by_incoming, by_final[None]]) if plan.final else by_incoming
     parts = [grads[:, :, heads.start : heads.stop].contiguous() for heads in plan.heads]
     own = len(plan.heads[comm.rank])
-    into = [[n for n in plan.held(source) if n in plan.incoming] for source in range(plan.world)]
+    into = [plan.into(source) for source in range(plan.world)]
     received = comm.all_to_all(parts, [(len(numbers) + plan.final, batch, own, *form) for numbers in into])
     count = len(plan.scanned)
     read = by_incoming.new_zeros(count, batch, own, *form)
@@ -249,8 +268,10 @@ def _outgoing_gradients(
             read[-1] += part[-1]
     after = reversed_scan(transitions, read) if count else read
 
-    out = [[n for n in plan.held(target) if n in plan.scanned] for target in range(plan.world)]
-    parts = [after[numbers] for numbers in out]
+    out = [plan.out(target) for target in range(plan.world)]
+    if plan.gathered:
+        return _stacked(after, out[comm.rank])
+    parts = [_stacked(after, numbers) for numbers in out]
     received = comm.all_to_all(parts, [(len(out[comm.rank]), batch, len(heads), *form) for heads in plan.heads])
     return torch.cat(received, 2)
 
