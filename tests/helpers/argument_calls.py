@@ -29,9 +29,9 @@ from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.report import GeneratedAnswer, schedule_report
 from attnmesh.testing.block import random_block
+from attnmesh.testing.recurrent import KINDS, random_layer, to_dtype
 from attnmesh.trace.timeline import Span, write_trace
 from helpers import models
-from helpers.recurrent import KINDS, random_layer, to_dtype
 
 Arguments = dict[str, Any]
 

@@ -12,6 +12,7 @@ from attnmesh.verify.attention import attention_modes
 from attnmesh.verify.block import block_modes
 from attnmesh.verify.decode import cache_modes, decode_modes
 from attnmesh.verify.mode import Mode, covering_rows
+from attnmesh.verify.recurrent import recurrent_modes
 from attnmesh.verify.sparse import sparse_decode_modes, sparse_modes, sparse_parallel_modes
 from attnmesh.verify.tokens import token_modes
 from helpers.cases import sweep
@@ -24,6 +25,7 @@ FAMILIES = {
     "decode": lambda comm: [*decode_modes("cpu"), *cache_modes()],
     "block": block_modes,
     "tokens": token_modes,
+    "recurrent": lambda comm: recurrent_modes(comm, "cpu"),
     "sparse": lambda comm: [*sparse_modes("cpu"), *sparse_parallel_modes(comm, "cpu"), *sparse_decode_modes(comm)],
 }
 
@@ -52,7 +54,11 @@ def test_every_value_of_every_axis_of_attention(world):
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("family", "world"),
-    [("decode", 1), *product(("attention", "block", "sparse"), (1, 3, 4, 6, 8)), *product(["tokens"], (3, 4))],
+    [
+        ("decode", 1),
+        *product(("attention", "block", "recurrent", "sparse"), (1, 3, 4, 6, 8)),
+        *product(["tokens"], (3, 4)),
+    ],
 )
 def test_every_mode(family, world):
     assert failures(world, FAMILIES[family]) == []

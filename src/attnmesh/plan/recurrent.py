@@ -14,7 +14,8 @@ and final states. What is known is not sent: the first range sends its outgoing 
 incoming one; the last range sends nothing unless the final state is wanted.
 
 Two ranks, or small states, are served faster by an all-gather: every rank scans all heads, and there is no second
-exchange (`ScanPlan.gathered`).
+exchange (`ScanPlan.gathered`). With more ranks than heads, the columns of a state are divided too (`ScanPlan.parts`):
+they are independent, but share A.
 
 A short convolution has no segments: a range needs the last inputs before it (`HaloPlan`).
 """
@@ -54,13 +55,17 @@ LATENCY_BYTES = 2**19
 
 @dataclass(frozen=True)
 class ScanPlan:
-    """The segments of all ranks in the order of positions, and the heads that every rank scans."""
+    """The segments of all ranks in the order of positions, and the heads that every rank scans.
+
+    With `parts` above 1, a head is as many heads with as many columns less; `heads` and `sizes` are of those.
+    """
 
     segments: tuple[PlannedSegment, ...]
     heads: tuple[range, ...]  # by rank
     sizes: SegmentSizes
     final: bool  # whether every rank gets the final state
     gathered: bool = False  # every rank scans all heads: one exchange instead of two
+    parts: int = 1  # of the columns of a head
 
     @property
     def world(self) -> int:
@@ -189,21 +194,42 @@ def runs(layout: Layout, length: int, world: int) -> tuple[Ranges, ...]:
 
 @lru_cache(maxsize=256)
 def scan_plan(
-    layout: Layout, length: int, world: int, heads: int, sizes: SegmentSizes, final: bool, gathered: bool | None = None
+    layout: Layout, length: int, world: int, heads: int, sizes: SegmentSizes, columns: int, final: bool
 ) -> ScanPlan:
-    """The plan of a layer with so many heads, gathered if that is faster; cached.
+    """The fastest plan of a layer with so many heads, whose states have so many columns; cached.
 
     The backward counts even where no gradient is required: the forward of activation checkpointing must have the same
     bits.
     """
-    if gathered is None:
-        plans = (scan_plan(layout, length, world, heads, sizes, final, gathered) for gathered in (True, False))
-        return min(plans, key=lambda plan: plan.cost)
+    segments = planned_segments(layout, length, world)
+    plans = [gathered_plan(segments, world, heads, sizes, final)]
+    parts = 1
+    while parts == 1 or (columns % parts == 0 and heads * parts <= world):
+        plans.append(divided_plan(segments, world, heads, sizes, parts, final))
+        parts *= 2
+    return min(plans, key=lambda plan: plan.cost)
+
+
+def planned_segments(layout: Layout, length: int, world: int) -> tuple[PlannedSegment, ...]:
+    """The segments of all ranks in the order of positions."""
     segments = [PlannedSegment(rank, run) for rank, shard in enumerate(runs(layout, length, world)) for run in shard]
-    edges = [heads * at // world for at in range(world + 1)]
-    divided = (range(heads),) * world if gathered else tuple(range(a, b) for a, b in pairwise(edges))
-    ordered = tuple(sorted(segments, key=lambda segment: segment.positions.start))
-    return ScanPlan(ordered, divided, sizes, final, gathered)
+    return tuple(sorted(segments, key=lambda segment: segment.positions.start))
+
+
+def gathered_plan(
+    segments: tuple[PlannedSegment, ...], world: int, heads: int, sizes: SegmentSizes, final: bool
+) -> ScanPlan:
+    """The plan in which every rank scans all heads."""
+    return ScanPlan(segments, (range(heads),) * world, sizes, final, gathered=True)
+
+
+def divided_plan(
+    segments: tuple[PlannedSegment, ...], world: int, heads: int, sizes: SegmentSizes, parts: int, final: bool
+) -> ScanPlan:
+    """The plan in which ranks divide the heads, each in some parts."""
+    edges = [heads * parts * at // world for at in range(world + 1)]
+    divided = tuple(range(a, b) for a, b in pairwise(edges))
+    return ScanPlan(segments, divided, SegmentSizes(sizes.transition, sizes.state // parts), final, parts=parts)
 
 
 @lru_cache(maxsize=256)

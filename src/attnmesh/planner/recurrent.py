@@ -194,7 +194,8 @@ class RecurrentWorkload:
     def scan(self) -> ScanPlan:
         """The plan of the scan of a recurrence."""
         shape = self.shape
-        return scan_plan(self.layout, self.length, self.world, shape.heads, shape.segment, self.final)
+        sizes = shape.heads, shape.segment, shape.value_dim
+        return scan_plan(self.layout, self.length, self.world, *sizes, self.final)
 
     @property
     def halos(self) -> HaloPlan:
@@ -296,7 +297,7 @@ def _scan(plan: ScanPlan, heads: Ints, shape: RecurrentShape) -> Kernels:
     """The scan of a rank's heads over all ranges: small products, one after another, or additions of states."""
     count, size = float(len(plan.scanned)), plan.sizes
     if shape.form == "dense":
-        product = 2.0 * shape.batch * shape.key_dim**2 * shape.value_dim
+        product = 2.0 * shape.batch * shape.key_dim**2 * shape.value_dim / plan.parts
         return Kernels("matmul", count * product * heads, np.where(heads > 0, count, 0.0))
     return copy(count * size.state * heads, calls=int(count))
 
@@ -330,20 +331,21 @@ def recurrent_memory(workload: RecurrentWorkload, *, backward: bool) -> Ints:
         return results
     plan = workload.scan
     sizes, size, count = RankBytes.of(plan, backward=backward), plan.sizes, len(plan.scanned)
-    given, returned = shape.heads * sizes.given, shape.heads * sizes.returned
+    heads = shape.heads * plan.parts
+    given, returned = heads * sizes.given, heads * sizes.returned
     received, sent_back = sizes.heads * sizes.given.sum(), sizes.heads * sizes.returned.sum()
     arrays = sizes.heads * (max(0, count - 1) * size.transition + count * size.state)
     states = sizes.heads * count * size.state
     if not backward:
-        into = shape.heads * size.state * np.array([len(plan.into(rank)) + plan.final for rank in range(plan.world)])
+        into = heads * size.state * np.array([len(plan.into(rank)) + plan.final for rank in range(plan.world)])
         first = 2 * given + received + arrays
         last = given + arrays + states + into + (0 if plan.gathered else sent_back + returned)
         return results + np.maximum(first, last)
     saved = RankBytes.of(plan, backward=False)
-    kept = shape.heads * saved.given + given + sizes.heads * max(0, count - 1) * size.transition
-    out = shape.heads * size.state * np.array([len(plan.out(rank)) for rank in range(plan.world)])
+    kept = heads * saved.given + given + sizes.heads * max(0, count - 1) * size.transition
+    out = heads * size.state * np.array([len(plan.out(rank)) for rank in range(plan.world)])
     exchanged = given + received + 2 * states + (0 if plan.gathered else sent_back + returned)
-    return results + kept + np.maximum(exchanged, shape.heads * saved.given) + out
+    return results + kept + np.maximum(exchanged, heads * saved.given) + out
 
 
 @dataclass(frozen=True)
@@ -403,7 +405,8 @@ class RecurrentExplanation:
         state = f"a state is {readable_bytes(work.shape.state_bytes)}"
         if work.scan.gathered:
             return [f"one all-gather in each direction: every rank scans all heads; {state}"]
-        return [f"two all-to-alls in each direction: ranks divide the heads for the scan; {state}"]
+        divided = "heads" if work.scan.parts == 1 else f"heads, each in {work.scan.parts} parts,"
+        return [f"two all-to-alls in each direction: ranks divide the {divided} for the scan; {state}"]
 
 
 def explain_recurrent(workload: RecurrentWorkload, kernel: str, cluster: Cluster) -> RecurrentExplanation:
