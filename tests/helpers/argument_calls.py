@@ -330,6 +330,9 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
             "return_final_state": True,
         },
     ],
+    "ContextParallel.explain_recurrent": [
+        lambda cp: {"layer": _delta_rule(), "length": 64, "return_final_state": True, "device": "cpu"},
+    ],
     "ContextParallel.positions": [lambda cp: {"length": 6}],
     "ContextParallel.shard": [lambda cp: {"x": rows(2, 6), "dim": 1}],
     "ContextParallel.unshard": [lambda cp: {"x": rows(2, 6), "dim": 1, "length": 6}],

@@ -83,7 +83,7 @@ def test_a_segment_is_sent_once_for_any_number_of_ranks():
         (2, 32, True, 1),  # the same bytes in one round
         (8, 32, False, 1),
         (8, 1, True, 1),  # small states
-        (256, 4, False, 4),  # 64 times as many ranks as heads, which share transitions
+        (256, 4, False, 8),
     ],
 )
 def test_the_fastest_plan(world, heads, gathered, parts):

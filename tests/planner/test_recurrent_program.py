@@ -70,7 +70,7 @@ def test_operations_grow_with_positions_heads_and_sequences(kind):
     several = RecurrentWorkload(shape, 4096, 4, 4, Contiguous())
     first, *others, last = (load.flops for load in recurrent_loads(several, backward=False))
     assert sum((first, *others, last)) > one
-    assert first == last == one // 4
+    assert one // 4 <= first == last <= 1.01 * one / 4  # with the scan
     assert min(others) == max(others) > first
     twice = recurrent_loads(RecurrentWorkload(replace(shape, batch=2), 4096, 1, 1), backward=False)[0].flops
     assert twice == 2 * one

@@ -104,7 +104,7 @@ def _recurrence(
         update = torch.stack(updates) if updates else state.new_empty(0, *state.shape)
     exchange = _Exchange(plan, comm, tuple(transition.shape[1:]), tuple(state.shape))
     token = _Give.apply(transition, update, anchor, exchange)  # type: ignore[no-untyped-call]
-    with _computing("chunks of the last range", comm, state):
+    with _computing("last range", comm, state):
         parts += [chunks(i) for i in range(len(scanned), len(held))]
     incoming, final = _Take.apply(token, exchange)  # type: ignore[no-untyped-call]
     with _computing("outputs", comm, state):
