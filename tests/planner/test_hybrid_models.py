@@ -82,7 +82,7 @@ def test_blocks_of_other_kinds_are_refused(name):
 def test_layers_of_unknown_kinds_are_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**QWEN, "layer_types": ["recurrent"] * 48}))
-    with pytest.raises(ValueError, match="layer_types in .* must be .*, got recurrent"):
+    with pytest.raises(ValueError, match=r"layer_types in .* must be .*, got recurrent"):
         model(path)
 
 
@@ -107,5 +107,5 @@ def test_states_are_on_every_rank_of_a_sequence_and_divided_by_heads():
 
 
 def test_decode_plans_are_refused():
-    with pytest.raises(ValueError, match="model must have attention in all layers .* 36 recurrent layers"):
+    with pytest.raises(ValueError, match=r"model must have attention in all layers .* 36 recurrent layers"):
         DecodeRequest(hybrid(), 4096, 1, 8, H200)
