@@ -441,7 +441,7 @@ class ContextParallel(ExecutorFactory):
             ...     return am.ContextParallel(comm).explain_recurrent(layer, length=65536)
             >>> plan = am.run_virtual(4, rank)[0]
             >>> plan.rounds, [load.sent for load in plan.forward]
-            (2, [1835008, 3407872, 3407872, 3407872])
+            (2, [2097152, 4194304, 4194304, 2883584])
         """
         from attnmesh.planner.catalog import default_cluster
         from attnmesh.planner.recurrent import RecurrentShape, RecurrentWorkload, explain_recurrent

@@ -202,11 +202,9 @@ def scan_plan(
     bits.
     """
     segments = planned_segments(layout, length, world)
-    plans = [gathered_plan(segments, world, heads, sizes, final)]
-    parts = 1
-    while parts == 1 or (columns % parts == 0 and heads * parts <= world):
-        plans.append(divided_plan(segments, world, heads, sizes, parts, final))
-        parts *= 2
+    halvings = (2**i for i in range(1, columns.bit_length()) if columns % 2**i == 0 and heads * 2**i <= world)
+    divided = [divided_plan(segments, world, heads, sizes, parts, final) for parts in (1, *halvings)]
+    plans = [gathered_plan(segments, world, heads, sizes, final), *divided]
     return min(plans, key=lambda plan: plan.cost)
 
 
