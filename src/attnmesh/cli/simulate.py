@@ -31,6 +31,7 @@ from attnmesh.trace.timeline import write_trace
 from attnmesh.utils.progress import reported
 from attnmesh.utils.sizes import MAX_HEAD_DIM, MAX_HEADS, MAX_RANKS, check_sizes
 from attnmesh.utils.text import counted, readable_bytes, readable_seconds
+from attnmesh.utils.validation import check_choice
 
 _LOG = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ def simulate_command(
     if cluster.ranks_per_node < ranks and ranks % cluster.ranks_per_node:
         raise ValueError(f"--ranks must be a multiple of the {cluster.ranks_per_node} ranks per node, got {ranks}")
     node = min(cluster.ranks_per_node, ranks)
+    options.check_layer(layer)
     program_of: Callable[[bool], Program]
     if layer == "attention":
         shape = _shape(model, batch, q_heads, kv_heads, head_dim)
@@ -161,7 +163,7 @@ def recurrent_shape(
     layer: str, model: str | None, batch: int, heads: int | None, groups: int | None, dim: int | None
 ) -> RecurrentShape:
     """The recurrent layer of the model, or a layer with the given heads; bf16, with states in float32."""
-    options.check_layer(layer)
+    check_choice("--layer", layer, tuple(KINDS))
     if model is None:
         channels = layer in ("mamba1", "short_convolution")
         heads, dim = heads or (4096 if channels else 32), dim or (3 if layer == "short_convolution" else 128)

@@ -376,23 +376,30 @@ class RecurrentExplanation:
             return 0
         return 1 if self.workload.shape.kind is ShortConvolution else self.workload.scan.rounds
 
-    def __str__(self) -> str:
-        work = self.workload
-        head = (
-            "rank", "positions", "GFLOP forward", "backward", "MB sent forward", "backward", "MB peak forward",
-            "backward",
-        )  # fmt: skip
+    def rows(self) -> list[dict[str, str]]:
+        """What every rank holds, computes, sends and allocates, as rows of a table."""
+        work, rows = self.workload, []
         held = runs(work.layout, work.length, work.world)
-        rows = [head]
         for rank, (there, back) in enumerate(zip(self.forward, self.backward, strict=True)):
-            numbers = there.flops / 1e9, back.flops / 1e9, there.sent / 1e6, back.sent / 1e6
-            peaks = (memory[rank] / 1e6 for memory in self.memory)
-            rows.append((str(rank), brief(held[rank]), *(f"{x:.4g}" for x in (*numbers, *peaks))))
+            figures = {
+                "GFLOP forward": there.flops / 1e9, "GFLOP backward": back.flops / 1e9,
+                "MB sent forward": there.sent / 1e6, "MB sent backward": back.sent / 1e6,
+                "MB peak forward": self.memory[0][rank] / 1e6, "MB peak backward": self.memory[1][rank] / 1e6,
+            }  # fmt: skip
+            numbers = {name: f"{x:.4g}" for name, x in figures.items()}
+            rows.append({"rank": str(rank), "positions": brief(held[rank]), **numbers})
+        return rows
+
+    def __str__(self) -> str:
+        rows = [list(row.values()) for row in self.rows()]
+        repeated = {"GFLOP backward", "MB sent backward", "MB peak backward"}
+        rows.insert(0, ["backward" if name in repeated else name for name in self.rows()[0]])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         times = " forward, ".join(readable_seconds(seconds) for seconds in self.seconds)
+        world, kind = self.workload.world, self.workload.shape.kind.__name__
         return "\n".join([
-            f"{work.shape.kind.__name__} over {counted(work.world, 'rank')}, {self.kernel}", *table, *self._exchange(),
+            f"{kind} over {counted(world, 'rank')}, {self.kernel}", *table, *self._exchange(),
             f"estimated for {self.cluster.device.name}: {times} backward",
         ])  # fmt: skip
 
