@@ -68,7 +68,9 @@ def test_a_recurrent_layer(layer):
     for way, one in zip((False, True), found["runs"], strict=True):
         whole = recurrent_program(workload, backward=way)
         assert one["seconds"] == simulate(whole, H200).seconds
-        assert one["bytes_sent"] == max(load.sent for load in program_loads(whole, 8)) > 0
+        loads = program_loads(whole, 8)
+        assert one["bytes_between_nodes"] == max(load.inter_node for load in loads) > 0
+        assert one["bytes_sent"] == max(load.intra_node for load in loads) + one["bytes_between_nodes"]
     assert (found["layer"], found["schedule"]) == (layer, None)
 
 

@@ -132,10 +132,11 @@ def _convolution(
         return torch.cat([state[:, :, min(position, width - 1) :], known], 2)
 
     outs, at = [], 0
-    for run in plan.held[comm.rank]:
-        ages = document_ages(call.documents, run, state.device)
-        outs.append(layer.rows(range(at, at + len(run)))._convolve(before(run.start), ages))
-        at += len(run)
+    with _computing("outputs", comm, state):
+        for run in plan.held[comm.rank]:
+            ages = document_ages(call.documents, run, state.device)
+            outs.append(layer.rows(range(at, at + len(run)))._convolve(before(run.start), ages))
+            at += len(run)
     final = state
     if call.final:
         ages = document_ages(call.documents, range(call.length - 1, call.length), state.device)
