@@ -25,6 +25,7 @@ from attnmesh.core.ranges import Ranges, rows_between
 from attnmesh.core.segment import Segment, forward_scan, reversed_scan, transition_gradient
 from attnmesh.ops.recurrent.api import incoming_state
 from attnmesh.ops.recurrent.convolution import ShortConvolution, last_inputs
+from attnmesh.ops.recurrent.kernels import KernelChunks
 from attnmesh.ops.recurrent.layer import Chunks, Recurrence, RecurrentLayer, document_ages
 from attnmesh.plan.recurrent import HaloPlan, ScanPlan, SegmentSizes, halo_plan, scan_plan
 
@@ -85,6 +86,15 @@ def _recurrence(
         positions = plan.segments[held[i]].positions
         ages = document_ages(call.documents, positions, state.device)
         return layer.rows(range(ends[i] - len(positions), ends[i]))._chunks(ages, call.kernels)
+
+    if call.kernels:
+        ranges = [part for part in map(chunks, range(len(held))) if isinstance(part, KernelChunks)]
+        tensors = [x for part in ranges for x in part.tensors]
+        exchange = _Exchange(plan, comm, layer._transition_shape(), tuple(state.shape))
+        with _computing("recurrent", comm, state):
+            final, *outs = _KernelScan.apply(ranges, exchange, anchor, state, *tensors)  # type: ignore[no-untyped-call]
+            outs = [part.with_skip(out) for part, out in zip(ranges, outs, strict=True)]
+            return _output(layer, outs, final), final
 
     scanned = range(len(plan.out(comm.rank)))  # all ranges, or all but the last of the sequence
     parts = []
@@ -186,6 +196,7 @@ class _Exchange:
         self.plan, self.comm, self.call = plan, comm, comm.calls
         batch, heads, own = state[0], state[1] * plan.parts, len(plan.heads[comm.rank])
         columns = (state[2], state[3] // plan.parts)
+        self.whole_transition = transition
         self.state, self.transition = (batch, heads, *columns), (batch, own, *transition[2:])
         self.own_state = (batch, own, *columns)
         self.posted: _Posted | None = None
@@ -227,7 +238,7 @@ class _Give(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, transition: Tensor, update: Tensor, anchor: Tensor, exchange: _Exchange) -> Tensor:
         with propagate_failure(exchange.comm):
-            _post_segments(transition, _in_parts(update, exchange.plan.parts), exchange)
+            _post_segments(transition, update, exchange)
         ctx.save_for_backward(transition)
         ctx.exchange = exchange
         return anchor.new_empty(0)
@@ -238,8 +249,7 @@ class _Give(torch.autograd.Function):
         exchange = ctx.exchange
         (transition,), (incoming, scanned) = ctx.saved_tensors, exchange.saved
         exchange.saved = None
-        with propagate_failure(exchange.comm):
-            by_update = _whole(_outgoing_gradients(scanned, exchange), exchange.plan.parts)
+        by_update = _outgoing_gradients(scanned, exchange)
         later = by_update[len(by_update) - len(transition) :]  # without that of the first range of all
         return transition_gradient(transition, incoming[: len(transition)], later), by_update, None, None
 
@@ -252,11 +262,8 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, exchange: _Exchange) -> tuple[Tensor, Tensor]:
-        plan = exchange.plan
         with propagate_failure(exchange.comm):
-            every, scanned = _states(exchange)
-        every = _whole(every, plan.parts)
-        incoming, final = every[: len(every) - plan.final], every[-1] if plan.final else every.new_empty(0)
+            incoming, final, scanned = _incoming(exchange)
         ctx.save_for_backward(incoming, scanned)
         ctx.exchange = exchange
         return incoming, final
@@ -265,20 +272,77 @@ class _Take(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, by_incoming: Tensor, by_final: Tensor) -> tuple[Tensor | None, ...]:
         exchange = ctx.exchange
-        plan, comm = exchange.plan, exchange.comm
-        comm.note("backward of recurrent", exchange.call)
         exchange.saved = ctx.saved_tensors
-        grads = _in_parts(torch.cat([by_incoming, by_final[None]]) if plan.final else by_incoming, plan.parts)
-        with propagate_failure(comm):
-            parts = [grads[:, :, heads.start : heads.stop].contiguous() for heads in plan.heads]
-            counts = [len(plan.into(source)) + plan.final for source in range(plan.world)]
-            exchange.post(parts, [(count, *exchange.own_state) for count in counts])
+        _post_gradients(by_incoming, by_final, exchange)
         return by_incoming.new_zeros(0), None
+
+
+class _KernelScan(torch.autograd.Function):
+    """The final state, empty if it is not wanted, and the outputs of this rank's ranges, computed by kernels.
+
+    The backward computes the gradients of the inputs once, when the scan has brought the gradients of the states after
+    the ranges. What the scan needs for that, the gradients of the states before them if nothing read the states after
+    them, takes one pass. Gradients by way of the segments would take all passes twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, ranges: list[KernelChunks], exchange: _Exchange, anchor: Tensor, state: Tensor,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        plan, comm = exchange.plan, exchange.comm
+        held = plan.held(comm.rank)
+        width = len(tensors) // max(1, len(ranges))
+        parts = [part.of(tensors[i * width : (i + 1) * width]) for i, part in enumerate(ranges)]
+        outs, transitions, updates = [], [], []
+        for number, part in zip(held, parts, strict=True):
+            if number == 0:
+                out, state_after = part.forward(state)
+                outs.append(out)
+                if 0 in plan.scanned:
+                    updates.append(state_after)
+            elif number in plan.scanned:
+                whole = part.total()
+                transitions.append(whole.transition)
+                updates.append(whole.update)
+        update = torch.stack(updates) if updates else state.new_empty(0, *state.shape)
+        transition = torch.stack(transitions) if transitions else state.new_empty(0, *exchange.whole_transition)
+        with propagate_failure(comm):
+            _post_segments(transition, update, exchange)
+            incoming, final, scanned = _incoming(exchange)
+        outs += [part.forward(into)[0] for part, into in zip(parts[len(outs) :], incoming, strict=True)]
+        ctx.save_for_backward(state, incoming, scanned, *tensors)
+        ctx.ranges, ctx.exchange = ranges, exchange
+        return final, *outs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_final: Tensor, *by_outs: Tensor) -> tuple[Tensor | None, ...]:
+        exchange = ctx.exchange
+        plan, comm = exchange.plan, exchange.comm
+        state, incoming, scanned, *tensors = ctx.saved_tensors
+        held, width = plan.held(comm.rank), len(tensors) // max(1, len(ctx.ranges))
+        parts = [part.of(tensors[i * width : (i + 1) * width]) for i, part in enumerate(ctx.ranges)]
+        states = [*([state] if 0 in held else []), *incoming]
+        read = [part.state_gradient(by_out) for n, part, by_out in zip(held, parts, by_outs, strict=True) if n]
+        by_incoming = torch.stack(read) if read else incoming
+        _post_gradients(by_incoming, by_final, exchange)
+        found = {}
+        for number, part, into, by_out in zip(held, parts, states, by_outs, strict=True):
+            if number not in plan.scanned:  # while gradients travel
+                found[number] = part.backward(into, by_out, None)
+        by_update = iter(_outgoing_gradients(scanned, exchange))
+        for number, part, into, by_out in zip(held, parts, states, by_outs, strict=True):
+            if number in plan.scanned:
+                found[number] = part.backward(into, by_out, next(by_update))
+        grads = [grad for number in held for grad in found[number][:-1]]
+        by_state = found[0][-1] if 0 in found else torch.zeros_like(state)
+        return None, None, None, by_state, *grads
 
 
 def _post_segments(transition: Tensor, update: Tensor, exchange: _Exchange) -> None:
     """Post the segments of this rank's ranges to the ranks that scan their heads."""
-    plan = exchange.plan
+    plan, update = exchange.plan, _in_parts(update, exchange.plan.parts)
     mine = plan.out(exchange.comm.rank)
     first = bool(mine) and mine[0] == 0
     made: dict[range, Tensor] = {}
@@ -301,8 +365,15 @@ def _shapes(source: int, exchange: _Exchange) -> list[tuple[int, ...]]:
     return [shape for n in exchange.plan.out(source) for shape in ((transition, state) if n else (state,))]
 
 
+def _incoming(exchange: _Exchange) -> tuple[Tensor, Tensor, Tensor]:
+    """The incoming states of this rank's ranges, the final state or nothing, and the transitions that it scanned."""
+    (states, scanned), plan = _states(exchange), exchange.plan
+    every = _whole(states, plan.parts)
+    return every[: len(every) - plan.final], every[-1] if plan.final else every.new_empty(0), scanned
+
+
 def _states(exchange: _Exchange) -> tuple[Tensor, Tensor]:
-    """The incoming states of this rank's ranges and the final one, and the transitions that it scanned."""
+    """The incoming states of this rank's ranges and the final one, in parts, and the transitions that it scanned."""
     plan, rank = exchange.plan, exchange.comm.rank
     received, count = exchange.wait(), len(plan.scanned)
     transitions = received[rank].new_empty(max(0, count - 1), *exchange.transition)
@@ -323,21 +394,33 @@ def _states(exchange: _Exchange) -> tuple[Tensor, Tensor]:
     return exchange.back([_stacked(states, numbers) for numbers in wanted], len(wanted[rank])), transitions
 
 
+def _post_gradients(by_incoming: Tensor, by_final: Tensor, exchange: _Exchange) -> None:
+    """Post the gradients of incoming states, and of the final state, to the ranks that scan their heads."""
+    plan, comm = exchange.plan, exchange.comm
+    comm.note("backward of recurrent", exchange.call)
+    grads = _in_parts(torch.cat([by_incoming, by_final[None]]) if plan.final else by_incoming, plan.parts)
+    with propagate_failure(comm):
+        parts = [grads[:, :, heads.start : heads.stop].contiguous() for heads in plan.heads]
+        counts = [len(plan.into(source)) + plan.final for source in range(plan.world)]
+        exchange.post(parts, [(count, *exchange.own_state) for count in counts])
+
+
 def _outgoing_gradients(transitions: Tensor, exchange: _Exchange) -> Tensor:
     """The gradients of the states that go out of this rank's ranges in `plan.scanned`."""
     plan, rank = exchange.plan, exchange.comm.rank
-    received, count = exchange.wait(), len(plan.scanned)
-    read = received[rank].new_zeros(count, *exchange.own_state)
-    for source, part in enumerate(received):
-        for at, n in enumerate(plan.into(source)):
-            read[n - 1] += part[at]
-        if plan.final:
-            read[-1] += part[-1]
-    after = reversed_scan(transitions, read) if count else read
-    out = [plan.out(target) for target in range(plan.world)]
-    if plan.gathered:
-        return _stacked(after, out[rank])
-    return exchange.back([_stacked(after, numbers) for numbers in out], len(out[rank]))
+    with propagate_failure(exchange.comm):
+        received, count = exchange.wait(), len(plan.scanned)
+        read = received[rank].new_zeros(count, *exchange.own_state)
+        for source, part in enumerate(received):
+            for at, n in enumerate(plan.into(source)):
+                read[n - 1] += part[at]
+            if plan.final:
+                read[-1] += part[-1]
+        after = reversed_scan(transitions, read) if count else read
+        out = [plan.out(target) for target in range(plan.world)]
+        if plan.gathered:
+            return _whole(_stacked(after, out[rank]), plan.parts)
+        return _whole(exchange.back([_stacked(after, numbers) for numbers in out], len(out[rank])), plan.parts)
 
 
 def _in_parts(x: Tensor, parts: int) -> Tensor:
