@@ -22,6 +22,7 @@ from attnmesh.planner.recurrent import (
     recurrent_program,
 )
 from attnmesh.testing.recurrent import random_layer, to_dtype
+from attnmesh.utils.optional import installed
 from helpers.memory import peak_bytes
 
 DELTA = RecurrentShape(recurrent.GatedDeltaRule, 1, 32, 16, 128, 128)
@@ -134,13 +135,17 @@ def test_an_explanation_has_the_bytes_the_exchanges_and_the_kernel():
         x = torch.empty(1, 64, 1, 64, dtype=torch.bfloat16, device="meta")
         dt, keys = x[..., 0], torch.empty(2, 1, 8, 1, 128, dtype=torch.bfloat16, device="meta")
         layer = recurrent.Mamba2(x, dt, x[0, :, 0, 0], *keys)
-        return cp.explain_recurrent(layer, length=2**18)
+        channels = recurrent.Mamba1(dt, dt, x[0, :, 0], *keys[..., :64])
+        return cp.explain_recurrent(layer, length=2**18), cp.explain_recurrent(channels, length=2**18)
 
-    plan = run_virtual(8, rank)[3]
+    plan, other = run_virtual(8, rank)[3]
+    assert str(other).startswith("Mamba1 over 8 ranks, chunks in PyTorch (a Mamba1 has no kernels)\n")
     workload = plan.workload
     assert [load.sent for load in plan.forward] == [workload.scan.bytes_sent(rank) for rank in range(8)]
     lines = str(plan).splitlines()
-    assert lines[0].startswith("Mamba2 over 8 ranks, chunks in PyTorch (")
+    assert lines[0].startswith(
+        "Mamba2 over 8 ranks, " + ("GPU kernels" if installed("triton") else "chunks in PyTorch (")
+    )
     assert lines[2].split()[:3] == ["0", "0..16383,", "245760..262143"]
     assert lines[10] == "two all-to-alls in each direction: ranks divide the heads for the scan; a state is 2.097 MB"
     assert lines[11].startswith("estimated for h200: ")

@@ -452,11 +452,12 @@ class ContextParallel(ExecutorFactory):
         check_bool(return_final_state=return_final_state)
         kind = check_device("device", device).type
         runs(self.layout, length, self.world)
-        why = layer._why_no_kernels()
+        why, on = layer._why_no_kernels(), getattr(layer, layer._OUTPUT).device.type
+        kernels = why is None and (kind if on == "meta" else on) == "cuda"
+        kernel = "GPU kernels" if kernels else "chunks in PyTorch" + ("" if why is None else f" ({why})")
         workload = RecurrentWorkload(
             RecurrentShape.of(layer), length, self.world, self._groups.ranks_per_node, self.layout, return_final_state
         )
-        kernel = "GPU kernels" if why is None else f"chunks in PyTorch ({why})"
         return explain_recurrent(workload, kernel, default_cluster(kind))
 
     def _checked_call(self, inputs: Inputs, options: AttentionOptions) -> _PreparedCall:
