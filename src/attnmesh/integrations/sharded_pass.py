@@ -33,6 +33,7 @@ from attnmesh.integrations.transformers_models import (
     check_config,
     check_encoder,
     check_modules,
+    check_positions,
     counts_positions,
     modules_in_forward,
     text_config,
@@ -64,6 +65,7 @@ class ShardedPass:
         counts_padding: whether padding comes before tokens and positions were not given, so that they are counted in
             the row.
         has_model_positions: whether `position_ids` were given, or counted as the model would.
+        plain_position_ids: what they were before they were counted, if they were.
         is_watched: whether a model is being called that was checked for this batch.
         attended_by: the ids of the modules that have attended in the latest call; None if some are in a compiled graph.
     """
@@ -73,6 +75,7 @@ class ShardedPass:
     balances_experts = False
     counts_padding = False
     has_model_positions = False
+    plain_position_ids: Tensor | None = None
     is_watched = False
 
     def __init__(
@@ -152,6 +155,7 @@ class ShardedPass:
                 )
         rows = self.position_ids.shape[0]
         real = torch.ones(rows, self.length, dtype=torch.int64) if self._documents is None else self._documents >= 0
+        self.plain_position_ids = self.position_ids
         self.position_ids = self.shard((real.cumsum(1) * real + first).to(self.position_ids.device))
         self.has_model_positions = True
 
@@ -332,10 +336,11 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         if isinstance(kwargs.get("attention_pass"), ShardedPass):
             check_config(text_config(self))
-            if not kwargs["attention_pass"].causal or counts_positions(type(text_config(self))):
+            check_positions(self)
+            if not kwargs["attention_pass"].causal:
                 raise ValueError(
-                    f"{type(self).__name__}: encoders, and models that count positions from their padding token, are "
-                    f"not served over ranks in compiled graphs{see(MODELS_PAGE)}"
+                    f"{type(self).__name__}: causal must be True for a compiled model over ranks, got False"
+                    f"{see(MODELS_PAGE)}"
                 )
         return self._call_impl(*args, **kwargs)
     given = (*args, *kwargs.values())
@@ -365,9 +370,10 @@ def _watched_call(model: Any, attention_pass: ShardedPass, args: tuple[Any, ...]
             f"{type(model).__name__}: encoder_hidden_states must be None in a batch that is sharded over ranks, which "
             f"is not served with cross-attention{see(MODELS_PAGE)}"
         )
-    if not attention_pass.causal:
+    if attention_pass.causal:
+        check_positions(model)
+    else:
         check_encoder(model, kwargs)
-    if counts_positions(type(text_config(model))):
         _count_positions(model, attention_pass, kwargs)
     labels = None if attention_pass.causal else kwargs.pop("labels", None)
     items = None if attention_pass.causal else kwargs.pop("num_items_in_batch", None)
@@ -382,8 +388,11 @@ def _watched_call(model: Any, attention_pass: ShardedPass, args: tuple[Any, ...]
 
 def _count_positions(model: Any, attention_pass: ShardedPass, kwargs: dict[str, Any]) -> None:
     """Give the model the positions that it would count in the whole rows."""
-    if attention_pass.has_model_positions and kwargs.get("position_ids") is not None:
-        kwargs["position_ids"] = attention_pass.position_ids
+    if not counts_positions(type(text_config(model))):
+        return
+    if attention_pass.has_model_positions:
+        if kwargs.get("position_ids") is attention_pass.plain_position_ids:
+            kwargs["position_ids"] = attention_pass.position_ids
         return
     if kwargs.get("position_ids") is not attention_pass.position_ids or attention_pass.documents is not None:
         raise ValueError(

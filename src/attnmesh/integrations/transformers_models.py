@@ -68,11 +68,7 @@ def check_config(config: Any, name: str | None = None) -> None:
 def check_model(model: Any) -> None:
     """Raise ValueError unless the model is served and uses this attention."""
     check_attention_code(model)
-    if counts_positions(type(text_config(model))):
-        raise ValueError(
-            f"{type(model).__name__}: positions must be position_ids that begin with 0, got a model that counts them "
-            f"from its padding token{see(MODELS_PAGE)}"
-        )
+    check_positions(model)
     if isinstance(model, nn.Module):
         check_modules(model)
 
@@ -140,11 +136,27 @@ def counts_positions_from_mask(config_class: type) -> bool:
     return found is not None and _POSITIONS_CODE.search(inspect.getsource(found[0])) is not None
 
 
-@cache
 def counts_positions(config_class: type) -> bool:
     """Whether positions begin after the padding token and leave out padding, as RoBERTa's."""
+    return _counts_positions(config_class)
+
+
+counts_positions._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _counts_positions(config_class: type) -> bool:
     found = _code(config_class)
     return found is not None and _COUNTED_POSITIONS in inspect.getsource(found[0])
+
+
+def check_positions(model: Any) -> None:
+    """Raise ValueError for a decoder whose positions do not begin with 0, as those that `generate` gives to it do."""
+    if counts_positions(type(text_config(model))):
+        raise ValueError(
+            f"{type(model).__name__}: positions must be position_ids that begin with 0, got a model that counts them "
+            f"from its padding token{see(MODELS_PAGE)}"
+        )
 
 
 def check_encoder(model: Any, arguments: Mapping[str, Any]) -> None:
