@@ -10,7 +10,6 @@ import attnmesh as am
 from attnmesh.generation.attention_calls import attention_calls
 from attnmesh.generation.generator import Generator
 from attnmesh.integrations.transformers_attention import register_attention
-from attnmesh.models.sharded import SHARDED_MODELS
 from helpers.cases import else_sweep
 from helpers.decoder_types import (
     MOST,
@@ -21,6 +20,7 @@ from helpers.decoder_types import (
     greedy,
     lines,
     quiet,
+    sharded_types,
     table,
     train,
     written,
@@ -83,7 +83,7 @@ def test_what_trains_generates_and_the_rest_is_refused(kind):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("kind", SHARDED_MODELS)
+@pytest.mark.parametrize("kind", sharded_types())
 def test_types_with_sharded_weights(kind, tmp_path):
     small_model(kind, "attnmesh").save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)

@@ -18,7 +18,7 @@ import attnmesh as am
 from attnmesh.generation.generator import Generator
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.integrations.transformers_models import check_config
-from attnmesh.models.sharded import check_sharded_model
+from attnmesh.models.sharded import check_sharded_config
 from helpers.models import on_virtual_ranks
 from helpers.small_models import small_config, small_model
 
@@ -195,7 +195,7 @@ def row_of(kind: str) -> Row | None:
         except NotMadeError:
             return _refused_by_config(kind)
     try:
-        check_sharded_model(small_config(kind), kind, am.DecodeSharding(tp=2))
+        check_sharded_config(small_config(kind), am.DecodeSharding(tp=2))
         sharded = not results[1]
     except ValueError:
         sharded = False
@@ -282,6 +282,12 @@ def encoder_lines(rows: dict[str, str]) -> str:
 def written(begin: str = _BEGIN, end: str = _END) -> str:
     """The table in the documentation."""
     return PAGE.read_text().partition(begin)[2].partition(end)[0].strip()
+
+
+def sharded_types() -> list[str]:
+    """The types whose weights can be divided, as the table in the documentation has them."""
+    rows = (line.strip("| ").split(" | ") for line in written().splitlines())
+    return [row[0] for row in rows if row[1:4] == ["yes", "yes", "yes"]]
 
 
 def _write(begin: str, text: str, end: str) -> None:

@@ -40,6 +40,7 @@ _COUNTED_POSITIONS = "create_position_ids_from_input_ids"  # in the code of mode
 _ENCODER_HEADS = re.compile("For(MaskedLM|TokenClassification)")  # which compute every token by itself
 _HEADS = re.compile("For(Sequence|Token)Classification|ForQuestionAnswering|ForMultipleChoice|DoubleHeads")
 _POSITIONS_CODE = re.compile(r"cumsum\((\w+_)?attention_mask|attention_mask(\.long\(\)|\.int\(\))?\.cumsum")
+_NEIGHBORS_CODE = re.compile(r"\bpad\(inputs_embeds\b")
 _MIXER_CODE = re.compile(r"nn\.(Conv1d|LSTM|GRU|RNN)\(")
 
 
@@ -242,6 +243,8 @@ def _refusal_by_code(config_class: type, names_layers: bool) -> str:
         )
     module, models = found
     source, recurrent = inspect.getsource(module), has_recurrent_layers(module)
+    if _NEIGHBORS_CODE.search(source):
+        return "layers must mix tokens in their attention only, got a model that joins embeddings of neighboring tokens"
     if not names_layers and not recurrent:
         if any(model._is_stateful for model in models):
             return "layers with a recurrent state are not served: they would see one rank's tokens only"
