@@ -37,7 +37,7 @@ def test_every_rank_is_described(sharding, held):
     weights = sum(each.nbytes for each in (*whole.parameters(), *whole.buffers()))
 
     def rank(comm):
-        model = whole if sharding.tp == 1 else am.shard_model(whole, sharding, comm)
+        model = whole if sharding.tp == 1 else am.models.shard_model(whole, sharding, comm)
         generator = Generator(model, None, comm, cache_tokens=64, max_sequences=2, sharding=sharding)
         request = generator.submit(PROMPT, max_new_tokens=3, stop=[])
         while not request.tokens:
