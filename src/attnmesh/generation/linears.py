@@ -23,7 +23,7 @@ _BLOCKS = range(16, 97)  # rows of the weight in a block
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of x [.., in] with a weight [out, in], rounded in another order where another product is faster."""
     rows = x.numel() // max(1, x.shape[-1])
-    if rows not in _BLOCKED and rows not in _TRANSPOSED or not _is_served(x, weight):
+    if not (rows in _BLOCKED or rows in _TRANSPOSED) or not _is_served(x, weight):
         return F.linear(x, weight, bias)
     flat, size = x.reshape(rows, -1), _block(weight.shape[0]) if rows in _BLOCKED else None
     if size is None:

@@ -138,9 +138,9 @@ def _short(call: DecodeCall, keys: ShortKeys, into: State | None) -> State:
         .view(pool.shape[2], batch, -1, width).transpose(0, 1)
         for pool in (call.k, call.v)
     )  # fmt: skip
-    rows = q.to(dtype).reshape(
-        (batch, heads, 1, width) if call.group <= _MAX_SINGLE_ROWS else (*k.shape[:2], -1, width)
-    )
+    rows = q.to(dtype).contiguous()
+    if call.group > _MAX_SINGLE_ROWS:
+        rows = rows.view(batch, k.shape[1], -1, width)
     out, lse = _kernel(rows, k, v, 0.0, False, attn_mask=keys.bias, scale=call.scale)
     state = State(out.reshape(batch, heads, 1, width), lse.reshape(batch, heads, 1))
     if call.sinks is not None:
