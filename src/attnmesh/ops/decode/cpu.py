@@ -85,11 +85,13 @@ class Cpu:
 class ShortKeys(NamedTuple):
     """The keys of several sequences of a pool, padded to the longest with the first key of each.
 
-    `tokens` [B * N] are counted in the pool. `bias` [B, 1, 1, N] hides the padding.
+    `tokens` [B * N] are counted in the pool. `bias` [B, 1, 1, N] hides the padding. All layers of a step are `gathered`
+    into the same memory, [2, Hkv, B * N, D], which stays in the cores' caches.
     """
 
     tokens: Tensor
     bias: Tensor
+    gathered: Tensor
 
 
 def short_keys(call: DecodeCall) -> ShortKeys | None:
@@ -115,7 +117,8 @@ def short_keys(call: DecodeCall) -> ShortKeys | None:
     positions = first[:, None] + torch.where(hidden, 0, index)
     blocks = table[: len(q)].long().gather(1, positions // k.shape[1])
     bias = torch.zeros(hidden.shape, dtype=dtype, device="cpu").masked_fill_(hidden, -torch.inf)
-    return ShortKeys((blocks * k.shape[1] + positions % k.shape[1]).view(-1), bias[:, None, None])
+    tokens = (blocks * k.shape[1] + positions % k.shape[1]).view(-1)
+    return ShortKeys(tokens, bias[:, None, None], k.new_empty(2, k.shape[2], len(tokens), k.shape[3]))
 
 
 def _key_ranges(call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -133,11 +136,9 @@ def _short(call: DecodeCall, keys: ShortKeys, into: State | None) -> State:
     assert isinstance(call.v, Tensor)
     q, dtype = call.q, keys.bias.dtype
     batch, heads, _, width = q.shape
-    k, v = (  # the keys of a head are adjacent
-        pool.permute(2, 0, 1, 3).flatten(1, 2).index_select(1, keys.tokens).to(dtype)
-        .view(pool.shape[2], batch, -1, width).transpose(0, 1)
-        for pool in (call.k, call.v)
-    )  # fmt: skip
+    for pool, gathered in zip((call.k, call.v), keys.gathered, strict=True):
+        torch.index_select(pool.permute(2, 0, 1, 3).flatten(1, 2), 1, keys.tokens, out=gathered)
+    k, v = keys.gathered.to(dtype).unflatten(2, (batch, -1)).transpose(1, 2)
     rows = q.to(dtype).contiguous()
     if call.group > _MAX_SINGLE_ROWS:
         rows = rows.view(batch, k.shape[1], -1, width)
