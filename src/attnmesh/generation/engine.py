@@ -26,6 +26,7 @@ from attnmesh.core.layouts import Contiguous, Layout, check_layout
 from attnmesh.core.ranges import InterleavedShard, Ranges
 from attnmesh.generation.attention_calls import attention_calls, calls_of_config, run_model
 from attnmesh.generation.latents import LatentProjections
+from attnmesh.generation.linears import use_linear
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.norms import run_in_one_call, use_one_call
 from attnmesh.generation.passes import (
@@ -49,7 +50,7 @@ from attnmesh.kv_cache.sequence import NewTokens
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.kv_cache.spec import CacheSpec
-from attnmesh.models.sharded import ShardedWeights, check_sharded_model, heads_of
+from attnmesh.models.sharded import ShardedWeights, check_heads, heads_of
 from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.parallel.context import ContextParallel
@@ -86,7 +87,7 @@ class Engine:
             self.calls = attention_calls(model)
             self.position_ranks, self._heads = comm, HeadRanks.of_whole(comm)
         else:
-            check_sharded_model(config, type(model).__name__, sharding)
+            check_heads(config, sharding)
             self.calls = calls_of_config(config)
             self.position_ranks, self._heads = weights.ranks.cp, HeadRanks.of_sharded(weights, heads_of(config))
         self.model, self.comm, world = model, comm, self.position_ranks.world
@@ -132,6 +133,7 @@ class Engine:
         self._exchanges = 0  # that were begun and have not ended, or were interrupted
         self._step_context: AbstractContextManager[None] = nullcontext()
         use_one_call(model)
+        use_linear(model)
         self._forward = partial(run_in_one_call, _logits, model)
         self._forward_step: Callable[[Any, Tensor, Tensor], Tensor] = self._forward
         if self.device.type == "cuda" and weights is None and not self.calls.recurrent:
