@@ -243,13 +243,12 @@ def gradients_kernel(
     dtype = q.dtype.element_ty
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
 
+    keys = load_positions(at_head(k, k_strides, batch, group), k_strides[2], begin, length, C, K, BK)
+    queries = load_positions(at_head(q, q_strides, batch, group), q_strides[2], begin, length, C, K, BK)
     grad_q = tl.zeros((BK, C), tl.float32)
     grad_k = tl.zeros((BK, C), tl.float32)
     for member in range(share * ratio // splits, (share + 1) * ratio // splits):
         head = group * ratio + member
-        # Read for every head: what is computed from them would else be kept in registers from head to head.
-        keys = load_positions(at_head(k, k_strides, batch, group), k_strides[2], begin, length, C, K, BK)
-        queries = load_positions(at_head(q, q_strides, batch, group), q_strides[2], begin, length, C, K, BK)
         number = (batch * heads + head) * chunks + chunk
         logs = _log_decays(g, g_strides, ages, age_stride, batch, head, begin, length, C)
         from_start, to_end, decay = _decays(logs, C, EXACT)
@@ -339,6 +338,7 @@ def delta_gradients_kernel(
     dtype = k.dtype.element_ty
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
 
+    keys = load_positions(at_head(k, k_strides, batch, group), k_strides[2], begin, length, C, K, BK)
     into_k = ((share * (tl.num_programs(0) // (splits * chunks)) + batch * groups + group).to(tl.int64) * length) * K
     grad_k = tl.zeros((BK, C), tl.float32)
     for member in range(share * ratio // splits, (share + 1) * ratio // splits):
@@ -368,8 +368,6 @@ def delta_gradients_kernel(
 
         logs = _log_decays(g, g_strides, ages, age_stride, batch, head, begin, length, C)
         from_start, _, _ = _decays(logs, C, EXACT)
-        # Read for every head: what is computed from the keys would else be kept in registers from head to head.
-        keys = load_positions(at_head(k, k_strides, batch, group), k_strides[2], begin, length, C, K, BK)
         z = tl.dot((-by_w).to(dtype), inverse, input_precision=PRECISION)
         erased = tl.load(block_pointers(w, number, C, BK))
         by_t = tl.dot(erased, z.to(dtype), by_t, input_precision=PRECISION)
