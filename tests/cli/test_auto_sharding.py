@@ -12,11 +12,11 @@ transformers = pytest.importorskip("transformers")
 from attnmesh.cli.auto_sharding import AutoSharding  # noqa: E402
 from attnmesh.cli.language_model import DeviceMemory  # noqa: E402
 from attnmesh.generation.rank_memory import ShardedMemory  # noqa: E402
-from attnmesh.models.sharded import SHARDED_MODELS  # noqa: E402
 from attnmesh.plan.decode import DecodeSharding  # noqa: E402
 from attnmesh.planner.models import config  # noqa: E402
 from helpers.cases import sweep  # noqa: E402
 from helpers.cli import run  # noqa: E402
+from helpers.decoder_types import sharded_types  # noqa: E402
 from helpers.small_models import small_config  # noqa: E402
 
 FOLDER = Path(config.__file__).parent
@@ -109,7 +109,7 @@ def test_plans_that_do_not_run_as_they_are_are_marked():
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("kind", SHARDED_MODELS)
+@pytest.mark.parametrize("kind", sharded_types())
 def test_every_model_that_can_be_sharded_has_a_choice(kind):
     config = small_config(kind)
     held = ShardedMemory(config, torch.float32, cache_tokens=300, max_sequences=3)

@@ -378,3 +378,24 @@ def test_messages_that_shared_memory_does_not_take_go_over_the_backend():
         message_errors=lambda op, messages: nullcontext(),
     )
     assert GroupComm._post(comm, "exchange", messages) == ["backend, 1", "1, 2", "backend, 3"]
+
+
+def test_the_end_of_waits_reaches_shared_memory_where_ranks_share_it():
+    ended = []
+    peers = SimpleNamespace(stop=ended.append, leave=lambda: ended.append("left"))
+    for local in (None, peers):
+        GroupComm._end_waits(SimpleNamespace(_local_peers=local, world=1), "a rank failed")
+    assert ended == ["a rank failed", "left"]
+
+
+def test_what_an_ended_operation_received_is_not_used():
+    watched, withdrawn = [], []
+    comm = SimpleNamespace(
+        nccl=SimpleNamespace(watch=watched.append), _broken=None,
+        _caller=SimpleNamespace(withdraw=lambda: withdrawn.append("error")),
+    )  # fmt: skip
+    GroupComm.watch(comm, "first")
+    comm._broken = "rank 1 is dead"
+    with pytest.raises(CommError, match="rank 1 is dead"):
+        GroupComm.watch(comm, "second")
+    assert (watched, withdrawn) == (["first", "second"], ["error"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from helpers.cases import else_sweep
+from helpers.cases import first, in_turn
 from helpers.models import on_virtual_ranks
 from helpers.recurrent_models import MODELS, recurrent_model
 
@@ -43,9 +43,7 @@ def on_ranks(model, world, work, **settings):
     return on_virtual_ranks(world, rank)
 
 
-@pytest.mark.parametrize(
-    ("kind", "world"), else_sweep([(kind, n) for kind in MODELS for n in (1, 2, 3, 4)], lambda *case: case in FEW)
-)
+@pytest.mark.parametrize(("kind", "world"), first(len(FEW), [*FEW, *in_turn(MODELS, (1, 3, 2, 4))]))
 def test_tokens_are_those_of_one_process(kind, world):
     """Prompts of several chunks, of one token and shorter than a chunk over ranks, in one batch; and in beams."""
     model = model_of(kind)

@@ -6,12 +6,15 @@ from itertools import combinations, product
 
 import pytest
 
-from attnmesh import Comm, run_virtual
+from attnmesh import run_virtual
+from attnmesh.comm import Comm
+from attnmesh.testing.decode import random_decode
 from attnmesh.verify import run as verify
 from attnmesh.verify.attention import attention_modes
 from attnmesh.verify.block import block_modes
 from attnmesh.verify.decode import cache_modes, decode_modes
 from attnmesh.verify.mode import Mode, covering_rows
+from attnmesh.verify.recurrent import recurrent_modes
 from attnmesh.verify.sparse import sparse_decode_modes, sparse_modes, sparse_parallel_modes
 from attnmesh.verify.tokens import token_modes
 from helpers.cases import sweep
@@ -24,6 +27,7 @@ FAMILIES = {
     "decode": lambda comm: [*decode_modes("cpu"), *cache_modes()],
     "block": block_modes,
     "tokens": token_modes,
+    "recurrent": lambda comm: recurrent_modes(comm, "cpu"),
     "sparse": lambda comm: [*sparse_modes("cpu"), *sparse_parallel_modes(comm, "cpu"), *sparse_decode_modes(comm)],
 }
 
@@ -49,10 +53,18 @@ def test_every_value_of_every_axis_of_attention(world):
     assert failures(world, lambda comm: attention_modes(comm, "cpu", pairs=False)) == []
 
 
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_an_error_of_a_decode_call_is_in_the_result_that_has_it(name):
+    problem = random_decode([5, 9])
+    right = problem.plain()
+    found = problem.compare(right._replace(**{name: getattr(right, name) + 1}))
+    assert [each.name for each in found if each.error > each.bound] == [name]
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("family", "world"),
-    [("decode", 1), *product(("attention", "block", "sparse"), (1, 3, 4, 6, 8)), *product(["tokens"], (3, 4))],
+    [("decode", 1), ("attention", 3), ("attention", 8), ("block", 6), ("recurrent", 3), ("sparse", 4), ("tokens", 3)],
 )
 def test_every_mode(family, world):
     assert failures(world, FAMILIES[family]) == []
