@@ -40,7 +40,7 @@ from attnmesh.generation.passes import (
     StepKV,
 )
 from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
-from attnmesh.generation.recurrent_states import RecurrentStates
+from attnmesh.generation.recurrent_states import KEPT_STATES, RecurrentStates, RowStates
 from attnmesh.generation.sampling import prompt_scores
 from attnmesh.generation.tensor_parallel import TensorParallel
 from attnmesh.integrations.transformers_models import changing_rotary, check_model, text_config
@@ -122,10 +122,12 @@ class Engine:
         self.cache = ShardedCache(
             sharding, rank, spec, batch=self.max_sequences * sharding.kvdp, num_blocks=blocks.full,
             block_size=BLOCK_SIZE, max_length=cache_tokens, device=self.device, window_blocks=blocks.windowed,
+            num_states=KEPT_STATES * self.max_sequences if self.calls.recurrent else 0,
         )  # fmt: skip
-        self.states = RecurrentStates(self.calls.recurrent, self.max_sequences * sharding.kvdp, self.device)
         self.shard: InterleavedShard = sharding.position_shard(rank)
         self._kvdp_rank, self._kvdp = sharding.place(rank).kvdp, sharding.kvdp
+        self._drafted: RowStates | None = None  # of a step with drafts, until some of them are accepted
+        self.states = RecurrentStates(self.calls.recurrent, self._kvdp_rank, self.cache.rows, self.device)
         local = self.cache.local
         self._steps = tuple(PagedStep(table, local.cur_pos) for table in local.block_tables)  # of each kind of layers
         self._latents = None if self.calls.latent is None else LatentProjections(model, self.calls.latent)
@@ -160,7 +162,13 @@ class Engine:
         `new` are the slots of the tokens that this rank stores, in the same order; None if it stores none.
         """
         begins = [each.length - len(row) for each, row in zip(sequences, ids, strict=True)]
-        return self._decode(sequences, begins, ids, self._slots(new))
+        return self._decode(sequences, begins, ids, self._slots(new), has_drafts=len(ids[0]) > 1)
+
+    def accept_drafts(self, counts: Sequence[int]) -> None:
+        """Let recurrent states continue after so many tokens of each sequence of the last step, which had drafts."""
+        assert self._drafted is not None
+        self._drafted.accept(counts)
+        self._drafted = None
 
     def prefill(self, sequence: CacheSequence, begin: int, ids: list[int], new: NewTokens) -> Tensor:
         """The logits [vocabulary] after a chunk of a prompt, which is the end of a sequence; the same on every rank.
@@ -195,13 +203,13 @@ class Engine:
 
     def _decode(
         self, sequences: Sequence[CacheSequence], begins: list[int], ids: Sequence[Sequence[int]],
-        slots: tuple[Tensor, ...],
+        slots: tuple[Tensor, ...], has_drafts: bool = False,
     ) -> Tensor:  # fmt: skip
         """Compute a few tokens of each sequence, from the positions `begins` on."""
         count = len(ids[0])
         own = [i for i, each in enumerate(sequences) if each.kvdp_rank == self._kvdp_rank]
         rows = [sequences[i].row - self.cache.rows.start for i in own]
-        state_rows = [each.row for each in sequences] if self.calls.recurrent else []
+        state_rows = [self.states.row(each) for each in sequences] if self.calls.recurrent else []
         numbers = [*begins, *(token for row in ids for token in row), *rows, *state_rows]
         packed = torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self.device)
         begin, tokens, at, states = packed.split([len(begins), len(begins) * count, len(rows), len(state_rows)])
@@ -212,10 +220,12 @@ class Engine:
             each.advance(local.block_tables[kind, at], cur_pos)
         step = StepKV(self._steps, own_positions, self.shard)
         by_rank = () if self._heads.exchange is None else self._rows(sequences)
+        of_rows = self.states.of(states, begin == 0, has_drafts) if self.calls.recurrent else None
+        if has_drafts:
+            self._drafted = of_rows
         decode = DecodePass(
-            local, slots, positions, self.calls, self._heads, by_rank, step, latents=self._latents,
-            states=self.states.of(states, begin == 0) if self.calls.recurrent else None,
-        )  # fmt: skip
+            local, slots, positions, self.calls, self._heads, by_rank, step, latents=self._latents, states=of_rows
+        )
         with self.exchange(self.comm), self._step_context:
             return self._forward_step(decode, tokens.view(-1, count), positions)
 
@@ -236,7 +246,7 @@ class Engine:
         on_device = positions[None].to(device)
         states = None
         if self.calls.recurrent:
-            rows, is_new = (torch.tensor([x], device=device) for x in (sequence.row, at.start == 0))
+            rows, is_new = (torch.tensor([x], device=device) for x in (self.states.row(sequence), at.start == 0))
             states = self.states.of(rows, is_new)
         prefill = ContextPrefill(
             self.cache.local, tuple(each[:, own] for each in slots), on_device, self.calls, chunk,
@@ -292,10 +302,6 @@ class Engine:
             logits = self._forward(prefill, tokens, positions, 1 if scored is None else 0)[0]
         scores = logits.new_empty(0) if scored is None else prompt_scores(logits, following, scored)
         return logits[-1], scores
-
-    def copy_states(self, source: CacheSequence, sequence: CacheSequence) -> None:
-        """Let a forked sequence continue from the recurrent states of its source."""
-        self.states.copy(source.row, sequence.row)
 
     def _slots(self, new: NewTokens | None) -> tuple[Tensor, ...]:
         """The slots of new tokens for each kind of layers; none if this rank does not store them."""

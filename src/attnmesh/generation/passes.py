@@ -180,7 +180,7 @@ class CachePass(NewTokensCache, ABC):
         if self.states is None:
             raise ValueError(f"a pass must have no recurrent calls, got {name}")
         out, states = self._scan(layer, self.states.read(name))
-        self.states.write(states)
+        self.states.write(states, layer)
         return out
 
     def _scan(self, layer: RecurrentLayer, states: Tensor) -> tuple[Tensor, Tensor]:
