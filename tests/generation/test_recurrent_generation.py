@@ -29,9 +29,9 @@ def model_of(kind):
 def expected(model, prompt, new=NEW, **how):
     """The tokens of one process with Transformers' own attention and cache."""
     model.set_attn_implementation("eager")
-    tokens = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, **how)[
-        0, len(prompt) :
-    ].tolist()
+    ids = torch.tensor([prompt])
+    how["attention_mask"] = torch.ones_like(ids)  # also for the token that is the padding
+    tokens = model.generate(ids, max_new_tokens=new, do_sample=False, **how)[0, len(prompt) :].tolist()
     model.set_attn_implementation("attnmesh")
     return tokens
 
@@ -216,3 +216,35 @@ def test_damaged_states_are_refused(tmp_path):
     on_virtual_ranks(2, load)
     file.write_bytes(data[:-1])
     on_virtual_ranks(1, load)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sharding"),
+    [
+        ("qwen3_next", am.DecodeSharding(tp=2)),
+        sweep("qwen3_next", am.DecodeSharding(kvdp=2, cp=2)),
+        sweep("qwen3_5_text", am.DecodeSharding(tp=2, cp=2)),
+        sweep("qwen3_5_text", am.DecodeSharding(kvdp=3)),
+    ],
+    ids=str,
+)
+def test_sharded_weights(kind, sharding):
+    """Chunks whose tokens are divided over ranks and chunks that are too short, drafts, beams, and a second turn."""
+    model, block = model_of(kind), 32 * sharding.cp
+    prompt = tokens_of(block + 8, 1)
+    wanted = [expected(model, each) for each in [*PROMPTS, prompt]]
+    turn = [*prompt, *wanted[-1], *tokens_of(9, 2)]
+    wanted += [expected(model, turn), expected(model, PROMPTS[1], num_beams=2)]
+
+    def rank(comm):
+        part = am.shard_model(model, sharding, comm)
+        generator = am.Generator(part, None, comm, cache_tokens=512, max_sequences=6, prefill_chunk=16)
+        found = finish(generator, [generator.submit(each, max_new_tokens=NEW) for each in PROMPTS])
+        found += finish(generator, [generator.submit(prompt, max_new_tokens=NEW, speculative=True)])
+        second = generator.submit(turn, max_new_tokens=NEW, speculative=True)
+        found += finish(generator, [second, generator.submit(PROMPTS[1], max_new_tokens=NEW, num_beams=2)])
+        return found, second.cached
+
+    for found, cached in on_virtual_ranks(sharding.ranks, rank):
+        assert found == wanted
+        assert cached == block

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,12 @@ from attnmesh.comm import Comm
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Contiguous, Layout, check_layout
 from attnmesh.core.ranges import InterleavedShard, Ranges
-from attnmesh.generation.attention_calls import attention_calls, calls_of_config, run_model
+from attnmesh.generation.attention_calls import (
+    attention_calls,
+    calls_of_config,
+    recurrent_calls,
+    run_model,
+)
 from attnmesh.generation.latents import LatentProjections
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.norms import run_in_one_call, use_one_call
@@ -87,7 +93,7 @@ class Engine:
             self.position_ranks, self._heads = comm, HeadRanks.of_whole(comm)
         else:
             check_sharded_model(config, type(model).__name__, sharding)
-            self.calls = calls_of_config(config)
+            self.calls = replace(calls_of_config(config), recurrent=recurrent_calls(model))
             self.position_ranks, self._heads = weights.ranks.cp, HeadRanks.of_sharded(weights, heads_of(config))
         self.model, self.comm, world = model, comm, self.position_ranks.world
         self.device, self.cache_tokens = weight.device, cache_tokens
@@ -106,6 +112,7 @@ class Engine:
             )
         self.context = ContextParallel(self.position_ranks, layout=layout, schedule=schedule)
         self._later_context = ContextParallel(self.position_ranks, layout=Contiguous(), schedule=schedule)
+        self._token_ranks = ContextParallel(comm, layout=Contiguous(), schedule=schedule)
         self.storage = cache_storage(self.calls.latent, weight.dtype, storage)
         self.max_sequences = -(-max_sequences // sharding.kvdp)
         """The most sequences of a group."""
@@ -127,7 +134,10 @@ class Engine:
         self.shard: InterleavedShard = sharding.position_shard(rank)
         self._kvdp_rank, self._kvdp = sharding.place(rank).kvdp, sharding.kvdp
         self._drafted: RowStates | None = None  # of a step with drafts, until some of them are accepted
-        self.states = RecurrentStates(self.calls.recurrent, self._kvdp_rank, self.cache.rows, self.device)
+        kvdp_ranks, rows = range(self._kvdp_rank, self._kvdp_rank + 1), self.cache.rows
+        if weights is not None:  # every rank computes the sequences of all groups
+            kvdp_ranks, rows = range(self._kvdp), range(self.cache.batch)
+        self.states = RecurrentStates(self.calls.recurrent, kvdp_ranks, rows, self.device)
         local = self.cache.local
         self._steps = tuple(PagedStep(table, local.cur_pos) for table in local.block_tables)  # of each kind of layers
         self._latents = None if self.calls.latent is None else LatentProjections(model, self.calls.latent)
@@ -244,14 +254,10 @@ class Engine:
         own = chunk.own.to(device)
         positions = ranges.as_tensor(parts[comm.rank])
         on_device = positions[None].to(device)
-        states = None
-        if self.calls.recurrent:
-            rows, is_new = (torch.tensor([x], device=device) for x in (self.states.row(sequence), at.start == 0))
-            states = self.states.of(rows, is_new)
         prefill = ContextPrefill(
             self.cache.local, tuple(each[:, own] for each in slots), on_device, self.calls, chunk,
             self._later_context if at.start else self.context, parts, HomeExchange(comm, parts, self.shard, device),
-            latents=self._latents, states=states,
+            latents=self._latents, states=self._chunk_states(sequence, at),
         )  # fmt: skip
         tokens = torch.tensor(ids, device="cpu")[positions - at.start]
         last = next(rank for rank, part in enumerate(parts) if at[-1] in part[-1])
@@ -290,18 +296,26 @@ class Engine:
         chunk, n, world = self._chunk_kv(sequence, at), len(ids), self.comm.world
         own = chunk.own.to(self.device)
         positions = torch.arange(at.start, at.stop, device=self.device)[None]
+        is_divided = n >= world > 1 and scored is None  # otherwise every rank has the logits of all tokens
         prefill = HeadPrefill(
             self.cache.local, tuple(each[:, own] for each in slots), positions, self.calls, chunk, self._heads,
-            self._rows([sequence]), own, latents=self._latents,
+            self._rows([sequence]), own, self._token_ranks if is_divided else None, latents=self._latents,
+            states=self._chunk_states(sequence, at),
         )  # fmt: skip
-        counts = [n * (rank + 1) // world - n * rank // world for rank in range(world)]
-        is_divided = n >= world > 1 and scored is None  # otherwise every rank has the logits of all tokens
+        counts = [self._token_ranks.layout.local_length(n, world, rank) for rank in range(world)]
         divided = self._weights.tokens.divided(counts) if is_divided else nullcontext()
         tokens = torch.tensor([ids], device=self.device)
         with self.exchange(self.comm), divided:
             logits = self._forward(prefill, tokens, positions, 1 if scored is None else 0)[0]
         scores = logits.new_empty(0) if scored is None else prompt_scores(logits, following, scored)
         return logits[-1], scores
+
+    def _chunk_states(self, sequence: CacheSequence, at: range) -> RowStates | None:
+        """The recurrent states before a chunk at these positions."""
+        if not self.calls.recurrent:
+            return None
+        row, is_new = (torch.tensor([x], device=self.device) for x in (self.states.row(sequence), at.start == 0))
+        return self.states.of(row, is_new)
 
     def _slots(self, new: NewTokens | None) -> tuple[Tensor, ...]:
         """The slots of new tokens for each kind of layers; none if this rank does not store them."""

@@ -249,7 +249,7 @@ def _write_states(generator: Generator, folder: Path, states: list[State]) -> No
         return
     sequences = engine.cache.sequences
     for row in (state["row"] for state in states):
-        if row >= 0 and engine.states.has(sequences[row]):
+        if row >= 0 and sequences[row].kvdp_rank == place.kvdp:
             data, path = engine.states.packed(sequences[row]).cpu().numpy().tobytes(), _states_file(folder, row)
             try:
                 path.write_bytes(zlib.crc32(data).to_bytes(4, "little") + data)

@@ -1,7 +1,7 @@
 """The states of recurrent layers, beside the KV cache: one for every sequence and every recurrent call of a pass.
 
-Every rank has the states of all sequences: a prefill over ranks ends with the final state on every rank, and a decode
-step computes the same on every rank.
+A rank has the states of the sequences that it computes, whole: a prefill over ranks ends with the final state on every
+rank, and a decode step computes the same on every rank.
 
 A prompt continues from the blocks of an earlier prompt only where a state is kept: `BlockManager.keep_state` has the
 policy, and the numbers of at most `KEPT_STATES` states for each sequence of a batch. Here are their tensors.
@@ -33,13 +33,15 @@ class RecurrentCall:
 
 
 class RecurrentStates:
-    """The states of the sequences of KVDP rank `kvdp_rank`, which are in these `rows` of a batch, and the kept states.
+    """The states of the sequences of `kvdp_ranks`, which are in these `rows` of a batch, and their kept states.
 
     What concerns the sequences of other KVDP ranks is ignored: their ranks do the same.
     """
 
-    def __init__(self, calls: Sequence[RecurrentCall], kvdp_rank: int, rows: range, device: torch.device) -> None:
-        self.calls, self._kvdp_rank, self._rows = tuple(calls), kvdp_rank, rows
+    def __init__(
+        self, calls: Sequence[RecurrentCall], kvdp_ranks: range, rows: range, device: torch.device
+    ) -> None:  # fmt: skip
+        self.calls, self._kvdp_ranks, self._rows = tuple(calls), kvdp_ranks, rows
         count = (1 + KEPT_STATES) * len(rows)
         self.tensors = [torch.zeros(count, *call.shape, dtype=call.dtype, device=device) for call in calls]
 
@@ -55,12 +57,16 @@ class RecurrentStates:
     def keep(self, sequence: CacheSequence, kept: int) -> None:
         """Store the states of a sequence as a kept state."""
         if self.has(sequence):
-            self._copy(self.row(sequence), len(self._rows) + kept)
+            self._copy(self.row(sequence), self._kept_row(sequence, kept))
 
     def resume(self, sequence: CacheSequence) -> None:
         """Let a new sequence continue from the kept state that it has found."""
         if self.has(sequence) and sequence.state >= 0:
-            self._copy(len(self._rows) + sequence.state, self.row(sequence))
+            self._copy(self._kept_row(sequence, sequence.state), self.row(sequence))
+
+    def _kept_row(self, sequence: CacheSequence, kept: int) -> int:
+        of_group = KEPT_STATES * len(self._rows) // len(self._kvdp_ranks)
+        return len(self._rows) + self._kvdp_ranks.index(sequence.kvdp_rank) * of_group + kept
 
     def _copy(self, source: int, target: int) -> None:
         for state in self.tensors:
@@ -77,7 +83,7 @@ class RecurrentStates:
 
     def has(self, sequence: CacheSequence | None) -> bool:
         """Whether these are the states of the ranks that compute a sequence."""
-        return sequence is not None and sequence.kvdp_rank == self._kvdp_rank
+        return sequence is not None and sequence.kvdp_rank in self._kvdp_ranks
 
     def packed(self, sequence: CacheSequence) -> Tensor:
         """The states of a sequence as bytes, uint8 [num_bytes]."""

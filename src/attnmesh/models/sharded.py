@@ -7,8 +7,9 @@ Tokens pass through a layer either all on every rank (a decode step), or divided
                               scattered to the tokens' ranks
     LM head                   the last token's logits of this rank's part of the vocabulary; gathered
 
-Norms and residuals between them are computed for this rank's tokens only. Where every rank has all tokens, nothing is
-gathered, and an all-reduce replaces the scatter. All ranks sum in rank order, so they get the same bits.
+Norms and residuals between them are computed for this rank's tokens only. So are recurrent layers, whose weights every
+rank has: they scan over the ranks. Where every rank has all tokens, nothing is gathered, and an all-reduce replaces the
+scatter. All ranks sum in rank order, so they get the same bits.
 
 Transformers' tensor-parallel plan of a model names the layers whose weights are divided by columns or rows. What it
 leaves open is added here: heads are divided by heads (kv heads by TP rank), GPT-OSS and the attention of DeepSeek-V3
@@ -62,7 +63,8 @@ SHARDED_MODELS = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "smollm3", "granite", "starcoder2", "gemma3_text",
     "gpt_oss", "deepseek_v3", "arcee", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "dots1",
     "ernie4_5", "exaone4", "gemma", "gemma2", "glm4_moe", "helium", "hyperclovax", "jais2", "mellum", "ministral",
-    "ministral3", "nanochat", "olmo", "seed_oss", "vaultgemma",
+    "ministral3", "nanochat", "olmo", "seed_oss", "vaultgemma", "qwen3_next", "qwen3_5_text",
+    "qwen3_5_moe_text",
 )  # fmt: skip
 """The `model_type`s whose tokens with sharded weights are tested against one process: a plan that divides a projection
 but not what is beside it (a shared expert, a norm over all heads) would give other tokens."""
@@ -78,7 +80,7 @@ _OWN_PLANS: dict[str, dict[str, str]] = {
     },
     "deepseek_v3": {**_ATTENTION, "self_attn.q_b_proj": "colwise", "self_attn.kv_b_proj": "colwise"},
 }  # fmt: skip
-_REPLICATED = ("replicated_with_grad_allreduce", "moe_tp_experts")
+_REPLICATED = ("replicated_with_grad_allreduce", "moe_tp_experts", "colwise_gather_output")
 _NUMBER = re.compile(r"\.\d+\.")
 
 _GENERATION_CONFIG = "generation_config.json"
