@@ -187,7 +187,7 @@ def load_requests(generator: Generator, folder: str | Path) -> list[Request]:
     check_type("generator", generator, Generator)
     comm, engine, path = generator.comm, generator.engine, check_path("folder", folder)
 
-    def read() -> tuple[tuple[list[State], dict[int, Tensor]], SharedValues]:
+    def read() -> tuple[list[State], SharedValues]:
         generator.check_adopts()
         given = read_json(path / _FILE, f"folder: {path / _FILE}")
         values = given if isinstance(given, dict) else {}
@@ -195,11 +195,13 @@ def load_requests(generator: Generator, folder: str | Path) -> list[Request]:
             raise ValueError(f"folder: {path / _FILE} must be what save_requests wrote, got {shown(given)}")
         if values["model"] != config_digest(generator.model):
             raise ValueError("generator must have a model of the configuration that the requests have, got another one")
-        given = values["requests"]
-        return (given, _read_states(generator, path, given)), {"requests": values["digest"]}
+        return values["requests"], {"requests": values["digest"]}
 
-    states, of_layers = check_on_all_ranks(comm, "load_requests", read, force=True)
+    states = check_on_all_ranks(comm, "load_requests", read, force=True)
     requests = _checked(comm, "load_requests", states, generator)
+    of_layers = check_on_all_ranks(
+        comm, "load_requests states", lambda: (_read_states(generator, path, states), {}), force=True
+    )
     cache = load_cache(path, generator.sharding, comm, device=engine.device)
     assert cache is not None
     cached = {row: list(each.ids[: each.length]) for row, each in cache.sequences.items()}
@@ -222,19 +224,23 @@ def _move_states(
     at = {} if source is None else source.engine.cache.sequences
     has = [source is not None and source.engine.states.has(at[row]) for row in rows]
     needs = [target is not None and target.engine.states.has(joined.get(row)) for row in rows]
-    own = torch.tensor([has, needs], dtype=torch.uint8, device=(source or target).engine.device)  # type: ignore[union-attr]
+    device = next(each.engine.device for each in (source, target) if each is not None)
+    own = torch.tensor([has, needs], dtype=torch.uint8, device=device)
     by_rank = [each.tolist() for each in comm.all_gather(own, [(2, len(rows))] * comm.world)]
     for i, row in enumerate(rows):
         root = next(rank for rank, (having, _) in enumerate(by_rank) if having[i])
         receivers = [rank for rank, (having, needing) in enumerate(by_rank) if needing[i] and not having[i]]
-        packed = source.engine.states.packed(at[row]) if source is not None and has[i] else None
-        if comm.rank == root and packed is not None:
+        packed = None
+        if source is not None and has[i] and (needs[i] or comm.rank == root):
+            packed = source.engine.states.packed(at[row])
+        if comm.rank == root and receivers:
+            assert packed is not None
             comm.exchange([(packed, rank) for rank in receivers], []).wait()
-        elif comm.rank in receivers and target is not None:
-            size = (target.engine.states.num_bytes,)
-            packed = comm.buffer(size, dtype=torch.uint8, device=target.engine.device)
-            comm.exchange([], [(packed, root)]).wait()
-        if needs[i] and target is not None and packed is not None:
+        if target is not None and needs[i]:
+            if packed is None:
+                size = (target.engine.states.num_bytes,)
+                packed = comm.buffer(size, dtype=torch.uint8, device=target.engine.device)
+                comm.exchange([], [(packed, root)]).wait()
             target.engine.states.unpack(joined[row], packed)
 
 
