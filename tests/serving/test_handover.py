@@ -164,7 +164,8 @@ def check(ranks, prefill_ranks, sharding, client, kind="llama"):
     (found, prefill), *_ = ranks
     asked = ASKED[client]
     assert found == expected(asked, kind)
-    assert prefill.decode_steps == 0
+    if kind not in recurrent_models.MODELS:  # else the last token of a prompt, behind a kept state, may be a step
+        assert prefill.decode_steps == 0
     decode = [stats for _, stats in ranks[prefill_ranks :: sharding.cp]]  # one of each group
     new = sum(len(tokens) for tokens, _ in found) - len(asked)  # the first ones come with the prompts
     if client is with_cancelled:

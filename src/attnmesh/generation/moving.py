@@ -162,7 +162,11 @@ def save_requests(generator: Generator, folder: str | Path) -> None:
                 raise ValueError(f"folder: {path / _FILE} cannot be written: {error.strerror or error}") from None
         return None, {}
 
-    check_on_all_ranks(comm, "save_requests states", lambda: (_write_states(generator, path, states), {}), force=True)
+    def write_states() -> tuple[None, SharedValues]:
+        _write_states(generator, path, states)
+        return None, {}
+
+    check_on_all_ranks(comm, "save_requests states", write_states, force=True)
     check_on_all_ranks(comm, "save_requests file", write, force=True)
 
 

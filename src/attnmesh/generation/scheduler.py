@@ -166,7 +166,9 @@ class Scheduler:
 
     def keep_states(self, pairs: Iterable[tuple[Request, CacheSequence]], *, in_answer: bool) -> None:
         """Keep the present states of sequences for later prompts, where they are at a block boundary that matters."""
-        for request, sequence in pairs if self._states is not None else ():
+        if self._states is None:
+            return
+        for request, sequence in pairs:
             if sequence.freed or request.cache_key:  # no other request has its key
                 continue
             kept = self.caches[request.group].keep_state(sequence, in_answer=in_answer)
