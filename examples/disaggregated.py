@@ -22,19 +22,9 @@ import torch.distributed as dist
 from transformers import DynamicCache, LlamaForCausalLM
 
 import attnmesh.comm as comms
-from attnmesh import (
-    CacheFull,
-    Comm,
-    ContextParallel,
-    DecodeSharding,
-    Zigzag,
-    comm_from,
-    register_attention,
-    reshard,
-    run_virtual,
-    shard_inputs,
-)
-from attnmesh.decode import PrefillKV
+from attnmesh import ContextParallel, DecodeSharding, Zigzag, comm_from, register_attention, run_virtual, shard_inputs
+from attnmesh.comm import Comm
+from attnmesh.decode import CacheFull, PrefillKV, reshard
 from generate_over_ranks import VOCABULARY, ShardedLlama, generate, small_llama
 
 Batch = list[list[int]]

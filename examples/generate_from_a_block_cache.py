@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from attnmesh import BlockCache, CacheSpec, Causal, attention, paged_decode_attention, paged_prefill_attention, quantize
-from attnmesh.decode import check_decode_errors
+from attnmesh import BlockCache, CacheSpec, Causal, attention, paged_decode_attention, quantize
+from attnmesh.decode import check_decode_errors, paged_prefill_attention
 from attnmesh.ops.storage import dequantize
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

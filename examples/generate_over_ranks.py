@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from attnmesh import AttentionBlock, Comm, DecodeSharding, ShardedCache, comm_from, recommend_sharding, run_virtual
+from attnmesh import AttentionBlock, DecodeSharding, ShardedCache, comm_from, recommend_sharding, run_virtual
+from attnmesh.comm import Comm
 from attnmesh.models import attention_from_transformers
 
 VOCABULARY, Q_HEADS, KV_HEADS, MAX_LENGTH = 128, 8, 2, 256

@@ -24,7 +24,9 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     apply_rotary_pos_emb_interleave,
 )
 
-from attnmesh import BlockCache, CacheSpec, Comm, SparseDecode, comm_from, run_virtual
+from attnmesh import BlockCache, CacheSpec, comm_from, run_virtual
+from attnmesh.comm import Comm
+from attnmesh.sparse import SparseDecode
 
 VOCABULARY, MAX_LENGTH, BLOCK_SIZE, CHUNK = 128, 256, 8, 32
 

@@ -78,7 +78,7 @@ class Point(NamedTuple):
 class Trainer:
     """Trains on one rank's rows of every sequence."""
 
-    def __init__(self, comm: am.Comm) -> None:
+    def __init__(self, comm: am.comm.Comm) -> None:
         self.comm, self.layout = comm, am.Zigzag()  # every rank has early rows and late ones, which see more keys
         self.ranks = am.SparseParallel(cp=comm, length=LENGTH, layout=self.layout)
         self.attention = Attention()
@@ -136,7 +136,7 @@ class Trainer:
         return self.comm.all_reduce(found[choice].sum()).item() / (LENGTH - TOPK)
 
 
-def train(comm: am.Comm, warm_up: int, sparse: int, every: int) -> list[Point]:
+def train(comm: am.comm.Comm, warm_up: int, sparse: int, every: int) -> list[Point]:
     """Loss and recall during training, the same on every rank."""
     trainer, last, points = Trainer(comm), warm_up + sparse, []
     for step in range(last + 1):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.schedules import SCHEDULES, refusal
+from attnmesh.plan.schedules import SCHEDULES, why_not
 from attnmesh.plan.shards import shards
 from attnmesh.planner.hardware import Cluster, Device, Link
 from attnmesh.planner.program import Program
@@ -83,7 +83,7 @@ def run_on(nodes: Nodes, words: Sequence[str], folder: Path, longest: float = _L
 def cases(nodes: int, *, quick: bool) -> list[Case]:
     """Every schedule that such nodes can run, forward, and forward with backward."""
     held = shards(Causal(), Zigzag(), LENGTH, WORLD)
-    able = [name for name in SCHEDULES if refusal(name, held, WORLD // nodes) is None]
+    able = [name for name in SCHEDULES if why_not(name, held, WORLD // nodes) is None]
     return [Case(name, LENGTH, backward) for backward in ((False,) if quick else (False, True)) for name in able]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from attnmesh.cli.output import Rows
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.schedules import SCHEDULES, refusal
+from attnmesh.plan.schedules import SCHEDULES, why_not
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.catalog import cluster
@@ -185,7 +185,7 @@ def prefill_rows(scope: Scope, cluster: Cluster) -> Iterator[Rows]:
             for length in scope.lengths if direction == "forward" else (scope.backward_length,):
                 for schedule in SCHEDULES:
                     workload = workload_for(length, world, cluster)
-                    if refusal(schedule, workload.shards, workload.ranks_per_node) is None:
+                    if why_not(schedule, workload.shards, workload.ranks_per_node) is None:
                         yield [_prefill_row(schedule, workload, length, direction, cluster)]
 
 
@@ -291,7 +291,7 @@ def slow_rows(scope: Scope, cluster: Cluster) -> Iterator[Rows]:
     for world in scope.slow_worlds:
         workload = workload_for(scope.slow_length, world, cluster)
         for schedule in SCHEDULES:
-            if refusal(schedule, workload.shards, workload.ranks_per_node) is not None:
+            if why_not(schedule, workload.shards, workload.ranks_per_node) is not None:
                 continue
             usual, rank, link = (
                 simulate_run(schedule, workload, cluster, backward=False, slow=slow).ran.seconds

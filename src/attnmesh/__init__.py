@@ -7,11 +7,13 @@ from attnmesh.cli.starting import start as _start
 _start()  # before torch is imported
 
 # ruff: noqa: E402
+from attnmesh import comm as comm
 from attnmesh import decode as decode
+from attnmesh import generation as generation
 from attnmesh import models as models
 from attnmesh import recurrent as recurrent
 from attnmesh import sparse as sparse
-from attnmesh.comm import Comm, CommError, comm_from, run_virtual
+from attnmesh.comm import comm_from, run_virtual
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
 from attnmesh.core.mask import CustomMask
 from attnmesh.core.masks import (
@@ -28,41 +30,27 @@ from attnmesh.core.masks import (
     Slices,
     SlidingWindow,
 )
-from attnmesh.core.merge import merge_sinks
 from attnmesh.core.state import State
-from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.generator import Generator, generate
-from attnmesh.generation.moving import load_requests, move_requests, save_requests
-from attnmesh.generation.requests import Request, Token
 from attnmesh.generation.sampling import Sampling
-from attnmesh.generation.stats import GenerationStats
 from attnmesh.integrations.sdpa import attention_context_parallel
 from attnmesh.integrations.transformers_attention import register_attention
-from attnmesh.kv_cache.block_pool import CacheFull, content_ids
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.kv_cache.spec import CacheSpec
-from attnmesh.models.checkpoint import ModelError
 from attnmesh.models.loading import load_model
-from attnmesh.models.sharded import shard_model
 from attnmesh.ops.decode.api import decode_attention, paged_decode_attention
 from attnmesh.ops.dense.api import attention, explain_attention
 from attnmesh.ops.merge_states import merge
-from attnmesh.ops.paged_prefill import paged_prefill_attention
-from attnmesh.ops.sparse.arguments import SparseMask, TopKIndices
+from attnmesh.ops.sparse.arguments import SparseMask
 from attnmesh.ops.sparse.attention import attention_distribution, sparse_attention
-from attnmesh.ops.sparse.decode import paged_sparse_decode_attention
 from attnmesh.ops.sparse.indexer import indexer_topk
 from attnmesh.ops.sparse.indexer_loss import indexer_kl_loss
-from attnmesh.ops.sparse.paged_indexer import paged_indexer_topk
 from attnmesh.ops.storage import Quantized, quantize
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.block import AttentionBlock
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks, ring_distributed_attention
-from attnmesh.parallel.reshard.api import reshard
-from attnmesh.parallel.reshard.files import load_cache, save_cache
 from attnmesh.parallel.sparse.api import SparseParallel
-from attnmesh.parallel.sparse.decode import SparseDecode
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.training.batch import gather_log_probs, shard_inputs
 
@@ -76,48 +64,37 @@ __all__ = [
     "Balanced",
     "BlockCache",
     "BlockCausal",
-    "CacheFull",
     "CacheSpec",
-    "Callbacks",
     "Causal",
     "Chunked",
-    "Comm",
-    "CommError",
     "ContextParallel",
     "Contiguous",
     "CustomMask",
     "DecodeSharding",
     "Documents",
     "Full",
-    "GenerationStats",
     "Generator",
     "Global",
     "Joint",
     "Layout",
     "Mask",
-    "ModelError",
     "Padding",
     "PerSequence",
     "Prefix",
     "Quantized",
-    "Request",
     "Sampling",
     "ShardedCache",
     "Slices",
     "SlidingWindow",
-    "SparseDecode",
     "SparseMask",
     "SparseParallel",
     "State",
     "Striped",
-    "Token",
-    "TopKIndices",
     "Zigzag",
     "attention",
     "attention_context_parallel",
     "attention_distribution",
     "comm_from",
-    "content_ids",
     "decode_attention",
     "explain_attention",
     "gather_log_probs",
@@ -125,27 +102,16 @@ __all__ = [
     "generate",
     "indexer_kl_loss",
     "indexer_topk",
-    "load_cache",
     "load_model",
-    "load_requests",
     "merge",
-    "merge_sinks",
-    "move_requests",
     "paged_decode_attention",
-    "paged_indexer_topk",
-    "paged_prefill_attention",
-    "paged_sparse_decode_attention",
     "quantize",
     "recommend_sharding",
     "register_attention",
-    "reshard",
     "ring_chunks",
     "ring_distributed_attention",
     "run_virtual",
-    "save_cache",
-    "save_requests",
     "shard_inputs",
-    "shard_model",
     "sparse_attention",
 ]
 

@@ -1,19 +1,31 @@
-"""Names of decode besides its operations and caches, which are at the top level: a block's parts, ranks and errors."""
+"""Names of decode and caches that fewer programs need; the operations and caches themselves are at the top level."""
 
+from attnmesh.core.merge import merge_sinks
+from attnmesh.kv_cache.block_pool import CacheFull, content_ids
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.ops.decode.device_errors import check_decode_errors
+from attnmesh.ops.paged_prefill import paged_prefill_attention
 from attnmesh.parallel.decode.exchange import Exchange
 from attnmesh.parallel.decode.ranks import decode_rank
+from attnmesh.parallel.reshard.api import reshard
+from attnmesh.parallel.reshard.files import load_cache, save_cache
 from attnmesh.parallel.reshard.prefill import PrefillKV
 
 __all__ = [
     "AttentionConfig",
     "AttentionWeights",
+    "CacheFull",
     "Exchange",
     "Norm",
     "PrefillKV",
     "Rope",
     "check_decode_errors",
+    "content_ids",
     "decode_rank",
+    "load_cache",
+    "merge_sinks",
+    "paged_prefill_attention",
+    "reshard",
+    "save_cache",
 ]

@@ -313,8 +313,7 @@ def test_the_ranks_of_torchrun_are_joined_and_one_of_them_speaks(model):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_killed_stops_the_others_with_one_line(model, victim):
+def test_a_rank_that_is_killed_stops_the_others_with_one_line(model):
     asked = [*COMMAND, "--model", str(model), "--ranks", "2", "--prompt", DOCUMENT, "--max-new-tokens", "4000"]
     process = subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -322,7 +321,7 @@ def test_a_rank_that_is_killed_stops_the_others_with_one_line(model, victim):
         process.stdout.read(20)  # of the answer: both ranks are in the middle of it
         children = ranks_of(process.pid)
         assert len(children) == 2
-        os.kill(children[victim], signal.SIGKILL)
+        os.kill(children[1], signal.SIGKILL)
         began = time.monotonic()
         _, said = process.communicate(timeout=60)
     finally:

@@ -17,6 +17,7 @@ from attnmesh.generation.generator import Generator, generate  # noqa: E402
 from attnmesh.generation.sampling import Sampling  # noqa: E402
 from attnmesh.models.loading import load_model  # noqa: E402
 from attnmesh.plan.decode import DecodeSharding  # noqa: E402
+from helpers.cases import in_turn  # noqa: E402
 from helpers.cli import assert_refused, words  # noqa: E402
 from helpers.cli import run as run_command  # noqa: E402
 from helpers.commands import ATTNMESH, TORCHRUN, Command  # noqa: E402
@@ -195,8 +196,9 @@ def test_a_sharded_model_answers(model):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
-@pytest.mark.parametrize("how", ["parent", "all", "virtual", "torchrun"])
+@pytest.mark.parametrize(
+    ("number", "how"), in_turn([signal.SIGINT, signal.SIGTERM], ["parent", "all", "virtual", "torchrun"])
+)
 def test_a_signal_ends_the_server_after_its_answers(model, number, how):
     ranks = {"torchrun": (), "virtual": ("--ranks", 2, "--virtual")}.get(how, ("--ranks", 2))
     start = [*TORCHRUN, *ATTNMESH] if how == "torchrun" else ATTNMESH

@@ -1,5 +1,6 @@
 """What the command does before torch is imported: signals and closed streams, in its own processes only."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmesh.cli import starting
+from attnmesh.cli import errors, starting
 
 PYTHON = "/usr/bin/python3"
 ALONE = Path(starting.__file__).parent  # where the module is found without the package, which imports torch
@@ -62,3 +63,13 @@ def test_other_programs_are_left_alone(monkeypatch):
     monkeypatch.setattr(starting, "end_at_signals", lambda: pytest.fail("signals were changed"))
     starting.start()
     assert not starting.raise_at_interrupt()
+
+
+@pytest.mark.parametrize("code", [130, 143])
+def test_an_interrupted_command_does_not_wait_for_its_threads(code, monkeypatch):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit):
+        errors.run_command(lambda prog_name: sys.exit(code))
+    assert ended == [code]

@@ -5,9 +5,10 @@ from itertools import pairwise, product
 
 import pytest
 
-from attnmesh import Comm, run_virtual
+from attnmesh import run_virtual
 from attnmesh.cli.options import parse_mask
 from attnmesh.cli.trace import LAYOUTS, TraceCase, record_attention
+from attnmesh.comm import Comm
 from attnmesh.plan.allgather import head_groups
 from attnmesh.plan.ring import RingPlan, ring_plan
 from attnmesh.plan.schedules import SCHEDULES

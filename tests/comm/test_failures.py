@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from attnmesh.comm import Comm, CommError, comm_from
-from attnmesh.comm.agreement import AgreementStore
+from attnmesh.comm.agreement import AgreementStore, Signature
 from attnmesh.comm.health.group_store import WaitStatus
 from attnmesh.comm.health.monitor import Monitor
 from attnmesh.comm.in_flight import InFlightMessage
@@ -82,6 +82,25 @@ def test_a_search_for_a_rank_that_arrives_after_all_leaves_nothing_behind():
     assert first.causes_of_absence("did not arrive") == []
 
 
+def test_a_rank_that_waits_reports_it_when_another_searches_for_a_cause():
+    def stop() -> None:
+        raise CommError("stop")
+
+    first, second, _ = stores([0, 1, 2])
+    first.begin_search(WaitStatus([1], "ring"))
+    with pytest.raises(CommError, match="stop"):
+        second.share("host", "here", range(3), 5, stop)
+    assert first.causes_of_absence("did not arrive") == ["rank 2 did not arrive"]
+
+
+def test_a_rank_with_an_error_waits_until_all_ranks_have_arrived():
+    first, second = stores([0, 1])
+    signature = Signature("ring", {}, "k is short")
+    first.compare(signature, 5, lambda: None)
+    assert not first.all_arrived(0.1, lambda: None)
+    assert first.all_arrived(5, lambda: second.compare(signature, 5, lambda: None))
+
+
 def test_one_comparison_tells_that_ranks_are_out_of_step():
     first, second, third = stores([0, 1, 2])
     first.report_causes(["ranks are out of step at call 3: a on rank 0 but b on rank 1"])
@@ -114,6 +133,20 @@ def test_threads_that_ask_for_the_monitor_at_once_get_one():
             monitor.join(time.monotonic() + 1)
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_messages_progress_while_a_rank_waits_for_an_agreement():
+    first, second = stores([0, 1])
+    signature, arrived = Signature("ring", {}), []
+
+    def progress() -> None:  # what the other rank needs to arrive
+        arrived.append(second.compare(signature, 5, lambda: None))
+
+    monitor = Monitor(first, 0, [0, 1], {}, first.causes)
+    try:
+        assert [monitor.compare(signature, 5, progress)] == arrived
+    finally:
+        monitor.end()
 
 
 class Queued:

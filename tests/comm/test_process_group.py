@@ -378,3 +378,11 @@ def test_messages_that_shared_memory_does_not_take_go_over_the_backend():
         message_errors=lambda op, messages: nullcontext(),
     )
     assert GroupComm._post(comm, "exchange", messages) == ["backend, 1", "1, 2", "backend, 3"]
+
+
+def test_the_end_of_waits_reaches_shared_memory_where_ranks_share_it():
+    ended = []
+    peers = SimpleNamespace(stop=ended.append, leave=lambda: ended.append("left"))
+    for local in (None, peers):
+        GroupComm._end_waits(SimpleNamespace(_local_peers=local, world=1), "a rank failed")
+    assert ended == ["a rank failed", "left"]

@@ -8,6 +8,7 @@ import signal
 import time
 from collections import deque
 from ctypes import addressof, create_string_buffer
+from datetime import timedelta
 
 import pytest
 import torch
@@ -86,6 +87,24 @@ def test_memory_is_bounded_for_any_number_of_ranks():
     assert sizes[64] == 8 << 10
     assert {sizes[n] for n in range(65, 1025)} == {0}  # over gloo
     assert max(n * (n - 1) * size for n, size in sizes.items()) <= 32 << 20
+
+
+def test_a_send_waits_for_its_receipt_as_long_as_the_timeout_allows():
+    segment, _ = local_peers._created(2)
+    segment.forget_name()
+    sender, receiver = (
+        local_peers.LocalPeers(rank, {i: os.pidfd_open(os.getpid()) for i in range(2)}, [os.getpid()], segment)
+        for rank in range(2)
+    )
+    x, y = torch.arange(3.0), torch.zeros(3)
+    (sent,), begin = sender.post(1, [], [(x, 1)]), time.monotonic()
+    with pytest.raises(RuntimeError, match="Timed out"):
+        sent.wait(timedelta(seconds=0.1))
+    assert time.monotonic() - begin >= 0.1
+    (received,) = receiver.post(1, [(y, 0)], [])
+    received.wait(timedelta(seconds=5))
+    assert torch.equal(x, y)
+    sent.wait(timedelta(seconds=5))  # the receiver has sent the receipt, and does nothing more
 
 
 # Ranks.

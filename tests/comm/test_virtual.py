@@ -1,5 +1,7 @@
 """Virtual ranks: every verb, backward, and every way a rank can let the others down."""
 
+import _thread
+import queue
 import threading
 import time
 
@@ -374,6 +376,26 @@ def test_a_rank_that_never_ends_is_named():
             run_virtual(2, program, timeout=0.3)
     finally:
         stop.set()
+
+
+def test_ranks_end_if_their_caller_is_interrupted():
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def program(comm: Comm) -> None:
+        if comm.rank == 0:
+            time.sleep(0.1)  # the caller waits
+            _thread.interrupt_main()
+        deadline = time.monotonic() + 5
+        try:
+            while time.monotonic() < deadline:
+                comm.barrier()
+        except CommError as error:
+            ended.put(str(error))
+
+    with pytest.raises(KeyboardInterrupt):
+        run_virtual(2, program)
+    for _ in range(2):
+        assert "run_virtual was interrupted" in ended.get(timeout=10)
 
 
 def test_the_comm_ends_with_its_run():

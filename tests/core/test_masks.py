@@ -358,7 +358,7 @@ def test_intervals_of_any_mask_are_disjoint_and_equal_its_definition(data):
 
 
 @pytest.mark.sweep
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_intervals_of_many_masks(data):
     check_any_mask(data)

@@ -106,7 +106,7 @@ def test_blocks_of_any_mask_over_any_spans_are_right(data):
 
 
 @pytest.mark.sweep
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_blocks_of_many_masks(data):
     check_any_patch(data)

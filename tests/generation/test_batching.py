@@ -51,7 +51,7 @@ def make(comm=None, sharding=None, model=None, *, shard_weights=False, **how):
     how = {"cache_tokens": 72, "max_sequences": 4, "step_tokens": 16, **how}
     model = attnmesh_model("llama") if model is None else model
     if shard_weights:
-        model = am.shard_model(model, sharding, comm)
+        model = am.models.shard_model(model, sharding, comm)
     return Generator(model, None, comm, sharding=sharding, **how)
 
 
@@ -518,7 +518,7 @@ def test_a_rank_that_makes_another_number_of_steps_is_reported():
         else:
             generator.step()
 
-    with pytest.raises((am.CommError, ValueError)):
+    with pytest.raises((am.comm.CommError, ValueError)):
         am.run_virtual(2, rank, timeout=5)
 
 
@@ -559,7 +559,7 @@ def test_after_an_interruption_every_answer_is_still_right():
 
 def test_logits_that_a_callback_keeps_are_those_of_one_request():
     kept = []
-    generator = make(callbacks=am.Callbacks(on_logits=lambda number, logits: kept.append((number, logits))))
+    generator = make(callbacks=am.generation.Callbacks(on_logits=lambda number, logits: kept.append((number, logits))))
     requests = [generator.submit(random_ids(n, n), max_new_tokens=3, stop=[]) for n in (5, 9)]
     while generator.num_unfinished:
         generator.step()
@@ -572,7 +572,7 @@ def test_logits_that_a_callback_keeps_are_those_of_one_request():
 def test_logits_are_those_of_tokens_also_where_a_row_and_a_request_have_the_same_number():
     """Of rejected drafts there are none."""
     found = []
-    callbacks = am.Callbacks(on_logits=lambda label, logits: found.append((label, int(logits.argmax()))))
+    callbacks = am.generation.Callbacks(on_logits=lambda label, logits: found.append((label, int(logits.argmax()))))
     generator = make(cache_tokens=200, callbacks=callbacks)
     request = generator.submit([9, 8] * 8, max_new_tokens=20, stop=(), speculative=True)
     rows = generated_rows(generator, [DOCUMENT * 2], max_new_tokens=20, stop=(), speculative=True)

@@ -45,11 +45,10 @@ def expected(kind, beams, most, ends, prompts=PROMPTS):
     ("kind", "beams", "most", "ends"),
     [
         ("llama", 3, 8, ENDS),
-        *(
-            sweep(kind, beams, most, ends)
-            for kind in ("llama", "gpt_oss", "mistral", "deepseek_v3")
-            for beams, most, ends in ((2, 12, []), (4, 15, ENDS), (7, 9, ENDS[:2]), (3, 1, ENDS))
-        ),
+        sweep("llama", 2, 12, []),
+        sweep("gpt_oss", 4, 15, ENDS),
+        sweep("mistral", 7, 9, ENDS[:2]),
+        sweep("deepseek_v3", 3, 1, ENDS),
     ],
 )
 def test_the_answers_of_transformers(kind, beams, most, ends):
@@ -79,7 +78,7 @@ def test_over_ranks(kind, sharding, whole, monkeypatch):
     wanted = expected(kind, 3, 12, ENDS)
 
     def rank(comm):
-        model = attnmesh_model(kind) if whole else am.shard_model(attnmesh_model(kind), sharding, comm)
+        model = attnmesh_model(kind) if whole else am.models.shard_model(attnmesh_model(kind), sharding, comm)
         generator = Generator(
             model, None, comm, cache_tokens=300, max_sequences=12, sharding=sharding, prefill_chunk=16
         )
@@ -146,7 +145,7 @@ REQUESTS = [
 def submitted(comm=None, sharding=None, shard_weights=False):
     """Searches and a plain request that are submitted at different steps, with too little room for all of them."""
     model = attnmesh_model("llama")
-    model = am.shard_model(model, sharding, comm) if shard_weights else model
+    model = am.models.shard_model(model, sharding, comm) if shard_weights else model
     groups = 1 if sharding is None else sharding.kvdp
     generator = Generator(
         model, None, comm, cache_tokens=82, max_sequences=4 * groups, step_tokens=16, sharding=sharding
@@ -272,7 +271,7 @@ def test_callbacks_and_invalid_logits():
             call(PROMPTS[:1], max_new_tokens=5, num_beams=2)
 
     def rank(comm):
-        model = am.shard_model(attnmesh_model("llama"), am.DecodeSharding(kvdp=2), comm)
+        model = am.models.shard_model(attnmesh_model("llama"), am.DecodeSharding(kvdp=2), comm)
         generator = Generator(model, None, comm, cache_tokens=150, max_sequences=8)
         model.model.norm.weight.data.neg_().log_()  # NaN
         with pytest.raises(ValueError, match="row 0: the logits have a NaN"):

@@ -116,11 +116,6 @@ def check_story(kind, sharding, layout, prefill_chunk):
     ("kind", "sharding", "layout", "prefill_chunk"),
     [
         ("qwen2", CP[2], LAYOUTS["striped"], 16),
-        sweep("llama", CP[1], LAYOUTS["striped"], 16),
-        sweep("qwen3", CP[3], LAYOUTS["zigzag"], 16),
-        sweep("mistral", CP[2], LAYOUTS["contiguous"], 11),
-        sweep("gpt_oss", am.DecodeSharding(cp=2, interleave=4), LAYOUTS["contiguous"], 13),
-        sweep("qwen3_moe", CP[4], LAYOUTS["zigzag"], None),
         sweep("llama", CP[2], am.Zigzag(pairs=(1, 3)), None),  # uneven parts
     ],
     ids=str,
@@ -130,8 +125,8 @@ def test_logits_are_those_of_one_process_at_every_step(kind, sharding, layout, p
 
 
 EVERYWHERE = {
-    "kind": KINDS, "sharding": [*CP.values(), am.DecodeSharding(cp=2, interleave=4)], "layout": list(LAYOUTS),
-    "prefill_chunk": [None, 10, 16, 33],
+    "kind": KINDS, "sharding": [CP[1], CP[3], am.DecodeSharding(cp=2, interleave=4)], "layout": list(LAYOUTS),
+    "prefill_chunk": [None, 10, 33],
 }  # fmt: skip
 
 
@@ -296,7 +291,7 @@ def test_every_position_is_stored_once_whatever_happens(adventure):
 
 
 @pytest.mark.sweep
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(adventures())
 def test_every_position_is_stored_once_whatever_happens_for_long(adventure):
     live_through(adventure)

@@ -267,5 +267,5 @@ def test_another_generator_on_one_rank_is_refused_on_all(call):
             generator.submit([1, 2, 3], max_new_tokens=2, stop=[])
         return generators[comm.rank].step()
 
-    with pytest.raises(am.CommError, match=r"out of step.* on rank 0 but .* on rank 1"):
+    with pytest.raises(am.comm.CommError, match=r"out of step.* on rank 0 but .* on rank 1"):
         on_virtual_ranks(2, rank)

@@ -61,8 +61,8 @@ def test_a_request_that_is_loaded_goes_on_where_it_was(loaded, answer, tmp_path)
     first.submit("Say it: ", **HOW)
     for _ in range(6):
         first.step()
-    am.save_requests(first, tmp_path / "requests")
-    (again,) = am.load_requests(second, tmp_path / "requests")
+    am.generation.save_requests(first, tmp_path / "requests")
+    (again,) = am.generation.load_requests(second, tmp_path / "requests")
     list(second.stream(again))
     assert again.ids == answer
 

@@ -183,8 +183,8 @@ def test_after_a_keyboard_interrupt_at_some_line_the_next_call_works():
 
 
 @pytest.mark.sweep
-def test_after_a_keyboard_interrupt_at_any_line_the_next_call_works():
-    print(check_every_line(step=1), "lines")
+def test_after_a_keyboard_interrupt_at_many_lines_the_next_call_works():
+    assert check_every_line(step=13) > 100
 
 
 def stepped(generator, interruption):
@@ -222,7 +222,7 @@ def test_after_a_keyboard_interrupt_at_some_line_of_a_step_every_answer_is_right
 
 @pytest.mark.sweep
 def test_after_a_keyboard_interrupt_at_many_lines_of_a_step_every_answer_is_right():
-    print(check_every_line_of_steps(step=11), "lines")
+    assert check_every_line_of_steps(step=53) > 50
 
 
 # Several ranks.
@@ -281,7 +281,7 @@ def test_an_exception_within_a_pass_of_several_ranks_says_what_to_do(both):
 @pytest.mark.sweep
 @pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)])
 @pytest.mark.parametrize("both", [False, True])
-def test_ranks_interrupted_at_any_line_work_on_or_are_all_told(both, sharding):
+def test_ranks_interrupted_at_many_lines_work_on_or_are_all_told(both, sharding):
     """Both ranks at the same line or a few lines apart, or one rank alone."""
 
     def attempt(line):
@@ -304,7 +304,7 @@ def test_ranks_interrupted_at_any_line_work_on_or_are_all_told(both, sharding):
         kinds = {kind for _, kind in found}
         assert kinds == {"right"} or "right" not in kinds, (line, found)
         outcomes[" and ".join(sorted(kinds))] += 1
-        line += 13
+        line += 61
     print(sharding, "both" if both else "one", dict(outcomes))
 
 
@@ -332,8 +332,7 @@ def left_by_processes(comm, where, alone):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("where", ["on_prefill", "on_logits", "closed"])
+@pytest.mark.parametrize(("where", "alone"), [("on_prefill", False), ("on_logits", True), ("closed", True)])
 def test_processes_work_on_or_are_all_told(where, alone):
     found = run_processes(2, left_by_processes, where, alone)
     if alone:

@@ -39,7 +39,7 @@ REQUESTS = [
 def make(comm=None, sharding=None, kind="llama", storage=None, weights=None):
     model = attnmesh_model(kind)
     if weights is not None:
-        model = am.shard_model(model, sharding, comm)
+        model = am.models.shard_model(model, sharding, comm)
     return Generator(
         model, None, comm, cache_tokens=200, max_sequences=5, step_tokens=24, sharding=sharding, storage=storage
     )
@@ -77,7 +77,7 @@ def test_the_same_ranks_go_on_with_another_sharding(before, after, kind, storage
         for _ in range(4):
             source.step()
         begun = sum(len(each.tokens) for each in old)
-        new = am.move_requests(source, target, comm)
+        new = am.generation.move_requests(source, target, comm)
         assert source.num_unfinished == len(source.engine.cache.sequences) == 0
         assert {each.finish_reason for each in old} == {"moved"}
         before_moving = target.stats.prefill_tokens
@@ -106,7 +106,7 @@ def test_prefill_ranks_hand_over_to_decode_ranks():
             if source is not None:
                 submit(source, some)
                 source.step()
-            found += am.move_requests(source, target, comm)
+            found += am.generation.move_requests(source, target, comm)
             if target is not None:
                 target.step()
         return None if target is None else finish(target, found)
@@ -126,7 +126,7 @@ def test_a_part_of_the_requests_moves_and_the_others_go_on():
             source.step()
             target.step()
             ready = [each for each in reversed(old) if each.tokens and not each.finished]
-            moved = am.move_requests(source, target, comm, requests=ready)
+            moved = am.generation.move_requests(source, target, comm, requests=ready)
             assert all(each.finish_reason == "moved" for each in ready)
             found |= {old.index(each): new for each, new in zip(ready, moved, strict=True)}
             check_blocks(source)
@@ -153,12 +153,12 @@ def test_requests_that_are_named_wrongly_are_refused_on_every_rank():
             ([first if comm.rank else second], "source must be the same, after the same calls, on all its ranks"),
         ):
             with pytest.raises(ValueError, match=message):
-                am.move_requests(source, target, comm, requests=requests)
+                am.generation.move_requests(source, target, comm, requests=requests)
         with pytest.raises(ValueError, match="requests must be in progress"):
-            am.move_requests(target, source, comm, requests=[other])
+            am.generation.move_requests(target, source, comm, requests=[other])
         with pytest.raises(ValueError, match="requests must be None on ranks without their source"):
-            am.move_requests(None, target, comm, requests=[first])
-        assert am.move_requests(source, target, comm, requests=[]) == []
+            am.generation.move_requests(None, target, comm, requests=[first])
+        assert am.generation.move_requests(source, target, comm, requests=[]) == []
         return finish(source, [first, second])
 
     assert on_virtual_ranks(2, rank) == [expected()[:2]] * 2
@@ -171,12 +171,12 @@ def test_requests_that_are_saved_go_on_later_on_other_ranks(kind, tmp_path):
         requests = submit(generator)
         for _ in range(4):
             generator.step()
-        am.save_requests(generator, tmp_path / "requests")
+        am.generation.save_requests(generator, tmp_path / "requests")
         return finish(generator, requests)
 
     def read(comm):
         generator = make(comm, DecodeSharding(cp=3), kind)
-        return finish(generator, am.load_requests(generator, tmp_path / "requests"))
+        return finish(generator, am.generation.load_requests(generator, tmp_path / "requests"))
 
     assert on_virtual_ranks(2, write) == [expected(kind)] * 2
     assert on_virtual_ranks(3, read) == [expected(kind)] * 3
@@ -188,32 +188,32 @@ def test_what_cannot_go_on_is_refused_on_every_rank(tmp_path):
         small = Generator(attnmesh_model("llama"), None, comm, cache_tokens=20, max_sequences=2)
         other = make(comm, DecodeSharding(cp=2), "qwen3")
         with pytest.raises(ValueError, match="source and target must be two Generators"):
-            am.move_requests(source, source, comm)
+            am.generation.move_requests(source, source, comm)
         with pytest.raises(
             ValueError, match=r"move_requests ranks: .*target must be given on each of its 2 ranks once"
         ):
-            am.move_requests(source, target if comm.rank else None, comm)
+            am.generation.move_requests(source, target if comm.rank else None, comm)
         request = source.submit(REQUESTS[0][0], max_new_tokens=3, logits_processors=[lambda ids, scores: scores])
         with pytest.raises(ValueError, match="request 0 must have no logits_processors to be moved"):
-            am.move_requests(source, target, comm)
+            am.generation.move_requests(source, target, comm)
         source.cancel(request)
         request = source.submit(REQUESTS[0][0], max_new_tokens=3, stop=())
         source.step()
         with pytest.raises(ValueError, match=r"requests\[0\] has 30 tokens, .* never holds more than cache_tokens=20"):
-            am.move_requests(source, small, comm)
+            am.generation.move_requests(source, small, comm)
         with pytest.raises(ValueError, match="target must have a model of the configuration that the source has"):
-            am.move_requests(source, other, comm)
+            am.generation.move_requests(source, other, comm)
         busy = target.submit(REQUESTS[3][0], max_new_tokens=6, num_beams=2)
         with pytest.raises(ValueError, match="target must have no beam search in progress"):
-            am.move_requests(source, target, comm)
+            am.generation.move_requests(source, target, comm)
         target.cancel(busy)
         full = [target.submit([8, n], max_new_tokens=30, stop=()) for n in range(6)]
         target.step()
-        with pytest.raises(am.CacheFull):
-            am.move_requests(source, target, comm)
+        with pytest.raises(am.decode.CacheFull):
+            am.generation.move_requests(source, target, comm)
         for each in full:
             target.cancel(each)
-        (moved,) = am.move_requests(source, target, comm)
+        (moved,) = am.generation.move_requests(source, target, comm)
         return finish(target, [moved])
 
     alone = make()
@@ -227,9 +227,9 @@ def test_what_cannot_go_on_is_refused_on_every_rank(tmp_path):
     ):
         (tmp_path / "requests.json").write_text(text)
         with pytest.raises(ValueError, match=message):
-            am.load_requests(generator, tmp_path)
+            am.generation.load_requests(generator, tmp_path)
     with pytest.raises(ValueError, match=r"requests\.json"):
-        am.load_requests(generator, tmp_path / "nothing")
+        am.generation.load_requests(generator, tmp_path / "nothing")
 
 
 def _file(states, generator):
@@ -244,7 +244,7 @@ def test_files_of_another_model_or_another_call_are_refused(tmp_path):
         generator = make()
         generator.submit(prompt, stop=(), **how)
         generator.step()
-        am.save_requests(generator, folder)
+        am.generation.save_requests(generator, folder)
     file = folders[0] / "requests.json"
     text = file.read_text()
     target = make()
@@ -253,12 +253,12 @@ def test_files_of_another_model_or_another_call_are_refused(tmp_path):
     for damaged in (json.dumps(changed), (folders[1] / "requests.json").read_text()):
         file.write_text(damaged)
         with pytest.raises(ValueError, match=r"must be what save_requests wrote|must be of one call of save_requests"):
-            am.load_requests(target, folders[0])
+            am.generation.load_requests(target, folders[0])
     file.write_text(text)
     with pytest.raises(ValueError, match="must have a model of the configuration"):
-        am.load_requests(make(kind="qwen3"), folders[0])
+        am.generation.load_requests(make(kind="qwen3"), folders[0])
     assert target.num_unfinished == len(target.engine.cache.sequences) == 0
-    assert finish(target, am.load_requests(target, folders[0])) == expected()[:1]
+    assert finish(target, am.generation.load_requests(target, folders[0])) == expected()[:1]
 
 
 def test_options_that_the_target_cannot_honour_are_refused():
@@ -266,7 +266,7 @@ def test_options_that_the_target_cannot_honour_are_refused():
     request = source.submit([8, 9], stop_strings=["d"], max_new_tokens=4, stop=())
     source.step()
     with pytest.raises(ValueError, match="stop_strings must be empty without a tokenizer"):
-        am.move_requests(source, target)
+        am.generation.move_requests(source, target)
     assert not request.finished
 
 
@@ -274,7 +274,7 @@ def test_an_iterator_whose_rows_are_moved_says_so():
     source, target = make(), make()
     tokens = source.generate([REQUESTS[0][0]], max_new_tokens=5, stop=())
     next(tokens)
-    am.move_requests(source, target)
+    am.generation.move_requests(source, target)
     with pytest.raises(RuntimeError, match="row 0 goes on in another Generator"):
         next(tokens)
 
@@ -290,7 +290,7 @@ def test_requests_move_out_of_and_into_generators_that_were_interrupted():
         with pytest.raises(KeyboardInterrupt):
             finish(generator, [])
         setattr(generator._batch, method, working)
-    moved = am.move_requests(source, target)
+    moved = am.generation.move_requests(source, target)
     assert len(complete.tokens) == 1
     assert len(moved) == 2
     found = finish(target, [*moved, there])
@@ -311,7 +311,7 @@ def test_ranks_of_a_generator_that_differ_are_told_when_its_requests_are_moved()
         if comm.rank == 1:  # the other rank still has it
             tokens.close()
         with pytest.raises(ValueError, match="source must be the same, after the same calls, on all its ranks"):
-            am.move_requests(*((own, None) if side == 0 else (None, own)), comm)
+            am.generation.move_requests(*((own, None) if side == 0 else (None, own)), comm)
         return True
 
     assert on_virtual_ranks(4, rank) == [True] * 4

@@ -33,7 +33,7 @@ def step_traffic(kind, sharding):
 
     def rank(comm):
         generator = Generator(
-            am.shard_model(model(kind), sharding, comm), None, comm, cache_tokens=200, max_sequences=len(PROMPTS)
+            am.models.shard_model(model(kind), sharding, comm), None, comm, cache_tokens=200, max_sequences=len(PROMPTS)
         )
         tokens = generator.generate(PROMPTS, max_new_tokens=4, stop=[])
         for _ in range(2 * len(PROMPTS)):  # prefill, and a decode step

@@ -56,7 +56,7 @@ def test_a_model_with_sharded_weights():
     sharding, ids = am.DecodeSharding(tp=2), random_ids(70, seed=3)
 
     def rank(comm):
-        model = am.shard_model(attnmesh_model("llama"), sharding, comm)
+        model = am.models.shard_model(attnmesh_model("llama"), sharding, comm)
         generator = Generator(model, comm=comm, cache_tokens=200, sharding=sharding)
         request = generator.submit(ids, max_new_tokens=2, prompt_logprobs=2)
         list(generator.stream(request))

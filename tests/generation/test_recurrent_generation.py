@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from helpers.cases import else_sweep, sweep
+from helpers.cases import first, in_turn, sweep
 from helpers.models import on_virtual_ranks
 from helpers.recurrent_models import MODELS, recurrent_model
 
@@ -49,9 +49,7 @@ def on_ranks(model, world, work, **settings):
     return on_virtual_ranks(world, rank)
 
 
-@pytest.mark.parametrize(
-    ("kind", "world"), else_sweep([(kind, n) for kind in MODELS for n in (1, 2, 3, 4)], lambda *case: case in FEW)
-)
+@pytest.mark.parametrize(("kind", "world"), first(len(FEW), [*FEW, *in_turn(MODELS, (1, 3, 2, 4))]))
 def test_tokens_are_those_of_one_process(kind, world):
     """Prompts of several chunks, of one token and shorter than a chunk over ranks, in one batch; and in beams."""
     model = model_of(kind)
@@ -133,8 +131,7 @@ def test_log_probabilities_of_a_prompt():
 
 
 @pytest.mark.parametrize(
-    ("kind", "world"),
-    [("granitemoehybrid", 1), ("lfm2", 2), *[sweep(kind, 1 + i % 3) for i, kind in enumerate(MODELS)]],
+    ("kind", "world"), first(2, [("granitemoehybrid", 1), ("lfm2", 2), *in_turn(MODELS, (1, 2, 3))])
 )
 def test_drafts_that_are_accepted_and_rejected(kind, world):
     """Beside an answer without drafts and a beam search; states are kept at the block boundaries that drafts reach."""
@@ -184,13 +181,13 @@ def test_requests_move_and_are_saved(kind, before, after, tmp_path):
             source.submit(prompt, max_new_tokens=12)
         for _ in range(2):
             source.step()
-        moved = am.move_requests(source, target, comm)
+        moved = am.generation.move_requests(source, target, comm)
         assert source.num_unfinished == 0
         begun = [len(request.tokens) for request in moved]
         target.step()
-        am.save_requests(target, tmp_path / "saved")
+        am.generation.save_requests(target, tmp_path / "saved")
         loaded = generator_of(comm, before)
-        return begun, finish(loaded, am.load_requests(loaded, tmp_path / "saved")), finish(target, moved)
+        return begun, finish(loaded, am.generation.load_requests(loaded, tmp_path / "saved")), finish(target, moved)
 
     for begun, of_files, tokens in on_virtual_ranks(2, rank):
         assert 0 == min(begun) < max(begun)
@@ -203,13 +200,13 @@ def test_damaged_states_are_refused(tmp_path):
     def load(comm):
         generator = am.Generator(model, None, comm, cache_tokens=64)
         with pytest.raises(ValueError, match=r"states-00000\.bin is damaged: it must have"):
-            am.load_requests(generator, tmp_path)
+            am.generation.load_requests(generator, tmp_path)
         assert generator.num_unfinished == 0
 
     generator = am.Generator(model, cache_tokens=64)
     generator.submit(PROMPTS[1], max_new_tokens=NEW)
     generator.step()
-    am.save_requests(generator, tmp_path)
+    am.generation.save_requests(generator, tmp_path)
     (file,) = tmp_path.glob("states-*")
     data = file.read_bytes()
     file.write_bytes(bytes([*data[:-1], data[-1] ^ 1]))
@@ -237,7 +234,7 @@ def test_sharded_weights(kind, sharding):
     wanted += [expected(model, turn), expected(model, PROMPTS[1], num_beams=2)]
 
     def rank(comm):
-        part = am.shard_model(model, sharding, comm)
+        part = am.models.shard_model(model, sharding, comm)
         generator = am.Generator(part, None, comm, cache_tokens=512, max_sequences=6, prefill_chunk=16)
         found = finish(generator, [generator.submit(each, max_new_tokens=NEW) for each in PROMPTS])
         found += finish(generator, [generator.submit(prompt, max_new_tokens=NEW, speculative=True)])

@@ -207,9 +207,9 @@ def check_sparse_decode(
         if part.itemsize == 1:
             part, bad = part.view(torch.int8), bad.view(torch.int8)
         part.flatten(0, 1)[dead] = bad.flatten(0, 1)[dead]
-    results = am.paged_sparse_decode_attention(
+    results = am.sparse.paged_sparse_decode_attention(
         q.unflatten(0, (sequences, tokens)), pool, table.int(),
-        am.TopKIndices(positions.int(), None, lengths.view(sequences, tokens)), scale=case.scale,
+        am.sparse.TopKIndices(positions.int(), None, lengths.view(sequences, tokens)), scale=case.scale,
         sinks=sinks, return_max_logits=True, backend=backend, **how,
     )  # fmt: skip
     found = dict(zip(("out", "lse", "max_logits"), (x.flatten(0, 1) for x in results), strict=True))

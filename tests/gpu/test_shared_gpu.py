@@ -88,7 +88,7 @@ def differences(found: tuple[Tensor, ...], alone: tuple[Tensor, ...]) -> Iterato
         yield float((x - y).abs().max() / y.abs().max().clamp(min=1e-6))
 
 
-def repeat_among_others(comm: am.Comm, seconds: float) -> dict[str, int]:
+def repeat_among_others(comm: am.comm.Comm, seconds: float) -> dict[str, int]:
     """How often each call has run while other processes used the GPU, too; its results are those it has alone."""
     torch.manual_seed(comm.rank)
     comm.timeout = 180  # the first rank compiles
@@ -118,7 +118,7 @@ def repeat_among_others(comm: am.Comm, seconds: float) -> dict[str, int]:
     return counts
 
 
-def say(comm: am.Comm, *words: str) -> None:
+def say(comm: am.comm.Comm, *words: str) -> None:
     """Tells what a rank is about to run: pytest shows it if the test fails."""
     print(f"{time.monotonic():.1f} rank {comm.rank}:", *words, file=sys.stderr, flush=True)
 

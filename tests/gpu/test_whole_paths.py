@@ -301,8 +301,8 @@ def check_sparse_decode_step(size: SparseStep, tokens: int, device: str, dtype: 
     iq = draw(device, dtype, size.sequences, tokens, size.index_heads, 128)
     w = torch.randn(size.sequences, tokens, size.index_heads, device=device)
     table, cur_pos = pages.table.to(device), (lengths - 1).int().to(device)
-    top = am.paged_indexer_topk(iq, index_poisoned, table, w, size.topk, cur_pos=cur_pos, scale=0.1)
-    results = am.paged_sparse_decode_attention(q, poisoned, table, top, scale=0.06, return_max_logits=True)
+    top = am.sparse.paged_indexer_topk(iq, index_poisoned, table, w, size.topk, cur_pos=cur_pos, scale=0.1)
+    results = am.sparse.paged_sparse_decode_attention(q, poisoned, table, top, scale=0.06, return_max_logits=True)
     am.decode.check_decode_errors()
 
     slots = torch.zeros_like(top.indices)

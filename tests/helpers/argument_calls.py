@@ -17,6 +17,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.comm import SoloComm
+from attnmesh.generation import GenerationStats
 from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.plan.decode import DecodeShape, Place
 from attnmesh.plan.shards import shards
@@ -158,7 +159,7 @@ def _new(cache: am.BlockCache) -> Any:
     return cache.append([cache.allocate([1, 2, 3, 4])], 2)
 
 
-def _stored_cache(comm: am.Comm | None = None, sharding: am.DecodeSharding = SHARDING) -> am.ShardedCache:
+def _stored_cache(comm: am.comm.Comm | None = None, sharding: am.DecodeSharding = SHARDING) -> am.ShardedCache:
     cache = am.ShardedCache(sharding, 0 if comm is None else comm.rank, batch=2, **_sizes())
     cache.mark_written(cache.append([cache.allocate([1, 2, 3])], 3))
     return cache
@@ -166,13 +167,13 @@ def _stored_cache(comm: am.Comm | None = None, sharding: am.DecodeSharding = SHA
 
 def _cache_folder() -> Path:
     folder = Path(tempfile.mkdtemp())
-    am.save_cache(_stored_cache(), folder, SoloComm())
+    am.decode.save_cache(_stored_cache(), folder, SoloComm())
     return folder
 
 
 def _requests_folder() -> Path:
     folder = Path(tempfile.mkdtemp())
-    am.save_requests(am.Generator(**_generator()), folder)
+    am.generation.save_requests(am.Generator(**_generator()), folder)
     return folder
 
 
@@ -620,7 +621,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
                  "ranks_per_node": 1, "device": "cpu", "facts": {"a": 1}, "figures": {"t": [{"a": 1}]}},
     ],
     "generation_report": [
-        lambda: {"answers": [GeneratedAnswer("q", "a", 3, 2)], "stats": [am.GenerationStats(0)], "facts": {"a": 1},
+        lambda: {"answers": [GeneratedAnswer("q", "a", 3, 2)], "stats": [GenerationStats(0)], "facts": {"a": 1},
                  "ranks_per_node": 1},
     ],
     "write_report": [lambda: {"path": Path(tempfile.gettempdir()) / "attnmesh-report.html", "report": _report()}],
@@ -643,19 +644,19 @@ RECEIVERS: dict[str, Callable[[], Any]] = {
 WORLD, SHARDED = 2, am.DecodeSharding(cp=2)
 
 
-def _on_ranks(comm: am.Comm) -> tuple[am.AttentionBlock, Arguments]:
+def _on_ranks(comm: am.comm.Comm) -> tuple[am.AttentionBlock, Arguments]:
     config, weights = random_block(4, 2, 8, 24)
     block = am.AttentionBlock(config, weights.shard(config, SHARDED, comm.rank), SHARDED, comm)
     return block, _block_call(block)
 
 
-def _block_on_ranks(comm: am.Comm) -> tuple[None, Arguments]:
+def _block_on_ranks(comm: am.comm.Comm) -> tuple[None, Arguments]:
     config, weights = random_block(4, 2, 8, 24)
     shard = weights.shard(config, SHARDED, comm.rank)
     return None, {"config": config, "weights": shard, "sharding": SHARDED, "comm": comm}
 
 
-def _rows_of(comm: am.Comm, **whole: Any) -> Arguments:
+def _rows_of(comm: am.comm.Comm, **whole: Any) -> Arguments:
     """Rows of this rank, of tensors whose first dimension is the sequence."""
     layout = am.Contiguous()
     return {
@@ -663,16 +664,16 @@ def _rows_of(comm: am.Comm, **whole: Any) -> Arguments:
     }
 
 
-def _sparse_on_ranks(arguments: Callable[[], Arguments]) -> Callable[[am.Comm], tuple[Any, Arguments]]:
+def _sparse_on_ranks(arguments: Callable[[], Arguments]) -> Callable[[am.comm.Comm], tuple[Any, Arguments]]:
     return lambda comm: (am.SparseParallel(cp=comm), _rows_of(comm, **arguments()))
 
 
-def _cancel_on_ranks(comm: am.Comm) -> tuple[Any, Arguments]:
+def _cancel_on_ranks(comm: am.comm.Comm) -> tuple[Any, Arguments]:
     generator = am.Generator(**{**_generator(), "comm": comm})
     return generator, {"request": generator.submit(**_submit())}
 
 
-COLLECTIVE: dict[str, Callable[[am.Comm], tuple[Any, Arguments]]] = {
+COLLECTIVE: dict[str, Callable[[am.comm.Comm], tuple[Any, Arguments]]] = {
     "ContextParallel.attention": lambda comm: (
         am.ContextParallel(comm, schedule="ring"), {**_qkv(3), "length": 6, "mask": am.Causal(), **_score_terms()},
     ),
@@ -686,8 +687,8 @@ COLLECTIVE: dict[str, Callable[[am.Comm], tuple[Any, Arguments]]] = {
     "AttentionBlock": _block_on_ranks,
     "AttentionBlock.__call__": _on_ranks,
     "SparseParallel.sparse_attention": _sparse_on_ranks(lambda: _sparse(d_v=8)),
-    "SparseDecode.indexer_topk": lambda comm: (am.SparseDecode(comm), {**_paged_index(), "cur_pos": [5, 6]}),
-    "SparseDecode.attention": lambda comm: (am.SparseDecode(comm), _paged_sparse(d_v=8)),
+    "SparseDecode.indexer_topk": lambda comm: (am.sparse.SparseDecode(comm), {**_paged_index(), "cur_pos": [5, 6]}),
+    "SparseDecode.attention": lambda comm: (am.sparse.SparseDecode(comm), _paged_sparse(d_v=8)),
     "SparseParallel.attention_distribution": _sparse_on_ranks(_distribution),
     "SparseParallel.indexer_topk": _sparse_on_ranks(lambda: _indexer(topk=2)),
     "SparseParallel.indexer_scores_at": _sparse_on_ranks(lambda: _indexer(indices=_indices())),

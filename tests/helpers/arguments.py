@@ -29,9 +29,13 @@ from torch import Tensor
 import attnmesh as am
 
 ROOT = Path(__file__).parents[2]
-PACKAGES_WITH_NAMES = ("attnmesh.report", "attnmesh.sparse", "attnmesh.decode", "attnmesh.models", "attnmesh.recurrent")
+PACKAGES_WITH_NAMES = (
+    "attnmesh.report", "attnmesh.sparse", "attnmesh.decode", "attnmesh.models", "attnmesh.recurrent",
+    "attnmesh.generation",
+)  # fmt: skip
 # What the commands use of the planner and of traces, and a program may use as well.
 PLANNER_NAMES = {
+    "attnmesh.comm": ("Comm", "CommError"),
     "attnmesh.planner.catalog": ("Catalog", "catalog", "default_cluster", "load"),
     "attnmesh.planner.decode": ("DecodeRequest", "decode_ranking"),
     "attnmesh.planner.models.config": ("model", "read_config", "read_model_config"),
@@ -285,7 +289,7 @@ def judge(call: Callable[[], Any], parameter: str, value: Any, hint: Any, others
     try:
         with limits():
             finish(call())
-    except (ValueError, am.CacheFull) as error:
+    except (ValueError, am.decode.CacheFull) as error:
         fits = hint is _MISSING or matches(value, hint)
         return judge_refusal(error, parameter, value, others if fits else ())
     except OSError as error:  # of a file that cannot be opened
@@ -305,7 +309,7 @@ def judge(call: Callable[[], Any], parameter: str, value: Any, hint: Any, others
 def judge_refusal(error: Exception, parameter: str, value: Any, others: Collection[str]) -> Outcome:
     """A refusal must name the argument and its value, or another argument that does not go with it."""
     text = str(error)
-    if isinstance(error, am.CacheFull):
+    if isinstance(error, am.decode.CacheFull):
         return Outcome("refused", text)
     if isinstance(value, str | Path) and str(value) and f"{value} " in text:
         return Outcome("refused", text)  # a file, named by its path

@@ -107,7 +107,7 @@ def generate(kind: str, world: int, prefill_chunk: int | None, **how: Any) -> No
         generator = Generator(
             model, None, comm, cache_tokens=200, max_sequences=len(PROMPTS), prefill_chunk=prefill_chunk,
             sharding=am.DecodeSharding(cp=world),
-            callbacks=am.Callbacks(on_logits=lambda row, each: found[row].append(each.clone())),
+            callbacks=am.generation.Callbacks(on_logits=lambda row, each: found[row].append(each.clone())),
         )  # fmt: skip
         tokens: list[list[int]] = [[] for _ in PROMPTS]
         for token in generator.generate(PROMPTS, max_new_tokens=MOST, stop=[], **how):
@@ -211,6 +211,17 @@ def lines(rows: list[Row]) -> str:
 def written() -> str:
     """The table in the documentation."""
     return PAGE.read_text().partition(_BEGIN)[2].partition(_END)[0].strip()
+
+
+def written_of(kind: str) -> str | None:
+    """The row of a type that is served, the reason of one that is refused, or None."""
+    for line in written().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 5 and cells[0] == kind:
+            return line
+        if len(cells) == 2 and kind in cells[0].split(", "):
+            return cells[1]
+    return None
 
 
 if __name__ == "__main__":

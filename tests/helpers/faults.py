@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.comm import CommError, process_group
+from attnmesh.comm import Comm, CommError, process_group
 from attnmesh.testing.block import poisoned_cache, random_block, shard_block
 from helpers.processes import Died, run_processes
 
@@ -38,10 +38,10 @@ class InjectedError(RuntimeError):
 # Programs: (comm, device) -> a function that makes one step.
 
 
-def training(schedule: str, **options: Any) -> Callable[[am.Comm, str], Step]:
+def training(schedule: str, **options: Any) -> Callable[[Comm, str], Step]:
     """Attention forward and backward under one schedule."""
 
-    def make(comm: am.Comm, device: str) -> Step:
+    def make(comm: Comm, device: str) -> Step:
         context = am.ContextParallel(comm, schedule=schedule, **options)
         q, k, v = (torch.randn(1, 12, 64, 16, device=device, requires_grad=True) for _ in range(3))
 
@@ -54,7 +54,7 @@ def training(schedule: str, **options: Any) -> Callable[[am.Comm, str], Step]:
     return make
 
 
-def compiled(comm: am.Comm, device: str) -> Step:
+def compiled(comm: Comm, device: str) -> Step:
     """The ring inside of a compiled function."""
     context = am.ContextParallel(comm, schedule="ring")
     q, k, v = (torch.randn(1, 4, 64, 16, device=device, requires_grad=True) for _ in range(3))
@@ -70,7 +70,7 @@ def compiled(comm: am.Comm, device: str) -> Step:
     return step
 
 
-def sparse(comm: am.Comm, device: str) -> Step:
+def sparse(comm: Comm, device: str) -> Step:
     """Sparse attention over a sharded sequence."""
     parallel = am.SparseParallel(cp=comm)
     q = torch.randn(8, 16, 64, device=device, requires_grad=True)
@@ -85,10 +85,10 @@ def sparse(comm: am.Comm, device: str) -> Step:
     return step
 
 
-def decode(tp: int, kvdp: int, cp: int) -> Callable[[am.Comm, str], Step]:
+def decode(tp: int, kvdp: int, cp: int) -> Callable[[Comm, str], Step]:
     """Steps of an attention block with a sharded cache."""
 
-    def make(comm: am.Comm, device: str) -> Step:
+    def make(comm: Comm, device: str) -> Step:
         config, weights = random_block(q_heads=6, kv_heads=3 if tp > 1 else 2, head_dim=16, hidden=48, device=device)
         block = shard_block(config, weights, am.DecodeSharding(tp, kvdp, cp, interleave=2), comm)
         cache = poisoned_cache(block, 3, 64)
@@ -98,7 +98,7 @@ def decode(tp: int, kvdp: int, cp: int) -> Callable[[am.Comm, str], Step]:
     return make
 
 
-def generate(comm: am.Comm, device: str) -> Step:
+def generate(comm: Comm, device: str) -> Step:
     """Prefill and decode of a Transformers model."""
     import transformers
 
@@ -112,7 +112,7 @@ def generate(comm: am.Comm, device: str) -> Step:
     logits: list[Tensor] = []
     generator = am.Generator(
         model, None, comm, cache_tokens=400, sharding=am.DecodeSharding(cp=comm.world),
-        callbacks=am.Callbacks(on_logits=lambda _, row: logits.append(row)),
+        callbacks=am.generation.Callbacks(on_logits=lambda _, row: logits.append(row)),
     )  # fmt: skip
 
     def step() -> Tensor:
@@ -122,7 +122,7 @@ def generate(comm: am.Comm, device: str) -> Step:
     return step
 
 
-def gather(comm: am.Comm, device: str) -> Step:
+def gather(comm: Comm, device: str) -> Step:
     """The parts of a sharded tensor, and the gradient of that."""
     context = am.ContextParallel(comm)
 
@@ -134,7 +134,7 @@ def gather(comm: am.Comm, device: str) -> Step:
     return step
 
 
-def queries(comm: am.Comm, device: str) -> Step:
+def queries(comm: Comm, device: str) -> Step:
     """Attention with distributed queries."""
     q, k, v = (torch.randn(1, 2, 12, 8, device=device, requires_grad=True) for _ in range(3))
 
@@ -146,7 +146,7 @@ def queries(comm: am.Comm, device: str) -> Step:
     return step
 
 
-PROGRAMS: dict[str, tuple[int, Callable[[am.Comm, str], Step]]] = {
+PROGRAMS: dict[str, tuple[int, Callable[[Comm, str], Step]]] = {
     "ring": (3, training("ring")),
     "allgather": (3, training("allgather")),
     "ulysses": (3, training("ulysses")),
@@ -177,7 +177,7 @@ FAULTS = ("late", "stopped for a while", "holding the GIL", "disagreeing", "rais
 HARMLESS = FAULTS[:3]
 
 
-def fail(fault: str, comm: am.Comm, *, late: float, away: float, is_over: Callable[[], bool] = lambda: False) -> None:
+def fail(fault: str, comm: Comm, *, late: float, away: float, is_over: Callable[[], bool] = lambda: False) -> None:
     """What the faulty rank does: for `late` seconds, after which it goes on in time, or `away`, unless it `is_over`.
 
     Another rank may continue a process that hangs, because it is stopped.
@@ -204,7 +204,7 @@ def fail(fault: str, comm: am.Comm, *, late: float, away: float, is_over: Callab
             time.sleep(0.05)
 
 
-def inject(comm: am.Comm, moment: str | int, fault: Callable[[], None]) -> Callable[[], bool]:
+def inject(comm: Comm, moment: str | int, fault: Callable[[], None]) -> Callable[[], bool]:
     """Let the next operation in forward or backward, or that with a number, meet the fault, once.
 
     Returns a function that tells whether it has.
@@ -237,7 +237,12 @@ def inject(comm: am.Comm, moment: str | int, fault: Callable[[], None]) -> Calla
 
 
 def run_steps(
-    comm: am.Comm, program: str, device: str, moment: str | int, fault: Callable[[], None] | None, seconds: float = 0
+    comm: Comm,
+    program: str,
+    device: str,
+    moment: str | int,
+    fault: Callable[[], None] | None,
+    seconds: float = 0,
 ) -> tuple[str, str, float, list[float]]:
     """Make the steps of a program, with a fault of this rank if one is given, for so many seconds at least.
 
@@ -282,7 +287,7 @@ LONG = 120.0
 class Setting:
     """Where cells run. `new_comm(world, timeout)` makes a comm on all ranks, whose default group is on gloo."""
 
-    new_comm: Callable[[int, float], am.Comm]
+    new_comm: Callable[[int, float], Comm]
     device: str = "cpu"
     timeout: float = 2.0
     late: float = 1.0
@@ -299,7 +304,7 @@ class Setting:
         return error.startswith(f"rank {FAULTY} ") or (self.device == "cuda" and f"rank {FAULTY}" in error)
 
 
-def run_cells(comm: am.Comm, program: str, cells: list[Cell], setting: Setting) -> dict[Any, Any]:
+def run_cells(comm: Comm, program: str, cells: list[Cell], setting: Setting) -> dict[Any, Any]:
     """The outcome of every cell on this rank. The rank that is away comes back when all others have raised."""
     comm.timeout = 60
     found: dict[Any, Any] = {"pid": os.getpid()}
@@ -326,7 +331,7 @@ def _all_raised(store: Any, key: str, world: int) -> bool:
     return store.add(key, 0) == world - 1
 
 
-def run_killed(comm: am.Comm, program: str, moment: str | int, setting: Setting) -> tuple[str, str, float, list[float]]:
+def run_killed(comm: Comm, program: str, moment: str | int, setting: Setting) -> tuple[str, str, float, list[float]]:
     """The outcome on a rank that is left after one was killed."""
     comm.timeout = 60
     warm = run_steps(setting.new_comm(comm.world, 60), program, setting.device, "before", None)

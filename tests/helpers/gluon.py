@@ -22,14 +22,8 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import pytest
 import torch
 from torch import Tensor
-
-
-def mostly_sweep(cases: list[tuple], every: int) -> list:
-    """The cases as parameters, of which all but each `every`-th are slow: an emulated launch takes a second."""
-    return [pytest.param(*case, marks=[pytest.mark.sweep] if i % every else []) for i, case in enumerate(cases)]
 
 
 def emulated(module: ModuleType, seed: int = 0, planted: tuple[str, str] | None = None) -> ModuleType:

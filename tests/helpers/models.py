@@ -142,7 +142,7 @@ def generated_rows(generator: Generator, prompts: list[list[int]], **how: Any) -
     return rows
 
 
-def on_virtual_ranks(world: int, fn: Callable[[am.Comm], Any]) -> list[Any]:
+def on_virtual_ranks(world: int, fn: Callable[[am.comm.Comm], Any]) -> list[Any]:
     return am.run_virtual(world, fn, timeout=60)
 
 

@@ -95,11 +95,11 @@ class Random:
         return torch.rand(*shape, generator=self._generator, dtype=torch.float32, device="cpu") < odds
 
 
-def over_ranks(world: int, program: Callable[[am.Comm], Tensors]) -> Tensors:
+def over_ranks(world: int, program: Callable[[am.comm.Comm], Tensors]) -> Tensors:
     """Run a program on virtual ranks, under the default device of the caller; results are named by rank."""
     device = torch.get_default_device()
 
-    def on_device(comm: am.Comm) -> Tensors:
+    def on_device(comm: am.comm.Comm) -> Tensors:
         with device:
             return program(comm)
 
@@ -131,7 +131,7 @@ def _merge(x: Tensors, backend: str) -> Tensors:
 
 
 def _merge_sinks(x: Tensors, backend: str) -> Tensors:
-    return am.merge_sinks(State(x["out"], x["lse"]), x["sinks"])._asdict()
+    return am.decode.merge_sinks(State(x["out"], x["lse"]), x["sinks"])._asdict()
 
 
 def _states(random: Random) -> Tensors:
@@ -227,7 +227,7 @@ def _prefill_pages(random: Random) -> Tensors:
 
 
 def _paged_prefill(x: Tensors, backend: str) -> Tensors:
-    out, lse = am.paged_prefill_attention(
+    out, lse = am.decode.paged_prefill_attention(
         x["q"], x["k"], x["v"], x["table"], cur_pos=x["cur_pos"], return_lse=True, backend=backend
     )
     return {"out": out, "lse": lse}
@@ -370,24 +370,24 @@ def _paged_latents(random: Random) -> Tensors:
 
 
 def _paged_sparse(x: Tensors, backend: str) -> Tensors:
-    out, lse, largest = am.paged_sparse_decode_attention(
-        x["q"], x["pool"], x["table"], am.TopKIndices(x["indices"], None, x["counts"]), scale=0.3, d_v=20,
+    out, lse, largest = am.sparse.paged_sparse_decode_attention(
+        x["q"], x["pool"], x["table"], am.sparse.TopKIndices(x["indices"], None, x["counts"]), scale=0.3, d_v=20,
         sinks=x["sinks"], return_max_logits=True, backend=backend,
     )  # fmt: skip
     return {"out": out, "lse": lse, "largest": largest}
 
 
 def _paged_topk(x: Tensors, backend: str) -> Tensors:
-    top = am.paged_indexer_topk(x["q"], x["pool"], x["table"], x["w"], 4, cur_pos=[10, 6], backend=backend)
+    top = am.sparse.paged_indexer_topk(x["q"], x["pool"], x["table"], x["w"], 4, cur_pos=[10, 6], backend=backend)
     return {"indices": top.indices, "scores": top.scores, "lengths": top.lengths}
 
 
 def _sparse_decode(x: Tensors, backend: str) -> Tensors:
     """Select and attend as a group of one rank does."""
-    decode = am.SparseDecode()
+    decode = am.sparse.SparseDecode()
     pool, table = x["pool"], x["table"]
     top = decode.indexer_topk(x["q"], pool, table, x["w"], 4, cur_pos=[10, 6], backend=backend)
-    indices = am.TopKIndices(x["indices"], None, x["counts"])
+    indices = am.sparse.TopKIndices(x["indices"], None, x["counts"])
     out, lse = decode.attention(x["q"], pool, table, indices, scale=0.3, sinks=x["sinks"], backend=backend)
     return {"indices": top.indices, "out": out, "lse": lse}
 

@@ -79,7 +79,7 @@ def _context_parallel(schedule: str) -> Callable[[Tensors, str], Tensors]:
     world = _world_of(schedule)
 
     def run(x: Tensors, backend: str) -> Tensors:
-        def attend(comm: am.Comm) -> Tensors:
+        def attend(comm: am.comm.Comm) -> Tensors:
             cp = am.ContextParallel(comm, schedule=schedule, backend=backend, ranks_per_node=ranks_per_node)
             own = _of_rank(x, comm.rank) | {"sinks": x["sinks"]}
             grads = {name: one.detach().requires_grad_() for name, one in own.items()}
@@ -98,7 +98,7 @@ def _context_parallel(schedule: str) -> Callable[[Tensors, str], Tensors]:
 
 
 def _query_distributed(x: Tensors, backend: str) -> Tensors:
-    def attend(comm: am.Comm) -> Tensors:
+    def attend(comm: am.comm.Comm) -> Tensors:
         out, lse = am.ring_distributed_attention(**x, group=comm, return_lse=True)
         return {"out": out, "lse": lse, "whole": am.gather_ring_outputs(out, length=x["q"].shape[2], group=comm)}
 
@@ -121,7 +121,7 @@ def _over_a_cache(x: Tensors, backend: str) -> Tensors:
 
 
 def _sdpa(x: Tensors, backend: str) -> Tensors:
-    def attend(comm: am.Comm) -> Tensors:
+    def attend(comm: am.comm.Comm) -> Tensors:
         own = _of_rank(x, comm.rank)
         buffer = x["buffer"].clone(memory_format=torch.preserve_format)  # whole, and the same on all ranks
         with am.attention_context_parallel(comm, buffers=[buffer], buffer_seq_dims=[1]):
@@ -133,7 +133,7 @@ def _sdpa(x: Tensors, backend: str) -> Tensors:
 
 
 def _collectives(x: Tensors, backend: str) -> Tensors:
-    def run(comm: am.Comm) -> Tensors:
+    def run(comm: am.comm.Comm) -> Tensors:
         own = _of_rank(x, comm.rank)["x"]
         shapes = [own.shape] * WORLD
         gathered = torch.stack(comm.all_gather(own, shapes))
@@ -160,7 +160,7 @@ def _sparse(random: Random) -> Tensors:
 
 def _sparse_parallel(schedule: str) -> Callable[[Tensors, str], Tensors]:
     def run(x: Tensors, backend: str) -> Tensors:
-        def attend(comm: am.Comm) -> Tensors:
+        def attend(comm: am.comm.Comm) -> Tensors:
             parallel = am.SparseParallel(cp=comm, schedule=schedule)
             own = _of_rank(x, comm.rank)
             grads = {name: own[name].detach().requires_grad_() for name in ("q", "kv", "v", "iq", "ik", "w")}
@@ -211,7 +211,7 @@ def _block(sharding: am.DecodeSharding) -> Callable[[Tensors, str], Tensors]:
     def run(x: Tensors, backend: str) -> Tensors:
         weights = am.decode.AttentionWeights(**{name: one for name, one in x.items() if name != "x"})
 
-        def steps(comm: am.Comm) -> Tensors:
+        def steps(comm: am.comm.Comm) -> Tensors:
             own = weights if sharding.ranks == 1 else weights.shard(CONFIG, sharding, comm.rank)
             block = am.AttentionBlock(CONFIG, own, sharding, comm, backend=backend)
             cache = block.make_cache(batch=2, num_blocks=8, block_size=4, max_length=8)
@@ -340,7 +340,7 @@ def _sample(x: Tensors, backend: str) -> Tensors:
 
 
 def _model_inputs(x: Tensors, backend: str) -> Tensors:
-    def shard(comm: am.Comm) -> Tensors:
+    def shard(comm: am.comm.Comm) -> Tensors:
         cp = am.ContextParallel(comm, schedule="ring")
         given = am.shard_inputs(cp, x["ids"], x["labels"], position_ids=x["positions"], attention_mask=x["mask"])
         log_probs = am.gather_log_probs(given, given["attention_pass"].shard(x["logits"]))

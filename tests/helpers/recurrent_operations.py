@@ -41,7 +41,7 @@ def _scan(kind: str) -> Callable[[Tensors, str], Tensors]:
 
 def _over_ranks(kind: str) -> Callable[[Tensors, str], Tensors]:
     def run(x: Tensors, backend: str) -> Tensors:
-        def rank(comm: am.Comm) -> Tensors:
+        def rank(comm: am.comm.Comm) -> Tensors:
             cp = am.ContextParallel(comm)
             layer = _layer(kind, x)
             mine = {n: cp.shard(one, 2) if has_positions(layer, n) else one for n, one in layer._tensors().items()}

@@ -31,15 +31,12 @@ EVERY += [pytest.param("triton", dtype, marks=INTERPRETED) for dtype in DTYPES["
 
 
 def with_dtypes(cases: Iterable) -> list:
-    """All (*case, backend, dtype); by default every case with one of the dtypes of torch, the others are sweeps."""
+    """(*case, backend, dtype): every case with the next dtype of torch, and of Triton."""
     cases = [case if isinstance(case, tuple) else (case,) for case in cases]
-    in_torch = [
-        pytest.param(*case, "torch", dtype, marks=() if i % len(DTYPES["torch"]) == j else pytest.mark.sweep)
+    return [
+        pytest.param(*case, backend, dtypes[i % len(dtypes)], marks=() if backend == "torch" else INTERPRETED)
+        for backend, dtypes in DTYPES.items()
         for i, case in enumerate(cases)
-        for j, dtype in enumerate(DTYPES["torch"])
-    ]
-    return in_torch + [
-        pytest.param(*case, "triton", dtype, marks=INTERPRETED) for case in cases for dtype in DTYPES["triton"]
     ]
 
 

@@ -17,22 +17,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import pytest
-
 from helpers.carried_values import dropped_bounds, uncarried_in
 from helpers.processes import Died, Raised, _context, _result
 
 # Compute capability (Ampere, Ada, Hopper, Blackwell) -> bytes of shared memory of one program.
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 TENSOR_MEMORY = 512  # columns of one program on sm_100
-
-
-def a_few_at_a_time(cases: list[tuple], count: int = 8) -> list:
-    """The cases as parameters of slow tests, so few in each that it ends in time on cores that are shared."""
-    groups = [cases[i : i + count] for i in range(0, len(cases), count)]
-    return [
-        pytest.param(group, marks=pytest.mark.sweep, id=f"{i + 1} of {len(groups)}") for i, group in enumerate(groups)
-    ]
 
 
 def compiled_for_hopper(test_file: str, cases: list[tuple], processes: int = 2) -> list[dict]:

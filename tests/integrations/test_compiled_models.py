@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from attnmesh import Comm, ContextParallel, register_attention, shard_inputs
-from attnmesh.comm import SoloComm
+from attnmesh import ContextParallel, register_attention, shard_inputs
+from attnmesh.comm import Comm, SoloComm
 from attnmesh.core.masks import Causal, Chunked, SlidingWindow
 from attnmesh.integrations.transformers_attention import _traced_kind
 from helpers.processes import run_processes
@@ -131,20 +131,19 @@ def test_windows():
 @pytest.mark.sweep
 def test_lengths_compile_once_more():
     cp = ContextParallel(SoloComm())
-    calls = [shard_inputs(cp, ids(n), ids(n), document_lengths=[[5, n - 5], [n]]) for n in (20, 24, 31, 40)]
-    assert_one_graph(llama(), calls, graphs=2)
+    calls = [shard_inputs(cp, ids(n), ids(n), document_lengths=[[5, n - 5], [n]]) for n in (20, 24, 40)]
+    assert_one_graph(llama(layers=1), calls, graphs=2)
 
 
-def two_ranks(comm: Comm, backend: str) -> None:
+def two_ranks(comm: Comm) -> None:
     register_attention()
     cp = ContextParallel(comm)
-    calls = [shard_inputs(cp, ids(), ids(), position_ids=packed(3 + i, 9)) for i in range(3)]
-    assert_one_graph(llama(), calls, backend)
+    calls = [shard_inputs(cp, ids(), ids(), position_ids=packed(3 + i, 9)) for i in range(2)]
+    assert_one_graph(llama(layers=1), calls, "inductor")
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_two_ranks(backend):
-    if backend == "inductor" and not shutil.which("g++"):
+def test_two_ranks():
+    if not shutil.which("g++"):
         pytest.skip("inductor needs a C++ compiler")
-    run_processes(2, two_ranks, backend, timeout=300)
+    run_processes(2, two_ranks, timeout=300)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from helpers.cases import else_sweep
+from helpers.cases import else_sweep, first, in_turn, sweep
 from helpers.models import on_virtual_ranks
 from helpers.recurrent_models import MODELS, recurrent_model
 
@@ -68,10 +68,7 @@ def test_packed_rows_are_documents_alone(kind):
     assert_equal((sum(on_virtual_ranks(3, rank)), gradients(model)), expected)
 
 
-@pytest.mark.parametrize(
-    ("kind", "before"),
-    else_sweep([(kind, before) for kind in MODELS for before in (True, False)], lambda *case: case == ("bamba", True)),
-)
+@pytest.mark.parametrize(("kind", "before"), first(1, [("bamba", True), *in_turn(MODELS, [True, False])]))
 def test_padding_is_that_of_one_process(kind, before):
     model, ids = recurrent_model(kind), torch.randint(1, 64, (2, LENGTH))
     mask = torch.ones_like(ids)
@@ -95,7 +92,7 @@ def test_padding_is_that_of_one_process(kind, before):
     assert_equal((sum(on_virtual_ranks(2, rank)), gradients(model)), expected)
 
 
-@pytest.mark.parametrize("kind", else_sweep([(kind,) for kind in MODELS], lambda kind: kind == "falcon_mamba"))
+@pytest.mark.parametrize("kind", ["falcon_mamba", sweep("qwen3_next"), sweep("minimax"), sweep("lfm2")])
 def test_activation_checkpointing(kind):
     """Layers run again in the backward pass, outside of the model's call."""
     model, ids = recurrent_model(kind), torch.randint(1, 64, (1, LENGTH))

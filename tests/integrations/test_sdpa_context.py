@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from attnmesh import Causal, Comm, ContextParallel, Contiguous, Documents, Mask, SlidingWindow, Striped, run_virtual
-from attnmesh.comm import SoloComm
+from attnmesh import Causal, ContextParallel, Contiguous, Documents, Mask, SlidingWindow, Striped, run_virtual
+from attnmesh.comm import Comm, SoloComm
 from attnmesh.integrations.sdpa import attention_context_parallel
 from helpers.cases import sweep
 from helpers.processes import Raised, run_processes

@@ -1,11 +1,13 @@
 """Models whose layers attnmesh does not see are refused on every rank, by every call with a sharded batch."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import attnmesh as am
+from attnmesh.integrations import sharded_pass
 from attnmesh.integrations.transformers_attention import register_attention
 from helpers.models import attnmesh_model, on_virtual_ranks
 
@@ -45,6 +47,13 @@ def test_the_error_names_what_is_the_matter_with_the_model(kind):
 
 def test_a_recurrent_model_that_was_not_made_for_attnmesh_is_refused():
     refused(made("rwkv", RECURRENT, implementation=None), "layers with a recurrent state are not served")
+
+
+def test_layers_that_are_not_served_are_refused_while_a_model_is_traced(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    model = SimpleNamespace(config=SimpleNamespace(layer_types=["mamba"]))
+    with pytest.raises(ValueError, match=r"layer_types must be .* got mamba"):
+        sharded_pass._call(model, attention_pass=object.__new__(sharded_pass.ShardedPass))
 
 
 class Averaging(torch.nn.Module):

@@ -14,7 +14,8 @@ from random import Random
 import numpy as np
 import torch
 
-from attnmesh import BlockCache, CacheFull, CacheSpec
+from attnmesh import BlockCache, CacheSpec
+from attnmesh.decode import CacheFull
 
 ALPHABET, KEYS = 2, ("", "tenant")
 OPERATIONS = (

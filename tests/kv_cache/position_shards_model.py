@@ -17,8 +17,9 @@ from random import Random
 import numpy as np
 import torch
 
-from attnmesh import BlockCache, CacheFull, CacheSpec
+from attnmesh import BlockCache, CacheSpec
 from attnmesh.core.ranges import InterleavedShard
+from attnmesh.decode import CacheFull
 from attnmesh.kv_cache import block_manager
 from attnmesh.kv_cache.block_manager import BlockLayout, max_window_blocks
 

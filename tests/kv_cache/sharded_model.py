@@ -8,7 +8,8 @@ from random import Random
 import numpy as np
 import torch
 
-from attnmesh import CacheFull, ShardedCache
+from attnmesh import ShardedCache
+from attnmesh.decode import CacheFull
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.plan.decode import DecodeSharding, Place
 from helpers.caches import cache_sizes

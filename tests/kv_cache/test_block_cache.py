@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from attnmesh import BlockCache, CacheFull, content_ids, paged_decode_attention
+from attnmesh import BlockCache, paged_decode_attention
+from attnmesh.decode import CacheFull, content_ids
 from attnmesh.kv_cache import pools as tables
 from attnmesh.ops.storage import STORAGES, values_of
 from helpers.caches import cache_sizes
@@ -447,6 +448,7 @@ NEW = torch.zeros(1, 2, 3, 16)
         (lambda c, a, new: c.keys(2), "layer must be 0 to 1, got 2"),
         (lambda c, a, new: c.values(-1), "layer must be 0 to 1, got -1"),
         (lambda c, a, new: c.write(2, new, NEW, NEW), "layer must be 0 to 1, got 2"),
+        (lambda c, a, new: c.write(None, new, NEW, NEW), "layer must be 0 to 1, got None"),
         (
             lambda c, a, new: c.write(0, new, NEW, NEW),
             r"layer 0 of these tokens is already written, unwritten are \[1\]",

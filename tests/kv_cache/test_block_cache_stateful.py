@@ -36,7 +36,7 @@ def test_random_operations(sizes):
 @pytest.mark.sweep
 @pytest.mark.parametrize("sizes", SIZES, ids=IDS)
 def test_many_random_operations(sizes):
-    drive(60_000, seed=2, **sizes)
+    drive(10_000, seed=2, **sizes)
 
 
 class CacheMachine(RuleBasedStateMachine):

@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from attnmesh import CacheFull
+from attnmesh.decode import CacheFull
 from attnmesh.kv_cache.block_pool import BlockPool, block_hash, root_hash
 
 

@@ -17,11 +17,11 @@ pytestmark = pytest.mark.usefixtures("poisoned_pools")
 
 
 def saved(mesh: Mesh, folder) -> None:
-    am.run_virtual(mesh.sharding.ranks, lambda comm: am.save_cache(mesh.caches[comm.rank], folder, comm))
+    am.run_virtual(mesh.sharding.ranks, lambda comm: am.decode.save_cache(mesh.caches[comm.rank], folder, comm))
 
 
 def loaded(mesh: Mesh, folder, to: DecodeSharding, **options) -> Mesh:
-    return moved(mesh, to, am.run_virtual(to.ranks, lambda comm: am.load_cache(folder, to, comm, **options)))
+    return moved(mesh, to, am.run_virtual(to.ranks, lambda comm: am.decode.load_cache(folder, to, comm, **options)))
 
 
 @pytest.fixture
@@ -180,10 +180,10 @@ def test_bad_files_are_refused_on_every_rank(tmp_path):
     def load(comm):
         said = None
         try:
-            am.load_cache(folder, to, comm)
+            am.decode.load_cache(folder, to, comm)
         except ValueError as error:
             said = str(error)
-        assert am.load_cache(good, to, comm).sequences[0].length == 5  # the ranks go on together
+        assert am.decode.load_cache(good, to, comm).sequences[0].length == 5  # the ranks go on together
         return said
 
     good = tmp_path / "good"
@@ -218,4 +218,4 @@ def test_a_folder_in_use_is_not_overwritten_and_an_unfinished_save_not_loaded(tm
         saved(mesh, tmp_path / "new")
     assert list((tmp_path / "new").iterdir()) == []
     with pytest.raises(ValueError, match=r"manifest.json is missing"):
-        am.load_cache(tmp_path / "new", DecodeSharding())
+        am.decode.load_cache(tmp_path / "new", DecodeSharding())

@@ -7,13 +7,14 @@ import pytest
 import torch
 from position_shards_model import OPERATIONS, drive
 
-from attnmesh import BlockCache, CacheFull
+from attnmesh import BlockCache
 from attnmesh.core.ranges import InterleavedShard
+from attnmesh.decode import CacheFull
 from attnmesh.kv_cache import cache as cache_module
 from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.pools import DeviceTables, Pools
 from helpers.caches import cache_sizes
-from helpers.cases import first, sweep
+from helpers.cases import first, in_turn, sweep
 
 RUNS, BLOCK_LENS = (1, 2, 3, 4, 8), (1, 3, 4)
 
@@ -27,7 +28,7 @@ def test_ranks_in_lockstep_hold_whole_sequences(ranks):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("ranks", "run", "block_size"), list(product((1, 2, 3, 4), RUNS, BLOCK_LENS)))
+@pytest.mark.parametrize(("ranks", "run", "block_size"), in_turn((1, 2, 3, 4), RUNS, BLOCK_LENS))
 def test_ranks_in_lockstep_for_longer(ranks, run, block_size):
     drive(ranks, run, block_size, steps=1000, seed=1)
 

@@ -40,8 +40,8 @@ def join(source: Mesh, target: Mesh, others: int = 0, rows: list[int] | None = N
         into = target.caches[comm.rank - others] if comm.rank in ranks else None
         try:
             own = None if cache is None else rows
-            joined = am.reshard(cache, target.sharding, comm, ranks=ranks, rows=own, into=into, message_bytes=64)
-        except am.CacheFull as full:
+            joined = am.decode.reshard(cache, target.sharding, comm, ranks=ranks, rows=own, into=into, message_bytes=64)
+        except am.decode.CacheFull as full:
             return str(full)
         assert (joined is None) == (into is None)
         return joined
@@ -124,10 +124,10 @@ def test_rows_that_are_not_there_are_refused_on_every_rank():
             ([comm.rank], "cache must be the same, after the same operations, on all ranks that hold it"),
         ):
             with pytest.raises(ValueError, match=message):
-                am.reshard(cache, DecodeSharding(kvdp=2), comm, rows=rows)
+                am.decode.reshard(cache, DecodeSharding(kvdp=2), comm, rows=rows)
         with pytest.raises(ValueError, match="rows must be None without a ShardedCache that they are of"):
-            am.reshard(None if comm.rank else cache, DecodeSharding(kvdp=2), comm, rows=[0])
-        return sorted(am.reshard(cache, DecodeSharding(kvdp=2), comm, rows=[1]).sequences)
+            am.decode.reshard(None if comm.rank else cache, DecodeSharding(kvdp=2), comm, rows=[0])
+        return sorted(am.decode.reshard(cache, DecodeSharding(kvdp=2), comm, rows=[1]).sequences)
 
     assert am.run_virtual(2, rank) == [[1], [1]]
 
@@ -149,8 +149,8 @@ REFUSED = [
     ({"storage": "fp16"}, {}, ValueError, "with storage='fp32', got 'fp16'"),
     ({"kv_heads": 4}, {}, ValueError, "with kv_heads=2, got 4"),
     ({"max_length": 8}, {}, ValueError, "into must have a max_length of at least 9, the longest sequence, got 8"),
-    ({"lengths": (4,) * 9}, {}, am.CacheFull, "2 more sequences needed, 1 of batch=10 are free"),
-    ({"lengths": (30, 30, 6, 6)}, {}, am.CacheFull, "3 more blocks needed, 0 are free and 0 can be evicted"),
+    ({"lengths": (4,) * 9}, {}, am.decode.CacheFull, "2 more sequences needed, 1 of batch=10 are free"),
+    ({"lengths": (30, 30, 6, 6)}, {}, am.decode.CacheFull, "3 more blocks needed, 0 are free and 0 can be evicted"),
     ({}, {"block_size": 4}, ValueError, "block_size must be None with into, whose own it is, got 4"),
     ({}, {"max_length": 40}, ValueError, "max_length must be None with into, whose own it is, got 40"),
     ({}, {"to": DecodeSharding(cp=2)}, ValueError, r"into must be the part of rank 0 of DecodeSharding\(.*cp=2.*got"),
@@ -176,15 +176,15 @@ def test_what_does_not_fit_is_refused_on_every_rank():
                 given["into"] = None
             rows, used = into and into.sequences, into and into.stats()
             with pytest.raises(kind, match=message):
-                am.reshard(cache, comm=comm, **given)
+                am.decode.reshard(cache, comm=comm, **given)
             assert rows == (into and into.sequences)
             assert used == (into and into.stats())
         with pytest.raises(
             ValueError, match=r"into must be another cache than the one that is moved|must be a Sharded"
         ):
-            am.reshard(cache, source, comm, into=cache if comm.rank < 2 else 3)
+            am.decode.reshard(cache, source, comm, into=cache if comm.rank < 2 else 3)
         into = filled(target, comm.rank - 1, (4, 5, 6), batch=10) if comm.rank else None
-        joined = am.reshard(cache, target, comm, ranks=[1, 2], into=into)
+        joined = am.decode.reshard(cache, target, comm, ranks=[1, 2], into=into)
         return joined and {row: one.row for row, one in joined.items()}
 
     assert am.run_virtual(3, program) == [None, {0: 6, 1: 2}, {0: 6, 1: 2}]
@@ -227,8 +227,8 @@ def test_latents_move_and_are_saved(storage, tmp_path):
             for layer in range(2):
                 k = torch.randn(2, 1, length, width, generator=torch.Generator().manual_seed(10 * row + layer))
                 cache.write(layer, step, k, None)
-        am.save_cache(cache, tmp_path / "latents", comm)
-        moved, loaded = am.reshard(cache, after, comm), am.load_cache(tmp_path / "latents", after, comm)
+        am.decode.save_cache(cache, tmp_path / "latents", comm)
+        moved, loaded = am.decode.reshard(cache, after, comm), am.decode.load_cache(tmp_path / "latents", after, comm)
         raw = [each.local.stored_tensors for each in (cache, moved, loaded)]
         found = []
         for each, tensors in zip((cache, moved, loaded), raw, strict=True):
@@ -266,16 +266,18 @@ def test_windows_are_refused_on_every_rank(more, message, tmp_path):
     def program(comm):
         cache = am.ShardedCache(sharding, comm.rank, **arguments(**more)) if comm.rank < 2 else None
         with pytest.raises(ValueError, match=f"cache {message}"):
-            am.reshard(cache, target, comm, ranks=[1, 2])
+            am.decode.reshard(cache, target, comm, ranks=[1, 2])
         plain = am.ShardedCache(sharding, comm.rank, **arguments()) if comm.rank < 2 else None
         into = am.ShardedCache(target, comm.rank - 1, **arguments(**more)) if comm.rank else None
         with pytest.raises(ValueError, match=f"into {message}"):
-            am.reshard(plain, target, comm, ranks=[1, 2], into=into)
+            am.decode.reshard(plain, target, comm, ranks=[1, 2], into=into)
 
     am.run_virtual(3, program)
     with pytest.raises(ValueError, match=f"cache {message}"):
         am.run_virtual(
             2,
-            lambda comm: am.save_cache(am.ShardedCache(sharding, comm.rank, **arguments(**more)), tmp_path / "x", comm),
+            lambda comm: am.decode.save_cache(
+                am.ShardedCache(sharding, comm.rank, **arguments(**more)), tmp_path / "x", comm
+            ),
         )
     assert not (tmp_path / "x").exists()

@@ -4,7 +4,8 @@ import pytest
 import torch
 from sharded_model import OPERATIONS, Mesh, arguments
 
-from attnmesh import CacheFull, ShardedCache, quantize
+from attnmesh import ShardedCache, quantize
+from attnmesh.decode import CacheFull
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sharded import StepTensors
 from attnmesh.ops.storage import STORAGES, dequantize

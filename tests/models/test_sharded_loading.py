@@ -28,7 +28,7 @@ def test_loaded_parts_are_those_of_the_whole_model(kind, sharding, tmp_path):
     write_folder(tmp_path, transformers_model(kind), max_shard_size="60KB")  # in several files
 
     def rank(comm):
-        expected = am.shard_model(attnmesh_model(kind), sharding, comm)
+        expected = am.models.shard_model(attnmesh_model(kind), sharding, comm)
         loaded, tokenizer = am.load_model(tmp_path, sharding=sharding, comm=comm)
         assert tokenizer.decode([3]) == "a"
         assert loaded.generation_config.eos_token_id == expected.generation_config.eos_token_id
@@ -191,7 +191,9 @@ def test_an_incomplete_checkpoint_is_refused_on_all_ranks(change, message, tmp_p
 
 
 def test_arguments_that_do_not_go_together():
-    with pytest.raises(am.ModelError, match="comm must be None without a sharding"):
+    with pytest.raises(am.models.ModelError, match="comm must be None without a sharding"):
         am.load_model("nowhere", comm=am.comm_from())
-    with pytest.raises(am.ModelError, match="attn_implementation must be 'attnmesh' with a sharding, got 'sdpa'"):
+    with pytest.raises(
+        am.models.ModelError, match="attn_implementation must be 'attnmesh' with a sharding, got 'sdpa'"
+    ):
         am.load_model("nowhere", sharding=am.DecodeSharding(), attn_implementation="sdpa")

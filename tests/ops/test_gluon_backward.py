@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.cases import else_sweep, first, sweep
+from helpers.cases import else_sweep, first, in_turn, sweep
 from helpers.dense_kernels import MASKS, dense, mask_case, relative, score_terms
-from helpers.gluon import emulated, mostly_sweep
-from helpers.triton_compile import a_few_at_a_time, assert_fit, compiled_for_hopper, count
+from helpers.gluon import emulated
+from helpers.triton_compile import assert_fit, compiled_for_hopper, count
 
 pytest.importorskip("triton")
 
@@ -19,7 +19,7 @@ from attnmesh.ops.dense import gluon_backward
 from attnmesh.ops.dense.gluon_backward import BackwardTiles
 from attnmesh.ops.dense.triton_tiles import ScoreTerms
 
-ONE_AND_MANY = [range(1), sweep(range(1, 20))]
+ONE_AND_MANY = [range(1), sweep(range(1, 4))]
 CPU = torch.device("cpu")
 
 
@@ -82,7 +82,7 @@ def emulation(seed: int = 0, planted: tuple[str, str] | None = None):
     return emulated(gluon_backward, seed, planted)
 
 
-@pytest.mark.parametrize("mask", mostly_sweep([(mask,) for mask in MASKS], 4))
+@pytest.mark.parametrize("mask", first(2, ["full", "random", "causal", "union", "slices", "sequences"]))
 @pytest.mark.parametrize("seeds", ONE_AND_MANY, ids=["one", "many"])
 def test_adds_all_gradients_under_hostile_schedules(mask, seeds):
     for seed in seeds:
@@ -92,32 +92,21 @@ def test_adds_all_gradients_under_hostile_schedules(mask, seeds):
 
 @pytest.mark.parametrize(
     ("mask", "q_len", "kv_len", "heads"),
-    first(
-        1,
-        mostly_sweep(
-            [
-                (mask, *lengths, heads)
-                for mask in ("full", "causal", "random")
-                for lengths in ((1, 1), (70, 300), (300, 70), (129, 128), (64, 129))
-                for heads in ((6, 2), (1, 1), (3, 1))
-            ],
-            11,
-        ),
-    ),
-)
+    first(1, [
+        ("full", 1, 1, (6, 2)), ("causal", 70, 300, (1, 1)), ("random", 300, 70, (3, 1)), ("causal", 129, 128, (6, 2)),
+        ("random", 64, 129, (6, 2)), ("full", 300, 70, (1, 1)),
+    ]),
+)  # fmt: skip
 def test_heads_and_lengths(mask, q_len, kv_len, heads):
-    if mask == "random" and q_len == 1:
-        pytest.skip("has rows at both ends that see nothing")
     torch.manual_seed(0)
     Case(mask, q_len, kv_len, heads).check(emulation())
 
 
 @pytest.mark.parametrize(
     ("mask", "widths"),
-    first(1, mostly_sweep(list(product(["causal", "union"], [
-        (192, 128), (128, 128), (64, 128), (128, 64), (96, 96), (32, 80), (256, 256), (192, 192), (136, 120),
-        (128, 256), (256, 40),
-    ])), 6)),
+    first(1, in_turn(["causal", "union"], [
+        (192, 128), (128, 128), (128, 64), (32, 80), (256, 256), (192, 192), (136, 120), (128, 256), (256, 40),
+    ])),
 )  # fmt: skip
 def test_widths(mask, widths):
     torch.manual_seed(0)
@@ -132,11 +121,10 @@ def test_bf16_and_softcap():
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "tiles",
-    first(1, mostly_sweep([(tiles,) for tiles in [
-        BackwardTiles(paired=False), BackwardTiles(stages=4), BackwardTiles(stages=3), BackwardTiles(heads=1),
-        BackwardTiles(heads=2, paired=False), BackwardTiles(held=True), BackwardTiles(shared_keys=True),
-        BackwardTiles(stages=4, heads=2, shared_keys=True, grad_out_stages=2),
-    ]], 7)),
+    [
+        BackwardTiles(paired=False), BackwardTiles(stages=4), BackwardTiles(heads=1), BackwardTiles(held=True),
+        BackwardTiles(shared_keys=True), BackwardTiles(stages=4, heads=2, shared_keys=True, grad_out_stages=2),
+    ],
 )  # fmt: skip
 def test_tiles(tiles):
     torch.manual_seed(0)
@@ -156,10 +144,9 @@ def test_few_programs_divide_the_heads_of_a_group(monkeypatch, length, width, ca
 
 @pytest.mark.parametrize(
     ("mask", "tiles"),
-    mostly_sweep([
-        ("causal", None), ("union", None), ("causal", BackwardTiles(heads=1)),
-        ("causal", BackwardTiles(shared_keys=True)), ("union", BackwardTiles(shared_keys=True)),
-    ], 5),
+    first(1, [
+        ("causal", None), ("causal", BackwardTiles(heads=1)), ("union", BackwardTiles(shared_keys=True)),
+    ]),
 )  # fmt: skip
 def test_overwrites_in_any_dtype(mask, tiles):
     torch.manual_seed(0)
@@ -185,7 +172,7 @@ def test_in_parts_that_add_up():
     case.compare(grads)
 
 
-@pytest.mark.parametrize("tiles", mostly_sweep([(None,), (BackwardTiles(shared_keys=True),)], 2))
+@pytest.mark.parametrize("tiles", [None, sweep(BackwardTiles(shared_keys=True))])
 def test_deterministic_and_single_gradients(tiles):
     torch.manual_seed(0)
     case = Case("causal", heads=(2, 1))
@@ -244,96 +231,44 @@ def test_nothing_to_add():
 PLANTED = {
     "nobody waits for the queries": (
         "mbarrier.wait(barriers.q_ready.index(stage), turn)\n", "pass\n"),
-    "nobody waits for the next queries": (
-        "mbarrier.wait(barriers.q_ready.index(following), ((step + 1) // STAGES) & 1)", "pass"),
-    "ds of the last pair is overwritten": ("mbarrier.wait(barriers.ds_free.index(0), (step // 2 & 1) ^ 1)", "pass"),
-    "nobody waits for grad_out": (
-        "mbarrier.wait(barriers.grad_out_ready.index(stage), turn)\n                grad", "grad"),
-    "nobody waits for the values": (
-        "if SHAPE.scores:\n        mbarrier.wait(barriers.v_ready.index(0), 0)", "if SHAPE.scores:\n        pass"),
     "the producer overwrites queries": ("mbarrier.wait(barriers.q_free.index(stage), turn ^ 1)", "pass"),
-    "the producer expects too few bytes": (
-        "q_ready.index(stage), q.block_type.nbytes * SHAPE.k_blocks)", "q_ready.index(stage), 128)"),
-    "queries are given back too soon": (
-        "drift = drift * 2\n        # The",
-        "mbarrier.arrive(barriers.q_free.index(step % STAGES), count=1)\n        # The"),
-    "queries are not given back": (
-        "mbarrier.arrive(barriers.q_free.index((step + STAGES - 1) % STAGES), count=1)", "pass"),
     "ds is read before the other has written it": (
         "mbarrier.wait(barriers.ds_ready.index(at), (step // 2) & 1)", "pass"),
     "ds is not fenced": ("fence_async_shared()\n                    at = 0", "at = 0"),
-    "ds has one stage": ("ds_stage = step % 2\n", "ds_stage = step % 2 * 0\n"),
-    "scores are used too early": (
-        "UNDER_WAY: gl.constexpr = V_BLOCKS", "UNDER_WAY: gl.constexpr = 2 * V_BLOCKS"),
     "grad_q is used too early": (
         "- i) + K_BLOCKS, (parts[i],) + acc_v)", "- i) + K_BLOCKS + 1, (parts[i],) + acc_v)"),
     "grad_q is overwritten before it is added": (
         "mbarrier.wait(barriers.grad_q_free.index(HALF), (uses & 1) ^ 1)", "pass"),
-    "grad_q is added before it is written": ("mbarrier.wait(barriers.grad_q_ready.index(HALF), uses & 1)", "pass"),
-    "grad_q is given back too soon": ("tma.store_wait(UNDER_WAY)\n", "pass\n"),
-    "grad_q is not fenced": (
-        "store(part * scale)\n                        fence_async_shared()", "store(part * scale)"),
     "the last keys need no mask": ("edge = gl.where(key_begin + KEYS > kv_len, 0, edge)", "pass"),
-    "a tile too many needs no mask": (
-        "inner = gl.cdiv(full_begin, _TILE) * _TILE", "inner = full_begin // _TILE * _TILE"),
     "heads of the group are left out": ("kv_head = stream // splits % kv_heads", "kv_head = stream * 0"),
 }  # fmt: skip
 
 
 PLANTED_WITH_SHARED_KEYS = {
-    "grad_out is overwritten": (
-        "mbarrier.wait(barriers.grad_out_free.index(at), (step // SHAPE.grad_out_stages & 1) ^ 1)", "pass"),
     "grad_out is given back too soon": (
         "acc_v = finish(0, acc_v)\n            mbarrier.arrive(barriers.grad_out_free.index(step % GRAD_OUT_STAGES), "
         "count=1)",
         "mbarrier.arrive(barriers.grad_out_free.index(step % GRAD_OUT_STAGES), count=1)\n            "
         "acc_v = finish(0, acc_v)"),
-    "nobody waits for grad_out": (
-        "mbarrier.wait(barriers.grad_out_ready.index(at), step // GRAD_OUT_STAGES & 1)\n        grad", "grad"),
-    "nobody waits for the queries": (
-        "mbarrier.wait(barriers.q_ready.index(stage), step // STAGES & 1)\n        products", "products"),
-    "queries are given back too soon": (
-        "acc_k = finish(0, acc_k)\n        mbarrier.arrive(barriers.q_free.index(stage), count=1)",
-        "mbarrier.arrive(barriers.q_free.index(stage), count=1)\n        acc_k = finish(0, acc_k)"),
-    "scores are used too early": ("warpgroup_mma_wait(1 if ROUNDS > 0 else 0, [products])",
-                                  "warpgroup_mma_wait(2, [products])"),
     "weights are read too early": ("mbarrier.wait(barriers.weights_ready.index(0), step & 1)", "pass"),
     "weights are overwritten": ("mbarrier.wait(barriers.weights_free.index(0), (step & 1) ^ 1)", "pass"),
-    "ds is read too early": ("mbarrier.wait(barriers.ds_ready.index(0), step & 1)\n", "pass\n"),
-    "the last ds is read too early": ("mbarrier.wait(barriers.ds_ready.index(0), work.steps & 1)", "pass"),
-    "ds is overwritten": ("mbarrier.wait(barriers.ds_free.index(0), step & 1)", "pass"),
     "ds is not fenced": ("memory.ds.index(0).store(ds)\n            fence_async_shared()",
                          "memory.ds.index(0).store(ds)"),
-    "grad_q is used too early": (
-        "warpgroup_mma_wait(ROUNDS - 1 - i + BEHIND,", "warpgroup_mma_wait(ROUNDS - i + BEHIND,"),
-    "grad_q is overwritten before it is added": (
-        "mbarrier.wait(barriers.grad_q_free.index(HALF), (uses * ROUNDS + i & 1) ^ 1)", "pass"),
-    "grad_q is not fenced": ("store(part * scale)\n        fence_async_shared()", "store(part * scale)"),
-    "grad_q is given back too soon": ("_release(barriers, HALF, 0)", "_release(barriers, HALF, 1)"),
     "grad_q is that of the next rows": (
         "if step + HALF > 0:\n                head", "if step >= 0:\n                head"),
 }  # fmt: skip
 
 
 PLANTED_BY_HALF = {
-    "nobody waits for the queries": (
-        "mbarrier.wait(barriers.q_ready.index(stage), step // STAGES & 1)\n        mbarrier", "mbarrier"),
-    "nobody waits for grad_out": (
-        "mbarrier.wait(barriers.grad_out_ready.index(stage), step // STAGES & 1)", "pass"),
     "sums are used too early": ("finished = warpgroup_mma_wait(0, acc_k + acc_v)",
                                 "finished = warpgroup_mma_wait(1, acc_k + acc_v)"),
     "the second half has the terms of the first": (
         "memory.delta.index(stage).slice(half * ROWS, ROWS)", "memory.delta.index(stage).slice(0, ROWS)"),
-    "ds of the last pair is overwritten": ("mbarrier.wait(barriers.ds_free.index(0), (step // 2 + 1) & 1)", "pass"),
     "ds is read before the other has written it": ("mbarrier.wait(barriers.ds_ready.index(0), step // 2 & 1)", "pass"),
-    "ds is not fenced": ("fence_async_shared()\n                mbarrier.arrive(barriers.ds_ready",
-                         "mbarrier.arrive(barriers.ds_ready"),
-    "grad_q is overwritten before it is added": (
-        "mbarrier.wait(barriers.grad_q_free.index(HALF), (step // 2 * K_BLOCKS + i & 1) ^ 1)", "pass"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", first(2, mostly_sweep([(fault,) for fault in PLANTED], 6)))
+@pytest.mark.parametrize("fault", first(2, PLANTED))
 def test_the_emulation_finds_planted_faults(fault):
     torch.manual_seed(0)
     case = Case("causal", 300, 150, (4, 2))
@@ -429,38 +364,22 @@ def test_the_kernel_of_a_whole_call_compiles():
     assert_sound(compiled_for_hopper(__file__, [("causal", "bfloat16", 128, 128, {"overwrite": True})]))
 
 
-@pytest.mark.sweep
-@pytest.mark.timeout(600)
-def test_the_usual_kernels_compile():
-    assert_sound(compiled_for_hopper(__file__, [
-        ("causal", "bfloat16", 128, 128, {}), ("bounds", "bfloat16", 128, 128, {}),
-        ("causal", "bfloat16", 64, 64, {"stages": 4, "held": True}), ("causal", "bfloat16", 192, 128, {}),
-        ("causal", "bfloat16", 256, 256, {"shared_keys": True}),
-    ]))  # fmt: skip
-
-
-ALL = [
-    *((visibility, "float16", *widths, {"softcap": 30.0})
-      for visibility, widths in product(("full", "bounds"), ((64, 64), (32, 48)))),
-    *((visibility, "bfloat16", *widths, how)
-      for visibility in ("full", "causal", "bounds")
-      for widths in ((128, 128), (64, 64), (96, 96), (64, 128))
-      for how in ({"needs_q": False}, {"overwrite": True}, {"heads": 1}, {"paired": False})),
-    *((visibility, "bfloat16", 64, 64, {"held": True, "stages": 4, **how})
-      for visibility in ("full", "causal", "bounds")
-      for how in ({"needs_q": False}, {"overwrite": True}, {"softcap": 30.0})),
-    *((visibility, "bfloat16", *widths, {"shared_keys": True, **how})
-      for visibility in ("full", "bounds")
-      for widths in ((192, 192), (256, 256), (192, 128), (128, 256))
-      for how in ({"grad_out_stages": 2 if sum(widths) <= 384 else 1}, {"needs_q": False})),
-    *((visibility, "bfloat16", 192, 128, how)
-      for visibility in ("full", "causal", "bounds")
-      for how in ({}, {"needs_q": False}, {"overwrite": True}, {"softcap": 30.0}, {"heads": 1})),
+KERNELS = [
+    ("causal", "bfloat16", 128, 128, {}), ("bounds", "bfloat16", 128, 128, {"heads": 1}),
+    ("full", "bfloat16", 96, 96, {"needs_q": False}), ("causal", "bfloat16", 64, 128, {"paired": False}),
+    ("causal", "bfloat16", 64, 64, {"stages": 4, "held": True}),
+    ("bounds", "bfloat16", 64, 64, {"stages": 4, "held": True, "softcap": 30.0}),
+    ("full", "float16", 32, 48, {"softcap": 30.0}), ("causal", "bfloat16", 192, 128, {}),
+    ("bounds", "bfloat16", 192, 128, {"overwrite": True}), ("full", "bfloat16", 192, 128, {"softcap": 30.0}),
+    ("causal", "bfloat16", 256, 256, {"shared_keys": True}),
+    ("bounds", "bfloat16", 192, 192, {"shared_keys": True, "grad_out_stages": 2}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("cases", a_few_at_a_time(ALL))
-def test_all_kernels_compile(cases):
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cases", [KERNELS[:6], KERNELS[6:]], ids=["narrow", "wide"])
+def test_every_kernel_compiles(cases):
     assert_sound(compiled_for_hopper(__file__, cases))
 
 
@@ -480,6 +399,14 @@ def is_of_its_own(mask: str, widths: tuple[int, int], dtype: torch.dtype) -> boo
             mask == "causal" and widths in ((64, 64), (128, 128), (192, 128))
         )
     return mask in ("full", "causal", "random", "union") or widths == (128, 128)
+
+
+def test_what_it_refuses():
+    q, v = (torch.empty(1, 1, 4, d, dtype=torch.bfloat16) for d in (256, 128))
+    assert gluon_backward.why_not(q, v, terms=ScoreTerms(softcap=2.0)) is None
+    assert "fp16 and bf16" in gluon_backward.why_not(q.float(), v.float())
+    assert "not 256 (keys) and 100 (values)" in gluon_backward.why_not(q, v[..., :100])
+    assert gluon_backward.why_not(q, v, terms=ScoreTerms(slopes=torch.ones(1))).endswith("alibi_slopes")
 
 
 @pytest.mark.cuda

@@ -140,14 +140,14 @@ def paged_topk():
     pool = am.quantize(torch.randn(16, 64, 1, 128, device="cuda"), "fp8_token")
     w, blocks = torch.randn(2, 1, 64, device="cuda"), table()
     at = torch.tensor([500, 300], device="cuda")
-    return lambda: am.paged_indexer_topk(iq, pool, blocks, w, 64, cur_pos=at)
+    return lambda: am.sparse.paged_indexer_topk(iq, pool, blocks, w, 64, cur_pos=at)
 
 
 def sparse_decode():
     q = torch.randn(2, 1, 128, 576, dtype=torch.bfloat16, device="cuda")
     pool = am.quantize(torch.randn(16, 64, 1, 576, device="cuda"), "fp8_ds_mla")
     indices, blocks = torch.randint(0, 300, (2, 1, 128), dtype=torch.int32, device="cuda"), table()
-    return lambda: am.paged_sparse_decode_attention(q, pool, blocks, indices, scale=0.04, d_v=512)
+    return lambda: am.sparse.paged_sparse_decode_attention(q, pool, blocks, indices, scale=0.04, d_v=512)
 
 
 LAUNCHES = {

@@ -13,7 +13,7 @@ from attnmesh.core.state import State
 from attnmesh.ops.dense import gluon_forward
 from attnmesh.ops.dense.gluon_forward import TILES, GluonTiles
 from attnmesh.ops.dense.triton_tiles import ScoreTerms
-from helpers.cases import else_sweep, first, sweep
+from helpers.cases import else_sweep, first, in_turn, sweep
 from helpers.dense_kernels import (
     HUGE_EXPONENTS,
     MASKS,
@@ -23,8 +23,8 @@ from helpers.dense_kernels import (
     mask_case,
     relative,
 )
-from helpers.gluon import emulated, mostly_sweep
-from helpers.triton_compile import a_few_at_a_time, assert_fit, compiled_for_hopper, count
+from helpers.gluon import emulated
+from helpers.triton_compile import assert_fit, compiled_for_hopper, count
 
 SMALL = GluonTiles(keys=64, stages=2)
 
@@ -63,18 +63,21 @@ def assert_right(
 
 WIDTHS = [*TILES, (80, 80), (40, 96), (224, 16), (72, 136)]
 CASES = [  # mask, heads, widths, lengths
-    (mask, heads, WIDTHS[i % len(WIDTHS)], lengths)
-    for i, (mask, (heads, lengths)) in enumerate(
-        product(MASKS, [((2, 2), (150, 150)), ((4, 1), (77, 200)), ((6, 2), (193, 130))])
+    (mask, heads, widths, lengths if mask != "causal" else (150, 150))
+    for mask, widths, (heads, lengths) in in_turn(
+        MASKS, WIDTHS, [((2, 2), (150, 150)), ((4, 1), (77, 200)), ((6, 2), (193, 130))]
     )
-    if mask != "causal" or lengths[0] == lengths[1]
 ]
 
 
-@pytest.mark.parametrize(("mask", "heads", "widths", "lengths"), first(1, mostly_sweep(CASES, 5)))
+@pytest.mark.parametrize(("mask", "heads", "widths", "lengths"), first(1, CASES))
 def test_masks_widths_and_lengths(mask, heads, widths, lengths):
     batch = 3 if mask == "sequences" else 1
     assert_right(emulated(gluon_forward), *inputs(heads, *lengths, *widths, batch=batch), mask, tiles=SMALL)
+
+
+def test_two_blocks_of_columns():
+    assert_right(emulated(gluon_forward), *inputs((2, 1), 70, 70, 192, 160), "causal", tiles=SMALL)
 
 
 @pytest.mark.sweep
@@ -83,9 +86,7 @@ def test_the_tiles_of_every_width(widths):
     assert_right(emulated(gluon_forward), *inputs((4, 2), 230, 230, *widths), "causal")
 
 
-@pytest.mark.parametrize(
-    ("pack", "mask"), first(1, mostly_sweep(list(product([2, 4, 8], ["causal", "window", "union"])), 4))
-)
+@pytest.mark.parametrize(("pack", "mask"), first(1, [(2, "causal"), (4, "window"), (8, "union")]))
 def test_heads_of_a_group_share_a_tile(pack, mask):
     assert_right(emulated(gluon_forward), *inputs((8, 1), 45, 45), mask, tiles=SMALL, pack=pack)
 
@@ -119,7 +120,7 @@ def test_a_scale_that_is_not_positive(scale):
     assert relative(result.lse, truth.lse) < 1e-6
 
 
-HUGE = [(dtype, exponent) for dtype, exponents in HUGE_EXPONENTS.items() for exponent in exponents]
+HUGE = [(dtype, exponent) for dtype, exponents in HUGE_EXPONENTS.items() for exponent in exponents[::3]]
 
 
 def check_huge_scores(
@@ -142,7 +143,7 @@ def check_huge_scores(
     assert_huge_scores_are_right(result, truth)
 
 
-@pytest.mark.parametrize(("dtype", "exponent"), first(1, mostly_sweep(HUGE, 4)))
+@pytest.mark.parametrize(("dtype", "exponent"), first(1, HUGE))
 def test_huge_scores(dtype, exponent):
     check_huge_scores(emulated(gluon_forward), dtype, exponent, tiles=SMALL)
 
@@ -196,9 +197,7 @@ def test_infinite_scores_are_nan_as_in_the_plain_computation():
 SINKS = [0.5, -torch.inf, 40.0, -3.0, -50.0, 3.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("mask", "pack"), first(1, mostly_sweep([("slices", 1), ("causal", 2), ("union", 4), ("full", 1)], 3))
-)
+@pytest.mark.parametrize(("mask", "pack"), first(1, [("slices", 1), ("causal", 2), ("union", 4), ("full", 1)]))
 def test_sinks(mask, pack):
     sinks = torch.tensor(SINKS, dtype=torch.float16)
     assert_right(emulated(gluon_forward), *inputs((8, 2), 70, 70), mask, sinks=sinks, tiles=SMALL, pack=pack)
@@ -236,14 +235,7 @@ def continued(
 
 @pytest.mark.parametrize(
     ("mask", "widths", "stages"),
-    mostly_sweep(
-        [
-            (*case, stages)
-            for stages in (3, 2, 8)
-            for case in (("random", (64, 64)), ("window", (192, 128)), ("union", (80, 72)))
-        ],
-        9,
-    ),
+    first(1, [("random", (64, 64), 3), ("window", (192, 128), 2), ("union", (80, 72), 8)]),
 )
 def test_states_are_continued(mask, widths, stages):
     q, k, v = inputs((4, 2), 140, 200, *widths)
@@ -289,11 +281,8 @@ def test_rows_that_are_not_aligned_are_copied():
     assert_right(emulated(gluon_forward), q, k, v, "full", tiles=SMALL)
 
 
-SCHEDULES = [SMALL, SMALL._replace(stages=3, section=1)]
-
-
-@pytest.mark.parametrize("tiles", mostly_sweep([(tiles,) for tiles in SCHEDULES], 2))
-@pytest.mark.parametrize("seeds", [range(2), sweep(range(2, 40))], ids=["few", "many"])
+@pytest.mark.parametrize("tiles", [SMALL, sweep(SMALL._replace(stages=3, section=1))])
+@pytest.mark.parametrize("seeds", [range(2), sweep(range(2, 8))], ids=["few", "many"])
 def test_under_hostile_schedules(tiles, seeds):
     for seed in seeds:
         torch.manual_seed(seed)
@@ -304,42 +293,22 @@ def test_under_hostile_schedules(tiles, seeds):
 
 PLANTED = {
     "the first turn never comes": ("(turns & 1) ^ FIRST", "turns & 1"),
-    "a consumer does not wait for its queries": ("mbarrier.wait(barriers.q_ready.index(INDEX), served & 1)", "pass"),
-    "a consumer does not wait for the first keys": ("mbarrier.wait(barriers.k_ready.index(stage), phase)", "pass"),
-    "a consumer does not wait for the next keys": (
-        "mbarrier.wait(barriers.k_ready.index(next_stage), (step + 1) // STAGES & 1)", "pass",
-    ),
     "a consumer does not wait for the values": (
         "mbarrier.wait(barriers.v_ready.index(stage), phase)\n                    sums", "sums",
     ),
     "the scores are read too early": ("1 if SHAPE.v_rest == 0 else 2, [scores]", "2, [scores]"),
-    "keys are given back before they are read": (
-        "scores = _score(memory, INDEX, next_stage, KEYS, grid)\n",
-        "scores = _score(memory, INDEX, next_stage, KEYS, grid)\n"
-        "                    mbarrier.arrive(barriers.k_free.index(next_stage), count=1)\n",
-    ),
-    "values are given back before they are read": (
-        "acc = _finish(sums, weights)\n                    mbarrier.arrive(barriers.v_free.index(stage), count=1)",
-        "mbarrier.arrive(barriers.v_free.index(stage), count=1)\n                    acc = _finish(sums, weights)",
-    ),
     "queries are given back before they are read": (
         "seen = served + 1\n",
         "seen = served + 1\n                mbarrier.arrive(barriers.q_free.index(INDEX), count=1)\n",
     ),
-    "the last sums are not waited for": ("wait(0, [sums[0], weights])", "wait(1, [sums[0], weights])"),
-    "the producer awaits no free stage": ("mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)", "pass"),
-    "the producer waits for a turn too many": ("(step // STAGES & 1) ^ 1)", "step // STAGES & 1)"),
     "the producer overwrites the queries": ("mbarrier.wait(barriers.q_free.index(consumer), (served & 1) ^ 1)", "pass"),
-    "a record is overwritten": ("mbarrier.wait(barriers.work_free.index(slot), (record // 2 & 1) ^ 1)", "pass"),
-    "nobody gives records back": ("mbarrier.arrive(barriers.work_free.index(record % 2), count=1)", "pass"),
-    "fewer bytes are expected than come": ("blocks[0].block_type.nbytes)", "blocks[0].block_type.nbytes // 2)"),
     "the last values are not loaded": ("if stop > begin:\n                last", "if False:\n                last"),
     "the edge of a mask is off by one": ("key < (row_end - key_begin)", "key <= (row_end - key_begin)"),
     "the carry is not rescaled": ("acc = rescale(acc, acc_scale)\n                    weights", "weights"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", mostly_sweep([(fault,) for fault in PLANTED], 4))
+@pytest.mark.parametrize("fault", first(4, PLANTED))
 def test_the_emulation_finds_planted_faults(fault):
     q, k, v = inputs((2, 1), 300, 300)
 
@@ -355,22 +324,14 @@ def test_the_emulation_finds_planted_faults(fault):
 
 PLANTED_IN_STATES = {
     "the state is read before it arrives": ("mbarrier.wait(barriers.state_ready.index(INDEX), count & 1)", "pass"),
-    "the producer overwrites a state": ("mbarrier.wait(barriers.state_free.index(consumer), count & 1)", "pass"),
-    "a tile is given back before it is stored": (
-        "tma.store_wait(0)\n        mbarrier.arrive(barriers.state_free", "mbarrier.arrive(barriers.state_free",
-    ),
     "nobody gives the tile back": ("mbarrier.arrive(barriers.state_free.index(INDEX), count=1)", "pass"),
     "the copy engine does not see the new state": ("fence_async_shared()\n        tma", "tma"),
-    "a new state overwrites one that is being stored": (
-        "if SHAPE.state == _NEW:\n            tma.store_wait(0)", "if False:\n            tma.store_wait(0)",
-    ),
     "the last store is not waited for": ("if SHAPE.staged:\n        tma.store_wait(0)", "pass"),
     "what an empty state holds counts": ("rescale((main,), weight, True)", "rescale((main,), weight)"),
-    "the lse of the state is that of other rows": ("* _LOG2_E\n    return result", "* _LOG2_E + 1\n    return result"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", mostly_sweep([(fault,) for fault in PLANTED_IN_STATES], 3))
+@pytest.mark.parametrize("fault", first(2, PLANTED_IN_STATES))
 def test_the_emulation_finds_planted_faults_in_states(fault):
     q, k, v = inputs((2, 1), 500, 200)
 
@@ -511,16 +472,16 @@ def tolerated(kernel: dict) -> int:
 
 USUAL = [(128, 128, "bfloat16", "causal", "only", None, 1)]
 EVERY = [
-    (*widths, dtype, mask, stage, None, 1)
-    for (widths, dtype), (mask, stage) in product(
-        [(widths, ("bfloat16", "float16")[i % 2]) for i, widths in enumerate(WIDTHS)],
-        [("causal", "only"), ("full", "middle"), ("bounds", "only"), ("bounds", "middle"), ("union", "last")],
-    )
-    if widths in TILES or stage != "only"
-] + [(128, 128, "bfloat16", "causal", "only", 30.0, 1), (128, 128, "bfloat16", "full", "only", None, 8)]
+    *((*widths, dtype, mask, stage, None, 1) for widths, dtype, mask, stage in [
+        ((64, 64), "float16", "full", "middle"), ((128, 128), "bfloat16", "bounds", "only"),
+        ((192, 128), "bfloat16", "causal", "only"), ((256, 256), "float16", "bounds", "middle"),
+        ((80, 80), "bfloat16", "union", "last"), ((72, 136), "float16", "bounds", "middle"),
+    ]),
+    (128, 128, "bfloat16", "causal", "only", 30.0, 1), (128, 128, "bfloat16", "full", "only", None, 8),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("cases", [USUAL, *a_few_at_a_time(EVERY)])
+@pytest.mark.parametrize("cases", [USUAL, sweep(EVERY)], ids=["usual", "every"])
 def test_compiles_for_hopper(cases):
     kernels = compiled_for_hopper(__file__, cases)
     assert_fit(kernels, tolerated)

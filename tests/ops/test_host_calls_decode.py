@@ -48,7 +48,7 @@ def operations() -> dict[str, Callable[[], object]]:
         "attention_distribution": lambda: am.attention_distribution(rows, latents, indices, lse, scale=0.1),
         "indexer_topk": lambda: am.indexer_topk(rows, latents, weights, 8),
         "indexer_kl_loss": lambda: am.indexer_kl_loss(rows, latents, weights, indices, target),
-        "paged_sparse_decode_attention": lambda: am.paged_sparse_decode_attention(
+        "paged_sparse_decode_attention": lambda: am.sparse.paged_sparse_decode_attention(
             q.transpose(1, 2), pool[:, :, :1], table, indices[:2, None], scale=0.1
         ),
         "merge": lambda: am.merge([state, state]),

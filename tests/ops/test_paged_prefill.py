@@ -85,7 +85,7 @@ def assert_exact(lengths, tokens, storage="fp32", dtype=torch.float32, window=No
     q, pools, table, exact = problem(lengths, tokens, storage, dtype)
     sinks = torch.randn(Q_HEADS, generator=torch.Generator().manual_seed(1)).to(dtype) if sinks else None
     last = [length - 1 for length in lengths]
-    got = am.paged_prefill_attention(
+    got = am.decode.paged_prefill_attention(
         q, *pools, table, cur_pos=last, window=window, sinks=sinks, return_lse=True, **options
     )
     truth = expected(q, exact, lengths, window, sinks)
@@ -111,7 +111,7 @@ def test_other_numbers_of_new_tokens_in_one_call(causal, monkeypatch):
     lengths, counts = [50, 37, 9, 20, 4], [13, 5, 9, 0, 7]
     q, pools, table, exact = problem(lengths, 13)
     terms = {"softcap": 2.0, "alibi_slopes": torch.rand(Q_HEADS), "sinks": torch.randn(Q_HEADS)}
-    out, lse = am.paged_prefill_attention(
+    out, lse = am.decode.paged_prefill_attention(
         q, *pools, table, cur_pos=[n - 1 for n in lengths], query_lengths=counts, causal=causal, return_lse=True,
         **terms,
     )  # fmt: skip
@@ -137,9 +137,9 @@ def test_numbers_of_new_tokens_that_cannot_be():
         (torch.rand(2), "query_lengths must be a list, or an int32 or int64 tensor"),
     ):
         with pytest.raises(ValueError, match=message):
-            am.paged_prefill_attention(q, *pools, table, cur_pos=[19, 19], query_lengths=wrong)
+            am.decode.paged_prefill_attention(q, *pools, table, cur_pos=[19, 19], query_lengths=wrong)
     with pytest.raises(ValueError, match="window must be None with causal=False, got 4"):
-        am.paged_prefill_attention(q, *pools, table, cur_pos=[19, 19], window=4, causal=False)
+        am.decode.paged_prefill_attention(q, *pools, table, cur_pos=[19, 19], window=4, causal=False)
 
 
 @pytest.mark.parametrize("storage", ["fp8", "int8", "bfp8"])
@@ -157,7 +157,8 @@ def test_it_is_what_decode_computes():
     q, pools, table, _ = problem([40, 9, 0], 8)
     position = {"cur_pos": torch.tensor([39, 8, -1]), "window": 11, "sinks": torch.randn(Q_HEADS), "return_lse": True}
     many, few = (
-        attend(q, *pools, table, **position) for attend in (am.paged_prefill_attention, am.paged_decode_attention)
+        attend(q, *pools, table, **position)
+        for attend in (am.decode.paged_prefill_attention, am.paged_decode_attention)
     )
     for x, y in zip(many, few, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
@@ -165,10 +166,10 @@ def test_it_is_what_decode_computes():
 
 def test_the_bits_of_a_sequence_do_not_depend_on_its_blocks_and_neighbours():
     q, (k, v), table, _ = problem([40, 33], 17)
-    together = am.paged_prefill_attention(q, k, v, table, cur_pos=[39, 32])
+    together = am.decode.paged_prefill_attention(q, k, v, table, cur_pos=[39, 32])
     order = torch.randperm(len(k))
     moved = torch.where(table < 0, -1, order.argsort()[table.clamp(min=0)]).int()
-    alone = am.paged_prefill_attention(q[1:], k[order], v[order], moved[1:], cur_pos=[32])
+    alone = am.decode.paged_prefill_attention(q[1:], k[order], v[order], moved[1:], cur_pos=[32])
     assert torch.equal(alone[0], together[1])
 
 
@@ -191,14 +192,14 @@ def test_memory_is_bounded_by_a_part(monkeypatch):
 def test_a_window_leaves_early_blocks_unread():
     q, pools, table, exact = problem([60], 10)
     table[0, :10] = 12345  # positions 0 to 39
-    got = am.paged_prefill_attention(q, *pools, table, cur_pos=[59], window=8)
+    got = am.decode.paged_prefill_attention(q, *pools, table, cur_pos=[59], window=8)
     torch.testing.assert_close(got.double(), expected(q, exact, [60], 8)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_no_tokens_and_no_sequences():
     q, pools, table, _ = problem([20], 12)
-    assert am.paged_prefill_attention(q[:, :, :0], *pools, table, cur_pos=[19]).shape == (1, Q_HEADS, 0, DIM)
-    assert am.paged_prefill_attention(q[:0], *pools, table[:0], cur_pos=[]).shape == (0, Q_HEADS, 12, DIM)
+    assert am.decode.paged_prefill_attention(q[:, :, :0], *pools, table, cur_pos=[19]).shape == (1, Q_HEADS, 0, DIM)
+    assert am.decode.paged_prefill_attention(q[:0], *pools, table[:0], cur_pos=[]).shape == (0, Q_HEADS, 12, DIM)
 
 
 WRONG = {
@@ -226,7 +227,7 @@ def test_wrong_arguments(words):
     q, (k, v), table, _ = problem([20, 20], 9)
     given = {"q": q, "k_pool": k, "v_pool": v, "block_table": table, "cur_pos": [19, 19]} | WRONG[words]
     with pytest.raises(ValueError) as raised:  # noqa: PT011
-        am.paged_prefill_attention(**given)
+        am.decode.paged_prefill_attention(**given)
     assert re.search(words, str(raised.value)), raised.value
 
 

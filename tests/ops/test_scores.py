@@ -81,8 +81,7 @@ def test_triton_serves_parts_sequences_and_all_terms(device):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", SCORES)
-@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize(("mask", "name"), in_turn(MASKS, SCORES), ids=str)
 def test_triton_with_every_mask_and_term(mask, name, device):
     widths, terms = terms_named(name, device)
     if min(widths.values()) < 16:
@@ -92,10 +91,8 @@ def test_triton_with_every_mask_and_term(mask, name, device):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("backend", ["aten", "torch", "reference"])
-def test_every_mask_term_and_dtype(backend, mask, dtype):
+@pytest.mark.parametrize(("mask", "backend", "dtype"), in_turn(MASKS, ["aten", "torch", "reference"], DTYPES), ids=str)
+def test_every_mask_term_and_dtype(mask, backend, dtype):
     for at, name in enumerate(SCORES):
         if backend == "aten" and name not in PLAIN:
             continue

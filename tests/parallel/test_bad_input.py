@@ -10,8 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from attnmesh import (
     Causal,
-    Comm,
-    CommError,
     ContextParallel,
     Contiguous,
     Documents,
@@ -22,6 +20,7 @@ from attnmesh import (
     attention,
     run_virtual,
 )
+from attnmesh.comm import Comm, CommError
 from attnmesh.core.masks import Padding
 from attnmesh.testing.attention import forward_backward, random_inputs
 from helpers.processes import run_processes

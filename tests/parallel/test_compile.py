@@ -12,7 +12,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from attnmesh import (
     Causal,
-    Comm,
     ContextParallel,
     Contiguous,
     Documents,
@@ -25,7 +24,7 @@ from attnmesh import (
     Zigzag,
     run_virtual,
 )
-from attnmesh.comm import SoloComm
+from attnmesh.comm import Comm, SoloComm
 from attnmesh.core import masks
 from attnmesh.core.layouts import Balanced, Joint
 from attnmesh.core.mask_encoding import _KINDS, decode, encode

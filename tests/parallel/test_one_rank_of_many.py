@@ -13,7 +13,6 @@ import torch
 from attnmesh import (
     Balanced,
     Causal,
-    Comm,
     ContextParallel,
     Contiguous,
     Documents,
@@ -23,6 +22,7 @@ from attnmesh import (
     attention,
     run_virtual,
 )
+from attnmesh.comm import Comm
 from attnmesh.comm.base import Pending
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.testing.errors import relative_error

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from test_streams import device as replay  # noqa: F401  (a fixture)
 from torch import Tensor
 
-from attnmesh import Causal, Comm, Documents, Full, SlidingWindow, Zigzag, attention, run_virtual
-from attnmesh.comm import SubComm
+from attnmesh import Causal, Documents, Full, SlidingWindow, Zigzag, attention, run_virtual
+from attnmesh.comm import Comm, SubComm
 from attnmesh.comm.base import Finished
 from attnmesh.core.masks import Coverage
 from attnmesh.core.visibility import Kind, Patch

@@ -13,7 +13,6 @@ from attnmesh import (
     CacheSpec,
     Causal,
     Chunked,
-    Comm,
     Global,
     Mask,
     Padding,
@@ -24,6 +23,7 @@ from attnmesh import (
     attention,
     run_virtual,
 )
+from attnmesh.comm import Comm
 from attnmesh.core.state import State
 from attnmesh.ops import paged
 from attnmesh.ops.dense import reference
@@ -138,7 +138,7 @@ def check_with_only_the_blocks_that_are_seen(problem: DecodeProblem, ring_size: 
     assert_exact(ring_of(problem, ring_size, mask=mask), problem, mask)
 
 
-@pytest.mark.parametrize("examples", [6, sweep(300)])
+@pytest.mark.parametrize("examples", [6, sweep(40)])
 @pytest.mark.usefixtures("small_parts")
 def test_any_causal_mask_over_a_cache_is_exact(examples):
     @settings(max_examples=examples, deadline=None, derandomize=True)
@@ -154,7 +154,7 @@ def test_any_causal_mask_over_a_cache_is_exact(examples):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_rings_over_random_caches_are_exact(seed, monkeypatch):
     draw = random.Random(seed)
     monkeypatch.setattr(paged, "_PART_BYTES", draw.choice([1, 1 << 12, 1 << 14, 1 << 30]))

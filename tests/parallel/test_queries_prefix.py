@@ -12,7 +12,6 @@ from torch import Tensor
 from attnmesh import (
     Causal,
     Chunked,
-    Comm,
     Documents,
     Global,
     Mask,
@@ -25,6 +24,7 @@ from attnmesh import (
     ring_chunks,
     run_virtual,
 )
+from attnmesh.comm import Comm
 from attnmesh.core.visibility import Patch
 from attnmesh.parallel.query_distributed import ring_distributed_attention
 from attnmesh.testing.attention import NAMES, assert_attention_close, forward_backward, random_inputs
@@ -67,7 +67,7 @@ def test_a_prompt_after_a_prefix_is_exact(case):
     assert_exact(*sizes, dtype=dtype)
 
 
-@pytest.mark.parametrize("examples", [6, sweep(300)])
+@pytest.mark.parametrize("examples", [6, sweep(40)])
 def test_any_causal_mask_after_any_prefix_is_exact(examples):
     @settings(max_examples=examples, deadline=None, derandomize=True)
     @given(st.data())

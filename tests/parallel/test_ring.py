@@ -6,18 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnmesh import (
-    Causal,
-    Comm,
-    ContextParallel,
-    Contiguous,
-    Full,
-    SlidingWindow,
-    Striped,
-    Zigzag,
-    attention,
-    run_virtual,
-)
+from attnmesh import Causal, ContextParallel, Contiguous, Full, SlidingWindow, Striped, Zigzag, attention, run_virtual
+from attnmesh.comm import Comm
 from attnmesh.comm.base import Finished, Pending
 from attnmesh.ops.dense import aten
 from attnmesh.ops.dense.dispatch import choose_fused, choose_fused_backward

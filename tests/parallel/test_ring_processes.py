@@ -11,19 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from attnmesh import (
-    Causal,
-    Comm,
-    CommError,
-    ContextParallel,
-    Documents,
-    Full,
-    Layout,
-    Mask,
-    SlidingWindow,
-    Zigzag,
-    run_virtual,
-)
+from attnmesh import Causal, ContextParallel, Documents, Full, Layout, Mask, SlidingWindow, Zigzag, run_virtual
+from attnmesh.comm import Comm, CommError
 from attnmesh.testing.attention import assert_attention_close, random_inputs, shard_results
 from helpers.cases import HEADS, LAYOUTS, MASKS, make_mask, sweep
 from helpers.processes import Died, run_processes

@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attnmesh import (
     Causal,
-    Comm,
-    CommError,
     ContextParallel,
     Contiguous,
     Documents,
@@ -23,6 +21,7 @@ from attnmesh import (
     ring_distributed_attention,
     run_virtual,
 )
+from attnmesh.comm import Comm, CommError
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.testing.attention import (
     assert_attention_close,

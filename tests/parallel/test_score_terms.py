@@ -9,7 +9,6 @@ from torch import Tensor
 
 from attnmesh import (
     Causal,
-    Comm,
     ContextParallel,
     Full,
     SlidingWindow,
@@ -18,6 +17,7 @@ from attnmesh import (
     ring_distributed_attention,
     run_virtual,
 )
+from attnmesh.comm import Comm
 from attnmesh.core.masks import Padding, PerSequence
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.plan.shards import shards

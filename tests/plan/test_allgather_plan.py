@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from test_ring_plan import EVEN, LONG, MASKS, WIDE, layouts, split
 from torch import Tensor
 
 from attnmesh.core import ranges
@@ -18,6 +17,7 @@ from attnmesh.plan.allgather import GatherPlan, gather_plan, groups_that_fill, h
 from attnmesh.plan.shards import shards
 from helpers.cases import in_turn
 from helpers.masks import batch_masks, covered, visible_pairs
+from helpers.plans import EVEN, LONG, MASKS, WIDE, layouts, split
 
 # Queries and keys: layout and length of either. Some keys are more than the queries, some fewer, some none at all.
 SIDES = [(length, None) for length in (0, 1, 13, 30)] + [(13, 30), (30, 13), (30, 2), (9, 0), (0, 9)]

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from test_ring_plan import MASKS, problems
 
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
@@ -12,6 +11,7 @@ from attnmesh.plan.ring import RingPlan, ring_plan
 from attnmesh.plan.shards import Shards, node_shards, shards
 from attnmesh.plan.two_level import TwoLevelPlan, two_level_plan
 from helpers.cases import first, in_turn
+from helpers.plans import MASKS, problems
 from helpers.ring_walk import Truth, check_pairs, check_route, rows_in
 
 MESHES = [(3, 2), (2, 3)]  # (nodes, ranks a node)
@@ -84,7 +84,7 @@ def test_the_same_of_random_masks_and_layouts(problem):
 
 
 @pytest.mark.sweep
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems(ranks=(4, 6, 8)))
 def test_the_same_of_many_random_masks_and_layouts(problem):
     check(two_level_plan(problem, 2))

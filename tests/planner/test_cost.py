@@ -147,7 +147,7 @@ def test_a_choice_is_the_least_of_the_costs_there_and_back():
     ):
         workload = case_of(4, 2)
         choice = choose_schedule(workload, found)
-        assert set(choice.costs) | set(choice.refusals) == set(SCHEDULES)
+        assert set(choice.costs) | set(choice.unsupported) == set(SCHEDULES)
         for name, both in choice.costs.items():
             there, back = (schedule_cost(name, workload, found, backward=way) for way in (False, True))
             assert both == there + back

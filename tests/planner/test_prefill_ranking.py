@@ -122,6 +122,11 @@ def test_one_device_has_one_way_and_sends_nothing():
     assert (only.name, only.sent, only.parts["TP all-reduce"]) == ("one device", 0, 0)
 
 
+def test_tp_sends_all_but_its_part_of_every_row_twice_in_each_of_two_sums_per_layer():
+    ways = {option.name: option for option in prefill_ranking(asked(devices=4)).options}
+    assert ways["TP4"].sent == 32 * 2 * 2 * 3 / 4 * (32 * K * 4096 * 2)
+
+
 def test_replicas_take_their_sequences_at_once():
     alone, two = (best(asked(devices=n, batch=n)) for n in (1, 2))
     ways = {option.name: option for option in prefill_ranking(asked(devices=2, batch=2)).options}

@@ -7,12 +7,11 @@ from itertools import product
 
 import pytest
 import torch
-from test_ring_plan import EVEN, LONG, WIDE, layouts_and_masks
 
 from attnmesh import ContextParallel, run_virtual
 from attnmesh.core.layouts import Balanced, Contiguous, Layout, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
-from attnmesh.plan.schedules import SCHEDULES, refusal
+from attnmesh.plan.schedules import SCHEDULES, why_not
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import Explanation, _seconds_of_rings, choose_schedule
@@ -23,6 +22,7 @@ from attnmesh.planner.schedules import loads
 from helpers.cases import sweep
 from helpers.clusters import cluster
 from helpers.masks import visible_pairs
+from helpers.plans import EVEN, LONG, WIDE, layouts_and_masks
 
 HYBRIDS = [name for name in SCHEDULES if "+" in name]
 SHAPE = Shape(batch=2, q_heads=4, kv_heads=2, head_dim=8, itemsize=2, sum_itemsize=4)
@@ -44,7 +44,7 @@ def case_of(
 
 
 def everywhere(workload: Workload, *, backward: bool = False) -> dict[str, list[Load]]:
-    able = [name for name in SCHEDULES if refusal(name, workload.shards, workload.ranks_per_node) is None]
+    able = [name for name in SCHEDULES if why_not(name, workload.shards, workload.ranks_per_node) is None]
     return {name: loads(name, workload, backward=backward) for name in able}
 
 
@@ -149,16 +149,16 @@ def test_an_lse_that_is_asked_for_travels_under_ulysses_and_so_does_its_gradient
 @pytest.mark.parametrize("schedule", HYBRIDS)
 def test_two_levels_want_a_mesh_of_two_dimensions(schedule):
     for ranks_per_node in (1, 4):
-        why = refusal(schedule, shards(Causal(), Zigzag(), 16, 4), ranks_per_node)
+        why = why_not(schedule, shards(Causal(), Zigzag(), 16, 4), ranks_per_node)
         assert why.startswith(f"{schedule} requires a two-dimensional mesh")
-    assert refusal(schedule, shards(Causal(), Zigzag(), 16, 4), 2) is None
+    assert why_not(schedule, shards(Causal(), Zigzag(), 16, 4), 2) is None
 
 
 def test_shards_that_interleave_are_refused_where_a_node_takes_them_together():
     for queries, keys in ((Striped(), None), (Zigzag(), Striped()), (Striped(), Zigzag())):
         problem = shards(Causal(), queries, 16, 4, keys)
         for schedule in SCHEDULES:
-            why = refusal(schedule, problem, 2)
+            why = why_not(schedule, problem, 2)
             if schedule in ("ulysses+ring", "ulysses+allgather"):
                 assert "in this layout the shards of a node interleave" in why
             else:
@@ -178,7 +178,7 @@ def test_the_choice_is_the_schedule_with_the_fewest_estimated_seconds():
                 for name in SCHEDULES
             }
             assert choice.seconds[choice.schedule] == min(choice.seconds.values())
-            assert choice.refusals == {}
+            assert choice.unsupported == {}
 
 
 @pytest.mark.parametrize(
@@ -234,14 +234,14 @@ def test_slow_links_between_nodes_call_for_two_levels():
 
 def test_shards_of_many_runs_keep_rings_out_of_the_choice_and_it_says_so():
     choice = choose_schedule(case_of(Causal(), Zigzag(3), 240, 4, ranks_per_node=2), default_cluster("cuda"))
-    assert set(choice.refusals) == {"ring", "ulysses+ring", "ring+ring"}
-    assert choice.refusals["ring"] == "shards of 6 runs would make the blocks of a ring too small"
+    assert set(choice.unsupported) == {"ring", "ulysses+ring", "ring+ring"}
+    assert choice.unsupported["ring"] == "shards of 6 runs would make the blocks of a ring too small"
     assert set(choice.seconds) == {"allgather", "ulysses", "ulysses+allgather"}
 
 
 def test_what_cannot_serve_is_refused_and_never_chosen():
     choice = choose_schedule(case_of(Causal(), Striped(), 64, 4), default_cluster("cpu"))
-    assert set(choice.refusals) == set(HYBRIDS)
+    assert set(choice.unsupported) == set(HYBRIDS)
     assert choice.schedule not in HYBRIDS
 
 
@@ -361,7 +361,7 @@ def test_the_text_of_a_choice_ranks_the_others_and_says_why_some_cannot_serve():
     times = [float(match[2]) for match in ranked]
     assert times == sorted(times)
     for name in HYBRIDS:
-        assert f"  {name}: {told.choice.refusals[name]}" in said
+        assert f"  {name}: {told.choice.unsupported[name]}" in said
     assert "estimate for h200" in str(explained(4, length=4096))
 
 

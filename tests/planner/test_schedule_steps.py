@@ -8,7 +8,7 @@ import torch
 
 from attnmesh.core.layouts import Contiguous, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
-from attnmesh.plan.schedules import SCHEDULES, refusal
+from attnmesh.plan.schedules import SCHEDULES, why_not
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.schedules import loads, steps
@@ -29,7 +29,7 @@ def positions(workload: Workload, shards: range) -> torch.Tensor:
 
 
 def served(workload: Workload) -> list[str]:
-    return [name for name in SCHEDULES if refusal(name, workload.shards, workload.ranks_per_node) is None]
+    return [name for name in SCHEDULES if why_not(name, workload.shards, workload.ranks_per_node) is None]
 
 
 @pytest.mark.parametrize(

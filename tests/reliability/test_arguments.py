@@ -183,7 +183,7 @@ def test_valid_calls_on_ranks_format_nothing(names, formatted):
 def on_ranks(name: str, parameter: str, label: str) -> str | None:
     """Give one rank a bad value; returns what is wrong: a rank that goes on, waits, or is not told the argument."""
 
-    def program(comm: am.Comm) -> Exception | None:
+    def program(comm: am.comm.Comm) -> Exception | None:
         receiver, arguments = COLLECTIVE[name](comm)
         if comm.rank == GUILTY:
             arguments[parameter] = FUZZER.replacement(name, arguments, parameter, label)
@@ -203,7 +203,7 @@ def on_ranks(name: str, parameter: str, label: str) -> str | None:
     innocent = errors[1 - GUILTY]
     if not all(isinstance(error, ValueError) for error in errors):
         return f"not a ValueError on every rank: {errors}"
-    told = any(names(str(innocent), each) for each in FUZZER.targets[name].parameters)
+    told = any(names(str(innocent), each) for each in (parameter, *FUZZER.targets[name].parameters))
     return None if told or "ranks disagree" in str(innocent) else f"not told why: {innocent}"
 
 

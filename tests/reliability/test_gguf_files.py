@@ -23,7 +23,7 @@ from helpers.gguf_files import MUTATIONS, llama_weights, mutated, parse
 from helpers.memory import little_memory
 from helpers.models import tiny_llama, write_folder, write_gguf
 
-SEEDS = 25
+SEEDS = 5
 SECONDS = 20
 
 

@@ -73,7 +73,7 @@ def test_a_hostile_folder_loads_exactly_or_is_refused(folder, kind):
     assert expected in said
 
 
-@pytest.mark.parametrize("block", [0, *(sweep(block) for block in range(1, 30))])
+@pytest.mark.parametrize("block", [0, *(sweep(block) for block in range(1, 4))])
 def test_a_damaged_configuration_loads_exactly_or_is_refused(original, folder, block):
     loaded, seeds = 0, range(20 * block, 20 * (block + 1))
     for seed in seeds:

@@ -201,7 +201,7 @@ def another_sparse_object(comm):
 
 @case
 def another_sparse_decode_object(comm):
-    objects = [am.SparseDecode(comm) for _ in range(2)]
+    objects = [am.sparse.SparseDecode(comm) for _ in range(2)]
     sizes = {"num_blocks": 2, "block_size": 4, "max_sequences": 1, "max_length": 16, "device": "cpu"}
     spec = am.CacheSpec(layers=1, kv_heads=1, head_dim=96, value_dim=64, latent=True, storage="fp32")
     cache = am.BlockCache(spec, **sizes, shard=objects[0].shard)
@@ -447,6 +447,5 @@ def test_nccl_ranks_out_of_step(nccl_ranks):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("world", [2, 3])
-def test_processes_out_of_step_in_every_case(world):
-    check_processes(world, list(CASES))
+def test_processes_out_of_step_in_every_case():
+    check_processes(2, list(CASES))

@@ -48,7 +48,7 @@ def answering(command: Command) -> list[int]:
 
 
 @pytest.mark.parametrize(("number", "code", "said"), [(INTERRUPT, 130, "interrupted"), (TERMINATE, 143, "terminated")])
-@pytest.mark.parametrize("delay", [0.0, sweep(0.5), sweep(2)])
+@pytest.mark.parametrize("delay", [0.0, sweep(0.5)])
 def test_a_signal_while_modules_are_imported_is_one_line(number, code, said, delay):
     with Command(*ATTNMESH, "simulate", "--ranks", 2, "--length", "1k") as command:
         command.wait_until_starting()
@@ -95,8 +95,7 @@ def test_virtual_ranks_end_with_the_command(number, code, said):
 @pytest.mark.parametrize(
     ("number", "code", "said"), [(INTERRUPT, 130, "interrupted"), (TERMINATE, 143, "terminated")], ids=["INT", "TERM"]
 )
-@pytest.mark.parametrize("to", ["parent", "all"])
-@pytest.mark.parametrize("when", ["starting", "answering"])
+@pytest.mark.parametrize(("to", "when"), [("parent", "starting"), ("all", "answering")])
 def test_the_ranks_of_generate_end_with_it(generate, number, code, said, to, when):
     with Command(*generate, "--ranks", 2) as command:
         if when == "answering":
@@ -108,9 +107,10 @@ def test_the_ranks_of_generate_end_with_it(generate, number, code, said, to, whe
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("delay", [0.0, 8.0])
 @pytest.mark.parametrize(
-    ("number", "code", "said"), [(INTERRUPT, 130, "interrupted"), (TERMINATE, 143, "terminated")], ids=["INT", "TERM"]
+    ("delay", "number", "code", "said"),
+    [(0.0, INTERRUPT, 130, "interrupted"), (8.0, TERMINATE, 143, "terminated")],
+    ids=["INT", "TERM"],
 )
 def test_the_ranks_of_verify_end_with_it(number, code, said, delay):
     with Command(*ATTNMESH, "verify", "--ranks", 2) as command:
@@ -143,9 +143,9 @@ def test_no_rank_outlives_its_parent(generate, number):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("when", ["starting", "answering"])
-@pytest.mark.parametrize("number", [KILL, TERMINATE], ids=["KILL", "TERM"])
+@pytest.mark.parametrize(
+    ("number", "when", "rank"), [(KILL, "starting", 0), (TERMINATE, "answering", 1), (KILL, "answering", 1)]
+)
 def test_a_rank_that_ends_ends_the_command(generate, rank, when, number):
     with Command(*generate, "--ranks", 2) as command:
         ranks = answering(command) if when == "answering" else command.ranks()
@@ -213,15 +213,11 @@ def test_a_rank_of_torchrun_that_is_interrupted_ends_at_once(generate):
 
 @pytest.mark.sweep
 @pytest.mark.timeout(1200)
-def test_signals_at_random_moments_of_every_command(generate, tmp_path):
+def test_signals_at_random_moments_of_the_other_commands(tmp_path):
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     draw = random.Random(seed)
     commands = [
-        [*generate, "--ranks", 2],
-        [*generate, "--ranks", 3, "--virtual"],
-        [*ATTNMESH, "verify", "--ranks", 2],
-        [*ATTNMESH, "verify", "--ranks", 3, "--virtual"],
         [*ATTNMESH, "trace", "--ranks", 2, "--length", "64k", "--out", tmp_path / "trace.json"],
         [*ATTNMESH, "simulate", "--ranks", 4096, "--length", "100M"],
         [
@@ -243,14 +239,13 @@ def test_signals_at_random_moments_of_every_command(generate, tmp_path):
     sent = 0
     for parts in commands:
         for number, code, said in ((INTERRUPT, 130, "interrupted"), (TERMINATE, 143, "terminated")):
-            for to_all in (False, True):
-                with Command(*parts) as command:
-                    command.wait_until_starting()
-                    time.sleep(draw.uniform(0, 6))
-                    if command.processes() == []:
-                        continue  # it was faster
-                    command.signal_all(number) if to_all else command.signal(number)
-                    ended(command, code, f"attnmesh[a-z ]*: {said}")
-                    sent += 1
+            with Command(*parts) as command:
+                command.wait_until_starting()
+                time.sleep(draw.uniform(0, 4))
+                if command.processes() == []:
+                    continue  # it was faster
+                command.signal_all(number) if draw.random() < 0.5 else command.signal(number)
+                ended(command, code, f"attnmesh[a-z ]*: {said}")
+                sent += 1
     print(f"{sent} signals")
-    assert sent > 20
+    assert sent > 4

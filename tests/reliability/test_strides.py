@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from helpers.arguments import targets
-from helpers.cases import else_sweep
+from helpers.cases import else_sweep, in_turn
 from helpers.operations import (
     Operation,
     decode_operations,
@@ -111,7 +111,7 @@ def test_strides(operation):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(1, 31))
+@pytest.mark.parametrize("seed", range(1, 4))
 def test_random_strides(seed):
     print(f"seed {seed}")
     for operation in OPERATIONS:
@@ -126,11 +126,9 @@ def test_strides_of_a_kernel():
 
 @pytest.mark.sweep
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU below")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(KERNELS, [torch.float32, torch.float16]))
 def test_random_strides_of_kernels(name, dtype):
-    for seed in (1, 2):
-        assert_same_results(KERNELS[name], seed, change=None if seed == 1 else seed, dtype=dtype)
+    assert_same_results(KERNELS[name], 2, change=2, dtype=dtype)
 
 
 def is_of_its_own(operation: Operation, dtype: torch.dtype) -> bool:

@@ -99,15 +99,15 @@ def test_tables_show_outcomes_and_figures(report):
     assert table_of(text, "figures") == [["0", "0.500", "1,234,567", ""], ["1", "", "", "late"]]
 
 
-def test_schedules_are_ranked_and_refusals_have_a_reason():
+def test_schedules_are_ranked_and_unsupported_ones_have_a_reason():
     report = schedule_report(Causal(), Striped(), 60, 6, SHAPE)
     rows = table_of(page(report), "selection")
     served = sorted(report.choice.seconds, key=lambda name: report.choice.seconds[name])
-    assert [row[0] for row in rows] == [*served, *report.choice.refusals]
+    assert [row[0] for row in rows] == [*served, *report.choice.unsupported]
     assert rows[0][5] == "selected: lowest estimated time"
     assert rows[1][5].endswith("% slower")
-    assert report.choice.refusals
-    assert all(why in row[5] for row, why in zip(rows[len(served) :], report.choice.refusals.values(), strict=True))
+    assert report.choice.unsupported
+    assert all(why in row[5] for row, why in zip(rows[len(served) :], report.choice.unsupported.values(), strict=True))
 
 
 def test_close_estimates_are_called_a_tie(report):

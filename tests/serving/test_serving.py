@@ -188,6 +188,7 @@ def test_log_probabilities_are_those_of_the_model(client, alone, model):
     assert [each.token for each in of_chat] == tokenizer.convert_ids_to_tokens([token.id for token in wanted])
     streamed = [chunk.choices[0].logprobs for chunk in complete(client, logprobs=1, stream=True)]
     assert [word for each in streamed for word in each.tokens] == words
+    assert [at for each in streamed for at in each.text_offset] == found.text_offset
 
 
 def test_models_are_listed(server, client):
@@ -480,7 +481,7 @@ def test_a_rank_that_was_killed_is_answered_with_an_error(model, tmp_path):
     with virtual_server(model, tmp_path, ranks=1) as server:
         assert server.settings.fail() > 5
         server.wait()
-        assert isinstance(server.error, am.CommError)
+        assert isinstance(server.error, am.comm.CommError)
 
 
 def check_answers(client, alone):

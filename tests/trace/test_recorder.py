@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from attnmesh import Comm, ContextParallel, run_virtual
-from attnmesh.comm import SubComm, recording
+from attnmesh import ContextParallel, run_virtual
+from attnmesh.comm import Comm, SubComm, recording
 from attnmesh.trace.recorder import Recorder
 
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from attnmesh import Causal, Comm, ContextParallel, register_attention, shard_inputs
-from attnmesh.comm import SoloComm
+from attnmesh import Causal, ContextParallel, register_attention, shard_inputs
+from attnmesh.comm import Comm, SoloComm
 from attnmesh.integrations.sharded_pass import ShardedPass
 from attnmesh.training.batch import gather_log_probs
 from attnmesh.training.data_parallel import GradientReduction

@@ -98,7 +98,7 @@ def test_as_many_tokens_as_ranks():
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "case",
-    covering_rows({"kind": KINDS, "world": [1, 2, 3, 4, 5], "layout": list(LAYOUTS), "length": [9, 16, 37, 64]}),
+    covering_rows({"kind": KINDS, "world": [1, 3, 4], "layout": list(LAYOUTS), "length": [9, 37, 64]}),
     ids=lambda case: "-".join(map(str, case.values())),
 )
 def test_gradients_everywhere(case):

@@ -54,7 +54,7 @@ def a_rank_raises() -> None:
     def rank(comm):
         try:
             call(am.ContextParallel(comm), comm.rank)
-        except am.CommError as error:
+        except am.comm.CommError as error:
             results.append(error)
             raise
 
@@ -145,7 +145,7 @@ ERRORS = {
 @pytest.mark.parametrize("name", ERRORS)
 def test_the_error_ends_with_a_link(name):
     raises, page = ERRORS[name]
-    with pytest.raises((ValueError, am.CommError, am.CacheFull, ModuleNotFoundError)) as caught:
+    with pytest.raises((ValueError, am.comm.CommError, am.decode.CacheFull, ModuleNotFoundError)) as caught:
         raises()
     message = str(caught.value)
     link = LINK.search(message)
@@ -182,8 +182,8 @@ def test_a_message_has_one_link_the_one_it_quotes():
 
 
 def test_a_comm_error_keeps_its_causes_and_survives_pickling():
-    error = am.CommError("rank 1 is dead [rank 0 was in barrier]", ["rank 1 is dead"])
-    again = pickle.loads(pickle.dumps(am.CommError(str(error))))
+    error = am.comm.CommError("rank 1 is dead [rank 0 was in barrier]", ["rank 1 is dead"])
+    again = pickle.loads(pickle.dumps(am.comm.CommError(str(error))))
     assert str(again) == str(error) == "rank 1 is dead [rank 0 was in barrier]" + see("debugging.md#commerror")
     assert error.causes == ("rank 1 is dead",)
     assert again.causes == ("rank 1 is dead [rank 0 was in barrier]",)

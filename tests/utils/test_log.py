@@ -114,7 +114,7 @@ def test_the_combine_of_cp_ranks_is_logged(said):
 
 
 def test_a_timeout_is_a_warning(said):
-    with pytest.raises(am.CommError):
+    with pytest.raises(am.comm.CommError):
         am.run_virtual(2, lambda comm: __import__("time").sleep(1), timeout=0.05)
     assert said() == [("attnmesh.comm.virtual", "WARNING", "virtual ranks did not finish within 0.05 s")]
 

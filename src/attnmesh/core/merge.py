@@ -107,7 +107,7 @@ def merge_sinks(state: State, sinks: Tensor) -> State:
         >>> q, k, v = torch.randn(3, 1, 2, 10, 8)
         >>> state = am.State(*am.attention(q, k, v, return_lse=True))  # its lse is of the keys alone
         >>> sinks = torch.randn(2)
-        >>> out = am.merge_sinks(state, sinks[None, :, None]).out
+        >>> out = am.decode.merge_sinks(state, sinks[None, :, None]).out
         >>> torch.allclose(out, am.attention(q, k, v, sinks=sinks), atol=1e-6)
         True
     """

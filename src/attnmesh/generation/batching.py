@@ -61,7 +61,7 @@ class Callbacks(NamedTuple):
 
     Examples:
         >>> chosen = []
-        >>> callbacks = am.Callbacks(on_logits=lambda row, logits: chosen.append(int(logits.argmax())))
+        >>> callbacks = am.generation.Callbacks(on_logits=lambda row, logits: chosen.append(int(logits.argmax())))
         >>> generator = am.Generator(model, cache_tokens=64, callbacks=callbacks)
         >>> tokens = list(generator.generate([[1, 2, 3]], max_new_tokens=4, stop=[]))
         >>> chosen == [token.id for token in tokens]

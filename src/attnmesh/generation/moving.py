@@ -58,7 +58,7 @@ def move_requests(
         ...         for sharding in (am.DecodeSharding(cp=2), am.DecodeSharding(kvdp=2)))
         ...     by_position.submit([1, 2, 3], max_new_tokens=4, stop=[])
         ...     by_position.step()
-        ...     (request,) = am.move_requests(by_position, by_sequence, comm)
+        ...     (request,) = am.generation.move_requests(by_position, by_sequence, comm)
         ...     return [token.id for token in by_sequence.stream(request)]
         >>> alone = [token.id for token in am.generate(model, None, [[1, 2, 3]], max_new_tokens=4, stop=[])]
         >>> am.run_virtual(2, rank) == [alone, alone]
@@ -143,8 +143,8 @@ def save_requests(generator: Generator, folder: str | Path) -> None:
         >>> request = first.submit([1, 2, 3], max_new_tokens=4, stop=[])
         >>> tokens = first.step()
         >>> folder = tempfile.mkdtemp()
-        >>> am.save_requests(first, folder)
-        >>> (again,) = am.load_requests(second, folder)
+        >>> am.generation.save_requests(first, folder)
+        >>> (again,) = am.generation.load_requests(second, folder)
         >>> [token.id for token in second.stream(again)] == [token.id for token in first.stream(request)]
         True
     """
@@ -181,10 +181,11 @@ def load_requests(generator: Generator, folder: str | Path) -> list[Request]:
         >>> import tempfile
         >>> first, folder = am.Generator(model, cache_tokens=64), tempfile.mkdtemp()
         >>> request = first.submit([1, 2, 3], max_new_tokens=4, stop=[])
-        >>> am.save_requests(first, folder)
+        >>> am.generation.save_requests(first, folder)
         >>> def rank(comm):  # more ranks than it was written by
         ...     generator = am.Generator(model, comm=comm, cache_tokens=64)
-        ...     return [token.id for again in am.load_requests(generator, folder) for token in generator.stream(again)]
+        ...     (again,) = am.generation.load_requests(generator, folder)
+        ...     return [token.id for token in generator.stream(again)]
         >>> am.run_virtual(2, rank)[1] == [token.id for token in first.stream(request)]
         True
     """

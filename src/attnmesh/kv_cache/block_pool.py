@@ -58,7 +58,7 @@ class CacheFull(RuntimeError):  # noqa: N818 - a state one waits out, not a mist
         >>> sequence = cache.allocate(8)
         >>> try:
         ...     cache.allocate(1)
-        ... except am.CacheFull as error:
+        ... except am.decode.CacheFull as error:
         ...     print(error.resource, error.needed, error.free)
         blocks 1 0
         >>> cache.free(sequence)
@@ -89,8 +89,8 @@ def content_ids(content: bytes | str, count: int) -> list[int]:
     difference in text or content. They are negative, so that no token has one of them.
 
     Examples:
-        >>> prompt = [5, 6, *am.content_ids(b"the bytes of an image", 3), 7]
-        >>> len(prompt), prompt[2] < 0, prompt[2:5] == am.content_ids(b"another image", 3)
+        >>> prompt = [5, 6, *am.decode.content_ids(b"the bytes of an image", 3), 7]
+        >>> len(prompt), prompt[2] < 0, prompt[2:5] == am.decode.content_ids(b"another image", 3)
         (6, True, False)
     """
     if not isinstance(content, bytes | str):

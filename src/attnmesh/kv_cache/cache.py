@@ -323,6 +323,7 @@ class BlockCache:
         written once. After the last layer, full blocks are available to other prompts. On the meta device the tensors
         are ignored.
         """
+        check_index("layer", layer, self._layers)
         self._check_unwritten(new, layer)
         if not self._tables.is_meta:
             check_given("index_k", index_k, self._index is not None)

@@ -56,7 +56,7 @@ class ModelError(ValueError):
     Examples:
         >>> try:
         ...     am.load_model("no/such/folder")
-        ... except am.ModelError as error:
+        ... except am.models.ModelError as error:
         ...     print(error)
         no/such/folder does not exist: a model is a folder with config.json, or a .gguf file
     """

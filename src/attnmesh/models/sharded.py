@@ -258,7 +258,7 @@ def shard_model(model: Any, sharding: DecodeSharding, comm: Comm | None = None) 
 
     Examples:
         >>> def rank(comm):
-        ...     part = am.shard_model(model, am.DecodeSharding(tp=2), comm)
+        ...     part = am.models.shard_model(model, am.DecodeSharding(tp=2), comm)
         ...     tokens = list(am.generate(part, None, [[1, 2, 3]], comm, max_new_tokens=4, stop=[]))
         ...     return [token.id for token in tokens]
         >>> whole = [token.id for token in am.generate(model, None, [[1, 2, 3]], max_new_tokens=4, stop=[])]

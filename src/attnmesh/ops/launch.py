@@ -85,9 +85,9 @@ def prepare(
     `tensors` are all those in `args`, as they are, as views, or in descriptors. Raises ValueError for one that is not
     among them: its address would be that of the first call for ever.
     """
-    places = _places(args, tensors)
+    tensor_args = _tensor_args(args, tensors)
     compiled = kernel[grid](*args, **options)
-    return Launch(kernel, grid, tuple(args), places, options, compiled)
+    return Launch(kernel, grid, tuple(args), tensor_args, options, compiled)
 
 
 def repeat(known: Recent[Launch], kernel: Any, grid: tuple[int, ...], args: Sequence[Any], **options: Any) -> None:
@@ -121,7 +121,7 @@ def repeat(known: Recent[Launch], kernel: Any, grid: tuple[int, ...], args: Sequ
         known.add(key, prepare(kernel, grid, args, tensors, **options))
 
 
-class _Place(NamedTuple):
+class _TensorArg(NamedTuple):
     """An argument that is a view of one of the tensors, or a descriptor of such a view."""
 
     at: int  # the argument
@@ -145,10 +145,11 @@ class Launch:
     """A kernel with all arguments but the addresses of its tensors."""
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], places: list[_Place],
+        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], tensor_args: list[_TensorArg],
         options: dict[str, Any], compiled: Any,
     ) -> None:  # fmt: skip
-        self._kernel, self._grid, self._args, self._places, self._options = kernel, grid, args, places, options
+        self._kernel, self._grid, self._args, self._options = kernel, grid, args, options
+        self._tensor_args = tensor_args
         self._passed: list[Any] | None = None
         self._inner: list[Any] | None = None  # the kernel's arguments, if Triton passes them as one
         self._pointers: list[tuple[int, int, int]] = []
@@ -161,9 +162,9 @@ class Launch:
                 _LOG.info("%s is launched through Triton each time: %s: %s", kernel, type(error).__name__, error)
                 self._passed = None
         self._args = tuple(None if isinstance(x, Tensor) else x for x in args)  # addresses come with each call
-        for place in places:
-            if not isinstance(args[place.at], Tensor):
-                self._args = (*self._args[: place.at], _without_base(args[place.at]), *self._args[place.at + 1 :])
+        for arg in tensor_args:
+            if not isinstance(args[arg.at], Tensor):
+                self._args = (*self._args[: arg.at], _without_base(args[arg.at]), *self._args[arg.at + 1 :])
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on the current stream, with tensors of the same signature in the same order."""
@@ -200,7 +201,7 @@ class Launch:
 
     def _launch_through_triton(self, tensors: Sequence[Tensor | None]) -> None:
         args = list(self._args)
-        for at, number, offset, view in self._places:
+        for at, number, offset, view in self._tensor_args:
             x = tensors[number]
             assert x is not None
             x = x if x.dtype == view.dtype else x.view(view.dtype)
@@ -256,18 +257,18 @@ class Launch:
         is_flat = any(isinstance(x, Tensor) or id(x) in ours for x in passed)
         args = passed if is_flat else list(passed[-1])
         tensors = [at for at, x in enumerate(args) if isinstance(x, Tensor)]
-        plain = [place for place in self._places if isinstance(self._args[place.at], Tensor)]
+        plain = [arg for arg in self._tensor_args if isinstance(self._args[arg.at], Tensor)]
         if len(tensors) != len(plain) or any(args[at] is not self._args[p.at] for at, p in zip(tensors, plain)):  # noqa: B905
             raise ValueError("its tensors are not passed one by one")
-        self._pointers = [(at, place.tensor, place.offset) for at, place in zip(tensors, plain, strict=True)]
-        described = [place for place in self._places if not isinstance(self._args[place.at], Tensor)]
+        self._pointers = [(at, arg.tensor, arg.offset) for at, arg in zip(tensors, plain, strict=True)]
+        described = [arg for arg in self._tensor_args if not isinstance(self._args[arg.at], Tensor)]
         if len(encoded) != len(described):
             raise ValueError("its descriptors are not encoded one by one")
-        for place, (encode, (address, *rest), result) in zip(described, encoded, strict=True):
-            if address != self._args[place.at].base.data_ptr():
+        for arg, (encode, (address, *rest), result) in zip(described, encoded, strict=True):
+            if address != self._args[arg.at].base.data_ptr():
                 raise ValueError("a descriptor begins elsewhere")
             at = next(i for i, x in enumerate(args) if x is result)
-            self._maps.append(_Map(at, place.tensor, place.offset, encode, tuple(rest), Recent(_MOST_MAPS)))
+            self._maps.append(_Map(at, arg.tensor, arg.offset, encode, tuple(rest), Recent(_MOST_MAPS)))
         for at in (*tensors, *(each.at for each in self._maps)):
             args[at] = None
         self._passed, self._inner = passed, None if is_flat else args
@@ -276,8 +277,8 @@ class Launch:
         self._current_device, self._current_stream = active.get_current_device, active.get_current_stream
 
 
-def _places(args: Sequence[Any], tensors: Sequence[Tensor | None]) -> list[_Place]:
-    places = []
+def _tensor_args(args: Sequence[Any], tensors: Sequence[Tensor | None]) -> list[_TensorArg]:
+    tensor_args = []
     for at, arg in enumerate(args):
         x = arg if isinstance(arg, Tensor) else getattr(arg, "base", None)
         if isinstance(arg, tuple) and any(isinstance(each, Tensor) for each in arg):
@@ -289,8 +290,8 @@ def _places(args: Sequence[Any], tensors: Sequence[Tensor | None]) -> list[_Plac
             raise ValueError(f"argument {at} of a launch must be one of its tensors or a part of one")
         offset = x.data_ptr() - tensors[number].data_ptr()  # type: ignore[union-attr]
         view = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        places.append(_Place(at, number, offset, view))
-    return places
+        tensor_args.append(_TensorArg(at, number, offset, view))
+    return tensor_args
 
 
 def _number_of(x: Tensor, tensors: Sequence[Tensor | None]) -> int | None:

@@ -73,7 +73,7 @@ def paged_prefill_attention(
         >>> k_pool, v_pool = torch.randn(2, 8, 16, 2, 64)  # 8 blocks of 16 tokens
         >>> table = torch.tensor([[5, 0, 2]], dtype=torch.int32)
         >>> q = torch.randn(1, 8, 30, 64)  # the last 30 of 40 tokens
-        >>> out = am.paged_prefill_attention(q, k_pool, v_pool, table, cur_pos=[39])
+        >>> out = am.decode.paged_prefill_attention(q, k_pool, v_pool, table, cur_pos=[39])
         >>> k, v = (pool[[5, 0, 2]].flatten(0, 1)[:40].transpose(0, 1)[None] for pool in (k_pool, v_pool))
         >>> whole = am.attention(q, k, v, mask=am.Causal(), q_positions=torch.arange(10, 40))
         >>> torch.allclose(out, whole, atol=1e-5)

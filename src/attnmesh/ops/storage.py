@@ -348,8 +348,6 @@ def _view(raw: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _along(scale: Tensor, ndim: int, axis: int) -> Tensor:
     """A scale [] or [Hkv], reshaped to broadcast along dimension `axis` of a tensor."""
-    if scale.ndim == 0:
-        return scale
     return scale.view([-1 if i == axis else 1 for i in range(ndim)])
 
 

@@ -126,16 +126,16 @@ def _check_count(parts: Sequence[object]) -> None:
         raise ValueError(f"parts must have 1 to {MAX_PARTS} elements, got {len(parts)}")
 
 
-_Place = tuple[torch.Size, int, int]  # the shape of a part [b, H, s, ...], its first row and its first sequence
+_Extent = tuple[torch.Size, int, int]  # the shape of a part [b, H, s, ...], its first row and its first sequence
 
 
-def _covered(parts: Sequence[_Place]) -> tuple[range, range]:
+def _covered(parts: Sequence[_Extent]) -> tuple[range, range]:
     """The rows and the sequences from the first to the last that any part covers; in place, only these change."""
     rows = range(min(row for _, row, _ in parts), max(row + shape[2] for shape, row, _ in parts))
     return rows, range(min(first for *_, first in parts), max(first + shape[0] for shape, _, first in parts))
 
 
-def _ranges(parts: Sequence[_Place]) -> tuple[tuple[int, ...], ...]:
+def _ranges(parts: Sequence[_Extent]) -> tuple[tuple[int, ...], ...]:
     """The first row, the number of rows, the first sequence and the number of sequences of every part."""
     return (
         tuple(row for _, row, _ in parts), tuple(shape[2] for shape, *_ in parts),

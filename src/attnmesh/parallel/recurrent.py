@@ -20,6 +20,7 @@ from attnmesh.core.ranges import Ranges, rows_between
 from attnmesh.core.segment import Segment, forward_scan, reversed_scan, transition_gradient
 from attnmesh.ops.recurrent.api import incoming_state
 from attnmesh.ops.recurrent.convolution import ShortConvolution, last_inputs
+from attnmesh.ops.recurrent.kernels import KernelChunks
 from attnmesh.ops.recurrent.layer import Recurrence, RecurrentLayer, document_ages
 from attnmesh.plan.recurrent import HaloPlan, ScanPlan, halo_plan, scan_plan
 
@@ -72,6 +73,14 @@ def _recurrence(
         ages = document_ages(call.documents, positions, state.device)
         chunks.append(layer.rows(range(at, at + len(positions)))._chunks(ages, call.kernels))
         at += len(positions)
+
+    if call.kernels:
+        ranges = [part for part in chunks if isinstance(part, KernelChunks)]
+        tensors = [x for part in ranges for x in part.tensors]
+        form = layer._transition_shape()
+        final, *outs = _KernelScan.apply(ranges, form, plan, comm, anchor, state, *tensors)  # type: ignore[no-untyped-call]
+        outs = [part.with_skip(out) for part, out in zip(ranges, outs, strict=True)]
+        return _output(layer, outs, final), final
 
     outs, transitions, updates = [], [], []
     for number, part in zip(held, chunks, strict=True):
@@ -182,6 +191,64 @@ class _Exchange(torch.autograd.Function):
         later = by_update[len(by_update) - len(transition) :]  # without that of the first range of all
         by_transition = transition_gradient(transition, incoming[: len(transition)], later)
         return by_transition, by_update, None, None, None
+
+
+class _KernelScan(torch.autograd.Function):
+    """The final state, empty if it is not wanted, and the outputs of this rank's ranges, computed by kernels.
+
+    The backward computes the gradients of the inputs once, when the scan has brought the gradients of the states after
+    the ranges. What the scan needs for that, the gradients of the states before them if nothing read the states after
+    them, takes one pass. Gradients by way of the segments would take all passes twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, ranges: list[KernelChunks], form: tuple[int, ...], plan: ScanPlan, comm: Comm, anchor: Tensor,
+        state: Tensor, *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        held = plan.held(comm.rank)
+        width = len(tensors) // max(1, len(ranges))
+        parts = [part.of(tensors[i * width : (i + 1) * width]) for i, part in enumerate(ranges)]
+        outs, transitions, updates = [], [], []
+        for number, part in zip(held, parts, strict=True):
+            if number == 0:
+                out, state_after = part.forward(state)
+                outs.append(out)
+                if 0 in plan.scanned:
+                    updates.append(state_after)
+            elif number in plan.scanned:
+                whole = part.total()
+                transitions.append(whole.transition)
+                updates.append(whole.update)
+        update = torch.stack(updates) if updates else state.new_empty(0, *state.shape)
+        transition = torch.stack(transitions) if transitions else state.new_empty(0, *form)
+        with propagate_failure(comm):
+            incoming, final, scanned = _incoming(transition, update, plan, comm)
+        outs += [part.forward(into)[0] for part, into in zip(parts[len(outs) :], incoming, strict=True)]
+        ctx.save_for_backward(state, incoming, scanned, *tensors)
+        ctx.ranges, ctx.plan, ctx.comm, ctx.call = ranges, plan, comm, comm.calls
+        return final, *outs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_final: Tensor, *by_outs: Tensor) -> tuple[Tensor | None, ...]:
+        plan, comm = ctx.plan, ctx.comm
+        comm.note("backward of recurrent", ctx.call)
+        state, incoming, scanned, *tensors = ctx.saved_tensors
+        held, width = plan.held(comm.rank), len(tensors) // max(1, len(ctx.ranges))
+        parts = [part.of(tensors[i * width : (i + 1) * width]) for i, part in enumerate(ctx.ranges)]
+        states = [*([state] if 0 in held else []), *incoming]
+        read = [part.state_gradient(by_out) for n, part, by_out in zip(held, parts, by_outs, strict=True) if n]
+        by_incoming = torch.stack(read) if read else incoming
+        with propagate_failure(comm):
+            by_update = iter(_outgoing_gradients(by_incoming, by_final, scanned, state.shape, plan, comm))
+        grads: list[Tensor | None] = []
+        by_state = torch.zeros_like(state)
+        for number, part, into, by_out in zip(held, parts, states, by_outs, strict=True):
+            *own, by_into = part.backward(into, by_out, next(by_update) if number in plan.scanned else None)
+            grads += own
+            by_state = by_into if number == 0 else by_state
+        return None, None, None, None, None, by_state, *grads
 
 
 def _incoming(transition: Tensor, update: Tensor, plan: ScanPlan, comm: Comm) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ SCHEDULES = ("ring", "allgather", "ulysses", "ulysses+ring", "ulysses+allgather"
 """From the simplest to the most complex: of schedules that tie, the first is chosen."""
 
 
-def refusal(schedule: str, shards: Shards, ranks_per_node: int) -> str | None:
+def why_not(schedule: str, shards: Shards, ranks_per_node: int) -> str | None:
     """Why the schedule cannot serve; None if it can."""
     if "+" not in schedule:
         return None
@@ -28,7 +28,7 @@ def refusal(schedule: str, shards: Shards, ranks_per_node: int) -> str | None:
 
 def check_schedule(schedule: str, shards: Shards, ranks_per_node: int) -> None:
     """Raise ValueError if the schedule cannot serve."""
-    why = refusal(schedule, shards, ranks_per_node)
+    why = why_not(schedule, shards, ranks_per_node)
     if why is not None:
         raise ValueError(
             f"schedule={schedule!r} cannot serve this: {why}{see('context-parallelism.md#select-a-schedule')}"

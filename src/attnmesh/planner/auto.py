@@ -28,7 +28,7 @@ from attnmesh.core import ranges
 from attnmesh.core.ranges import Ranges
 from attnmesh.plan.allgather import gather_plan
 from attnmesh.plan.decode import COMBINES, Combine, DecodeShape, DecodeSharding
-from attnmesh.plan.schedules import SCHEDULES, refusal
+from attnmesh.plan.schedules import SCHEDULES, why_not
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.cost import Cost, bytes_sent, cost
 from attnmesh.planner.hardware import Cluster, Device, Link
@@ -51,7 +51,7 @@ class Choice:
 
     schedule: str
     costs: dict[str, Cost]
-    refusals: dict[str, str]
+    unsupported: dict[str, str]
     slower: tuple[str, ...] = ()  # schedules whose costs are only known to be larger
 
     @property
@@ -62,7 +62,7 @@ class Choice:
     def __str__(self) -> str:
         known = [f"{name} {readable_seconds(seconds)}" for name, seconds in self.seconds.items()]
         costs = ", ".join([*known, *(f"{name} more" for name in self.slower)])
-        others = "".join(f"; {name} cannot: {why}" for name, why in self.refusals.items())
+        others = "".join(f"; {name} cannot: {why}" for name, why in self.unsupported.items())
         return f"{self.schedule}, the fastest by estimate ({costs}){others}"
 
 
@@ -74,12 +74,12 @@ def choose_schedule(workload: Workload, cluster: Cluster, *, all_costs: bool = T
     which recomputes a forward with gradients, could get other bits. Without `all_costs` a schedule is left once it has
     taken longer than another one: of thousands of ranks, few rounds of a ring show that.
     """
-    costs, refusals, slower = dict[str, Cost](), dict[str, str](), list[str]()
+    costs, unsupported, slower = dict[str, Cost](), dict[str, str](), list[str]()
     for schedule in SCHEDULES:
-        why = refusal(schedule, workload.shards, workload.ranks_per_node) or _unsuitable(schedule, workload)
+        why = why_not(schedule, workload.shards, workload.ranks_per_node) or _unsuitable(schedule, workload)
         if why is not None:
-            refusals[schedule] = why
-    able = [name for name in SCHEDULES if name not in refusals]
+            unsupported[schedule] = why
+    able = [name for name in SCHEDULES if name not in unsupported]
     weights = {name: _weight(name, workload) for name in able}
     nodes = cluster.with_ranks_per_node(workload.ranks_per_node)
     at_least = {} if all_costs else dict.fromkeys(("ring", "ring+ring"), _seconds_of_rings(workload, nodes))
@@ -110,7 +110,7 @@ def choose_schedule(workload: Workload, cluster: Cluster, *, all_costs: bool = T
             except TooLongError:
                 slower.append(schedule)
     best = min((name for name in able if name in costs), key=lambda name: costs[name].seconds)
-    return Choice(best, costs, refusals, tuple(slower))
+    return Choice(best, costs, unsupported, tuple(slower))
 
 
 def _weight(schedule: str, workload: Workload) -> int:
@@ -232,7 +232,7 @@ class Explanation:
         for name, seconds in sorted(self.choice.seconds.items(), key=lambda pair: pair[1]):
             tie = " (tie)" if name != self.choice.schedule and is_tie(seconds, best) else ""
             lines.append(f"  {name}: {1e3 * seconds:.3f} ms{tie}")
-        lines += [f"  {name}: {why}" for name, why in self.choice.refusals.items()]
+        lines += [f"  {name}: {why}" for name, why in self.choice.unsupported.items()]
         return [f"fastest by estimate for {self.cluster.device.name}, forward and backward:", *lines]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
-from attnmesh.plan.schedules import SCHEDULES, refusal
+from attnmesh.plan.schedules import SCHEDULES, why_not
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.cost import Cost, schedule_cost
@@ -161,13 +161,13 @@ def _schedules(request: PrefillRequest, parallelism: Parallelism) -> dict[str, s
     if parallelism.cp == 1:
         return {"ring": None}
     workload = _workload(request, parallelism, None)
-    refusals = {name: refusal(name, workload.shards, workload.ranks_per_node) for name in SCHEDULES}
+    reasons = {name: why_not(name, workload.shards, workload.ranks_per_node) for name in SCHEDULES}
     if _cp_ranks_per_node(request, parallelism) in (
         1,
         parallelism.cp,
     ):  # one level: two-level schedules need no mention
-        refusals = {name: why for name, why in refusals.items() if "+" not in name}
-    return refusals
+        reasons = {name: why for name, why in reasons.items() if "+" not in name}
+    return reasons
 
 
 def parallelisms(request: PrefillRequest) -> Iterator[Parallelism]:

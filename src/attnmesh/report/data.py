@@ -26,7 +26,7 @@ from attnmesh.core.masks import (
     check_mask,
 )
 from attnmesh.generation.stats import GenerationStats
-from attnmesh.plan.schedules import SCHEDULES, refusal
+from attnmesh.plan.schedules import SCHEDULES, why_not
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import Choice, choose_schedule
@@ -172,7 +172,7 @@ class GenerationReport:
 
     Examples:
         >>> answers = [GeneratedAnswer("Who wrote it?", "Ada", prompt_tokens=12, new_tokens=2)]
-        >>> report = generation_report(answers, [am.GenerationStats(0)], facts={"model": "llama"})
+        >>> report = generation_report(answers, [am.generation.GenerationStats(0)], facts={"model": "llama"})
         >>> report.facts["model"], report.answers == answers
         ('llama', True)
     """
@@ -235,7 +235,7 @@ def schedule_report(
     runs = sum(map(len, workload.shards.queries))
     if runs > _MOST_RUNS:
         raise ValueError(f"layout must give at most {_MOST_RUNS} runs of positions for a report, got {runs}")
-    served = [name for name in SCHEDULES if refusal(name, workload.shards, workload.ranks_per_node) is None]
+    served = [name for name in SCHEDULES if why_not(name, workload.shards, workload.ranks_per_node) is None]
     cluster = default_cluster(kind)
     choice = choose_schedule(workload, cluster)
     hardware = hardware_name(cluster, nodes=world // workload.ranks_per_node)
@@ -277,7 +277,7 @@ def generation_report(
 
     Examples:
         >>> answers = [GeneratedAnswer("Who wrote it?", "Ada", prompt_tokens=12, new_tokens=2)]
-        >>> generation_report(answers, [am.GenerationStats(rank) for rank in range(2)]).title
+        >>> generation_report(answers, [am.generation.GenerationStats(rank) for rank in range(2)]).title
         'generate on 2 ranks'
     """
     for i, answer in enumerate(check_list("answers", answers, "answers")):

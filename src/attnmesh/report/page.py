@@ -147,7 +147,7 @@ def _ranking(report: ScheduleReport) -> str:
         ]
         for name, cost in ranked
     ]  # fmt: skip
-    rows += [[name, "", "", "", "", f"not available: {why}"] for name, why in choice.refusals.items()]
+    rows += [[name, "", "", "", "", f"not available: {why}"] for name, why in choice.unsupported.items()]
     columns = ["schedule", "estimated time", "relative", "exposed communication", "load imbalance", "verdict"]
     return table(columns, rows, marked=[name for name, _ in ranked].index(choice.schedule))
 

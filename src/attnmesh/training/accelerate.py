@@ -816,10 +816,6 @@ def check_balance(model: nn.Module) -> None:
         )
 
 
-def _text_config(model: Any) -> Any:
-    return model.config.get_text_text_config()
-
-
 @contextmanager
 def whole_balance(
     models: Iterable[nn.Module], current: Callable[[], ShardedPass | None], share: float

@@ -26,6 +26,7 @@ MAX_RANKS = 2**16
 """The largest number of ranks: plans have an entry for each."""
 MAX_TIMEOUT = 1_000_000
 """The longest timeout in seconds, eleven days: torch.distributed counts milliseconds in 32 bits."""
+MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 
 class _Shortened(reprlib.Repr):
@@ -103,8 +104,13 @@ def is_number(x: object) -> bool:
 
 
 def check_number(name: str, x: object, above: float | None = None, least: float | None = None) -> float:
-    """Return `x` as a float; raise ValueError unless it is a finite number, above `above` and at least `least`."""
+    """Return `x` as a float; raise ValueError unless it is a finite number, above `above` and at least `least`.
+
+    Kernels take float32: larger numbers would be infinite there.
+    """
     if isinstance(x, float | int) and is_number(x) and (above is None or x > above) and (least is None or x >= least):
+        if abs(x) > MAX_FLOAT32:
+            raise ValueError(f"{name} must be at most {MAX_FLOAT32:.4g} in magnitude, got {shown(x)}")
         return float(x)
     if above == 0:
         raise ValueError(f"{name} must be a positive number, got {shown(x)}")

@@ -35,7 +35,7 @@ from attnmesh.core.merge import merge
 from attnmesh.core.state import State
 from attnmesh.ops.dense.api import attention
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_distributed_attention
-from attnmesh.plan.schedules import SCHEDULES, refusal
+from attnmesh.plan.schedules import SCHEDULES, why_not
 from attnmesh.plan.shards import shards
 from attnmesh.testing.attention import (
     NAMES,
@@ -118,7 +118,7 @@ def attention_modes(comm: Comm, device: str, *, pairs: bool = True) -> Iterator[
 def schedule_modes(comm: Comm, layout: Layout, mask: Mask, ranks_per_node: int, length: int = LENGTH) -> list[Mode]:
     """Return a mode in float32 for every schedule that supports this layout, mask and number of ranks per node."""
     supported = [
-        name for name in SCHEDULES if refusal(name, shards(mask, layout, length, comm.world), ranks_per_node) is None
+        name for name in SCHEDULES if why_not(name, shards(mask, layout, length, comm.world), ranks_per_node) is None
     ]
     kinds = f"{type(layout).__name__} {'+'.join(type(part).__name__ for part in getattr(mask, 'parts', [mask]))}"
     return [

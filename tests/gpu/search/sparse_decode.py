@@ -131,8 +131,8 @@ def _attention(case: Case, lengths: list[int], table: Tensor, blocks: int, devic
     q = normal(batch, tokens, heads, d, seed=f"{seed}-q", device=device, dtype=dtype)
     sinks = 2 * normal(heads, seed=f"{seed}-sinks", device=device) if case.get("sinks") else None
     how: dict[str, Any] = {"scale": d**-0.5, "d_v": d_v, "split_size": case.get("split_size")}
-    chosen = indices if counts is None else am.TopKIndices(indices, None, counts)
-    results = am.paged_sparse_decode_attention(
+    chosen = indices if counts is None else am.sparse.TopKIndices(indices, None, counts)
+    results = am.sparse.paged_sparse_decode_attention(
         embedded(q) if case.get("embedded") else q, _spoiled(pool, live.view(blocks, block)),
         None if case.get("slots") else table, chosen, sinks=sinks,
         out_dtype=torch.float32 if case.get("wide_out") else None, backend=case["backend"],
@@ -172,7 +172,7 @@ def _topk(case: Case, lengths: list[int], table: Tensor, blocks: int, device: st
     live = torch.zeros(blocks * block, dtype=torch.bool, device=device)
     read = visible.any(1)
     live[slots[read]] = True
-    found = am.paged_indexer_topk(
+    found = am.sparse.paged_indexer_topk(
         iq, _spoiled(pool, live.view(blocks, block)), table, w, topk, scale=0.5, relu=relu, backend=case["backend"],
         **where,
     )  # fmt: skip

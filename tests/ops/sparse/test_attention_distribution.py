@@ -69,20 +69,20 @@ def test_every_mask_in_every_dtype(name, backend, dtype):
 
 
 @each_backend
-@pytest.mark.parametrize(("topk", "heads"), [(1, 1), (100, 8), (600, 24), (1, 64), (100, 96), (600, 128)])
+@pytest.mark.parametrize(("topk", "heads"), [(1, 1), (100, 8), (600, 24), (100, 128)])
 def test_every_number_of_heads_and_slots(topk, heads, backend):
     check(
         random_attention(3, 300, heads=heads, topk=topk, d=16, mask="later strided" if topk == 600 else "all"), backend
     )
 
 
-@pytest.mark.parametrize(("d", "backend", "dtype"), with_dtypes([64, 80, 128, 192, 320, 512, 576]))
+@pytest.mark.parametrize(("d", "backend", "dtype"), with_dtypes([64, 80, 192, 320, 576]))
 def test_every_width(d, backend, dtype):
     check(random_attention(4, 30, d=d, topk=10, dtype=dtype, mask="causal"), backend)
 
 
 @each_backend
-@pytest.mark.parametrize(("s_q", "s_kv"), [(0, 4), (3, 0), (0, 0), (1, 1)])
+@pytest.mark.parametrize(("s_q", "s_kv"), [(0, 4), (3, 0), (1, 1)])
 def test_no_rows_and_no_keys(s_q, s_kv, backend):
     check(random_attention(s_q, s_kv, topk=3), backend)
 
@@ -189,7 +189,7 @@ def test_a_row_that_sees_nothing_is_zero(backend):
 
 
 @each_backend
-@pytest.mark.parametrize(("heads", "group", "groups"), [(128, 64, 2), (64, 64, 1), (96, 64, 2), (8, 64, 1), (6, 2, 3)])
+@pytest.mark.parametrize(("heads", "group", "groups"), [(96, 64, 2), (8, 64, 1), (6, 2, 3)])
 def test_groups_of_heads_add_up(heads, group, groups, backend):
     case = random_attention(4, 20, heads=heads, mask="causal", topk=10)
     lse = case.exact()[1].float()

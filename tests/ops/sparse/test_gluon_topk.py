@@ -80,7 +80,7 @@ def test_the_topk_is_that_of_the_definition(case):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(2, 22))
+@pytest.mark.parametrize("seed", range(2, 7))
 def test_hostile_schedules(seed):
     *sizes, how = CASES[seed % len(CASES)]
     check(*sizes, seed=seed, **how)

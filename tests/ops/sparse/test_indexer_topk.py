@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnmesh import SparseMask, TopKIndices, indexer_topk
+from attnmesh import SparseMask, indexer_topk
 from attnmesh.ops.sparse import reference
 from attnmesh.ops.sparse.arguments import merge_topk
-from attnmesh.sparse import indexer_scores_at
-from helpers.cases import first, sweep
+from attnmesh.sparse import TopKIndices, indexer_scores_at
+from helpers.cases import sweep
 from helpers.memory import peak_bytes
 from helpers.sparse import (
     BACKENDS,
@@ -77,7 +77,7 @@ def test_every_mask_in_every_dtype_with_ties_everywhere(name, backend, dtype):
 @each_backend
 @pytest.mark.parametrize(
     ("s_q", "s_kv", "topk"),
-    [(0, 5, 3), (3, 0, 2), (1, 1, 1), (5, 7, 1), (5, 7, 6), (5, 7, 7), (3, 7, 20), (17, 260, 100), (2, 700, 512)],
+    [(0, 5, 3), (3, 0, 2), (5, 7, 6), (5, 7, 7), (3, 7, 20), (2, 700, 512)],
 )
 def test_every_length(s_q, s_kv, topk, backend):
     check(counted(random_indexer(s_q, s_kv, heads=2)), topk, backend)
@@ -90,7 +90,7 @@ def test_every_number_of_heads_and_width(heads, d, backend):
     check(counted(random_indexer(5, 150, heads=heads, d=d, mask="causal")), 9, backend)
 
 
-@pytest.mark.parametrize("name", first(6, KEY_MASKS))
+@pytest.mark.parametrize("name", list(KEY_MASKS)[:6])
 def test_numbers_that_are_no_integers(name):
     for relu in (True, False):
         check(random_indexer(19, 300, dtype=torch.float64, mask=name, relu=relu), 30, "torch")
@@ -171,7 +171,7 @@ def test_any_block_gives_the_same_bits(name, dtype):
 
 
 @each_backend
-@pytest.mark.parametrize(("heads", "d"), [(1, 3), (3, 17), (8, 64), (33, 100), (64, 128)])
+@pytest.mark.parametrize(("heads", "d"), [(3, 17), (33, 100), (64, 128)])
 def test_a_row_alone_gives_the_same_bits(heads, d, backend):
     case = random_indexer(21, 150, heads=heads, d=d)
     whole = chosen(case, 150, backend)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnmesh import indexer_topk, paged_indexer_topk, quantize
+from attnmesh import indexer_topk, quantize
 from attnmesh.decode import check_decode_errors
 from attnmesh.ops.sparse import reference
 from attnmesh.ops.storage import Quantized, Stored, dequantize
+from attnmesh.sparse import paged_indexer_topk
 from helpers.cases import first
 from helpers.sparse import CUDA, device_of
 

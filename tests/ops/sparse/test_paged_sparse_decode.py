@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnmesh import State, TopKIndices, merge, paged_sparse_decode_attention, quantize
+from attnmesh import State, merge, quantize
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.decode import check_decode_errors
 from attnmesh.ops import gpu
 from attnmesh.ops.sparse import reference
 from attnmesh.ops.sparse.paged import PagedKeys, check_pool
 from attnmesh.ops.storage import Quantized, Stored, dequantize, values_of
+from attnmesh.sparse import TopKIndices, paged_sparse_decode_attention
 from attnmesh.testing.decode import poison_cache
 from helpers.cases import first, sweep
 from helpers.sparse import CUDA, DTYPES, assert_sparse_close, device_of, embedded, normal

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from attnmesh import SparseMask, State, attention_distribution, merge, sparse_attention
 from attnmesh.ops.sparse import torch_backend
-from helpers.cases import first
 from helpers.sparse import (
     BACKENDS,
     HIGH,
@@ -26,7 +25,7 @@ from helpers.sparse import (
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
-@pytest.mark.parametrize(("name", "backend", "dtype"), first(7, with_dtypes(MASKS)))
+@pytest.mark.parametrize(("name", "backend", "dtype"), with_dtypes(MASKS))
 def test_every_mask_in_every_dtype(name, backend, dtype):
     check_backend(random_attention(mask=name, dtype=dtype), backend)
     check_backend(random_attention(mask=name, dtype=dtype, sink=True, own_values=True, d_v=8, seed=5), backend)
@@ -35,7 +34,7 @@ def test_every_mask_in_every_dtype(name, backend, dtype):
 @each_backend
 @pytest.mark.parametrize(
     ("s_q", "s_kv", "topk"),
-    [(0, 5, 3), (4, 0, 3), (0, 0, 1), (1, 1, 1), (3, 7, 1), (2, 5, 40), (3, 300, 100), (2, 64, 128), (70, 9, 4)],
+    [(0, 5, 3), (4, 0, 3), (1, 1, 1), (2, 5, 40), (3, 300, 100), (70, 9, 4)],
 )
 def test_every_length(s_q, s_kv, topk, backend):
     for how in ({}, {"sink": True}, {"own_values": True, "d_v": 24}):
@@ -43,7 +42,7 @@ def test_every_length(s_q, s_kv, topk, backend):
 
 
 @each_backend
-@pytest.mark.parametrize("heads", [1, 3, 8, 24, 64, 96, 128])
+@pytest.mark.parametrize("heads", [1, 24, 64, 128])
 def test_every_number_of_heads(heads, backend):
     check_backend(random_attention(3, 19, heads=heads, mask="causal", sink=True), backend)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.gluon import emulated, mostly_sweep
+from helpers.gluon import emulated
 
 pytest.importorskip("triton")
 
@@ -110,9 +110,7 @@ def kernels(seed: int):
 COUNTS = [150, 0, 129, 1]
 
 
-@pytest.mark.parametrize(
-    ("heads", "width", "seed"), mostly_sweep([(70, 576, 0), (128, 512, 1), (65, 576, 2), (128, 576, 3)], every=4)
-)
+@pytest.mark.parametrize(("heads", "width", "seed"), first(1, [(70, 576, 0), (128, 512, 1)]))
 def test_gradients_of_queries(heads, width, seed):
     case = Case(heads, COUNTS, width)
     found = case.run_grad_query(kernels(seed)).double()
@@ -122,19 +120,14 @@ def test_gradients_of_queries(heads, width, seed):
 
 @pytest.mark.parametrize(
     ("heads", "width", "segments", "seed"),
-    first(
-        1,
-        mostly_sweep(
-            [(70, 576, 0, 0), (16, 576, 2, 1), (3, 512, 1, 2), (33, 576, 3, 3), (128, 512, 2, 4), (20, 512, 0, 5)], 3
-        ),
-    ),
+    first(1, [(70, 576, 0, 0), (16, 576, 2, 1), (3, 512, 1, 2), (128, 512, 2, 4)]),
 )
 def test_gradients_of_keys(heads, width, segments, seed):
     case = Case(heads, COUNTS, width)
     case.assert_sums(case.run_grad_key(kernels(seed), segments=segments))
 
 
-@pytest.mark.parametrize(("heads", "seed"), mostly_sweep([(9, 0), (100, 1)], every=2))
+@pytest.mark.parametrize(("heads", "seed"), first(1, [(9, 0), (100, 1)]))
 def test_sums_of_slots_are_stored_for_a_deterministic_sum(heads, seed):
     case = Case(heads, COUNTS)
     found = case.run_grad_key(kernels(seed), atomic=False).view(len(COUNTS), case.topk, -1).double()
@@ -177,21 +170,14 @@ PLANTED = {
         "        left = ds_ring.index(stage).permute([1, 0])",
         "        left = ds_ring.index(stage).permute([1, 0])",
     ),
-    "no fence before the products of queries": (
-        "        fence_async_shared()  # copies and tensor cores access shared memory through different proxies\n"
-        "        left = ds_ring.index(stage * 2 + HALF)",
-        "        left = ds_ring.index(stage * 2 + HALF)",
-    ),
     "a tile of keys is not waited for": (
         "        mbarrier.wait(ready.index(stage), (tile // STAGES) & 1)\n        mbarrier.arrive(turns",
         "        mbarrier.arrive(turns",
     ),
-    "dout is not waited for": ("        mbarrier.wait(dout_ready.index(0), 0, pred=tile == WHICH)\n", ""),
     "a tile is freed before it is read": (
         "mbarrier.arrive(free.index((tile + STAGES - 1) % STAGES), count=1, pred=tile > 0)",
         "mbarrier.arrive(free.index(stage), count=1)",
     ),
-    "the tile before is not waited for": ("warpgroup_mma_wait(2 if EXTRA > 0 else 1,", "warpgroup_mma_wait(4,"),
 }
 
 

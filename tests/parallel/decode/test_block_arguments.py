@@ -381,7 +381,7 @@ def test_a_rank_that_is_late_to_be_wrong_ends_the_run_at_once():
             ready.block(ready.guilty(x[:1], x), cache, step)
         except ValueError as error:
             return f"ValueError: {error}"
-        except am.CommError as error:
+        except am.comm.CommError as error:
             return f"CommError: {error}"
         return "nothing"
 

@@ -67,11 +67,11 @@ def assert_same(some, others):
 def there_and_files(comm, a, b, folder, storage="fp32", **more):
     """What a rank stores after `reshard`, and after `save_cache` and `load_cache`."""
     cache = filled(a, comm.rank, storage, **more) if comm.rank < a.ranks else None
-    moved = am.reshard(cache, b, comm, message_bytes=1 << 12)
-    again = am.reshard(moved, a, comm) if b.ranks == comm.world else None
+    moved = am.decode.reshard(cache, b, comm, message_bytes=1 << 12)
+    again = am.decode.reshard(moved, a, comm) if b.ranks == comm.world else None
     if moved is not None and b.ranks == comm.world:
-        am.save_cache(moved, folder, comm)
-        assert_same(stored(am.load_cache(folder, b, comm)), stored(moved))
+        am.decode.save_cache(moved, folder, comm)
+        assert_same(stored(am.decode.load_cache(folder, b, comm)), stored(moved))
     if again is not None:
         assert_same(stored(again), stored(cache))
     spec = None if moved is None else moved.spec
@@ -124,7 +124,7 @@ def decode(comm, sharding, moves=(), folder=None):
         runner.feed_until(i, length)
     for number in range(5):
         if number < len(moves):
-            cache = am.reshard(runner.cache, moves[number], comm)
+            cache = am.decode.reshard(runner.cache, moves[number], comm)
             runner.sequences = {i: cache.sequences[one.row] for i, one in runner.sequences.items()}
             runner.cache, runner.block = cache, shard_block(CONFIG, FEW_BITS, moves[number], comm)
         runner.feed(range(3))
@@ -165,7 +165,7 @@ def test_a_prefill_is_moved_from_its_layout(layout):
         # As projections leave them: positions before heads in memory.
         kv = [layout.shard(x, 3, world, comm.rank).transpose(2, 3).contiguous().transpose(2, 3) for x in (k, v)]
         prefill = am.decode.PrefillKV(list(kv[0]), list(kv[1]), layout, length, comm.rank, world, ids=ids)
-        cache = am.reshard(prefill, to, comm, max_length=40)
+        cache = am.decode.reshard(prefill, to, comm, max_length=40)
         if cache is None:
             return None
         assert cache.local.find_prefix([*ids[cache.rows.start][:20], 7]) == 16  # a block serves later prompts
@@ -190,7 +190,7 @@ def test_ranks_that_decode_are_other_ranks_than_those_that_prefill():
 
     def program(comm):
         cache = filled(a, 1 - comm.rank) if comm.rank < 2 else None  # in another order
-        return stored(am.reshard(cache, b, comm, ranks=[3, 2]))
+        return stored(am.decode.reshard(cache, b, comm, ranks=[3, 2]))
 
     found = am.run_virtual(4, program)
     assert found[:2] == [None, None]
@@ -237,12 +237,14 @@ def test_what_does_not_fit_is_refused_on_every_rank():
                 options = {}
             arguments = {"cache": cache, "to": DecodeSharding(kvdp=2), **options}
             try:
-                am.reshard(**arguments, comm=comm)
+                am.decode.reshard(**arguments, comm=comm)
             except ValueError as error:
                 errors.append(str(error))
             else:
                 errors.append("")
-        good = am.reshard(filled(DecodeSharding(cp=2), comm.rank) if comm.rank < 2 else None, DecodeSharding(), comm)
+        good = am.decode.reshard(
+            filled(DecodeSharding(cp=2), comm.rank) if comm.rank < 2 else None, DecodeSharding(), comm
+        )
         return errors, None if good is None else len(good.sequences)
 
     results = am.run_virtual(3, program)
@@ -256,11 +258,11 @@ def test_what_does_not_fit_is_refused_on_every_rank():
 def test_a_part_that_is_missing_or_given_twice():
     def program(comm, part):
         with pytest.raises(ValueError, match="cache must be given for each of its 2 ranks once, got those of rank"):
-            am.reshard(filled(DecodeSharding(cp=2), part) if comm.rank < 2 else None, DecodeSharding(), comm)
+            am.decode.reshard(filled(DecodeSharding(cp=2), part) if comm.rank < 2 else None, DecodeSharding(), comm)
 
     am.run_virtual(3, lambda comm: program(comm, 0))
     with pytest.raises(ValueError, match="got those of rank 0 without rank 1"):
-        am.reshard(filled(DecodeSharding(cp=2), 0), DecodeSharding())
+        am.decode.reshard(filled(DecodeSharding(cp=2), 0), DecodeSharding())
 
 
 # Memory.
@@ -277,7 +279,9 @@ def test_memory_is_bounded_by_the_messages():
     token, kept = 2 * 4 * 2 * 16 * 4, []
     for tokens in (8, 64):
         limit = tokens * token
-        peak = peak_bytes(lambda limit=limit: kept.append(am.reshard(cache, DecodeSharding(), message_bytes=limit)))
+        peak = peak_bytes(
+            lambda limit=limit: kept.append(am.decode.reshard(cache, DecodeSharding(), message_bytes=limit))
+        )
         pools = sum(x.nbytes for x in kept[-1].local.stored_tensors)
         assert peak - pools < limit + 64 * tokens + 40_000  # tables of max_length and lists of blocks
         assert_same(stored(kept[-1]), stored(cache))
@@ -291,7 +295,7 @@ def peak_of_a_move(comm, limit):
     for layer in range(2):
         cache.write(layer, step, *torch.randn(2, 3, 4, 1500, 16))
     kept = []
-    peak = peak_bytes(lambda: kept.append(am.reshard(cache, DecodeSharding(tp=2), comm, message_bytes=limit)))
+    peak = peak_bytes(lambda: kept.append(am.decode.reshard(cache, DecodeSharding(tp=2), comm, message_bytes=limit)))
     return peak - sum(x.nbytes for x in kept[0].local.stored_tensors)
 
 
@@ -307,7 +311,7 @@ def test_a_cache_is_freed_with_its_last_reference():
 
     cache = filled(DecodeSharding(), 0)
     gone = weakref.ref(cache)
-    new = am.reshard(cache, DecodeSharding())
+    new = am.decode.reshard(cache, DecodeSharding())
     del cache
     assert gone() is None
     assert len(new.sequences) == 3

@@ -4,7 +4,6 @@ Blocks that no token was written to, and rows of x that are not in a step, hold 
 """
 
 import re
-from itertools import product
 
 import pytest
 import torch
@@ -73,11 +72,11 @@ def test_prefill_and_decode_in_turn(sharding):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("world", [2, 4, 6, 8])
+@pytest.mark.parametrize("world", [4, 6, 8])
 def test_prefill_in_every_factorisation(world):
-    for (tp, kvdp, cp), kind in product(factorizations(world), KINDS):
-        for interleave in (1, 3, 8) if cp > 1 else (1,):
-            assert_exact(am.DecodeSharding(tp, kvdp, cp, interleave), kind, heads=(12, 6) if world == 6 else (8, 2))
+    for at, (tp, kvdp, cp) in enumerate(factorizations(world)):
+        interleave, heads = (1, 3, 8)[at % 3] if cp > 1 else 1, (12, 6) if world == 6 else (8, 2)
+        assert_exact(am.DecodeSharding(tp, kvdp, cp, interleave), KINDS[at % len(KINDS)], heads=heads)
 
 
 @pytest.mark.parametrize("sharding", [(1, 1, 1, 1), sweep((1, 2, 2, 3))])

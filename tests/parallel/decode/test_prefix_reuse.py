@@ -163,7 +163,7 @@ def test_a_prompt_goes_where_its_prefix_is_unless_no_row_is_free_there():
 def test_a_full_cache_says_so_on_every_rank_and_goes_on():
     def program(feeding, ids):
         feeding.allocate(0, prompts=[ids[0][:25]]).feed_until(0, 25)
-        with pytest.raises(am.CacheFull):
+        with pytest.raises(am.decode.CacheFull):
             feeding.allocate(2, prompts=[LENGTH])
         feeding.allocate(1, prompts=[ids[1][:23]]).feed_until(1, 23)
         return feeding.sequences[1].cached

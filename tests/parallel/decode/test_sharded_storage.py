@@ -18,7 +18,7 @@ from helpers.blocks import (
     random_sequences,
     transformers_layer,
 )
-from helpers.cases import first, sweep
+from helpers.cases import first, in_turn, sweep
 
 LENGTH = 23
 SHARDINGS = [(2, 1, 1, 1), (1, 2, 2, 3), (1, 1, 4, 4), (2, 2, 1, 1)]
@@ -117,8 +117,7 @@ def test_bf16_is_at_most_twice_as_far_off_as_the_bf16_module(family, sharding):
 
 @pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("world", [1, 2, 4, 6, 8])
+@pytest.mark.parametrize(("family", "world"), in_turn(FAMILIES, [6, 8]))
 def test_bf16_in_every_factorisation(family, world):
     for sharding in factorizations(world):
         assert_bf16_is_right(family, (12, 6) if world == 6 else (16, 4), sharding)

@@ -39,7 +39,7 @@ class Problem:
         self.sinks = drawn(HEADS, seed=23)
         self.cur_pos = [n - 1 for n in LENGTHS]
 
-    def cache(self, decode: am.SparseDecode) -> am.BlockCache:
+    def cache(self, decode: am.sparse.SparseDecode) -> am.BlockCache:
         """This rank's cache, written in two steps."""
         cache = am.BlockCache(
             am.CacheSpec(
@@ -70,7 +70,7 @@ def step(
     comm: Comm, problem: Problem, interleave: int = 1, heads: tuple[int, ...] | None = None, backend: str = "auto"
 ) -> list[Tensor]:
     """Select keys and attend: indices, scores, lengths, out and lse of this rank."""
-    decode = am.SparseDecode(comm, interleave=interleave, heads=heads)
+    decode = am.sparse.SparseDecode(comm, interleave=interleave, heads=heads)
     cache = problem.cache(decode)
     top = decode.indexer_topk(
         problem.iq, cache.index_keys(0), cache.block_table, problem.w, TOPK, cur_pos=problem.cur_pos, backend=backend
@@ -170,7 +170,7 @@ def refused(change: dict[str, object], said: str) -> None:
     problem = Problem()
 
     def rank(comm: Comm) -> str:
-        decode = am.SparseDecode(comm)
+        decode = am.sparse.SparseDecode(comm)
         cache = problem.cache(decode)
         given = {"indices": torch.zeros(3, TOKENS, 4, dtype=torch.int32), "scale": 0.1, "q": problem.q}
         if comm.rank == 1:
@@ -199,10 +199,10 @@ def test_ranks_that_disagree(change, said):
 
 def test_constructor():
     with pytest.raises(ValueError, match="heads must be 1 numbers, one per rank"):
-        am.SparseDecode(heads=[1, 2])
+        am.sparse.SparseDecode(heads=[1, 2])
     with pytest.raises(ValueError, match="interleave must be a positive integer"):
-        am.SparseDecode(interleave=0)
-    decode = am.SparseDecode(heads=[4])
+        am.sparse.SparseDecode(interleave=0)
+    decode = am.sparse.SparseDecode(heads=[4])
     cache = Problem().cache(decode)
     with pytest.raises(ValueError, match="q must have 4 heads on this rank"):
         decode.attention(Problem().q, cache.keys(0), cache.block_table, torch.zeros(3, 2, 1).int(), scale=1.0)
@@ -213,7 +213,7 @@ def test_a_corrupt_table_on_one_rank_is_an_error_on_all(operation):
     problem = Problem()
 
     def rank(comm: Comm) -> str:
-        decode = am.SparseDecode(comm)
+        decode = am.sparse.SparseDecode(comm)
         cache = problem.cache(decode)
         if comm.rank == 1:
             cache.block_table[0, 0] = 999

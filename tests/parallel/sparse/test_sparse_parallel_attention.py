@@ -7,7 +7,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.testing.sparse import SCALE, GridRank, SparseProblem
-from helpers.cases import first
+from helpers.cases import first, in_turn
 from helpers.sparse_grid import (
     D_V,
     LAYOUTS,
@@ -81,11 +81,7 @@ def test_every_mask_speaks_of_the_whole_sequence(mask, schedule):
     ("length", "key_length", "schedule"),
     first(
         3,
-        [
-            pytest.param(*lengths, schedule, marks=() if i % 2 == j else pytest.mark.sweep)
-            for i, lengths in enumerate([(2, 13), (11, 3), (1, 1), (0, 5), (5, 0), (0, 0)])
-            for j, schedule in enumerate(KEYS)
-        ],
+        [(*lengths, schedule) for lengths, schedule in in_turn([(2, 13), (11, 3), (1, 1), (0, 5), (5, 0)], KEYS)],
     ),
 )
 def test_fewer_rows_and_keys_than_ranks(length, key_length, schedule):

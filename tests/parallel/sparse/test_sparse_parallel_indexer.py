@@ -5,7 +5,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.ops.sparse import reference
-from helpers.cases import first, sweep
+from helpers.cases import first, in_turn, sweep
 from helpers.sparse_grid import (
     LAYOUTS,
     MASKS,
@@ -48,15 +48,7 @@ def hidden(mask):
 
 @pytest.mark.parametrize(
     ("tp", "cp", "layout", "schedule"),
-    first(
-        4,
-        [
-            pytest.param(*grid, layout, schedule, marks=() if (i + j + k) % 3 == 0 else pytest.mark.sweep)
-            for i, grid in enumerate(GRIDS)
-            for j, layout in enumerate(LAYOUTS)
-            for k, schedule in enumerate(SCHEDULES)
-        ],
-    ),
+    first(4, [(*grid, *how) for grid, *how in in_turn(GRIDS, LAYOUTS, SCHEDULES)]),
 )
 def test_the_choice_is_that_of_one_device_to_the_last_bit(tp, cp, layout, schedule):
     mask = hidden(list(MASKS.values())[(tp + cp) % len(MASKS)](21))
@@ -105,15 +97,7 @@ def test_keys_that_nobody_sees_may_hold_anything():
 
 @pytest.mark.parametrize(
     ("tp", "cp", "mask", "schedule"),
-    first(
-        7,
-        [
-            pytest.param(*grid, mask, schedule, marks=() if (i + j) % 2 == k else pytest.mark.sweep)
-            for i, grid in enumerate([(2, 1), (1, 4), (2, 3)])
-            for j, mask in enumerate(MASKS)
-            for k, schedule in enumerate(SCHEDULES)
-        ],
-    ),
+    [(*grid, *how) for grid, *how in in_turn([(2, 1), (1, 4), (2, 3)], MASKS, SCHEDULES)],
 )
 def test_scores_at_slots_and_their_gradients_are_exact(tp, cp, mask, schedule):
     problem = random_problem(**MASKS[mask](11))

@@ -57,11 +57,11 @@ def step_on_mesh(tp: int, cp: int, rows: str, schedule: str) -> list[list[float]
     return [x.tolist() for x in step(place, rows, schedule)]
 
 
-def programs(comm: am.Comm) -> list:
+def programs(comm: am.comm.Comm) -> list:
     return [step_on_mesh(*grid, *how) for grid, how in CASES] + [refused(comm)]
 
 
-def refused(comm: am.Comm) -> list[str]:
+def refused(comm: am.comm.Comm) -> list[str]:
     """One rank of a grid gives what no other does: no group has all ranks, and yet all hear of it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     parallel = am.SparseParallel(tp=mesh["tp"].get_group(), cp=mesh["cp"])

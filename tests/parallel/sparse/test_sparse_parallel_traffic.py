@@ -14,7 +14,7 @@ KEY, SUM = WIDTH * 2, WIDTH * 4  # bytes of a key, and of its gradient on the wa
 CHECKSUM = 8
 
 
-def sent(comm: am.Comm, work) -> dict[str, int]:
+def sent(comm: am.comm.Comm, work) -> dict[str, int]:
     comm.traffic.reset()
     work()
     return {verb: nbytes for verb, (_, nbytes) in comm.traffic.by_op.items() if nbytes}

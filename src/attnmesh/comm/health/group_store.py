@@ -27,7 +27,7 @@ class CommError(RuntimeError):
         ...         comm.barrier()  # rank 1 has returned and never arrives
         >>> try:
         ...     am.run_virtual(2, rank)
-        ... except am.CommError as error:
+        ... except am.comm.CommError as error:
         ...     print(str(error).partition(";")[0])
         rank 0 was waiting for rank 1 to receive uint8[1] (barrier) and rank 1 to send uint8[1] (barrier)
     """

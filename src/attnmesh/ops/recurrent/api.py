@@ -85,7 +85,7 @@ def use_kernels(layer: RecurrentLayer, backend: object = "auto") -> bool:
     why = layer._why_no_kernels()
     if backend == "triton" and why is not None:
         raise ValueError(f"backend must be 'torch' or 'reference' for these inputs, got 'triton': {why}")
-    return why is None
+    return why is None and (backend == "triton" or getattr(layer, layer._OUTPUT).is_cuda)
 
 
 def check_layer(layer: object) -> None:

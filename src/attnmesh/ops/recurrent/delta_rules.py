@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from attnmesh.ops.recurrent.chunked import channel_chunks, chunk_size, scalar_chunks
+from attnmesh.ops.recurrent.kernels import Inputs, KernelChunks, why_no_kernels
 from attnmesh.ops.recurrent.layer import Chunks, Recurrence, Sizes, check_scale, in_chunks, reset_at_starts
 
 
@@ -61,6 +62,15 @@ class GatedDeltaRule(_DeltaRule):
         "q": "batch groups seq key_dim", "k": "batch groups seq key_dim", "v": "batch heads seq value_dim",
         "g": "batch heads seq", "beta": "batch heads seq",
     }  # fmt: skip
+
+    def _why_no_kernels(self) -> str | None:
+        return why_no_kernels(self.q, self.k, self.v, self.g, self.beta)
+
+    def _chunks(self, ages: Tensor | None, kernels: bool) -> Chunks:
+        if not kernels:
+            return super()._chunks(ages, kernels)
+        scale = check_scale(self.scale, self.k.shape[-1])
+        return KernelChunks(Inputs(self.q, self.k, self.v, self.g, self.beta, ages, scale, delta=True))
 
 
 @dataclass(frozen=True, eq=False)

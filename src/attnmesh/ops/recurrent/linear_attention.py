@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from attnmesh.ops.recurrent.chunked import chunk_size, low_rank_chunks, scalar_chunks
+from attnmesh.ops.recurrent.kernels import Inputs, KernelChunks, why_no_kernels
 from attnmesh.ops.recurrent.layer import (
     Chunks,
     Form,
@@ -55,10 +56,16 @@ class LightningAttention(Recurrence):
         state = state * self.g.exp()[:, None, None] + k.unsqueeze(-1) * v.unsqueeze(-2)
         return state, (q.unsqueeze(-1) * state).sum(-2) * check_scale(self.scale, k.shape[-1])
 
+    def _why_no_kernels(self) -> str | None:
+        return why_no_kernels(self.q, self.k, self.v, self.g)
+
     def _chunks(self, ages: Tensor | None, kernels: bool) -> Chunks:
         sizes = self._check()
         size = chunk_size(sizes.length)
         g = self.g[:, None].expand(sizes.batch, -1, sizes.length)
+        if kernels:
+            scale = check_scale(self.scale, sizes.key_dim)
+            return KernelChunks(Inputs(self.q, self.k, self.v, g, None, ages, scale, delta=False))
         q, k, v, g = (in_chunks(x, size, sizes) for x in (self.q, self.k, self.v, g))
         q, g = q * check_scale(self.scale, sizes.key_dim), reset_at_starts(g, ages, size)
         return scalar_chunks(q, k, v, g, None, sizes.length)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnmesh.core.segment import Segment, scan
 from attnmesh.ops.recurrent.chunked import CHUNK, chunk_size, in_groups, joined, scalar_chunks
+from attnmesh.ops.recurrent.kernels import Inputs, KernelChunks, why_no_kernels
 from attnmesh.ops.recurrent.layer import (
     Chunks,
     Form,
@@ -63,10 +64,17 @@ class Mamba2(_StateSpace):
         out = (C.unsqueeze(-1) * state).sum(-2)
         return state, out if self.D is None else out + self.D[:, None] * x
 
+    def _why_no_kernels(self) -> str | None:
+        return why_no_kernels(self.C, self.B, self.x, self.dt, self.A, self.D)
+
     def _chunks(self, ages: Tensor | None, kernels: bool) -> Chunks:
         sizes = self._check()
         size = chunk_size(sizes.length)
         g = self.dt * self.A[:, None]
+        if kernels:
+            g = self.dt.float() * self.A.float()[:, None]
+            skip = None if self.D is None else (self.D[:, None, None] * self.x).to(self.x.dtype)
+            return KernelChunks(Inputs(self.C, self.B, self.x, g, self.dt, ages, 1.0, delta=False), skip)
         C, B, v, g = (in_chunks(x, size, sizes) for x in (self.C, self.B, self.dt.unsqueeze(-1) * self.x, g))
         chunks = scalar_chunks(C, B, v, reset_at_starts(g, ages, size), None, sizes.length)
         return chunks if self.D is None else _WithSkip(chunks, self.D[:, None, None] * self.x)

@@ -68,7 +68,7 @@ def paged_sparse_decode_attention(
         >>> table = torch.tensor([[3, 0]], dtype=torch.int32)
         >>> indices = torch.tensor([[[0, 17, 30, -1]]], dtype=torch.int32)  # positions; -1 is padding
         >>> q = torch.randn(1, 1, 4, 96)
-        >>> out, lse = am.paged_sparse_decode_attention(q, pool, table, indices, scale=0.1, d_v=64)
+        >>> out, lse = am.sparse.paged_sparse_decode_attention(q, pool, table, indices, scale=0.1, d_v=64)
         >>> kv = pool[[3, 0]].reshape(32, 96)
         >>> torch.allclose(out[0], am.sparse_attention(q[0], kv, indices[0], scale=0.1, d_v=64)[0], atol=1e-5)
         True

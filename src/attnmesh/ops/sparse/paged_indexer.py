@@ -49,7 +49,7 @@ def paged_indexer_topk(
     Examples:
         >>> pool, table = torch.randn(4, 16, 1, 8), torch.tensor([[3, 0]], dtype=torch.int32)
         >>> iq, w = torch.randn(1, 1, 2, 8), torch.rand(1, 1, 2)
-        >>> top = am.paged_indexer_topk(iq, pool, table, w, topk=4, cur_pos=[2])
+        >>> top = am.sparse.paged_indexer_topk(iq, pool, table, w, topk=4, cur_pos=[2])
         >>> top.indices.tolist()  # three keys up to position 2
         [[[0, 1, 2, -1]]]
     """

@@ -96,7 +96,7 @@ def reshard(
         >>> def rank(comm):
         ...     cache = am.ShardedCache(am.DecodeSharding(tp=2), comm.rank, spec, **sizes)  # a kv head per rank
         ...     cache.mark_written(cache.append([cache.allocate(6)], 6))
-        ...     moved = am.reshard(cache, am.DecodeSharding(cp=2), comm)  # half of the positions per rank
+        ...     moved = am.decode.reshard(cache, am.DecodeSharding(cp=2), comm)  # half of the positions per rank
         ...     return [list(x.keys(0).shape) for x in (cache, moved)]  # [blocks, block_size, kv heads, head_dim]
         >>> am.run_virtual(2, rank)[0]
         [[4, 4, 1, 16], [2, 4, 2, 16]]

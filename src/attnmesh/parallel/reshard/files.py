@@ -271,8 +271,8 @@ def save_cache(cache: ShardedCache, folder: str | Path, comm: Comm | ProcessGrou
         >>> cache = am.ShardedCache(am.DecodeSharding(), 0, spec, **sizes)
         >>> cache.mark_written(cache.append([cache.allocate([7, 8, 9])], 3))
         >>> folder = tempfile.mkdtemp()
-        >>> am.save_cache(cache, folder)
-        >>> am.load_cache(folder, am.DecodeSharding()).sequences[0].length
+        >>> am.decode.save_cache(cache, folder)
+        >>> am.decode.load_cache(folder, am.DecodeSharding()).sequences[0].length
         3
     """
     comm = comm_named("comm", comm)
@@ -333,9 +333,9 @@ def load_cache(
         >>> cache = am.ShardedCache(am.DecodeSharding(), 0, spec, **sizes)
         >>> cache.mark_written(cache.append([cache.allocate([7, 8, 9])], 3))
         >>> folder = tempfile.mkdtemp()
-        >>> am.save_cache(cache, folder)
+        >>> am.decode.save_cache(cache, folder)
         >>> def rank(comm):  # more ranks than it was written by
-        ...     return am.load_cache(folder, am.DecodeSharding(cp=2), comm).local.cur_pos.tolist()
+        ...     return am.decode.load_cache(folder, am.DecodeSharding(cp=2), comm).local.cur_pos.tolist()
         >>> am.run_virtual(2, rank)
         [[1], [0]]
     """

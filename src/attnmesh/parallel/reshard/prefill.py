@@ -32,7 +32,7 @@ class PrefillKV:
         >>> def rank(comm):
         ...     mine = [am.Zigzag().shard(x, 2, comm.world, comm.rank) for x in (k, v)]
         ...     prefill = am.decode.PrefillKV([mine[0]], [mine[1]], am.Zigzag(), 10, comm.rank, comm.world)
-        ...     return am.reshard(prefill, am.DecodeSharding(tp=2), comm, block_size=4).keys(0).shape
+        ...     return am.decode.reshard(prefill, am.DecodeSharding(tp=2), comm, block_size=4).keys(0).shape
         >>> am.run_virtual(2, rank)[0]  # all positions of one kv head
         torch.Size([3, 4, 1, 16])
     """

@@ -56,7 +56,7 @@ class SparseDecode:
         >>> sizes = dict(num_blocks=2, block_size=4, max_sequences=1, max_length=16, device="cpu")
         >>> spec = am.CacheSpec(layers=1, kv_heads=1, head_dim=96, value_dim=64, latent=True, storage="fp32")
         >>> def rank(comm):
-        ...     sparse = am.SparseDecode(comm)
+        ...     sparse = am.sparse.SparseDecode(comm)
         ...     cache = am.BlockCache(spec, **sizes, shard=sparse.shard)
         ...     cache.write(0, cache.append([cache.allocate(9)], 9), kv)  # stores this rank's positions
         ...     return sparse.attention(q, cache.keys(0), cache.block_table, indices, scale=0.1, d_v=64)[0]
@@ -87,7 +87,7 @@ class SparseDecode:
         self, iq: Tensor, pool: Stored, block_table: Tensor, w: Tensor, topk: int, *, cur_pos: Sequence[int] | Tensor,
         scale: float = 1.0, relu: bool = True, backend: str = "auto",
     ) -> TopKIndices:  # fmt: skip
-        """`attnmesh.paged_indexer_topk` over the keys of all ranks: positions, the same bits on every rank.
+        """`attnmesh.sparse.paged_indexer_topk` over the keys of all ranks: positions, the same bits on every rank.
 
         iq and w are the same on all ranks; `cur_pos` are positions in the whole sequence.
         """
@@ -120,7 +120,7 @@ class SparseDecode:
         self, q: Tensor, pool: Stored, block_table: Tensor, indices: Tensor | TopKIndices, *, scale: float,
         d_v: int | None = None, sinks: Tensor | None = None, split_size: int | None = None, backend: str = "auto",
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """`attnmesh.paged_sparse_decode_attention` over the keys of all ranks: out and lse of this rank's heads.
+        """`attnmesh.sparse.paged_sparse_decode_attention` over the keys of all ranks: out and lse of this rank's heads.
 
         `indices` are positions in the whole sequence, and the same on all ranks. `sinks` are those of this rank's
         heads, and added once. Where all ranks hold all heads, they are compared as in `ContextParallel`.

@@ -161,6 +161,7 @@ class RingBuffers:
         # Rows in buffers: keys, own keys that are sent while others are here, gradients, and own ones that return.
         self.keys, self.own, self.grads, self.returned = np.zeros((4, self.world), dtype=np.int64)
         self.own_parts, self.parts, self.visiting = np.zeros((3, self.world))  # in whole rows of queries, and of keys
+        self.calls = np.zeros(self.world, dtype=np.int64)
 
     def add_ring(self, stages: Iterator[RingStages], *, own_keys: bool = True) -> None:
         """Count all stages of a ring. `own_keys`: ranks hold their own keys at the first stage."""
@@ -168,6 +169,7 @@ class RingBuffers:
             self.add_stage(stage, first=at == 0)
             covered = row_coverage(stage.calls)
             np.add.at(self.parts, stage.rank, covered)
+            np.add.at(self.calls, stage.rank, stage.calls)
             if at == 0 and own_keys:
                 np.maximum.at(self.own_parts, stage.rank, covered)
             else:
@@ -192,8 +194,15 @@ class RingBuffers:
         return (2 * self.grads + self.returned) * sizes.key_grad_row
 
     def forward_bytes(self, sizes: RankSizes, *, cpu: bool) -> Floats:
-        """Key buffers and states."""
+        """Key buffers and states, which are merged beside the buffers if there are many."""
         return self.key_bytes(sizes) + sizes.state_bytes(self.parts, cpu=cpu)
+
+    def whole_forward_bytes(self, sizes: RankSizes, *, cpu: bool) -> Floats:
+        """As above, for all parts of a result: if they are few, they are merged when the buffers are gone."""
+        waiting = self.key_bytes(sizes) + self.parts * sizes.rows * (sizes.out_row + sizes.lse_row)
+        merging = sizes.state_bytes(self.parts, cpu=cpu)
+        many = self.forward_bytes(sizes, cpu=cpu)
+        return np.where(self.calls < PENDING_PARTS, np.maximum(waiting, merging), many)
 
     def backward_bytes(self, sizes: RankSizes, own: Ints) -> Floats:
         """Key and gradient buffers, and partial gradients of the `own` and of visiting keys."""
@@ -225,7 +234,7 @@ class RingSpec(GroupSpec):
         sizes, groups = grouped.sizes, grouped.all_groups
         buffers = _ring_buffers(grouped.shards, tuple(map(tuple, groups)), sizes.world)
         if not backward:
-            return buffers.forward_bytes(sizes, cpu=grouped.workload.device == "cpu")
+            return buffers.whole_forward_bytes(sizes, cpu=grouped.workload.device == "cpu")
         own = np.zeros(sizes.world, dtype=np.int64)
         for group in groups:
             own[group] = key_rows(grouped.shards)

@@ -37,7 +37,7 @@ class HeadAllToAll:
     def grouped(self) -> GroupedWorkload:
         """The ranks with the same heads as groups, which hold the shards of whole nodes."""
         shards = node_shards(self.workload.shards, self.ranks)
-        assert shards is not None, "see refusal"
+        assert shards is not None, "see why_not"
         rows = [ranges.size(queries) for queries in shards.queries for _ in range(self.ranks)]
         segments = [len(share.segments) for share in self.shares] * shards.world
         groups: dict[Shape, list[list[int]]] = {}
