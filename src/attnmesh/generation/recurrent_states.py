@@ -112,7 +112,10 @@ class RowStates:
         calls = self.states.calls
         if self.made == len(calls):
             raise ValueError(f"a pass must have {len(calls)} recurrent calls, got another of {module}")
-        state = self.states.tensors[self.made][self.rows]
+        return self._before(self.made)
+
+    def _before(self, call: int) -> Tensor:
+        state = self.states.tensors[call][self.rows]
         return state.masked_fill(self.is_new.view(-1, *[1] * (state.ndim - 1)), 0.0)
 
     def write(self, states: Tensor, layer: RecurrentLayer) -> None:
@@ -128,10 +131,10 @@ class RowStates:
         assert self.drafted is not None
         for count in sorted(set(counts)):
             at = torch.tensor([i for i, each in enumerate(counts) if each == count], device=self.rows.device)
-            rows = self.rows[at]
-            for state, layer in zip(self.states.tensors, self.drafted, strict=True):
+            for call, layer in enumerate(self.drafted):
                 accepted = layer.of_batch(at).rows(range(count))
-                state[rows] = scan(accepted, initial_state=state[rows], return_final_state=True)[1]
+                _, states = scan(accepted, initial_state=self._before(call)[at], return_final_state=True)
+                self.states.tensors[call][self.rows[at]] = states
 
     def check_complete(self) -> None:
         """Raise ValueError if the model has made fewer calls than in other passes."""
