@@ -136,6 +136,26 @@ def test_training_with_context_parallelism(tmp_path, length, dtype, tolerance):
     assert losses[2] == pytest.approx(losses[0], rel=tolerance)
 
 
+@needs_transformers
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--virtual", "--steps", "2", "--length", "61"),
+        sweep(("--model", "bamba", "--ranks", "3")),  # processes
+        sweep(()),
+    ],
+)
+def test_training_of_hybrid_models(options, monkeypatch, capsys):
+    path = str(EXAMPLES / "train_hybrid.py")
+    if "--virtual" in options:
+        monkeypatch.setattr(sys, "argv", [path, *options])
+        runpy.run_path(path, run_name="__main__")
+        shown = capsys.readouterr().out
+    else:
+        shown = run_example("train_hybrid", *options)
+    assert "The losses are equal up to rounding." in shown  # the example asserts it
+
+
 @pytest.fixture(scope="module")
 def indexer():
     spec = importlib.util.spec_from_file_location("train_indexer", EXAMPLES / "train_indexer.py")

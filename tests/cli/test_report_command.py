@@ -26,13 +26,16 @@ def test_a_report_of_files_is_written(tmp_path, monkeypatch):
     write_trace(trace, [SPAN], title="a run")
     figures.write_text(json.dumps({"rows": [{"rank": 0, "tokens": 1024}]}))
     ran = run(
-        "--out", out, "--ranks", 4, "--length", "0.25k", "--trace", trace, "--figures", figures, "--mask", "window:20"
-    )
+        "--out", out, "--ranks", 4, "--length", "0.25k", "--trace", trace, "--figures", figures, "--mask", "window:20",
+        "--layer", "mamba2",
+    )  # fmt: skip
     assert ran.exit_code == 0, ran.output
     assert f"1 of {len(SCHEDULES)}: comparing every schedule with float64, about" in ran.stderr
     text = out.read_text(encoding="utf-8")
     assert "causal and window of 19 before" in text
     assert "generate: rows" in text
+    assert "mamba2 over ranks" in text
+    assert '"name":"mamba2, simulated forward"' in text
     assert '"name":"measured"' in text
     checked = re.findall(
         r'<td data-label="mode">(\S+) [^<]*</td>.*?data-label="error">([^<]*)<.*?class="(good|bad)"', text
@@ -53,6 +56,7 @@ def test_a_report_of_files_is_written(tmp_path, monkeypatch):
         (["--mask", "diagonal"], "got 'diagonal'"),
         (["--layout", "heap"], "Invalid value"),
         (["--kv-heads", 5], "kv_heads must divide the 32 query heads, got 5"),
+        (["--layer", "attention"], "--layer must be one of"),
         (["--ranks-per-node", 3], "must divide the 8 ranks, got 3"),
         (["--figures", "{folder}/none.json"], "cannot be read"),
         (["--figures", "{folder}/text"], "text is not JSON: "),

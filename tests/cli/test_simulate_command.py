@@ -13,6 +13,8 @@ from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.catalog import cluster
+from attnmesh.planner.program import program_loads
+from attnmesh.planner.recurrent import KINDS, RecurrentShape, RecurrentWorkload, recurrent_program
 from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import simulate
@@ -56,6 +58,33 @@ def test_a_model_gives_the_heads():
     assert seconds("--model", "Llama-3.1-70B") == seconds(*given) > seconds()
     heads = ("--q-heads", 128, "--kv-heads", 128, "--head-dim")
     assert seconds(*heads, 128) < seconds("--model", "deepseek-v3") < seconds(*heads, 192)  # keys of 192, values of 128
+
+
+@pytest.mark.parametrize("layer", ["gated_delta_rule", "short_convolution"])
+def test_a_recurrent_layer(layer):
+    found = simulated("--layer", layer, "--q-heads", 32, "--kv-heads", 16, "--backward")
+    dims = (3, 1) if layer == "short_convolution" else (128, 128)
+    workload = RecurrentWorkload(RecurrentShape(KINDS[layer], 1, 32, 16, *dims), 32768, 16, 8)
+    for way, one in zip((False, True), found["runs"], strict=True):
+        whole = recurrent_program(workload, backward=way)
+        assert one["seconds"] == simulate(whole, H200).seconds
+        loads = program_loads(whole, 8)
+        assert one["bytes_between_nodes"] == max(load.inter_node for load in loads) > 0
+        assert one["bytes_sent"] == max(load.intra_node for load in loads) + one["bytes_between_nodes"]
+    assert (found["layer"], found["schedule"]) == (layer, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--layer", "lstm"), "--layer must be one of"),
+        (("--layer", "mamba2", "--schedule", "ring"), "--schedule and --mask are of attention"),
+        (("--layer", "mamba2", "--model", "llama-3.1-8b"), "has no recurrent layers"),
+        (("--layer", "mamba2", "--layout", "striped"), "ranges of consecutive positions"),
+    ],
+)
+def test_bad_recurrent_layers_are_refused(arguments, message):
+    assert_refused(run("simulate", "--ranks", 8, "--length", "4k", *arguments), message)
 
 
 def test_links_nodes_masks_and_layouts_are_as_asked_for():

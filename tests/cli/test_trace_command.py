@@ -16,6 +16,7 @@ from attnmesh.plan.shards import node_shards, shards
 from attnmesh.plan.two_level import two_level_plan
 from attnmesh.plan.ulysses import head_share
 from attnmesh.plan.workload import Shape, Workload
+from attnmesh.planner.recurrent import KINDS, RecurrentShape, RecurrentWorkload, recurrent_loads
 from attnmesh.planner.schedules import loads
 from attnmesh.trace.timeline import TRACKS, Span, read_trace, summarize_overlap
 from helpers.cases import sweep
@@ -108,6 +109,19 @@ def test_virtual_ranks_do_what_their_plan_says(schedule, layout, mask):
     on_rank_0, *others = run_virtual(WORLD, partial(record_attention, case=ask))
     check_spans(on_rank_0, workload(ask, WORLD), schedule)
     assert others == [on_rank_0] * (WORLD - 1)
+
+
+@pytest.mark.parametrize("layer", ["gated_delta_rule", "short_convolution"])
+def test_recurrent_layers_send_what_their_plan_says(layer):
+    ask = traced_case("ring", layer=layer, layout="zigzag")
+    spans = run_virtual(WORLD, partial(record_attention, case=ask))[0]
+    dims = (HEAD_DIM, 1) if layer == "short_convolution" else (HEAD_DIM, HEAD_DIM)
+    workload = RecurrentWorkload(RecurrentShape(KINDS[layer], 1, HEADS, KV_HEADS, *dims), LENGTH, WORLD, WORLD)
+    both = [recurrent_loads(workload, backward=way) for way in (False, True)]
+    for rank in range(WORLD):
+        sent = sum(span.args["bytes"] for span in spans if (span.rank, span.track) == (rank, "send"))
+        assert sent == sum(way[rank].sent for way in both) > 0
+        assert any(span.track == "compute" for span in spans if span.rank == rank)
 
 
 def several(comm: Comm, asks: list[TraceCase]) -> list[tuple[list[Span], int]]:

@@ -20,6 +20,7 @@ from attnmesh.ops.launch import Recent
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.ops.sparse.arguments import RowBounds
 from attnmesh.ops.sparse.torch_backend import RunningTopK
+from attnmesh.parallel import recurrent
 from attnmesh.parallel.decode.exchange import HeadExchange
 from attnmesh.parallel.sparse.groups import RowSharding
 from attnmesh.parallel.sparse.keys import SequenceSharding, _RingGradReturn
@@ -164,6 +165,16 @@ def nan_in_one_place(attend):
         return out, lse
 
     return attention
+
+
+def test_verify_sees_a_fault_in_the_states_of_ranks(monkeypatch):
+    """The states that other ranks send are a thousandth too large."""
+    leave_only(r"recurrent over ranks zigzag (gated delta rule|mamba2) .* fp(32|64)$", monkeypatch)
+    scan = recurrent.forward_scan
+    monkeypatch.setattr(recurrent, "forward_scan", lambda *arguments: 1.001 * scan(*arguments))
+    ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
+    assert ran.exit_code == 1
+    assert counts(ran.stdout)[1] == ran.stdout.count("WRONG") > 0
 
 
 @pytest.mark.parametrize(

@@ -386,3 +386,16 @@ def test_the_end_of_waits_reaches_shared_memory_where_ranks_share_it():
     for local in (None, peers):
         GroupComm._end_waits(SimpleNamespace(_local_peers=local, world=1), "a rank failed")
     assert ended == ["a rank failed", "left"]
+
+
+def test_what_an_ended_operation_received_is_not_used():
+    watched, withdrawn = [], []
+    comm = SimpleNamespace(
+        nccl=SimpleNamespace(watch=watched.append), _broken=None,
+        _caller=SimpleNamespace(withdraw=lambda: withdrawn.append("error")),
+    )  # fmt: skip
+    GroupComm.watch(comm, "first")
+    comm._broken = "rank 1 is dead"
+    with pytest.raises(CommError, match="rank 1 is dead"):
+        GroupComm.watch(comm, "second")
+    assert (watched, withdrawn) == (["first", "second"], ["error"])

@@ -133,8 +133,9 @@ def test_every_answer_with_sharded_weights(sharding, expected, monkeypatch):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("shard_weights", [False, True])
-@pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)], ids=str)
+@pytest.mark.parametrize(
+    ("sharding", "shard_weights"), [(DecodeSharding(cp=2), False), (DecodeSharding(kvdp=2), True)], ids=str
+)
 def test_every_answer_over_processes(sharding, shard_weights, expected):
     assert [ids for ids, _ in run_processes(2, answers, sharding, shard_weights)] == [expected] * 2
 

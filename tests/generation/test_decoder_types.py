@@ -9,7 +9,6 @@ import attnmesh as am
 from attnmesh.generation.attention_calls import attention_calls
 from attnmesh.generation.generator import Generator
 from attnmesh.integrations.transformers_attention import register_attention
-from attnmesh.models.sharded import SHARDED_MODELS
 from helpers.cases import else_sweep
 from helpers.decoder_types import (
     MOST,
@@ -19,6 +18,7 @@ from helpers.decoder_types import (
     greedy,
     quiet,
     row_of,
+    sharded_types,
     written,
     written_of,
 )
@@ -70,7 +70,7 @@ def test_drafts_and_prompts_in_one_chunk(kind):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("kind", SHARDED_MODELS)
+@pytest.mark.parametrize("kind", sharded_types())
 def test_types_with_sharded_weights(kind, tmp_path):
     small_model(kind, "attnmesh").save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
@@ -199,6 +199,8 @@ def encoder(kind):
             return transformers.T5ForConditionalGeneration, transformers.T5Config(**small, **tokens)
         case "bert":
             return transformers.BertForMaskedLM, transformers.BertConfig(**sizes, **tokens)
+        case "roberta":
+            return transformers.RobertaForMaskedLM, transformers.RobertaConfig(**sizes, **tokens)
     more = {"cls_token_id": 1, "sep_token_id": 2}
     return transformers.ModernBertForMaskedLM, transformers.ModernBertConfig(**sizes, **tokens, **more)
 
@@ -207,8 +209,9 @@ def encoder(kind):
     ("kind", "message"),
     [
         ("t5", "T5ForConditionalGeneration: the model has attention code of its own"),
-        ("bert", "masks must be causal, .* got the mask function .*bidirectional"),
-        ("modernbert", "masks must be causal, .* got the mask function .*bidirectional"),
+        ("bert", r"masks must be causal for a model that generates, got Full\(\)"),
+        ("modernbert", r"masks must be causal for a model that generates, got Full\(\)"),
+        ("roberta", "positions must be position_ids that begin with 0, got a model that counts them"),
     ],
 )
 def test_encoders_are_refused_in_words_on_every_rank(kind, message):

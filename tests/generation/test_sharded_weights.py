@@ -186,8 +186,8 @@ def test_sampling_and_prefix_reuse_are_those_of_one_rank():
 @pytest.mark.parametrize(
     ("kind", "sharding", "message"),
     [
-        ("gpt2", am.DecodeSharding(tp=2), "model_type must be one of llama, .* got 'gpt2'"),
-        ("olmo2", am.DecodeSharding(kvdp=2), "model_type must be one of llama, .* got 'olmo2'"),
+        ("gpt2", am.DecodeSharding(tp=2), "must divide the projections of queries, .* got none of them"),
+        ("olmo2", am.DecodeSharding(kvdp=2), "q_proj.weight: the tensor-parallel plan .* has 'colwise_gather_output'"),
         (
             "llama",
             am.DecodeSharding(tp=3),

@@ -30,9 +30,9 @@ from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.report import GeneratedAnswer, schedule_report
 from attnmesh.testing.block import random_block
+from attnmesh.testing.recurrent import KINDS, random_layer, to_dtype
 from attnmesh.trace.timeline import Span, write_trace
 from helpers import models
-from helpers.recurrent import KINDS, random_layer, to_dtype
 
 Arguments = dict[str, Any]
 
@@ -330,6 +330,9 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
             "layer": _delta_rule(), "length": 6, "documents": am.Documents([2, 4]), "initial_state": rows(1, 4, 8, 8),
             "return_final_state": True,
         },
+    ],
+    "ContextParallel.explain_recurrent": [
+        lambda cp: {"layer": _delta_rule(), "length": 64, "return_final_state": True, "device": "cpu"},
     ],
     "ContextParallel.positions": [lambda cp: {"length": 6}],
     "ContextParallel.shard": [lambda cp: {"x": rows(2, 6), "dim": 1}],

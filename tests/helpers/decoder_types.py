@@ -1,6 +1,6 @@
-"""What attnmesh does with every decoder type of the installed Transformers: computed, and the table of it in the docs.
+"""What attnmesh does with all decoder and encoder types of the installed Transformers, and the tables in the docs.
 
-`python -m helpers.decoder_types` writes the table, from the folder of the repository with src and tests in PYTHONPATH.
+`python -m helpers.decoder_types` writes the tables, from the folder of the repository with src and tests in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import attnmesh as am
 from attnmesh.generation.generator import Generator
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.integrations.transformers_models import check_config
-from attnmesh.models.sharded import check_sharded_model
+from attnmesh.models.sharded import check_sharded_config
 from helpers.models import on_virtual_ranks
 from helpers.small_models import small_config, small_model
 
@@ -30,6 +30,7 @@ MOST = 9
 
 _IDS = torch.randint(8, 53, (2, 19), generator=torch.Generator().manual_seed(0))
 _BEGIN, _END = "<!-- decoder types: begin -->", "<!-- decoder types: end -->"
+ENCODERS_BEGIN, ENCODERS_END = "<!-- encoder types: begin -->", "<!-- encoder types: end -->"
 
 
 class WrongError(Exception):
@@ -77,6 +78,45 @@ def train(kind: str) -> None:
         raise
     if not (torch.allclose(logits, wanted.logits, 1e-4, 1e-4) and torch.allclose(loss + other, wanted.loss, 1e-4)):
         raise WrongError(f"{kind}: {(logits - wanted.logits).abs().max():.1e}")
+
+
+def encoder_types() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    return list(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+
+
+def train_encoder(kind: str, head: str = "MaskedLM", world: int = 2) -> None:
+    """Compare loss, logits and gradients with one process, for rows with padding. Raises ValueError if refused."""
+    mask = torch.ones_like(_IDS)
+    mask[1, 13:] = 0
+    ids = _IDS.masked_fill(mask == 0, 0)  # the padding token, from which some types count positions
+    labels = (_IDS if head == "MaskedLM" else _IDS % 2).masked_fill(mask == 0, -100)
+    labels[:, ::3] = labels[0, :10] = -100  # ranks have other numbers of labels
+    try:
+        whole = small_model(kind, "eager", head)
+        wanted = whole(input_ids=ids, labels=labels, attention_mask=mask)
+        wanted.loss.backward()
+    except Exception as error:
+        raise NotMadeError(f"{kind}: {type(error).__name__}") from error
+
+    def rank(comm):
+        model = small_model(kind, "attnmesh", head)
+        inputs = am.shard_inputs(am.ContextParallel(comm), ids, labels, attention_mask=mask, causal=False)
+        out = model(**inputs)
+        out.loss.backward()
+        grads = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        return out.loss.detach(), inputs["attention_pass"].unshard(out.logits.detach()), grads
+
+    everyone = on_virtual_ranks(world, rank)
+    close = torch.allclose(sum(loss for loss, _, _ in everyone), wanted.loss, 1e-4)
+    close = close and torch.allclose(everyone[0][1][mask == 1], wanted.logits[mask == 1], 1e-4, 1e-4)
+    for name, weight in whole.named_parameters():
+        if weight.grad is not None and weight.numel():
+            grad = sum(grads[name] for _, _, grads in everyone)
+            close = close and bool((grad - weight.grad).abs().max() <= 1e-4 * max(1e-2, float(weight.grad.abs().max())))
+    if not close:
+        raise WrongError(kind)
 
 
 @cache
@@ -155,7 +195,7 @@ def row_of(kind: str) -> Row | None:
         except NotMadeError:
             return _refused_by_config(kind)
     try:
-        check_sharded_model(small_config(kind), kind, am.DecodeSharding(tp=2))
+        check_sharded_config(small_config(kind), am.DecodeSharding(tp=2))
         sharded = not results[1]
     except ValueError:
         sharded = False
@@ -208,9 +248,51 @@ def lines(rows: list[Row]) -> str:
     ])  # fmt: skip
 
 
-def written() -> str:
+def encoder_table() -> dict[str, str]:
+    """Why each encoder type is refused, or nothing for a type that is served."""
+    quiet()
+    register_attention()
+    found: dict[str, str] = {}
+    with torch.random.fork_rng():
+        for kind in sorted(encoder_types()):
+            try:
+                train_encoder(kind)
+                found[kind] = ""
+            except NotMadeError:
+                continue
+            except ValueError as error:
+                found[kind] = _reason(error)
+    return found
+
+
+def encoder_lines(rows: dict[str, str]) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for kind, why in rows.items():
+        by_reason.setdefault(why, []).append(kind)
+    served = by_reason.pop("", [])
+    left_out = len(encoder_types()) - len(rows)
+    return "\n".join([
+        "| encoders | |", "|---|---|", f"| {', '.join(served)} | loss and gradients of one process |",
+        *(f"| {', '.join(kinds)} | refused: {why} |" for why, kinds in by_reason.items()), "",
+        f"{len(served)} types are served, {len(rows) - len(served)} are refused, and {left_out} have not been tried: "
+        "their small configurations are not known here.",
+    ])  # fmt: skip
+
+
+def written(begin: str = _BEGIN, end: str = _END) -> str:
     """The table in the documentation."""
-    return PAGE.read_text().partition(_BEGIN)[2].partition(_END)[0].strip()
+    return PAGE.read_text().partition(begin)[2].partition(end)[0].strip()
+
+
+def sharded_types() -> list[str]:
+    """The types whose weights can be divided, as the table in the documentation has them."""
+    rows = (line.strip("| ").split(" | ") for line in written().splitlines())
+    return [row[0] for row in rows if row[1:4] == ["yes", "yes", "yes"]]
+
+
+def _write(begin: str, text: str, end: str) -> None:
+    before, _, rest = PAGE.read_text().partition(begin)
+    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
 
 
 def written_of(kind: str) -> str | None:
@@ -225,6 +307,5 @@ def written_of(kind: str) -> str | None:
 
 
 if __name__ == "__main__":
-    text = PAGE.read_text()
-    before, _, rest = text.partition(_BEGIN)
-    PAGE.write_text(f"{before}{_BEGIN}\n{lines(table())}\n{_END}{rest.partition(_END)[2]}")
+    _write(_BEGIN, lines(table()), _END)
+    _write(ENCODERS_BEGIN, encoder_lines(encoder_table()), ENCODERS_END)

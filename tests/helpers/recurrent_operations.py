@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
+from attnmesh.testing.recurrent import KINDS, has_positions, random_layer, to_dtype
 from helpers.operations import Operation, Random, Tensors, over_ranks
-from helpers.recurrent import KINDS, has_positions, random_layer, to_dtype
 
 WORLD, LENGTH, DOCUMENTS = 2, 11, am.Documents([4, 7])
 

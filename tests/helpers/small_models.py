@@ -60,7 +60,7 @@ _OWN: dict[str, dict[str, Any]] = {
 _MOST_WEIGHTS = 10**7
 
 
-def small_config(kind: str) -> Any:
+def small_config(kind: str, *, decoder: bool = True) -> Any:
     """The configuration of a small model; raises an exception for types that need other options to be small."""
     from transformers import AutoConfig
 
@@ -68,6 +68,8 @@ def small_config(kind: str) -> Any:
         return AutoConfig.for_model(kind, **recurrent_models.MODELS[kind] | {"vocab_size": _SIZES["vocab_size"]})
     full = AutoConfig.for_model(kind)
     own = {name: size for name, size in _SIZES.items() if _has(full, name)}
+    if "is_decoder" in own:
+        own["is_decoder"] = decoder
     layers = getattr(full, "layer_types", None)
     if layers:
         own["layer_types"] = [*dict.fromkeys(layers), layers[-1]][:2]
@@ -86,17 +88,18 @@ def _has(config: Any, name: str) -> bool:
         return True
 
 
-def small_model(kind: str, implementation: str) -> Any:
+def small_model(kind: str, implementation: str, head: str = "CausalLM") -> Any:
     """A model with weights that are large enough for attention to decide the next token."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    config = small_config(kind)
+    auto = getattr(transformers, f"AutoModelFor{head}")
+    config = small_config(kind, decoder=head == "CausalLM")
     with torch.device("meta"):
-        weights = sum(x.numel() for x in AutoModelForCausalLM.from_config(config).parameters())
+        weights = sum(x.numel() for x in auto.from_config(config).parameters())
     if weights > _MOST_WEIGHTS:
         raise ValueError(f"{weights} weights: other options decide its size")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).float()
+    model = auto.from_config(config, attn_implementation=implementation).float()
     deviation = 0.1 if kind in recurrent_models.MODELS else 0.2  # delta rules amplify what is rounded
     for weight in model.parameters():
         torch.nn.init.normal_(weight, 0.0 if weight.dim() > 1 else 1.0, deviation)

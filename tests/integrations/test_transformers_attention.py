@@ -1,6 +1,7 @@
 """`attn_implementation="attnmesh"`: what Transformers computes, and a clear word about what it would not."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,8 +143,9 @@ def test_what_their_attention_asks_for_is_refused_even_where_nobody_checked():
     x, mask = torch.zeros(1, 2, 3, 4), causal(3)
     with pytest.raises(ValueError, match="Linear: unsupported attention arguments position_bias"):
         transformers_attention(torch.nn.Linear(1, 1), x, x, x, mask, scaling=1.0, position_bias=x)
-    with pytest.raises(ValueError, match=r"must be causal, .*got .*bidirectional_mask_function"):
-        another("bert").eval()(input_ids=ids)
+    attending = SimpleNamespace(attend=None)  # of a generator
+    with pytest.raises(ValueError, match=r"must be causal for a model that generates, got Full\(\)"):
+        another("bert").eval()(input_ids=ids, attention_pass=attending)
 
 
 def test_another_implementation_is_refused():

@@ -9,6 +9,7 @@ import attnmesh as am
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.integrations.transformers_models import check_config, check_model
 from helpers.models import attnmesh_model, on_virtual_ranks, write_folder
+from helpers.small_models import small_model
 
 IDS = torch.arange(16)[None] + 5
 SIZES = {
@@ -62,10 +63,9 @@ def test_layers_are_inspected_where_the_configuration_does_not_name_them():
 
 
 def test_positions_that_are_counted_from_tokens_are_refused():
-    from transformers import XLMRobertaConfig
-
-    with pytest.raises(ValueError, match=r"XLMRobertaConfig: positions must be position_ids that begin with 0"):
-        check_config(XLMRobertaConfig())
+    model = small_model("xlm-roberta", "attnmesh")
+    with pytest.raises(ValueError, match=r"XLMRobertaForCausalLM: positions must be position_ids that begin with 0"):
+        check_model(model)
 
 
 def test_a_mask_that_the_model_changes_is_refused():

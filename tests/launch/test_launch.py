@@ -115,11 +115,18 @@ def test_torchrun_sets_the_number_of_ranks(monkeypatch):
             launch.run(work, **options, add=0)
 
 
+def refuse(comm: Comm) -> None:
+    raise ValueError("add must be a number")
+
+
 def test_a_rank_of_torchrun_returns_its_own_result(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     assert [result[:3] for result in launch.run(work, add=0.5)] == [(0, 1, 0.5)]
     assert not torch.distributed.is_initialized()
+    with pytest.raises(ValueError, match="add must be a number") as raised:
+        launch.run(refuse)
+    assert raised.value.__notes__ == ["raised on rank 0 of 1"]
 
 
 def test_torch_does_not_abort_a_process_before_the_end_of_another_is_raised():

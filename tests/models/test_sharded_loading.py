@@ -173,7 +173,10 @@ def set_config(**changes):
         sweep(lose_file, "lacks the weight files model-00002"),
         sweep(cut_file, "is damaged"),
         sweep(set_config(num_hidden_layers=3), "it lacks 'model.layers.2"),
-        sweep(set_config(model_type="olmo2", architectures=["Olmo2ForCausalLM"]), "model_type must be one of llama"),
+        sweep(
+            set_config(model_type="olmo2", architectures=["Olmo2ForCausalLM"]),
+            "q_proj.weight: the tensor-parallel plan",
+        ),
         sweep(
             set_config(num_attention_heads=2, num_key_value_heads=1, head_dim=16), "q_heads must be at least the number"
         ),

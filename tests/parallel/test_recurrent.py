@@ -1,8 +1,10 @@
 """Recurrent layers over ranks: the error rule for results and gradients, bytes of the plan, refusals on every rank."""
 
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -10,82 +12,46 @@ import torch
 from torch import Tensor
 
 from attnmesh import Balanced, Causal, ContextParallel, Contiguous, Layout, Striped, Zigzag, run_virtual
-from attnmesh.comm import Comm
+from attnmesh.comm import Comm, recording
 from attnmesh.ops.recurrent.api import scan
 from attnmesh.ops.recurrent.convolution import ShortConvolution
 from attnmesh.ops.recurrent.delta_rules import GatedDeltaRule
-from attnmesh.ops.recurrent.layer import Recurrence, RecurrentLayer
-from attnmesh.plan.recurrent import SegmentSizes, halo_plan, scan_plan
-from helpers.cases import in_turn, sweep
-from helpers.processes import run_processes
-from helpers.recurrent import (
+from attnmesh.ops.recurrent.layer import Recurrence
+from attnmesh.parallel import recurrent
+from attnmesh.plan.recurrent import ScanPlan, divided_plan, gathered_plan, halo_plan, planned_segments
+from attnmesh.testing.recurrent import (
     KINDS,
     Results,
     assert_errors,
-    has_positions,
+    one_process,
+    over_ranks,
     packed,
     random_layer,
     random_state,
+    sharded,
     to_dtype,
-    weights_like,
-    with_grads,
 )
+from attnmesh.trace.timeline import Span
+from helpers.cases import in_turn, sweep
+from helpers.processes import run_processes
 
 LAYOUTS = {"contiguous": Contiguous(), "zigzag": Zigzag(), "balanced": Balanced(Causal())}
 
 
-def sharded(cp: ContextParallel, layer: RecurrentLayer) -> RecurrentLayer:
-    return replace(layer, **{n: cp.shard(x, 2) for n, x in layer._tensors().items() if has_positions(layer, n)})
+def fixed_plan(parts: int, layout, length, world, heads, sizes, columns, final) -> ScanPlan:
+    """The plan with columns in so many parts, where a state has enough; gathered for 0."""
+    segments = planned_segments(layout, length, world)
+    if parts == 0:
+        return gathered_plan(segments, world, heads, sizes, final)
+    return divided_plan(segments, world, heads, sizes, parts if columns % parts == 0 else 1, final)
 
 
-def over_ranks(
-    cp: ContextParallel, layer: RecurrentLayer, state: Tensor | None, documents, length: int
-) -> tuple[Results, dict[str, float]]:
-    """The results of the whole sequence, on every rank, and the norms of all contributions to those that are sums.
+@pytest.fixture
+def fix_plan(monkeypatch):
+    def fix(parts: int) -> None:
+        monkeypatch.setattr(recurrent, "scan_plan", partial(fixed_plan, parts))
 
-    The losses of all ranks are summed.
-    """
-    mine = sharded(cp, layer)
-    names = [name for name, x in layer._tensors().items() if has_positions(layer, name)]
-    weights = weights_like(getattr(layer, layer._OUTPUT), 2)
-
-    def run(mine, state):
-        out, final = cp.recurrent(
-            mine, length=length, documents=documents, initial_state=state, return_final_state=True
-        )
-        # `with_grads` multiplies with weights of its own: exchange them for this rank's share of the whole loss.
-        part = weights_like(final, 3) * (1.0 if cp.rank == cp.world - 1 else 0.0)
-        return Weighted.apply(out, cp.shard(weights, 2)), Weighted.apply(final, part)
-
-    found = with_grads(mine, state, run)
-    whole = {"out", *(f"gradient of {name}" for name in names)}
-    sums = [name for name in found if name not in whole and name != "final state"]
-    sizes = {name: float(cp.comm.all_reduce(found[name].double().norm())) for name in sums}
-    results = {
-        name: cp.unshard(x, 2, length) if name in whole else cp.comm.all_reduce(x.double()) if name in sums else x
-        for name, x in found.items()
-    }
-    return results, sizes
-
-
-class Weighted(torch.autograd.Function):
-    """The identity, with a given gradient."""
-
-    @staticmethod
-    def forward(ctx, x, grad):
-        ctx.save_for_backward(grad)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, _):
-        return ctx.saved_tensors[0], None
-
-
-def one_process(layer: RecurrentLayer, state: Tensor | None, documents) -> Results:
-    def run(layer, state):
-        return scan(layer, documents=documents, initial_state=state, return_final_state=True)
-
-    return with_grads(layer, state, run)
+    return fix
 
 
 def check(kind: str, layout: Layout, worlds, how: str, length: int, batch: int, with_state: bool) -> None:
@@ -105,10 +71,17 @@ def check(kind: str, layout: Layout, worlds, how: str, length: int, batch: int, 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("layout", "world", "how", "length", "batch", "with_state"),
-    [("zigzag", 3, "rows", 37, 2, True), ("contiguous", 2, "whole", 150, 1, False)],
+    ("parts", "layout", "world", "how", "length", "batch", "with_state"),
+    [
+        (1, "zigzag", 3, "rows", 37, 2, True),
+        (0, "balanced", 4, "rows", 37, 2, True),
+        (5, "contiguous", 2, "whole", 150, 1, False),
+    ],
 )
-def test_results_and_gradients_are_those_of_one_process(kind, layout, world, how, length, batch, with_state):
+def test_results_and_gradients_are_those_of_one_process(
+    kind, parts, layout, world, how, length, batch, with_state, fix_plan
+):
+    fix_plan(parts)
     check(kind, LAYOUTS[layout], [world], how, length, batch, with_state)
 
 
@@ -116,17 +89,27 @@ def test_results_and_gradients_are_those_of_one_process(kind, layout, world, how
 @pytest.mark.parametrize(
     ("kind", "layout", "how"), in_turn(KINDS, LAYOUTS, ["whole", "same", "rows", "same", "rows", "whole", "rows"])
 )
-def test_every_world_layout_and_packing(kind, layout, how):
+def test_every_world_layout_and_packing(kind, layout, how, fix_plan):
     lengths = {1: 129, 2: 41, 3: 7}  # by batch; with 7, some of 8 ranks hold nothing
     for (batch, length), with_state in product(lengths.items(), (False, True)):
-        check(kind, LAYOUTS[layout], (1, 2, 3, 5, 8), how, length, batch, with_state)
+        for parts, worlds in ((0, (2, 5)), (1, (1, 3, 8)), (5, (3, 4))):
+            fix_plan(parts)
+            check(kind, LAYOUTS[layout], worlds, how, length, batch, with_state)
 
 
 @pytest.mark.parametrize("kind", ["gated delta rule", "mamba2", "mamba1", "convolution"])
 @pytest.mark.parametrize(
-    ("layout", "final"), [("zigzag", False), ("zigzag", True), sweep("contiguous", False), sweep("balanced", True)]
+    ("layout", "final", "parts"),
+    [
+        ("zigzag", False, 1),
+        ("contiguous", True, 5),
+        ("balanced", True, 0),
+        sweep("contiguous", False, 0),
+        sweep("balanced", True, 1),
+    ],
 )
-def test_bytes_sent_are_those_of_the_plan(kind, layout, final):
+def test_bytes_sent_are_those_of_the_plan(kind, layout, final, parts, fix_plan):
+    fix_plan(parts)
     world, length, batch = 4, 26, 2
     layer = to_dtype(random_layer(kind, length, batch=batch, heads=6), torch.bfloat16)
 
@@ -147,11 +130,49 @@ def test_bytes_sent_are_those_of_the_plan(kind, layout, final):
         ]
     else:
         assert isinstance(layer, Recurrence)
-        plan = scan_plan(LAYOUTS[layout], length, world, 6, final)
-        sizes = SegmentSizes(*(torch.Size(s).numel() // 6 for s in (layer._transition_shape(), layer.state_shape)))
-        planned = [(plan.bytes_sent(r, sizes, 4), plan.bytes_sent(r, sizes, 4, backward=True)) for r in range(world)]
+        columns = layer.state_shape[3]
+        plan = recurrent.scan_plan(LAYOUTS[layout], length, world, 6, recurrent.segment_sizes(layer), columns, final)
+        planned = [(plan.bytes_sent(r), plan.bytes_sent(r, backward=True)) for r in range(world)]
     assert run_virtual(world, rank) == planned
     assert all(sum(sent) for sent in zip(*planned, strict=True))
+
+
+def test_the_last_range_is_computed_while_segments_travel(monkeypatch):
+    """Forward and backward. Rank 0 holds the first and the last range of three."""
+    events, here = [], threading.local()
+    rows, posts, waits = GatedDeltaRule.rows, recurrent._Exchange.post, recurrent._Exchange.wait
+
+    def logged(name: str, function=None):
+        def call(*arguments):
+            if here.rank == 0:
+                events.append(name)
+            return function(*arguments) if function else None
+
+        return call
+
+    def logged_rows(layer, run):
+        part, name = rows(layer, run), "last" if run.start else "first"
+        logged(name)()
+        part.v.register_hook(logged(f"gradient of {name}"))
+        return part
+
+    monkeypatch.setattr(recurrent._Exchange, "post", logged("post", posts))
+    monkeypatch.setattr(recurrent._Exchange, "wait", logged("wait", waits))
+    monkeypatch.setattr(GatedDeltaRule, "rows", logged_rows)
+    layer = to_dtype(random_layer("gated delta rule", 40), torch.float32)
+
+    def rank(comm: Comm) -> list[Span]:
+        here.rank = comm.rank
+        mine = sharded(ContextParallel(comm), layer)
+        mine = replace(mine, v=mine.v.clone().requires_grad_())
+        with recording(comm) as recorder:
+            out = ContextParallel(comm).recurrent(mine, length=40)
+        out.sum().backward()
+        return recorder.spans()
+
+    spans = run_virtual(2, rank)[0]
+    assert [span.name for span in spans if span.track == "compute"] == ["segments", "last range", "outputs"]
+    assert events == ["first", "post", "last", "wait", "post", "gradient of last", "wait", "gradient of first"]
 
 
 def test_ranks_without_positions_take_part_in_the_backward():

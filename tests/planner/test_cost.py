@@ -83,7 +83,7 @@ def test_costs_add_up_and_the_longer_one_says_why():
     [
         (wired(intra_node=10), 100, "compute"),
         (wired(intra_node=10), 95, "compute"),  # a twentieth of waiting is none
-        (wired(intra_node=1), 60, "near intra-node bandwidth"),
+        (wired(intra_node=0.5), 60, "near intra-node bandwidth"),
         (wired(intra_node=1), 10, "near intra-node bandwidth"),
         (wired(inter_node=1, ranks_per_node=1, rails=1), 10, "far inter-node bandwidth"),
     ],

@@ -220,9 +220,9 @@ def test_gemma_ties_its_embedding_without_saying_so(written):
         ({"layer_types": ["full_attention"]}, "must list one kind for each of 6 layers"),
         (
             {"layer_types": ["linear_attention"] * 6},
-            "must be full_attention or sliding_attention, got linear_attention",
+            "has recurrent layers whose sizes are not known",
         ),
-        ({"layer_types": [[]] * 6}, "must be full_attention or sliding_attention"),
+        ({"layer_types": [[]] * 6}, "must be full_attention or attention or sliding_attention"),
         ({"sliding_window": 9, "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers in .* got -1"),
         ({"sliding_window": 9, "sliding_window_pattern": -1}, "sliding_window_pattern in .* got -1"),
         ({"attention_chunk_size": 8192}, "has attention_chunk_size"),

@@ -42,6 +42,11 @@ def findings(cases: list[Case]) -> list[str]:
     return [f"{case}: {outcome.kind}: {outcome.text}" for case, outcome in outcomes if outcome.is_finding]
 
 
+def many(cases: list, most: int = 300) -> list:
+    """So many of the cases, the same ones each time: every parameter has dozens of bad values of the same kinds."""
+    return random.Random(0).sample(cases, min(len(cases), most))
+
+
 def run_valid_calls(name: str) -> None:
     """Run the valid calls of a callable, each of which must succeed."""
     for variant in range(len(calls_of(FUZZER.targets[name], CALLS))):
@@ -120,9 +125,9 @@ def test_some_bad_arguments_are_refused_by_name_and_value():
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", FUZZER.targets)
-def test_all_bad_arguments_are_refused_by_name_and_value(name):
+def test_many_bad_arguments_are_refused_by_name_and_value(name):
     run_valid_calls(name)
-    cases = list(FUZZER.cases(name))
+    cases = many(list(FUZZER.cases(name)))
     print(f"{len(cases)} bad calls of {name}")
     assert findings(cases) == []
 
@@ -224,8 +229,8 @@ def test_some_bad_arguments_on_one_rank_are_refused_on_all():
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", COLLECTIVE)
-def test_all_bad_arguments_on_one_rank_are_refused_on_all(name):
-    cases = cases_on_ranks(name)
+def test_many_bad_arguments_on_one_rank_are_refused_on_all(name):
+    cases = many(cases_on_ranks(name))
     print(f"{len(cases)} bad calls of {name} on one of {WORLD} ranks")
     wrong = {f"{parameter}={label}": on_ranks(name, parameter, label) for parameter, label in cases}
     assert {case: said for case, said in wrong.items() if said is not None} == {}

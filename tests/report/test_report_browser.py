@@ -1,7 +1,6 @@
 """The page in Chromium: drawings, controls, phone width, and no network requests."""
 
 import re
-import shutil
 
 import pytest
 
@@ -12,10 +11,10 @@ from attnmesh.plan.workload import Shape
 from attnmesh.report import GeneratedAnswer, generation_report, schedule_report, write_report
 from attnmesh.trace.timeline import Span
 from attnmesh.verify.mode import Mode, Outcome
+from helpers.browser import CONTRASTS, chromium
 
 sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+browser = pytest.fixture(scope="module")(chromium)
 
 WORLD = 4
 EVIL = "<img src=x onerror=\"document.title='taken'\">"
@@ -42,14 +41,6 @@ def path(tmp_path_factory):
     where = tmp_path_factory.mktemp("report") / "report.html"
     write_report(where, report)
     return where
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -241,31 +232,6 @@ def test_the_tile_under_the_pointer_is_described(open_page):
     page.locator("#tiles").focus()
     page.keyboard.press("ArrowLeft")
     assert "keys 496 to 503" in page.locator("#tile-text").inner_text()
-
-
-# The contrast of every text with what lies behind it, as the web's accessibility guidelines compute it.
-CONTRASTS = r"""() => {
-  const numbers = (colour) => colour.match(/[\d.]+/g).map(Number);
-  const linear = (x) => (x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
-  const light = (colour) => {
-    const [r, g, b] = numbers(colour).map((x) => linear(x / 255));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const behind = (node) => {
-    for (let at = node; at; at = at.parentElement) {
-      const colour = getComputedStyle(at).backgroundColor;
-      if ((numbers(colour)[3] ?? 1) > 0.5) return colour;
-    }
-    return "rgb(255, 255, 255)";
-  };
-  const kinds = "h1,h2,h3,p,dt,dd,td,th,label,legend,button,select,output,figcaption,.name,.count,b,.switch span";
-  const shown = [...document.querySelectorAll(kinds)].filter((node) => node.textContent.trim() && node.offsetParent);
-  return shown.map((node) => {
-    const pair = [light(getComputedStyle(node).color), light(behind(node))];
-    const contrast = (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
-    return [contrast, `${node.tagName} ${node.textContent.trim().slice(0, 30)}`];
-  });
-}"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -3,9 +3,12 @@
 import concurrent.futures
 import json
 import re
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.requests import Request
@@ -22,6 +25,7 @@ import openai  # noqa: E402
 import pydantic  # noqa: E402
 
 from attnmesh.generation.grammar import grammar_of  # noqa: E402
+from attnmesh.serving.commands import Submission  # noqa: E402
 from attnmesh.serving.fields import _IGNORED, _REFUSED, ApiError, Fields  # noqa: E402
 from attnmesh.serving.openapi import ENDPOINTS  # noqa: E402
 from attnmesh.serving.protocol import (  # noqa: E402
@@ -32,7 +36,14 @@ from attnmesh.serving.protocol import (  # noqa: E402
 )
 from attnmesh.serving.responses_api import parse_responses  # noqa: E402
 from attnmesh.serving.server import serve  # noqa: E402
-from attnmesh.serving.tools import TOOL_PARSERS, NamedParser, ToolCall, detect_parser  # noqa: E402
+from attnmesh.serving.tools import (  # noqa: E402
+    TOOL_PARSERS,
+    NamedParser,
+    Thinking,
+    ToolCall,
+    detect_parser,
+    tool_parser,
+)
 from helpers.processes import run_processes  # noqa: E402
 from helpers.serving import (  # noqa: E402
     NAME,
@@ -46,6 +57,16 @@ from helpers.serving import (  # noqa: E402
 
 # Parsers.
 
+
+def tool(name, **properties):
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "description": "It.", "parameters": schema}}
+
+
+H = tool(
+    "h", s={"type": "string"}, i={"type": "integer"}, o={"type": "object"}, b={"type": "boolean"},
+    n={"type": ["string", "null"]},
+)  # fmt: skip
 F, G = ("f", {"a": ["}", "é"]}), ("g", {})
 ANSWERS = {
     "text": ("hermes", "a < b, <tool\n", "a < b, <tool\n", []),
@@ -71,14 +92,37 @@ ANSWERS = {
     "mistral, names": ("mistral", '[TOOL_CALLS]f{"a": ["}", "é"]}[TOOL_CALLS]g[ARGS]{}', "", [F, G]),
     "mistral, incomplete": ("mistral", 'a[TOOL_CALLS]f{"a": [', 'af{"a": [', []),
     "mistral, text": ("mistral", "a [TOOL_", "a [TOOL_", []),
-}
+    "qwen": (
+        "qwen3_coder",
+        "Wait.\n<tool_call>\n<function=h>\n<parameter=s>\n1 <b\n é\n</parameter>\n<parameter=i>\n2\n</parameter>\n"
+        "<parameter=o>\n{\"a\": [true]}\n</parameter>\n<parameter=b>\nTrue\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call><function=g></function></tool_call>",
+        "Wait.",
+        [("h", {"s": "1 <b\n é", "i": 2, "o": {"a": [True]}, "b": True}), G],
+    ),
+    "qwen, without its end": (
+        "qwen3_coder", "<tool_call><function=h><parameter=s>a</parameter>", "", [("h", {"s": "a"})],
+    ),
+    "qwen, incomplete": (
+        "qwen3_coder", "<tool_call><function=h><parameter=s>a", "<tool_call><function=h><parameter=s>a", [],
+    ),
+    "qwen, JSON": ("qwen3_coder", '<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', []),
+    "glm": (
+        "glm45",
+        "\n<tool_call>h\n<arg_key>s</arg_key>\n<arg_value>12</arg_value>\n<arg_key>n</arg_key><arg_value>null</arg_value>\n"
+        "<arg_key>other</arg_key>\n<arg_value>a b</arg_value>\n</tool_call><tool_call>g</tool_call>",
+        "",
+        [("h", {"s": "12", "n": None, "other": "a b"}), G],
+    ),
+    "glm, text": ("glm45", "<tool_call>h a</tool_call>", "<tool_call>h a</tool_call>", []),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 @pytest.mark.parametrize("case", ANSWERS)
 def test_calls_are_found_in_text_that_grows(case, size):
     name, answer, content, calls = ANSWERS[case]
-    parser = TOOL_PARSERS[name]()
+    parser = tool_parser(name, [H, tool("g")])
     parts = [part for at in range(0, len(answer), size) for part in parser.add(answer[at : at + size])]
     parts += parser.end()
     assert "".join(part for part in parts if isinstance(part, str)) == content
@@ -89,9 +133,31 @@ def test_the_parser_is_that_of_the_template():
     assert detect_parser(TOOL_TEMPLATE) == "hermes"
     assert detect_parser("{{ '[TOOL_CALLS]' }}") == "mistral"
     assert detect_parser('ipython {"name": function name, "parameters": dictionary}') == "llama3_json"
-    assert detect_parser("<tool_call><function=f>") is None  # Qwen3-Coder's XML
+    assert detect_parser("<tool_call><function=f>") == "qwen3_coder"
+    assert detect_parser("<tool_call>{name}<arg_key>") == "glm45"
+    assert set(TOOL_PARSERS) == {"mistral", "llama3_json", "qwen3_coder", "glm45", "hermes"}  # each is found
     assert detect_parser("{{ messages }}") is None
     assert [each.name for each in NamedParser("f").add("{}")] == ["f"]
+
+
+@pytest.mark.parametrize("size", [1, 6, 1000])
+@pytest.mark.parametrize(
+    ("answer", "has_begun", "parts"),
+    [
+        ("<think>\na b\n\n c\n</think>\n\nd </think>\n", False, ("a b\n\n c", "d </think>\n")),
+        ("a </thin</think>b", True, ("a </thin", "b")),  # the prompt ends with <think>
+        ("\n<think>a </thi", False, ("a </thi", "")),  # the answer ends while it thinks
+        (" a <think>b</think>", False, ("", " a <think>b</think>")),  # no thought at the beginning
+        ("<thi", False, ("", "<thi")),
+        ("<think></think>a", False, ("", "a")),
+    ],
+)
+def test_thoughts_are_separated_from_the_rest(answer, has_begun, parts, size):
+    thinking, found = Thinking(has_begun=has_begun), ["", ""]
+    for at in range(0, len(answer), size):
+        for i, part in enumerate(thinking.add(answer[at : at + size], is_last=at + size >= len(answer))):
+            found[i] += part
+    assert tuple(found) == parts
 
 
 # A server.
@@ -112,11 +178,6 @@ def server(model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def client(server):
     return server.client()
-
-
-def tool(name, **properties):
-    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-    return {"type": "function", "function": {"name": name, "description": "It.", "parameters": schema}}
 
 
 CITY = {"enum": ["Bern", "Rom"]}
@@ -518,6 +579,71 @@ def test_ranks_that_prefill_and_ranks_that_decode(model, tmp_path, client):
     assert other.error is None
 
 
+THINKS = "{% if 0 %}<think></think>{% endif %}" + TOOL_TEMPLATE.replace("assistant:{%", "assistant:{{ begin }}{%")
+
+
+def test_answers_have_their_thoughts_apart(tmp_path):
+    """The bytes of an answer are forced: it thinks, then answers; or its prompt has begun the thought."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = THINKS
+    write_byte_model(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    with virtual_server(tmp_path / "model", tmp_path, ranks=1, cache_tokens=1024) as server:
+        client = server.client()
+        for written, begin, wanted in (
+            ("<think>\nab\n</think>\n\nc d", "", ("ab", "c d")),
+            ("ab</think>c", "<think>\n", ("ab", "c")),
+            ("abc", "<think>\n</think>", (None, "abc")),
+        ):
+            how = {"extra_body": {"chat_template_kwargs": {"begin": begin}}, "max_tokens": len(written)}
+            with forced(written):
+                message = chat(client, logit_bias={}, **how).choices[0].message
+                assert (getattr(message, "reasoning_content", None), message.content) == wanted
+                chunks = [each.choices[0].delta for each in chat(client, logit_bias={}, stream=True, **how)]
+                assert "".join(each.content or "" for each in chunks) == wanted[1]
+                thought = "".join(getattr(each, "reasoning_content", None) or "" for each in chunks)
+                assert thought == (wanted[0] or "")
+                asked = {"model": NAME, "input": "a", "temperature": 0, "max_output_tokens": len(written), **how}
+                del asked["max_tokens"]
+                found = client.responses.create(**asked)
+                assert found.output_text == wanted[1]
+                assert [each.type for each in found.output] == ["reasoning"] * bool(wanted[0]) + ["message"]
+                events = list(client.responses.create(stream=True, **asked))
+                own = [each.delta for each in events if each.type == "response.reasoning_text.delta"]
+                assert "".join(own) == (wanted[0] or "")
+        with forced('{"a":1}'):  # a grammar leaves no room for thoughts
+            found = chat(
+                client,
+                logit_bias={},
+                extra_body={"guided_json_object": True, "chat_template_kwargs": {"begin": "<think>"}},
+            )
+            assert found.choices[0].message.content == '{"a":1}'
+
+
+@contextmanager
+def forced(text):
+    """Let greedy answers be this text."""
+    ids = byte_tokenizer()(text)["input_ids"]
+
+    def processed(request, logits):
+        at = len(request.tokens)
+        return (
+            logits if at >= len(ids) else logits + 1e4 * torch.nn.functional.one_hot(torch.tensor(ids[at]), len(logits))
+        )
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Request, "_processed", processed)
+        patched.setattr(Submission, "submit", _with_a_processor)
+        yield
+
+
+_submit = Submission.submit
+
+
+def _with_a_processor(submission, generator):
+    return _submit(replace(submission, logit_bias={0: 0.0}), generator)
+
+
 @pytest.mark.sweep
 def test_langchain(client, server):
     chat_models = pytest.importorskip("langchain_openai")
@@ -531,3 +657,20 @@ def test_langchain(client, server):
     (call,) = bound.invoke("How is the weather?").tool_calls
     assert (call["name"], set(call["args"])) == ("weather", {"city", "day"})
     assert isinstance(model.with_structured_output(Trip, method="json_schema").invoke("Where?"), Trip)
+
+
+@pytest.mark.sweep
+def test_llamaindex(client, server):
+    llms = pytest.importorskip("llama_index.llms.openai_like")
+    core = pytest.importorskip("llama_index.core.llms")
+    model = llms.OpenAILike(
+        model=NAME, api_base=f"{server.url}/v1", api_key="none", temperature=0, max_tokens=200, context_window=1024,
+        is_chat_model=True, is_function_calling_model=True,
+    )  # fmt: skip
+    wanted = chat(client, max_tokens=200, logit_bias={}).choices[0].message.content
+    message = core.ChatMessage(role="user", content="How is the weather?")
+    assert model.chat([message]).message.content == wanted
+    assert "".join(chunk.delta for chunk in model.stream_chat([message])) == wanted
+    called = model.chat([message], tools=TOOLS, tool_choice="required")
+    (call, *_) = model.get_tool_calls_from_response(called)
+    assert call.tool_name in ("weather", "stop")

@@ -58,6 +58,16 @@ def test_without_recording_no_recorder_is_touched(monkeypatch):
     run_virtual(2, attend)
 
 
+def test_kernels_are_recorded_where_a_rank_attends_to_its_own_keys_only():
+    def attend(comm: Comm) -> list[str]:
+        x = torch.randn(1, 2, 8, 8).requires_grad_()
+        with recording(comm) as recorder:
+            ContextParallel(comm, schedule="ring").attention(x, x, x).sum().backward()
+        return [span.name for span in recorder.spans()]
+
+    assert run_virtual(1, attend) == [["attention", "attention backward"]]
+
+
 def test_a_part_of_a_world_is_recorded_with_it_and_the_recording_ends():
     def parts(comm: Comm) -> list[str]:
         part = SubComm(comm, [comm.rank])

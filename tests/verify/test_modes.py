@@ -14,6 +14,7 @@ from attnmesh.verify.attention import attention_modes
 from attnmesh.verify.block import block_modes
 from attnmesh.verify.decode import cache_modes, decode_modes
 from attnmesh.verify.mode import Mode, covering_rows
+from attnmesh.verify.recurrent import recurrent_modes
 from attnmesh.verify.sparse import sparse_decode_modes, sparse_modes, sparse_parallel_modes
 from attnmesh.verify.tokens import token_modes
 from helpers.cases import sweep
@@ -26,6 +27,7 @@ FAMILIES = {
     "decode": lambda comm: [*decode_modes("cpu"), *cache_modes()],
     "block": block_modes,
     "tokens": token_modes,
+    "recurrent": lambda comm: recurrent_modes(comm, "cpu"),
     "sparse": lambda comm: [*sparse_modes("cpu"), *sparse_parallel_modes(comm, "cpu"), *sparse_decode_modes(comm)],
 }
 
@@ -62,7 +64,7 @@ def test_an_error_of_a_decode_call_is_in_the_result_that_has_it(name):
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("family", "world"),
-    [("decode", 1), ("attention", 3), ("attention", 8), ("block", 6), ("sparse", 4), ("tokens", 3)],
+    [("decode", 1), ("attention", 3), ("attention", 8), ("block", 6), ("recurrent", 3), ("sparse", 4), ("tokens", 3)],
 )
 def test_every_mode(family, world):
     assert failures(world, FAMILIES[family]) == []

@@ -15,10 +15,13 @@ from torch import Tensor
 from attnmesh.core.masks import Causal, Full
 from attnmesh.ops.decode.api import decode_attention
 from attnmesh.ops.dense.api import attention
+from attnmesh.ops.recurrent.api import scan
+from attnmesh.ops.recurrent.delta_rules import GatedDeltaRule
 from attnmesh.ops.sparse.attention import sparse_attention
 from attnmesh.ops.sparse.indexer import indexer_topk
 from attnmesh.planner.hardware import Curve
 from attnmesh.planner.program import KernelKind
+from attnmesh.planner.recurrent import BACKWARD, RecurrentShape
 
 Run = Callable[[], Tensor]
 
@@ -51,33 +54,35 @@ class Sizes:
     sparse_keys: int
     sparse: tuple[int, int, int, int]  # heads, width of keys, width of values, keys per query
     indexer: tuple[int, int, int]  # heads, width, number of selected keys
+    recurrent: tuple[int, ...]  # positions of a gated delta rule
 
 
 _CPU = Sizes(
     torch.float32, 4, 2, 64, sides=(32, 64, 128, 256, 512, 1024, 2048), long=(), matmuls=(128, 512, 1024),
     copies=(16, 128, 1024, 8192), caches=(1024, 16384, 65536), sparse_rows=(16, 64), sparse_keys=2048,
-    sparse=(16, 192, 128, 256), indexer=(16, 64, 256),
+    sparse=(16, 192, 128, 256), indexer=(16, 64, 256), recurrent=(128, 512, 2048),
 )  # fmt: skip
 _CPU_QUICK = Sizes(
     torch.float32, 4, 2, 64, sides=(64, 256, 512), long=(), matmuls=(128, 512), copies=(128, 4096), caches=(1024, 8192),
-    sparse_rows=(8,), sparse_keys=512, sparse=(8, 192, 128, 128), indexer=(8, 64, 128),
+    sparse_rows=(8,), sparse_keys=512, sparse=(8, 192, 128, 128), indexer=(8, 64, 128), recurrent=(128, 512),
 )  # fmt: skip
 _CUDA = Sizes(
     torch.bfloat16, 32, 8, 128, sides=(256, 512, 1024, 2048, 4096, 8192, 16384, 32768), long=((131072, 8, 2),),
     matmuls=(64, 256, 512, 1024, 2048, 4096, 8192), copies=(1, 16, 64, 1024, 8192, 65536, 524288),
     caches=(1024, 8192, 65536, 524288), sparse_rows=(256, 1024, 4096), sparse_keys=32768,
-    sparse=(128, 576, 512, 2048), indexer=(64, 128, 2048),
+    sparse=(128, 576, 512, 2048), indexer=(64, 128, 2048), recurrent=(512, 2048, 8192, 32768),
 )  # fmt: skip
 _CUDA_QUICK = Sizes(
     torch.bfloat16, 32, 8, 128, sides=(512, 2048, 8192), long=(), matmuls=(1024, 4096), copies=(1024, 65536),
     caches=(8192, 65536), sparse_rows=(256,), sparse_keys=8192, sparse=(128, 576, 512, 2048), indexer=(64, 128, 2048),
+    recurrent=(2048, 8192),
 )  # fmt: skip
 
 
 def kernel_samples(device: str, *, quick: bool) -> list[KernelSample]:
     """All calls that are timed on a device, kind by kind."""
     sizes = {"cpu": (_CPU, _CPU_QUICK), "cuda": (_CUDA, _CUDA_QUICK)}[device][quick]
-    kinds = [_attention, _matmuls, _copies, _decode, _sparse, _indexer]
+    kinds = [_attention, _matmuls, _copies, _decode, _sparse, _indexer, _recurrent]
     return [sample for kind in kinds for sample in kind(sizes, device)]
 
 
@@ -215,3 +220,32 @@ def _indexer(sizes: Sizes, device: str) -> Iterator[KernelSample]:
 
     for rows in sizes.sparse_rows:
         yield KernelSample("indexer", 2.0 * rows * heads * width * sizes.sparse_keys, partial(index, rows))
+
+
+def _recurrent(sizes: Sizes, device: str) -> Iterator[KernelSample]:
+    """The gated delta rule, with half as many heads of keys as of values, as in Qwen3-Next."""
+    heads, dim = sizes.heads, sizes.head_dim
+
+    def given(length: int) -> tuple[list[Tensor], Run]:
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(1, *shape, device=device, dtype=sizes.dtype)
+
+        q, k = (torch.nn.functional.normalize(drawn(heads // 2, length, dim), dim=-1) for _ in range(2))
+        inputs = [q, k, drawn(heads, length, dim), -drawn(heads, length).abs(), drawn(heads, length).sigmoid()]
+        leaves = [x.requires_grad_() for x in inputs]
+        return [*leaves, drawn(heads, length, dim)], lambda: scan(GatedDeltaRule(*leaves))
+
+    def forward(length: int) -> Run:
+        return given(length)[1]
+
+    def both(length: int) -> Run:
+        (*leaves, grad), run = given(length)
+        return lambda: torch.autograd.grad(run(), leaves, grad)[0]
+
+    shape = RecurrentShape(GatedDeltaRule, 1, heads, heads // 2, dim, dim)
+    for length in sizes.recurrent:
+        operations = length * shape.operations
+        yield KernelSample("recurrent", operations, partial(forward, length))
+        yield KernelSample(
+            "recurrent backward", BACKWARD * operations, partial(both, length), before=partial(forward, length)
+        )

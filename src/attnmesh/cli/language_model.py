@@ -21,7 +21,7 @@ from attnmesh.models.checkpoint import (
     stored_tensors,
     total_memory,
 )
-from attnmesh.models.sharded import check_sharded_model
+from attnmesh.models.sharded import check_sharded_config
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.utils.text import counted, readable_bytes
 
@@ -50,12 +50,11 @@ def check_language_model(folder: Path, config: Any, sharding: DecodeSharding | N
     try:
         check_config(config, name)
         if sharding is not None:
-            check_sharded_model(config, name, sharding)
+            with quiet_transformers():
+                declared_model(config, len(stored_tensors(folder)), folder)  # its sizes are computed from it
+            check_sharded_config(config, sharding)
     except ValueError as error:
         raise ModelError(f"{folder}: {error}") from None
-    if sharding is not None:
-        with quiet_transformers():
-            declared_model(config, len(stored_tensors(folder)), folder)  # its sizes are computed from it
 
 
 @dataclass(frozen=True)

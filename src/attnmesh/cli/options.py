@@ -19,8 +19,9 @@ from attnmesh import launch
 from attnmesh.core.masks import BlockCausal, Causal, Chunked, Documents, Full, Global, Mask, Prefix, SlidingWindow
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.recurrent import KINDS
 from attnmesh.utils.sizes import MAX_BATCH, MAX_HEAD_DIM, MAX_HEADS, MAX_LENGTH, MAX_RANKS
-from attnmesh.utils.validation import MAX_COUNT, parse_length, shown
+from attnmesh.utils.validation import MAX_COUNT, check_choice, parse_length, shown
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -51,6 +52,11 @@ class LayoutName(enum.StrEnum):
     ZIGZAG = "zigzag"
     STRIPED = "striped"
     CONTIGUOUS = "contiguous"
+
+
+def check_layer(layer: str) -> None:
+    """Raises ValueError for a layer that `--layer` does not take."""
+    check_choice("--layer", layer, ("attention", *KINDS))
 
 
 def length_argument(text: str | int) -> int:
@@ -117,6 +123,7 @@ KvHeadsOption = Annotated[int, typer.Option("--kv-heads", min=1, max=MAX_HEADS, 
 HeadDimOption = Annotated[int, typer.Option("--head-dim", min=1, max=MAX_HEAD_DIM, help="Head dimension.")]
 LayoutOption = Annotated[LayoutName, typer.Option("--layout", help="How token positions are assigned to ranks.")]
 MaskOption = Annotated[str, typer.Option("--mask", help=f"{MASK_HELP}.")]
+LayerOption = Annotated[str, typer.Option("--layer", help=f"attention, or a recurrent layer: {', '.join(KINDS)}.")]
 RanksPerNodeOption = Annotated[
     int | None, typer.Option("--ranks-per-node", min=1, max=MAX_RANKS, help="Number of ranks per node.")
 ]

@@ -11,10 +11,14 @@ from typing import Annotated
 import typer
 
 from attnmesh.cli import options, output
+from attnmesh.cli.simulate import recurrent_shape
 from attnmesh.comm import Comm, run_virtual
 from attnmesh.core.layouts import LAYOUTS, Layout
 from attnmesh.core.masks import Mask
 from attnmesh.plan.workload import Shape
+from attnmesh.planner.catalog import default_cluster
+from attnmesh.planner.recurrent import KINDS, RecurrentWorkload, explain_recurrent, recurrent_program
+from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.report.data import MOST_RANKS, default_ranks_per_node, read_figures, schedule_report
 from attnmesh.report.page import write_report
 from attnmesh.trace.timeline import read_trace
@@ -48,6 +52,9 @@ def report_command(
     ] = options.Device.CUDA,
     traces: Annotated[list[Path] | None, typer.Option("--trace", help="Trace to include. Repeatable.")] = None,
     figures: Annotated[Path | None, typer.Option(help="JSON file with figures to include.")] = None,
+    layer: Annotated[
+        str | None, typer.Option(help=f"A recurrent layer to include, simulated: {', '.join(KINDS)}.")
+    ] = None,
     check: Annotated[bool, typer.Option(help="Compute a small case on virtual ranks and compare with float64.")] = True,
 ) -> None:
     """Write an HTML report: what each rank holds, computes and sends, and which schedule is the fastest."""
@@ -56,6 +63,15 @@ def report_command(
     chosen_mask, chosen_layout = options.parse_mask(mask, length), LAYOUTS[layout.value]
     timelines = {path.stem: read_trace(path) for path in traces or ()}
     tables = read_figures(figures) if figures else {}
+    if layer is not None:
+        dim = None if layer == "short_convolution" else head_dim
+        recurrent = recurrent_shape(layer, None, batch, q_heads, kv_heads, dim)
+        node = ranks_per_node or default_ranks_per_node(ranks)
+        scanned = RecurrentWorkload(recurrent, length, ranks, node, chosen_layout)
+        cluster = default_cluster(device.value).with_ranks_per_node(node)
+        tables |= {f"{layer} over ranks": explain_recurrent(scanned, "", cluster).rows()}
+        forward = recurrent_program(scanned, backward=False)
+        timelines[f"{layer}, simulated forward"] = simulate(forward, cluster, keep=range(ranks)).spans
     with output.counting("planning and simulating every schedule"):
         made = schedule_report(
             chosen_mask,

@@ -87,7 +87,14 @@ def serve_command(
         str | None,
         typer.Option(
             show_default="by the chat template",
-            help="How the model writes tool calls: hermes (also Qwen), llama3_json or mistral.",
+            help="How the model writes tool calls: hermes (also Qwen), llama3_json, mistral, qwen3_coder or glm45.",
+        ),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            show_default="by the chat template",
+            help="think: what an answer has between <think> and </think> is its reasoning_content; none: it is text.",
         ),
     ] = None,
     served_model_name: Annotated[
@@ -171,6 +178,8 @@ def serve_command(
         raise ValueError(f"--groups is for whole weights on every rank, got --groups {groups} with a sharding")
     if tool_call_parser is not None and tool_call_parser not in TOOL_PARSERS:
         raise ValueError(f"--tool-call-parser must be one of {', '.join(TOOL_PARSERS)}, got {tool_call_parser!r}")
+    if reasoning_parser not in (None, "think", "none"):
+        raise ValueError(f"--reasoning-parser must be think or none, got {reasoning_parser!r}")
     if ssl_keyfile is not None and ssl_certfile is None:
         raise ValueError(f"--ssl-keyfile requires --ssl-certfile, got --ssl-keyfile {ssl_keyfile} alone")
     certificate = None if ssl_certfile is None else Certificate(ssl_certfile, ssl_keyfile)
@@ -213,7 +222,8 @@ def serve_command(
         settings = ServerSettings(
             model=folder, device=device.value, dtype=dtype.dtype, folder=Path(name),
             app=AppSettings(
-                served_model_name or default_name, keys, max_body_mib * 2**20, tool_parser=tool_call_parser
+                served_model_name or default_name, keys, max_body_mib * 2**20, tool_parser=tool_call_parser,
+                reasoning_parser=reasoning_parser,
             ), host=host, port=port, certificate=certificate,
             cache_tokens=tokens, max_sequences=max_sequences, max_queue=max_queue, grace=grace, sharding=divided,
             shard_weights=shard_weights, prefill_ranks=prefill_ranks or 0, step_tokens=step_tokens, storage=storage,
@@ -236,7 +246,7 @@ def serve_command(
 
 def _announce(url: str) -> None:
     console = output.console()
-    console.print(f"Serving on {url}/v1 (stop with Ctrl-C)", soft_wrap=True)
+    console.print(f"Serving on {url}/v1, with a page to chat on {url} (stop with Ctrl-C)", soft_wrap=True)
     console.file.flush()
 
 

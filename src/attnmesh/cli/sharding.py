@@ -10,7 +10,7 @@ import typer
 
 from attnmesh.cli.options import bytes_argument
 from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
-from attnmesh.models.sharded import SHARDED_MODELS
+from attnmesh.models.sharded import is_sharded_type
 from attnmesh.ops.storage import PLAIN, bytes_per_token
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.decode import DecodeRequest, decode_memory
@@ -126,7 +126,7 @@ class RunHere:
 
 
 def _is_sharded_here(model: ModelConfig) -> bool:
-    return model.model_type is None or model.model_type in SHARDED_MODELS
+    return model.model_type is None or is_sharded_type(model.model_type)
 
 
 def _is_stored_here(model: ModelConfig, storage: str) -> bool:

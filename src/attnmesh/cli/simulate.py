@@ -1,4 +1,4 @@
-"""`attnmesh simulate`: simulates one attention layer under a schedule on a cluster."""
+"""`attnmesh simulate`: simulates one attention layer under a schedule, or a recurrent layer, on a cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +21,8 @@ from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.models.config import model as known_model
-from attnmesh.planner.program import Load, LoadCounter
+from attnmesh.planner.program import Load, LoadCounter, Program
+from attnmesh.planner.recurrent import KINDS, RecurrentShape, RecurrentWorkload, recurrent_program
 from attnmesh.planner.schedules import program
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import Simulated, simulate
@@ -30,6 +31,7 @@ from attnmesh.trace.timeline import write_trace
 from attnmesh.utils.progress import reported
 from attnmesh.utils.sizes import MAX_HEAD_DIM, MAX_HEADS, MAX_RANKS, check_sizes
 from attnmesh.utils.text import counted, readable_bytes, readable_seconds
+from attnmesh.utils.validation import check_choice
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,7 +53,10 @@ class _Run:
 def simulate_command(
     ranks: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Number of ranks, up to thousands.")],
     length: options.LengthOption,
-    schedule: Annotated[str, typer.Option(help=f"auto, {', '.join(SCHEDULES)}.")] = "ring",
+    schedule: Annotated[
+        str | None, typer.Option(show_default="ring", help=f"auto, {', '.join(SCHEDULES)}; of attention.")
+    ] = None,
+    layer: options.LayerOption = "attention",
     model: Annotated[
         str | None, typer.Option(help="Model name, config.json file or its folder to take the heads from.")
     ] = None,
@@ -87,37 +92,48 @@ def simulate_command(
     ] = None,
     as_json: options.JsonFlag = False,
 ) -> None:
-    """Simulate one attention layer under a schedule on a cluster: every rank, port and message."""
+    """Simulate one attention layer under a schedule, or a recurrent layer: every rank, port and message."""
     if trace is not None:
         options.check_output_file("--trace", trace)
     if trace_ranks is not None and trace is None:
         raise ValueError(f"--trace-ranks {trace_ranks} requires --trace")
-    shape = _shape(model, batch, q_heads, kv_heads, head_dim)
-    check_sizes(length=length, batch=batch, q_heads=shape.q_heads, head_dim=shape.head_dim)
     cluster = options.resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file)
     if cluster.ranks_per_node < ranks and ranks % cluster.ranks_per_node:
         raise ValueError(f"--ranks must be a multiple of the {cluster.ranks_per_node} ranks per node, got {ranks}")
-    chosen_mask = options.parse_mask(mask, length)
-    if ranks > MAX_RANKS_OF_OTHER_MASKS and band_of(chosen_mask) is None:
-        most = f"at most {MAX_RANKS_OF_OTHER_MASKS} ranks (causal, full and window:N on {MAX_RANKS:,})"
-        raise ValueError(f"--mask {mask} can be simulated on {most}, got {ranks:,}")
-    held = shards(chosen_mask, LAYOUTS[layout.value], length, ranks)
-    workload = Workload(held, shape, min(cluster.ranks_per_node, ranks))
+    node = min(cluster.ranks_per_node, ranks)
+    options.check_layer(layer)
+    program_of: Callable[[bool], Program]
+    if layer == "attention":
+        shape = _shape(model, batch, q_heads, kv_heads, head_dim)
+        check_sizes(length=length, batch=batch, q_heads=shape.q_heads, head_dim=shape.head_dim)
+        workload = _workload(shape, mask, layout, length, ranks, node)
+        with output.counting(f"choosing a schedule for {counted(ranks, 'rank')}"):
+            chosen = _schedule(schedule or "ring", workload, cluster)
+        rounds = ranks // (node if chosen == "ulysses+ring" else 1) + 1  # at most, of a ring
+        program_of = lambda way: program(chosen, workload, backward=way)  # noqa: E731
+        title = f"{chosen}: {length:,} tokens over {counted(ranks, 'rank')}, {layout.value}, {mask}"
+    else:
+        if schedule is not None or mask != "causal":
+            raise ValueError(f"--schedule and --mask are of attention, and cannot be used with --layer {layer}")
+        recurrent = recurrent_shape(layer, model, batch, q_heads, kv_heads, head_dim)
+        check_sizes(length=length, batch=batch, q_heads=recurrent.heads, head_dim=recurrent.key_dim)
+        scanned = RecurrentWorkload(recurrent, length, ranks, node, LAYOUTS[layout.value])
+        chosen, rounds, program_of = layer, 5, lambda way: recurrent_program(scanned, backward=way)
+        title = f"{layer}: {length:,} tokens over {counted(ranks, 'rank')}, {layout.value}"
     slow = Slowdown(_factors(slow_ranks or (), "--slow-rank", ranks), _factors(slow_links or (), "--slow-link", ranks))
     keep = _traced_ranks(trace_ranks, ranks) if trace is not None else ()
-    with output.counting(f"choosing a schedule for {counted(ranks, 'rank')}"):
-        chosen = _schedule(schedule, workload, cluster)
-    nodes = cluster.with_ranks_per_node(workload.ranks_per_node)
+    nodes = cluster.with_ranks_per_node(node)
     runs = []
     for way in (False, True) if backward else (False,):
         with output.counting(f"simulating {chosen} {'backward' if way else 'forward'} on {counted(ranks, 'rank')}"):
-            runs.append(_simulate(chosen, workload, nodes, way, slow, keep))
+            name = f"{chosen} {'backward' if way else 'forward'}"
+            runs.append(_simulate(name, program_of(way), rounds, nodes, slow, keep))
     if trace is not None:
         _write_trace(trace, runs, ranks)
-    title = f"{chosen}: {length:,} tokens over {counted(ranks, 'rank')}, {layout.value}, {mask}"
     if as_json:
         facts = {
-            "schedule": chosen, "ranks": ranks, "length": length, "layout": layout.value, "mask": mask,
+            "layer": layer, "schedule": chosen if layer == "attention" else None, "ranks": ranks, "length": length,
+            "layout": layout.value, "mask": mask,
             "cluster": options.describe_cluster(cluster, ranks), "runs": [_facts(run) for run in runs],
         }  # fmt: skip
         print(json.dumps(facts, indent=2))
@@ -143,6 +159,36 @@ def _shape(model: str | None, batch: int, q_heads: int | None, kv_heads: int | N
     return Shape(batch, of.q_heads, heads, of.head_dim, itemsize=2, sum_itemsize=4, value_dim=of.value_dim)
 
 
+def recurrent_shape(
+    layer: str, model: str | None, batch: int, heads: int | None, groups: int | None, dim: int | None
+) -> RecurrentShape:
+    """The recurrent layer of the model, or a layer with the given heads; bf16, with states in float32."""
+    check_choice("--layer", layer, tuple(KINDS))
+    if model is None:
+        channels = layer in ("mamba1", "short_convolution")
+        heads, dim = heads or (4096 if channels else 32), dim or (3 if layer == "short_convolution" else 128)
+        groups = groups or (1 if channels else heads)
+        if heads % groups:
+            raise ValueError(f"--kv-heads must divide the {heads} heads, got {groups}")
+        return RecurrentShape(KINDS[layer], batch, heads, groups, dim, 1 if channels else dim)
+    if any((heads, groups, dim)):
+        raise ValueError("--q-heads, --kv-heads and --head-dim cannot be used with --model")
+    of = known_model(model)
+    if of.recurrent is None or of.recurrent.kind != layer:
+        has = "no recurrent layers" if of.recurrent is None else f"layers of kind {of.recurrent.kind}"
+        raise ValueError(f"--layer must be a layer of the model, got {layer}: {of.name} has {has}")
+    sizes = of.recurrent
+    return RecurrentShape(KINDS[layer], batch, sizes.heads, sizes.groups, sizes.key_dim, sizes.value_dim)
+
+
+def _workload(shape: Shape, mask: str, layout: options.LayoutName, length: int, ranks: int, node: int) -> Workload:
+    chosen_mask = options.parse_mask(mask, length)
+    if ranks > MAX_RANKS_OF_OTHER_MASKS and band_of(chosen_mask) is None:
+        most = f"at most {MAX_RANKS_OF_OTHER_MASKS} ranks (causal, full and window:N on {MAX_RANKS:,})"
+        raise ValueError(f"--mask {mask} can be simulated on {most}, got {ranks:,}")
+    return Workload(shards(chosen_mask, LAYOUTS[layout.value], length, ranks), shape, node)
+
+
 def _schedule(schedule: str, workload: Workload, cluster: Cluster) -> str:
     if schedule == "auto":
         choice = choose_schedule(workload, cluster, all_costs=False)
@@ -155,15 +201,12 @@ def _schedule(schedule: str, workload: Workload, cluster: Cluster) -> str:
 
 
 def _simulate(
-    schedule: str, workload: Workload, cluster: Cluster, backward: bool, slow: Slowdown, keep: Sequence[int]
-) -> _Run:
-    whole = program(schedule, workload, backward=backward)
+    name: str, whole: Program, rounds: int, cluster: Cluster, slow: Slowdown, keep: Sequence[int]
+) -> _Run:  # fmt: skip
     counter = LoadCounter(whole.world, cluster.ranks_per_node)
-    at_most = whole.world // (workload.ranks_per_node if schedule == "ulysses+ring" else 1) + 1  # of a ring
-    watched = replace(whole, make=lambda: reported(whole.rounds(), at_most))
+    watched = replace(whole, make=lambda: reported(whole.rounds(), rounds))
     begin = time.perf_counter()
     simulated = simulate(counter.counting(watched), cluster, slow=slow, keep=keep)
-    name = f"{schedule} {'backward' if backward else 'forward'}"
     return _Run(name, simulated, counter.maximum(), time.perf_counter() - begin)
 
 

@@ -1,11 +1,11 @@
-"""`attnmesh trace`: runs attention over ranks and writes a timeline of it."""
+"""`attnmesh trace`: runs attention or a recurrent layer over ranks and writes a timeline of it."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +21,10 @@ from attnmesh.comm import Comm, VirtualComm, recording
 from attnmesh.core.layouts import LAYOUTS
 from attnmesh.models.checkpoint import free_memory, readable_gib
 from attnmesh.parallel.context import ContextParallel
+from attnmesh.plan.recurrent import runs
 from attnmesh.plan.schedules import SCHEDULES, ScheduleName, check_schedule
 from attnmesh.plan.shards import shards
+from attnmesh.planner.recurrent import KINDS
 from attnmesh.trace.recorder import Recorder
 from attnmesh.trace.timeline import Span, match_messages, summarize_overlap, write_trace
 from attnmesh.utils.progress import reported_steps
@@ -36,6 +38,7 @@ def trace_command(
     out: Annotated[Path, typer.Option(help="File to write, in an existing folder.")],
     ranks: options.RanksOption = None,
     schedule: Annotated[str, typer.Option(help=f"auto, {', '.join(SCHEDULES)}.")] = "ring",
+    layer: options.LayerOption = "attention",
     length: options.LengthOption = 8192,
     layout: options.LayoutOption = options.LayoutName.ZIGZAG,
     mask: options.MaskOption = "causal",
@@ -52,7 +55,7 @@ def trace_command(
     share_gpu: options.ShareGpuOption = False,
     timeout: options.TimeoutOption = launch.TIMEOUT,
 ) -> None:
-    """Run attention over ranks and write when each rank computed, sent, received and waited, for a trace viewer."""
+    """Run a layer over ranks and write when each rank computed, sent, received and waited, for a trace viewer."""
     options.check_device(device)
     options.check_share_gpu(share_gpu, device.value, virtual)
     check_timeout(timeout)
@@ -69,6 +72,7 @@ def trace_command(
         ranks_per_node=ranks_per_node,
         device=device.value,
         dtype=precision.value,
+        layer=layer,
     )
     options.check_output_file("--out", out)
     world = launch.world_size(ranks, virtual=virtual)
@@ -93,9 +97,11 @@ class TraceCase:
     ranks_per_node: int | None
     device: str
     dtype: str
+    layer: str = "attention"  # or one of `planner.recurrent.KINDS`
 
     def check(self, ranks: int, local: int) -> None:
         """Raise ValueError if the case cannot run on this number of ranks, `local` of them on this machine."""
+        options.check_layer(self.layer)
         if self.schedule not in ("auto", *SCHEDULES):
             raise ValueError(f"schedule must be one of auto, {', '.join(SCHEDULES)}, got {self.schedule!r}")
         mask = options.parse_mask(self.mask, self.length)
@@ -111,7 +117,9 @@ class TraceCase:
                 f"{self.length:,} tokens of {self.q_heads} heads of {self.head_dim} do not fit: about "
                 f"{readable_gib(needed)} on {self.device}, which has {readable_gib(free)} free"
             )
-        if self.schedule != "auto":
+        if self.layer != "attention":
+            runs(LAYOUTS[self.layout], self.length, ranks)
+        elif self.schedule != "auto":
             places = shards(mask, LAYOUTS[self.layout], self.length, ranks)
             check_schedule(self.schedule, places, ranks if self.ranks_per_node is None else self.ranks_per_node)
 
@@ -123,12 +131,13 @@ class TraceCase:
 
 def _trace(comm: Comm, *, case: TraceCase, out: Path) -> None:
     """One rank's run; rank 0 writes the file and prints the summary."""
-    message = f"tracing {case.schedule} on {counted(comm.world, 'rank')}"
+    message = f"tracing {case.schedule if case.layer == 'attention' else case.layer} on {counted(comm.world, 'rank')}"
     with output.counting(message) if comm.rank == 0 else nullcontext():
         spans = record_attention(comm, case)
     if comm.rank > 0:
         return
     schedule = case.schedule if case.schedule != "auto" else f"auto ({_selected(comm, case)})"
+    schedule = schedule if case.layer == "attention" else case.layer
     title = _title(comm, case, schedule)
     facts: dict[str, object] = {"schedule": schedule, "ranks": comm.world, **output.machine(case.device)}
     write_trace(out, spans, title=title, metadata=facts)
@@ -138,8 +147,17 @@ def _trace(comm: Comm, *, case: TraceCase, out: Path) -> None:
 def record_attention(comm: Comm, case: TraceCase) -> list[Span]:
     """The spans of all ranks of the second of two runs, on every rank, in seconds since it began."""
     cp = ContextParallel(comm, layout=LAYOUTS[case.layout], schedule=case.schedule, ranks_per_node=case.ranks_per_node)
-    q, k, v, grad = (_random(case, cp, heads) for heads in (case.q_heads, case.kv_heads, case.kv_heads, case.q_heads))
+    attend = _attention(case, cp) if case.layer == "attention" else _recurrence(case, cp)
+    with reported_steps() if comm.rank == 0 else nullcontext(lambda done, total: None) as report:
+        attend()
+        report(1, 2)
+        with recording(comm, case.device) as recorder:
+            attend()
+    return gather_spans(comm, recorder, case.device)
 
+
+def _attention(case: TraceCase, cp: ContextParallel) -> Callable[[], None]:
+    q, k, v, grad = (_random(case, cp, heads) for heads in (case.q_heads, case.kv_heads, case.kv_heads, case.q_heads))
     mask = options.parse_mask(case.mask, case.length)
 
     def attend() -> None:
@@ -148,12 +166,34 @@ def record_attention(comm: Comm, case: TraceCase) -> list[Span]:
         if case.backward:
             out.backward(grad)
 
-    with reported_steps() if comm.rank == 0 else nullcontext(lambda done, total: None) as report:
-        attend()
-        report(1, 2)
-        with recording(comm, case.device) as recorder:
-            attend()
-    return gather_spans(comm, recorder, case.device)
+    return attend
+
+
+def _recurrence(case: TraceCase, cp: ContextParallel) -> Callable[[], None]:
+    """A layer with random inputs: decays below 1, keys of about unit length."""
+    kind, rows = KINDS[case.layer], len(cp.positions(case.length))
+    value_dim = 1 if case.layer in ("mamba1", "short_convolution") else case.head_dim
+    sizes = {
+        "batch": 1, "heads": case.q_heads, "groups": case.kv_heads, "seq": rows, "key_dim": case.head_dim,
+        "value_dim": value_dim, "width": case.head_dim + 1,
+    }  # fmt: skip
+    generator = torch.Generator(case.device).manual_seed(cp.rank)
+
+    def drawn(name: str, words: str) -> Tensor:
+        shape = [sizes[word] for word in words.split()]
+        x = torch.randn(shape, generator=generator, dtype=torch.float32, device=case.device)
+        x = -x.abs() if name in ("g", "A", "w") else x.sigmoid() if name in ("dt", "beta") else x / shape[-1] ** 0.5
+        return x.to(case.torch_dtype)
+
+    inputs = {name: drawn(name, words) for name, words in kind._DIMS.items()}
+
+    def scan() -> None:
+        layer = kind(**{name: x.detach().requires_grad_(case.backward) for name, x in inputs.items()})
+        out = cp.recurrent(layer, length=case.length)
+        if case.backward:
+            out.backward(torch.ones_like(out))
+
+    return scan
 
 
 def gather_spans(comm: Comm, recorder: Recorder, device: str) -> list[Span]:

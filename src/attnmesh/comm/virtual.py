@@ -286,7 +286,7 @@ class _Scheduler:
         self.world, self._out_of_step = world, out_of_step
         self.broken: str | None = None
         """Why no rank can continue, once that is so."""
-        self._is_aborted = False
+        self._aborted: str | None = None
         self.all_finished = threading.Event()
         self._turn = [threading.Semaphore(0) for _ in range(world)]
         self._waiting: dict[int, _Waiting] = {}
@@ -302,13 +302,13 @@ class _Scheduler:
 
     def wait_until(self, rank: int, ready: Callable[[], bool], description: Callable[[], str]) -> None:
         """Let others run until `ready()`. Raise CommError as soon as that is known to be impossible."""
-        if not ready() and not self._is_aborted:
+        if not ready() and self._aborted is None:
             self._waiting[rank] = _Waiting(ready, description)
             self._run_next(rank)
             self._turn[rank].acquire()
             del self._waiting[rank]
-        if self._is_aborted:
-            raise CommError(self.broken)
+        if self._aborted is not None:
+            raise CommError(self._aborted)
         if not ready():
             raise CommError(f"rank {rank} was waiting for {description()}; {self.broken}")
 
@@ -324,7 +324,7 @@ class _Scheduler:
 
     def abort(self, reason: str) -> None:
         """Make ranks that wait, now or later, raise CommError, also for what could still arrive."""
-        self.broken, self._is_aborted = reason, True
+        self.broken = self._aborted = reason
 
     def unfinished(self) -> str:
         """The states of the ranks that have not finished."""

@@ -55,7 +55,7 @@ from attnmesh.kv_cache.sequence import NewTokens
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.kv_cache.spec import CacheSpec
-from attnmesh.models.sharded import ShardedWeights, check_sharded_model, heads_of
+from attnmesh.models.sharded import ShardedWeights, check_heads, heads_of
 from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.parallel.context import ContextParallel
@@ -92,7 +92,7 @@ class Engine:
             self.calls = attention_calls(model)
             self.position_ranks, self._heads = comm, HeadRanks.of_whole(comm)
         else:
-            check_sharded_model(config, type(model).__name__, sharding)
+            check_heads(config, sharding)
             self.calls = replace(calls_of_config(config), recurrent=recurrent_calls(model))
             self.position_ranks, self._heads = weights.ranks.cp, HeadRanks.of_sharded(weights, heads_of(config))
         self.model, self.comm, world = model, comm, self.position_ranks.world

@@ -302,8 +302,13 @@ class Generator:
             )
 
     @property
+    def requests(self) -> list[Request]:
+        """The requests that are not finished, including requests of `generate`."""
+        return list(self._batch.requests)
+
+    @property
     def num_unfinished(self) -> int:
-        """The number of requests that are not finished, including requests of `generate`."""
+        """The number of these requests."""
         return len(self._batch.requests)
 
     @property

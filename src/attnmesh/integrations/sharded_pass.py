@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnmesh.comm import Comm
@@ -25,11 +26,15 @@ from attnmesh.core.masks import Documents, Mask, PerSequence
 from attnmesh.core.packing import Packing
 from attnmesh.integrations.recurrent_layers import serve_over_ranks
 from attnmesh.integrations.transformers_models import (
+    IGNORED_LABEL,
     MODELS_PAGE,
     attention_layers,
     check_attention_code,
     check_config,
+    check_encoder,
     check_modules,
+    check_positions,
+    counts_positions,
     modules_in_forward,
     text_config,
 )
@@ -51,6 +56,7 @@ class ShardedPass:
     Attributes:
         cp: the ranks, with the layout of this batch.
         length: the number of tokens of a whole row.
+        causal: whether the model is a decoder, whose tokens attend to earlier tokens only.
         packing: the documents and the padding of the whole batch.
         position_ids: this rank's positions [B, n], as the model takes them.
         attention_mask: this rank's tokens [B, n] that are not padding.
@@ -58,13 +64,18 @@ class ShardedPass:
         balances_experts: whether the load-balancing loss of experts is computed from the tokens of all ranks.
         counts_padding: whether padding comes before tokens and positions were not given, so that they are counted in
             the row.
+        has_model_positions: whether `position_ids` were given, or counted as the model would.
+        plain_position_ids: what they were before they were counted, if they were.
         is_watched: whether a model is being called that was checked for this batch.
         attended_by: the ids of the modules that have attended in the latest call; None if some are in a compiled graph.
     """
 
     check_once: Callable[[], None] | None = None
+    causal = True
     balances_experts = False
     counts_padding = False
+    has_model_positions = False
+    plain_position_ids: Tensor | None = None
     is_watched = False
 
     def __init__(
@@ -130,6 +141,23 @@ class ShardedPass:
             starts = [at for at in changes.tolist() if numbers[at] >= 0 and int(numbers[:at].max()) >= 0]
             rows.append(Documents([b - a for a, b in pairwise([0, *starts, self.length])]))
         return PerSequence(rows) if any(len(row.bounds) > 2 for row in rows) else None
+
+    def count_positions(self, first: int, local: Tensor | None) -> None:
+        """Let positions begin with `first + 1` and leave out padding, whose position is `first`, as RoBERTa's do.
+
+        It finds padding by the token `first`: so must the attention_mask of `local`, this rank's tokens.
+        """
+        with checked_on_all_ranks(self.cp.comm, "positions counted from the padding token", force=True):
+            if local is None or not torch.equal(local != first, self.attention_mask.bool()):
+                raise ValueError(
+                    f"input_ids must be {first}, the padding token, exactly where attention_mask is 0, for a model "
+                    f"that counts positions from its padding token, got others"
+                )
+        rows = self.position_ids.shape[0]
+        real = torch.ones(rows, self.length, dtype=torch.int64) if self._documents is None else self._documents >= 0
+        self.plain_position_ids = self.position_ids
+        self.position_ids = self.shard((real.cumsum(1) * real + first).to(self.position_ids.device))
+        self.has_model_positions = True
 
     def count_attention(self, module: nn.Module) -> None:
         """Note that the attention of this module is computed over the ranks."""
@@ -308,6 +336,12 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         if isinstance(kwargs.get("attention_pass"), ShardedPass):
             check_config(text_config(self))
+            check_positions(self)
+            if not kwargs["attention_pass"].causal:
+                raise ValueError(
+                    f"{type(self).__name__}: causal must be True for a compiled model over ranks, got False"
+                    f"{see(MODELS_PAGE)}"
+                )
         return self._call_impl(*args, **kwargs)
     given = (*args, *kwargs.values())
     attention_pass = _pass_of(given)
@@ -331,13 +365,69 @@ def _watched_call(model: Any, attention_pass: ShardedPass, args: tuple[Any, ...]
         check_modules(model)
         serve_over_ranks(model)
         _inspected.add(model)
+    if kwargs.get("encoder_hidden_states") is not None:
+        raise ValueError(
+            f"{type(model).__name__}: encoder_hidden_states must be None in a batch that is sharded over ranks, which "
+            f"is not served with cross-attention{see(MODELS_PAGE)}"
+        )
+    if attention_pass.causal:
+        check_positions(model)
+    else:
+        check_encoder(model, kwargs)
+        _count_positions(model, attention_pass, kwargs)
+    labels = None if attention_pass.causal else kwargs.pop("labels", None)
+    items = None if attention_pass.causal else kwargs.pop("num_items_in_batch", None)
     attention_pass.is_watched, attention_pass.attended_by = True, set()
     try:
         result = nn.Module.__call__(model, *args, **kwargs)
     finally:
         attention_pass.is_watched = False
     _check_attended(model, attention_pass)
-    return result
+    return result if attention_pass.causal else _encoder_result(result, labels, items)
+
+
+def _count_positions(model: Any, attention_pass: ShardedPass, kwargs: dict[str, Any]) -> None:
+    """Give the model the positions that it would count in the whole rows."""
+    if not counts_positions(type(text_config(model))):
+        return
+    if attention_pass.has_model_positions:
+        if kwargs.get("position_ids") is attention_pass.plain_position_ids:
+            kwargs["position_ids"] = attention_pass.position_ids
+        return
+    if kwargs.get("position_ids") is not attention_pass.position_ids or attention_pass.documents is not None:
+        raise ValueError(
+            f"{type(model).__name__} counts positions from its padding token: document_lengths must be None, and "
+            f"position_ids what shard_inputs returned{see(MODELS_PAGE)}"
+        )
+    attention_pass.count_positions(int(text_config(model).pad_token_id), kwargs.get("input_ids"))
+    kwargs["position_ids"] = attention_pass.position_ids
+
+
+class _FirstTokenOutput(Unreadable):
+    """Stands for what an encoder computes from the first token of a row, which one rank has."""
+
+    @staticmethod
+    def explain(name: str) -> str:
+        """Why it cannot be read."""
+        return (
+            f"pooler_output must not be used in a batch that is sharded over ranks ({name}): the model computes it "
+            "from the first token of each rank; inputs['attention_pass'].unshard(last_hidden_state) has all tokens"
+        )
+
+
+def _encoder_result(result: Any, labels: Tensor | None, items: Tensor | int | None) -> Any:
+    """The output of an encoder, with this rank's share of the mean loss over the labels of all ranks."""
+    changes: dict[str, Any] = {}
+    if labels is not None:
+        if items is None:
+            raise ValueError("num_items_in_batch must be what shard_inputs returned with labels, got None")
+        total = F.cross_entropy(
+            result.logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+        changes["loss"] = total / items
+    if getattr(result, "pooler_output", None) is not None:
+        changes["pooler_output"] = _FirstTokenOutput()
+    return type(result)(**{**result, **changes}) if changes else result
 
 
 def _check_attended(model: nn.Module, attention_pass: ShardedPass) -> None:

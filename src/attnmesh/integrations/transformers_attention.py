@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnmesh.core.mask_encoding import traced_mask
-from attnmesh.core.masks import Causal, Chunked, Mask, Slices, SlidingWindow
+from attnmesh.core.masks import Causal, Chunked, Full, Mask, Slices, SlidingWindow
 from attnmesh.core.packing import Packing, number_starts, packing_of
 from attnmesh.integrations.patches import Patches
 from attnmesh.integrations.sharded_pass import ReadError, ShardedMask, ShardedPass
@@ -43,7 +43,7 @@ from attnmesh.utils.validation import shown
 # Keyword arguments that models pass down to their attention and that do not change it.
 _IGNORED_ARGUMENTS = {
     "position_ids", "cache_position", "use_cache", "is_causal", "output_attentions", "output_hidden_states",
-    "output_router_logits", "return_dict", "logits_to_keep", "num_items_in_batch", "shift_labels",
+    "output_router_logits", "return_dict", "logits_to_keep", "num_items_in_batch", "shift_labels", "deterministic",
 }  # fmt: skip
 
 # The documents of a packed row, as FlashAttention takes them. On one device they are compared with the positions.
@@ -58,6 +58,7 @@ _OWN_TABLES = ("bark", "falcon", "git", "gpt_neo", "gptj")
 _MASKING = "transformers.masking_utils"
 _MASK_FUNCTIONS = (
     "causal_mask_function", "sliding_window_overlay", "chunked_overlay", "packed_sequence_mask_function",
+    "bidirectional_mask_function", "sliding_window_bidirectional_overlay",
 )  # fmt: skip
 _NOT_CAUSAL = -2  # in place of the number of a packed sequence
 
@@ -140,6 +141,11 @@ def transformers_attention(
     mask = _checked_mask(module, attention_mask, dropout, sliding_window, kwargs, served)
     if attention_pass is None and _default_pass is not None:
         attention_pass = _default_pass(mask)
+    if attention_pass is not None and not isinstance(attention_pass, ShardedPass) and not mask.is_causal:
+        raise ValueError(
+            f"{type(module).__name__}: masks must be causal for a model that generates, got {mask.kind}: an encoder "
+            f"is served with batches of shard_inputs{see(MODELS_PAGE)}"
+        )
     query, key, value = autocast(query, key, value)
     if attention_pass is None and isinstance(mask.padding, ShardedMask):
         raise ValueError(
@@ -166,6 +172,11 @@ def _check_sharded(module: nn.Module, attention_pass: ShardedPass, mask: LayerMa
     """Raise ValueError if the model was given something else than the sharded batch."""
     if not attention_pass.balances_experts:
         _check_experts(module, kwargs)
+    if mask.is_causal != attention_pass.causal:
+        raise ValueError(
+            f"{type(module).__name__}: shard_inputs must be given causal={mask.is_causal} for a model with the mask "
+            f"{mask.kind}, got {attention_pass.causal}{see(MODELS_PAGE)}"
+        )
     padding = mask.padding.attention_pass.attention_mask if isinstance(mask.padding, ShardedMask) else mask.padding
     for name, given in (("attention_mask", padding), ("position_ids", kwargs.get("position_ids"))):
         if given is not None:
@@ -213,7 +224,7 @@ def _checked_mask(
         options = [each for each in _DROPOUTS if getattr(getattr(module, "config", None), each, None) == dropout]
         how = f": load the model with {options[0]}=0.0" if options else ""
         raise ValueError(f"{name}: attention dropout must be 0, got {dropout}{how}")
-    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+    if mask.is_causal and (kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False):
         raise ValueError(f"{name}: is_causal must not be False")
     window = getattr(mask.kind, "left", None)
     if sliding_window is not None and window != sliding_window - 1:
@@ -248,6 +259,7 @@ class LayerMask:
     ) -> None:
         self.kind, self.padding, self.packing, self.queries, self.keys = kind, padding, packing, queries, keys
         self._on_one_device: Mask | None = None
+        self.is_causal = not isinstance(kind, Full) and getattr(kind, "right", 0) == 0
 
     def __getattr__(self, name: str) -> Any:
         raise ReadError(
@@ -286,7 +298,8 @@ class LayerMask:
             check_gaps(None, None, real)
         if self.packing is not None:
             starts = number_starts(self.packing.cpu())
-        elif real is None and position_ids is not None and self.queries == self.keys:  # not every model passes them on
+        elif real is None and position_ids is not None and self.queries == self.keys and self.is_causal:
+            # Not every model passes them on; positions do not divide rows of encoders.
             starts = document_starts(position_ids.cpu())
         given = real if real is not None else starts
         if cu_seq_lens is not None:
@@ -348,7 +361,8 @@ def layer_mask(
     """The hook that Transformers calls to make a mask, once per kind of layer in a forward pass."""
     check_config(config)
     if isinstance(attention_mask, ShardedMask) and not torch.compiler.is_compiling():
-        check_head()
+        if attention_mask.attention_pass.causal:
+            check_head()
         config_class: type = type(config)
         if attention_mask.attention_pass.counts_padding and counts_positions_from_mask(config_class):
             raise ValueError(
@@ -377,8 +391,14 @@ def _kind(function: Callable[..., Any]) -> tuple[Mask, Tensor | None]:
         if name in found:
             raise ValueError(f"masks must not have two functions {name}")
         found[name] = cells
+    if "bidirectional_mask_function" in found:
+        window = found.pop("sliding_window_bidirectional_overlay", None)
+        if len(found) > 1:
+            raise ValueError(f"masks of encoders must be full or have a sliding window, got {', '.join(found)}")
+        both = None if window is None else int(window["sliding_window"])
+        return (Full() if both is None else SlidingWindow(both, both)), None
     if "causal_mask_function" not in found:
-        raise ValueError(f"masks must be causal, got {', '.join(found)}: attnmesh serves decoders")
+        raise ValueError(f"masks must be causal or bidirectional, got {', '.join(found)}")
     packing = found.get("packed_sequence_mask_function", {}).get("packed_sequence_mask")
     window, chunk = found.get("sliding_window_overlay"), found.get("chunked_overlay")
     if window is not None and chunk is not None:
@@ -405,7 +425,8 @@ def _conjunction(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, 
         yield name, cells
     else:
         raise ValueError(
-            f"masks must be causal, with a sliding window, in chunks or of packed sequences, got the mask function "
+            f"masks must be causal or bidirectional, with a sliding window, in chunks or of packed sequences, got the "
+            f"mask function "
             f"{function.__module__}.{function.__qualname__}"
         )
 

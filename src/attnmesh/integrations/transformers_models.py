@@ -12,7 +12,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from types import FrameType, ModuleType
 from typing import Any
@@ -37,8 +37,10 @@ SERVED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 _TOKENWISE_LAYERS = ("dense", "sparse", "mlp", "moe")  # layers that compute every token by itself
 _MIXERS = (nn.Conv1d, nn.RNNBase)  # modules that mix tokens, wherever they are in a decoder layer
 _COUNTED_POSITIONS = "create_position_ids_from_input_ids"  # in the code of models that derive positions from tokens
+_ENCODER_HEADS = re.compile("For(MaskedLM|TokenClassification)")  # which compute every token by itself
 _HEADS = re.compile("For(Sequence|Token)Classification|ForQuestionAnswering|ForMultipleChoice|DoubleHeads")
 _POSITIONS_CODE = re.compile(r"cumsum\((\w+_)?attention_mask|attention_mask(\.long\(\)|\.int\(\))?\.cumsum")
+_NEIGHBORS_CODE = re.compile(r"\bpad\(inputs_embeds\b")
 _MIXER_CODE = re.compile(r"nn\.(Conv1d|LSTM|GRU|RNN)\(")
 
 
@@ -67,6 +69,7 @@ def check_config(config: Any, name: str | None = None) -> None:
 def check_model(model: Any) -> None:
     """Raise ValueError unless the model is served and uses this attention."""
     check_attention_code(model)
+    check_positions(model)
     if isinstance(model, nn.Module):
         check_modules(model)
 
@@ -132,6 +135,46 @@ def counts_positions_from_mask(config_class: type) -> bool:
     """Whether the code of the model may derive positions from attention_mask where none are given, as OPT does."""
     found = _code(config_class)
     return found is not None and _POSITIONS_CODE.search(inspect.getsource(found[0])) is not None
+
+
+def counts_positions(config_class: type) -> bool:
+    """Whether positions begin after the padding token and leave out padding, as RoBERTa's."""
+    return _counts_positions(config_class)
+
+
+counts_positions._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _counts_positions(config_class: type) -> bool:
+    found = _code(config_class)
+    return found is not None and _COUNTED_POSITIONS in inspect.getsource(found[0])
+
+
+def check_positions(model: Any) -> None:
+    """Raise ValueError for a decoder whose positions do not begin with 0, as those that `generate` gives to it do."""
+    if counts_positions(type(text_config(model))):
+        raise ValueError(
+            f"{type(model).__name__}: positions must be position_ids that begin with 0, got a model that counts them "
+            f"from its padding token{see(MODELS_PAGE)}"
+        )
+
+
+def check_encoder(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a batch without causal masks may be given to this model."""
+    name = type(model).__name__
+    if not _ENCODER_HEADS.search(name) and model.base_model is not model:
+        raise ValueError(
+            f"a sharded batch with causal=False must be given to the body of an encoder, or with a head ForMaskedLM or "
+            f"ForTokenClassification, got {name}: its head would compute with one rank's tokens{see(MODELS_PAGE)}"
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"a sharded batch with causal=False must be given to an encoder, got {name}, which has a decoder"
+            f"{see(MODELS_PAGE)}"
+        )
+    if arguments.get("return_dict") is False:
+        raise ValueError(f"{name}: return_dict must not be False for a sharded batch with causal=False, got False")
 
 
 def check_head() -> None:
@@ -200,8 +243,8 @@ def _refusal_by_code(config_class: type, names_layers: bool) -> str:
         )
     module, models = found
     source, recurrent = inspect.getsource(module), has_recurrent_layers(module)
-    if _COUNTED_POSITIONS in source:
-        return "positions must be position_ids that begin with 0, got a model that counts them from its padding token"
+    if _NEIGHBORS_CODE.search(source):
+        return "layers must mix tokens in their attention only, got a model that joins embeddings of neighboring tokens"
     if not names_layers and not recurrent:
         if any(model._is_stateful for model in models):
             return "layers with a recurrent state are not served: they would see one rank's tokens only"

@@ -13,7 +13,9 @@ scatter. All ranks sum in rank order, so they get the same bits.
 
 Transformers' tensor-parallel plan of a model names the layers whose weights are divided by columns or rows. What it
 leaves open is added here: heads are divided by heads (kv heads by TP rank), GPT-OSS and the attention of DeepSeek-V3
-have no plan, and the vocabulary is always divided.
+have no plan, and the vocabulary is always divided. The sum over ranks is right if everything in an attention or an MLP
+is divided, or is the same for every part: norms of one head, routers, latents. Any other weight is refused by name,
+such as a shared expert that the plan leaves out, or a norm over all heads.
 
 A part of a checkpoint is loaded slice by slice: the whole model is nowhere in memory, and at most one slice is beside
 what is loaded already. Experts that a checkpoint stores one by one are written into the tensor of all experts, as
@@ -29,7 +31,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
+from attnmesh.integrations.recurrent_layers import is_recurrent
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.integrations.transformers_models import NAME, check_config, check_model
 from attnmesh.models.checkpoint import (
@@ -59,16 +63,6 @@ from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.weights import FIRST_RANK, Heads, Split, WeightPart, weight_part
 from attnmesh.utils.validation import check_type
 
-SHARDED_MODELS = (
-    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "smollm3", "granite", "starcoder2", "gemma3_text",
-    "gpt_oss", "deepseek_v3", "arcee", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "dots1",
-    "ernie4_5", "exaone4", "gemma", "gemma2", "glm4_moe", "helium", "hyperclovax", "jais2", "mellum", "ministral",
-    "ministral3", "nanochat", "olmo", "seed_oss", "vaultgemma", "qwen3_next", "qwen3_5_text",
-    "qwen3_5_moe_text",
-)  # fmt: skip
-"""The `model_type`s whose tokens with sharded weights are tested against one process: a plan that divides a projection
-but not what is beside it (a shared expert, a norm over all heads) would give other tokens."""
-
 _BY_Q_HEAD = ("q_proj", "q_b_proj", "kv_b_proj")  # the latter belongs to queries and outputs if the cache has latents
 _BY_KV_HEAD = ("k_proj", "v_proj")
 _ATTENTION = {"self_attn.q_proj": "colwise", "self_attn.o_proj": "rowwise"}
@@ -80,7 +74,10 @@ _OWN_PLANS: dict[str, dict[str, str]] = {
     },
     "deepseek_v3": {**_ATTENTION, "self_attn.q_b_proj": "colwise", "self_attn.kv_b_proj": "colwise"},
 }  # fmt: skip
-_REPLICATED = ("replicated_with_grad_allreduce", "moe_tp_experts", "colwise_gather_output")
+_REPLICATED = ("replicated_with_grad_allreduce", "moe_tp_experts", "mla_kv_a_proj")
+_LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")  # the same for all heads
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_PLAN = "the tensor-parallel plan of the model"
 _NUMBER = re.compile(r"\.\d+\.")
 
 _GENERATION_CONFIG = "generation_config.json"
@@ -96,45 +93,154 @@ _building = threading.Lock()  # Transformers has one set of settings in a proces
 # How weights are divided.
 
 
-def check_sharded_model(config: Any, name: str, sharding: DecodeSharding) -> None:
-    """Raise ValueError unless models of this configuration generate with weights that are divided this way."""
-    if config.model_type not in SHARDED_MODELS:
-        raise ValueError(
-            f"model_type must be one of {', '.join(SHARDED_MODELS)} to shard its weights, got {config.model_type!r} "
-            f"({name})"
-        )
+def check_sharded_model(model: Any, sharding: DecodeSharding) -> None:
+    """Raise ValueError unless a whole model generates with weights that are divided this way."""
+    weight_splits(model)
+    check_heads(model.config, sharding)
+
+
+def check_heads(config: Any, sharding: DecodeSharding) -> None:
+    """Raise ValueError unless the heads of the model's attention are divided this way."""
     heads = heads_of(config)
     sharding.check_heads(heads.q, heads.kv)
 
 
+def check_sharded_config(config: Any, sharding: DecodeSharding) -> None:
+    """Raise ValueError unless models of this configuration generate with weights that are divided this way."""
+    check_sharded_model(_meta_model(config), sharding)
+
+
+@cache
+def is_sharded_type(model_type: str) -> bool:
+    """Whether models of this type generate with weights that are divided; True without Transformers, to find out."""
+    if find_spec("transformers") is None:
+        return True
+    with quiet_transformers():
+        try:
+            weight_splits(_meta_model(require_hf("transformers").AutoConfig.for_model(model_type)))
+        except Exception:  # of a type that is not known, or not refused in words
+            return False
+    return True
+
+
 def heads_of(config: Any) -> Heads:
     """The heads of the model's attention: kv heads are the heads of its KV cache, one if the cache has latents."""
+    if getattr(config, "num_attention_heads", None) is None:
+        raise ValueError(
+            f"{type(config).__name__} must have num_attention_heads, as models whose layers attend, got none"
+        )
     if getattr(config, "kv_lora_rank", None) is not None:
         return Heads(config.num_attention_heads, 1)
     return Heads(config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def weight_splits(model: Any) -> dict[str, Split | None]:
-    """The split of every tensor in the state of a model, by name; None: every rank holds all of it."""
+    """The split of every tensor in the state of a model, by name; None: every rank holds all of it.
+
+    Raises ValueError if the parts would not compute what the whole model does.
+    """
+    heads = heads_of(model.config)
     prefix = f"{model.base_model_prefix}.layers.*."
     own = {prefix + name: style for name, style in _OWN_PLANS.get(model.config.model_type, {}).items()}
     plan = {**(model.tp_plan or {}), **own}
     vocabulary = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
     splits: dict[str, Split | None] = {}
+    recurrent = [f"{path}." for path, module in model.named_modules() if is_recurrent(type(module))]
+    head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), "")
     for name, tensor in model.state_dict(keep_vars=True).items():
-        is_vocabulary = id(tensor) in vocabulary
-        splits[name] = Split(0, "ranks") if is_vocabulary else _split(name, tensor.ndim, plan)
+        is_vocabulary = id(tensor) in vocabulary or name == f"{head}.bias"
+        is_whole = any(name.startswith(path) for path in recurrent)
+        splits[name] = Split(0, "ranks") if is_vocabulary else None if is_whole else _split(name, tensor.ndim, plan)
+    _check_splits(model, splits, heads, plan)
     return splits
+
+
+def _check_splits(
+    model: Any, splits: Mapping[str, Split | None], heads: Heads, plan: Mapping[str, str]
+) -> None:  # fmt: skip
+    """Raise ValueError unless the sum over the parts of every attention and every MLP is that of the whole one."""
+    name, config = type(model).__name__, model.config
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise ValueError(f"{name}: sharded weights require that every layer has its own keys and values")
+    shapes = {each: tuple(tensor.shape) for each, tensor in model.state_dict(keep_vars=True).items()}
+    paths = {id(module): path for path, module in model.named_modules()}
+    layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    if len(layers) != config.num_hidden_layers:
+        raise ValueError(f"{name}: sharded weights require {config.num_hidden_layers} layers, got {len(layers)}")
+    kinds = getattr(config, "layer_types", None) or [""] * len(layers)
+    for layer, kind in zip(layers, kinds, strict=True):
+        recurrent = [paths[id(module)] for module in layer.modules() if is_recurrent(type(module))]
+        gathered = [path for path in recurrent if _is_gathered(path, plan)]
+        if recurrent and (kind != "linear_attention" or len(recurrent) > 1 or not gathered):
+            raise ValueError(
+                f"{name}: sharded weights require attention in every layer, or a recurrent layer whose outputs {_PLAN} "
+                f"gathers, got {recurrent[0]}"
+            )
+        attentions = [each for each in layer.children() if hasattr(each, "layer_idx")]
+        if len(attentions) != 1 or (kind == "linear_attention") != bool(recurrent):
+            raise ValueError(f"{name}: sharded weights require one attention per layer, got {paths[id(layer)]}")
+        for block in layer.children():
+            path = f"{paths[id(block)]}."
+            own = {each.removeprefix(path): splits[each] for each in shapes if each.startswith(path)}
+            if block is attentions[0] and not recurrent:
+                _check_attention(path, block, own, shapes, heads)
+            if any(split is not None for split in own.values()):
+                for leaf, split in own.items():
+                    if split is None and not _is_common(leaf, shapes[path + leaf], block, config):
+                        raise ValueError(
+                            f"{path}{leaf} must be divided to shard the model's weights: {_PLAN} divides others of "
+                            f"{path[:-1]}, and leaves it out"
+                        )
+
+
+def _is_gathered(path: str, plan: Mapping[str, str]) -> bool:
+    """Whether every rank has all outputs of a layer by the plan, whose weights every rank has here."""
+    pattern = _NUMBER.sub(".*.", f"{path}.")
+    return any(name.startswith(pattern) and style == "colwise_gather_output" for name, style in plan.items())
+
+
+def _check_attention(
+    path: str, block: Any, splits: Mapping[str, Split | None], shapes: Mapping[str, tuple[int, ...]], heads: Heads
+) -> None:
+    """Raise ValueError unless the heads of an attention are divided: its projections, and its output."""
+    divided = {leaf: split for leaf, split in splits.items() if split is not None}
+    by = {split.by for leaf, split in divided.items() if split.dim == 0 and leaf.endswith(".weight")}
+    out = any(split.dim == -1 and split.by == "q_heads" for split in divided.values())
+    is_latent = "kv_b_proj.weight" in splits
+    if by != ({"q_heads"} if is_latent else {"q_heads", "kv_heads"}) or not out:
+        raise ValueError(
+            f"{path[:-1]}: {_PLAN} must divide the projections of queries, keys, values and outputs to shard its "
+            f"weights, got {', '.join(divided) or 'none of them'}"
+        )
+    key = shapes.get(f"{path}k_proj.weight")
+    if key is not None and key[0] != heads.kv * getattr(block, "head_dim", key[0] // heads.kv):
+        raise ValueError(f"{path[:-1]} must have {heads.kv} kv heads, as the configuration has, to shard its weights")
+
+
+def _is_common(leaf: str, shape: tuple[int, ...], block: Any, config: Any) -> bool:
+    """Whether a weight that is not divided belongs to every part alike."""
+    parts = leaf.split(".")
+    if hasattr(block, "layer_idx"):
+        if parts[0] in _LATENT or parts[-1] == "sinks":
+            return True
+        return len(shape) == 1 and shape[0] == getattr(block, "head_dim", None)  # a norm of each head
+    experts = next((each for name in _EXPERT_COUNTS if (each := getattr(config, name, None))), None)
+    of_router = ((experts, config.hidden_size), (experts,), (1, experts), (1, config.hidden_size))
+    return prod(shape) == 1 or shape in of_router
 
 
 def _split(name: str, ndim: int, plan: Mapping[str, str]) -> Split | None:
     pattern = _NUMBER.sub(".*.", name)
     layer, _, leaf = pattern.rpartition(".")
     style = plan.get(pattern) or plan.get(layer)
-    if style is None or style in _REPLICATED:
+    if style is None or style in _REPLICATED or leaf == "sinks":
         return None
     is_bias, is_attention = leaf == "bias", ".self_attn." in pattern
     projection = layer.rpartition(".")[2]
+    if projection == "gate_up_proj" and style == "colwise_gather_output" and not is_attention:
+        return Split(0, "ranks", packed=2)  # the output of every rank is a gate and as much of what it multiplies
+    if projection == "down_proj" and style == "rowwise_split_input":
+        style = "rowwise"
     match style:
         case "colwise":
             if is_attention and projection not in (*_BY_Q_HEAD, *_BY_KV_HEAD):
@@ -151,7 +257,7 @@ def _split(name: str, ndim: int, plan: Mapping[str, str]) -> Split | None:
             return Split(-2, "ranks", aligned=True)
         case "first":
             return FIRST_RANK
-    raise ValueError(f"{name}: the tensor-parallel plan of the model has {style!r}, which is not supported")
+    raise ValueError(f"{name}: {_PLAN} has {style!r}, which is not supported")
 
 
 # Models.
@@ -174,7 +280,10 @@ class _WholeModel:
 
     def read(self, name: str, whole: tuple[int, ...], part: WeightPart) -> Tensor:
         """A copy of a part of a tensor with the shape `whole`."""
-        return torch.cat([self._state[name][index] for index in part.indices()], part.dim)
+        whole_tensor = self._state[name]
+        if not part.ranges:
+            return whole_tensor.clone()
+        return torch.cat([whole_tensor[index] for index in part.indices()], part.dim)
 
 
 class TokenExchange:
@@ -272,7 +381,7 @@ def shard_model(model: Any, sharding: DecodeSharding, comm: Comm | None = None) 
         check_model(model)
         if sharded_weights(model) is not None:
             raise ValueError("model must be whole, got a sharded model")
-        check_sharded_model(model.config, type(model).__name__, sharding)
+        check_sharded_model(model, sharding)
         return decode_ranks(all_ranks, all_ranks, sharding), {"sharding": repr(sharding), "model": type(model).__name__}
 
     ranks = check_on_all_ranks(all_ranks, "shard_model", check_arguments, force=True)
@@ -416,7 +525,7 @@ def load_sharded(
     """The model in a folder with this rank's part of its weights. Raises ModelError if they are not complete."""
     with translated_errors(f"the model in {folder} cannot be sharded"):
         check_config(config.get_text_config(), type(config).__name__)
-        check_sharded_model(config, type(config).__name__, sharding)
+        check_heads(config, sharding)
         ranks = decode_ranks(comm, comm, sharding)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{folder} must store weights that are not quantized to be sharded")

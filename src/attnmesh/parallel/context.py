@@ -60,6 +60,7 @@ from attnmesh.utils.validation import check_bool, check_choice, check_count, che
 
 if TYPE_CHECKING:  # the planner is imported for schedule="auto" and explain only
     from attnmesh.planner.auto import Choice, Explanation
+    from attnmesh.planner.recurrent import RecurrentExplanation
 
 EXECUTORS: dict[str, Callable[[ExecutorConfig], Executor]] = {
     "ring": Ring.build,
@@ -418,6 +419,46 @@ class ContextParallel(ExecutorFactory):
         schedule = self.schedule if choice is None else choice.schedule
         check_schedule(schedule, workload.shards, workload.ranks_per_node)
         return explain_schedule(schedule, workload, default_cluster(kind), choice)
+
+    def explain_recurrent(
+        self,
+        layer: RecurrentLayer,
+        *,
+        length: int,
+        return_final_state: bool = False,
+        device: torch.device | str = "cuda",
+    ) -> RecurrentExplanation:
+        """The plan of `recurrent` for such a layer: the work, bytes and memory of each rank, exchanges and kernel.
+
+        Nothing is computed or sent. Print the result. Only the sizes of the inputs count, not their positions, and
+        tensors on the device "meta" take no memory. `device` is the type of device to estimate times for.
+
+        Examples:
+            >>> q, k, v = torch.empty(3, 1, 16, 1, 128, dtype=torch.bfloat16, device="meta")
+            >>> g, beta = torch.empty(2, 1, 16, 1, dtype=torch.bfloat16, device="meta")
+            >>> layer = am.recurrent.GatedDeltaRule(q, k, v, g, beta)
+            >>> def rank(comm):
+            ...     return am.ContextParallel(comm).explain_recurrent(layer, length=65536)
+            >>> plan = am.run_virtual(4, rank)[0]
+            >>> plan.rounds, [load.sent for load in plan.forward]
+            (2, [2097152, 4194304, 4194304, 2883584])
+        """
+        from attnmesh.planner.catalog import default_cluster
+        from attnmesh.planner.recurrent import RecurrentShape, RecurrentWorkload, explain_recurrent
+
+        check_layer(layer)
+        layer._check()
+        check_count("length", length)
+        check_bool(return_final_state=return_final_state)
+        kind = check_device("device", device).type
+        runs(self.layout, length, self.world)
+        why, on = layer._why_no_kernels(), getattr(layer, layer._OUTPUT).device.type
+        kernels = why is None and (kind if on == "meta" else on) == "cuda"
+        kernel = "GPU kernels" if kernels else "chunks in PyTorch" + ("" if why is None else f" ({why})")
+        workload = RecurrentWorkload(
+            RecurrentShape.of(layer), length, self.world, self._groups.ranks_per_node, self.layout, return_final_state
+        )
+        return explain_recurrent(workload, kernel, default_cluster(kind))
 
     def _checked_call(self, inputs: Inputs, options: AttentionOptions) -> _PreparedCall:
         """The prepared call; ValueError for arguments that this rank can see to be wrong."""

@@ -2,18 +2,23 @@
 
 Autograd differentiates the local computation; the exchanges between ranks are functions with backwards of their own.
 Every rank takes part in every exchange of the backward, whether it holds positions or not: its output depends on each.
+
+The first exchange is posted by one function (`_Give`) and waited for by another one (`_Take`). What a rank computes
+between them needs no incoming state, and its backward runs while the gradients of incoming states travel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnmesh.comm import Comm, propagate_failure
+from attnmesh.comm import Comm, Pending, propagate_failure
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Documents
 from attnmesh.core.ranges import Ranges, rows_between
@@ -21,8 +26,8 @@ from attnmesh.core.segment import Segment, forward_scan, reversed_scan, transiti
 from attnmesh.ops.recurrent.api import incoming_state
 from attnmesh.ops.recurrent.convolution import ShortConvolution, last_inputs
 from attnmesh.ops.recurrent.kernels import KernelChunks
-from attnmesh.ops.recurrent.layer import Recurrence, RecurrentLayer, document_ages
-from attnmesh.plan.recurrent import HaloPlan, ScanPlan, halo_plan, scan_plan
+from attnmesh.ops.recurrent.layer import Chunks, Recurrence, RecurrentLayer, document_ages
+from attnmesh.plan.recurrent import HaloPlan, ScanPlan, SegmentSizes, halo_plan, scan_plan
 
 
 class RecurrentCall(NamedTuple):
@@ -62,45 +67,66 @@ def _run(call: RecurrentCall, state: Tensor, layout: Layout, comm: Comm) -> tupl
     return _recurrence(call, layer, state, anchor, layout, comm)
 
 
+def segment_sizes(layer: Recurrence) -> SegmentSizes:
+    """The bytes of a segment per head."""
+    heads, itemsize = layer.state_shape[1], layer.compute_dtype.itemsize
+    transition, state = (_size(shape) // max(heads, 1) for shape in (layer._transition_shape(), layer.state_shape))
+    return SegmentSizes(transition * itemsize, state * itemsize)
+
+
 def _recurrence(
     call: RecurrentCall, layer: Recurrence, state: Tensor, anchor: Tensor, layout: Layout, comm: Comm
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    plan = scan_plan(layout, call.length, comm.world, state.shape[1], call.final)
-    held = plan.held(comm.rank)
-    chunks, at = [], 0
-    for number in held:
-        positions = plan.segments[number].positions
+    heads, columns = state.shape[1], state.shape[3]
+    plan = scan_plan(layout, call.length, comm.world, heads, segment_sizes(layer), columns, call.final)
+    held, outs, transitions, updates = plan.held(comm.rank), [], [], []
+    ends = list(accumulate(len(plan.segments[number].positions) for number in held))
+
+    def chunks(i: int) -> Chunks:
+        positions = plan.segments[held[i]].positions
         ages = document_ages(call.documents, positions, state.device)
-        chunks.append(layer.rows(range(at, at + len(positions)))._chunks(ages, call.kernels))
-        at += len(positions)
+        return layer.rows(range(ends[i] - len(positions), ends[i]))._chunks(ages, call.kernels)
 
     if call.kernels:
-        ranges = [part for part in chunks if isinstance(part, KernelChunks)]
+        ranges = [part for part in map(chunks, range(len(held))) if isinstance(part, KernelChunks)]
         tensors = [x for part in ranges for x in part.tensors]
-        form = layer._transition_shape()
-        final, *outs = _KernelScan.apply(ranges, form, plan, comm, anchor, state, *tensors)  # type: ignore[no-untyped-call]
-        outs = [part.with_skip(out) for part, out in zip(ranges, outs, strict=True)]
-        return _output(layer, outs, final), final
+        exchange = _Exchange(plan, comm, layer._transition_shape(), tuple(state.shape))
+        with _computing("recurrent", comm, state):
+            final, *outs = _KernelScan.apply(ranges, exchange, anchor, state, *tensors)  # type: ignore[no-untyped-call]
+            outs = [part.with_skip(out) for part, out in zip(ranges, outs, strict=True)]
+            return _output(layer, outs, final), final
 
-    outs, transitions, updates = [], [], []
-    for number, part in zip(held, chunks, strict=True):
-        if number == 0:
-            out, state_after = part.run(state)
-            outs.append(out)
-            if 0 in plan.scanned:
+    scanned = range(len(plan.out(comm.rank)))  # all ranges, or all but the last of the sequence
+    parts = []
+    with _computing("segments", comm, state):
+        for i in scanned:
+            part = chunks(i)
+            if held[i] == 0:
+                out, state_after = part.run(state)
+                outs.append(out)
                 updates.append(state_after)
-        elif number in plan.scanned:
-            whole = part.total()
-            transitions.append(whole.transition)
-            updates.append(whole.update)
-    empty = state.new_empty(0, *state.shape)
-    transition = torch.stack(transitions) if transitions else state.new_empty(0, *layer._transition_shape())
-    update = torch.stack(updates) if updates else empty
-    incoming, final = _Exchange.apply(transition, update, anchor, plan, comm)  # type: ignore[no-untyped-call]
+            else:
+                whole = part.total()
+                parts.append(part)
+                transitions.append(whole.transition)
+                updates.append(whole.update)
+        transition = torch.stack(transitions) if transitions else state.new_empty(0, *layer._transition_shape())
+        update = torch.stack(updates) if updates else state.new_empty(0, *state.shape)
+    exchange = _Exchange(plan, comm, tuple(transition.shape[1:]), tuple(state.shape))
+    token = _Give.apply(transition, update, anchor, exchange)  # type: ignore[no-untyped-call]
+    with _computing("last range", comm, state):
+        parts += [chunks(i) for i in range(len(scanned), len(held))]
+    incoming, final = _Take.apply(token, exchange)  # type: ignore[no-untyped-call]
+    with _computing("outputs", comm, state):
+        if parts and len(parts) > len(incoming):  # one range is the whole sequence
+            outs.append(parts[0].run(state)[0])
+        outs += [part.run(into)[0] for part, into in zip(parts[len(parts) - len(incoming) :], incoming, strict=True)]
+        return _output(layer, outs, incoming, state), final
 
-    for part, into in zip(chunks[len(outs) :], incoming, strict=True):
-        outs.append(part.run(into)[0])
-    return _output(layer, outs, incoming, state), final
+
+def _computing(name: str, comm: Comm, like: Tensor) -> AbstractContextManager[None]:
+    """Around work of this rank, which is recorded if the rank is."""
+    return nullcontext() if comm.recorder is None else comm.recorder.span("compute", name, like.device)
 
 
 def _convolution(
@@ -116,10 +142,11 @@ def _convolution(
         return torch.cat([state[:, :, min(position, width - 1) :], known], 2)
 
     outs, at = [], 0
-    for run in plan.held[comm.rank]:
-        ages = document_ages(call.documents, run, state.device)
-        outs.append(layer.rows(range(at, at + len(run)))._convolve(before(run.start), ages))
-        at += len(run)
+    with _computing("outputs", comm, state):
+        for run in plan.held[comm.rank]:
+            ages = document_ages(call.documents, run, state.device)
+            outs.append(layer.rows(range(at, at + len(run)))._convolve(before(run.start), ages))
+            at += len(run)
     final = state
     if call.final:
         ages = document_ages(call.documents, range(call.length - 1, call.length), state.device)
@@ -162,35 +189,92 @@ class _Tied(torch.autograd.Function):
         return grad, *(grad.new_zeros(shape) for shape in ctx.shapes)
 
 
-class _Exchange(torch.autograd.Function):
-    """The incoming states of this rank's ranges but the first of all, [ranges, B, H, K, V], and the final state.
+class _Exchange:
+    """The exchanges of a call, and what is in flight between `_Give` and `_Take` or back."""
 
-    `transition` and `update` are of this rank's ranges in `plan.scanned`; the first range of all has no transition, and
-    its outgoing state as the update. The final state is empty if it is not wanted.
+    def __init__(self, plan: ScanPlan, comm: Comm, transition: tuple[int, ...], state: tuple[int, ...]) -> None:
+        self.plan, self.comm, self.call = plan, comm, comm.calls
+        batch, heads, own = state[0], state[1] * plan.parts, len(plan.heads[comm.rank])
+        columns = (state[2], state[3] // plan.parts)
+        self.whole_transition = transition
+        self.state, self.transition = (batch, heads, *columns), (batch, own, *transition[2:])
+        self.own_state = (batch, own, *columns)
+        self.posted: _Posted | None = None
+        self.saved: tuple[Tensor, Tensor] | None = None  # from `_Take` to `_Give`, in a backward
+
+    def post(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> None:
+        """Begin an all-to-all."""
+        own, world = self.comm.rank, self.comm.world
+        received = [part if i == own else part.new_empty(shapes[i]) for i, part in enumerate(parts)]
+        others = [(own + step) % world for step in range(1, world)]
+        pending = self.comm.exchange([(parts[i], i) for i in others], [(received[i], i) for i in reversed(others)])
+        self.posted = _Posted(pending, received, parts)
+
+    def wait(self) -> list[Tensor]:
+        """What the all-to-all has brought."""
+        posted, self.posted = self.posted, None
+        assert posted is not None
+        posted.pending.wait()
+        return posted.received
+
+    def back(self, parts: Sequence[Tensor], count: int) -> Tensor:
+        """The second all-to-all: `count` states of this rank's, from the ranks that scanned their heads."""
+        shapes = [(count, self.state[0], len(heads), *self.state[2:]) for heads in self.plan.heads]
+        return torch.cat(self.comm.all_to_all(parts, shapes), 2)
+
+
+class _Posted(NamedTuple):
+    pending: Pending
+    received: list[Tensor]
+    sent: Sequence[Tensor]
+
+
+class _Give(torch.autograd.Function):
+    """Posts the segments of this rank's ranges in `plan.scanned`; the result is for `_Take`.
+
+    The first range of all has no transition, and its outgoing state as the update.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, transition: Tensor, update: Tensor, anchor: Tensor, plan: ScanPlan, comm: Comm
-    ) -> tuple[Tensor, Tensor]:
-        with propagate_failure(comm):
-            incoming, final, scanned = _incoming(transition, update, plan, comm)
-        ctx.save_for_backward(transition, incoming, scanned)
-        ctx.plan, ctx.comm, ctx.call = plan, comm, comm.calls
-        ctx.shape = update.shape[1:]
+    def forward(ctx: Any, transition: Tensor, update: Tensor, anchor: Tensor, exchange: _Exchange) -> Tensor:
+        with propagate_failure(exchange.comm):
+            _post_segments(transition, update, exchange)
+        ctx.save_for_backward(transition)
+        ctx.exchange = exchange
+        return anchor.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        exchange = ctx.exchange
+        (transition,), (incoming, scanned) = ctx.saved_tensors, exchange.saved
+        exchange.saved = None
+        by_update = _outgoing_gradients(scanned, exchange)
+        later = by_update[len(by_update) - len(transition) :]  # without that of the first range of all
+        return transition_gradient(transition, incoming[: len(transition)], later), by_update, None, None
+
+
+class _Take(torch.autograd.Function):
+    """The incoming states of this rank's ranges but the first of all, [ranges, B, H, K, V], and the final state.
+
+    The final state is empty if it is not wanted.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, exchange: _Exchange) -> tuple[Tensor, Tensor]:
+        with propagate_failure(exchange.comm):
+            incoming, final, scanned = _incoming(exchange)
+        ctx.save_for_backward(incoming, scanned)
+        ctx.exchange = exchange
         return incoming, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_incoming: Tensor, by_final: Tensor) -> tuple[Tensor | None, ...]:
-        plan, comm = ctx.plan, ctx.comm
-        comm.note("backward of recurrent", ctx.call)
-        transition, incoming, scanned = ctx.saved_tensors
-        with propagate_failure(comm):
-            by_update = _outgoing_gradients(by_incoming, by_final, scanned, ctx.shape, plan, comm)
-        later = by_update[len(by_update) - len(transition) :]  # without that of the first range of all
-        by_transition = transition_gradient(transition, incoming[: len(transition)], later)
-        return by_transition, by_update, None, None, None
+        exchange = ctx.exchange
+        exchange.saved = ctx.saved_tensors
+        _post_gradients(by_incoming, by_final, exchange)
+        return by_incoming.new_zeros(0), None
 
 
 class _KernelScan(torch.autograd.Function):
@@ -203,9 +287,10 @@ class _KernelScan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ranges: list[KernelChunks], form: tuple[int, ...], plan: ScanPlan, comm: Comm, anchor: Tensor,
-        state: Tensor, *tensors: Tensor | None,
+        ctx: Any, ranges: list[KernelChunks], exchange: _Exchange, anchor: Tensor, state: Tensor,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
+        plan, comm = exchange.plan, exchange.comm
         held = plan.held(comm.rank)
         width = len(tensors) // max(1, len(ranges))
         parts = [part.of(tensors[i * width : (i + 1) * width]) for i, part in enumerate(ranges)]
@@ -221,105 +306,146 @@ class _KernelScan(torch.autograd.Function):
                 transitions.append(whole.transition)
                 updates.append(whole.update)
         update = torch.stack(updates) if updates else state.new_empty(0, *state.shape)
-        transition = torch.stack(transitions) if transitions else state.new_empty(0, *form)
+        transition = torch.stack(transitions) if transitions else state.new_empty(0, *exchange.whole_transition)
         with propagate_failure(comm):
-            incoming, final, scanned = _incoming(transition, update, plan, comm)
+            _post_segments(transition, update, exchange)
+            incoming, final, scanned = _incoming(exchange)
         outs += [part.forward(into)[0] for part, into in zip(parts[len(outs) :], incoming, strict=True)]
         ctx.save_for_backward(state, incoming, scanned, *tensors)
-        ctx.ranges, ctx.plan, ctx.comm, ctx.call = ranges, plan, comm, comm.calls
+        ctx.ranges, ctx.exchange = ranges, exchange
         return final, *outs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_final: Tensor, *by_outs: Tensor) -> tuple[Tensor | None, ...]:
-        plan, comm = ctx.plan, ctx.comm
-        comm.note("backward of recurrent", ctx.call)
+        exchange = ctx.exchange
+        plan, comm = exchange.plan, exchange.comm
         state, incoming, scanned, *tensors = ctx.saved_tensors
         held, width = plan.held(comm.rank), len(tensors) // max(1, len(ctx.ranges))
         parts = [part.of(tensors[i * width : (i + 1) * width]) for i, part in enumerate(ctx.ranges)]
         states = [*([state] if 0 in held else []), *incoming]
         read = [part.state_gradient(by_out) for n, part, by_out in zip(held, parts, by_outs, strict=True) if n]
         by_incoming = torch.stack(read) if read else incoming
-        with propagate_failure(comm):
-            by_update = iter(_outgoing_gradients(by_incoming, by_final, scanned, state.shape, plan, comm))
-        grads: list[Tensor | None] = []
-        by_state = torch.zeros_like(state)
+        _post_gradients(by_incoming, by_final, exchange)
+        found = {}
         for number, part, into, by_out in zip(held, parts, states, by_outs, strict=True):
-            *own, by_into = part.backward(into, by_out, next(by_update) if number in plan.scanned else None)
-            grads += own
-            by_state = by_into if number == 0 else by_state
-        return None, None, None, None, None, by_state, *grads
+            if number not in plan.scanned:  # while gradients travel
+                found[number] = part.backward(into, by_out, None)
+        by_update = iter(_outgoing_gradients(scanned, exchange))
+        for number, part, into, by_out in zip(held, parts, states, by_outs, strict=True):
+            if number in plan.scanned:
+                found[number] = part.backward(into, by_out, next(by_update))
+        grads = [grad for number in held for grad in found[number][:-1]]
+        by_state = found[0][-1] if 0 in found else torch.zeros_like(state)
+        return None, None, None, by_state, *grads
 
 
-def _incoming(transition: Tensor, update: Tensor, plan: ScanPlan, comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
-    """The incoming states and the final one of this rank, and the transitions that it scanned."""
-    batch, form, state_form = update.shape[1], transition.shape[3:], update.shape[3:]
-    mine = [number for number in plan.held(comm.rank) if number in plan.scanned]
+def _post_segments(transition: Tensor, update: Tensor, exchange: _Exchange) -> None:
+    """Post the segments of this rank's ranges to the ranks that scan their heads."""
+    plan, update = exchange.plan, _in_parts(update, exchange.plan.parts)
+    mine = plan.out(exchange.comm.rank)
     first = bool(mine) and mine[0] == 0
-    parts = []
+    made: dict[range, Tensor] = {}
     for heads in plan.heads:
-        columns = slice(heads.start, heads.stop)
-        sent = [
-            x[:, columns].flatten()
-            for i in range(len(mine))
-            for x in ([] if first and i == 0 else [transition[i - first]]) + [update[i]]
-        ]
-        parts.append(torch.cat(sent) if sent else update.new_empty(0))
+        if heads not in made:
+            sent = [
+                x.flatten()
+                for i in range(len(mine))
+                for x in ([] if first and i == 0 else [_of_parts(transition[i - first], heads, plan.parts)])
+                + [update[i][:, heads.start : heads.stop]]
+            ]
+            made[heads] = torch.cat(sent) if sent else update.new_empty(0)
+    sizes = [sum(map(_size, _shapes(source, exchange))) for source in range(plan.world)]
+    exchange.post([made[heads] for heads in plan.heads], [(size,) for size in sizes])
 
-    own = len(plan.heads[comm.rank])
-    shapes = {True: (batch, own, *form), False: (batch, own, *state_form)}
-    order = {source: [n for n in plan.held(source) if n in plan.scanned] for source in range(plan.world)}
-    messages = {
-        source: [shapes[kind] for n in numbers for kind in ((True, False) if n else (False,))]
-        for source, numbers in order.items()
-    }
-    received = comm.all_to_all(parts, [(sum(map(_size, messages[source])),) for source in range(plan.world)])
 
-    count = len(plan.scanned)
-    transitions = update.new_empty(max(0, count - 1), *shapes[True])
-    updates = update.new_empty(count, *shapes[False])
-    for source, numbers in order.items():
-        pieces = iter(_split(received[source], messages[source]))
-        for n in numbers:
+def _shapes(source: int, exchange: _Exchange) -> list[tuple[int, ...]]:
+    """The shapes of what a rank sends of its segments, in order."""
+    state, transition = exchange.own_state, exchange.transition
+    return [shape for n in exchange.plan.out(source) for shape in ((transition, state) if n else (state,))]
+
+
+def _incoming(exchange: _Exchange) -> tuple[Tensor, Tensor, Tensor]:
+    """The incoming states of this rank's ranges, the final state or nothing, and the transitions that it scanned."""
+    (states, scanned), plan = _states(exchange), exchange.plan
+    every = _whole(states, plan.parts)
+    return every[: len(every) - plan.final], every[-1] if plan.final else every.new_empty(0), scanned
+
+
+def _states(exchange: _Exchange) -> tuple[Tensor, Tensor]:
+    """The incoming states of this rank's ranges and the final one, in parts, and the transitions that it scanned."""
+    plan, rank = exchange.plan, exchange.comm.rank
+    received, count = exchange.wait(), len(plan.scanned)
+    transitions = received[rank].new_empty(max(0, count - 1), *exchange.transition)
+    updates = received[rank].new_empty(count, *exchange.own_state)
+    for source in range(plan.world):
+        pieces = iter(_split(received[source], _shapes(source, exchange)))
+        for n in plan.out(source):
             if n:
                 transitions[n - 1] = next(pieces)
             updates[n] = next(pieces)
+    del received  # before there are as many states
     states = forward_scan(Segment(transitions, updates[1:]), updates[0]) if count else updates
 
     # states[n] comes out of segment n, and into segment n + 1.
-    parts = []
-    for target in range(plan.world):
-        wanted = [states[n - 1] for n in plan.held(target) if n in plan.incoming] + [states[-1]] * plan.final
-        parts.append(torch.stack(wanted) if wanted else states[:0])
-    count = len([n for n in plan.held(comm.rank) if n in plan.incoming]) + plan.final
-    received = comm.all_to_all(parts, [(count, batch, len(part), *state_form) for part in plan.heads])
-    every = torch.cat(received, 2)
-    return every[: count - plan.final], every[-1] if plan.final else every.new_empty(0), transitions
+    wanted = [[n - 1 for n in plan.into(target)] + [-1] * plan.final for target in range(plan.world)]
+    if plan.gathered:
+        return _stacked(states, wanted[rank]), transitions
+    return exchange.back([_stacked(states, numbers) for numbers in wanted], len(wanted[rank])), transitions
 
 
-def _outgoing_gradients(
-    by_incoming: Tensor, by_final: Tensor, transitions: Tensor, shape: Sequence[int], plan: ScanPlan, comm: Comm
-) -> Tensor:
+def _post_gradients(by_incoming: Tensor, by_final: Tensor, exchange: _Exchange) -> None:
+    """Post the gradients of incoming states, and of the final state, to the ranks that scan their heads."""
+    plan, comm = exchange.plan, exchange.comm
+    comm.note("backward of recurrent", exchange.call)
+    grads = _in_parts(torch.cat([by_incoming, by_final[None]]) if plan.final else by_incoming, plan.parts)
+    with propagate_failure(comm):
+        parts = [grads[:, :, heads.start : heads.stop].contiguous() for heads in plan.heads]
+        counts = [len(plan.into(source)) + plan.final for source in range(plan.world)]
+        exchange.post(parts, [(count, *exchange.own_state) for count in counts])
+
+
+def _outgoing_gradients(transitions: Tensor, exchange: _Exchange) -> Tensor:
     """The gradients of the states that go out of this rank's ranges in `plan.scanned`."""
-    batch, _, *form = shape
-    grads = torch.cat([by_incoming, by_final[None]]) if plan.final else by_incoming
-    parts = [grads[:, :, heads.start : heads.stop].contiguous() for heads in plan.heads]
-    own = len(plan.heads[comm.rank])
-    into = [[n for n in plan.held(source) if n in plan.incoming] for source in range(plan.world)]
-    received = comm.all_to_all(parts, [(len(numbers) + plan.final, batch, own, *form) for numbers in into])
-    count = len(plan.scanned)
-    read = by_incoming.new_zeros(count, batch, own, *form)
-    for numbers, part in zip(into, received, strict=True):
-        for at, n in enumerate(numbers):
-            read[n - 1] += part[at]
-        if plan.final:
-            read[-1] += part[-1]
-    after = reversed_scan(transitions, read) if count else read
+    plan, rank = exchange.plan, exchange.comm.rank
+    with propagate_failure(exchange.comm):
+        received, count = exchange.wait(), len(plan.scanned)
+        read = received[rank].new_zeros(count, *exchange.own_state)
+        for source, part in enumerate(received):
+            for at, n in enumerate(plan.into(source)):
+                read[n - 1] += part[at]
+            if plan.final:
+                read[-1] += part[-1]
+        after = reversed_scan(transitions, read) if count else read
+        out = [plan.out(target) for target in range(plan.world)]
+        if plan.gathered:
+            return _whole(_stacked(after, out[rank]), plan.parts)
+        return _whole(exchange.back([_stacked(after, numbers) for numbers in out], len(out[rank])), plan.parts)
 
-    out = [[n for n in plan.held(target) if n in plan.scanned] for target in range(plan.world)]
-    parts = [after[numbers] for numbers in out]
-    received = comm.all_to_all(parts, [(len(out[comm.rank]), batch, len(heads), *form) for heads in plan.heads])
-    return torch.cat(received, 2)
+
+def _in_parts(x: Tensor, parts: int) -> Tensor:
+    """States [..., H, K, V] with the columns of a head in parts, [..., H x parts, K, V / parts]."""
+    return x if parts == 1 else x.unflatten(-1, (parts, -1)).movedim(-2, -3).flatten(-4, -3)
+
+
+def _of_parts(transition: Tensor, heads: range, parts: int) -> Tensor:
+    """The transitions [B, heads, ...] of some heads of `_in_parts`, from [B, H, ...]."""
+    if parts == 1:
+        return transition[:, heads.start : heads.stop]
+    begin, end = heads.start // parts, -(-heads.stop // parts)
+    whole = transition[:, begin:end].unsqueeze(2)
+    every = whole.expand(*whole.shape[:2], parts, *whole.shape[3:]).flatten(1, 2)
+    return every[:, heads.start - begin * parts : heads.stop - begin * parts]
+
+
+def _whole(x: Tensor, parts: int) -> Tensor:
+    """What `_in_parts` was given."""
+    return x if parts == 1 else x.unflatten(-3, (-1, parts)).movedim(-3, -2).flatten(-2)
+
+
+def _stacked(x: Tensor, numbers: Sequence[int]) -> Tensor:
+    """`x[numbers]`, without a copy of the numbers to the device."""
+    return torch.stack([x[n] for n in numbers]) if numbers else x[:0]
 
 
 def _size(shape: Sequence[int]) -> int:

@@ -220,7 +220,7 @@ class Explanation:
     def _row(self, rank: int) -> tuple[str, ...]:
         shards, there, back = self.workload.shards, self.forward[rank], self.backward[rank]
         return (
-            str(rank), _brief(shards.queries[rank]), _brief(gather_plan(shards).needed(rank)),
+            str(rank), brief(shards.queries[rank]), brief(gather_plan(shards).needed(rank)),
             f"{there.flops / 1e9:.4g}", f"{back.flops / 1e9:.4g}", _sent(there), _sent(back),
         )  # fmt: skip
 
@@ -247,7 +247,7 @@ def _sent(load: Load) -> str:
     return f"{load.sent / 1e6:.4g}{inter_node}"
 
 
-def _brief(positions: Ranges) -> str:
+def brief(positions: Ranges) -> str:
     """Positions in short: `0..31, 224..255`."""
     if not positions:
         return "none"

@@ -212,6 +212,11 @@ class DecodeRequest:
     def __post_init__(self) -> None:
         check_type("model", self.model, ModelConfig)
         check_type("cluster", self.cluster, Cluster)
+        if self.model.recurrent is not None:
+            raise ValueError(
+                f"model must have attention in all layers for plans of decode steps, got {self.model.name}, which has "
+                f"{self.model.recurrent.count} recurrent layers"
+            )
         check_number("kv_itemsize", self.kv_itemsize, above=0)
         check_sizes(
             devices=self.devices, context=self.context, batch=self.batch, tokens=self.tokens,

@@ -15,13 +15,22 @@ import numpy as np
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
+from attnmesh.ops.recurrent.convolution import ShortConvolution
 from attnmesh.plan.schedules import SCHEDULES, why_not
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.cost import Cost, schedule_cost
 from attnmesh.planner.hardware import Cluster, group_cluster, group_ranks_per_node
-from attnmesh.planner.models.config import ModelConfig, cache_bytes, layer_weight_bytes_read, linear_flops, weight_bytes
+from attnmesh.planner.models.config import (
+    ModelConfig,
+    cache_bytes,
+    layer_weight_bytes_read,
+    linear_flops,
+    state_bytes,
+    weight_bytes,
+)
 from attnmesh.planner.ranking import Memory, Option, Ranking, ranked
+from attnmesh.planner.recurrent import KINDS, RecurrentShape, RecurrentWorkload, recurrent_cost, recurrent_memory
 from attnmesh.planner.schedules import peak_bytes
 from attnmesh.utils.progress import reported_steps
 from attnmesh.utils.sizes import check_sizes, divisors
@@ -99,6 +108,7 @@ def prefill_memory(request: PrefillRequest, parallelism: Parallelism, schedule: 
     sequences, rows = -(-request.batch // dp), -(-request.context // cp)
     heads_divided = 1 if model.latent else min(tp, model.kv_heads)
     cache = sequences * cache_bytes(model, request.context, request.kv_itemsize) / cp / heads_divided
+    cache += sequences * state_bytes(model) / tp  # of recurrent layers, which every CP rank holds
     shape = _shape(request, parallelism)
     windows = model.window_layers
     widest = None if None in windows else max(window for window in windows if window is not None)
@@ -106,7 +116,11 @@ def prefill_memory(request: PrefillRequest, parallelism: Parallelism, schedule: 
     residual = (
         4 * rows * sequences * model.hidden * _ACTIVATION
     )  # as it is, normalized, and the input and output of a product
-    working = rows * (shape.query_row + shape.key_row) + attention + residual
+    mixing = rows * (shape.query_row + shape.key_row) + attention
+    for workload in _recurrent(request, parallelism):
+        recurrent = rows * workload.shape.input_row + int(recurrent_memory(workload, backward=False).max())
+        mixing = max(mixing, recurrent)
+    working = mixing + residual
     return Memory(weight_bytes(model) / tp, cache, working)
 
 
@@ -128,11 +142,17 @@ def _option(request: PrefillRequest, parallelism: Parallelism, schedule: str, na
         "linear layers": linear,
         "TP all-reduce": sums * summing,
     }
+    sent = attention.sent + sums * summed
+    if model.recurrent is not None:
+        recurrent = _recurrent_cost(request, parallelism).times(model.recurrent.count)
+        parts["recurrent layers"] = recurrent.computed
+        parts["exposed state communication"] = recurrent.seconds - recurrent.computed
+        sent += recurrent.sent
     seconds = sum(parts.values())
     longest = max(parts, key=lambda part: parts[part])
     why = attention.bottleneck if longest == "exposed KV communication" else longest
     memory = prefill_memory(request, parallelism, schedule)
-    return Option(name, seconds, memory, attention.sent + sums * summed, why, parts)
+    return Option(name, seconds, memory, sent, why, parts)
 
 
 def _linear(request: PrefillRequest, parallelism: Parallelism, rows: int) -> float:
@@ -153,6 +173,30 @@ def _attention(request: PrefillRequest, parallelism: Parallelism, schedule: str)
             schedule, workload, group_cluster(request.cluster, workload.ranks_per_node, request.devices), backward=False
         )
         total = total + one.times(layers)
+    return total
+
+
+def _recurrent(request: PrefillRequest, parallelism: Parallelism) -> list[RecurrentWorkload]:
+    """A recurrent layer of the model: its recurrence, and the short convolution before it. Empty without any."""
+    layers = request.model.recurrent
+    if layers is None:
+        return []
+    batch, tp = -(-request.batch // parallelism.dp), parallelism.tp
+    sizes = (layers.heads // tp, max(1, layers.groups // tp), layers.key_dim, layers.value_dim)
+    shapes = [RecurrentShape(KINDS[layers.kind], batch, *sizes, _ACTIVATION, _SUM)]
+    if layers.channels:
+        channels = -(-layers.channels // tp)
+        shapes.append(RecurrentShape(ShortConvolution, batch, channels, 1, layers.width - 1, 1, _ACTIVATION, _SUM))
+    node = _cp_ranks_per_node(request, parallelism)
+    return [RecurrentWorkload(shape, request.context, parallelism.cp, node, final=True) for shape in shapes]
+
+
+def _recurrent_cost(request: PrefillRequest, parallelism: Parallelism) -> Cost:
+    """The cost of one recurrent layer, with the final state, which decoding goes on from."""
+    total = Cost(0.0, 0.0, 0, 0, 0, 0, "compute")
+    for workload in _recurrent(request, parallelism):
+        cluster = group_cluster(request.cluster, workload.ranks_per_node, request.devices)
+        total = total + recurrent_cost(workload, cluster, backward=False)
     return total
 
 
@@ -177,6 +221,7 @@ def parallelisms(request: PrefillRequest) -> Iterator[Parallelism]:
         replica = request.devices // dp
         for tp in divisors(gcd(replica, node)):
             divides = model.kv_heads % tp == 0 or tp % model.kv_heads == 0
+            divides &= model.recurrent is None or model.recurrent.heads % tp == 0
             if model.q_heads % tp == 0 and divides:
                 yield Parallelism(dp, tp, replica // tp)
 

@@ -23,8 +23,9 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 KernelKind = Literal[
-    "attention", "attention backward", "matmul", "copy", "relayout", "decode", "sparse", "sparse backward", "indexer"
-]
+    "attention", "attention backward", "matmul", "copy", "relayout", "decode", "sparse", "sparse backward", "indexer",
+    "recurrent", "recurrent backward",
+]  # fmt: skip
 """What a kernel does. A relayout is a copy that changes the order of dimensions, as messages need it. Sizes are
 operations, except for `copy`, `relayout` and `decode`: bytes read and written."""
 
@@ -101,6 +102,38 @@ class MessageTotals:
 
 
 Exchange = Messages | MessageTotals
+
+
+def all_to_all(parts: Sequence[tuple[Ints, Ints]], ranks: int, ranks_per_node: int) -> Exchange:
+    """The exchange among every `ranks` consecutive ranks. Each part: the rows of one rank, the bytes of a row of the
+    other's; entry r is rank r's."""
+    world = len(parts[0][0])
+    if world * (ranks - 1) > MAX_LISTED_MESSAGES:
+        return _totals(parts, ranks, ranks_per_node)
+    group = np.arange(world, dtype=np.int64) // ranks
+    source = np.repeat(np.arange(world, dtype=np.int64), ranks)
+    target = np.repeat(group * ranks, ranks) + np.tile(np.arange(ranks), world)
+    kept = source != target
+    source, target = source[kept], target[kept]
+    nbytes = sum((rows[source] * row[target] for rows, row in parts), np.zeros(len(source), np.int64))
+    return Messages.sized(source, target, nbytes)
+
+
+def _totals(parts: Sequence[tuple[Ints, Ints]], ranks: int, ranks_per_node: int) -> MessageTotals:
+    world = len(parts[0][0])
+    group, node = np.arange(world) // ranks, np.arange(world) // ranks_per_node
+
+    def others(values: Ints, by: Ints) -> Ints:
+        return np.bincount(by, values)[by].astype(np.int64) - values
+
+    # Ranks of a node are consecutive, so a node is part of a group or the other way around.
+    near = node if ranks_per_node < ranks else group
+    zeros = np.zeros(world, np.int64)
+    intra_out = sum((rows * others(row, near) for rows, row in parts), zeros)
+    intra_in = sum((row * others(rows, near) for rows, row in parts), zeros)
+    inter_out = sum((rows * others(row, group) for rows, row in parts), zeros) - intra_out
+    inter_in = sum((row * others(rows, group) for rows, row in parts), zeros) - intra_in
+    return MessageTotals(group, intra_out, intra_in, inter_out, inter_in, np.full(world, ranks - 1, np.int64))
 
 
 @dataclass(frozen=True)

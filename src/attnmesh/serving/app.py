@@ -9,9 +9,10 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import resources
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -37,13 +38,30 @@ from attnmesh.serving.protocol import (
     parse_detokenize,
     parse_tokenize,
 )
-from attnmesh.serving.responses import CompletionFormatter, Formatter, Json, usage
+from attnmesh.serving.responses import CompletionFormatter, Deltas, Formatter, Json, event, usage
 from attnmesh.serving.responses_api import ResponseFormatter, parse_responses
-from attnmesh.serving.tools import TOOL_PARSERS, JsonParser, NamedParser, ToolParser, detect_parser
+from attnmesh.serving.status import Status
+from attnmesh.serving.tools import (
+    TOOL_PARSERS,
+    JsonParser,
+    NamedParser,
+    NoTools,
+    Thinking,
+    ToolParser,
+    detect_parser,
+    tool_parser,
+)
 from attnmesh.utils.validation import shown
 
 _BODY_SECONDS = 60.0  # in which a client must have sent its body
 _LARGE_BODY = 2**16  # bytes, from which on a body is parsed on another thread
+_EVENT_SECONDS = 0.5  # between two events of `/events`
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""What a browser lets the page do: talk to this server only."""
+_TAG_TOKENS = 32  # that the tag with which a prompt lets an answer begin has at most, and what follows it
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _log = logging.getLogger("attnmesh.serving")
 
@@ -59,12 +77,13 @@ class AppSettings:
     max_body: int = 16 * 2**20
     hosts: tuple[str, ...] = _LOCAL_HOSTS
     tool_parser: str | None = None  # one of TOOL_PARSERS, if there is one
+    reasoning_parser: str | None = None  # "think", "none", or by the chat template
 
 
 class Service:
     """The handlers of all routes. They run on the HTTP server's thread; `queue` leads to the thread that computes."""
 
-    def __init__(self, generator: Generator, queue: RequestQueue, settings: AppSettings) -> None:
+    def __init__(self, generator: Generator, queue: RequestQueue, settings: AppSettings, status: Status) -> None:
         self._queue, self._settings = queue, settings
         config = generator.model.config
         self._vocabulary, self._eos = config.vocab_size, frozenset(eos_tokens(generator.model))
@@ -73,8 +92,13 @@ class Service:
         )  # tokens of a prompt and its answer
         self._prompts = PromptTokenizer(generator.tokenizer, self._context)
         self._tokenizer = self._prompts.tokenizer
+        self._thinks = settings.reasoning_parser == "think" or (
+            settings.reasoning_parser is None and Thinking.END in self._prompts.template
+        )
         self._keys = [hashlib.sha256(each.encode()).digest() for each in settings.api_keys]
         self._created = int(time.time())
+        self._status = status
+        self._page = resources.files("attnmesh.serving").joinpath("page.html").read_text()
         self.metrics = Metrics(generator, lambda: len(queue))
 
     # Routes.
@@ -113,9 +137,7 @@ class Service:
     async def responses(self, request: Request) -> Response:
         """Answer a conversation, in the format of the Responses API."""
         call, body = await self._parsed(request, parse_responses)
-        make = self._tool_parser(call)
-        formatter = ResponseFormatter(call, self._settings.model_name, body, None if make is None else make())
-        return await self._answer(request, call, lambda prompts: formatter)
+        return await self._answer(request, call, partial(self._response_formatter, call, body))
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or of a conversation."""
@@ -152,6 +174,23 @@ class Service:
     async def docs(self, request: Request) -> Response:
         """The description of the API, for people."""
         return HTMLResponse(docs_page())
+
+    async def page(self, request: Request) -> Response:
+        """The page for people, which asks for the key itself."""
+        return HTMLResponse(self._page, headers={"Content-Security-Policy": _PAGE_POLICY, "Cache-Control": "no-cache"})
+
+    async def events(self, request: Request) -> Response:
+        """What the server does, as server-sent events, until it ends."""
+        self._authorize(request)
+        headers = {"Cache-Control": "no-cache"}
+        return StreamingResponse(self._events(), media_type="text/event-stream", headers=headers)
+
+    async def _events(self) -> AsyncIterator[str]:
+        about = {"model": self._settings.model_name, "chat": bool(self._tokenizer.chat_template)}
+        while self._queue.is_open:
+            counts = {"in_flight": len(self._queue), **self.metrics.token_counts}
+            yield event({**about, **self._status.snapshot(), **counts})
+            await asyncio.sleep(_EVENT_SECONDS)
 
     # Before a call is queued.
 
@@ -272,13 +311,30 @@ class Service:
                 f"template is not known, and --tool-call-parser ({', '.join(TOOL_PARSERS)}) was not given"
             )
             raise ApiError(400, message, param="tool_choice")
-        return TOOL_PARSERS[name]
+        return partial(tool_parser, name, call.chat.tools)
+
+    def _deltas(self, call: Call, prompts: list[list[int]]) -> Callable[[], Deltas] | None:
+        """What divides an answer into its parts; None for text only. Grammars leave no room for thoughts."""
+        make, has_begun, parallel = self._tool_parser(call), False, call.tool_choice.parallel
+        thinks = self._thinks and call.chat is not None and call.grammar is None
+        if thinks:
+            has_begun = self._tokenizer.decode(prompts[0][-_TAG_TOKENS:]).rstrip().endswith(Thinking.BEGIN)
+        if make is None and not thinks:
+            return None
+        return lambda: Deltas(
+            NoTools() if make is None else make(), Thinking(has_begun=has_begun) if thinks else None, parallel=parallel
+        )
 
     def _completion_formatter(self, call: Call, prompts: list[list[int]]) -> Formatter:
         return CompletionFormatter(
-            self._tokenizer, call, self._settings.model_name, eos=self._eos, parser=self._tool_parser(call),
+            self._tokenizer, call, self._settings.model_name, eos=self._eos, deltas=self._deltas(call, prompts),
             prompts=prompts,
         )  # fmt: skip
+
+    def _response_formatter(self, call: Call, body: dict[str, Any], prompts: list[list[int]]) -> Formatter:
+        make = self._deltas(call, prompts)
+        deltas = Deltas(NoTools(), None, parallel=True) if make is None else make()
+        return ResponseFormatter(call, self._settings.model_name, body, deltas)
 
     async def _answer(
         self, request: Request, call: Call, formatter_of: Callable[[list[list[int]]], Formatter]
@@ -340,6 +396,8 @@ def create_app(service: Service) -> FastAPI:
     """The application of a service."""
     app = FastAPI(title="attnmesh", docs_url=None, redoc_url=None, openapi_url=None)
     routes = {
+        ("GET", "/"): service.page,
+        ("GET", "/events"): service.events,
         ("GET", "/health"): service.health,
         ("GET", "/metrics"): service.metrics_text,
         ("GET", "/v1/models"): service.models,

@@ -53,6 +53,12 @@ class Metrics:
         )  # fmt: skip
         _gauge(registry, "attnmesh_preemptions", "Requests that rank 0 preempted.", lambda: generator.stats.preemptions)
 
+    @property
+    def token_counts(self) -> dict[str, float]:
+        """The tokens of accepted prompts and of answers so far."""
+        counters = {"prompt_tokens": self.prompt_tokens, "generated_tokens": self.new_tokens}
+        return {name: next(iter(each.collect())).samples[0].value for name, each in counters.items()}
+
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         data: bytes = generate_latest(self._registry)

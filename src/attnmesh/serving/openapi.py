@@ -83,6 +83,8 @@ ENDPOINTS: dict[str, tuple[str, str, Parameters | None]] = {
     "/detokenize": ("post", "The text of tokens.", {
         "model": _ALL["model"], "tokens": ("array", "Token ids."),
     }),
+    "/": ("get", "A page to chat with the model, and to see which rank holds what.", None),
+    "/events": ("get", "What that page shows, as server-sent events.", None),
     "/v1/models": ("get", "The model, with max_model_len.", None),
     "/v1/models/{name}": ("get", "The model of this name.", None),
     "/health": ("get", "200 while requests are taken, else 503.", None),

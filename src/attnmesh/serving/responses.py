@@ -13,7 +13,7 @@ from typing import Any
 from attnmesh.generation.requests import PromptLogprob, Token
 from attnmesh.generation.sampling import TextStream
 from attnmesh.serving.protocol import Call
-from attnmesh.serving.tools import Arguments, ToolCall, ToolParser
+from attnmesh.serving.tools import Arguments, Thinking, ToolCall, ToolParser
 
 Json = dict[str, Any]
 _INCOMPLETE = "\ufffd"
@@ -68,15 +68,18 @@ def event(body: Json, name: str | None = None) -> str:
     return f"{head}data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
-class ToolDeltas:
-    """The parts of an answer that may have tool calls. `parallel` is whether it may have several."""
+class Deltas:
+    """The parts of an answer that may have thoughts and tool calls. `parallel` is whether it may have several calls."""
 
-    def __init__(self, parser: ToolParser, *, parallel: bool) -> None:
-        self._parser, self._parallel = parser, parallel
+    def __init__(self, parser: ToolParser, thinking: Thinking | None, *, parallel: bool) -> None:
+        self._parser, self._thinking, self._parallel = parser, thinking, parallel
         self.calls = 0
 
     def add(self, text: str, *, is_last: bool) -> Json:
-        """The `content` and the `tool_calls` that some text completes, where there are any."""
+        """The `reasoning_content`, `content` and `tool_calls` that some text completes, where there are any."""
+        thought = ""
+        if self._thinking is not None:
+            thought, text = self._thinking.add(text, is_last=is_last)
         parts = [*self._parser.add(text), *(self._parser.end() if is_last else ())]
         calls: list[Json] = []
         for part in parts:
@@ -89,14 +92,15 @@ class ToolDeltas:
         if not self._parallel:
             calls = [each for each in calls if each["index"] == 0]
         content = "".join(part for part in parts if isinstance(part, str))
-        return {**({"content": content} if content else {}), **({"tool_calls": calls} if calls else {})}
+        found = {"reasoning_content": thought, "content": content, "tool_calls": calls}
+        return {name: part for name, part in found.items() if part}
 
 
 class CompletionFormatter(Formatter):
     """The answers of `/v1/completions` and `/v1/chat/completions`.
 
-    `eos` are the tokens that are not part of an answer, `parser` makes what finds tool calls, and `prompts` are the
-    tokens of the prompts.
+    `eos` are the tokens that are not part of an answer, `deltas` makes what divides an answer into its parts, if it has
+    several, and `prompts` are the tokens of the prompts.
     """
 
     def __init__(
@@ -106,15 +110,15 @@ class CompletionFormatter(Formatter):
         model: str,
         *,
         eos: frozenset[int],
-        parser: Callable[[], ToolParser] | None = None,
+        deltas: Callable[[], Deltas] | None = None,
         prompts: Sequence[list[int]],
     ) -> None:
         self._tokenizer, self._call, self._is_chat, self._eos = tokenizer, call, call.is_chat, eos
-        self._parser, self._prompts = parser, prompts
+        self._new_deltas, self._prompts = deltas, prompts
         self._echoed = [
             each if isinstance(each, str) else str(tokenizer.decode(each)) for each in call.prompts if call.echo
         ]
-        self._deltas: dict[int, ToolDeltas] = {}
+        self._deltas: dict[int, Deltas] = {}
         kind = "chat.completion" if call.is_chat else "text_completion"
         self._head = {
             "id": f"{'chatcmpl' if call.is_chat else 'cmpl'}-{uuid.uuid4().hex}", "created": int(time.time()),
@@ -142,8 +146,8 @@ class CompletionFormatter(Formatter):
         text, tokens = ("", []) if token is None else (token.text, [token])
         is_last = choice.finish_reason is not None
         delta = {"content": text} if text else {}
-        if self._parser is not None:
-            delta = self._tool_deltas(choice).add(text, is_last=is_last)
+        if self._new_deltas is not None:
+            delta = self._deltas_of(choice).add(text, is_last=is_last)
         if not delta and not is_last and self._call.logprobs is None:
             return []
         offset = len(self._prompt(choice.index)) + len(choice.text) - len(text)
@@ -155,10 +159,10 @@ class CompletionFormatter(Formatter):
         last = [event({**self._chunk, "choices": [], "usage": usage})] if self._call.include_usage else []
         return [*last, "data: [DONE]\n\n"]
 
-    def _tool_deltas(self, choice: Choice) -> ToolDeltas:
+    def _deltas_of(self, choice: Choice) -> Deltas:
         if choice.index not in self._deltas:
-            assert self._parser is not None
-            self._deltas[choice.index] = ToolDeltas(self._parser(), parallel=self._call.tool_choice.parallel)
+            assert self._new_deltas is not None
+            self._deltas[choice.index] = self._new_deltas()
         return self._deltas[choice.index]
 
     def _finish_reason(self, choice: Choice) -> str | None:
@@ -197,9 +201,11 @@ class CompletionFormatter(Formatter):
         body: Json = {"text": prompt + choice.text}
         if self._is_chat:
             message: Json = {"content": choice.text}
-            if self._parser is not None:
-                found = self._tool_deltas(choice).add(choice.text, is_last=True)
+            if self._new_deltas is not None:
+                found = self._deltas_of(choice).add(choice.text, is_last=True)
                 message = {"content": found.get("content")}
+                if "reasoning_content" in found:
+                    message["reasoning_content"] = found["reasoning_content"]
                 if "tool_calls" in found:
                     calls = [{name: each[name] for name in ("id", "type", "function")} for each in found["tool_calls"]]
                     message["tool_calls"] = calls

@@ -13,8 +13,7 @@ from typing import Any
 from attnmesh.generation.requests import Token
 from attnmesh.serving.fields import Fields, invalid
 from attnmesh.serving.protocol import Call, parse_chat
-from attnmesh.serving.responses import Choice, Formatter, Json, ToolDeltas, event
-from attnmesh.serving.tools import NoTools, ToolParser
+from attnmesh.serving.responses import Choice, Deltas, Formatter, Json, event
 
 _TEXTS = ("input_text", "output_text", "text")
 _REFUSED = {
@@ -107,8 +106,8 @@ def _tool_choice(value: Any) -> Any:
 class ResponseFormatter(Formatter):
     """The answer of `/v1/responses`."""
 
-    def __init__(self, call: Call, model: str, body: Mapping[str, Any], parser: ToolParser | None) -> None:
-        self._deltas = ToolDeltas(parser or NoTools(), parallel=call.tool_choice.parallel)
+    def __init__(self, call: Call, model: str, body: Mapping[str, Any], deltas: Deltas) -> None:
+        self._deltas = deltas
         self._items: list[Json] = []
         self._open: Json | None = None  # the last item, while it grows
         self._events = 0
@@ -156,14 +155,12 @@ class ResponseFormatter(Formatter):
     def _add(self, text: str, *, is_last: bool) -> list[str]:
         """Add text to the items; the events of it."""
         delta, events = self._deltas.add(text, is_last=is_last), []
+        if "reasoning_content" in delta:
+            part = {"type": "reasoning_text", "text": ""}
+            events += self._add_text(delta["reasoning_content"], {"type": "reasoning", "summary": []}, part)
         if "content" in delta:
-            if self._open is None or self._open["type"] != "message":
-                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                events += self._begin({"type": "message", "role": "assistant", "content": []}, "msg")
-                events.append(self._item_event("response.content_part.added", part=part))
-                self._items[-1]["content"].append(part)
-            self._items[-1]["content"][0]["text"] += delta["content"]
-            events.append(self._item_event("response.output_text.delta", delta=delta["content"], logprobs=[]))
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            events += self._add_text(delta["content"], {"type": "message", "role": "assistant"}, part)
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 named = {"type": "function_call", "call_id": call["id"], "name": call["function"]["name"]}
@@ -173,6 +170,16 @@ class ResponseFormatter(Formatter):
                 self._item_event("response.function_call_arguments.delta", delta=call["function"]["arguments"])
             )
         return [*events, *(self._finish() if is_last else ())]
+
+    def _add_text(self, text: str, item: Json, part: Json) -> list[str]:
+        """Add text to the last item, or to this item, which begins with this part."""
+        events = []
+        if self._open is None or self._open["type"] != item["type"]:
+            events += self._begin({**item, "content": []}, "msg" if item["type"] == "message" else "rs")
+            events.append(self._item_event("response.content_part.added", part=part))
+            self._items[-1]["content"].append(part)
+        self._items[-1]["content"][0]["text"] += text
+        return [*events, self._item_event(f"response.{part['type']}.delta", delta=text, **_logprobs(part))]
 
     def _begin(self, item: Json, prefix: str) -> list[str]:
         """Begin another item, after the end of the one before."""
@@ -187,10 +194,10 @@ class ResponseFormatter(Formatter):
         if item is None:
             return []
         item["status"] = "completed"
-        if item["type"] == "message":
+        if "content" in item:
             (part,) = item["content"]
             done = [
-                self._item_event("response.output_text.done", text=part["text"], logprobs=[]),
+                self._item_event(f"response.{part['type']}.done", text=part["text"], **_logprobs(part)),
                 self._item_event("response.content_part.done", part=part),
             ]
         else:
@@ -200,9 +207,14 @@ class ResponseFormatter(Formatter):
 
     def _item_event(self, kind: str, **fields: Any) -> str:
         """An event of the last item."""
-        at = {"content_index": 0} if self._items[-1]["type"] == "message" else {}
+        at = {"content_index": 0} if "content" in self._items[-1] else {}
         return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **at, **fields)
 
     def _event(self, kind: str, **fields: Any) -> str:
         self._events += 1
         return event({"type": kind, "sequence_number": self._events - 1, **fields}, kind)
+
+
+def _logprobs(part: Json) -> Json:
+    """What events of text have beside it, and events of thoughts have not."""
+    return {"logprobs": []} if "logprobs" in part else {}

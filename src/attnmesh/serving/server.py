@@ -28,6 +28,7 @@ from attnmesh.serving.app import AppSettings, Service, create_app
 from attnmesh.serving.connections import ConnectionLimits, LimitedProtocol, RequestGate, WaitingConnections
 from attnmesh.serving.handover import DecodeLoop, PrefillLoop, connect
 from attnmesh.serving.loop import RequestQueue, ServingLoop
+from attnmesh.serving.status import Status, memory_of_ranks
 
 _CLOSE_SECONDS = 5  # in which connections must end after the last answer
 _LAST_SECONDS = 10.0  # that rank 0 has to answer after another rank has failed
@@ -126,7 +127,7 @@ def serve(comm: Comm, *, settings: ServerSettings, shared_model: tuple[Any, Any]
         generator.check_moves()
         check_same_weights(comm, model, generator.engine.device)
         channel = connect(comm, settings.prefill_ranks, generator.engine.device)
-    comm.barrier()
+    memory = memory_of_ranks(comm, generator)
     if threading.current_thread() is threading.main_thread() and shared_model is None:
         _leave_signals_to_the_parent()
     (settings.folder / "serving").touch()
@@ -141,7 +142,8 @@ def serve(comm: Comm, *, settings: ServerSettings, shared_model: tuple[Any, Any]
         return
     queue = RequestQueue(settings.max_queue)
     _log_to_stderr()
-    service = Service(generator, queue, settings.app)
+    status = Status(generator, memory, settings.sharding or DecodeSharding() if settings.prefill_ranks else None)
+    service = Service(generator, queue, settings.app, status)
     http = HttpServer(
         service, listening, settings.connection_limits, access_log=settings.access_log,
         certificate=settings.certificate,

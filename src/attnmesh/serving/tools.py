@@ -59,6 +59,50 @@ class ToolParser(ABC):
         """The parts that are left at the end of the answer. An incomplete call is text."""
 
 
+class Thinking:
+    """Divides an answer into what the model thinks, between `<think>` and `</think>`, and the rest.
+
+    `has_begun` is whether its prompt ends with `<think>`. Space around both parts is left out.
+    """
+
+    BEGIN, END = "<think>", "</think>"
+
+    def __init__(self, *, has_begun: bool) -> None:
+        self._head: str | None = None if has_begun else ""  # of the answer, until it is known whether it thinks
+        self._end: StopStrings | None = StopStrings([self.END]) if has_begun else None  # while it thinks
+        self._space: str | None = None  # after what it has thought so far; None at the beginning
+        self._is_at_start = False  # of the rest, after a thought
+
+    def add(self, text: str, *, is_last: bool) -> tuple[str, str]:
+        """More of the thought and of the rest."""
+        if self._head is not None:
+            self._head += text
+            begun = self._head.lstrip()
+            if begun.startswith(self.BEGIN):
+                self._head, self._end, text = None, StopStrings([self.END]), begun[len(self.BEGIN) :]
+            elif is_last or not self.BEGIN.startswith(begun):
+                self._head, text = None, self._head
+            else:
+                return "", ""
+        thought = ""
+        if self._end is not None:
+            rest = (self._end.held + text).partition(self.END)[2]
+            thought, has_ended = self._end.add(text)
+            if is_last and not has_ended:
+                thought += self._end.held
+            text = rest if has_ended else ""
+            thought = thought.lstrip() if self._space is None else self._space + thought
+            kept = thought.rstrip()
+            self._space = thought[len(kept) :] if kept or self._space is not None else None
+            thought = kept
+            if has_ended:
+                self._end, self._is_at_start = None, True
+        if self._is_at_start:
+            text = text.lstrip()
+            self._is_at_start = not text
+        return thought, text
+
+
 class NoTools(ToolParser):
     """An answer that is text."""
 
@@ -93,16 +137,20 @@ class HermesParser(ToolParser):
             body, end, text = self._call.partition(self._END)
             if not end:
                 return parts
-            call = _call(_json(body))
+            call = self._call_of(body)
             parts.append(self._BEGIN + body + end if call is None else call)
             self._call, self._has_calls = None, self._has_calls or call is not None
 
     def end(self) -> list[Part]:
         if self._call is not None:
-            call = _call(_json(self._call))  # some models leave out the end of the last one
+            call = self._call_of(self._call)  # some models leave out the end of the last one
             return [self._BEGIN + self._call if call is None else call]
         last = self._space + self._before.held
         return [] if not last or (self._has_calls and not last.strip()) else [last]
+
+    def _call_of(self, body: str) -> ToolCall | None:
+        """The call between the two tags; None if it is something else."""
+        return _call(_json(body))
 
     def _text(self, text: str, *, before_call: bool) -> list[Part]:
         """Text without the space around calls: space is held until text follows it."""
@@ -110,6 +158,62 @@ class HermesParser(ToolParser):
         kept = text.rstrip()
         self._space = "" if before_call else text[len(kept) :]
         return [kept] if kept else []
+
+
+class TaggedParser(HermesParser):
+    """Calls with a tag for each argument: `functions` and `arguments` find them in a call of the same outer tags.
+
+    What an argument is depends on its schema in `tools`: text stays as it is written, all else is JSON.
+    """
+
+    functions: re.Pattern[str]
+    arguments: re.Pattern[str]
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__()
+        self._schemas = {each["function"]["name"]: arguments_schema(each).get("properties") for each in tools}
+
+    def _call_of(self, body: str) -> ToolCall | None:
+        function = self.functions.fullmatch(body)
+        if function is None:
+            return None
+        schemas = self._schemas.get(function["name"]) or {}
+        found = {
+            each["name"]: _argument(each["value"], schemas.get(each["name"]))
+            for each in self.arguments.finditer(function["arguments"])
+        }
+        if self.arguments.sub("", function["arguments"]).strip():
+            return None
+        return ToolCall(function["name"], json.dumps(found, ensure_ascii=False))
+
+
+class Qwen3CoderParser(TaggedParser):
+    """`<function=f><parameter=a>1</parameter></function>` between `<tool_call>` and `</tool_call>`."""
+
+    functions = re.compile(r"\s*<function=(?P<name>[^>\s]+)>(?P<arguments>.*?)(</function>\s*)?", re.DOTALL)
+    arguments = re.compile(r"<parameter=(?P<name>[^>]+)>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL)
+
+
+class Glm45Parser(TaggedParser):
+    """`f<arg_key>a</arg_key><arg_value>1</arg_value>` between `<tool_call>` and `</tool_call>`."""
+
+    functions = re.compile(r"\s*(?P<name>[^<\s]+)\s*(?P<arguments>.*)", re.DOTALL)
+    arguments = re.compile(r"<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", re.DOTALL)
+
+
+def _argument(text: str, schema: Any) -> Any:
+    """The value of an argument that is written without quotes."""
+    kinds = schema.get("type") if isinstance(schema, Mapping) else None
+    kinds = [kinds] if isinstance(kinds, str) else kinds or []
+    if text.strip() in ("null", "None") and "null" in kinds:
+        return None
+    if "string" in kinds:
+        return text
+    written = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)  # as templates of Python
+    try:
+        return _DECODER.decode(written.strip())
+    except (ValueError, RecursionError):
+        return text
 
 
 class _Calls:
@@ -215,16 +319,23 @@ class NamedParser(ToolParser):
 
 
 TOOL_PARSERS: Mapping[str, type[ToolParser]] = {
-    "hermes": HermesParser, "llama3_json": JsonParser, "mistral": MistralParser,
+    "hermes": HermesParser, "llama3_json": JsonParser, "mistral": MistralParser, "qwen3_coder": Qwen3CoderParser,
+    "glm45": Glm45Parser,
 }  # fmt: skip
+
+
+def tool_parser(name: str, tools: Sequence[Mapping[str, Any]]) -> ToolParser:
+    """A parser of this name, for calls of these functions."""
+    parser = TOOL_PARSERS[name]
+    return parser(tools) if issubclass(parser, TaggedParser) else parser()
 
 
 def detect_parser(template: str) -> str | None:
     """The name of the parser for the calls that a chat template shows to the model; None if it shows other ones."""
     if "[TOOL_CALLS]" in template:
         return "mistral"
-    if "<tool_call>" in template and not any(other in template for other in ("<function=", "<arg_key>")):
-        return "hermes"
+    if "<tool_call>" in template:
+        return "qwen3_coder" if "<function=" in template else "glm45" if "<arg_key>" in template else "hermes"
     if '"parameters":' in template and ("<|python_tag|>" in template or "ipython" in template):
         return "llama3_json"
     return None

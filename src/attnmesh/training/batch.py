@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Balanced
-from attnmesh.core.masks import Causal
+from attnmesh.core.masks import Causal, Full
 from attnmesh.core.packing import packing_of
 from attnmesh.core.ranges import as_tensor
 from attnmesh.integrations.sharded_pass import ShardedMask, ShardedPass, watch_models
@@ -41,6 +41,7 @@ def shard_inputs(
     document_lengths: Sequence[Sequence[int]] | None = None,
     num_items_in_batch: Tensor | int | None = None,
     balance: bool = True,
+    causal: bool = True,
     **per_token: Tensor,
 ) -> dict[str, Any]:
     """This rank's shard of a batch [B, S], as keyword arguments of a model: `model(**shard_inputs(cp, ids, ids))`.
@@ -49,7 +50,7 @@ def shard_inputs(
         cp: the ranks and the layout.
         input_ids: tokens [B, S], the same on every rank.
         labels: as Transformers takes them, usually the tokens themselves, -100 where there is no loss. They are shifted
-            by one position before they are sharded.
+            by one position before they are sharded, if `causal`.
         position_ids: positions [B, S] or [1, S]; 0, 1, 2, ... by default. A position that does not follow the one
             before begins a new document, which attends to itself only. Rows may be packed differently.
         attention_mask: [B, S], 0 where a token is padding: before, after or between documents.
@@ -58,6 +59,7 @@ def shard_inputs(
         num_items_in_batch: the number of labels that the loss is divided by; by default the number in this batch. With
             data parallelism, `GradientReduction.num_items(labels)`.
         balance: give packed or padded rows the layout `Balanced`, which divides their work evenly.
+        causal: False for an encoder, such as BERT, with a head for masked language models or token classification.
         per_token: more tensors [B, S, ...] to shard, under the names that the model takes.
 
     Ranks compare a checksum of every tensor: in every call if it is on the host and has at most 16 MiB; otherwise, as
@@ -85,7 +87,7 @@ def shard_inputs(
 
     def check() -> tuple[ShardedPass, SharedValues]:
         _check_batch(input_ids, labels, num_items_in_batch, per_token)
-        found, values = _checked_pass(cp, input_ids, position_ids, attention_mask, document_lengths, balance)
+        found, values = _checked_pass(cp, input_ids, position_ids, attention_mask, document_lengths, balance, causal)
         count = num_items_in_batch if isinstance(num_items_in_batch, int) else None
         kinds = {name: f"{x.dtype} {list(x.shape)}" for name, x in per_token.items()}
         more: SharedValues = {"num_items_in_batch": count, "tensors per token": kinds}
@@ -110,11 +112,13 @@ def shard_inputs(
     }
     inputs |= {name: attention_pass.shard(x) for name, x in per_token.items()}
     if labels is not None:
-        shifted = F.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
+        shifted = F.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:] if causal else labels
         local = attention_pass.shard(shifted).long()
         count = (shifted != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
         count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
-        inputs |= {"labels": local, "shift_labels": local, "num_items_in_batch": count}
+        inputs |= {"labels": local, "num_items_in_batch": count}
+        if causal:
+            inputs["shift_labels"] = local
         attention_pass.check_once = partial(_check_reduction, counted=num_items_in_batch is not None)
     return inputs
 
@@ -180,9 +184,10 @@ def _checked_pass(
     attention_mask: Tensor | None,
     document_lengths: Sequence[Sequence[int]] | None,
     balance: bool,
+    causal: bool,
 ) -> tuple[ShardedPass, SharedValues]:
     """The pass, and what must be equal on all ranks."""
-    check_bool(balance=balance)
+    check_bool(balance=balance, causal=causal)
     rows, length = shape = (input_ids.shape[0], input_ids.shape[1])
     if length < cp.world:
         raise ValueError(f"input_ids must have at least one token per rank ({cp.world}), got {list(input_ids.shape)}")
@@ -202,7 +207,7 @@ def _checked_pass(
         check_gaps(None if positions is None else positions.cpu(), starts, real)
     packing = packing_of(starts, real, shape)
     if balance and packing.mask is not None:
-        cp = cp.with_layout(Balanced(Causal() & packing.mask))
+        cp = cp.with_layout(Balanced(Causal() & packing.mask if causal else Full() & packing.mask))
 
     device = input_ids.device
     if positions is None:
@@ -212,7 +217,10 @@ def _checked_pass(
     every = torch.ones(local.shape, dtype=torch.bool, device=device)
     found = ShardedPass(cp, length, packing, local, every if real is None else _move(cp.shard(real, 1), device))
     found.counts_padding = positions is None and any(packing.first)
-    return found, {"input_ids": list(input_ids.shape), "packing": packing.mask, "balance": balance}
+    found.causal, found.has_model_positions = causal, position_ids is not None
+    return found, {
+        "input_ids": list(input_ids.shape), "packing": packing.mask, "balance": balance, "causal": causal
+    }  # fmt: skip
 
 
 def batch_checks(cp: ContextParallel, kind: str = "shard_inputs") -> ValueChecks:

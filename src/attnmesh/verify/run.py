@@ -13,6 +13,7 @@ from attnmesh.verify.attention import attention_modes
 from attnmesh.verify.block import block_modes
 from attnmesh.verify.decode import cache_modes, decode_modes
 from attnmesh.verify.mode import Mode, Outcome
+from attnmesh.verify.recurrent import recurrent_modes
 from attnmesh.verify.sparse import sparse_decode_modes, sparse_modes, sparse_parallel_modes
 from attnmesh.verify.tokens import token_modes
 
@@ -25,6 +26,7 @@ def modes(comm: Comm, device: str) -> list[Mode]:
         *cache_modes(),
         *block_modes(comm),
         *token_modes(comm),
+        *recurrent_modes(comm, device),
         *sparse_modes(device),
         *sparse_parallel_modes(comm, device),
         *sparse_decode_modes(comm),

@@ -17,9 +17,9 @@ from attnmesh.ops.recurrent import kernels
 from attnmesh.ops.recurrent.api import scan
 from attnmesh.parallel import context
 from attnmesh.testing.errors import relative_error
+from attnmesh.testing.recurrent import packed, random_layer, random_state, to_dtype, with_grads
 from helpers.cases import sweep
 from helpers.guards import guard_zones
-from helpers.recurrent import packed, random_layer, random_state, to_dtype, with_grads
 from helpers.triton_compile import assert_fit, compiled_for_hopper
 
 CUDA = torch.cuda.is_available()

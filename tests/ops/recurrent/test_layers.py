@@ -13,8 +13,7 @@ from attnmesh.ops.recurrent.api import scan
 from attnmesh.ops.recurrent.chunked import CHUNK
 from attnmesh.ops.recurrent.delta_rules import GatedDeltaRule
 from attnmesh.testing.errors import relative_error
-from helpers.cases import sweep
-from helpers.recurrent import (
+from attnmesh.testing.recurrent import (
     KINDS,
     assert_errors,
     has_positions,
@@ -24,6 +23,7 @@ from helpers.recurrent import (
     to_dtype,
     with_grads,
 )
+from helpers.cases import sweep
 
 EXACT = 1e-12
 

@@ -134,6 +134,15 @@ def test_keys_that_are_written_already(sharding):
         assert same_state(cache, due)
 
 
+def test_a_poisoned_cache_has_no_number():
+    def rank(comm):
+        config, weights = random_block(q_heads=2, kv_heads=1, head_dim=8, hidden=16)
+        cache = poisoned_cache(shard_block(config, weights, am.DecodeSharding(), comm), 1, 8)
+        return all(x.isnan().all() for x in (cache.keys(0), cache.values(0)))
+
+    assert am.run_virtual(1, rank) == [True]
+
+
 def test_layers_of_one_cache():
     """Two blocks take turns over the layers; each sees its own keys only."""
     config, weights = random_block(8, 4, sinks=True)

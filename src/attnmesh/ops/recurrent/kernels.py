@@ -64,7 +64,7 @@ def why_no_kernels(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> s
     """Why the kernels do not serve a layer with these inputs; None if they do."""
     if not installed("triton"):
         return "Triton is not installed"
-    if not q.is_cuda and not _interpreted():
+    if not (q.is_cuda or q.is_meta) and not _interpreted():  # plans are made with tensors that have no data
         return f"kernels need a GPU, and q is on {q.device}"
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"queries, keys and values must be all float16, bfloat16 or float32, not {q.dtype}, {k.dtype}, {v.dtype}"

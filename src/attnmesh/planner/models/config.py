@@ -46,6 +46,44 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class RecurrentLayers:
+    """The recurrent layers of a model: how many there are, and the sizes of one of them.
+
+    Attributes:
+        kind: one of `planner.recurrent.KINDS`.
+        count: layers.
+        heads: heads of the values.
+        groups: heads of the keys.
+        key_dim: rows of a state.
+        value_dim: columns of a state.
+        parameters: of one layer, without its MLP.
+        channels: of the short convolution before the recurrence; 0 without one.
+        width: positions of that convolution.
+
+    Examples:
+        >>> from attnmesh.planner.models.config import RecurrentLayers
+        >>> mamba = RecurrentLayers("mamba2", 36, 128, 1, 128, 64, parameters=103_000_000, channels=8448, width=4)
+        >>> mamba.state_elements  # of one sequence and layer, those of the convolution included
+        1073920
+    """
+
+    kind: str
+    count: int
+    heads: int
+    groups: int
+    key_dim: int
+    value_dim: int
+    parameters: int
+    channels: int = 0
+    width: int = 1
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of the states of one sequence and layer."""
+        return self.heads * self.key_dim * self.value_dim + self.channels * (self.width - 1)
+
+
+@dataclass(frozen=True)
 class WeightBits:
     """Bits per stored weight, block scales included."""
 
@@ -73,6 +111,9 @@ class ModelConfig:
     experts: Experts | None = None
     weight_bits: WeightBits = WeightBits()
     model_type: str | None = field(default=None, compare=False)  # of Transformers
+    recurrent: RecurrentLayers | None = None
+    attends: tuple[bool, ...] = ()  # whether a layer has attention; empty: all layers have
+    attention_gate: bool = False  # whether outputs of attention are multiplied with a gate as wide as the queries
 
     def __post_init__(self) -> None:
         check_sizes(
@@ -81,8 +122,9 @@ class ModelConfig:
         for name in ("vocab_size", "intermediate_size"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), least=1)
-        if self.windows and len(self.windows) != self.layers:
-            raise ValueError(f"windows must have one entry for each of {self.layers} layers, got {len(self.windows)}")
+        for name in ("windows", "attends"):
+            if (given := getattr(self, name)) and len(given) != self.layers:
+                raise ValueError(f"{name} must have one entry for each of {self.layers} layers, got {len(given)}")
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer, the query's own position included; None: full attention."""
@@ -90,11 +132,18 @@ class ModelConfig:
 
     @property
     def window_layers(self) -> dict[int | None, int]:
-        """The number of layers by window."""
+        """The number of layers with attention by window."""
         counts: dict[int | None, int] = {}
         for layer in range(self.layers):
+            if self.attends and not self.attends[layer]:
+                continue
             counts[self.window(layer)] = counts.get(self.window(layer), 0) + 1
         return counts
+
+    @property
+    def attention_layers(self) -> int:
+        """The number of layers with attention."""
+        return sum(self.attends) if self.attends else self.layers
 
     @property
     def value_dim(self) -> int:
@@ -115,7 +164,7 @@ class Parameters:
     """Parameters by part. A tied embedding is counted as the LM head."""
 
     embedding: int
-    attention: int
+    attention: int  # and recurrent layers
     mlp: int  # dense MLPs and shared experts
     experts: int  # routed experts
     routers: int
@@ -144,10 +193,11 @@ def parameters(model: ModelConfig) -> Parameters:
     experts = model.experts or Experts(count=0, chosen=0, width=0, layers=0)
     dense = model.layers - experts.layers
     width = _required(model, "intermediate_size") if dense else 0
-    one = 3 * model.hidden  # gate, up and down projections
+    one, recurrent = 3 * model.hidden, model.recurrent  # gate, up and down projections
     return Parameters(
         embedding=0 if model.tied_embeddings else vocabulary,
-        attention=model.layers * _attention(model),
+        attention=model.attention_layers * _attention(model)
+        + (recurrent.count * recurrent.parameters if recurrent else 0),
         mlp=one * (dense * width + experts.layers * experts.shared),
         experts=one * experts.layers * experts.count * experts.width,
         routers=model.hidden * experts.layers * experts.count,
@@ -191,11 +241,18 @@ def cache_bytes(model: ModelConfig, context: int, kv_itemsize: float) -> int:
     return cached_positions(model, context) * kv_bytes_per_position(model, kv_itemsize)
 
 
+def state_bytes(model: ModelConfig) -> int:
+    """Bytes of the recurrent states of one sequence, all layers, in float32."""
+    return 4 * model.recurrent.count * model.recurrent.state_elements if model.recurrent else 0
+
+
 def attention_parameters(model: ModelConfig) -> AttentionParameters:
     """The parameters of a layer's attention, without biases."""
     hidden, latent, query = model.hidden, model.latent, model.q_heads * model.head_dim
     if latent is None:
-        return AttentionParameters(hidden * query, hidden * kv_elements_per_position(model), hidden * query)
+        return AttentionParameters(
+            (1 + model.attention_gate) * hidden * query, hidden * kv_elements_per_position(model), hidden * query
+        )
     # The latent projection is replicated; the rest belongs to heads, W_uk to queries and W_uv to outputs.
     into_query = hidden * query if latent.q_rank is None else latent.q_rank * (hidden + query)
     return AttentionParameters(
@@ -308,16 +365,21 @@ def model_from_config(values: Mapping[str, object], path: Path) -> ModelConfig:
 def _model(fields: _Fields, name: str) -> ModelConfig:
     path, latent = fields.path, _latent(fields)
     heads = _heads(fields, latent)
+    attends, recurs = _mixers(fields, heads.layers)
+    recurrent = _recurrent(fields, heads, sum(recurs)) if any(recurs) else None
     return replace(
         heads,
         name=name,
         vocab_size=fields.optional("vocab_size"),
-        intermediate_size=fields.optional("intermediate_size"),
+        intermediate_size=_intermediate_size(fields),
         tied_embeddings=fields.flag(
             "tie_word_embeddings", otherwise=fields.text("model_type").startswith(_TIED_BY_DEFAULT)
         ),
         attention_bias=fields.flag("attention_bias"),
         windows=windows(fields.values, heads.layers, path),
+        recurrent=recurrent,
+        attends=() if all(attends) else attends,
+        attention_gate=fields.text("model_type").startswith(_GATED),
         latent=latent,
         experts=_experts(fields, heads.layers),
         weight_bits=_stored(fields),
@@ -373,29 +435,40 @@ def _latent(fields: _Fields) -> LatentAttention | None:
 
 
 def _experts(fields: _Fields, layers: int) -> Experts | None:
-    count = fields.first("num_experts", "num_local_experts", "n_routed_experts")
-    if count is None:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = fields.first(*(name for name in names if fields.values.get(name) != 0))
+    if count is None or not any(_has_experts(fields, layer) for layer in range(layers)):
         return None
-    chosen = fields.first("num_experts_per_tok", "experts_per_token")
+    chosen = fields.first("num_experts_per_tok", "experts_per_token", "num_experts_per_token")
     if chosen is None or chosen > count:
         raise ValueError(f"num_experts_per_tok in {fields.path} must be 1 to {count}, the experts, got {chosen}")
     # Mixtral and GPT-OSS have no moe_intermediate_size: every MLP is an expert.
     width = fields.first("moe_intermediate_size") or fields.size("intermediate_size")
-    shared = (fields.optional("n_shared_experts", at_least=0) or 0) * width
+    several = fields.optional("n_shared_experts", at_least=0) or fields.optional("num_shared_experts", at_least=0) or 0
+    shared = several * width
     return Experts(
         count=count,
         chosen=chosen,
         width=width,
         layers=sum(_has_experts(fields, layer) for layer in range(layers)),
-        shared=shared or fields.optional("shared_expert_intermediate_size", at_least=0) or 0,
+        shared=shared or next(filter(None, (fields.optional(name, at_least=0) for name in _SHARED)), 0),
     )
 
 
+_SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size")
+
+
 def _has_experts(fields: _Fields, layer: int) -> bool:
+    kinds, period = fields.values.get("mlp_layer_types"), fields.optional("expert_layer_period")
+    if isinstance(kinds, list) and layer < len(kinds):  # Kimi Linear
+        return bool(kinds[layer] == "sparse")
+    if period is not None:  # Jamba
+        return layer % period == (fields.optional("expert_layer_offset", at_least=0) or 0)
     dense = fields.values.get("mlp_only_layers") or []  # Qwen
     if not isinstance(dense, list):
         raise ValueError(f"mlp_only_layers in {fields.path} must be a list of layers, got {dense!r}")
-    first = fields.optional("first_k_dense_replace", at_least=0) or 0  # DeepSeek
+    dense_first = (fields.optional(name, at_least=0) for name in ("first_k_dense_replace", "num_dense_layers"))
+    first = next(filter(None, dense_first), 0)  # DeepSeek, LFM2
     every = fields.optional("moe_layer_freq") or 1
     return (
         layer not in dense
@@ -403,6 +476,82 @@ def _has_experts(fields: _Fields, layer: int) -> bool:
         and layer >= first
         and layer % every == 0
     )
+
+
+def _intermediate_size(fields: _Fields) -> int | None:
+    size = fields.optional("intermediate_size") or fields.optional("block_ff_dim")
+    if (
+        size is None
+        or fields.text("model_type") != "lfm2"
+        or fields.flag("block_auto_adjust_ff_dim", otherwise=True) is False
+    ):
+        return size
+    # LFM2 gives a size from which its own follows.
+    times, multiple = fields.values.get("block_ffn_dim_multiplier", 1.0), fields.optional("block_multiple_of") or 256
+    size = int(2 * size / 3)
+    return multiple * -(-int((times if isinstance(times, int | float) else 1.0) * size) // multiple)
+
+
+def _mixers(fields: _Fields, layers: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Whether every layer has attention, and whether it has a recurrence."""
+    values = fields.values
+    blocks = next((name for name in ("layers_block_type", "hybrid_override_pattern") if values.get(name)), None)
+    if blocks is not None:
+        raise ValueError(f"{fields.path} has {blocks}: layers of several kinds of blocks are not supported")
+    kinds, indices = values.get("layer_types"), values.get("attn_layer_indices", values.get("full_attn_idxs"))
+    if isinstance(kinds, list) and len(kinds) == layers:
+        attends = tuple(str(kind) not in _RECURRENT for kind in kinds)  # `windows` refuses other kinds
+    elif isinstance(indices, list):
+        attends = tuple(layer in indices for layer in range(layers))
+    elif fields.optional("attn_layer_period"):
+        period, offset = fields.size("attn_layer_period"), fields.optional("attn_layer_offset", at_least=0) or 0
+        attends = tuple(layer % period == offset for layer in range(layers))
+    elif fields.optional("linear_num_value_heads"):
+        every = fields.optional("full_attention_interval") or 4
+        attends = tuple((layer + 1) % every == 0 for layer in range(layers))
+    else:
+        both = fields.optional("mamba_d_ssm") is not None  # Falcon-H1: side by side in every layer
+        return (True,) * layers, (both,) * layers
+    return attends, tuple(not each for each in attends)
+
+
+def _recurrent(fields: _Fields, heads: ModelConfig, count: int) -> RecurrentLayers:
+    """The recurrent layers of a model, recognized by the sizes that its config has."""
+    hidden, has = heads.hidden, lambda name: fields.values.get(name) is not None
+    if has("linear_num_value_heads"):
+        values, keys = fields.size("linear_num_value_heads"), fields.size("linear_num_key_heads")
+        k, v = fields.size("linear_key_head_dim"), fields.size("linear_value_head_dim")
+        width, channels = fields.optional("linear_conv_kernel_dim") or 4, 2 * keys * k + values * v
+        projections = hidden * (channels + values * v + 2 * values) + values * v * hidden
+        own = channels * width + 2 * values + v
+        return RecurrentLayers("gated_delta_rule", count, values, keys, k, v, projections + own, channels, width)
+    if has("linear_head_dim"):  # Kimi Linear
+        n, d = fields.size("linear_num_heads"), fields.size("linear_head_dim")
+        width, channels = fields.optional("linear_conv_kernel_dim") or 4, 3 * n * d
+        projections = hidden * (channels + 2 * d + n) + 2 * d * n * d + n * d * hidden
+        own = channels * width + n + n * d + d
+        return RecurrentLayers("kimi_delta_attention", count, n, n, d, d, projections + own, channels, width)
+    if has("mamba_n_heads"):
+        n, state, groups = (fields.size(f"mamba_{name}") for name in ("n_heads", "d_state", "n_groups"))
+        inner = fields.first("mamba_d_ssm") or (fields.optional("mamba_expand") or 2) * hidden
+        width, channels = fields.optional("mamba_d_conv") or 4, inner + 2 * groups * state
+        projections = hidden * (inner + channels + n) + inner * hidden
+        own = channels * (width + 1) + 3 * n + inner
+        return RecurrentLayers("mamba2", count, n, groups, state, inner // n, projections + own, channels, width)
+    if has("mamba_d_state"):  # Jamba
+        inner, state = (fields.optional("mamba_expand") or 2) * hidden, fields.size("mamba_d_state")
+        rank, width = fields.first("mamba_dt_rank") or -(-hidden // 16), fields.optional("mamba_d_conv") or 4
+        projections = 3 * hidden * inner + inner * (rank + 2 * state) + rank * inner
+        own = inner * (width + 1) + inner * (state + 2) + rank + 2 * state
+        return RecurrentLayers("mamba1", count, inner, 1, state, 1, projections + own, inner, width)
+    if has("conv_L_cache"):  # LFM2
+        width = fields.size("conv_L_cache")
+        own = 4 * hidden * hidden + hidden * width
+        return RecurrentLayers("short_convolution", count, hidden, 1, width - 1, 1, own)
+    if fields.text("model_type").startswith("minimax"):
+        n, d = heads.q_heads, heads.head_dim
+        return RecurrentLayers("lightning_attention", count, n, n, d, d, 5 * hidden * n * d + n * d)
+    raise ValueError(f"{fields.path} has recurrent layers whose sizes are not known")
 
 
 def _stored(fields: _Fields) -> WeightBits:
@@ -427,7 +576,10 @@ def _stored(fields: _Fields) -> WeightBits:
             raise ValueError(f"quant_method in {fields.path} must be mxfp4, fp8, gptq or awq, got {method or how!r}")
 
 
-_KINDS = {"full_attention": False, "sliding_attention": True}  # whether a layer type has a window
+_RECURRENT = ("linear_attention", "mamba", "conv")  # layer types
+_GATED = ("qwen3_next", "qwen3_5")
+_KINDS = {"full_attention": False, "attention": False, "sliding_attention": True} | dict.fromkeys(_RECURRENT, False)
+"""Layer types, and whether they have a window."""
 _PATTERN = {
     "gemma2": 2,
     "gemma3": 6,

@@ -11,7 +11,7 @@ from attnmesh.core import ranges
 from attnmesh.plan.shards import node_shards
 from attnmesh.plan.ulysses import HeadShare, head_share, replicated
 from attnmesh.plan.workload import Shape, Workload
-from attnmesh.planner.program import MAX_LISTED_MESSAGES, Exchange, Floats, Ints, Messages, MessageTotals, Round
+from attnmesh.planner.program import Exchange, Floats, Ints, Round, all_to_all
 from attnmesh.planner.sizes import GroupedWorkload, RankSizes, key_rows, query_rows, relayout
 from attnmesh.planner.specs.base import GroupSpec, NamedTiles, ScheduleSpec, Tile
 
@@ -74,35 +74,8 @@ class HeadAllToAll:
 
     def _exchange(self, parts: list[tuple[Ints, Ints]], *, back: bool) -> Exchange:
         """Each part: the rows of one rank, and the bytes of a row of the other's heads."""
-        world = self.workload.world
-        if world * (self.ranks - 1) > MAX_LISTED_MESSAGES:
-            totals = self._totals(parts)
-            return totals.returned() if back else totals
-        group = np.arange(world, dtype=np.int64) // self.ranks
-        source = np.repeat(np.arange(world, dtype=np.int64), self.ranks)
-        target = np.repeat(group * self.ranks, self.ranks) + np.tile(np.arange(self.ranks), world)
-        kept = source != target
-        source, target = source[kept], target[kept]
-        nbytes = sum((rows[source] * row[target] for rows, row in parts), np.zeros(len(source), np.int64))
-        return Messages.sized(*((target, source) if back else (source, target)), nbytes)
-
-    def _totals(self, parts: list[tuple[Ints, Ints]]) -> MessageTotals:
-        world, ranks_per_node = self.workload.world, self.workload.ranks_per_node
-        ranks = np.arange(world)
-        group, node = ranks // self.ranks, ranks // ranks_per_node
-
-        def others(values: Ints, by: Ints) -> Ints:
-            return np.bincount(by, values)[by].astype(np.int64) - values
-
-        # Ranks of a node are consecutive, so a node is part of a group or the other way around.
-        near = node if ranks_per_node < self.ranks else group
-        zeros = np.zeros(world, np.int64)
-        intra_out = sum((rows * others(row, near) for rows, row in parts), zeros)
-        intra_in = sum((row * others(rows, near) for rows, row in parts), zeros)
-        inter_out = sum((rows * others(row, group) for rows, row in parts), zeros) - intra_out
-        inter_in = sum((row * others(rows, group) for rows, row in parts), zeros) - intra_in
-        sends = np.full(world, self.ranks - 1, np.int64)
-        return MessageTotals(group, intra_out, intra_in, inter_out, inter_in, sends)
+        exchange = all_to_all(parts, self.ranks, self.workload.ranks_per_node)
+        return exchange.returned() if back else exchange
 
 
 class UlyssesSpec(ScheduleSpec):
