@@ -26,6 +26,7 @@ from attnmesh.core.layouts import Contiguous, Layout, check_layout
 from attnmesh.core.ranges import InterleavedShard, Ranges
 from attnmesh.generation.attention_calls import attention_calls, calls_of_config, run_model
 from attnmesh.generation.latents import LatentProjections
+from attnmesh.generation.linears import use_linear
 from attnmesh.generation.models import cache_storage
 from attnmesh.generation.norms import run_in_one_call, use_one_call
 from attnmesh.generation.passes import (
@@ -132,6 +133,7 @@ class Engine:
         self._exchanges = 0  # that were begun and have not ended, or were interrupted
         self._step_context: AbstractContextManager[None] = nullcontext()
         use_one_call(model)
+        use_linear(model)
         self._forward = partial(run_in_one_call, _logits, model)
         self._forward_step: Callable[[Any, Tensor, Tensor], Tensor] = self._forward
         if self.device.type == "cuda" and weights is None and not self.calls.recurrent:

@@ -34,6 +34,11 @@ def one_call() -> Iterator[None]:
         _IN_PASS.reset(before)
 
 
+def in_pass() -> bool:
+    """Whether this is within `one_call`."""
+    return _IN_PASS.get()
+
+
 def run_in_one_call(function: Callable[..., T], *args: Any) -> T:
     """Call a function within `one_call`, in a context of its own: an interruption leaves nothing behind."""
 

@@ -19,10 +19,10 @@ import threading
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnmesh.comm import Comm
+from attnmesh.generation.linears import StepLinear, is_plain, linear
 
 _Split = Literal["column", "row", "column_gathered"]
 _MLP: dict[str, _Split] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
@@ -50,11 +50,11 @@ class TensorParallel:
             return
         for module in model.modules():
             linears = {name: getattr(module, name, None) for name in _MLP}
-            if all(_is_plain(linear) for linear in linears.values()) and _is_elementwise(module, linears):
+            if all(is_plain(linear) for linear in linears.values()) and _is_elementwise(module, linears):
                 for name, linear in linears.items():
                     _parallelize(linear, _MLP[name])
         head = model.get_output_embeddings()
-        if _is_plain(head):
+        if is_plain(head):
             _parallelize(head, "column_gathered")
 
     def __enter__(self) -> None:
@@ -64,23 +64,24 @@ class TensorParallel:
         _active.comm = None
 
 
-class _ParallelForward:
+class _ParallelForward(StepLinear):
     """The forward of a linear layer, tensor-parallel where that is active."""
 
-    def __init__(self, linear: nn.Linear, split: _Split) -> None:
-        self._linear, self._split = linear, split
+    def __init__(self, module: nn.Linear, split: _Split) -> None:
+        super().__init__(module)
+        self._split = split
         self._copy: tuple[tuple[object, ...], Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        linear, comm = self._linear, _active.comm
+        module, comm = self._linear, _active.comm
         if comm is None:
-            return F.linear(x, linear.weight, linear.bias)
-        slices = _slices(linear.in_features if self._split == "row" else linear.out_features, comm.world)
+            return super().__call__(x)
+        slices = _slices(module.in_features if self._split == "row" else module.out_features, comm.world)
         own = slices[comm.rank]
         if self._split == "row":
-            total = comm.all_reduce(F.linear(x, self._columns(own)), reuse=True)
-            return total if linear.bias is None else total + linear.bias
-        y = F.linear(x, linear.weight[own], None if linear.bias is None else linear.bias[own])
+            total = comm.all_reduce(linear(x, self._columns(own)), reuse=True)
+            return total if module.bias is None else total + module.bias
+        y = linear(x, module.weight[own], None if module.bias is None else module.bias[own])
         if self._split == "column":
             return y
         shapes = [(*x.shape[:-1], part.stop - part.start) for part in slices]
@@ -100,11 +101,6 @@ class _ParallelForward:
 
 def _slices(n: int, world: int) -> list[slice]:
     return [slice(n * rank // world, n * (rank + 1) // world) for rank in range(world)]
-
-
-def _is_plain(module: object) -> bool:
-    """Whether a module is an `nn.Linear` itself, without a replaced forward."""
-    return type(module) is nn.Linear and isinstance(vars(module).get("forward"), _ParallelForward | None)
 
 
 class _Given(nn.Module):

@@ -29,6 +29,7 @@ from attnmesh.utils.validation import check_number, check_tensor, shown
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_FEW = 64  # tokens of a decode step: reading their slots costs less than calls that keep some of them
 _ALIGNMENT = 64  # entries: the block table starts at a multiple of 256 bytes, as a separate tensor would
 
 
@@ -220,6 +221,12 @@ def _write(pool: Stored, slots: Tensor, x: Tensor) -> None:
         if block >= 0:
             pool[block][offset].copy_(x.view(x.shape[1], x.shape[3]))
         return
+    if isinstance(pool, Tensor) and slots.numel() <= _FEW and pool.stride(0) == pool.shape[1] * pool.stride(1):
+        at = slots.reshape(-1)
+        if min(at.tolist()) >= 0:
+            tokens = x.to(pool.dtype).transpose(0, 1).flatten(1, 2)
+            pool.permute(2, 0, 1, 3).flatten(1, 2).index_copy_(1, at.long(), tokens)  # one call, in a view
+            return
     kept = slots >= 0
     at = slots[kept]
     block_size = values_of(pool).shape[1]

@@ -14,7 +14,7 @@ from attnmesh.core.state import State
 from attnmesh.ops.decode import cpu_keys, reference
 from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.decode.call import DecodeCall, Splits, build_call
-from attnmesh.ops.decode.cpu import Cpu, adjacent_keys
+from attnmesh.ops.decode.cpu import Cpu, adjacent_keys, short_keys
 from attnmesh.ops.decode.cpu_keys import KeyPart, split_keys
 from attnmesh.ops.storage import PLAIN, Quantized, Stored, quantize
 from helpers.cases import sweep
@@ -376,6 +376,51 @@ def test_adjacent_blocks_are_read_in_place(group: int, by_head: bool, options: d
     for out in got:
         torch.testing.assert_close(out, exact(call).out.to(out.dtype), rtol=1e-4, atol=1e-5)
     assert adjacent_keys(replace(call, table=table.flip(1))) is None
+
+
+@pytest.mark.parametrize(
+    ("group", "storage", "options"),
+    [
+        (3, "fp32", {}),  # the rows of a kv head one by one
+        (4, "bf16", {"sinks": True}),
+        (4, "fp32", {"window": 9}),
+        (3, "fp32", {"window": 9, "sinks": True}),
+        (1, "fp64", {}),
+    ],
+    ids=str,
+)
+def test_short_caches_of_a_batch_are_one_call(group: int, storage: str, options: dict[str, Any]) -> None:
+    """Also after its end and before its window a sequence reads no key."""
+    case = Case.of(B=5, group=group, Hkv=2, L=40, dtype=PLAIN.get(storage, torch.float64))
+    if options.get("sinks"):
+        options = {**options, "sinks": torch.randn(2 * group)}
+    call = poisoned(case.paged(storage, cur_pos=[39, 0, 16, 15, 7], **options))
+    assert short_keys(call) is not None
+    check(call)
+    wide = replace(call, rounded=False)
+    into = State(torch.zeros_like(wide.empty_state().out), torch.zeros_like(wide.empty_state().lse))
+    assert Cpu().run(wide, into).out is into.out
+    for x, y in zip(into, Cpu().run(wide), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({"B": 1}, {}),
+        ({"T": 2}, {}),
+        ({"Dv": 16}, {}),
+        ({"L": 3000}, {}),
+        ({}, {"cur_pos": [9, -1]}),
+        ({}, {"split_size": 16}),
+    ],
+    ids=str,
+)
+def test_other_calls_are_not_one_call_of_short_caches(shape: dict[str, Any], options: dict[str, Any]) -> None:
+    """A single sequence, several tokens, values of another width, long caches, a skipped sequence, fixed splits."""
+    call = Case.of(**shape).paged(**options)
+    assert short_keys(call) is None
+    check(call)
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

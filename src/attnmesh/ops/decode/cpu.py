@@ -4,8 +4,9 @@ The query heads of one kv head and their T tokens are the rows of one product, s
 A float32 cache is read in place. Blocks of a pool and narrower dtypes are first gathered and widened, as many keys at a
 time as stay in the cores' caches. The cost of a sequence is proportional to its visible keys.
 
-One token over keys that are adjacent in a pool of blocks is a single call of the kernel, without a copy
-(`AdjacentKeys`): at the sizes of a decode step each torch call takes as long as reading a hundred keys.
+At the sizes of a decode step each torch call takes as long as reading a hundred keys. So one token over keys that are
+adjacent in a pool of blocks is a single call of the kernel, without a copy (`AdjacentKeys`), and the short caches of a
+batch are gathered for a single call (`ShortKeys`).
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from math import gcd
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.core.merge import add_sinks, merge_stacked
-from attnmesh.core.state import State
-from attnmesh.ops.decode.call import DecodeCall
+from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.ops.decode.call import DecodeCall, Splits
 from attnmesh.ops.decode.cpu_keys import CacheReader, KeyPart, VisibleKeys, split_keys
 
 _kernel = torch._scaled_dot_product_flash_attention_for_cpu
@@ -29,6 +31,7 @@ _MIN_PART = 256  # keys that are worth a separate task
 _MAX_SINGLE_ROWS = 3
 _MAX_PENDING = 64  # states waiting to be merged: memory stays small beside the cache however short the splits are
 _CACHED_PART = 512  # keys of a head that stay in a core's cache while its few rows are processed one by one
+_SHORT_BYTES = 512 << 10  # keys and values of a sequence, whose copy costs less than a call of its own
 _ROWS_PER_TASK = 32  # query rows that one task of the kernel takes; more rows read the keys again
 
 
@@ -52,6 +55,10 @@ class Cpu:
     def run(self, call: DecodeCall, into: State | None = None) -> State:
         """Out and lse. Skipped sequences cost nothing."""
         memo = {} if call.memo is None else call.memo
+        if "short" not in memo:
+            memo["short"] = short_keys(call)
+        if memo["short"] is not None:
+            return _short(call, memo["short"], into)
         if "adjacent" not in memo:
             memo["adjacent"] = adjacent_keys(call)
         if memo["adjacent"] is not None:
@@ -73,6 +80,75 @@ class Cpu:
             whole.out[sequences.start : sequences.stop] = part.out
             whole.lse[sequences.start : sequences.stop] = part.lse
         return whole
+
+
+class ShortKeys(NamedTuple):
+    """The keys of several sequences of a pool, padded to the longest with the first key of each.
+
+    `tokens` [B * N] are counted in the pool. `bias` [B, 1, 1, N] hides the padding. All layers of a step are `gathered`
+    into the same memory, [2, Hkv, B * N, D], which stays in the cores' caches.
+    """
+
+    tokens: Tensor
+    bias: Tensor
+    gathered: Tensor
+
+
+def short_keys(call: DecodeCall) -> ShortKeys | None:
+    """The keys of all sequences, if a copy of them for one call of the kernel costs less than a call for each."""
+    q, k, v, table = call.q, call.k, call.v, call.table
+    if (
+        table is None or table.shape[0] < q.shape[0] or q.shape[0] == 1 or q.shape[2] > 1 or call.mask is not None
+        or call.tree is not None or call.splits != Splits() or not isinstance(k, Tensor) or not isinstance(v, Tensor)
+        or k.shape != v.shape or not (_has_even_strides(k) and _has_even_strides(v))
+    ):  # fmt: skip
+        return None
+    tasks, threads = q.shape[0] * k.shape[2], torch.get_num_threads()
+    if tasks % threads and tasks < 4 * threads:
+        return None
+    first, end = _key_ranges(call)
+    counts = end - first
+    longest = int(counts.max())
+    dtype = accumulation_dtype(q.dtype)
+    if int(counts.min()) < 1 or 2 * longest * k.shape[2] * k.shape[3] * dtype.itemsize > _SHORT_BYTES:
+        return None
+    index = torch.arange(longest, device="cpu")
+    hidden = index >= counts[:, None]
+    positions = first[:, None] + torch.where(hidden, 0, index)
+    blocks = table[: len(q)].long().gather(1, positions // k.shape[1])
+    bias = torch.zeros(hidden.shape, dtype=dtype, device="cpu").masked_fill_(hidden, -torch.inf)
+    tokens = (blocks * k.shape[1] + positions % k.shape[1]).view(-1)
+    return ShortKeys(tokens, bias[:, None, None], k.new_empty(2, k.shape[2], len(tokens), k.shape[3]))
+
+
+def _key_ranges(call: DecodeCall) -> tuple[Tensor, Tensor]:
+    """The keys `first <= key < end` that the only token of each sequence attends to, int64 [B] each."""
+    end = call.cur_pos.long() + 1
+    first = torch.zeros_like(end) if call.window is None else (end - call.window).clamp(min=0)
+    if call.key_range is None:
+        return first, end
+    own_first, own_end = (x[:, 0].long() for x in call.key_range)
+    return own_first.clamp(min=0), torch.minimum(own_end, end)
+
+
+def _short(call: DecodeCall, keys: ShortKeys, into: State | None) -> State:
+    assert isinstance(call.k, Tensor)
+    assert isinstance(call.v, Tensor)
+    q, dtype = call.q, keys.bias.dtype
+    batch, heads, _, width = q.shape
+    for pool, gathered in zip((call.k, call.v), keys.gathered, strict=True):
+        torch.index_select(pool.permute(2, 0, 1, 3).flatten(1, 2), 1, keys.tokens, out=gathered)
+    k, v = keys.gathered.to(dtype).unflatten(2, (batch, -1)).transpose(1, 2)
+    rows = q.to(dtype).contiguous()
+    if call.group > _MAX_SINGLE_ROWS:
+        rows = rows.view(batch, k.shape[1], -1, width)
+    out, lse = _kernel(rows, k, v, 0.0, False, attn_mask=keys.bias, scale=call.scale)
+    state = State(out.reshape(batch, heads, 1, width), lse.reshape(batch, heads, 1))
+    if call.sinks is not None:
+        state = add_sinks(state, call.sinks[:, None])
+    if into is not None:
+        return State(into.out.copy_(state.out), into.lse.copy_(state.lse))
+    return State(state.out.to(call.out_dtype), state.lse)
 
 
 @dataclass(frozen=True)
