@@ -114,8 +114,8 @@ def launch(dtype, key_dim, value_dim, delta):
 def tolerated_spills(kernel):
     """As measured. Gradients hold the most tiles at a time, and float32 products are three products of tf32."""
     if kernel["case"][0] == "float32":
-        return 2500
-    return 800 if "gradients_kernel" in kernel["kernel"] and "state" not in kernel["kernel"] else 48
+        return 4000
+    return 800 if "gradients_kernel" in kernel["kernel"] and "state" not in kernel["kernel"] else 64
 
 
 @pytest.mark.sweep
