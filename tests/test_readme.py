@@ -20,7 +20,7 @@ PAGES = {
     "tutorials/serve": 4,
     "tutorials/plan": 4,
     "state": 3,
-    "recurrent": 6,
+    "recurrent": 7,
     "schedules": 1,
     "shardings": 2,
     "training": 1,

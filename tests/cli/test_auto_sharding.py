@@ -114,6 +114,10 @@ def test_every_model_that_can_be_sharded_has_a_choice(kind):
     config = small_config(kind)
     held = ShardedMemory(config, torch.float32, cache_tokens=300, max_sequences=3)
     available = DeviceMemory("cpu", 2, stated=10**9)
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):  # no plans of decode steps
+        with pytest.raises(ValueError, match="model must have attention in all layers for plans of decode steps"):
+            AutoSharding(Path("m"), config, torch.float32, 2, 3, 100, held, available).choose()
+        return
     sharding, why = AutoSharding(Path("m"), config, torch.float32, 2, 3, 100, held, available).choose()
     assert sharding.ranks == 2
     assert why.startswith("the fastest of 3 that fit, ")

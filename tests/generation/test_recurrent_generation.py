@@ -4,13 +4,19 @@ import pytest
 import torch
 
 import attnmesh as am
-from helpers.cases import first, in_turn
+from helpers.cases import first, in_turn, sweep
 from helpers.models import on_virtual_ranks
 from helpers.recurrent_models import MODELS, recurrent_model
 
 FEW = [("bamba", 2), ("lfm2", 3), ("mamba2", 2)]  # with attention of few and many layers, and without
-PROMPTS = [torch.randint(1, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (40, 7, 1, 23)]
 NEW = 6
+
+
+def tokens_of(count, seed):
+    return torch.randint(1, 64, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+PROMPTS = [tokens_of(n, n) for n in (40, 7, 1, 23)]
 
 
 def model_of(kind):
@@ -23,9 +29,9 @@ def model_of(kind):
 def expected(model, prompt, new=NEW, **how):
     """The tokens of one process with Transformers' own attention and cache."""
     model.set_attn_implementation("eager")
-    tokens = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, **how)[
-        0, len(prompt) :
-    ].tolist()
+    ids = torch.tensor([prompt])
+    how["attention_mask"] = torch.ones_like(ids)  # also for the token that is the padding
+    tokens = model.generate(ids, max_new_tokens=new, do_sample=False, **how)[0, len(prompt) :].tolist()
     model.set_attn_implementation("attnmesh")
     return tokens
 
@@ -55,7 +61,8 @@ def test_tokens_are_those_of_one_process(kind, world):
         greedy = finish(generator, [generator.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS])
         return greedy, finish(generator, [generator.submit(PROMPTS[1], max_new_tokens=NEW, num_beams=2)])[0]
 
-    for greedy, of_beams in on_ranks(model, world, work, prefill_chunk=16):
+    sharding = am.DecodeSharding(cp=world) if world % 2 else am.DecodeSharding(cp=world // 2, kvdp=2)
+    for greedy, of_beams in on_ranks(model, world, work, prefill_chunk=16, sharding=sharding):
         assert greedy == wanted
         assert of_beams == beams
 
@@ -78,18 +85,33 @@ def test_requests_that_are_preempted_or_join_later():
         assert preemptions > 0
 
 
-def test_no_prefix_is_reused():
-    """There are no states of earlier tokens."""
-    model = model_of("lfm2")
-    wanted = expected(model, PROMPTS[0])
+@pytest.mark.parametrize(
+    ("kind", "world"), [("lfm2", 1), sweep("qwen3_next", 1), ("bamba", 2), sweep("minimax", 2), sweep("jamba", 2)]
+)
+def test_prefixes_are_reused(kind, world):
+    """Turns of a chat, samples of a prompt, and prompts with a common beginning: the tokens of a new generator."""
+    model, block = model_of(kind), 32 * world
+    prompt = tokens_of(block + 8, 1)
+    turn = expected(model, prompt, block)
+    next_prompt = [*prompt, *turn, *tokens_of(9, 2)]
+    template = tokens_of(2 * block + 5, 3)
+    prompts = [[*template, *tokens_of(block, 4 + at)] for at in range(3)]
+    wanted = [turn, *(expected(model, each) for each in (next_prompt, prompt, prompt, *prompts))]
 
     def work(generator):
-        tokens = [finish(generator, [generator.submit(PROMPTS[0], max_new_tokens=NEW)])[0] for _ in range(2)]
-        return tokens, generator.stats.reused_tokens
+        def answers(texts, new=NEW):
+            requests = [generator.submit(text, max_new_tokens=new) for text in texts]
+            return list(zip(finish(generator, requests), (request.cached for request in requests), strict=True))
 
-    for tokens, reused in on_ranks(model, 1, work):
-        assert tokens == [wanted, wanted]
-        assert reused == 0
+        found = [*answers([prompt], block), *answers([next_prompt]), *answers([prompt, prompt])]
+        return found + [answer for text in prompts for answer in answers([text])], generator.stats.reused_tokens
+
+    sharding = am.DecodeSharding(cp=world)
+    for found, reused in on_ranks(model, world, work, cache_tokens=12 * block, sharding=sharding):
+        assert [tokens for tokens, _ in found] == wanted
+        cached = [0, 2 * block, block, block, 0, 0, 2 * block]  # the second text with the template keeps a state there
+        assert [count for _, count in found] == cached
+        assert reused == sum(cached)
 
 
 def test_log_probabilities_of_a_prompt():
@@ -102,19 +124,125 @@ def test_log_probabilities_of_a_prompt():
         request = generator.submit(PROMPTS[0], max_new_tokens=NEW, prompt_logprobs=0)
         return finish(generator, [request])[0], [each.logprob for each in request.prompt_logprobs]
 
-    for found, logprobs in on_ranks(model, 2, work, prefill_chunk=16):
+    for found, logprobs in on_ranks(model, 2, work, prefill_chunk=16, sharding=am.DecodeSharding(cp=2)):
         assert found == tokens
         each = wanted[torch.arange(len(PROMPTS[0]) - 1), PROMPTS[0][1:]]
         torch.testing.assert_close(torch.tensor(logprobs), each.detach(), rtol=1e-4, atol=1e-4)
 
 
-def test_what_needs_states_of_earlier_tokens_is_refused():
-    def work(generator):
-        with pytest.raises(ValueError, match="speculative must be False for a model with recurrent layers"):
-            generator.submit(PROMPTS[0], max_new_tokens=NEW, speculative=True)
-        generator.submit(PROMPTS[0], max_new_tokens=NEW)
-        generator.step()
-        with pytest.raises(ValueError, match="requests of a model with recurrent layers must stay on their ranks"):
-            generator.states()
+@pytest.mark.parametrize(
+    ("kind", "world"), first(2, [("granitemoehybrid", 1), ("lfm2", 2), *in_turn(MODELS, (1, 2, 3))])
+)
+def test_drafts_that_are_accepted_and_rejected(kind, world):
+    """Beside an answer without drafts and a beam search; states are kept at the block boundaries that drafts reach."""
+    model = model_of(kind)
+    prompts = [PROMPTS[1] * 3, [*PROMPTS[3], *PROMPTS[3][:9]], PROMPTS[0]]
+    wanted = [expected(model, prompt, 60) for prompt in prompts]
+    beams = expected(model, PROMPTS[1], num_beams=2, use_cache=kind != "minimax")
 
-    on_ranks(model_of("lfm2"), 1, work)
+    def work(generator):
+        requests = [generator.submit(each, max_new_tokens=60, speculative=at < 2) for at, each in enumerate(prompts)]
+        requests.append(generator.submit(PROMPTS[1], max_new_tokens=NEW, num_beams=2))
+        tokens = finish(generator, requests)
+        again = generator.submit([*prompts[0], *tokens[0], 1], max_new_tokens=1)
+        finish(generator, [again])
+        return tokens, again.cached, generator.stats
+
+    block = 32 * world
+    for tokens, cached, stats in on_ranks(model, world, work, sharding=am.DecodeSharding(cp=world)):
+        assert tokens == [*wanted, beams]
+        assert cached == (len(prompts[0]) + 59) // block * block
+        assert 0 < stats.accepted_tokens <= stats.draft_tokens
+        assert stats.accepted_tokens < stats.draft_tokens or kind in ("mamba", "falcon_mamba")  # they repeat a token
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        ("lfm2", am.DecodeSharding(cp=2), am.DecodeSharding(kvdp=2)),
+        ("bamba", am.DecodeSharding(kvdp=2), am.DecodeSharding(cp=2, interleave=4)),
+        sweep("mamba2", am.DecodeSharding(cp=2), am.DecodeSharding(kvdp=2)),  # without attention
+        sweep("qwen3_5_text", am.DecodeSharding(kvdp=2), am.DecodeSharding(cp=2)),
+    ],
+    ids=str,
+)
+def test_requests_move_and_are_saved(kind, before, after, tmp_path):
+    """Answers, a prompt that is computed in part, a request that waits: to another sharding, then through files."""
+    model = model_of(kind)
+    wanted = [expected(model, prompt, 12) for prompt in PROMPTS]
+
+    def generator_of(comm, sharding):
+        return am.Generator(
+            model, None, comm, cache_tokens=256, max_sequences=4, prefill_chunk=8, step_tokens=24, sharding=sharding
+        )
+
+    def rank(comm):
+        source, target = (generator_of(comm, sharding) for sharding in (before, after))
+        for prompt in PROMPTS:
+            source.submit(prompt, max_new_tokens=12)
+        for _ in range(2):
+            source.step()
+        moved = am.generation.move_requests(source, target, comm)
+        assert source.num_unfinished == 0
+        begun = [len(request.tokens) for request in moved]
+        target.step()
+        am.generation.save_requests(target, tmp_path / "saved")
+        loaded = generator_of(comm, before)
+        return begun, finish(loaded, am.generation.load_requests(loaded, tmp_path / "saved")), finish(target, moved)
+
+    for begun, of_files, tokens in on_virtual_ranks(2, rank):
+        assert 0 == min(begun) < max(begun)
+        assert tokens == of_files == wanted
+
+
+def test_damaged_states_are_refused(tmp_path):
+    model = model_of("lfm2")
+
+    def load(comm):
+        generator = am.Generator(model, None, comm, cache_tokens=64)
+        with pytest.raises(ValueError, match=r"states-00000\.bin is damaged: it must have"):
+            am.generation.load_requests(generator, tmp_path)
+        assert generator.num_unfinished == 0
+
+    generator = am.Generator(model, cache_tokens=64)
+    generator.submit(PROMPTS[1], max_new_tokens=NEW)
+    generator.step()
+    am.generation.save_requests(generator, tmp_path)
+    (file,) = tmp_path.glob("states-*")
+    data = file.read_bytes()
+    file.write_bytes(bytes([*data[:-1], data[-1] ^ 1]))
+    on_virtual_ranks(2, load)
+    file.write_bytes(data[:-1])
+    on_virtual_ranks(1, load)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sharding"),
+    [
+        ("qwen3_next", am.DecodeSharding(tp=2)),
+        sweep("qwen3_next", am.DecodeSharding(kvdp=2, cp=2)),
+        sweep("qwen3_5_text", am.DecodeSharding(tp=2, cp=2)),
+        sweep("qwen3_5_text", am.DecodeSharding(kvdp=3)),
+    ],
+    ids=str,
+)
+def test_sharded_weights(kind, sharding):
+    """Chunks whose tokens are divided over ranks and chunks that are too short, drafts, beams, and a second turn."""
+    model, block = model_of(kind), 32 * sharding.cp
+    prompt = tokens_of(block + 8, 1)
+    wanted = [expected(model, each) for each in [*PROMPTS, prompt]]
+    turn = [*prompt, *wanted[-1], *tokens_of(9, 2)]
+    wanted += [expected(model, turn), expected(model, PROMPTS[1], num_beams=2)]
+
+    def rank(comm):
+        part = am.models.shard_model(model, sharding, comm)
+        generator = am.Generator(part, None, comm, cache_tokens=512, max_sequences=6, prefill_chunk=16)
+        found = finish(generator, [generator.submit(each, max_new_tokens=NEW) for each in PROMPTS])
+        found += finish(generator, [generator.submit(prompt, max_new_tokens=NEW, speculative=True)])
+        second = generator.submit(turn, max_new_tokens=NEW, speculative=True)
+        found += finish(generator, [second, generator.submit(PROMPTS[1], max_new_tokens=NEW, num_beams=2)])
+        return found, second.cached
+
+    for found, cached in on_virtual_ranks(sharding.ranks, rank):
+        assert found == wanted
+        assert cached == block

@@ -740,6 +740,8 @@ NOT_FUZZED = {
     "BlockCache.check_extend": "called by ShardedCache and Scheduler; `check_append` checks the same arguments",
     "BlockCache.check_allocate": "called by Scheduler; `allocate` checks the same prompt",
     "BlockCache.reusable": "called by Scheduler with its own numbers",
+    "BlockCache.chunk_end": "called by Scheduler with its own sequences",
+    "BlockCache.keep_state": "called by Scheduler with its own sequences",
     "BlockCache.has": "called by ShardedCache with what it was given",
     **dict.fromkeys(
         (f"Generator.{name}" for name in ("states", "requests_from", "adopt", "end_moved")),

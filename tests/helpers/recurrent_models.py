@@ -60,12 +60,13 @@ MODELS = {
 }  # fmt: skip
 
 
-def recurrent_model(kind: str) -> Any:
-    """Return a random model in float32; the same for the same seed."""
+def recurrent_model(kind: str, **sizes: Any) -> Any:
+    """Return a random model in float32, with other sizes where given; the same for the same seed."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     register_attention()
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **MODELS[kind]), attn_implementation="attnmesh")
+    config = AutoConfig.for_model(kind, **MODELS[kind] | sizes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="attnmesh")
     model = model.float().train()
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -9,7 +9,8 @@ call whose keys and values are the tensors of an earlier call (Gemma 3n) reads w
 are cached where `kv_b_proj` of the module expands them to the keys and values of the call, which is computed and
 compared; otherwise the keys and values are.
 
-With sharded weights a pass needs all ranks. What is cached then follows from the configuration (`calls_of_config`).
+With sharded weights a pass needs all ranks. What is cached then follows from the configuration (`calls_of_config`), and
+recurrent layers, which every rank has, are called by themselves (`recurrent_calls`).
 """
 
 from __future__ import annotations
@@ -201,6 +202,27 @@ def calls_of_config(config: Any) -> AttentionCalls:
     masks: list[Mask] = [Causal() if window is None else SlidingWindow(window - 1) for window in windows]
     calls = (AttentionCall(f"layer {i}", i, i, mask, is_first=True) for i, mask in enumerate(masks))
     return AttentionCalls(tuple(calls), layers, latent_widths(config))
+
+
+@torch.no_grad()
+def recurrent_calls(model: Any) -> tuple[RecurrentCall, ...]:
+    """The recurrent calls of a model with sharded weights, in the order of its layers."""
+    weight = model.get_input_embeddings().weight
+    recorded = _Recorder(model, torch.arange(_TOKENS, device=weight.device)[None])
+    layers = [module for module in model.modules() if is_recurrent(type(module))]
+    if layers:
+        serve_over_ranks(model)
+    for layer in layers:
+        _LayerCall()(layer, weight.new_zeros(1, _TOKENS, weight.shape[1]), attention_pass=recorded)
+    return tuple(recorded.recurrent)
+
+
+class _LayerCall(nn.Module):
+    """Calls a layer as a model does: what a pass is, is read from the arguments of the outer call."""
+
+    def forward(self, layer: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Any:
+        """The outputs of the layer."""
+        return layer(hidden_states)
 
 
 def _widened(layer: CachedLayer, window: int | None) -> CachedLayer:

@@ -84,7 +84,7 @@ class ContinuousBatch:
         self.scheduler = Scheduler(
             engine.cache.by_kvdp_rank, max_chunk=engine.prefill_chunk,
             min_chunk=min_prefill_chunk(engine.position_ranks.world),
-            on_fork=engine.copy_states if engine.calls.recurrent else None,
+            states=engine.states if engine.calls.recurrent else None,
         )  # fmt: skip
         self._engine, self._ranks, self._stats, self._callbacks = engine, ranks, stats, callbacks
         self.requests: list[Request] = []  # in progress
@@ -149,7 +149,12 @@ class ContinuousBatch:
             else:
                 self._stats.decode_seconds += seconds
             with self._ledger():
+                if plan.width > 1 and self._engine.calls.recurrent:
+                    self._accept(plan, dict(new))
                 tokens = self._commit(plan, new)
+                if plan.width > 1:
+                    for each in plan.groups:
+                        self.scheduler.keep_states(each.decoded, in_answer=True)
             self._report_logits(tokens, logits)
             return [token for of_request in tokens.values() for token in of_request]
 
@@ -225,6 +230,10 @@ class ContinuousBatch:
             for new in [each.new, *(chunk.new for chunk in each.chunks)]:
                 if new is not None:
                     cache.mark_written(new)
+            for chunk in each.chunks:
+                self.scheduler.keep_states([(chunk.request, chunk.sequence)], in_answer=chunk.ends_prompt)
+            if plan.width == 1:
+                self.scheduler.keep_states(each.decoded, in_answer=True)
             for request, sequence in each.decoded:
                 padding = plan.width - self._num_tokens(plan, request)
                 if padding:  # after its draft, where another request has a longer draft
@@ -330,16 +339,22 @@ class ContinuousBatch:
             for row in rows[: len(tokens.get(request, ()))]:
                 self._callbacks.on_logits(request.label, row.clone())  # a view would keep the logits of all requests
 
+    def _accept(self, plan: StepPlan, numbers: dict[Request, list[float]]) -> None:
+        """Advance the recurrent states over the tokens of a step with drafts that are not rejected."""
+        decoded = [pair for group in self._ranks.computed for pair in plan.groups[group].decoded]
+        drafts = [(plan.drafts.get(request, []), numbers[request]) for request, _ in decoded]
+        if decoded:
+            self._engine.accept_drafts([len(_accepted(*each)) if each[0] else 1 for each in drafts])
+
     def _extend(self, plan: StepPlan, request: Request, numbers: list[float]) -> list[Token]:
         """Append the next token or, with a draft, the correct part of the draft and one more token."""
         (sequence,), draft = request.sequences, plan.drafts.get(request, [])
         if not draft:
             new = [request.add(numbers)]
         else:
-            correct = next((i for i, token in enumerate(draft) if token != numbers[i]), len(draft))
             new = []
-            for token in numbers[: correct + 1]:
-                if request.finished or token in _NO_TOKEN:  # the next step finds the same, and ends the request
+            for token in _accepted(draft, numbers):
+                if request.finished:
                     break
                 new.append(request.add([token]))
             if request.group in self._ranks.computed:
@@ -363,6 +378,13 @@ class ContinuousBatch:
     def _end(self, request: Request, *, forget: bool = False) -> None:
         self.scheduler.remove(request, forget=forget)
         self.requests.remove(request)
+
+
+def _accepted(draft: list[int], numbers: list[float]) -> list[float]:
+    """The correct part of a draft, and the token after it, where that can be chosen; from the tokens of a step."""
+    correct = next((i for i, token in enumerate(draft) if token != numbers[i]), len(draft))
+    chosen = numbers[: correct + 1]  # the next step finds again that there is no token, and ends the request
+    return chosen[: next((i for i, token in enumerate(chosen) if token in _NO_TOKEN), len(chosen))]
 
 
 def _no_room(request: Request, engine: Engine) -> Exception:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,12 @@ from attnmesh.comm import Comm
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Contiguous, Layout, check_layout
 from attnmesh.core.ranges import InterleavedShard, Ranges
-from attnmesh.generation.attention_calls import attention_calls, calls_of_config, run_model
+from attnmesh.generation.attention_calls import (
+    attention_calls,
+    calls_of_config,
+    recurrent_calls,
+    run_model,
+)
 from attnmesh.generation.latents import LatentProjections
 from attnmesh.generation.linears import use_linear
 from attnmesh.generation.models import cache_storage
@@ -41,7 +47,7 @@ from attnmesh.generation.passes import (
     StepKV,
 )
 from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
-from attnmesh.generation.recurrent_states import RecurrentStates
+from attnmesh.generation.recurrent_states import KEPT_STATES, RecurrentStates, RowStates
 from attnmesh.generation.sampling import prompt_scores
 from attnmesh.generation.tensor_parallel import TensorParallel
 from attnmesh.integrations.transformers_models import changing_rotary, check_model, text_config
@@ -88,7 +94,7 @@ class Engine:
             self.position_ranks, self._heads = comm, HeadRanks.of_whole(comm)
         else:
             check_heads(config, sharding)
-            self.calls = calls_of_config(config)
+            self.calls = replace(calls_of_config(config), recurrent=recurrent_calls(model))
             self.position_ranks, self._heads = weights.ranks.cp, HeadRanks.of_sharded(weights, heads_of(config))
         self.model, self.comm, world = model, comm, self.position_ranks.world
         self.device, self.cache_tokens = weight.device, cache_tokens
@@ -107,6 +113,7 @@ class Engine:
             )
         self.context = ContextParallel(self.position_ranks, layout=layout, schedule=schedule)
         self._later_context = ContextParallel(self.position_ranks, layout=Contiguous(), schedule=schedule)
+        self._token_ranks = ContextParallel(comm, layout=Contiguous(), schedule=schedule)
         self.storage = cache_storage(self.calls.latent, weight.dtype, storage)
         self.max_sequences = -(-max_sequences // sharding.kvdp)
         """The most sequences of a group."""
@@ -123,10 +130,15 @@ class Engine:
         self.cache = ShardedCache(
             sharding, rank, spec, batch=self.max_sequences * sharding.kvdp, num_blocks=blocks.full,
             block_size=BLOCK_SIZE, max_length=cache_tokens, device=self.device, window_blocks=blocks.windowed,
+            num_states=KEPT_STATES * self.max_sequences if self.calls.recurrent else 0,
         )  # fmt: skip
-        self.states = RecurrentStates(self.calls.recurrent, self.max_sequences * sharding.kvdp, self.device)
         self.shard: InterleavedShard = sharding.position_shard(rank)
         self._kvdp_rank, self._kvdp = sharding.place(rank).kvdp, sharding.kvdp
+        self._drafted: RowStates | None = None  # of a step with drafts, until some of them are accepted
+        kvdp_ranks, rows = range(self._kvdp_rank, self._kvdp_rank + 1), self.cache.rows
+        if weights is not None:  # every rank computes the sequences of all groups
+            kvdp_ranks, rows = range(self._kvdp), range(self.cache.batch)
+        self.states = RecurrentStates(self.calls.recurrent, kvdp_ranks, rows, self.device)
         local = self.cache.local
         self._steps = tuple(PagedStep(table, local.cur_pos) for table in local.block_tables)  # of each kind of layers
         self._latents = None if self.calls.latent is None else LatentProjections(model, self.calls.latent)
@@ -162,7 +174,13 @@ class Engine:
         `new` are the slots of the tokens that this rank stores, in the same order; None if it stores none.
         """
         begins = [each.length - len(row) for each, row in zip(sequences, ids, strict=True)]
-        return self._decode(sequences, begins, ids, self._slots(new))
+        return self._decode(sequences, begins, ids, self._slots(new), has_drafts=len(ids[0]) > 1)
+
+    def accept_drafts(self, counts: Sequence[int]) -> None:
+        """Let recurrent states continue after so many tokens of each sequence of the last step, which had drafts."""
+        assert self._drafted is not None
+        self._drafted.accept(counts)
+        self._drafted = None
 
     def prefill(self, sequence: CacheSequence, begin: int, ids: list[int], new: NewTokens) -> Tensor:
         """The logits [vocabulary] after a chunk of a prompt, which is the end of a sequence; the same on every rank.
@@ -197,13 +215,13 @@ class Engine:
 
     def _decode(
         self, sequences: Sequence[CacheSequence], begins: list[int], ids: Sequence[Sequence[int]],
-        slots: tuple[Tensor, ...],
+        slots: tuple[Tensor, ...], has_drafts: bool = False,
     ) -> Tensor:  # fmt: skip
         """Compute a few tokens of each sequence, from the positions `begins` on."""
         count = len(ids[0])
         own = [i for i, each in enumerate(sequences) if each.kvdp_rank == self._kvdp_rank]
         rows = [sequences[i].row - self.cache.rows.start for i in own]
-        state_rows = [each.row for each in sequences] if self.calls.recurrent else []
+        state_rows = [self.states.row(each) for each in sequences] if self.calls.recurrent else []
         numbers = [*begins, *(token for row in ids for token in row), *rows, *state_rows]
         packed = torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self.device)
         begin, tokens, at, states = packed.split([len(begins), len(begins) * count, len(rows), len(state_rows)])
@@ -214,10 +232,12 @@ class Engine:
             each.advance(local.block_tables[kind, at], cur_pos)
         step = StepKV(self._steps, own_positions, self.shard)
         by_rank = () if self._heads.exchange is None else self._rows(sequences)
+        of_rows = self.states.of(states, begin == 0, has_drafts) if self.calls.recurrent else None
+        if has_drafts:
+            self._drafted = of_rows
         decode = DecodePass(
-            local, slots, positions, self.calls, self._heads, by_rank, step, latents=self._latents,
-            states=self.states.of(states, begin == 0) if self.calls.recurrent else None,
-        )  # fmt: skip
+            local, slots, positions, self.calls, self._heads, by_rank, step, latents=self._latents, states=of_rows
+        )
         with self.exchange(self.comm), self._step_context:
             return self._forward_step(decode, tokens.view(-1, count), positions)
 
@@ -236,14 +256,10 @@ class Engine:
         own = chunk.own.to(device)
         positions = ranges.as_tensor(parts[comm.rank])
         on_device = positions[None].to(device)
-        states = None
-        if self.calls.recurrent:
-            rows, is_new = (torch.tensor([x], device=device) for x in (sequence.row, at.start == 0))
-            states = self.states.of(rows, is_new)
         prefill = ContextPrefill(
             self.cache.local, tuple(each[:, own] for each in slots), on_device, self.calls, chunk,
             self._later_context if at.start else self.context, parts, HomeExchange(comm, parts, self.shard, device),
-            latents=self._latents, states=states,
+            latents=self._latents, states=self._chunk_states(sequence, at),
         )  # fmt: skip
         tokens = torch.tensor(ids, device="cpu")[positions - at.start]
         last = next(rank for rank, part in enumerate(parts) if at[-1] in part[-1])
@@ -282,12 +298,13 @@ class Engine:
         chunk, n, world = self._chunk_kv(sequence, at), len(ids), self.comm.world
         own = chunk.own.to(self.device)
         positions = torch.arange(at.start, at.stop, device=self.device)[None]
+        is_divided = n >= world > 1 and scored is None  # otherwise every rank has the logits of all tokens
         prefill = HeadPrefill(
             self.cache.local, tuple(each[:, own] for each in slots), positions, self.calls, chunk, self._heads,
-            self._rows([sequence]), own, latents=self._latents,
+            self._rows([sequence]), own, self._token_ranks if is_divided else None, latents=self._latents,
+            states=self._chunk_states(sequence, at),
         )  # fmt: skip
-        counts = [n * (rank + 1) // world - n * rank // world for rank in range(world)]
-        is_divided = n >= world > 1 and scored is None  # otherwise every rank has the logits of all tokens
+        counts = [self._token_ranks.layout.local_length(n, world, rank) for rank in range(world)]
         divided = self._weights.tokens.divided(counts) if is_divided else nullcontext()
         tokens = torch.tensor([ids], device=self.device)
         with self.exchange(self.comm), divided:
@@ -295,9 +312,12 @@ class Engine:
         scores = logits.new_empty(0) if scored is None else prompt_scores(logits, following, scored)
         return logits[-1], scores
 
-    def copy_states(self, source: CacheSequence, sequence: CacheSequence) -> None:
-        """Let a forked sequence continue from the recurrent states of its source."""
-        self.states.copy(source.row, sequence.row)
+    def _chunk_states(self, sequence: CacheSequence, at: range) -> RowStates | None:
+        """The recurrent states before a chunk at these positions."""
+        if not self.calls.recurrent:
+            return None
+        row, is_new = (torch.tensor([x], device=self.device) for x in (self.states.row(sequence), at.start == 0))
+        return self.states.of(row, is_new)
 
     def _slots(self, new: NewTokens | None) -> tuple[Tensor, ...]:
         """The slots of new tokens for each kind of layers; none if this rank does not store them."""

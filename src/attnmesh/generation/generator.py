@@ -284,10 +284,6 @@ class Generator:
     def _check_prompt(self, name: str, ids: list[int], options: RequestOptions) -> None:
         """Raise ValueError unless the model and the cache can take a prompt with these options."""
         check_prompt(self.model, name, ids, options.max_new_tokens)
-        if options.speculative and self.engine.calls.recurrent:
-            raise ValueError(
-                "speculative must be False for a model with recurrent layers, whose states cannot drop tokens, got True"
-            )
         beams, new = options.num_beams, options.max_new_tokens
         if len(ids) + beams * new > self.engine.cache_tokens:
             of_beams = "" if beams == 1 else f" in each of num_beams={beams}"
@@ -424,10 +420,6 @@ class Generator:
     def check_moves(self) -> None:
         """Raise ValueError if requests cannot continue on other ranks, or their cache cannot be moved there."""
         check_movable("cache", self.engine.cache)
-        if self.engine.calls.recurrent:
-            raise ValueError(
-                f"requests of a model with recurrent layers must stay on their ranks, got {type(self.model).__name__}"
-            )
 
     def check_adopts(self) -> None:
         """Raise ValueError unless requests of another generator can continue in this generator."""

@@ -42,18 +42,19 @@ def kv_bytes_per_token(config: Any, storage: str, kv_heads: int | None = None) -
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """The configuration of each layer: its own where layers differ, else that of the model."""
+    """The configuration of each layer that attends: its own where layers differ, else that of the model."""
     if getattr(config, "is_heterogeneous", False):
         return list(config.per_layer_config)
-    return [config] * int(config.num_hidden_layers)
+    return [config] * len(layer_windows(config))
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """The window of each layer, the token itself included; None for layers that attend to all tokens."""
-    layers, window = int(config.num_hidden_layers), getattr(config, "sliding_window", None)
+    """The window of each layer that attends, the token itself included; None if it attends to all tokens."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * int(config.num_hidden_layers)
+    kinds = [kind for kind in kinds if kind != "linear_attention"]
     if window is None or getattr(config, "use_sliding_window", None) is False:
-        return (None,) * layers
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+        return (None,) * len(kinds)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -1,21 +1,23 @@
 """Requests that continue in another `Generator`: `move_requests` to other ranks, `save_requests` and `load_requests`.
 
 A request is its prompt, its options and the tokens of its answer: random numbers depend on the seed, the sample and the
-number of a token only. Its keys and values move with it, bit by bit (`reshard`); the target computes keys and values
-that are not in a cache yet. The tokens are the same that the first generator would have computed.
+number of a token only. Its keys and values move with it, bit by bit (`reshard`), and its recurrent states; the target
+computes what is not in a cache yet. The tokens are the same that the first generator would have computed.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
+from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.generation.agreement import config_digest, digest
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.requests import Request
@@ -24,7 +26,7 @@ from attnmesh.parallel.node_groups import comm_named
 from attnmesh.parallel.reshard.api import broadcast_text, reshard
 from attnmesh.parallel.reshard.files import load_cache, save_cache
 from attnmesh.plan.decode import DecodeSharding
-from attnmesh.utils.files import read_json
+from attnmesh.utils.files import check_file, read_json
 from attnmesh.utils.validation import check_list, check_path, check_type, shown
 
 _FILE = "requests.json"
@@ -44,7 +46,7 @@ def move_requests(
     All ranks of `comm` must call it, with the generators that they belong to, and None for the other. The ranks of the
     source may name the `requests`, such as those whose prompts are computed; by default all move. Returns the requests
     of the target in this order, by default the order of their submission; none on other ranks. The requests of the
-    source end with `finish_reason` "moved"; others continue. Keys and values are sent once, as they are stored;
+    source end with `finish_reason` "moved"; others continue. Keys, values and states are sent as they are stored;
     requests that wait, and beam searches, begin again. Both generators must have the same model and storage, without
     blocks of their own for windows. Raises CacheFull on every rank if the target has no room: the source then
     continues.
@@ -77,7 +79,7 @@ def move_requests(
         chosen = None if requests is None else check_list("requests", requests, "requests")
         if not all(isinstance(each, Request) for each in chosen or ()):
             raise ValueError(f"requests must be what submit() of the source returned, got {shown(requests)}")
-        return (own, chosen), {"config": config_digest(own.model)}
+        return (own, chosen), {"config": config_digest(own.model), "states": own.engine.states.num_bytes}
 
     own, chosen = check_on_all_ranks(comm, "move_requests", check_arguments, force=True)
     device = own.engine.device
@@ -119,6 +121,9 @@ def move_requests(
         cache, into = (None if each is None else each.engine.cache for each in (source, target))
         made = reshard(cache, sharding, comm, ranks=ranks, rows=None if source is None else rows, into=into)
         joined = made if isinstance(made, dict) else {}
+        if own.engine.calls.recurrent:
+            with propagate_failure(comm):
+                _move_states(comm, source, target, joined, rows)
     if source is not None:
         source.end_moved(chosen)
     if target is not None:
@@ -130,7 +135,7 @@ def save_requests(generator: Generator, folder: str | Path) -> None:
     """Write all requests of a generator with their keys and values to a folder, which must be empty or not exist.
 
     All ranks of the generator must call it. Requests also continue here; beam searches begin again. The folder has the
-    files of `save_cache`, and `requests.json`.
+    files of `save_cache`, `requests.json`, and of a model with recurrent layers the states of every sequence.
 
     Examples:
         >>> import tempfile
@@ -157,6 +162,11 @@ def save_requests(generator: Generator, folder: str | Path) -> None:
                 raise ValueError(f"folder: {path / _FILE} cannot be written: {error.strerror or error}") from None
         return None, {}
 
+    def write_states() -> tuple[None, SharedValues]:
+        _write_states(generator, path, states)
+        return None, {}
+
+    check_on_all_ranks(comm, "save_requests states", write_states, force=True)
     check_on_all_ranks(comm, "save_requests file", write, force=True)
 
 
@@ -194,6 +204,9 @@ def load_requests(generator: Generator, folder: str | Path) -> list[Request]:
 
     states = check_on_all_ranks(comm, "load_requests", read, force=True)
     requests = _checked(comm, "load_requests", states, generator)
+    of_layers = check_on_all_ranks(
+        comm, "load_requests states", lambda: (_read_states(generator, path, states), {}), force=True
+    )
     cache = load_cache(path, generator.sharding, comm, device=engine.device)
     assert cache is not None
     cached = {row: list(each.ids[: each.length]) for row, each in cache.sequences.items()}
@@ -202,8 +215,77 @@ def load_requests(generator: Generator, folder: str | Path) -> list[Request]:
         raise ValueError(f"folder: the cache and {_FILE} must be of one call of save_requests, got sequences of others")
     joined = reshard(cache, generator.sharding, comm, into=engine.cache) if cache.sequences else {}
     assert isinstance(joined, dict)
+    for row, sequence in joined.items():
+        if row in of_layers and engine.states.has(sequence):
+            engine.states.unpack(sequence, of_layers[row].to(engine.device))
     generator.adopt(requests, [joined.get(state["row"]) for state in states])
     return requests
+
+
+def _move_states(
+    comm: Comm, source: Generator | None, target: Generator | None, joined: dict[int, CacheSequence], rows: list[int]
+) -> None:
+    """Send the recurrent states of sequences from the first rank that has them to the ranks that continue these."""
+    at = {} if source is None else source.engine.cache.sequences
+    has = [source is not None and source.engine.states.has(at[row]) for row in rows]
+    needs = [target is not None and target.engine.states.has(joined.get(row)) for row in rows]
+    device = next(each.engine.device for each in (source, target) if each is not None)
+    own = torch.tensor([has, needs], dtype=torch.uint8, device=device)
+    by_rank = [each.tolist() for each in comm.all_gather(own, [(2, len(rows))] * comm.world)]
+    for i, row in enumerate(rows):
+        root = next(rank for rank, (having, _) in enumerate(by_rank) if having[i])
+        receivers = [rank for rank, (having, needing) in enumerate(by_rank) if needing[i] and not having[i]]
+        packed = None
+        if source is not None and has[i] and (needs[i] or comm.rank == root):
+            packed = source.engine.states.packed(at[row])
+        if comm.rank == root and receivers:
+            assert packed is not None
+            comm.exchange([(packed, rank) for rank in receivers], []).wait()
+        if target is not None and needs[i]:
+            if packed is None:
+                size = (target.engine.states.num_bytes,)
+                packed = comm.buffer(size, dtype=torch.uint8, device=target.engine.device)
+                comm.exchange([], [(packed, root)]).wait()
+            target.engine.states.unpack(joined[row], packed)
+
+
+def _states_file(folder: Path, row: int) -> Path:
+    return folder / f"states-{row:05d}.bin"
+
+
+def _write_states(generator: Generator, folder: Path, states: list[State]) -> None:
+    """Write the recurrent states of the sequences of this rank, each behind its CRC-32."""
+    engine, place = generator.engine, generator.sharding.place(generator.comm.rank)
+    if not engine.calls.recurrent or place.cp or place.tp:
+        return
+    sequences = engine.cache.sequences
+    for row in (state["row"] for state in states):
+        if row >= 0 and sequences[row].kvdp_rank == place.kvdp:
+            data, path = engine.states.packed(sequences[row]).cpu().numpy().tobytes(), _states_file(folder, row)
+            try:
+                path.write_bytes(zlib.crc32(data).to_bytes(4, "little") + data)
+            except OSError as error:
+                raise ValueError(f"folder: {path} cannot be written: {error.strerror or error}") from None
+
+
+def _read_states(generator: Generator, folder: Path, states: list[State]) -> dict[int, Tensor]:
+    """The recurrent states of each sequence, by row; raises ValueError if a file is missing or damaged."""
+    if not generator.engine.calls.recurrent:
+        return {}
+    found, size = {}, generator.engine.states.num_bytes
+    for row in (state["row"] for state in states):
+        if row < 0:
+            continue
+        path = _states_file(folder, row)
+        check_file(path, f"folder: {path}", most=4 + size)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"folder: {path} cannot be read: {error.strerror or error}") from None
+        if len(data) != 4 + size or zlib.crc32(data[4:]) != int.from_bytes(data[:4], "little"):
+            raise ValueError(f"folder: {path} is damaged: it must have {size} bytes of states and their checksum")
+        found[row] = torch.frombuffer(bytearray(data[4:]), dtype=torch.uint8)
+    return found
 
 
 def _check_in_step(

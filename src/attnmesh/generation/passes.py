@@ -180,7 +180,7 @@ class CachePass(NewTokensCache, ABC):
         if self.states is None:
             raise ValueError(f"a pass must have no recurrent calls, got {name}")
         out, states = self._scan(layer, self.states.read(name))
-        self.states.write(states)
+        self.states.write(states, layer)
         return out
 
     def _scan(self, layer: RecurrentLayer, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -388,6 +388,13 @@ class HeadPrefill(PrefillPass):
     heads: HeadRanks
     rows: tuple[int, ...]
     own: Tensor
+    tokens: ContextParallel | None  # the ranks that the tokens are divided over between the layers
+
+    def _scan(self, layer: RecurrentLayer, states: Tensor) -> tuple[Tensor, Tensor]:
+        if self.tokens is None:
+            return super()._scan(layer, states)
+        length = len(self.chunk.new)
+        return self.tokens.recurrent(layer, length=length, initial_state=states, return_final_state=True)
 
     def _home(self, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(x[:, :, self.own] for x in new)

@@ -98,7 +98,7 @@ class ShardedMemory:
         self._weights, self._heads, self._dtype = WeightSizes(config), heads_of(config), dtype
         self._config = config
         stored_as = cache_storage(latent_widths(config), dtype, storage)
-        self._bytes_per_head = kv_bytes_per_token(config, stored_as) // self._heads.kv // int(config.num_hidden_layers)
+        self._bytes_per_head = kv_bytes_per_token(config, stored_as) // self._heads.kv // len(layer_windows(config))
         self._cache_tokens, self._max_sequences = cache_tokens, max_sequences
         self._prefill_chunk = prefill_chunk or cache_tokens
 

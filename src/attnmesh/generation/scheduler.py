@@ -18,11 +18,11 @@ from __future__ import annotations
 import logging
 from array import array
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from operator import attrgetter
 
+from attnmesh.generation.recurrent_states import RecurrentStates
 from attnmesh.generation.requests import Request
 from attnmesh.kv_cache.block_pool import CacheFull
 from attnmesh.kv_cache.cache import BlockCache
@@ -95,18 +95,14 @@ class StepPlan:
 
 class Scheduler:
     """The requests of some groups of ranks. A chunk has at most `max_chunk` tokens, and at least `min_chunk` unless it
-    ends a prompt.
-
-    `on_fork(source, sequence)` copies the states of a model with recurrent layers. Its prompts reuse no prefix.
+    ends a prompt or where a state is to be kept. `states` are the states of a model with recurrent layers.
     """
 
     def __init__(
         self, caches: Sequence[BlockCache], *, max_chunk: int, min_chunk: int,
-        on_fork: Callable[[CacheSequence, CacheSequence], None] | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:  # fmt: skip
-        self.caches = list(caches)
-        self._on_fork = on_fork
-        self._cache_keys = None if on_fork is None else count()
+        self.caches, self._states = list(caches), states
         self._max_chunk, self._min_chunk = max_chunk, min_chunk
         self.waiting: list[Request] = []
         self.running: list[list[Request]] = [[] for _ in caches]
@@ -164,9 +160,20 @@ class Scheduler:
 
     def _fork(self, cache: BlockCache, source: CacheSequence) -> CacheSequence:
         forked = cache.fork(source)
-        if self._on_fork is not None:
-            self._on_fork(source, forked)
+        if self._states is not None:
+            self._states.fork(source, forked)
         return forked
+
+    def keep_states(self, pairs: Iterable[tuple[Request, CacheSequence]], *, in_answer: bool) -> None:
+        """Keep the present states of sequences for later prompts, where they are at a block boundary that matters."""
+        if self._states is None:
+            return
+        for request, sequence in pairs:
+            if sequence.freed or request.cache_key:  # no other request has its key
+                continue
+            kept = self.caches[request.group].keep_state(sequence, in_answer=in_answer)
+            if kept is not None:
+                self._states.keep(sequence, kept)
 
     def reset(self, requests: Sequence[Request], *, clear: bool) -> None:
         """Let these requests wait, in place of all others. Finished blocks stay cached, unless caches are cleared."""
@@ -212,7 +219,7 @@ class Scheduler:
             MAX_DECODE_TOKENS, *(request.max_length - each.length for request, each in decoded),
             *(1 + (plan.budget - self._min_chunk) // len(plan.decoded) for plan in step.groups if plan.decoded),
         )  # fmt: skip
-        drafts = {request: request.draft(each.ids, room - 1) for request, each in decoded}
+        drafts = {request: request.draft(each.ids, self._room(request, each, room) - 1) for request, each in decoded}
         width = 1 + max(map(len, drafts.values()))
         try:
             for cache, plan in zip(self.caches, step.groups, strict=True):
@@ -223,6 +230,11 @@ class Scheduler:
         step.width, step.drafts = width, drafts
         for plan in step.groups:
             plan.budget -= (width - 1) * len(plan.decoded)
+
+    def _room(self, request: Request, sequence: CacheSequence, room: int) -> int:
+        """The most tokens of a step: states are kept at block boundaries only, so that drafts do not go beyond."""
+        end = 0 if self._states is None else self.caches[request.group].reusable(sequence.length + room)
+        return end - sequence.length if end > sequence.length else room
 
     def _continue(self, group: int, plan: GroupPlan, step: StepPlan) -> None:
         """Give slots to the running requests of a group: to answers, then to chunks of prompts."""
@@ -244,14 +256,15 @@ class Scheduler:
         tokens = min(pending, plan.budget, self._max_chunk)
         if tokens < pending and tokens < self._min_chunk:
             return
-        new, _ = self.caches[request.group].extend((sequence,), tokens)
+        cache = self.caches[request.group]
+        tokens = min(tokens, cache.chunk_end(sequence) - begin)
+        new, _ = cache.extend((sequence,), tokens)
         plan.chunks.append(Chunk(request, sequence, begin, new))
         plan.budget -= tokens
 
     def _admit(self, request: Request, step: StepPlan) -> bool:
         """Start the first waiting request in the best group that has room for it; False if none has."""
-        text, found = request.known, []
-        key = request.cache_key if self._cache_keys is None else f"alone {next(self._cache_keys)}"
+        text, key, found = request.known, request.cache_key, []
         for group, cache in enumerate(self.caches):
             taken = sum(each.options.num_beams for each in self.running[group])
             has_rows = taken + request.options.num_beams <= cache.max_sequences
@@ -275,6 +288,8 @@ class Scheduler:
             self.waiting.remove(request)
             insort(self.running[group], request, key=_ORDER)
             request.group, request.sequences = group, [sequence]
+            if self._states is not None:
+                self._states.resume(sequence)
             if not request.tokens:  # and was not preempted
                 request.cached = sequence.cached
             step.groups[group].reused += sequence.cached
@@ -286,7 +301,7 @@ class Scheduler:
         """Whether a running request still computes more of a common prefix: parallel samples wait for their prompt."""
         cache, ids = self.caches[group], array("q", text)
         return any(
-            cache.reusable(min(common_prefix(sequence.ids, ids), len(ids) - 1))
+            cache.reusable(min(common_prefix(sequence.ids, ids), len(ids) - 1), sequence)
             > max(prefix, cache.reusable(sequence.written))  # written tokens that are not found now are lost
             for request in self.running[group]
             for sequence in request.sequences[:1]

@@ -16,6 +16,11 @@ Layers with a sliding window have a separate pool of blocks (`LayerKind`). A seq
 both pools, but in the second pool only the blocks that a window still reaches, and `WINDOW_MARGIN` tokens before it.
 What it passes is freed, and stays cached under its prefix hash as any other block. A prompt reuses a prefix where both
 pools have what its next token attends to.
+
+Of recurrent layers, a pool has states (`num_states`) under the prefix hash of the last block before them. A prompt
+reuses a prefix that ends with such a state. States are kept at the last block boundary of a prompt, where the blocks
+end that a prompt finds in the cache (so that the next prompt with this beginning has a state there), and at the latest
+block boundary of an answer.
 """
 
 from __future__ import annotations
@@ -155,42 +160,86 @@ class BlockManager:
 
     Arguments are validated by `BlockCache`, which also moves the keys and values. An operation that raises has changed
     nothing. Except for the lengths in `tables`, nothing depends on the rank. `rows` are the rows of its sequences in a
-    batch, and `kvdp_rank` stores them.
+    batch, and `kvdp_rank` stores them. `states` are the kept states of recurrent layers, None without such layers:
+    prompts then reuse any blocks.
     """
 
     def __init__(
-        self, kinds: abc.Sequence[LayerKind], tables: DeviceTables, layout: BlockLayout, rows: range, kvdp_rank: int
-    ) -> None:
+        self, kinds: abc.Sequence[LayerKind], tables: DeviceTables, layout: BlockLayout, rows: range, kvdp_rank: int,
+        states: BlockPool | None = None,
+    ) -> None:  # fmt: skip
         self.owner = object()  # of sequences and new tokens
         self.sequences: dict[int, Sequence] = {}  # by row
         self._kinds, self._tables, self._layout = kinds, tables, layout
-        self._pool, self._rows, self._kvdp_rank = kinds[0].pool, rows, kvdp_rank
+        self._pool, self._rows, self._kvdp_rank, self._states = kinds[0].pool, rows, kvdp_rank, states
         self.free_rows = list(rows)  # a heap, lowest first: rows in use stay together
 
     def find_prefix(self, root: bytes, ids: array[int]) -> int:
         """The number of tokens of a prompt that are cached."""
-        return self._layout.num_tokens(len(self._find_prefix(root, ids)))
+        return self._layout.num_tokens(len(self._find_prefix(root, ids)[0]))
 
-    def reusable(self, tokens: int) -> int:
-        """The most tokens that a prompt can reuse of another prompt with this many tokens in common."""
+    def reusable(self, tokens: int, of: Sequence | None = None) -> int:
+        """The most tokens that a prompt can reuse of another prompt, or a sequence, with so many tokens in common."""
+        if of is not None and self._states is not None:
+            return max((end for end in self._state_ends(of) if end <= tokens), default=0)
         blocks = self._layout.num_full_blocks(tokens)
         return self._layout.num_tokens(self._layout.num_resumable(blocks))
 
-    def check_allocate(self, count: int, ids: array[int], root: bytes, spare: int = 0) -> list[bytes]:
-        """The prefix hashes of the blocks that a prompt reuses; raises CacheFull if it finds no room.
+    def _state_ends(self, sequence: Sequence) -> list[int]:
+        """Where states are kept in the prompt of a sequence, ascending."""
+        return sorted({sequence.shared, self.reusable(max(0, len(sequence.ids) - 1))})
+
+    def chunk_end(self, sequence: Sequence) -> int:
+        """Where the next pass over a prompt must end, for a state to be kept there."""
+        ends = [] if self._states is None else self._state_ends(sequence)
+        return next((end for end in ends if end > sequence.length), len(sequence.ids))
+
+    def keep_state(self, sequence: Sequence, in_answer: bool) -> int | None:
+        """The number of the state that takes the present state of a sequence; None if that is not to be kept."""
+        states, length = self._states, sequence.length
+        if states is None or not length or self.reusable(length) != length:
+            return None
+        if not in_answer and length not in self._state_ends(sequence):
+            return None
+        blocks = self._layout.num_full_blocks(length)
+        if len(sequence.hashes) < blocks:  # after tokens with unknown ids
+            return None
+        prefix_hash = sequence.hashes[blocks - 1]
+        if (found := states.lookup(prefix_hash)) is not None:
+            self._use(states, found)
+            return None
+        if in_answer:
+            states.forget(sequence.answer_state)
+            sequence.answer_state = prefix_hash
+        for each in [*states.cached_blocks]:
+            if self._pool.lookup(states.hash_of_block[each]) is None:  # evicted: no prompt can reach this state
+                states.forget(states.hash_of_block[each])
+        (kept,) = states.allocate(1)
+        states.add_hash(kept, prefix_hash)
+        states.free([kept])
+        return kept
+
+    @staticmethod
+    def _use(states: BlockPool, state: int) -> None:
+        """Let a kept state be the most recently used one."""
+        states.acquire(state)
+        states.free([state])
+
+    def check_allocate(self, count: int, ids: array[int], root: bytes, spare: int = 0) -> tuple[list[bytes], int]:
+        """What `_find_prefix` returns for a prompt; raises CacheFull if there is no room for it.
 
         There is room for `count` tokens, and `spare` blocks besides.
         """
-        hashes = self._find_prefix(root, ids)
+        hashes, shared = self._find_prefix(root, ids)
         if not self.free_rows:
             raise CacheFull("sequences", needed=1, free=0, cached=0, total=len(self._rows))
         needed = self._layout.num_blocks(count) - len(hashes) + spare
         self._pool.check_available(needed, keep=self._cached(self._kinds[0], hashes))
-        return hashes
+        return hashes, shared
 
     def allocate(self, count: int, ids: array[int], root: bytes) -> Sequence:
         """A sequence with blocks for `count` tokens that starts with the longest cached prefix of `ids`."""
-        hashes = self.check_allocate(count, ids, root)
+        hashes, shared = self.check_allocate(count, ids, root)
         length = self._layout.num_tokens(len(hashes))
         cached = [self._cached(kind, hashes) for kind in self._kinds]
         for kind, blocks in zip(self._kinds, cached, strict=True):
@@ -199,7 +248,12 @@ class BlockManager:
             for block in _stored(blocks):
                 kind.pool.acquire(block)
         cached[0] += self._pool.allocate(self._layout.num_blocks(count) - len(hashes))
-        return self._place(heapq.heappop(self.free_rows), length, cached, ids, root, hashes)
+        sequence = self._place(heapq.heappop(self.free_rows), length, cached, ids, root, hashes)
+        sequence.shared = self._layout.num_tokens(shared)
+        if hashes and self._states is not None and (state := self._states.lookup(hashes[-1])) is not None:
+            self._use(self._states, state)
+            sequence.state = state
+        return sequence
 
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence over the same non-empty blocks; reserved blocks stay with the first sequence."""
@@ -299,9 +353,9 @@ class BlockManager:
             for kind in self._kinds:
                 for block in _stored(kind.blocks(sequence)):
                     kind.pool.remove_hash(block)
-            for kind in self._kinds[1:]:
+            for pool in [*(kind.pool for kind in self._kinds[1:]), *([] if self._states is None else [self._states])]:
                 for prefix_hash in sequence.hashes:  # also of blocks that a window has passed
-                    kind.pool.forget(prefix_hash)
+                    pool.forget(prefix_hash)
         self.truncate(sequence, 0)
         heapq.heappush(self.free_rows, sequence.row)
         del self.sequences[sequence.row]
@@ -311,6 +365,8 @@ class BlockManager:
         """Free the blocks that are cached for later prompts only."""
         for kind in self._kinds:
             kind.pool.forget_cached()
+        if self._states is not None:
+            self._states.forget_cached()
 
     def cache_full_blocks(self, sequence: Sequence) -> None:
         """Register the blocks that are full on every rank, with known token ids, and written in every layer.
@@ -338,10 +394,13 @@ class BlockManager:
         """The prefix hash of a block: over its tokens on all ranks, and all before them that its parent misses."""
         return block_hash(parent, ids[self._layout.num_tokens(block) : self._layout.num_tokens(block + 1)])
 
-    def _find_prefix(self, root: bytes, ids: array[int]) -> list[bytes]:
-        """The hashes of the longest resumable chain of blocks that a prompt starts with, without its last token."""
+    def _find_prefix(self, root: bytes, ids: array[int]) -> tuple[list[bytes], int]:
+        """The hashes of the longest resumable chain of blocks that a prompt starts with, without its last token.
+
+        And the number of blocks of the longest chain, also without a kept state after it.
+        """
         hashes: list[bytes] = []
-        longest = 0
+        longest = shared = 0
         found = [0] * len(self._kinds)  # where the latest run of blocks that a kind of layers has begins
         while self._layout.num_tokens(len(hashes) + 1) < len(ids):
             hashes.append(self._hash(hashes[-1] if hashes else root, ids, len(hashes)))
@@ -355,8 +414,10 @@ class BlockManager:
             if self._layout.num_resumable(count) == count and all(
                 found[kind.number] <= kind.first_needed(self._layout, length) for kind in self._kinds
             ):
-                longest = count
-        return hashes[:longest]
+                shared = count
+                if self._states is None or self._states.lookup(hashes[-1]) is not None:
+                    longest = count
+        return hashes[:longest], shared
 
     def _cached(self, kind: LayerKind, hashes: list[bytes]) -> list[int]:
         """The blocks under these hashes; -1 for blocks that this kind of layers does not have."""

@@ -74,6 +74,9 @@ class BlockCache:
     Layers with a window have `window_blocks` separate blocks, in which a sequence stores only what the widest of the
     windows reaches, and 512 tokens before it. `block_tables[1]` and `slots_of` are theirs.
 
+    With `num_states`, at most this many states of recurrent layers are kept (`keep_state`), and a reused prefix ends
+    with a kept state. The caller has the memory of the states.
+
     In a `ShardedCache` the sequences have `rows` of its batch, and belong to `kvdp_rank`. On the meta device a cache
     has no memory. It tracks the blocks of another rank's cache.
 
@@ -97,6 +100,7 @@ class BlockCache:
         max_length: int,
         device: torch.device | str | None = None,
         window_blocks: int = 0,
+        num_states: int = 0,
         shard: InterleavedShard = _UNSHARDED,
         rows: range | None = None,
         kvdp_rank: int = 0,
@@ -113,6 +117,7 @@ class BlockCache:
         check_count("window_blocks", window_blocks, least=0 if self.window is None else 1)
         check_type("rows", rows, (range, type(None)), "a range of rows or None")
         check_count("kvdp_rank", kvdp_rank)
+        self._num_states = check_count("num_states", num_states)
         layers, storage = spec.layers, spec.storage
         self._layers, self._max_length = layers, max_length
         self._shapes = shapes = spec.shapes
@@ -158,7 +163,8 @@ class BlockCache:
         pools = [BlockPool(blocks, limit) for blocks, limit in zip(self._num_blocks, limits, strict=False)]
         kinds = [LayerKind(i, pool, self.window if i else None) for i, pool in enumerate(pools)]
         self._pool = pools[0]
-        self._manager = BlockManager(kinds, self._tables, self.layout, self._rows, self._kvdp_rank)
+        states = BlockPool(self._num_states, "num_states") if self._num_states else None
+        self._manager = BlockManager(kinds, self._tables, self.layout, self._rows, self._kvdp_rank, states)
 
     def keys(self, layer: int) -> Stored:
         """The pool of a layer's keys, [num_blocks, block_size, kv_heads, head_dim]."""
@@ -244,9 +250,17 @@ class BlockCache:
         _, ids, root = self._check_prompt(prompt, cache_key)
         return self._manager.find_prefix(root, ids)
 
-    def reusable(self, tokens: int) -> int:
-        """The most tokens that a prompt can reuse of another prompt with this many tokens in common."""
-        return self._manager.reusable(tokens)
+    def reusable(self, tokens: int, of: Sequence | None = None) -> int:
+        """The most tokens that a prompt can reuse of another prompt, or a sequence, with so many tokens in common."""
+        return self._manager.reusable(tokens, of)
+
+    def chunk_end(self, sequence: Sequence) -> int:
+        """Where the next pass over a prompt must end: at its end, or before, where a state is to be kept."""
+        return self._manager.chunk_end(sequence)
+
+    def keep_state(self, sequence: Sequence, *, in_answer: bool) -> int | None:
+        """Which of the kept states the caller replaces by the present state of a sequence; None for none of them."""
+        return self._manager.keep_state(sequence, in_answer)
 
     def append(self, sequences: abc.Sequence[Sequence], tokens: int | abc.Sequence[abc.Sequence[int]]) -> NewTokens:
         """Slots for T more tokens of each of n sequences. Raises CacheFull, for all of them, if blocks are missing.

@@ -39,6 +39,9 @@ class Sequence:
     window_blocks: list[int]  # of layers with a window: -1 where it does not reach
     kvdp_rank: int = 0  # that stores it
     window_begin: int = 0  # the first of `window_blocks` that may not be -1
+    state: int = -1  # the kept state that it continued from when it was allocated
+    shared: int = 0  # tokens of the prompt that were in the cache then, with or without a kept state after them
+    answer_state: bytes = b""  # the prefix hash of the state that was kept last in its answer
 
     @property
     def written(self) -> int:

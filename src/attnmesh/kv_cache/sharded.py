@@ -147,6 +147,7 @@ class ShardedCache:
         max_length: int,
         device: torch.device | str | None = None,
         window_blocks: int = 0,
+        num_states: int = 0,
     ) -> None:
         check_type("sharding", sharding, DecodeSharding)
         sharding.place(rank)  # raises
@@ -172,7 +173,7 @@ class ShardedCache:
             BlockCache(
                 local_spec, num_blocks=num_blocks, block_size=block_size, max_sequences=max(1, len(rows)),
                 max_length=max_length, device=device if peer == kvdp_rank else "meta", window_blocks=window_blocks,
-                shard=shard, rows=rows or range(rows.start, rows.start + 1), kvdp_rank=peer,
+                num_states=num_states, shard=shard, rows=rows or range(rows.start, rows.start + 1), kvdp_rank=peer,
             )
             for peer, rows in enumerate(self._rows_of_rank)
         ]  # fmt: skip

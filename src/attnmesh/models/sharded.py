@@ -7,8 +7,9 @@ Tokens pass through a layer either all on every rank (a decode step), or divided
                               scattered to the tokens' ranks
     LM head                   the last token's logits of this rank's part of the vocabulary; gathered
 
-Norms and residuals between them are computed for this rank's tokens only. Where every rank has all tokens, nothing is
-gathered, and an all-reduce replaces the scatter. All ranks sum in rank order, so they get the same bits.
+Norms and residuals between them are computed for this rank's tokens only. So are recurrent layers, whose weights every
+rank has: they scan over the ranks. Where every rank has all tokens, nothing is gathered, and an all-reduce replaces the
+scatter. All ranks sum in rank order, so they get the same bits.
 
 Transformers' tensor-parallel plan of a model names the layers whose weights are divided by columns or rows. What it
 leaves open is added here: heads are divided by heads (kv heads by TP rank), GPT-OSS and the attention of DeepSeek-V3
@@ -144,15 +145,19 @@ def weight_splits(model: Any) -> dict[str, Split | None]:
     plan = {**(model.tp_plan or {}), **own}
     vocabulary = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
     splits: dict[str, Split | None] = {}
+    recurrent = [f"{path}." for path, module in model.named_modules() if is_recurrent(type(module))]
     head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), "")
     for name, tensor in model.state_dict(keep_vars=True).items():
         is_vocabulary = id(tensor) in vocabulary or name == f"{head}.bias"
-        splits[name] = Split(0, "ranks") if is_vocabulary else _split(name, tensor.ndim, plan)
-    _check_splits(model, splits, heads)
+        is_whole = any(name.startswith(path) for path in recurrent)
+        splits[name] = Split(0, "ranks") if is_vocabulary else None if is_whole else _split(name, tensor.ndim, plan)
+    _check_splits(model, splits, heads, plan)
     return splits
 
 
-def _check_splits(model: Any, splits: Mapping[str, Split | None], heads: Heads) -> None:
+def _check_splits(
+    model: Any, splits: Mapping[str, Split | None], heads: Heads, plan: Mapping[str, str]
+) -> None:  # fmt: skip
     """Raise ValueError unless the sum over the parts of every attention and every MLP is that of the whole one."""
     name, config = type(model).__name__, model.config
     if getattr(config, "num_kv_shared_layers", 0):
@@ -162,16 +167,22 @@ def _check_splits(model: Any, splits: Mapping[str, Split | None], heads: Heads) 
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     if len(layers) != config.num_hidden_layers:
         raise ValueError(f"{name}: sharded weights require {config.num_hidden_layers} layers, got {len(layers)}")
-    for layer in layers:
-        if any(is_recurrent(type(module)) for module in layer.modules()):
-            raise ValueError(f"{name}: sharded weights require attention in every layer, got {paths[id(layer)]}")
+    kinds = getattr(config, "layer_types", None) or [""] * len(layers)
+    for layer, kind in zip(layers, kinds, strict=True):
+        recurrent = [paths[id(module)] for module in layer.modules() if is_recurrent(type(module))]
+        gathered = [path for path in recurrent if _is_gathered(path, plan)]
+        if recurrent and (kind != "linear_attention" or len(recurrent) > 1 or not gathered):
+            raise ValueError(
+                f"{name}: sharded weights require attention in every layer, or a recurrent layer whose outputs {_PLAN} "
+                f"gathers, got {recurrent[0]}"
+            )
         attentions = [each for each in layer.children() if hasattr(each, "layer_idx")]
-        if len(attentions) != 1:
+        if len(attentions) != 1 or (kind == "linear_attention") != bool(recurrent):
             raise ValueError(f"{name}: sharded weights require one attention per layer, got {paths[id(layer)]}")
         for block in layer.children():
             path = f"{paths[id(block)]}."
             own = {each.removeprefix(path): splits[each] for each in shapes if each.startswith(path)}
-            if block is attentions[0]:
+            if block is attentions[0] and not recurrent:
                 _check_attention(path, block, own, shapes, heads)
             if any(split is not None for split in own.values()):
                 for leaf, split in own.items():
@@ -180,6 +191,12 @@ def _check_splits(model: Any, splits: Mapping[str, Split | None], heads: Heads) 
                             f"{path}{leaf} must be divided to shard the model's weights: {_PLAN} divides others of "
                             f"{path[:-1]}, and leaves it out"
                         )
+
+
+def _is_gathered(path: str, plan: Mapping[str, str]) -> bool:
+    """Whether every rank has all outputs of a layer by the plan, whose weights every rank has here."""
+    pattern = _NUMBER.sub(".*.", f"{path}.")
+    return any(name.startswith(pattern) and style == "colwise_gather_output" for name, style in plan.items())
 
 
 def _check_attention(

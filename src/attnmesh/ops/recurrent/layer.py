@@ -157,6 +157,11 @@ class RecurrentLayer(ABC):
         with_positions = {name: x for name, x in self._tensors().items() if "seq" in self._DIMS[name].split()}
         return replace(self, **{name: x[:, :, rows.start : rows.stop] for name, x in with_positions.items()})
 
+    def of_batch(self, at: Tensor) -> Self:
+        """The layer of some rows of the batch, int64 [n]."""
+        of_rows = {name: x for name, x in self._tensors().items() if self._DIMS[name].startswith("batch ")}
+        return replace(self, **{name: x[at] for name, x in of_rows.items()})
+
     def _in_compute_dtype(self) -> Self:
         """The layer with all inputs in `compute_dtype`."""
         dtype = self.compute_dtype
