@@ -1,7 +1,7 @@
 """Recurrent layers on a GPU: kernels against those of flash-linear-attention and Mamba, their error, and one rank of 8.
 
-Peers are measured where they can be imported (`fla` and `mamba_ssm`, each with einops). Their kernels tune themselves:
-processes of their own compile everything first, side by side.
+Peers are measured where they can be imported (`fla` and `mamba_ssm`, each with einops). `--compile` compiles everything
+in processes side by side, for a run that follows; with TRITON_CACHE_AUTOTUNING=1 it also keeps what peers have tuned.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import gc
 import importlib.util
 import multiprocessing
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -22,16 +21,18 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.calibration.timing import interleaved, queued
+from attnmesh.cli import output
 from attnmesh.ops.recurrent import kernels
 from attnmesh.ops.recurrent.layer import RecurrentLayer
 from attnmesh.testing.errors import relative_error
-from benchmarks.common import JsonOption, LengthsOption, make_app, publish
+from benchmarks.common import JsonOption, make_app
 from benchmarks.one_rank import OneRankComm
 from benchmarks.timers import host_ms
 
 DEVICE = "cuda"
-LENGTH, RANKS, WARM_LENGTH, EXACT_LENGTH = 32 * 1024, 8, 2048, 1024
+LENGTH, RANKS, EXACT_LENGTH, ROUNDS = 32 * 1024, 8, 1024, 3
 Step = Callable[[], Tensor]
+Row = dict[str, Any]
 
 
 def delta_rule(length: int) -> am.recurrent.GatedDeltaRule:
@@ -124,41 +125,52 @@ def implementations(kind: str) -> dict[str, Callable[[RecurrentLayer], Callable[
 
 
 def compile_first(kind: str, name: str, what: str) -> None:
-    """In a process of its own: compile and tune what this process will time."""
-    step(LAYERS[kind](WARM_LENGTH), implementations(kind)[name], what)()
+    """In a process of its own: compile, and tune where the implementation does that, what is timed later."""
+    step(LAYERS[kind](LENGTH), implementations(kind)[name], what)()
     torch.cuda.synchronize()
 
 
-def compiled(seconds: float) -> dict[str, float | str]:
-    """Seconds until everything was compiled."""
+def compile_variant(kind: str, launch: str, number: int) -> None:
+    attempt(parts(kind, 256, VARIANTS[launch][number])[launch])
+
+
+def compiled(seconds: float) -> Iterator[Row]:
+    """Compile everything side by side; what is not ready in time is compiled when it is first called."""
     context, begin = multiprocessing.get_context("spawn"), time.perf_counter()
-    processes = {
-        (kind, name, what): context.Process(target=compile_first, args=(kind, name, what), daemon=True)
+    jobs: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+        (compile_first, (kind, name, what))
         for kind in LAYERS
         for name in implementations(kind)
-        for what in FULL
-    }
-    for process in processes.values():
+        for what in (FULL if name == "attnmesh" else FULL[:1])
+    ]
+    jobs += [
+        (compile_variant, (kind, launch, number))
+        for kind in list(LAYERS)[:1]
+        for launch, tiles in VARIANTS.items()
+        for number in range(len(tiles))
+    ]
+    waiting = {args: context.Process(target=target, args=args, daemon=True) for target, args in jobs}
+    for process in waiting.values():
         process.start()
-    done: dict[str, float | str] = {}
-    for (kind, name, what), process in processes.items():
-        process.join(max(0.0, seconds - (time.perf_counter() - begin)))
-        state = "not ready" if process.is_alive() else f"exit {process.exitcode}"
-        done[f"{kind}, {name}, {what}"] = time.perf_counter() - begin if process.exitcode == 0 else state
-        if process.is_alive():
-            process.terminate()
-    return done
+    while waiting and time.perf_counter() - begin < seconds:
+        for args in [args for args, process in waiting.items() if not process.is_alive()]:
+            exit_code, after = waiting.pop(args).exitcode, round(time.perf_counter() - begin, 1)
+            yield {"compiled": ", ".join(map(str, args)), "seconds": after, "exit": exit_code}
+        time.sleep(0.1)
+    for args, process in waiting.items():
+        process.terminate()
+        yield {"compiled": ", ".join(map(str, args)), "seconds": "not ready"}
 
 
 def attempt(run: Callable[[], Any]) -> Any:
-    """The result, or the error in words: a peer that fails leaves the others their turn."""
+    """The result, or the error in words: what fails leaves the others their turn."""
     try:
         return run()
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:160]}"
 
 
-def errors(kind: str) -> list[dict[str, Any]]:
+def errors(kind: str) -> Iterator[Row]:
     """The relative error of the output and of every gradient against float64."""
     torch.manual_seed(0)
     layer = LAYERS[kind](EXACT_LENGTH)
@@ -170,59 +182,55 @@ def errors(kind: str) -> list[dict[str, Any]]:
         out = make(leaves)()
         names = leaves._tensors()
         grads = torch.autograd.grad(out, list(names.values()), grad.to(out.dtype))
-        return {"out": out, **{f"d{name}": x for name, x in zip(names, grads, strict=True)}}
+        return {"out": out.detach(), **{f"d{name}": x for name, x in zip(names, grads, strict=True)}}
 
     truth = results(exact, lambda layer: ours(layer, "torch"))
-    rows = []
-    for name, make in implementations(kind).items():
-        found = attempt(lambda make=make: results(layer, make))
-        row = {"implementation": name}
-        row |= {"error": found} if isinstance(found, str) else {
-            each: f"{relative_error(x, truth[each]):.1e}" for each, x in found.items()
-        }  # fmt: skip
-        rows.append(row)
-    return rows
+    found = attempt(lambda: results(layer, ours))
+    row: Row = {"error": kind, "length": EXACT_LENGTH}
+    yield row | (
+        {"failed": found}
+        if isinstance(found, str)
+        else {each: f"{relative_error(x, truth[each]):.1e}" for each, x in found.items()}
+    )
 
 
-def times(kind: str, length: int) -> list[dict[str, Any]]:
-    """Milliseconds of every implementation: replayed in turns, called, and of the host."""
+def milliseconds(timer: Callable[..., dict[str, float]], run: Step) -> Any:
+    found = attempt(lambda: timer({"": run}, ROUNDS)[""])
+    return round(found, 3) if isinstance(found, float) else found
+
+
+def times(kind: str, name: str, length: int, whats: Sequence[str] = FULL) -> Iterator[Row]:
+    """Milliseconds of an implementation: replayed as a graph, called, and of the host."""
     torch.manual_seed(0)
     layer = LAYERS[kind](length)
-    rows = {name: {"implementation": name} for name in implementations(kind)}
-    for what in FULL:
-        runs = {}
-        for name, make in implementations(kind).items():
-            run = step(layer, make, what)
-            found = attempt(run)
-            if isinstance(found, str):
-                rows[name][f"{what} ms"] = found
-            else:
-                runs[name] = run
-        failures: dict[str, str] = {}
-        replayed = attempt(lambda runs=runs, failures=failures: interleaved(runs, 3, failures=failures))
-        called = attempt(lambda runs=runs: queued(runs, 3))
-        for name, run in runs.items():
-            ms = replayed.get(name, failures.get(name)) if isinstance(replayed, dict) else replayed
-            rows[name][f"{what} ms"] = round(ms, 3) if isinstance(ms, float) else ms
-            rows[name][f"{what} called ms"] = round(called[name], 3) if isinstance(called, dict) else called
-            rows[name][f"{what} host ms"] = attempt(lambda run=run: round(host_ms(run), 3))
-    return list(rows.values())
+    for what in whats:
+        made = attempt(lambda what=what: step(layer, implementations(kind)[name], what))
+        row: Row = {"layer": kind, "length": length, "implementation": name, "what": what}
+        if isinstance(made, str):
+            yield row | {"failed": made}
+            continue
+        begin = time.perf_counter()
+        first = attempt(lambda made=made: made().isfinite().all().item())
+        row |= {"first call s": round(time.perf_counter() - begin, 2), "finite": first}
+        if not isinstance(first, str):
+            row |= {"replayed ms": milliseconds(interleaved, made), "called ms": milliseconds(queued, made)}
+            row["host ms"] = attempt(lambda made=made: round(host_ms(made), 3))
+        yield row
+        gc.collect()
 
 
-def parts(kind: str, length: int, tiles: kernels.Tiles | None = None) -> dict[str, Callable[[], Tensor]]:
+def parts(kind: str, length: int, tiles: kernels.Tiles | None = None) -> dict[str, Step]:
     """Every launch of a forward and a backward alone."""
     layer = LAYERS[kind](length)
     chunks: Any = layer._chunks(None, True)
     if tiles is not None:
         chunks._tiles = tiles
-        chunks._chunks = kernels.cdiv(length, tiles.chunk)
     state = torch.zeros(layer.state_shape, device=DEVICE)
     grad = torch.randn_like(getattr(layer, layer._OUTPUT))
     prepared = chunks._prepare(for_gradients=True)
-    states, values, out = chunks._new_states(prepared), torch.empty_like(prepared.u), torch.empty_like(grad)
-    by_states, by_values, final = torch.empty_like(states), torch.empty_like(values), torch.empty_like(state)
-    chunks._states(prepared, initial=state, states=states, values=values)
-    chunks._state_gradients(prepared, grad, None, final, by_states, by_values)
+    states, values, out = chunks._new_states(prepared), torch.zeros_like(prepared.u), torch.empty_like(grad)
+    states.zero_()
+    by_states, by_values, final = torch.zeros_like(states), torch.zeros_like(values), torch.empty_like(state)
 
     def prepare(for_gradients: bool) -> Tensor:
         chunks._prepared = None
@@ -248,103 +256,85 @@ def parts(kind: str, length: int, tiles: kernels.Tiles | None = None) -> dict[st
     }
 
 
-def part_times(kind: str, length: int) -> list[dict[str, Any]]:
-    failures: dict[str, str] = {}
-    found = interleaved(parts(kind, length), 3, failures=failures)
-    return [{"launch": name, "ms": round(ms, 3)} for name, ms in found.items()] + [
-        {"launch": name, "ms": text} for name, text in failures.items()
-    ]
+def part_times(kind: str, length: int) -> Iterator[Row]:
+    for name, run in parts(kind, length).items():
+        yield {"layer": kind, "length": length, "launch": name, "ms": milliseconds(interleaved, run)}
 
 
-# What `--tune` tries: the launches, and values of their tiles.
-PASSES = [(columns, warps, stages) for columns, warps in ((64, 4), (32, 2), (32, 4), (16, 1)) for stages in (2, 3)]
+# Other tiles, which `--tune` times.
+_TILES = kernels.TILES[2]
+_PASSES = [_TILES._replace(columns=n, states=(w, s), state_gradients=(w, s)) for n, w, s in ((64, 4, 2), (32, 4, 3))]
 VARIANTS: dict[str, list[kernels.Tiles]] = {
-    "states and outputs": [kernels.TILES[2]._replace(columns=n, states=(w, s)) for n, w, s in PASSES],
-    "states": [kernels.TILES[2]._replace(columns=n, states=(w, s)) for n, w, s in PASSES],
-    "state gradients": [kernels.TILES[2]._replace(columns=n, state_gradients=(w, s)) for n, w, s in PASSES],
-    "prepare": [kernels.TILES[2]._replace(prepare=(w, 1)) for w in (2, 4, 8)],
-    "gradients": [kernels.TILES[2]._replace(gradients=(w, s), delta_gradients=(w, s)) for w in (4, 8) for s in (1, 2)],
+    "states and outputs": _PASSES,
+    "state gradients": _PASSES,
+    "prepare": [_TILES._replace(prepare=(8, 1))],
+    "gradients": [_TILES._replace(gradients=(w, s), delta_gradients=(w, s)) for w, s in ((8, 2), (8, 1), (4, 1))],
 }
 
 
-def compile_variant(kind: str, launch: str, numbers: list[int]) -> None:
-    for number in numbers:
-        attempt(lambda number=number: parts(kind, 256, VARIANTS[launch][number])[launch]())
-
-
-def tuned(kind: str, length: int) -> list[dict[str, Any]]:
-    """Every launch with other tiles."""
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=compile_variant, args=(kind, launch, list(range(at, len(variants), 4))), daemon=True)
-        for launch, variants in VARIANTS.items()
-        for at in range(min(4, len(variants)))
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    rows = []
+def tuned(kind: str, length: int) -> Iterator[Row]:
     for launch, variants in VARIANTS.items():
         for tiles in variants:
-            ms = attempt(lambda tiles=tiles, launch=launch: interleaved({0: parts(kind, length, tiles)[launch]}, 1)[0])
-            row = {"launch": launch, "tiles": str(tuple(tiles)), "ms": ms}
-            print(row, flush=True)
-            rows.append(row)
+            ms = attempt(lambda tiles=tiles, launch=launch: parts(kind, length, tiles)[launch])
+            ms = ms if isinstance(ms, str) else milliseconds(interleaved, ms)
+            yield {"layer": kind, "launch": launch, "tiles": tuple(tiles), "ms": ms}
             gc.collect()
-    return rows
 
 
-def one_rank(kind: str, length: int) -> list[dict[str, Any]]:
+def one_rank(kind: str, length: int) -> Iterator[Row]:
     """The share of one rank of 8, with the scan but without what is sent, against an eighth of one device's time."""
     whole = LAYERS[kind](length)
-    rank, rows = 3, []
+    rank = 3
     cp = am.ContextParallel(OneRankComm(rank, RANKS, copies=True), layout=am.Contiguous())
     share = whole.rows(range(rank * length // RANKS, (rank + 1) * length // RANKS))
     for what in FULL:
-        runs = {
-            "one device": step(whole, ours, what),
-            "one rank": step(share, lambda layer: lambda: cp.recurrent(layer, length=length), what),
+        ms = {
+            "one device": milliseconds(queued, step(whole, ours, what)),
+            "one rank": milliseconds(
+                queued, step(share, lambda layer: lambda: cp.recurrent(layer, length=length), what)
+            ),
         }
-        found = attempt(lambda runs=runs: queued(runs, 3))
-        row: dict[str, Any] = {"what": what}
-        if isinstance(found, str):
-            row["error"] = found
-        else:
-            row |= {f"{name} ms": round(ms, 3) for name, ms in found.items()}
-            row["efficiency"] = round(found["one device"] / RANKS / found["one rank"], 3)
-        rows.append(row)
-    return rows
+        row: Row = {"layer": kind, "length": length, "ranks": RANKS, "what": what, **ms}
+        if all(isinstance(each, float) for each in ms.values()):
+            row["efficiency"] = round(ms["one device"] / RANKS / ms["one rank"], 3)
+        yield row
+        gc.collect()
+
+
+def measured(length: int, tune: bool) -> Iterator[Row]:
+    """Everything, this library first."""
+    for kind in LAYERS:
+        yield from errors(kind)
+        yield from times(kind, "attnmesh", length)
+    for kind in LAYERS:
+        yield from part_times(kind, length)
+    yield from one_rank("gated delta rule", RANKS * length)
+    for kind in LAYERS:
+        for name in PEERS[kind]:
+            if name in implementations(kind):
+                yield from times(kind, name, length, FULL[:1])
+    if tune:
+        yield from tuned("gated delta rule", length)
+    yield from one_rank("mamba2", RANKS * length)
+    for kind in LAYERS:
+        for name in PEERS[kind]:
+            if name in implementations(kind):
+                yield from times(kind, name, length, FULL[1:])
 
 
 def main(
-    length: LengthsOption = None, tune: Annotated[bool, typer.Option(help="Time other tiles instead.")] = False,
-    peers: Annotated[bool, typer.Option(help="Time peers that can be imported.")] = True, json: JsonOption = None,
+    length: Annotated[int, typer.Option(help="Positions.")] = LENGTH,
+    compile_only: Annotated[float, typer.Option("--compile", help="Only compile, for so many seconds.")] = 0.0,
+    tune: Annotated[bool, typer.Option(help="Time other tiles, too.")] = False, json: JsonOption = None,
 ) -> None:  # fmt: skip
-    """Time recurrent layers on a GPU."""
-    if not peers:
-        for each in PEERS.values():
-            each.clear()
-    lengths = length or [LENGTH]
-
-    def sections() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        if tune:
-            for kind in LAYERS:
-                yield f"{kind}, other tiles", tuned(kind, lengths[0])
-            return
-        yield "compiled after seconds", [compiled(90)]
-        for kind in LAYERS:
-            yield f"{kind}, error at {EXACT_LENGTH} positions", errors(kind)
-            yield f"{kind}, launches at {lengths[0]}", part_times(kind, lengths[0])
-        for n in lengths:
-            for kind in LAYERS:
-                yield f"{kind} at {n}", times(kind, n)
-                gc.collect()
-        for kind in LAYERS:
-            yield f"{kind}, one rank of {RANKS} at {RANKS * lengths[0]}", one_rank(kind, RANKS * lengths[0])
-
-    publish("recurrent", DEVICE, sections(), json)
-    sys.stdout.flush()
+    """Time recurrent layers on a GPU. Every row is printed as soon as it is measured."""
+    machine, rows = output.machine(DEVICE), []
+    print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
+    for row in compiled(compile_only) if compile_only else measured(length, tune):
+        print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        rows.append(row)
+        if json is not None:
+            output.save(json, {"benchmark": "recurrent", "machine": machine, "sections": {"recurrent layers": rows}})
 
 
 app = make_app(main)

@@ -5,7 +5,7 @@
 
 The line that shards a batch is the same as for Llama: `model(**shard_inputs(cp, ids, ids))`. Recurrent layers pass
 states between ranks; documents that are packed into a row do not see each other. The ranks are processes on this
-machine, the weights are random, and nothing is downloaded. Needs `pip install "attnmesh[hf]"`; takes about 20 seconds.
+machine, the weights are random, and nothing is downloaded. Needs `pip install "attnmesh[hf]"`; takes half a minute.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import attnmesh as am
 from attnmesh import launch
+from attnmesh.comm import Comm
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -31,7 +32,7 @@ MODELS = {
 }  # fmt: skip
 
 
-def train(comm: am.Comm, kind: str, steps: int, length: int) -> list[float]:
+def train(comm: Comm, kind: str, steps: int, length: int) -> list[float]:
     """The loss of every step: two rows, one of them with two documents."""
     am.register_attention()
     cp = am.ContextParallel(comm)

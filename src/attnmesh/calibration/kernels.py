@@ -231,9 +231,9 @@ def _recurrent(sizes: Sizes, device: str) -> Iterator[KernelSample]:
             return torch.randn(1, *shape, device=device, dtype=sizes.dtype)
 
         q, k = (torch.nn.functional.normalize(drawn(heads // 2, length, dim), dim=-1) for _ in range(2))
-        inputs = [q, k, drawn(heads, length, dim), -drawn(heads, length).abs(), drawn(heads, length).sigmoid()]
-        leaves = [x.requires_grad_() for x in inputs]
-        return [*leaves, drawn(heads, length, dim)], lambda: scan(GatedDeltaRule(*leaves))
+        v, decay, beta = drawn(heads, length, dim), -drawn(heads, length).abs(), drawn(heads, length).sigmoid()
+        leaves = [x.requires_grad_() for x in (q, k, v, decay, beta)]
+        return [*leaves, drawn(heads, length, dim)], lambda: scan(GatedDeltaRule(q, k, v, decay, beta))
 
     def forward(length: int) -> Run:
         return given(length)[1]

@@ -31,8 +31,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     else:
         blocks = weight.view(-1, size, weight.shape[1])
         out = torch.bmm(flat.expand(len(blocks), -1, -1), blocks.transpose(1, 2)).transpose(0, 1)
-    out = out.reshape(*x.shape[:-1], -1)  # contiguous: some models take a view of it
-    return out.contiguous() if bias is None else out + bias
+    out = out.reshape(*x.shape[:-1], -1).contiguous()  # some models take a view of it
+    return out if bias is None else out + bias
 
 
 def _is_served(x: Tensor, weight: Tensor) -> bool:

@@ -138,14 +138,11 @@ def transformers_attention(
     served = _IGNORED_ARGUMENTS
     if attention_pass is None and not torch.compiler.is_compiling():
         served = served | _PACKED_ARGUMENTS
+    _check_decoder(module, attention_mask, attention_pass)
     mask = _checked_mask(module, attention_mask, dropout, sliding_window, kwargs, served)
     if attention_pass is None and _default_pass is not None:
         attention_pass = _default_pass(mask)
-    if attention_pass is not None and not isinstance(attention_pass, ShardedPass) and not mask.is_causal:
-        raise ValueError(
-            f"{type(module).__name__}: masks must be causal for a model that generates, got {mask.kind}: an encoder "
-            f"is served with batches of shard_inputs{see(MODELS_PAGE)}"
-        )
+        _check_decoder(module, mask, attention_pass)
     query, key, value = autocast(query, key, value)
     if attention_pass is None and isinstance(mask.padding, ShardedMask):
         raise ValueError(
@@ -166,6 +163,16 @@ def transformers_attention(
             module, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux, softcap=softcap
         )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None  # as Transformers' own: some models take a view of it
+
+
+def _check_decoder(module: nn.Module, mask: LayerMask | None, attention_pass: AttentionPass | None) -> None:
+    """Raise ValueError for the mask of an encoder in a pass that is not one of `shard_inputs`."""
+    is_sharded = attention_pass is None or isinstance(attention_pass, ShardedPass)
+    if not is_sharded and isinstance(mask, LayerMask) and not mask.is_causal:
+        raise ValueError(
+            f"{type(module).__name__}: masks must be causal for a model that generates, got {mask.kind}: an encoder "
+            f"is served with batches of shard_inputs{see(MODELS_PAGE)}"
+        )
 
 
 def _check_sharded(module: nn.Module, attention_pass: ShardedPass, mask: LayerMask, kwargs: dict[str, Any]) -> None:

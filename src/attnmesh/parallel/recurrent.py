@@ -93,7 +93,6 @@ def _recurrence(
         exchange = _Exchange(plan, comm, layer._transition_shape(), tuple(state.shape))
         with _computing("recurrent", comm, state):
             final, *outs = _KernelScan.apply(ranges, exchange, anchor, state, *tensors)  # type: ignore[no-untyped-call]
-            outs = [part.with_skip(out) for part, out in zip(ranges, outs, strict=True)]
             return _output(layer, outs, final), final
 
     scanned = range(len(plan.out(comm.rank)))  # all ranges, or all but the last of the sequence

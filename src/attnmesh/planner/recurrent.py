@@ -280,8 +280,12 @@ def _recurrence(workload: RecurrentWorkload, *, backward: bool) -> Iterator[Roun
 
 
 def _kernels(operations: Floats, backward: bool) -> Kernels:
-    times = BACKWARD if backward else 1
-    return Kernels("recurrent backward" if backward else "recurrent", times * operations, 1.0 * (operations > 0))
+    calls = np.where(operations > 0, 1.0, 0.0)
+    return (
+        Kernels("recurrent backward", BACKWARD * operations, calls)
+        if backward
+        else Kernels("recurrent", operations, calls)
+    )
 
 
 def _segment_rows(plan: ScanPlan) -> Floats:
@@ -295,11 +299,12 @@ def _segment_rows(plan: ScanPlan) -> Floats:
 
 def _scan(plan: ScanPlan, heads: Ints, shape: RecurrentShape) -> Kernels:
     """The scan of a rank's heads over all ranges: small products, one after another, or additions of states."""
-    count, size = float(len(plan.scanned)), plan.sizes
+    count = float(len(plan.scanned))
     if shape.form == "dense":
         product = 2.0 * shape.batch * shape.key_dim**2 * shape.value_dim / plan.parts
-        return Kernels("matmul", count * product * heads, np.where(heads > 0, count, 0.0))
-    return copy(count * size.state * heads, calls=int(count))
+        size: Floats = count * product * heads.astype(np.float64)
+        return Kernels("matmul", size, np.where(heads > 0, count, 0.0))
+    return copy(count * plan.sizes.state * heads, calls=int(count))
 
 
 def _convolution(workload: RecurrentWorkload, *, backward: bool) -> Iterator[Round]:
@@ -326,7 +331,7 @@ def recurrent_memory(workload: RecurrentWorkload, *, backward: bool) -> Ints:
     the forward saved of it. What kernels, or chunks in PyTorch, use for themselves is not counted.
     """
     shape, rows = workload.shape, workload.rows
-    results = rows * (shape.input_row if backward else shape.output_row)
+    results: Ints = rows * (shape.input_row if backward else shape.output_row)
     if not workload.communicates or shape.kind is ShortConvolution:
         return results
     plan = workload.scan
@@ -340,12 +345,12 @@ def recurrent_memory(workload: RecurrentWorkload, *, backward: bool) -> Ints:
         into = heads * size.state * np.array([len(plan.into(rank)) + plan.final for rank in range(plan.world)])
         first = 2 * given + received + arrays
         last = given + arrays + states + into + (0 if plan.gathered else sent_back + returned)
-        return results + np.maximum(first, last)
+        return np.asarray(results + np.maximum(first, last), dtype=np.int64)
     saved = RankBytes.of(plan, backward=False)
     kept = heads * saved.given + given + sizes.heads * max(0, count - 1) * size.transition
     out = heads * size.state * np.array([len(plan.out(rank)) for rank in range(plan.world)])
     exchanged = given + received + 2 * states + (0 if plan.gathered else sent_back + returned)
-    return results + kept + np.maximum(exchanged, heads * saved.given) + out
+    return np.asarray(results + kept + np.maximum(exchanged, heads * saved.given) + out, dtype=np.int64)
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class ResponseFormatter(Formatter):
         """Add text to the items; the events of it."""
         delta, events = self._deltas.add(text, is_last=is_last), []
         if "reasoning_content" in delta:
-            part = {"type": "reasoning_text", "text": ""}
+            part: Json = {"type": "reasoning_text", "text": ""}
             events += self._add_text(delta["reasoning_content"], {"type": "reasoning", "summary": []}, part)
         if "content" in delta:
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}

@@ -52,7 +52,7 @@ class Status:
         sides = [("", self._own)] if decode is None else [("prefill", self._own), ("decode", decode)]
         layers = generator.engine.calls.layers
         self._heads = max((layer.kv_heads for layer in layers), default=0)
-        self._ranks = []
+        self._ranks: list[dict[str, Any]] = []
         for side, sharding in sides:
             for rank in range(sharding.ranks):
                 each, held, place = memory[len(self._ranks)], sharding.kv_heads(rank, self._heads), sharding.place(rank)

@@ -81,7 +81,7 @@ class Thinking:
             if begun.startswith(self.BEGIN):
                 self._head, self._end, text = None, StopStrings([self.END]), begun[len(self.BEGIN) :]
             elif is_last or not self.BEGIN.startswith(begun):
-                self._head, text = None, self._head
+                text, self._head = self._head, None
             else:
                 return "", ""
         thought = ""

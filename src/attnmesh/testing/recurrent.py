@@ -42,7 +42,7 @@ def random_layer(
 
     v, by_head = randn(batch, heads, length, value_dim), (batch, heads, length)
     full = (*by_head, key_dim)
-    layer: RecurrentLayer = {
+    make: dict[str, Callable[[], RecurrentLayer]] = {
         "gated delta rule": lambda: GatedDeltaRule(
             keys(), unit(keys()), v, -randn(*by_head).exp() / 4, randn(*by_head).sigmoid()
         ),
@@ -59,13 +59,13 @@ def random_layer(
             randn(*by_head), F.softplus(randn(*by_head)), -randn(heads, key_dim).exp(), keys(), keys(), randn(heads)
         ),
         "convolution": lambda: ShortConvolution(randn(*by_head), randn(heads, 4), randn(heads), "silu"),
-    }[kind]()  # fmt: skip
-    return to_dtype(layer, torch.float64)
+    }  # fmt: skip
+    return to_dtype(make[kind](), torch.float64)
 
 
 def _randn(shape: Sequence[int], seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
 def to_dtype(

@@ -70,7 +70,7 @@ class GatedDeltaRule(_DeltaRule):
         if not kernels:
             return super()._chunks(ages, kernels)
         scale = check_scale(self.scale, self.k.shape[-1])
-        return KernelChunks(Inputs(self.q, self.k, self.v, self.g, self.beta, ages, scale, delta=True))
+        return KernelChunks(Inputs(self.q, self.k, self.v, self.g, self.beta, None, ages, scale, delta=True))
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,10 +25,11 @@ _launches: Recent[Launch] = Recent()
 
 
 class Inputs(NamedTuple):
-    """The inputs of `S = exp(g) S`, then `S += k u^T`, and `scale q^T S` is read.
+    """The inputs of `S = exp(g) S`, then `S += k u^T`; the output is `scale q^T S + skip v`.
 
-    `u` is `beta v`, or with `delta` the delta rule's `beta (v - k^T S)`; a `beta` of None is 1. q and k are
-    [B, G, S, K], v is [B, H, S, V], g and beta are [B, H, S]; `ages` as `document_ages` returns them.
+    `u` is `beta v`, or with `delta` the delta rule's `beta (v - k^T S)`. Without `beta` it is 1, without `skip` 0. q
+    and k are [B, G, S, K], v is [B, H, S, V], g and beta are [B, H, S], and skip is [H], not with `delta`; `ages` as
+    `document_ages` returns them.
     """
 
     q: Tensor
@@ -36,6 +37,7 @@ class Inputs(NamedTuple):
     v: Tensor
     g: Tensor
     beta: Tensor | None
+    skip: Tensor | None
     ages: Tensor | None
     scale: float
     delta: bool
@@ -96,37 +98,26 @@ class _Prepared(NamedTuple):
 
 
 class KernelChunks(Chunks):
-    """A range of positions of such a recurrence; `skip` is added to its outputs."""
+    """A range of positions of such a recurrence."""
 
-    def __init__(self, inputs: Inputs, skip: Tensor | None = None) -> None:
-        q, k, v, g, beta, *rest = inputs
-        q, k, v = (_rows(x) for x in (q, k, v))
-        self._inputs, self._skip = Inputs(q, k, v, g, beta, *rest), skip
-        self._tiles = TILES[q.element_size()]
-        self._chunks = cdiv(q.shape[2], self._tiles.chunk)
+    def __init__(self, inputs: Inputs) -> None:
+        self._inputs = inputs._replace(q=_rows(inputs.q), k=_rows(inputs.k), v=_rows(inputs.v))
+        self._tiles = TILES[inputs.q.element_size()]
+        self._chunks = cdiv(inputs.q.shape[2], self._tiles.chunk)
         self._prepared: _Prepared | None = None
 
     def run(self, state: Tensor) -> tuple[Tensor, Tensor]:
         out, final = _Run.apply(self, state, *self.tensors)  # type: ignore[no-untyped-call]
-        return self.with_skip(out), final
+        return out, final
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The inputs that have gradients: q, k, v, g and beta."""
-        return self._inputs[:5]
+        """The inputs that have gradients: q, k, v, g, beta and skip."""
+        return self._inputs[:6]
 
-    def of(self, tensors: Sequence[Tensor | None]) -> KernelChunks:
+    def of(self, tensors: Sequence[Any]) -> KernelChunks:
         """The same range of inputs that autograd has kept, or of their copies without a gradient."""
-        q, k, v, g, beta = tensors
-        assert q is not None
-        assert k is not None
-        assert v is not None
-        assert g is not None
-        return KernelChunks(Inputs(q, k, v, g, beta, *self._inputs[5:]))
-
-    def with_skip(self, out: Tensor) -> Tensor:
-        """The outputs with the term that reads no state."""
-        return out if self._skip is None else out + self._skip
+        return KernelChunks(self._inputs._replace(**dict(zip(Inputs._fields, tensors, strict=False))))
 
     def total(self) -> Segment:
         """The segment, without a gradient: see `state_gradient`."""
@@ -161,7 +152,7 @@ class KernelChunks(Chunks):
         return by_initial
 
     def backward(self, state: Tensor, by_out: Tensor, by_final: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients of q, k, v, g, beta and of the state before the range, from those of the results of `run`."""
+        """The gradients of `tensors` and of the state before the range, from those of the results of `run`."""
         by_out = _rows(by_out)
         prepared = self._prepare(for_gradients=True)
         states = self._new_states(prepared)
@@ -177,7 +168,7 @@ class KernelChunks(Chunks):
     def _prepare(self, *, for_gradients: bool = False) -> _Prepared:
         from attnmesh.ops.recurrent.triton_chunks import prepare_kernel
 
-        q, k, v, g, beta, ages, scale, delta = self._inputs
+        q, k, v, g, beta, _, ages, scale, delta = self._inputs
         if self._prepared is not None and (self._prepared.t is not None or not (delta and for_gradients)):
             return self._prepared
         (batch, heads, length, value_dim), (_, groups, _, key_dim) = v.shape, q.shape
@@ -220,7 +211,8 @@ class KernelChunks(Chunks):
             _launches, states_kernel, (blocks * batch * heads,),
             (
                 *_strided(q, k), prepared.p, prepared.w, prepared.u, prepared.gates, prepared.whole,
-                initial, final, transition, states, values, *_strided(out), length, self._chunks, heads, groups,
+                initial, final, transition, states, values, *_strided(out), self._inputs.skip, *_strided(v),
+                length, self._chunks, heads, groups,
             ),
             K=key_dim, V=value_dim, BK=_block(key_dim), BV=columns, C=self._tiles.chunk, BLOCKS=blocks,
             DELTA=self._inputs.delta, PRECISION=self._precision["PRECISION"], num_warps=warps, num_stages=stages,
@@ -251,13 +243,14 @@ class KernelChunks(Chunks):
     ) -> tuple[Tensor | None, ...]:
         from attnmesh.ops.recurrent.triton_chunks import delta_gradients_kernel, gradients_kernel
 
-        q, k, v, g, beta, ages, scale, delta = self._inputs
+        q, k, v, g, beta, skip, ages, scale, delta = self._inputs
         (batch, heads, length, value_dim), (_, groups, _, key_dim) = v.shape, q.shape
         splits = min(heads // groups, max(1, _PROGRAMS // (self._chunks * batch * groups)))
         dtype = torch.float32 if splits > 1 else q.dtype
         by_q, by_k = (q.new_empty(splits, batch, groups, length, key_dim, dtype=dtype) for _ in range(2))
         by_v, by_g = torch.empty_like(v), g.new_empty(g.shape)
         by_beta = None if beta is None else beta.new_empty(beta.shape)
+        by_skip = None if skip is None else q.new_empty(batch, heads, self._chunks, dtype=torch.float32)
         part_of_k, part_of_g = by_k, by_g
         if delta:
             part_of_k, part_of_g = (x.new_empty(x.shape, dtype=torch.float32) for x in (by_k, by_g))
@@ -271,7 +264,7 @@ class KernelChunks(Chunks):
             (
                 *_strided(q, k, v, g, beta), ages, _batch_stride(ages), *_strided(by_out),
                 prepared.p, states, values, by_states, by_values, by_q, part_of_k, *_strided(by_v), part_of_g, by_beta,
-                *sizes, scale,
+                skip, by_skip, *sizes, scale,
             ),
             **widths, DELTA=delta, **self._precision, num_warps=warps, num_stages=stages,
         )  # fmt: skip
@@ -287,7 +280,7 @@ class KernelChunks(Chunks):
                 **widths, **self._precision, num_warps=warps, num_stages=stages,
             )  # fmt: skip
         by_q, by_k = (x.sum(0).to(q.dtype) if splits > 1 else x[0] for x in (by_q, by_k))
-        return by_q, by_k, by_v, by_g, by_beta
+        return by_q, by_k, by_v, by_g, by_beta, None if by_skip is None else by_skip.sum((0, 2))
 
     def _new_states(self, prepared: _Prepared) -> Tensor:
         """Memory for the state of every chunk, transposed."""

@@ -65,7 +65,7 @@ class LightningAttention(Recurrence):
         g = self.g[:, None].expand(sizes.batch, -1, sizes.length)
         if kernels:
             scale = check_scale(self.scale, sizes.key_dim)
-            return KernelChunks(Inputs(self.q, self.k, self.v, g, None, ages, scale, delta=False))
+            return KernelChunks(Inputs(self.q, self.k, self.v, g, None, None, ages, scale, delta=False))
         q, k, v, g = (in_chunks(x, size, sizes) for x in (self.q, self.k, self.v, g))
         q, g = q * check_scale(self.scale, sizes.key_dim), reset_at_starts(g, ages, size)
         return scalar_chunks(q, k, v, g, None, sizes.length)

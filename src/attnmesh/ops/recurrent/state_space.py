@@ -73,8 +73,7 @@ class Mamba2(_StateSpace):
         g = self.dt * self.A[:, None]
         if kernels:
             g = self.dt.float() * self.A.float()[:, None]
-            skip = None if self.D is None else (self.D[:, None, None] * self.x).to(self.x.dtype)
-            return KernelChunks(Inputs(self.C, self.B, self.x, g, self.dt, ages, 1.0, delta=False), skip)
+            return KernelChunks(Inputs(self.C, self.B, self.x, g, self.dt, self.D, ages, 1.0, delta=False))
         C, B, v, g = (in_chunks(x, size, sizes) for x in (self.C, self.B, self.dt.unsqueeze(-1) * self.x, g))
         chunks = scalar_chunks(C, B, v, reset_at_starts(g, ages, size), None, sizes.length)
         return chunks if self.D is None else _WithSkip(chunks, self.D[:, None, None] * self.x)

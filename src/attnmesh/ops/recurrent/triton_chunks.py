@@ -29,7 +29,7 @@ import triton.language as tl
 
 from attnmesh.ops.dense.triton_tiles import at_head, tile_pointers
 
-SIZES = ["length", "chunks"]  # not specialized: every length would compile anew
+SIZES = ["length", "chunks", "heads", "groups", "splits"]  # not specialized: other sizes would compile anew
 _LOWEST = tl.constexpr(-87.0)  # the logarithm of the smallest float32
 
 
@@ -185,24 +185,21 @@ def prepare_kernel(
 
     logs = _log_decays(g, g_strides, ages, age_stride, batch, head, begin, length, C)
     from_start, to_end, decay = _decays(logs, C, EXACT)
-    between = _decays_between(logs, C, EXACT)
-    gate_pointers = gates + number.to(tl.int64) * (2 * C) + tl.arange(0, C)
-    tl.store(gate_pointers, scale * from_start)
-    tl.store(gate_pointers + C, to_end)
-    tl.store(whole + number, decay)
-
-    keys = load_positions(at_head(k, k_strides, batch, group), k_strides[2], begin, length, C, K, BK)
-    queries = load_positions(at_head(q, q_strides, batch, group), q_strides[2], begin, length, C, K, BK)
-    products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-    tl.store(block_pointers(p, number, C, C), (scale * between * products).to(dtype))
-
     step = tl.full((C,), 1.0, tl.float32)
     if beta is not None:
         step = _per_position(beta, beta_strides, batch, head, begin, length, C)
     if DELTA:
+        keys = load_positions(at_head(k, k_strides, batch, group), k_strides[2], begin, length, C, K, BK)
         products = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
-        system = tl.where(row > column, step[:, None] * between * products, 0.0)
-        inverse = _unit_lower_inverse(system, C, PRECISION).to(dtype)
+        products *= step[:, None] * _decays_between(logs, C, EXACT)
+        inverse = _unit_lower_inverse(tl.where(row > column, products, 0.0), C, PRECISION).to(dtype)
+    # Written here, so that the keys are read again rather than kept in registers.
+    gate_pointers = gates + number.to(tl.int64) * (2 * C) + tl.arange(0, C)
+    tl.store(gate_pointers, scale * from_start)
+    tl.store(gate_pointers + C, to_end)
+    tl.store(whole + number, decay)
+    keys = load_positions(at_head(k, k_strides, batch, group), k_strides[2], begin, length, C, K, BK)
+    if DELTA:
         if t is not None:
             tl.store(block_pointers(t, number, C, C), inverse)
         erased = ((step * from_start)[:, None] * keys.to(tl.float32)).to(dtype)
@@ -215,10 +212,13 @@ def prepare_kernel(
         if DELTA:
             written = tl.dot(inverse, written, input_precision=PRECISION).to(dtype)
         tl.store(block_pointers(u, number * BLOCKS + block, BV, C), tl.trans(written))
+    queries = load_positions(at_head(q, q_strides, batch, group), q_strides[2], begin, length, C, K, BK)
+    products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    tl.store(block_pointers(p, number, C, C), (scale * products * _decays_between(logs, C, EXACT)).to(dtype))
 
 
 @triton.jit
-def _earlier_and_later(by_from_start, by_to_end, C: tl.constexpr):
+def _earlier_and_later(by_from_start, by_to_end):
     """The gradient of each logarithm, from those of the sums up to a position and of the sums after it."""
     return tl.cumsum(by_from_start, 0, reverse=True) + tl.cumsum(by_to_end, 0) - by_to_end
 
@@ -227,7 +227,7 @@ def _earlier_and_later(by_from_start, by_to_end, C: tl.constexpr):
 def gradients_kernel(
     q, q_strides, k, k_strides, v, v_strides, g, g_strides, beta, beta_strides, ages, age_stride,
     by_out, by_out_strides, p, states, values, by_states, by_values,
-    by_q, by_k, by_v, by_v_strides, by_g, by_beta, length, chunks, heads, groups, splits, scale,
+    by_q, by_k, by_v, by_v_strides, by_g, by_beta, skip, by_skip, length, chunks, heads, groups, splits, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -259,6 +259,7 @@ def gradients_kernel(
         by_to_end = tl.zeros((C,), tl.float32)
         by_step = tl.zeros((C,), tl.float32)
         by_decay = 0.0
+        by_weight = 0.0
         by_p = tl.zeros((C, C), tl.float32)
         for block in tl.static_range(BLOCKS):
             at = number * BLOCKS + block
@@ -279,17 +280,23 @@ def gradients_kernel(
             by_p = tl.dot(grad, value, by_p, input_precision=PRECISION)
             if not DELTA:
                 by_value = tl.trans(tl.load(block_pointers(by_values, at, BV, C))).to(tl.float32)
-                if beta is not None:
+                by_given = step[:, None] * by_value
+                if beta is not None or skip is not None:
                     given = load_positions(
                         at_head(v, v_strides, batch, head) + block * BV, v_strides[2], begin, length, C,
                         V - block * BV, BV,
-                    )  # fmt: skip
-                    by_step += tl.sum(by_value * given.to(tl.float32), 1)
+                    ).to(tl.float32)  # fmt: skip
+                    by_step += tl.sum(by_value * given, 1)
+                if skip is not None:
+                    by_given += tl.load(skip + head).to(tl.float32) * grad.to(tl.float32)
+                    by_weight += tl.sum(tl.sum(grad.to(tl.float32) * given, 1), 0)
                 store_positions(
-                    at_head(by_v, by_v_strides, batch, head) + block * BV, by_v_strides[2], begin, length,
-                    step[:, None] * by_value, C, V - block * BV, BV,
+                    at_head(by_v, by_v_strides, batch, head) + block * BV, by_v_strides[2], begin, length, by_given,
+                    C, V - block * BV, BV,
                 )  # fmt: skip
-        by_logs = _earlier_and_later(by_from_start, by_to_end, C) + decay * by_decay
+        if skip is not None:
+            tl.store(by_skip + number, by_weight)
+        by_logs = _earlier_and_later(by_from_start, by_to_end) + decay * by_decay
         by_between = by_p * tl.load(block_pointers(p, number, C, C)).to(tl.float32)
         if EXACT:
             later = near[:, None] > near[None, :]

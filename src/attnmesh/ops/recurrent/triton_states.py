@@ -3,7 +3,7 @@
 A program keeps some columns of the state of one head in registers, transposed [V, K], from chunk to chunk:
 
     values = u - w S                          by_values = p^T by_out + to_end k by_S
-    outputs = scale from_start q S + p values
+    outputs = scale from_start q S + p values + skip v
     S = whole S + (to_end k)^T values         by_S = whole by_S + (scale from_start q)^T by_out - w^T by_values
 
 Transposed, the state is the left factor of its products: tensor cores read it from the registers that hold their sums,
@@ -30,7 +30,7 @@ def _state_pointers(base, number, column, K: tl.constexpr, V, BK: tl.constexpr, 
 @triton.jit(do_not_specialize=SIZES)
 def states_kernel(
     q, q_strides, k, k_strides, p, w, u, gates, whole, initial, final, transition, states, values, out, out_strides,
-    length, chunks, heads, groups,
+    skip, v, v_strides, length, chunks, heads, groups,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BLOCKS: tl.constexpr,
     DELTA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -57,11 +57,21 @@ def states_kernel(
     if out is not None:
         q = at_head(q, q_strides, batch, group)
         out = at_head(out, out_strides, batch, head) + block * BV
+        if skip is not None:
+            weight = tl.load(skip + head).to(tl.float32)
+            v = at_head(v, v_strides, batch, head) + block * BV
 
+    # What no product waits for is loaded a turn ahead: Triton loads only operands of products early.
+    gates += first.to(tl.int64) * (2 * C) + tl.arange(0, C)
     decay = tl.load(whole + first)
+    if out is not None:
+        from_start = tl.load(gates)
     for chunk in range(chunks):
         number, begin = first + chunk, chunk * C
-        next_decay = tl.load(whole + number + 1, mask=chunk + 1 < chunks, other=0.0)  # a turn ahead: nothing waits
+        next_chunk = tl.minimum(chunk + 1, chunks - 1)
+        next_decay = tl.load(whole + first + next_chunk)
+        if out is not None:
+            next_from_start = tl.load(gates + next_chunk * (2 * C))
         at = number * VALUE_BLOCKS + block
         low = state.to(dtype)
         if states is not None:
@@ -78,19 +88,24 @@ def states_kernel(
             value -= tl.dot(low, tl.trans(erased), input_precision=PRECISION)
         if values is not None:
             tl.store(block_pointers(values, at, BV, C), value.to(dtype))
-        gate = gates + tl.cast(number, tl.int64) * (2 * C) + tl.arange(0, C)
         if out is not None:
             queries = load_positions(q, q_strides[2], begin, length, C, K, BK)
             mix = tl.load(block_pointers(p, number, C, C))
-            result = tl.dot(low, tl.trans(queries), input_precision=PRECISION) * tl.load(gate)[None, :]
+            result = tl.dot(low, tl.trans(queries), input_precision=PRECISION) * from_start[None, :]
             result = tl.dot(value.to(dtype), tl.trans(mix), result, input_precision=PRECISION)
             row, column = begin + tl.arange(0, C), tl.arange(0, BV)
             there = (row < length)[:, None] & (block * BV + column < V)[None, :]
             within = tl.arange(0, C)[:, None] * out_strides[2] + column[None, :]
             rows = out + tl.cast(begin, tl.int64) * out_strides[2] + within
-            tl.store(rows, tl.trans(result).to(out.dtype.element_ty), mask=there)
+            result = tl.trans(result)
+            if skip is not None:
+                within = tl.arange(0, C)[:, None] * v_strides[2] + column[None, :]
+                given = tl.load(v + tl.cast(begin, tl.int64) * v_strides[2] + within, mask=there, other=0.0)
+                result += weight * given.to(tl.float32)
+            tl.store(rows, result.to(out.dtype.element_ty), mask=there)
+            from_start = next_from_start
         keys = load_positions(k, k_strides[2], begin, length, C, K, BK)
-        value = (value * tl.load(gate + C)[None, :]).to(dtype)
+        value = (value * tl.load(gates + chunk * (2 * C) + C)[None, :]).to(dtype)
         state = tl.dot(value, keys, state * decay, input_precision=PRECISION)
         decay = next_decay
 
@@ -126,16 +141,20 @@ def state_gradients_kernel(
     k, q = at_head(k, k_strides, batch, group), at_head(q, q_strides, batch, group)
     by_out = at_head(by_out, by_out_strides, batch, head) + block * BV
 
+    # What no product waits for is loaded a turn ahead: Triton loads only operands of products early.
+    gates += first.to(tl.int64) * (2 * C) + tl.arange(0, C)
     decay = tl.load(whole + first + chunks - 1)
+    to_end = tl.load(gates + (chunks - 1) * (2 * C) + C)
     for turn in range(chunks):
         chunk = chunks - 1 - turn
         number, begin = first + chunk, chunk * C
-        next_decay = tl.load(whole + number - 1, mask=chunk > 0, other=0.0)  # a turn ahead: nothing waits
+        next_chunk = tl.maximum(chunk - 1, 0)
+        next_decay = tl.load(whole + first + next_chunk)
+        next_to_end = tl.load(gates + next_chunk * (2 * C) + C)
         at = number * BLOCKS + block
         low = state.to(dtype)
         if by_states is not None:
             tl.store(block_pointers(by_states, at, BV, BK), low)
-        gate = gates + tl.cast(number, tl.int64) * (2 * C) + tl.arange(0, C)
         row, column = begin + tl.arange(0, C), tl.arange(0, BV)
         there = (row < length)[:, None]
         if V % BV != 0:
@@ -147,16 +166,16 @@ def state_gradients_kernel(
         state *= decay
         if DELTA or by_values is not None:
             mix = tl.load(block_pointers(p, number, C, C))
-            by_value = tl.dot(low, tl.trans(keys), input_precision=PRECISION) * tl.load(gate + C)[None, :]
+            by_value = tl.dot(low, tl.trans(keys), input_precision=PRECISION) * to_end[None, :]
             by_value = tl.dot(tl.trans(grad), mix, by_value, input_precision=PRECISION).to(dtype)
             if by_values is not None:
                 tl.store(block_pointers(by_values, at, BV, C), by_value)
             if DELTA:
                 erased = tl.load(block_pointers(w, number, C, BK))
                 state = tl.dot(-by_value, erased, state, input_precision=PRECISION)
-        queries = (queries.to(tl.float32) * tl.load(gate)[:, None]).to(dtype)
+        queries = (queries.to(tl.float32) * tl.load(gates + chunk * (2 * C))[:, None]).to(dtype)
         state = tl.dot(tl.trans(grad), queries, state, input_precision=PRECISION)
-        decay = next_decay
+        decay, to_end = next_decay, next_to_end
 
     pointers, mask = _state_pointers(by_initial, sequence, block * BV, K, V, BK, BV)
     tl.store(pointers, state, mask=mask)

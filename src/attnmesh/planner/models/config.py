@@ -517,7 +517,11 @@ def _mixers(fields: _Fields, layers: int) -> tuple[tuple[bool, ...], tuple[bool,
 
 def _recurrent(fields: _Fields, heads: ModelConfig, count: int) -> RecurrentLayers:
     """The recurrent layers of a model, recognized by the sizes that its config has."""
-    hidden, has = heads.hidden, lambda name: fields.values.get(name) is not None
+    hidden = heads.hidden
+
+    def has(name: str) -> bool:
+        return fields.values.get(name) is not None
+
     if has("linear_num_value_heads"):
         values, keys = fields.size("linear_num_value_heads"), fields.size("linear_num_key_heads")
         k, v = fields.size("linear_key_head_dim"), fields.size("linear_value_head_dim")
