@@ -364,19 +364,12 @@ def in_a_process(*command: str, **environment: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.sweep
-def test_verify_starts_processes_of_its_own():
-    ran = in_a_process("attnmesh", "verify", "--ranks", "2", "--seed", "3")
-    assert ran.returncode == 0, ran.stderr
-    assert "attnmesh verify: 2 ranks, cpu, seed 3" in ran.stdout
-    assert counts(ran.stdout)[1] == 0
-
-
-@pytest.mark.sweep
 def test_a_wrong_answer_of_processes_is_an_exit_status_of_one(tmp_path):
     fault = "from attnmesh.ops.merge import GradAccumulator\nGradAccumulator.add_to = lambda self, target: None\n"
     (tmp_path / "sitecustomize.py").write_text(fault)  # every process imports it as it starts
     ran = in_a_process("attnmesh", "verify", "--ranks", "2", "--seed", "3", PYTHONPATH=str(tmp_path))
     assert ran.returncode == 1
+    assert "attnmesh verify: 2 ranks, cpu, seed 3" in ran.stdout
     assert counts(ran.stdout)[1] > 0
     assert "Traceback" not in ran.stderr
 

@@ -144,11 +144,12 @@ def test_a_mask_in_several_launches(monkeypatch, backend):
         monkeypatch.setattr(module, "MAX_INTERVALS", 4)  # of 10 chains below
     inputs, sinks = random_inputs(11, batch=2, heads=(2, 1), device=device_of(backend)), torch.randn(2)
     sinks, shuffled = sinks.to(inputs[0].device), torch.randperm(11)
-    for mask, at in (
+    masks = [
+        (PerSequence([falling_slices(10), Causal()]), torch.arange(11)),
         (falling_slices(10), torch.arange(11)),
         (falling_slices(10), shuffled),
-        (PerSequence([falling_slices(10), Causal()]), torch.arange(11)),
-    ):
+    ]
+    for mask, at in masks[:1] if backend == "triton" else masks:  # interpreted kernels take long
         how = {"q_positions": at, "k_positions": at}
         found = forward_backward(
             lambda q, k, v, sinks, mask=mask, how=how: attention(
