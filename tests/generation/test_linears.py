@@ -40,7 +40,9 @@ def test_few_rows_have_the_product_of_float64(rows, out, other, bias):
 
 
 @pytest.mark.parametrize(
-    "weight", [torch.randn(40, 64).t(), torch.randn(64, 40).bfloat16(), torch.randn(64, 40).double()], ids=str
+    "weight",
+    [torch.randn(40, 64).t(), torch.randn(64, 40).bfloat16(), torch.randn(64, 40).double()],
+    ids=["transposed", "bfloat16", "float64"],
 )
 def test_other_weights_take_torchs_product(weight):
     x = torch.randn(8, 40, dtype=weight.dtype)

@@ -109,7 +109,7 @@ def check_number(name: str, x: object, above: float | None = None, least: float 
     Kernels take float32: larger numbers would be infinite there.
     """
     if isinstance(x, float | int) and is_number(x) and (above is None or x > above) and (least is None or x >= least):
-        if abs(x) > MAX_FLOAT32:
+        if not -MAX_FLOAT32 <= x <= MAX_FLOAT32:
             raise ValueError(f"{name} must be at most {MAX_FLOAT32:.4g} in magnitude, got {shown(x)}")
         return float(x)
     if above == 0:
