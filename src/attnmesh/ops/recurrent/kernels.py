@@ -55,8 +55,8 @@ class Tiles(NamedTuple):
     delta_gradients: tuple[int, int]
 
 
-# By bytes per element: what ran on an H200 with Triton 3.6. All widths take them, filled up with 0: a run with columns=32
-# for 16-bit inputs ended in an illegal memory access, whose cause is not known.
+# By bytes per element: what ran on an H200 with Triton 3.6. All widths take them, filled up with 0: a run with 32
+# columns and 16-bit inputs ended in an illegal memory access, whose cause is not known.
 TILES = {
     2: Tiles(64, 64, (4, 1), (4, 3), (4, 2), (8, 1), (8, 1)),
     4: Tiles(32, 32, (4, 1), (4, 2), (4, 2), (8, 1), (8, 1)),
