@@ -196,7 +196,8 @@ def test_over_a_quantized_cache_the_logits_are_those_of_one_rank(storage):
 
     one, plain = rank(None, am.DecodeSharding(), None), logits_of("llama", OTHER)[69:72].repeat(2, 1)
     assert far_apart(one, plain) > 1e-3
-    assert all(far_apart(found, one) < 1e-5 for found in on_virtual_ranks(2, rank))
+    # Products of other shapes may round a value near the middle of two steps of the storage the other way.
+    assert all(far_apart(found, one) < 1e-4 for found in on_virtual_ranks(2, rank))
 
 
 def test_the_same_prompt_again_and_again():

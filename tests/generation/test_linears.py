@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from attnmesh.generation.linears import linear, use_linear
-from attnmesh.generation.norms import one_call
+from attnmesh.generation.layers import linear, one_call, use_linear
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch has no MKL")
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from attnmesh.generation.norms import one_call, run_in_one_call, use_one_call
+from attnmesh.generation.layers import one_call, run_in_one_call, use_one_call
 
 
 def test_an_rms_norm_takes_one_call_only_where_that_has_its_bits(monkeypatch):

@@ -249,6 +249,8 @@ ITEMS: dict[str, Callable[[Launch], float]] = {
 }
 ONE_ITEM = {
     "dense.triton_backward._rows_per_key_tile_kernel": "the number of programs is part of an address",
+    "recurrent.triton_chunks.gradients_kernel": "the number of programs is part of an address",
+    "recurrent.triton_chunks.delta_gradients_kernel": "the number of programs is part of an address",
     "sparse.triton_paged_topk._select_kernel": "the loop bisects the scores of one row",
 }
 

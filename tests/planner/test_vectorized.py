@@ -11,10 +11,10 @@ from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
+from attnmesh.planner import program as programs
 from attnmesh.planner import vectorized
 from attnmesh.planner.program import MessageTotals
 from attnmesh.planner.schedules import program
-from attnmesh.planner.specs import ulysses
 from attnmesh.planner.vectorized import VectorizedShards
 from helpers.cases import first, in_turn, sweep
 
@@ -80,7 +80,7 @@ def test_two_levels_by_arrays_are_those_by_patches(nodes, ranks_per_node, mask, 
 def test_messages_by_the_million_are_kept_as_their_sums(schedule, monkeypatch):
     workload = Workload(shards(Causal(), Zigzag(), 128, 8), SHAPE, 4)
     plain = rounds(monkeypatch, 64, schedule, workload, True)
-    for module in (vectorized, ulysses):
+    for module in (vectorized, programs):
         monkeypatch.setattr(module, "MAX_LISTED_MESSAGES", 0)
     folded = rounds(monkeypatch, 0, schedule, workload, True)
     for a, b in zip_longest(plain, folded):

@@ -108,7 +108,7 @@ def simulate_command(
         check_sizes(length=length, batch=batch, q_heads=shape.q_heads, head_dim=shape.head_dim)
         workload = _workload(shape, mask, layout, length, ranks, node)
         with output.counting(f"choosing a schedule for {counted(ranks, 'rank')}"):
-            chosen = _schedule(schedule or "ring", workload, cluster)
+            chosen = _schedule("ring" if schedule is None else schedule, workload, cluster)
         rounds = ranks // (node if chosen == "ulysses+ring" else 1) + 1  # at most, of a ring
         program_of = lambda way: program(chosen, workload, backward=way)  # noqa: E731
         title = f"{chosen}: {length:,} tokens over {counted(ranks, 'rank')}, {layout.value}, {mask}"

@@ -32,9 +32,8 @@ from attnmesh.generation.attention_calls import (
     run_model,
 )
 from attnmesh.generation.latents import LatentProjections
-from attnmesh.generation.linears import use_linear
+from attnmesh.generation.layers import run_in_one_call, use_linear, use_one_call
 from attnmesh.generation.models import cache_storage
-from attnmesh.generation.norms import run_in_one_call, use_one_call
 from attnmesh.generation.passes import (
     CachePass,
     ChunkKV,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.ops.recurrent.api import scan
-from attnmesh.ops.recurrent.layer import RecurrentLayer
+from attnmesh.ops.recurrent.layer import RecurrentLayer, of_batch
 
 KEPT_STATES = 2
 """States that are kept for later prompts, for each sequence of a batch."""
@@ -132,7 +132,7 @@ class RowStates:
         for count in sorted(set(counts)):
             at = torch.tensor([i for i, each in enumerate(counts) if each == count], device=self.rows.device)
             for call, layer in enumerate(self.drafted):
-                accepted = layer.of_batch(at).rows(range(count))
+                accepted = of_batch(layer, at).rows(range(count))
                 _, states = scan(accepted, initial_state=self._before(call)[at], return_final_state=True)
                 self.states.tensors[call][self.rows[at]] = states
 

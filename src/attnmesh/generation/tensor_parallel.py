@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from attnmesh.comm import Comm
-from attnmesh.generation.linears import StepLinear, is_plain, linear
+from attnmesh.generation.layers import StepLinear, is_plain, linear
 
 _Split = Literal["column", "row", "column_gathered"]
 _MLP: dict[str, _Split] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}

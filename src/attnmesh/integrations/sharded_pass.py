@@ -154,7 +154,9 @@ class ShardedPass:
                     f"that counts positions from its padding token, got others"
                 )
         rows = self.position_ids.shape[0]
-        real = torch.ones(rows, self.length, dtype=torch.int64) if self._documents is None else self._documents >= 0
+        real = torch.ones(rows, self.length, dtype=torch.int64, device="cpu")
+        if self._documents is not None:
+            real = self._documents >= 0
         self.plain_position_ids = self.position_ids
         self.position_ids = self.shard((real.cumsum(1) * real + first).to(self.position_ids.device))
         self.has_model_positions = True

@@ -221,7 +221,7 @@ def _write(pool: Stored, slots: Tensor, x: Tensor) -> None:
         if block >= 0:
             pool[block][offset].copy_(x.view(x.shape[1], x.shape[3]))
         return
-    if isinstance(pool, Tensor) and slots.numel() <= _FEW and pool.stride(0) == pool.shape[1] * pool.stride(1):
+    if isinstance(pool, Tensor) and 0 < slots.numel() <= _FEW and pool.stride(0) == pool.shape[1] * pool.stride(1):
         at = slots.reshape(-1)
         if min(at.tolist()) >= 0:
             tokens = x.to(pool.dtype).transpose(0, 1).flatten(1, 2)

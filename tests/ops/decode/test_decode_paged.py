@@ -86,7 +86,8 @@ def test_two_heads_of_few_rows_read_together(how, backend):
         out = replace(problem, k=k, v=v).run(backend).out
         heads = problem.q.shape[1] // how["kv_heads"]
         assert torch.equal(out[:, :heads], found.out[:, :heads])
-        assert out[:2, heads : 2 * heads].isnan().all()
+        if cache is problem.v or backend != "cpu":  # for keys that are all NaN, torch's kernel gives 0 on some CPUs
+            assert out[:2, heads : 2 * heads].isnan().all()
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def short_keys(call: DecodeCall) -> ShortKeys | None:
     """The keys of all sequences, if a copy of them for one call of the kernel costs less than a call for each."""
     q, k, v, table = call.q, call.k, call.v, call.table
     if (
-        table is None or table.shape[0] < q.shape[0] or q.shape[0] == 1 or q.shape[2] > 1 or call.mask is not None
+        table is None or table.shape[0] < q.shape[0] or q.shape[0] < 2 or q.shape[2] > 1 or call.mask is not None
         or call.tree is not None or call.splits != Splits() or not isinstance(k, Tensor) or not isinstance(v, Tensor)
         or k.shape != v.shape or not (_has_even_strides(k) and _has_even_strides(v))
     ):  # fmt: skip

@@ -157,11 +157,6 @@ class RecurrentLayer(ABC):
         with_positions = {name: x for name, x in self._tensors().items() if "seq" in self._DIMS[name].split()}
         return replace(self, **{name: x[:, :, rows.start : rows.stop] for name, x in with_positions.items()})
 
-    def of_batch(self, at: Tensor) -> Self:
-        """The layer of some rows of the batch, int64 [n]."""
-        of_rows = {name: x for name, x in self._tensors().items() if self._DIMS[name].startswith("batch ")}
-        return replace(self, **{name: x[at] for name, x in of_rows.items()})
-
     def _in_compute_dtype(self) -> Self:
         """The layer with all inputs in `compute_dtype`."""
         dtype = self.compute_dtype
@@ -256,6 +251,12 @@ def check_documents(documents: object, batch: int, length: int) -> tuple[Documen
         if mask.length != length:
             raise ValueError(f"documents must add up to the length of the sequence, {length}, got {shown(documents)}")
     return masks
+
+
+def of_batch(layer: RecurrentLayer, at: Tensor) -> RecurrentLayer:
+    """The layer of some rows of the batch, int64 [n]."""
+    of_rows = {name: x for name, x in layer._tensors().items() if layer._DIMS[name].startswith("batch ")}
+    return replace(layer, **{name: x[at] for name, x in of_rows.items()})
 
 
 def document_ages(documents: tuple[Documents, ...] | None, rows: range, device: torch.device) -> Tensor | None:
