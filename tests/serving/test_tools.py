@@ -127,6 +127,7 @@ def test_calls_are_found_in_text_that_grows(case, size):
     parts += parser.end()
     assert "".join(part for part in parts if isinstance(part, str)) == content
     assert [(each.name, json.loads(each.arguments)) for each in parts if isinstance(each, ToolCall)] == calls
+    assert not any("\\u" in each.arguments for each in parts if isinstance(each, ToolCall))  # letters stay letters
 
 
 def test_the_parser_is_that_of_the_template():

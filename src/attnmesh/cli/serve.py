@@ -246,7 +246,7 @@ def serve_command(
 
 def _announce(url: str) -> None:
     console = output.console()
-    console.print(f"Serving on {url}/v1, with a page to chat on {url} (stop with Ctrl-C)", soft_wrap=True)
+    console.print(f"Serving on {url}/v1 and a page to chat on {url} (stop with Ctrl-C)", soft_wrap=True)
     console.file.flush()
 
 

@@ -21,6 +21,7 @@ from attnmesh.ops.recurrent.layer import Chunks
 from attnmesh.utils.optional import installed
 
 KEY_DIM = 128  # of all tiles: fewer channels of keys are filled up with 0
+_VALUE_DIMS = (64, 128)  # that have run on a GPU
 _launches: Recent[Launch] = Recent()
 
 
@@ -77,6 +78,9 @@ def why_no_kernels(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> s
         return f"states have at most {KEY_DIM} rows in registers, and key_dim is {q.shape[-1]}"
     if 0 in q.shape or 0 in v.shape:
         return "a dimension is 0"
+    if not _interpreted() and (q.dtype == torch.float16 or q.shape[-1] != KEY_DIM or v.shape[-1] not in _VALUE_DIMS):
+        served = f"bfloat16 and float32 with key_dim {KEY_DIM} and value_dim {' or '.join(map(str, _VALUE_DIMS))}"
+        return f"on GPUs only {served} are tested, not {q.dtype} with {q.shape[-1]} and {v.shape[-1]}"
     return None
 
 
