@@ -132,6 +132,9 @@ def _rank_main(
         store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
         limit = timedelta(seconds=30)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+        if store.add("connected", 1) == world:
+            store.set("all are connected", "")
+        store.wait(["all are connected"], limit)  # a rank that still connects fails when a peer closes its connection
         result = fn(comm_from(None), *args)
     except BaseException as error:
         pipe.send(Raised(type(error).__name__, str(error), traceback.format_exc()))
