@@ -175,7 +175,12 @@ def assert_sound(kernels: list[dict]) -> None:
     for kernel in kernels:
         what, dtype, heads, d, *_ = kernel["case"]
         # Hopper's own matrix instructions, wherever a kernel counts on them.
-        of_gluon = "gluon" in what and kernel["kernel"] not in ("_locate_kernel", "_merge_kernel", "_select_kernel")
+        of_gluon = "gluon" in what and kernel["kernel"] not in (
+            "_bounds_kernel",
+            "_locate_kernel",
+            "_merge_kernel",
+            "_select_kernel",
+        )
         if of_gluon or (kernel["kernel"] in ("scores_kernel", "grad_query_kernel") and heads >= 64):
             assert kernel["wgmma"] or dtype == "float32", kernel
         if what == "forward gluon":  # waits where the source waits: others would be the compiler's
