@@ -12,8 +12,7 @@ from pathlib import Path
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.schedules import SCHEDULES, why_not
-from attnmesh.plan.shards import shards
+from attnmesh.plan.shards import SCHEDULES, shards, why_not
 from attnmesh.planner.hardware import Cluster, Device, Link
 from attnmesh.planner.program import Program
 from attnmesh.planner.simulator.network import Slowdown

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from attnmesh.plan.schedules import SCHEDULES
+from attnmesh.plan.shards import SCHEDULES
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.program import Load
 from attnmesh.planner.simulator.simulate import Simulated

@@ -20,8 +20,7 @@ from attnmesh.comm import SoloComm
 from attnmesh.generation import GenerationStats
 from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.plan.decode import DecodeShape, Place
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import Shape, Workload, shards
 from attnmesh.planner.catalog import catalog, cluster
 from attnmesh.planner.decode import DecodeRequest
 from attnmesh.planner.models import config

@@ -19,8 +19,7 @@ import pytest
 
 from attnmesh.core.layouts import Contiguous, Layout, Zigzag
 from attnmesh.core.masks import Causal, Full, Mask
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import Shape, Workload, shards
 from attnmesh.planner.program import MessageTotals
 from attnmesh.planner.schedules import loads, peak_bytes, program
 from attnmesh.planner.specs.allgather import workload_head_groups

@@ -7,8 +7,7 @@ import pytest
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Full
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import Shape, Workload, shards
 from attnmesh.planner.hardware import Cluster, Curve
 from attnmesh.planner.program import Kernels, Messages, MessageTotals, Round
 from attnmesh.planner.schedules import program as schedule_program

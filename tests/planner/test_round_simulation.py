@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.schedules import SCHEDULES
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import SCHEDULES, Shape, Workload, shards
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.program import Messages, MessageTotals, Program, Round
 from attnmesh.planner.schedules import program

@@ -21,9 +21,7 @@ from attnmesh.core.masks import (
     Slices,
     SlidingWindow,
 )
-from attnmesh.plan.schedules import SCHEDULES
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape
+from attnmesh.plan.shards import SCHEDULES, Shape, shards
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.schedules import loads
 from attnmesh.report import schedule_report

@@ -15,9 +15,7 @@ import typer
 
 from attnmesh.cli import options, output
 from attnmesh.core.layouts import LAYOUTS
-from attnmesh.plan.schedules import SCHEDULES, check_schedule
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import SCHEDULES, Shape, Workload, check_schedule, shards
 from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.models.config import model as known_model

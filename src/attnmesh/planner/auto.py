@@ -28,8 +28,7 @@ from attnmesh.core import ranges
 from attnmesh.core.ranges import Ranges
 from attnmesh.plan.allgather import gather_plan
 from attnmesh.plan.decode import COMBINES, Combine, DecodeShape, DecodeSharding
-from attnmesh.plan.schedules import SCHEDULES, why_not
-from attnmesh.plan.workload import Workload
+from attnmesh.plan.shards import SCHEDULES, Workload, why_not
 from attnmesh.planner.cost import Cost, bytes_sent, cost
 from attnmesh.planner.hardware import Cluster, Device, Link
 from attnmesh.planner.program import Load, Program, Round, imbalance

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attnmesh.plan.decode import COMBINES, KVDP_EXCHANGES, Combine, DecodeShape, DecodeSharding, KvdpExchange
-from attnmesh.plan.workload import Workload
+from attnmesh.plan.shards import Workload
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.program import Load, LoadCounter, Program
 from attnmesh.planner.schedules import program

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attnmesh.plan.schedules import SCHEDULES
-from attnmesh.plan.workload import Workload
+from attnmesh.plan.shards import SCHEDULES, Workload
 from attnmesh.planner.program import Ints, Load, Messages, Program, Round, program_loads
 from attnmesh.planner.specs.allgather import AllGatherSpec
 from attnmesh.planner.specs.base import ScheduleSpec, Tile

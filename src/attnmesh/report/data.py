@@ -26,9 +26,7 @@ from attnmesh.core.masks import (
     check_mask,
 )
 from attnmesh.generation.stats import GenerationStats
-from attnmesh.plan.schedules import SCHEDULES, why_not
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import SCHEDULES, Shape, Workload, shards, why_not
 from attnmesh.planner.auto import Choice, choose_schedule
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.hardware import Cluster

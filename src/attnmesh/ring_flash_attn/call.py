@@ -22,7 +22,7 @@ from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
 from attnmesh.parallel.context import ContextParallel, UnnumberedContext
 from attnmesh.parallel.executor import BackendName
-from attnmesh.plan.schedules import ScheduleName
+from attnmesh.plan.shards import ScheduleName
 from attnmesh.utils.validation import check_bool, check_count, check_number, check_tensor, is_number, shown
 
 T = TypeVar("T")

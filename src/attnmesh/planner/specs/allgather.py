@@ -10,8 +10,7 @@ import numpy as np
 
 from attnmesh.core import ranges
 from attnmesh.plan.allgather import gather_plan, groups_that_fill, head_groups
-from attnmesh.plan.shards import Shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import Shape, Shards, Workload
 from attnmesh.planner.program import Exchange, Floats, Kernels, Messages, Round, concurrent_rounds
 from attnmesh.planner.sizes import GroupedWorkload, RankSizes, copy, relayout, row_coverage
 from attnmesh.planner.specs.base import GroupSpec, GroupTile, NamedTiles

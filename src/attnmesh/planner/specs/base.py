@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Generic, NamedTuple, TypeVar
 
+from attnmesh.plan.shards import Workload
 from attnmesh.plan.ulysses import HeadShare
-from attnmesh.plan.workload import Workload
 from attnmesh.planner.program import Floats, Round
 from attnmesh.planner.sizes import GroupedWorkload
 

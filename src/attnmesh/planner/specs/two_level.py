@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from attnmesh.plan.shards import Shards
+from attnmesh.plan.shards import Shards, Workload
 from attnmesh.plan.two_level import two_level_plan
-from attnmesh.plan.workload import Workload
 from attnmesh.planner.program import Floats, Messages, Round
 from attnmesh.planner.sizes import RankSizes, key_rows, relayout
 from attnmesh.planner.specs.base import NamedTiles, ScheduleSpec, Tile, single

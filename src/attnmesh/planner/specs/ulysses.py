@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnmesh.core import ranges
-from attnmesh.plan.shards import node_shards
+from attnmesh.plan.shards import Shape, Workload, node_shards
 from attnmesh.plan.ulysses import HeadShare, head_share, replicated
-from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.program import Exchange, Floats, Ints, Round, all_to_all
 from attnmesh.planner.sizes import GroupedWorkload, RankSizes, key_rows, query_rows, relayout
 from attnmesh.planner.specs.base import GroupSpec, NamedTiles, ScheduleSpec, Tile
