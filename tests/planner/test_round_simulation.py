@@ -13,8 +13,7 @@ from attnmesh.plan.shards import SCHEDULES, Shape, Workload, shards
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.program import Messages, MessageTotals, Program, Round
 from attnmesh.planner.schedules import program
-from attnmesh.planner.simulator.network import Slowdown
-from attnmesh.planner.simulator.simulate import run_rounds
+from attnmesh.planner.simulator import Slowdown, run_rounds
 from helpers.clusters import all_to_all_program, attention_kernels, long_ring_program, make_program, simulated_cluster
 from helpers.event_simulation import run_events
 

@@ -26,8 +26,8 @@ from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.schedules import loads
 from attnmesh.report import schedule_report
 from attnmesh.report.data import RankGroups, default_ranks_per_node, hardware_name, in_words
-from attnmesh.report.drawing import bands, drawing_data, pair_counts
-from attnmesh.report.drawing import visible_pairs as visible_pair_count
+from attnmesh.report.page import bands, drawing_data, pair_counts
+from attnmesh.report.page import visible_pairs as visible_pair_count
 from attnmesh.trace.timeline import Span
 from helpers.cases import first, sweep
 from helpers.masks import batch_masks, visible_pairs

@@ -26,7 +26,7 @@ from attnmesh.plan.shards import ScheduleName, Shape, Workload, shards
 from attnmesh.planner.hardware import Cluster, Device, Link
 from attnmesh.planner.program import Program
 from attnmesh.planner.schedules import program
-from attnmesh.planner.simulator.simulate import Simulated, simulate
+from attnmesh.planner.simulator import Simulated, simulate
 
 _SMALL = 64  # bytes of a message whose time is its latency
 _MANY = 17  # messages in one exchange

@@ -24,8 +24,7 @@ from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.recurrent import runs
 from attnmesh.plan.shards import SCHEDULES, ScheduleName, check_schedule, shards
 from attnmesh.planner.recurrent import KINDS
-from attnmesh.trace.recorder import Recorder
-from attnmesh.trace.timeline import Span, match_messages, summarize_overlap, write_trace
+from attnmesh.trace.timeline import Recorder, Span, match_messages, summarize_overlap, write_trace
 from attnmesh.utils.progress import reported_steps
 from attnmesh.utils.text import counted
 from attnmesh.utils.validation import check_timeout

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.health.group_store import CommError
-from attnmesh.trace.recorder import Recorder
+from attnmesh.trace.timeline import Recorder
 from attnmesh.utils.text import alternatives, counted, format_ranks, ranks_by_value, see, with_link
 from attnmesh.utils.validation import check_device, check_timeout, check_type
 

@@ -32,7 +32,7 @@ from attnmesh.comm.health.monitor import MonitoredComm, Waiting, comms, comms_lo
 from attnmesh.comm.in_flight import InFlightMessage, Waitable, messages_of, record_on_stream, record_on_threads, stage
 from attnmesh.comm.local_peers import LocalPeers, SharedWork, connect
 from attnmesh.comm.nccl import QueuedOperation
-from attnmesh.trace.recorder import Recorder
+from attnmesh.trace.timeline import Recorder
 from attnmesh.utils.validation import check_timeout
 
 _TAGS, _SIZE_FACTOR = (1 << 31) - 1, 0x9E3779B1  # tags are 31-bit integers

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnmesh.comm.base import Agreement, CallLog, Comm, Message, Pending, Shape, SharedValues, Signature
 from attnmesh.comm.health.group_store import CommError
-from attnmesh.trace.recorder import Recorder
+from attnmesh.trace.timeline import Recorder
 
 
 class SubComm(Comm):

@@ -25,8 +25,7 @@ from attnmesh.comm.base import (
     out_of_step,
 )
 from attnmesh.comm.health.group_store import CommError
-from attnmesh.trace.recorder import MessageRecord, Recorder
-from attnmesh.trace.timeline import Track
+from attnmesh.trace.timeline import MessageRecord, Recorder, Track
 from attnmesh.utils.text import format_ranks
 from attnmesh.utils.validation import check_count, shown
 

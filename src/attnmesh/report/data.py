@@ -32,7 +32,7 @@ from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.program import Load, imbalance
 from attnmesh.planner.schedules import Step, is_step, loads, program, steps
-from attnmesh.planner.simulator.simulate import simulate
+from attnmesh.planner.simulator import simulate
 from attnmesh.trace.timeline import Span
 from attnmesh.utils.files import read_json
 from attnmesh.utils.progress import reported
