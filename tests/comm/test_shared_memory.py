@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from attnmesh.comm import Comm, CommError, comm_from, local_peers, recording, run_virtual
-from attnmesh.comm.shared_memory import IS_AVAILABLE, RingReader, RingWriter, Segment, largest_message
+from attnmesh.comm.local_peers import IS_AVAILABLE, RingReader, RingWriter, Segment, largest_message
 from helpers.processes import Died, run_processes
 
 pytestmark = pytest.mark.skipif(not IS_AVAILABLE, reason="needs Linux")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.cli.generate.job import quantized_cache
+from attnmesh.cli.generate import quantized_cache
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.latents import LatentProjections, LatentWidths
 from attnmesh.generation.models import kv_bytes_per_token

@@ -27,8 +27,8 @@ import pydantic  # noqa: E402
 from attnmesh.generation.grammar import grammar_of  # noqa: E402
 from attnmesh.serving.commands import Submission  # noqa: E402
 from attnmesh.serving.fields import _IGNORED, _REFUSED, ApiError, Fields  # noqa: E402
-from attnmesh.serving.openapi import ENDPOINTS  # noqa: E402
 from attnmesh.serving.protocol import (  # noqa: E402
+    ENDPOINTS,
     parse_chat,
     parse_completion,
     parse_detokenize,

@@ -14,7 +14,6 @@ import typer
 
 from attnmesh import launch
 from attnmesh.cli import options, output
-from attnmesh.cli.auto_sharding import AutoSharding
 from attnmesh.cli.errors import Terminated
 from attnmesh.cli.language_model import (
     CacheStorageOption,
@@ -23,6 +22,7 @@ from attnmesh.cli.language_model import (
     check_language_model,
     device_memory,
 )
+from attnmesh.cli.plan import AutoSharding
 from attnmesh.cli.sharding import (
     CpOption,
     KvdpOption,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnmesh.comm.base import Message, detached
 from attnmesh.comm.local_peers import SharedWork
-from attnmesh.trace.recorder import MessageRecord, Recorder, Timestamp
+from attnmesh.trace.timeline import MessageRecord, Recorder, Timestamp
 
 
 class Waitable(Protocol):

@@ -19,8 +19,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attnmesh.core.intervals import FAR, Line, Trapezoid, trapezoids, union
-from attnmesh.core.mask import And, Coverage, IntervalMask, Mask, Or, check_mask
+from attnmesh.core.mask import (
+    FAR,
+    And,
+    Coverage,
+    IntervalMask,
+    Line,
+    Mask,
+    Or,
+    Trapezoid,
+    check_mask,
+    trapezoids,
+    union,
+)
 from attnmesh.utils.validation import MAX_COUNT, check_bool, check_choice, check_count, check_list, shown
 
 __all__ = [

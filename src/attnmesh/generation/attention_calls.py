@@ -34,7 +34,7 @@ from attnmesh.models.sharded import heads_of
 from attnmesh.ops.recurrent.api import scan
 from attnmesh.ops.recurrent.layer import RecurrentLayer
 from attnmesh.ops.storage import bytes_per_token
-from attnmesh.utils.error_links import explained_in
+from attnmesh.utils.text import explained_in
 
 _TOKENS = 2  # of the pass that is recorded
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}  # of latents that are expanded; else 0.05

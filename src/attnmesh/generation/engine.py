@@ -60,7 +60,7 @@ from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.decode import DecodeSharding
-from attnmesh.plan.schedules import ScheduleName
+from attnmesh.plan.shards import ScheduleName
 from attnmesh.utils.text import counted
 from attnmesh.utils.validation import check_count
 

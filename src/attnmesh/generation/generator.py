@@ -33,7 +33,7 @@ from attnmesh.models.sharded import ShardedWeights, sharded_weights
 from attnmesh.parallel.node_groups import comm_named
 from attnmesh.parallel.reshard.contents import check_movable
 from attnmesh.plan.decode import DecodeSharding
-from attnmesh.plan.schedules import ScheduleName
+from attnmesh.plan.shards import ScheduleName
 from attnmesh.utils.validation import check_count, check_positive, check_type, shown
 
 _GREEDY = Sampling()

@@ -40,7 +40,7 @@ from attnmesh.integrations.transformers_models import (
 )
 from attnmesh.ops.recurrent.layer import RecurrentLayer
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.utils.error_links import see
+from attnmesh.utils.text import see
 
 _CallCheck = Callable[[nn.Module, Sequence[Any]], None]
 

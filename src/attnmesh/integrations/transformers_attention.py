@@ -36,8 +36,8 @@ from attnmesh.integrations.transformers_models import (
     scale_by_index,
 )
 from attnmesh.ops.dense.api import attention
-from attnmesh.utils.error_links import see
 from attnmesh.utils.optional import require
+from attnmesh.utils.text import see
 from attnmesh.utils.validation import shown
 
 # Keyword arguments that models pass down to their attention and that do not change it.

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256, shake_256
 
-from attnmesh.utils.error_links import see
+from attnmesh.utils.text import see
 from attnmesh.utils.validation import check_count, shown
 
 _MAX_CONTENT = 1 << 24  # tokens of one image: more than any has

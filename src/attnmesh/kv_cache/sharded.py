@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmesh.comm.agreement import CallLog, text_digest
+from attnmesh.comm.base import CallLog, text_digest
 from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.block_pool import CacheFull, CacheStats
 from attnmesh.kv_cache.cache import BlockCache

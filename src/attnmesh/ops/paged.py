@@ -23,7 +23,7 @@ from attnmesh.ops.dense.call import Call, Scores, kernel_span
 from attnmesh.ops.dense.dispatch import choose_fused
 from attnmesh.ops.merge import StateAccumulator
 from attnmesh.ops.storage import Quantized, Stored, dequantize, values_of
-from attnmesh.trace.recorder import Recorder
+from attnmesh.trace.timeline import Recorder
 from attnmesh.utils.validation import check_number, check_tensor, check_type, shown
 
 _PART_BYTES = 64 << 20  # of gathered K and V: long enough that merging a state costs little beside computing it

@@ -29,7 +29,7 @@ from attnmesh.integrations.transformers_attention import (
     set_default_pass,
     transformers_attention,
 )
-from attnmesh.ring_flash_attn.call import Group, bounds, comm_of, context, lengths_of, raised_on_all_ranks
+from attnmesh.ring_flash_attn.functions import Group, bounds, comm_of, context, lengths_of, raised_on_all_ranks
 from attnmesh.utils.optional import require
 from attnmesh.utils.validation import check_bool, check_count
 

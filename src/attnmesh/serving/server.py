@@ -28,7 +28,7 @@ from attnmesh.serving.app import AppSettings, Service, create_app
 from attnmesh.serving.connections import ConnectionLimits, LimitedProtocol, RequestGate, WaitingConnections
 from attnmesh.serving.handover import DecodeLoop, PrefillLoop, connect
 from attnmesh.serving.loop import RequestQueue, ServingLoop
-from attnmesh.serving.status import Status, memory_of_ranks
+from attnmesh.serving.metrics import Status, memory_of_ranks
 
 _CLOSE_SECONDS = 5  # in which connections must end after the last answer
 _LAST_SECONDS = 10.0  # that rank 0 has to answer after another rank has failed

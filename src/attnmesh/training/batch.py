@@ -25,7 +25,7 @@ from attnmesh.integrations.transformers_attention import check_gaps, document_st
 from attnmesh.integrations.transformers_models import IGNORED_LABEL
 from attnmesh.parallel.checksums import ValueChecks
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.utils.error_links import explained_in
+from attnmesh.utils.text import explained_in
 from attnmesh.utils.validation import check_bool, check_tensor, check_type, shown
 
 _NAMES = ("input_ids", "labels", "position_ids", "attention_mask", "num_items_in_batch", "attention_pass", "use_cache")

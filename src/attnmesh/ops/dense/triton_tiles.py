@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnmesh.ops.exponents import EXPONENT_BITS, HUGE, LOWEST
-from attnmesh.ops.gpu import GPU, HOPPER, gpu_of
+from attnmesh.ops.launch import GPU, HOPPER, gpu_of
 
 LENGTHS = ["q_len", "kv_len"]  # not specialized: the blocks of a ring have many lengths, and each would recompile
 LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, which the hardware supports natively

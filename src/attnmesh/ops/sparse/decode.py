@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnmesh.core.merge import add_sinks
 from attnmesh.core.ranges import InterleavedShard
-from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.core.state import State, accumulation_dtype, add_sinks
 from attnmesh.ops.sparse import dispatch, torch_backend
 from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices
 from attnmesh.ops.sparse.attention import MAX_DEFAULT_D_V

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
-from attnmesh.ops.gpu import gpu_of
-from attnmesh.ops.launch import Recent, signature
+from attnmesh.ops.launch import Recent, gpu_of, signature
 from attnmesh.ops.sparse import torch_backend
 from attnmesh.ops.sparse.arguments import TopKIndices
 from attnmesh.ops.sparse.call import IndexerCall, SparseCall

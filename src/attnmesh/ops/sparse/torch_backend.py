@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnmesh.core.merge import add_sinks
-from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.core.state import State, accumulation_dtype, add_sinks
 from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices, sort_by_key
 from attnmesh.ops.sparse.call import IndexerCall, SparseCall
 

@@ -34,9 +34,15 @@ from torch import Tensor
 from attnmesh.comm import Comm
 from attnmesh.core import ranges
 from attnmesh.core.masks import Mask
-from attnmesh.core.merge import discount_sinks_batch_invariant, merge_stacked, scale_for_sum, unpack_state
 from attnmesh.core.ranges import Ranges
-from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.core.state import (
+    State,
+    accumulation_dtype,
+    discount_sinks_batch_invariant,
+    merge_stacked,
+    scale_for_sum,
+    unpack_state,
+)
 from attnmesh.ops.decode.api import PagedStep, alibi_bias, paged_decode_attention
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
 from attnmesh.ops.dense.api import attention_state
