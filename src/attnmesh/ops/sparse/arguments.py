@@ -140,8 +140,9 @@ class SparseMask:
             positions = positions.clamp(-1, end * self.k_stride)
             hi = torch.minimum(hi, torch.div(positions + 1, self.k_stride, rounding_mode="floor"))
         slots = _per_row("topk_length", self.topk_length, topk, s_q, device).clamp(0, topk)
-        rows = torch.stack((lo.clamp(self.k_offset, end), hi.clamp(self.k_offset, end), slots)).int()
-        return RowBounds(*rows.unbind(), self.k_offset)  # as aligned as those of `triton_bounds`: launches repeat
+        bounds = torch.stack((lo.clamp(self.k_offset, end), hi.clamp(self.k_offset, end), slots)).int()
+        lo, hi, slots = bounds.unbind()  # as aligned as by `triton_bounds`: launches repeat
+        return RowBounds(lo, hi, slots, self.k_offset)
 
 
 def _check_integers(name: str, given: object) -> None:

@@ -177,7 +177,7 @@ def prepared_call(
     if not torch.compiler.is_compiling():
         try:
             kinds = type(q), type(k), type(indices), type(v), type(sinks), dispatch.LOG.isEnabledFor(logging.INFO)
-            # Launches keep the offset of keys, a number. All other numbers of a mask are in its bounds, which are tensors.
+            # Launches keep the offset of keys. The other numbers of a mask are in its bounds, which are tensors.
             key = (*signature(q, k, indices, v, sinks), mask.k_offset, *kinds, options, *map(type, options))
             known = _prepared.get(key)
         except (AttributeError, RuntimeError, TypeError):  # not dense tensors, or an option that is no number
