@@ -181,13 +181,16 @@ def comparisons(
 ) -> list[Comparison]:
     """Return a comparison for every result.
 
-    `sizes` are the norms of what was rounded before it was summed over ranks, where that is larger.
+    `sizes` are the norms of what was rounded before it was summed over ranks.
     """
     assert found.keys() == plain.keys() == exact.keys()
     made = []
     for name in exact:
-        larger = max(1.0, (sizes or {}).get(name, 0.0) / float(exact[name].norm().clamp(min=1e-30)))
-        made.append(Comparison(name, found[name], exact[name], plain[name], larger * ROUNDING[dtype]))
+        rounding = ROUNDING[dtype]
+        if sizes is not None and name in sizes:  # few numbers: each may be rounded by half a unit in the last place
+            larger = sizes[name] / float(exact[name].norm().clamp(min=1e-30))
+            rounding = max(rounding, larger * torch.finfo(dtype).eps / 2)
+        made.append(Comparison(name, found[name], exact[name], plain[name], rounding))
     return made
 
 
