@@ -1,7 +1,7 @@
 """Names of decode and caches that fewer programs need; the operations and caches themselves are at the top level."""
 
 from attnmesh.core.state import merge_sinks
-from attnmesh.kv_cache.block_pool import CacheFull, content_ids
+from attnmesh.kv_cache.block_manager import CacheFull, content_ids
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.ops.decode.device_errors import check_decode_errors

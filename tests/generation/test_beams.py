@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.generation.batching import Callbacks
-from attnmesh.generation.beam_search import BeamSearch
 from attnmesh.generation.generator import Generator
+from attnmesh.generation.requests import BeamSearch, Callbacks
 from helpers.cases import sweep
 from helpers.models import (
     VOCABULARY,

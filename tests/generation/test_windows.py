@@ -14,7 +14,7 @@ from attnmesh.generation.rank_memory import kv_cache_bytes
 from attnmesh.kv_cache import block_manager
 from attnmesh.kv_cache.block_manager import max_window_blocks
 from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.spec import CacheSpec
+from attnmesh.kv_cache.pools import CacheSpec
 from helpers.cases import sweep
 from helpers.models import attnmesh_model, generated_rows, greedy_tokens, logits_of, on_virtual_ranks, random_ids
 from helpers.processes import run_processes

@@ -16,8 +16,8 @@ for name in ("transformers", "fastapi", "uvicorn", "prometheus_client"):
 from attnmesh.comm import CommError, IndependentSubComm, SoloComm  # noqa: E402
 from attnmesh.generation.generator import Generator  # noqa: E402
 from attnmesh.generation.sampling import Sampling  # noqa: E402
+from attnmesh.kv_cache.pools import CacheSpec  # noqa: E402
 from attnmesh.kv_cache.sharded import ShardedCache  # noqa: E402
-from attnmesh.kv_cache.spec import CacheSpec  # noqa: E402
 from attnmesh.parallel.reshard.goal import Room, room_of  # noqa: E402
 from attnmesh.plan.decode import DecodeSharding  # noqa: E402
 from attnmesh.serving.commands import Submission  # noqa: E402

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from attnmesh.core.ranges import InterleavedShard
-from attnmesh.generation.latents import latent_widths
-from attnmesh.generation.models import cache_storage, kv_bytes_per_token, layer_windows
+from attnmesh.generation.models import cache_storage, kv_bytes_per_token, latent_widths, layer_windows
 from attnmesh.kv_cache.block_manager import BlockLayout, max_window_blocks
 from attnmesh.models.sharded import WeightSizes, heads_of
 from attnmesh.plan.decode import DecodeSharding

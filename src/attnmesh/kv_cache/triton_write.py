@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights, ProjectedKV
 from attnmesh.ops.block.norm_rope import CosSin, Norm
-from attnmesh.ops.block.stages import ProjectedKV
 from attnmesh.ops.dense.triton_tiles import padded
 from attnmesh.ops.storage import (
     BFP_BITS,

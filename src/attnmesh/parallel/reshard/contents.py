@@ -22,9 +22,9 @@ from attnmesh.comm import Comm
 from attnmesh.core import ranges
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.kv_cache.block_manager import BlockLayout
+from attnmesh.kv_cache.pools import CacheSpec
 from attnmesh.kv_cache.sequence import token_ids
 from attnmesh.kv_cache.sharded import ShardedCache
-from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.ops.storage import check_storage
 from attnmesh.plan.decode import DecodeSharding, Place
 from attnmesh.plan.reshard import Part, Piece

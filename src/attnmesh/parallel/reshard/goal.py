@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, replace
 import torch
 
 from attnmesh.comm import SharedValues
-from attnmesh.kv_cache.block_pool import CacheFull
+from attnmesh.kv_cache.block_manager import CacheFull
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.ops.storage import bytes_per_token

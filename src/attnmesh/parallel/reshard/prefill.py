@@ -11,7 +11,7 @@ from torch import Tensor
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Layout
 from attnmesh.core.ranges import Ranges
-from attnmesh.kv_cache.block_pool import root_hash
+from attnmesh.kv_cache.block_manager import root_hash
 from attnmesh.kv_cache.sequence import token_ids
 from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.reshard.contents import CacheContents, SequenceContents, as_integers
