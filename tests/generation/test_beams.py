@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import attnmesh as am
+from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.generator import Generator
-from attnmesh.generation.requests import BeamSearch, Callbacks
+from attnmesh.generation.requests import BeamSearch
 from helpers.cases import sweep
 from helpers.models import (
     VOCABULARY,

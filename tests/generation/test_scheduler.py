@@ -17,11 +17,9 @@ from hypothesis import strategies as st
 import attnmesh as am
 from attnmesh.comm.base import SoloComm
 from attnmesh.core.ranges import InterleavedShard
+from attnmesh.generation.batching import BatchRanks, Callbacks, ContinuousBatch
 from attnmesh.generation.requests import (
-    BatchRanks,
     BeamSearch,
-    Callbacks,
-    ContinuousBatch,
     GenerationStats,
     Request,
     RequestOptions,

@@ -32,7 +32,7 @@ from attnmesh.generation.attention_calls import (
     run_model,
 )
 from attnmesh.generation.layers import run_in_one_call, use_linear, use_one_call
-from attnmesh.generation.models import LatentProjections, cache_storage
+from attnmesh.generation.models import BLOCK_SIZE, CacheBlocks, LatentProjections, cache_storage
 from attnmesh.generation.passes import (
     CachePass,
     ChunkKV,
@@ -44,7 +44,6 @@ from attnmesh.generation.passes import (
     HomeExchange,
     StepKV,
 )
-from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
 from attnmesh.generation.recurrent_states import KEPT_STATES, RecurrentStates, RowStates
 from attnmesh.generation.sampling import prompt_scores
 from attnmesh.generation.tensor_parallel import TensorParallel
