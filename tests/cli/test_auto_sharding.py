@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from attnmesh.cli.language_model import DeviceMemory  # noqa: E402
 from attnmesh.cli.plan import AutoSharding  # noqa: E402
-from attnmesh.generation.rank_memory import ShardedMemory  # noqa: E402
+from attnmesh.generation.models import ShardedMemory  # noqa: E402
 from attnmesh.plan.decode import DecodeSharding  # noqa: E402
 from attnmesh.planner import models  # noqa: E402
 from helpers.cases import sweep  # noqa: E402

@@ -12,11 +12,10 @@ pytest.importorskip("triton")
 
 from attnmesh.core.state import State
 from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.spec import CacheSpec
+from attnmesh.kv_cache.pools import CacheSpec
 from attnmesh.kv_cache.triton_write import norm_rope_write, write_tokens
-from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights, ProjectedKV
 from attnmesh.ops.block.norm_rope import Norm, Rope
-from attnmesh.ops.block.stages import ProjectedKV
 from attnmesh.ops.decode.call import build_call
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.decode.triton import pick_tiles as pick_decode_tiles

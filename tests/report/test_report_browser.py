@@ -6,7 +6,7 @@ import pytest
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.generation.stats import GenerationStats
+from attnmesh.generation.requests import GenerationStats
 from attnmesh.plan.shards import Shape
 from attnmesh.report import GeneratedAnswer, generation_report, schedule_report, write_report
 from attnmesh.trace.timeline import Span

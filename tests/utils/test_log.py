@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.kv_cache.block_pool import BlockPool
+from attnmesh.kv_cache.block_manager import BlockPool
 from attnmesh.ops import launch
 from attnmesh.plan.decode import DecodeShape
 from attnmesh.utils import log

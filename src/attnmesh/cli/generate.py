@@ -43,11 +43,9 @@ from attnmesh.core.layouts import LAYOUTS, Layout
 from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.engine import min_prefill_chunk
 from attnmesh.generation.generator import Generator
-from attnmesh.generation.latents import latent_widths
-from attnmesh.generation.models import cache_storage
-from attnmesh.generation.rank_memory import ShardedMemory, kv_cache_bytes
+from attnmesh.generation.models import ShardedMemory, cache_storage, kv_cache_bytes, latent_widths
+from attnmesh.generation.requests import GenerationStats
 from attnmesh.generation.sampling import Sampling
-from attnmesh.generation.stats import GenerationStats
 from attnmesh.models.checkpoint import ModelError, translated_errors, weight_bytes
 from attnmesh.models.loading import load_config_and_tokenizer, load_model, model_folder, needs_conversion
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS

@@ -23,9 +23,7 @@ from attnmesh.cli import options, output
 from attnmesh.cli.errors import CommandGroup
 from attnmesh.cli.language_model import DeviceMemory, local_ranks
 from attnmesh.cli.sharding import RunHere, kv_itemsize, not_run_here
-from attnmesh.generation.latents import latent_widths
-from attnmesh.generation.models import cache_storage
-from attnmesh.generation.rank_memory import ShardedMemory
+from attnmesh.generation.models import ShardedMemory, cache_storage, latent_widths
 from attnmesh.models.checkpoint import CONFIG
 from attnmesh.ops.storage import bytes_per_token
 from attnmesh.plan.decode import DecodeSharding

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from attnmesh.cli.options import bytes_argument
-from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
+from attnmesh.generation.models import BLOCK_SIZE, CacheBlocks
 from attnmesh.models.sharded import is_sharded_type
 from attnmesh.ops.storage import PLAIN, bytes_per_token
 from attnmesh.plan.decode import DecodeSharding

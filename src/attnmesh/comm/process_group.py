@@ -29,8 +29,17 @@ from attnmesh.comm.base import (
 )
 from attnmesh.comm.health.group_store import CommError
 from attnmesh.comm.health.monitor import MonitoredComm, Waiting, comms, comms_lock, reason_of
-from attnmesh.comm.in_flight import InFlightMessage, Waitable, messages_of, record_on_stream, record_on_threads, stage
-from attnmesh.comm.local_peers import LocalPeers, SharedWork, connect
+from attnmesh.comm.in_flight import (
+    InFlightMessage,
+    LocalPeers,
+    SharedWork,
+    Waitable,
+    connect,
+    messages_of,
+    record_on_stream,
+    record_on_threads,
+    stage,
+)
 from attnmesh.comm.nccl import QueuedOperation
 from attnmesh.trace.timeline import Recorder
 from attnmesh.utils.validation import check_timeout

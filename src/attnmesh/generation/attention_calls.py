@@ -25,8 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnmesh.core.masks import Causal, Chunked, Mask, SlidingWindow
-from attnmesh.generation.latents import LatentWidths, latent_widths
-from attnmesh.generation.models import cached_widths, layer_configs, layer_windows
+from attnmesh.generation.models import LatentWidths, cached_widths, latent_widths, layer_configs, layer_windows
 from attnmesh.generation.recurrent_states import RecurrentCall
 from attnmesh.integrations.recurrent_layers import is_recurrent, serve_over_ranks
 from attnmesh.integrations.transformers_models import MODELS_PAGE, text_config

@@ -25,9 +25,8 @@ from attnmesh.generation.agreement import (
 from attnmesh.generation.batching import BatchRanks, Callbacks, ContinuousBatch
 from attnmesh.generation.engine import Engine, min_prefill_chunk
 from attnmesh.generation.prompts import check_prompt, check_tokenizer, one_prompt, prompt_ids
-from attnmesh.generation.requests import Request, RequestOptions, SubmitOptions, Token
+from attnmesh.generation.requests import GenerationStats, Request, RequestOptions, SubmitOptions, Token
 from attnmesh.generation.sampling import Sampling
-from attnmesh.generation.stats import GenerationStats
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.models.sharded import ShardedWeights, sharded_weights
 from attnmesh.parallel.node_groups import comm_named

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from attnmesh.comm import Comm
 from attnmesh.core.mask_encoding import traced_mask
-from attnmesh.core.masks import Documents, Mask, PerSequence
-from attnmesh.core.packing import Packing
+from attnmesh.core.masks import Documents, Mask, Packing, PerSequence
 from attnmesh.integrations.recurrent_layers import serve_over_ranks
 from attnmesh.integrations.transformers_models import (
     IGNORED_LABEL,

@@ -15,7 +15,7 @@ import numpy as np
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
-from attnmesh.ops.recurrent.convolution import ShortConvolution
+from attnmesh.ops.recurrent.layers import ShortConvolution
 from attnmesh.plan.shards import SCHEDULES, Shape, Workload, shards, why_not
 from attnmesh.planner.cost import Cost, Memory, Option, Ranking, ranked, schedule_cost
 from attnmesh.planner.hardware import Cluster, group_cluster, group_ranks_per_node

@@ -25,7 +25,7 @@ from attnmesh.core.masks import (
     SlidingWindow,
     check_mask,
 )
-from attnmesh.generation.stats import GenerationStats
+from attnmesh.generation.requests import GenerationStats
 from attnmesh.plan.shards import SCHEDULES, Shape, Workload, shards, why_not
 from attnmesh.planner.auto import Choice, choose_schedule
 from attnmesh.planner.catalog import default_cluster

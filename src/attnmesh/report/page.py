@@ -14,7 +14,7 @@ from string import Template
 from attnmesh.core import ranges
 from attnmesh.core.mask import Coverage, Mask, coverage, sequence_intervals
 from attnmesh.core.ranges import Ranges
-from attnmesh.generation.stats import GenerationStats
+from attnmesh.generation.requests import GenerationStats
 from attnmesh.plan.shards import Shards
 from attnmesh.planner.program import Load
 from attnmesh.report.data import (

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, VirtualComm
 from attnmesh.core.layouts import Contiguous
-from attnmesh.core.masks import Documents, Mask
-from attnmesh.core.packing import Packing
+from attnmesh.core.masks import Documents, Mask, Packing
 from attnmesh.integrations.sharded_pass import ShardedPass, checked_on_all_ranks
 from attnmesh.integrations.transformers_attention import (
     LayerMask,

@@ -25,9 +25,8 @@ from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.prompts import eos_tokens
 from attnmesh.serving.answers import Answers, ClientGone, disconnected, stream, unless
-from attnmesh.serving.commands import Submission
 from attnmesh.serving.fields import ApiError, decode_json, invalid
-from attnmesh.serving.loop import Closed, QueueFull, RequestQueue
+from attnmesh.serving.loop import Closed, QueueFull, RequestQueue, Submission
 from attnmesh.serving.metrics import Metrics, Status
 from attnmesh.serving.prompts import PromptTokenizer
 from attnmesh.serving.protocol import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from attnmesh.generation.grammar import grammar_of
+from attnmesh.generation.sampling import grammar_of
 from attnmesh.serving.fields import ApiError, Fields, decode_json, invalid
 from attnmesh.serving.tools import arguments_schema, calls_schema
 from attnmesh.utils.validation import shown

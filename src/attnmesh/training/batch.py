@@ -17,8 +17,7 @@ from torch import Tensor
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Balanced
-from attnmesh.core.masks import Causal, Full
-from attnmesh.core.packing import packing_of
+from attnmesh.core.masks import Causal, Full, packing_of
 from attnmesh.core.ranges import as_tensor
 from attnmesh.integrations.sharded_pass import ShardedMask, ShardedPass, watch_models
 from attnmesh.integrations.transformers_attention import check_gaps, document_starts

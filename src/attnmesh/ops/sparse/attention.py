@@ -14,8 +14,7 @@ from attnmesh.core.state import accumulation_dtype, sink_gradient
 from attnmesh.ops.launch import Recent, signature
 from attnmesh.ops.merge import stream_of
 from attnmesh.ops.sparse import arguments, dispatch
-from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, check_base, convert_lse
-from attnmesh.ops.sparse.call import SparseCall
+from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseCall, SparseMask, check_base, convert_lse
 from attnmesh.utils.validation import check_bool, check_number, check_positive
 
 MAX_DEFAULT_D_V = 512  # the latent of an MLA key; the features after it encode the position

@@ -47,8 +47,7 @@ from attnmesh.ops.decode.api import PagedStep, alibi_bias, paged_decode_attentio
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
 from attnmesh.ops.dense.api import attention_state
 from attnmesh.ops.merge import merge_packed
-from attnmesh.ops.paged import PagedKV
-from attnmesh.ops.paged_prefill import prefill_state
+from attnmesh.ops.paged import PagedKV, prefill_state
 from attnmesh.ops.storage import Stored, values_of
 from attnmesh.parallel.decode.exchange import part_of, receive_buffer
 from attnmesh.plan.decode import Combine
