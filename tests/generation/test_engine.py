@@ -81,7 +81,7 @@ def check_logits(found, kind, tolerance=1e-5):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Prompts of a few tokens then have blocks in common."""
-    for module in ("rank_memory", "engine"):
+    for module in ("models", "engine"):
         monkeypatch.setattr(f"attnmesh.generation.{module}.BLOCK_SIZE", 4)
 
 

@@ -197,7 +197,7 @@ class Launch:
         return bool(getattr(hooks[0], "calls", hooks[0]) or getattr(hooks[1], "calls", hooks[1]))
 
     def _encoded(self, descriptor: _Map, address: int) -> Any:
-        from attnmesh.ops.gluon import ensure_context
+        from attnmesh.ops.gluon_descriptor import ensure_context
 
         ensure_context(self._device)
         return descriptor.known.add(address, descriptor.encode(address, *descriptor.rest))

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.triton import Launches, Schedule, rope_of, v_in_k
-from attnmesh.ops.gluon import descriptor
+from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
 
 # The schedule.
@@ -187,7 +187,7 @@ NOT_SPECIALIZED = ["batch", "capacity", "window", "partitions", "max_splits", "s
 _QUARTER, _TAIL = gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
 _LOG2_E, _LN_2 = gl.constexpr(LOG2_E), gl.constexpr(0.6931471805599453)
 # Weights may grow to 2**RESCALE_THRESHOLD before the sums are rescaled. The shift of huge scores adds 8 to the exponent
-# (see `ops.gluon`): fp16 ends at 2**16.
+# (see `gluon_exponents`): fp16 ends at 2**16.
 RESCALE_THRESHOLD = gl.constexpr(7.0)
 # Until all warps of a group are there; Triton 3.7 has renamed it.
 group_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -297,7 +297,7 @@ def scale_descriptor(scales: Tensor, piece: int) -> Any:
 
 @gluon.jit
 def update_raw_max(raw_max, highest, factor):
-    """The new `raw_max` of rows (see `ops.gluon`): changed only if weights would exceed 2**RESCALE_THRESHOLD."""
+    """The new `raw_max` of rows (see `gluon_exponents`): changed only if weights would exceed 2**RESCALE_THRESHOLD."""
     return gl.where(highest - raw_max > RESCALE_THRESHOLD / factor, highest, raw_max)
 
 

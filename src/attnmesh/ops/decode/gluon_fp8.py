@@ -66,7 +66,8 @@ from attnmesh.ops.decode.gluon_common import (
     work_tile_of_program,
 )
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
-from attnmesh.ops.gluon import TIMES, allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_exponents import TIMES
 from attnmesh.ops.storage import Quantized
 
 ROWS = 32  # of a tile, at most

@@ -78,14 +78,8 @@ from attnmesh.ops.decode.gluon_common import (
     work_tile_of_program,
 )
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
-from attnmesh.ops.gluon import (
-    allocate_barriers,
-    init_barriers,
-    invalidate_barriers,
-    lowest_of,
-    row_exponents,
-    row_max_of,
-)
+from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
 
 ROWS = 64  # of a tile: the rows of one matrix instruction
 TILES = DecodeTiles(rows=ROWS, keys=KEYS, warps=4, stages=2, resident=1)

@@ -398,7 +398,7 @@ def lowest_of(factor):
 
 @triton.jit
 def row_exponents(raw_max, new_raw_max, factor):
-    """The factor and the shift of rows, and the exponents that rescale their sums: see `ops/gluon.py`."""
+    """The factor and the shift of rows, and the exponents that rescale their sums: see `ops/gluon_exponents.py`."""
     power = tl.cast(tl.cast(factor, tl.int32, bitcast=True) & _EXPONENT_BITS, tl.float32, bitcast=True)
     factors = tl.where(tl.abs(new_raw_max) >= 1.0 / factor * _HUGE, power, factor)
     shift = new_raw_max * factors

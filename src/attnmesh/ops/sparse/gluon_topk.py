@@ -42,7 +42,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnmesh.ops.decode.gluon_common import group_barrier
-from attnmesh.ops.gluon import descriptor, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers
+from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.launch import Launch, Recent, is_hopper, repeat
 from attnmesh.ops.sparse.arguments import IndexerCall, TopKIndices, empty_topk
 from attnmesh.ops.sparse.gluon_common import new_barriers, processors

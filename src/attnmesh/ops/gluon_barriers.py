@@ -1,0 +1,42 @@
+"""Barriers in shared memory, by which the groups of warps of a Gluon kernel wait for one another.
+
+A barrier's memory is its own from its initialization to its invalidation, used or not: a GPU that interrupts a program
+for another process writes the words of all valid barriers again when it resumes the program, over whatever else lies
+there by then. Triton allocates memory again after its last use. So a kernel allocates all barriers before it
+initializes the first, and invalidates all of them at its end.
+"""
+
+# Kernels are written in Gluon's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+
+@gluon.jit
+def allocate_barriers(NUMBER: gl.constexpr):
+    """The memory of some barriers."""
+    return gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def init_barriers(barriers, ARRIVALS: gl.constexpr):
+    """Initializes barriers, whose phases end with ARRIVALS arrivals. A fence must follow the last initialization."""
+    NUMBER: gl.constexpr = barriers.shape[0]
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+
+
+@gluon.jit
+def invalidate_barriers(barriers):
+    """Invalidates every barrier of a tuple of their memories, when no group of warps uses any of them again."""
+    for memory in gl.static_range(len(barriers)):
+        _invalidate(barriers[memory])
+
+
+@gluon.jit
+def _invalidate(barriers):
+    NUMBER: gl.constexpr = barriers.shape[0]
+    for i in gl.static_range(NUMBER):
+        mbarrier.invalidate(barriers.index(i))
