@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cached_property
 from itertools import pairwise
@@ -67,6 +67,8 @@ class ShardedPass:
         has_model_positions: whether `position_ids` were given, or counted as the model would.
         plain_position_ids: what they were before they were counted, if they were.
         is_watched: whether a model is being called that was checked for this batch.
+        leaves: how tokens are divided among ranks, if bits must not depend on it (`training.reproducible`).
+        around_attention: entered around every attention of the pass.
         attended_by: the ids of the modules that have attended in the latest call; None if some are in a compiled graph.
     """
 
@@ -77,6 +79,8 @@ class ShardedPass:
     has_model_positions = False
     plain_position_ids: Tensor | None = None
     is_watched = False
+    leaves: Any = None
+    around_attention: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
         self, cp: ContextParallel, length: int, packing: Packing, position_ids: Tensor, attention_mask: Tensor
@@ -117,9 +121,10 @@ class ShardedPass:
         if self.check_once is not None and not torch.compiler.is_compiling():
             self.check_once()
             self.check_once = None
-        return self.cp.attention(
-            q, k, v, mask=self.mask(mask), scale=scale, softcap=softcap, sinks=sinks, length=self.length
-        )
+        with self.around_attention():
+            return self.cp.attention(
+                q, k, v, mask=self.mask(mask), scale=scale, softcap=softcap, sinks=sinks, length=self.length
+            )
 
     def scan(self, module: nn.Module, layer: RecurrentLayer) -> Tensor:
         """The outputs of a recurrent layer for this rank's tokens, which continue the tokens of other ranks."""
@@ -127,6 +132,11 @@ class ShardedPass:
             self.check_once()
             self.check_once = None
         self.count_attention(module)
+        if self.leaves is not None:
+            raise ValueError(
+                f"layers that mix tokens must be attention with a reproducible ContextParallel, got "
+                f"{type(module).__name__}, whose sums depend on the number of ranks"
+            )
         out: Tensor = self.cp.recurrent(layer, documents=self.documents, length=self.length)
         return out
 

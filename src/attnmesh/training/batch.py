@@ -25,6 +25,7 @@ from attnmesh.integrations.transformers_attention import check_gaps, document_st
 from attnmesh.integrations.transformers_models import IGNORED_LABEL
 from attnmesh.parallel.checksums import ValueChecks
 from attnmesh.parallel.context import ContextParallel
+from attnmesh.training.reproducible import aligned, prepare_pass
 from attnmesh.utils.error_links import explained_in
 from attnmesh.utils.validation import check_bool, check_tensor, check_type, shown
 
@@ -209,6 +210,8 @@ def _checked_pass(
     if balance and packing.mask is not None:
         cp = cp.with_layout(Balanced(Causal() & packing.mask if causal else Full() & packing.mask))
 
+    if getattr(cp, "reproducible", False):
+        cp = aligned(cp)
     device = input_ids.device
     if positions is None:
         local = as_tensor(cp.layout.ranges(length, cp.world, cp.rank), device)[None].repeat(rows, 1)
@@ -218,6 +221,8 @@ def _checked_pass(
     found = ShardedPass(cp, length, packing, local, every if real is None else _move(cp.shard(real, 1), device))
     found.counts_padding = positions is None and any(packing.first)
     found.causal, found.has_model_positions = causal, position_ids is not None
+    if getattr(cp, "reproducible", False):
+        prepare_pass(found)
     return found, {
         "input_ids": list(input_ids.shape), "packing": packing.mask, "balance": balance, "causal": causal
     }  # fmt: skip
