@@ -102,7 +102,14 @@ class ShardedPass:
         return self.cp.shard(x, dim).contiguous()
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole tensor from the shards of all ranks, on every rank. Its gradients are summed over ranks."""
+        """The whole tensor from the shards of all ranks, on every rank.
+
+        Its gradients are summed over ranks; in a reproducible pass, where the sum would depend on their number, a rank
+        takes the gradients that it has itself, so that a loss which all ranks compute counts once.
+        """
+        if self.leaves is not None and x.requires_grad and torch.is_grad_enabled():
+            whole: Tensor = _UnshardOnce.apply(x, self, dim)  # type: ignore[no-untyped-call]
+            return whole
         return self.cp.unshard(x, dim, self.length)
 
     def mask(self, layer: Mask) -> Mask:
@@ -225,6 +232,19 @@ class ShardedPass:
             value = {f"whether it has a position beyond {limit}, {why} ({how}),": last > limit}
         self.cp.comm.agree("rotary embeddings", value, force=True)
         self._rotary_checked = True
+
+
+class _UnshardOnce(torch.autograd.Function):
+    """The whole tensor, of which a rank's gradient is a part of the gradient that every rank has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, attention_pass: ShardedPass, dim: int) -> Tensor:
+        ctx.attention_pass, ctx.dim = attention_pass, dim
+        return attention_pass.cp.unshard(x, dim, attention_pass.length)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.attention_pass.shard(grad, ctx.dim), None, None
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnmesh.comm import Comm
 from attnmesh.core.layouts import Aligned
 from attnmesh.core.tree import Node, TreeSum, cover, total
+from attnmesh.integrations.recurrent_layers import is_recurrent
 from attnmesh.integrations.sharded_pass import ShardedPass
 from attnmesh.integrations.transformers_models import IGNORED_LABEL, changing_rotary, modules_in_forward
 from attnmesh.parallel.context import ContextParallel
@@ -91,9 +92,9 @@ class Leaves:
         return [node for node in found if node.level >= _ROW or node.leaves.start % (1 << _ROW) < count]
 
 
-def aligned(cp: ContextParallel) -> ContextParallel:
+def aligned(cp: ContextParallel, size: int) -> ContextParallel:
     """The ranks with a layout that is aligned to leaves."""
-    return cp if isinstance(cp.layout, Aligned) else cp.with_layout(Aligned(cp.layout, LEAF))
+    return cp if isinstance(cp.layout, Aligned) else cp.with_layout(Aligned(cp.layout, size))
 
 
 def prepare_pass(attention_pass: ShardedPass) -> None:
@@ -105,7 +106,7 @@ def prepare_pass(attention_pass: ShardedPass) -> None:
         raise ValueError(
             f"input_ids must have at least {layout.size} tokens, a leaf, for each of {cp.world} ranks with a "
             f"reproducible ContextParallel, got {length} tokens, of which rank {empty[0]} has none: use fewer ranks, "
-            f"layout=Aligned({layout.layout}, size) with a size below {layout.size}, or balance=False"
+            f"ContextParallel(layout=Aligned(Zigzag(), size)) with a size below {layout.size}, or balance=False"
         )
     if not attention_pass.causal:
         raise ValueError("causal must be True with a reproducible ContextParallel, got False: encoders are not served")
@@ -195,7 +196,7 @@ class _Begin(torch.autograd.Function):
 
 
 def _placed(x: Tensor) -> Tensor:
-    found: Tensor = _InPlace.apply(x) if x.requires_grad else _in_place(x)
+    found: Tensor = _InPlace.apply(x) if x.requires_grad else _in_place(x)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -246,7 +247,7 @@ class LeafwiseModel:
             if kind in self._audited:
                 yield
             else:
-                with _Audit():
+                with _Audit():  # type: ignore[no-untyped-call]
                     yield
                 self._audited.add(kind)
         finally:
@@ -268,8 +269,8 @@ class LeafwiseModel:
 
 def make_leafwise(model: nn.Module) -> LeafwiseModel:
     """Let the modules of a model compute leaf by leaf in reproducible passes. May be called more than once."""
-    found = [module.forward.state for module in model.modules() if isinstance(module.forward, _Forward)]
-    state = found[0] if found else LeafwiseModel()
+    forwards: list[Any] = [module.forward for module in model.modules()]
+    state = next((each.state for each in forwards if isinstance(each, _Forward)), None) or LeafwiseModel()
     config = getattr(model, "config", None)
     rotary = changing_rotary(config)
     if rotary is not None:
@@ -277,6 +278,12 @@ def make_leafwise(model: nn.Module) -> LeafwiseModel:
             f"rope_type {rotary[0]!r} must not be used with a reproducible ContextParallel: the frequencies would "
             f"depend on the positions of a leaf"
         )
+    for name, module in model.named_modules():
+        if is_recurrent(type(module)):
+            raise ValueError(
+                f"layers that mix tokens must be attention with a reproducible ContextParallel, got {name}, a "
+                f"{type(module).__name__}, whose sums depend on the number of ranks"
+            )
     mixing = _modules_that_mix(model)
     units: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
@@ -377,7 +384,7 @@ class _UnitForward(_Forward):
         ]
         if call is not None:
             begin = partial(self.state.begin_backward, call)
-            joined = [_Begin.apply(x, begin) if x.requires_grad else x for x in joined]
+            joined = [_Begin.apply(x, begin) if x.requires_grad else x for x in joined]  # type: ignore[no-untyped-call]
         return joined[0] if isinstance(out, Tensor) else tuple(joined)
 
     def _check(self, values: Sequence[Any], dims: Mapping[int, int]) -> None:
@@ -442,7 +449,7 @@ class _UnitForward(_Forward):
                     f"{self.name} must return tensors with one entry per token with a reproducible ContextParallel, "
                     f"{tokens} in dimension {dim}, got {got}"
                 )
-        return [_InPlace.apply(x) if x.requires_grad else x for x in found]
+        return [_InPlace.apply(x) if x.requires_grad else x for x in found]  # type: ignore[no-untyped-call]
 
 
 def _split(x: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
@@ -459,7 +466,7 @@ def _swapped(weights: list[tuple[dict[str, Any], str, nn.Parameter]], call: Call
     try:
         for parameters, name, weight in weights:
             if weight not in own:
-                own[weight] = _Leaf.apply(weight, call.sums[weight], number)
+                own[weight] = _Leaf.apply(weight, call.sums[weight], number)  # type: ignore[no-untyped-call]
             parameters[name] = own[weight]
         yield
     finally:
@@ -485,37 +492,54 @@ class _Rows(torch.autograd.Function):
 class _EmbeddingForward(_Forward):
     """An embedding, whose gradient is a sum over the tokens of all ranks with the same id."""
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        attention_pass, module, weight = _running.get(), self.module, self.module.weight
+    _checked = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        attention_pass, module = _running.get(), self.module
         assert isinstance(module, nn.Embedding)
+        weight = cast(nn.Parameter, module.weight)
         if attention_pass is None or not (torch.is_grad_enabled() and weight.requires_grad):
-            found: Tensor = self.__wrapped__(ids)
+            found: Tensor = self.__wrapped__(*args, **kwargs)
             return found
-        for name in ("max_norm", "sparse", "scale_grad_by_freq"):
-            if getattr(module, name):
-                raise ValueError(f"{name} of {self.name} must not be set with a reproducible ContextParallel")
-        self.state.check_gradients(self.name)
         leaves = attention_pass.leaves
-        assert leaves is not None
-        if tuple(ids.shape) != (leaves.rows, sum(leaves.tokens)):
+        self.state.check_gradients(self.name)
+        if self.state.pending:
             raise ValueError(
-                f"{self.name} must be given ids [{leaves.rows}, {sum(leaves.tokens)}] with a reproducible "
-                f"ContextParallel, got {list(ids.shape)}"
+                "GradientReduction.reduce() must be called after every backward with a reproducible ContextParallel, "
+                "got a call of the model before it"
             )
-        padding = module.padding_idx
+        for option in ("max_norm", "sparse", "scale_grad_by_freq"):
+            if getattr(module, option):
+                raise ValueError(f"{option} of {self.name} must not be set with a reproducible ContextParallel")
+        shape = (leaves.rows, sum(leaves.tokens))
+        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or tuple(args[0].shape) != shape:
+            given = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in (*args, *kwargs.values())]
+            raise ValueError(
+                f"{self.name} must be given ids {list(shape)} and nothing else with a reproducible ContextParallel, "
+                f"got {given}"
+            )
+        ids, padding = args[0], module.padding_idx
 
         def note(grad: Tensor) -> None:
-            rows = grad.float().view(*ids.shape, -1)
+            rows = grad.float().view(*shape, -1)
             self.state.pending.append(EmbeddingCall(self.name, leaves, weight, padding, ids, rows))
 
-        rows = _Rows.apply(weight, ids, note)
-        parameters, every = module._parameters, torch.arange(ids.numel(), device=ids.device).view(ids.shape)
-        try:  # so that a subclass which scales its embeddings does so
+        parameters, every = module._parameters, torch.arange(ids.numel(), device=ids.device).view(shape)
+        rows = _Rows.apply(weight, ids, note)  # type: ignore[no-untyped-call]
+        try:  # the module looks up rows that were looked up already: it may scale them, for instance
             parameters["weight"], module.padding_idx = rows, None
             out: Tensor = self.__wrapped__(every)
-            return out
         finally:
             parameters["weight"], module.padding_idx = weight, padding
+        if not self._checked:
+            with torch.no_grad():
+                if not torch.equal(self.__wrapped__(ids), out):
+                    raise ValueError(
+                        f"{self.name} must look up the ids that it is given with a reproducible ContextParallel, got a "
+                        f"{type(module).__name__}, which changes them"
+                    )
+            self._checked = True
+        return out
 
 
 # The loss.
@@ -589,6 +613,7 @@ _EXACT = {
     "split_with_sizes", "narrow", "alias", "detach", "clone", "_to_copy", "lift_fresh", "embedding", "gather", "flip",
     "index_select", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "zeros", "zeros_like",
     "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "arange", "scalar_tensor",
+    "floor", "ceil", "round", "trunc", "sign",
 }  # fmt: skip
 _BROADCASTING = {"add", "sub", "rsub", "mul", "div", "maximum", "minimum", "where", "expand"}
 
@@ -727,7 +752,8 @@ class TreeReduction:
     def _embedding_grad(self, call: EmbeddingCall) -> Tensor:
         ids, grad = (self._whole(x, call.leaves) for x in (call.ids, call.grad))
         padding = -1 if call.padding_idx is None else call.padding_idx
-        return torch.ops.aten.embedding_dense_backward(grad, ids, call.weight.shape[0], padding, False)
+        summed: Tensor = torch.ops.aten.embedding_dense_backward(grad, ids, call.weight.shape[0], padding, False)
+        return summed
 
     def _whole(self, x: Tensor, leaves: Leaves) -> Tensor:
         """The entries of all tokens of all data ranks [tokens, ...]."""
