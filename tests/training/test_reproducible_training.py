@@ -116,6 +116,12 @@ def test_losses_gradients_and_parameters_have_the_bits_of_one_rank(llama, alone,
         assert same_bits(found, alone)
 
 
+def test_packed_rows_have_the_bits_of_one_rank(llama):
+    packed = {"document_lengths": [[30, 45], [LENGTH]], "steps": 1}
+    [one], two = (run_virtual(world, lambda comm: train(comm, llama, **packed)) for world in (1, 2))
+    assert same_bits(two[1], one)
+
+
 def test_gradients_are_those_of_the_model_alone(llama):
     """And a plain model has other bits, or the tests of bits would prove nothing."""
     exact, plain = copy.deepcopy(llama).double(), copy.deepcopy(llama)
