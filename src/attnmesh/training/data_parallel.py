@@ -38,9 +38,14 @@ class GradientReduction:
     Construct it once, after the model was wrapped over all ranks of data and context parallelism (for FSDP2 the
     flattened mesh `dp_shard_cp`, or a mesh of two dimensions). The losses of ranks are not scaled.
 
+    With a reproducible `cp` the model is not wrapped: call `reduce()` after every backward, and losses, gradients and
+    parameters have the same bits at any number of ranks. See `docs/reproducibility.md#training`.
+
     Args:
-        model: a DistributedDataParallel, or a module on which `fully_shard` was called.
+        model: a DistributedDataParallel, or a module on which `fully_shard` was called; with a reproducible `cp`, a
+            model of Transformers as it is.
         cp: the ranks that share a sequence.
+        data: with a reproducible `cp`, the ranks that have other rows of the batch, such as `mesh["dp"]`.
         losses: what the losses of the ranks are.
 
             - `"tokens"`: shares of the mean over the tokens of all data ranks: gradients are summed over all ranks.

@@ -271,37 +271,22 @@ def make_leafwise(model: nn.Module) -> LeafwiseModel:
     """Let the modules of a model compute leaf by leaf in reproducible passes. May be called more than once."""
     forwards: list[Any] = [module.forward for module in model.modules()]
     state = next((each.state for each in forwards if isinstance(each, _Forward)), None) or LeafwiseModel()
-    config = getattr(model, "config", None)
-    rotary = changing_rotary(config)
-    if rotary is not None:
-        raise ValueError(
-            f"rope_type {rotary[0]!r} must not be used with a reproducible ContextParallel: the frequencies would "
-            f"depend on the positions of a leaf"
-        )
-    for name, module in model.named_modules():
-        if is_recurrent(type(module)):
-            raise ValueError(
-                f"layers that mix tokens must be attention with a reproducible ContextParallel, got {name}, a "
-                f"{type(module).__name__}, whose sums depend on the number of ranks"
-            )
     mixing = _modules_that_mix(model)
     units: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
-        if module in mixing or module in units or isinstance(module.forward, _Forward):
+        _check_served(name, module)
+        if module not in mixing:
             continue
-        if any(parent in units for parent in _parents(model, name)):
-            continue
-        units[module] = name
-    for name, module in model.named_modules():
-        if module in mixing and not isinstance(module, nn.ModuleList | nn.ModuleDict):
-            for own, _ in module.named_parameters(recurse=False):
-                raise ValueError(
-                    f"parameters must belong to modules that compute every token by itself with a reproducible "
-                    f"ContextParallel, got {name}.{own} of a {type(module).__name__}"
-                )
+        units |= {child: f"{name}.{own}".strip(".") for own, child in module.named_children() if child not in mixing}
+        for own, _ in module.named_parameters(recurse=False):
+            raise ValueError(
+                f"parameters must belong to modules that compute every token by itself with a reproducible "
+                f"ContextParallel, got {name}.{own} of a {type(module).__name__}"
+            )
     for module, name in units.items():
-        kind = _EmbeddingForward if isinstance(module, nn.Embedding) else _UnitForward
-        module.forward = kind(module, name or type(module).__name__, state)
+        if not isinstance(module.forward, _Forward):
+            kind = _EmbeddingForward if isinstance(module, nn.Embedding) else _UnitForward
+            module.forward = kind(module, name, state)
     for name, module in model.named_modules():
         if module in mixing and not isinstance(module.forward, _Forward):
             if not isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -326,11 +311,18 @@ def _modules_that_mix(model: nn.Module) -> set[nn.Module]:
     return found
 
 
-def _parents(model: nn.Module, name: str) -> Iterator[nn.Module]:
-    module = model
-    for part in name.split(".")[:-1] if name else ():
-        module = getattr(module, part)
-        yield module
+def _check_served(name: str, module: nn.Module) -> None:
+    rotary = changing_rotary(getattr(module, "config", None))
+    if rotary is not None:
+        raise ValueError(
+            f"rope_type {rotary[0]!r} must not be used with a reproducible ContextParallel: the frequencies would "
+            f"depend on the positions of a leaf"
+        )
+    if is_recurrent(type(module)):
+        raise ValueError(
+            f"layers that mix tokens must be attention with a reproducible ContextParallel, got {name}, a "
+            f"{type(module).__name__}, whose sums depend on the number of ranks"
+        )
 
 
 class _Forward:
