@@ -671,8 +671,7 @@ def sum_over_ranks(
 ) -> Tensor:
     """The nodes `wanted` [len(wanted), N], or the whole sum [1, N], on every rank, from the nodes of all ranks.
 
-    `own` [number of nodes, N] are the nodes of this rank. Every rank adds a part of the elements: as many bytes as an
-    all-reduce, times the number of nodes.
+    `own` [number of nodes, N] are the nodes of this rank. Every rank adds a part of the elements.
     """
     size = own.shape[1]
     sizes = [len(range(rank, size, comm.world)) for rank in range(comm.world)]
@@ -753,7 +752,7 @@ class TreeReduction:
         counts = [layout.local_length(leaves.length, leaves.world, rank) for rank in range(leaves.world)]
         x = layout.unshard(self.cp.comm.all_gather(x.contiguous(), [(leaves.rows, n, *more) for n in counts]), 1)
         x = x.flatten(0, 1)
-        tokens = self.data.all_gather(torch.tensor([len(x)]), [(1,)] * self.data.world)
+        tokens = self.data.all_gather(torch.tensor([len(x)], device=x.device), [(1,)] * self.data.world)
         return torch.cat(self.data.all_gather(x, [(int(n), *more) for n in tokens]))
 
 
