@@ -14,7 +14,7 @@ from attnmesh import models as models
 from attnmesh import recurrent as recurrent
 from attnmesh import sparse as sparse
 from attnmesh.comm import comm_from, run_virtual
-from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
+from attnmesh.core.layouts import Aligned, Balanced, Contiguous, Joint, Layout, Striped, Zigzag
 from attnmesh.core.mask import CustomMask
 from attnmesh.core.masks import (
     BlockCausal,
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "Aligned",
     "AttentionBlock",
     "Balanced",
     "BlockCache",

@@ -40,7 +40,8 @@ def test_the_sum_has_the_same_bits_for_every_division_among_ranks(count, world, 
     nodes: dict[Node, torch.Tensor] = {}
     for start, stop in zip([0, *cuts], [*cuts, count], strict=True):
         own = TreeSum()
-        for leaf in range(start, stop):
+        leaves = range(start, stop)
+        for leaf in leaves if random_.random() < 0.5 else reversed(leaves):
             own.add(leaf, values[leaf].clone())
         assert len(own.nodes) <= 2 * count.bit_length()
         nodes |= own.covered(range(start, stop))

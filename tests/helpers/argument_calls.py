@@ -301,6 +301,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "Mask.of_sequence": [lambda mask: {"index": 0}],
     "Balanced": [lambda: {"mask": am.Causal()}],
     "Joint": [lambda: {"parts": ((4, am.Zigzag()), (2, am.Striped()))}],
+    "Aligned": [lambda: {"layout": am.Zigzag(), "size": 4}],
     "Zigzag": [lambda: {"pairs": 2}, lambda: {"pairs": (1, 2)}],
     "Mask.visible": [lambda mask: {"q_pos": torch.arange(4), "k_pos": torch.arange(4)}],
     "Mask.check": [lambda mask: {"length": 6}],
@@ -758,7 +759,7 @@ NOT_FUZZED = {
     "ContextParallel.executor": "the interface of compiled operators, which pass checked options",
     "Catalog": "read from a file, which is checked",
     **dict.fromkeys(
-        ("GradientReduction", "GradientReduction.num_items", "GradientReduction.loss"),
+        ("GradientReduction", *(f"GradientReduction.{name}" for name in ("num_items", "loss", "reduce"))),
         "requires processes and a model that DDP or FSDP2 wraps: tests/training/test_data_parallel.py",
     ),
     "GenerationStats": "a result",

@@ -44,6 +44,7 @@ LAYOUTS = (
     am.Zigzag(),
     am.Balanced(WINDOW),
     am.Joint((9, am.Zigzag()), (7, am.Contiguous())),
+    am.Aligned(am.Zigzag(), 3),
 )
 
 

@@ -132,7 +132,6 @@ _SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
 }  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {
-    "llama": {},
     "mistral": {"sliding_window": 5},
     "gpt_oss": {
         "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5,
@@ -148,7 +147,6 @@ _OWN: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"],
         "attn_temperature_tuning": False,
     },
-    "rwkv": {},
     "bamba": {
         "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_expand": 2,
         "mamba_chunk_size": 16, "attn_layer_indices": [1],
@@ -167,7 +165,7 @@ def training_model(kind: str = "llama", **changes: Any) -> Any:
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = AutoConfig.for_model(kind, **{**_SIZES, **_OWN[kind], **changes})
+        config = AutoConfig.for_model(kind, **{**_SIZES, **_OWN.get(kind, {}), **changes})
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
         for weight in model.parameters():
             torch.nn.init.normal_(weight, 0.0 if weight.dim() > 1 else 1.0, 0.1)

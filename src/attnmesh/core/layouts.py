@@ -363,6 +363,48 @@ def _window(positions: _Positions, taking: int, ranks: int, mean: float) -> rang
     return range(start, start + size)
 
 
+@dataclass(frozen=True)
+class Aligned(Layout):
+    """`layout` with shards that begin at multiples of `size` and end at multiples of `size` or at the end.
+
+    Of Contiguous, Zigzag and Striped, every rank has the blocks of `size` positions that it would have as positions.
+    The shards of other layouts, which must be consecutive positions, are moved to the nearest multiple.
+
+    Examples:
+        >>> [am.Aligned(am.Zigzag(), 4).ranges(22, 2, rank) for rank in range(2)]
+        [(range(0, 8), range(20, 22)), (range(8, 20),)]
+    """
+
+    layout: Layout
+    size: int
+
+    def __post_init__(self) -> None:
+        check_layout("Aligned.layout", self.layout)
+        check_count("Aligned.size", self.size, least=1)
+
+    def assign(self, length: int, world: int, rank: int) -> Ranges:
+        if isinstance(self.layout, Contiguous | Zigzag | Striped):
+            blocks = self.layout.ranges(math.ceil(length / self.size), world, rank)
+            runs = [range(first * self.size, (first + 1) * self.size) for run in blocks for first in run]
+        else:
+            shards = self.layout.ranges(length, world, rank)
+            if any(run.step != 1 for run in shards):
+                raise ValueError(
+                    f"Aligned.layout must have shards of consecutive positions, or be Striped itself, got {self.layout}"
+                )
+            runs = [range(self._nearest(run.start, length), self._nearest(run.stop, length)) for run in shards]
+        joined: list[range] = []
+        for run in runs:
+            start, stop = run.start, min(run.stop, length)
+            if joined and joined[-1].stop == start:
+                start = joined.pop().start
+            joined.append(range(start, stop))
+        return tuple(joined)
+
+    def _nearest(self, position: int, length: int) -> int:
+        return length if position == length else min((position + self.size // 2) // self.size * self.size, length)
+
+
 @dataclass(frozen=True, init=False, repr=False)
 class Joint(Layout):
     """Concatenated sequences, given as pairs of (length, layout). The total length is their sum.
@@ -411,8 +453,8 @@ def _is_part(part: object) -> bool:
     return False
 
 
-_KNOWN = frozenset({Contiguous, Zigzag, Striped, Balanced, Joint})
-"""Layouts that are known to be partitions (a `Joint` of others asks each of them): the exact types."""
+_KNOWN = frozenset({Contiguous, Zigzag, Striped, Balanced, Aligned, Joint})
+"""Layouts that are known to be partitions (`Joint` and `Aligned` ask other layouts): the exact types."""
 
 
 def positions_checksum(layout: Layout, length: int, world: int) -> int | None:
@@ -420,6 +462,8 @@ def positions_checksum(layout: Layout, length: int, world: int) -> int | None:
     if isinstance(layout, Joint):
         parts = [positions_checksum(part, n, world) for n, part in layout.parts]
         return hash(tuple(parts)) if any(part is not None for part in parts) else None
+    if isinstance(layout, Aligned):
+        return positions_checksum(layout.layout, length, world)
     return None if type(layout) in _KNOWN else zlib.crc32(repr(_checked_partition(layout, length, world)).encode())
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
-from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
+from attnmesh.core.layouts import Aligned, Balanced, Contiguous, Joint, Layout, Striped, Zigzag
 from attnmesh.core.masks import (
     And,
     BlockCausal,
@@ -36,7 +36,7 @@ from attnmesh.core.masks import (
 
 _KINDS: tuple[type, ...] = (
     Full, Causal, SlidingWindow, Documents, Prefix, Chunked, BlockCausal, Global, Slices, PerSequence, Padding, And, Or,
-    Contiguous, Striped, Zigzag, Balanced, Joint,
+    Contiguous, Striped, Zigzag, Balanced, Joint, Aligned,
 )  # fmt: skip
 """What can be encoded: dataclasses whose fields are integers, flags, words, ranges, None, and tuples of such values."""
 

@@ -52,7 +52,10 @@ def cover(leaves: range) -> list[Node]:
 
 
 class TreeSum:
-    """The sum of leaves that arrive in ascending order. It holds one tensor per level of the tree at most."""
+    """The sum of leaves that arrive in any order.
+
+    In ascending or descending order it holds one tensor per level of the tree at most, and one per gap between leaves.
+    """
 
     def __init__(self) -> None:
         self.nodes: dict[Node, Tensor] = {}
@@ -60,8 +63,8 @@ class TreeSum:
     def add(self, leaf: int, value: Tensor) -> None:
         """Add a leaf. The tensor belongs to the sum from here on."""
         node, nodes = Node(0, leaf), self.nodes
-        while node.index & 1 and (left := nodes.pop(Node(node.level, node.index - 1), None)) is not None:
-            value, node = left.add_(value), node.parent
+        while (neighbor := nodes.pop(Node(node.level, node.index ^ 1), None)) is not None:
+            value, node = neighbor.add_(value), node.parent  # a + b has the bits of b + a
         nodes[node] = value
 
     def covered(self, leaves: range) -> dict[Node, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cached_property
 from itertools import pairwise
@@ -66,6 +66,8 @@ class ShardedPass:
         has_model_positions: whether `position_ids` were given, or counted as the model would.
         plain_position_ids: what they were before they were counted, if they were.
         is_watched: whether a model is being called that was checked for this batch.
+        leaves: how tokens are divided among ranks, if bits must not depend on it (`training.reproducible`).
+        around_attention: entered around every attention of the pass.
         attended_by: the ids of the modules that have attended in the latest call; None if some are in a compiled graph.
     """
 
@@ -76,6 +78,8 @@ class ShardedPass:
     has_model_positions = False
     plain_position_ids: Tensor | None = None
     is_watched = False
+    leaves: Any = None
+    around_attention: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
         self, cp: ContextParallel, length: int, packing: Packing, position_ids: Tensor, attention_mask: Tensor
@@ -97,7 +101,14 @@ class ShardedPass:
         return self.cp.shard(x, dim).contiguous()
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole tensor from the shards of all ranks, on every rank. Its gradients are summed over ranks."""
+        """The whole tensor from the shards of all ranks, on every rank.
+
+        Its gradients are summed over ranks; in a reproducible pass, where the sum would depend on their number, a rank
+        takes the gradients that it has itself, so that a loss which all ranks compute counts once.
+        """
+        if self.leaves is not None and x.requires_grad and torch.is_grad_enabled():
+            whole: Tensor = _UnshardOnce.apply(x, self, dim)  # type: ignore[no-untyped-call]
+            return whole
         return self.cp.unshard(x, dim, self.length)
 
     def mask(self, layer: Mask) -> Mask:
@@ -116,9 +127,10 @@ class ShardedPass:
         if self.check_once is not None and not torch.compiler.is_compiling():
             self.check_once()
             self.check_once = None
-        return self.cp.attention(
-            q, k, v, mask=self.mask(mask), scale=scale, softcap=softcap, sinks=sinks, length=self.length
-        )
+        with self.around_attention():
+            return self.cp.attention(
+                q, k, v, mask=self.mask(mask), scale=scale, softcap=softcap, sinks=sinks, length=self.length
+            )
 
     def scan(self, module: nn.Module, layer: RecurrentLayer) -> Tensor:
         """The outputs of a recurrent layer for this rank's tokens, which continue the tokens of other ranks."""
@@ -126,6 +138,11 @@ class ShardedPass:
             self.check_once()
             self.check_once = None
         self.count_attention(module)
+        if self.leaves is not None:
+            raise ValueError(
+                f"layers that mix tokens must be attention with a reproducible ContextParallel, got "
+                f"{type(module).__name__}, whose sums depend on the number of ranks"
+            )
         out: Tensor = self.cp.recurrent(layer, documents=self.documents, length=self.length)
         return out
 
@@ -214,6 +231,19 @@ class ShardedPass:
             value = {f"whether it has a position beyond {limit}, {why} ({how}),": last > limit}
         self.cp.comm.agree("rotary embeddings", value, force=True)
         self._rotary_checked = True
+
+
+class _UnshardOnce(torch.autograd.Function):
+    """The whole tensor, of which a rank's gradient is a part of the gradient that every rank has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, attention_pass: ShardedPass, dim: int) -> Tensor:
+        ctx.attention_pass, ctx.dim = attention_pass, dim
+        return attention_pass.cp.unshard(x, dim, attention_pass.length)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.attention_pass.shard(grad, ctx.dim), None, None
 
 
 @contextmanager

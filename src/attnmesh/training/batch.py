@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
-from attnmesh.core.layouts import Balanced
+from attnmesh.core.layouts import Aligned, Balanced
 from attnmesh.core.masks import Causal, Full, packing_of
 from attnmesh.core.ranges import as_tensor
 from attnmesh.integrations.sharded_pass import ShardedMask, ShardedPass, watch_models
@@ -24,6 +24,7 @@ from attnmesh.integrations.transformers_attention import check_gaps, document_st
 from attnmesh.integrations.transformers_models import IGNORED_LABEL
 from attnmesh.parallel.checksums import ValueChecks
 from attnmesh.parallel.context import ContextParallel
+from attnmesh.training.reproducible import LEAF, aligned, leaf_losses, prepare_pass
 from attnmesh.utils.text import explained_in
 from attnmesh.utils.validation import check_bool, check_tensor, check_type, shown
 
@@ -128,7 +129,7 @@ def gather_log_probs(inputs: Mapping[str, Any], logits: Tensor) -> Tensor:
     `inputs` come from `shard_inputs`, and `logits` [B, n, vocabulary] is what the model computed from them. Entry t of
     a row is the log-probability of label t + 1; where there is no label, it is 0. Only one number per token is sent.
     Differentiable: gradients are summed over ranks, so a loss that every rank computes from the result counts once for
-    each rank.
+    each rank. With a reproducible ContextParallel it counts once.
 
     Examples:
         >>> ids = torch.randint(64, (1, 10))
@@ -163,9 +164,12 @@ def gather_log_probs(inputs: Mapping[str, Any], logits: Tensor) -> Tensor:
         return None, {"vocabulary": logits.shape[2], "dtype": logits.dtype}
 
     check_on_all_ranks(attention_pass.cp.comm, "gather_log_probs", check)
-    nll = F.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction="none"
-    )
+    if attention_pass.leaves is None:
+        nll = F.cross_entropy(
+            logits.float().flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction="none"
+        )
+    else:
+        nll = torch.cat(leaf_losses(logits, labels, attention_pass.leaves))
     return attention_pass.unshard(-nll.view(labels.shape))
 
 
@@ -205,9 +209,12 @@ def _checked_pass(
     if real is not None:
         check_gaps(None if positions is None else positions.cpu(), starts, real)
     packing = packing_of(starts, real, shape)
+    size = cp.layout.size if isinstance(cp.layout, Aligned) else LEAF
     if balance and packing.mask is not None:
         cp = cp.with_layout(Balanced(Causal() & packing.mask if causal else Full() & packing.mask))
 
+    if getattr(cp, "reproducible", False):
+        cp = aligned(cp, size)
     device = input_ids.device
     if positions is None:
         local = as_tensor(cp.layout.ranges(length, cp.world, cp.rank), device)[None].repeat(rows, 1)
@@ -217,6 +224,8 @@ def _checked_pass(
     found = ShardedPass(cp, length, packing, local, every if real is None else _move(cp.shard(real, 1), device))
     found.counts_padding = positions is None and any(packing.first)
     found.causal, found.has_model_positions = causal, position_ids is not None
+    if getattr(cp, "reproducible", False):
+        prepare_pass(found)
     return found, {
         "input_ids": list(input_ids.shape), "packing": packing.mask, "balance": balance, "causal": causal
     }  # fmt: skip

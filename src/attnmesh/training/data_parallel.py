@@ -14,12 +14,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from attnmesh.comm import GroupComm
+from attnmesh.comm import Comm, GroupComm, SoloComm
 from attnmesh.integrations.transformers_models import IGNORED_LABEL, modules_in_forward
 from attnmesh.parallel.context import ContextParallel
+from attnmesh.parallel.node_groups import comm_named
+from attnmesh.training.reproducible import TreeReduction
 from attnmesh.utils.validation import check_choice, check_list, check_tensor, check_type, shown
 
 __all__ = ["GradientReduction"]
@@ -35,9 +38,14 @@ class GradientReduction:
     Construct it once, after the model was wrapped over all ranks of data and context parallelism (for FSDP2 the
     flattened mesh `dp_shard_cp`, or a mesh of two dimensions). The losses of ranks are not scaled.
 
+    With a reproducible `cp` the model is not wrapped: call `reduce()` after every backward, and losses, gradients and
+    parameters have the same bits at any number of ranks. See `docs/reproducibility.md#training`.
+
     Args:
-        model: a DistributedDataParallel, or a module on which `fully_shard` was called.
+        model: a DistributedDataParallel, or a module on which `fully_shard` was called; with a reproducible `cp`, a
+            model of Transformers as it is.
         cp: the ranks that share a sequence.
+        data: with a reproducible `cp`, the ranks that have other rows of the batch, such as `mesh["dp"]`.
         losses: what the losses of the ranks are.
 
             - `"tokens"`: shares of the mean over the tokens of all data ranks: gradients are summed over all ranks.
@@ -60,9 +68,22 @@ class GradientReduction:
         >>> dist.destroy_process_group()
     """
 
-    def __init__(self, model: nn.Module, cp: ContextParallel, losses: str = "tokens") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cp: ContextParallel,
+        losses: str = "tokens",
+        *,
+        data: Comm | dist.ProcessGroup | DeviceMesh | None = None,
+    ) -> None:
         check_type("cp", cp, ContextParallel)
         check_choice("losses", losses, LOSSES)
+        self._tree: TreeReduction | None = None
+        if getattr(cp, "reproducible", False):
+            self._init_tree(model, cp, losses, data)
+            return
+        if data is not None:
+            raise ValueError(f"data must be None unless cp is reproducible, got {shown(data)}")
         wrappers = _wrappers(model)
         self.losses = losses
         self._groups = _groups(wrappers)
@@ -77,6 +98,30 @@ class GradientReduction:
             if known is None or known._divisor != self._divisor:
                 _divide_by(wrapper, self._divisor, self._groups)
             _reductions[wrapper] = self
+
+    def _init_tree(self, model: nn.Module, cp: ContextParallel, losses: str, data: Any) -> None:
+        check_type("model", model, nn.Module)
+        wrapped = [part for part in model.modules() if isinstance(part, DistributedDataParallel | FSDPModule)]
+        if wrapped:
+            raise ValueError(
+                f"model must not be wrapped with a reproducible ContextParallel, as `reduce()` sums gradients, got a "
+                f"{type(wrapped[0]).__name__}: pass the ranks with other sequences as data="
+            )
+        if losses != "tokens":
+            raise ValueError(f"losses must be 'tokens' with a reproducible ContextParallel, got {losses!r}")
+        over_data = SoloComm() if data is None else comm_named("data", data)
+        self.losses, self.data_ranks = losses, over_data.world
+        self._tree = TreeReduction(model, cp, over_data)
+        self._device = next(model.parameters()).device
+
+    def reduce(self) -> None:
+        """Add the gradients of all ranks to the `grad` of the parameters, with a reproducible ContextParallel.
+
+        All ranks call it after every backward, before gradients are clipped or used.
+        """
+        if self._tree is None:
+            raise ValueError("cp must be reproducible for reduce(): DDP and FSDP2 reduce gradients themselves")
+        self._tree.reduce()
 
     def num_items(self, labels: Tensor | Iterable[Tensor]) -> Tensor:
         """The number of labels of this step, by which the loss is divided.
@@ -93,11 +138,20 @@ class GradientReduction:
             count += (batch[:, 1:] != IGNORED_LABEL).sum().to(self._device)
         if self.losses != "tokens":
             return count
+        if self._tree is not None:
+            return self._tree.data.all_reduce(count)
         total = self._summed(count)  # every rank of a sequence has counted the same labels
         return total // (self._world // self.data_ranks)
 
     def loss(self, loss: Tensor) -> Tensor:
         """The loss of all ranks, from the loss of each: to be logged. It has no gradient. All ranks call it."""
+        if self._tree is not None:
+            sums = getattr(check_tensor("loss", loss), "attnmesh_sums", None)
+            if sums is None:
+                raise ValueError(
+                    "loss must be what the model returned, with a reproducible ContextParallel, got another tensor"
+                )
+            return self._tree.loss(sums)
         return self._summed(check_tensor("loss", loss).detach().clone()) / self._divisor
 
     def _summed(self, x: Tensor) -> Tensor:
