@@ -87,6 +87,7 @@ class Workload:
         ranks_per_node: on a mesh of one dimension, the world size.
         lse: whether the lse is returned, with its gradient: Ulysses exchanges it too.
         device: the torch device type. GPU kernels need larger pieces.
+        reproducible: whether the bits of the results are the same for any number of ranks, see `plan.leaves`.
 
     Examples:
         >>> Workload(shards(am.Causal(), am.Zigzag(), 131072, 16), shape, ranks_per_node=8).world
@@ -98,12 +99,13 @@ class Workload:
     ranks_per_node: int
     lse: bool = False
     device: str = "cuda"
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         check_type("shards", self.shards, Shards)
         check_type("shape", self.shape, Shape)
         check_count("ranks_per_node", self.ranks_per_node, least=1, most=MAX_RANKS)
-        check_bool(lse=self.lse)
+        check_bool(lse=self.lse, reproducible=self.reproducible)
         check_type("device", self.device, str, "the name of a device type")
         check_device("device", self.device)
         sequences = self.shards.mask.sequences

@@ -76,7 +76,7 @@ def choose_schedule(workload: Workload, cluster: Cluster, *, all_costs: bool = T
     """
     costs, unsupported, slower = dict[str, Cost](), dict[str, str](), list[str]()
     for schedule in SCHEDULES:
-        why = why_not(schedule, workload.shards, workload.ranks_per_node) or _unsuitable(schedule, workload)
+        why = why_not(schedule, workload.shards, workload.ranks_per_node, reproducible=workload.reproducible) or _unsuitable(schedule, workload)
         if why is not None:
             unsupported[schedule] = why
     able = [name for name in SCHEDULES if name not in unsupported]
