@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from attnmesh.core import ranges
 from attnmesh.plan.allgather import gather_plan, groups_that_fill, head_groups
+from attnmesh.plan.leaves import leaf_plan, leaf_size
 from attnmesh.plan.shards import Shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.program import Exchange, Floats, Kernels, Messages, Round, concurrent_rounds
@@ -46,11 +47,15 @@ def gathered(shards: Shards, groups: Sequence[Sequence[int]], world: int, ranks_
     return Gathered(pairs, calls, rows, own, traffic, (causal[0], causal[1]))
 
 
-def _rounds(part: Gathered, heads: Sequence[int], sizes: RankSizes, name: str, *, backward: bool) -> Iterator[Round]:
+def _rounds(
+    part: Gathered, heads: Sequence[int], sizes: RankSizes, name: str, *, backward: bool, returned: Messages | None = None
+) -> Iterator[Round]:  # fmt: skip
     """The keys of the next group of heads are sent while this group is computed. `heads` is the kv heads of each group.
 
-    In a backward, the gradients of the previous group return to their owners at the same time.
+    In a backward, the gradients of the previous group return to their owners at the same time: the rows that were
+    gathered, or `returned`.
     """
+    back = part.traffic.returned() if returned is None else returned
     gradients: dict[str, Exchange] = {}
     for at, count in enumerate((*heads, 0)):
         posted = {f"{name} {at}": part.traffic.scaled(sizes.key_row * count // sum(heads))} if count else {}
@@ -63,7 +68,7 @@ def _rounds(part: Gathered, heads: Sequence[int], sizes: RankSizes, name: str, *
         gradients = {}
         if at and backward:
             row = sizes.key_grad_row * heads[at - 1] // sum(heads)
-            gradients = {f"{name} gradients {at}": part.traffic.returned().scaled(row)}
+            gradients = {f"{name} gradients {at}": back.scaled(row)}
     if backward:
         yield Round(f"{name} return", gradients, (), tuple(gradients))
 
@@ -117,9 +122,13 @@ class AllGatherSpec(GroupSpec):
         """Rank groups with the same heads gather in the same groups of heads."""
         workload, sizes = grouped.workload, grouped.sizes
         heads = [len(group) for group in workload_head_groups(workload, grouped.shards, shape)]
-        part = gathered(grouped.shards, grouped.groups[shape], sizes.world, workload.ranks_per_node)
         name = "keys" if len(grouped.groups) == 1 else f"keys of {shape.q_heads}/{shape.kv_heads} heads"
-        return _rounds(part, heads, sizes, name, backward=backward)
+        groups = grouped.groups[shape]
+        if workload.reproducible:
+            yield from _rounds_of_leaves(grouped, groups, heads, name, backward=backward)
+            return
+        part = gathered(grouped.shards, groups, sizes.world, workload.ranks_per_node)
+        yield from _rounds(part, heads, sizes, name, backward=backward)
 
     def _tiles(self, grouped: GroupedWorkload, shape: Shape) -> list[NamedTiles[GroupTile]]:
         plan, groups = gather_plan(grouped.shards), grouped.groups[shape]
@@ -133,6 +142,31 @@ class AllGatherSpec(GroupSpec):
             several = f"KV heads {kv_heads.start} to {kv_heads[-1]}"
             steps.append(NamedTiles(several if len(kv_heads) > 1 else f"KV head {kv_heads.start}", tiles))
         return steps
+
+
+def _rounds_of_leaves(
+    grouped: GroupedWorkload, groups: Sequence[Sequence[int]], heads: Sequence[int], name: str, *, backward: bool
+) -> Iterator[Round]:  # fmt: skip
+    """The rounds with reproducible=True: queries in whole leaves, and gradients of keys once for each node."""
+    workload, sizes = grouped.workload, grouped.sizes
+    plan = leaf_plan(grouped.shards, leaf_size(workload.device))
+    ranks = range(plan.given.world)
+    ends = [(s, t) for s in ranks for t in ranks if s != t]
+
+    def messages(rows: Callable[[int, int], int]) -> Messages:
+        return Messages.of((group[s], group[t], rows(s, t)) for group in groups for s, t in ends)
+
+    moved, returned = messages(plan.rows_moved), messages(plan.rows_returned)
+    outputs = sizes.out_row + workload.lse * sizes.lse_row
+    there, back = (outputs, sizes.query_row) if backward else (sizes.query_row, outputs)
+    if plan.moves:
+        exchange = f"{name}: rows to leaves"
+        yield Round(exchange, {exchange: moved.scaled(there)}, (), (exchange,))
+    part = gathered(plan.shards, groups, sizes.world, workload.ranks_per_node)
+    yield from _rounds(part, heads, sizes, name, backward=backward, returned=returned)
+    if plan.moves:
+        exchange = f"{name}: rows to shards"
+        yield Round(exchange, {exchange: moved.returned().scaled(back)}, (), (exchange,))
 
 
 def _forward_bytes(part: Gathered, share: Floats, sizes: RankSizes, *, cpu: bool) -> Floats:

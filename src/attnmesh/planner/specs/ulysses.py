@@ -26,8 +26,16 @@ class HeadAllToAll:
     @property
     def shares(self) -> list[HeadShare]:
         """The heads of the i-th rank of every all-to-all."""
+        shape, whole = self.workload.shape, self.workload.reproducible
+        return [
+            head_share(shape.q_heads, shape.kv_heads, self.ranks, i, whole_groups=whole) for i in range(self.ranks)
+        ]
+
+    @property
+    def replicated(self) -> bool:
+        """Whether some kv head is on several ranks."""
         shape = self.workload.shape
-        return [head_share(shape.q_heads, shape.kv_heads, self.ranks, i) for i in range(self.ranks)]
+        return not self.workload.reproducible and replicated(shape.q_heads, shape.kv_heads, self.ranks)
 
     def shapes(self) -> list[Shape]:
         """The tensors that every rank computes with."""
@@ -59,7 +67,7 @@ class HeadAllToAll:
         if not backward:
             inputs = self._exchange([(rows, query), (keys, key)], back=False)
             return inputs, self._exchange([(rows, out)], back=True)
-        if replicated(workload.shape.q_heads, workload.shape.kv_heads, self.ranks):
+        if self.replicated:
             key = np.array([shape.key_grad_row for shape in shapes], dtype=np.int64)
         inputs = self._exchange([(rows, out)], back=False)
         return inputs, self._exchange([(rows, query), (keys, key)], back=True)
@@ -137,7 +145,7 @@ class UlyssesSpec(ScheduleSpec):
 def _key_grad_bytes(exchange: HeadAllToAll, sizes: RankSizes, keys: Ints) -> Floats:
     """dk and dv: computed, contiguous, rows first; and of the own rows, parts from all ranks and their sum."""
     shape = exchange.workload.shape
-    row = sizes.key_grad_row if replicated(shape.q_heads, shape.kv_heads, exchange.ranks) else sizes.key_row
+    row = sizes.key_grad_row if exchange.replicated else sizes.key_row
     own = key_rows(exchange.workload.shards)
     first = np.arange(len(own)) // exchange.ranks
     rows = np.bincount(first, row)[first]  # a row from every rank of the all-to-all
