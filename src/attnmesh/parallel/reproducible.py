@@ -85,7 +85,10 @@ class ReproducibleAllGather(AllGather):
         if found[0] is not None and self.leaves.moves:
             (found[0],) = self._to_shards([found[0]], count)
         wants_sinks = needs_grad[3] and sinks is not None
-        return [*found, self._sink_gradient(saved, result, scores, sinks) if wants_sinks and sinks is not None else None]
+        return [
+            *found,
+            self._sink_gradient(saved, result, scores, sinks) if wants_sinks and sinks is not None else None,
+        ]
 
     def backward(
         self, saved: tuple[Tensor, ...], result: Result, scores: Scores, needs_grad: Sequence[bool]
@@ -223,7 +226,9 @@ class ReproducibleAllGather(AllGather):
         for view, x in zip(layout.parts(range(first.shape[2])), tensors, strict=True):
             torch.as_strided(packed, *view).copy_(x)
         found = comm.buffer(layout.shape(count), dtype=first.dtype, device=first.device)
-        messages = [ReceivedRows(layout.rows(rows), rows.step == 1, peer) for rows, peer in received if peer != comm.rank]
+        messages = [
+            ReceivedRows(layout.rows(rows), rows.step == 1, peer) for rows, peer in received if peer != comm.rank
+        ]
         recvs, copies = receive(messages if layout.elements else [], found, comm)
         sends = [
             (torch.as_strided(packed, *layout.rows(rows)).contiguous(), peer)

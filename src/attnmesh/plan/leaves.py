@@ -18,6 +18,8 @@ from attnmesh.core.tree import Node, cover
 from attnmesh.plan.allgather import keys_seen
 from attnmesh.plan.shards import Piece, Shards, pieces
 
+VERSION = 1
+"""Of the bits on each kind of device: only results of equal versions are the same."""
 _LEAVES = {"cpu": 128, "cuda": 2048}
 _MAX_RUNS = 4  # of leaves per rank: nodes of many short runs would be many messages of all keys
 

@@ -56,8 +56,10 @@ def peak_bytes(schedule: str, workload: Workload, *, backward: bool) -> Ints:
 
     Forward: until the results are returned, including them and what is saved for the backward. Backward: besides
     q, k, v, out, lse and the gradient of out; gradients and what the forward saved included. Workspaces of kernels
-    are not counted.
+    are not counted. Not of a reproducible workload, which raises ValueError.
     """
+    if workload.reproducible:
+        raise ValueError("workload must not be reproducible: the memory of reproducible=True is not estimated")
     return np.ceil(SPECS[schedule].memory(workload, backward=backward)).astype(np.int64)
 
 

@@ -43,11 +43,12 @@ from attnmesh.ops.dense.call import (
     resolve_scores,
 )
 from attnmesh.ops.dense.gluon import Gluon
-from attnmesh.ops.dense.reproducible import VERSION, Reproducible, sink_gradients, sum_of_sequences
+from attnmesh.ops.dense.reproducible import Reproducible, sink_gradients, sum_of_sequences
 from attnmesh.ops.dense.torch_tiles import TorchTiles
 from attnmesh.ops.dense.triton import Triton
 from attnmesh.ops.launch import Recent
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
+from attnmesh.plan.leaves import VERSION
 from attnmesh.utils.error_links import explained_in
 from attnmesh.utils.log import log_choice, wants_choices
 from attnmesh.utils.validation import check_bool, check_choice, check_tensor

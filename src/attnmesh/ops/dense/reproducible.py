@@ -4,7 +4,7 @@ Rows and keys are cut into tiles that are aligned to their positions, absent one
 has the shape of whole tiles. A row reduces its keys in ascending tiles. A tile that it does not see changes nothing:
 its largest score stays, and zeros are added. Gradients of keys are sums over leaves of rows in the tree of `core.tree`.
 
-A new order of sums changes bits, and then `VERSION`.
+A new order of sums, or another tile, changes bits, and then `VERSION`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from torch import Tensor
 
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.tree import Node, TreeSum, total
+from attnmesh.core.visibility import unseen_of
 from attnmesh.ops.dense.call import Call, Grads, Result, Scores
-from attnmesh.ops.merge import GradAccumulator, StateAccumulator
+from attnmesh.ops.merge import StateAccumulator
+from attnmesh.plan.leaves import leaf_size
 
-VERSION = 1
-"""Of the bits on each kind of device: results are compared between equal versions only."""
-ROWS, KEYS, LEAF = 32, 128, 128
-"""Query rows of a tile, keys of a tile, and rows of a leaf of the sums over queries; on a CPU, for every dtype."""
+ROWS, KEYS = 32, 128
+"""Query rows and keys of a tile on a CPU, for every head dim and dtype."""
+LEAF = leaf_size("cpu")
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WIDTH = 16  # of which rows have a multiple: a product with one column would be summed in another order
 _MAX_SCORES = 1 << 20  # in memory at a time
 _WHOLE: tuple[None] = (None,)
 
@@ -80,13 +82,11 @@ def gradients(
     out, grad_out = (problem.rows.pack(x) for x in (result.out, result.grad_out))
     delta = (out * grad_out).sum(-1)
     if result.grad_lse is not None:
-        delta -= problem.rows.pack(result.grad_lse.unsqueeze(-1)).squeeze(-1)
-    lse = problem.rows.pack(result.lse.unsqueeze(-1), absent=torch.inf).squeeze(-1)
+        delta -= problem.rows.pack_column(result.grad_lse)
+    lse = problem.rows.pack_column(result.lse, absent=torch.inf)
     lse.masked_fill_(lse == -torch.inf, torch.inf)  # such a row has no weights
     dq = torch.zeros_like(q) if needs[0] else None
-    sums = [
-        [torch.zeros_like(x) if need else None for _ in nodes] for x, need in zip((k, v), needs[1:], strict=True)
-    ]
+    sums = [[torch.zeros_like(x) if need else None for _ in nodes] for x, need in zip((k, v), needs[1:], strict=True)]
     leaves, group = LEAF // ROWS, q.shape[1] // k.shape[1]
 
     def by_leaf(weights: Tensor, x: Tensor) -> Tensor:
@@ -133,8 +133,11 @@ def gradients(
                         target[:, :, at] = total(parts, node)
     # An absent row adds 0 to a sum, which changes the sign of a zero: -0.0 becomes 0.0.
     return Gradients(
-        None if dq is None else problem.rows.unpack(dq.mul_(call.scores.scale)).add_(0.0),
-        *([None if x is None else problem.keys.unpack(x).add_(0.0) for x in per_node] for per_node in sums),
+        None if dq is None else problem.rows.unpack(dq.mul_(call.scores.scale), call.q.shape[3]).add_(0.0),
+        *(
+            [None if x is None else problem.keys.unpack(x, like.shape[3]).add_(0.0) for x in per_node]
+            for per_node, like in zip(sums, (call.k, call.v), strict=True)
+        ),
     )  # fmt: skip
 
 
@@ -146,10 +149,10 @@ def sink_gradients(
     out, grad_out = (rows.pack(x) for x in (result.out, result.grad_out))
     delta = (out * grad_out).sum(-1)
     if result.grad_lse is not None:
-        delta -= rows.pack(result.grad_lse.unsqueeze(-1)).squeeze(-1)
-    lse = rows.pack(result.lse.unsqueeze(-1), absent=torch.inf).squeeze(-1)
+        delta -= rows.pack_column(result.grad_lse)
+    lse = rows.pack_column(result.lse, absent=torch.inf)
     weights = torch.exp(sinks.detach().to(lse.dtype)[:, None, None] - lse.masked_fill(lse.isinf(), 0.0))
-    by_leaf = (-(weights * delta)).masked_fill_(lse.isinf(), 0.0).sum(-1)
+    by_leaf = (-(weights * delta)).masked_fill_(lse.isinf(), 0.0).sum(-1)  # whole leaves: always so many terms
     tree = TreeSum()
     for at, number in enumerate(rows.tiles):
         tree.add(number, by_leaf[:, :, at].clone())
@@ -198,9 +201,7 @@ def _forward(call: Call, sinks: Tensor | None) -> State:
         infinite = (sinks == torch.inf)[:, None, None]
         out.masked_fill_(infinite[..., None], 0.0)
         lse.masked_fill_(infinite, torch.inf)
-    return State(
-        problem.rows.unpack(out).add_(0.0).to(call.q.dtype), problem.rows.unpack(lse.unsqueeze(-1)).squeeze(-1)
-    )
+    return State(problem.rows.unpack(out, call.v.shape[3]).add_(0.0).to(call.q.dtype), problem.rows.unpack_column(lse))
 
 
 _CPU = torch.device("cpu")
@@ -230,14 +231,25 @@ class _Side:
         return (torch.tensor(self.tiles).view(-1, 1) * self.size + torch.arange(self.size)).flatten()
 
     def pack(self, x: Tensor, absent: float = 0.0) -> Tensor:
-        """The rows of x [B, H, n, width] in tiles, in the accumulation dtype: [B, H, tiles, size, width]."""
-        shape = *x.shape[:2], len(self.tiles) * self.size, x.shape[3]
+        """The rows of x [B, H, n, width] in tiles, in the accumulation dtype: [B, H, tiles, size, padded width]."""
+        width = x.shape[3]
+        shape = *x.shape[:2], len(self.tiles) * self.size, -(-width // _WIDTH) * _WIDTH
         packed = torch.full(shape, absent, dtype=accumulation_dtype(x.dtype), device=x.device)
-        packed[:, :, self.slots.to(x.device)] = x.to(packed.dtype)
+        packed[:, :, self.slots.to(x.device), :width] = x.to(packed.dtype)
         return packed.unflatten(2, (len(self.tiles), self.size))
 
-    def unpack(self, x: Tensor) -> Tensor:
+    def pack_column(self, x: Tensor, absent: float = 0.0) -> Tensor:
+        """A value per row, x [B, H, n]: [B, H, tiles, size]."""
+        packed = x.new_full((*x.shape[:2], len(self.tiles) * self.size), absent)
+        packed[:, :, self.slots.to(x.device)] = x
+        return packed.unflatten(2, (len(self.tiles), self.size))
+
+    def unpack(self, x: Tensor, width: int) -> Tensor:
         """The inverse of `pack`, without the dtype."""
+        return x.flatten(2, 3)[:, :, self.slots.to(x.device), :width]
+
+    def unpack_column(self, x: Tensor) -> Tensor:
+        """The inverse of `pack_column`."""
         return x.flatten(2, 3)[:, :, self.slots.to(x.device)]
 
 
@@ -255,7 +267,7 @@ class _Problem:
 
     @classmethod
     def of(cls, call: Call, unit: int) -> _Problem:
-        """The tiles of a call. Keys that no row sees, and rows that see no key, may hold NaN, and become 0."""
+        """The tiles of a call, in whole units of rows."""
         q_positions, k_positions = call.visibility.positions(_CPU)
         rows, keys = _Side.of(q_positions, ROWS, unit), _Side.of(k_positions, KEYS, KEYS)
         slots = len(rows.tiles) * ROWS
@@ -276,12 +288,18 @@ class _Problem:
             found.append((sides[0], sides[1]))
         present = torch.zeros(len(keys.tiles) * KEYS, dtype=torch.bool)
         present[keys.slots] = True
-        return cls(call.with_unseen_zeroed(), rows, keys, tuple(found), present, call.scores)
+        return cls(call, rows, keys, tuple(found), present, call.scores)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q times the scale, k and v in tiles."""
-        q, k, v = self.call.q, self.call.k, self.call.v
-        return self.rows.pack(q).mul_(self.score.scale), self.keys.pack(k), self.keys.pack(v)
+        """q times the scale, k and v in tiles; 0 in rows that see no key and keys that no row sees, which may hold NaN."""
+        q, k, v = self.rows.pack(self.call.q), self.keys.pack(self.call.k), self.keys.pack(self.call.v)
+        unseen = [unseen_of(*bounds, len(self.present)) for bounds in self.bounds]
+        if unseen:
+            rows, keys = (torch.stack(side).all(0).to(q.device) for side in zip(*unseen, strict=True))
+            q.masked_fill_(rows.view(len(rows), 1, -1, ROWS, 1), 0.0)
+            for x in (k, v):
+                x.masked_fill_(keys.view(len(keys), 1, -1, KEYS, 1), 0.0)
+        return q.mul_(self.score.scale), k, v
 
     def chunks(self, unit: int) -> Iterator[slice]:
         """Tiles of rows, a multiple of `unit` at a time, whose scores with one tile of keys are few."""
@@ -310,9 +328,9 @@ class _Problem:
     def scores(
         self, q: Tensor, k: Tensor, rows: slice, at: int, hidden: Tensor
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """The scores of tiles of rows [B, Hq, n, ROWS, KEYS] with one of keys, -inf where hidden, and the slope of tanh.
+        """The scores of tiles of scaled rows with a tile of keys, and the derivative of the softcap, if there is one.
 
-        `q` is scaled.
+        [B, Hq, n, ROWS, KEYS]; -inf where hidden.
         """
         scores, slope = _products(q, k.mT), None
         if self.score.softcap is not None:

@@ -48,7 +48,8 @@ def gathered(shards: Shards, groups: Sequence[Sequence[int]], world: int, ranks_
 
 
 def _rounds(
-    part: Gathered, heads: Sequence[int], sizes: RankSizes, name: str, *, backward: bool, returned: Messages | None = None
+    part: Gathered, heads: Sequence[int], sizes: RankSizes, name: str, *, backward: bool,
+    returned: Messages | None = None,
 ) -> Iterator[Round]:  # fmt: skip
     """The keys of the next group of heads are sent while this group is computed. `heads` is the kv heads of each group.
 
@@ -131,8 +132,13 @@ class AllGatherSpec(GroupSpec):
         yield from _rounds(part, heads, sizes, name, backward=backward)
 
     def _tiles(self, grouped: GroupedWorkload, shape: Shape) -> list[NamedTiles[GroupTile]]:
-        plan, groups = gather_plan(grouped.shards), grouped.groups[shape]
-        steps = [NamedTiles[GroupTile]("send the first keys", [])]
+        shards, groups, exchange = grouped.shards, grouped.groups[shape], list[NamedTiles[GroupTile]]()
+        if grouped.workload.reproducible:
+            leaves = leaf_plan(shards, leaf_size(grouped.workload.device))
+            shards = leaves.shards
+            exchange = [NamedTiles("exchange queries", [])] if leaves.moves else []
+        plan = gather_plan(shards)
+        steps = [*exchange, NamedTiles[GroupTile]("send the first keys", [])]
         for kv_heads in workload_head_groups(grouped.workload, grouped.shards, shape):
             tiles = [
                 GroupTile(rank, kv_heads, i, range(plan.world), plan.pairs(i))
@@ -141,7 +147,7 @@ class AllGatherSpec(GroupSpec):
             ]
             several = f"KV heads {kv_heads.start} to {kv_heads[-1]}"
             steps.append(NamedTiles(several if len(kv_heads) > 1 else f"KV head {kv_heads.start}", tiles))
-        return steps
+        return [*steps, *exchange]
 
 
 def _rounds_of_leaves(

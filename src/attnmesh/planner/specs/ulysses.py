@@ -27,9 +27,7 @@ class HeadAllToAll:
     def shares(self) -> list[HeadShare]:
         """The heads of the i-th rank of every all-to-all."""
         shape, whole = self.workload.shape, self.workload.reproducible
-        return [
-            head_share(shape.q_heads, shape.kv_heads, self.ranks, i, whole_groups=whole) for i in range(self.ranks)
-        ]
+        return [head_share(shape.q_heads, shape.kv_heads, self.ranks, i, whole_groups=whole) for i in range(self.ranks)]
 
     @property
     def replicated(self) -> bool:
