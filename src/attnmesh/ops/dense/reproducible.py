@@ -41,8 +41,8 @@ class Reproducible:
 
     def why_not(self, call: Call) -> str | None:
         """The reason why this backend cannot serve the forward; None if it can."""
-        if call.q.is_meta:
-            return "tensors on meta have no values"
+        if call.q.device.type != "cpu":
+            return f"it runs on a CPU, not on {call.q.device}"
         return None if call.q.dtype in _DTYPES else f"it takes fp16, bf16, fp32 and fp64, not {call.q.dtype}"
 
     def backward_why_not(self, call: Call, *, grad_lse: bool = False) -> str | None:
@@ -291,7 +291,7 @@ class _Problem:
         return cls(call, rows, keys, tuple(found), present, call.scores)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q times the scale, k and v in tiles; 0 in rows that see no key and keys that no row sees, which may hold NaN."""
+        """Scaled q, k and v in tiles. Rows that see no key and keys that no row sees may hold NaN: they become 0."""
         q, k, v = self.rows.pack(self.call.q), self.keys.pack(self.call.k), self.keys.pack(self.call.v)
         unseen = [unseen_of(*bounds, len(self.present)) for bounds in self.bounds]
         if unseen:
