@@ -237,8 +237,8 @@ class ReproducibleAllGather(AllGather):
         pending = post(comm, sends, recvs, sum(x.numel() for x, _ in sends) * first.dtype.itemsize)
         own = ([rows for rows, peer in each if peer == comm.rank] for each in (received, sent))
         for target, source in zip(*own, strict=True):
-            view = torch.as_strided(packed, *layout.rows(source))
-            torch.as_strided(found, *layout.rows(target)).copy_(view)
+            rows_here = torch.as_strided(packed, *layout.rows(source))
+            torch.as_strided(found, *layout.rows(target)).copy_(rows_here)
         return PendingRows(pending, copies, found, layout.parts(range(count))).wait()
 
 

@@ -83,6 +83,8 @@ def attention(
         backend: "auto", "aten", "triton", "gluon" (Hopper), "torch" or "reference". A
             backend that cannot serve the call raises ValueError. `explain_attention` returns what "auto" chooses and
             why.
+        reproducible: the bits of out, lse and gradients do not depend on the other rows of the call, nor on ranks, see
+            `ContextParallel`. On a CPU, with `backend="auto"`.
 
     Examples:
         >>> q, k, v = torch.randn(1, 8, 100, 64), torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 32)

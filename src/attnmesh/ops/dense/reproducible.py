@@ -93,7 +93,7 @@ def gradients(
         """The products of weights [B, Hq, tiles, ROWS, KEYS] with rows of x, summed over a group: [B, Hkv, leaves]."""
         weights, x = (each.unflatten(2, (-1, leaves)).flatten(3, 4) for each in (weights, x))
         products = torch.bmm(weights.flatten(0, 2).mT, x.flatten(0, 2)).view(*x.shape[:3], KEYS, -1)
-        heads = products.unflatten(1, (-1, group)).unbind(2)
+        heads: tuple[Tensor, ...] = products.unflatten(1, (-1, group)).unbind(2)
         added = heads[0].clone() if group > 1 else heads[0]
         for other in heads[1:]:
             added += other
@@ -126,11 +126,9 @@ def gradients(
                                 tree.add(number // leaves, parts[:, :, i].clone())
             for tree, per_node in zip(trees, sums, strict=True):
                 for node, target in zip(nodes, per_node, strict=True):
-                    parts = {
-                        part: x for part, x in tree.nodes.items() if node is None or part.leaves.start in node.leaves
-                    }
-                    if target is not None and parts:
-                        target[:, :, at] = total(parts, node)
+                    added = _sum_of(tree, node)
+                    if target is not None and added is not None:
+                        target[:, :, at] = added
     # An absent row adds 0 to a sum, which changes the sign of a zero: -0.0 becomes 0.0.
     return Gradients(
         None if dq is None else problem.rows.unpack(dq.mul_(call.scores.scale), call.q.shape[3]).add_(0.0),
@@ -156,11 +154,14 @@ def sink_gradients(
     tree = TreeSum()
     for at, number in enumerate(rows.tiles):
         tree.add(number, by_leaf[:, :, at].clone())
-    found = []
-    for node in nodes:
-        parts = {part: x for part, x in tree.nodes.items() if node is None or part.leaves.start in node.leaves}
-        found.append(total(parts, node).add_(0.0) if parts else by_leaf.new_zeros(by_leaf.shape[:2]))
-    return found
+    sums = (_sum_of(tree, node) for node in nodes)
+    return [by_leaf.new_zeros(by_leaf.shape[:2]) if x is None else x.add_(0.0) for x in sums]
+
+
+def _sum_of(tree: TreeSum, node: Node | None) -> Tensor | None:
+    """The sum of the leaves of a node, or of all; None if none has arrived."""
+    parts = {part: x for part, x in tree.nodes.items() if node is None or part.leaves.start in node.leaves}
+    return total(parts, node) if parts else None
 
 
 def sum_of_sequences(parts: Tensor) -> Tensor:
@@ -236,13 +237,13 @@ class _Side:
         shape = *x.shape[:2], len(self.tiles) * self.size, -(-width // _WIDTH) * _WIDTH
         packed = torch.full(shape, absent, dtype=accumulation_dtype(x.dtype), device=x.device)
         packed[:, :, self.slots.to(x.device), :width] = x.to(packed.dtype)
-        return packed.unflatten(2, (len(self.tiles), self.size))
+        return packed.view(*shape[:2], len(self.tiles), self.size, shape[3])
 
     def pack_column(self, x: Tensor, absent: float = 0.0) -> Tensor:
         """A value per row, x [B, H, n]: [B, H, tiles, size]."""
         packed = x.new_full((*x.shape[:2], len(self.tiles) * self.size), absent)
         packed[:, :, self.slots.to(x.device)] = x
-        return packed.unflatten(2, (len(self.tiles), self.size))
+        return packed.view(*x.shape[:2], len(self.tiles), self.size)
 
     def unpack(self, x: Tensor, width: int) -> Tensor:
         """The inverse of `pack`, without the dtype."""
@@ -371,7 +372,8 @@ class _Problem:
                 seen = some if seen is None else seen | some
         if seen is None:
             return torch.ones(1, count, ROWS, KEYS, dtype=torch.bool)
-        return (seen & self.present[keys]).logical_not_().unflatten(1, (count, ROWS))
+        hidden = (seen & self.present[keys]).logical_not_()
+        return hidden.view(-1, count, ROWS, KEYS)
 
 
 def _products(tiles: Tensor, factor: Tensor) -> Tensor:
