@@ -14,7 +14,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.comm import SoloComm
-from attnmesh.ops.block.stages import split_and_rotate
+from attnmesh.ops.block.config import split_and_rotate
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.testing.block import random_block
 from benchmarks.common import JsonOption, QuickOption, make_app, publish

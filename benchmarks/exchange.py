@@ -13,7 +13,7 @@ import torch.distributed as dist
 import typer
 
 from attnmesh.comm import Comm, comm_from
-from attnmesh.comm.local_peers import VARIABLE
+from attnmesh.comm.in_flight import VARIABLE
 from attnmesh.launch import run
 from benchmarks.common import JsonOption, make_app, publish
 

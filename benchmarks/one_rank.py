@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from attnmesh.comm.agreement import Signature
-from attnmesh.comm.base import Comm, Finished, Message, Pending, Shape
+from attnmesh.comm.base import Comm, Finished, Message, Pending, Shape, Signature
 
 
 class OneRankComm(Comm):

@@ -25,13 +25,12 @@ from attnmesh.comm import Comm
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import Shape, Workload, shards
 from attnmesh.planner.catalog import load
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.program import Floats
 from attnmesh.planner.schedules import program
-from attnmesh.planner.simulator.simulate import simulate
+from attnmesh.planner.simulator import simulate
 from benchmarks.common import HardwareFileOption, JsonOption, QuickOption, make_app, publish
 from benchmarks.one_rank import OneRankComm
 from benchmarks.peers import HEAD_DIM, HEADS, KV_HEADS, random_inputs

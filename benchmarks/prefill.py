@@ -22,7 +22,7 @@ from attnmesh.calibration.timing import Run, interleaved
 from attnmesh.cli.options import Device, check_device
 from attnmesh.core.layouts import Zigzag
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.plan.schedules import SCHEDULES
+from attnmesh.plan.shards import SCHEDULES
 from attnmesh.utils.optional import require
 from benchmarks.common import JsonOption, LengthsOption, make_app, publish
 from benchmarks.one_rank import OneRankComm

@@ -19,9 +19,8 @@ from attnmesh.calibration import timing
 from attnmesh.cli import output
 from attnmesh.cli.options import MeasuredDeviceOption, default_device
 from attnmesh.cli.output import Rows
-from attnmesh.ops.sparse.decode import attend, decode_call
+from attnmesh.ops.sparse.decode import attend, decode_call, indexer_step, select
 from attnmesh.ops.sparse.paged import IndexerStep, SparseDecodeCall
-from attnmesh.ops.sparse.paged_indexer import indexer_step, select
 from attnmesh.ops.storage import Stored, bytes_per_token, unpack_index_keys, unpack_latent
 from benchmarks import timers
 from benchmarks.common import JsonOption, QuickOption, make_app, publish

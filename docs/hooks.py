@@ -13,7 +13,7 @@ from attnmesh import ring_flash_attn
 from attnmesh.cli.report import compare_schedules
 from attnmesh.core.layouts import Contiguous, Layout, Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.workload import Shape
+from attnmesh.plan.shards import Shape
 from attnmesh.report import schedule_report
 from attnmesh.report.page import page
 from attnmesh.ring_flash_attn import functions

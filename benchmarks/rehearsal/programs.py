@@ -34,8 +34,7 @@ from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.reshard import Part, Piece, plan_moves
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import Shape, Workload, shards
 from attnmesh.planner.program import Messages, Program, Round
 from attnmesh.planner.schedules import program
 from benchmarks.rehearsal.links import Counters

@@ -19,8 +19,7 @@ from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.node_groups import node_groups
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import Shape, Workload, shards
 from attnmesh.planner.program import Program
 from attnmesh.planner.schedules import program
 from attnmesh.testing.errors import relative_error

@@ -12,12 +12,10 @@ from pathlib import Path
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.schedules import SCHEDULES, why_not
-from attnmesh.plan.shards import shards
+from attnmesh.plan.shards import SCHEDULES, shards, why_not
 from attnmesh.planner.hardware import Cluster, Device, Link
 from attnmesh.planner.program import Program
-from attnmesh.planner.simulator.network import Slowdown
-from attnmesh.planner.simulator.simulate import simulate
+from attnmesh.planner.simulator import Slowdown, simulate
 from benchmarks.rehearsal.failing import PROMISED, WITHOUT_STORE
 from benchmarks.rehearsal.links import HEADERS, Counters, LinkBytes, counted_links, planned_links
 from benchmarks.rehearsal.nodes import MTU, Namespace, Nodes

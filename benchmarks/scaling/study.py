@@ -14,18 +14,15 @@ import numpy as np
 from attnmesh.cli.output import Rows
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.schedules import SCHEDULES, why_not
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import SCHEDULES, Shape, Workload, shards, why_not
 from attnmesh.planner.catalog import cluster
+from attnmesh.planner.cost import RESERVED_MEMORY, Option, Ranking
 from attnmesh.planner.decode import DecodeRequest, decode_ranking
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.models.config import model as model_named
+from attnmesh.planner.models import model as model_named
 from attnmesh.planner.program import Ints, Load, LoadCounter, Messages, MessageTotals, Program, Round
-from attnmesh.planner.ranking import RESERVED_MEMORY, Option, Ranking
 from attnmesh.planner.schedules import program
-from attnmesh.planner.simulator.network import Slowdown
-from attnmesh.planner.simulator.simulate import Simulated, simulate
+from attnmesh.planner.simulator import Simulated, Slowdown, simulate
 
 HARDWARE = "h200"
 SHAPE = Shape(batch=1, q_heads=64, kv_heads=8, head_dim=128, itemsize=2, sum_itemsize=4)  # a layer of Llama-3.1-70B

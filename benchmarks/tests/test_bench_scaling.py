@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from attnmesh.plan.schedules import SCHEDULES
+from attnmesh.plan.shards import SCHEDULES
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.program import Load
-from attnmesh.planner.simulator.simulate import Simulated
+from attnmesh.planner.simulator import Simulated
 from benchmarks.scaling import study, tables
 from benchmarks.scaling.__main__ import app
 from benchmarks.scaling.plot import plot_scaling

@@ -36,12 +36,12 @@ from attnmesh.generation.sampling import Sampling
 from attnmesh.integrations.sdpa import attention_context_parallel
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.kv_cache.cache import BlockCache
+from attnmesh.kv_cache.pools import CacheSpec
 from attnmesh.kv_cache.sharded import ShardedCache
-from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.models.loading import load_model
 from attnmesh.ops.decode.api import decode_attention, paged_decode_attention
 from attnmesh.ops.dense.api import attention, explain_attention
-from attnmesh.ops.merge_states import merge
+from attnmesh.ops.merge import merge
 from attnmesh.ops.sparse.arguments import SparseMask
 from attnmesh.ops.sparse.attention import attention_distribution, sparse_attention
 from attnmesh.ops.sparse.indexer import indexer_topk

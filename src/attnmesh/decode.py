@@ -1,16 +1,16 @@
 """Names of decode and caches that fewer programs need; the operations and caches themselves are at the top level."""
 
-from attnmesh.core.merge import merge_sinks
-from attnmesh.kv_cache.block_pool import CacheFull, content_ids
+from attnmesh.core.state import merge_sinks
+from attnmesh.kv_cache.block_manager import CacheFull, content_ids
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.ops.decode.device_errors import check_decode_errors
-from attnmesh.ops.paged_prefill import paged_prefill_attention
+from attnmesh.ops.paged import paged_prefill_attention
 from attnmesh.parallel.decode.exchange import Exchange
 from attnmesh.parallel.decode.ranks import decode_rank
 from attnmesh.parallel.reshard.api import reshard
+from attnmesh.parallel.reshard.contents import PrefillKV
 from attnmesh.parallel.reshard.files import load_cache, save_cache
-from attnmesh.parallel.reshard.prefill import PrefillKV
 
 __all__ = [
     "AttentionConfig",

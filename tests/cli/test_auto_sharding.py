@@ -9,17 +9,17 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from attnmesh.cli.auto_sharding import AutoSharding  # noqa: E402
 from attnmesh.cli.language_model import DeviceMemory  # noqa: E402
-from attnmesh.generation.rank_memory import ShardedMemory  # noqa: E402
+from attnmesh.cli.plan import AutoSharding  # noqa: E402
+from attnmesh.generation.models import ShardedMemory  # noqa: E402
 from attnmesh.plan.decode import DecodeSharding  # noqa: E402
-from attnmesh.planner.models import config  # noqa: E402
+from attnmesh.planner import models  # noqa: E402
 from helpers.cases import sweep  # noqa: E402
 from helpers.cli import run  # noqa: E402
 from helpers.decoder_types import sharded_types  # noqa: E402
 from helpers.small_models import small_config  # noqa: E402
 
-FOLDER = Path(config.__file__).parent
+FOLDER = Path(models.__file__).parent
 K = 1024
 
 

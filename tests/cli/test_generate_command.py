@@ -19,7 +19,7 @@ pytest.importorskip("accelerate")
 
 from attnmesh import launch
 from attnmesh.cli import language_model, output
-from attnmesh.cli.generate.job import check_job, tokenize_prompts
+from attnmesh.cli.generate import check_job, tokenize_prompts
 from attnmesh.generation.passes import PrefillPass
 from attnmesh.models import loading
 from helpers.cases import sweep

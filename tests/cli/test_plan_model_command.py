@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from attnmesh.cli.plan import show_ranking
+from attnmesh.planner import models as known_models
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.decode import DecodeRequest, decode_ranking
-from attnmesh.planner.models import config as known_models
-from attnmesh.planner.models.config import model
+from attnmesh.planner.models import model
 from attnmesh.planner.prefill import PrefillRequest, prefill_ranking
 from helpers.cases import sweep
 from helpers.cli import assert_refused, run, words

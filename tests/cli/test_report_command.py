@@ -8,7 +8,7 @@ import pytest
 
 from attnmesh.cli.options import parse_mask
 from attnmesh.core.masks import BlockCausal, Causal, Chunked, Documents, Full, Global, Prefix, SlidingWindow
-from attnmesh.plan.schedules import SCHEDULES
+from attnmesh.plan.shards import SCHEDULES
 from attnmesh.report.data import read_figures
 from attnmesh.trace.timeline import Span, write_trace
 from helpers.cli import run as run_command

@@ -8,16 +8,13 @@ import pytest
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.schedules import SCHEDULES
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import SCHEDULES, Shape, Workload, shards
 from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.program import program_loads
 from attnmesh.planner.recurrent import KINDS, RecurrentShape, RecurrentWorkload, recurrent_program
 from attnmesh.planner.schedules import program
-from attnmesh.planner.simulator.network import Slowdown
-from attnmesh.planner.simulator.simulate import simulate
+from attnmesh.planner.simulator import Slowdown, simulate
 from attnmesh.trace.timeline import read_trace
 from helpers.cases import first
 from helpers.cli import assert_refused, run, words

@@ -11,11 +11,9 @@ from attnmesh.cli.trace import LAYOUTS, TraceCase, record_attention
 from attnmesh.comm import Comm
 from attnmesh.plan.allgather import head_groups
 from attnmesh.plan.ring import RingPlan, ring_plan
-from attnmesh.plan.schedules import SCHEDULES
-from attnmesh.plan.shards import node_shards, shards
+from attnmesh.plan.shards import SCHEDULES, Shape, Workload, node_shards, shards
 from attnmesh.plan.two_level import two_level_plan
 from attnmesh.plan.ulysses import head_share
-from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.recurrent import KINDS, RecurrentShape, RecurrentWorkload, recurrent_loads
 from attnmesh.planner.schedules import loads
 from attnmesh.trace.timeline import TRACKS, Span, read_trace, summarize_overlap

@@ -11,10 +11,9 @@ from test_trace_command import traced_case, workload
 from attnmesh import run_virtual
 from attnmesh.cli.trace import TraceCase, record_attention
 from attnmesh.comm.in_flight import InFlightMessage, record_on_stream
-from attnmesh.plan.schedules import SCHEDULES
+from attnmesh.plan.shards import SCHEDULES
 from attnmesh.planner.schedules import loads
-from attnmesh.trace.recorder import Recorder
-from attnmesh.trace.timeline import summarize_overlap
+from attnmesh.trace.timeline import Recorder, summarize_overlap
 from helpers.processes import run_processes
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -9,8 +9,9 @@ import torch
 from torch.distributed import HashStore
 
 from attnmesh.comm import Comm, CommError, SoloComm, run_virtual
-from attnmesh.comm.agreement import AgreementStore, Signature, disagreement
-from attnmesh.utils.error_links import see
+from attnmesh.comm.agreement import AgreementStore
+from attnmesh.comm.base import Signature, disagreement
+from attnmesh.utils.text import see
 
 agreement, base = (sys.modules[each.__module__] for each in (AgreementStore, Comm))
 DISAGREE = see("debugging.md#ranks-disagree")

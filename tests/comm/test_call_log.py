@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.comm.agreement import CallLog, LoggedCall, call_text, more_calls, out_of_step, text_digest
+from attnmesh.comm.base import CallLog, LoggedCall, call_text, more_calls, out_of_step, text_digest
 
 
 def log_of(*texts: str) -> CallLog:

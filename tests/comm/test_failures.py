@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from attnmesh.comm import Comm, CommError, comm_from
-from attnmesh.comm.agreement import AgreementStore, Signature
+from attnmesh.comm.agreement import AgreementStore
+from attnmesh.comm.base import Signature
 from attnmesh.comm.health.group_store import WaitStatus
 from attnmesh.comm.health.monitor import Monitor
 from attnmesh.comm.in_flight import InFlightMessage
 from attnmesh.comm.process_group import Batch
-from attnmesh.utils.error_links import see, without_link
+from attnmesh.utils.text import see, without_link
 from helpers.cases import sweep
 from helpers.processes import Died, run_processes
 

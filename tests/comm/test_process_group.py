@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from attnmesh import ContextParallel
 from attnmesh.comm import Comm, CommError, SubComm, comm_from, run_virtual
 from attnmesh.comm.process_group import GroupComm
-from attnmesh.utils.error_links import without_link
+from attnmesh.utils.text import without_link
 from helpers.processes import Died, Raised, run_processes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn]

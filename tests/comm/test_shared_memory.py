@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from attnmesh.comm import Comm, CommError, comm_from, local_peers, recording, run_virtual
-from attnmesh.comm.shared_memory import IS_AVAILABLE, RingReader, RingWriter, Segment, largest_message
+from attnmesh.comm import Comm, CommError, comm_from, in_flight, recording, run_virtual
+from attnmesh.comm.in_flight import IS_AVAILABLE, RingReader, RingWriter, Segment, largest_message
 from helpers.processes import Died, run_processes
 
 pytestmark = pytest.mark.skipif(not IS_AVAILABLE, reason="needs Linux")
@@ -80,7 +80,7 @@ def test_a_segment_is_opened_by_its_own_name_only():
 
 
 def test_memory_is_bounded_for_any_number_of_ranks():
-    sizes = {n: local_peers._ring_bytes(n) for n in range(2, 1025)}
+    sizes = {n: in_flight._ring_bytes(n) for n in range(2, 1025)}
     assert sizes[2] == sizes[8] == 516 << 10
     assert 128 << 10 <= largest_message(sizes[2]) < 129 << 10
     assert largest_message(8 << 10) > 1900
@@ -90,10 +90,10 @@ def test_memory_is_bounded_for_any_number_of_ranks():
 
 
 def test_a_send_waits_for_its_receipt_as_long_as_the_timeout_allows():
-    segment, _ = local_peers._created(2)
+    segment, _ = in_flight._created(2)
     segment.forget_name()
     sender, receiver = (
-        local_peers.LocalPeers(rank, {i: os.pidfd_open(os.getpid()) for i in range(2)}, [os.getpid()], segment)
+        in_flight.LocalPeers(rank, {i: os.pidfd_open(os.getpid()) for i in range(2)}, [os.getpid()], segment)
         for rank in range(2)
     )
     x, y = torch.arange(3.0), torch.zeros(3)
@@ -194,9 +194,9 @@ def no_gloo(comm: Comm) -> None:
 def some_share(comm: Comm) -> None:
     """Ranks 0 and 1 share memory; rank 2 does not, and is reached over gloo."""
     if comm.rank == 2:
-        os.environ[local_peers.VARIABLE] = "0"
+        os.environ[in_flight.VARIABLE] = "0"
     fresh = connected(comm)
-    os.environ.pop(local_peers.VARIABLE, None)
+    os.environ.pop(in_flight.VARIABLE, None)
     assert (fresh._local_peers is None) == (comm.rank == 2)
     for _ in range(3):
         assert fresh.all_reduce(torch.ones(5)).tolist() == [3.0] * 5
@@ -292,7 +292,7 @@ def interrupted(comm: Comm) -> None:
 
 
 def everything(comm: Comm) -> list[object]:
-    os.environ.pop(local_peers.VARIABLE, None)
+    os.environ.pop(in_flight.VARIABLE, None)
     comm.timeout = 20
     seen = verbs(comm)
     assert comm._local_peers is not None
@@ -332,15 +332,15 @@ def test_a_killed_rank_is_noticed_by_those_who_send_and_those_who_receive():
 
 def connect_with_myself(last_answer):
     """Two ranks of one process, of which the other one answers at last."""
-    mine = f"{local_peers._host()}|{os.getpid()}"
+    mine = f"{in_flight._host()}|{os.getpid()}"
 
     def share(name, value, ranks):
         return {"host": {0: mine, 1: mine}, "segment": {0: value}}.get(name) or last_answer()
 
-    return local_peers.connect(0, 2, share)
+    return in_flight.connect(0, 2, share)
 
 
-@pytest.mark.skipif(not local_peers._host(), reason="needs shared memory")
+@pytest.mark.skipif(not in_flight._host(), reason="needs shared memory")
 def test_nothing_is_left_open_if_the_others_do_not_answer():
     def fails():
         raise CommError("rank 1 is dead")
@@ -352,7 +352,7 @@ def test_nothing_is_left_open_if_the_others_do_not_answer():
     assert os.listdir("/proc/self/fd") == before
 
 
-@pytest.mark.skipif(not local_peers._host(), reason="needs shared memory")
+@pytest.mark.skipif(not in_flight._host(), reason="needs shared memory")
 def test_ranks_of_all_groups_count_as_those_who_share_the_cores(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     first = connect_with_myself(lambda: {0: "yes", 1: "yes"})
@@ -402,7 +402,7 @@ def check(comm, work, recvs) -> int:
 
 
 def random_programs(comm: Comm, seeds: list[int]) -> int:
-    os.environ.pop(local_peers.VARIABLE, None)
+    os.environ.pop(in_flight.VARIABLE, None)
     comm.timeout = 30
     return sum(random_program(comm, seed) for seed in seeds)
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from attnmesh.comm import CommError, comm_from
-from attnmesh.comm.health import monitored_comm
+from attnmesh.comm.health import monitor
 from attnmesh.comm.health.caller_error import Caller, lock, uninterrupted
 from attnmesh.comm.in_flight import InFlightMessage
 from attnmesh.comm.nccl import QueuedOperation, StreamWatch
-from attnmesh.utils.error_links import without_link
+from attnmesh.utils.text import without_link
 from helpers.processes import run_processes
 
 
@@ -313,10 +313,10 @@ def test_an_operation_that_may_be_queued_behind_another_is_left_to_it(monkeypatc
     now = time.monotonic()
     first, second = (QueuedOperation("all_to_all", {1}, now - age, 5.0) for age in (9, 8))
     waiting = [SimpleNamespace(nccl=SimpleNamespace(oldest=lambda _, each=each: each)) for each in (second, first)]
-    monkeypatch.setattr(monitored_comm, "_all_comms", lambda: waiting)
+    monkeypatch.setattr(monitor, "_all_comms", lambda: waiting)
     searches = []
     comm = SimpleNamespace(_broken="x", _one_of=str, _causes=lambda *search: searches.append(search))
-    monitored_comm.MonitoredComm._overdue(comm, second)
+    monitor.MonitoredComm._overdue(comm, second)
     assert not searches
-    monitored_comm.MonitoredComm._overdue(comm, first)
+    monitor.MonitoredComm._overdue(comm, first)
     assert len(searches) == 1

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh.core.intervals import Intervals
+from attnmesh.core.mask import Intervals
 from attnmesh.core.masks import (
     And,
     BlockCausal,

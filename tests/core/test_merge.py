@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnmesh.core.masks import Causal
-from attnmesh.core.merge import merge, merge_sinks
-from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.core.state import State, accumulation_dtype, merge, merge_sinks
 from attnmesh.ops.dense.api import attention
 from helpers.cases import sweep
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from attnmesh.core.merge import (
+from attnmesh.core.state import (
+    State,
     add_sinks,
     discount_sinks,
     discount_sinks_batch_invariant,
@@ -14,7 +15,6 @@ from attnmesh.core.merge import (
     sink_gradient,
     unpack_state,
 )
-from attnmesh.core.state import State
 
 PARTS, B, H, S, D = 4, 2, 3, 5, 6
 

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnmesh.core.masks import Documents
-from attnmesh.core.packing import packing_of
+from attnmesh.core.masks import Documents, packing_of
 from attnmesh.integrations.transformers_attention import check_gaps, document_starts
 from attnmesh.training.batch import lengths_to_positions
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import attnmesh as am
 from attnmesh.generation.generator import Generator
-from attnmesh.generation.rank_memory import BLOCK_SIZE
+from attnmesh.generation.models import BLOCK_SIZE
 from attnmesh.generation.requests import StopStrings
 from attnmesh.generation.sampling import InvalidLogits, Sampling
 from attnmesh.plan.decode import DecodeSharding

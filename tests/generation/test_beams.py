@@ -7,8 +7,8 @@ import torch
 
 import attnmesh as am
 from attnmesh.generation.batching import Callbacks
-from attnmesh.generation.beam_search import BeamSearch
 from attnmesh.generation.generator import Generator
+from attnmesh.generation.requests import BeamSearch
 from helpers.cases import sweep
 from helpers.models import (
     VOCABULARY,

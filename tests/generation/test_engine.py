@@ -12,7 +12,7 @@ import attnmesh as am
 from attnmesh.core import ranges
 from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.generator import Generator
-from attnmesh.generation.rank_memory import BLOCK_SIZE
+from attnmesh.generation.models import BLOCK_SIZE
 from attnmesh.verify.mode import covering_rows
 from helpers.cases import sweep
 from helpers.models import KINDS, LAYOUTS, VOCABULARY, OneLayer, attnmesh_model, logits_of, on_virtual_ranks, random_ids

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from attnmesh import DecodeSharding, Striped, Zigzag, run_virtual
-from attnmesh.cli.generate.job import quantized_cache
+from attnmesh.cli.generate import quantized_cache
 from attnmesh.generation.generator import Generator
 from attnmesh.integrations.transformers_attention import register_attention
 from helpers.cases import else_sweep

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.cli.generate.job import quantized_cache
+from attnmesh.cli.generate import quantized_cache
 from attnmesh.generation.generator import Generator
-from attnmesh.generation.latents import LatentProjections, LatentWidths
-from attnmesh.generation.models import kv_bytes_per_token
+from attnmesh.generation.models import LatentProjections, LatentWidths, kv_bytes_per_token
 from helpers.cases import sweep
 from helpers.models import (
     POSITIONS,

@@ -13,7 +13,7 @@ from helpers.serving import write_byte_model
 
 pytest.importorskip("llguidance")
 
-from attnmesh.generation.grammar import grammar_of
+from attnmesh.generation.sampling import grammar_of
 
 PATTERN = "([a-c]{3} ){4}[x-z]"
 HOW = {"max_new_tokens": 40, "grammar": grammar_of("regex", PATTERN), "sampling": Sampling(1.0, seed=5)}

@@ -15,7 +15,7 @@ from attnmesh.plan.reshard import Part, Piece, plan_moves
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.cost import bytes_sent, messages_sent
 from attnmesh.planner.decode import DecodeRequest, decode_option
-from attnmesh.planner.models.config import model_from_config
+from attnmesh.planner.models import model_from_config
 from helpers.cases import sweep
 from helpers.models import LAYOUTS, VOCABULARY, attnmesh_model, on_virtual_ranks, random_ids
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.cli.generate.job import quantized_cache
+from attnmesh.cli.generate import quantized_cache
 from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.generator import Generator
-from attnmesh.generation.models import kv_bytes_per_token
-from attnmesh.generation.rank_memory import BLOCK_SIZE
+from attnmesh.generation.models import BLOCK_SIZE, kv_bytes_per_token
 from attnmesh.ops.storage import values_of
 from helpers.cases import sweep
 from helpers.models import attnmesh_model, generated_rows, on_virtual_ranks, random_ids, transformers_model

@@ -18,10 +18,13 @@ import attnmesh as am
 from attnmesh.comm.base import SoloComm
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.generation.batching import BatchRanks, Callbacks, ContinuousBatch
-from attnmesh.generation.beam_search import BeamSearch
-from attnmesh.generation.requests import Request, RequestOptions
+from attnmesh.generation.requests import (
+    BeamSearch,
+    GenerationStats,
+    Request,
+    RequestOptions,
+)
 from attnmesh.generation.scheduler import Scheduler, common_prefix
-from attnmesh.generation.stats import GenerationStats
 from attnmesh.kv_cache import block_manager
 from attnmesh.kv_cache.block_manager import BlockLayout, max_window_blocks
 from attnmesh.kv_cache.cache import BlockCache

@@ -8,7 +8,7 @@ import torch
 import attnmesh as am
 from attnmesh.generation import Callbacks
 from attnmesh.generation.generator import Generator
-from attnmesh.generation.rank_memory import BLOCK_SIZE, ShardedMemory
+from attnmesh.generation.models import BLOCK_SIZE, ShardedMemory
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.models.sharded import sharded_weights
 from helpers.cases import first, in_turn, sweep

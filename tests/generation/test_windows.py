@@ -6,15 +6,14 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.generation import engine, rank_memory
+from attnmesh.generation import engine, models
 from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.generator import Generator
-from attnmesh.generation.models import layer_windows
-from attnmesh.generation.rank_memory import kv_cache_bytes
+from attnmesh.generation.models import kv_cache_bytes, layer_windows
 from attnmesh.kv_cache import block_manager
 from attnmesh.kv_cache.block_manager import max_window_blocks
 from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.spec import CacheSpec
+from attnmesh.kv_cache.pools import CacheSpec
 from helpers.cases import sweep
 from helpers.models import attnmesh_model, generated_rows, greedy_tokens, logits_of, on_virtual_ranks, random_ids
 from helpers.processes import run_processes
@@ -24,7 +23,7 @@ BLOCK, MARGIN, CHUNK, MOST = 4, 8, 24, 9
 
 def make_small(setattr):
     """Blocks and margins that short texts leave behind."""
-    for module in (rank_memory, engine):
+    for module in (models, engine):
         setattr(module, "BLOCK_SIZE", BLOCK)
     for module in (block_manager, engine):
         setattr(module, "WINDOW_MARGIN", MARGIN)

@@ -55,7 +55,9 @@ WRONG = {
 @pytest.mark.parametrize("family", first(1, WRONG))
 def test_a_fault_is_found_and_its_line_repeats_it(family, capfd, monkeypatch):
     name, which = WRONG[family]
-    module = pytest.importorskip("attnmesh.testing.decode") if family == "decode" else am
+    module = am.sparse if family == "sparse_decode" else am
+    if family == "decode":
+        module = pytest.importorskip("attnmesh.testing.decode")
     right = getattr(module, name)
 
     def wrong(*args, **options):

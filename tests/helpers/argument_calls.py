@@ -20,14 +20,13 @@ from attnmesh.comm import SoloComm
 from attnmesh.generation import GenerationStats
 from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.plan.decode import DecodeShape, Place
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import Shape, Workload, shards
 from attnmesh.planner.catalog import catalog, cluster
 from attnmesh.planner.decode import DecodeRequest
-from attnmesh.planner.models import config
+from attnmesh.planner.models import model as known_model
 from attnmesh.planner.prefill import PrefillRequest
 from attnmesh.planner.schedules import program
-from attnmesh.planner.simulator.network import Slowdown
+from attnmesh.planner.simulator import Slowdown
 from attnmesh.report import GeneratedAnswer, schedule_report
 from attnmesh.testing.block import random_block
 from attnmesh.testing.recurrent import KINDS, random_layer, to_dtype
@@ -246,7 +245,7 @@ def trace_file() -> Path:
 
 def _request() -> Arguments:
     sizes = {"context": 1024, "batch": 2, "devices": 2, "cluster": cluster("h200")}
-    return {"model": config.model("llama-3.1-8b"), "kv_itemsize": 2.0, **sizes}
+    return {"model": known_model("llama-3.1-8b"), "kv_itemsize": 2.0, **sizes}
 
 
 def _linear_weights() -> Arguments:

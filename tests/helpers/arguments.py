@@ -38,10 +38,10 @@ PLANNER_NAMES = {
     "attnmesh.comm": ("Comm", "CommError"),
     "attnmesh.planner.catalog": ("Catalog", "catalog", "default_cluster", "load"),
     "attnmesh.planner.decode": ("DecodeRequest", "decode_ranking"),
-    "attnmesh.planner.models.config": ("model", "read_config", "read_model_config"),
+    "attnmesh.planner.models": ("model", "read_config", "read_model_config"),
     "attnmesh.planner.prefill": ("PrefillRequest", "prefill_ranking"),
     "attnmesh.planner.recommend": ("compare_shardings",),
-    "attnmesh.planner.simulator.network": ("Slowdown",),
+    "attnmesh.planner.simulator": ("Slowdown",),
     "attnmesh.trace.timeline": ("read_trace", "write_trace"),
 }
 TIME_LIMIT = 10  # seconds per call

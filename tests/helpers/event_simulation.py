@@ -17,8 +17,7 @@ import numpy as np
 
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.program import Floats, Messages, MessageTotals, Program, Round
-from attnmesh.planner.simulator.network import Network, Slowdown
-from attnmesh.planner.simulator.simulate import Record, Timed, host_seconds, timed
+from attnmesh.planner.simulator import Network, Record, Slowdown, Timed, host_seconds, timed
 
 Step = Literal["start", "end", "there"]
 

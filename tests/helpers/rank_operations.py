@@ -13,8 +13,8 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.comm import SoloComm
 from attnmesh.integrations.transformers_attention import LayerMask, transformers_attention
+from attnmesh.ops.block.config import split_and_rotate
 from attnmesh.ops.block.norm_rope import Norm, Rope, rms_norm
-from attnmesh.ops.block.stages import split_and_rotate
 from attnmesh.ops.storage import Stored, dequantize
 from attnmesh.testing.block import random_block, reference_block
 from helpers.operations import WINDOW, Operation, Random, Tensors, over_ranks

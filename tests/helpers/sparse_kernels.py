@@ -7,9 +7,8 @@ from torch import Tensor
 
 from attnmesh.ops.sparse import backward as by_kernels
 from attnmesh.ops.sparse import triton_indexer, triton_indexer_backward, triton_paged_topk
-from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices
-from attnmesh.ops.sparse.call import IndexerCall, SparseCall
-from attnmesh.ops.sparse.forward import Forward
+from attnmesh.ops.sparse.arguments import IndexerCall, RowBounds, SparseCall, TopKIndices
+from attnmesh.ops.sparse.dispatch import Forward
 from attnmesh.ops.sparse.paged import IndexerStep, PagedKeys
 from attnmesh.ops.sparse.triton_indexer_backward import Grads
 

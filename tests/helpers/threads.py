@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attnmesh.comm import Comm, CommError, Pending
-from attnmesh.comm.agreement import Signature
-from attnmesh.comm.base import Message
+from attnmesh.comm.base import Message, Signature
 
 
 class _World:

@@ -97,7 +97,7 @@ def compile_launches(test_file: str, cases: list[tuple[int, tuple]]) -> list[dic
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from attnmesh.ops import gpu
+    from attnmesh.ops import launch
 
     class Driver:
         """A GPU driver, as far as compiling needs one."""
@@ -107,18 +107,18 @@ def compile_launches(test_file: str, cases: list[tuple[int, tuple]]) -> list[dic
         get_current_stream = staticmethod(lambda device: 0)
 
     def compile_only(kernel, *args, warmup, **options):
-        binary = launch(kernel, *args, warmup=True, **options)
+        binary = run(kernel, *args, warmup=True, **options)
         dropped = uncarried_in(binary, GPUTarget("cuda", target, 32), options) + dropped_bounds(binary.asm["source"])
         report = {"case": case, "kernel": kernel.fn.__name__, "target": target, "dropped": dropped}
         reports.append(report | resources(binary, disassemble=kernel.is_gluon()))
 
     reports: list[dict] = []
     driver.set_active(Driver())
-    launch, JITFunction.run = JITFunction.run, compile_only
+    run, JITFunction.run = JITFunction.run, compile_only
     sys.path.insert(0, str(Path(test_file).parent))
     launcher = importlib.import_module(Path(test_file).stem)
     for target, case in cases:
-        gpu.WITHOUT_GPU = gpu.GPU(target, SHARED_MEMORY[target])
+        launch.WITHOUT_GPU = launch.GPU(target, SHARED_MEMORY[target])
         launcher.launch(*case)
     return reports
 

@@ -22,8 +22,8 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from attnmesh.decode import AttentionConfig, Norm, Rope
 from attnmesh.models import attention_from_transformers
+from attnmesh.ops.block.config import split_and_rotate
 from attnmesh.ops.block.norm_rope import rms_norm
-from attnmesh.ops.block.stages import split_and_rotate
 from attnmesh.plan.decode import DecodeSharding
 
 LENGTH, HIDDEN, Q, KV, D = 24, 42, 6, 2, 16

@@ -9,7 +9,7 @@ import torch
 import attnmesh as am
 from attnmesh.comm import SoloComm
 from attnmesh.core.masks import Causal
-from attnmesh.core.merge import discount_sinks
+from attnmesh.core.state import discount_sinks
 from attnmesh.integrations.transformers_attention import LayerMask, register_attention, transformers_attention
 from attnmesh.integrations.transformers_models import check_model
 from helpers.cases import first

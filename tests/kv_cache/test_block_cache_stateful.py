@@ -7,8 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from attnmesh.kv_cache.block_manager import BlockManager
-from attnmesh.kv_cache.block_pool import BlockPool
+from attnmesh.kv_cache.block_manager import BlockManager, BlockPool
 from attnmesh.kv_cache.pools import DeviceTables, Pools
 from attnmesh.kv_cache.sequence import NewTokens, Sequence
 from helpers.cases import first

@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from attnmesh.decode import CacheFull
-from attnmesh.kv_cache.block_pool import BlockPool, block_hash, root_hash
+from attnmesh.kv_cache.block_manager import BlockPool, block_hash, root_hash
 
 
 def digest(*ids: int) -> bytes:

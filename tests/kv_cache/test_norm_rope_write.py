@@ -8,8 +8,8 @@ from attnmesh.decode import AttentionConfig, AttentionWeights, Norm, Rope
 from attnmesh.kv_cache import norm_rope_write as module
 from attnmesh.kv_cache.norm_rope_write import ProjectedKV, norm_rope_write
 from attnmesh.kv_cache.pools import write_tokens
+from attnmesh.ops.block.config import split_and_rotate
 from attnmesh.ops.block.norm_rope import LAYOUTS
-from attnmesh.ops.block.stages import split_and_rotate
 from attnmesh.ops.storage import PLAIN, STORAGES, dequantize
 from helpers.cases import sweep
 

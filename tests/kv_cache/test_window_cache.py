@@ -10,7 +10,7 @@ from position_shards_model import OPERATIONS, drive
 from attnmesh import BlockCache
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.decode import CacheFull
-from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
+from attnmesh.generation.models import BLOCK_SIZE, CacheBlocks
 from attnmesh.kv_cache import block_manager
 from attnmesh.kv_cache.block_manager import BlockCopies, BlockLayout, BlockManager, LayerKind, max_window_blocks
 from helpers.caches import cache_sizes

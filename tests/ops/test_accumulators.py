@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnmesh.core.merge import merge, merge_sinks
-from attnmesh.core.state import State
+from attnmesh.core.state import State, merge, merge_sinks
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 
 SHAPE = (2, 3, 10, 4)

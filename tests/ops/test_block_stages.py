@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from attnmesh.decode import AttentionConfig, AttentionWeights, Norm, Rope
+from attnmesh.ops.block.config import keys_and_values, queries, split_and_rotate
 from attnmesh.ops.block.norm_rope import LAYOUTS, rms_norm
-from attnmesh.ops.block.stages import keys_and_values, queries, split_and_rotate
 
 
 def rounded_once(got, right):

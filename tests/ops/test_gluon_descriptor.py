@@ -9,7 +9,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.core.state import State
-from attnmesh.ops import gluon_descriptor
+from attnmesh.ops import gluon
 from attnmesh.ops.dense import gluon_backward, gluon_forward
 from attnmesh.ops.sparse import gluon_topk
 from attnmesh.testing.decode import random_decode
@@ -21,7 +21,7 @@ SOURCE = Path(am.__file__).parent
 def test_one_module_makes_descriptors():
     """The others would launch without a context in a thread that has none."""
     using = [path.name for path in SOURCE.rglob("*.py") if "TensorDescriptor" in path.read_text()]
-    assert using == ["gluon_descriptor.py"]
+    assert using == ["gluon.py"]
 
 
 def test_a_context_is_made_current_once_in_a_thread(monkeypatch):
@@ -34,12 +34,12 @@ def test_a_context_is_made_current_once_in_a_thread(monkeypatch):
         def record_event(self):
             recorded.append(self.device)
 
-    monkeypatch.setattr(gluon_descriptor, "_contexts", gluon_descriptor._Contexts())
+    monkeypatch.setattr(gluon, "_contexts", gluon._Contexts())
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
 
     def twice():
         for index in (0, 0, 1, -1, 0):
-            gluon_descriptor.ensure_context(index)
+            gluon.ensure_context(index)
 
     twice()
     in_new_thread(twice)
@@ -205,7 +205,7 @@ def test_the_first_operation_of_a_thread_in_a_graph():
     graph = torch.cuda.CUDAGraph()
 
     def capture():
-        gluon_descriptor._contexts.devices = {-1}  # as if this thread had no context yet
+        gluon._contexts.devices = {-1}  # as if this thread had no context yet
         with torch.cuda.graph(graph):
             return run()
 
@@ -226,7 +226,7 @@ def test_the_context_of_a_tensor_is_current_for_the_driver():
 
     def before_and_after() -> tuple[int | None, int | None]:
         before = context()
-        gluon_descriptor.ensure_context(x.get_device())
+        gluon.ensure_context(x.get_device())
         return before, context()
 
     before, after = in_new_thread(before_and_after)

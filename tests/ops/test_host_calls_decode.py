@@ -75,12 +75,12 @@ def test_calls_before_launches():
 def count_before_launches() -> None:
     """Kernels are given tensors in host memory, as if they were on a GPU: positions are not read by the host."""
     passed, _ = record_launches()
-    from attnmesh.ops import merge_states
+    from attnmesh.ops import merge
     from attnmesh.ops.decode import api, triton
     from attnmesh.ops.sparse import arguments, triton_bounds
 
     triton.Triton.why_not = lambda self, call: None
-    merge_states._kernel_serves = lambda states: True
+    merge._kernel_serves = lambda states: True
 
     def bounds(mask, s_q, s_kv, topk, device):
         rows = mask.k_start, mask.k_end, mask.q_positions, mask.topk_length

@@ -158,7 +158,7 @@ def compare() -> None:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-    from attnmesh.ops.gluon_descriptor import descriptor
+    from attnmesh.ops.gluon import descriptor
 
     passed, stream = record_launches()
 

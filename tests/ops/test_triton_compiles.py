@@ -12,18 +12,17 @@ pytest.importorskip("triton")
 
 from attnmesh.core.state import State
 from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.spec import CacheSpec
+from attnmesh.kv_cache.pools import CacheSpec
 from attnmesh.kv_cache.triton_write import norm_rope_write, write_tokens
-from attnmesh.ops import gpu
-from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights, ProjectedKV
 from attnmesh.ops.block.norm_rope import Norm, Rope
-from attnmesh.ops.block.stages import ProjectedKV
 from attnmesh.ops.decode.call import build_call
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.decode.triton import pick_tiles as pick_decode_tiles
 from attnmesh.ops.dense.triton_backward import backward, delta, short_gradients
 from attnmesh.ops.dense.triton_forward import forward
 from attnmesh.ops.dense.triton_tiles import FORWARD_TILES, GRAD_KEY_TILES, GRAD_QUERY_TILES, ScoreTerms, pick_tiles
+from attnmesh.ops.launch import GPU
 from attnmesh.ops.storage import quantize
 from attnmesh.ops.triton_merge import accumulate, add, merge_states
 
@@ -188,7 +187,7 @@ def test_every_dense_kernel_compiles():
 ])  # fmt: skip
 def test_tiles_fit_the_shared_memory(room, tiles, monkeypatch):
     """Fewer stages, then smaller tiles."""
-    monkeypatch.setattr(gpu, "WITHOUT_GPU", gpu.GPU(80, room * 1024))
+    monkeypatch.setattr("attnmesh.ops.launch.WITHOUT_GPU", GPU(80, room * 1024))
     q = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16)
     tables = {("q",): FORWARD_TILES, ("q", "grad_out"): GRAD_QUERY_TILES, ("k", "v"): GRAD_KEY_TILES}
     assert [pick_tiles(table, q, q, held=held) for held, table in tables.items()] == tiles
@@ -295,7 +294,7 @@ def test_the_decode_kernels_compile():
 ])  # fmt: skip
 def test_decode_tiles_fit_the_shared_memory(storage, head_dim, value_dim, tiles, monkeypatch):
     """The same as on Hopper, except for the widest keys."""
-    monkeypatch.setattr(gpu, "WITHOUT_GPU", gpu.GPU(89, 99 * 1024))
+    monkeypatch.setattr("attnmesh.ops.launch.WITHOUT_GPU", GPU(89, 99 * 1024))
     assert pick_decode_tiles(decode_call(storage, "bfloat16", head_dim, value_dim, 32, PAGED)) == tiles
 
 

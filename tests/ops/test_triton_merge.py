@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from attnmesh.core.merge import discount_sinks_batch_invariant, merge, merge_sequential
-from attnmesh.core.state import State
+from attnmesh.core.state import State, discount_sinks_batch_invariant, merge, merge_sequential
 from attnmesh.ops.launch import signature
-from attnmesh.ops.merge_states import merge as merge_any
+from attnmesh.ops.merge import merge as merge_any
 from attnmesh.ops.triton_merge import accumulate, add, merge_packed, merge_states
 from helpers.cases import sweep
 
@@ -182,7 +181,7 @@ def test_nothing_to_do(device):
 
 def test_no_kernel_merges_what_has_no_signature(monkeypatch):
     """As subclasses of tensors have none: launches are known by it."""
-    monkeypatch.setattr("attnmesh.ops.merge_states._kernel_serves", lambda states: True)
+    monkeypatch.setattr("attnmesh.ops.merge._kernel_serves", lambda states: True)
     monkeypatch.setattr("attnmesh.ops.triton_merge.merge_states", lambda states, key: pytest.fail(f"key {key}"))
     out, lse = torch.rand(2, 2, 2, 3, 4), torch.zeros(2, 2, 2, 3)
     states = [State(torch.nn.Parameter(out[i], requires_grad=False), lse[i]) for i in range(2)]

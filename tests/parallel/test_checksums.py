@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnmesh.comm.agreement import CallLog
+from attnmesh.comm.base import CallLog
 from attnmesh.parallel import checksums
 from attnmesh.parallel.checksums import Checksum, ValueChecks
 

@@ -30,7 +30,7 @@ from attnmesh.core.layouts import Balanced, Joint
 from attnmesh.core.mask_encoding import _KINDS, decode, encode
 from attnmesh.core.masks import BlockCausal, Chunked, Global, Padding, PerSequence, Prefix, Slices
 from attnmesh.parallel import operator
-from attnmesh.plan.schedules import SCHEDULES
+from attnmesh.plan.shards import SCHEDULES
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
 from helpers.cases import MASKS, first, make_mask, sweep
 from helpers.processes import run_processes

@@ -21,7 +21,7 @@ from attnmesh.testing.attention import random_inputs
 from benchmarks.one_rank import OneRankComm
 
 SOURCE = str(Path(am.__file__).parent)
-KERNELS = tuple(f"{SOURCE}/{path}" for path in ("ops/dense/", "ops/merge.py", "core/merge.py", "core/state.py"))
+KERNELS = tuple(f"{SOURCE}/{path}" for path in ("ops/dense/", "ops/merge.py", "core/state.py", "core/state.py"))
 
 
 def counted_calls(function: Callable[[], object]) -> int:

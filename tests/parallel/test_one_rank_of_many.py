@@ -24,7 +24,7 @@ from attnmesh import (
 )
 from attnmesh.comm import Comm
 from attnmesh.comm.base import Pending
-from attnmesh.plan.schedules import SCHEDULES
+from attnmesh.plan.shards import SCHEDULES
 from attnmesh.testing.errors import relative_error
 from helpers.cases import first
 

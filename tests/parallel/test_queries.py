@@ -21,7 +21,7 @@ from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Call
 from attnmesh.ops.dense.triton_tiles import DenseTiles
-from attnmesh.ops.streams import StreamPair
+from attnmesh.ops.merge import StreamPair
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks, ring_distributed_attention
 from attnmesh.testing.attention import (
     NAMES,

@@ -14,9 +14,8 @@ from torch import Tensor
 from attnmesh import Balanced, Causal, ContextParallel, Contiguous, Layout, Striped, Zigzag, run_virtual
 from attnmesh.comm import Comm, recording
 from attnmesh.ops.recurrent.api import scan
-from attnmesh.ops.recurrent.convolution import ShortConvolution
-from attnmesh.ops.recurrent.delta_rules import GatedDeltaRule
 from attnmesh.ops.recurrent.layer import Recurrence
+from attnmesh.ops.recurrent.layers import GatedDeltaRule, ShortConvolution
 from attnmesh.parallel import context, recurrent
 from attnmesh.plan.recurrent import ScanPlan, divided_plan, gathered_plan, halo_plan, planned_segments
 from attnmesh.testing.recurrent import (

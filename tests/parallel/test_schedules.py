@@ -29,9 +29,7 @@ from attnmesh.core.layouts import Balanced, Joint
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.dense import aten
 from attnmesh.ops.dense.aten import Aten
-from attnmesh.plan.schedules import SCHEDULES
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import SCHEDULES, Shape, Workload, shards
 from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.hardware import Cluster

@@ -22,7 +22,7 @@ from attnmesh import (
     run_virtual,
 )
 from attnmesh.comm import Comm, CommError
-from attnmesh.plan.schedules import SCHEDULES
+from attnmesh.plan.shards import SCHEDULES
 from attnmesh.testing.attention import (
     assert_attention_close,
     forward_backward,

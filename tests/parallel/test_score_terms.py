@@ -19,9 +19,7 @@ from attnmesh import (
 )
 from attnmesh.comm import Comm
 from attnmesh.core.masks import Padding, PerSequence
-from attnmesh.plan.schedules import SCHEDULES
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import SCHEDULES, Shape, Workload, shards
 from attnmesh.planner.schedules import loads
 from attnmesh.testing.attention import (
     assert_attention_close,

@@ -11,8 +11,8 @@ import torch
 
 from attnmesh import Causal, ContextParallel, Contiguous, Documents, Full, SlidingWindow, Striped, Zigzag
 from attnmesh.comm.base import Comm, Finished
+from attnmesh.ops import merge
 from attnmesh.ops import merge as accumulate
-from attnmesh.ops import streams
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.parallel import ring
 from helpers.cases import first, sweep
@@ -45,7 +45,7 @@ class Stream:
 
 
 class Device:
-    """Stands in for torch.cuda in `streams`, and remembers who touched what."""
+    """Stands in for torch.cuda in `ops.merge`, and remembers who touched what."""
 
     def __init__(self) -> None:
         self.main = Stream("main")
@@ -116,8 +116,11 @@ def device(monkeypatch) -> Device:
     class FakeTorch:
         cuda = device
 
-    monkeypatch.setattr(streams, "torch", FakeTorch)
-    monkeypatch.setattr(streams, "_streams", lambda *_: device.streams)
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    monkeypatch.setattr(merge, "torch", FakeTorch())
+    monkeypatch.setattr(merge, "_streams", lambda *_: device.streams)
 
     def on_two_streams(stages, device):
         return sum(len(patch.blocks) for patch, backend in stages if backend is not None)
@@ -183,7 +186,7 @@ def test_no_buffer_is_overwritten_and_no_memory_reused_while_it_is_read(device, 
 
 @pytest.mark.parametrize(("method", "found"), [("wait_for_last_block", "receive"), ("record_arrival", "keys")])
 def test_the_replay_notices_a_wait_that_is_missing(device, monkeypatch, method, found):
-    monkeypatch.setattr(streams.StreamPair, method, lambda self: None)
+    monkeypatch.setattr(merge.StreamPair, method, lambda self: None)
     run_two_layers(device, Zigzag(), Causal(), 6, 5, "qkv")
     assert any(found in race for race in device.races)
 
@@ -193,7 +196,7 @@ def test_the_replay_notices_memory_that_is_reused_too_early(device, monkeypatch)
     def exclusive(self):
         yield
 
-    monkeypatch.setattr(streams.StreamPair, "exclusive", exclusive)
+    monkeypatch.setattr(merge.StreamPair, "exclusive", exclusive)
     run_two_layers(device, Zigzag(), Causal(), 8, 7, "")
     assert any("memory" in race for race in device.races)
 

@@ -9,9 +9,7 @@ from attnmesh import Causal, ContextParallel, Striped, Zigzag, run_virtual
 from attnmesh.comm import Comm
 from attnmesh.core.layouts import Balanced, Contiguous
 from attnmesh.core.masks import Chunked, Global, Mask, Padding, PerSequence, Prefix, SlidingWindow
-from attnmesh.plan.schedules import why_not
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import Shape, Workload, shards, why_not
 from attnmesh.planner.schedules import loads
 from attnmesh.testing.attention import assert_attention_close, random_inputs, virtual_results
 from helpers.cases import first

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from attnmesh.core.ranges import size
-from attnmesh.kv_cache.block_pool import root_hash
+from attnmesh.kv_cache.block_manager import root_hash
 from attnmesh.parallel.reshard.contents import CacheContents, SequenceContents
 from attnmesh.parallel.reshard.goal import Goal
 from attnmesh.plan.decode import DecodeSharding

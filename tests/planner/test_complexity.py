@@ -19,11 +19,9 @@ import pytest
 
 from attnmesh.core.layouts import Contiguous, Layout, Zigzag
 from attnmesh.core.masks import Causal, Full, Mask
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import Shape, Workload, shards
 from attnmesh.planner.program import MessageTotals
-from attnmesh.planner.schedules import loads, peak_bytes, program
-from attnmesh.planner.specs.allgather import workload_head_groups
+from attnmesh.planner.schedules import loads, peak_bytes, program, workload_head_groups
 from helpers.cases import first, sweep
 
 B, HQ, HKV, D, E = 2, 64, 64, 16, 2  # as many heads as ranks, so that Ulysses divides them

@@ -8,9 +8,7 @@ import pytest
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.schedules import SCHEDULES
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import SCHEDULES, Shape, Workload, shards
 from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.cost import Cost, cost, schedule_cost
 from attnmesh.planner.hardware import Cluster

@@ -18,7 +18,7 @@ from attnmesh.planner.decode import (
     LinearLayers,
     decode_program,
 )
-from attnmesh.planner.models.config import AttentionParameters
+from attnmesh.planner.models import AttentionParameters
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, shard_block
 from helpers.blocks import random_sequences
 from helpers.cases import first, in_turn, sweep

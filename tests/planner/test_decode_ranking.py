@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.catalog import cluster
-from attnmesh.planner.cost import cost
+from attnmesh.planner.cost import RESERVED_MEMORY, cost
 from attnmesh.planner.decode import (
     DecodeRequest,
     decode_layers,
@@ -17,8 +17,7 @@ from attnmesh.planner.decode import (
     decode_ranking,
     shardings,
 )
-from attnmesh.planner.models.config import ModelConfig, model
-from attnmesh.planner.ranking import RESERVED_MEMORY
+from attnmesh.planner.models import ModelConfig, model
 from helpers.cases import sweep
 
 H200 = cluster("h200")

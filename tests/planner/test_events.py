@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from attnmesh.planner.program import Kernels, Messages, MessageTotals, Round
-from attnmesh.planner.simulator.network import Slowdown
-from attnmesh.planner.simulator.simulate import run_rounds
+from attnmesh.planner.simulator import Slowdown, run_rounds
 from helpers.clusters import attention_kernels, make_program, ring_program, simulated_cluster
 from helpers.event_simulation import run_events
 

@@ -8,7 +8,7 @@ import pytest
 
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.decode import DecodeRequest
-from attnmesh.planner.models.config import cache_bytes, model, model_from_config, parameters, state_bytes
+from attnmesh.planner.models import cache_bytes, model, model_from_config, parameters, state_bytes
 from attnmesh.planner.prefill import Parallelism, PrefillRequest, prefill_memory, prefill_ranking
 from attnmesh.utils.optional import installed
 from helpers.cases import first

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from attnmesh.planner.models.config import LatentAttention, model, model_names
+from attnmesh.planner.models import LatentAttention, model, model_names
 
 TINY = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2}
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.planner.models.config import (
+from attnmesh.planner.models import (
     Experts,
     ModelConfig,
     cache_bytes,

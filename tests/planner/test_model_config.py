@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from attnmesh.planner.models.config import (
+from attnmesh.planner.models import (
     Experts,
     LatentAttention,
     ModelConfig,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from attnmesh.planner.program import Messages
-from attnmesh.planner.simulator.network import Network, Slowdown
+from attnmesh.planner.simulator import Network, Slowdown
 from helpers.clusters import simulated_cluster
 
 

@@ -11,9 +11,7 @@ import torch
 from attnmesh import Causal, ContextParallel, Contiguous, Full, SlidingWindow, Zigzag
 from attnmesh.comm import Comm
 from attnmesh.comm.base import Finished, Pending
-from attnmesh.plan.schedules import SCHEDULES
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import SCHEDULES, Shape, Workload, shards
 from attnmesh.planner import schedules, vectorized
 from attnmesh.testing.attention import random_inputs
 from helpers.cases import sweep

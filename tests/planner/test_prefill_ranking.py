@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnmesh.planner.catalog import cluster
-from attnmesh.planner.models.config import expert_fraction_read, layer_weight_bytes_read, model
+from attnmesh.planner.cost import RESERVED_MEMORY
+from attnmesh.planner.models import expert_fraction_read, layer_weight_bytes_read, model
 from attnmesh.planner.prefill import Parallelism, PrefillRequest, parallelisms, prefill_memory, prefill_ranking
-from attnmesh.planner.ranking import RESERVED_MEMORY
 from helpers.cases import sweep
 
 H200 = cluster("h200")

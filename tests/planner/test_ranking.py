@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnmesh.planner.ranking import RESERVED_MEMORY, Memory, Option, ranked
+from attnmesh.planner.cost import RESERVED_MEMORY, Memory, Option, ranked
 from attnmesh.utils.text import readable_seconds
 
 

@@ -7,13 +7,11 @@ import pytest
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Full
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import Shape, Workload, shards
 from attnmesh.planner.hardware import Cluster, Curve
 from attnmesh.planner.program import Kernels, Messages, MessageTotals, Round
 from attnmesh.planner.schedules import program as schedule_program
-from attnmesh.planner.simulator.network import Slowdown
-from attnmesh.planner.simulator.simulate import host_seconds, run_rounds
+from attnmesh.planner.simulator import Slowdown, host_seconds, run_rounds
 from helpers.clusters import attention_kernels, make_program, simulated_cluster, simulated_device
 from helpers.event_simulation import run_events
 

@@ -9,14 +9,11 @@ from hypothesis import strategies as st
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.schedules import SCHEDULES
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import SCHEDULES, Shape, Workload, shards
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.program import Messages, MessageTotals, Program, Round
 from attnmesh.planner.schedules import program
-from attnmesh.planner.simulator.network import Slowdown
-from attnmesh.planner.simulator.simulate import run_rounds
+from attnmesh.planner.simulator import Slowdown, run_rounds
 from helpers.clusters import all_to_all_program, attention_kernels, long_ring_program, make_program, simulated_cluster
 from helpers.event_simulation import run_events
 

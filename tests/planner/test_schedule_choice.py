@@ -11,9 +11,7 @@ import torch
 from attnmesh import ContextParallel, run_virtual
 from attnmesh.core.layouts import Balanced, Contiguous, Layout, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
-from attnmesh.plan.schedules import SCHEDULES, why_not
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import SCHEDULES, Shape, Workload, shards, why_not
 from attnmesh.planner.auto import Explanation, _seconds_of_rings, choose_schedule
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.cost import schedule_cost

@@ -8,9 +8,7 @@ import torch
 
 from attnmesh.core.layouts import Contiguous, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
-from attnmesh.plan.schedules import SCHEDULES, why_not
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import SCHEDULES, Shape, Workload, shards, why_not
 from attnmesh.planner.schedules import loads, steps
 from attnmesh.planner.sizes import RankSizes
 from helpers.cases import allowed_pairs, sweep

@@ -3,8 +3,7 @@
 import pytest
 
 from attnmesh.planner.program import Program
-from attnmesh.planner.simulator.network import Slowdown
-from attnmesh.planner.simulator.simulate import simulate
+from attnmesh.planner.simulator import Slowdown, simulate
 from helpers.clusters import (
     long_ring_program,
     make_program,

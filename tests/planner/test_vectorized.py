@@ -8,9 +8,7 @@ import pytest
 
 from attnmesh.core.layouts import Contiguous, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
-from attnmesh.plan.schedules import SCHEDULES
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import SCHEDULES, Shape, Workload, shards
 from attnmesh.planner import program as programs
 from attnmesh.planner import vectorized
 from attnmesh.planner.program import MessageTotals

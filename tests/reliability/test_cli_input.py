@@ -16,9 +16,9 @@ import typer
 from attnmesh import launch
 from attnmesh.cli import output, simulate
 from attnmesh.cli.errors import Terminated, _reported
-from attnmesh.cli.generate.display import Display
+from attnmesh.cli.generate import Display
 from attnmesh.comm import CommError
-from attnmesh.generation.stats import GenerationStats
+from attnmesh.generation.requests import GenerationStats
 from attnmesh.report import GeneratedAnswer, generation_report
 from attnmesh.report.page import page
 from helpers.cases import first

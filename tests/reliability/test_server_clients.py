@@ -20,13 +20,13 @@ for name in ("transformers", "openai", "fastapi", "uvicorn", "prometheus_client"
 import uvicorn  # noqa: E402
 from uvicorn.server import ServerState  # noqa: E402
 
-from attnmesh.serving.connections import (  # noqa: E402
+from attnmesh.serving.prompts import PromptTokenizer  # noqa: E402
+from attnmesh.serving.server import (  # noqa: E402
     ConnectionLimits,
     LimitedProtocol,
     RequestGate,
     WaitingConnections,
 )
-from attnmesh.serving.prompts import PromptTokenizer  # noqa: E402
 from benchmarks import server_load  # noqa: E402
 from helpers.serving import NAME, virtual_server, write_model  # noqa: E402
 
@@ -51,8 +51,8 @@ def server(model, tmp_path_factory):
 def impatient(model, tmp_path_factory):
     """A server whose clients have little time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnmesh.serving.connections.HEADER_SECONDS", WAIT)
-        patch.setattr("attnmesh.serving.connections.WRITE_SECONDS", WAIT)
+        patch.setattr("attnmesh.serving.server.HEADER_SECONDS", WAIT)
+        patch.setattr("attnmesh.serving.server.WRITE_SECONDS", WAIT)
         with virtual_server(model, tmp_path_factory.mktemp("run"), ranks=1, cache_tokens=2000) as server:
             yield server
 
@@ -174,7 +174,7 @@ def test_a_body_after_the_answer_is_not_read_for_ever(impatient):
 
 @pytest.mark.parametrize("reads_on", [True, False])
 def test_a_client_that_does_not_read_loses_its_connection(monkeypatch, reads_on):
-    monkeypatch.setattr("attnmesh.serving.connections.WRITE_SECONDS", 0.05)
+    monkeypatch.setattr("attnmesh.serving.server.WRITE_SECONDS", 0.05)
     transport = Mock(asyncio.Transport, **{"is_closing.return_value": False, "get_extra_info.return_value": None})
 
     async def main():

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.comm import CommError
 from attnmesh.comm.health.monitor import GRACE
-from attnmesh.utils.error_links import without_link
+from attnmesh.utils.text import without_link
 
 TIMEOUT = 2.0
 

@@ -6,8 +6,8 @@ import pytest
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.generation.stats import GenerationStats
-from attnmesh.plan.workload import Shape
+from attnmesh.generation.requests import GenerationStats
+from attnmesh.plan.shards import Shape
 from attnmesh.report import GeneratedAnswer, generation_report, schedule_report, write_report
 from attnmesh.trace.timeline import Span
 from attnmesh.verify.mode import Mode, Outcome

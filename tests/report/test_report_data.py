@@ -21,15 +21,13 @@ from attnmesh.core.masks import (
     Slices,
     SlidingWindow,
 )
-from attnmesh.plan.schedules import SCHEDULES
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape
+from attnmesh.plan.shards import SCHEDULES, Shape, shards
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.schedules import loads
 from attnmesh.report import schedule_report
 from attnmesh.report.data import RankGroups, default_ranks_per_node, hardware_name, in_words
-from attnmesh.report.drawing import bands, drawing_data, pair_counts
-from attnmesh.report.drawing import visible_pairs as visible_pair_count
+from attnmesh.report.page import bands, drawing_data, pair_counts
+from attnmesh.report.page import visible_pairs as visible_pair_count
 from attnmesh.trace.timeline import Span
 from helpers.cases import first, sweep
 from helpers.masks import batch_masks, visible_pairs

@@ -9,11 +9,10 @@ import pytest
 
 from attnmesh.core.layouts import Striped, Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.generation.stats import GenerationStats
-from attnmesh.plan.workload import Shape
+from attnmesh.generation.requests import GenerationStats
+from attnmesh.plan.shards import Shape
 from attnmesh.report import GeneratedAnswer, generation_report, schedule_report, write_report
-from attnmesh.report.drawing import drawing_data
-from attnmesh.report.page import page
+from attnmesh.report.page import drawing_data, page
 from attnmesh.trace.timeline import Span
 from attnmesh.verify.mode import Mode, Outcome
 

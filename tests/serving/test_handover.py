@@ -16,13 +16,12 @@ for name in ("transformers", "fastapi", "uvicorn", "prometheus_client"):
 from attnmesh.comm import CommError, IndependentSubComm, SoloComm  # noqa: E402
 from attnmesh.generation.generator import Generator  # noqa: E402
 from attnmesh.generation.sampling import Sampling  # noqa: E402
+from attnmesh.kv_cache.pools import CacheSpec  # noqa: E402
 from attnmesh.kv_cache.sharded import ShardedCache  # noqa: E402
-from attnmesh.kv_cache.spec import CacheSpec  # noqa: E402
 from attnmesh.parallel.reshard.goal import Room, room_of  # noqa: E402
 from attnmesh.plan.decode import DecodeSharding  # noqa: E402
-from attnmesh.serving.commands import Submission  # noqa: E402
 from attnmesh.serving.handover import Channel, DecodeLoop, PrefillLoop, _accept, connect  # noqa: E402
-from attnmesh.serving.loop import RequestQueue  # noqa: E402
+from attnmesh.serving.loop import RequestQueue, Submission  # noqa: E402
 from attnmesh.serving.server import _own_side  # noqa: E402
 from helpers import recurrent_models  # noqa: E402
 from helpers.cases import sweep  # noqa: E402

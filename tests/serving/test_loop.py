@@ -9,7 +9,7 @@ pytest.importorskip("prometheus_client")
 
 from attnmesh.generation.sampling import Sampling
 from attnmesh.serving import loop, metrics
-from attnmesh.serving.commands import Submission
+from attnmesh.serving.loop import Submission
 
 
 def test_a_finished_request_leaves_its_room_and_hears_no_more():

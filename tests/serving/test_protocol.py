@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnmesh.generation.sampling import Sampling
-from attnmesh.serving.commands import Commands, Submission
 from attnmesh.serving.fields import ApiError, decode_json
+from attnmesh.serving.loop import Commands, Submission
 from attnmesh.serving.protocol import Call, parse_chat, parse_completion
 
 NAMES = [

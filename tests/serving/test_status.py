@@ -16,7 +16,7 @@ from helpers.models import attnmesh_model
 for name in ("transformers", "openai", "fastapi", "uvicorn", "prometheus_client", "llguidance"):
     pytest.importorskip(name)
 
-from attnmesh.serving.status import RankMemory, Status, memory_of_ranks  # noqa: E402
+from attnmesh.serving.metrics import RankMemory, Status, memory_of_ranks  # noqa: E402
 from helpers.serving import virtual_server, write_model  # noqa: E402
 
 PROMPT = list(range(2, 15))  # 13 tokens

@@ -24,11 +24,11 @@ for name in ("transformers", "openai", "fastapi", "uvicorn", "prometheus_client"
 import openai  # noqa: E402
 import pydantic  # noqa: E402
 
-from attnmesh.generation.grammar import grammar_of  # noqa: E402
-from attnmesh.serving.commands import Submission  # noqa: E402
+from attnmesh.generation.sampling import grammar_of  # noqa: E402
 from attnmesh.serving.fields import _IGNORED, _REFUSED, ApiError, Fields  # noqa: E402
-from attnmesh.serving.openapi import ENDPOINTS  # noqa: E402
+from attnmesh.serving.loop import Submission  # noqa: E402
 from attnmesh.serving.protocol import (  # noqa: E402
+    ENDPOINTS,
     parse_chat,
     parse_completion,
     parse_detokenize,

@@ -7,7 +7,7 @@ import torch
 
 from attnmesh import ContextParallel, run_virtual
 from attnmesh.comm import Comm, SubComm, recording
-from attnmesh.trace.recorder import Recorder
+from attnmesh.trace.timeline import Recorder
 
 
 def test_spans_are_sorted_by_begin():

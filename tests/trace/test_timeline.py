@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh.planner.simulator.simulate import simulate
+from attnmesh.planner.simulator import simulate
 from attnmesh.trace.timeline import TRACKS, Span, read_trace, write_trace
 from helpers.clusters import all_to_all_program, simulated_cluster
 

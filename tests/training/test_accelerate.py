@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from attnmesh.integrations.patches import Patches
+from attnmesh.integrations.transformers_attention import Patches
 from attnmesh.training import accelerate as integration
 from attnmesh.training.accelerate import _check_trainer, _digest
 from attnmesh.utils.optional import installed
@@ -353,7 +353,7 @@ def test_a_training_step_enters_few_files(quick):
     for result in quick:
         ours = {name for name in result["files"] if name.startswith(("integrations", "training"))}
         assert ours == {
-            "integrations/patches.py", "integrations/sharded_pass.py", "integrations/transformers_attention.py",
+            "integrations/sharded_pass.py", "integrations/transformers_attention.py",
             "integrations/transformers_models.py", "training/accelerate.py", "training/batch.py",
         }  # fmt: skip
         assert len(result["files"]) <= 50, sorted(result["files"])

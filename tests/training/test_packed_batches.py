@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.core.masks import Chunked
-from attnmesh.core.packing import packing_of, packing_of_numbers
+from attnmesh.core.masks import Chunked, packing_of, packing_of_numbers
 from attnmesh.training.batch import shard_inputs
 from helpers.cases import in_turn
 from helpers.models import KINDS, attnmesh_model, on_virtual_ranks, random_ids, transformers_model

@@ -10,8 +10,8 @@ import torch
 import attnmesh as am
 from attnmesh.integrations.transformers_models import check_model
 from attnmesh.plan.decode import DecodeSharding
-from attnmesh.utils.error_links import DOCS, explained_in, see, with_link, without_link
 from attnmesh.utils.optional import require
+from attnmesh.utils.text import DOCS, explained_in, see, with_link, without_link
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(am.__file__).parent

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from attnmesh.cli.generate.job import read_document
+from attnmesh.cli.generate import read_document
 from attnmesh.planner.catalog import read_tables
-from attnmesh.planner.models.config import read_model_config
+from attnmesh.planner.models import read_model_config
 from attnmesh.report.data import read_figures
 from attnmesh.trace.timeline import read_trace
 from attnmesh.utils.files import check_file

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.kv_cache.block_pool import BlockPool
-from attnmesh.ops import gpu
+from attnmesh.kv_cache.block_manager import BlockPool
+from attnmesh.ops import launch
 from attnmesh.plan.decode import DecodeShape
 from attnmesh.utils import log
 from helpers.cli import run
@@ -132,7 +132,7 @@ def test_evictions_of_blocks_are_for_debugging(caplog):
 def test_compile_times_of_our_kernels_are_logged(said, monkeypatch):
     knobs = pytest.importorskip("triton").knobs
     monkeypatch.setattr(knobs.compilation, "listener", None)
-    gpu.log_compile_times()
+    launch.log_compile_times()
     ours = SimpleNamespace(fn=SimpleNamespace(__module__="attnmesh.ops.triton_merge"))
     other = SimpleNamespace(fn=SimpleNamespace(__module__="elsewhere"))
     for source, hit in ((ours, False), (other, False), (ours, True)):
@@ -140,7 +140,7 @@ def test_compile_times_of_our_kernels_are_logged(said, monkeypatch):
         knobs.compilation.listener(src=source, cache_hit=hit, **facts)
     assert [text for _, _, text in said()] == ["compiled merge in 1.50 s", "read merge in 1.50 s"]
     theirs = knobs.compilation.listener = print
-    gpu.log_compile_times()
+    launch.log_compile_times()
     assert knobs.compilation.listener is theirs
 
 

@@ -7,11 +7,11 @@ from attnmesh.core.masks import Causal
 from attnmesh.plan.shards import shards
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.decode import DecodeRequest
-from attnmesh.planner.models.config import ModelConfig, model
+from attnmesh.planner.models import ModelConfig, model
 from attnmesh.planner.prefill import PrefillRequest
 from attnmesh.planner.program import Program
 from attnmesh.planner.recommend import compare_shardings, recommend_sharding
-from attnmesh.planner.simulator.simulate import simulate
+from attnmesh.planner.simulator import simulate
 from attnmesh.utils.sizes import MAX_BATCH, MAX_LENGTH, MAX_RANKS, check_sizes, divisors
 
 H200, LLAMA = cluster("h200"), model("llama-3.1-8b")

@@ -22,13 +22,11 @@ from attnmesh.comm import Comm
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.plan.schedules import ScheduleName
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import ScheduleName, Shape, Workload, shards
 from attnmesh.planner.hardware import Cluster, Device, Link
 from attnmesh.planner.program import Program
 from attnmesh.planner.schedules import program
-from attnmesh.planner.simulator.simulate import Simulated, simulate
+from attnmesh.planner.simulator import Simulated, simulate
 
 _SMALL = 64  # bytes of a message whose time is its latency
 _MANY = 17  # messages in one exchange

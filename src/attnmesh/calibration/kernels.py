@@ -16,7 +16,7 @@ from attnmesh.core.masks import Causal, Full
 from attnmesh.ops.decode.api import decode_attention
 from attnmesh.ops.dense.api import attention
 from attnmesh.ops.recurrent.api import scan
-from attnmesh.ops.recurrent.delta_rules import GatedDeltaRule
+from attnmesh.ops.recurrent.layers import GatedDeltaRule
 from attnmesh.ops.sparse.attention import sparse_attention
 from attnmesh.ops.sparse.indexer import indexer_topk
 from attnmesh.planner.hardware import Curve

@@ -10,7 +10,7 @@ import typer
 
 from attnmesh.cli.calibrate import calibrate_command
 from attnmesh.cli.errors import CommandGroup, run_command
-from attnmesh.cli.generate.command import generate_command
+from attnmesh.cli.generate import generate_command
 from attnmesh.cli.plan import plan_app
 from attnmesh.cli.report import report_command
 from attnmesh.cli.serve import serve_command

@@ -15,10 +15,10 @@ from attnmesh.cli.simulate import recurrent_shape
 from attnmesh.comm import Comm, run_virtual
 from attnmesh.core.layouts import LAYOUTS, Layout
 from attnmesh.core.masks import Mask
-from attnmesh.plan.workload import Shape
+from attnmesh.plan.shards import Shape
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.recurrent import KINDS, RecurrentWorkload, explain_recurrent, recurrent_program
-from attnmesh.planner.simulator.simulate import simulate
+from attnmesh.planner.simulator import simulate
 from attnmesh.report.data import MOST_RANKS, default_ranks_per_node, read_figures, schedule_report
 from attnmesh.report.page import write_report
 from attnmesh.trace.timeline import read_trace

@@ -14,7 +14,6 @@ import typer
 
 from attnmesh import launch
 from attnmesh.cli import options, output
-from attnmesh.cli.auto_sharding import AutoSharding
 from attnmesh.cli.errors import Terminated
 from attnmesh.cli.language_model import (
     CacheStorageOption,
@@ -23,6 +22,7 @@ from attnmesh.cli.language_model import (
     check_language_model,
     device_memory,
 )
+from attnmesh.cli.plan import AutoSharding
 from attnmesh.cli.sharding import (
     CpOption,
     KvdpOption,
@@ -33,9 +33,7 @@ from attnmesh.cli.sharding import (
     sharding_note,
 )
 from attnmesh.generation.generator import recommended_groups
-from attnmesh.generation.latents import latent_widths
-from attnmesh.generation.models import cache_storage
-from attnmesh.generation.rank_memory import ShardedMemory, kv_cache_bytes
+from attnmesh.generation.models import ShardedMemory, cache_storage, kv_cache_bytes, latent_widths
 from attnmesh.models.checkpoint import weight_bytes
 from attnmesh.models.loading import load_config_and_tokenizer, load_model, model_folder
 from attnmesh.plan.decode import DecodeSharding

@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from attnmesh.cli.options import bytes_argument
-from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
+from attnmesh.generation.models import BLOCK_SIZE, CacheBlocks
 from attnmesh.models.sharded import is_sharded_type
 from attnmesh.ops.storage import PLAIN, bytes_per_token
 from attnmesh.plan.decode import DecodeSharding
+from attnmesh.planner.cost import Option, Ranking, usable_memory
 from attnmesh.planner.decode import DecodeRequest, decode_memory
-from attnmesh.planner.models.config import ModelConfig, WeightBits
-from attnmesh.planner.ranking import Option, Ranking, usable_memory
+from attnmesh.planner.models import ModelConfig, WeightBits
 from attnmesh.utils.text import readable_bytes
 
 

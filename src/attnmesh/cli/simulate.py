@@ -15,17 +15,14 @@ import typer
 
 from attnmesh.cli import options, output
 from attnmesh.core.layouts import LAYOUTS
-from attnmesh.plan.schedules import SCHEDULES, check_schedule
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import SCHEDULES, Shape, Workload, check_schedule, shards
 from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.models.config import model as known_model
+from attnmesh.planner.models import model as known_model
 from attnmesh.planner.program import Load, LoadCounter, Program
 from attnmesh.planner.recurrent import KINDS, RecurrentShape, RecurrentWorkload, recurrent_program
 from attnmesh.planner.schedules import program
-from attnmesh.planner.simulator.network import Slowdown
-from attnmesh.planner.simulator.simulate import Simulated, simulate
+from attnmesh.planner.simulator import Simulated, Slowdown, simulate
 from attnmesh.planner.vectorized import band_of
 from attnmesh.trace.timeline import write_trace
 from attnmesh.utils.progress import reported

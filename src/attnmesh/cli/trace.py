@@ -22,11 +22,9 @@ from attnmesh.core.layouts import LAYOUTS
 from attnmesh.models.checkpoint import free_memory, readable_gib
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.recurrent import runs
-from attnmesh.plan.schedules import SCHEDULES, ScheduleName, check_schedule
-from attnmesh.plan.shards import shards
+from attnmesh.plan.shards import SCHEDULES, ScheduleName, check_schedule, shards
 from attnmesh.planner.recurrent import KINDS
-from attnmesh.trace.recorder import Recorder
-from attnmesh.trace.timeline import Span, match_messages, summarize_overlap, write_trace
+from attnmesh.trace.timeline import Recorder, Span, match_messages, summarize_overlap, write_trace
 from attnmesh.utils.progress import reported_steps
 from attnmesh.utils.text import counted
 from attnmesh.utils.validation import check_timeout

@@ -14,14 +14,34 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.agreement import CallLog, Signature, disagreement, text_digest
-from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, SoloComm, split_buffer
+from attnmesh.comm.base import (
+    CallLog,
+    Comm,
+    Message,
+    Pending,
+    RecordedPending,
+    Shape,
+    Signature,
+    SoloComm,
+    disagreement,
+    split_buffer,
+    text_digest,
+)
 from attnmesh.comm.health.group_store import CommError
-from attnmesh.comm.health.monitored_comm import MonitoredComm, Waiting, comms, comms_lock, reason_of
-from attnmesh.comm.in_flight import InFlightMessage, Waitable, messages_of, record_on_stream, record_on_threads, stage
-from attnmesh.comm.local_peers import LocalPeers, SharedWork, connect
+from attnmesh.comm.health.monitor import MonitoredComm, Waiting, comms, comms_lock, reason_of
+from attnmesh.comm.in_flight import (
+    InFlightMessage,
+    LocalPeers,
+    SharedWork,
+    Waitable,
+    connect,
+    messages_of,
+    record_on_stream,
+    record_on_threads,
+    stage,
+)
 from attnmesh.comm.nccl import QueuedOperation
-from attnmesh.trace.recorder import Recorder
+from attnmesh.trace.timeline import Recorder
 from attnmesh.utils.validation import check_timeout
 
 _TAGS, _SIZE_FACTOR = (1 << 31) - 1, 0x9E3779B1  # tags are 31-bit integers

@@ -9,10 +9,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from attnmesh.comm.agreement import CallLog, Signature
-from attnmesh.comm.base import Agreement, Comm, Message, Pending, Shape, SharedValues
+from attnmesh.comm.base import Agreement, CallLog, Comm, Message, Pending, Shape, SharedValues, Signature
 from attnmesh.comm.health.group_store import CommError
-from attnmesh.trace.recorder import Recorder
+from attnmesh.trace.timeline import Recorder
 
 
 class SubComm(Comm):

@@ -13,11 +13,19 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from attnmesh.comm.agreement import CallLog, Signature, disagreement, out_of_step
-from attnmesh.comm.base import COMPARED_CALLS, Comm, Message, Pending, RecordedPending
+from attnmesh.comm.base import (
+    COMPARED_CALLS,
+    CallLog,
+    Comm,
+    Message,
+    Pending,
+    RecordedPending,
+    Signature,
+    disagreement,
+    out_of_step,
+)
 from attnmesh.comm.health.group_store import CommError
-from attnmesh.trace.recorder import MessageRecord, Recorder
-from attnmesh.trace.timeline import Track
+from attnmesh.trace.timeline import MessageRecord, Recorder, Track
 from attnmesh.utils.text import format_ranks
 from attnmesh.utils.validation import check_count, shown
 

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from attnmesh.core.mask import Mask, check_mask, sequence_intervals
 from attnmesh.core.ranges import Ranges, as_tensor, common, narrow, rows_between, size
-from attnmesh.utils.error_links import see
-from attnmesh.utils.text import counted, format_ranks
+from attnmesh.utils.text import counted, format_ranks, see
 from attnmesh.utils.validation import MAX_COUNT, MAX_RANKS, check_count, check_index, check_tensor, check_type, shown
 
 _MAX_PAIRS = 2**16  # chunks are listed one by one

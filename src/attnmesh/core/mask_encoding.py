@@ -31,8 +31,8 @@ from attnmesh.core.masks import (
     Prefix,
     Slices,
     SlidingWindow,
+    packing_of_numbers,
 )
-from attnmesh.core.packing import packing_of_numbers
 
 _KINDS: tuple[type, ...] = (
     Full, Causal, SlidingWindow, Documents, Prefix, Chunked, BlockCausal, Global, Slices, PerSequence, Padding, And, Or,

@@ -5,6 +5,11 @@ Combine them with `&` (both allow it) and `|` (either allows it):
     Causal() & Documents([3, 5])                           packed documents
     Causal() & (Global(4) | SlidingWindow(1023))           a window, and four tokens that every query attends to
     PerSequence([Causal(), Causal() & Documents([3, 5])])  a mask for every sequence of the batch
+
+Which tokens of a batch belong together: documents that are packed into a row, and padding, as a mask.
+
+The mask is derived from `[batch, tokens]` tensors on the host. No `[tokens, tokens]` tensor is ever made. Host tensors
+are read by numpy: torch would divide these short operations among threads, and wait for them on a busy machine.
 """
 
 from __future__ import annotations
@@ -12,15 +17,29 @@ from __future__ import annotations
 import bisect
 import itertools
 import operator
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from attnmesh.core.intervals import FAR, Line, Trapezoid, trapezoids, union
-from attnmesh.core.mask import And, Coverage, IntervalMask, Mask, Or, check_mask
+from attnmesh.core.mask import (
+    FAR,
+    And,
+    Coverage,
+    IntervalMask,
+    Line,
+    Mask,
+    Or,
+    Trapezoid,
+    check_mask,
+    trapezoids,
+    union,
+)
 from attnmesh.utils.validation import MAX_COUNT, check_bool, check_choice, check_count, check_list, shown
 
 __all__ = [
@@ -584,3 +603,120 @@ def _multiples(size: int, q: range) -> list[int]:
 def _brief(lengths: tuple[object, ...]) -> str:
     first = ", ".join(map(shown, lengths[:8]))
     return f"({first}, ... {len(lengths)} in all)" if len(lengths) > 8 else f"({first})"
+
+
+# Which tokens of a batch belong together: documents that are packed into a row, and padding, as a mask.
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The documents and the padding of a batch: `mask` allows pairs of tokens of the same document.
+
+    A token of padding attends to nothing, and nothing attends to it. `first[b]` is the first token of row b that is not
+    padding. A batch without documents and padding has `mask=None`.
+    """
+
+    mask: Mask | None
+    first: tuple[int, ...]
+    length: int
+    known_numbers: Tensor | None = field(default=None, repr=False, compare=False)
+
+    def apply(self, layer: Mask) -> Mask:
+        """The mask of a layer within the documents. Chunks of chunked attention begin after the padding."""
+        if isinstance(layer, Chunked) and any(self.first):
+            layer = Causal() & _per_row([_chunks(layer.size, begin, self.length) for begin in self.first])
+        return layer if self.mask is None else layer & self.mask
+
+    def numbers(self) -> Tensor | None:
+        """The number of the document of each token, int32 [B, S] on the host, -1 for padding; None without a mask.
+
+        A compiled graph takes it in place of the mask: see `packing_of_numbers`.
+        """
+        if self.mask is None or self.known_numbers is not None:
+            return self.known_numbers
+        at = torch.arange(self.length, dtype=torch.int64, device="cpu")
+        follows, real = (self.mask.visible(at, keys).expand(len(self.first), -1) for keys in (at - 1, at))
+        return (~follows).cumsum(-1).masked_fill(~real, -1).int()
+
+
+def packing_of(starts: Tensor | None, real: Tensor | None, shape: tuple[int, int]) -> Packing:
+    """The packing of a batch of this shape [B, S].
+
+    Args:
+        starts: bool [B, S] on the host, the tokens that begin a document; None if every row is one document.
+        real: bool [B, S] on the host, the tokens that are not padding; None if there is no padding.
+    """
+    rows, length = shape
+    every = [
+        _row(None if starts is None else starts[i], None if real is None else real[i], length) for i in range(rows)
+    ]
+    masks = [mask for mask, _ in every]
+    first = tuple(begin for _, begin in every)
+    if all(isinstance(mask, Full) for mask in masks):
+        return Packing(None, first, length)
+    numbers = np.zeros(shape, dtype=np.int32)
+    if starts is not None:
+        known = starts.shape[1]
+        numbers[:, :known] = starts.numpy().cumsum(-1, dtype=np.int32)
+        numbers[:, known:] = numbers[:, known - 1 : known]
+    if real is not None:
+        numbers[~real.numpy()] = -1
+    return Packing(_per_row(masks), first, length, torch.from_numpy(numbers))
+
+
+_latest: deque[tuple[Tensor, Packing]] = deque(maxlen=8)
+
+
+def packing_of_numbers(numbers: Tensor) -> Packing:
+    """The packing that has these `numbers`; a packing of the latest calls if its numbers are equal."""
+    for known, packing in tuple(_latest):
+        if torch.equal(known, numbers):
+            return packing
+    real = numbers >= 0
+    shape = numbers.shape[0], numbers.shape[1]
+    packing = packing_of(number_starts(numbers), None if bool(real.all()) else real, shape)
+    _latest.append((numbers.clone(), packing))
+    return packing
+
+
+def number_starts(numbers: Tensor) -> Tensor:
+    """The tokens [B, S] whose document has another number than the previous token's."""
+    starts = torch.ones_like(numbers, dtype=torch.bool)
+    starts[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    return starts
+
+
+def _row(starts: Tensor | None, real: Tensor | None, length: int) -> tuple[Mask, int]:
+    """The mask of one row, and its first token that is not padding."""
+    begin, end = 0, length
+    if starts is None and real is None:
+        return Full(), begin
+    cuts = np.zeros(max(length, 1), dtype=bool)
+    if real is not None:
+        tokens = np.flatnonzero(real.numpy())
+        if not tokens.size:
+            return Slices([]), length
+        begin, end = int(tokens[0]), int(tokens[-1]) + 1
+        cuts[1:] |= np.diff(real.numpy())
+    if starts is not None:
+        cuts[: len(starts)] |= starts.numpy()
+    inside = [at for at in np.flatnonzero(cuts).tolist() if begin < at < end]
+    mask: Mask = Full()
+    if inside:
+        bounds = sorted({0, begin, *inside, end, length})
+        mask = Documents([b - a for a, b in pairwise(bounds)])
+    if begin > 0 or end < length:
+        tokens_only = Slices([(range(begin, end), range(begin, end), "full")])
+        mask = tokens_only & mask if inside else tokens_only
+    return mask, begin
+
+
+def _per_row(masks: Sequence[Mask]) -> Mask:
+    """One mask if all rows have the same."""
+    return masks[0] if all(mask == masks[0] for mask in masks) else PerSequence(masks)
+
+
+def _chunks(size: int, begin: int, length: int) -> Mask:
+    """Chunks of `size` tokens from token `begin` on."""
+    bounds = [*([0] if begin else []), *range(begin, length, size), length]
+    return Documents([b - a for a, b in pairwise(bounds)])

@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core import ranges
-from attnmesh.core.intervals import Intervals
-from attnmesh.core.mask import MAX_INTERVALS, Coverage, Mask, coverage, sequence_groups, sequence_intervals
+from attnmesh.core.mask import MAX_INTERVALS, Coverage, Intervals, Mask, coverage, sequence_groups, sequence_intervals
 from attnmesh.core.ranges import InterleavedShard, Ranges, rows_between
 
 # More segments than this, of fewer rows each on average, cost less as one masked block than as one call each.

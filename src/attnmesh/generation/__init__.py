@@ -2,7 +2,6 @@
 
 from attnmesh.generation.batching import Callbacks
 from attnmesh.generation.moving import load_requests, move_requests, save_requests
-from attnmesh.generation.requests import Request, Token
-from attnmesh.generation.stats import GenerationStats
+from attnmesh.generation.requests import GenerationStats, Request, Token
 
 __all__ = ["Callbacks", "GenerationStats", "Request", "Token", "load_requests", "move_requests", "save_requests"]

@@ -25,8 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnmesh.core.masks import Causal, Chunked, Mask, SlidingWindow
-from attnmesh.generation.latents import LatentWidths, latent_widths
-from attnmesh.generation.models import cached_widths, layer_configs, layer_windows
+from attnmesh.generation.models import LatentWidths, cached_widths, latent_widths, layer_configs, layer_windows
 from attnmesh.generation.recurrent_states import RecurrentCall
 from attnmesh.integrations.recurrent_layers import is_recurrent, serve_over_ranks
 from attnmesh.integrations.transformers_models import MODELS_PAGE, text_config
@@ -34,7 +33,7 @@ from attnmesh.models.sharded import heads_of
 from attnmesh.ops.recurrent.api import scan
 from attnmesh.ops.recurrent.layer import RecurrentLayer
 from attnmesh.ops.storage import bytes_per_token
-from attnmesh.utils.error_links import explained_in
+from attnmesh.utils.text import explained_in
 
 _TOKENS = 2  # of the pass that is recorded
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}  # of latents that are expanded; else 0.05

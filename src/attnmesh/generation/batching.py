@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm
-from attnmesh.generation.beam_search import BeamSearch
 from attnmesh.generation.engine import Engine, min_prefill_chunk
-from attnmesh.generation.requests import FinishReason, Request, Token
+from attnmesh.generation.requests import BeamSearch, FinishReason, GenerationStats, Request, Token
 from attnmesh.generation.sampling import FAILED_TOKEN, INVALID_TOKEN, InvalidLogits, most_likely
 from attnmesh.generation.scheduler import Chunk, Scheduler, StepPlan
-from attnmesh.generation.stats import GenerationStats
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 
 _NO_TOKEN = (INVALID_TOKEN, FAILED_TOKEN)

@@ -31,9 +31,8 @@ from attnmesh.generation.attention_calls import (
     recurrent_calls,
     run_model,
 )
-from attnmesh.generation.latents import LatentProjections
 from attnmesh.generation.layers import run_in_one_call, use_linear, use_one_call
-from attnmesh.generation.models import cache_storage
+from attnmesh.generation.models import BLOCK_SIZE, CacheBlocks, LatentProjections, cache_storage
 from attnmesh.generation.passes import (
     CachePass,
     ChunkKV,
@@ -45,22 +44,21 @@ from attnmesh.generation.passes import (
     HomeExchange,
     StepKV,
 )
-from attnmesh.generation.rank_memory import BLOCK_SIZE, CacheBlocks
 from attnmesh.generation.recurrent_states import KEPT_STATES, RecurrentStates, RowStates
 from attnmesh.generation.sampling import prompt_scores
 from attnmesh.generation.tensor_parallel import TensorParallel
 from attnmesh.integrations.transformers_models import changing_rotary, check_model, text_config
 from attnmesh.kv_cache.block_manager import WINDOW_MARGIN
+from attnmesh.kv_cache.pools import CacheSpec
 from attnmesh.kv_cache.sequence import NewTokens
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
-from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.models.sharded import ShardedWeights, check_heads, heads_of
 from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.decode import DecodeSharding
-from attnmesh.plan.schedules import ScheduleName
+from attnmesh.plan.shards import ScheduleName
 from attnmesh.utils.text import counted
 from attnmesh.utils.validation import check_count
 

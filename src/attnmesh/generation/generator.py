@@ -25,15 +25,14 @@ from attnmesh.generation.agreement import (
 from attnmesh.generation.batching import BatchRanks, Callbacks, ContinuousBatch
 from attnmesh.generation.engine import Engine, min_prefill_chunk
 from attnmesh.generation.prompts import check_prompt, check_tokenizer, one_prompt, prompt_ids
-from attnmesh.generation.requests import Request, RequestOptions, SubmitOptions, Token
+from attnmesh.generation.requests import GenerationStats, Request, RequestOptions, SubmitOptions, Token
 from attnmesh.generation.sampling import Sampling
-from attnmesh.generation.stats import GenerationStats
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.models.sharded import ShardedWeights, sharded_weights
 from attnmesh.parallel.node_groups import comm_named
 from attnmesh.parallel.reshard.contents import check_movable
 from attnmesh.plan.decode import DecodeSharding
-from attnmesh.plan.schedules import ScheduleName
+from attnmesh.plan.shards import ScheduleName
 from attnmesh.utils.validation import check_count, check_positive, check_type, shown
 
 _GREEDY = Sampling()

@@ -28,7 +28,7 @@ from attnmesh.core import ranges
 from attnmesh.core.masks import Chunked, Mask
 from attnmesh.core.ranges import InterleavedShard, Ranges
 from attnmesh.generation.attention_calls import AttentionCall, AttentionCalls, NewTokensCache, is_same, mask_window
-from attnmesh.generation.latents import LatentProjections
+from attnmesh.generation.models import LatentProjections
 from attnmesh.generation.recurrent_states import RowStates
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.pools import LayerPools, as_stored, write_rows, write_tokens

@@ -24,7 +24,7 @@ from operator import attrgetter
 
 from attnmesh.generation.recurrent_states import RecurrentStates
 from attnmesh.generation.requests import Request
-from attnmesh.kv_cache.block_pool import CacheFull
+from attnmesh.kv_cache.block_manager import CacheFull
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sequence import NewTokens
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence

@@ -19,11 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnmesh.ops.recurrent.convolution import ShortConvolution
-from attnmesh.ops.recurrent.delta_rules import GatedDeltaRule, KimiDeltaAttention
 from attnmesh.ops.recurrent.layer import RecurrentLayer
-from attnmesh.ops.recurrent.linear_attention import LightningAttention
-from attnmesh.ops.recurrent.state_space import Mamba1, Mamba2
+from attnmesh.ops.recurrent.layers import (
+    GatedDeltaRule,
+    KimiDeltaAttention,
+    LightningAttention,
+    Mamba1,
+    Mamba2,
+    ShortConvolution,
+)
 
 
 @runtime_checkable

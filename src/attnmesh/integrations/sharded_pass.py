@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from attnmesh.comm import Comm
 from attnmesh.core.mask_encoding import traced_mask
-from attnmesh.core.masks import Documents, Mask, PerSequence
-from attnmesh.core.packing import Packing
+from attnmesh.core.masks import Documents, Mask, Packing, PerSequence
 from attnmesh.integrations.recurrent_layers import serve_over_ranks
 from attnmesh.integrations.transformers_models import (
     IGNORED_LABEL,
@@ -40,7 +39,7 @@ from attnmesh.integrations.transformers_models import (
 )
 from attnmesh.ops.recurrent.layer import RecurrentLayer
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.utils.error_links import see
+from attnmesh.utils.text import see
 
 _CallCheck = Callable[[nn.Module, Sequence[Any]], None]
 

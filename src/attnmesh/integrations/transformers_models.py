@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from attnmesh.integrations.recurrent_layers import has_recurrent_layers, is_recurrent
-from attnmesh.utils.error_links import see
+from attnmesh.utils.text import see
 from attnmesh.utils.validation import shown
 
 NAME = "attnmesh"

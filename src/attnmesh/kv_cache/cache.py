@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.ranges import InterleavedShard
-from attnmesh.kv_cache.block_manager import BlockLayout, BlockManager, LayerKind
-from attnmesh.kv_cache.block_pool import BlockPool, CacheStats, root_hash
+from attnmesh.kv_cache.block_manager import BlockLayout, BlockManager, BlockPool, CacheStats, LayerKind, root_hash
 from attnmesh.kv_cache.pools import (
+    CacheSpec,
     DeviceTables,
     LayerPools,
     Pools,
@@ -34,7 +34,6 @@ from attnmesh.kv_cache.sequence import (
     new_ids,
     prompt_ids,
 )
-from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.ops.storage import Stored, storage_of
 from attnmesh.utils.validation import (
     check_bool,

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.kv_cache.pools import write_tokens
-from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights, ProjectedKV, keys_and_values, queries
 from attnmesh.ops.block.norm_rope import CosSin
-from attnmesh.ops.block.stages import ProjectedKV, keys_and_values, queries
 from attnmesh.ops.storage import values_of
 from attnmesh.utils.optional import require
 

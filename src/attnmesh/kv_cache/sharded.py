@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmesh.comm.agreement import CallLog, text_digest
-from attnmesh.kv_cache.block_manager import BlockLayout
-from attnmesh.kv_cache.block_pool import CacheFull, CacheStats
+from attnmesh.comm.base import CallLog, text_digest
+from attnmesh.kv_cache.block_manager import BlockLayout, CacheFull, CacheStats
 from attnmesh.kv_cache.cache import BlockCache
+from attnmesh.kv_cache.pools import CacheSpec
 from attnmesh.kv_cache.sequence import NewTokens, Sequence, check_distinct, check_length, check_live, new_ids
-from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import Stored
 from attnmesh.plan.decode import DecodeSharding

@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights, ProjectedKV
 from attnmesh.ops.block.norm_rope import CosSin, Norm
-from attnmesh.ops.block.stages import ProjectedKV
 from attnmesh.ops.dense.triton_tiles import padded
 from attnmesh.ops.storage import (
     BFP_BITS,
@@ -247,7 +246,7 @@ def norm_rope_write(
     q: Tensor, positions: Tensor, new: ProjectedKV | None, config: AttentionConfig, weights: AttentionWeights,
     parts: int, cos_sin: CosSin | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `attnmesh.kv_cache.norm_rope_write.norm_rope_write`, which validates the arguments."""
+    """As `attnmesh.kv_cache.pools.norm_rope_write`, which validates the arguments."""
     batch, tokens, width = q.shape
     dim, rope = config.head_dim, config.rope
     heads = width // dim

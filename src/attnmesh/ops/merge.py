@@ -4,20 +4,128 @@ Partial results are float32 sums that are rounded once, at the end. They wait un
 pass over memory: merging each on arrival would read and write the float32 total every time, which costs more than a
 tenth of the attention at short blocks. Four half-precision parts wait before there is a total, two beside it. Both take
 the same memory, which does not grow with the number of ranks.
+
+On a GPU, blocks of work use two streams in turn. A kernel over one block of a ring ends with a wave of tiles that does
+not fill the device, and small memory-bound kernels run before and after it. With two streams the next block starts
+while the previous one drains. Block s + 1 may overtake block s, never block s - 1: a ring has two key buffers, and
+block s + 1 reads the one that block s - 1 has finished with.
+
+The caching allocator reuses memory on the stream that freed it. Memory that one stream allocated and another has read
+is therefore safe only if the first waits for the second before it continues, which `exclusive` and `record_arrival`
+ensure. (`Tensor.record_stream` would not need the wait, but it holds memory back for as long as the host runs ahead of
+the device, so memory would grow with the ring.) `tests/parallel/test_streams.py` checks the order with vector clocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from attnmesh.core.merge import add_sinks, discount_sinks_batch_invariant, merge_into, merge_sequential
-from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
-from attnmesh.utils.optional import require
+from attnmesh.core.state import (
+    State,
+    accumulation_dtype,
+    add_sinks,
+    check_states,
+    discount_sinks_batch_invariant,
+    identity,
+    merge_checked,
+    merge_into,
+    merge_sequential,
+)
+from attnmesh.ops.launch import Recent, signature
+from attnmesh.utils.optional import installed, require
+from attnmesh.utils.validation import check_list
+
+STREAMS = 2
+"""CUDA streams that the kernels of a ring alternate between."""
+
+_NOTHING = nullcontext()
+
+
+def stream_of(x: Tensor) -> int | None:
+    """The number of the current stream of the device of x, a key for results that are kept; 0 on the CPU.
+
+    None while a graph is captured: what the graph computes is not there before it runs, and what it reads must live as
+    long as the graph does.
+    """
+    if not x.is_cuda:
+        return 0
+    return None if torch.cuda.is_current_stream_capturing() else int(torch._C._cuda_getCurrentRawStream(x.get_device()))
+
+
+class StreamPair:
+    """Orders the blocks of one ring on two streams. Unless `enabled`, everything stays on the caller's stream."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        if enabled:
+            self._main = torch.cuda.current_stream()
+            self._streams = _streams(self._main.device_index, self._main.cuda_stream)
+            self._current = self._main
+            self._arrived = self._main.record_event()
+            self._summed = self._arrived
+            self._done: list[torch.cuda.Event] = []  # one per block so far, alternating between the streams
+
+    def next_stream(self) -> AbstractContextManager[None]:
+        """Runs a block on the next stream, after everything whose arrival has been recorded."""
+        return self._on_next_stream() if self._enabled else _NOTHING
+
+    @contextmanager
+    def _on_next_stream(self) -> Iterator[None]:
+        stream = self._current = self._streams[len(self._done) % STREAMS]
+        stream.wait_event(self._arrived)
+        stream.wait_event(self._summed)
+        with torch.cuda.stream(stream):
+            yield
+        self._done.append(stream.record_event())
+        self._current = self._main
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Runs work that reads results of both streams: after all blocks so far, and before any later block."""
+        return self._after_all_blocks() if self._enabled else _NOTHING
+
+    @contextmanager
+    def _after_all_blocks(self) -> Iterator[None]:
+        for done in self._done[-STREAMS:]:
+            self._current.wait_event(done)
+        yield
+        self._summed = self._current.record_event()
+
+    def record_arrival(self) -> None:
+        """Makes everything that the caller's stream has waited for available to later blocks."""
+        if self._enabled:
+            self._arrived = self._main.record_event()
+
+    def wait_for_last_block(self) -> None:
+        """Makes the caller's stream wait for the last block.
+
+        Call it before receiving keys into the buffer which that block reads, and before reading what the block
+        produced. Its stream reuses that memory in the block after next, which waits for `record_arrival`.
+        """
+        if self._enabled and self._done:
+            self._main.wait_event(self._done[-1])
+
+    def join(self) -> None:
+        """Makes the caller's stream wait for all blocks."""
+        if self._enabled:
+            for done in self._done[-STREAMS:]:  # the last block of each stream
+                self._main.wait_event(done)
+
+
+SINGLE_STREAM = StreamPair(enabled=False)
+
+
+@cache
+def _streams(device: int, caller: int) -> tuple[torch.cuda.Stream, ...]:
+    """The pair that belongs to one stream of the caller: rings on different streams must not share a pair."""
+    return tuple(torch.cuda.Stream(device) for _ in range(STREAMS))
+
 
 PENDING_PARTS, PENDING_PARTS_WITH_TOTAL = 4, 2
 """Partial results that are collected before they are merged in one pass: before there is a total, and with one."""
@@ -84,7 +192,7 @@ class StateAccumulator:
         """Returns the float32 state so far, as `flush` does; the identity before the first part."""
         total = self.flush()
         if total is None:
-            total = self._total = State.identity(self._shape, dtype=self._dtype, device=self._q.device)
+            total = self._total = identity(self._shape, self._dtype, self._q.device)
         return total
 
     def replace(self, total: State) -> None:
@@ -221,7 +329,7 @@ class GradAccumulator:
 def merge_packed(parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Returns `out` [B, H, T, D] in `dtype` over all keys of `parts` [N, H, B, T, D + 1], whose key sets are disjoint.
 
-    The last column is the lse. Parts are merged in order: see `attnmesh.core.merge.merge_sequential`. `sinks` [H] are
+    The last column is the lse. Parts are merged in order: see `attnmesh.core.state.merge_sequential`. `sinks` [H] are
     scores of keys without a value.
     """
     if parts.is_cuda:
@@ -262,7 +370,7 @@ def _merge_parts(total: State | None, parts: Sequence[Part[State]], dtype: torch
         return merged
     if total is None:
         out = parts[0].value.out
-        total = State.identity(shape, dtype=accumulation_dtype(out.dtype), device=out.device)
+        total = identity(shape, accumulation_dtype(out.dtype), out.device)
     for part in parts:
         shape = part.value.lse.shape
         merge_into(State(_covered(total.out, shape, part), _covered(total.lse, shape, part)), part.value)
@@ -295,3 +403,64 @@ def _use_triton(x: Tensor) -> bool:
 
 def _triton() -> Any:
     return require("attnmesh.ops.triton_merge", extra="triton")
+
+
+# The public `merge`: a Triton kernel on CUDA where nothing is differentiated, torch elsewhere.
+
+_kernel_of: Recent[bool] = Recent()  # by signature, if all was checked: whether the kernel serves the call
+
+
+def merge(states: Iterable[State]) -> State:
+    """Returns the state over all keys of `states`, whose key sets are disjoint.
+
+    Takes any number of states. Associative, commutative and total: rows with `lse = -inf` contribute nothing, whatever
+    their `out` holds. Where some states have `lse = +inf`, the result is the mean of their `out`, with `lse = +inf`: an
+    infinite weight, never a row without keys. FlashMLA writes `+inf` for rows without keys, and vLLM's merge reads it
+    so: pass `lse.masked_fill(lse == torch.inf, -torch.inf)`. An lse in base 2 goes through `convert_lse` first.
+    Differentiable through every `out` and every finite `lse`. The result is float32 (float64 if any input is).
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 2, 10, 8)
+        >>> early = am.State(*am.attention(q, k[:, :, :4], v[:, :, :4], return_lse=True))
+        >>> late = am.State(*am.attention(q, k[:, :, 4:], v[:, :, 4:], return_lse=True))
+        >>> torch.allclose(am.merge([early, late]).out, am.attention(q, k, v), atol=1e-6)
+        True
+    """
+    states = check_list("states", states, "states")
+    key = _signature(states)
+    by_kernel = None if key is None else _kernel_of.get(key)
+    if by_kernel is None:
+        check_states(states)
+        by_kernel = key is not None and _kernel_serves(states)
+        if key is not None:
+            _kernel_of.add(key, by_kernel)
+    if by_kernel and not (torch.is_grad_enabled() and any(x.requires_grad for state in states for x in state)):
+        from attnmesh.ops.triton_merge import merge_states
+
+        return merge_states(states, key)
+    return merge_checked(states)
+
+
+def _signature(states: list[State]) -> Hashable:
+    """Everything that the checks and the kernel depend on; None if it cannot be known."""
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return None
+    if not all(type(state) is State and type(state[0]) is type(state[1]) is Tensor for state in states):
+        return None
+    try:
+        return signature(*[x for state in states for x in state])
+    except RuntimeError:  # not dense
+        return None
+
+
+def _kernel_serves(states: list[State]) -> bool:
+    if not states[0].out.is_cuda or not installed("triton"):
+        return False
+    from attnmesh.ops.triton_merge import MAX_STATES, MAX_WIDTH
+
+    return (
+        len(states) <= MAX_STATES
+        and states[0].out.numel() > 0
+        and states[0].out.shape[-1] <= MAX_WIDTH
+        and not any(x.dtype == torch.float64 for state in states for x in state)
+    )

@@ -2,7 +2,7 @@
 
 Kernels that cannot continue from a state (cuDNN's, FlashAttention's) return one per step. Merging these one by one
 would read and write the running total at every step; here up to four parts join it in one pass. `merge_packed` merges
-any number of packed states in order, in one launch. The torch equivalents are in `attnmesh.core.merge`.
+any number of packed states in order, in one launch. The torch equivalents are in `attnmesh.core.state`.
 """
 
 # Kernels are Triton's language, not Python's: its names have no Python types.
@@ -298,7 +298,7 @@ MAX_WIDTH = 8192  # of out: a program has whole rows
 
 
 def merge_states(states: Sequence[State], key: Hashable) -> State:
-    """`attnmesh.core.merge.merge` of 1 to 8 states that are not empty, nor of float64. `key`: their `signature`."""
+    """`attnmesh.core.state.merge` of 1 to 8 states that are not empty, nor of float64. `key`: their `signature`."""
     tensors = [x.contiguous() for state in states for x in state]
     out = torch.empty(states[0].out.shape, dtype=torch.float32, device=tensors[0].device)
     lse = torch.empty(states[0].lse.shape, dtype=torch.float32, device=tensors[0].device)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnmesh.comm.agreement import CallLog
+from attnmesh.comm.base import CallLog
 
 _CHUNK = 1 << 20  # words of 8 bytes
 _MULTIPLIER = 0x5851F42D4C957F2D  # odd, so that no chunk is lost

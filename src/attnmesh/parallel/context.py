@@ -56,11 +56,9 @@ from attnmesh.parallel.ring import Ring
 from attnmesh.parallel.two_level import TwoLevelRing
 from attnmesh.parallel.ulysses import Ulysses, UlyssesAllGather, UlyssesRing
 from attnmesh.plan.recurrent import runs
-from attnmesh.plan.schedules import REPRODUCIBLE, SCHEDULES, ScheduleName, check_schedule
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
-from attnmesh.utils.error_links import explained_in, see
+from attnmesh.plan.shards import REPRODUCIBLE, SCHEDULES, ScheduleName, Shape, Workload, check_schedule, shards
 from attnmesh.utils.log import log_choice, wants_choices
+from attnmesh.utils.text import explained_in, see
 from attnmesh.utils.validation import check_bool, check_choice, check_count, check_device, check_dtype
 
 if TYPE_CHECKING:  # the planner is imported for schedule="auto" and explain only

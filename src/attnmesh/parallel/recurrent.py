@@ -24,9 +24,9 @@ from attnmesh.core.masks import Documents
 from attnmesh.core.ranges import Ranges, rows_between
 from attnmesh.core.segment import Segment, forward_scan, reversed_scan, transition_gradient
 from attnmesh.ops.recurrent.api import incoming_state
-from attnmesh.ops.recurrent.convolution import ShortConvolution, last_inputs
 from attnmesh.ops.recurrent.kernels import KernelChunks
 from attnmesh.ops.recurrent.layer import Chunks, Recurrence, RecurrentLayer, document_ages
+from attnmesh.ops.recurrent.layers import ShortConvolution, last_inputs
 from attnmesh.plan.recurrent import HaloPlan, ScanPlan, SegmentSizes, halo_plan, scan_plan
 
 

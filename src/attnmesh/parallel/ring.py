@@ -23,8 +23,7 @@ from attnmesh.ops.dense import dispatch
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result, Scores, contiguous_last_dim, kernel_span
 from attnmesh.ops.dense.dispatch import choose_fused, choose_fused_backward
-from attnmesh.ops.merge import GradAccumulator, StateAccumulator
-from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
+from attnmesh.ops.merge import SINGLE_STREAM, GradAccumulator, StateAccumulator, StreamPair
 from attnmesh.parallel.executor import Executor, ExecutorConfig, RowLayout, View, Views, copy_rows
 from attnmesh.plan.ring import RingPlan, Stage, Transfer, Transfers, ring_plan
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from attnmesh.core.ranges import InterleavedShard
-from attnmesh.utils.error_links import explained_in
+from attnmesh.utils.text import explained_in
 from attnmesh.utils.validation import (
     MAX_RANKS,
     check_count,

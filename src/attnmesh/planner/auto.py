@@ -29,14 +29,12 @@ from attnmesh.core.ranges import Ranges
 from attnmesh.plan.allgather import gather_plan
 from attnmesh.plan.decode import COMBINES, Combine, DecodeShape, DecodeSharding
 from attnmesh.plan.leaves import VERSION, leaf_size
-from attnmesh.plan.schedules import SCHEDULES, why_not
-from attnmesh.plan.workload import Workload
-from attnmesh.planner.cost import Cost, bytes_sent, cost
+from attnmesh.plan.shards import SCHEDULES, Workload, why_not
+from attnmesh.planner.cost import Cost, bytes_sent, cost, is_tie
 from attnmesh.planner.hardware import Cluster, Device, Link
 from attnmesh.planner.program import Load, Program, Round, imbalance
-from attnmesh.planner.ranking import is_tie
 from attnmesh.planner.schedules import loads, program
-from attnmesh.planner.simulator.simulate import TooLongError
+from attnmesh.planner.simulator import TooLongError
 from attnmesh.planner.sizes import RankSizes
 from attnmesh.planner.vectorized import vectorized
 from attnmesh.utils.progress import reported_steps

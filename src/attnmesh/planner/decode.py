@@ -16,9 +16,9 @@ import numpy as np
 
 from attnmesh.plan.decode import DecodeShape, DecodeSharding
 from attnmesh.planner.auto import pick_combine
-from attnmesh.planner.cost import cost, messages_sent
+from attnmesh.planner.cost import Memory, Option, Ranking, cost, messages_sent, ranked
 from attnmesh.planner.hardware import Cluster, Device, Link, group_cluster, group_ranks_per_node
-from attnmesh.planner.models.config import (
+from attnmesh.planner.models import (
     AttentionParameters,
     ModelConfig,
     attention_parameters,
@@ -28,7 +28,6 @@ from attnmesh.planner.models.config import (
     weight_bytes,
 )
 from attnmesh.planner.program import Floats, Ints, Kernels, Messages, Program, Round
-from attnmesh.planner.ranking import Memory, Option, Ranking, ranked
 from attnmesh.utils.progress import reported
 from attnmesh.utils.sizes import check_sizes, divisors
 from attnmesh.utils.validation import check_number, check_type

@@ -15,13 +15,11 @@ import numpy as np
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
-from attnmesh.ops.recurrent.convolution import ShortConvolution
-from attnmesh.plan.schedules import SCHEDULES, why_not
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
-from attnmesh.planner.cost import Cost, schedule_cost
+from attnmesh.ops.recurrent.layers import ShortConvolution
+from attnmesh.plan.shards import SCHEDULES, Shape, Workload, shards, why_not
+from attnmesh.planner.cost import Cost, Memory, Option, Ranking, ranked, schedule_cost
 from attnmesh.planner.hardware import Cluster, group_cluster, group_ranks_per_node
-from attnmesh.planner.models.config import (
+from attnmesh.planner.models import (
     ModelConfig,
     cache_bytes,
     layer_weight_bytes_read,
@@ -29,7 +27,6 @@ from attnmesh.planner.models.config import (
     state_bytes,
     weight_bytes,
 )
-from attnmesh.planner.ranking import Memory, Option, Ranking, ranked
 from attnmesh.planner.recurrent import KINDS, RecurrentShape, RecurrentWorkload, recurrent_cost, recurrent_memory
 from attnmesh.planner.schedules import peak_bytes
 from attnmesh.utils.progress import reported_steps

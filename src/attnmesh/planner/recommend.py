@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from math import gcd
 
 from attnmesh.plan.decode import DecodeShape, DecodeSharding
-from attnmesh.planner.cost import Copies, Cost, bytes_sent, cache_bytes, cost, weight_copies
+from attnmesh.planner.cost import Copies, Cost, bytes_sent, cache_bytes, cost, is_tie, weight_copies
 from attnmesh.planner.decode import DecodeLayer, decode_program
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.ranking import is_tie
 from attnmesh.utils.progress import reported
 from attnmesh.utils.sizes import check_sizes, divisors
 from attnmesh.utils.text import counted, readable_bytes, readable_seconds

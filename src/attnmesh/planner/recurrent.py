@@ -16,11 +16,16 @@ import numpy as np
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Layout, Zigzag
 from attnmesh.ops.recurrent.chunked import CHUNK
-from attnmesh.ops.recurrent.convolution import ShortConvolution
-from attnmesh.ops.recurrent.delta_rules import GatedDeltaRule, KimiDeltaAttention
 from attnmesh.ops.recurrent.layer import Form, Recurrence, RecurrentLayer
-from attnmesh.ops.recurrent.linear_attention import RWKV7, LightningAttention
-from attnmesh.ops.recurrent.state_space import Mamba1, Mamba2
+from attnmesh.ops.recurrent.layers import (
+    RWKV7,
+    GatedDeltaRule,
+    KimiDeltaAttention,
+    LightningAttention,
+    Mamba1,
+    Mamba2,
+    ShortConvolution,
+)
 from attnmesh.plan.recurrent import HaloPlan, ScanPlan, SegmentSizes, halo_plan, runs, scan_plan
 from attnmesh.planner.auto import brief
 from attnmesh.planner.cost import Cost, cost

@@ -10,10 +10,8 @@ from numpy.typing import ArrayLike
 
 from attnmesh.core import ranges
 from attnmesh.core.masks import Mask
-from attnmesh.ops.merge import PENDING_PARTS, PENDING_PARTS_WITH_TOTAL
-from attnmesh.ops.streams import STREAMS
-from attnmesh.plan.shards import Shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.ops.merge import PENDING_PARTS, PENDING_PARTS_WITH_TOTAL, STREAMS
+from attnmesh.plan.shards import Shape, Shards, Workload
 from attnmesh.planner.program import Floats, Ints, KernelKind, Kernels
 
 # Matrix products per pair of as wide rows as keys, and as values.

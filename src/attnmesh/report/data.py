@@ -25,16 +25,14 @@ from attnmesh.core.masks import (
     SlidingWindow,
     check_mask,
 )
-from attnmesh.generation.stats import GenerationStats
-from attnmesh.plan.schedules import SCHEDULES, why_not
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.generation.requests import GenerationStats
+from attnmesh.plan.shards import SCHEDULES, Shape, Workload, shards, why_not
 from attnmesh.planner.auto import Choice, choose_schedule
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.program import Load, imbalance
 from attnmesh.planner.schedules import Step, is_step, loads, program, steps
-from attnmesh.planner.simulator.simulate import simulate
+from attnmesh.planner.simulator import simulate
 from attnmesh.trace.timeline import Span
 from attnmesh.utils.files import read_json
 from attnmesh.utils.progress import reported

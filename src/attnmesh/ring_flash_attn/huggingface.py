@@ -19,8 +19,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, VirtualComm
 from attnmesh.core.layouts import Contiguous
-from attnmesh.core.masks import Documents, Mask
-from attnmesh.core.packing import Packing
+from attnmesh.core.masks import Documents, Mask, Packing
 from attnmesh.integrations.sharded_pass import ShardedPass, checked_on_all_ranks
 from attnmesh.integrations.transformers_attention import (
     LayerMask,
@@ -29,7 +28,7 @@ from attnmesh.integrations.transformers_attention import (
     set_default_pass,
     transformers_attention,
 )
-from attnmesh.ring_flash_attn.call import Group, bounds, comm_of, context, lengths_of, raised_on_all_ranks
+from attnmesh.ring_flash_attn.functions import Group, bounds, comm_of, context, lengths_of, raised_on_all_ranks
 from attnmesh.utils.optional import require
 from attnmesh.utils.validation import check_bool, check_count
 

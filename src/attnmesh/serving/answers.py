@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from attnmesh.generation.requests import Token
-from attnmesh.serving.commands import Submission
 from attnmesh.serving.fields import ApiError
-from attnmesh.serving.loop import Closed, Event, RequestQueue
+from attnmesh.serving.loop import Closed, Event, RequestQueue, Submission
 from attnmesh.serving.metrics import AnswerTimes, Metrics
 from attnmesh.serving.responses import Choice, Formatter, Json
 

@@ -25,14 +25,14 @@ from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.prompts import eos_tokens
 from attnmesh.serving.answers import Answers, ClientGone, disconnected, stream, unless
-from attnmesh.serving.commands import Submission
 from attnmesh.serving.fields import ApiError, decode_json, invalid
-from attnmesh.serving.loop import Closed, QueueFull, RequestQueue
-from attnmesh.serving.metrics import Metrics
-from attnmesh.serving.openapi import docs_page, openapi
+from attnmesh.serving.loop import Closed, QueueFull, RequestQueue, Submission
+from attnmesh.serving.metrics import Metrics, Status
 from attnmesh.serving.prompts import PromptTokenizer
 from attnmesh.serving.protocol import (
     Call,
+    docs_page,
+    openapi,
     parse_chat,
     parse_completion,
     parse_detokenize,
@@ -40,7 +40,6 @@ from attnmesh.serving.protocol import (
 )
 from attnmesh.serving.responses import CompletionFormatter, Deltas, Formatter, Json, event, usage
 from attnmesh.serving.responses_api import ResponseFormatter, parse_responses
-from attnmesh.serving.status import Status
 from attnmesh.serving.tools import (
     TOOL_PARSERS,
     JsonParser,

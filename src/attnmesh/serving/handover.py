@@ -33,12 +33,11 @@ from attnmesh.comm import Comm, CommError
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.moving import move_requests
 from attnmesh.generation.requests import Request, Token
-from attnmesh.kv_cache.block_pool import CacheFull
+from attnmesh.kv_cache.block_manager import CacheFull
 from attnmesh.launch import under_torchrun
 from attnmesh.parallel.reshard.api import broadcast_text
 from attnmesh.parallel.reshard.goal import room_of
-from attnmesh.serving.commands import Commands
-from attnmesh.serving.loop import POLL, RequestQueue, ServingLoop
+from attnmesh.serving.loop import POLL, Commands, RequestQueue, ServingLoop
 
 _KEY_SECONDS = 5.0  # in which a connection must have sent its key
 

@@ -29,7 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Layout, Zigzag, check_layout
-from attnmesh.integrations.patches import Patches
 from attnmesh.integrations.sdpa import ShardedBuffers
 from attnmesh.integrations.sharded_pass import (
     ShardedMask,
@@ -38,14 +37,14 @@ from attnmesh.integrations.sharded_pass import (
     checked_calls,
     checked_on_all_ranks,
 )
-from attnmesh.integrations.transformers_attention import register_attention
+from attnmesh.integrations.transformers_attention import Patches, register_attention
 from attnmesh.integrations.transformers_models import IGNORED_LABEL, NAME, check_model, text_config
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.executor import BACKENDS
-from attnmesh.plan.schedules import SCHEDULES
+from attnmesh.plan.shards import SCHEDULES
 from attnmesh.training.batch import batch_checks, shard_inputs
-from attnmesh.utils.error_links import see
 from attnmesh.utils.optional import require
+from attnmesh.utils.text import see
 from attnmesh.utils.validation import check_choice, warn_caller
 
 __all__ = ["TESTED", "disable", "enable"]

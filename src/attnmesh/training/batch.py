@@ -17,15 +17,14 @@ from torch import Tensor
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Balanced
-from attnmesh.core.masks import Causal, Full
-from attnmesh.core.packing import packing_of
+from attnmesh.core.masks import Causal, Full, packing_of
 from attnmesh.core.ranges import as_tensor
 from attnmesh.integrations.sharded_pass import ShardedMask, ShardedPass, watch_models
 from attnmesh.integrations.transformers_attention import check_gaps, document_starts
 from attnmesh.integrations.transformers_models import IGNORED_LABEL
 from attnmesh.parallel.checksums import ValueChecks
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.utils.error_links import explained_in
+from attnmesh.utils.text import explained_in
 from attnmesh.utils.validation import check_bool, check_tensor, check_type, shown
 
 _NAMES = ("input_ids", "labels", "position_ids", "attention_mask", "num_items_in_batch", "attention_pass", "use_cache")

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 from types import ModuleType
 
-from attnmesh.utils.error_links import see
+from attnmesh.utils.text import see
 
 
 class MissingExtraError(ModuleNotFoundError):

@@ -31,12 +31,10 @@ from attnmesh.core.masks import (
     Slices,
     SlidingWindow,
 )
-from attnmesh.core.merge import merge
-from attnmesh.core.state import State
+from attnmesh.core.state import State, merge
 from attnmesh.ops.dense.api import attention
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_distributed_attention
-from attnmesh.plan.schedules import SCHEDULES, why_not
-from attnmesh.plan.shards import shards
+from attnmesh.plan.shards import SCHEDULES, shards, why_not
 from attnmesh.testing.attention import (
     NAMES,
     compare,

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from attnmesh.core.state import State
 from attnmesh.kv_cache.cache import BlockCache
+from attnmesh.kv_cache.pools import CacheSpec
 from attnmesh.kv_cache.sequence import Sequence
-from attnmesh.kv_cache.spec import CacheSpec
 from attnmesh.ops.decode import api
 from attnmesh.ops.storage import PLAIN, dequantize, quantize
 from attnmesh.testing.decode import DecodeProblem, compare, poison_cache, random_decode, reference_decode

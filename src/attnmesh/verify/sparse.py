@@ -17,7 +17,7 @@ from torch import Tensor
 from attnmesh.comm import Comm, SoloComm
 from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
 from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.spec import CacheSpec
+from attnmesh.kv_cache.pools import CacheSpec
 from attnmesh.ops.sparse import indexer, reference
 from attnmesh.ops.sparse.arguments import convert_lse
 from attnmesh.ops.sparse.indexer_loss import AttentionTarget

@@ -6,7 +6,7 @@ from functools import partial
 from random import Random
 
 import attnmesh as am
-from attnmesh.plan.schedules import SCHEDULES
+from attnmesh.plan.shards import SCHEDULES
 from attnmesh.testing.attention import virtual_results
 
 from .cases import Case, chance, draw_length, pick

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnmesh.core.merge import merge, merge_stacked
-from attnmesh.core.state import State
+from attnmesh.core.state import State, merge, merge_stacked
 from attnmesh.ops.decode import cpu_keys, reference
 from attnmesh.ops.decode.api import PagedStep
 from attnmesh.ops.decode.call import DecodeCall, Splits, build_call

@@ -13,7 +13,7 @@ from attnmesh.decode import check_decode_errors
 from attnmesh.ops.decode import gluon, gluon_common, gluon_fp8, gluon_latent, gluon_narrow, reference
 from attnmesh.ops.decode.api import choose
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.gpu import GPU
+from attnmesh.ops.launch import GPU
 from attnmesh.testing.decode import DecodeProblem, random_decode
 from helpers.cases import else_sweep, first
 from helpers.decode import assert_decode_close, assert_huge_scores_are_right, with_huge_scores

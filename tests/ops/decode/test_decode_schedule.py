@@ -8,7 +8,7 @@ import triton.language as tl  # noqa: E402
 
 from attnmesh.ops.decode import triton as host  # noqa: E402
 from attnmesh.ops.decode.triton import count_partitions, pick_merge_tile, pick_tiles  # noqa: E402
-from attnmesh.ops.decode.triton_schedule import partition_units, select, units_before  # noqa: E402
+from attnmesh.ops.decode.triton_kernels import partition_units, select, units_before  # noqa: E402
 from attnmesh.testing.decode import random_decode  # noqa: E402
 from helpers.decode import problem_for  # noqa: E402
 

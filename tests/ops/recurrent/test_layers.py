@@ -11,7 +11,7 @@ import attnmesh as am
 from attnmesh.core.masks import Causal, Documents, PerSequence
 from attnmesh.ops.recurrent.api import scan
 from attnmesh.ops.recurrent.chunked import CHUNK
-from attnmesh.ops.recurrent.delta_rules import GatedDeltaRule
+from attnmesh.ops.recurrent.layers import GatedDeltaRule
 from attnmesh.testing.errors import relative_error
 from attnmesh.testing.recurrent import (
     KINDS,

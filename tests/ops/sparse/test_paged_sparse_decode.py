@@ -9,7 +9,7 @@ from torch import Tensor
 from attnmesh import State, merge, quantize
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.decode import check_decode_errors
-from attnmesh.ops import gpu
+from attnmesh.ops import launch
 from attnmesh.ops.sparse import reference
 from attnmesh.ops.sparse.paged import PagedKeys, check_pool
 from attnmesh.ops.storage import Quantized, Stored, dequantize, values_of
@@ -416,7 +416,7 @@ def test_bits_are_the_same_again_and_again():
 
 
 def test_gpus_without_fp8_are_served_by_torch(monkeypatch):
-    monkeypatch.setattr(gpu, "WITHOUT_GPU", gpu.GPU(80, 163 * 1024))
+    monkeypatch.setattr(launch, "WITHOUT_GPU", launch.GPU(80, 163 * 1024))
     with pytest.raises(ValueError, match=r"backend=.triton. cannot serve this call: .* capability 8\.9"):
         random_case(dtype=torch.float16, storage="fp8_ds_mla").run("triton")
     random_case(dtype=torch.float16, storage="fp8_ds_mla").check("torch")

@@ -9,8 +9,7 @@ import torch
 import attnmesh
 from attnmesh import SparseMask, attention_distribution, indexer_topk, sparse_attention
 from attnmesh.ops.sparse import attention, dispatch
-from attnmesh.ops.sparse.arguments import RowBounds
-from attnmesh.ops.sparse.call import SparseCall
+from attnmesh.ops.sparse.arguments import RowBounds, SparseCall
 from attnmesh.sparse import indexer_scores_at
 
 FOLDER = Path(attnmesh.__file__).parent / "ops" / "sparse"

@@ -13,8 +13,7 @@ from helpers.gluon import emulated
 pytest.importorskip("triton")
 
 from attnmesh.ops.sparse import gluon_backward
-from attnmesh.ops.sparse.arguments import RowBounds
-from attnmesh.ops.sparse.call import SparseCall
+from attnmesh.ops.sparse.arguments import RowBounds, SparseCall
 from helpers.cases import first
 
 SCALE = 0.3

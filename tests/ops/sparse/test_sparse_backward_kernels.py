@@ -9,8 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from attnmesh.ops.sparse import gluon_backward
-from attnmesh.ops.sparse.triton_backward import row_delta
-from attnmesh.ops.sparse.triton_sums_by_key import SlotsByKey, add_by_key
+from attnmesh.ops.sparse.triton_backward import SlotsByKey, add_by_key, row_delta
 from helpers.cases import first, sweep
 from helpers.sparse_kernels import attention_call, backward
 

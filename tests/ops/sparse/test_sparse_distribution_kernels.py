@@ -17,7 +17,7 @@ from helpers.gluon import emulated
 
 pytest.importorskip("triton")
 
-from attnmesh.ops import gpu
+from attnmesh.ops import launch
 from attnmesh.ops.sparse import gluon_distribution, triton_distribution
 from attnmesh.ops.sparse.triton_distribution import DistributionTiles
 from helpers.sparse_kernels import distribution, latent_call
@@ -168,7 +168,7 @@ def test_without_rows_or_slots(name, device):
 @pytest.mark.parametrize("rooms", [(227, 64, 64, 2), (163, 32, 64, 2), (99, 32, 16, 2)], ids=str)
 def test_tiles_fit_the_shared_memory(rooms, monkeypatch):
     room, keys, heads, stages = rooms
-    monkeypatch.setattr(gpu, "WITHOUT_GPU", gpu.GPU(90, room * 1024))
+    monkeypatch.setattr(launch, "WITHOUT_GPU", launch.GPU(90, room * 1024))
     q = torch.empty(1, 128, 576, dtype=torch.bfloat16)
     assert triton_distribution.pick_tiles(q, 128, 576) == DistributionTiles(keys, heads, 8, stages)
 

@@ -13,7 +13,7 @@ from helpers.gluon import emulated
 
 pytest.importorskip("triton")
 
-from attnmesh.ops.gpu import GPU
+from attnmesh.ops.launch import GPU
 from attnmesh.ops.sparse import gluon_forward, triton_forward
 from helpers.cases import first, sweep
 from helpers.sparse_kernels import forward, latent_call

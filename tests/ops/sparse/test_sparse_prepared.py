@@ -38,6 +38,7 @@ def test_a_repeat_reads_its_own_tensors(backend):
             lengths = torch.tensor([12, seed, 0, 5, 40], device=q.device)
             check(q, k, values, indices, backend, mask=SparseMask(topk_length=lengths))
             check(q, k, values, indices, backend, mask=SparseMask(causal=True, q_start=seed))
+            check(q, k, values, indices + 7, backend, mask=SparseMask(k_offset=7 - seed))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

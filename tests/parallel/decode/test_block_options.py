@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import attnmesh as am
+from attnmesh.ops.block.config import split_and_rotate
 from attnmesh.ops.block.norm_rope import rms_norm
-from attnmesh.ops.block.stages import split_and_rotate
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
 from helpers.blocks import assert_outputs_close, cache_state, fed_lengths, random_sequences, same_state
 from helpers.cases import first, sweep

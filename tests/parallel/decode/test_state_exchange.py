@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnmesh import State, merge, run_virtual
-from attnmesh.core.merge import discount_sinks_batch_invariant, unpack_state
+from attnmesh.core.state import discount_sinks_batch_invariant, unpack_state
 from attnmesh.ops.merge import merge_packed
 from attnmesh.parallel.decode.core import StateExchange
 

@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from attnmesh.utils.error_links import with_link, without_link
-from attnmesh.utils.text import alternatives, format_ranks
+from attnmesh.utils.text import alternatives, format_ranks, with_link, without_link
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

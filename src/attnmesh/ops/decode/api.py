@@ -28,8 +28,8 @@ from attnmesh.ops.decode.gluon import Gluon, GluonGQA
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.launch import Recent
 from attnmesh.ops.storage import Stored
-from attnmesh.utils.error_links import explained_in
 from attnmesh.utils.log import log_choice, wants_choices
+from attnmesh.utils.text import explained_in
 from attnmesh.utils.validation import check_bool, check_choice, check_options, check_tensor
 
 _LOG = logging.getLogger(__name__)

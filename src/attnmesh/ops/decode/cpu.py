@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnmesh.core.merge import add_sinks, merge_stacked
-from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.core.state import State, accumulation_dtype, add_sinks, merge_stacked
 from attnmesh.ops.decode.call import DecodeCall, Splits
 from attnmesh.ops.decode.cpu_keys import CacheReader, KeyPart, VisibleKeys, split_keys
 

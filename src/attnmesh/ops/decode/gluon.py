@@ -7,7 +7,7 @@ from types import ModuleType
 from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Triton, rope_of
-from attnmesh.ops.gpu import gpu_of
+from attnmesh.ops.launch import gpu_of
 from attnmesh.utils.optional import require
 
 _FEW_ROWS = 16

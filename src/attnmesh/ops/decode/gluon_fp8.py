@@ -41,28 +41,32 @@ from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.gluon_common import (
     D_TAIL,
     D_V,
+    KEYS,
     NOT_SPECIALIZED,
     RESCALE_THRESHOLD,
     Results,
+    Sources,
+    after,
     blocks_of,
     fetch,
     finish_rows,
+    first_position,
     group_barrier,
+    item_at,
     launch_kernel,
     load_signed,
     locate_rows,
     matrix,
     pool_descriptors,
+    row_bounds,
     row_offsets,
     scale_descriptor,
     shape_of,
     split_row,
     work_tile_of_program,
 )
-from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, first_position, item_at, row_bounds
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
-from attnmesh.ops.gluon_exponents import TIMES
+from attnmesh.ops.gluon import TIMES, allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.storage import Quantized
 
 ROWS = 32  # of a tile, at most

@@ -33,29 +33,40 @@ from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.gluon_common import (
     BLOCK_SIZES,
+    KEYS,
     NOT_SPECIALIZED,
     Results,
+    Sources,
     WorkTile,
+    after,
     aligned,
     blocks_of,
     fetch,
     finish_rows,
+    first_position,
     group_barrier,
+    item_at,
     launch_kernel,
     load_signed,
     locate_rows,
     matrix,
     pool_descriptor,
+    row_bounds,
     row_offsets,
     shape_of,
     store_rows,
     update_raw_max,
     work_tile_of_program,
 )
-from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, first_position, item_at, row_bounds
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
-from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
+from attnmesh.ops.gluon import (
+    allocate_barriers,
+    init_barriers,
+    invalidate_barriers,
+    lowest_of,
+    row_exponents,
+    row_max_of,
+)
 from attnmesh.ops.storage import Quantized, values_of
 
 HEAD_DIMS = (64, 128)

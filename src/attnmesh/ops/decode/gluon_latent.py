@@ -6,7 +6,7 @@ the speed is the bandwidth of shared memory (128 bytes per cycle), from which th
 64 x 512 sums of a tile of rows fill half of the registers, its queries and two tiles of keys all of shared memory.
 
 A program is persistent and has one tile of 64 rows: the query heads and tokens that share a KV head. It processes the
-items of its partition of the keys (see `gluon_schedule`), 64 keys at a time, by four groups of warps:
+items of its partition of the keys (see `gluon_common`), 64 keys at a time, by four groups of warps:
 
 - the producer (one warp) lets the copy engine (TMA) fetch keys, by the block table: four quarters of 128 columns, which
   are the values, into a ring of nine, and a tail of 64 columns into a ring of three;
@@ -53,28 +53,39 @@ from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.gluon_common import (
     D_TAIL,
     D_V,
+    KEYS,
     NOT_SPECIALIZED,
     Results,
+    Sources,
+    after,
     blocks_of,
     clear_outside,
     fetch,
     finish_rows,
+    first_position,
     group_barrier,
+    item_at,
     launch_kernel,
     load_signed,
     locate_rows,
     matrix,
     pool_descriptors,
+    row_bounds,
     row_offsets,
     shape_of,
     store_rows,
     update_raw_max,
     work_tile_of_program,
 )
-from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, first_position, item_at, row_bounds
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
-from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
+from attnmesh.ops.gluon import (
+    allocate_barriers,
+    init_barriers,
+    invalidate_barriers,
+    lowest_of,
+    row_exponents,
+    row_max_of,
+)
 
 ROWS = 64  # of a tile: the rows of one matrix instruction
 TILES = DecodeTiles(rows=ROWS, keys=KEYS, warps=4, stages=2, resident=1)

@@ -36,28 +36,39 @@ from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.gluon_common import (
     D_TAIL,
     D_V,
+    KEYS,
     NOT_SPECIALIZED,
     Results,
+    Sources,
+    after,
     blocks_of,
     clear_outside,
     fetch,
     finish_rows,
+    first_position,
     group_barrier,
+    item_at,
     launch_kernel,
     load_signed,
     locate_rows,
     matrix,
     pool_descriptors,
+    row_bounds,
     row_offsets,
     shape_of,
     split_row,
     update_raw_max,
     work_tile_of_program,
 )
-from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, first_position, item_at, row_bounds
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
-from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
+from attnmesh.ops.gluon import (
+    allocate_barriers,
+    init_barriers,
+    invalidate_barriers,
+    lowest_of,
+    row_exponents,
+    row_max_of,
+)
 
 ROWS = 16  # of a tile, at most
 RING = 11  # quarters of keys: what the queries leave of shared memory

@@ -17,8 +17,7 @@ from torch import Tensor
 from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES, error_record, raise_device_error
-from attnmesh.ops.gpu import gpu_of, starts_early
-from attnmesh.ops.launch import Launch, prepare
+from attnmesh.ops.launch import Launch, gpu_of, prepare, starts_early
 from attnmesh.ops.storage import Quantized, Stored, values_of
 from attnmesh.utils.optional import installed, require
 

@@ -22,9 +22,8 @@ from attnmesh.core.visibility import Block, Kind, Patch, Visibility
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result, kernel_span
 from attnmesh.ops.dense.dispatch import choose_fused, choose_fused_backward
-from attnmesh.ops.merge import GradAccumulator, StateAccumulator
-from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
-from attnmesh.trace.recorder import Recorder
+from attnmesh.ops.merge import SINGLE_STREAM, GradAccumulator, StateAccumulator, StreamPair
+from attnmesh.trace.timeline import Recorder
 
 
 def forward(

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.mask import Mask
-from attnmesh.core.merge import sink_gradient
-from attnmesh.core.state import accumulation_dtype
+from attnmesh.core.state import accumulation_dtype, sink_gradient
 from attnmesh.core.visibility import Block, Kind, Visibility
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
-from attnmesh.trace.recorder import Recorder
-from attnmesh.utils.error_links import explained_in
+from attnmesh.trace.timeline import Recorder
 from attnmesh.utils.optional import installed, require
+from attnmesh.utils.text import explained_in
 from attnmesh.utils.validation import check_number, check_tensor, warn_caller
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core import ranges
-from attnmesh.core.intervals import Intervals
-from attnmesh.core.mask import MAX_INTERVALS, sequence_intervals
+from attnmesh.core.mask import MAX_INTERVALS, Intervals, sequence_intervals
 from attnmesh.core.masks import (
     BlockCausal,
     Causal,
@@ -49,8 +48,8 @@ from attnmesh.ops.dense.triton import Triton
 from attnmesh.ops.launch import Recent
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.plan.leaves import VERSION
-from attnmesh.utils.error_links import explained_in
 from attnmesh.utils.log import log_choice, wants_choices
+from attnmesh.utils.text import explained_in
 from attnmesh.utils.validation import check_bool, check_choice, check_tensor
 
 _LOG = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import Call
 from attnmesh.ops.dense.triton import Triton, _module
-from attnmesh.ops.gpu import is_hopper
+from attnmesh.ops.launch import is_hopper
 from attnmesh.utils.optional import installed
 
 

@@ -16,7 +16,7 @@ from attnmesh.ops.dense.call import is_loadable, loadable
 from attnmesh.ops.dense.gluon_backward_kernel import backward_kernel
 from attnmesh.ops.dense.gluon_backward_memory import TILE, Shape
 from attnmesh.ops.dense.triton_tiles import PLAIN, Bounds, ScoreTerms, padded
-from attnmesh.ops.gluon_descriptor import descriptor
+from attnmesh.ops.gluon import descriptor
 from attnmesh.ops.launch import Launch, Recent, prepare, signature
 
 MAX_WIDTH = 256  # of keys and values

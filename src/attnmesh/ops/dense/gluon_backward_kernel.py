@@ -62,7 +62,7 @@ from attnmesh.ops.dense.gluon_backward_memory import (
 )
 from attnmesh.ops.dense.gluon_backward_steps import add_products, add_sums, finish, score, weights_of, zero_blocks
 from attnmesh.ops.dense.gluon_backward_wide import differentiate_by_half, differentiate_keys, differentiate_values
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon import allocate_barriers, init_barriers, invalidate_barriers
 
 _TILE = gl.constexpr(TILE)
 _CONSUMER, _OTHER = gl.constexpr(240), gl.constexpr(24)  # registers per thread, of 504

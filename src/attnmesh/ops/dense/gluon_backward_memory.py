@@ -9,14 +9,27 @@ first succeeds at once.
 # Kernels are written in Gluon's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# A function of Gluon's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
 from typing import Any, NamedTuple
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from attnmesh.ops.dense.gluon_tma import async_add_shared_to_global
 from attnmesh.ops.dense.triton_tiles import LOG2_E
+
+# A function of Hopper's copy engine (TMA) that Gluon does not offer yet: it adds a block to global memory.
+
+
+@builtin
+def async_add_shared_to_global(tensor_desc, coord, src, _semantic=None):
+    """Adds a block in shared memory to the tensor, element by element; `tma.store_wait` waits for it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
 
 TILE = 64  # rows of a step, and keys of a consumer: the rows of one matrix instruction
 _TILE, _LOG2_E = gl.constexpr(TILE), gl.constexpr(LOG2_E)

@@ -51,9 +51,14 @@ from attnmesh.ops.dense.gluon_producer import load
 from attnmesh.ops.dense.gluon_state import IN_PLACE, NEW, OTHER, join_state, load_lse, load_state, release, store_state
 from attnmesh.ops.dense.gluon_tile_scheduler import CONSUMERS, RECORD, Sizes, read, visible_keys
 from attnmesh.ops.dense.triton_tiles import LENGTHS, PLAIN, Bounds, ScoreTerms, blocks_of, row_strides
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
-from attnmesh.ops.gluon_descriptor import descriptor
-from attnmesh.ops.gluon_exponents import lowest_of, row_max_of
+from attnmesh.ops.gluon import (
+    allocate_barriers,
+    descriptor,
+    init_barriers,
+    invalidate_barriers,
+    lowest_of,
+    row_max_of,
+)
 from attnmesh.ops.launch import Launch, Recent, prepare, signature
 from attnmesh.ops.merge import new_state
 

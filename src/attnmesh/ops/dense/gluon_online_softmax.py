@@ -2,7 +2,7 @@
 
 A group of four warps has 64 rows: the rows of one head, or fewer rows of several heads one after another. Their carry
 is (acc, total, raw_max). `acc / total` is the output so far, and `row_max + log2(total)` its log-sum-exp in base 2,
-where `row_max` is `row_max_of(raw_max)` (see `gluon_exponents`). Tiles of values and of output are tuples of one or two
+where `row_max` is `row_max_of(raw_max)` (see `ops.gluon`). Tiles of values and of output are tuples of one or two
 blocks of columns.
 """
 
@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnmesh.ops.dense.triton_tiles import LOG2_E
-from attnmesh.ops.gluon_exponents import lowest_of, row_exponents
+from attnmesh.ops.gluon import lowest_of, row_exponents
 
 ROWS = 64  # of a group: the rows of one matrix instruction
 _ROWS, _LOG2_E = gl.constexpr(ROWS), gl.constexpr(LOG2_E)

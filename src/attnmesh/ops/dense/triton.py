@@ -14,8 +14,7 @@ from attnmesh.core.visibility import Block, Kind, Patch, Visibility, key_hull
 from attnmesh.ops.dense import cost
 from attnmesh.ops.dense.call import Call, Grads, Result, Scores
 from attnmesh.ops.launch import Recent
-from attnmesh.ops.merge import StateAccumulator
-from attnmesh.ops.streams import stream_of
+from attnmesh.ops.merge import StateAccumulator, stream_of
 from attnmesh.utils.optional import installed, require
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)

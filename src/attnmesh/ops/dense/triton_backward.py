@@ -54,7 +54,7 @@ from attnmesh.ops.dense.triton_tiles import (
     zero_tile,
 )
 from attnmesh.ops.launch import Launch, Recent, cdiv, prepare, signature
-from attnmesh.ops.streams import stream_of
+from attnmesh.ops.merge import stream_of
 
 _LOG2_E = tl.constexpr(LOG2_E)
 _DELTA_ELEMENTS = 4096  # per program of the memory-bound delta kernel

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnmesh.ops.exponents import EXPONENT_BITS, HUGE, LOWEST
-from attnmesh.ops.gpu import GPU, HOPPER, gpu_of
+from attnmesh.ops.launch import GPU, HOPPER, gpu_of
 
 LENGTHS = ["q_len", "kv_len"]  # not specialized: the blocks of a ring have many lengths, and each would recompile
 LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, which the hardware supports natively
@@ -398,7 +398,7 @@ def lowest_of(factor):
 
 @triton.jit
 def row_exponents(raw_max, new_raw_max, factor):
-    """The factor and the shift of rows, and the exponents that rescale their sums: see `ops/gluon_exponents.py`."""
+    """The factor and the shift of rows, and the exponents that rescale their sums: see `ops/gluon.py`."""
     power = tl.cast(tl.cast(factor, tl.int32, bitcast=True) & _EXPONENT_BITS, tl.float32, bitcast=True)
     factors = tl.where(tl.abs(new_raw_max) >= 1.0 / factor * _HUGE, power, factor)
     shift = new_raw_max * factors

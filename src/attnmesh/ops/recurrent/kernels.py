@@ -206,7 +206,7 @@ class KernelChunks(Chunks):
         transition: Tensor | None = None, states: Tensor | None = None, values: Tensor | None = None,
         out: Tensor | None = None,
     ) -> None:  # fmt: skip
-        from attnmesh.ops.recurrent.triton_states import states_kernel
+        from attnmesh.ops.recurrent.triton_chunks import states_kernel
 
         q, k, v = self._inputs[:3]
         (batch, heads, length, value_dim), (_, groups, _, key_dim) = v.shape, q.shape
@@ -227,7 +227,7 @@ class KernelChunks(Chunks):
         self, prepared: _Prepared, by_out: Tensor, by_final: Tensor | None, by_initial: Tensor,
         by_states: Tensor | None = None, by_values: Tensor | None = None,
     ) -> None:  # fmt: skip
-        from attnmesh.ops.recurrent.triton_states import state_gradients_kernel
+        from attnmesh.ops.recurrent.triton_chunks import state_gradients_kernel
 
         q, k, v = self._inputs[:3]
         (batch, heads, length, value_dim), (_, groups, _, key_dim) = v.shape, q.shape

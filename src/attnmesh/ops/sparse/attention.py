@@ -10,13 +10,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from attnmesh.core.merge import sink_gradient
-from attnmesh.core.state import accumulation_dtype
+from attnmesh.core.state import accumulation_dtype, sink_gradient
 from attnmesh.ops.launch import Recent, signature
+from attnmesh.ops.merge import stream_of
 from attnmesh.ops.sparse import arguments, dispatch
-from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, check_base, convert_lse
-from attnmesh.ops.sparse.call import SparseCall
-from attnmesh.ops.streams import stream_of
+from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseCall, SparseMask, check_base, convert_lse
 from attnmesh.utils.validation import check_bool, check_number, check_positive
 
 MAX_DEFAULT_D_V = 512  # the latent of an MLA key; the features after it encode the position
@@ -178,7 +176,8 @@ def prepared_call(
     if not torch.compiler.is_compiling():
         try:
             kinds = type(q), type(k), type(indices), type(v), type(sinks), dispatch.LOG.isEnabledFor(logging.INFO)
-            key = (*signature(q, k, indices, v, sinks), *kinds, options, *map(type, options))
+            # Launches keep the offset of keys. The other numbers of a mask are in its bounds, which are tensors.
+            key = (*signature(q, k, indices, v, sinks), mask.k_offset, *kinds, options, *map(type, options))
             known = _prepared.get(key)
         except (AttributeError, RuntimeError, TypeError):  # not dense tensors, or an option that is no number
             key = known = None

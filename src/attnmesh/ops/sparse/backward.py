@@ -30,10 +30,9 @@ from torch import Tensor
 
 from attnmesh.ops.launch import cdiv, next_power_of_2
 from attnmesh.ops.sparse import gluon_backward, triton_backward
-from attnmesh.ops.sparse.call import SparseCall
+from attnmesh.ops.sparse.arguments import SparseCall
 from attnmesh.ops.sparse.gluon_common import KEYS
-from attnmesh.ops.sparse.triton_backward import BackwardTiles
-from attnmesh.ops.sparse.triton_sums_by_key import SlotsByKey, add_by_key, sort_slots_by_key
+from attnmesh.ops.sparse.triton_backward import BackwardTiles, SlotsByKey, add_by_key, sort_slots_by_key
 
 # By bytes per element. Fixed rather than autotuned: the order of the sums must not depend on a timing. 16 bits: the
 # fastest of those tried on an H200 with 128 heads of 576 columns. float32 runs without tensor cores (tf32 is not

@@ -23,8 +23,7 @@ from torch import Tensor
 from attnmesh.ops.decode.device_errors import raise_device_error
 from attnmesh.ops.launch import cdiv
 from attnmesh.ops.sparse import dispatch, gluon_common, gluon_decode, triton_decode
-from attnmesh.ops.sparse.arguments import RowBounds
-from attnmesh.ops.sparse.call import SparseCall
+from attnmesh.ops.sparse.arguments import RowBounds, SparseCall
 from attnmesh.ops.sparse.paged import PagedKeys, SparseDecodeCall
 from attnmesh.ops.sparse.triton_forward import ForwardTiles
 from attnmesh.ops.storage import Quantized

@@ -8,6 +8,7 @@ is an error.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -15,17 +16,55 @@ import torch
 from torch import Tensor
 
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
-from attnmesh.ops.gpu import gpu_of
-from attnmesh.ops.launch import Recent, signature
+from attnmesh.ops.launch import Launch, Recent, gpu_of, signature
 from attnmesh.ops.sparse import torch_backend
-from attnmesh.ops.sparse.arguments import TopKIndices
-from attnmesh.ops.sparse.call import IndexerCall, SparseCall
-from attnmesh.ops.sparse.forward import Forward
+from attnmesh.ops.sparse.arguments import IndexerCall, SparseCall, TopKIndices
 from attnmesh.ops.sparse.paged import PagedKeys
 from attnmesh.ops.storage import Quantized
 from attnmesh.utils.log import log_choice, wants_choices
 from attnmesh.utils.optional import installed, require
 from attnmesh.utils.validation import check_choice
+
+# The forward pass of sparse attention by a kernel: memory for its results, and launches that repeat.
+
+
+FirstLaunch = Callable[[SparseCall, Tensor | None, tuple[Tensor, ...]], Launch]
+
+
+class Forward:
+    """The forward pass of calls with one signature: the first call launches a kernel, the others repeat the launch.
+
+    Results are out [s_q, heads, d_v], lse [s_q, heads] in float32, natural, and, with `max_logits`, the largest scaled
+    score [s_q, heads] in float32. `sinks` [heads] are scores of one more key per head, without a value; they are part
+    of out and lse, not of the largest score. A row without a valid slot has out 0 and lse -inf (or its sink). Keys of
+    no valid slot may hold any values.
+    """
+
+    def __init__(self, first: FirstLaunch, call: SparseCall, dtype: torch.dtype, max_logits: bool) -> None:
+        s_q, heads, _ = call.q.shape
+        of_rows = (s_q, heads), (heads, 1)
+        self._shape, self._strides = (s_q, heads, call.d_v), (heads * call.d_v, call.d_v, 1)
+        self._more = [of_rows] * (2 if max_logits else 1)
+        self._first, self._dtype, self._device = first, dtype, call.q.device
+        self._launch: Launch | None = None
+
+    def __call__(self, call: SparseCall, sinks: Tensor | None) -> tuple[Tensor, ...]:
+        """The results of a call."""
+        device = self._device
+        out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=device)
+        results = out, *[torch.empty_strided(*x, dtype=torch.float32, device=device) for x in self._more]
+        if 0 in self._shape:
+            return results
+        if sinks is not None:
+            sinks = sinks.contiguous()
+        if self._launch is None:
+            with torch.cuda.device_of(call.q):
+                self._launch = self._first(call, sinks, results)
+        else:
+            q, k, v, indices, (lo, hi, slots, _), *_ = call
+            self._launch(q, k, v, indices, lo, hi, slots, sinks, *results)
+        return results
+
 
 LOG = logging.getLogger(__name__)
 """Of choices of a backend."""

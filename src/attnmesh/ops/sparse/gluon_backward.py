@@ -35,11 +35,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnmesh.ops.gluon_barriers import invalidate_barriers
-from attnmesh.ops.gpu import is_hopper
-from attnmesh.ops.launch import Launch, Recent, repeat
-from attnmesh.ops.sparse.arguments import RowBounds
-from attnmesh.ops.sparse.call import SparseCall
+from attnmesh.ops.gluon import invalidate_barriers
+from attnmesh.ops.launch import Launch, Recent, is_hopper, repeat
+from attnmesh.ops.sparse.arguments import RowBounds, SparseCall
 from attnmesh.ops.sparse.gluon_common import D_TAIL, D_V, HEADS, KEYS, new_barriers
 
 QUERY_HEADS = 2 * HEADS  # padded heads that `grad_query` takes: half of them for each group

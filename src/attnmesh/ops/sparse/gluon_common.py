@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
+from attnmesh.ops.gluon import allocate_barriers, init_barriers
 
 LOG2_E = 1.4426950408889634
 HEADS = 64  # per item: the rows of one matrix instruction

@@ -34,9 +34,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnmesh.ops.gluon_barriers import invalidate_barriers
-from attnmesh.ops.gpu import is_hopper
-from attnmesh.ops.launch import Launch, Recent, cdiv, repeat
+from attnmesh.ops.gluon import invalidate_barriers
+from attnmesh.ops.launch import Launch, Recent, cdiv, is_hopper, repeat
 from attnmesh.ops.sparse.gluon_common import (
     D_TAIL,
     D_V,

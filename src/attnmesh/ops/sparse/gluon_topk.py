@@ -42,12 +42,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnmesh.ops.decode.gluon_common import group_barrier
-from attnmesh.ops.gluon_barriers import invalidate_barriers
-from attnmesh.ops.gluon_descriptor import descriptor
-from attnmesh.ops.gpu import is_hopper
-from attnmesh.ops.launch import Launch, Recent, repeat
-from attnmesh.ops.sparse.arguments import TopKIndices, empty_topk
-from attnmesh.ops.sparse.call import IndexerCall
+from attnmesh.ops.gluon import descriptor, invalidate_barriers
+from attnmesh.ops.launch import Launch, Recent, is_hopper, repeat
+from attnmesh.ops.sparse.arguments import IndexerCall, TopKIndices, empty_topk
 from attnmesh.ops.sparse.gluon_common import new_barriers, processors
 from attnmesh.ops.sparse.gluon_select import select_row
 from attnmesh.ops.sparse.indexer_tiles import LONG_ROW, candidate_block, head_tile, padded, row_elements

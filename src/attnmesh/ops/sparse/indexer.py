@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnmesh.ops.sparse import arguments, dispatch
-from attnmesh.ops.sparse.arguments import SparseMask, TopKIndices
-from attnmesh.ops.sparse.call import IndexerCall
+from attnmesh.ops.sparse.arguments import IndexerCall, SparseMask, TopKIndices
 from attnmesh.utils.validation import check_bool, check_number, check_positive, shown
 
 

@@ -16,9 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.sparse import arguments, dispatch, indexer
-from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, check_base, convert_lse
+from attnmesh.ops.sparse.arguments import Base, IndexerCall, RowBounds, SparseCall, SparseMask, check_base, convert_lse
 from attnmesh.ops.sparse.attention import normalize_rows
-from attnmesh.ops.sparse.call import IndexerCall, SparseCall
 from attnmesh.utils.validation import check_choice, check_number, check_tensor, shown
 
 Reduction = Literal["sum", "mean_rows", "none"]

@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from attnmesh.ops.gpu import gpu_of
-from attnmesh.ops.launch import next_power_of_2
+from attnmesh.ops.launch import gpu_of, next_power_of_2
 
 
 class IndexerTiles(NamedTuple):

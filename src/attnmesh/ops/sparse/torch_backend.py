@@ -16,10 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnmesh.core.merge import add_sinks
-from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices, sort_by_key
-from attnmesh.ops.sparse.call import IndexerCall, SparseCall
+from attnmesh.core.state import State, accumulation_dtype, add_sinks
+from attnmesh.ops.sparse.arguments import IndexerCall, RowBounds, SparseCall, TopKIndices, sort_by_key
 
 _MAX_GATHERED = 1 << 22  # elements of the keys gathered at a time
 _TILE_ROWS, _TILE_KEYS = 8, 128

@@ -18,8 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record
-from attnmesh.ops.gpu import gpu_of, starts_early
-from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, repeat
+from attnmesh.ops.launch import Launch, Recent, cdiv, gpu_of, next_power_of_2, repeat, starts_early
 from attnmesh.ops.sparse.paged import PagedKeys, SparseDecodeCall
 from attnmesh.ops.sparse.triton_forward import LOG2_E, ForwardTiles, pick_tiles, softmax_step, split_width
 from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of

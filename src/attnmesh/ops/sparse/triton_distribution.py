@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.gpu import gpu_of
-from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, repeat
-from attnmesh.ops.sparse.call import SparseCall
+from attnmesh.ops.launch import Launch, Recent, cdiv, gpu_of, next_power_of_2, repeat
+from attnmesh.ops.sparse.arguments import SparseCall
 
 LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, as the hardware does
 _LOG2_E = tl.constexpr(LOG2_E)

@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.gpu import GPU, gpu_of
-from attnmesh.ops.launch import Launch, cdiv, next_power_of_2, prepare
-from attnmesh.ops.sparse.call import SparseCall
+from attnmesh.ops.launch import GPU, Launch, cdiv, gpu_of, next_power_of_2, prepare
+from attnmesh.ops.sparse.arguments import SparseCall
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)

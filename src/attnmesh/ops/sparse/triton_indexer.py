@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnmesh.ops.launch import Launch, Recent, cdiv, repeat
-from attnmesh.ops.sparse.call import IndexerCall
+from attnmesh.ops.sparse.arguments import IndexerCall
 from attnmesh.ops.sparse.indexer_tiles import SCORES, IndexerTiles, head_tile, padded
 
 _launches: Recent[Launch] = Recent()

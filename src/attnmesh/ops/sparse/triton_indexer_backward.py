@@ -22,8 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnmesh.ops.launch import Launch, Recent, cdiv, repeat
-from attnmesh.ops.sparse.arguments import RowBounds
-from attnmesh.ops.sparse.call import IndexerCall
+from attnmesh.ops.sparse.arguments import IndexerCall, RowBounds
 from attnmesh.ops.sparse.indexer_tiles import (
     DENSE_KEY_PROGRAMS,
     MAX_GRAD_COLUMNS,
@@ -33,8 +32,8 @@ from attnmesh.ops.sparse.indexer_tiles import (
     pick_dense_tiles,
     pick_grad_tiles,
 )
+from attnmesh.ops.sparse.triton_backward import add_by_key, sort_slots_by_key
 from attnmesh.ops.sparse.triton_indexer import dot_products, gather_keys, load_queries, valid_keys
-from attnmesh.ops.sparse.triton_sums_by_key import add_by_key, sort_slots_by_key
 
 _WORKSPACE = 256 << 20  # bytes of the gradients per slot, if deterministic
 _launches: Recent[Launch] = Recent()

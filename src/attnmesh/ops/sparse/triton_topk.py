@@ -23,8 +23,7 @@ import triton
 import triton.language as tl
 
 from attnmesh.ops.launch import Launch, Recent, repeat
-from attnmesh.ops.sparse.arguments import TopKIndices, empty_topk
-from attnmesh.ops.sparse.call import IndexerCall
+from attnmesh.ops.sparse.arguments import IndexerCall, TopKIndices, empty_topk
 from attnmesh.ops.sparse.indexer_tiles import (
     LONG_ROW,
     SPAN,

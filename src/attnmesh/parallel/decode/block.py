@@ -31,12 +31,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.kv_cache.norm_rope_write import norm_rope_write
-from attnmesh.kv_cache.pools import as_stored
+from attnmesh.kv_cache.pools import CacheSpec, as_stored
 from attnmesh.kv_cache.sharded import ShardedCache, Step
-from attnmesh.kv_cache.spec import CacheSpec
-from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights, ProjectedKV, keys_and_values
 from attnmesh.ops.block.norm_rope import CosSin, rms_norm
-from attnmesh.ops.block.stages import ProjectedKV, keys_and_values
 from attnmesh.ops.decode.api import PagedStep, check_backend
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.paged import PagedKV

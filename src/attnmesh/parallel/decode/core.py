@@ -34,15 +34,20 @@ from torch import Tensor
 from attnmesh.comm import Comm
 from attnmesh.core import ranges
 from attnmesh.core.masks import Mask
-from attnmesh.core.merge import discount_sinks_batch_invariant, merge_stacked, scale_for_sum, unpack_state
 from attnmesh.core.ranges import Ranges
-from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.core.state import (
+    State,
+    accumulation_dtype,
+    discount_sinks_batch_invariant,
+    merge_stacked,
+    scale_for_sum,
+    unpack_state,
+)
 from attnmesh.ops.decode.api import PagedStep, alibi_bias, paged_decode_attention
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
 from attnmesh.ops.dense.api import attention_state
 from attnmesh.ops.merge import merge_packed
-from attnmesh.ops.paged import PagedKV
-from attnmesh.ops.paged_prefill import prefill_state
+from attnmesh.ops.paged import PagedKV, prefill_state
 from attnmesh.ops.storage import Stored, values_of
 from attnmesh.parallel.decode.exchange import part_of, receive_buffer
 from attnmesh.plan.decode import Combine

@@ -24,7 +24,7 @@ from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.block.norm_rope import CosSin
 from attnmesh.ops.dense.call import Call, resolve_scores
 from attnmesh.ops.dense.dispatch import forward
-from attnmesh.ops.paged_prefill import prefill_mask
+from attnmesh.ops.paged import prefill_mask
 from attnmesh.parallel.decode.exchange import HeadExchange
 
 _CHUNK_TOKENS = 8192  # of all rows: products are as fast as they get, and activations take tens of megabytes

@@ -18,11 +18,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
-from attnmesh.comm.agreement import text_digest
+from attnmesh.comm.base import text_digest
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.parallel.node_groups import comm_named
-from attnmesh.parallel.reshard.contents import CacheTokens, Reader, check_movable
+from attnmesh.parallel.reshard.contents import CacheTokens, PrefillKV, Reader, check_movable
 from attnmesh.parallel.reshard.goal import (
     MESSAGE_BYTES,
     Goal,
@@ -35,7 +35,6 @@ from attnmesh.parallel.reshard.goal import (
     room_of,
     target_ranks,
 )
-from attnmesh.parallel.reshard.prefill import PrefillKV
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.reshard import Move, Part, Piece, plan_moves
 from attnmesh.utils.text import alternatives, format_ranks

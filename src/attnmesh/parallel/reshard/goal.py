@@ -14,12 +14,11 @@ from dataclasses import astuple, dataclass, replace
 import torch
 
 from attnmesh.comm import SharedValues
-from attnmesh.kv_cache.block_pool import CacheFull
+from attnmesh.kv_cache.block_manager import CacheFull
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.ops.storage import bytes_per_token
-from attnmesh.parallel.reshard.contents import CacheContents, Placement, contents_of, layout_of, sizes_of
-from attnmesh.parallel.reshard.prefill import PrefillKV
+from attnmesh.parallel.reshard.contents import CacheContents, Placement, PrefillKV, contents_of, layout_of, sizes_of
 from attnmesh.plan.decode import DecodeSharding, Place
 from attnmesh.plan.reshard import Move, Part, Piece
 from attnmesh.utils.validation import check_count, check_device, check_list, check_type, shown

@@ -12,9 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.layouts import Contiguous, Layout, check_layout, positions_checksum
 from attnmesh.ops.sparse import arguments
-from attnmesh.ops.sparse.arguments import Base, SparseMask, TopKIndices, check_base, convert_lse
+from attnmesh.ops.sparse.arguments import (
+    Base,
+    IndexerCall,
+    SparseCall,
+    SparseMask,
+    TopKIndices,
+    check_base,
+    convert_lse,
+)
 from attnmesh.ops.sparse.attention import attention_call, normalize_rows
-from attnmesh.ops.sparse.call import IndexerCall, SparseCall
 from attnmesh.ops.sparse.indexer import check_topk, indexer_call
 from attnmesh.ops.sparse.indexer_loss import AttentionTarget, LossCall, Reduction, loss_call, reduce_rows
 from attnmesh.parallel.compiling import not_compiled

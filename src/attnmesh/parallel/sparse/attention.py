@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnmesh.comm import propagate_failure
-from attnmesh.core.merge import add_sinks, merge, sink_gradient
-from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.core.state import State, accumulation_dtype, add_sinks, merge, sink_gradient
 from attnmesh.ops.sparse import dispatch
-from attnmesh.ops.sparse.call import SparseCall
+from attnmesh.ops.sparse.arguments import SparseCall
 from attnmesh.parallel.sparse.keys import KeyExchange, SequenceSharding, exchange_keys, map_slots
 
 

@@ -21,13 +21,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import OBJECT, Comm, SharedValues, check_on_all_ranks, propagate_failure
-from attnmesh.core.merge import add_sinks, merge
 from attnmesh.core.ranges import InterleavedShard
-from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.core.state import State, accumulation_dtype, add_sinks, merge
 from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices, merge_topk
-from attnmesh.ops.sparse.decode import attend, check_tokens, decode_call
+from attnmesh.ops.sparse.decode import attend, check_tokens, decode_call, indexer_step, select, slots_read
 from attnmesh.ops.sparse.paged import IndexerStep, SparseDecodeCall
-from attnmesh.ops.sparse.paged_indexer import indexer_step, select, slots_read
 from attnmesh.ops.storage import Stored, storage_of
 from attnmesh.parallel.decode.core import StateExchange, all_gather_states
 from attnmesh.parallel.executor import score_checks

@@ -12,8 +12,7 @@ from torch.autograd.function import once_differentiable
 from attnmesh.comm import Comm, propagate_failure
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.sparse import dispatch
-from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices, merge_topk
-from attnmesh.ops.sparse.call import IndexerCall
+from attnmesh.ops.sparse.arguments import IndexerCall, RowBounds, TopKIndices, merge_topk
 from attnmesh.ops.sparse.indexer_loss import KLSums, LossCall, TargetCall, dense_gradients, key_chunks, row_kl
 from attnmesh.parallel.sparse.groups import RowSharding, gather_replicated, shard_replicated
 from attnmesh.parallel.sparse.keys import KeyExchange, KVShard, SequenceSharding, exchange_keys, map_slots

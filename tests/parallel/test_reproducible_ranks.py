@@ -36,8 +36,7 @@ from attnmesh.core.layouts import Balanced
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.parallel import reproducible
 from attnmesh.plan.leaves import leaf_plan
-from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload
+from attnmesh.plan.shards import Shape, Workload, shards
 from attnmesh.planner.schedules import loads, peak_bytes, steps
 from attnmesh.testing.attention import forward_backward, random_inputs, shard_inputs, shard_results, virtual_results
 from helpers.cases import sweep

@@ -1,1 +1,0 @@
-"""`attnmesh generate`: answers questions about a text with a language model over ranks."""

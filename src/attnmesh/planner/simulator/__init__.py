@@ -1,1 +1,0 @@
-"""Runs programs on a model of a cluster."""
