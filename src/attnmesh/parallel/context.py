@@ -27,7 +27,7 @@ from attnmesh.ops.dense.call import (
     check_score_terms,
     resolve_scores,
 )
-from attnmesh.ops.dense.dispatch import SMALL_MASKS, choose_fused
+from attnmesh.ops.dense.dispatch import SMALL_MASKS, choose_fused, with_reproducible
 from attnmesh.ops.recurrent.api import check_layer, check_state, use_kernels
 from attnmesh.ops.recurrent.layer import RecurrentLayer, check_documents
 from attnmesh.parallel.allgather import AllGather
@@ -47,11 +47,16 @@ from attnmesh.parallel.executor import (
 from attnmesh.parallel.node_groups import node_groups
 from attnmesh.parallel.operator import compiled_attention, context_handle
 from attnmesh.parallel.recurrent import RecurrentCall, run_recurrent
+from attnmesh.parallel.reproducible import (
+    ReproducibleAllGather,
+    ReproducibleUlysses,
+    ReproducibleUlyssesAllGather,
+)
 from attnmesh.parallel.ring import Ring
 from attnmesh.parallel.two_level import TwoLevelRing
 from attnmesh.parallel.ulysses import Ulysses, UlyssesAllGather, UlyssesRing
 from attnmesh.plan.recurrent import runs
-from attnmesh.plan.shards import SCHEDULES, ScheduleName, Shape, Workload, check_schedule, shards
+from attnmesh.plan.shards import REPRODUCIBLE, SCHEDULES, ScheduleName, Shape, Workload, check_schedule, shards
 from attnmesh.utils.log import log_choice, wants_choices
 from attnmesh.utils.text import explained_in, see
 from attnmesh.utils.validation import check_bool, check_choice, check_count, check_device, check_dtype
@@ -69,6 +74,13 @@ EXECUTORS: dict[str, Callable[[ExecutorConfig], Executor]] = {
     "ring+ring": TwoLevelRing.build,
 }
 """The executor of each of `plan.schedules.SCHEDULES`."""
+
+_REPRODUCIBLE: dict[str, Callable[[ExecutorConfig], Executor]] = {
+    "allgather": ReproducibleAllGather.build,
+    "ulysses": ReproducibleUlysses.build,
+    "ulysses+allgather": ReproducibleUlyssesAllGather.build,
+}
+"""With reproducible=True, the executor of each of `plan.schedules.REPRODUCIBLE`."""
 
 _LOG = logging.getLogger(__name__)
 _MAX_CACHED_CALLS = 512
@@ -106,7 +118,9 @@ class ContextParallel(ExecutorFactory):
         ring+ring          a ring within every node, and a ring between nodes
         auto               the fastest by an estimate from bytes and operations; see `explain`
 
-    `backend` is as in `attention`.
+    `backend` is as in `attention`. With `reproducible` the bits of out, lse and all gradients are those of
+    `attention(..., reproducible=True)` on the same kind of device, for any number of ranks, layout and schedule; see
+    `docs/reproducibility.md`. The schedules are then "allgather", "ulysses" and "ulysses+allgather".
 
     Examples:
         >>> q, k, v = torch.randn(3, 1, 2, 101, 16)
@@ -128,11 +142,13 @@ class ContextParallel(ExecutorFactory):
         schedule: ScheduleName = "auto",
         backend: BackendName = "auto",
         ranks_per_node: int | None = None,
+        reproducible: bool = False,
     ) -> None:
         self._groups = node_groups(group, ranks_per_node)
         self._number = self._new_number()  # before an error that only this rank may raise
         check_layout("layout", layout)
-        _check_names(schedule, backend)
+        _check_names(schedule, backend, reproducible)
+        self.reproducible = reproducible
         self.comm = self._groups.all_ranks
         self.layout, self.schedule, self.backend = layout, schedule, backend
         self._score_checks = score_checks(self.comm)
@@ -412,10 +428,12 @@ class ContextParallel(ExecutorFactory):
         _check_shape(batch, q_heads, kv_heads, head_dim, value_dim, dtype)
         shape = _shape(batch, q_heads, kv_heads, head_dim, value_dim, dtype)
         positions = shards(mask, self.layout, length, self.world, key_layout, key_length)
-        workload = Workload(positions, shape, self._groups.ranks_per_node, device=kind)
+        workload = Workload(
+            positions, shape, self._groups.ranks_per_node, device=kind, reproducible=self.reproducible
+        )  # fmt: skip
         choice = self._auto_choice(workload)
         schedule = self.schedule if choice is None else choice.schedule
-        check_schedule(schedule, workload.shards, workload.ranks_per_node)
+        check_schedule(schedule, workload.shards, workload.ranks_per_node, reproducible=self.reproducible)
         return explain_schedule(schedule, workload, default_cluster(kind), choice)
 
     def explain_recurrent(
@@ -499,12 +517,15 @@ class ContextParallel(ExecutorFactory):
         with_lse = return_lse or needs_grad[3]  # the gradient of sinks needs it where the queries are
 
         positions = shards(mask, self.layout, length, self.world, key_layout, key_length)
-        workload = Workload(positions, shape, self._groups.ranks_per_node, with_lse, q.device.type)
+        ranks_per_node, device = self._groups.ranks_per_node, q.device.type
+        workload = Workload(positions, shape, ranks_per_node, with_lse, device, self.reproducible)
         schedule = self._schedule_for(workload, mask, length)
-        check_schedule(schedule, positions, self._groups.ranks_per_node)
-        executor = EXECUTORS[schedule](ExecutorConfig(positions, self.backend, self._groups, with_lse))
+        check_schedule(schedule, positions, ranks_per_node, reproducible=self.reproducible)
+        executors = _REPRODUCIBLE if self.reproducible else EXECUTORS
+        backend = with_reproducible(self.backend, self.reproducible)
+        executor = executors[schedule](ExecutorConfig(positions, backend, self._groups, with_lse, device))
         for kernel_call in executor.calls(q, k, v, scores):
-            choose_fused(kernel_call, self.backend)  # raises if no backend serves it
+            choose_fused(kernel_call, backend)  # raises if no backend serves it
         values = {
             OBJECT: self._number, "batch": shape.batch, "query heads": shape.q_heads, "kv heads": shape.kv_heads,
             "head_dim": shape.head_dim, "head_dim of v": shape.out_dim,
@@ -514,7 +535,7 @@ class ContextParallel(ExecutorFactory):
             "layout": self.layout, "key_layout": key_layout,
             "positions of layout": positions_checksum(self.layout, length, self.world),
             "positions of key_layout": positions_checksum(key_layout, key_length, self.world),
-            "schedule": schedule, "backend": self.backend,
+            "schedule": schedule, "backend": self.backend, "reproducible": self.reproducible,
             "ranks_per_node": self._groups.ranks_per_node, "return_lse": return_lse,
             "gradient of q": needs_grad[0], "gradient of k": needs_grad[1], "gradient of v": needs_grad[2],
             "gradient of sinks": needs_grad[3],
@@ -572,9 +593,15 @@ class UnnumberedContext(ContextParallel):
 
 
 @explained_in("context-parallelism.md#select-a-schedule")
-def _check_names(schedule: str, backend: str) -> None:
+def _check_names(schedule: str, backend: str, reproducible: bool) -> None:
     check_choice("schedule", schedule, ("auto", *SCHEDULES))
     check_choice("backend", backend, BACKENDS)
+    with_reproducible(backend, reproducible)
+    if reproducible and schedule not in ("auto", *REPRODUCIBLE):
+        raise ValueError(
+            f'schedule must be "auto" or one of {", ".join(REPRODUCIBLE)} with reproducible=True, got {schedule!r}: a '
+            "ring brings keys in an order that depends on the ranks"
+        )
 
 
 def _kind(x: Tensor) -> tuple[object, ...]:

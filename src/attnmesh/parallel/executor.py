@@ -70,6 +70,7 @@ class ExecutorConfig:
     backend: str
     groups: NodeGroups
     return_lse: bool
+    device: str = "cpu"  # its type
 
 
 class Executor(ABC):

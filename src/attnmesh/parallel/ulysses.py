@@ -44,6 +44,7 @@ class Ulysses(Executor):
     return_lse: bool  # the lse and its gradient are sent only if it is returned
 
     within_nodes: ClassVar[bool] = False
+    whole_groups: ClassVar[bool] = False
 
     @classmethod
     def build(cls, config: ExecutorConfig) -> Ulysses:
@@ -78,7 +79,7 @@ class Ulysses(Executor):
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
     ) -> tuple[State, tuple[Tensor, ...]]:
         """All-to-all, attention, all-to-all. The exchanged tensors are saved, so that they are not exchanged again."""
-        shares = _head_shares(q.shape[1], k.shape[1], self.keys.comm.world, self.keys.comm.rank)
+        shares = self._head_shares(q, k)
         pending_q, pending_kv = self.queries.to_heads([q], shares.q), self.keys.to_heads([k, v], shares.kv)
         (q_all,), (k_all, v_all) = pending_q.wait(), pending_kv.wait()
         saved = [torch.empty_like(x[:, :, :0]) for x in (q, k, v)]  # for their shapes
@@ -103,7 +104,7 @@ class Ulysses(Executor):
 
     def recompute_saved(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
         """Exchange the tensors again."""
-        shares = _head_shares(q.shape[1], k.shape[1], self.keys.comm.world, self.keys.comm.rank)
+        shares = self._head_shares(q, k)
         pending_q = self.queries.to_heads([q, state.out], shares.q)
         pending_lse = self.queries.to_heads([state.lse.unsqueeze(-1)], shares.q)
         pending_kv = self.keys.to_heads([k, v], shares.kv)
@@ -119,21 +120,37 @@ class Ulysses(Executor):
         self, saved: tuple[Tensor, ...], result: Result, scores: Scores, needs_grad: Sequence[bool]
     ) -> Grads:  # fmt: skip
         """The same two exchanges for the gradients."""
-        q, k, v, *by_segment = saved
-        shares = _head_shares(q.shape[1], k.shape[1], self.keys.comm.world, self.keys.comm.rank)
+        segments = self._segments(saved, result, scores)
+        grads = [self.inner.backward(more, part, of_heads, needs_grad) for more, part, of_heads, _ in segments]
+        return self._returned(grads, saved, needs_grad)
+
+    def _head_shares(self, q: Tensor, k: Tensor) -> _HeadShares:
+        comm = self.keys.comm
+        return _head_shares(q.shape[1], k.shape[1], comm.world, comm.rank, self.whole_groups)
+
+    def _segments(self, saved: tuple[Tensor, ...], result: Result, scores: Scores) -> list[_SegmentResult]:
+        """What each segment of heads saved, and its result, once the gradients of out and lse have been exchanged."""
+        q, k, _, *by_segment = saved
+        shares = self._head_shares(q, k)
         (grad_out,) = self.queries.to_heads([result.grad_out], shares.q).wait()
         grad_lse = None
         if self.return_lse:  # even if nothing depends on it on this rank: on other ranks something may
             own = torch.zeros_like(result.lse) if result.grad_lse is None else result.grad_lse
             (grad_lse,) = self.queries.to_heads([own.unsqueeze(-1)], shares.q).wait()
             grad_lse = grad_lse.squeeze(-1)
-        grads = []
+        found = []
         for at, (heads, _) in enumerate(shares.segments):
             size = len(by_segment) // len(shares.segments)
             out, lse, *more = by_segment[at * size : (at + 1) * size]
             part = Result.of(out, lse, _heads(grad_out, heads), None if grad_lse is None else _heads(grad_lse, heads))
-            of_heads = scores.of_heads(shares.head_slice(heads))
-            grads.append(self.inner.backward(tuple(more), part, of_heads, needs_grad))
+            mine = shares.head_slice(heads)
+            found.append(_SegmentResult(tuple(more), part, scores.of_heads(mine), mine))
+        return found
+
+    def _returned(self, grads: Sequence[Grads], saved: tuple[Tensor, ...], needs_grad: Sequence[bool]) -> Grads:
+        """The gradients of this rank's rows from the gradients of its segments of heads."""
+        q, k, v = saved[:3]
+        shares = self._head_shares(q, k)
         dq = dk = dv = None
         if needs_grad[0]:
             parts = [grad.q.finish() for grad in grads if grad.q is not None]
@@ -362,6 +379,15 @@ def _slice(run: range) -> slice:
     return slice(run.start, run.stop)
 
 
+class _SegmentResult(NamedTuple):
+    """A segment of heads in the backward."""
+
+    saved: tuple[Tensor, ...]
+    result: Result
+    scores: Scores
+    heads: slice  # among all query heads
+
+
 class _HeadShares(NamedTuple):
     """The heads of every rank after the all-to-all."""
 
@@ -377,10 +403,11 @@ class _HeadShares(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _head_shares(q_heads: int, kv_heads: int, world: int, rank: int) -> _HeadShares:
-    shares = [head_share(q_heads, kv_heads, world, each) for each in range(world)]
+def _head_shares(q_heads: int, kv_heads: int, world: int, rank: int, whole_groups: bool) -> _HeadShares:
+    shares = [head_share(q_heads, kv_heads, world, each, whole_groups=whole_groups) for each in range(world)]
     of_all = tuple(share.q for share in shares), tuple(share.kv for share in shares)
-    return _HeadShares(*of_all, shares[rank].q, shares[rank].segments, replicated(q_heads, kv_heads, world))
+    is_replicated = not whole_groups and replicated(q_heads, kv_heads, world)
+    return _HeadShares(*of_all, shares[rank].q, shares[rank].segments, is_replicated)
 
 
 def _heads(x: Tensor, heads: range) -> Tensor:

@@ -58,9 +58,7 @@ class GatherPlan:
 
     @cached_property
     def _needed(self) -> list[Ranges]:
-        keys = [run for shard in self.shards.keys for run in shard]
-        end = max((run[-1] + 1 for run in keys), default=0)
-        return [_seen(self.shards, rank, end) for rank in range(self.world)]
+        return [keys_seen(self.shards, queries) for queries in self.shards.queries]
 
 
 @lru_cache(maxsize=256)
@@ -69,17 +67,18 @@ def gather_plan(shards: Shards) -> GatherPlan:
     return GatherPlan(shards)
 
 
-def _seen(shards: Shards, rank: int, end: int) -> Ranges:
-    """The key positions below `end` that some query of the rank sees.
+def keys_seen(shards: Shards, queries: Ranges) -> Ranges:
+    """The key positions that some of these queries see, as runs without gaps.
 
     Where every query attends to itself, a run of queries sees one run of keys. Runs with a step are then treated as
     runs without: the keys in between are gathered too.
     """
+    end = max((run[-1] + 1 for shard in shards.keys for run in shard), default=0)
     views: list[range] = []
-    stop = max([end, *(run[-1] + 1 for run in shards.queries[rank])])
+    stop = max([end, *(run[-1] + 1 for run in queries)])
     for _, intervals in sequence_intervals(shards.mask, stop):
         for part in intervals:
-            for run in shards.queries[rank]:
+            for run in queries:
                 whole = range(run[0], run[-1] + 1) if part.contains_query else run
                 views += part.rows_seen(whole, range(end))
     return ranges.merged(views)

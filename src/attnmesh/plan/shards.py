@@ -122,10 +122,17 @@ def pieces(held: Ranges, needed: Ranges) -> tuple[Piece, ...]:
 ScheduleName = Literal["auto", "ring", "allgather", "ulysses", "ulysses+ring", "ulysses+allgather", "ring+ring"]
 SCHEDULES = ("ring", "allgather", "ulysses", "ulysses+ring", "ulysses+allgather", "ring+ring")
 """From the simplest to the most complex: of schedules that tie, the first is chosen."""
+REPRODUCIBLE = ("allgather", "ulysses", "ulysses+allgather")
+"""The schedules of reproducible=True: a rank has all keys of its queries, and visits them in ascending order."""
 
 
-def why_not(schedule: str, shards: Shards, ranks_per_node: int) -> str | None:
+def why_not(schedule: str, shards: Shards, ranks_per_node: int, *, reproducible: bool = False) -> str | None:
     """Why the schedule cannot serve; None if it can."""
+    if reproducible and schedule not in REPRODUCIBLE:
+        return (
+            f"with reproducible=True a rank visits keys in ascending order, but a ring brings them in another; the "
+            f"schedules with reproducible=True are {', '.join(REPRODUCIBLE)}"
+        )
     if "+" not in schedule:
         return None
     if not 1 < ranks_per_node < shards.world:
@@ -138,9 +145,9 @@ def why_not(schedule: str, shards: Shards, ranks_per_node: int) -> str | None:
     return None
 
 
-def check_schedule(schedule: str, shards: Shards, ranks_per_node: int) -> None:
+def check_schedule(schedule: str, shards: Shards, ranks_per_node: int, *, reproducible: bool = False) -> None:
     """Raise ValueError if the schedule cannot serve."""
-    why = why_not(schedule, shards, ranks_per_node)
+    why = why_not(schedule, shards, ranks_per_node, reproducible=reproducible)
     if why is not None:
         raise ValueError(
             f"schedule={schedule!r} cannot serve this: {why}{see('context-parallelism.md#select-a-schedule')}"
@@ -229,6 +236,7 @@ class Workload:
         ranks_per_node: on a mesh of one dimension, the world size.
         lse: whether the lse is returned, with its gradient: Ulysses exchanges it too.
         device: the torch device type. GPU kernels need larger pieces.
+        reproducible: whether the bits of the results are the same for any number of ranks, see `plan.leaves`.
 
     Examples:
         >>> Workload(shards(am.Causal(), am.Zigzag(), 131072, 16), shape, ranks_per_node=8).world
@@ -240,12 +248,13 @@ class Workload:
     ranks_per_node: int
     lse: bool = False
     device: str = "cuda"
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         check_type("shards", self.shards, Shards)
         check_type("shape", self.shape, Shape)
         check_count("ranks_per_node", self.ranks_per_node, least=1, most=MAX_RANKS)
-        check_bool(lse=self.lse)
+        check_bool(lse=self.lse, reproducible=self.reproducible)
         check_type("device", self.device, str, "the name of a device type")
         check_device("device", self.device)
         sequences = self.shards.mask.sequences

@@ -28,8 +28,18 @@ class HeadShare(NamedTuple):
     segments: tuple[Segment, ...]
 
 
-def head_share(q_heads: int, kv_heads: int, world: int, rank: int) -> HeadShare:
-    """The heads of `rank`. With more ranks than query heads some have none."""
+def head_share(
+    q_heads: int, kv_heads: int, world: int, rank: int, *, whole_groups: bool = False
+) -> HeadShare:  # fmt: skip
+    """The heads of `rank`. With more ranks than query heads some have none.
+
+    With `whole_groups` all query heads of a kv head are on one rank: then no gradient is a sum over ranks.
+    """
+    if whole_groups:
+        kv = head_share(kv_heads, kv_heads, world, rank).q
+        size = q_heads // kv_heads
+        q = range(kv.start * size, kv.stop * size)
+        return HeadShare(q, kv, (Segment(range(len(q)), range(len(kv))),) if kv else ())
     base, extra = divmod(q_heads, world)
     begin = rank * base + min(rank, extra)
     q = range(begin, begin + base + (rank < extra))

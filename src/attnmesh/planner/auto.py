@@ -28,6 +28,7 @@ from attnmesh.core import ranges
 from attnmesh.core.ranges import Ranges
 from attnmesh.plan.allgather import gather_plan
 from attnmesh.plan.decode import COMBINES, Combine, DecodeShape, DecodeSharding
+from attnmesh.plan.leaves import VERSION, leaf_size
 from attnmesh.plan.shards import SCHEDULES, Workload, why_not
 from attnmesh.planner.cost import Cost, bytes_sent, cost, is_tie
 from attnmesh.planner.hardware import Cluster, Device, Link
@@ -74,7 +75,9 @@ def choose_schedule(workload: Workload, cluster: Cluster, *, all_costs: bool = T
     """
     costs, unsupported, slower = dict[str, Cost](), dict[str, str](), list[str]()
     for schedule in SCHEDULES:
-        why = why_not(schedule, workload.shards, workload.ranks_per_node) or _unsuitable(schedule, workload)
+        why = why_not(
+            schedule, workload.shards, workload.ranks_per_node, reproducible=workload.reproducible
+        ) or _unsuitable(schedule, workload)
         if why is not None:
             unsupported[schedule] = why
     able = [name for name in SCHEDULES if name not in unsupported]
@@ -213,6 +216,9 @@ class Explanation:
             *table,
             f"imbalance {self.imbalance:.4f}",
         ]
+        if self.workload.reproducible:
+            leaf = leaf_size(self.workload.device)
+            lines.append(f"reproducible=True, version {VERSION} of its bits: sums over leaves of {leaf} queries")
         return "\n".join([*lines, *self._reasons()])
 
     def _row(self, rank: int) -> tuple[str, ...]:

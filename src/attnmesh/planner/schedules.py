@@ -19,6 +19,7 @@ from attnmesh.core import ranges
 from attnmesh.core.visibility import Kind, Patch
 from attnmesh.ops.merge import PENDING_PARTS
 from attnmesh.plan.allgather import gather_plan, groups_that_fill, head_groups
+from attnmesh.plan.leaves import leaf_plan, leaf_size
 from attnmesh.plan.ring import RingPlan, ring_plan, rows_in
 from attnmesh.plan.shards import SCHEDULES, Shape, Shards, Workload, node_shards
 from attnmesh.plan.two_level import two_level_plan
@@ -512,12 +513,15 @@ def gathered(shards: Shards, groups: Sequence[Sequence[int]], world: int, ranks_
 
 
 def _rounds_of_part(
-    part: Gathered, heads: Sequence[int], sizes: RankSizes, name: str, *, backward: bool
-) -> Iterator[Round]:
+    part: Gathered, heads: Sequence[int], sizes: RankSizes, name: str, *, backward: bool,
+    returned: Messages | None = None,
+) -> Iterator[Round]:  # fmt: skip
     """The keys of the next group of heads are sent while this group is computed. `heads` is the kv heads of each group.
 
-    In a backward, the gradients of the previous group return to their owners at the same time.
+    In a backward, the gradients of the previous group return to their owners at the same time: the rows that were
+    gathered, or `returned`.
     """
+    back = part.traffic.returned() if returned is None else returned
     gradients: dict[str, Exchange] = {}
     for at, count in enumerate((*heads, 0)):
         posted = {f"{name} {at}": part.traffic.scaled(sizes.key_row * count // sum(heads))} if count else {}
@@ -530,7 +534,7 @@ def _rounds_of_part(
         gradients = {}
         if at and backward:
             row = sizes.key_grad_row * heads[at - 1] // sum(heads)
-            gradients = {f"{name} gradients {at}": part.traffic.returned().scaled(row)}
+            gradients = {f"{name} gradients {at}": back.scaled(row)}
     if backward:
         yield Round(f"{name} return", gradients, (), tuple(gradients))
 
@@ -584,13 +588,21 @@ class AllGatherSpec(GroupSpec):
         """Rank groups with the same heads gather in the same groups of heads."""
         workload, sizes = grouped.workload, grouped.sizes
         heads = [len(group) for group in workload_head_groups(workload, grouped.shards, shape)]
-        part = gathered(grouped.shards, grouped.groups[shape], sizes.world, workload.ranks_per_node)
         name = "keys" if len(grouped.groups) == 1 else f"keys of {shape.q_heads}/{shape.kv_heads} heads"
+        groups = grouped.groups[shape]
+        if workload.reproducible:
+            return _rounds_of_leaves(grouped, groups, heads, name, backward=backward)
+        part = gathered(grouped.shards, groups, sizes.world, workload.ranks_per_node)
         return _rounds_of_part(part, heads, sizes, name, backward=backward)
 
     def _tiles(self, grouped: GroupedWorkload, shape: Shape) -> list[NamedTiles[GroupTile]]:
-        plan, groups = gather_plan(grouped.shards), grouped.groups[shape]
-        steps = [NamedTiles[GroupTile]("send the first keys", [])]
+        shards, groups, exchange = grouped.shards, grouped.groups[shape], list[NamedTiles[GroupTile]]()
+        if grouped.workload.reproducible:
+            leaves = leaf_plan(shards, leaf_size(grouped.workload.device))
+            shards = leaves.shards
+            exchange = [NamedTiles("exchange queries", [])] if leaves.moves else []
+        plan = gather_plan(shards)
+        steps = [*exchange, NamedTiles[GroupTile]("send the first keys", [])]
         for kv_heads in workload_head_groups(grouped.workload, grouped.shards, shape):
             tiles = [
                 GroupTile(rank, kv_heads, i, range(plan.world), plan.pairs(i))
@@ -599,7 +611,32 @@ class AllGatherSpec(GroupSpec):
             ]
             several = f"KV heads {kv_heads.start} to {kv_heads[-1]}"
             steps.append(NamedTiles(several if len(kv_heads) > 1 else f"KV head {kv_heads.start}", tiles))
-        return steps
+        return [*steps, *exchange]
+
+
+def _rounds_of_leaves(
+    grouped: GroupedWorkload, groups: Sequence[Sequence[int]], heads: Sequence[int], name: str, *, backward: bool
+) -> Iterator[Round]:  # fmt: skip
+    """The rounds with reproducible=True: queries in whole leaves, and gradients of keys once for each node."""
+    workload, sizes = grouped.workload, grouped.sizes
+    plan = leaf_plan(grouped.shards, leaf_size(workload.device))
+    ranks = range(plan.given.world)
+    ends = [(s, t) for s in ranks for t in ranks if s != t]
+
+    def messages(rows: Callable[[int, int], int]) -> Messages:
+        return Messages.of((group[s], group[t], rows(s, t)) for group in groups for s, t in ends)
+
+    moved, returned = messages(plan.rows_moved), messages(plan.rows_returned)
+    outputs = sizes.out_row + workload.lse * sizes.lse_row
+    there, back = (outputs, sizes.query_row) if backward else (sizes.query_row, outputs)
+    if plan.moves:
+        exchange = f"{name}: rows to leaves"
+        yield Round(exchange, {exchange: moved.scaled(there)}, (), (exchange,))
+    part = gathered(plan.shards, groups, sizes.world, workload.ranks_per_node)
+    yield from _rounds_of_part(part, heads, sizes, name, backward=backward, returned=returned)
+    if plan.moves:
+        exchange = f"{name}: rows to shards"
+        yield Round(exchange, {exchange: moved.returned().scaled(back)}, (), (exchange,))
 
 
 def _forward_bytes(part: Gathered, share: Floats, sizes: RankSizes, *, cpu: bool) -> Floats:
@@ -638,8 +675,14 @@ class HeadAllToAll:
     @property
     def shares(self) -> list[HeadShare]:
         """The heads of the i-th rank of every all-to-all."""
+        shape, whole = self.workload.shape, self.workload.reproducible
+        return [head_share(shape.q_heads, shape.kv_heads, self.ranks, i, whole_groups=whole) for i in range(self.ranks)]
+
+    @property
+    def replicated(self) -> bool:
+        """Whether some kv head is on several ranks."""
         shape = self.workload.shape
-        return [head_share(shape.q_heads, shape.kv_heads, self.ranks, i) for i in range(self.ranks)]
+        return not self.workload.reproducible and replicated(shape.q_heads, shape.kv_heads, self.ranks)
 
     def shapes(self) -> list[Shape]:
         """The tensors that every rank computes with."""
@@ -671,7 +714,7 @@ class HeadAllToAll:
         if not backward:
             inputs = self._exchange([(rows, query), (keys, key)], back=False)
             return inputs, self._exchange([(rows, out)], back=True)
-        if replicated(workload.shape.q_heads, workload.shape.kv_heads, self.ranks):
+        if self.replicated:
             key = np.array([shape.key_grad_row for shape in shapes], dtype=np.int64)
         inputs = self._exchange([(rows, out)], back=False)
         return inputs, self._exchange([(rows, query), (keys, key)], back=True)
@@ -749,7 +792,7 @@ class UlyssesSpec(ScheduleSpec):
 def _key_grad_bytes(exchange: HeadAllToAll, sizes: RankSizes, keys: Ints) -> Floats:
     """dk and dv: computed, contiguous, rows first; and of the own rows, parts from all ranks and their sum."""
     shape = exchange.workload.shape
-    row = sizes.key_grad_row if replicated(shape.q_heads, shape.kv_heads, exchange.ranks) else sizes.key_row
+    row = sizes.key_grad_row if exchange.replicated else sizes.key_row
     own = key_rows(exchange.workload.shards)
     first = np.arange(len(own)) // exchange.ranks
     rows = np.bincount(first, row)[first]  # a row from every rank of the all-to-all
@@ -793,8 +836,10 @@ def peak_bytes(schedule: str, workload: Workload, *, backward: bool) -> Ints:
 
     Forward: until the results are returned, including them and what is saved for the backward. Backward: besides
     q, k, v, out, lse and the gradient of out; gradients and what the forward saved included. Workspaces of kernels
-    are not counted.
+    are not counted. Not of a reproducible workload, which raises ValueError.
     """
+    if workload.reproducible:
+        raise ValueError("workload must not be reproducible: the memory of reproducible=True is not estimated")
     return np.ceil(SPECS[schedule].memory(workload, backward=backward)).astype(np.int64)
 
 

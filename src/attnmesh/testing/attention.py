@@ -137,13 +137,14 @@ def shard_results(
     ranks_per_node: int | None = None,
     key_layout: Layout | None = None,
     sinks: Tensor | None = None,
+    reproducible: bool = False,
     **scores: Any,
 ) -> list[Tensor]:
     """Return one rank's shards of out, lse, dq, dk, dv, and its part of dsinks if there are sinks.
 
     Keys may have a length and a layout of their own. `scores` are scale, softcap and alibi_slopes.
     """
-    how: dict[str, Any] = {"schedule": schedule, "backend": backend}
+    how: dict[str, Any] = {"schedule": schedule, "backend": backend, "reproducible": reproducible}
     cp = ContextParallel(comm, layout=layout, ranks_per_node=ranks_per_node, **how)
     length, key_length = inputs[0].shape[2], inputs[1].shape[2]
 

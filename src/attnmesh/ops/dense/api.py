@@ -25,6 +25,7 @@ from attnmesh.ops.dense.dispatch import (
     forward,
     gradients,
     prepared,
+    with_reproducible,
 )
 from attnmesh.ops.dense.operator import compiled_attention
 from attnmesh.ops.merge import StateAccumulator
@@ -36,12 +37,14 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = ..., scale: float | None = ..., softcap: float | None = ...,
     sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., q_positions: Tensor | None = ...,
     k_positions: Tensor | None = ..., return_lse: Literal[False] = ..., backend: BackendName = ...,
+    reproducible: bool = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = ..., scale: float | None = ..., softcap: float | None = ...,
     sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., q_positions: Tensor | None = ...,
     k_positions: Tensor | None = ..., return_lse: Literal[True], backend: BackendName = ...,
+    reproducible: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor,
@@ -57,6 +60,7 @@ def attention(
     k_positions: Tensor | None = None,
     return_lse: bool = False,
     backend: BackendName = "auto",
+    reproducible: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention on one device: q [B,Hq,Sq,D], k [B,Hkv,Sk,D] and v [B,Hkv,Sk,Dv] to out [B,Hq,Sq,Dv].
 
@@ -79,6 +83,8 @@ def attention(
         backend: "auto", "aten", "triton", "gluon" (Hopper), "torch" or "reference". A
             backend that cannot serve the call raises ValueError. `explain_attention` returns what "auto" chooses and
             why.
+        reproducible: the bits of out, lse and gradients do not depend on the other rows of the call, nor on ranks, see
+            `ContextParallel`. On a CPU, with `backend="auto"`.
 
     Examples:
         >>> q, k, v = torch.randn(1, 8, 100, 64), torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 32)
@@ -91,12 +97,13 @@ def attention(
     """
     if torch.compiler.is_compiling() and backend != "reference":
         tensors = q, k, v, sinks, alibi_slopes, q_positions, k_positions
-        out, lse = compiled_attention(*tensors, mask, scale, softcap, backend)
+        out, lse = compiled_attention(*tensors, mask, scale, softcap, with_reproducible(backend, reproducible))
         return (out, lse) if return_lse else out
     if type(return_lse) is not bool:
         check_bool(return_lse=return_lse)
     if type(backend) is not str:  # an array compares its elements
         check_choice("backend", backend, BACKENDS)
+    name = backend if reproducible is False else with_reproducible(backend, reproducible)
     work = prepared(q, k, v, mask, scale, softcap, sinks, alibi_slopes, q_positions, k_positions)
     call = work.call
     if backend == "reference":
@@ -109,7 +116,7 @@ def attention(
                 softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
             )  # fmt: skip
         return (state.out, state.lse) if return_lse else state.out
-    inputs = call.q, call.k, call.v, sinks, call.visibility, call.scores, backend
+    inputs = call.q, call.k, call.v, sinks, call.visibility, call.scores, name
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         out, lse = _Attention.apply(*inputs)  # type: ignore[no-untyped-call]
     elif torch.is_grad_enabled() and (
@@ -117,7 +124,7 @@ def attention(
     ):
         out, lse = _apply(*inputs)  # type: ignore[no-untyped-call]
     else:
-        out, lse = forward(call, sinks, backend)
+        out, lse = forward(call, sinks, name)
     if work.order is not None:
         back = work.order.argsort()
         out, lse = out[:, :, back], lse[:, :, back]
@@ -140,6 +147,7 @@ def explain_attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = Full(), scale: float | None = None,  # noqa: B008
     softcap: float | None = None, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
     q_positions: Tensor | None = None, k_positions: Tensor | None = None, backend: BackendName = "auto",
+    reproducible: bool = False,
 ) -> Choice:  # fmt: skip
     """The backend that `attention` would use for this call, the reason, and why others cannot. Computes nothing.
 
@@ -152,9 +160,10 @@ def explain_attention(
         ('aten', "torch's flash kernel is the fastest on the CPU (136 visible pairs in 1 block)")
     """
     call = prepared(q, k, v, mask, scale, softcap, sinks, alibi_slopes, q_positions, k_positions).call
-    choice = choose(call, backend)
+    name = with_reproducible(backend, reproducible)
+    choice = choose(call, name)
     reason = f"{choice.reason} ({cost.described(call)})"
-    if choice.backend != "reference" and (back := choose_backward(call, backend, whole=True)).backend != choice.backend:
+    if choice.backend != "reference" and (back := choose_backward(call, name, whole=True)).backend != choice.backend:
         reason += f"; gradients by {back.backend}: {back.reason}"
     return replace(choice, reason=reason)
 

@@ -42,13 +42,15 @@ from attnmesh.ops.dense.call import (
     resolve_scores,
 )
 from attnmesh.ops.dense.gluon import Gluon
+from attnmesh.ops.dense.reproducible import Reproducible, sink_gradients, sum_of_sequences
 from attnmesh.ops.dense.torch_tiles import TorchTiles
 from attnmesh.ops.dense.triton import Triton
 from attnmesh.ops.launch import Recent
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
+from attnmesh.plan.leaves import VERSION
 from attnmesh.utils.log import log_choice, wants_choices
 from attnmesh.utils.text import explained_in
-from attnmesh.utils.validation import check_choice, check_tensor
+from attnmesh.utils.validation import check_bool, check_choice, check_tensor
 
 _LOG = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ BackendName = Literal["auto", "aten", "triton", "gluon", "torch", "reference"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 
 _FUSED: dict[str, Backend] = {"aten": Aten(), "triton": Triton(), "gluon": Gluon(), "torch": TorchTiles()}
+_REPRODUCIBLE = Reproducible()
 _KERNELS = ("gluon", "aten", "triton")  # among which "auto" chooses on CUDA; the first of equals
 
 # Every pair of runs is planned; beyond this many, row bounds alone are cheaper than a plan.
@@ -75,9 +78,20 @@ class Choice:
         return f"{self.backend}: {self.reason}{others}"
 
 
+@explained_in("reproducibility.md#what-is-promised")
+def with_reproducible(backend: str, reproducible: bool) -> str:
+    """The backend of a call; ValueError for one that cannot be reproducible."""
+    check_bool(reproducible=reproducible)
+    if reproducible and backend != "auto":
+        raise ValueError(f'backend must be "auto" with reproducible=True, which has one of its own, got {backend!r}')
+    return _REPRODUCIBLE.name if reproducible else backend
+
+
 @explained_in("masks.md#attention-on-one-device")
 def choose(call: Call, backend: str) -> Choice:
     """The backend for a forward. One requested by name that cannot serve it, or none that can, raises ValueError."""
+    if backend == _REPRODUCIBLE.name:
+        return _reproducible(_REPRODUCIBLE.why_not(call))
     check_choice("backend", backend, BACKENDS)
     if backend == "reference":
         return Choice("reference", "requested by name", ())
@@ -87,11 +101,19 @@ def choose(call: Call, backend: str) -> Choice:
 @explained_in("masks.md#attention-on-one-device")
 def choose_backward(call: Call, backend: str, *, grad_lse: bool = False, whole: bool = False) -> Choice:
     """The backend for a backward: with "auto" not always the backend of the forward. `whole`: it is the only call."""
+    if backend == _REPRODUCIBLE.name:
+        return _reproducible(_REPRODUCIBLE.backward_why_not(call, grad_lse=grad_lse))
     why_not = {name: fused.backward_why_not(call, grad_lse=grad_lse) for name, fused in _FUSED.items()}
     is_served = call.q.is_cuda and why_not["triton"] is None and not grad_lse
     if backend == "auto" and whole and is_served and cost.is_short(call) and len(_turns(call)) == 1:
         return Choice("triton", "one launch computes all gradients of up to 512 positions", ())
     return _choose(call, backend, why_not, backward=True)
+
+
+def _reproducible(why_not: str | None) -> Choice:
+    if why_not is not None:
+        raise ValueError(f"reproducible=True cannot serve this call: {why_not}")
+    return Choice(_REPRODUCIBLE.name, f"reproducible=True, version {VERSION} of its bits", ())
 
 
 def _choose(call: Call, backend: str, why_not: dict[str, str | None], *, backward: bool) -> Choice:
@@ -170,8 +192,8 @@ def _key(call: Call, backend: str, *more: object) -> Hashable | None:
 
 
 def _kept(key: Hashable | None, call: Call, choice: Choice) -> Backend:
-    backend = _FUSED[choice.backend]
-    backend = backend if len(_turns(call)) == 1 else _InTurns(backend)
+    backend = _REPRODUCIBLE if choice.backend == _REPRODUCIBLE.name else _FUSED[choice.backend]
+    backend = backend if backend is _REPRODUCIBLE or len(_turns(call)) == 1 else _InTurns(backend)
     if key is not None:
         _known.add(key, (call.visibility, backend))
     return backend
@@ -221,7 +243,12 @@ def gradients(
     call: Call, sinks: Tensor | None, result: Result, backend: str, needs_grad: Sequence[bool]
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients of q, k, v and sinks; None for gradients that are not needed."""
-    grad_sinks = result.sink_gradient(sinks).to(sinks.dtype) if needs_grad[3] and sinks is not None else None
+    grad_sinks = None
+    if needs_grad[3] and sinks is not None:
+        if backend == _REPRODUCIBLE.name:
+            grad_sinks = sum_of_sequences(sink_gradients(call, result, sinks)[0]).to(sinks.dtype)
+        else:
+            grad_sinks = result.sink_gradient(sinks).to(sinks.dtype)
     needs_q, needs_k, needs_v = needs_grad[:3]
     if not (needs_q or needs_k or needs_v):
         return [None, None, None, grad_sinks]
