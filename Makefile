@@ -3,16 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 READY_DEMO := $(VENV)/.ready-demo
+STACKS := .venv-stacks
 
 # Ranks are processes of their own: without byte code, each would compile all modules again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo verify test sweep test-gpu lint docs bench package rehearse clean
+.PHONY: help demo verify test test-stacks sweep test-gpu lint docs bench package rehearse clean
 
 help:
 	@echo "make demo       answer questions about a short story with a language model on 4 processes"
 	@echo "make verify     compare every mode with float64 on 4 processes"
 	@echo "make test       run the tests, without the sweeps"
+	@echo "make test-stacks  run the tests of other projects' training stacks, in an environment of their own"
 	@echo "make sweep      run the sweeps: products of parameters and long tests; PART=3/8 runs the third eighth of them"
 	@echo "make test-gpu   run the tests that need a GPU on one GPU, with PYTHON (python3) as it is"
 	@echo "make lint       check style and types"
@@ -41,6 +43,9 @@ verify: $(READY)
 
 test: $(READY)
 	$(VENV)/bin/python -m pytest -m "not sweep" -n 2 --dist worksteal
+
+test-stacks: $(STACKS)/.ready
+	$(STACKS)/bin/python -m pytest tests/stacks
 
 sweep: $(READY)
 	$(VENV)/bin/python -m pytest -m sweep $(if $(PART),--part $(PART)) -n 2 --dist worksteal
@@ -79,5 +84,12 @@ $(READY): $(READY_DEMO)
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[triton,hf,train,serve,plot,docs,dev]"
 	touch $@
 
+# The stacks pin versions of each other's dependencies, so each is installed without them.
+$(STACKS)/.ready: pyproject.toml constraints.txt tests/stacks/requirements.txt
+	$(PYTHON) -m venv $(STACKS)
+	$(STACKS)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[triton,train,dev]"
+	$(STACKS)/bin/python -m pip install --quiet --no-deps --requirement tests/stacks/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(STACKS)
