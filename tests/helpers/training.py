@@ -327,6 +327,99 @@ def sft_log(world: int, kind: str = "llama", **changes: Any) -> Any:
         return _logged(trainer)
 
 
+# TRL's other trainers.
+
+_LETTERS = list("abcdefghijkl")
+
+
+def random_texts(count: int, seed: int, low: int, high: int) -> list[str]:
+    """Return texts of random letters, one token each."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(low, high, (count,), generator=generator).tolist()
+    return [" ".join(_LETTERS[i] for i in torch.randint(12, (n,), generator=generator).tolist()) for n in lengths]
+
+
+def preferences(count: int, seed: int = 0) -> dict[str, list[str]]:
+    """Return prompts with a better and a worse answer, of lengths that differ."""
+    names = {"prompt": (3, 9), "chosen": (3, 12), "rejected": (2, 14)}
+    rows = {name: random_texts(count, seed + i, *lengths) for i, (name, lengths) in enumerate(names.items())}
+    return {name: texts if name == "prompt" else [f" {text}" for text in texts] for name, texts in rows.items()}
+
+
+def index_reward(completions: list[str], **_: Any) -> list[float]:
+    """Reward letters "a" in an answer, and its place in the batch: so answers that are equal differ, too."""
+    return [text.count("a") + (0.7 * i) % 1.0 for i, text in enumerate(completions)]
+
+
+def _trl_data(kind: str, count: int, seed: int) -> dict[str, Any]:
+    rows: dict[str, Any] = preferences(count, seed)
+    if kind == "reward":
+        rows["margin"] = [0.1 * i for i in range(count)]
+    if kind == "kto":
+        rows["completion"] = [a if i % 2 else b for i, (a, b) in enumerate(zip(rows["chosen"], rows["rejected"]))]
+        rows["label"] = [i % 3 != 0 for i in range(count)]
+        rows = {name: rows[name] for name in ("prompt", "completion", "label")}
+    if kind in ("grpo", "rloo"):
+        rows = {"prompt": rows["prompt"]}
+    return rows
+
+
+_TRL = {
+    "dpo": ("trl", "DPO", {}),
+    "kto": ("trl", "KTO", {}),
+    "orpo": ("trl.experimental.orpo", "ORPO", {}),
+    "reward": ("trl", "Reward", {}),
+    "grpo": ("trl", "GRPO", {"num_generations": 2, "max_completion_length": 9, "top_k": 1, "beta": 0.1}),
+    "rloo": ("trl", "RLOO", {"num_generations": 2, "max_completion_length": 9, "top_k": 1, "beta": 0.1}),
+}  # fmt: skip
+
+
+def trl_trainer(folder: str, world: int, kind: str, *, model: str = "llama", peft: bool = False, **changes: Any) -> Any:
+    """Return one of TRL's trainers other than SFTTrainer."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from helpers.models import tiny_tokenizer
+
+    module, name, own = _TRL[kind]
+    trainers = importlib.import_module(module)
+    given = {"gradient_checkpointing": False, "learning_rate": 0.05, **own}
+    args = getattr(trainers, f"{name}Config")(**_arguments(folder, world, {**given, **changes}))
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = "<unk>"
+    policy = training_model(model)
+    more: dict[str, Any] = {}
+    if kind == "reward":
+        policy = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(model, **_SIZES, num_labels=1))
+        for i, weight in enumerate(policy.parameters()):
+            torch.nn.init.normal_(weight, 0, 0.1, torch.Generator().manual_seed(i))
+    if kind in ("dpo", "kto") and not peft and "precompute_ref_log_probs" not in changes:
+        more["ref_model"] = training_model(model)
+        for weight in more["ref_model"].parameters():
+            weight.data.mul_(1.1)
+    if kind in ("grpo", "rloo"):
+        more["reward_funcs"] = index_reward
+        policy.save_pretrained(f"{folder}/reference")  # TRL loads the reference model
+        policy.config._name_or_path = f"{folder}/reference"
+    if peft:
+        more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return getattr(trainers, f"{name}Trainer")(
+        model=policy, args=args, processing_class=tokenizer,
+        train_dataset=Dataset.from_dict(_trl_data(kind, 12, 0)), eval_dataset=Dataset.from_dict(_trl_data(kind, 4, 5)),
+        **more,
+    )  # fmt: skip
+
+
+def trl_log(world: int, kind: str, **changes: Any) -> Any:
+    """Return what one of TRL's trainers other than SFTTrainer logs."""
+    with accelerate_ranks(world), tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)  # LoRA's weights
+        trainer = trl_trainer(folder, world, kind, **changes)
+        trainer.train()
+        return [{name: value for name, value in entry.items() if name != "step_time"} for entry in _logged(trainer)]
+
+
 # accelerate without a trainer.
 
 

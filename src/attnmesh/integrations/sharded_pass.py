@@ -61,6 +61,7 @@ class ShardedPass:
         attention_mask: this rank's tokens [B, n] that are not padding.
         check_once: called before the first attention of the pass, within the forward of the model.
         balances_experts: whether the load-balancing loss of experts is computed from the tokens of all ranks.
+        gathers_scores: whether the head of a sequence classifier gathers the scores of all tokens.
         counts_padding: whether padding comes before tokens and positions were not given, so that they are counted in
             the row.
         has_model_positions: whether `position_ids` were given, or counted as the model would.
@@ -74,6 +75,7 @@ class ShardedPass:
     check_once: Callable[[], None] | None = None
     causal = True
     balances_experts = False
+    gathers_scores = False
     counts_padding = False
     has_model_positions = False
     plain_position_ids: Tensor | None = None

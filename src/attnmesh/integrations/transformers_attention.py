@@ -448,7 +448,7 @@ def layer_mask(
     """The hook that Transformers calls to make a mask, once per kind of layer in a forward pass."""
     check_config(config)
     if isinstance(attention_mask, ShardedMask) and not torch.compiler.is_compiling():
-        if attention_mask.attention_pass.causal:
+        if attention_mask.attention_pass.causal and not attention_mask.attention_pass.gathers_scores:
             check_head()
         config_class: type = type(config)
         if attention_mask.attention_pass.counts_padding and counts_positions_from_mask(config_class):

@@ -1,0 +1,426 @@
+"""TRL's trainers of preferences, rewards, policies and students over ranks: DPO, KTO, ORPO, Reward, GRPO, RLOO, GKD.
+
+Their losses are functions of whole rows: of a few numbers per token, such as log-probabilities. So the trainers keep
+whole rows on every rank, and the models that they call are sharded. A call computes this rank's tokens, gathers the
+numbers per token, and never logits; every rank then computes the whole loss (`whole_rows`). The gradients of gathered
+numbers are summed over ranks, and DDP and FSDP2 average the gradients of weights: the loss counts once.
+
+The ranks of a sequence are one process to such a trainer: `DataRanks` are what it gathers over.
+
+GKD compares two distributions over the vocabulary for each token. Its loss is a sum over tokens, so that it keeps the
+shards of SFTTrainer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from attnmesh.generation.generator import generate
+from attnmesh.generation.sampling import MAX_SEED, Sampling
+from attnmesh.integrations.sharded_pass import ShardedPass, checked_on_all_ranks
+from attnmesh.integrations.transformers_attention import Patches
+from attnmesh.integrations.transformers_models import IGNORED_LABEL
+from attnmesh.training.accelerate import (
+    AcceleratorRanks,
+    check_kind,
+    data_group,
+    gather_objects_over,
+    gather_over,
+    gather_over_batches,
+    ranks_of,
+    shards,
+)
+from attnmesh.training.batch import gather_log_probs
+from attnmesh.utils.optional import require
+
+__all__: list[str] = []
+
+# The methods of trainers that call models with whole rows.
+_CALL_MODELS = {
+    "trl.trainer.dpo_trainer": ("DPOTrainer", ("compute_loss", "_precompute_ref_logps")),
+    "trl.trainer.kto_trainer": ("KTOTrainer", ("compute_loss", "_precompute_ref_logps")),
+    "trl.trainer.reward_trainer": ("RewardTrainer", ("compute_loss",)),
+    "trl.experimental.orpo.orpo_trainer": ("ORPOTrainer", ("get_batch_loss_metrics",)),
+    "trl.trainer.grpo_trainer": ("GRPOTrainer", ("compute_loss", "_generate_and_score_completions")),
+    "trl.trainer.rloo_trainer": ("RLOOTrainer", ("compute_loss", "_generate_and_score_completions")),
+}
+_CONFIGURATIONS = {
+    "trl.trainer.grpo_config": "GRPOConfig",
+    "trl.trainer.rloo_config": "RLOOConfig",
+}
+# What a fused LM head returns for each token.
+_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+_GATHER = ("gather", "gather_object")  # functions of accelerate that trainers import
+
+
+def patch_trainers(patches: Patches) -> None:
+    """Let TRL's trainers, when they are imported, compute over the ranks of an accelerator."""
+    for module, (trainer, methods) in _CALL_MODELS.items():
+        patches.when_imported(module, partial(_patch_trainer, patches, trainer, methods))
+    for module, configuration in _CONFIGURATIONS.items():
+        patches.when_imported(module, partial(_patch_configuration, patches, configuration))
+
+
+def _patch_trainer(patches: Patches, name: str, methods: tuple[str, ...], module: ModuleType) -> None:
+    trainer = getattr(module, name)
+    for method in methods:
+        patches.replace(trainer, method, _with_whole_rows)
+    patches.replace(trainer, "floating_point_ops", _floating_point_ops)
+    if name == "RewardTrainer":
+        patches.replace(trainer, "__init__", _reward_init)
+    if name == "ORPOTrainer":
+        patches.replace(trainer, "concatenated_forward", _concatenated_forward)
+    if name in ("GRPOTrainer", "RLOOTrainer"):
+        patches.replace(trainer, "__init__", _policy_init)
+        patches.replace(trainer, "_generate_single_turn", _generate_single_turn)
+        patches.replace(trainer, "_calculate_rewards", _calculate_rewards)
+
+
+def _with_whole_rows(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A method of a trainer whose models compute whole rows over the ranks."""
+    if not shards(self):
+        return original(self, *args, **kwargs)
+    with whole_rows(self):
+        return original(self, *args, **kwargs)
+
+
+def _floating_point_ops(original: Callable[..., Any], self: Any, inputs: Any) -> float:
+    """Trainer.floating_point_ops, whose sum over ranks counts whole rows once."""
+    found: float = original(self, inputs)
+    return found / self.get_cp_size() if shards(self) else found
+
+
+# Whole rows.
+
+
+@contextmanager
+def whole_rows(trainer: Any) -> Iterator[None]:
+    """The models of a trainer compute whole rows over the ranks, and it gathers over `DataRanks`."""
+    accelerator = trainer.accelerator
+    ranks, data = ranks_of(accelerator), DataRanks(accelerator)
+    with checked_on_all_ranks(ranks.cp.comm, "a trainer of TRL"):
+        check_kind(trainer)
+    module = sys.modules[next(each.__module__ for each in type(trainer).__mro__ if each.__module__ in _CALL_MODELS)]
+    with ExitStack() as stack:
+        for model in (trainer.model, getattr(trainer, "ref_model", None)):
+            if model is not None:
+                stack.enter_context(_sharded_calls(ranks, model))
+        stack.enter_context(ranks.context())
+        for name in _GATHER:
+            if hasattr(module, name):
+                stack.enter_context(_replaced(module, name, getattr(data, name)))
+        stack.enter_context(_replaced(trainer, "accelerator", data))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute has another value in this context."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+class DataRanks:
+    """An accelerator whose ranks of a sequence are one process: they have the same rows, which count once."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator, self._group = accelerator, data_group(accelerator)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    @property
+    def num_processes(self) -> int:
+        """The number of ranks that have different rows."""
+        return 1 if self._group is None else dist.get_world_size(self._group)
+
+    @property
+    def process_index(self) -> int:
+        """Which of the ranks that have different rows this one is."""
+        return 0 if self._group is None else dist.get_rank(self._group)
+
+    def gather(self, tensor: Any) -> Any:
+        """As `Accelerator.gather`."""
+        operations = require("accelerate.utils.operations", extra="hf")
+        return operations.recursively_apply(partial(gather_over, self._group), tensor)
+
+    def gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
+        """As `Accelerator.gather_for_metrics`."""
+        return gather_over_batches(self._accelerator, ranks_of(self._accelerator), data, use_gather_object)
+
+    def gather_object(self, objects: list[Any]) -> list[Any]:
+        """As accelerate's function."""
+        return gather_objects_over(self._group, objects)
+
+    def reduce(self, tensor: Tensor, reduction: str = "sum", scale: float = 1.0) -> Tensor:
+        """As `Accelerator.reduce` of a tensor."""
+        total = gather_over(self._group, tensor[None]).sum(0) * scale
+        return total / self.num_processes if reduction == "mean" else total
+
+
+@contextmanager
+def _sharded_calls(ranks: AcceleratorRanks, module: nn.Module) -> Iterator[None]:
+    """Calls of a model with whole rows compute this rank's tokens, and return what is gathered from all of them."""
+    model = ranks.model(module)
+    if _is_classifier(model):
+        prepare_classifier(ranks, model)
+        hooks = [
+            model.register_forward_pre_hook(partial(_shard_classifier, ranks), prepend=True, with_kwargs=True),
+            model.base_model.register_forward_pre_hook(partial(_shard_ids, ranks), prepend=True, with_kwargs=True),
+            model.score.register_forward_hook(partial(_gather_scores, ranks)),
+        ]
+    else:
+        ranks.prepare(module)
+        hooks = [
+            model.register_forward_pre_hook(partial(_shard_rows, ranks), prepend=True, with_kwargs=True),
+            model.register_forward_hook(partial(_gather_rows, ranks)),
+        ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _shard_rows(ranks: AcceleratorRanks, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The arguments of a model with a fused LM head, of this rank's tokens."""
+    if not kwargs.get("fused_lm_head") or "attention_pass" in kwargs:
+        return None
+    local = ranks.shard_batch(kwargs)
+    ranks.current_pass = local["attention_pass"]
+    del local["labels"], local["num_items_in_batch"]  # shift_labels are the labels; the trainer computes the loss
+    return (), local
+
+
+def _gather_rows(ranks: AcceleratorRanks, model: nn.Module, args: Any, output: Any) -> Any:
+    """The output of a fused LM head with one number per token of whole rows."""
+    attention_pass, ranks.current_pass = ranks.current_pass, None
+    if attention_pass is None or not hasattr(output, "log_probs"):
+        return None
+    local = {name: x for name in _PER_TOKEN if (x := getattr(output, name)) is not None}
+    numbers = torch.stack([x.to(output.log_probs.dtype) for x in local.values()], -1)
+    # The last token of a row has no label. TRL leaves it out.
+    whole = attention_pass.unshard(numbers)[:, :-1].unbind(-1)
+    gathered = {
+        name: each.to(x.dtype) if x.requires_grad else each.detach().to(x.dtype)
+        for (name, x), each in zip(local.items(), whole, strict=True)
+    }
+    return type(output)(**{**output, **gathered, "loss": None})
+
+
+# Reward models: a score of the last token of each row.
+
+
+def _is_classifier(model: nn.Module) -> bool:
+    generic = require("transformers.modeling_layers", extra="hf").GenericForSequenceClassification
+    return isinstance(model, generic) and type(model).forward is generic.forward
+
+
+def _reward_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    """RewardTrainer.__init__; its model is prepared here, as accelerate prepares language models only."""
+    original(self, *args, **kwargs)
+    if shards(self):
+        ranks = ranks_of(self.accelerator)
+        model = ranks.model(self.model)
+        with checked_on_all_ranks(ranks.cp.comm, "RewardTrainer"):
+            if not _is_classifier(model):
+                raise ValueError(
+                    f"the model of RewardTrainer must score the last token of a row as Transformers' "
+                    f"GenericForSequenceClassification does, got {type(model).__name__}"
+                )
+        prepare_classifier(ranks, model)
+
+
+def prepare_classifier(ranks: AcceleratorRanks, model: Any) -> None:
+    """Let the layers of a sequence classifier attend over the ranks."""
+    if not ranks.has_prepared(model):
+        ranks.prepare(model.base_model)
+        ranks.mark_prepared(model)
+
+
+def _shard_classifier(ranks: AcceleratorRanks, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The arguments of a classifier: whole rows of ids, in which it looks for the last token, and a sharded pass."""
+    given = {name: x for name, x in kwargs.items() if name != "margin"}  # of RewardTrainer, which no model reads
+    local = ranks.shard_batch(given)
+    attention_pass = ranks.current_pass = local["attention_pass"]
+    attention_pass.gathers_scores = True
+    return args, {**local, "input_ids": kwargs["input_ids"]}
+
+
+def _shard_ids(ranks: AcceleratorRanks, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The arguments of the layers of a classifier, of this rank's tokens."""
+    assert ranks.current_pass is not None
+    ids, *others = args
+    return (ranks.current_pass.shard(ids), *others), kwargs
+
+
+def _gather_scores(ranks: AcceleratorRanks, head: nn.Module, args: Any, scores: Tensor) -> Tensor:
+    """The scores of all tokens, of which a classifier takes the last one."""
+    attention_pass, ranks.current_pass = ranks.current_pass, None
+    assert attention_pass is not None
+    return attention_pass.unshard(scores)
+
+
+# ORPO, which has no fused LM head.
+
+
+def _concatenated_forward(original: Callable[..., Any], self: Any, model: Any, batch: dict[str, Any]) -> Any:
+    """ORPOTrainer.concatenated_forward: log-probabilities of whole rows, and the mean of the logits of each token.
+
+    The logits of padding depend on the kernel, and are left out.
+    """
+    if not shards(self):
+        return original(self, model, batch)
+    ranks = ranks_of(self.accelerator)
+    whole = self.concatenated_inputs(batch, padding_value=self.padding_value, device=self.accelerator.device)
+    ids, mask, labels = (whole[f"concatenated_{name}"] for name in ("input_ids", "attention_mask", "labels"))
+    tokens = ids.masked_fill(mask != 1, IGNORED_LABEL)  # the likelihood of the prompt counts, too
+    with checked_on_all_ranks(ranks.cp.comm, "ORPOTrainer"):
+        if self.is_encoder_decoder:
+            raise ValueError("is_encoder_decoder must be False under context parallelism, got True")
+        if ((labels != IGNORED_LABEL) & (labels != tokens)).any():
+            raise ValueError("labels must be -100 or the token itself under context parallelism, got others")
+    local = ranks.shard_batch({"input_ids": ids, "attention_mask": mask, "labels": tokens})
+    attention_pass = ranks.current_pass = local["attention_pass"]
+    del local["labels"], local["num_items_in_batch"]
+    of_tokens = {"attention_pass": attention_pass, "shift_labels": local.pop("shift_labels")}
+    outputs = model(**local, **({"output_router_logits": True} if self.aux_loss_enabled else {}))
+    # The last token of a row has no label.
+    log_probs = gather_log_probs(of_tokens, outputs.logits)[:, :-1]
+    mean_logits = attention_pass.unshard(outputs.logits.detach().float().mean(-1))[:, :-1]
+    rows, answer = len(batch["chosen_labels"]), labels[:, 1:] != IGNORED_LABEL
+    real = tokens[:, 1:] != IGNORED_LABEL
+    nll = -(log_probs * real)[:rows].sum() / real[:rows].sum()
+    means = (log_probs * answer).sum(-1) / answer.sum(-1)
+    logits = (mean_logits[:rows][real[:rows]], mean_logits[rows:][real[rows:]])
+    found = (means[:rows], means[rows:], *logits, nll)
+    return (*found, outputs.aux_loss) if self.aux_loss_enabled else found
+
+
+# GRPO and RLOO, which generate in a step.
+
+
+def _patch_configuration(patches: Patches, name: str, module: ModuleType) -> None:
+    patches.replace(getattr(module, name), "__post_init__", _post_init)
+
+
+def _post_init(original: Callable[..., Any], self: Any) -> None:
+    """The __post_init__ of a configuration: the ranks of a sequence have the same prompts, and are not refused."""
+    parallelism = self.parallelism_config
+    if parallelism is None or not parallelism.cp_enabled or parallelism.sp_enabled:
+        original(self)
+        return
+    of_class = type(self).world_size
+    data_world = property(lambda self: of_class.fget(self) // parallelism.cp_size)
+    self.parallelism_config = None
+    try:
+        with _replaced(type(self), "world_size", data_world):
+            original(self)
+    finally:
+        self.parallelism_config = parallelism
+
+
+def _policy_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    """The __init__ of a trainer that generates: the ranks of a sequence have the same random state."""
+    original(self, *args, **kwargs)
+    self._attnmesh_generations = 0
+    if not shards(self):
+        return
+    ranks, data = ranks_of(self.accelerator), DataRanks(self.accelerator)
+    with checked_on_all_ranks(ranks.cp.comm, type(self).__name__):
+        _check_policy(self)
+    require("accelerate.utils", extra="hf").set_seed(self.args.seed + data.process_index)
+
+
+def _check_policy(trainer: Any) -> None:
+    """Raise ValueError for options of generation that are not served."""
+    arguments = trainer.args
+    for name in (
+        "use_vllm", "use_transformers_continuous_batching", "cache_implementation", "generation_kwargs",
+    ):  # fmt: skip
+        if getattr(arguments, name, None):
+            raise ValueError(
+                f"{name} must be {None if 'use' not in name else False} under context parallelism, where attnmesh "
+                f"generates, got {getattr(arguments, name)!r}"
+            )
+    for name in ("tools", "rollout_func", "environment_factories"):
+        if getattr(trainer, name, None):
+            raise ValueError(f"{name} must be None under context parallelism, got {getattr(trainer, name)!r}")
+    if trainer.is_fsdp_enabled:
+        raise ValueError(
+            f"fsdp must be off for {type(trainer).__name__} under context parallelism, which generates with the "
+            "weights of the model itself, got on: use DDP"
+        )
+
+
+def _generate_single_turn(
+    original: Callable[..., Any], self: Any, prompt_ids: list[list[int]], images: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The completions of a generation batch, generated over the ranks of a sequence with the weights of the model."""
+    if not shards(self):
+        return original(self, prompt_ids, images, *args, **kwargs)
+    ranks = ranks_of(self.accelerator)
+    model = ranks.model(self.model_wrapped)
+    with checked_on_all_ranks(ranks.cp.comm, type(self).__name__):
+        if images is not None:
+            raise ValueError("prompts must be text under context parallelism, got images")
+    completions = _generate(
+        ranks, model, prompt_ids,
+        Sampling(
+            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty, seed=_seed(self),
+        ),
+        self.max_completion_length, self.eos_token_ids,
+    )  # fmt: skip
+    # GRPO takes their log-probabilities, too, which it computes itself if there are none.
+    return (completions, None) if "num_generations" in inspect.signature(original).parameters else completions
+
+
+def _seed(trainer: Any) -> int:
+    """A seed for every generation batch of each of the ranks that have different prompts."""
+    trainer._attnmesh_generations += 1
+    step, data = trainer.state.global_step, DataRanks(trainer.accelerator)
+    numbers = trainer.args.seed, data.process_index, step, trainer._attnmesh_generations
+    return random.Random(repr(numbers)).randint(0, MAX_SEED)
+
+
+def _generate(
+    ranks: AcceleratorRanks, model: Any, prompts: list[list[int]], sampling: Sampling, max_new_tokens: int,
+    stop: list[int],
+) -> list[list[int]]:  # fmt: skip
+    """The answers to prompts, the same on all ranks of a sequence; the KV cache is sharded over them."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    was_training = model.training
+    model.eval()
+    try:
+        for token in generate(
+            model, None, prompts, ranks.cp.comm, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop
+        ):
+            answers[token.row].append(token.id)
+    finally:
+        model.train(was_training)
+    return answers
+
+
+def _calculate_rewards(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The rewards, which are of the first rank of a sequence: a function may return others each time."""
+    rewards: Tensor = original(self, *args, **kwargs)
+    if not shards(self):
+        return rewards
+    comm = ranks_of(self.accelerator).cp.comm
+    return comm.all_gather(rewards.contiguous(), [tuple(rewards.shape)] * comm.world)[0]
