@@ -364,7 +364,23 @@ def _trl_data(kind: str, count: int, seed: int) -> dict[str, Any]:
     return rows
 
 
+def distillation_batch(rows: list[dict[str, str]]) -> dict[str, torch.Tensor]:
+    """Prompts padded on the left, and answers on the right, as GKDTrainer takes them."""
+    letters = [[_LETTERS.index(x) + 3 for x in row["prompt"].split()] for row in rows]
+    answers = [[_LETTERS.index(x) + 3 for x in row["chosen"].split()] for row in rows]
+    widths = max(map(len, letters)), max(map(len, answers))
+    ids = torch.zeros(len(rows), sum(widths), dtype=torch.long)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for i, (prompt, answer) in enumerate(zip(letters, answers, strict=True)):
+        whole = slice(widths[0] - len(prompt), widths[0] + len(answer))
+        ids[i, whole], mask[i, whole] = torch.tensor(prompt + answer), 1
+        labels[i, widths[0] : widths[0] + len(answer)] = torch.tensor(answer)
+    prompts = {"prompts": ids[:, : widths[0]], "prompt_attention_mask": mask[:, : widths[0]]}
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels, **prompts}
+
+
 _TRL = {
+    "gkd": ("trl.experimental.gkd", "GKD", {"lmbda": 0.0, "max_new_tokens": 9}),
     "dpo": ("trl", "DPO", {}),
     "kto": ("trl", "KTO", {}),
     "orpo": ("trl.experimental.orpo", "ORPO", {}),
@@ -374,9 +390,21 @@ _TRL = {
 }  # fmt: skip
 
 
+def _written_once(folder: str, world: int, name: str, write: Callable[[str], Any]) -> str:
+    """Return where the first rank has written a folder, on every rank."""
+    found = [f"{folder}/{name}"]
+    if world > 1:
+        dist.broadcast_object_list(found, src=0)
+    if world == 1 or dist.get_rank() == 0:
+        write(found[0])
+    if world > 1:
+        dist.barrier()
+    return found[0]
+
+
 def trl_trainer(folder: str, world: int, kind: str, *, model: str = "llama", peft: bool = False, **changes: Any) -> Any:
     """Return one of TRL's trainers other than SFTTrainer."""
-    from datasets import Dataset
+    from datasets import Dataset, load_from_disk
     from peft import LoraConfig
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -393,22 +421,29 @@ def trl_trainer(folder: str, world: int, kind: str, *, model: str = "llama", pef
     if kind == "reward":
         policy = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(model, **_SIZES, num_labels=1))
         for i, weight in enumerate(policy.parameters()):
-            torch.nn.init.normal_(weight, 0, 0.1, torch.Generator().manual_seed(i))
+            torch.nn.init.normal_(weight, 0, 0.3, torch.Generator().manual_seed(i))
     if kind in ("dpo", "kto") and not peft and "precompute_ref_log_probs" not in changes:
         more["ref_model"] = training_model(model)
         for weight in more["ref_model"].parameters():
             weight.data.mul_(1.1)
     if kind in ("grpo", "rloo"):
         more["reward_funcs"] = index_reward
-        policy.save_pretrained(f"{folder}/reference")  # TRL loads the reference model
-        policy.config._name_or_path = f"{folder}/reference"
+        policy.config._name_or_path = _written_once(folder, world, "reference", policy.save_pretrained)
+    if kind == "gkd":
+        more |= {"teacher_model": training_model(model, rope_theta=100.0), "data_collator": distillation_batch}
     if peft:
         more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return getattr(trainers, f"{name}Trainer")(
-        model=policy, args=args, processing_class=tokenizer,
-        train_dataset=Dataset.from_dict(_trl_data(kind, 12, 0)), eval_dataset=Dataset.from_dict(_trl_data(kind, 4, 5)),
+    data = {  # TRL writes log-probabilities of a reference model beside it
+        split: load_from_disk(_written_once(folder, world, split, Dataset.from_dict(rows).save_to_disk))
+        for split, rows in (("train", _trl_data(kind, 12, 0)), ("eval", _trl_data(kind, 4, 5)))
+    }
+    trainer = getattr(trainers, f"{name}Trainer")(
+        model=policy, args=args, processing_class=tokenizer, train_dataset=data["train"], eval_dataset=data["eval"],
         **more,
     )  # fmt: skip
+    if kind == "gkd":
+        trainer.generation_config.top_k = 1  # so that the answers do not depend on random numbers
+    return trainer
 
 
 def trl_log(world: int, kind: str, **changes: Any) -> Any:

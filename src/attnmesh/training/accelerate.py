@@ -58,7 +58,7 @@ _ATTRIBUTE = "_attnmesh_ranks"  # of an Accelerator and of a prepared model
 # Packed rows as attention kernels of one device take them: position_ids contain the same.
 _DERIVED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
-WHOLE_ROWS = ("DPOTrainer", "KTOTrainer", "ORPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer")
+WHOLE_ROWS = ("DPOTrainer", "KTOTrainer", "ORPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer", "GKDTrainer")
 """TRL's trainers that compute their losses from whole rows, on every rank (`training.trl`)."""
 
 _BALANCE = "load_balancing_loss_func"  # in the modules of models; TRL takes the function of Mixtral
@@ -276,7 +276,7 @@ def _trl_names(trainer: Any) -> set[str]:
 
 def check_kind(trainer: Any) -> None:
     """Raise ValueError for one of TRL's trainers that is not served."""
-    served = ("SFTTrainer", "GKDTrainer", *WHOLE_ROWS)
+    served = ("SFTTrainer", *WHOLE_ROWS)
     others = _trl_names(trainer) - {"_BaseTrainer", "BaseTrainer", *served}
     if others:
         raise ValueError(
@@ -363,7 +363,7 @@ def _sft_prediction_step(
     ignore_keys: Any = None,
 ) -> Any:  # fmt: skip
     """SFTTrainer.prediction_step with a sharded batch."""
-    if not shards(self):
+    if not shards(self) or takes_whole_rows(self):
         return original(self, model, inputs, prediction_loss_only, ignore_keys)
     inputs = self._prepare_inputs(inputs)
     labels = inputs.get("labels")

@@ -6,9 +6,7 @@ numbers per token, and never logits; every rank then computes the whole loss (`w
 numbers are summed over ranks, and DDP and FSDP2 average the gradients of weights: the loss counts once.
 
 The ranks of a sequence are one process to such a trainer: `DataRanks` are what it gathers over.
-
-GKD compares two distributions over the vocabulary for each token. Its loss is a sum over tokens, so that it keeps the
-shards of SFTTrainer.
+GKD compares two distributions over the vocabulary for each token: its loss is the sum of the ranks' sums over tokens.
 """
 
 from __future__ import annotations
@@ -54,6 +52,7 @@ _CALL_MODELS = {
     "trl.experimental.orpo.orpo_trainer": ("ORPOTrainer", ("get_batch_loss_metrics",)),
     "trl.trainer.grpo_trainer": ("GRPOTrainer", ("compute_loss", "_generate_and_score_completions")),
     "trl.trainer.rloo_trainer": ("RLOOTrainer", ("compute_loss", "_generate_and_score_completions")),
+    "trl.experimental.gkd.gkd_trainer": ("GKDTrainer", ("compute_loss",)),
 }
 _CONFIGURATIONS = {
     "trl.trainer.grpo_config": "GRPOConfig",
@@ -74,6 +73,9 @@ def patch_trainers(patches: Patches) -> None:
 
 def _patch_trainer(patches: Patches, name: str, methods: tuple[str, ...], module: ModuleType) -> None:
     trainer = getattr(module, name)
+    if name == "GKDTrainer":
+        patches.replace(trainer, "__init__", _distillation_init)
+        patches.replace(trainer, "compute_loss", _distillation_loss)
     for method in methods:
         patches.replace(trainer, method, _with_whole_rows)
     patches.replace(trainer, "floating_point_ops", _floating_point_ops)
@@ -113,8 +115,8 @@ def whole_rows(trainer: Any) -> Iterator[None]:
         check_kind(trainer)
     module = sys.modules[next(each.__module__ for each in type(trainer).__mro__ if each.__module__ in _CALL_MODELS)]
     with ExitStack() as stack:
-        for model in (trainer.model, getattr(trainer, "ref_model", None)):
-            if model is not None:
+        for name in ("model", "ref_model", "teacher_model"):
+            if (model := getattr(trainer, name, None)) is not None:
                 stack.enter_context(_sharded_calls(ranks, model))
         stack.enter_context(ranks.context())
         for name in _GATHER:
@@ -355,16 +357,20 @@ def _check_policy(trainer: Any) -> None:
     ):  # fmt: skip
         if getattr(arguments, name, None):
             raise ValueError(
-                f"{name} must be {None if 'use' not in name else False} under context parallelism, where attnmesh "
-                f"generates, got {getattr(arguments, name)!r}"
+                f"{name} must not be set under context parallelism, where attnmesh generates, got "
+                f"{getattr(arguments, name)!r}"
             )
     for name in ("tools", "rollout_func", "environment_factories"):
         if getattr(trainer, name, None):
             raise ValueError(f"{name} must be None under context parallelism, got {getattr(trainer, name)!r}")
+    _check_whole_weights(trainer)
+
+
+def _check_whole_weights(trainer: Any) -> None:
     if trainer.is_fsdp_enabled:
         raise ValueError(
-            f"fsdp must be off for {type(trainer).__name__} under context parallelism, which generates with the "
-            "weights of the model itself, got on: use DDP"
+            f"fsdp must not be set for {type(trainer).__name__} under context parallelism, where each rank generates "
+            "with the weights of the model that is trained, got FSDP: use DDP"
         )
 
 
@@ -424,3 +430,67 @@ def _calculate_rewards(original: Callable[..., Any], self: Any, *args: Any, **kw
         return rewards
     comm = ranks_of(self.accelerator).cp.comm
     return comm.all_gather(rewards.contiguous(), [tuple(rewards.shape)] * comm.world)[0]
+
+
+# GKD, which compares the student with a teacher.
+
+
+def _distillation_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    """GKDTrainer.__init__; answers of the student, or of the teacher, are generated over the ranks of a sequence."""
+    original(self, *args, **kwargs)
+    self._attnmesh_generations = 0
+    if not shards(self):
+        return
+    with checked_on_all_ranks(ranks_of(self.accelerator).cp.comm, type(self).__name__):
+        if self.lmbda > 0 or self.seq_kd:
+            _check_whole_weights(self)
+    self.generate_on_policy_outputs = partial(_on_policy_outputs, self)
+
+
+def _on_policy_outputs(trainer: Any, module: Any, inputs: dict[str, Tensor], configuration: Any) -> tuple[Tensor, ...]:
+    """GKDTrainer.generate_on_policy_outputs: prompts with answers, which are real, and which are labels."""
+    ranks = ranks_of(trainer.accelerator)
+    model = ranks.model(module)
+    ranks.prepare(model)
+    prompts, real = inputs["prompts"], inputs["prompt_attention_mask"].bool()
+    stop = configuration.eos_token_id
+    answers = _generate(
+        ranks, model, [ids[kept].tolist() for ids, kept in zip(prompts, real, strict=True)],
+        Sampling(configuration.temperature, configuration.top_p, _seed(trainer), configuration.top_k or 0),
+        configuration.max_new_tokens, [] if stop is None else [stop] if isinstance(stop, int) else list(stop),
+    )  # fmt: skip
+    shape = len(answers), max(map(len, answers))
+    ids, kept = prompts.new_full(shape, configuration.pad_token_id), torch.zeros_like(prompts[:1, :1]).repeat(shape)
+    for row, answer in enumerate(answers):
+        ids[row, : len(answer)] = torch.tensor(answer)
+        kept[row, : len(answer)] = 1
+    labels = torch.cat([torch.full_like(prompts, IGNORED_LABEL), ids.masked_fill(kept == 0, IGNORED_LABEL)], 1)
+    return torch.cat([prompts, ids], 1), torch.cat([inputs["prompt_attention_mask"], kept], 1), labels
+
+
+def _distillation_loss(
+    original: Callable[..., Any], self: Any, model: Any, inputs: dict[str, Any], return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:  # fmt: skip
+    """GKDTrainer.compute_loss: every rank compares the distributions of its tokens."""
+    if not shards(self):
+        return original(self, model, inputs, return_outputs, num_items_in_batch)
+    ranks = ranks_of(self.accelerator)
+    with checked_on_all_ranks(ranks.cp.comm, "GKDTrainer"):
+        if return_outputs:
+            raise ValueError("prediction_loss_only must be True for GKDTrainer under context parallelism, got False")
+    count = (inputs["labels"][:, 1:] != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
+    local = ranks.shard_batch({name: inputs[name] for name in ("input_ids", "attention_mask", "labels")})
+    labels = local.pop("shift_labels")
+    del local["labels"], local["num_items_in_batch"]
+    student = model(**local).logits
+    self.teacher_model.eval()
+    with torch.no_grad():
+        teacher = self.teacher_model(**local).logits
+    part = self.generalized_jsd_loss(
+        student, teacher, labels=labels, beta=self.beta, num_items_in_batch=torch.as_tensor(count).clamp(min=1)
+    )
+    comm = ranks.cp.comm
+    total = torch.stack(list(comm.all_gather(part.detach()[None], [(1,)] * comm.world))).sum()
+    # The loss of the whole batch, with the gradient of this rank's part: DDP and FSDP2 divide by the number of ranks.
+    return comm.world * (part - part.detach()) + total
