@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -356,7 +357,8 @@ def _trl_data(kind: str, count: int, seed: int) -> dict[str, Any]:
     if kind == "reward":
         rows["margin"] = [0.1 * i for i in range(count)]
     if kind == "kto":
-        rows["completion"] = [a if i % 2 else b for i, (a, b) in enumerate(zip(rows["chosen"], rows["rejected"]))]
+        answers = rows["chosen"], rows["rejected"]
+        rows["completion"] = [a if i % 2 else b for i, (a, b) in enumerate(zip(*answers, strict=True))]
         rows["label"] = [i % 3 != 0 for i in range(count)]
         rows = {name: rows[name] for name in ("prompt", "completion", "label")}
     if kind in ("grpo", "rloo"):
@@ -379,15 +381,37 @@ def distillation_batch(rows: list[dict[str, str]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels, **prompts}
 
 
+_GROUPS = {"num_generations": 2, "max_completion_length": 7, "beta": 0.1, "per_device_train_batch_size": 4}
 _TRL = {
     "gkd": ("trl.experimental.gkd", "GKD", {"lmbda": 0.0, "max_new_tokens": 9}),
     "dpo": ("trl", "DPO", {}),
     "kto": ("trl", "KTO", {}),
     "orpo": ("trl.experimental.orpo", "ORPO", {}),
     "reward": ("trl", "Reward", {}),
-    "grpo": ("trl", "GRPO", {"num_generations": 2, "max_completion_length": 9, "top_k": 1, "beta": 0.1}),
-    "rloo": ("trl", "RLOO", {"num_generations": 2, "max_completion_length": 9, "top_k": 1, "beta": 0.1}),
+    "grpo": ("trl", "GRPO", {**_GROUPS, "importance_sampling_level": "sequence"}),
+    "rloo": ("trl", "RLOO", _GROUPS),
 }  # fmt: skip
+
+
+def _generated_alone(trainer: Any, kind: str, prompts: list[list[int]], *_: Any) -> Any:
+    """Return answers as over ranks: Transformers has other random numbers."""
+    from attnmesh import Sampling, generate, register_attention
+    from attnmesh.training.trl import _seed
+
+    trainer._attnmesh_generations = getattr(trainer, "_attnmesh_generations", 0)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    sampling = Sampling(trainer.temperature, trainer.top_p, _seed(trainer, 0), trainer.top_k)
+    register_attention()
+    model.set_attn_implementation("attnmesh")
+    answers: list[list[int]] = [[] for _ in prompts]
+    for token in generate(
+        model, None, prompts, max_new_tokens=trainer.max_completion_length, sampling=sampling,
+        stop=trainer.eos_token_ids,
+    ):  # fmt: skip
+        answers[token.row].append(token.id)
+    model.set_attn_implementation("eager")
+    return answers if kind == "rloo" else (answers, None)
 
 
 def _written_once(folder: str, world: int, name: str, write: Callable[[str], Any]) -> str:
@@ -430,7 +454,9 @@ def trl_trainer(folder: str, world: int, kind: str, *, model: str = "llama", pef
         more["reward_funcs"] = index_reward
         policy.config._name_or_path = _written_once(folder, world, "reference", policy.save_pretrained)
     if kind == "gkd":
-        more |= {"teacher_model": training_model(model, rope_theta=100.0), "data_collator": distillation_batch}
+        more |= {"teacher_model": training_model("mistral"), "data_collator": distillation_batch}
+        for weight in more["teacher_model"].parameters():
+            weight.data.mul_(2)
     if peft:
         more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     data = {  # TRL writes log-probabilities of a reference model beside it
@@ -441,6 +467,8 @@ def trl_trainer(folder: str, world: int, kind: str, *, model: str = "llama", pef
         model=policy, args=args, processing_class=tokenizer, train_dataset=data["train"], eval_dataset=data["eval"],
         **more,
     )  # fmt: skip
+    if kind in ("grpo", "rloo") and world == 1:
+        trainer._generate_single_turn = partial(_generated_alone, trainer, kind)
     if kind == "gkd":
         trainer.generation_config.top_k = 1  # so that the answers do not depend on random numbers
     return trainer

@@ -520,9 +520,12 @@ def test_the_loss_of_experts_is_whole_where_its_module_is_imported_later(monkeyp
     assert sys.modules[integration._MIXTRAL].load_balancing_loss_func is not found
 
 
-def test_other_trainers_of_trl_are_refused():
-    trainer = type("DPOTrainer", (), {"__module__": "trl.trainer.dpo_trainer"})()
-    with pytest.raises(ValueError, match="must be Transformers' Trainer or TRL's SFTTrainer, got DPOTrainer"):
+@pytest.mark.parametrize("name", ["OnlineDPOTrainer", "CPOTrainer", "DistillationTrainer"])
+def test_other_trainers_of_trl_are_refused(name):
+    """Also one that is derived from a trainer that is served."""
+    served = type("DPOTrainer", (), {"__module__": "trl.trainer.dpo_trainer"})
+    trainer = type(name, (served,), {"__module__": "trl.some.module"})()
+    with pytest.raises(ValueError, match=f"must be Transformers' Trainer or TRL's SFTTrainer, .*, got {name}"):
         _check_trainer(trainer, torch.nn.Linear(1, 1))
 
 
@@ -560,7 +563,7 @@ def test_what_is_prepared_for_an_evaluation_before_training_is_wrapped_later(
     monkeypatch, models, wrapped, fsdp, forgotten
 ):
     """Accelerate remembers a model that it prepared; `train` would take it for one that DDP wraps."""
-    monkeypatch.setattr(trainer_module, "_shards", lambda trainer: True)
+    monkeypatch.setattr(trainer_module, "shards", lambda trainer: True)
     monkeypatch.setattr(trainer_module, "ranks_of", lambda accelerator: None)
     model = SimpleNamespace(_is_accelerate_prepared=True)
     accelerator = SimpleNamespace(_models=list(models))

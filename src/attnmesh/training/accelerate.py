@@ -1,4 +1,4 @@
-"""Context parallelism of accelerate, Transformers' Trainer and TRL's SFTTrainer with attnmesh: call `enable()` once.
+"""Context parallelism of accelerate, Transformers' Trainer and TRL with attnmesh: call `enable()` once.
 
 After `enable()`, `ParallelismConfig(cp_size=N)` computes attention with attnmesh. Sliding windows, sinks, chunked
 layers, packed and padded batches, lengths that N does not divide and CPU ranks (gloo) are then served. Importing this
@@ -6,7 +6,8 @@ module changes nothing, and `disable()` restores everything.
 
 A batch is sharded in one of two ways. A trainer knows the names of its tensors (`AcceleratorRanks.shard_batch`). In a
 loop of the user, `accelerator.maybe_context_parallel(buffers=...)` shards tensors in place, and which of them are
-position_ids or labels shows when the model is called (`AcceleratorRanks.shard_buffers`).
+position_ids or labels shows when the model is called (`AcceleratorRanks.shard_buffers`). TRL's trainers other than
+SFTTrainer keep whole rows: see `training.trl`.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _patches = Patches()
 
 
 def enable(*, layout: Layout = Zigzag(), schedule: str = "auto", backend: str = "auto") -> None:  # noqa: B008
-    """Use attnmesh for the context parallelism of accelerate, Transformers' Trainer and TRL's SFTTrainer.
+    """Use attnmesh for the context parallelism of accelerate, Transformers' Trainer and TRL's trainers.
 
     Call it before an `Accelerator`, `TrainingArguments` or a trainer is created. `ContextParallel` has the same
     arguments; packed and padded batches of a trainer get the layout `Balanced` instead. A second call changes the

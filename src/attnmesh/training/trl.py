@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from attnmesh.generation.generator import generate
 from attnmesh.generation.sampling import MAX_SEED, Sampling
-from attnmesh.integrations.sharded_pass import ShardedPass, checked_on_all_ranks
+from attnmesh.integrations.sharded_pass import checked_on_all_ranks
 from attnmesh.integrations.transformers_attention import Patches
 from attnmesh.integrations.transformers_models import IGNORED_LABEL
 from attnmesh.training.accelerate import (
@@ -389,7 +389,7 @@ def _generate_single_turn(
         ranks, model, prompt_ids,
         Sampling(
             temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty, seed=_seed(self),
+            repetition_penalty=self.repetition_penalty, seed=_seed(self, DataRanks(self.accelerator).process_index),
         ),
         self.max_completion_length, self.eos_token_ids,
     )  # fmt: skip
@@ -397,11 +397,10 @@ def _generate_single_turn(
     return (completions, None) if "num_generations" in inspect.signature(original).parameters else completions
 
 
-def _seed(trainer: Any) -> int:
+def _seed(trainer: Any, data_rank: int) -> int:
     """A seed for every generation batch of each of the ranks that have different prompts."""
     trainer._attnmesh_generations += 1
-    step, data = trainer.state.global_step, DataRanks(trainer.accelerator)
-    numbers = trainer.args.seed, data.process_index, step, trainer._attnmesh_generations
+    numbers = trainer.args.seed, data_rank, trainer.state.global_step, trainer._attnmesh_generations
     return random.Random(repr(numbers)).randint(0, MAX_SEED)
 
 
@@ -454,9 +453,10 @@ def _on_policy_outputs(trainer: Any, module: Any, inputs: dict[str, Tensor], con
     ranks.prepare(model)
     prompts, real = inputs["prompts"], inputs["prompt_attention_mask"].bool()
     stop = configuration.eos_token_id
+    seed = _seed(trainer, DataRanks(trainer.accelerator).process_index)
     answers = _generate(
         ranks, model, [ids[kept].tolist() for ids, kept in zip(prompts, real, strict=True)],
-        Sampling(configuration.temperature, configuration.top_p, _seed(trainer), configuration.top_k or 0),
+        Sampling(configuration.temperature, configuration.top_p, seed, configuration.top_k or 0),
         configuration.max_new_tokens, [] if stop is None else [stop] if isinstance(stop, int) else list(stop),
     )  # fmt: skip
     shape = len(answers), max(map(len, answers))
