@@ -395,7 +395,7 @@ _TRL = {
 
 def _generated_alone(trainer: Any, kind: str, prompts: list[list[int]], *_: Any) -> Any:
     """Return answers as over ranks: Transformers has other random numbers."""
-    from attnmesh import Sampling, generate, register_attention
+    from attnmesh import Sampling, generate, register_attention, run_virtual
     from attnmesh.training.trl import _seed
 
     trainer._attnmesh_generations = getattr(trainer, "_attnmesh_generations", 0)
@@ -405,10 +405,11 @@ def _generated_alone(trainer: Any, kind: str, prompts: list[list[int]], *_: Any)
     register_attention()
     model.set_attn_implementation("attnmesh")
     answers: list[list[int]] = [[] for _ in prompts]
-    for token in generate(
-        model, None, prompts, max_new_tokens=trainer.max_completion_length, sampling=sampling,
+    (tokens,) = run_virtual(1, lambda comm: list(generate(
+        model, None, prompts, comm, max_new_tokens=trainer.max_completion_length, sampling=sampling,
         stop=trainer.eos_token_ids,
-    ):  # fmt: skip
+    )))  # fmt: skip
+    for token in tokens:
         answers[token.row].append(token.id)
     model.set_attn_implementation("eager")
     return answers if kind == "rloo" else (answers, None)

@@ -60,6 +60,7 @@ _CONFIGURATIONS = {
 }
 # What a fused LM head returns for each token.
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+_MISSING = object()
 _GATHER = ("gather", "gather_object")  # functions of accelerate that trainers import
 
 
@@ -129,12 +130,15 @@ def whole_rows(trainer: Any) -> Iterator[None]:
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """An attribute has another value in this context."""
-    before = getattr(owner, name)
+    before = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if before is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 class DataRanks:
@@ -352,6 +356,11 @@ def _policy_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
 def _check_policy(trainer: Any) -> None:
     """Raise ValueError for options of generation that are not served."""
     arguments = trainer.args
+    if arguments.parallelism_config is None:
+        raise ValueError(
+            f"parallelism_config must be given to the arguments of {type(trainer).__name__}, which count the ranks of "
+            "a sequence once in generation_batch_size, got None"
+        )
     for name in (
         "use_vllm", "use_transformers_continuous_batching", "cache_implementation", "generation_kwargs",
     ):  # fmt: skip
@@ -413,10 +422,12 @@ def _generate(
     was_training = model.training
     model.eval()
     try:
-        for token in generate(
-            model, None, prompts, ranks.cp.comm, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop
-        ):
-            answers[token.row].append(token.id)
+        # accelerate casts keys and values within `forward`; the KV cache has the dtype of the weights.
+        with _replaced(model, "forward", vars(model).get("_original_forward", model.forward)):
+            for token in generate(
+                model, None, prompts, ranks.cp.comm, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop
+            ):
+                answers[token.row].append(token.id)
     finally:
         model.train(was_training)
     return answers
