@@ -348,8 +348,8 @@ def preferences(count: int, seed: int = 0) -> dict[str, list[str]]:
 
 
 def index_reward(completions: list[str], **_: Any) -> list[float]:
-    """Reward letters "a" in an answer, and its place in the batch: so answers that are equal differ, too."""
-    return [text.count("a") + (0.7 * i) % 1.0 for i, text in enumerate(completions)]
+    """Reward letters "a" in an answer, and its place in a group: so answers that are equal differ, too."""
+    return [text.count("a") + (0.7 * (i % 4)) % 1.0 for i, text in enumerate(completions)]
 
 
 def _trl_data(kind: str, count: int, seed: int) -> dict[str, Any]:
@@ -393,24 +393,26 @@ _TRL = {
 }  # fmt: skip
 
 
-def _generated_alone(trainer: Any, kind: str, prompts: list[list[int]], *_: Any) -> Any:
-    """Return answers as over ranks: Transformers has other random numbers."""
+def _generated_alone(trainer: Any, kind: str, data_ranks: int, prompts: list[list[int]], *_: Any) -> Any:
+    """Return answers as over ranks: Transformers has other random numbers. Data-parallel ranks have seeds of their own."""
     from attnmesh import Sampling, generate, register_attention, run_virtual
     from attnmesh.training.trl import _seed
 
-    trainer._attnmesh_generations = getattr(trainer, "_attnmesh_generations", 0)
+    calls, count = getattr(trainer, "_attnmesh_generations", 0), len(prompts) // data_ranks
     model = trainer.accelerator.unwrap_model(trainer.model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    sampling = Sampling(trainer.temperature, trainer.top_p, _seed(trainer, 0), trainer.top_k)
     register_attention()
     model.set_attn_implementation("attnmesh")
     answers: list[list[int]] = [[] for _ in prompts]
-    (tokens,) = run_virtual(1, lambda comm: list(generate(
-        model, None, prompts, comm, max_new_tokens=trainer.max_completion_length, sampling=sampling,
-        stop=trainer.eos_token_ids,
-    )))  # fmt: skip
-    for token in tokens:
-        answers[token.row].append(token.id)
+    for rank in range(data_ranks):
+        trainer._attnmesh_generations = calls
+        sampling = Sampling(trainer.temperature, trainer.top_p, _seed(trainer, rank), trainer.top_k)
+        (tokens,) = run_virtual(1, lambda comm, rank=rank, sampling=sampling: list(generate(
+            model, None, prompts[rank * count :][:count], comm, max_new_tokens=trainer.max_completion_length,
+            sampling=sampling, stop=trainer.eos_token_ids,
+        )))  # fmt: skip
+        for token in tokens:
+            answers[rank * count + token.row].append(token.id)
     model.set_attn_implementation("eager")
     return answers if kind == "rloo" else (answers, None)
 
@@ -427,7 +429,9 @@ def _written_once(folder: str, world: int, name: str, write: Callable[[str], Any
     return found[0]
 
 
-def trl_trainer(folder: str, world: int, kind: str, *, model: str = "llama", peft: bool = False, **changes: Any) -> Any:
+def trl_trainer(
+    folder: str, world: int, kind: str, *, model: str = "llama", peft: bool = False, data_ranks: int = 1, **changes: Any
+) -> Any:
     """Return one of TRL's trainers other than SFTTrainer."""
     from datasets import Dataset, load_from_disk
     from peft import LoraConfig
@@ -469,7 +473,7 @@ def trl_trainer(folder: str, world: int, kind: str, *, model: str = "llama", pef
         **more,
     )  # fmt: skip
     if kind in ("grpo", "rloo") and world == 1:
-        trainer._generate_single_turn = partial(_generated_alone, trainer, kind)
+        trainer._generate_single_turn = partial(_generated_alone, trainer, kind, data_ranks)
     if kind == "gkd":
         trainer.generation_config.top_k = 1  # so that the answers do not depend on random numbers
     return trainer
