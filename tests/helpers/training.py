@@ -394,7 +394,7 @@ _TRL = {
 
 
 def _generated_alone(trainer: Any, kind: str, data_ranks: int, prompts: list[list[int]], *_: Any) -> Any:
-    """Return answers as over ranks: Transformers has other random numbers. Data-parallel ranks have seeds of their own."""
+    """Return answers as over ranks, whose data-parallel ranks have seeds of their own, unlike Transformers."""
     from attnmesh import Sampling, generate, register_attention, run_virtual
     from attnmesh.training.trl import _seed
 

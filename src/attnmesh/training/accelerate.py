@@ -59,8 +59,17 @@ _ATTRIBUTE = "_attnmesh_ranks"  # of an Accelerator and of a prepared model
 # Packed rows as attention kernels of one device take them: position_ids contain the same.
 _DERIVED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
-WHOLE_ROWS = ("DPOTrainer", "KTOTrainer", "ORPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer", "GKDTrainer")
-"""TRL's trainers that compute their losses from whole rows, on every rank (`training.trl`)."""
+WHOLE_ROWS = {
+    "DPOTrainer": ("trl.trainer.dpo_trainer",),
+    "KTOTrainer": ("trl.trainer.kto_trainer",),
+    "ORPOTrainer": ("trl.experimental.orpo.orpo_trainer",),
+    "RewardTrainer": ("trl.trainer.reward_trainer",),
+    "GRPOTrainer": ("trl.trainer.grpo_trainer", "trl.trainer.grpo_config"),
+    "RLOOTrainer": ("trl.trainer.rloo_trainer", "trl.trainer.rloo_config"),
+    "GKDTrainer": ("trl.experimental.gkd.gkd_trainer",),
+}
+"""TRL's trainers that compute their losses from whole rows, on every rank, and their modules."""
+_WHOLE_ROWS_IN = "attnmesh.training.trl"  # imported with the first of them: it imports the code that generates
 
 _BALANCE = "load_balancing_loss_func"  # in the modules of models; TRL takes the function of Mixtral
 _MIXTRAL = "transformers.models.mixtral.modeling_mixtral"
@@ -89,7 +98,9 @@ def enable(*, layout: Layout = Zigzag(), schedule: str = "auto", backend: str = 
     _patch_accelerate(require("accelerate", extra="hf"))
     _patches.when_imported("transformers.trainer", _patch_trainer)
     _patches.when_imported("trl.trainer.sft_trainer", _patch_sft_trainer)
-    importlib.import_module("attnmesh.training.trl").patch_trainers(_patches)  # it imports this module
+    for trainer, modules in WHOLE_ROWS.items():
+        for module in modules:
+            _patches.when_imported(module, partial(_patch_whole_rows, trainer))
 
 
 def disable() -> None:
@@ -206,6 +217,11 @@ def _patch_trainer(module: ModuleType) -> None:
     _patches.replace(trainer, "evaluation_loop", _evaluation_loop)
     _patches.replace(trainer, "compute_loss", _compute_loss)
     _patches.replace(trainer, "__init__", _init)
+
+
+def _patch_whole_rows(trainer: str, module: ModuleType) -> None:
+    """Let one of TRL's trainers, which takes whole rows, compute over the ranks of an accelerator."""
+    importlib.import_module(_WHOLE_ROWS_IN).patch_trainer(_patches, trainer, module)
 
 
 def _patch_sft_trainer(module: ModuleType) -> None:

@@ -46,17 +46,13 @@ __all__: list[str] = []
 
 # The methods of trainers that call models with whole rows.
 _CALL_MODELS = {
-    "trl.trainer.dpo_trainer": ("DPOTrainer", ("compute_loss", "_precompute_ref_logps")),
-    "trl.trainer.kto_trainer": ("KTOTrainer", ("compute_loss", "_precompute_ref_logps")),
-    "trl.trainer.reward_trainer": ("RewardTrainer", ("compute_loss",)),
-    "trl.experimental.orpo.orpo_trainer": ("ORPOTrainer", ("get_batch_loss_metrics",)),
-    "trl.trainer.grpo_trainer": ("GRPOTrainer", ("compute_loss", "_generate_and_score_completions")),
-    "trl.trainer.rloo_trainer": ("RLOOTrainer", ("compute_loss", "_generate_and_score_completions")),
-    "trl.experimental.gkd.gkd_trainer": ("GKDTrainer", ("compute_loss",)),
-}
-_CONFIGURATIONS = {
-    "trl.trainer.grpo_config": "GRPOConfig",
-    "trl.trainer.rloo_config": "RLOOConfig",
+    "DPOTrainer": ("compute_loss", "_precompute_ref_logps"),
+    "KTOTrainer": ("compute_loss", "_precompute_ref_logps"),
+    "ORPOTrainer": ("get_batch_loss_metrics",),
+    "RewardTrainer": ("compute_loss",),
+    "GRPOTrainer": ("compute_loss", "_generate_and_score_completions"),
+    "RLOOTrainer": ("compute_loss", "_generate_and_score_completions"),
+    "GKDTrainer": ("compute_loss",),
 }
 # What a fused LM head returns for each token.
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
@@ -64,20 +60,16 @@ _MISSING = object()
 _GATHER = ("gather", "gather_object")  # functions of accelerate that trainers import
 
 
-def patch_trainers(patches: Patches) -> None:
-    """Let TRL's trainers, when they are imported, compute over the ranks of an accelerator."""
-    for module, (trainer, methods) in _CALL_MODELS.items():
-        patches.when_imported(module, partial(_patch_trainer, patches, trainer, methods))
-    for module, configuration in _CONFIGURATIONS.items():
-        patches.when_imported(module, partial(_patch_configuration, patches, configuration))
-
-
-def _patch_trainer(patches: Patches, name: str, methods: tuple[str, ...], module: ModuleType) -> None:
+def patch_trainer(patches: Patches, name: str, module: ModuleType) -> None:
+    """Let a trainer of TRL compute over the ranks of an accelerator. `module` has it, or its configuration."""
+    if module.__name__.endswith("_config"):
+        patches.replace(getattr(module, name.replace("Trainer", "Config")), "__post_init__", _post_init)
+        return
     trainer = getattr(module, name)
     if name == "GKDTrainer":
         patches.replace(trainer, "__init__", _distillation_init)
         patches.replace(trainer, "compute_loss", _distillation_loss)
-    for method in methods:
+    for method in _CALL_MODELS[name]:
         patches.replace(trainer, method, _with_whole_rows)
     patches.replace(trainer, "floating_point_ops", _floating_point_ops)
     if name == "RewardTrainer":
@@ -114,7 +106,8 @@ def whole_rows(trainer: Any) -> Iterator[None]:
     ranks, data = ranks_of(accelerator), DataRanks(accelerator)
     with checked_on_all_ranks(ranks.cp.comm, "a trainer of TRL"):
         check_kind(trainer)
-    module = sys.modules[next(each.__module__ for each in type(trainer).__mro__ if each.__module__ in _CALL_MODELS)]
+    base = next(each for each in type(trainer).__mro__ if each.__name__ in _CALL_MODELS)
+    module = sys.modules[base.__module__]
     with ExitStack() as stack:
         for name in ("model", "ref_model", "teacher_model"):
             if (model := getattr(trainer, name, None)) is not None:
@@ -319,10 +312,6 @@ def _concatenated_forward(original: Callable[..., Any], self: Any, model: Any, b
 
 
 # GRPO and RLOO, which generate in a step.
-
-
-def _patch_configuration(patches: Patches, name: str, module: ModuleType) -> None:
-    patches.replace(getattr(module, name), "__post_init__", _post_init)
 
 
 def _post_init(original: Callable[..., Any], self: Any) -> None:
