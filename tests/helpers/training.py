@@ -430,7 +430,15 @@ def _written_once(folder: str, world: int, name: str, write: Callable[[str], Any
 
 
 def trl_trainer(
-    folder: str, world: int, kind: str, *, model: str = "llama", peft: bool = False, data_ranks: int = 1, **changes: Any
+    folder: str,
+    world: int,
+    kind: str,
+    *,
+    model: str = "llama",
+    peft: bool = False,
+    data_ranks: int = 1,
+    sizes: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> Any:
     """Return one of TRL's trainers other than SFTTrainer."""
     from datasets import Dataset, load_from_disk
@@ -445,14 +453,14 @@ def trl_trainer(
     args = getattr(trainers, f"{name}Config")(**_arguments(folder, world, {**given, **changes}))
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = "<unk>"
-    policy = training_model(model)
+    policy = training_model(model, **(sizes or {}))
     more: dict[str, Any] = {}
     if kind == "reward":
         policy = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(model, **_SIZES, num_labels=1))
         for i, weight in enumerate(policy.parameters()):
             torch.nn.init.normal_(weight, 0, 0.3, torch.Generator().manual_seed(i))
     if kind in ("dpo", "kto") and not peft and "precompute_ref_log_probs" not in changes:
-        more["ref_model"] = training_model(model)
+        more["ref_model"] = training_model(model, **(sizes or {}))
         for weight in more["ref_model"].parameters():
             weight.data.mul_(1.1)
     if kind in ("grpo", "rloo"):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from attnmesh import register_attention
 from attnmesh.training import accelerate as integration
 from attnmesh.training.accelerate import _check_trainer
 from attnmesh.utils.optional import installed
@@ -96,15 +97,14 @@ def refused(world):
 
 def data_parallel(comm):
     """Two data-parallel ranks with a batch of 2 each, and one process with a batch of 4."""
-    one = {}
+    one, how = {}, {"dpo": {"per_device_eval_batch_size": 2}, "grpo": {"eval_strategy": "no"}}
     if comm.rank == 0:
-        for kind in ("dpo", "grpo"):
-            size = 4 if kind == "dpo" else 8
-            one[kind] = trl_log(1, kind, per_device_train_batch_size=size, per_device_eval_batch_size=4, data_ranks=2)
+        one["dpo"] = trl_log(1, "dpo", per_device_train_batch_size=4, per_device_eval_batch_size=4)
+        one["grpo"] = trl_log(1, "grpo", per_device_train_batch_size=8, data_ranks=2, **how["grpo"])
     dist.barrier()
     integration.enable()
     over_ranks = {
-        kind: trl_log(comm.world, kind, cp=2, per_device_train_batch_size=size, per_device_eval_batch_size=2)
+        kind: trl_log(comm.world, kind, cp=2, per_device_train_batch_size=size, **how[kind])
         for kind, size in (("dpo", 2), ("grpo", 4))
     }
     integration.disable()
@@ -118,13 +118,15 @@ def memory(comm, folder):
         if world > 1:
             integration.enable()
         with accelerate_ranks(world):
-            trainer = trl_trainer(f"{folder}/{world}-{comm.rank}", world, "dpo")
+            sizes = {"hidden_size": 128, "intermediate_size": 1024, "head_dim": 32}
+            trainer = trl_trainer(f"{folder}/{world}-{comm.rank}", world, "dpo", sizes=sizes)
             model = trainer.accelerator.prepare(trainer.model)
-            ids = torch.randint(3, 64, (2, 3001), generator=torch.Generator().manual_seed(0))
+            ids = torch.randint(3, 64, (2, 801), generator=torch.Generator().manual_seed(0))
             batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": (ids > 9).long()}
             if world == 1:
+                register_attention()
                 for each in (trainer.model, trainer.ref_model):
-                    each.set_attn_implementation("sdpa")
+                    each.set_attn_implementation("attnmesh")
             model.train()
             found[world] = peak_bytes(lambda model=model, trainer=trainer, batch=batch: (
                 trainer.compute_loss(model, batch).backward()
