@@ -67,7 +67,7 @@ def train(arguments: argparse.Namespace, world: int) -> list[dict[str, float]]:
     reference.load_state_dict(model.state_dict())
     with tempfile.TemporaryDirectory() as folder:
         config = DPOConfig(
-            folder, max_length=None, per_device_train_batch_size=2, max_steps=arguments.steps, learning_rate=3e-3,
+            folder, max_length=None, per_device_train_batch_size=2, max_steps=arguments.steps, learning_rate=1e-4,
             lr_scheduler_type="constant", logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
             bf16=False, disable_tqdm=True, gradient_checkpointing=False, ddp_find_unused_parameters=False,
             parallelism_config=ParallelismConfig(cp_size=world) if world > 1 else None,

@@ -423,7 +423,7 @@ def _generate(
 
 
 def _calculate_rewards(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The rewards, which are of the first rank of a sequence: a function may return others each time."""
+    """The rewards that the first rank of a sequence computes: a function may return other values each time."""
     rewards: Tensor = original(self, *args, **kwargs)
     if not shards(self):
         return rewards
