@@ -64,7 +64,7 @@ def _fork_ranks(pipe: Any, world: int, port: int, fn: Any, args: Any, imports: S
         sys.modules["datasets"].disable_progress_bars()
         sys.modules["transformers"].logging.set_verbosity_error()
     context = mp.get_context("fork")
-    pipes, processes, results = [], [], []
+    pipes, processes, results, failed = [], [], [], []
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_rank_main, args=(theirs, rank, world, port, fn, args, "gloo"), daemon=True)
@@ -74,19 +74,18 @@ def _fork_ranks(pipe: Any, world: int, port: int, fn: Any, args: Any, imports: S
         processes.append(process)
     try:
         for rank, ours in enumerate(pipes):
-            if not ours.poll(timeout):
-                results = f"rank {rank} had no result after {timeout} s"
-                break
+            if not ours.poll(20 if failed else timeout):
+                failed.append(f"rank {rank} had no result after {timeout} s")
+                continue
             result = _result(ours, processes[rank])
-            if isinstance(result, Raised | Died):
-                results = f"rank {rank}: {getattr(result, 'traceback', result)}"
-                break
+            if isinstance(result, Raised | Died):  # the others may only report that a rank is gone
+                failed.append(f"rank {rank}: {getattr(result, 'traceback', result)}")
             results.append(result)
     finally:
         for process in processes:
             process.kill()
             process.join()
-    pipe.send(results)
+    pipe.send("\n".join(failed) if failed else results)
 
 
 def shared_result(factory: Any, name: str, compute: Callable[[], Any]) -> Any:

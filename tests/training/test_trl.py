@@ -42,7 +42,8 @@ SLOW = {
     "DPO with LoRA, whose reference has no adapters": ("dpo", {"peft": True, "gradient_checkpointing": True}),
     "DPO with log-probabilities computed before": ("dpo", {"precompute_ref_log_probs": True}),
     "DPO with weights, two losses and lengths": (
-        "dpo", {"use_weighting": True, "loss_type": ["sigmoid", "apo_down"], "loss_weights": [1.0, 0.3], "ld_alpha": 0.5},
+        "dpo",
+        {"use_weighting": True, "loss_type": ["sigmoid", "apo_down"], "loss_weights": [1.0, 0.3], "ld_alpha": 0.5},
     ),
     "DPO with FSDP2": ("dpo", FSDP),
     "DPO of experts": ("dpo", {"model": "mixtral", "router_aux_loss_coef": 0.5}),
