@@ -490,8 +490,12 @@ def trl_log(world: int, kind: str, **changes: Any) -> Any:
     """Return what one of TRL's trainers other than SFTTrainer logs."""
     with accelerate_ranks(world), tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)  # LoRA's weights
-        trainer = trl_trainer(folder, world, kind, **changes)
-        trainer.train()
+        try:
+            trainer = trl_trainer(folder, world, kind, **changes)
+            trainer.train()
+        finally:
+            if world > 1:  # until here, other ranks may read the folder of the first one
+                dist.barrier()
         return [{name: value for name, value in entry.items() if name != "step_time"} for entry in _logged(trainer)]
 
 
