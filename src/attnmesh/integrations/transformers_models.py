@@ -105,8 +105,20 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
 
 
+def text_backbone(model: Any) -> Any:
+    """The language model inside of a model that has images or other inputs beside text; None for other models."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
+        return None
+    if config.get_text_config() is config or not hasattr(model, "get_decoder"):
+        return None
+    found = model.get_decoder()
+    return None if found is model or not hasattr(found, "config") else found
+
+
 def attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The decoder layers (those with a numbered part) that need not compute every token by itself, with their paths."""
+    model = text_backbone(model) or model
     kinds = _layer_types(text_config(model)) or ()
     for path, layers in model.named_modules():
         for number, layer in enumerate(layers) if isinstance(layers, nn.ModuleList) else ():

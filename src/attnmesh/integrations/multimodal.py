@@ -1,0 +1,305 @@
+"""Models with images over ranks: all that precedes the language model sees the whole batch, and the rest one shard.
+
+Such a model embeds its tokens, encodes the images, puts their features in place of placeholder tokens, finds positions
+and masks, and calls its language model. What it finds depends on the whole rows. So its code is given the whole batch,
+with one exception: embeddings are computed for this rank's tokens only (`ShardedEmbeddings`). Hooks before the language
+model take this rank's shard of the other arguments. The images are encoded on every rank, whose gradients for the
+encoder are those of its own tokens: their sum over ranks is the gradient, as for all parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from attnmesh.integrations.transformers_models import MODELS_PAGE, check_head, text_backbone
+from attnmesh.utils.text import see
+from attnmesh.utils.validation import shown
+
+if TYPE_CHECKING:
+    from attnmesh.integrations.sharded_pass import ShardedPass
+
+IMAGES = re.compile(r"(pixel|image|video)(_|s_|$)|pixel_values|spatial_shapes$|second_per_grid")
+"""How the names of a model's arguments begin that describe images: every rank takes them whole."""
+
+_LOCAL = ("labels", "shift_labels")  # of this rank's tokens already
+_LOSS_CODE = re.compile(r"self\.loss_function\((?:[^()]|\([^()]*\))*\*\*\w+")
+_SERVED = "_attnmesh_serves_images"  # of a module that has its hooks
+
+
+@dataclass
+class _Call:
+    """A call of a model with a sharded batch, until it has returned; `ids` are those that are being embedded."""
+
+    model: nn.Module
+    attention_pass: ShardedPass
+    ids: Tensor | None = None
+
+
+_current: ContextVar[_Call | None] = ContextVar("the call of a model with images", default=None)
+
+
+def is_entered(model: nn.Module) -> bool:
+    """Whether this model is being called with a sharded batch, of which it has been given the whole."""
+    call = _current.get()
+    return call is not None and call.model is model
+
+
+def serve_images(model: Any) -> bool:
+    """Let a model with images take batches of `shard_inputs`; whether it is one. May be called more than once."""
+    backbone = text_backbone(model)
+    if backbone is None:
+        return False
+    if not getattr(model, _SERVED, False):
+        model.register_forward_pre_hook(_enter, with_kwargs=True)
+        model.register_forward_hook(_leave, always_call=True)
+        setattr(model, _SERVED, True)
+    if not getattr(backbone, _SERVED, False):
+        backbone.register_forward_pre_hook(_shard_arguments, with_kwargs=True)
+        setattr(backbone, _SERVED, True)
+    embedding = model.get_input_embeddings()
+    if not getattr(embedding, _SERVED, False):
+        embedding.register_forward_pre_hook(_shard_ids)
+        embedding.register_forward_hook(_to_sharded)
+        setattr(embedding, _SERVED, True)
+    return True
+
+
+def whole_arguments(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the model's own code: those of the whole batch. The language model gets the shards."""
+    attention_pass: ShardedPass = kwargs["attention_pass"]
+    if attention_pass.leaves is not None:
+        raise ValueError(
+            f"{type(model).__name__}: a model with images must be given a ContextParallel that is not reproducible: "
+            f"the sums of its image encoder depend on the number of ranks"
+        )
+    if kwargs.get("labels") is not None and not _passes_count(type(model)):
+        raise ValueError(
+            f"{type(model).__name__}: labels must be None for a model that computes its loss in its own way "
+            f"over ranks, got labels{see(MODELS_PAGE)}"
+        )
+    given = {name: x for name, x in kwargs.items() if name != "attention_pass"}
+    for name, whole in attention_pass.wholes.items():
+        if name in ("attention_mask", "position_ids"):
+            continue
+        if name not in given:
+            raise ValueError(f"{type(model).__name__}: {name} must be what shard_inputs returned, got none")
+        attention_pass.check_shard(name, given[name])
+        given[name] = whole
+    given |= {name: attention_pass.wholes.get(name) for name in ("attention_mask", "position_ids")}
+    _current.set(_Call(model, attention_pass))
+    return given
+
+
+def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Before the forward of the whole model."""
+    if torch.compiler.is_compiling() or _current.get() is not None or not hasattr(
+        attention_pass := kwargs.get("attention_pass"), "wholes"
+    ):
+        return None
+    if args:
+        raise ValueError(f"{type(model).__name__}: arguments must be given by name, as shard_inputs returns them")
+    assert attention_pass is not None
+    return (), whole_arguments(model, kwargs)
+
+
+def _leave(model: nn.Module, *_: object) -> None:
+    """After the forward of the whole model, also if it has raised an exception."""
+    if is_entered(model):
+        _current.set(None)
+
+
+@cache
+def _passes_count(kind: type[nn.Module]) -> bool:
+    """Whether the code of the model gives its loss function all that it was given, such as shifted labels."""
+    forward = inspect.unwrap(kind.forward)
+    return _LOSS_CODE.search(inspect.getsource(forward)) is not None
+
+
+# The embeddings of the tokens, before the language model.
+
+
+class ShardedEmbeddings:
+    """The embeddings [B, S, hidden] of the whole batch, of which this rank computes its tokens only.
+
+    Models read their shape and put image features in the places of a mask, which is done here for this rank's tokens.
+    Whatever else is done with them computes them for all tokens, on every rank: right, in more memory.
+    """
+
+    def __init__(self, attention_pass: ShardedPass, local: Tensor, embedding: nn.Module, ids: Tensor) -> None:
+        self._pass, self._local, self._embedding, self._ids = attention_pass, local, embedding, ids
+        self._whole: Tensor | None = None
+        self._features: tuple[tuple[Tensor, Tensor], ...] = ()
+        self.shape = torch.Size((*ids.shape, local.shape[-1]))
+        self.ndim, self.dtype, self.device = 3, local.dtype, local.device
+
+    def local(self) -> Tensor:
+        """The embeddings of this rank's tokens, [B, n, hidden]."""
+        return self._local if self._whole is None else self._pass.shard(self._whole)
+
+    def whole(self) -> Tensor:
+        """The embeddings of all tokens. From now on, they are what counts: code may write into them."""
+        if self._whole is None:
+            entered = _current.get()
+            _current.set(None)  # this call of the embedding is one of the whole
+            try:
+                self._whole = self._embedding(self._ids).to(self.device, self.dtype)
+            finally:
+                _current.set(entered)
+            for mask, features in self._features:
+                self._whole = self._whole.masked_scatter(mask, features)
+        return self._whole
+
+    def size(self, dim: int | None = None) -> Any:
+        """As of a tensor."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """As of a tensor."""
+        return self.ndim
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Themselves, if neither dtype nor device changes."""
+        if self._whole is None:
+            moved = self._local.to(*args, **kwargs)
+            if moved.dtype == self.dtype and moved.device == self.device:
+                return self
+        return self.whole().to(*args, **kwargs)
+
+    def masked_scatter(self, mask: Tensor, features: Tensor) -> Any:
+        """The embeddings with the rows of `features`, in order, in the places of `mask`, [B, S, 1] or expanded."""
+        is_of_tokens = mask.dim() == 3 and mask.shape[:2] == self.shape[:2]
+        is_of_tokens = is_of_tokens and (mask.shape[2] == 1 or mask.stride(2) == 0)
+        if self._whole is not None or not is_of_tokens:
+            return self.whole().masked_scatter(mask, features)
+        places = mask[..., 0].to(self.device)
+        rows = features.reshape(-1, self.shape[2])
+        changed = ShardedEmbeddings(self._pass, self._local, self._embedding, self._ids)
+        here, own = own_rows(self._pass, places)
+        changed._local = self._local.masked_scatter(here[..., None], rows[own.to(rows.device)].to(self.device))
+        changed._features = (*self._features, (mask, features))
+        return changed
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.whole(), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.whole()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._whole = self.whole().clone()
+        self._whole[key] = value
+
+    def __eq__(self, other: object) -> Any:
+        return self.whole() == other
+
+    __hash__ = object.__hash__
+
+    def __add__(self, other: Any) -> Any:
+        return self.whole() + other
+
+    def __mul__(self, other: Any) -> Any:
+        return self.whole() * other
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for a function that is given these embeddings."""
+
+        def whole(x: Any) -> Any:
+            if isinstance(x, list | tuple):
+                return type(x)(map(whole, x))
+            return x.whole() if isinstance(x, ShardedEmbeddings) else x
+
+        return function(*whole(args), **{name: whole(x) for name, x in (kwargs or {}).items()})
+
+
+def own_rows(attention_pass: ShardedPass, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of this rank's tokens [B, n] are in `places` [B, S], and which rows of one row per place are theirs."""
+    here = attention_pass.shard(places)
+    row = (places.flatten().cumsum(0) - 1).view(places.shape)
+    return here, attention_pass.shard(row)[here]
+
+
+def _shard_ids(embedding: nn.Module, args: tuple[Any, ...]) -> Tensor | None:
+    """Before an embedding: this rank's tokens of the whole batch."""
+    call = _current.get()
+    if torch.compiler.is_compiling() or call is None or len(args) != 1 or not isinstance(args[0], Tensor):
+        return None
+    if args[0].shape != call.attention_pass.wholes["input_ids"].shape:
+        return None
+    call.ids = args[0]
+    return call.attention_pass.shard(call.ids)
+
+
+def _to_sharded(embedding: nn.Module, args: object, found: Any) -> Any:
+    """After it."""
+    call = _current.get()
+    if torch.compiler.is_compiling() or call is None or call.ids is None:
+        return None
+    ids, call.ids = call.ids, None
+    return ShardedEmbeddings(call.attention_pass, found, embedding, ids)
+
+
+# The language model.
+
+
+def _shard_arguments(backbone: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Before the forward of the language model: this rank's shard of its arguments."""
+    call = _current.get()
+    if torch.compiler.is_compiling() or call is None:
+        return None
+    if args:
+        raise ValueError(f"{type(backbone).__name__} must be given its arguments by name over ranks, got {len(args)}")
+    check_head()
+    attention_pass = call.attention_pass
+    local = {name: x for name, x in kwargs.items() if name != "deepstack_visual_embeds"}
+    for name, x in local.items():
+        local[name] = _shard_argument(attention_pass, backbone, name, x)
+    features = kwargs.get("deepstack_visual_embeds")
+    if features is not None:
+        local["visual_pos_masks"], own = own_rows(attention_pass, kwargs["visual_pos_masks"])
+        local["deepstack_visual_embeds"] = [each[own.to(each.device)] for each in features]
+    if local.get("position_ids") is None:
+        local["position_ids"] = attention_pass.position_ids
+    attention_pass.accept("position_ids", local["position_ids"])
+    local["attention_mask"] = attention_pass.masks_of(kwargs.get("attention_mask"))
+    return (), local | {"attention_pass": attention_pass}
+
+
+def _shard_argument(attention_pass: ShardedPass, backbone: nn.Module, name: str, x: Any) -> Any:
+    """This rank's shard of an argument that has one entry per token; other tensors are refused."""
+    shape = attention_pass.wholes["input_ids"].shape
+    if name in (*_LOCAL, "attention_mask") or x is None:
+        return x
+    if isinstance(x, ShardedEmbeddings):
+        return x.local()
+    if name == "position_ids":  # [S], [B, S], or one of these for each of the dimensions that images have
+        if x.shape[-1] == shape[1]:
+            return attention_pass.shard(x.expand(*x.shape[:-2], *shape) if x.dim() < 3 else x, -1)
+    elif isinstance(x, Tensor) and x.shape[:2] == shape:
+        return attention_pass.shard(x)
+    elif not _has_tokens(x):
+        return x
+    got = list(x.shape) if isinstance(x, Tensor) else shown(x)
+    raise ValueError(
+        f"{type(backbone).__name__}: {name} must have one entry per token, {list(shape)}, to be sharded over ranks, "
+        f"got {got}{see(MODELS_PAGE)}"
+    )
+
+
+def _has_tokens(x: Any) -> bool:
+    """Whether an argument may have something for each token."""
+    if isinstance(x, list | tuple):
+        return any(map(_has_tokens, x))
+    return isinstance(x, dict) or (isinstance(x, Tensor) and x.dim() > 0)

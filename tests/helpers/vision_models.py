@@ -1,0 +1,177 @@
+"""Small random models with images, batches for them, and what attnmesh does with each of these types.
+
+`python -m helpers.vision_models` writes the table in the docs, from the folder of the repository with src and tests in
+PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import attnmesh as am
+from attnmesh.integrations.transformers_attention import register_attention
+from helpers.models import on_virtual_ranks
+
+IMAGE, VIDEO, START = 50, 51, 52  # tokens
+LENGTH = 41
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 53, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+_ALTERNATING = ["sliding_attention", "full_attention"]
+_VIT: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 4,
+}  # fmt: skip
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+_QWEN = {"depth": 2, "hidden_size": 16, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "in_channels": 3}
+_QWEN_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START}
+
+
+def _llava(text: str, vision: str, **own: Any) -> dict[str, Any]:
+    return {
+        "text_config": {"model_type": text, **_TEXT}, "vision_config": {"model_type": vision, **_VIT},
+        "image_token_index": IMAGE, "image_token_id": IMAGE, **own,
+    }  # fmt: skip
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": _TEXT | {"sliding_window": 6, "layer_types": _ALTERNATING, "query_pre_attn_scalar": 8},
+        "vision_config": {"model_type": "siglip_vision_model", **_VIT, "vision_use_head": False},
+        "mm_tokens_per_image": 4, "image_token_index": IMAGE, "image_token_id": IMAGE,
+    },
+    "idefics3": {
+        "text_config": {"model_type": "llama", **_TEXT}, "vision_config": _VIT, "scale_factor": 2,
+        "image_token_id": IMAGE,
+    },
+    "internvl": {
+        "text_config": {"model_type": "qwen2", **_TEXT}, "image_token_id": IMAGE, "downsample_ratio": 0.5,
+        "vision_config": _VIT | {"image_size": [16, 16], "patch_size": [4, 4]}, "image_seq_length": 4,
+    },
+    "llava": _llava("llama", "clip_vision_model", image_seq_length=16),
+    "llava_onevision": _llava("qwen2", "siglip_vision_model", image_grid_pinpoints=[[16, 16]], video_token_index=VIDEO),
+    "mistral3": _llava("mistral", "pixtral", spatial_merge_size=2),
+    "paligemma": _llava("gemma", "siglip_vision_model", projection_dim=32),
+    "qwen2_vl": {
+        "text_config": _TEXT | _ROPE, "vision_config": _QWEN | {"embed_dim": 16, "hidden_size": 32}, **_QWEN_IDS
+    },
+    "qwen2_5_vl": {
+        "text_config": _TEXT | _ROPE, **_QWEN_IDS,
+        "vision_config": _QWEN | {
+            "intermediate_size": 24, "out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1]
+        },
+    },
+    "qwen3_vl": {
+        "text_config": _TEXT | _ROPE, **_QWEN_IDS,
+        "vision_config": _QWEN | {
+            "intermediate_size": 24, "out_hidden_size": 32, "deepstack_visual_indexes": [0, 1],
+            "num_position_embeddings": 16,
+        },
+    },
+    "smolvlm": {
+        "text_config": {"model_type": "llama", **_TEXT}, "vision_config": _VIT, "scale_factor": 2,
+        "image_token_id": IMAGE,
+    },
+}  # fmt: skip
+"""What makes each type small."""
+
+_TOKENS = {"llava": 16, "paligemma": 16, "llava_onevision": 20}  # of an image; 4 of most
+
+
+def small_model(kind: str, implementation: str, **changes: Any) -> Any:
+    """A small random model of this type."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    register_attention()
+    config = AutoConfig.for_model(kind, **CONFIGS[kind] | changes)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation=implementation).float()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, 0.0 if weight.dim() > 1 else 1.0, 0.2)
+    return model.eval()
+
+
+def batch(kind: str, *, padding: str = "right", length: int = LENGTH, images: bool = True) -> dict[str, Any]:
+    """Two rows of another number of images each, one of them padded, as a processor makes them."""
+    random = torch.Generator().manual_seed(3)
+    ids = torch.randint(8, 48, (2, length), generator=random)
+    real = torch.ones_like(ids)
+    real[1, length - 5 :] = 0
+    if padding == "left":
+        real = real.flip(1)
+    sizes = [(4, 8), (4, 4), (8, 4)] if kind.startswith("qwen") else [(4, 4)] * 3
+    if images:
+        begins = [(0, 3), (0, 23), (1, 11)] if _TOKENS.get(kind, 4) > 8 or kind == "paligemma" else [(0, 3), (0, 16), (1, 17)]
+        for (row, begin), (height, width) in zip(begins, sizes, strict=True):
+            count = _TOKENS.get(kind, height * width // 4)
+            ids[row, begin : begin + count] = IMAGE
+            ids[row, begin - 1] = START if kind.startswith("qwen") else 9
+    ids = ids.masked_fill(real == 0, 0)
+    labels = ids.masked_fill((real == 0) | (ids == IMAGE), -100)
+    labels[0, ::3] = -100
+    found = {"input_ids": ids, "labels": labels, "attention_mask": real}
+    if kind.startswith("qwen"):
+        found["mm_token_type_ids"] = (ids == IMAGE).int()
+    elif kind in ("gemma3", "paligemma"):
+        found["token_type_ids"] = (ids == IMAGE).long() if kind == "gemma3" else _suffix(ids, real)
+    return found | (_pixels(kind, sizes, random) if images else {})
+
+
+def _suffix(ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """The tokens after the last image of each row, as PaliGemma's processor marks them."""
+    after = (ids == IMAGE).long().flip(1).cumsum(1).flip(1) == 0
+    return (after & (real == 1)).long()
+
+
+def _pixels(kind: str, sizes: list[tuple[int, int]], random: torch.Generator) -> dict[str, Any]:
+    if kind.startswith("qwen"):
+        patches = sum(height * width for height, width in sizes)
+        grid = torch.tensor([(1, height, width) for height, width in sizes])
+        return {"pixel_values": torch.randn(patches, 3 * 2 * 4 * 4, generator=random), "image_grid_thw": grid}
+    pixels = torch.randn(3, 3, 16, 16, generator=random)
+    match kind:
+        case "mistral3":
+            return {"pixel_values": pixels, "image_sizes": torch.tensor([[16, 16]] * 3)}
+        case "llava_onevision":  # the whole image, and one part of it
+            return {
+                "pixel_values": torch.stack([pixels, pixels.flip(0)], 1), "image_sizes": torch.tensor([[16, 16]] * 3),
+                "batch_num_images": torch.tensor([2, 1]),
+            }  # fmt: skip
+        case "idefics3" | "smolvlm":
+            nothing = torch.zeros_like(pixels[:1])  # the second row has one image
+            return {"pixel_values": torch.cat([pixels, nothing]).view(2, 2, 3, 16, 16)}
+    return {"pixel_values": pixels}
+
+
+def check(kind: str, world: int, *, how: dict[str, Any] | None = None, changes: Any = None, **rows: Any) -> None:
+    """Compare loss and all gradients over ranks with one process of Transformers' own attention."""
+    given, changes = batch(kind, **rows), changes or {}
+    whole = small_model(kind, "eager", **changes)
+    wanted = whole(**given)
+    wanted.loss.backward()
+
+    def rank(comm):
+        model = small_model(kind, "attnmesh", **changes)
+        inputs = am.shard_inputs(am.ContextParallel(comm), **given, **how or {})
+        with torch.autograd.set_multithreading_enabled(False):  # a virtual rank is one thread
+            out = model(**inputs)
+            out.loss.backward()
+        grads = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        return out.loss.detach(), inputs["attention_pass"].unshard(out.logits.detach()), grads
+
+    everyone = on_virtual_ranks(world, rank)
+    torch.testing.assert_close(sum(loss for loss, _, _ in everyone), wanted.loss.detach(), rtol=2e-6, atol=0)
+    real = given["attention_mask"] == 1
+    torch.testing.assert_close(everyone[0][1][real], wanted.logits.detach()[real], rtol=1e-4, atol=1e-4)
+    for name, weight in whole.named_parameters():
+        if weight.grad is None:
+            assert all(name not in grads for _, _, grads in everyone), name
+            continue
+        found = sum(grads[name] for _, _, grads in everyone)
+        assert (found - weight.grad).norm() <= 1e-5 * weight.grad.norm() + 1e-7, (
+            name, float((found - weight.grad).norm()), float(weight.grad.norm()),
+        )  # fmt: skip
