@@ -79,7 +79,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What makes each type small."""
 
-_TOKENS = {"llava": 16, "paligemma": 16, "llava_onevision": 20}  # of an image; 4 of most
+_TOKENS = {"llava": [16] * 3, "paligemma": [16] * 3, "llava_onevision": [17, 17, 36], "qwen": [8, 4, 8]}  # of images
 
 
 def small_model(kind: str, implementation: str, **changes: Any) -> Any:
@@ -98,6 +98,7 @@ def small_model(kind: str, implementation: str, **changes: Any) -> Any:
 def batch(kind: str, *, padding: str = "right", length: int = LENGTH, images: bool = True) -> dict[str, Any]:
     """Two rows of another number of images each, one of them padded, as a processor makes them."""
     random = torch.Generator().manual_seed(3)
+    length += 4 if kind == "llava_onevision" else 0
     ids = torch.randint(8, 48, (2, length), generator=random)
     real = torch.ones_like(ids)
     real[1, length - 5 :] = 0
@@ -105,9 +106,9 @@ def batch(kind: str, *, padding: str = "right", length: int = LENGTH, images: bo
         real = real.flip(1)
     sizes = [(4, 8), (4, 4), (8, 4)] if kind.startswith("qwen") else [(4, 4)] * 3
     if images:
-        begins = [(0, 3), (0, 23), (1, 11)] if _TOKENS.get(kind, 4) > 8 or kind == "paligemma" else [(0, 3), (0, 16), (1, 17)]
-        for (row, begin), (height, width) in zip(begins, sizes, strict=True):
-            count = _TOKENS.get(kind, height * width // 4)
+        counts = _TOKENS.get(kind.partition("2")[0].partition("3")[0] if kind.startswith("qwen") else kind, [4] * 3)
+        begins = [3, counts[0] + 6, 2 if counts[2] > 16 else 11]
+        for row, begin, count in zip((0, 0, 1), begins, counts, strict=True):
             ids[row, begin : begin + count] = IMAGE
             ids[row, begin - 1] = START if kind.startswith("qwen") else 9
     ids = ids.masked_fill(real == 0, 0)

@@ -26,8 +26,8 @@ from attnmesh.utils.validation import shown
 if TYPE_CHECKING:
     from attnmesh.integrations.sharded_pass import ShardedPass
 
-IMAGES = re.compile(r"(pixel|image|video)(_|s_|$)|pixel_values|spatial_shapes$|second_per_grid")
-"""How the names of a model's arguments begin that describe images: every rank takes them whole."""
+IMAGES = re.compile("pixel|image|video|spatial_shapes|second_per_grid")
+"""In the names of a model's arguments that describe images: every rank takes them whole."""
 
 _LOCAL = ("labels", "shift_labels")  # of this rank's tokens already
 _LOSS_CODE = re.compile(r"self\.loss_function\((?:[^()]|\([^()]*\))*\*\*\w+")
@@ -100,8 +100,10 @@ def whole_arguments(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """Before the forward of the whole model."""
-    if torch.compiler.is_compiling() or _current.get() is not None or not hasattr(
-        attention_pass := kwargs.get("attention_pass"), "wholes"
+    if (
+        torch.compiler.is_compiling()
+        or _current.get() is not None
+        or not hasattr(attention_pass := kwargs.get("attention_pass"), "wholes")
     ):
         return None
     if args:
@@ -188,7 +190,7 @@ class ShardedEmbeddings:
         return changed
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(name)
         return getattr(self.whole(), name)
 

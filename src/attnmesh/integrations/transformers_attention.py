@@ -28,7 +28,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnmesh.core.mask_encoding import traced_mask
-from attnmesh.core.masks import Causal, Chunked, Full, Mask, Packing, PerSequence, Slices, SlidingWindow, number_starts, packing_of
+from attnmesh.core.masks import (
+    Causal,
+    Chunked,
+    Full,
+    Mask,
+    Packing,
+    PerSequence,
+    Slices,
+    SlidingWindow,
+    number_starts,
+    packing_of,
+)
 from attnmesh.integrations.sharded_pass import ReadError, ShardedMask, ShardedPass
 from attnmesh.integrations.transformers_models import (
     MODELS_PAGE,
@@ -327,7 +338,11 @@ def _checked_mask(
         options = [each for each in _DROPOUTS if getattr(getattr(module, "config", None), each, None) == dropout]
         how = f": load the model with {options[0]}=0.0" if options else ""
         raise ValueError(f"{name}: attention dropout must be 0, got {dropout}{how}")
-    if mask.is_causal and (kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False):
+    if (
+        mask.is_causal
+        and not mask.has_blocks
+        and (kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False)
+    ):
         raise ValueError(f"{name}: is_causal must not be False")
     if sliding_window is not None and mask.window != sliding_window - 1:
         raise ValueError(f"{name}: the mask must have the layer's sliding window {sliding_window}, got {mask.kind}")
@@ -356,14 +371,24 @@ class LayerMask:
     runs on one device (`on_one_device`), once for all layers.
     """
 
+    ndim = 4
+
     def __init__(
-        self, kind: Mask, padding: Tensor | ShardedMask | None, packing: Tensor | None, queries: Span, keys: Span,
-        window: int | None = None,
-    ) -> None:  # fmt: skip
+        self, kind: Mask, padding: Tensor | ShardedMask | None, packing: Tensor | None, queries: Span, keys: Span
+    ) -> None:
         self.kind, self.padding, self.packing, self.queries, self.keys = kind, padding, packing, queries, keys
-        self.window = getattr(kind, "left", None) if window is None else window
+        self.window: int | None = getattr(kind, "left", None)  # how many earlier tokens a token attends to
+        self.has_blocks = False
         self._on_one_device: Mask | None = None
         self.is_causal = not isinstance(kind, Full) and getattr(kind, "right", 0) == 0
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """As of a mask [batch, heads, queries, keys] that is made already, for a model that passes it on."""
+        return None, None, self.queries.stop - self.queries.start, self.keys.stop
+
+    def __getitem__(self, key: object) -> Any:
+        return self.__getattr__("[]")
 
     def __getattr__(self, name: str) -> Any:
         raise ReadError(
@@ -374,7 +399,12 @@ class LayerMask:
     def over_ranks(self, padding: ShardedMask) -> LayerMask:
         """The mask of a rank's tokens, from a mask of the whole batch."""
         here = Span(0, padding.shape[1])
-        return LayerMask(self.kind, padding, None, here, here, self.window)
+        return LayerMask(self.kind, padding, None, here, here).with_blocks(self.window, self.has_blocks)
+
+    def with_blocks(self, window: int | None, has_blocks: bool = True) -> LayerMask:
+        """Itself, as a mask in which tokens of a block attend to one another, and others to `window` earlier tokens."""
+        self.window, self.has_blocks = window, has_blocks
+        return self
 
     def on_one_device(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None = None) -> Mask:
         """The mask of the layer within the documents and without the padding of the batch.
@@ -459,7 +489,7 @@ def layer_mask(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any],
-    attention_mask: Tensor | ShardedMask | None = None,
+    attention_mask: Tensor | ShardedMask | LayerMask | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
@@ -469,6 +499,8 @@ def layer_mask(
 ) -> LayerMask:
     """The hook that Transformers calls to make a mask, once per kind of layer in a forward pass."""
     check_config(config)
+    if isinstance(attention_mask, LayerMask):  # which the model around a language model has made
+        return attention_mask
     if isinstance(attention_mask, ShardedMask) and not torch.compiler.is_compiling():
         if attention_mask.attention_pass.causal:
             check_head()
@@ -478,7 +510,7 @@ def layer_mask(
                 f"position_ids must be given to shard_inputs for rows with padding before their tokens: the code of "
                 f"{config_class.__name__} may derive them from attention_mask, got None"
             )
-    window = None
+    blocks = None
     if torch.compiler.is_compiling():
         packed = not allow_is_causal_skip and attention_mask is None and q_length == kv_length
         kind = _traced_kind(local_size, not use_vmap and (allow_is_causal_skip or packed), config)
@@ -487,16 +519,16 @@ def layer_mask(
         found = _functions(mask_function)
         blocks = found.pop("blockwise_overlay", None)
         kind, packing = _kind(found)
-        if blocks is not None:
-            window = getattr(kind, "left", None)
-            kind = _with_blocks(kind, blocks, attention_mask, kv_offset + kv_length)
     if isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length:
         raise ValueError(
             f"the KV cache must end with the last token, as a DynamicCache does, got {kv_length} keys from {kv_offset} "
             f"for {q_length} queries from {q_offset}: static caches are not supported"
         )
     queries, keys = Span(q_offset, q_offset + q_length), Span(kv_offset, kv_offset + kv_length)
-    return LayerMask(kind, attention_mask, packing, queries, keys, window)
+    if blocks is None:
+        return LayerMask(kind, attention_mask, packing, queries, keys)
+    united = _with_blocks(kind, blocks, attention_mask, keys.stop)
+    return LayerMask(united, attention_mask, packing, queries, keys).with_blocks(getattr(kind, "left", None))
 
 
 def _functions(function: Callable[..., Any]) -> dict[str, dict[str, Any]]:
@@ -584,13 +616,16 @@ def _conjunction(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, 
         inside = [each for part in others for each in _conjunction(part)]
         yield from inside
         window = any(name == "sliding_window_overlay" for name, _ in inside)
-        yield "blockwise_overlay", {"block_sequence_ids": _cells(blocks)["block_sequence_ids"], "within_window": not window}
+        yield (
+            "blockwise_overlay",
+            {"block_sequence_ids": _cells(blocks)["block_sequence_ids"], "within_window": not window},
+        )
     elif function.__module__ == _MASKING and name in _MASK_FUNCTIONS:
         yield name, cells
     else:
         raise ValueError(
-            f"masks must be causal or bidirectional, with a sliding window, in chunks, of packed sequences or with blocks "
-            f"such as images, got the mask function "
+            f"masks must be causal or bidirectional, with a sliding window, in chunks, of packed sequences or of "
+            f"blocks, got the mask function "
             f"{function.__module__}.{function.__qualname__}"
         )
 

@@ -62,8 +62,8 @@ def shard_inputs(
         balance: give packed or padded rows the layout `Balanced`, which divides their work evenly.
         causal: False for an encoder, such as BERT, with a head for masked language models or token classification.
         more: more tensors [B, S, ...] to shard, under the names that the model takes, such as `mm_token_type_ids`; and
-            images, under names that begin with `pixel`, `image` or `video`, such as `pixel_values` and
-            `image_grid_thw`, which every rank gives to the model whole.
+            images, under names with `pixel`, `image` or `video` in them, such as `pixel_values` and `image_grid_thw`,
+            which every rank gives to the model whole.
 
     Ranks compare a checksum of every tensor: in every call if it is on the host and has at most 16 MiB; otherwise, as
     reading it would stall the device, in the first call of a group and then in every 100th. A difference raises
@@ -87,8 +87,8 @@ def shard_inputs(
     """
     check_type("cp", cp, ContextParallel)
     watch_models()
-    images = {name: x for name, x in more.items() if IMAGES.match(name) and x is not None}
-    per_token = {name: x for name, x in more.items() if not IMAGES.match(name)}
+    images = {name: x for name, x in more.items() if IMAGES.search(name) and x is not None}
+    per_token = {name: x for name, x in more.items() if not IMAGES.search(name)}
 
     def check() -> tuple[ShardedPass, SharedValues]:
         _check_batch(input_ids, labels, num_items_in_batch, per_token)
@@ -248,7 +248,9 @@ def _tensors_of(images: Mapping[str, Any]) -> dict[str, Tensor]:
         for i, each in enumerate(x if isinstance(x, list | tuple) else [x]):
             if not isinstance(each, Tensor | int | float):
                 raise ValueError(f"{name} must be a tensor or a list of tensors or numbers, got {shown(x)}")
-            found[f"{name}[{i}]" if isinstance(x, list | tuple) else name] = each if isinstance(each, Tensor) else torch.tensor(each, device="cpu")
+            found[f"{name}[{i}]" if isinstance(x, list | tuple) else name] = (
+                each if isinstance(each, Tensor) else torch.tensor(each, device="cpu")
+            )
     return found
 
 
