@@ -12,10 +12,14 @@ import torch
 
 import attnmesh as am
 from attnmesh.integrations.transformers_attention import register_attention
+from helpers.decoder_types import quiet, reason_of, refused_and_served, write_between
+from helpers.decoder_types import written as written_between
 from helpers.models import on_virtual_ranks
 
 IMAGE, VIDEO, START = 50, 51, 52  # tokens
 LENGTH = 41
+
+_BEGIN, _END = "<!-- image types: begin -->", "<!-- image types: end -->"
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 53, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -82,12 +86,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 _TOKENS = {"llava": [16] * 3, "paligemma": [16] * 3, "llava_onevision": [17, 17, 36], "qwen": [8, 4, 8]}  # of images
 
 
-def small_model(kind: str, implementation: str, **changes: Any) -> Any:
+def small_model(kind: str, implementation: str) -> Any:
     """A small random model of this type."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     register_attention()
-    config = AutoConfig.for_model(kind, **CONFIGS[kind] | changes)
+    config = AutoConfig.for_model(kind, **CONFIGS[kind])
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation=implementation).float()
     for weight in model.parameters():
@@ -95,9 +99,11 @@ def small_model(kind: str, implementation: str, **changes: Any) -> Any:
     return model.eval()
 
 
-def batch(kind: str, *, padding: str = "right", length: int = LENGTH, images: bool = True) -> dict[str, Any]:
+def batch(
+    kind: str, *, padding: str = "right", length: int = LENGTH, images: bool = True, seed: int = 3
+) -> dict[str, Any]:
     """Two rows of another number of images each, one of them padded, as a processor makes them."""
-    random = torch.Generator().manual_seed(3)
+    random = torch.Generator().manual_seed(seed)
     length += 4 if kind == "llava_onevision" else 0
     ids = torch.randint(8, 48, (2, length), generator=random)
     real = torch.ones_like(ids)
@@ -114,6 +120,8 @@ def batch(kind: str, *, padding: str = "right", length: int = LENGTH, images: bo
     ids = ids.masked_fill(real == 0, 0)
     labels = ids.masked_fill((real == 0) | (ids == IMAGE), -100)
     labels[0, ::3] = -100
+    if padding == "left":
+        labels[1, :6] = -100  # the token before is padding, and what that attends to depends on the kernel
     found = {"input_ids": ids, "labels": labels, "attention_mask": real}
     if kind.startswith("qwen"):
         found["mm_token_type_ids"] = (ids == IMAGE).int()
@@ -148,16 +156,26 @@ def _pixels(kind: str, sizes: list[tuple[int, int]], random: torch.Generator) ->
     return {"pixel_values": pixels}
 
 
-def check(kind: str, world: int, *, how: dict[str, Any] | None = None, changes: Any = None, **rows: Any) -> None:
+class NotMadeError(Exception):
+    """One process fails with the small configuration of a type."""
+
+
+def check(
+    kind: str, world: int, *, how: dict[str, Any] | None = None, layout: am.Layout | None = None, **rows: Any
+) -> None:
     """Compare loss and all gradients over ranks with one process of Transformers' own attention."""
-    given, changes = batch(kind, **rows), changes or {}
-    whole = small_model(kind, "eager", **changes)
-    wanted = whole(**given)
-    wanted.loss.backward()
+    try:
+        given = batch(kind, **rows)
+        whole = small_model(kind, "eager")
+        wanted = whole(**given)
+        wanted.loss.backward()
+    except Exception as error:
+        raise NotMadeError(f"{kind}: {type(error).__name__}: {error}") from error
 
     def rank(comm):
-        model = small_model(kind, "attnmesh", **changes)
-        inputs = am.shard_inputs(am.ContextParallel(comm), **given, **how or {})
+        model = small_model(kind, "attnmesh")
+        ranks = am.ContextParallel(comm) if layout is None else am.ContextParallel(comm, layout=layout)
+        inputs = am.shard_inputs(ranks, **given, **how or {})
         with torch.autograd.set_multithreading_enabled(False):  # a virtual rank is one thread
             out = model(**inputs)
             out.loss.backward()
@@ -176,3 +194,37 @@ def check(kind: str, world: int, *, how: dict[str, Any] | None = None, changes: 
         assert (found - weight.grad).norm() <= 1e-5 * weight.grad.norm() + 1e-7, (
             name, float((found - weight.grad).norm()), float(weight.grad.norm()),
         )  # fmt: skip
+
+
+# The table.
+
+
+def table() -> dict[str, str]:
+    """Why each type is refused, or nothing for a type that is served."""
+    quiet()
+    found: dict[str, str] = {}
+    with torch.random.fork_rng():
+        for kind in sorted(CONFIGS):
+            try:
+                check(kind, 2)
+                found[kind] = ""
+            except ValueError as error:
+                found[kind] = reason_of(error)
+    return found
+
+
+def lines(rows: dict[str, str]) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return refused_and_served(
+        rows, "models with images", "loss and gradients of one process", len(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    )
+
+
+def written() -> str:
+    """The table in the documentation."""
+    return written_between(_BEGIN, _END)
+
+
+if __name__ == "__main__":
+    write_between(_BEGIN, lines(table()), _END)

@@ -14,6 +14,7 @@ import re
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,24 +33,25 @@ IMAGES = re.compile("pixel|image|video|spatial_shapes|second_per_grid")
 _LOCAL = ("labels", "shift_labels")  # of this rank's tokens already
 _LOSS_CODE = re.compile(r"self\.loss_function\((?:[^()]|\([^()]*\))*\*\*\w+")
 _SERVED = "_attnmesh_serves_images"  # of a module that has its hooks
+_serving = Lock()  # virtual ranks may share a model
 
 
 @dataclass
 class _Call:
-    """A call of a model with a sharded batch, until it has returned; `ids` are those that are being embedded."""
+    """A call of a model with a sharded batch, until it has returned."""
 
     model: nn.Module
     attention_pass: ShardedPass
-    ids: Tensor | None = None
+    embeds: bool = False  # whether the whole batch is being embedded
 
 
 _current: ContextVar[_Call | None] = ContextVar("the call of a model with images", default=None)
 
 
-def is_entered(model: nn.Module) -> bool:
-    """Whether this model is being called with a sharded batch, of which it has been given the whole."""
+def is_given_whole(model: nn.Module | None = None) -> bool:
+    """Whether this model, or any, is being called with a sharded batch of which its own code is given the whole."""
     call = _current.get()
-    return call is not None and call.model is model
+    return call is not None and (model is None or call.model is model)
 
 
 def serve_images(model: Any) -> bool:
@@ -57,18 +59,18 @@ def serve_images(model: Any) -> bool:
     backbone = text_backbone(model)
     if backbone is None:
         return False
-    if not getattr(model, _SERVED, False):
-        model.register_forward_pre_hook(_enter, with_kwargs=True)
-        model.register_forward_hook(_leave, always_call=True)
-        setattr(model, _SERVED, True)
-    if not getattr(backbone, _SERVED, False):
-        backbone.register_forward_pre_hook(_shard_arguments, with_kwargs=True)
-        setattr(backbone, _SERVED, True)
-    embedding = model.get_input_embeddings()
-    if not getattr(embedding, _SERVED, False):
-        embedding.register_forward_pre_hook(_shard_ids)
-        embedding.register_forward_hook(_to_sharded)
-        setattr(embedding, _SERVED, True)
+    with _serving:
+        if not getattr(model, _SERVED, False):
+            model.register_forward_pre_hook(_enter, with_kwargs=True)
+            model.register_forward_hook(_leave, always_call=True)
+        if not getattr(backbone, _SERVED, False):
+            backbone.register_forward_pre_hook(_shard_arguments, with_kwargs=True)
+        embedding = model.get_input_embeddings()
+        if not getattr(embedding, _SERVED, False):
+            embedding.register_forward_pre_hook(_shard_ids)
+            embedding.register_forward_hook(_to_sharded)
+        for module in (model, backbone, embedding):
+            setattr(module, _SERVED, True)
     return True
 
 
@@ -80,7 +82,7 @@ def whole_arguments(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
             f"{type(model).__name__}: a model with images must be given a ContextParallel that is not reproducible: "
             f"the sums of its image encoder depend on the number of ranks"
         )
-    if kwargs.get("labels") is not None and not _passes_count(type(model)):
+    if kwargs.get("labels") is not None and not _passes_count(type(model)):  # type: ignore[arg-type]
         raise ValueError(
             f"{type(model).__name__}: labels must be None for a model that computes its loss in its own way "
             f"over ranks, got labels{see(MODELS_PAGE)}"
@@ -114,33 +116,37 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 def _leave(model: nn.Module, *_: object) -> None:
     """After the forward of the whole model, also if it has raised an exception."""
-    if is_entered(model):
+    if is_given_whole(model):
         _current.set(None)
 
 
 @cache
 def _passes_count(kind: type[nn.Module]) -> bool:
     """Whether the code of the model gives its loss function all that it was given, such as shifted labels."""
-    forward = inspect.unwrap(kind.forward)
-    return _LOSS_CODE.search(inspect.getsource(forward)) is not None
+    try:
+        code = inspect.getsource(inspect.unwrap(kind.forward))
+    except (OSError, TypeError):  # a function without a file
+        return False
+    return _LOSS_CODE.search(code) is not None
 
 
 # The embeddings of the tokens, before the language model.
 
 
 class ShardedEmbeddings:
-    """The embeddings [B, S, hidden] of the whole batch, of which this rank computes its tokens only.
+    """The embeddings [B, S, hidden] of the whole batch, of which this rank has those of its tokens.
 
     Models read their shape and put image features in the places of a mask, which is done here for this rank's tokens.
-    Whatever else is done with them computes them for all tokens, on every rank: right, in more memory.
+    For whatever else is done with them, every rank gathers all of them: right, in more memory.
     """
 
-    def __init__(self, attention_pass: ShardedPass, local: Tensor, embedding: nn.Module, ids: Tensor) -> None:
-        self._pass, self._local, self._embedding, self._ids = attention_pass, local, embedding, ids
+    ndim = 3
+
+    def __init__(self, attention_pass: ShardedPass, local: Tensor) -> None:
+        self._pass, self._local = attention_pass, local
         self._whole: Tensor | None = None
-        self._features: tuple[tuple[Tensor, Tensor], ...] = ()
-        self.shape = torch.Size((*ids.shape, local.shape[-1]))
-        self.ndim, self.dtype, self.device = 3, local.dtype, local.device
+        self.shape = torch.Size((*attention_pass.wholes["input_ids"].shape, local.shape[-1]))
+        self.dtype, self.device = local.dtype, local.device
 
     def local(self) -> Tensor:
         """The embeddings of this rank's tokens, [B, n, hidden]."""
@@ -149,14 +155,7 @@ class ShardedEmbeddings:
     def whole(self) -> Tensor:
         """The embeddings of all tokens. From now on, they are what counts: code may write into them."""
         if self._whole is None:
-            entered = _current.get()
-            _current.set(None)  # this call of the embedding is one of the whole
-            try:
-                self._whole = self._embedding(self._ids).to(self.device, self.dtype)
-            finally:
-                _current.set(entered)
-            for mask, features in self._features:
-                self._whole = self._whole.masked_scatter(mask, features)
+            self._whole = self._pass.unshard(self._local)
         return self._whole
 
     def size(self, dim: int | None = None) -> Any:
@@ -168,12 +167,10 @@ class ShardedEmbeddings:
         return self.ndim
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Themselves, if neither dtype nor device changes."""
-        if self._whole is None:
-            moved = self._local.to(*args, **kwargs)
-            if moved.dtype == self.dtype and moved.device == self.device:
-                return self
-        return self.whole().to(*args, **kwargs)
+        """As of a tensor."""
+        if self._whole is not None:
+            return self._whole.to(*args, **kwargs)
+        return ShardedEmbeddings(self._pass, self._local.to(*args, **kwargs))
 
     def masked_scatter(self, mask: Tensor, features: Tensor) -> Any:
         """The embeddings with the rows of `features`, in order, in the places of `mask`, [B, S, 1] or expanded."""
@@ -183,11 +180,9 @@ class ShardedEmbeddings:
             return self.whole().masked_scatter(mask, features)
         places = mask[..., 0].to(self.device)
         rows = features.reshape(-1, self.shape[2])
-        changed = ShardedEmbeddings(self._pass, self._local, self._embedding, self._ids)
         here, own = own_rows(self._pass, places)
-        changed._local = self._local.masked_scatter(here[..., None], rows[own.to(rows.device)].to(self.device))
-        changed._features = (*self._features, (mask, features))
-        return changed
+        local = self._local.masked_scatter(here[..., None], rows[own.to(rows.device)].to(self.device))
+        return ShardedEmbeddings(self._pass, local)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
@@ -240,17 +235,17 @@ def _shard_ids(embedding: nn.Module, args: tuple[Any, ...]) -> Tensor | None:
         return None
     if args[0].shape != call.attention_pass.wholes["input_ids"].shape:
         return None
-    call.ids = args[0]
-    return call.attention_pass.shard(call.ids)
+    call.embeds = True
+    return call.attention_pass.shard(args[0])
 
 
 def _to_sharded(embedding: nn.Module, args: object, found: Any) -> Any:
     """After it."""
     call = _current.get()
-    if torch.compiler.is_compiling() or call is None or call.ids is None:
+    if torch.compiler.is_compiling() or call is None or not call.embeds:
         return None
-    ids, call.ids = call.ids, None
-    return ShardedEmbeddings(call.attention_pass, found, embedding, ids)
+    call.embeds = False
+    return ShardedEmbeddings(call.attention_pass, found)
 
 
 # The language model.
@@ -274,7 +269,8 @@ def _shard_arguments(backbone: nn.Module, args: Any, kwargs: dict[str, Any]) -> 
         local["deepstack_visual_embeds"] = [each[own.to(each.device)] for each in features]
     if local.get("position_ids") is None:
         local["position_ids"] = attention_pass.position_ids
-    attention_pass.accept("position_ids", local["position_ids"])
+    else:
+        attention_pass.accept_positions(local["position_ids"])
     local["attention_mask"] = attention_pass.masks_of(kwargs.get("attention_mask"))
     return (), local | {"attention_pass": attention_pass}
 

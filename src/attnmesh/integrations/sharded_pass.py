@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from attnmesh.comm import Comm
 from attnmesh.core.mask_encoding import traced_mask
 from attnmesh.core.masks import Documents, Mask, Packing, PerSequence
-from attnmesh.integrations.multimodal import serve_images
+from attnmesh.integrations.multimodal import is_given_whole, serve_images
 from attnmesh.integrations.recurrent_layers import serve_over_ranks
 from attnmesh.integrations.transformers_models import (
     IGNORED_LABEL,
@@ -96,7 +96,7 @@ class ShardedPass:
         self._accepted: dict[str, Tensor] = {}
         self._rotary_checked = False
         self.attended_by: set[int] | None = set()
-        self.wholes: dict[str, Tensor | None] = {}
+        self.wholes: dict[str, Any] = {}
         self._shards: dict[str, Tensor] = {}
 
     def index_in_row(self) -> Tensor:
@@ -232,9 +232,10 @@ class ShardedPass:
                 )
         self._accepted[name] = given
 
-    def accept(self, name: str, given: Tensor) -> None:
-        """Let attention be called with this tensor, which the model made from the whole batch."""
-        self._accepted[name] = given
+    def accept_positions(self, position_ids: Tensor) -> None:
+        """Let attention be called with this rank's positions that the model found in the whole batch."""
+        self._accepted["position_ids"] = position_ids
+        self.counts_padding = False
 
     def masks_of(self, given: Any) -> Any:
         """The masks of this rank's tokens in place of those that a model made from the whole batch."""
@@ -424,7 +425,7 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     given = (*args, *kwargs.values())
     attention_pass = _pass_of(given)
     if attention_pass is None:
-        for check in _checks.get():
+        for check in () if is_given_whole() else _checks.get():
             check(self, given)
     elif not attention_pass.is_watched:
         return _watched_call(self, attention_pass, args, kwargs)
@@ -462,12 +463,10 @@ def _watched_call(model: Any, attention_pass: ShardedPass, args: tuple[Any, ...]
     labels = None if attention_pass.causal else kwargs.pop("labels", None)
     items = None if attention_pass.causal else kwargs.pop("num_items_in_batch", None)
     attention_pass.is_watched, attention_pass.attended_by = True, set()
-    checks = _checks.set(() if has_backbone else _checks.get())  # its parts are given the whole batch
     try:
         result = nn.Module.__call__(model, *args, **kwargs)
     finally:
         attention_pass.is_watched = False
-        _checks.reset(checks)
     _check_attended(model, attention_pass)
     return result if attention_pass.causal else _encoder_result(result, labels, items)
 
