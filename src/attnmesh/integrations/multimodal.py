@@ -27,7 +27,7 @@ from attnmesh.utils.validation import shown
 if TYPE_CHECKING:
     from attnmesh.integrations.sharded_pass import ShardedPass
 
-IMAGES = re.compile("pixel|image|video|spatial_shapes|second_per_grid")
+IMAGES = re.compile("pixel|image|video|spatial_shapes|second_per_grid|aspect_ratio")
 """In the names of a model's arguments that describe images: every rank takes them whole."""
 
 _LOCAL = ("labels", "shift_labels")  # of this rank's tokens already
@@ -260,7 +260,9 @@ def _shard_arguments(backbone: nn.Module, args: Any, kwargs: dict[str, Any]) -> 
         raise ValueError(f"{type(backbone).__name__} must be given its arguments by name over ranks, got {len(args)}")
     check_head()
     attention_pass = call.attention_pass
-    local = {name: x for name, x in kwargs.items() if name != "deepstack_visual_embeds"}
+    taken = inspect.signature(type(backbone).forward).parameters
+    local = {name: x for name, x in kwargs.items() if name not in ("deepstack_visual_embeds", *_LOCAL) or name in taken}
+    local.pop("deepstack_visual_embeds", None)
     for name, x in local.items():
         local[name] = _shard_argument(attention_pass, backbone, name, x)
     features = kwargs.get("deepstack_visual_embeds")

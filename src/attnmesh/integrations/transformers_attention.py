@@ -227,7 +227,7 @@ def transformers_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that Transformers calls: out [B, n, Hq, D], and no attention weights."""
-    if _is_image_encoder(module, attention_mask, attention_pass):
+    if attention_pass is None and _is_image_encoder(module, attention_mask, kwargs.get("is_causal")):
         for name, given in (("sliding_window", sliding_window), ("softcap", softcap), ("s_aux", s_aux)):
             if given is not None:
                 raise ValueError(f"{type(module).__name__}: {name} must be None without a mask, got {shown(given)}")
@@ -265,9 +265,9 @@ def transformers_attention(
     return out.transpose(1, 2).contiguous(), None  # as Transformers' own: some models take a view of it
 
 
-def _is_image_encoder(module: nn.Module, mask: object, attention_pass: AttentionPass | None) -> bool:
+def _is_image_encoder(module: nn.Module, mask: object, is_causal: bool | None) -> bool:
     """Whether the module attends to whole images, without a mask or with one of patches that the model makes itself."""
-    if attention_pass is not None or getattr(module, "is_causal", True) is not False:
+    if is_causal is not False and getattr(module, "is_causal", True) is not False:
         return False
     return mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)
 
@@ -496,7 +496,7 @@ def layer_mask(
     device: torch.device,
     config: Any,
     **__: object,
-) -> LayerMask:
+) -> LayerMask | Tensor | None:
     """The hook that Transformers calls to make a mask, once per kind of layer in a forward pass."""
     check_config(config)
     if isinstance(attention_mask, LayerMask):  # which the model around a language model has made
@@ -519,6 +519,15 @@ def layer_mask(
         found = _functions(mask_function)
         blocks = found.pop("blockwise_overlay", None)
         kind, packing = _kind(found)
+        if isinstance(kind, Full) and q_length != kv_length and not isinstance(attention_mask, ShardedMask):
+            # Queries that pool what an image encoder has computed: a small mask, for torch's attention.
+            make = sys.modules[_MASKING].ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+            pooled: Tensor | None = make(
+                batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+                mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False, device=device,
+                config=config,
+            )  # fmt: skip
+            return pooled
     if isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length:
         raise ValueError(
             f"the KV cache must end with the last token, as a DynamicCache does, got {kv_length} keys from {kv_offset} "
