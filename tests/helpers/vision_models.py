@@ -186,9 +186,12 @@ def small_model(kind: str, implementation: str) -> Any:
 
 
 def batch(
-    kind: str, *, padding: str = "right", length: int = LENGTH, images: bool = True, seed: int = 3
+    kind: str, *, padding: str = "right", length: int = LENGTH, images: bool = True, video: bool = False, seed: int = 3
 ) -> dict[str, Any]:
-    """Two rows of another number of images each, one of them padded, as a processor makes them."""
+    """Two rows of another number of images each, one of them padded, as a processor makes them.
+
+    With `video`, the second image is a video of one frame, for Qwen's models.
+    """
     random = torch.Generator().manual_seed(seed)
     length += {"llava_onevision": 4, "llava_next": 45}.get(kind, 0)
     ids = torch.randint(8, 48, (2, length), generator=random)
@@ -213,7 +216,19 @@ def batch(
         found["mm_token_type_ids"] = (ids == IMAGE).int()
     elif kind in ("gemma3", "paligemma"):
         found["token_type_ids"] = (ids == IMAGE).long() if kind == "gemma3" else _suffix(ids, real)
-    return found | (_pixels(kind, sizes, random) if images else {})
+    found |= _pixels(kind, sizes, random) if images else {}
+    return _with_video(found) if video else found
+
+
+def _with_video(given: dict[str, Any]) -> dict[str, Any]:
+    pixels, grid, ids = given["pixel_values"].split([32, 16, 32]), given["image_grid_thw"], given["input_ids"].clone()
+    second = (ids[0] == IMAGE).nonzero().flatten()[8:]
+    types = given["mm_token_type_ids"].clone()
+    ids[0, second], types[0, second] = VIDEO, 2
+    return given | {
+        "input_ids": ids, "mm_token_type_ids": types, "pixel_values": torch.cat(pixels[::2]),
+        "image_grid_thw": grid[::2], "pixel_values_videos": pixels[1], "video_grid_thw": grid[1:2],
+    }  # fmt: skip
 
 
 def _suffix(ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

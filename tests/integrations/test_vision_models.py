@@ -43,6 +43,8 @@ def _quiet():
         sweep("gemma3", 2, {"images": False}),
         sweep("qwen2_5_vl", 3, {"images": False}),
         sweep("paligemma", 3, {"padding": "left"}),  # a prefix whose tokens attend to one another
+        sweep("qwen2_5_vl", 2, {"video": True}),
+        sweep("qwen3_vl", 3, {"video": True}),
         sweep("qwen3_vl", 2, {"padding": "left", "length": 57}),
         *(sweep(kind, world, {}) for kind in CONFIGS for world in (2, 3)),
     ],
