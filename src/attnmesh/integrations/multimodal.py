@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from torch import Tensor, nn
 from attnmesh.integrations.transformers_models import MODELS_PAGE, check_head, text_backbone
 from attnmesh.utils.text import see
 from attnmesh.utils.validation import shown
-
-if TYPE_CHECKING:
-    from attnmesh.integrations.sharded_pass import ShardedPass
 
 IMAGES = re.compile("pixel|image|video|spatial_shapes|second_per_grid|aspect_ratio")
 """In the names of a model's arguments that describe images: every rank takes them whole."""
@@ -36,12 +33,36 @@ _SERVED = "_attnmesh_serves_images"  # of a module that has its hooks
 _serving = Lock()  # virtual ranks may share a model
 
 
+@runtime_checkable
+class WholePass(Protocol):
+    """A pass over a sharded batch whose whole tensors are known, `wholes`: a `ShardedPass`."""
+
+    wholes: dict[str, Any]
+    leaves: Any
+    position_ids: Tensor
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's shard of a tensor that has one entry per token along `dim`."""
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole tensor from the shards of all ranks, on every rank."""
+
+    def check_shard(self, name: str, given: Tensor) -> None:
+        """Raise ValueError on every rank if the model was given another tensor than the shard of a whole tensor."""
+
+    def accept_positions(self, position_ids: Tensor) -> None:
+        """Let attention be called with this rank's positions that the model found in the whole batch."""
+
+    def masks_of(self, given: Any) -> Any:
+        """The masks of this rank's tokens in place of those that a model made from the whole batch."""
+
+
 @dataclass
 class _Call:
     """A call of a model with a sharded batch, until it has returned."""
 
     model: nn.Module
-    attention_pass: ShardedPass
+    attention_pass: WholePass
     embeds: bool = False  # whether the whole batch is being embedded
 
 
@@ -76,13 +97,14 @@ def serve_images(model: Any) -> bool:
 
 def whole_arguments(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the model's own code: those of the whole batch. The language model gets the shards."""
-    attention_pass: ShardedPass = kwargs["attention_pass"]
+    attention_pass: WholePass = kwargs["attention_pass"]
     if attention_pass.leaves is not None:
         raise ValueError(
             f"{type(model).__name__}: a model with images must be given a ContextParallel that is not reproducible: "
             f"the sums of its image encoder depend on the number of ranks"
         )
-    if kwargs.get("labels") is not None and not _passes_count(type(model)):  # type: ignore[arg-type]
+    has_head = getattr(model, "base_model", None) is not model
+    if has_head and kwargs.get("labels") is not None and not _passes_count(type(model)):  # type: ignore[arg-type]
         raise ValueError(
             f"{type(model).__name__}: labels must be None for a model that computes its loss in its own way "
             f"over ranks, got labels{see(MODELS_PAGE)}"
@@ -102,15 +124,12 @@ def whole_arguments(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """Before the forward of the whole model."""
-    if (
-        torch.compiler.is_compiling()
-        or _current.get() is not None
-        or not hasattr(attention_pass := kwargs.get("attention_pass"), "wholes")
-    ):
+    if torch.compiler.is_compiling() or _current.get() is not None:
+        return None
+    if not isinstance(kwargs.get("attention_pass"), WholePass):
         return None
     if args:
         raise ValueError(f"{type(model).__name__}: arguments must be given by name, as shard_inputs returns them")
-    assert attention_pass is not None
     return (), whole_arguments(model, kwargs)
 
 
@@ -142,7 +161,7 @@ class ShardedEmbeddings:
 
     ndim = 3
 
-    def __init__(self, attention_pass: ShardedPass, local: Tensor) -> None:
+    def __init__(self, attention_pass: WholePass, local: Tensor) -> None:
         self._pass, self._local = attention_pass, local
         self._whole: Tensor | None = None
         self.shape = torch.Size((*attention_pass.wholes["input_ids"].shape, local.shape[-1]))
@@ -221,7 +240,7 @@ class ShardedEmbeddings:
         return function(*whole(args), **{name: whole(x) for name, x in (kwargs or {}).items()})
 
 
-def own_rows(attention_pass: ShardedPass, places: Tensor) -> tuple[Tensor, Tensor]:
+def own_rows(attention_pass: WholePass, places: Tensor) -> tuple[Tensor, Tensor]:
     """Which of this rank's tokens [B, n] are in `places` [B, S], and which rows of one row per place are theirs."""
     here = attention_pass.shard(places)
     row = (places.flatten().cumsum(0) - 1).view(places.shape)
@@ -277,7 +296,7 @@ def _shard_arguments(backbone: nn.Module, args: Any, kwargs: dict[str, Any]) -> 
     return (), local | {"attention_pass": attention_pass}
 
 
-def _shard_argument(attention_pass: ShardedPass, backbone: nn.Module, name: str, x: Any) -> Any:
+def _shard_argument(attention_pass: WholePass, backbone: nn.Module, name: str, x: Any) -> Any:
     """This rank's shard of an argument that has one entry per token; other tensors are refused."""
     shape = attention_pass.wholes["input_ids"].shape
     if name in (*_LOCAL, "attention_mask") or x is None:
