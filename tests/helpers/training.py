@@ -288,8 +288,8 @@ def image_log(world: int, kind: str, **changes: Any) -> Any:
         return _logged(trainer)
 
 
-def image_loop_log(world: int, kind: str) -> list[float]:
-    """Return the losses of a loop with `maybe_context_parallel` around a model with images."""
+def image_loop_log(world: int, kind: str) -> list[dict[str, float]]:
+    """Return loss and gradient norm of each step of a loop with `maybe_context_parallel` around a model with images."""
     from accelerate import Accelerator, ParallelismConfig
 
     from helpers.vision_models import batch, small_model
@@ -306,12 +306,13 @@ def image_loop_log(world: int, kind: str) -> list[float]:
             with accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=[1] * len(buffers)):
                 loss = model(**given, use_cache=False).loss
                 accelerator.backward(loss)
+            norm = float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
             optimizer.step()
             optimizer.zero_grad()
             loss = loss.detach()
             if world > 1:
                 dist.all_reduce(loss, group=accelerator.torch_device_mesh["dp_cp"].get_group())
-            log.append(float(loss) / world)
+            log.append({"loss": float(loss) / world, "grad_norm": norm})
         return log
 
 

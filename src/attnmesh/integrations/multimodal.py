@@ -75,11 +75,9 @@ def is_given_whole(model: nn.Module | None = None) -> bool:
     return call is not None and (model is None or call.model is model)
 
 
-def serve_images(model: Any) -> bool:
-    """Let a model with images take batches of `shard_inputs`; whether it is one. May be called more than once."""
+def serve_images(model: Any) -> None:
+    """Let a model with a language model inside of it take batches of `shard_inputs`. May be called more than once."""
     backbone = text_backbone(model)
-    if backbone is None:
-        return False
     with _serving:
         if not getattr(model, _SERVED, False):
             model.register_forward_pre_hook(_enter, with_kwargs=True)
@@ -92,7 +90,6 @@ def serve_images(model: Any) -> bool:
             embedding.register_forward_hook(_to_sharded)
         for module in (model, backbone, embedding):
             setattr(module, _SERVED, True)
-    return True
 
 
 def whole_arguments(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from attnmesh.integrations.transformers_models import (
     check_positions,
     counts_positions,
     modules_in_forward,
+    text_backbone,
     text_config,
 )
 from attnmesh.ops.recurrent.layer import RecurrentLayer
@@ -425,7 +426,8 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     given = (*args, *kwargs.values())
     attention_pass = _pass_of(given)
     if attention_pass is None:
-        for check in () if is_given_whole() else _checks.get():
+        checks = _checks.get()
+        for check in () if checks and is_given_whole() else checks:
             check(self, given)
     elif not attention_pass.is_watched:
         return _watched_call(self, attention_pass, args, kwargs)
@@ -444,8 +446,9 @@ def _watched_call(model: Any, attention_pass: ShardedPass, args: tuple[Any, ...]
         check_modules(model)
         serve_over_ranks(model)
         _inspected.add(model)
-    has_backbone = attention_pass.causal and serve_images(model)
-    if attention_pass.has_images and not has_backbone:
+    if attention_pass.causal and text_backbone(model) is not None:
+        serve_images(model)
+    elif attention_pass.has_images:
         raise ValueError(
             f"{type(model).__name__}: a batch over ranks must not have images for a model without a language model "
             f"inside of it (get_decoder), got some{see(MODELS_PAGE)}"

@@ -554,7 +554,8 @@ class AcceleratorRanks:
         check_on_all_ranks(self.cp.comm, "Accelerator.prepare", check, force=True)
         names = list(inspect.signature(type(model).forward).parameters)[1:]
         model.register_forward_pre_hook(partial(self._add_pass, names), with_kwargs=True)
-        serve_images(model)
+        if text_backbone(model) is not None:
+            serve_images(model)
         setattr(model, _ATTRIBUTE, self)
         self._models.append(model)
 
@@ -565,7 +566,8 @@ class AcceleratorRanks:
 
         `names` are the names of positional arguments.
         """
-        if is_given_whole(model):
+        has_images = text_backbone(model) is not None
+        if has_images and is_given_whole(model):
             return None
         attention_pass: ShardedPass | None = kwargs.get("attention_pass")
         buffers = self._buffers if attention_pass is None else None
@@ -587,7 +589,7 @@ class AcceleratorRanks:
             "attention_mask": ShardedMask(attention_pass),
             "attention_pass": attention_pass,
         }
-        return (), whole_arguments(model, found) if text_backbone(model) is not None else found
+        return (), whole_arguments(model, found) if has_images else found
 
     def _check_prepared(self, model: nn.Module, given: Sequence[Any]) -> None:
         """Raise ValueError for a model that was not prepared and is called with shards of the batch."""
