@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 VOCABULARY, LENGTH, BATCH, STEPS = 128, 64, 4, 3
 
@@ -37,6 +38,15 @@ def on_cpu() -> None:
         reset_peak_memory_stats=lambda: None, empty_cache=lambda: None, memory_stats=lambda device: {},
     )  # fmt: skip
     importlib.import_module("torchtitan.distributed.utils").set_pg_timeouts = lambda **options: None
+    importlib.import_module("torchtitan.distributed.fsdp").disable_fsdp_gradient_division = sum_gradients
+
+
+def sum_gradients(model: torch.nn.Module) -> None:
+    """torchtitan's disable_fsdp_gradient_division, for gloo, which cannot multiply as it reduces."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 if not torch.cuda.is_available():
@@ -140,7 +150,7 @@ def config(cp: int, tp: int, pp: int, load_balancer: str | None, data_ranks: int
     return Trainer.Config(
         override=OverrideConfig(imports=["attnmesh.training.torchtitan.flex_attention"]),
         parallelism=ParallelismConfig(
-            context_parallel_degree=cp, context_parallel_load_balancer=load_balancer,
+            context_parallel_degree=cp, context_parallel_load_balancer=load_balancer, spmd_backend="partial_dtensor",
             tensor_parallel_degree=tp, pipeline_parallel_degree=pp,
         ),
         model_spec=tiny_llama3(),

@@ -39,10 +39,12 @@ require("torchtitan", extra="torchtitan")
 
 from torchtitan.config.override import derive, override  # noqa: E402
 from torchtitan.distributed.compile import apply_compile  # noqa: E402
-from torchtitan.distributed.context_parallel import prepare_context_parallel_input  # noqa: E402
+from torchtitan.distributed.context_parallel import (  # noqa: E402
+    apply_cp_to_forward,
+    prepare_context_parallel_input,
+)
 from torchtitan.distributed.cudagraph import wrap_with_cuda_graph  # noqa: E402
-from torchtitan.distributed.utils import get_spmd_backend  # noqa: E402
-from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata  # noqa: E402
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata, spmd  # noqa: E402
 from torchtitan.models.common.decoder import Decoder  # noqa: E402
 from torchtitan.protocols.module import Module  # noqa: E402
 from torchtitan.protocols.sharding import LocalMapConfig  # noqa: E402
@@ -84,9 +86,6 @@ def varlen_attention(config: Any, *, schedule: str = "auto", backend: str = "aut
 
 def _replaced(config: Any, to: Any, schedule: str, backend: str) -> Any:
     enable(schedule=schedule, backend=backend)
-    spmd = get_spmd_backend()
-    if spmd != "spmd_types":
-        raise ValueError(f'parallelism.spmd_backend must be "spmd_types", got {spmd!r}{see(_PAGE)}')
     found = derive(config, to)
     sharding = found.sharding_config
     if sharding is not None:  # torchtitan gathers k and v over cp, and reduces their gradients
@@ -109,6 +108,7 @@ def enable(*, schedule: str = "auto", backend: str = "auto") -> None:
     disable()
     _options.update(schedule=schedule, backend=backend)
     _replace_everywhere(prepare_context_parallel_input, _shard_batch)
+    _replace_everywhere(apply_cp_to_forward, _keep_forward)
     _replace_everywhere(apply_compile, _refuse_compile)
     _replace_everywhere(wrap_with_cuda_graph, _without_graph)
     _patches.replace(Decoder, "_create_flex_attention_mask", _describe_mask)
@@ -254,16 +254,19 @@ def _layout(load_balancer: str | None, masks: Mask | dict[str, Mask], key: str |
 class _AttentionOverRanks(Module):  # type: ignore[misc]
     """Attention of the queries of this rank over the keys of all ranks of `cp`."""
 
-    _ranks = 1  # that share a sequence
+    ranks = 1
+    """The number of ranks that share a sequence."""
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Module.parallelize: the heads of this rank become a local tensor, the sequence stays sharded."""
-        self._ranks = parallel_dims.cp
+        self.ranks = parallel_dims.cp
         super().parallelize(parallel_dims)
 
     def _attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], masks: Any, layer: Mask, scale: float | None, out_transform: Any
     ) -> Tensor:
+        if spmd.is_type_checking():
+            raise ValueError(f"debug.spmd_typechecking must be False with attnmesh's attention, got True{see(_PAGE)}")
         q, k, v = (x.transpose(1, 2) for x in qkv)
         batch = masks if isinstance(masks, RankBatch) else self._whole(masks, q)
         mask = batch.under(layer)
@@ -276,10 +279,10 @@ class _AttentionOverRanks(Module):  # type: ignore[misc]
 
     def _whole(self, masks: Any, q: Tensor) -> RankBatch:
         """The batch of a rank that shares its sequences with no other one."""
-        if self._ranks > 1:
+        if self.ranks > 1:
             raise ValueError(
                 f"attention_masks must come from prepare_context_parallel_input, which torchtitan's Trainer and "
-                f"Validator call, with context_parallel_degree={self._ranks}, got {type(masks).__name__}{see(_PAGE)}"
+                f"Validator call, with context_parallel_degree={self.ranks}, got {type(masks).__name__}{see(_PAGE)}"
             )
         for known, batch in _latest:
             if known is masks:
@@ -357,6 +360,19 @@ def _check_unserved(**arguments: Any) -> None:
 
 
 # Functions of torchtitan that are replaced.
+
+
+def _keep_forward(original: Any, attention_modules: Any, cp_mesh: Any) -> Any:
+    """apply_cp_to_forward: with spmd_backend "partial_dtensor" it wraps the forward of all inner attention."""
+    ours = [isinstance(module, _AttentionOverRanks) for module in attention_modules]
+    if not any(ours):
+        return original(attention_modules, cp_mesh)
+    if not all(ours):
+        others = sorted({type(module).__name__ for module in attention_modules} - {"FlexAttentionOverRanks"})
+        raise ValueError(f"override.imports must replace the inner attention of all layers, got {', '.join(others)}")
+    for module in attention_modules:
+        module.ranks = cp_mesh.size()
+    return None
 
 
 def _describe_mask(original: Any, self: Any, positions: Tensor, attn_config: Any, mask_mods: Any) -> BlockMask:
