@@ -13,10 +13,13 @@ downloaded. Runs on CPU ranks, for which `on_cpu` replaces what torchtitan asks 
 
 import argparse
 import importlib
+import inspect
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -125,7 +128,7 @@ class NoTokenizer(BaseTokenizer):
 
 
 def tiny_llama3() -> ModelSpec:
-    """Four layers of torchtitan's Llama 3, with grouped queries and FlexAttention."""
+    """Two layers of torchtitan's Llama 3, with grouped queries and FlexAttention."""
     dim, heads = 32, 4
     norm = RMSNorm.Config(normalized_shape=dim, param_init=llama3._NORM_INIT)
     model = llama3.Llama3Model.Config(
@@ -135,7 +138,7 @@ def tiny_llama3() -> ModelSpec:
         ),
         lm_head=Linear.Config(in_features=dim, out_features=VOCABULARY, param_init=llama3._output_linear_init(dim)),
         layers=llama3._build_llama3_layers(
-            n_layers=4, dim=dim, n_heads=heads, n_kv_heads=2, hidden_dim=64, attn_backend="flex",
+            n_layers=2, dim=dim, n_heads=heads, n_kv_heads=2, hidden_dim=64, attn_backend="flex",
             rope=ComplexRoPE.Config(dim=dim // heads, max_seq_len=LENGTH, theta=10000, scaling="llama"),
         ),
     )  # fmt: skip
@@ -155,7 +158,8 @@ def config(cp: int, tp: int, pp: int, load_balancer: str | None, data_ranks: int
         ),
         model_spec=tiny_llama3(),
         training=TrainingConfig(
-            local_batch_size=BATCH // data_ranks, seq_len=LENGTH, steps=STEPS, mixed_precision_param="float32"
+            local_batch_size=BATCH // data_ranks, seq_len=LENGTH, steps=STEPS, mixed_precision_param="float32",
+            disable_cuda_graphs=pp > 1,
         ),
         dataloader=RandomDocuments.Config(),
         tokenizer=NoTokenizer.Config(),
@@ -168,6 +172,21 @@ def config(cp: int, tp: int, pp: int, load_balancer: str | None, data_ranks: int
     )  # fmt: skip
 
 
+def with_microbatches(schedule: Any) -> None:
+    """Let a schedule of torch 2.13 take a list of microbatches, as torchtitan passes it; later versions do."""
+    if "arg_mbs" in inspect.signature(schedule.step).parameters:
+        return
+
+    def step(
+        *, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, losses: Any, loss_kwargs: Any, return_outputs: bool
+    ) -> None:
+        schedule._stage.has_backward = True
+        schedule._stage.clear_runtime_states()
+        schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
+
+    schedule.step = step
+
+
 def main() -> None:
     """Train three steps and print their losses."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -175,13 +194,17 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--load-balancer", choices=("headtail", "ptrr"), default="headtail")
     given = parser.parse_args()
-    world = int(__import__("os").environ["WORLD_SIZE"])
+    world = int(os.environ["WORLD_SIZE"])
     with tempfile.TemporaryDirectory() as folder:
-        run = config(given.cp, given.tp, given.pp, given.load_balancer, world // (given.cp * given.tp * given.pp), folder)
+        run = config(
+            given.cp, given.tp, given.pp, given.load_balancer, world // (given.cp * given.tp * given.pp), folder
+        )
         trainer = run.build()
         trainer.metrics_processor.log = lambda step, loss, *rest, **more: print(
             f"rank {torch.distributed.get_rank()} step {step} loss {loss:.9f}", flush=True
         )
+        if given.pp > 1:
+            with_microbatches(trainer.pp_schedule)
         trainer.train()
         trainer.close()
     torch.distributed.destroy_process_group()

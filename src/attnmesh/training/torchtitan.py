@@ -117,6 +117,7 @@ def enable(*, schedule: str = "auto", backend: str = "auto") -> None:
 def disable() -> None:
     """Restore torchtitan. A model that was built before keeps attnmesh's attention."""
     _patches.undo()
+    _options.update(schedule="auto", backend="auto")
 
 
 def _check_versions() -> None:
