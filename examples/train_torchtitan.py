@@ -5,9 +5,10 @@
     torchrun --nproc-per-node 4 examples/train_torchtitan.py --cp 2 --tp 2
     torchrun --nproc-per-node 4 examples/train_torchtitan.py --cp 2 --pp 2 --load-balancer ptrr
 
-All of these print the same losses: documents of odd lengths are packed into rows, and context parallelism changes where
-tokens are, not what is computed. Ranks that are neither of `--cp`, `--tp` nor `--pp` share the batch by FSDP. Nothing is
-downloaded. Runs on CPU ranks, for which `on_cpu` replaces what torchtitan asks of a GPU. Needs
+Documents of odd lengths are packed into rows. Context parallelism changes where tokens are, not what is computed: from
+the same weights all of these compute the same losses, as `tests/stacks/test_torchtitan.py` shows. (torchtitan draws
+other weights on one rank than on several.) Ranks besides those of `--cp`, `--tp` and `--pp` share the batch by FSDP.
+Nothing is downloaded. Runs on CPU ranks, for which `on_cpu` replaces what torchtitan asks of a GPU. Needs
 `pip install "attnmesh[torchtitan]"`.
 """
 
@@ -37,8 +38,8 @@ def on_cpu() -> None:
         torch._utils._get_available_device_type = found
     utils.device_module = SimpleNamespace(
         set_device=lambda device: None, device_count=lambda: 1, current_device=lambda: 0, synchronize=lambda: None,
-        get_device_name=lambda device: "CPU", get_device_properties=lambda device: SimpleNamespace(total_memory=1 << 30),
-        reset_peak_memory_stats=lambda: None, empty_cache=lambda: None, memory_stats=lambda device: {},
+        get_device_name=lambda device: "CPU", reset_peak_memory_stats=lambda: None, empty_cache=lambda: None,
+        get_device_properties=lambda device: SimpleNamespace(total_memory=1 << 30), memory_stats=lambda device: {},
     )  # fmt: skip
     importlib.import_module("torchtitan.distributed.utils").set_pg_timeouts = lambda **options: None
     importlib.import_module("torchtitan.distributed.fsdp").disable_fsdp_gradient_division = sum_gradients

@@ -23,7 +23,7 @@ LENGTHS = [[5, 7, 1, 11], [24], [1, 22, 1]]  # odd, and of a single token
 LENGTH = 24
 
 STEPS = 3
-LOSS, CLOSE = 1e-6, 1e-5  # observed on CPU: 2e-7 of the loss, and 1e-6 of the largest gradient or parameter
+LOSS, CLOSE = 1e-6, 1e-5  # observed: 1e-7 of the loss, 8e-7 of a tensor's largest gradient, 3e-6 in parameters
 
 
 def ours():
@@ -259,7 +259,7 @@ def test_layers_refuse_what_they_do_not_compute():
     layer.ranks = 4
     with pytest.raises(ValueError, match=r"prepare_context_parallel_input.*context_parallel_degree=4.*got BlockMask"):
         layer(q, q, q, attention_masks=masks)
-    with pytest.raises(ValueError, match='compile.components must not have "model"'):
+    with pytest.raises(ValueError, match=r'compile\.components must not have "model"'):
         module._refuse_compile(None, torch.nn.Sequential(layer), compile_config=None, parallel_dims=None)
     with pytest.raises(ValueError, match="all layers, got Identity"):
         module._keep_forward(None, [layer, torch.nn.Identity()], None)
@@ -282,7 +282,7 @@ def bare(name):
 
 
 def whole(x):
-    return x.full_tensor() if hasattr(x, "full_tensor") else x.detach().clone()
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
 
 
 def steps(run, weights):
@@ -369,14 +369,15 @@ def over_ranks(comm, weights):
     return found
 
 
+@pytest.mark.timeout(1200)
 def test_a_tiny_llama3_over_4_ranks_equals_one():
     """Losses of three steps, gradients and parameters, with documents of odd lengths and selective checkpointing."""
-    weights, losses, gradients, parameters = run_processes(1, reference, timeout=200)[0]
+    weights, losses, gradients, parameters = run_processes(1, reference, timeout=300)[0]
     assert len(losses) == STEPS
     assert losses[0] != losses[-1]
-    ranks = run_processes(4, over_ranks, weights, timeout=280)
+    ranks = run_processes(4, over_ranks, weights, timeout=850)
     for name, options in RUNS.items():
-        seen = {}
+        seen = set()
         for rank, results in enumerate(ranks):
             rank_losses, rank_gradients, rank_parameters = results[name]
             if rank_losses[0] > 0:  # the last stage of a pipeline has the loss
@@ -384,12 +385,10 @@ def test_a_tiny_llama3_over_4_ranks_equals_one():
                 times = options["cp"] if options.get("backend") == "full_dtensor" else 1
                 for x, y in zip(rank_losses, losses, strict=True):
                     assert x == pytest.approx(y * times, rel=LOSS), (name, rank)
-                seen["loss"] = True
-            for kind, mine, whole_ones in (
-                ("gradient", rank_gradients, gradients), ("parameter", rank_parameters, parameters)
-            ):  # fmt: skip
-                for key, x in mine.items():
-                    y = whole_ones[key]
-                    assert (x - y).abs().max() <= CLOSE * max(1.0, float(y.abs().max())), (name, rank, kind, key)
-                    seen[kind, key] = True
-        assert len(seen) == 1 + 2 * len(parameters), name  # all parts of a pipeline
+                seen.add("loss")
+            for key, x in rank_gradients.items():
+                y = gradients[key]
+                assert (x - y).abs().max() <= CLOSE * y.abs().max(), (name, rank, "gradient", key)
+                assert (rank_parameters[key] - parameters[key]).abs().max() <= CLOSE, (name, rank, "parameter", key)
+                seen.add(key)
+        assert seen == {"loss", *parameters}, name  # the stages of a pipeline together

@@ -66,7 +66,7 @@ _patches = Patches()
 # The overrides.
 
 
-@override(target=FlexAttention.Config, fqns=_LAYERS, description="attention over ranks by attnmesh")
+@override(target=FlexAttention.Config, fqns=_LAYERS, description="attention over ranks by attnmesh")  # type: ignore[untyped-decorator]
 def flex_attention(config: Any, *, schedule: str = "auto", backend: str = "auto") -> Any:
     """The override of FlexAttention, to be named in `override.imports`. `schedule` and `backend` as in ContextParallel.
 
@@ -75,7 +75,7 @@ def flex_attention(config: Any, *, schedule: str = "auto", backend: str = "auto"
     return _replaced(config, FlexAttentionOverRanks.Config, schedule, backend)
 
 
-@override(target=VarlenAttention.Config, fqns=_LAYERS, description="attention over ranks by attnmesh")
+@override(target=VarlenAttention.Config, fqns=_LAYERS, description="attention over ranks by attnmesh")  # type: ignore[untyped-decorator]
 def varlen_attention(config: Any, *, schedule: str = "auto", backend: str = "auto") -> Any:
     """The override of VarlenAttention, to be named in `override.imports`. `schedule`, `backend` as in ContextParallel.
 
@@ -393,8 +393,8 @@ def _refuse_compile(original: Any, model: Any, **kwargs: Any) -> Any:
     """apply_compile: a mask is a constant of a compiled graph, which every batch would compile anew."""
     if any(isinstance(module, _AttentionOverRanks) for module in model.modules()):
         raise ValueError(
-            f'compile.components must not have "model" with attnmesh\'s attention, whose masks change with every batch, '
-            f'such as ["loss"]{see(_PAGE)}'
+            f'compile.components must not have "model" with attnmesh\'s attention, whose masks change with every '
+            f"batch{see(_PAGE)}"
         )
     return original(model, **kwargs)
 
