@@ -3,6 +3,8 @@
 import importlib.metadata
 import importlib.util
 import os
+import re
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -392,3 +394,16 @@ def test_a_tiny_llama3_over_4_ranks_equals_one():
                 assert (rank_parameters[key] - parameters[key]).abs().max() <= CLOSE, (name, rank, "parameter", key)
                 seen.add(key)
         assert seen == {"loss", *parameters}, name  # the stages of a pipeline together
+
+
+@pytest.mark.timeout(400)
+def test_the_example_runs_over_2_ranks():
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE),
+         "--cp", "2", "--load-balancer", "ptrr"],
+        capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    losses = dict(re.findall(r"^rank (\d) step 3 loss (\d\.\d{9})$", ran.stdout, flags=re.MULTILINE))
+    assert set(losses) == {"0", "1"}
+    assert losses["0"] == losses["1"]
