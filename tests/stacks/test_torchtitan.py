@@ -340,9 +340,10 @@ def reference(comm):
 
 RUNS = {
     "cp=4": {"cp": 4},
-    "cp=2, dp_shard=2, balanced": {"cp": 2, "balancer": "ptrr"},
+    "cp=2, dp_shard=2, balanced": {"cp": 2, "balancer": "ptrr", "checkpointing": "full"},
     "cp=2, tp=2": {"cp": 2, "tp": 2},
     "cp=2, pp=2": {"cp": 2, "pp": 2},
+    "cp=4, varlen": {"cp": 4, "attention": "varlen"},
     "cp=4, contiguous, full_dtensor": {"cp": 4, "balancer": None, "backend": "full_dtensor"},
     "cp=4, spmd_types": {"cp": 4, "backend": "spmd_types"},
 }
@@ -352,8 +353,12 @@ def over_ranks(comm, weights):
     environment(comm)
     titan = example()
     from torch.distributed.device_mesh import init_device_mesh
-    from torchtitan.models.llama3 import parallelize
+    from torchtitan.distributed.activation_checkpoint import FullAC
+    from torchtitan.models.common.attention import VarlenAttention
+    from torchtitan.models.llama3 import model, parallelize
 
+    # Llama 3 refuses what GPT-OSS and DeepSeek V3 let pass: VarlenAttention with context parallelism.
+    model.VarlenAttention = SimpleNamespace(Config=type(None))
     resolve = parallelize.resolve_fsdp_mesh
     found = {}
     for name, options in RUNS.items():
@@ -364,6 +369,12 @@ def over_ranks(comm, weights):
         with tempfile.TemporaryDirectory() as folder:
             run = titan.config(cp, tp, pp, options.get("balancer", "headtail"), comm.world // (cp * tp * pp), folder)
         run.parallelism.spmd_backend = backend
+        if options.get("checkpointing") == "full":
+            run.activation_checkpoint = FullAC.Config()
+        if options.get("attention") == "varlen":
+            run.override.imports = ["attnmesh.training.torchtitan.varlen_attention"]
+            for layer in run.model_spec.model.layers:
+                layer.attention.inner_attention = VarlenAttention.Config()
         # FSDP2 of torch 2.13 does not know the parameters of spmd_types, which are no DTensors: it gets a plain mesh.
         plain = lambda dims: (init_device_mesh("cpu", (comm.world,), mesh_dim_names=("fsdp",)), None)  # noqa: E731
         parallelize.resolve_fsdp_mesh = plain if backend == "spmd_types" else resolve
