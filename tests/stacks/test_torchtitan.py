@@ -199,6 +199,31 @@ def test_attention_with_sinks_and_windows_equals_torchtitan(kind, monkeypatch):
         torch.testing.assert_close(x, y, atol=CLOSE, rtol=CLOSE, msg=name)
 
 
+# The override.
+
+
+def test_the_override_replaces_all_layers_and_keeps_the_sequence_sharded():
+    module, _ = ours()
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.models import llama3
+    from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+
+    config = llama3._debugmodel("flex")
+    set_llama3_sharding_config(config, enable_sp=True)
+    imports = [("attnmesh.training.torchtitan.flex_attention", {"schedule": "allgather"})]
+    assert len(apply_overrides(OverrideConfig(imports=imports), config)) == len(config.layers)
+    assert module._options == {"schedule": "allgather", "backend": "auto"}
+    for layer in config.layers:
+        inner = layer.attention.inner_attention
+        assert type(inner) is module.FlexAttentionOverRanks.Config
+        assert inner.sharding_config.in_dst_shardings == inner.sharding_config.in_src_shardings  # k, v stay sharded
+        assert list(inner.sharding_config.local_map.in_grad_placements) == list(
+            inner.sharding_config.in_src_shardings.values()
+        )
+    with pytest.raises(ValueError, match="backend must be"):
+        apply_overrides(OverrideConfig(imports=[(imports[0][0], {"backend": "flex"})]), llama3._debugmodel("flex"))
+
+
 # What is refused.
 
 

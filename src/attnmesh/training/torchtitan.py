@@ -4,8 +4,8 @@
     parallelism.context_parallel_degree = 8
 
 The override replaces the inner attention of every layer. Batches are sharded by layouts of attnmesh, for tokens, labels
-and positions alike, and the masks of torchtitan travel with the batch as masks of attnmesh, to all layers and pipeline
-stages. The module imports torchtitan: import it by name, as `override.imports` does.
+and positions alike, and all layers and pipeline stages get the masks of torchtitan as masks of attnmesh. The module
+imports torchtitan: import it by name, as `override.imports` does.
 """
 
 from __future__ import annotations
@@ -365,11 +365,10 @@ def _check_unserved(**arguments: Any) -> None:
 
 def _keep_forward(original: Any, attention_modules: Any, cp_mesh: Any) -> Any:
     """apply_cp_to_forward: with spmd_backend "partial_dtensor" it wraps the forward of all inner attention."""
-    ours = [isinstance(module, _AttentionOverRanks) for module in attention_modules]
-    if not any(ours):
+    others = sorted({type(x).__name__ for x in attention_modules if not isinstance(x, _AttentionOverRanks)})
+    if not any(isinstance(module, _AttentionOverRanks) for module in attention_modules):
         return original(attention_modules, cp_mesh)
-    if not all(ours):
-        others = sorted({type(module).__name__ for module in attention_modules} - {"FlexAttentionOverRanks"})
+    if others:
         raise ValueError(f"override.imports must replace the inner attention of all layers, got {', '.join(others)}")
     for module in attention_modules:
         module.ranks = cp_mesh.size()
