@@ -17,7 +17,18 @@ pytest.importorskip("torchtitan")
 
 from torch.nn.attention.flex_attention import create_block_mask, or_masks
 
-from attnmesh import Causal, ContextParallel, Documents, Full, PerSequence, SlidingWindow, run_virtual
+from attnmesh import (
+    Balanced,
+    Causal,
+    ContextParallel,
+    Contiguous,
+    Documents,
+    Full,
+    PerSequence,
+    SlidingWindow,
+    Zigzag,
+    run_virtual,
+)  # fmt: skip
 from helpers.processes import run_processes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_torchtitan.py"
@@ -222,6 +233,30 @@ def test_the_override_replaces_all_layers_and_keeps_the_sequence_sharded():
         )
     with pytest.raises(ValueError, match="backend must be"):
         apply_overrides(OverrideConfig(imports=[(imports[0][0], {"backend": "flex"})]), llama3._debugmodel("flex"))
+
+
+@pytest.mark.parametrize("balancer", ["headtail", "ptrr", None])
+def test_a_batch_is_sharded_by_the_layout_that_the_config_names(balancer):
+    module, theirs = ours()
+    positions, tokens = positions_of(LENGTHS), torch.arange(3 * LENGTH).view(3, LENGTH)
+    documents = PerSequence([Documents(LENGTHS[0]), Full(), Documents(LENGTHS[2])])
+    layout = {"headtail": Zigzag(), "ptrr": Balanced(Causal() & documents), None: Contiguous()}[balancer]
+
+    def rank(comm):
+        metadata = theirs.create_varlen_metadata_for_document(positions)
+        mesh = SimpleNamespace(_attnmesh_context=ContextParallel(comm))
+        given = {"positions": positions, "attention_masks": metadata}
+        inputs, labels, more = module._shard_batch(None, tokens, tokens + 1, given, mesh, None, balancer)
+        batch = more["attention_masks"]
+        assert (batch.cp.layout, batch.length, batch.mask) == (layout, LENGTH, documents)
+        at = layout.positions(LENGTH, comm.world, comm.rank)
+        assert torch.equal(inputs, tokens[:, at])
+        assert torch.equal(labels, tokens[:, at] + 1)
+        assert torch.equal(more["positions"], positions[:, at])
+        assert given["attention_masks"] is metadata  # the caller's dict stays as it is
+        return len(at)
+
+    assert run_virtual(3, rank) == [LENGTH // 3] * 3
 
 
 # What is refused.

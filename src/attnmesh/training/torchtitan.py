@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks
 
 from attnmesh.comm import SharedValues, SoloComm, check_on_all_ranks
 from attnmesh.core.layouts import Balanced, Contiguous, Layout, Zigzag
-from attnmesh.core.masks import Full, Mask
+from attnmesh.core.masks import Causal, Full, Mask
 from attnmesh.integrations.transformers_attention import Patches
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.executor import BACKENDS
@@ -172,8 +172,12 @@ def _shard_batch(
 
     def check() -> tuple[tuple[Tensor, Mask | dict[str, Mask], Layout], SharedValues]:
         positions = _checked_positions(inputs, labels, extra_kwargs)
-        masks = _read_masks(extra_kwargs.get("attention_masks"), (inputs.shape[0], inputs.shape[1]))
-        layout = _layout(load_balancer_type, masks, ptrr_mask_key)
+        given = extra_kwargs.get("attention_masks")
+        masks = _read_masks(given, (inputs.shape[0], inputs.shape[1]))
+        work = masks
+        if isinstance(masks, Mask) and isinstance(given, VarlenMetadata):  # documents; layers add their windows
+            work = masks_under(masks, Causal())
+        layout = _layout(load_balancer_type, work, ptrr_mask_key)
         values = {"input": list(inputs.shape), "attention_masks": _compared(masks), "layout": layout}
         return (positions, masks, layout), values | checks.compared(input=inputs, labels=labels, positions=positions)
 
