@@ -21,7 +21,9 @@ from torch.distributed.tensor import DTensor
 from verl.models.transformers import monkey_patch
 from verl.trainer.config import CheckpointConfig
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+from transformers import LlamaConfig
 from verl.utils import tensordict_utils
+from verl.utils.model import get_hf_auto_model_class
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
@@ -30,20 +32,22 @@ from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_pad
 PROMPT, RESPONSE = 7, 9
 
 monkey_patch.is_trl_available = lambda: False  # verl's own engine imports a name from TRL that TRL 1.16 does not have
+get_hf_auto_model_class(LlamaConfig())  # imports for seconds, here once for all ranks
 
 
 def new_engine(folder: Path, ranks: int, *, own: bool = False, **changes: Any) -> Any:
     """An engine from verl's registry; with `own`, verl's own engine, which pads and computes eager attention."""
+    for_model = {name: changes.pop(name) for name in list(changes) if name in HFModelConfig.__dataclass_fields__}
     model = HFModelConfig(
-        path=str(folder), load_tokenizer=False, use_remove_padding=not own, override_config={"attn_implementation": "eager"},
-        enable_gradient_checkpointing=changes.pop("recompute", False),
-        **{name: changes.pop(name) for name in list(changes) if name in HFModelConfig.__dataclass_fields__},
+        path=str(folder), load_tokenizer=False, override_config={"attn_implementation": "eager"},
+        **{"use_remove_padding": not own, "enable_gradient_checkpointing": False, **for_model},
     )  # fmt: skip
     config = FSDPEngineConfig(
-        strategy="fsdp2", ulysses_sequence_parallel_size=ranks, use_torch_compile=False,
-        mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}, **changes,
+        ulysses_sequence_parallel_size=ranks, use_torch_compile=False,
+        **{"strategy": "fsdp2", "mixed_precision": dict.fromkeys(("param_dtype", "reduce_dtype"), "fp32"), **changes},
     )  # fmt: skip
-    parts = model, config, FSDPOptimizerConfig(lr=1e-2, total_training_steps=10, clip_grad=1e9), CheckpointConfig()
+    optimizer = FSDPOptimizerConfig(optimizer="SGD", lr=0.1, total_training_steps=10, clip_grad=1e9)
+    parts = model, config, optimizer, CheckpointConfig()
     engine = FSDPEngineWithLMHead(*parts) if own else EngineRegistry.new("language_model", config.strategy, *parts)
     engine.initialize()
     return engine
@@ -69,32 +73,34 @@ def batch(rows: int, vocabulary: int) -> TensorDict:
     )  # fmt: skip
 
 
-def grpo_step(engine: Any, data: TensorDict, *, micro_batch: int, **more: Any) -> dict[str, Any]:
+def grpo_step(engine: Any, data: TensorDict, **how: Any) -> dict[str, Any]:
     """Log-probabilities and entropies, then one update: verl's losses and metrics, all gradients and parameters."""
     rows = data.shape[0]
     data = data.chunk(engine.get_data_parallel_size())[engine.get_data_parallel_rank()]
     data = left_right_2_no_padding(data.clone())
-    common = {"temperature": 0.7, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": micro_batch, **more}
-    common["use_remove_padding"] = engine.use_remove_padding
-    tensordict_utils.assign_non_tensor(data, calculate_entropy=True, calculate_sum_pi_squared=True, **common)
+    tensordict_utils.assign_non_tensor(
+        data, temperature=0.7, use_remove_padding=engine.use_remove_padding, calculate_entropy=True,
+        calculate_sum_pi_squared=True, **how,
+    )  # fmt: skip
     with engine.eval_mode():
         found = engine.infer_batch(data)["model_output"]
     padded = {name: no_padding_2_padding(x, data) * data["response_mask"] for name, x in found.items()}
     # As if an earlier policy had sampled: other log-probabilities, so that some ratios are clipped.
-    noise = torch.linspace(-0.6, 0.6, padded["log_probs"].numel()).view_as(padded["log_probs"])
+    row = engine.get_data_parallel_rank() * data.shape[0]
+    noise = torch.linspace(-0.6, 0.6, rows * RESPONSE).view(rows, RESPONSE)[row : row + data.shape[0]]
     data["old_log_probs"] = padded["log_probs"] + noise
     data["ref_log_prob"] = padded["log_probs"] - noise.flip(1) / 4
     tensordict_utils.assign_non_tensor(data, global_batch_size=rows)
     config = FSDPActorConfig(
-        strategy="fsdp2", rollout_n=2, ppo_micro_batch_size_per_gpu=micro_batch, entropy_coeff=0.01, use_kl_loss=True,
+        strategy="fsdp2", rollout_n=2, use_dynamic_bsz=True, entropy_coeff=0.01, use_kl_loss=True,
         kl_loss_coef=0.1, use_torch_compile=False,
     )  # fmt: skip
     with engine.train_mode():
         step = engine.train_batch(data, partial(ppo_loss, config))
-        gradients = {name: whole(x.grad) for name, x in engine.module.named_parameters()}
+        gradients = {name: whole(x.grad) for name, x in engine.module.named_parameters() if x.grad is not None}
     parameters = {name: whole(x.detach()) for name, x in engine.module.named_parameters()}
     return {
-        "row": engine.get_data_parallel_rank() * data.shape[0], "loss": sum(step["loss"]),
+        "row": row, "loss": sum(step["loss"]),
         "outputs": {name: x.numpy() for name, x in padded.items()}, "grad_norm": step["metrics"].get("grad_norm"),
         "gradients": gradients, "parameters": parameters,
     }  # fmt: skip

@@ -100,7 +100,7 @@ def _check_configs(model: Any, engine: Any) -> None:
         "use_remove_padding": (model.use_remove_padding, True),
         "use_fused_kernels": (model.use_fused_kernels, False),
         "use_liger": (model.use_liger, False),
-        "lora_rank": (model.lora_rank, 0),
+        "enable_activation_offload": (model.enable_activation_offload, False),
         "qat.enable": (getattr(engine.qat, "enable", False), False),
         "mtp.enable": (model.mtp.enable, False),
     }
