@@ -18,10 +18,10 @@ with warnings.catch_warnings():
 
 from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig
 from verl.models.transformers import monkey_patch
 from verl.trainer.config import CheckpointConfig
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
-from transformers import LlamaConfig
 from verl.utils import tensordict_utils
 from verl.utils.model import get_hf_auto_model_class
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -32,7 +32,7 @@ from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_pad
 PROMPT, RESPONSE = 7, 9
 
 monkey_patch.is_trl_available = lambda: False  # verl's own engine imports a name from TRL that TRL 1.16 does not have
-get_hf_auto_model_class(LlamaConfig())  # imports for seconds, here once for all ranks
+get_hf_auto_model_class(LlamaConfig(architectures=["LlamaForCausalLM"]))  # imports for seconds, here once for all ranks
 
 
 def new_engine(folder: Path, ranks: int, *, own: bool = False, **changes: Any) -> Any:

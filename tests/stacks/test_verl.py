@@ -167,15 +167,12 @@ def test_what_is_not_served_is_refused(results):
     assert "position_ids must restart where a sequence of the micro-batch begins" in results(1)[0]["restarts"]
 
 
-def test_another_version_and_another_vendor_are_refused(monkeypatch):
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(ValueError, match=r"version of verl must be 0\.9\.1, got 0\.8\.0"),
-    ):
-        patch.setattr(importlib.metadata, "version", lambda name: "0.8.0")
-        verl.enable()
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="VERL_ENGINE_VENDOR must be unset or"):
-        patch.setenv("VERL_ENGINE_VENDOR", "metax")
-        verl.enable()
+def test_another_version_another_vendor_and_another_device_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="device must be"):
         verl.enable(device="npu")
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "metax")
+    with pytest.raises(ValueError, match="VERL_ENGINE_VENDOR must be unset or 'attnmesh'"):
+        verl.enable()
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.8.0")
+    with pytest.raises(ValueError, match=r"version of verl must be 0\.9\.1, got 0\.8\.0"):
+        verl.enable()

@@ -40,8 +40,9 @@ def enable(
     """Use attnmesh for the sequence parallelism of verl's FSDP engine of language models.
 
     Call it in every worker before its engine is created: put it into a module of yours, and name the module in
-    `actor_rollout_ref.model.external_lib`. `ContextParallel` has the same arguments; packed micro-batches get the layout
-    `Balanced` instead. A second call changes the arguments. Raises ValueError for a version of verl that was not tested.
+    `actor_rollout_ref.model.external_lib`. `ContextParallel` has the same arguments; packed micro-batches get the
+    layout `Balanced` instead. A second call changes the arguments. Raises ValueError for a version of verl that was
+    not tested.
 
     Args:
         layout: how a micro-batch of one sequence is divided among ranks.

@@ -48,8 +48,8 @@ class AttnmeshEngine(FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has no
         config = self.model_config.hf_config
         implementation = config._attn_implementation
         patches = Patches()
-        # What verl patches in models is for Ulysses, fused kernels and images. None of them is used here, and verl would
-        # refuse numbers of heads that the ranks do not divide.
+        # What verl patches in models is for Ulysses, fused kernels and images. None of them is used here, and verl
+        # would refuse numbers of heads that the ranks do not divide.
         patches.replace(transformer_impl, "apply_monkey_patch", lambda *_, **__: None)
         config._attn_implementation = NAME
         try:
