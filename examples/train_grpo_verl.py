@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 examples/train_grpo_verl.py --share 2
 
 Advantages, losses, batches and the update are verl's; in a training script of verl, its trainer makes these calls. The
-model has windows of 8 tokens and 3 heads, which verl's Ulysses cannot divide between 2 ranks. `--share` is the number of
-ranks that share a sequence; other ranks have other sequences. Runs on CPU ranks (gloo), in about a minute. The reward is
-the share of tokens that follow the previous token; rewards do not depend on the number of ranks. Needs
+model has windows of 8 tokens and 3 heads, which verl's Ulysses cannot divide between 2 ranks. `--share` is the number
+of ranks that share a sequence; other ranks have other sequences. The reward is the share of tokens that follow the
+previous token; rewards do not depend on the number of ranks. Runs on CPU ranks (gloo), in about a minute. Needs
 `pip install "attnmesh[verl]"`.
 """
 
@@ -88,16 +88,17 @@ def sample(model: nn.Module, generator: torch.Generator) -> TensorDict:
 
 
 def update(engine: Any, batch: TensorDict) -> None:
-    """Log-probabilities of the policy that sampled, then an update from every half of the batch."""
-    batch = batch.chunk(engine.get_data_parallel_size())[engine.get_data_parallel_rank()]  # as verl's workers receive it
-    config = FSDPActorConfig(strategy="fsdp2", rollout_n=GROUP, use_dynamic_bsz=True, use_torch_compile=False)
-    for half in batch.chunk(2):
-        data = left_right_2_no_padding(half.clone())
-        rows = len(half) * engine.get_data_parallel_size()
-        assign_non_tensor(data, temperature=1.0, use_dynamic_bsz=True, max_token_len_per_gpu=128, global_batch_size=rows)
+    """Log-probabilities under the policy that sampled, then an update from every half of the batch."""
+    ranks = engine.get_data_parallel_size()
+    batch = batch.chunk(ranks)[engine.get_data_parallel_rank()]  # as a worker of verl receives it
+    halves = [left_right_2_no_padding(half.clone()) for half in batch.chunk(2)]
+    for data in halves:
+        assign_non_tensor(data, temperature=1.0, max_token_len_per_gpu=128, global_batch_size=len(data) * ranks)
         with engine.eval_mode():
             log_probs = engine.infer_batch(data)["model_output"]["log_probs"]
         data["old_log_probs"] = no_padding_2_padding(log_probs, data)
+    config = FSDPActorConfig(strategy="fsdp2", rollout_n=GROUP, use_dynamic_bsz=True, use_torch_compile=False)
+    for data in halves:
         with engine.train_mode():
             engine.train_batch(data, partial(ppo_loss, config))
 

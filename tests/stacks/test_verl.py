@@ -3,8 +3,10 @@
 verl's own engine is the reference: on one rank, with padded rows and the eager attention of Transformers.
 """
 
+import doctest
 import functools
 import importlib.metadata
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+import attnmesh
 from attnmesh.utils.optional import installed
 from helpers.training import run_ranks
+from test_examples import run_example
 
 if not installed("verl"):
     pytest.skip("verl is not installed: make test-stacks", allow_module_level=True)
@@ -75,10 +79,12 @@ CASES = {
     "lora": Case(plain, {2: 2}, {"lora_rank": 2, "pad_to_length": True, "pad_to_length_bucket": 8}, FIXED, steps=2),
 }
 REFUSED = {
-    "strategy must be 'fsdp2'": {"strategy": "fsdp"},
+    "strategy must be 'fsdp2' for attnmesh's engine of verl, got 'fsdp'": {"strategy": "fsdp"},
+    "strategy must be 'fsdp2' for attnmesh's engine of verl, got 'fsdp_turbo'": {"strategy": "fsdp_turbo"},
     "use_remove_padding must be True": {"use_remove_padding": False},
     "use_fused_kernels must be False": {"use_fused_kernels": True},
     "use_liger must be False": {"use_liger": True},
+    "enable_activation_offload must be False": {"enable_activation_offload": True},
     "ulysses_sequence_parallel_size must divide the 1 ranks": {"ranks": 2},
 }
 
@@ -102,6 +108,7 @@ def steps_of_rank(comm, folder):
         found["own"] = {name: last_step(name, case, 1, own=True) for name, case in CASES.items()}
         found["refused"] = [refusal(verl_steps, folder / "windows", change) for change in REFUSED.values()]
         found["restarts"] = restarts(verl_steps, folder / "windows")
+        found["example"] = failures(verl.enable)
     return found
 
 
@@ -123,6 +130,12 @@ def restarts(verl_steps, folder):
     except ValueError as error:
         return str(error)
     return "served"
+
+
+def failures(name):
+    """The number of lines in the example of a docstring that print something else."""
+    (example,) = doctest.DocTestFinder(recurse=False).find(name, globs={"am": attnmesh})
+    return doctest.DocTestRunner().run(example).failed
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +178,15 @@ def test_what_is_not_served_is_refused(results):
     for message, found in zip(REFUSED, results(1)[0]["refused"], strict=True):
         assert message in found
     assert "position_ids must restart where a sequence of the micro-batch begins" in results(1)[0]["restarts"]
+
+
+def test_the_example_of_enable_runs(results):
+    assert results(1)[0]["example"] == 0
+
+
+def test_the_example_learns_over_two_ranks():
+    shown = run_example("train_grpo_verl", torchrun=2)  # it asserts that the reward doubles
+    assert re.findall(r"^step (\d+): mean reward 0\.", shown, flags=re.MULTILINE) == [str(i) for i in range(12)]
 
 
 def test_another_version_another_vendor_and_another_device_are_refused(monkeypatch):

@@ -68,8 +68,9 @@ def enable(
     engine: Any = require("attnmesh.training.verl.engine", extra="verl").AttnmeshEngine
     engine.options = {"layout": layout, "schedule": schedule, "backend": backend}
     engines = require("verl.workers.engine", extra="verl").EngineRegistry
-    if (device, _VENDOR) not in engines._engines["language_model"]["fsdp2"]:
-        engines.register("language_model", ["fsdp", "fsdp2"], device, _VENDOR)(engine)
+    for strategy, by_device in engines._engines["language_model"].items():
+        if (device, _VENDOR) not in by_device:  # the engine refuses strategies other than fsdp2 by name
+            engines.register("language_model", strategy, device, _VENDOR)(engine)
     os.environ[_SELECTED] = _VENDOR
 
 

@@ -91,32 +91,36 @@ class AttnmeshEngine(FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has no
 
 
 def _check_configs(model: Any, engine: Any) -> None:
-    config = model.hf_config
+    _check_values({"strategy": (engine.strategy, "fsdp2")})  # others have other options
     ranks, world = engine.ulysses_sequence_parallel_size, dist.get_world_size()
     if not isinstance(ranks, int) or ranks < 1 or world % ranks:
         raise ValueError(f"ulysses_sequence_parallel_size must divide the {world} ranks, got {shown(ranks)}")
-    wanted = {
-        "strategy": (engine.strategy, "fsdp2"),
-        "use_remove_padding": (model.use_remove_padding, True),
-        "use_fused_kernels": (model.use_fused_kernels, False),
-        "use_liger": (model.use_liger, False),
-        "enable_activation_offload": (model.enable_activation_offload, False),
-        "qat.enable": (getattr(engine.qat, "enable", False), False),
-        "mtp.enable": (model.mtp.enable, False),
-    }
-    for name, (value, allowed) in wanted.items():
-        if value != allowed:
-            raise ValueError(f"{name} must be {allowed!r} for attnmesh's engine of verl, got {shown(value)}")
+    _check_values(
+        {
+            "use_remove_padding": (model.use_remove_padding, True),
+            "use_fused_kernels": (model.use_fused_kernels, False),
+            "use_liger": (model.use_liger, False),
+            "enable_activation_offload": (model.enable_activation_offload, False),
+            "qat.enable": (engine.qat.enable, False),
+            "mtp.enable": (model.mtp.enable, False),
+        }
+    )
+    config = model.hf_config
     if getattr(config, "vision_config", None) is not None or getattr(config, "audio_config", None) is not None:
         raise ValueError(f"model_type must be a language model without images and sound, got {config.model_type!r}")
 
 
 def _check_batch(micro_batch: Any) -> None:
     wanted = {"use_remove_padding": True, "use_fused_kernels": False, "distillation_use_topk": False}
-    for name, allowed in wanted.items():
-        value = tensordict_utils.get_non_tensor_data(data=micro_batch, key=name, default=allowed)
-        if bool(value) != allowed:
-            raise ValueError(f"{name} must be {allowed} for attnmesh's engine of verl, got {shown(value)}")
+    read = tensordict_utils.get_non_tensor_data
+    _check_values({name: (read(micro_batch, name, allowed), allowed) for name, allowed in wanted.items()})
+
+
+def _check_values(values: dict[str, tuple[Any, Any]]) -> None:
+    """Raise ValueError unless every value is the one that is allowed, the second of its pair."""
+    for name, (value, allowed) in values.items():
+        if value != allowed:
+            raise ValueError(f"{name} must be {allowed!r} for attnmesh's engine of verl, got {shown(value)}")
 
 
 def _check_row(row: dict[str, Any], offsets: Tensor) -> None:
@@ -130,7 +134,9 @@ def _check_row(row: dict[str, Any], offsets: Tensor) -> None:
     if positions.dim() != 2:
         raise ValueError(f"position_ids must be one number per token, got {list(positions.shape)}")
     found = document_starts(positions.long())[0].nonzero()[:, 0].tolist()
-    begins = [*offsets.tolist()[: -1 if positions.shape[1] == offsets[-1] else None]]  # padding follows the sequences
+    begins = offsets.tolist()
+    if begins[-1] == positions.shape[1]:  # else the row is padded, with one more sequence
+        begins.pop()
     if found != begins:
         raise ValueError(
             f"position_ids must restart where a sequence of the micro-batch begins, at {shown(begins)}, and only "
