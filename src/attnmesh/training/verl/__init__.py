@@ -62,8 +62,7 @@ def enable(
     selected = os.environ.get(_SELECTED, _VENDOR)
     if selected != _VENDOR:
         raise ValueError(f"{_SELECTED} must be unset or {_VENDOR!r}, which selects attnmesh's engine, got {selected!r}")
-    if device == "cpu":
-        _use_cpu()
+    _check_platform(device)
     register_attention()
     engine: Any = require("attnmesh.training.verl.engine", extra="verl").AttnmeshEngine
     engine.options = {"layout": layout, "schedule": schedule, "backend": backend}
@@ -87,8 +86,11 @@ def _check_version() -> None:
         )
 
 
-def _use_cpu() -> None:
-    """Make the CPU verl's platform. Modules of verl read the platform as they are imported."""
+def _check_platform(device: str) -> None:
+    """Make the CPU verl's platform if it is wanted. Modules of verl read the platform as they are imported."""
     platforms = require("verl.plugin.platform", extra="verl")
-    if platforms.get_platform().device_name != "cpu":
+    found = platforms.get_platform().device_name
+    if device == "cpu" and found != "cpu":
         platforms.set_platform(require("attnmesh.training.verl.platform", extra="verl").CPUPlatform())
+    elif found != device:
+        raise ValueError(f"device must be the one of verl's platform, {found!r}, got {device!r}")
