@@ -134,8 +134,10 @@ def restarts(verl_steps, folder):
 
 def failures(name):
     """The number of lines in the example of a docstring that print something else."""
-    (example,) = doctest.DocTestFinder(recurse=False).find(name, globs={"am": attnmesh})
-    return doctest.DocTestRunner().run(example).failed
+    (found,) = doctest.DocTestFinder(recurse=False).find(name, globs={"am": attnmesh})
+    for example in found.examples:
+        example.options.clear()  # skipped where verl is not installed
+    return doctest.DocTestRunner().run(found).failed
 
 
 @pytest.fixture(scope="module")

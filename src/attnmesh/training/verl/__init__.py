@@ -52,7 +52,9 @@ def enable(
 
     Examples:
         >>> from attnmesh.training import verl
-        >>> verl.enable(layout=am.Zigzag(), device="cpu")  # in a worker: ulysses_sequence_parallel_size=N uses attnmesh
+        >>> verl.TESTED
+        '0.9.1'
+        >>> verl.enable(layout=am.Zigzag(), device="cpu")  # doctest: +SKIP
     """
     check_layout("layout", layout)
     check_choice("schedule", schedule, ("auto", *SCHEDULES))
