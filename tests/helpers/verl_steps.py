@@ -101,7 +101,7 @@ def grpo_step(engine: Any, data: TensorDict, **how: Any) -> dict[str, Any]:
     parameters = {name: whole(x.detach()) for name, x in engine.module.named_parameters()}
     return {
         "row": row, "loss": sum(step["loss"]),
-        "outputs": {name: x.numpy() for name, x in padded.items()}, "grad_norm": step["metrics"].get("grad_norm"),
+        "outputs": {name: x.float().numpy() for name, x in padded.items()}, "grad_norm": step["metrics"].get("grad_norm"),
         "gradients": gradients, "parameters": parameters,
     }  # fmt: skip
 
