@@ -100,8 +100,8 @@ def grpo_step(engine: Any, data: TensorDict, **how: Any) -> dict[str, Any]:
         gradients = {name: whole(x.grad) for name, x in engine.module.named_parameters() if x.grad is not None}
     parameters = {name: whole(x.detach()) for name, x in engine.module.named_parameters()}
     return {
-        "row": row, "loss": sum(step["loss"]),
-        "outputs": {name: x.float().numpy() for name, x in padded.items()}, "grad_norm": step["metrics"].get("grad_norm"),
+        "row": row, "loss": sum(step["loss"]), "grad_norm": step["metrics"].get("grad_norm"),
+        "outputs": {name: x.float().numpy() for name, x in padded.items()},
         "gradients": gradients, "parameters": parameters,
     }  # fmt: skip
 
