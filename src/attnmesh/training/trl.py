@@ -28,7 +28,7 @@ from attnmesh.generation.generator import generate
 from attnmesh.generation.sampling import MAX_SEED, Sampling
 from attnmesh.integrations.sharded_pass import checked_on_all_ranks
 from attnmesh.integrations.transformers_attention import Patches
-from attnmesh.integrations.transformers_models import IGNORED_LABEL
+from attnmesh.integrations.transformers_models import IGNORED_LABEL, text_backbone
 from attnmesh.training.accelerate import (
     AcceleratorRanks,
     check_kind,
@@ -106,6 +106,12 @@ def whole_rows(trainer: Any) -> Iterator[None]:
     ranks, data = ranks_of(accelerator), DataRanks(accelerator)
     with checked_on_all_ranks(ranks.cp.comm, "a trainer of TRL"):
         check_kind(trainer)
+        model = ranks.model(trainer.model)
+        if text_backbone(model) is not None:
+            raise ValueError(
+                f"the model must be one of text for {type(trainer).__name__} under context parallelism, got "
+                f"{type(model).__name__}, which takes images"
+            )
     base = next(each for each in type(trainer).__mro__ if each.__name__ in _CALL_MODELS)
     module = sys.modules[base.__module__]
     with ExitStack() as stack:
