@@ -371,7 +371,7 @@ class _OuterForward(_Forward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = (kwargs.get("attention_pass"), *(x for x in args if isinstance(x, ShardedPass)))
-        attention_pass = next((x for x in given if x is not None), None)
+        attention_pass: Any = next((x for x in given if x is not None), None)
         if getattr(attention_pass, "leaves", None) is None:
             return self.__wrapped__(*args, **kwargs)
         with self.state.entered(attention_pass, self.module.training):
@@ -625,14 +625,18 @@ class _LeafwiseLoss:
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """The losses [n] of tokens, from logits [n, vocabulary] and labels [n]: one token at a time, in training and
-    inference, for the same shapes.
-    """
+    """The losses [n] of tokens, from logits [n, vocabulary] and labels [n]; one by one, for the same shapes."""
+    wanted = labels.to(logits.device).long().split(1)
     losses = [
-        F.cross_entropy(_placed(scores).float(), label, ignore_index=IGNORED_LABEL, reduction="none")
-        for scores, label in zip(logits.split(1), labels.to(logits.device).long().split(1), strict=True)
+        F.nll_loss(scores, label, ignore_index=IGNORED_LABEL, reduction="none")
+        for scores, label in zip(token_log_probs(logits), wanted, strict=True)
     ]
     return torch.cat(losses)
+
+
+def token_log_probs(logits: Tensor) -> list[Tensor]:
+    """The log-probabilities [1, vocabulary] of each token, float32, from logits [n, vocabulary]."""
+    return [torch.log_softmax(_placed(scores).float(), -1) for scores in logits.split(1)]
 
 
 # What is computed between modules.
