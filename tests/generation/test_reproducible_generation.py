@@ -27,7 +27,7 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LAYOUT = am.Aligned(am.Zigzag(), 16)  # tiles of 16 positions
-PROMPTS = [random_ids(length, seed=length) for length in (150, 1, 33)]
+PROMPTS = [random_ids(length, seed=length) for length in (150, 2, 33)]
 NEW = 5
 SAMPLED = am.Sampling(temperature=0.9, seed=3)
 IMPORTS = ("transformers.models.llama.modeling_llama",)
