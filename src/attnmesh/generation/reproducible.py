@@ -154,14 +154,14 @@ class Tiles:
 
     def take(self, x: Tensor) -> Tensor:
         """Heads of tokens [B, H, T, D] from tiles [rows, H, size, D]."""
-        tokens: Tensor = x.transpose(1, 2).flatten(0, 1)[self.places]
-        return tokens.unflatten(0, self.shape).transpose(1, 2).contiguous()
+        tokens: Tensor = x.transpose(1, 2).flatten(0, 1)[self.places].unflatten(0, self.shape)
+        return tokens.transpose(1, 2).contiguous()
 
     def put(self, x: Tensor) -> Tensor:
         """The inverse of `take`; absent tokens are 0."""
-        found: Tensor = x.new_zeros(self.rows * self.size, x.shape[1], x.shape[3])
+        found = x.new_zeros(self.rows * self.size, x.shape[1], x.shape[3])
         found[self.places] = x.transpose(1, 2).flatten(0, 1)
-        return found.unflatten(0, (self.rows, self.size)).transpose(1, 2)
+        return found.view(self.rows, self.size, *found.shape[1:]).transpose(1, 2)
 
     def logits(self, x: Tensor) -> Tensor:
         """The logits [B, T, vocabulary] of the tokens that are wanted, from tiles."""
