@@ -29,10 +29,6 @@ from attnmesh.training.data_parallel import GradientReduction
 from helpers.training import run_ranks, training_model
 
 
-def ranks(comm: Any, layout: Any) -> ContextParallel:
-    return ContextParallel(comm, layout=layout, reproducible=True)
-
-
 def model(kind: str = "llama", **changes: Any) -> Any:
     register_attention()
     found = training_model(kind, **changes)
@@ -54,7 +50,7 @@ LAYOUT = Aligned(Zigzag(), 16)
 def train(comm: Comm, template: Any, layout: Any = LAYOUT, steps: int = 2, **options: Any) -> list[Tensor]:
     """The losses, the gradients of the last step, and the parameters after all steps."""
     trained = copy.deepcopy(template)
-    cp = ranks(comm, layout)
+    cp = ContextParallel(comm, reproducible=True, layout=layout)
     reduction = GradientReduction(trained, cp)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
     losses = []
@@ -106,7 +102,7 @@ def test_gradients_are_those_of_the_model_alone(llama):
     ids = batch(ROWS, LENGTH, 0)
 
     def rank(comm: Comm) -> list[Tensor]:
-        trained, cp = copy.deepcopy(llama), ranks(comm, LAYOUT)
+        trained, cp = copy.deepcopy(llama), ContextParallel(comm, reproducible=True, layout=LAYOUT)
         reduction = GradientReduction(trained, cp)
         trained(**shard_inputs(cp, ids, ids)).loss.backward()
         assert not gradients(trained)  # before they are reduced
@@ -180,7 +176,7 @@ def test_log_probabilities_and_a_loss_made_from_them_have_the_bits_of_one_rank(l
     ids = batch(ROWS, LENGTH, 0)
 
     def rank(comm: Comm) -> list[Tensor]:
-        trained, cp = copy.deepcopy(llama), ranks(comm, LAYOUT)
+        trained, cp = copy.deepcopy(llama), ContextParallel(comm, reproducible=True, layout=LAYOUT)
         reduction = GradientReduction(trained, cp)
         inputs = shard_inputs(cp, ids, ids)
         log_probs = gather_log_probs(inputs, trained(**inputs).logits)
@@ -220,7 +216,7 @@ def test_log_probabilities_do_not_depend_on_what_follows_in_the_row(llama):
     real = (torch.arange(LENGTH) < 37)[None].long()
 
     def rank(comm: Comm) -> list[Tensor]:
-        cp = ranks(comm, LAYOUT)
+        cp = ContextParallel(comm, reproducible=True, layout=LAYOUT)
         GradientReduction(trained, cp)
         found = []
         for part, options in ((ids, {}), (ids[:, :37], {}), (ids, {"attention_mask": real})):
@@ -254,7 +250,7 @@ def test_wrapped_models_are_refused(llama):
         wrapped = copy.deepcopy(llama)
         wrapped.__class__ = type("FSDPLlama", (FSDPModule, type(wrapped)), {})  # as fully_shard does
         with pytest.raises(ValueError, match="model must not be wrapped with a reproducible ContextParallel"):
-            GradientReduction(wrapped, ranks(comm, LAYOUT))
+            GradientReduction(wrapped, ContextParallel(comm, reproducible=True, layout=LAYOUT))
 
     run_virtual(1, rank)
 
@@ -263,7 +259,7 @@ def test_a_model_without_a_reduction_or_with_one_that_was_not_called_is_refused(
     ids = batch(1, LENGTH, 0)
 
     def rank(comm: Comm) -> None:
-        trained, cp = copy.deepcopy(llama), ranks(comm, LAYOUT)
+        trained, cp = copy.deepcopy(llama), ContextParallel(comm, reproducible=True, layout=LAYOUT)
         with pytest.raises(ValueError, match=r"construct attnmesh\.training\.data_parallel.GradientReduction"):
             trained(**shard_inputs(cp, ids, ids))
         reduction = GradientReduction(trained, cp)
@@ -299,7 +295,7 @@ def test_twenty_steps_of_processes_have_the_bits_of_one(dtype, adapted):
 def steps_of_data_ranks(comm: Comm, data: int) -> list[Tensor]:
     """Two micro-batches of four rows, which are divided among data ranks."""
     mesh = init_device_mesh("cpu", (data, comm.world // data), mesh_dim_names=("dp", "cp"))
-    cp = ranks(mesh["cp"], LAYOUT)
+    cp = ContextParallel(mesh["cp"], reproducible=True, layout=LAYOUT)
     trained = model()
     reduction = GradientReduction(trained, cp, data=mesh["dp"])
     batches = [batch(4, length, length).chunk(data)[mesh["dp"].get_local_rank()] for length in (75, 40)]

@@ -84,7 +84,7 @@ class Leaves:
         return range(self.rows)
 
     def numbers(self, row: int) -> list[int]:
-        """The numbers in the tree of this rank's leaves of a row. Rows are those of all data ranks."""
+        """The numbers in the tree of this rank's leaves of a row. Rows of all data ranks are counted."""
         return [(row << _ROW) + leaf for run in self.runs() for leaf in run]
 
     def nodes(self, first_row: int, rank: int | None = None) -> list[Node]:
@@ -606,7 +606,7 @@ class _LeafwiseLoss:
                 f"got {name}"
             )
         if not isinstance(logits, Tensor) or tuple(logits.shape[:2]) != shape:
-            raise ValueError(f"logits must be those of all tokens, {list(shape)}, for the loss")
+            raise ValueError(f"logits must be of all tokens, {list(shape)}, for the loss")
         with _computing("the loss"):
             return self._loss(logits, labels, items, leaves)
 
