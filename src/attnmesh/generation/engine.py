@@ -56,7 +56,7 @@ from attnmesh.generation.reproducible import (
 )
 from attnmesh.generation.sampling import LogProbs, log_probs, prompt_scores
 from attnmesh.generation.tensor_parallel import TensorParallel
-from attnmesh.integrations.transformers_models import changing_rotary, check_model, text_config
+from attnmesh.integrations.transformers_models import changing_rotary, check_model, check_text_only, text_config
 from attnmesh.kv_cache.block_manager import WINDOW_MARGIN
 from attnmesh.kv_cache.pools import CacheSpec
 from attnmesh.kv_cache.sequence import NewTokens
@@ -95,6 +95,7 @@ class Engine:
         prefill_chunk: int | None, reproducible: bool = False,
     ) -> None:  # fmt: skip
         check_model(model)
+        check_text_only(model)
         config, weight, self._weights = text_config(model), model.get_input_embeddings().weight, weights
         if reproducible and weights is not None:
             raise ValueError("model must have whole weights on every rank with reproducible=True, got a sharded model")
