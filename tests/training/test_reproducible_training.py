@@ -24,7 +24,7 @@ from attnmesh import (
 )  # fmt: skip
 from attnmesh.comm import Comm
 from attnmesh.core.tree import TreeSum
-from attnmesh.training import reproducible
+from attnmesh.integrations import reproducible
 from attnmesh.training.data_parallel import GradientReduction
 from helpers.training import run_ranks, training_model
 

@@ -56,6 +56,7 @@ from attnmesh.generation.reproducible import (
 )
 from attnmesh.generation.sampling import LogProbs, log_probs, prompt_scores
 from attnmesh.generation.tensor_parallel import TensorParallel
+from attnmesh.integrations.reproducible import token_log_probs
 from attnmesh.integrations.transformers_models import changing_rotary, check_model, check_text_only, text_config
 from attnmesh.kv_cache.block_manager import WINDOW_MARGIN
 from attnmesh.kv_cache.pools import CacheSpec
@@ -68,7 +69,6 @@ from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.shards import ScheduleName
-from attnmesh.training.reproducible import token_log_probs
 from attnmesh.utils.text import counted
 from attnmesh.utils.validation import check_count
 

@@ -1,8 +1,8 @@
 """`Generator(..., reproducible=True)`: the logits of a token have the same bits however they are computed.
 
-The modules of a model compute tiles, as in training (`training.reproducible`): products of a fixed number of aligned
-positions, in which the token at position p has row `p % size`. What the other rows of a tile have does not change the
-bits of its row. So a decode step computes whole tiles, too: tokens of several sequences share a tile where their rows
+The modules of a model compute tiles, as in training (`integrations.reproducible`): products of a fixed number of
+aligned positions, in which the token at position p has row `p % size`. What the other rows of a tile have does not
+change the bits of its row. So a decode step computes whole tiles, too: tokens of several sequences share a tile where their rows
 differ, and absent rows repeat a token.
 
 Attention is `attention(..., reproducible=True)`. The keys that a pass attends to are gathered from the ranks that store
@@ -25,11 +25,11 @@ from attnmesh.core.masks import Chunked
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.generation.attention_calls import AttentionCall, AttentionCalls, NewTokensCache, mask_window, run_model
 from attnmesh.generation.passes import CachePass, ContextPrefill, DecodePass, Options
+from attnmesh.integrations.reproducible import LEAF, attending, make_leafwise
 from attnmesh.integrations.transformers_models import text_config
 from attnmesh.ops.dense.api import attention
 from attnmesh.ops.paged import PagedKV
 from attnmesh.ops.storage import PLAIN
-from attnmesh.training.reproducible import LEAF, attending, make_leafwise
 
 
 def tile_size(layout: Layout) -> tuple[int, Layout]:

@@ -70,7 +70,7 @@ class ShardedPass:
         has_model_positions: whether `position_ids` were given, or counted as the model would.
         plain_position_ids: what they were before they were counted, if they were.
         is_watched: whether a model is being called that was checked for this batch.
-        leaves: how tokens are divided among ranks, if bits must not depend on it (`training.reproducible`).
+        leaves: how tokens are divided among ranks, if bits must not depend on it (`integrations.reproducible`).
         around_attention: entered around every attention of the pass.
         attended_by: the ids of the modules that have attended in the latest call; None if some are in a compiled graph.
         wholes: the tensors of the whole batch that have one entry per token, under the names that the model takes.

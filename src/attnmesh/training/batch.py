@@ -20,12 +20,12 @@ from attnmesh.core.layouts import Aligned, Balanced
 from attnmesh.core.masks import Causal, Full, packing_of
 from attnmesh.core.ranges import as_tensor
 from attnmesh.integrations.multimodal import IMAGES
+from attnmesh.integrations.reproducible import LEAF, aligned, prepare_pass, token_losses
 from attnmesh.integrations.sharded_pass import ShardedMask, ShardedPass, watch_models
 from attnmesh.integrations.transformers_attention import check_gaps, document_starts
 from attnmesh.integrations.transformers_models import IGNORED_LABEL
 from attnmesh.parallel.checksums import ValueChecks
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.training.reproducible import LEAF, aligned, prepare_pass, token_losses
 from attnmesh.utils.text import explained_in
 from attnmesh.utils.validation import check_bool, check_tensor, check_type, shown
 

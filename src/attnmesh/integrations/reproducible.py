@@ -1,13 +1,12 @@
-"""Training whose bits do not depend on how tokens are divided among ranks: everything around attention.
+"""Models whose bits do not depend on how tokens are divided among ranks: everything around attention, and gradients.
 
 A leaf is a fixed number of consecutive positions of one row of the batch, and belongs to one rank as a whole. The
 modules of a model that compute every token by itself (linear layers, norms, MLPs, experts, adapters, ...) are called
 once per leaf, so that a leaf meets the same operations with the same shapes on whichever rank it is. The last leaf of a
 row is padded: a token has its place in products of the same shape in rows of any length, and when it is generated
-(`generation.reproducible`). Each call has
-weights of its own, by which the gradient of every leaf is known; these are summed in an aligned binary tree
-(`core.tree`) over positions, rows and data ranks. The loss is summed in the same tree. The gradient of an embedding is
-computed from the tokens of all ranks.
+(`generation.reproducible`). Each call has weights of its own, by which the gradient of every leaf is known; these are
+summed in an aligned binary tree (`core.tree`) over positions, rows and data ranks. The loss is summed in the same tree.
+The gradient of an embedding is computed from the tokens of all ranks.
 
 What a model computes between these modules must be exact elementwise operations and moves of data: the first call of a
 model is audited.
