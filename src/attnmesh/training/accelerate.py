@@ -171,7 +171,12 @@ def _gather_for_metrics(original: Any, self: Any, input_data: Any, use_gather_ob
 
 
 def _validate_accelerator(original: Any, self: Any, accelerator: Any) -> None:
-    """ParallelismConfig._validate_accelerator: CPU ranks are ranks like others."""
+    """ParallelismConfig._validate_accelerator: CPU ranks are ranks like others; DeepSpeed is refused."""
+    if self.cp_enabled and accelerator.distributed_type == "DEEPSPEED":
+        raise ValueError(
+            f"deepspeed_plugin must be None with cp_size > 1, got cp_size {self.cp_size} and DeepSpeed, whose engine "
+            f"reduces gradients in code of its own: use DDP or FSDP2{see('stacks.md#deepspeed')}"
+        )
     if self.cp_enabled and accelerator.distributed_type == "MULTI_CPU":
         accelerator = SimpleNamespace(
             multi_device=True, is_fsdp2=False, distributed_type=accelerator.distributed_type,

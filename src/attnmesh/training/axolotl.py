@@ -11,6 +11,7 @@ ring_flash_attn and flash_attn.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -67,6 +68,8 @@ class AttnmeshPlugin(_base.BasePlugin):  # type: ignore[misc, name-defined]
             return
         accelerate.check_versions(TESTED, extra="axolotl")
         _check(cfg)
+        if not torch.cuda.is_available():
+            os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # without it accelerate sees a single process
         _patches.when_imported("axolotl.cli.config", lambda module: _replace(module, "validate_config", _validate))
         _patches.when_imported(
             "axolotl.train", lambda module: _replace(module, "SequenceParallelContextManager", _no_context)
@@ -134,6 +137,8 @@ def _attention(original: Any, self: Any) -> None:
     original(self)
     register_attention()
     self.model_kwargs["attn_implementation"] = self.model_config._attn_implementation = NAME
+    if not torch.cuda.is_available():
+        self.model_kwargs.pop("device_map", None)  # the GPU with this rank's number
 
 
 def _build_device_mesh(original: Any, self: Any, device_type: str) -> Any:

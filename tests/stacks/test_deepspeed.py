@@ -1,0 +1,29 @@
+"""DeepSpeed with context parallelism is refused on every rank, before an engine is made."""
+
+import os
+
+import pytest
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("accelerate")
+
+from attnmesh.training import accelerate as integration
+from helpers.training import accelerate_ranks, run_ranks
+
+
+def message_of_a_refusal(comm, stage):
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import DeepSpeedPlugin
+
+    integration.enable()
+    with accelerate_ranks(comm.world):
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        with pytest.raises(ValueError, match="deepspeed_plugin must be None") as refused:
+            Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage), parallelism_config=ParallelismConfig(cp_size=2))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zero_with_context_parallelism_is_refused(stage):
+    messages = run_ranks(2, message_of_a_refusal, stage, imports=("deepspeed", "accelerate"))
+    assert all("cp_size 2 and DeepSpeed" in message and "FSDP2" in message for message in messages)
