@@ -1,24 +1,24 @@
-"""Run `axolotl train` with configuration files, each in a given number of CPU ranks: one import serves all runs.
+"""Run axolotl's command `train` several times, over CPU ranks: `python axolotl_runs.py RUNS.json`.
 
-    python axolotl_runs.py 1 one.yml 2 two.yml
-
-axolotl is imported once, which takes most of the time, and every rank is a fork. The exit code is the number of runs
-that failed.
+The file has a list of runs [ranks, configuration file, changes of the configuration]. axolotl is imported once, which
+takes most of the time, and every rank is a fork. The exit code is the number of runs that failed.
 """
 
+import json
 import os
 import socket
 import sys
 import traceback
+from pathlib import Path
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]
 
 
-def start(rank: int, world: int, port: int, config: str) -> int:
+def start(rank, world, port, train, config, changes):
     process = os.fork()
     if process:
         return process
@@ -29,7 +29,7 @@ def start(rank: int, world: int, port: int, config: str) -> int:
     }  # fmt: skip
     code = 1
     try:
-        do_cli(config)
+        train(config, **changes)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -45,10 +45,8 @@ if __name__ == "__main__":
     from axolotl.cli.train import do_cli
 
     failed = 0
-    for world, config in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+    for world, config, changes in json.loads(Path(sys.argv[1]).read_text()):
         port = free_port()
-        ranks = [start(rank, int(world), port, config) for rank in range(int(world))]
-        codes = [os.waitpid(process, 0)[1] for process in ranks]
-        print(f"{config}: {codes}", flush=True)
-        failed += any(codes)
+        ranks = [start(rank, world, port, do_cli, config, changes) for rank in range(world)]
+        failed += any([os.waitpid(process, 0)[1] for process in ranks])  # waits for all
     sys.exit(failed)
