@@ -41,12 +41,13 @@ def start(rank, world, port, train, config, changes):
 if __name__ == "__main__":
     import axolotl.core.builders
     import axolotl.loaders.model
-    import axolotl.train
+    import axolotl.train  # noqa: F401
     from axolotl.cli.train import do_cli
 
     failed = 0
     for world, config, changes in json.loads(Path(sys.argv[1]).read_text()):
         port = free_port()
         ranks = [start(rank, world, port, do_cli, config, changes) for rank in range(world)]
-        failed += any([os.waitpid(process, 0)[1] for process in ranks])  # waits for all
+        codes = [os.waitpid(process, 0)[1] for process in ranks]
+        failed += any(codes)
     sys.exit(failed)

@@ -18,8 +18,9 @@ def message_of_a_refusal(comm, stage):
     integration.enable()
     with accelerate_ranks(comm.world):
         os.environ["ACCELERATE_USE_CPU"] = "true"
+        plugin, config = DeepSpeedPlugin(zero_stage=stage), ParallelismConfig(cp_size=2)
         with pytest.raises(ValueError, match="deepspeed_plugin must be None") as refused:
-            Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage), parallelism_config=ParallelismConfig(cp_size=2))
+            Accelerator(deepspeed_plugin=plugin, parallelism_config=config)
     return str(refused.value)
 
 

@@ -1,4 +1,4 @@
-"""Models with Liger's kernels over ranks, in Triton's interpreter: the loss and the gradients of one process without."""
+"""Models with Liger's kernels over ranks, in Triton's interpreter: losses and gradients are those without Liger."""
 
 import os
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-transformers = pytest.importorskip("transformers")
-if importlib.util.find_spec("unsloth") is None:
-    pytest.skip("unsloth is not installed", allow_module_level=True)
-
 import attnmesh as am
 from attnmesh.integrations.transformers_models import check_model
 from helpers.training import training_model
 
-MODELS = {"llama": "llama", "mistral": "mistral", "qwen3": "qwen3"}
+pytest.importorskip("transformers")
+if importlib.util.find_spec("unsloth") is None:
+    pytest.skip("unsloth is not installed", allow_module_level=True)
+
+MODELS = ("llama", "mistral", "qwen3")
 
 
 def replaced(kind):

@@ -102,7 +102,7 @@ def disable() -> None:
     _patches.undo()
 
 
-def check_versions(versions: Mapping[str, str], *, optional: Sequence[str] = (), extra: str = "hf") -> None:
+def check_versions(versions: Mapping[str, str], *, optional: Sequence[str] = ()) -> None:
     """Raise ValueError unless the installed packages have these versions; `optional` ones may be missing."""
     for package, tested in versions.items():
         try:
@@ -110,7 +110,7 @@ def check_versions(versions: Mapping[str, str], *, optional: Sequence[str] = (),
         except importlib.metadata.PackageNotFoundError:
             if package in optional:
                 continue
-            require(package, extra=extra)  # raises
+            require(package, extra="hf")  # raises
             raise
         if version.split(".")[:2] != tested.split("."):
             known = ", ".join(f"{name} {number}" for name, number in versions.items())

@@ -4,13 +4,14 @@
       - attnmesh.training.axolotl.AttnmeshPlugin
     context_parallel_size: 2
 
-Batches are then sharded where Transformers' Trainer does it (`training.accelerate`), with labels that are shifted before
-they are sharded. axolotl's own code shards labels first, which drops a label at every boundary, and needs the packages
-ring_flash_attn and flash_attn.
+Batches are then sharded where Transformers' Trainer does it (`training.accelerate`): labels are shifted before they are
+sharded. axolotl's own code shards labels first, which drops a label at every boundary of shards, and it needs the
+packages ring_flash_attn and flash_attn.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -52,21 +53,21 @@ _REFUSED = {
 _OTHER_SIZES = ("tensor_parallel_size", "expert_parallel_size")
 
 _patches = Patches()
-_base = require("axolotl.integrations.base", extra="axolotl")
+_base = importlib.import_module("axolotl.integrations.base")  # axolotl imports this module, by its name in a file
 
 
 class AttnmeshPlugin(_base.BasePlugin):  # type: ignore[misc, name-defined]
     """A plugin of axolotl that computes `context_parallel_size` with attnmesh.
 
-    Without context parallelism in the configuration it does nothing. Raises ValueError for versions that were not tested,
-    and for options that are not served over ranks.
+    It does nothing if `context_parallel_size` is 1. Raises ValueError for versions that were not tested, and for
+    options that are not served over ranks.
     """
 
     def register(self, cfg: Any) -> None:
         _patches.undo()
         if not _size(cfg) > 1:
             return
-        accelerate.check_versions(TESTED, extra="axolotl")
+        accelerate.check_versions(TESTED)
         _check(cfg)
         if not torch.cuda.is_available():
             os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # without it accelerate sees a single process
@@ -77,7 +78,7 @@ class AttnmeshPlugin(_base.BasePlugin):  # type: ignore[misc, name-defined]
         _patches.when_imported(
             "axolotl.loaders.model", lambda module: _replace(module.ModelLoader, "_set_attention_config", _attention)
         )
-        config = require("accelerate.parallelism_config", extra="axolotl").ParallelismConfig
+        config = require("accelerate.parallelism_config", extra="hf").ParallelismConfig
         _patches.replace(config, "build_device_mesh", _build_device_mesh)
 
     def on_config_validation_error(self, cfg: Any) -> None:
