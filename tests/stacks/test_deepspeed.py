@@ -1,7 +1,5 @@
 """DeepSpeed with context parallelism is refused on every rank, before an engine is made."""
 
-import os
-
 import pytest
 
 pytest.importorskip("deepspeed")
@@ -17,7 +15,6 @@ def message_of_a_refusal(comm, stage):
 
     integration.enable()
     with accelerate_ranks(comm.world):
-        os.environ["ACCELERATE_USE_CPU"] = "true"
         plugin, config = DeepSpeedPlugin(zero_stage=stage), ParallelismConfig(cp_size=2)
         with pytest.raises(ValueError, match="deepspeed_plugin must be None") as refused:
             Accelerator(deepspeed_plugin=plugin, parallelism_config=config)

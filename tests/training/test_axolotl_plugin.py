@@ -34,6 +34,7 @@ def module(monkeypatch):
     [
         ("rl", "dpo", "rl must not be set with context_parallel_size > 1, got 'dpo'"),
         ("deepspeed", "zero3.json", "deepspeed must not be set"),
+        ("liger_rms_norm", True, "liger_rms_norm must not be set with context_parallel_size > 1, got True"),
         ("cut_cross_entropy", True, "cut_cross_entropy must not be set"),
         ("tensor_parallel_size", 2, "tensor_parallel_size must be 1 with context_parallel_size > 1, got 2"),
         ("attn_implementation", None, "attn_implementation must be given with sample_packing"),

@@ -50,6 +50,7 @@ _REFUSED = {
     "deepspeed": "ranks that share a sequence need DDP or FSDP2",
     "use_ray": _OTHER_CODE,
 }  # fmt: skip
+_LIGER = "liger_"  # options of axolotl's plugin for Liger
 _OTHER_SIZES = ("tensor_parallel_size", "expert_parallel_size")
 
 _patches = Patches()
@@ -105,6 +106,9 @@ def _check(cfg: Mapping[str, Any]) -> None:
     for name, reason in _REFUSED.items():
         if cfg.get(name):
             raise ValueError(f"{name} must not be set with {_SIZE} > 1, got {cfg.get(name)!r}: {reason}")
+    for name, value in cfg.items():
+        if name.startswith(_LIGER) and value:
+            raise ValueError(f"{name} must not be set with {_SIZE} > 1, got {value!r}: {_OTHER_CODE}")
     for name in _OTHER_SIZES:
         if (cfg.get(name) or 1) > 1:
             raise ValueError(f"{name} must be 1 with {_SIZE} > 1, got {cfg.get(name)}")
