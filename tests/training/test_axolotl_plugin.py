@@ -35,15 +35,21 @@ def module(monkeypatch):
         ("rl", "dpo", "rl must not be set with context_parallel_size > 1, got 'dpo'"),
         ("deepspeed", "zero3.json", "deepspeed must not be set"),
         ("liger_rms_norm", True, "liger_rms_norm must not be set with context_parallel_size > 1, got True"),
+        ("model_config_type", "falcon_h1", "context_parallel_size must be 1 for falcon_h1, got 2"),
         ("cut_cross_entropy", True, "cut_cross_entropy must not be set"),
         ("tensor_parallel_size", 2, "tensor_parallel_size must be 1 with context_parallel_size > 1, got 2"),
-        ("attn_implementation", None, "attn_implementation must be given with sample_packing"),
     ],
 )
 def test_options_that_are_not_served_are_refused_over_ranks_only(module, option, value, message):
     with pytest.raises(ValueError, match=message):
         module.AttnmeshPlugin().register({**OVER_RANKS, option: value})
     module.AttnmeshPlugin().register({**OVER_RANKS, option: value, "context_parallel_size": 1})
+
+
+def test_packing_without_separate_documents_is_refused(module):
+    validated = {**OVER_RANKS, "attn_implementation": None, "attn_decontaminates_packing": False}
+    with pytest.raises(ValueError, match="attn_implementation must be one for which axolotl separates.*got None"):
+        module.AttnmeshPlugin().pre_model_load(validated)
 
 
 @pytest.mark.parametrize(("package", "version"), [("axolotl", "0.20.0"), ("transformers", "5.22.2")])

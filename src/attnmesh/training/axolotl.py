@@ -51,6 +51,11 @@ _REFUSED = {
     "use_ray": _OTHER_CODE,
 }  # fmt: skip
 _LIGER = "liger_"  # options of axolotl's plugin for Liger
+# Models whose recurrent layers axolotl replaces by code of its own, which would see one rank's tokens only.
+_OWN_LAYERS = (
+    "nemotron_h", "falcon_h1", "granitemoehybrid", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe",
+    "qwen3_5_moe_text",
+)  # fmt: skip
 _OTHER_SIZES = ("tensor_parallel_size", "expert_parallel_size")
 
 _patches = Patches()
@@ -89,6 +94,11 @@ class AttnmeshPlugin(_base.BasePlugin):  # type: ignore[misc, name-defined]
         if not _size(cfg) > 1:
             return
         _check(cfg)
+        if cfg.get("sample_packing") and not cfg.get("attn_decontaminates_packing"):
+            raise ValueError(
+                f"attn_implementation must be one for which axolotl separates packed documents, such as sdpa or "
+                f"flash_attention_2, with sample_packing, got {cfg.get('attn_implementation')!r}"
+            )
         # After axolotl has replaced methods of Trainer and Accelerator, among them those that shard batches.
         accelerate.replace_methods()
 
@@ -112,10 +122,10 @@ def _check(cfg: Mapping[str, Any]) -> None:
     for name in _OTHER_SIZES:
         if (cfg.get(name) or 1) > 1:
             raise ValueError(f"{name} must be 1 with {_SIZE} > 1, got {cfg.get(name)}")
-    if cfg.get("sample_packing") and not cfg.get("attn_implementation"):
+    if cfg.get("model_config_type") in _OWN_LAYERS:
         raise ValueError(
-            "attn_implementation must be given with sample_packing, such as sdpa or flash_attention_2, got None: "
-            "axolotl does not separate documents without it"
+            f"{_SIZE} must be 1 for {cfg.get('model_config_type')}, got {_size(cfg)}: axolotl replaces its recurrent "
+            f"layers by code that would compute one rank's tokens"
         )
 
 
