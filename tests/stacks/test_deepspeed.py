@@ -10,9 +10,11 @@ from helpers.training import accelerate_ranks, run_ranks
 
 
 def message_of_a_refusal(comm, stage):
+    import deepspeed.comm.torch
     from accelerate import Accelerator, ParallelismConfig
     from accelerate.utils import DeepSpeedPlugin
 
+    deepspeed.comm.torch.build_shm_op = lambda: None  # a faster all-reduce, which takes minutes to compile
     integration.enable()
     with accelerate_ranks(comm.world):
         plugin, config = DeepSpeedPlugin(zero_stage=stage), ParallelismConfig(cp_size=2)
@@ -21,7 +23,6 @@ def message_of_a_refusal(comm, stage):
     return str(refused.value)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_zero_with_context_parallelism_is_refused(stage):
-    messages = run_ranks(2, message_of_a_refusal, stage, imports=("deepspeed", "accelerate"))
+def test_zero_with_context_parallelism_is_refused():
+    messages = run_ranks(2, message_of_a_refusal, 3, imports=("deepspeed", "accelerate"))
     assert all("cp_size 2 and DeepSpeed" in message and "FSDP2" in message for message in messages)

@@ -48,7 +48,7 @@ def test_options_that_are_not_served_are_refused_over_ranks_only(module, option,
 
 def test_packing_without_separate_documents_is_refused(module):
     validated = {**OVER_RANKS, "attn_implementation": None, "attn_decontaminates_packing": False}
-    with pytest.raises(ValueError, match="attn_implementation must be one for which axolotl separates.*got None"):
+    with pytest.raises(ValueError, match=r"attn_implementation must be one for which axolotl separates.*got None"):
         module.AttnmeshPlugin().pre_model_load(validated)
 
 
