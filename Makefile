@@ -89,7 +89,7 @@ $(STACKS)/.ready: pyproject.toml constraints.txt tests/stacks/requirements.txt t
 	$(PYTHON) -m venv $(STACKS)
 	$(STACKS)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[triton,train,serve,dev]"
 	$(STACKS)/bin/python -m pip install --quiet --constraint constraints.txt langchain-openai
-	DS_BUILD_OPS=0 $(STACKS)/bin/python -m pip install --quiet --no-deps --no-build-isolation --requirement tests/stacks/requirements.txt
+	$(STACKS)/bin/python -m pip install --quiet --no-deps --requirement tests/stacks/requirements.txt
 	$(STACKS)/bin/python -m pip install --quiet --no-deps --upgrade --target $(STACKS)/axolotl --requirement tests/stacks/axolotl.txt
 	touch $@
 

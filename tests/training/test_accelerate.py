@@ -480,7 +480,7 @@ def test_an_unknown_version_is_refused(monkeypatch, package, version):
 
 
 def test_deepspeed_with_context_parallelism_is_refused():
-    accelerator = SimpleNamespace(distributed_type="DEEPSPEED")
+    accelerator = SimpleNamespace(distributed_type=pytest.importorskip("accelerate").DistributedType.DEEPSPEED)
     seen = []
     integration._validate_accelerator(
         lambda *given: seen.append(given), SimpleNamespace(cp_enabled=False, cp_size=1), accelerator
