@@ -157,10 +157,11 @@ def test_pure_packages_use_neither_processes_nor_kernels(name):
 IMPORTS = """
 import sys
 import time
-import torch
 begin = time.process_time()
+import torch
+after_torch = time.process_time()
 import attnmesh as am
-took = time.process_time() - begin
+took = (time.process_time() - after_torch) / (after_torch - begin)
 
 def planner():
     return [name for name in sys.modules if name.startswith("attnmesh.planner")]
@@ -187,7 +188,7 @@ def test_attnmesh_imports_no_optional_dependency_and_an_explicit_schedule_no_pla
     program = [sys.executable, "-c", IMPORTS]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 1.0, "seconds that the import takes besides torch's own"
+    assert float(done.stdout) < 0.6, "CPU time of the import over torch's own, which a busy machine slows down alike"
 
 
 # The checks themselves, on small packages with a planted fault.
