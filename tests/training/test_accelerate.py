@@ -486,6 +486,18 @@ def test_an_unknown_version_is_refused(monkeypatch, package, version):
         integration.enable()
 
 
+def test_deepspeed_with_context_parallelism_is_refused():
+    accelerator = SimpleNamespace(distributed_type=pytest.importorskip("accelerate").DistributedType.DEEPSPEED)
+    seen = []
+    integration._validate_accelerator(
+        lambda *given: seen.append(given), SimpleNamespace(cp_enabled=False, cp_size=1), accelerator
+    )
+    assert len(seen) == 1  # without context parallelism it is accelerate's decision
+    with pytest.raises(ValueError, match=r"deepspeed_plugin must be None with cp_size > 1, got cp_size 2.*FSDP2"):
+        integration._validate_accelerator(seen.append, SimpleNamespace(cp_enabled=True, cp_size=2), accelerator)
+    assert len(seen) == 1
+
+
 def test_options_are_checked_before_anything_is_replaced():
     with pytest.raises(ValueError, match=r"schedule must be one of .*, got 'star'"):
         integration.enable(schedule="star")

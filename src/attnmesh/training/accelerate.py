@@ -93,7 +93,12 @@ def enable(*, layout: Layout = Zigzag(), schedule: str = "auto", backend: str = 
     check_layout("layout", layout)
     check_choice("schedule", schedule, ("auto", *SCHEDULES))
     check_choice("backend", backend, BACKENDS)
-    _check_versions()
+    check_versions(TESTED, optional=("trl",))
+    replace_methods(layout, schedule, backend)
+
+
+def replace_methods(layout: Layout = Zigzag(), schedule: str = "auto", backend: str = "auto") -> None:  # noqa: B008
+    """What `enable` does, for arguments and versions that the caller has checked."""
     disable()
     _options.update(layout=layout, schedule=schedule, backend=backend)
     _patch_accelerate(require("accelerate", extra="hf"))
@@ -114,17 +119,18 @@ def disable() -> None:
     _patches.undo()
 
 
-def _check_versions() -> None:
-    for package, tested in TESTED.items():
+def check_versions(versions: Mapping[str, str], *, optional: Sequence[str] = ()) -> None:
+    """Raise ValueError unless the installed packages have these versions; `optional` ones may be missing."""
+    for package, tested in versions.items():
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            if package == "trl":
+            if package in optional:
                 continue
             require(package, extra="hf")  # raises
             raise
         if version.split(".")[:2] != tested.split("."):
-            known = ", ".join(f"{name} {number}" for name, number in TESTED.items())
+            known = ", ".join(f"{name} {number}" for name, number in versions.items())
             raise ValueError(
                 f"the version of {package} must be {tested}, got {version}: attnmesh replaces private functions of "
                 f"these packages and was tested with {known}"
@@ -182,7 +188,12 @@ def _gather_for_metrics(original: Any, self: Any, input_data: Any, use_gather_ob
 
 
 def _validate_accelerator(original: Any, self: Any, accelerator: Any) -> None:
-    """ParallelismConfig._validate_accelerator: CPU ranks are ranks like others."""
+    """ParallelismConfig._validate_accelerator: CPU ranks are ranks like others; DeepSpeed is refused."""
+    if self.cp_enabled and accelerator.distributed_type == "DEEPSPEED":
+        raise ValueError(
+            f"deepspeed_plugin must be None with cp_size > 1, got cp_size {self.cp_size} and DeepSpeed, whose engine "
+            f"reduces gradients in code of its own: use DDP or FSDP2{see('stacks.md#deepspeed')}"
+        )
     if self.cp_enabled and accelerator.distributed_type == "MULTI_CPU":
         accelerator = SimpleNamespace(
             multi_device=True, is_fsdp2=False, distributed_type=accelerator.distributed_type,
@@ -310,7 +321,7 @@ def takes_whole_rows(trainer: Any) -> bool:
 def _has_own_loss(trainer: Any) -> bool:
     """Whether compute_loss is the user's."""
     module = getattr(trainer.compute_loss, "__module__", None) or ""
-    return module.split(".")[0] not in ("transformers", "trl", "attnmesh")
+    return module.split(".")[0] not in ("transformers", "trl", "axolotl", "attnmesh")
 
 
 def _compute_loss(original: Any, self: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
