@@ -2,8 +2,8 @@
 
 The modules of a model compute tiles, as in training (`integrations.reproducible`): products of a fixed number of
 aligned positions, in which the token at position p has row `p % size`. What the other rows of a tile have does not
-change the bits of its row. So a decode step computes whole tiles, too: tokens of several sequences share a tile where their rows
-differ, and absent rows repeat a token.
+change the bits of its row. So a decode step computes whole tiles, too: tokens of several sequences share a tile where
+their rows differ, and absent rows repeat a token.
 
 Attention is `attention(..., reproducible=True)`. The keys that a pass attends to are gathered from the ranks that store
 them, in every layer and pass.
