@@ -24,6 +24,7 @@ PAGES = {
     "schedules": 1,
     "shardings": 2,
     "training": 1,
+    "reproducibility": 1,
     "context-parallelism": 5,
     "masks": 7,
     "layouts": 3,

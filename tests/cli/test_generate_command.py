@@ -77,9 +77,7 @@ def answers(output: str) -> list[str]:
 )
 def test_every_token_is_the_one_of_a_single_process(model, how):
     output = right(virtual(model, "--question", "a b", "--question", "c d e", "--check", *how))
-    told = re.findall(
-        r"answer (\d): all 12 tokens equal those of a single process; logits differ by at most (\S+) of", output
-    )
+    told = re.findall(r"answer (\d): all 12 tokens equal a single process; logits differ by at most (\S+) of", output)
     assert [number for number, _ in told] == ["1", "2"]
     assert all(0 < float(apart) < 1e-4 for _, apart in told)
     assert len(answers(output)) == 2
@@ -89,7 +87,7 @@ def test_every_token_is_the_one_of_a_single_process(model, how):
 @pytest.mark.sweep
 def test_a_quantized_cache_is_compared_with_one_as_precise(model):
     output = right(virtual(model, "--storage", "int8", "--question", "a b", "--question", "c d e", "--check"))
-    assert output.count("all 12 tokens equal those of a single process") == 2
+    assert output.count("all 12 tokens equal a single process") == 2
 
 
 def test_a_report_of_the_run_is_written(model, tmp_path):
@@ -293,7 +291,7 @@ def test_processes_answer_as_virtual_ranks_do(model, capfd):
     capfd.readouterr()
     output = right(run(model, *questions, "--check", document=3 * DOCUMENT))
     streamed, progress = capfd.readouterr()  # what rank 0 prints in its own process
-    assert output.count("all 12 tokens equal those of a single process") == 2
+    assert output.count("all 12 tokens equal a single process") == 2
     assert "(128 from the KV cache)" in streamed  # blocks of 2 ranks
     assert answers(streamed) == virtual
     assert re.fullmatch(r"([a-z].* \.\.\.\n)*", progress)
@@ -308,7 +306,7 @@ def test_the_ranks_of_torchrun_are_joined_and_one_of_them_speaks(model):
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("on 2 torchrun ranks") == 1
-    assert ran.stdout.count("all 12 tokens equal those of a single process") == 1
+    assert ran.stdout.count("all 12 tokens equal a single process") == 1
 
 
 @pytest.mark.sweep
@@ -354,7 +352,7 @@ def alive(process: int) -> bool:
 def test_sharded_weights_give_the_same_answers(model):
     output = right(run(model, "--virtual", "--ranks", "4", "--tp", "2", "--question", "a b", "--check"))
     assert "Weights and KV cache: TP2-CP2." in output
-    assert "all 12 tokens equal those of a single process" in output
+    assert "all 12 tokens equal a single process" in output
 
 
 def test_the_sharding_is_chosen_for_the_memory_of_the_ranks(model):
@@ -362,7 +360,7 @@ def test_the_sharding_is_chosen_for_the_memory_of_the_ranks(model):
     ran = run(model, "--virtual", "--ranks", "4", "--sharding", "auto", "--memory", "45kB", "--check")
     output = " ".join(right(ran).split())
     assert "Weights and KV cache: TP2-CP2, the only one that fits, 36.48 kB of 45 kB per rank." in output
-    assert "all 12 tokens equal those of a single process" in output
+    assert "all 12 tokens equal a single process" in output
 
 
 @pytest.mark.sweep

@@ -68,5 +68,5 @@ def test_the_demo_has_right_answers(monkeypatch):
     said = words(ran.output)
     assert "The ferry is called the Petrel." in said
     assert "The captain of the Petrel is Ingrid Solheim." in said
-    assert said.count("tokens equal those of a single process") == 2
+    assert said.count("tokens equal a single process") == 2
     assert int(re.search(r"Prompt of ([\d,]+) tokens", said)[1].replace(",", "")) < 2500

@@ -759,7 +759,7 @@ NOT_FUZZED = {
     "ContextParallel.executor": "the interface of compiled operators, which pass checked options",
     "Catalog": "read from a file, which is checked",
     **dict.fromkeys(
-        ("GradientReduction", *(f"GradientReduction.{name}" for name in ("num_items", "loss", "reduce"))),
+        ("GradientReduction", *(f"GradientReduction.{name}" for name in ("num_items", "loss"))),
         "requires processes and a model that DDP or FSDP2 wraps: tests/training/test_data_parallel.py",
     ),
     "GenerationStats": "a result",

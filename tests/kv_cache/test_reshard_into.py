@@ -118,7 +118,7 @@ def test_rows_that_are_not_there_are_refused_on_every_rank():
     def rank(comm):
         cache = filled(DecodeSharding(cp=2), comm.rank, (4, 9))
         for rows, message in (
-            ([2], r"rows must be among those of sequences, \[0, 1\], got \[2\]"),
+            ([2], r"rows must be among \[0, 1\], got \[2\]"),
             ([-1], "rows must be"),
             (3, "rows must be a list of rows, got 3"),
             ([comm.rank], "cache must be the same, after the same operations, on all ranks that hold it"),

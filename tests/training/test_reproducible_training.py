@@ -16,7 +16,6 @@ from attnmesh import (
     Contiguous,
     Striped,
     Zigzag,
-    attention,
     gather_log_probs,
     register_attention,
     run_virtual,
@@ -27,32 +26,6 @@ from attnmesh.core.tree import TreeSum
 from attnmesh.training import reproducible
 from attnmesh.training.data_parallel import GradientReduction
 from helpers.training import run_ranks, training_model
-
-
-class _Whole(torch.autograd.Function):
-    """Every rank computes the whole attention."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: Any, length: int, options: dict[str, Any]) -> Tensor:
-        whole = [cp.unshard(x.detach(), 2, length).requires_grad_() for x in (q, k, v)]
-        with torch.enable_grad():
-            out = attention(*whole, **options)
-        ctx.cp, ctx.length, ctx.whole, ctx.out = cp, length, whole, out
-        return cp.shard(out.detach(), 2).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        with torch.no_grad():
-            whole = ctx.cp.unshard(grad.contiguous(), 2, ctx.length)
-        grads = torch.autograd.grad(ctx.out, ctx.whole, whole)
-        return (*(ctx.cp.shard(x, 2).contiguous() for x in grads), None, None, None)
-
-
-class Whole(ContextParallel):
-    reproducible = True
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, length: int, **options: Any) -> Any:
-        return _Whole.apply(q, k, v, self, length, options)
 
 
 def model(kind: str = "llama", **changes: Any) -> Any:
@@ -76,7 +49,7 @@ LAYOUT = Aligned(Zigzag(), 16)
 def train(comm: Comm, template: Any, layout: Any = LAYOUT, steps: int = 2, **options: Any) -> list[Tensor]:
     """The losses, the gradients of the last step, and the parameters after all steps."""
     trained = copy.deepcopy(template)
-    cp = Whole(comm, layout=layout)
+    cp = ContextParallel(comm, reproducible=True, layout=layout)
     reduction = GradientReduction(trained, cp)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
     losses = []
@@ -128,7 +101,7 @@ def test_gradients_are_those_of_the_model_alone(llama):
     ids = batch(ROWS, LENGTH, 0)
 
     def rank(comm: Comm) -> list[Tensor]:
-        trained, cp = copy.deepcopy(llama), Whole(comm, layout=LAYOUT)
+        trained, cp = copy.deepcopy(llama), ContextParallel(comm, reproducible=True, layout=LAYOUT)
         reduction = GradientReduction(trained, cp)
         trained(**shard_inputs(cp, ids, ids)).loss.backward()
         assert not gradients(trained)  # before they are reduced
@@ -196,7 +169,7 @@ def test_log_probabilities_and_a_loss_made_from_them_have_the_bits_of_one_rank(l
     ids = batch(ROWS, LENGTH, 0)
 
     def rank(comm: Comm) -> list[Tensor]:
-        trained, cp = copy.deepcopy(llama), Whole(comm, layout=LAYOUT)
+        trained, cp = copy.deepcopy(llama), ContextParallel(comm, reproducible=True, layout=LAYOUT)
         reduction = GradientReduction(trained, cp)
         inputs = shard_inputs(cp, ids, ids)
         log_probs = gather_log_probs(inputs, trained(**inputs).logits)
@@ -248,7 +221,7 @@ def test_a_model_without_a_reduction_or_with_one_that_was_not_called_is_refused(
     ids = batch(1, LENGTH, 0)
 
     def rank(comm: Comm) -> None:
-        trained, cp = copy.deepcopy(llama), Whole(comm, layout=LAYOUT)
+        trained, cp = copy.deepcopy(llama), ContextParallel(comm, reproducible=True, layout=LAYOUT)
         with pytest.raises(ValueError, match=r"construct attnmesh\.training\.data_parallel.GradientReduction"):
             trained(**shard_inputs(cp, ids, ids))
         reduction = GradientReduction(trained, cp)
@@ -282,7 +255,7 @@ def test_twenty_steps_of_processes_have_the_bits_of_one(dtype):
 def steps_of_data_ranks(comm: Comm, data: int) -> list[Tensor]:
     """Two micro-batches of four rows, which are divided among data ranks."""
     mesh = init_device_mesh("cpu", (data, comm.world // data), mesh_dim_names=("dp", "cp"))
-    cp = Whole(mesh["cp"], layout=LAYOUT)
+    cp = ContextParallel(mesh["cp"], reproducible=True, layout=LAYOUT)
     trained = model()
     reduction = GradientReduction(trained, cp, data=mesh["dp"])
     batches = [batch(4, length, length).chunk(data)[mesh["dp"].get_local_rank()] for length in (75, 40)]

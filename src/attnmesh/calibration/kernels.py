@@ -223,7 +223,7 @@ def _indexer(sizes: Sizes, device: str) -> Iterator[KernelSample]:
 
 
 def _recurrent(sizes: Sizes, device: str) -> Iterator[KernelSample]:
-    """The gated delta rule, with half as many heads of keys as of values, as in Qwen3-Next."""
+    """The gated delta rule, with one head of keys for two of values, as in Qwen3-Next."""
     heads, dim = sizes.heads, sizes.head_dim
 
     def given(length: int) -> tuple[list[Tensor], Run]:

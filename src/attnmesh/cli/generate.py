@@ -348,7 +348,7 @@ def verdict(number: int, one: Comparison, tokenizer: Any) -> str:
     first = slice(one.equal_tokens, one.equal_tokens + 1)
     ours, expected = tokenizer.decode(one.ours[first]), tokenizer.decode(one.expected[first])
     compared = (
-        f"all {len(one.ours)} tokens equal those of a single process"
+        f"all {len(one.ours)} tokens equal a single process"
         if one.equal
         else f"DIFFERENT from a single process at token {one.equal_tokens + 1}: {ours!r} instead of {expected!r}"
     )

@@ -94,7 +94,7 @@ class IndependentSubComm(SubComm):
 
 T = TypeVar("T")
 
-OBJECT = "object (numbered as ranks make those of its class)"
+OBJECT = "object (numbered per class, in the order in which ranks make them)"
 """The name under which ranks compare which object a call is made on: `number` of `CallLog` or of `RankGroups`."""
 
 

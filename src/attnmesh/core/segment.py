@@ -113,7 +113,7 @@ def compose(later: Segment, earlier: Segment) -> Segment:
 def total(segments: Segment) -> Segment:
     """The composition of segments [n, ...], n >= 1, in the order of the first dimension. Differentiable.
 
-    Neighbors are composed in pairs: as many products as one after another, in a logarithmic number of operations.
+    Neighbors are composed in pairs: the products of a chain, in a logarithmic number of operations.
     """
     transition, update = segments
     while (n := len(update)) > 1:

@@ -78,7 +78,7 @@ class TreeSum:
 
 
 def total(nodes: Mapping[Node, Tensor], root: Node | None = None) -> Tensor:
-    """The sum of nodes that do not overlap: those of all ranks, or all that lie within `root`. Tensors may change."""
+    """The sum of nodes that do not overlap: nodes of all ranks, or all that lie within `root`. Tensors may change."""
     level, found = 0, dict(nodes)
     if not found:
         raise ValueError("nodes must not be empty")

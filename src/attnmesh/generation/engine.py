@@ -189,7 +189,7 @@ class Engine:
     def prefill_scored(
         self, sequence: CacheSequence, begin: int, ids: list[int], new: NewTokens, scored: int | None
     ) -> tuple[Tensor, list[list[float]]]:
-        """As `prefill`, and the scores of the tokens that follow those of the chunk (`prompt_scores`).
+        """As `prefill`, and the scores of the tokens that follow each token of the chunk (`prompt_scores`).
 
         `scored` is the number of most likely tokens, None for no scores. The token after a prompt is not known: 0
         stands for it.

@@ -432,7 +432,7 @@ class StepKV:
     """The tokens that this rank stores of the sequences of a decode step, including the new tokens.
 
     `steps` have the block table of each kind of layers, and the index of the last key stored here. `positions` int64
-    [B, T] are those of the new tokens. `shard` are the positions of a sequence that are stored here.
+    [B, T] are the positions of the new tokens. `shard` are the positions of a sequence that are stored here.
     """
 
     steps: tuple[PagedStep, ...]

@@ -73,7 +73,7 @@ class RecurrentStates:
             state[target] = state[source]
 
     def of(self, rows: Tensor, is_new: Tensor, has_drafts: bool = False) -> RowStates:
-        """The states of the sequences of a pass, in these rows [B]; those of new sequences [B] are 0."""
+        """The states of the sequences of a pass, in these rows [B]; the states of new sequences [B] are 0."""
         return RowStates(self, rows, is_new, [] if has_drafts else None)
 
     @property

@@ -371,7 +371,7 @@ class Request:
         return len(self.tokens) < self.options.min_new_tokens
 
     def choose(self, logits: Tensor) -> list[float]:
-        """The next token and its log-probabilities, then those of the prompt, as `width` numbers.
+        """The next token and its log-probabilities, then the log-probabilities of the prompt, as `width` numbers.
 
         From logits [vocabulary], and the scores of the prompt.
         """

@@ -61,9 +61,9 @@ def check_config(config: Any, name: str | None = None) -> None:
                 f"{name}: layer_types must be {', '.join(SERVED_LAYERS)}, as other layers that mix tokens would see "
                 f"one rank's tokens only, got {', '.join(sorted(set(layers or ())))}{see(MODELS_PAGE)}"
             )
-    refusal = _refusal(type(config), layers is not None)
-    if refusal:
-        raise ValueError(f"{name}: {refusal}{see(MODELS_PAGE)}")
+    why_not = _why_not(type(config), layers is not None)
+    if why_not:
+        raise ValueError(f"{name}: {why_not}{see(MODELS_PAGE)}")
 
 
 def check_model(model: Any) -> None:
@@ -224,17 +224,17 @@ def _layer_types(config: Any) -> list[str] | None:
     return getattr(config, "layers_block_type", None) if layers is None else layers
 
 
-def _refusal(config_class: type, names_layers: bool) -> str:
+def _why_not(config_class: type, names_layers: bool) -> str:
     """Why no model with this class of configuration is served, or nothing."""
-    return _refusal_by_code(config_class, names_layers)
+    return _why_not_by_code(config_class, names_layers)
 
 
 # torch.compile runs it while tracing, as with torch.compiler.assume_constant_result, which would import torch._dynamo.
-_refusal._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
-def _refusal_by_code(config_class: type, names_layers: bool) -> str:
+def _why_not_by_code(config_class: type, names_layers: bool) -> str:
     found = _code(config_class)
     if found is None:
         return (

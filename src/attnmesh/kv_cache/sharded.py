@@ -75,11 +75,11 @@ class StepTensors:
 class Step:
     """T new `tokens` for some rows of a batch, whose keys and values are to be written. Made by `ShardedCache.append`.
 
-    `positions` int32 [batch, T] are those of the new tokens, -1 in rows that are not in the step. Of the rows that this
+    `positions` int32 [batch, T] are of the new tokens, -1 in rows that are not in the step. Of the rows that this
     rank stores: `slots` int64 [rows, T], -1 where there is nothing to write here, and `cur_pos` int32 [rows], the index
     of the last key stored here, -1 if there is none or the row is not in the step.
 
-    Up to 8 tokens, the tensors keep their addresses and hold the latest step with as many tokens.
+    Up to 8 tokens, the tensors keep their addresses and hold the latest step with this number of tokens.
     """
 
     tokens: int
@@ -116,7 +116,7 @@ class ShardedCache:
 
     All ranks must perform the same operations in the same order. They then agree on rows, reused prefixes and CacheFull
     without communication. `log` has the operations so far; an `AttentionBlock` compares it with that of other ranks.
-    `batch`, `spec` and `max_length` are those of the whole model; `num_blocks` and `window_blocks` are per rank.
+    `batch`, `spec` and `max_length` describe the whole model; `num_blocks` and `window_blocks` are per rank.
     `device` is torch's default device if it is None. There are no index keys.
 
     The rows of each KVDP rank are a `BlockCache` of their own. A rank has the memory of its own rows, and tracks the
@@ -299,7 +299,7 @@ class ShardedCache:
     def write(self, layer: int, step: Step, k: Tensor, v: Tensor | None = None) -> None:
         """Write one layer of a step: k [rows, own kv heads, T, head_dim] and v [rows, own kv heads, T, value_dim].
 
-        Rows are those of this rank; rows that are not in the step are ignored. Every rank passes all T tokens, and
+        Rows are of this rank; rows that are not in the step are ignored. Every rank passes all T tokens, and
         those that other ranks store are skipped. Of latents there is no v.
         """
         self.check_step(step, layer)

@@ -118,7 +118,7 @@ class ContextParallel(ExecutorFactory):
         ring+ring          a ring within every node, and a ring between nodes
         auto               the fastest by an estimate from bytes and operations; see `explain`
 
-    `backend` is as in `attention`. With `reproducible` the bits of out, lse and all gradients are those of
+    `backend` is as in `attention`. With `reproducible` the bits of out, lse and all gradients equal
     `attention(..., reproducible=True)` on the same kind of device, for any number of ranks, layout and schedule; see
     `docs/reproducibility.md`. The schedules are then "allgather", "ulysses" and "ulysses+allgather".
 

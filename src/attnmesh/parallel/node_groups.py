@@ -1,4 +1,4 @@
-"""The ranks that share a sequence: all of them, those of this node, and those at the same position of other nodes."""
+"""The ranks that share a sequence: all of them, this node's, and the ranks at the same position of other nodes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _OTHER_WORDS = {
 def check_context_mesh(group: object) -> None:
     """Raise ValueError for a DeviceMesh whose names say that its ranks do not all share one sequence.
 
-    A mesh of one dimension may have any name except those of another parallelism (dp, fsdp, tp, pp, ep, ...). A mesh of
+    A mesh of one dimension may have any name except names of another parallelism (dp, fsdp, tp, pp, ep, ...). A mesh of
     two is (nodes, ranks per node): it has no names, or names that say so, such as ("node", "cp").
     """
     if not isinstance(group, DeviceMesh) or not group.mesh_dim_names:

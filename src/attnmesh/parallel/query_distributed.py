@@ -8,7 +8,7 @@
 
 The forward sends nothing: where K and V are on every device anyway, each device skips the queries of the others.
 
-A prompt may continue a prefix: the queries are then those of the positions from `q_offset` on, and K and V also hold
+A prompt may continue a prefix: the queries are then at the positions from `q_offset` on, and K and V also hold
 the positions before it. Only the new positions are divided, in the same chunks. Every chunk reads the prefix, so the
 longer the prefix, the less the chunks differ.
 
@@ -19,7 +19,7 @@ longer the prefix, the less the chunks differ.
 This differs from the ring-distributed text it is based on. There, the rule to skip a block is inverted: keys before all
 queries of a chunk are fully visible (computed without a mask), keys after them are hidden (skipped), the others cross
 the diagonal. A device computes 9 chunk pairs of 36, not 2 of 16. Only queries and outputs are local; K and V are whole.
-Its limits on ring size and length are those of one chip: here any ring size >= 1 and any length are supported.
+Its limits on ring size and length come from one chip: here any ring size >= 1 and any length are supported.
 """
 
 from __future__ import annotations
@@ -137,9 +137,9 @@ def ring_distributed_attention(
     float32 lse [B,Hq,n]; both are differentiable. `gather_ring_outputs` returns the whole output.
 
     A prompt that continues a prefix, or a chunk of a prompt, has `q_offset` positions before it: q are then the queries
-    of positions `q_offset` to `q_offset + S - 1`, and k and v those of positions 0 to `q_offset + S - 1`.
+    of positions `q_offset` to `q_offset + S - 1`, and k and v are at positions 0 to `q_offset + S - 1`.
 
-    With a `block_table` k and v are those of a paged cache, as in `paged_decode_attention`: pools k [num_blocks,
+    With a `block_table` k and v are a paged cache, as in `paged_decode_attention`: pools k [num_blocks,
     block_size, Hkv, D] and v [..., Dv], `Quantized` or in the dtype of q, with a table int32 [B, slots]. They already
     contain the S new positions. `q_offset` may then be a list of one number per sequence. The cache is read a part at a
     time; blocks that no query attends to are not read. There is no backward: tensors that require gradients raise
@@ -249,7 +249,7 @@ def gather_ring_outputs(
         expected = layout.local_length(length, comm.world, comm.rank)
         if local_out.shape[2] != expected:
             raise ValueError(
-                f"local_out must have {expected} rows, those of rank {comm.rank} of {comm.world} at length={length}, "
+                f"local_out must have {expected} rows for rank {comm.rank} of {comm.world} at length={length}, "
                 f"pairs={pairs}, got {local_out.shape[2]}"
             )
         return layout, {

@@ -383,7 +383,7 @@ def _states(exchange: _Exchange) -> tuple[Tensor, Tensor]:
             if n:
                 transitions[n - 1] = next(pieces)
             updates[n] = next(pieces)
-    del received  # before there are as many states
+    del received  # before the states take the same memory
     states = forward_scan(Segment(transitions, updates[1:]), updates[0]) if count else updates
 
     # states[n] comes out of segment n, and into segment n + 1.

@@ -277,4 +277,4 @@ class ReproducibleUlyssesAllGather(ReproducibleUlysses, UlyssesAllGather):
 
 
 def _indices(rows: range) -> Tensor:
-    return torch.arange(rows.start, rows.stop, rows.step)
+    return torch.arange(rows.start, rows.stop, rows.step, device="cpu")

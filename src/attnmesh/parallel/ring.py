@@ -165,7 +165,7 @@ class Ring(Executor):
                 streams.wait_for_last_block()
             pending = exchange.start(at)
             here = grads  # gradients of this rank's own K and V stay here
-            if at > 0:  # those of other ranks' K and V are sent on with them
+            if at > 0:  # gradients of other ranks' K and V are sent on with them
                 here = Grads(grads.q, None, None)
             if backend is not None:
                 call = Call(q, *exchange.visible_kv(at), patch, scores)
@@ -301,7 +301,7 @@ class KVExchange:
                 self._packed = Views(comm.buffer(route.packed_shape, dtype=dtype, device=device))
 
     def start(self, at: int) -> Pending:
-        """Start to send the K and V that the next stage needs, and to receive those of stage `at + 1`."""
+        """Start to send the K and V that the next stage needs, and to receive the K and V of stage `at + 1`."""
         _, _, sends, packed, recvs, nbytes = self._stages[at]
         if not (sends or packed or recvs):
             return FINISHED
@@ -390,7 +390,7 @@ class GradRoute:
 
 
 class GradReturn:
-    """Gradients of K and V of one pass on their way back to the owners; those of this rank are added to `own`."""
+    """Gradients of K and V of one pass on their way back to the owners; this rank's are added to `own`."""
 
     def __init__(
         self, route: GradRoute, own: tuple[GradAccumulator | None, GradAccumulator | None], comm: Comm
@@ -437,7 +437,7 @@ class GradReturn:
             v.add_to(here[stage.kv[1]])
 
     def send(self, at: int) -> None:
-        """Start to send the gradients of stage `at` to the next rank or the owner, and to receive those of the next."""
+        """Start to send the gradients of stage `at` to the next rank or the owner, and to receive the next stage's."""
         stage, returned = self._stages[at], self._returned
         here, there = self._buffers[at % 2], self._buffers[1 - at % 2]
         sends = [(here[view], peer) for view, peer in stage.sends]

@@ -40,7 +40,7 @@ class Ulysses(Executor):
     queries: HeadExchange
     keys: HeadExchange
     inner: Executor  # attends with all rows of some heads
-    comm: NodeGroups  # all ranks, including those of other nodes
+    comm: NodeGroups  # all ranks, of other nodes too
     return_lse: bool  # the lse and its gradient are sent only if it is returned
 
     within_nodes: ClassVar[bool] = False

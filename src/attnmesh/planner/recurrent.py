@@ -1,6 +1,6 @@
 """What a recurrent layer costs over ranks: its program, the load of every rank, its peak memory.
 
-Messages are those of `plan.recurrent`, which the executor follows. `ContextParallel.explain_recurrent`, the ranking of
+Messages come from `plan.recurrent`, which the executor follows. `ContextParallel.explain_recurrent`, the ranking of
 prefill plans and `attnmesh simulate` read the program.
 """
 
@@ -150,7 +150,7 @@ class RecurrentShape:
 
     @property
     def segment_operations(self) -> float:
-        """Operations of a position for the segment of its range, besides those of its outputs."""
+        """Operations of a position for the segment of its range, besides the operations of its outputs."""
         k, v = self.key_dim, self.value_dim
         per_head = 2.0 * k * k + 2.0 * k * k * (k + v) / CHUNK if self.form == "dense" else 2.0 * k * v / CHUNK
         return self.batch * self.heads * per_head

@@ -397,7 +397,7 @@ def _rank_row(number: int, members: Sequence[GenerationStats], most: int, report
 def _group_note(groups: RankGroups) -> str:
     if groups.size == 1:
         return ""
-    return f" Every row sums {groups.size} ranks; its times are those of the slowest."
+    return f" Every row sums {groups.size} ranks; its times are of the slowest rank."
 
 
 def _head(name: str, cells: list[object]) -> str:

@@ -127,7 +127,7 @@ def memory_of_ranks(comm: Comm, generator: Generator) -> list[RankMemory]:
 class Status:
     """The state of a server as JSON. `snapshot` may be called on any thread.
 
-    `memory` has all ranks. With `decode`, the sharding of decode ranks, those of `generator` are the prefill ranks.
+    `memory` has all ranks. With `decode`, the sharding of decode ranks, the ranks of `generator` are the prefill ranks.
     """
 
     def __init__(

@@ -277,7 +277,7 @@ _ALL: Parameters = {
     "skip_special_tokens": ("boolean", "Whether special tokens have no text. Default true."),
     "prompt_logprobs": (
         "integer",
-        "Return log-probabilities of the prompt, with as many most likely tokens; no stream.",
+        "Return log-probabilities of the prompt, with this number of most likely tokens; no stream.",
     ),
     "priority": ("integer", "Requests with a lower one come first. Default 0."),
     "response_format": ("object", "type text, json_object, or json_schema with a json_schema that has a schema."),
@@ -310,7 +310,7 @@ ENDPOINTS: dict[str, tuple[str, str, Parameters | None]] = {
     "/v1/chat/completions": ("post", "Answer a conversation.", {
         **_CHAT, **_TOOL_CHOICE, "max_completion_tokens": ("integer", _MAX_TOKENS),
         "max_tokens": ("integer", _MAX_TOKENS), "logprobs": ("boolean", "Return log-probabilities."),
-        "top_logprobs": ("integer", "Also those of this many most likely tokens, at most 20."), **_ALL,
+        "top_logprobs": ("integer", "Also log-probabilities of this number of most likely tokens, at most 20."), **_ALL,
     }),
     "/v1/completions": ("post", "Continue prompts.", {
         "prompt": ("string|array", "A text, token ids, or a list of these."), "max_tokens": ("integer", _MAX_TOKENS),

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, `/v1/responses`: its bodies as those of chats, its answers, and the events of its streams.
+"""OpenAI's Responses API, `/v1/responses`: its bodies as bodies of chats, its answers, and the events of its streams.
 
 Nothing is stored: a client sends the whole conversation with each call.
 """
@@ -73,7 +73,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _content(name: str, value: Any) -> Any:
-    """Parts of text as those of a chat."""
+    """Parts of text as parts of a chat."""
     if not isinstance(value, list):
         return value
     if not all(isinstance(each, dict) and each.get("type") in _TEXTS for each in value):
@@ -182,7 +182,7 @@ class ResponseFormatter(Formatter):
         return [*events, self._item_event(f"response.{part['type']}.delta", delta=text, **_logprobs(part))]
 
     def _begin(self, item: Json, prefix: str) -> list[str]:
-        """Begin another item, after the end of the one before."""
+        """Begin another item, after the end of the previous item."""
         events = self._finish()
         self._open = {"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **item}
         self._items.append(self._open)

@@ -90,7 +90,7 @@ def reference_results(
 
 
 def compare(actual: Sequence[Tensor], inputs: Sequence[Tensor], mask: Mask, **options: Any) -> list[Comparison]:
-    """Return a comparison for each of out, lse, dq, dk, dv, dsinks. `options` are those of `reference_results`."""
+    """Return a comparison for each of out, lse, dq, dk, dv, dsinks. `options` go to `reference_results`."""
     exact = reference_results(inputs, mask, **options)
     plain = reference_results(inputs, mask, **options, plain=True)
     rounding = min(ROUNDING[inputs[0].dtype], ROUNDING[torch.float32])
@@ -102,7 +102,7 @@ def compare(actual: Sequence[Tensor], inputs: Sequence[Tensor], mask: Mask, **op
 
 
 def assert_attention_close(actual: Sequence[Tensor], inputs: Sequence[Tensor], mask: Mask, **options: Any) -> None:
-    """Assert that out, lse, dq, dk, dv, dsinks obey the error rule. `options` are those of `reference_results`."""
+    """Assert that out, lse, dq, dk, dv, dsinks obey the error rule. `options` go to `reference_results`."""
     exact = reference_results(inputs, mask, **options)
     plain = reference_results(inputs, mask, **options, plain=True)
     assert_results_close(actual, plain, exact, rounding=ROUNDING[inputs[0].dtype])

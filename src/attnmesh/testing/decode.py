@@ -252,7 +252,7 @@ def _live(positions: Sequence[int], tokens: int, capacity: int, window: int | No
 def _stored(x: Tensor, storage: str, dtype: torch.dtype) -> Stored:
     if storage == "plain":
         return x.to(dtype)
-    if storage == "fp8 heads":  # scales far apart: those of another head give a wrong result
+    if storage == "fp8 heads":  # scales far apart: another head's scales give a wrong result
         scale = x.abs().amax().float() / 448 * 1.5 ** torch.arange(x.shape[1], device="cpu")
         return quantize(x, "fp8", scale=scale.float())
     return quantize(x, storage)

@@ -169,7 +169,8 @@ def gather_log_probs(inputs: Mapping[str, Any], logits: Tensor) -> Tensor:
             logits.float().flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction="none"
         )
     else:
-        nll = torch.cat(leaf_losses(logits, labels, attention_pass.leaves))
+        rows, leaves = zip(logits.split(1), labels.split(1), strict=True), attention_pass.leaves
+        nll = torch.cat([part for row in rows for part in leaf_losses(*row, leaves)])
     return attention_pass.unshard(-nll.view(labels.shape))
 
 
@@ -213,7 +214,7 @@ def _checked_pass(
     if balance and packing.mask is not None:
         cp = cp.with_layout(Balanced(Causal() & packing.mask if causal else Full() & packing.mask))
 
-    if getattr(cp, "reproducible", False):
+    if cp.reproducible:
         cp = aligned(cp, size)
     device = input_ids.device
     if positions is None:
@@ -224,7 +225,7 @@ def _checked_pass(
     found = ShardedPass(cp, length, packing, local, every if real is None else _move(cp.shard(real, 1), device))
     found.counts_padding = positions is None and any(packing.first)
     found.causal, found.has_model_positions = causal, position_ids is not None
-    if getattr(cp, "reproducible", False):
+    if cp.reproducible:
         prepare_pass(found)
     return found, {
         "input_ids": list(input_ids.shape), "packing": packing.mask, "balance": balance, "causal": causal

@@ -79,7 +79,7 @@ class GradientReduction:
         check_type("cp", cp, ContextParallel)
         check_choice("losses", losses, LOSSES)
         self._tree: TreeReduction | None = None
-        if getattr(cp, "reproducible", False):
+        if cp.reproducible:
             self._init_tree(model, cp, losses, data)
             return
         if data is not None:

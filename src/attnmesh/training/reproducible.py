@@ -70,7 +70,7 @@ class Leaves:
         return [min(self.size, self.length - leaf * self.size) for run in self.runs() for leaf in run]
 
     def numbers(self, row: int) -> list[int]:
-        """The numbers in the tree of this rank's leaves of a row. Rows are those of all data ranks."""
+        """The numbers in the tree of this rank's leaves of a row. Rows of all data ranks are counted."""
         return [(row << _ROW) + leaf for run in self.runs() for leaf in run]
 
     def nodes(self, first_row: int, rank: int | None = None) -> list[Node]:
@@ -432,7 +432,7 @@ class _UnitForward(_Forward):
         return Call(self.name, leaves, self.state.first_row(leaves.rows), sums), weights
 
     def _checked_output(self, out: Any, dim: int, tokens: int) -> list[Tensor]:
-        """The outputs for one leaf, with as many tokens in the same dimension as the inputs."""
+        """The outputs for one leaf, with the tokens of the inputs in the same dimension."""
         found = list(out) if isinstance(out, tuple) else [out]
         for x in found:
             if not isinstance(x, Tensor) or x.dim() <= dim or x.shape[0] != 1 or x.shape[dim] != tokens:
@@ -569,7 +569,7 @@ class _LeafwiseLoss:
                 f"got {name}"
             )
         if not isinstance(logits, Tensor) or tuple(logits.shape[:2]) != shape:
-            raise ValueError(f"logits must be those of all tokens, {list(shape)}, for the loss")
+            raise ValueError(f"logits must be of all tokens, {list(shape)}, for the loss")
         with _computing("the loss"):
             return self._loss(logits, labels, items, leaves)
 

@@ -1,7 +1,7 @@
 """`AttentionBlock` over ranks: every sharding of its cache, and every stage and exchange.
 
 A block generates tokens after prompts of different lengths, and each output is compared with plain torch over whole
-sequences. All ranks must hold the same bits; with `split_size`, also those of a single rank.
+sequences. All ranks must hold the same bits; with `split_size`, also the bits of a single rank.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _outputs(
 
 
 def _generate(comm: Comm, sharding: DecodeSharding, case: _Case, seed: int, device: str) -> list[Comparison]:
-    """Compare each sequence with float64, and the outputs of every rank with those of rank 0."""
+    """Compare each sequence with float64, and the outputs of every rank with rank 0's."""
     config, weights, x = _random(case, comm.world, seed, device)
     actual = _outputs(comm, sharding, case, config, weights, x)
     copies = comm.all_gather(actual, [actual.shape] * comm.world)
@@ -135,7 +135,7 @@ def _generate(comm: Comm, sharding: DecodeSharding, case: _Case, seed: int, devi
 
 
 def _same_bits(comm: Comm, sharding: DecodeSharding, case: _Case, seed: int, device: str) -> list[Comparison]:
-    """Compare the heads of all ranks with those of a single rank, bitwise.
+    """Compare the heads of all ranks with a single rank's, bitwise.
 
     Inputs and weights are small multiples of 1/8: their projections are exact in any order of summation.
     """

@@ -1,7 +1,7 @@
-"""Tokens of language models over ranks: those of one process, for every sharding, storage, window and loop option.
+"""Tokens of language models over ranks equal one process, for every sharding, storage, window and loop option.
 
 Small models with random weights answer a few prompts over all ranks and on a single one. Without a quantized cache,
-greedy answers are also compared with those of Transformers' own `generate`.
+greedy answers are also compared with Transformers' own `generate`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _prompts(seed: int) -> list[list[int]]:
 
 
 def _compare(comm: Comm, sharding: DecodeSharding, case: _Case, seed: int, device: str) -> list[Comparison]:
-    """Compare the tokens of every rank with those of a single one, and of Transformers."""
+    """Compare the tokens of every rank with a single rank's, and with Transformers'."""
     model, prompts = _model(case.kind, seed, device), _prompts(seed)
     own = _answers(_generator(model, comm, sharding, case), prompts, case, comm)
     copies = comm.all_gather(own, [own.shape] * comm.world)

@@ -162,7 +162,7 @@ VALID = {"q": q, "k": q, "v": torch.ones(1, 4, 5, 3), "g": -torch.ones(1, 4, 5),
         ({"scale": math.nan}, "scale must be a finite number, got nan"),
         (
             {"q": torch.ones(1, 3, 5, 4), "k": torch.ones(1, 3, 5, 4)},
-            "the heads of v must be a multiple of those of the keys, got 4 and 3",
+            "the heads of v must be a multiple of the heads of the keys, got 4 and 3",
         ),
     ],
 )

@@ -86,7 +86,7 @@ class AttentionWeights:
 
     `qkv` [(q + 2 kv) D, hidden] has the rows of Q, then K, then V. `out` [hidden, q D] computes this rank's part of the
     output, which is summed over ranks. `out_bias` [hidden] is therefore on rank 0 only. `sinks` and `alibi_slopes`
-    [q_heads] are those of the whole model, since ranks attend with other heads than they project.
+    [q_heads] are of the whole model, since ranks attend with other heads than they project.
 
     Examples:
         >>> config = am.decode.AttentionConfig(hidden=32, q_heads=4, kv_heads=2, head_dim=8)
@@ -130,7 +130,7 @@ class AttentionWeights:
         if biases is not None:
             check_type("biases", biases, tuple, "a tuple of the biases of q, k and v")
             if len(biases) != 3:
-                raise ValueError(f"biases must be those of q, k and v, got {len(biases)}")
+                raise ValueError(f"biases must be the three of q, k and v, got {len(biases)}")
             for i, (bias, x) in enumerate(zip(biases, (q, k, v), strict=True)):
                 check_tensor(f"biases[{i}]", bias)
                 if (bias.shape, bias.dtype, bias.device) != (x.shape[:1], x.dtype, x.device):

@@ -122,7 +122,7 @@ def _is_read_once(call: DecodeCall) -> bool:
 
 
 def _reads_two_heads(call: DecodeCall) -> bool:
-    """Whether one program can read two kv heads, adjacent in a pool, so that half as many programs divide the keys.
+    """Whether one program can read two kv heads, adjacent in a pool, so that half the programs divide the keys.
 
     Not under a mask: keys that it hides from the rows of one head may hold anything.
     """

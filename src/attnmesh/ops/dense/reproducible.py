@@ -229,7 +229,8 @@ class _Side:
     @cached_property
     def positions(self) -> Tensor:
         """The position of each slot."""
-        return (torch.tensor(self.tiles).view(-1, 1) * self.size + torch.arange(self.size)).flatten()
+        first = torch.tensor(self.tiles, device="cpu") * self.size
+        return (first.view(-1, 1) + torch.arange(self.size, device="cpu")).flatten()
 
     def pack(self, x: Tensor, absent: float = 0.0) -> Tensor:
         """The rows of x [B, H, n, width] in tiles, in the accumulation dtype: [B, H, tiles, size, padded width]."""
@@ -283,11 +284,11 @@ class _Problem:
             empty = first >= end
             sides = []
             for bound, at in ((first, starts), (end, behind)):
-                side = torch.zeros(*bound.shape[:2], slots, dtype=torch.long)
+                side = torch.zeros(*bound.shape[:2], slots, dtype=torch.long, device="cpu")
                 side[:, :, rows.slots] = at[bound].masked_fill(empty, 0)
                 sides.append(side)
             found.append((sides[0], sides[1]))
-        present = torch.zeros(len(keys.tiles) * KEYS, dtype=torch.bool)
+        present = torch.zeros(len(keys.tiles) * KEYS, dtype=torch.bool, device="cpu")
         present[keys.slots] = True
         return cls(call, rows, keys, tuple(found), present, call.scores)
 
@@ -362,7 +363,7 @@ class _Problem:
 
     def _hidden(self, rows: slice, at: int) -> Tensor:
         """Which keys of a tile are hidden from each row: [B or 1, tiles, ROWS, KEYS]."""
-        keys = torch.arange(at * KEYS, (at + 1) * KEYS)
+        keys = torch.arange(at * KEYS, (at + 1) * KEYS, device="cpu")
         count = rows.stop - rows.start
         seen: Tensor | None = None
         for bounds in self.bounds:
@@ -371,7 +372,7 @@ class _Problem:
                 some = (first[part] <= keys) & (keys < end[part])
                 seen = some if seen is None else seen | some
         if seen is None:
-            return torch.ones(1, count, ROWS, KEYS, dtype=torch.bool)
+            return torch.ones(1, count, ROWS, KEYS, dtype=torch.bool, device="cpu")
         hidden = (seen & self.present[keys]).logical_not_()
         return hidden.view(-1, count, ROWS, KEYS)
 

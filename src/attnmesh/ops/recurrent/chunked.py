@@ -138,7 +138,7 @@ def in_groups(
 ) -> tuple[Tensor, ...]:
     """`function` of the inputs [n, ...], some chunks at a time, and of `shared`; its results [n, ...] of all chunks.
 
-    `elements` are those of its largest temporary tensor for one chunk. The backward computes the temporary tensors
+    `elements` is the size of its largest temporary tensor for one chunk. The backward computes the temporary tensors
     again.
     """
     count = inputs[0].shape[0]

@@ -157,7 +157,7 @@ class KernelChunks(Chunks):
         return by_initial
 
     def backward(self, state: Tensor, by_out: Tensor, by_final: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients of `tensors` and of the state before the range, from those of the results of `run`."""
+        """The gradients of `tensors` and of the state before the range, from the gradients of the results of `run`."""
         by_out = _rows(by_out)
         prepared = self._prepare(for_gradients=True)
         states = self._new_states(prepared)

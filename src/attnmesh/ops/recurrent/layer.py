@@ -112,7 +112,7 @@ class RecurrentLayer(ABC):
         heads, groups = sizes.get("heads", 0), sizes.get("groups", 1)
         if groups == 0 or heads % groups:
             raise ValueError(
-                f"the heads of {self._OUTPUT} must be a multiple of those of the keys, got {heads} and {groups}"
+                f"the heads of {self._OUTPUT} must be a multiple of the heads of the keys, got {heads} and {groups}"
             )
         return sizes
 

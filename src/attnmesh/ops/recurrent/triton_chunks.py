@@ -10,7 +10,7 @@ The passes over chunks (below) compute `values = u - w S` and outputs from these
 rows of a chunk [C, K] for what is multiplied from the right, and columns [V, C] for `u` and `values`, since the passes
 keep states transposed, [V, K].
 
-The gradients follow from those of `values` and of the states after each chunk, `by_values` and `by_states`:
+The gradients follow from the gradients of `values` and of the states after each chunk, `by_values` and `by_states`:
 
     by_w = -by_values S^T,  y = t^T by_values,  z = t^T by_w,  by_t = -(y u^T + z w^T)
 
@@ -230,7 +230,7 @@ def prepare_kernel(
 
 @triton.jit
 def _earlier_and_later(by_from_start, by_to_end):
-    """The gradient of each logarithm, from those of the sums up to a position and of the sums after it."""
+    """The gradient of each logarithm, from the gradients of the sums up to a position and of the sums after it."""
     return tl.cumsum(by_from_start, 0, reverse=True) + tl.cumsum(by_to_end, 0) - by_to_end
 
 
@@ -245,7 +245,7 @@ def gradients_kernel(
     """The gradients of a chunk, by way of the outputs and of what is added to the state.
 
     Those of q and k are sums over a share of the heads of a group, [splits, B, G, S, K]. With DELTA,
-    `delta_gradients_kernel` adds to those of k and g, and computes the others.
+    `delta_gradients_kernel` adds to the gradients of k and g, and computes the others.
     """
     share, chunk, rest = place(splits, chunks)
     group, batch = rest % groups, rest // groups
@@ -337,7 +337,7 @@ def delta_gradients_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a chunk by way of t, w and u, and the sums with those of `gradients_kernel`.
+    """The gradients of a chunk by way of t, w and u, and the sums with the results of `gradients_kernel`.
 
     The gradient of t, [j, i], is that of its transpose.
     """
@@ -514,10 +514,10 @@ def state_gradients_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BLOCKS: tl.constexpr,
     DELTA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the state before all chunks, from those of the outputs and of the last state, `by_final`, or 0.
+    """The gradient of the state before all chunks, from the gradients of outputs and the last state, `by_final`, or 0.
 
-    `by_states` [.., V, K] has the gradients of the states after every chunk, and `by_values` [.., V, C] those of what
-    it wrote; None if nobody reads them.
+    `by_states` [.., V, K] has the gradients of the states after every chunk, and `by_values` [.., V, C] the gradients
+    of what it wrote; None if nobody reads them.
     """
     block, sequence = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
     batch, head = sequence // heads, sequence % heads

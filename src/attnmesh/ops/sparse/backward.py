@@ -57,7 +57,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """`dispatch.backward`; dk and dv are float32.
 
-    `chunk_rows` rows are computed at a time, by default as many as the workspaces allow; with `deterministic` the
+    `chunk_rows` rows are computed at a time, by default the most that the workspaces allow; with `deterministic` the
     result has the same bits for every number.
     """
     q, k, v = call.q, call.k, call.v

@@ -49,7 +49,7 @@ def paged_sparse_decode_attention(
         d_v: features of a value; min(D, 512) by default, or the quantized part of fp8_ds_mla.
         sinks: [heads]; scores of one more key per head, which has no value. Of states to be merged, give it to one.
         shard: the positions that this cache holds, as `BlockCache` takes it: `indices` are positions of the whole
-            sequence, and those of other ranks are treated as padding.
+            sequence, and indices of other ranks are treated as padding.
         split_size: fixed number of indices per part of the work. The bits of a token then depend on that token only; by
             default the indices are split into as many parts as fill the device.
         out_dtype: torch.float32 returns the unrounded out, for states that will be merged; the dtype of q by default.
@@ -272,7 +272,7 @@ def slots_read(step: IndexerStep) -> tuple[Tensor, Tensor]:
 
 
 def _topk_on_torch(step: IndexerStep) -> TopKIndices:
-    """Sequence by sequence, over its keys in order: the bits are those of `indexer_topk` over the same keys."""
+    """Sequence by sequence, over its keys in order: the bits equal `indexer_topk` over the same keys."""
     iq, keys, w, topk, first, end, scale, relu, _ = step
     batch, tokens = iq.shape[:2]
     slots, ends = slots_read(step)

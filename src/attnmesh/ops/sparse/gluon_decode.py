@@ -58,7 +58,7 @@ _QUARTER, _TAIL = gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
 # Per thread; the consumer of scores has the rest of 512.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(160), gl.constexpr(112)
 _PRODUCER_THREADS = gl.constexpr(128)  # threads, each of which reports its own copies
-_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))  # a lane has those of a row
+_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))  # a lane has the scales of a row
 # Of the words of a quarter. A lane has 16 columns of a row; the eight that write together write to different banks.
 _WORDS = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -114,7 +114,7 @@ class Item(NamedTuple):
     """64 heads of some slots of a token."""
 
     row: Any
-    part: Any  # number of the part among those of all tokens
+    part: Any  # number of the part among the parts of all tokens
     head_begin: Any
     begin: Any  # of its slots
     count: Any

@@ -67,7 +67,7 @@ _HEADS = gl.constexpr(HEADS)
 _TILE = gl.constexpr(TILE)
 _LOG2_E = gl.constexpr(LOG2_E)
 _KEYS = gl.constexpr(64)  # per block
-_SLOTS = gl.constexpr(3)  # as many as fit
+_SLOTS = gl.constexpr(3)  # a fourth does not fit
 _SUMS = gl.constexpr(4)  # blocks whose sums wait to be written
 _NOT_SPECIALIZED = [  # they vary, and each value would be compiled separately
     "q_stride", "q_head_stride", "k_stride", "indices_stride", "lse_stride", "lse_head_stride", "s_q", "h", "topk",
@@ -382,7 +382,7 @@ def _write_sums(
     """Adds the sums of the warps of the consumers for a block, and writes them where its keys were valid."""
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 1], [4, 8], [4, 1], [1, 0]
-    )  # its rows are distributed like those of the producer
+    )  # its rows are distributed like the rows of the producer
     buffer = block % _SUMS
     mbarrier.wait(summed.index(buffer), (block // _SUMS) & 1)
     valid = ((seen >> (_SUMS - 1)) & 1) == 1

@@ -5,8 +5,8 @@ share an item, whose keys come in pairs of tiles of 64:
 
 - the producer copies the rows of the keys into shared memory, half of the columns (front or back) at a time;
 - two consumers score one tile of a pair each, and hold 256 of the 512 output columns in registers, to which they add
-  weights times keys of both tiles: their own weights from registers, those of the other from shared memory, where they
-  are written over the tail of the keys (64 columns that only scores need).
+  weights times keys of both tiles: their own weights from registers, the other's from shared memory, where they are
+  written over the tail of the keys (64 columns that only scores need).
 
 So one consumer exponentiates while the other keeps the tensor cores busy: the first while the second scores, the
 second while both add the first tile. The scores of the next pair, or of the next item, begin behind the last product
@@ -283,7 +283,7 @@ def _copy_half(target, rows, PART: gl.constexpr, valid, grid: gl.constexpr):
 
 @gluon.jit
 def _copy_tail(target, rows, valid, grid: gl.constexpr):
-    """The columns past those of both halves."""
+    """The columns past both halves."""
     column = 2 * _HALF + gl.arange(0, _TAIL, layout=gl.SliceLayout(0, grid))
     async_copy.async_copy_global_to_shared(target, rows[:, None] + column[None, :], mask=valid[:, None])
 

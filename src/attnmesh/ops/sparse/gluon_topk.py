@@ -54,7 +54,7 @@ CONSUMERS = 2
 KEYS = 64  # of a consumer at a time: the rows of one matrix instruction
 COLUMNS = 256  # heads of all queries of a unit
 TILE = CONSUMERS * KEYS
-STAGES = 3  # of keys; with two of queries, as many as fit
+STAGES = 3  # of keys; with two of queries, they fill shared memory
 _CONSUMERS, _KEYS, _COLUMNS, _TILE = (gl.constexpr(x) for x in (CONSUMERS, KEYS, COLUMNS, TILE))
 _STAGES = gl.constexpr(STAGES)
 _NAN_STAYS = gl.constexpr(tl.PropagateNan.ALL)
@@ -207,7 +207,7 @@ def _plan(w, w_strides, lo, hi, counters, memory, barriers, sizes, SHAPE: gl.con
     units = sizes.groups * sizes.items
     count = 0  # units so far
     before = -1  # the group of the unit before, -1 without or if it has been counted
-    last = -1  # and of the one before that
+    last = -1  # and of the tile before the last
     unit = gl.atomic_add(counters.unit, 1, sem="relaxed")
     while unit < units:
         group = unit // sizes.items

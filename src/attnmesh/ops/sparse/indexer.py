@@ -77,7 +77,7 @@ def indexer_call(
 ) -> IndexerCall:  # fmt: skip
     """Validates the arguments. `s_kv` is the number of keys in the sequence, where `ik` is a shard of them.
 
-    With `topk` it is a call that selects as many keys.
+    With `topk` it is a call that selects `topk` keys.
     """
     iq = arguments.check_queries("iq", iq)
     ik = arguments.check_keys("ik", ik, iq, iq.shape[2])

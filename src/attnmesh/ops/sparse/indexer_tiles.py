@@ -33,7 +33,7 @@ MAX_COLUMNS = 256  # rows times heads of a product
 MAX_HEADS = 128  # of a product; more heads are summed block by block
 MAX_GRAD_HEADS = 64  # at a time: their gradients stay in registers
 MAX_GRAD_COLUMNS = 128  # of the gradients of queries and keys, likewise; wider heads take two programs
-DENSE_KEY_PROGRAMS = 256  # about as many as run at a time; with fewer tiles of keys the rows are split
+DENSE_KEY_PROGRAMS = 256  # about the number that runs at a time; with fewer tiles of keys the rows are split
 LONG_ROW = 65536  # keys; selecting from such a row takes long, so the workspace of the top-k must hold many
 SPAN = 1024  # keys that one program of the top-k scores at a time
 

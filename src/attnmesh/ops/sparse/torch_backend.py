@@ -299,7 +299,7 @@ def _first_topk(scores: Tensor, n: int) -> Tensor:
 
 
 def _tiled_scores(iq: Tensor, tiles: Tensor, w: Tensor, scale: float, relu: bool) -> Tensor:
-    """[rows, keys] of up to _TILE_ROWS rows, padded to as many, and tiles of keys [d, _TILE_KEYS]."""
+    """[rows, keys] of up to _TILE_ROWS rows, padded to this number, and tiles of keys [d, _TILE_KEYS]."""
     rows, heads, width = iq.shape
     iq = F.pad(iq, (0, 0, 0, 0, 0, _TILE_ROWS - rows)).reshape(-1, width)
     w = F.pad(w, (0, 0, 0, _TILE_ROWS - rows))

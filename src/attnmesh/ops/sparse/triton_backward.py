@@ -34,7 +34,7 @@ class SlotsByKey(NamedTuple):
 
 
 def sort_slots_by_key(indices: Tensor, bounds: RowBounds, keys: int) -> SlotsByKey:
-    """Sorts the slots of some rows by key, those of a key by row and slot; invalid slots come last."""
+    """Sorts the slots of some rows by key, the slots of a key by row and slot number; invalid slots come last."""
     slot_keys = torch.where(bounds.valid(indices), indices - bounds.k_offset, keys).int()
     slot_keys, order = slot_keys.flatten().sort(stable=True)
     every = torch.arange(keys + 1, dtype=torch.int32, device=slot_keys.device)

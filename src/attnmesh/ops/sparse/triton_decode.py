@@ -72,7 +72,7 @@ def attend(
     call: SparseDecodeCall, slots: Tensor, lengths: Tensor, sinks: Tensor | None, results: tuple[Tensor, ...],
     parts: tuple[Tensor, ...] | None, span: int, splits: int, tiles: ForwardTiles,
 ) -> None:  # fmt: skip
-    """Out, lse and largest scores, or those of `parts` of `span` slots each, without sinks."""
+    """Out, lse and largest scores of tokens, or of `parts` of `span` slots each, without sinks."""
     (batch, tokens, heads, _), sizes = call.q.shape, _pool_sizes(call.keys)
     repeat(
         _launches, _attend_kernel, (batch * tokens * splits * cdiv(heads, tiles.heads),),
@@ -88,7 +88,7 @@ def attend(
 def merge(
     parts: tuple[Tensor, ...], lengths: Tensor, sinks: Tensor | None, results: tuple[Tensor, ...], span: int
 ) -> None:
-    """The results of tokens from those of their splits."""
+    """The results of tokens from the results of their splits."""
     rows, splits, heads, d_v = parts[0].shape
     early = starts_early(lengths.device)
     repeat(

@@ -2,7 +2,7 @@
 
 A program takes some slots of a row and one group of heads. Keys are the rows of its products and heads the columns, so
 few heads cost little and the sum over heads stays within a few threads. A group of more heads than one product takes is
-summed in several passes over the keys, each of which adds to the output of the one before.
+summed in several passes over the keys, each of which adds to the output of the previous pass.
 """
 
 # Kernels are written in Triton's language, whose names have no Python types.

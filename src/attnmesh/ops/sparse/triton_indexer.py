@@ -65,7 +65,7 @@ _MIN_PROGRAMS = 1024  # with fewer rows than this, several programs share the sl
 
 
 def scores_at(call: IndexerCall, *, tiles: IndexerTiles | None = None) -> Tensor:
-    """`dispatch.scores_at`, in float32. No key but those of valid slots is read."""
+    """`dispatch.scores_at`, in float32. Only keys of valid slots are read."""
     iq, ik, w, indices, (lo, hi, slots, k_offset), scale, relu, *_ = call
     assert indices is not None
     (s_q, heads, width), topk = iq.shape, indices.shape[1]

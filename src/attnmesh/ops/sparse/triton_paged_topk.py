@@ -103,7 +103,7 @@ def paged_topk(
         descriptor = gluon.pool_descriptor(pool) if gluon is not None else None
         pool, scales = pool.view(torch.uint8), keys.pool.scales
     strides_of_scales = (0, 0) if scales is None else scales.stride()[:2]
-    # Bounds are read without strides, and those of one token per sequence are flattened without a copy.
+    # Bounds are read without strides, and bounds of one token per sequence are flattened without a copy.
     iq, w, lo, hi = iq.flatten(0, 1), w.flatten(0, 1), lo.contiguous().flatten(), hi.contiguous().flatten()
     errors, early = error_record(iq.device), starts_early(iq.device)
     with torch.cuda.device_of(iq):

@@ -165,7 +165,7 @@ def _score(
     RELU: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, ONE_TILE: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Computes the scores of ROWS rows for those of `span` keys that are visible to any of them."""
+    """Computes the scores of ROWS rows for the keys of a `span` that are visible to any of these rows."""
     rows = tl.arange(0, ROWS)
     lows = tl.load(lo + row + rows, mask=row + rows < s_q, other=0)
     highs = tl.minimum(tl.load(hi + row + rows, mask=row + rows < s_q, other=0), s_kv)

@@ -34,7 +34,7 @@ class StepTokens(NamedTuple):
     """The tokens that a block computes at a time, of a decode step or of a chunk of a prefill.
 
     `x` [n, T, hidden] and `positions` [n, T]. Of its rows, this rank stores `own`, and writes their K and V to `slots`
-    [own, T], unless there are none. `cos_sin` [n, T, ...] replace those of the positions.
+    [own, T], unless there are none. `cos_sin` [n, T, ...] replace the values of the positions.
     """
 
     x: Tensor

@@ -82,7 +82,7 @@ def reshard(
 
     Keys and values keep their storage type and every bit. A rank receives only what it lacks. `cache` does not change,
     and both caches exist until the caller drops it. Besides them a rank needs `2 * message_bytes`, and indices.
-    `block_size` and `max_length` are by default those of the cache, and `num_blocks`, per rank, as many as hold as many
+    `block_size` and `max_length` are by default the cache's, and `num_blocks`, per rank, as many as hold as many
     tokens in total. `device` is that of the cache, or torch's default device on a rank without one.
 
     With `into`, a cache with the sharding `to` that its ranks pass, the sequences join those that are there, in free
@@ -217,7 +217,7 @@ def source_of(cache: ShardedCache | PrefillKV, rows: Sequence[int] | None = None
         if rows is not None:
             chosen = sorted({check_index("rows", row, cache.batch) for row in check_list("rows", rows, "rows")})
             if not set(chosen) <= set(cache.sequences):
-                raise ValueError(f"rows must be among those of sequences, {sorted(cache.sequences)}, got {shown(rows)}")
+                raise ValueError(f"rows must be among {sorted(cache.sequences)}, got {shown(rows)}")
         holders, state = cache_holders(cache, chosen), cache.log.digest ^ text_digest(f"rows {chosen}")
     sizes = replace(holders, contents=replace(holders.contents, sequences=()))
     digest = (text_digest(repr(sizes)) ^ state) & _INT63

@@ -93,7 +93,7 @@ class CacheContents:
             lengths[sequence.row] = sequence.length
 
     def _check(self, sequence: SequenceContents, lengths: dict[int, int]) -> None:
-        """Raise ValueError unless a sequence is valid after those of `lengths`, by row."""
+        """Raise ValueError unless a sequence is valid after the sequences of `lengths`, by row."""
         check_index("row", sequence.row, self.batch)
         if lengths and sequence.row <= max(lengths):
             raise ValueError(f"row must be above {max(lengths)}, got {sequence.row}")
@@ -484,7 +484,7 @@ class PrefillKV:
         return [self.layout.ranges(self.length, self.world, rank) for rank in range(self.world)]
 
     def contents(self) -> CacheContents:
-        """The sequences, as those of a cache."""
+        """The sequences, as in a cache."""
         ids: list[tuple[int, ...]] = [()] * self.batch
         if self.ids is not None:
             ids = [tuple(token_ids("ids", one)) for one in self.ids]

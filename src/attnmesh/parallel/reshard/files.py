@@ -321,7 +321,7 @@ def load_cache(
     max_length: int | None = None,
     device: torch.device | str | None = None,
 ) -> ShardedCache | None:
-    """The cache that `save_cache` wrote, sharded as `to`, on any number of ranks; the arguments are those of `reshard`.
+    """The cache that `save_cache` wrote, sharded as `to`, on any number of ranks; the arguments are as for `reshard`.
 
     All ranks of `comm` must call it and see the folder. A rank reads the chunks that have tokens it needs. Files that
     are missing, damaged, or of another cache raise ValueError on every rank.
@@ -358,7 +358,7 @@ def load_cache(
         rank = target.ranks.index(comm.rank)
         files = manifest.files()
         sources = [None if file is None else file.part for file in files]
-        # The ranks of the files are not those of the comm: this rank comes after them.
+        # The ranks of the files are not ranks of the comm: this rank comes after them.
         nothing: list[Part | None] = [None] * len(files)
         moves = plan_moves([*sources, None], [*nothing, goal.needs()[rank]])
         needed = [(file, move) for move in moves if (file := files[move.source]) is not None]

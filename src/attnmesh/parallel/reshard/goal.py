@@ -30,7 +30,7 @@ _BLOCK_SIZE = 16  # of a cache for a prefill, unless it is given
 
 @dataclass(frozen=True)
 class Holders:
-    """A cache and the ranks that hold it: those of a `sharding`, or of a prefill with `positions` of every sequence.
+    """A cache and the ranks that hold it: ranks of a `sharding`, or of a prefill with `positions` of every sequence.
 
     `capacity` is the number of tokens that it can hold, over all sequences.
     """

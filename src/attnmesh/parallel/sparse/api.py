@@ -64,13 +64,13 @@ class SparseParallel:
             computes all rows after an all-reduce of the target. "scattered": every rank computes some rows after a
             reduce-scatter, which sends and computes less and gives all ranks the same bits of the gradients.
 
-    Indices are those of keys in the whole sequence. So is `mask`: row i is at `q_start` plus its position in the
+    Indices count keys of the whole sequence. So is `mask`: row i is at `q_start` plus its position in the
     sequence, unless `q_positions` gives the positions of this rank's rows; per-row tensors are of this rank's rows.
 
     `sinks` are the same on all cp ranks, which compare a checksum in the first 128 calls of a group and in every 251st.
 
     All ranks make the same objects and the same calls in the same order, forward and backward; otherwise every rank
-    raises ValueError. Gradients are those of one device: a tensor that several ranks hold gets its whole gradient on
+    raises ValueError. Gradients equal one device: a tensor that several ranks hold gets its whole gradient on
     each of them.
 
     Examples:
@@ -281,7 +281,7 @@ class SparseParallel:
             return partial if reduction == "none" else indexer.sum_over_sequence(partial, self.cp)
 
     def _sharding(self, q_name: str, q: object, k_name: str, k: object) -> SequenceSharding:
-        """Raises ValueError unless this rank passes as many queries and keys as it holds."""
+        """Raises ValueError unless this rank passes the queries and keys that it holds."""
         queries = arguments.check_queries(q_name, q)
         keys = arguments.check_keys(k_name, k, queries, queries.shape[2])
         world = self.cp.world

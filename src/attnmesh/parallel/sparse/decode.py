@@ -2,7 +2,7 @@
 
 Each rank selects the top-k among its keys. The candidates of all ranks, scores and positions, are all-gathered, and the
 top-k of them is that of all keys: a key that is not among the top-k of its rank has k better ones there. Each rank then
-attends over those of the selected keys that it holds, and the states are exchanged and merged::
+attends over the selected keys that it holds, and the states are exchanged and merged::
 
     top-k       scores and positions [B, T, topk] of each rank  ->  [ranks, ...]  ->  positions of all, on every rank
     attention   q [B, T, h, D], with `heads` all-gathered  ->  states [H, ...] of each rank  ->  merged
@@ -45,7 +45,7 @@ class SparseDecode:
         heads: the number of query heads of every rank, in rank order; None if all ranks hold all heads.
         check_indices: compare a checksum of the indices over ranks, which synchronizes with a GPU.
 
-    Pools and block tables are those of this rank's cache; positions are those of the whole sequence, the same on all
+    Pools and block tables belong to this rank's cache; positions count the whole sequence, the same on all
     ranks. All ranks make the same calls in the same order; otherwise every rank raises ValueError.
 
     Examples:
@@ -120,7 +120,7 @@ class SparseDecode:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """`attnmesh.sparse.paged_sparse_decode_attention` over the keys of all ranks: out and lse of this rank's heads.
 
-        `indices` are positions in the whole sequence, and the same on all ranks. `sinks` are those of this rank's
+        `indices` are positions in the whole sequence, and the same on all ranks. `sinks` are of this rank's
         heads, and added once. Where all ranks hold all heads, they are compared as in `ContextParallel`.
         """
 

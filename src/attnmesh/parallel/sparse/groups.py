@@ -154,7 +154,7 @@ def check_same_indices(indices: Tensor, bounds: RowBounds, groups: SparseGroups)
 
 
 def check_same_sinks(sinks: Tensor, groups: SparseGroups) -> None:
-    """Raises ValueError on every rank if the sinks of any cp ranks differ; those of tp ranks are of other heads.
+    """Raises ValueError on every rank if the sinks of any cp ranks differ; sinks of tp ranks are of other heads.
 
     In the calls in which `score_checks` compares values on a device, on the host too: checksums are exchanged.
     """

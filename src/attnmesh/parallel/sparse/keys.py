@@ -116,7 +116,7 @@ class LocalSlots:
     indices: Tensor
     bounds: RowBounds
     slot: Tensor | None
-    """The slot of the call [s_q, width], `topk` where there is none. None: the slots are those of the call."""
+    """The slot of the call [s_q, width], `topk` where there is none. None: the slots of the call itself."""
 
     def scatter(self, total: Tensor, values: Tensor) -> None:
         """Write values [..., s_q, width] to their slots in `total` [..., s_q, topk + 1]; the last takes the unused."""
@@ -170,7 +170,7 @@ class KVShard(NamedTuple):
 
 
 def exchange_keys(own: Sequence[Tensor], sharding: SequenceSharding) -> KeyExchange:
-    """The keys of all ranks; `own` are those of this rank."""
+    """The keys of all ranks; `own` are the keys of this rank."""
     if sharding.ring and sharding.groups.cp.world > 1:
         return _RingExchange(own, sharding)
     return _AllGather(own, sharding)
@@ -181,7 +181,7 @@ class _AllGather:
 
     `slots` are those whose keys are in a shard, `local_bounds` the bounds in rows of a shard, and `global_indices` the
     indices of keys, given their rows in a shard. A grad return sends gradients of shards back to the ranks that own
-    the keys (they may be overwritten), and collects those of this rank's keys, summed over all ranks, at the end.
+    the keys (they may be overwritten), and collects this rank's keys' gradients, summed over all ranks, at the end.
     """
 
     single = True  # one shard holds all keys
@@ -276,7 +276,7 @@ class _RingExchange:
 
 
 class _RingGradReturn:
-    """Gradients that follow their shard around the ring; those of the rank's own keys are added at the end."""
+    """Gradients that follow their shard around the ring; the gradients of the rank's own keys are added at the end."""
 
     def __init__(self, sharding: SequenceSharding) -> None:
         self._cp, self._lengths = sharding.groups.cp, sharding.key_lengths
@@ -292,7 +292,7 @@ class _RingGradReturn:
         self._wait()
         if self._received:  # the sum of the ranks before, for the same keys
             grads = [before.add_(grad) for before, grad in zip(self._received, grads, strict=True)]
-        # The right neighbor has these keys next, or owns them. The left sends those of the next shard, or of this rank.
+        # The right neighbor has these keys next, or owns them. The left sends the next shard's, or this rank's.
         n = self._lengths[(shard.owner - 1) % self._cp.world]
         self._sent = [grad.contiguous() for grad in grads]
         self._received = [self._cp.buffer((n, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in grads]

@@ -63,7 +63,7 @@ class RecurrentLayers:
     Examples:
         >>> from attnmesh.planner.models import RecurrentLayers
         >>> mamba = RecurrentLayers("mamba2", 36, 128, 1, 128, 64, parameters=103_000_000, channels=8448, width=4)
-        >>> mamba.state_elements  # of one sequence and layer, those of the convolution included
+        >>> mamba.state_elements  # of one sequence and layer, with the convolution's state
         1073920
     """
 
