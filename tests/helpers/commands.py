@@ -42,7 +42,7 @@ class Command:
             [str(part) for part in command],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._errors, text=True, start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            preexec_fn=_default_signals,
+            preexec_fn=default_signals,
         )  # fmt: skip
         self.pid = self._process.pid
         self._sessions = {self.pid}  # torchrun starts its ranks in sessions of their own
@@ -143,7 +143,7 @@ class Command:
         return Ended(128 - code if code < 0 else code, self._said().splitlines(), seconds, left)
 
 
-def _default_signals() -> None:
+def default_signals() -> None:
     """Undo what the tests were started with: nohup and a shell's `&` ignore signals, and processes inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
