@@ -187,7 +187,6 @@ def _networks() -> set[str]:
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(700)
 @pytest.mark.parametrize("end", [None, signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_rehearsal_leaves_nothing_behind(end: signal.Signals | None) -> None:
     lacking = nodes.missing()
@@ -210,7 +209,7 @@ def test_a_rehearsal_leaves_nothing_behind(end: signal.Signals | None) -> None:
                 time.sleep(0.1)
             time.sleep(4)  # the agents have started
             run.send_signal(end)
-        said = run.communicate(timeout=400)[0]
+        said = run.communicate(timeout=300)[0]
     if end is None:
         # Times are not asserted here: other tests run at the same time.
         assert "WRONG" not in said.replace("WRONG: time", ""), said

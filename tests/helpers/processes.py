@@ -129,6 +129,7 @@ def _rank_main(
     args: tuple[Any, ...],
     backend: str,
     ends: bool = False,
+    limit: float = 30,
 ) -> None:
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
@@ -143,11 +144,13 @@ def _rank_main(
         backend = "cpu:gloo,cuda:nccl"
     try:
         store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
-        limit = timedelta(seconds=30)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+        patience = timedelta(seconds=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
         if store.add("connected", 1) == world:
             store.set("all are connected", "")
-        store.wait(["all are connected"], limit)  # a rank that still connects fails when a peer closes its connection
+        store.wait(
+            ["all are connected"], patience
+        )  # a rank that still connects fails when a peer closes its connection
         result = fn(comm_from(None), *args)
     except BaseException as error:
         pipe.send(Raised(type(error).__name__, str(error), traceback.format_exc()))

@@ -33,7 +33,7 @@ TRAINERS = ("datasets", "peft", "transformers.trainer", "trl.trainer.sft_trainer
 
 
 def run_ranks(
-    world: int, fn: Callable[..., Any], *args: Any, imports: Sequence[str] = TRAINERS, timeout: float = 280
+    world: int, fn: Callable[..., Any], *args: Any, imports: Sequence[str] = TRAINERS, timeout: float = 500
 ) -> list[Any]:
     """Return `fn(comm, *args)` of every rank, as `run_processes`, after imports that take seconds.
 
@@ -66,7 +66,10 @@ def _fork_ranks(pipe: Any, world: int, port: int, fn: Any, args: Any, imports: S
     pipes, processes, results = [], [], []
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank_main, args=(theirs, rank, world, port, fn, args, "gloo"), daemon=True)
+        of_rank = theirs, rank, world, port, fn, args, "gloo"
+        process = context.Process(
+            target=_rank_main, args=of_rank, kwargs={"limit": 200}, daemon=True
+        )  # models are slow
         process.start()
         theirs.close()
         pipes.append(ours)

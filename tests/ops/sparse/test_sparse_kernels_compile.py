@@ -197,7 +197,6 @@ INDEXER = [f"indexer {what}" for what in ("topk", "scores", "atomic", "determini
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(600)
 def test_the_usual_kernels_compile():
     kernels = compiled_for_hopper(__file__, [
         ("forward gluon", "bfloat16", 128, 576, 512), ("distribution gluon", "bfloat16", 128, 576, 128),
