@@ -45,7 +45,7 @@ test: $(READY)
 	$(VENV)/bin/python -m pytest -m "not sweep" -n 2 --dist worksteal
 
 test-stacks: $(STACKS)/.ready
-	$(STACKS)/bin/python -m pytest tests/stacks
+	$(STACKS)/bin/python -m pytest tests/stacks tests/serving/test_tools.py::test_langchain
 
 sweep: $(READY)
 	$(VENV)/bin/python -m pytest -m sweep $(if $(PART),--part $(PART)) -n 2 --dist worksteal
@@ -87,7 +87,8 @@ $(READY): $(READY_DEMO)
 # The stacks pin versions of each other's dependencies, so each is installed without them.
 $(STACKS)/.ready: pyproject.toml constraints.txt tests/stacks/requirements.txt
 	$(PYTHON) -m venv $(STACKS)
-	$(STACKS)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[triton,train,dev]"
+	$(STACKS)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[triton,train,serve,dev]"
+	$(STACKS)/bin/python -m pip install --quiet --constraint constraints.txt langchain-openai
 	$(STACKS)/bin/python -m pip install --quiet --no-deps --requirement tests/stacks/requirements.txt
 	touch $@
 

@@ -645,7 +645,6 @@ def _with_a_processor(submission, generator):
     return _submit(replace(submission, logit_bias={0: 0.0}), generator)
 
 
-@pytest.mark.sweep
 def test_langchain(client, server):
     chat_models = pytest.importorskip("langchain_openai")
     model = chat_models.ChatOpenAI(
@@ -662,7 +661,7 @@ def test_langchain(client, server):
 
 @pytest.mark.sweep
 def test_llamaindex(client, server):
-    llms = pytest.importorskip("llama_index.llms.openai_like")
+    llms = pytest.importorskip("llama_index.llms.openai_like")  # which requires openai 2
     core = pytest.importorskip("llama_index.core.llms")
     model = llms.OpenAILike(
         model=NAME, api_base=f"{server.url}/v1", api_key="none", temperature=0, max_tokens=200, context_window=1024,
