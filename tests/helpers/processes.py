@@ -148,9 +148,7 @@ def _rank_main(
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
         if store.add("connected", 1) == world:
             store.set("all are connected", "")
-        store.wait(
-            ["all are connected"], patience
-        )  # a rank that still connects fails when a peer closes its connection
+        store.wait(["all are connected"], patience)  # who still connects fails when a peer closes its connection
         result = fn(comm_from(None), *args)
     except BaseException as error:
         pipe.send(Raised(type(error).__name__, str(error), traceback.format_exc()))

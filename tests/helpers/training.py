@@ -67,9 +67,7 @@ def _fork_ranks(pipe: Any, world: int, port: int, fn: Any, args: Any, imports: S
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
         of_rank = theirs, rank, world, port, fn, args, "gloo"
-        process = context.Process(
-            target=_rank_main, args=of_rank, kwargs={"limit": 200}, daemon=True
-        )  # models are slow
+        process = context.Process(target=_rank_main, args=of_rank, kwargs={"limit": 200}, daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
