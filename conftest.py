@@ -109,7 +109,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def nccl_ranks() -> Callable[..., list[Any]]:
-    """Start NCCL ranks that share one GPU: `nccl_ranks(world, fn, *args, timeout=60)` as `run_processes`."""
+    """Start NCCL ranks that share one GPU: `nccl_ranks(world, fn, *args, timeout=200)` as `run_processes`."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     from helpers.processes import run_processes

@@ -257,7 +257,7 @@ def all_that_fails(comm: Comm) -> dict[str, tuple[str, float] | None]:
 
 @pytest.mark.sweep
 def test_ranks_that_come_late_or_not_at_all_raise_everywhere_in_time():
-    ranks = run_processes(3, all_that_fails, timeout=120)  # a busy machine takes its time
+    ranks = run_processes(3, all_that_fails)
 
     message, seconds = ranks[0]["late_in_exchange"]
     late = "rank 1 did not arrive within 1 s"

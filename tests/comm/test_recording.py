@@ -96,7 +96,7 @@ def without_a_peer(comm: Comm) -> str:
 
 
 def test_a_lost_rank_is_missed_in_time_while_recording_too():
-    waiting, gone = run_processes(2, without_a_peer, strict=False, timeout=20)
+    waiting, gone = run_processes(2, without_a_peer, strict=False)
     assert gone == Died(7)
     assert waiting.startswith("rank 1 is dead: its process has ended [rank 0 was in exchange")
     assert "receiving 16 bytes from rank 1" in waiting

@@ -48,7 +48,7 @@ def run_processes(
     world: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout: float = 60,
+    timeout: float = 200,
     strict: bool = True,
     backend: str = "gloo",
     ends: bool = False,

@@ -123,7 +123,7 @@ def continue_training(comm: Comm, port: int, file: Path, faults: Faults, timeout
 def results_after(faults: Faults, folder: Path, timeout: float) -> list[Any]:
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     file = folder / "checkpoint.pt"
-    return run_processes(max(faults), continue_training, store.port, file, faults, timeout, strict=False, timeout=200)
+    return run_processes(max(faults), continue_training, store.port, file, faults, timeout, strict=False)
 
 
 def check_survivors(results: list[dict[str, Any]], expected: list[float], ranks: int, groups: int) -> None:
@@ -198,7 +198,7 @@ def continue_generating(comm: Comm, port: int) -> tuple[list[int], list[int]]:
 @pytest.mark.skipif(not installed("transformers"), reason="transformers is not installed")
 def test_a_new_generator_on_the_ranks_that_are_left_gives_the_same_tokens():
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    results = run_processes(3, continue_generating, store.port, strict=False, timeout=100)
+    results = run_processes(3, continue_generating, store.port, strict=False)
     assert isinstance(results[1], Died)
     for tokens, alone in (results[0], results[2]):
         assert tokens == alone

@@ -29,7 +29,7 @@ def check_cells(program, cells):
 
 
 def check_killed(program, moment):
-    faults.check_killed(program, moment, SETTING, timeout=200)
+    faults.check_killed(program, moment, SETTING)
 
 
 def test_a_killed_rank_is_named_at_once():
