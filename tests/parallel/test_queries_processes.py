@@ -128,7 +128,7 @@ def one_leaves_before_the_backward(comm: Comm) -> str:
 
 @pytest.mark.sweep
 def test_a_process_that_stays_away_from_the_backward_is_missed_in_time():
-    first, gone, third = run_processes(3, one_leaves_before_the_backward, timeout=40)
+    first, gone, third = run_processes(3, one_leaves_before_the_backward)
     assert gone == "gone"
     for message in (first, third):
         assert "rank 1 did not arrive within 4 s" in message
