@@ -139,7 +139,7 @@ def run_example(*arguments: str, processes: int = 0) -> subprocess.CompletedProc
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
     return subprocess.run(
         [sys.executable, *start, str(EXAMPLE), *arguments],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=500, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
