@@ -139,7 +139,7 @@ def distributions(module: str) -> set[str]:
 
 def test_an_extra_brings_what_is_required_of_it():
     required = required_modules()
-    assert {extra for _, _, extra in required} == {"triton", "hf", "serve", "plot"}
+    assert {extra for _, _, extra in required} == {"triton", "hf", "serve", "torchtitan", "plot"}
     assert {"triton", "transformers", "accelerate", "fastapi", "uvicorn", "prometheus-client", "matplotlib"} <= set(
         set().union(*(distributions(module) for _, module, _ in required))
     )
@@ -159,6 +159,7 @@ def test_the_page_of_features_lists_every_extra():
 
 def test_modules_import_only_what_is_declared():
     served = closure(["attnmesh[serve]"]) | closure(["attnmesh[triton]"]) | closure(["attnmesh[train]"])
+    served |= closure(["attnmesh[torchtitan]"])
     names = set().union(*(third_party(path) for path in SOURCE.rglob("*.py")))
     assert {"torch", "numpy", "rich", "typer", "triton", "fastapi"} <= names
     assert {DISTRIBUTIONS.get(name, name) for name in names} - served == set()
