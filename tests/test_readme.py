@@ -23,7 +23,7 @@ PAGES = {
     "recurrent": 7,
     "schedules": 1,
     "shardings": 2,
-    "training": 1,
+    "training": 2,
     "reproducibility": 1,
     "context-parallelism": 5,
     "masks": 7,

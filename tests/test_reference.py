@@ -21,7 +21,7 @@ PAGES = {
     path.stem: re.findall(r"^::: (\S+)$", path.read_text(), flags=re.MULTILINE)
     for path in sorted((DOCS / "reference").glob("*.md"))
 }
-CONSTANTS = {"attnmesh.training.accelerate.TESTED"}
+CONSTANTS = {"attnmesh.training.accelerate.TESTED", "attnmesh.training.verl.TESTED"}
 TRANSFORMERS = {"integrations", "language-models", "sharded-generation"}
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

@@ -20,7 +20,7 @@ GENERATED = {"security.md", "contributing.md", "changelog.md", "examples.md"}  #
 PUBLIC_MODULES = (
     "attnmesh", "attnmesh.training.accelerate", "attnmesh.training.data_parallel",
     "attnmesh.ring_flash_attn", "attnmesh.report", "attnmesh.sparse", "attnmesh.decode", "attnmesh.models",
-    "attnmesh.recurrent",
+    "attnmesh.recurrent", "attnmesh.training.verl",
 )  # fmt: skip
 # The code in tables that is shown on more than one line.
 BROKEN_CODE = (

@@ -157,10 +157,11 @@ def test_pure_packages_use_neither_processes_nor_kernels(name):
 IMPORTS = """
 import sys
 import time
-import torch
 begin = time.process_time()
+import torch
+after_torch = time.process_time()
 import attnmesh as am
-took = time.process_time() - begin
+took = (time.process_time() - after_torch) / (after_torch - begin)
 
 def planner():
     return [name for name in sys.modules if name.startswith("attnmesh.planner")]
@@ -185,12 +186,14 @@ print(took)
 def test_attnmesh_imports_no_optional_dependency_and_an_explicit_schedule_no_planner():
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
     program = [sys.executable, "-c", IMPORTS]
-    seconds = []
-    while not seconds or (min(seconds) >= 1.0 and len(seconds) < 3):  # the first one may have to write byte code
+    ratios = []
+    while not ratios or (min(ratios) >= 0.6 and len(ratios) < 3):  # the first one may have to write byte code
         done = subprocess.run(program, capture_output=True, text=True, timeout=120, env=environment)
         assert done.returncode == 0, done.stderr
-        seconds.append(float(done.stdout))
-    assert min(seconds) < 1.0, f"seconds that the import takes besides torch's own: {seconds}"
+        ratios.append(float(done.stdout))
+    assert min(ratios) < 0.6, (
+        f"CPU time of the import over torch's own, which a busy machine slows down alike: {ratios}"
+    )
 
 
 # The checks themselves, on small packages with a planted fault.

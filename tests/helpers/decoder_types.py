@@ -196,7 +196,7 @@ def row_of(kind: str) -> Row | None:
             call()
             results.append("")
         except ValueError as error:
-            results.append(_reason(error))
+            results.append(reason_of(error))
         except NotMadeError:
             return _refused_by_config(kind)
     try:
@@ -217,11 +217,11 @@ def _refused_by_config(kind: str) -> Row | None:
     try:
         check_config(config)
     except ValueError as error:
-        return Row(kind, False, False, False, _reason(error))
+        return Row(kind, False, False, False, reason_of(error))
     return None
 
 
-def _reason(error: ValueError) -> str:
+def reason_of(error: ValueError) -> str:
     """What a message says, without the class of the model and what it got."""
     text = re.sub(r"\. See docs/.*|raised on virtual rank.*", "", str(error), flags=re.DOTALL).replace("\n", " ")
     text = re.sub(r"^(\w+: |a model's forward: |Generator: )+", "", text)
@@ -266,21 +266,25 @@ def encoder_table() -> dict[str, str]:
             except NotMadeError:
                 continue
             except ValueError as error:
-                found[kind] = _reason(error)
+                found[kind] = reason_of(error)
     return found
 
 
 def encoder_lines(rows: dict[str, str]) -> str:
+    return refused_and_served(rows, "encoders", "loss and gradients of one process", len(encoder_types()))
+
+
+def refused_and_served(rows: dict[str, str], title: str, served_how: str, types: int) -> str:
+    """A table of types that are served, and of those that are refused by reason; `types` are all that there are."""
     by_reason: dict[str, list[str]] = {}
     for kind, why in rows.items():
         by_reason.setdefault(why, []).append(kind)
     served = by_reason.pop("", [])
-    left_out = len(encoder_types()) - len(rows)
     return "\n".join([
-        "| encoders | |", "|---|---|", f"| {', '.join(served)} | loss and gradients of one process |",
+        f"| {title} | |", "|---|---|", f"| {', '.join(served)} | {served_how} |",
         *(f"| {', '.join(kinds)} | refused: {why} |" for why, kinds in by_reason.items()), "",
-        f"{len(served)} types are served, {len(rows) - len(served)} are refused, and {left_out} have not been tried: "
-        "their small configurations are not known here.",
+        f"{len(served)} types are served, {len(rows) - len(served)} are refused, and {types - len(rows)} have not been "
+        "tried: their small configurations are not known here.",
     ])  # fmt: skip
 
 
@@ -295,7 +299,7 @@ def sharded_types() -> list[str]:
     return [row[0] for row in rows if row[1:4] == ["yes", "yes", "yes"]]
 
 
-def _write(begin: str, text: str, end: str) -> None:
+def write_between(begin: str, text: str, end: str) -> None:
     before, _, rest = PAGE.read_text().partition(begin)
     PAGE.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
 
@@ -312,5 +316,5 @@ def written_of(kind: str) -> str | None:
 
 
 if __name__ == "__main__":
-    _write(_BEGIN, lines(table()), _END)
-    _write(ENCODERS_BEGIN, encoder_lines(encoder_table()), ENCODERS_END)
+    write_between(_BEGIN, lines(table()), _END)
+    write_between(ENCODERS_BEGIN, encoder_lines(encoder_table()), ENCODERS_END)

@@ -274,6 +274,51 @@ def trainer_log(
         return _logged(trainer)
 
 
+def image_log(world: int, kind: str, **changes: Any) -> Any:
+    """Return what Transformers' Trainer logs for a model with images."""
+    from transformers import Trainer, TrainingArguments
+
+    from helpers.vision_models import batch, small_model
+
+    changes = {"learning_rate": 0.01, "remove_unused_columns": False, "eval_strategy": "no", **changes}
+    with accelerate_ranks(world), tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            model=small_model(kind, "eager"), args=TrainingArguments(**_arguments(folder, world, changes)),
+            train_dataset=[{"seed": seed} for seed in range(8)],
+            data_collator=lambda rows: batch(kind, seed=rows[0]["seed"]),
+        )  # fmt: skip
+        trainer.train()
+        return _logged(trainer)
+
+
+def image_loop_log(world: int, kind: str) -> list[dict[str, float]]:
+    """Return loss and gradient norm of each step of a loop with `maybe_context_parallel` around a model with images."""
+    from accelerate import Accelerator, ParallelismConfig
+
+    from helpers.vision_models import batch, small_model
+
+    with accelerate_ranks(world):
+        config = ParallelismConfig(cp_size=world) if world > 1 else None
+        accelerator = Accelerator(cpu=True, parallelism_config=config)
+        model = small_model(kind, "eager").train()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        log = []
+        for seed in range(3):
+            given = batch(kind, seed=seed)
+            buffers = [x for x in given.values() if x.shape[:2] == given["input_ids"].shape]
+            with accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=[1] * len(buffers)):
+                loss = model(**given, use_cache=False).loss
+                accelerator.backward(loss)
+            norm = float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = loss.detach()
+            if world > 1:
+                dist.all_reduce(loss, group=accelerator.torch_device_mesh["dp_cp"].get_group())
+            log.append({"loss": float(loss) / world, "grad_norm": norm})
+        return log
+
+
 @contextmanager
 def files_of_a_training_step(number: int) -> Iterator[set[str]]:
     """Within it, collect the files of attnmesh that the call of this number of Trainer.training_step enters."""

@@ -18,6 +18,8 @@ from attnmesh.utils.optional import installed
 from helpers.training import (
     accelerate_ranks,
     files_of_a_training_step,
+    image_log,
+    image_loop_log,
     loop_log,
     packed_logits,
     padded_batch,
@@ -69,9 +71,13 @@ QUICK = {
     "sinks, checkpointing and FSDP2": (trainer_log, "gpt_oss", {"gradient_checkpointing": True, **FSDP}),
     "packing, windows and LoRA": (sft_log, "mistral", {"peft": "lora"}),
     "own loop": (loop_log, "mistral", {}),
+    "images": (image_log, "gemma3", {"gradient_accumulation_steps": 2}),
+    "images in an own loop": (image_loop_log, "qwen2_5_vl", {}),
     "leakage": (packed_logits, "mistral", {}),
 }  # fmt: skip
 SLOW = {
+    "images and FSDP2": (image_log, "qwen3_vl", {"fsdp": True, "fsdp_config": {"version": 2}}),
+    "images and checkpointing": (image_log, "qwen2_5_vl", {"gradient_checkpointing": True}),
     "bf16": (trainer_log, "llama", {"bf16": True}),
     "chunked layers": (trainer_log, "llama4_text", {}),
     "label smoothing": (trainer_log, "llama", {"label_smoothing_factor": 0.1}),

@@ -47,7 +47,7 @@ from attnmesh.generation.passes import (
 from attnmesh.generation.recurrent_states import KEPT_STATES, RecurrentStates, RowStates
 from attnmesh.generation.sampling import prompt_scores
 from attnmesh.generation.tensor_parallel import TensorParallel
-from attnmesh.integrations.transformers_models import changing_rotary, check_model, text_config
+from attnmesh.integrations.transformers_models import changing_rotary, check_model, check_text_only, text_config
 from attnmesh.kv_cache.block_manager import WINDOW_MARGIN
 from attnmesh.kv_cache.pools import CacheSpec
 from attnmesh.kv_cache.sequence import NewTokens
@@ -85,6 +85,7 @@ class Engine:
         prefill_chunk: int | None,
     ) -> None:  # fmt: skip
         check_model(model)
+        check_text_only(model)
         config, weight, self._weights = text_config(model), model.get_input_embeddings().weight, weights
         if weights is None:
             self.calls = attention_calls(model)

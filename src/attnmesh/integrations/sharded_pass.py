@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from attnmesh.comm import Comm
 from attnmesh.core.mask_encoding import traced_mask
 from attnmesh.core.masks import Documents, Mask, Packing, PerSequence
+from attnmesh.integrations.multimodal import is_given_whole, serve_images
 from attnmesh.integrations.recurrent_layers import serve_over_ranks
 from attnmesh.integrations.transformers_models import (
     IGNORED_LABEL,
@@ -35,11 +36,13 @@ from attnmesh.integrations.transformers_models import (
     check_positions,
     counts_positions,
     modules_in_forward,
+    text_backbone,
     text_config,
 )
 from attnmesh.ops.recurrent.layer import RecurrentLayer
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.utils.text import see
+from attnmesh.utils.validation import shown
 
 _CallCheck = Callable[[nn.Module, Sequence[Any]], None]
 
@@ -69,6 +72,8 @@ class ShardedPass:
         leaves: how tokens are divided among ranks, if bits must not depend on it (`training.reproducible`).
         around_attention: entered around every attention of the pass.
         attended_by: the ids of the modules that have attended in the latest call; None if some are in a compiled graph.
+        wholes: the tensors of the whole batch that have one entry per token, under the names that the model takes.
+        has_images: whether the batch has images, too, which a model of text would not take.
     """
 
     check_once: Callable[[], None] | None = None
@@ -79,6 +84,7 @@ class ShardedPass:
     plain_position_ids: Tensor | None = None
     is_watched = False
     leaves: Any = None
+    has_images = False
     around_attention: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
@@ -91,6 +97,8 @@ class ShardedPass:
         self._accepted: dict[str, Tensor] = {}
         self._rotary_checked = False
         self.attended_by: set[int] | None = set()
+        self.wholes: dict[str, Any] = {}
+        self._shards: dict[str, Tensor] = {}
 
     def index_in_row(self) -> Tensor:
         """The index in the row of each of this rank's tokens [n]."""
@@ -207,6 +215,42 @@ class ShardedPass:
                     f"the whole {name} to shard_inputs, which finds packed documents and padding in it"
                 )
         self._accepted[name] = given
+
+    def keep_whole(self, name: str, whole: Tensor, shard: Tensor) -> None:
+        """Keep a tensor of the whole batch for models that need it beside this rank's shard."""
+        self.wholes[name], self._shards[name] = whole, shard
+
+    def check_shard(self, name: str, given: Tensor) -> None:
+        """Raise ValueError on every rank if the model was given another tensor than the shard of a whole tensor."""
+        expected = self._shards[name]
+        if given is expected or given is self._accepted.get(name):
+            return
+        with checked_on_all_ranks(self.cp.comm, f"a model's {name}", force=True):
+            if given.shape != expected.shape or not torch.equal(given.to(expected), expected):
+                raise ValueError(
+                    f"{name} must be what shard_inputs returned, got another tensor of shape {list(given.shape)}: pass "
+                    f"the whole {name} to shard_inputs, since a model with images reads it"
+                )
+        self._accepted[name] = given
+
+    def accept_positions(self, position_ids: Tensor) -> None:
+        """Let attention be called with this rank's positions that the model found in the whole batch."""
+        self._accepted["position_ids"] = position_ids
+        self.counts_padding = False
+
+    def masks_of(self, given: Any) -> Any:
+        """The masks of this rank's tokens in place of those that a model made from the whole batch."""
+        if isinstance(given, dict):
+            return {name: self.masks_of(mask) for name, mask in given.items()}
+        over_ranks = getattr(given, "over_ranks", None)
+        if over_ranks is not None:
+            return over_ranks(ShardedMask(self))
+        if given is None or (isinstance(given, Tensor) and given.dim() == 2):
+            return ShardedMask(self)
+        raise ValueError(
+            f"attention_mask of a language model must be [batch, tokens] or a mask that Transformers makes, got "
+            f"{shown(given)}{see(MODELS_PAGE)}"
+        )
 
     def check_rotary(self, kind: str, limit: int) -> None:
         """Raise ValueError on every rank if ranks have other frequencies than one process.
@@ -368,6 +412,11 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(kwargs.get("attention_pass"), ShardedPass):
             check_config(text_config(self))
             check_positions(self)
+            if kwargs["attention_pass"].has_images:
+                raise ValueError(
+                    f"{type(self).__name__}: a batch over ranks must not have images for a compiled model, got some"
+                    f"{see(MODELS_PAGE)}"
+                )
             if not kwargs["attention_pass"].causal:
                 raise ValueError(
                     f"{type(self).__name__}: causal must be True for a compiled model over ranks, got False"
@@ -377,7 +426,8 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     given = (*args, *kwargs.values())
     attention_pass = _pass_of(given)
     if attention_pass is None:
-        for check in _checks.get():
+        checks = _checks.get()
+        for check in () if checks and is_given_whole() else checks:
             check(self, given)
     elif not attention_pass.is_watched:
         return _watched_call(self, attention_pass, args, kwargs)
@@ -396,6 +446,13 @@ def _watched_call(model: Any, attention_pass: ShardedPass, args: tuple[Any, ...]
         check_modules(model)
         serve_over_ranks(model)
         _inspected.add(model)
+    if attention_pass.causal and text_backbone(model) is not None:
+        serve_images(model)
+    elif attention_pass.has_images:
+        raise ValueError(
+            f"{type(model).__name__}: a batch over ranks must not have images for a model without a language model "
+            f"inside of it (get_decoder), got some{see(MODELS_PAGE)}"
+        )
     if kwargs.get("encoder_hidden_states") is not None:
         raise ValueError(
             f"{type(model).__name__}: encoder_hidden_states must be None in a batch that is sharded over ranks, which "

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -27,7 +28,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnmesh.core.mask_encoding import traced_mask
-from attnmesh.core.masks import Causal, Chunked, Full, Mask, Packing, Slices, SlidingWindow, number_starts, packing_of
+from attnmesh.core.masks import (
+    Causal,
+    Chunked,
+    Full,
+    Mask,
+    Packing,
+    PerSequence,
+    Slices,
+    SlidingWindow,
+    number_starts,
+    packing_of,
+)
 from attnmesh.integrations.sharded_pass import ReadError, ShardedMask, ShardedPass
 from attnmesh.integrations.transformers_models import (
     MODELS_PAGE,
@@ -215,6 +227,14 @@ def transformers_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that Transformers calls: out [B, n, Hq, D], and no attention weights."""
+    if attention_pass is None and _is_image_encoder(module, attention_mask, kwargs.get("is_causal")):
+        for name, given in (("sliding_window", sliding_window), ("softcap", softcap), ("s_aux", s_aux)):
+            if given is not None:
+                raise ValueError(f"{type(module).__name__}: {name} must be None without a mask, got {shown(given)}")
+        encode = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS["sdpa"]
+        how = {**kwargs, "scaling": scaling, "dropout": dropout, "is_causal": False}
+        found: tuple[Tensor, None] = encode(module, query, key, value, attention_mask, **how)
+        return found
     served = _IGNORED_ARGUMENTS
     if attention_pass is None and not torch.compiler.is_compiling():
         served = served | _PACKED_ARGUMENTS
@@ -243,6 +263,13 @@ def transformers_attention(
             module, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux, softcap=softcap
         )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None  # as Transformers' own: some models take a view of it
+
+
+def _is_image_encoder(module: nn.Module, mask: object, is_causal: bool | None) -> bool:
+    """Whether the module attends to whole images, without a mask or with one of patches that the model makes itself."""
+    if is_causal is not False and getattr(module, "is_causal", True) is not False:
+        return False
+    return mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)
 
 
 def _check_decoder(module: nn.Module, mask: LayerMask | None, attention_pass: AttentionPass | None) -> None:
@@ -311,10 +338,13 @@ def _checked_mask(
         options = [each for each in _DROPOUTS if getattr(getattr(module, "config", None), each, None) == dropout]
         how = f": load the model with {options[0]}=0.0" if options else ""
         raise ValueError(f"{name}: attention dropout must be 0, got {dropout}{how}")
-    if mask.is_causal and (kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False):
+    if (
+        mask.is_causal
+        and not mask.has_blocks
+        and (kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False)
+    ):
         raise ValueError(f"{name}: is_causal must not be False")
-    window = getattr(mask.kind, "left", None)
-    if sliding_window is not None and window != sliding_window - 1:
+    if sliding_window is not None and mask.window != sliding_window - 1:
         raise ValueError(f"{name}: the mask must have the layer's sliding window {sliding_window}, got {mask.kind}")
     if not kwargs.keys() <= served:
         unknown = sorted(k for k, v in kwargs.items() if v is not None and v is not False and k not in served)
@@ -341,18 +371,40 @@ class LayerMask:
     runs on one device (`on_one_device`), once for all layers.
     """
 
+    ndim = 4
+
     def __init__(
         self, kind: Mask, padding: Tensor | ShardedMask | None, packing: Tensor | None, queries: Span, keys: Span
     ) -> None:
         self.kind, self.padding, self.packing, self.queries, self.keys = kind, padding, packing, queries, keys
+        self.window: int | None = getattr(kind, "left", None)  # how many earlier tokens a token attends to
+        self.has_blocks = False
         self._on_one_device: Mask | None = None
         self.is_causal = not isinstance(kind, Full) and getattr(kind, "right", 0) == 0
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """As of a mask [batch, heads, queries, keys] that is made already, for a model that passes it on."""
+        return None, None, self.queries.stop - self.queries.start, self.keys.stop
+
+    def __getitem__(self, key: object) -> Any:
+        return self.__getattr__("[]")
 
     def __getattr__(self, name: str) -> Any:
         raise ReadError(
             f"models must pass the masks that Transformers makes on to their attention as they are, got a model that "
             f"reads {name} of its mask: masks that a model changes are not supported"
         )
+
+    def over_ranks(self, padding: ShardedMask) -> LayerMask:
+        """The mask of a rank's tokens, from a mask of the whole batch."""
+        here = Span(0, padding.shape[1])
+        return LayerMask(self.kind, padding, None, here, here).with_blocks(self.window, self.has_blocks)
+
+    def with_blocks(self, window: int | None, has_blocks: bool = True) -> LayerMask:
+        """Itself, as a mask in which tokens of a block attend to one another, and others to `window` earlier tokens."""
+        self.window, self.has_blocks = window, has_blocks
+        return self
 
     def on_one_device(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None = None) -> Mask:
         """The mask of the layer within the documents and without the padding of the batch.
@@ -437,16 +489,18 @@ def layer_mask(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any],
-    attention_mask: Tensor | ShardedMask | None = None,
+    attention_mask: Tensor | ShardedMask | LayerMask | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
     device: torch.device,
     config: Any,
     **__: object,
-) -> LayerMask:
+) -> LayerMask | Tensor | None:
     """The hook that Transformers calls to make a mask, once per kind of layer in a forward pass."""
     check_config(config)
+    if isinstance(attention_mask, LayerMask):  # which the model around a language model has made
+        return attention_mask
     if isinstance(attention_mask, ShardedMask) and not torch.compiler.is_compiling():
         if attention_mask.attention_pass.causal:
             check_head()
@@ -456,28 +510,48 @@ def layer_mask(
                 f"position_ids must be given to shard_inputs for rows with padding before their tokens: the code of "
                 f"{config_class.__name__} may derive them from attention_mask, got None"
             )
+    blocks = None
     if torch.compiler.is_compiling():
         packed = not allow_is_causal_skip and attention_mask is None and q_length == kv_length
         kind = _traced_kind(local_size, not use_vmap and (allow_is_causal_skip or packed), config)
         packing = _traced_packing(mask_function, batch_size, q_length, device) if packed else None
     else:
-        kind, packing = _kind(mask_function)
+        found = _functions(mask_function)
+        blocks = found.pop("blockwise_overlay", None)
+        kind, packing = _kind(found)
+        if isinstance(kind, Full) and q_length != kv_length and not isinstance(attention_mask, ShardedMask):
+            # Queries that pool what an image encoder has computed: a small mask, for torch's attention.
+            make = sys.modules[_MASKING].ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+            pooled: Tensor | None = make(
+                batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+                mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False, device=device,
+                config=config,
+            )  # fmt: skip
+            return pooled
     if isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length:
         raise ValueError(
             f"the KV cache must end with the last token, as a DynamicCache does, got {kv_length} keys from {kv_offset} "
             f"for {q_length} queries from {q_offset}: static caches are not supported"
         )
     queries, keys = Span(q_offset, q_offset + q_length), Span(kv_offset, kv_offset + kv_length)
-    return LayerMask(kind, attention_mask, packing, queries, keys)
+    if blocks is None:
+        return LayerMask(kind, attention_mask, packing, queries, keys)
+    united = _with_blocks(kind, blocks, attention_mask, keys.stop)
+    return LayerMask(united, attention_mask, packing, queries, keys).with_blocks(getattr(kind, "left", None))
 
 
-def _kind(function: Callable[..., Any]) -> tuple[Mask, Tensor | None]:
-    """The mask of one layer, and the numbers of packed sequences."""
+def _functions(function: Callable[..., Any]) -> dict[str, dict[str, Any]]:
+    """The functions that a mask function is made of, by name, and the values that each was made with."""
     found: dict[str, dict[str, Any]] = {}
     for name, cells in _conjunction(function):
         if name in found:
             raise ValueError(f"masks must not have two functions {name}")
         found[name] = cells
+    return found
+
+
+def _kind(found: dict[str, dict[str, Any]]) -> tuple[Mask, Tensor | None]:
+    """The mask of one layer, and the numbers of packed sequences."""
     if "bidirectional_mask_function" in found:
         window = found.pop("sliding_window_bidirectional_overlay", None)
         if len(found) > 1:
@@ -495,6 +569,46 @@ def _kind(function: Callable[..., Any]) -> tuple[Mask, Tensor | None]:
     return (Causal() if chunk is None else Chunked(int(chunk["chunk_size"]))), packing
 
 
+def _with_blocks(kind: Mask, cells: dict[str, Any], padding: object, length: int) -> Mask:
+    """The mask of a layer in which the tokens of a block, such as an image, attend to one another in both directions.
+
+    `cells` have the number of the block of every token [B, S], -1 for text, and `within_window`: whether a window of
+    the layer holds between tokens of a block, too.
+    """
+    if isinstance(padding, ShardedMask):
+        raise ValueError(
+            "blocks of tokens that attend to one another must be found in the whole batch over ranks, got a model that "
+            f"finds them in one rank's tokens{see(MODELS_PAGE)}"
+        )
+    if not isinstance(kind, Causal | SlidingWindow):
+        raise ValueError(f"masks with blocks must be causal, or have a sliding window, got {kind}")
+    numbers = cells["block_sequence_ids"].cpu()[:, :length]
+    if isinstance(padding, Tensor):
+        real = padding[:, : numbers.shape[1]].cpu().bool()
+        numbers = numbers.masked_fill(~F.pad(real, (0, numbers.shape[1] - real.shape[1])), -1)
+    rows: list[Mask] = []
+    for row in numbers.numpy():
+        spans = Slices([(span, span, "full") for span in _spans(row)])
+        if not spans.slices:
+            rows.append(kind)
+        elif cells["within_window"] and isinstance(kind, SlidingWindow):
+            rows.append((Causal() | spans) & SlidingWindow(kind.left, length))
+        else:
+            rows.append(kind | spans)
+    return rows[0] if all(mask == rows[0] for mask in rows) else PerSequence(rows)
+
+
+def _spans(numbers: np.ndarray) -> list[tuple[int, int]]:
+    """Where the blocks of a row begin and end, of more than one token."""
+    edges = np.flatnonzero(np.diff(numbers, prepend=-1, append=-1)).tolist()
+    spans = [(a, b) for a, b in pairwise(edges) if numbers[a] >= 0]
+    if len({int(numbers[a]) for a, _ in spans}) < len(spans):
+        raise ValueError(
+            "tokens that attend to one another must be next to each other, got a mask with a block in several parts"
+        )
+    return [(a, b) for a, b in spans if b - a > 1]
+
+
 def _window(size: int) -> Mask:
     """A window of 0 tokens belongs to layers that the model does not have: Qwen2-MoE makes a mask for them anyway."""
     return SlidingWindow(size - 1) if size else Slices([])
@@ -502,20 +616,37 @@ def _window(size: int) -> Mask:
 
 def _conjunction(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The functions that a mask function is the conjunction of: the name of each, and the values it was made with."""
-    name = function.__qualname__.split(".")[0]
-    names = function.__code__.co_freevars
-    cells = dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
+    name, cells = function.__qualname__.split(".")[0], _cells(function)
     if function.__module__ == _MASKING and name == "and_masks":
         for part in cells["mask_functions"]:
             yield from _conjunction(part)
+    elif function.__module__ == _MASKING and name == "or_masks" and _is_blocks(cells["mask_functions"][-1]):
+        *others, blocks = cells["mask_functions"]
+        inside = [each for part in others for each in _conjunction(part)]
+        yield from inside
+        window = any(name == "sliding_window_overlay" for name, _ in inside)
+        yield (
+            "blockwise_overlay",
+            {"block_sequence_ids": _cells(blocks)["block_sequence_ids"], "within_window": not window},
+        )
     elif function.__module__ == _MASKING and name in _MASK_FUNCTIONS:
         yield name, cells
     else:
         raise ValueError(
-            f"masks must be causal or bidirectional, with a sliding window, in chunks or of packed sequences, got the "
-            f"mask function "
+            f"masks must be causal or bidirectional, with a sliding window, in chunks, of packed sequences or of "
+            f"blocks, got the mask function "
             f"{function.__module__}.{function.__qualname__}"
         )
+
+
+def _cells(function: Callable[..., Any]) -> dict[str, Any]:
+    """The values that an inner function was made with, by their names."""
+    names = function.__code__.co_freevars
+    return dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
+
+
+def _is_blocks(function: Callable[..., Any]) -> bool:
+    return function.__module__ == _MASKING and function.__qualname__.split(".")[0] == "blockwise_overlay"
 
 
 def _traced_packing(function: Callable[..., Any], rows: int, tokens: int, device: torch.device) -> Tensor:

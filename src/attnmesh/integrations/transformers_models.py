@@ -74,6 +74,15 @@ def check_model(model: Any) -> None:
         check_modules(model)
 
 
+def check_text_only(model: Any) -> None:
+    """Raise ValueError for a model that takes images, which are not given to it when it generates."""
+    if text_backbone(model) is not None:
+        raise ValueError(
+            f"model must be a language model to generate, got {type(model).__name__}, which takes images: they are "
+            f"served in training{see('training.md#models-with-images')}"
+        )
+
+
 def check_attention_code(model: Any) -> None:
     """Raise ValueError if the model's configuration or code is not served, or if it uses another attention."""
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
@@ -105,8 +114,20 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
 
 
+def text_backbone(model: Any) -> Any:
+    """The language model inside of a model that has images or other inputs beside text; None for other models."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
+        return None
+    if config.get_text_config() is config or not hasattr(model, "get_decoder"):
+        return None
+    found = model.get_decoder()
+    return None if found is model or not hasattr(found, "config") else found
+
+
 def attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The decoder layers (those with a numbered part) that need not compute every token by itself, with their paths."""
+    model = text_backbone(model) or model
     kinds = _layer_types(text_config(model)) or ()
     for path, layers in model.named_modules():
         for number, layer in enumerate(layers) if isinstance(layers, nn.ModuleList) else ():

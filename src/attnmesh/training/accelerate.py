@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Layout, Zigzag, check_layout
+from attnmesh.integrations.multimodal import IMAGES, is_given_whole, serve_images, whole_arguments
 from attnmesh.integrations.sdpa import ShardedBuffers
 from attnmesh.integrations.sharded_pass import (
     ShardedMask,
@@ -38,7 +39,7 @@ from attnmesh.integrations.sharded_pass import (
     checked_on_all_ranks,
 )
 from attnmesh.integrations.transformers_attention import Patches, register_attention
-from attnmesh.integrations.transformers_models import IGNORED_LABEL, NAME, check_model, text_config
+from attnmesh.integrations.transformers_models import IGNORED_LABEL, NAME, check_model, text_backbone, text_config
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.executor import BACKENDS
 from attnmesh.plan.shards import SCHEDULES
@@ -553,6 +554,8 @@ class AcceleratorRanks:
         check_on_all_ranks(self.cp.comm, "Accelerator.prepare", check, force=True)
         names = list(inspect.signature(type(model).forward).parameters)[1:]
         model.register_forward_pre_hook(partial(self._add_pass, names), with_kwargs=True)
+        if text_backbone(model) is not None:
+            serve_images(model)
         setattr(model, _ATTRIBUTE, self)
         self._models.append(model)
 
@@ -563,6 +566,9 @@ class AcceleratorRanks:
 
         `names` are the names of positional arguments.
         """
+        has_images = text_backbone(model) is not None
+        if has_images and is_given_whole(model):
+            return None
         attention_pass: ShardedPass | None = kwargs.get("attention_pass")
         buffers = self._buffers if attention_pass is None else None
         attention_pass = attention_pass or self._pass
@@ -577,12 +583,13 @@ class AcceleratorRanks:
         mask = given.get("attention_mask")
         if isinstance(mask, Tensor):
             attention_pass.check_given("attention_mask", mask)
-        return (), {
+        found = {
             "position_ids": attention_pass.position_ids,
             **given,
             "attention_mask": ShardedMask(attention_pass),
             "attention_pass": attention_pass,
         }
+        return (), whole_arguments(model, found) if has_images else found
 
     def _check_prepared(self, model: nn.Module, given: Sequence[Any]) -> None:
         """Raise ValueError for a model that was not prepared and is called with shards of the batch."""
@@ -634,6 +641,8 @@ class AcceleratorRanks:
                 given.pop("labels", None)
             named = {name: x for name, x in given.items() if isinstance(x, Tensor)}
             for name, x in named.items():
+                if IMAGES.search(name):
+                    continue
                 if x.shape[:2] != ids.shape and not (name == "position_ids" and x.shape == (1, ids.shape[1])):
                     raise ValueError(
                         f"{name} must have one entry per token, {list(ids.shape)}, to be sharded over ranks, got "
@@ -712,7 +721,12 @@ class _Buffers(ShardedBuffers):
                 raise ValueError("the model must be called with input_ids under context parallelism")
             shape = found["input_ids"].shape
             for name, x in given.items():
-                if name not in found and isinstance(x, Tensor) and x.dim() > 1 and x.shape[:2] == shape:
+                whole = self._buffer(x) if isinstance(x, Tensor) else None
+                if IMAGES.search(name):
+                    found[name] = x
+                elif whole is not None and whole.shape[:2] == shape:
+                    found[name] = whole  # of which a model with images reads all
+                elif name not in found and isinstance(x, Tensor) and x.dim() > 1 and x.shape[:2] == shape:
                     raise ValueError(
                         f"{name} must be one of the buffers of maybe_context_parallel, got the whole tensor"
                     )
@@ -729,12 +743,18 @@ class _Buffers(ShardedBuffers):
 
     def _whole(self, name: str, x: Tensor) -> Tensor:
         """The whole tensor of an argument that is a buffer, or shares its memory."""
-        for buffer, whole in zip(self.buffers, self.wholes, strict=True):
-            if x is buffer or (x.shape == buffer.shape and x.data_ptr() == buffer.data_ptr()):
-                return whole
+        whole = self._buffer(x)
+        if whole is not None:
+            return whole
         raise ValueError(
             f"{name} must be one of the buffers of maybe_context_parallel, got another tensor of shape {list(x.shape)}"
         )
+
+    def _buffer(self, x: Tensor) -> Tensor | None:
+        for buffer, whole in zip(self.buffers, self.wholes, strict=True):
+            if x is buffer or (x.shape == buffer.shape and x.data_ptr() == buffer.data_ptr()):
+                return whole
+        return None
 
 
 def with_labels(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Aligned, Balanced
 from attnmesh.core.masks import Causal, Full, packing_of
 from attnmesh.core.ranges import as_tensor
+from attnmesh.integrations.multimodal import IMAGES
 from attnmesh.integrations.sharded_pass import ShardedMask, ShardedPass, watch_models
 from attnmesh.integrations.transformers_attention import check_gaps, document_starts
 from attnmesh.integrations.transformers_models import IGNORED_LABEL
@@ -42,7 +43,7 @@ def shard_inputs(
     num_items_in_batch: Tensor | int | None = None,
     balance: bool = True,
     causal: bool = True,
-    **per_token: Tensor,
+    **more: Any,
 ) -> dict[str, Any]:
     """This rank's shard of a batch [B, S], as keyword arguments of a model: `model(**shard_inputs(cp, ids, ids))`.
 
@@ -60,7 +61,9 @@ def shard_inputs(
             data parallelism, `GradientReduction.num_items(labels)`.
         balance: give packed or padded rows the layout `Balanced`, which divides their work evenly.
         causal: False for an encoder, such as BERT, with a head for masked language models or token classification.
-        per_token: more tensors [B, S, ...] to shard, under the names that the model takes.
+        more: more tensors [B, S, ...] to shard, under the names that the model takes, such as `mm_token_type_ids`; and
+            images, under names with `pixel`, `image` or `video` in them, such as `pixel_values` and `image_grid_thw`,
+            which every rank gives to the model whole.
 
     Ranks compare a checksum of every tensor: in every call if it is on the host and has at most 16 MiB; otherwise, as
     reading it would stall the device, in the first call of a group and then in every 100th. A difference raises
@@ -84,18 +87,21 @@ def shard_inputs(
     """
     check_type("cp", cp, ContextParallel)
     watch_models()
+    images = {name: x for name, x in more.items() if IMAGES.search(name) and x is not None}
+    per_token = {name: x for name, x in more.items() if not IMAGES.search(name)}
 
     def check() -> tuple[ShardedPass, SharedValues]:
         _check_batch(input_ids, labels, num_items_in_batch, per_token)
         found, values = _checked_pass(cp, input_ids, position_ids, attention_mask, document_lengths, balance, causal)
         count = num_items_in_batch if isinstance(num_items_in_batch, int) else None
-        kinds = {name: f"{x.dtype} {list(x.shape)}" for name, x in per_token.items()}
+        every = per_token | _tensors_of(images)
+        kinds = {name: f"{x.dtype} {list(x.shape)}" for name, x in every.items()}
         more: SharedValues = {"num_items_in_batch": count, "tensors per token": kinds}
         if cp.world > 1:
             items = num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None
             more |= checks.compared(
                 input_ids=input_ids, labels=labels, position_ids=position_ids, attention_mask=attention_mask,
-                num_items_in_batch=items, **per_token,
+                num_items_in_batch=items, **every,
             )  # fmt: skip
         return found, {**more, **values}
 
@@ -110,7 +116,11 @@ def shard_inputs(
         "use_cache": False,
         "attention_pass": attention_pass,
     }
-    inputs |= {name: attention_pass.shard(x) for name, x in per_token.items()}
+    inputs |= {name: attention_pass.shard(x) for name, x in per_token.items()} | images
+    for name, x in {"input_ids": input_ids, **per_token}.items():
+        attention_pass.keep_whole(name, x, inputs[name])
+    attention_pass.wholes |= {"attention_mask": attention_mask, "position_ids": position_ids}
+    attention_pass.has_images = bool(images)
     if labels is not None:
         shifted = F.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:] if causal else labels
         local = attention_pass.shard(shifted).long()
@@ -230,6 +240,19 @@ def _checked_pass(
     return found, {
         "input_ids": list(input_ids.shape), "packing": packing.mask, "balance": balance, "causal": causal
     }  # fmt: skip
+
+
+def _tensors_of(images: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of arguments that describe images, each by a name; ValueError for what is no tensor."""
+    found: dict[str, Tensor] = {}
+    for name, x in images.items():
+        for i, each in enumerate(x if isinstance(x, list | tuple) else [x]):
+            if not isinstance(each, Tensor | int | float):
+                raise ValueError(f"{name} must be a tensor or a list of tensors or numbers, got {shown(x)}")
+            found[f"{name}[{i}]" if isinstance(x, list | tuple) else name] = (
+                each if isinstance(each, Tensor) else torch.tensor(each, device="cpu")
+            )
+    return found
 
 
 def batch_checks(cp: ContextParallel, kind: str = "shard_inputs") -> ValueChecks:
