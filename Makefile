@@ -85,11 +85,12 @@ $(READY): $(READY_DEMO)
 	touch $@
 
 # The stacks pin versions of each other's dependencies, so each is installed without them.
-$(STACKS)/.ready: pyproject.toml constraints.txt tests/stacks/requirements.txt
+$(STACKS)/.ready: pyproject.toml constraints.txt tests/stacks/requirements.txt tests/stacks/axolotl.txt
 	$(PYTHON) -m venv $(STACKS)
 	$(STACKS)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[triton,train,serve,dev]"
 	$(STACKS)/bin/python -m pip install --quiet --constraint constraints.txt langchain-openai
 	$(STACKS)/bin/python -m pip install --quiet --no-deps --requirement tests/stacks/requirements.txt
+	$(STACKS)/bin/python -m pip install --quiet --no-deps --upgrade --target $(STACKS)/axolotl --requirement tests/stacks/axolotl.txt
 	touch $@
 
 clean:

@@ -213,3 +213,11 @@ def test_fine_tuning_with_trl_has_the_losses_of_one_process(tmp_path):
     shown = run_example("finetune_long_context", "--steps", 2, "--length", 96, "--out", picture)
     assert "The losses are equal up to rounding" in shown  # the example asserts it
     assert picture.read_text().count("<svg") == 1
+
+
+@pytest.mark.sweep
+@needs_transformers
+@pytest.mark.skipif(not installed("trl"), reason="trl is not installed")
+def test_preferences_are_tuned_with_the_values_of_one_process():
+    shown = run_example("tune_preferences", "--steps", 3, "--length", 61)
+    assert "equal in one process and over 2 ranks" in shown  # the example asserts it

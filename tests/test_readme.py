@@ -24,7 +24,7 @@ PAGES = {
     "schedules": 1,
     "shardings": 2,
     "training": 2,
-    "reproducibility": 1,
+    "reproducibility": 2,
     "context-parallelism": 5,
     "masks": 7,
     "layouts": 3,

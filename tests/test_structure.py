@@ -19,7 +19,7 @@ ROOT_FILES = {"__init__.py", "__main__.py", "py.typed", "decode.py", "recurrent.
 # attnmesh/__main__.py.
 PACKAGES = [
     "utils", "core", "trace", "plan", "ops", "planner", "comm", "launch", "kv_cache", "parallel", "integrations",
-    "training", "models", "ring_flash_attn", "generation", "serving", "calibration", "testing", "verify", "report",
+    "models", "ring_flash_attn", "generation", "training", "serving", "calibration", "testing", "verify", "report",
     "cli", "decode", "recurrent", "sparse", "attnmesh", "__main__",
 ]  # fmt: skip
 PURE = ("utils", "core", "trace", "plan", "planner")  # without processes and kernels

@@ -71,7 +71,7 @@ def answers(output: str) -> list[str]:
     "how",
     [
         ("--speculative", "--layout", "striped", "--prefill-chunk", "7"),
-        *(sweep(how) for how in ((), ("--layout", "contiguous", "--prefill-chunk", "7"))),
+        *(sweep(how) for how in ((), ("--layout", "contiguous", "--prefill-chunk", "7"), ("--reproducible",))),
     ],
     ids=str,
 )
@@ -244,6 +244,10 @@ class TestRefused:
     def test_a_storage_type_that_the_cache_cannot_have(self, model):
         refused(run(model, "--storage", "int4"), "storage must be None or one of fp32, fp8, int8, bfp8", "got 'int4'")
         refused(run(model, "--storage", "bfp8"), "head_dim must be a multiple of 16 for bfp8, got 8")
+
+    def test_what_is_not_reproducible(self, model):
+        refused(run(model, "--reproducible", "--storage", "int8"), "--reproducible requires", "got --storage int8")
+        refused(run(model, "--reproducible", "--tp", "2", "--ranks", "2"), "--reproducible requires whole weights")
 
     def test_sampling_that_makes_no_sense(self, model):
         refused(run(model, "--temperature", "-1"), "temperature must be 0 or more")

@@ -60,6 +60,12 @@ def model(tmp_path_factory):
             "--prefill-ranks 2 is for whole weights on every rank, got a sharding",
         ),
         (("--prefill-ranks", 2, "--decode-ranks", 3, "--groups", 2), "--groups must divide the 3 ranks, got 2"),
+        (("--reproducible", "--storage", "int8"), "--reproducible requires a KV cache that is not quantized"),
+        (("--reproducible", "--ranks", 2, "--tp", 2), "--reproducible requires whole weights on every rank"),
+        (
+            ("--reproducible", "--prefill-ranks", 1, "--decode-ranks", 1),
+            "--reproducible is for ranks that compute everything, got --prefill-ranks 1",
+        ),
         (("--groups", 2, "--tp", 2), "--groups is for whole weights on every rank, got --groups 2"),
         (("--ranks", 3, "--kvdp", 2), "--tp x --kvdp x --cp must be the number of ranks, 3, got --kvdp 2"),
         (("--cp", 4, "--sharding", "auto"), "--sharding auto chooses all of --tp, --kvdp and --cp, got --cp 4"),

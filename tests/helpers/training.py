@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def _fork_ranks(pipe: Any, world: int, port: int, fn: Any, args: Any, imports: S
         sys.modules["datasets"].disable_progress_bars()
         sys.modules["transformers"].logging.set_verbosity_error()
     context = mp.get_context("fork")
-    pipes, processes, results = [], [], []
+    pipes, processes, results, failed = [], [], [], []
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
         of_rank = theirs, rank, world, port, fn, args, "gloo"
@@ -74,19 +75,18 @@ def _fork_ranks(pipe: Any, world: int, port: int, fn: Any, args: Any, imports: S
         processes.append(process)
     try:
         for rank, ours in enumerate(pipes):
-            if not ours.poll(timeout):
-                results = f"rank {rank} had no result after {timeout} s"
-                break
+            if not ours.poll(20 if failed else timeout):
+                failed.append(f"rank {rank} had no result after {timeout} s")
+                continue
             result = _result(ours, processes[rank])
-            if isinstance(result, Raised | Died):
-                results = f"rank {rank}: {getattr(result, 'traceback', result)}"
-                break
+            if isinstance(result, Raised | Died):  # the others may only report that a rank is gone
+                failed.append(f"rank {rank}: {getattr(result, 'traceback', result)}")
             results.append(result)
     finally:
         for process in processes:
             process.kill()
             process.join()
-    pipe.send(results)
+    pipe.send("\n".join(failed) if failed else results)
     with suppress(EOFError, ConnectionError):
         pipe.recv()  # until the test ends this process: it serves the memory of the tensors among the results
 
@@ -373,6 +373,178 @@ def sft_log(world: int, kind: str = "llama", **changes: Any) -> Any:
         trainer = sft_trainer(folder, world, kind, **changes)
         trainer.train()
         return _logged(trainer)
+
+
+# TRL's other trainers.
+
+_LETTERS = list("abcdefghijkl")
+
+
+def random_texts(count: int, seed: int, low: int, high: int) -> list[str]:
+    """Return texts of random letters, one token each."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(low, high, (count,), generator=generator).tolist()
+    return [" ".join(_LETTERS[i] for i in torch.randint(12, (n,), generator=generator).tolist()) for n in lengths]
+
+
+def preferences(count: int, seed: int = 0) -> dict[str, list[str]]:
+    """Return prompts with a better and a worse answer, of lengths that differ."""
+    names = {"prompt": (3, 9), "chosen": (3, 12), "rejected": (2, 14)}
+    rows = {name: random_texts(count, seed + i, *lengths) for i, (name, lengths) in enumerate(names.items())}
+    return {name: texts if name == "prompt" else [f" {text}" for text in texts] for name, texts in rows.items()}
+
+
+def index_reward(completions: list[str], **_: Any) -> list[float]:
+    """Reward letters "a" in an answer, and its place in a group: so answers that are equal differ, too."""
+    return [text.count("a") + (0.7 * (i % 4)) % 1.0 for i, text in enumerate(completions)]
+
+
+def _trl_data(kind: str, count: int, seed: int) -> dict[str, Any]:
+    rows: dict[str, Any] = preferences(count, seed)
+    if kind == "reward":
+        rows["margin"] = [0.1 * i for i in range(count)]
+    if kind == "kto":
+        answers = rows["chosen"], rows["rejected"]
+        rows["completion"] = [a if i % 2 else b for i, (a, b) in enumerate(zip(*answers, strict=True))]
+        rows["label"] = [i % 3 != 0 for i in range(count)]
+        rows = {name: rows[name] for name in ("prompt", "completion", "label")}
+    if kind in ("grpo", "rloo"):
+        rows = {"prompt": rows["prompt"]}
+    return rows
+
+
+def distillation_batch(rows: list[dict[str, str]]) -> dict[str, torch.Tensor]:
+    """Prompts padded on the left, and answers on the right, as GKDTrainer takes them."""
+    letters = [[_LETTERS.index(x) + 3 for x in row["prompt"].split()] for row in rows]
+    answers = [[_LETTERS.index(x) + 3 for x in row["chosen"].split()] for row in rows]
+    widths = max(map(len, letters)), max(map(len, answers))
+    ids = torch.zeros(len(rows), sum(widths), dtype=torch.long)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for i, (prompt, answer) in enumerate(zip(letters, answers, strict=True)):
+        whole = slice(widths[0] - len(prompt), widths[0] + len(answer))
+        ids[i, whole], mask[i, whole] = torch.tensor(prompt + answer), 1
+        labels[i, widths[0] : widths[0] + len(answer)] = torch.tensor(answer)
+    prompts = {"prompts": ids[:, : widths[0]], "prompt_attention_mask": mask[:, : widths[0]]}
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels, **prompts}
+
+
+_GROUPS = {"num_generations": 2, "max_completion_length": 7, "beta": 0.1, "per_device_train_batch_size": 4}
+_TRL = {
+    "gkd": ("trl.experimental.gkd", "GKD", {"lmbda": 0.0, "max_new_tokens": 9}),
+    "dpo": ("trl", "DPO", {}),
+    "kto": ("trl", "KTO", {}),
+    "orpo": ("trl.experimental.orpo", "ORPO", {}),
+    "reward": ("trl", "Reward", {}),
+    "grpo": ("trl", "GRPO", {**_GROUPS, "importance_sampling_level": "sequence"}),
+    "rloo": ("trl", "RLOO", _GROUPS),
+}  # fmt: skip
+
+
+def _generated_alone(trainer: Any, kind: str, data_ranks: int, prompts: list[list[int]], *_: Any) -> Any:
+    """Return answers as over ranks, whose data-parallel ranks have seeds of their own, unlike Transformers."""
+    from attnmesh import Sampling, generate, register_attention, run_virtual
+    from attnmesh.training.trl import _seed
+
+    calls, count = getattr(trainer, "_attnmesh_generations", 0), len(prompts) // data_ranks
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    register_attention()
+    model.set_attn_implementation("attnmesh")
+    answers: list[list[int]] = [[] for _ in prompts]
+    for rank in range(data_ranks):
+        trainer._attnmesh_generations = calls
+        sampling = Sampling(trainer.temperature, trainer.top_p, _seed(trainer, rank), trainer.top_k)
+        (tokens,) = run_virtual(1, lambda comm, rank=rank, sampling=sampling: list(generate(
+            model, None, prompts[rank * count :][:count], comm, max_new_tokens=trainer.max_completion_length,
+            sampling=sampling, stop=trainer.eos_token_ids,
+        )))  # fmt: skip
+        for token in tokens:
+            answers[rank * count + token.row].append(token.id)
+    model.set_attn_implementation("eager")
+    return answers if kind == "rloo" else (answers, None)
+
+
+def _written_once(folder: str, world: int, name: str, write: Callable[[str], Any]) -> str:
+    """Return where the first rank has written a folder, on every rank."""
+    found = [f"{folder}/{name}"]
+    if world > 1:
+        dist.broadcast_object_list(found, src=0)
+    if world == 1 or dist.get_rank() == 0:
+        write(found[0])
+    if world > 1:
+        dist.barrier()
+    return found[0]
+
+
+def trl_trainer(
+    folder: str,
+    world: int,
+    kind: str,
+    *,
+    model: str = "llama",
+    peft: bool = False,
+    data_ranks: int = 1,
+    sizes: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Any:
+    """Return one of TRL's trainers other than SFTTrainer."""
+    from datasets import Dataset, load_from_disk
+    from peft import LoraConfig
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from helpers.models import tiny_tokenizer
+
+    module, name, own = _TRL[kind]
+    trainers = importlib.import_module(module)
+    given = {"gradient_checkpointing": False, "learning_rate": 0.05, **own}
+    args = getattr(trainers, f"{name}Config")(**_arguments(folder, world, {**given, **changes}))
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = "<unk>"
+    policy = training_model(model, **(sizes or {}))
+    more: dict[str, Any] = {}
+    if kind == "reward":
+        policy = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(model, **_SIZES, num_labels=1))
+        for i, weight in enumerate(policy.parameters()):
+            torch.nn.init.normal_(weight, 0, 0.3, torch.Generator().manual_seed(i))
+    if kind in ("dpo", "kto") and not peft and "precompute_ref_log_probs" not in changes:
+        more["ref_model"] = training_model(model, **(sizes or {}))
+        for weight in more["ref_model"].parameters():
+            weight.data.mul_(1.1)
+    if kind in ("grpo", "rloo"):
+        more["reward_funcs"] = index_reward
+        policy.config._name_or_path = _written_once(folder, world, "reference", policy.save_pretrained)
+    if kind == "gkd":
+        more |= {"teacher_model": training_model("mistral"), "data_collator": distillation_batch}
+        for weight in more["teacher_model"].parameters():
+            weight.data.mul_(2)
+    if peft:
+        more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    data = {  # TRL writes log-probabilities of a reference model beside it
+        split: load_from_disk(_written_once(folder, world, split, Dataset.from_dict(rows).save_to_disk))
+        for split, rows in (("train", _trl_data(kind, 12, 0)), ("eval", _trl_data(kind, 4, 5)))
+    }
+    trainer = getattr(trainers, f"{name}Trainer")(
+        model=policy, args=args, processing_class=tokenizer, train_dataset=data["train"], eval_dataset=data["eval"],
+        **more,
+    )  # fmt: skip
+    if kind in ("grpo", "rloo") and world == 1:
+        trainer._generate_single_turn = partial(_generated_alone, trainer, kind, data_ranks)
+    if kind == "gkd":
+        trainer.generation_config.top_k = 1  # so that the answers do not depend on random numbers
+    return trainer
+
+
+def trl_log(world: int, kind: str, **changes: Any) -> Any:
+    """Return what one of TRL's trainers other than SFTTrainer logs."""
+    with accelerate_ranks(world), tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)  # LoRA's weights
+        try:
+            trainer = trl_trainer(folder, world, kind, **changes)
+            trainer.train()
+        finally:
+            if world > 1:  # until here, other ranks may read the folder of the first one
+                dist.barrier()
+        return [{name: value for name, value in entry.items() if name != "step_time"} for entry in _logged(trainer)]
 
 
 # accelerate without a trainer.

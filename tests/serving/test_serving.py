@@ -21,6 +21,7 @@ from attnmesh.generation.generator import Generator
 from attnmesh.generation.sampling import Sampling
 from attnmesh.models.loading import load_model
 from attnmesh.plan.decode import DecodeSharding
+from attnmesh.training.data_parallel import GradientReduction
 from helpers.processes import run_processes
 
 for name in ("transformers", "openai", "fastapi", "uvicorn", "prometheus_client", "llguidance"):
@@ -97,6 +98,23 @@ def test_completions_are_those_of_the_model_alone(client, alone):
     assert complete(client, [[*ids, 4], ids]).choices[1].text == wanted.text
     assert complete(client, max_tokens=3).choices[0].text == alone(max_new_tokens=3).text
     assert complete(client, "a").choices[0].text == alone("a").text  # one token on two ranks
+
+
+def test_reproducible_answers_have_the_log_probabilities_of_the_trainer(model, tmp_path):
+    with virtual_server(model, tmp_path, sharding=DecodeSharding(cp=2), reproducible=True) as server:
+        found = complete(server.client(), logprobs=1, temperature=0.8, seed=4, max_tokens=6).choices[0].logprobs
+    trainer, tokenizer = load_model(model)
+    prompt = tokenizer(PROMPT)["input_ids"]
+    ids = torch.tensor([[*prompt, *tokenizer.convert_tokens_to_ids(found.tokens)]])
+
+    def train(comm):
+        cp = am.ContextParallel(comm, reproducible=True)
+        GradientReduction(trainer, cp)
+        inputs = am.shard_inputs(cp, ids, ids)
+        return am.gather_log_probs(inputs, trainer(**inputs).logits).detach()
+
+    [expected] = am.run_virtual(1, train)
+    assert found.token_logprobs == expected[0, len(prompt) - 1 : -1].tolist()
 
 
 @pytest.mark.sweep

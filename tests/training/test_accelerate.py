@@ -100,6 +100,7 @@ SLOW = {
     "experts, tokens averaged on each device": (trainer_log, "mixtral", {"average_tokens_across_devices": False}),
     "experts in SFT": (sft_log, "mixtral", {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2}),
     "experts of GPT-OSS in SFT": (sft_log, "gpt_oss", {"router_aux_loss_coef": 0.5, "packing": False}),
+    "packed experts of GPT-OSS in SFT": (sft_log, "gpt_oss", {"router_aux_loss_coef": 0.5}),
     "experts of Qwen3-MoE in SFT": (sft_log, "qwen3_moe", {"router_aux_loss_coef": 0.5}),
     "experts in an own loop": (loop_log, "mixtral", {}),
     "streamed batches": (trainer_log, "mistral", {"streamed": True, "gradient_accumulation_steps": 2}),
@@ -485,6 +486,18 @@ def test_an_unknown_version_is_refused(monkeypatch, package, version):
         integration.enable()
 
 
+def test_deepspeed_with_context_parallelism_is_refused():
+    accelerator = SimpleNamespace(distributed_type=pytest.importorskip("accelerate").DistributedType.DEEPSPEED)
+    seen = []
+    integration._validate_accelerator(
+        lambda *given: seen.append(given), SimpleNamespace(cp_enabled=False, cp_size=1), accelerator
+    )
+    assert len(seen) == 1  # without context parallelism it is accelerate's decision
+    with pytest.raises(ValueError, match=r"deepspeed_plugin must be None with cp_size > 1, got cp_size 2.*FSDP2"):
+        integration._validate_accelerator(seen.append, SimpleNamespace(cp_enabled=True, cp_size=2), accelerator)
+    assert len(seen) == 1
+
+
 def test_options_are_checked_before_anything_is_replaced():
     with pytest.raises(ValueError, match=r"schedule must be one of .*, got 'star'"):
         integration.enable(schedule="star")
@@ -526,9 +539,12 @@ def test_the_loss_of_experts_is_whole_where_its_module_is_imported_later(monkeyp
     assert sys.modules[integration._MIXTRAL].load_balancing_loss_func is not found
 
 
-def test_other_trainers_of_trl_are_refused():
-    trainer = type("DPOTrainer", (), {"__module__": "trl.trainer.dpo_trainer"})()
-    with pytest.raises(ValueError, match="must be Transformers' Trainer or TRL's SFTTrainer, got DPOTrainer"):
+@pytest.mark.parametrize("name", ["OnlineDPOTrainer", "CPOTrainer", "DistillationTrainer"])
+def test_other_trainers_of_trl_are_refused(name):
+    """Also one that is derived from a trainer that is served."""
+    served = type("DPOTrainer", (), {"__module__": "trl.trainer.dpo_trainer"})
+    trainer = type(name, (served,), {"__module__": "trl.some.module"})()
+    with pytest.raises(ValueError, match=f"must be Transformers' Trainer or TRL's SFTTrainer, .*, got {name}"):
         _check_trainer(trainer, torch.nn.Linear(1, 1))
 
 
@@ -566,7 +582,7 @@ def test_what_is_prepared_for_an_evaluation_before_training_is_wrapped_later(
     monkeypatch, models, wrapped, fsdp, forgotten
 ):
     """Accelerate remembers a model that it prepared; `train` would take it for one that DDP wraps."""
-    monkeypatch.setattr(trainer_module, "_shards", lambda trainer: True)
+    monkeypatch.setattr(trainer_module, "shards", lambda trainer: True)
     monkeypatch.setattr(trainer_module, "ranks_of", lambda accelerator: None)
     model = SimpleNamespace(_is_accelerate_prepared=True)
     accelerator = SimpleNamespace(_models=list(models))

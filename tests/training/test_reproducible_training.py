@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from attnmesh import (
     Aligned,
@@ -23,7 +24,7 @@ from attnmesh import (
 )  # fmt: skip
 from attnmesh.comm import Comm
 from attnmesh.core.tree import TreeSum
-from attnmesh.training import reproducible
+from attnmesh.integrations import reproducible
 from attnmesh.training.data_parallel import GradientReduction
 from helpers.training import run_ranks, training_model
 
@@ -147,6 +148,12 @@ def whole_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, numbers = reproducible.Leaves.tokens.func, reproducible.Leaves.numbers  # type: ignore[attr-defined]
     monkeypatch.setattr(reproducible.Leaves, "tokens", property(lambda self: [sum(tokens(self))]))
     monkeypatch.setattr(reproducible.Leaves, "numbers", lambda self, row: numbers(self, row)[:1])
+    checked = reproducible._UnitForward._checked_output
+    monkeypatch.setattr(reproducible, "_padded", lambda x, size, dim: x)
+    monkeypatch.setattr(
+        reproducible._UnitForward, "_checked_output",
+        lambda self, out, dim, size, tokens: checked(self, out, dim, tokens, tokens),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", [swapped_leaves, sums_in_rank_order, leaves_in_a_chain, whole_shards])
@@ -187,17 +194,38 @@ def test_log_probabilities_and_a_loss_made_from_them_have_the_bits_of_one_rank(l
         torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-4)
 
 
-def test_adapters_and_checkpoints_keep_the_bits():
+def with_adapters(template: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    lora = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    adapted = get_peft_model(model(num_hidden_layers=1), lora)
+    return get_peft_model(template, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+
+
+def test_adapters_and_checkpoints_keep_the_bits():
+    adapted = with_adapters(model(num_hidden_layers=1))
     [one], two = (run_virtual(world, lambda comm: train(comm, adapted)) for world in (1, 2))
     assert same_bits(two[0], one)
     adapted.gradient_checkpointing_enable()
     adapted.enable_input_require_grads()
     assert adapted.train().base_model.model.model.layers[0].gradient_checkpointing
     assert same_bits(run_virtual(2, lambda comm: train(comm, adapted))[0], one)
+
+
+def test_log_probabilities_do_not_depend_on_what_follows_in_the_row(llama):
+    """Shorter rows, and padding behind them: the last leaf has whole products, too."""
+    trained, ids = copy.deepcopy(llama), batch(1, LENGTH, 0)
+    real = (torch.arange(LENGTH) < 37)[None].long()
+
+    def rank(comm: Comm) -> list[Tensor]:
+        cp = ContextParallel(comm, reproducible=True, layout=LAYOUT)
+        GradientReduction(trained, cp)
+        found = []
+        for part, options in ((ids, {}), (ids[:, :37], {}), (ids, {"attention_mask": real})):
+            inputs = shard_inputs(cp, part, part, **options)
+            found.append(gather_log_probs(inputs, trained(**inputs).logits)[0, :36].detach())
+        return found
+
+    for whole, *others in run_virtual(2, rank):
+        assert all(torch.equal(each, whole) for each in others)
 
 
 def refused(template: Any, world: int = 1, layout: Any = LAYOUT, **options: Any) -> str:
@@ -215,6 +243,16 @@ def test_what_is_not_served_is_refused(llama):
     dropping = model("llama", num_hidden_layers=1)
     dropping.model.norm = torch.nn.Sequential(dropping.model.norm, torch.nn.Dropout(0.1))
     assert "dropout must be 0" in refused(dropping.train())
+
+
+def test_wrapped_models_are_refused(llama):
+    def rank(comm: Comm) -> None:
+        wrapped = copy.deepcopy(llama)
+        wrapped.__class__ = type("FSDPLlama", (FSDPModule, type(wrapped)), {})  # as fully_shard does
+        with pytest.raises(ValueError, match="model must not be wrapped with a reproducible ContextParallel"):
+            GradientReduction(wrapped, ContextParallel(comm, reproducible=True, layout=LAYOUT))
+
+    run_virtual(1, rank)
 
 
 def test_a_model_without_a_reduction_or_with_one_that_was_not_called_is_refused(llama):
@@ -238,17 +276,19 @@ def test_a_model_without_a_reduction_or_with_one_that_was_not_called_is_refused(
     run_virtual(1, rank)
 
 
-def steps_of_processes(comm: Comm, layout: Any, dtype: torch.dtype) -> list[Tensor]:
+def steps_of_processes(comm: Comm, layout: Any, dtype: torch.dtype, adapted: bool) -> list[Tensor]:
     torch.manual_seed(0)
-    return train(comm, model().to(dtype), layout, steps=20)
+    template = model().to(dtype)
+    return train(comm, with_adapters(template) if adapted else template, layout, steps=20)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_twenty_steps_of_processes_have_the_bits_of_one(dtype):
-    [one] = run_ranks(1, steps_of_processes, LAYOUT, dtype, imports=IMPORTS)
+@pytest.mark.parametrize(("dtype", "adapted"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)])
+def test_twenty_steps_of_processes_have_the_bits_of_one(dtype, adapted):
+    imports = (*IMPORTS, "peft") if adapted else IMPORTS
+    [one] = run_ranks(1, steps_of_processes, LAYOUT, dtype, adapted, imports=imports)
     for world, layout in ((2, LAYOUT), (4, Aligned(Contiguous(), 16)), (4, Aligned(Striped(), 16))):
-        for each in run_ranks(world, steps_of_processes, layout, dtype, imports=IMPORTS):
+        for each in run_ranks(world, steps_of_processes, layout, dtype, adapted, imports=imports):
             assert same_bits(each, one)
 
 

@@ -24,7 +24,9 @@ from attnmesh.cli.language_model import (
     DeviceMemory,
     DtypeOption,
     LanguageModelOption,
+    ReproducibleOption,
     check_language_model,
+    check_reproducible,
     device_memory,
 )
 from attnmesh.cli.plan import AutoSharding
@@ -82,6 +84,7 @@ class Job:
     prefill_chunk: int
     keep_logits: bool  # for the comparison with a single process
     sharding: DecodeSharding | None = None  # of weights and KV cache; None: every rank has all weights
+    reproducible: bool = False
 
     @property
     def capacity(self) -> int:
@@ -436,6 +439,7 @@ def generate_command(
     check: Annotated[
         bool, typer.Option("--check", help="Also generate in a single process with Transformers, and compare.")
     ] = False,
+    reproducible: ReproducibleOption = False,
     sharding: ShardingOption = None,
     tp: TpOption = None,
     kvdp: KvdpOption = None,
@@ -489,7 +493,10 @@ def generate_command(
         prefill_chunk=prefill_chunk or world * PREFILL_CHUNK[device.value],
         keep_logits=check,
         sharding=chosen,
+        reproducible=reproducible,
     )
+    if reproducible:
+        check_reproducible(job.device, job.storage, sharded=chosen is not None or sharding is not None)
     shared = virtual and chosen is None and sharding is None
     available = device_memory(device.value, world, shared=shared, share_gpu=share_gpu, stated=memory)
     why = ""
@@ -586,6 +593,7 @@ def _answer_prompts(comm: Comm, job: Job, shared_model: tuple[Any, Any] | None) 
         storage=job.storage,
         layout=job.layout,
         prefill_chunk=job.prefill_chunk,
+        reproducible=job.reproducible,
         callbacks=Callbacks(
             display.prefill, (lambda _, row: logits.append(row.float().cpu())) if keep_logits else None
         ),

@@ -22,6 +22,7 @@ from attnmesh.models.checkpoint import (
     total_memory,
 )
 from attnmesh.models.sharded import check_sharded_config
+from attnmesh.ops.storage import PLAIN
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.utils.text import counted, readable_bytes
 
@@ -42,6 +43,23 @@ CacheStorageOption = Annotated[
         help="Storage type of a quantized KV cache: fp8, int8 or bfp8, or fp8_ds_mla for latents (DeepSeek).",
     ),
 ]
+ReproducibleOption = Annotated[
+    bool,
+    typer.Option(
+        "--reproducible",
+        help="Compute logits that have the same bits on any number of ranks, in any chunks and batches: slower.",
+    ),
+]
+
+
+def check_reproducible(device: str, storage: str, *, sharded: bool) -> None:
+    """Raise ValueError for what --reproducible does not serve."""
+    if device != "cpu":
+        raise ValueError(f"--reproducible requires --device cpu, got {device}")
+    if storage not in PLAIN:
+        raise ValueError(f"--reproducible requires a KV cache that is not quantized, got --storage {storage}")
+    if sharded:
+        raise ValueError("--reproducible requires whole weights on every rank, got a sharding")
 
 
 def check_language_model(folder: Path, config: Any, sharding: DecodeSharding | None = None) -> None:

@@ -19,7 +19,9 @@ from attnmesh.cli.language_model import (
     CacheStorageOption,
     DtypeOption,
     LanguageModelOption,
+    ReproducibleOption,
     check_language_model,
+    check_reproducible,
     device_memory,
 )
 from attnmesh.cli.plan import AutoSharding
@@ -124,6 +126,7 @@ def serve_command(
             "with --decode-ranks, of these ranks.",
         ),
     ] = None,
+    reproducible: ReproducibleOption = False,
     step_tokens: Annotated[
         int | None, typer.Option(min=1, show_default="2048", help="Most tokens that a group computes per step.")
     ] = None,
@@ -199,6 +202,12 @@ def serve_command(
     )
     advice, why = f"; reduce --cache-tokens {tokens} or the ranks", ""
     stored_as = cache_storage(latent_widths(config), dtype.dtype, storage)
+    if reproducible:
+        if prefill_ranks is not None:
+            raise ValueError(
+                f"--reproducible is for ranks that compute everything, got --prefill-ranks {prefill_ranks}"
+            )
+        check_reproducible(device.value, stored_as, sharded=shard_weights)
     if shard_weights:
         held = ShardedMemory(config, dtype.dtype, storage=stored_as, cache_tokens=tokens, max_sequences=max_sequences)
         if divided is None:
@@ -225,6 +234,7 @@ def serve_command(
             ), host=host, port=port, certificate=certificate,
             cache_tokens=tokens, max_sequences=max_sequences, max_queue=max_queue, grace=grace, sharding=divided,
             shard_weights=shard_weights, prefill_ranks=prefill_ranks or 0, step_tokens=step_tokens, storage=storage,
+            reproducible=reproducible,
             max_per_address=max_per_address, access_log=access_log, announce=_announce,
         )  # fmt: skip
         is_shared = virtual and not shard_weights

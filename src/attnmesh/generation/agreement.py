@@ -20,7 +20,8 @@ from attnmesh.models.sharded import sharded_weights
 from attnmesh.parallel.checksums import checksums
 from attnmesh.utils.text import alternatives
 
-_NOT_COMPARED = ("_name_or_path", "transformers_version", "_commit_hash")  # the origin of a model, not the model
+# The origin of a model, not the model, and what `save_pretrained` writes into the configuration of the rank that saves.
+_NOT_COMPARED = ("_name_or_path", "transformers_version", "_commit_hash", "architectures", "dtype")
 _MAX_NAMED = 3  # tensors that an error names
 
 

@@ -257,7 +257,7 @@ class ContinuousBatch:
             rows = torch.cat([logits[each][: self._num_tokens(plan, each)] for each in simple])
             tokens = iter(most_likely(rows).tolist())
             found |= {each: [next(tokens) for _ in range(self._num_tokens(plan, each))] for each in simple}
-        return [found.get(each) or each.choose(logits[each][0]) for each in requests]
+        return [found.get(each) or each.choose(logits[each][0], self._engine.log_probs) for each in requests]
 
     def _candidates(self, request: Request, logits: Tensor) -> list[float]:
         """The best continuations of all beams of a search, in numbers."""

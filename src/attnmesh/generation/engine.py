@@ -45,8 +45,18 @@ from attnmesh.generation.passes import (
     StepKV,
 )
 from attnmesh.generation.recurrent_states import KEPT_STATES, RecurrentStates, RowStates
-from attnmesh.generation.sampling import prompt_scores
+from attnmesh.generation.reproducible import (
+    KeyRanks,
+    ReproducibleDecode,
+    ReproduciblePrefill,
+    TiledPass,
+    Tiles,
+    prepare,
+    tile_size,
+)
+from attnmesh.generation.sampling import LogProbs, log_probs, prompt_scores
 from attnmesh.generation.tensor_parallel import TensorParallel
+from attnmesh.integrations.reproducible import token_log_probs
 from attnmesh.integrations.transformers_models import changing_rotary, check_model, check_text_only, text_config
 from attnmesh.kv_cache.block_manager import WINDOW_MARGIN
 from attnmesh.kv_cache.pools import CacheSpec
@@ -82,11 +92,13 @@ class Engine:
     def __init__(
         self, model: Any, sharding: DecodeSharding, rank: int, comm: Comm, weights: ShardedWeights | None, *,
         cache_tokens: int, max_sequences: int, storage: str | None, layout: Layout, schedule: ScheduleName,
-        prefill_chunk: int | None,
+        prefill_chunk: int | None, reproducible: bool = False,
     ) -> None:  # fmt: skip
         check_model(model)
         check_text_only(model)
         config, weight, self._weights = text_config(model), model.get_input_embeddings().weight, weights
+        if reproducible and weights is not None:
+            raise ValueError("model must have whole weights on every rank with reproducible=True, got a sharded model")
         if weights is None:
             self.calls = attention_calls(model)
             self.position_ranks, self._heads = comm, HeadRanks.of_whole(comm)
@@ -105,14 +117,23 @@ class Engine:
                 f"{counted(world, 'rank')}, got {prefill_chunk}"
             )
         check_layout("layout", layout)
+        self.tile_size = 0
+        if reproducible:
+            self.tile_size, layout = tile_size(layout)
         if not all(layout.ranges(least, world, each) for each in range(world)):
             raise ValueError(
                 f"layout must give every one of {counted(world, 'rank')} a part of the sequence, got {layout}"
             )
-        self.context = ContextParallel(self.position_ranks, layout=layout, schedule=schedule)
-        self._later_context = ContextParallel(self.position_ranks, layout=Contiguous(), schedule=schedule)
+        self.context = ContextParallel(
+            self.position_ranks, layout=layout, schedule=schedule, reproducible=reproducible
+        )  # fmt: skip
+        self._later_context = ContextParallel(
+            self.position_ranks, layout=Contiguous(), schedule=schedule, reproducible=reproducible
+        )  # fmt: skip
         self._token_ranks = ContextParallel(comm, layout=Contiguous(), schedule=schedule)
         self.storage = cache_storage(self.calls.latent, weight.dtype, storage)
+        if reproducible:
+            prepare(model, self.calls, self.storage, self.tile_size)
         self.max_sequences = -(-max_sequences // sharding.kvdp)
         """The most sequences of a group."""
         blocks = CacheBlocks(
@@ -142,9 +163,14 @@ class Engine:
         self._latents = None if self.calls.latent is None else LatentProjections(model, self.calls.latent)
         self._exchanges = 0  # that were begun and have not ended, or were interrupted
         self._step_context: AbstractContextManager[None] = nullcontext()
-        use_one_call(model)
-        use_linear(model)
-        self._forward = partial(run_in_one_call, _logits, model)
+        self.log_probs: LogProbs = log_probs
+        self._forward: Callable[..., Tensor]
+        if reproducible:
+            self._forward, self.log_probs = partial(_tiled_logits, model), _token_log_probs
+        else:
+            use_one_call(model)
+            use_linear(model)
+            self._forward = partial(run_in_one_call, _logits, model)
         self._forward_step: Callable[[Any, Tensor, Tensor], Tensor] = self._forward
         if self.device.type == "cuda" and weights is None and not self.calls.recurrent:
             self.use_tensor_parallel()
@@ -208,7 +234,7 @@ class Engine:
             some = slice(at, at + MAX_DECODE_TOKENS)
             some_slots = tuple(each[:, some] for each in slots)
             logits = self._decode([sequence], [begin + at], [ids[some]], some_slots)[0]
-            rows += [] if scored is None else prompt_scores(logits, following[some], scored).tolist()
+            rows += [] if scored is None else prompt_scores(logits, following[some], scored, self.log_probs).tolist()
         return logits[-1].clone(), rows  # not a view of memory that the next graph writes
 
     def _decode(
@@ -233,9 +259,11 @@ class Engine:
         of_rows = self.states.of(states, begin == 0, has_drafts) if self.calls.recurrent else None
         if has_drafts:
             self._drafted = of_rows
-        decode = DecodePass(
-            local, slots, positions, self.calls, self._heads, by_rank, step, latents=self._latents, states=of_rows
-        )
+        given = local, slots, positions, self.calls, self._heads, by_rank, step
+        if self.tile_size:
+            decode: DecodePass = ReproducibleDecode(*given, **self._tiled(positions, 0))
+        else:
+            decode = DecodePass(*given, latents=self._latents, states=of_rows)
         with self.exchange(self.comm), self._step_context:
             return self._forward_step(decode, tokens.view(-1, count), positions)
 
@@ -254,23 +282,32 @@ class Engine:
         own = chunk.own.to(device)
         positions = ranges.as_tensor(parts[comm.rank])
         on_device = positions[None].to(device)
-        prefill = ContextPrefill(
+        keep = 1 if scored is None else 0
+        given = (
             self.cache.local, tuple(each[:, own] for each in slots), on_device, self.calls, chunk,
             self._later_context if at.start else self.context, parts, HomeExchange(comm, parts, self.shard, device),
-            latents=self._latents, states=self._chunk_states(sequence, at),
         )  # fmt: skip
+        if self.tile_size:
+            prefill: ContextPrefill = ReproduciblePrefill(*given, **self._tiled(on_device, keep))
+        else:
+            prefill = ContextPrefill(*given, latents=self._latents, states=self._chunk_states(sequence, at))
         tokens = torch.tensor(ids, device="cpu")[positions - at.start]
         last = next(rank for rank, part in enumerate(parts) if at[-1] in part[-1])
-        keep = 1 if scored is None else 0
         with self.exchange(comm):
             logits = self._forward(prefill, tokens[None].to(device), on_device, keep)[0]
             after = _broadcast(comm, logits[-1], last)
             if scored is None:
                 return after, logits.new_empty(0)
-            own_scores = prompt_scores(logits, following[positions - at.start], scored)
+            own_scores = prompt_scores(logits, following[positions - at.start], scored, self.log_probs)
             by_rank = [ranges.as_tensor(part) for part in parts]
             gathered = comm.all_gather(own_scores, [(len(each), own_scores.shape[1]) for each in by_rank])
             return after, torch.cat(list(gathered)).cpu()[torch.cat(by_rank).argsort()]
+
+    def _tiled(self, positions: Tensor, keep: int) -> dict[str, Any]:
+        """What a reproducible pass has more. The logits of the last `keep` tokens are wanted, of all if 0."""
+        head = self.model.get_output_embeddings()
+        tiles = Tiles.of(positions.cpu(), self.tile_size, keep, head)
+        return {"tiles": tiles, "keys": KeyRanks(self.comm, self.shard)}
 
     def _parts(self, at: range) -> list[Ranges]:
         """The positions of a chunk that each rank computes: in the layout, or later where they are stored."""
@@ -369,6 +406,18 @@ def _logits(model: Any, cache_pass: CachePass, ids: Tensor, positions: Tensor, k
     logits = run_model(model, cache_pass, ids, positions, keep)
     cache_pass.check_complete()
     return logits
+
+
+def _tiled_logits(model: Any, tiled: TiledPass, ids: Tensor, positions: Tensor, keep: int = 0) -> Tensor:
+    """As `_logits`, of a model that computes tiles."""
+    tiles = tiled.tiles
+    assert keep == tiles.keep
+    return tiles.logits(_logits(model, tiled, tiles.spread(ids), tiles.spread(positions)))
+
+
+def _token_log_probs(logits: Tensor) -> Tensor:
+    """The log-probabilities that training computes."""
+    return torch.cat(token_log_probs(logits))
 
 
 def _decides_on_host(model: Any) -> bool:

@@ -33,7 +33,7 @@ from attnmesh.parallel.node_groups import comm_named
 from attnmesh.parallel.reshard.contents import check_movable
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.shards import ScheduleName
-from attnmesh.utils.validation import check_count, check_positive, check_type, shown
+from attnmesh.utils.validation import check_bool, check_count, check_positive, check_type, shown
 
 _GREEDY = Sampling()
 _STEP_TOKENS = 2048
@@ -55,6 +55,8 @@ class Generator:
     it has the dtype of the model. All tokens, also tokens of the same prompt, attend to quantized keys and values, so
     the answers do not depend on ranks, chunks or prefix reuse. `prefill_chunk` is the most tokens of a prefill pass, by
     default a whole prompt; the first chunk of a prompt is divided over ranks by `layout`, and computed by `schedule`.
+    With `reproducible`, on a CPU, the logits of a token have the same bits on any number of ranks, in any chunks and
+    batches, and are those of reproducible training; see the page on reproducibility.
 
     `generate` answers prompts. `submit` takes one request at a time, and `step` computes the next tokens of all
     requests in progress: a group computes at most `step_tokens` tokens per step (default 2048, or more if
@@ -86,6 +88,7 @@ class Generator:
         prefill_chunk: int | None = None,
         step_tokens: int | None = None,
         callbacks: Callbacks = Callbacks(),  # noqa: B008  (immutable)
+        reproducible: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.comm = model, tokenizer, comm_named("comm", comm)
         self._callbacks = callbacks
@@ -93,6 +96,7 @@ class Generator:
 
         def check_arguments() -> tuple[DecodeSharding, SharedValues]:
             check_positive(cache_tokens=cache_tokens, max_sequences=max_sequences)
+            check_bool(reproducible=reproducible)
             check_tokenizer(tokenizer)
             check_type("callbacks", callbacks, Callbacks)
             for name, callback in callbacks._asdict().items():
@@ -111,12 +115,13 @@ class Generator:
             self.engine = Engine(
                 model, chosen, rank, group, weights, cache_tokens=cache_tokens, max_sequences=max_sequences,
                 storage=storage, layout=layout, schedule=schedule, prefill_chunk=prefill_chunk,
+                reproducible=reproducible,
             )  # fmt: skip
             self._step_tokens = self._checked_step_tokens(step_tokens)
             return chosen, {
                 "cache_tokens": cache_tokens, "max_sequences": max_sequences, "sharding": repr(chosen),
                 "storage": self.engine.storage, "layout": layout, "schedule": schedule,
-                "prefill_chunk": prefill_chunk, "step_tokens": step_tokens,
+                "prefill_chunk": prefill_chunk, "step_tokens": step_tokens, "reproducible": reproducible,
                 "dtype": self.model.get_input_embeddings().weight.dtype, "device": self.engine.device.type,
                 **model_values(model),
             }  # fmt: skip
@@ -131,7 +136,7 @@ class Generator:
         check_same_weights(self.comm, model, self.engine.device)
         if (
             self.engine.device.type == "cpu" and sharded_weights(model) is None and self._all_share_memory()
-            and not self.engine.calls.recurrent
+            and not self.engine.calls.recurrent and not reproducible
         ):  # fmt: skip
             self.engine.use_tensor_parallel()
         self.max_sequences, self.stats = max_sequences, GenerationStats(rank)
@@ -521,6 +526,7 @@ def generate(
     sharding: DecodeSharding | None = None,
     storage: str | None = None,
     prefill_chunk: int | None = None,
+    reproducible: bool = False,
 ) -> Iterator[Token]:
     """Tokens for these prompts, as they are generated over the ranks of `comm`: see `Generator`.
 
@@ -551,7 +557,7 @@ def generate(
     generator = Generator(
         model, tokenizer, comm, max_sequences=per_group * num_beams * chosen.kvdp, sharding=chosen, storage=storage,
         cache_tokens=max(1, sum(map(len, rows)) + len(rows) * num_beams * max_new_tokens),
-        prefill_chunk=prefill_chunk,
+        prefill_chunk=prefill_chunk, reproducible=reproducible,
     )  # fmt: skip
     return generator.generate(
         rows, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, speculative=speculative,

@@ -26,10 +26,12 @@ from attnmesh.generation.sampling import (
     GrammarMatcher,
     InvalidLogits,
     LogitBias,
+    LogProbs,
     PromptLookup,
     Sampling,
     TextStream,
     grammar_matcher,
+    log_probs,
 )
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.kv_cache.sequence import token_ids
@@ -370,15 +372,15 @@ class Request:
     def _must_go_on(self) -> bool:
         return len(self.tokens) < self.options.min_new_tokens
 
-    def choose(self, logits: Tensor) -> list[float]:
+    def choose(self, logits: Tensor, log_probs: LogProbs = log_probs) -> list[float]:
         """The next token and its log-probabilities, then the log-probabilities of the prompt, as `width` numbers.
 
         From logits [vocabulary], and the scores of the prompt.
         """
         of_prompt = self.prompt_scores[: len(self.prompt) - 1] if self.scores_prompt else []
-        return [*self._choose(logits), *(number for row in of_prompt for number in row)]
+        return [*self._choose(logits, log_probs), *(number for row in of_prompt for number in row)]
 
-    def _choose(self, logits: Tensor) -> list[float]:
+    def _choose(self, logits: Tensor, log_probs: LogProbs) -> list[float]:
         options, sampling, allowed = self.options, self.options.sampling, logits
         try:
             allowed = self._processed(logits) if options.logits_processors else logits
@@ -400,7 +402,7 @@ class Request:
             return [INVALID_TOKEN] * options.width
         if options.logprobs is None:
             return [token]
-        scores = torch.log_softmax(logits.double(), -1)
+        scores = log_probs(logits[None])[0]
         top, ids = scores.sort(descending=True, stable=True)
         return [token, float(scores[token]), *ids[: options.logprobs].tolist(), *top[: options.logprobs].tolist()]
 

@@ -9,7 +9,7 @@ they are the same on every rank.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -192,14 +192,23 @@ def most_likely(logits: Tensor) -> Tensor:
     return torch.where(logits.gather(-1, ids).isfinite(), ids, INVALID_TOKEN).squeeze(-1)
 
 
-def prompt_scores(logits: Tensor, following: Tensor, top: int) -> Tensor:
+LogProbs = Callable[[Tensor], Tensor]
+"""Log-probabilities [n, vocabulary] from logits."""
+
+
+def log_probs(logits: Tensor) -> Tensor:
+    """Log-probabilities [n, vocabulary], float64."""
+    return torch.log_softmax(logits.double(), -1)
+
+
+def prompt_scores(logits: Tensor, following: Tensor, top: int, log_probs: LogProbs = log_probs) -> Tensor:
     """How likely the tokens `following` [n] are by logits [n, vocabulary], as float64 [n, 2 + 2 * top].
 
     Their log-probabilities and ranks, then the `top` most likely tokens and the log-probabilities of these.
     """
     parts = []
     for x, ids in zip(logits.split(_SCORED), following.to(logits.device).split(_SCORED), strict=True):
-        scores = torch.log_softmax(x.double(), -1)
+        scores = log_probs(x).double()
         own = scores.gather(-1, ids[:, None])
         ranks = 1 + (scores > own).sum(-1, keepdim=True)
         values, tokens = scores.topk(top, -1)

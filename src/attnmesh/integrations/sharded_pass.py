@@ -64,12 +64,13 @@ class ShardedPass:
         attention_mask: this rank's tokens [B, n] that are not padding.
         check_once: called before the first attention of the pass, within the forward of the model.
         balances_experts: whether the load-balancing loss of experts is computed from the tokens of all ranks.
+        gathers_scores: whether the head of a sequence classifier gathers the scores of all tokens.
         counts_padding: whether padding comes before tokens and positions were not given, so that they are counted in
             the row.
         has_model_positions: whether `position_ids` were given, or counted as the model would.
         plain_position_ids: what they were before they were counted, if they were.
         is_watched: whether a model is being called that was checked for this batch.
-        leaves: how tokens are divided among ranks, if bits must not depend on it (`training.reproducible`).
+        leaves: how tokens are divided among ranks, if bits must not depend on it (`integrations.reproducible`).
         around_attention: entered around every attention of the pass.
         attended_by: the ids of the modules that have attended in the latest call; None if some are in a compiled graph.
         wholes: the tensors of the whole batch that have one entry per token, under the names that the model takes.
@@ -79,6 +80,7 @@ class ShardedPass:
     check_once: Callable[[], None] | None = None
     causal = True
     balances_experts = False
+    gathers_scores = False
     counts_padding = False
     has_model_positions = False
     plain_position_ids: Tensor | None = None

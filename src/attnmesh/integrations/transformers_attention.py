@@ -502,7 +502,7 @@ def layer_mask(
     if isinstance(attention_mask, LayerMask):  # which the model around a language model has made
         return attention_mask
     if isinstance(attention_mask, ShardedMask) and not torch.compiler.is_compiling():
-        if attention_mask.attention_pass.causal:
+        if attention_mask.attention_pass.causal and not attention_mask.attention_pass.gathers_scores:
             check_head()
         config_class: type = type(config)
         if attention_mask.attention_pass.counts_padding and counts_positions_from_mask(config_class):

@@ -30,6 +30,8 @@ IGNORED_LABEL = -100
 """The label of tokens without a loss, as in torch and Transformers."""
 MODELS_PAGE = "language-models.md#which-models"
 """Of the documentation: what is served, and what is refused."""
+STACKS_PAGE = "stacks.md#unsloth"
+"""Of the documentation: why models that Unsloth has patched are refused."""
 
 SERVED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 """The `layer_types` that are served."""
@@ -98,7 +100,8 @@ def check_attention_code(model: Any) -> None:
 
 
 def check_modules(model: nn.Module) -> None:
-    """Raise ValueError if a module in the decoder layers mixes tokens without attention."""
+    """Raise ValueError if a module in the decoder layers mixes tokens without attention, or with that of Unsloth."""
+    _check_unpatched(model)
     for path, layer in attention_layers(model):
         served = {id(part) for each in layer.modules() if is_recurrent(type(each)) for part in each.children()}
         for inner, module in layer.named_modules():
@@ -106,6 +109,19 @@ def check_modules(model: nn.Module) -> None:
                 raise ValueError(
                     f"{type(model).__name__}: layers must mix tokens in their attention only, got {path}.{inner}, a "
                     f"{type(module).__name__}{see(MODELS_PAGE)}"
+                )
+
+
+def _check_unpatched(model: nn.Module) -> None:
+    """Raise ValueError if Unsloth has replaced the code of a module: its attention calls no attention function."""
+    for path, module in model.named_modules():
+        forward = inspect.unwrap(getattr(module.forward, "__func__", module.forward))
+        for code in (forward, type(module)):
+            if getattr(code, "__module__", None) and code.__module__.startswith("unsloth"):
+                raise ValueError(
+                    f"{type(model).__name__}: the model must not be patched by Unsloth, whose attention computes one "
+                    f"rank's tokens only, got {code.__module__}.{code.__name__} in {path or 'the model'}: load it in a "
+                    f"process that does not import unsloth{see(STACKS_PAGE)}"
                 )
 
 

@@ -286,6 +286,7 @@ class ServerSettings:
     shard_weights: bool = False  # whether it divides the weights, too; otherwise every rank has all of them
     step_tokens: int | None = None
     storage: str | None = None
+    reproducible: bool = False
     max_per_address: int | None = None  # connections of another machine; by default half of all
     access_log: bool = True
     certificate: Certificate | None = None  # with it, HTTPS
@@ -326,6 +327,7 @@ def serve(comm: Comm, *, settings: ServerSettings, shared_model: tuple[Any, Any]
     generator = Generator(
         model, tokenizer, _own_side(comm, settings.prefill_ranks), cache_tokens=settings.cache_tokens,
         max_sequences=settings.max_sequences, step_tokens=settings.step_tokens, storage=settings.storage,
+        reproducible=settings.reproducible,
         sharding=DecodeSharding(cp=settings.prefill_ranks) if prefills else settings.sharding,
     )  # fmt: skip
     channel = None

@@ -1,1 +1,1 @@
-"""Training over ranks: batches, accelerate, Transformers' Trainer, TRL's SFTTrainer, DDP and FSDP2, verl."""
+"""Training over ranks: batches, accelerate, Transformers' Trainer, TRL's trainers, DDP and FSDP2, verl."""

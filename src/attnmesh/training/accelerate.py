@@ -1,4 +1,4 @@
-"""Context parallelism of accelerate, Transformers' Trainer and TRL's SFTTrainer with attnmesh: call `enable()` once.
+"""Context parallelism of accelerate, Transformers' Trainer and TRL with attnmesh: call `enable()` once.
 
 After `enable()`, `ParallelismConfig(cp_size=N)` computes attention with attnmesh. Sliding windows, sinks, chunked
 layers, packed and padded batches, lengths that N does not divide and CPU ranks (gloo) are then served. Importing this
@@ -6,7 +6,8 @@ module changes nothing, and `disable()` restores everything.
 
 A batch is sharded in one of two ways. A trainer knows the names of its tensors (`AcceleratorRanks.shard_batch`). In a
 loop of the user, `accelerator.maybe_context_parallel(buffers=...)` shards tensors in place, and which of them are
-position_ids or labels shows when the model is called (`AcceleratorRanks.shard_buffers`).
+position_ids or labels shows when the model is called (`AcceleratorRanks.shard_buffers`). TRL's trainers other than
+SFTTrainer keep whole rows: see `training.trl`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import importlib.metadata
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -59,6 +60,18 @@ _ATTRIBUTE = "_attnmesh_ranks"  # of an Accelerator and of a prepared model
 # Packed rows as attention kernels of one device take them: position_ids contain the same.
 _DERIVED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
+WHOLE_ROWS = {
+    "DPOTrainer": ("trl.trainer.dpo_trainer",),
+    "KTOTrainer": ("trl.trainer.kto_trainer",),
+    "ORPOTrainer": ("trl.experimental.orpo.orpo_trainer",),
+    "RewardTrainer": ("trl.trainer.reward_trainer",),
+    "GRPOTrainer": ("trl.trainer.grpo_trainer", "trl.trainer.grpo_config"),
+    "RLOOTrainer": ("trl.trainer.rloo_trainer", "trl.trainer.rloo_config"),
+    "GKDTrainer": ("trl.experimental.gkd.gkd_trainer",),
+}
+"""TRL's trainers that compute their losses from whole rows, on every rank, and their modules."""
+_WHOLE_ROWS_IN = "attnmesh.training.trl"  # imported with the first of them: it imports the code that generates
+
 _BALANCE = "load_balancing_loss_func"  # in the modules of models; TRL takes the function of Mixtral
 _MIXTRAL = "transformers.models.mixtral.modeling_mixtral"
 
@@ -66,7 +79,7 @@ _patches = Patches()
 
 
 def enable(*, layout: Layout = Zigzag(), schedule: str = "auto", backend: str = "auto") -> None:  # noqa: B008
-    """Use attnmesh for the context parallelism of accelerate, Transformers' Trainer and TRL's SFTTrainer.
+    """Use attnmesh for the context parallelism of accelerate, Transformers' Trainer and TRL's trainers.
 
     Call it before an `Accelerator`, `TrainingArguments` or a trainer is created. `ContextParallel` has the same
     arguments; packed and padded batches of a trainer get the layout `Balanced` instead. A second call changes the
@@ -80,12 +93,20 @@ def enable(*, layout: Layout = Zigzag(), schedule: str = "auto", backend: str = 
     check_layout("layout", layout)
     check_choice("schedule", schedule, ("auto", *SCHEDULES))
     check_choice("backend", backend, BACKENDS)
-    _check_versions()
+    check_versions(TESTED, optional=("trl",))
+    replace_methods(layout, schedule, backend)
+
+
+def replace_methods(layout: Layout = Zigzag(), schedule: str = "auto", backend: str = "auto") -> None:  # noqa: B008
+    """What `enable` does, for arguments and versions that the caller has checked."""
     disable()
     _options.update(layout=layout, schedule=schedule, backend=backend)
     _patch_accelerate(require("accelerate", extra="hf"))
     _patches.when_imported("transformers.trainer", _patch_trainer)
     _patches.when_imported("trl.trainer.sft_trainer", _patch_sft_trainer)
+    for trainer, modules in WHOLE_ROWS.items():
+        for module in modules:
+            _patches.when_imported(module, partial(_patch_whole_rows, trainer))
 
 
 def disable() -> None:
@@ -98,17 +119,18 @@ def disable() -> None:
     _patches.undo()
 
 
-def _check_versions() -> None:
-    for package, tested in TESTED.items():
+def check_versions(versions: Mapping[str, str], *, optional: Sequence[str] = ()) -> None:
+    """Raise ValueError unless the installed packages have these versions; `optional` ones may be missing."""
+    for package, tested in versions.items():
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            if package == "trl":
+            if package in optional:
                 continue
             require(package, extra="hf")  # raises
             raise
         if version.split(".")[:2] != tested.split("."):
-            known = ", ".join(f"{name} {number}" for name, number in TESTED.items())
+            known = ", ".join(f"{name} {number}" for name, number in versions.items())
             raise ValueError(
                 f"the version of {package} must be {tested}, got {version}: attnmesh replaces private functions of "
                 f"these packages and was tested with {known}"
@@ -166,7 +188,12 @@ def _gather_for_metrics(original: Any, self: Any, input_data: Any, use_gather_ob
 
 
 def _validate_accelerator(original: Any, self: Any, accelerator: Any) -> None:
-    """ParallelismConfig._validate_accelerator: CPU ranks are ranks like others."""
+    """ParallelismConfig._validate_accelerator: CPU ranks are ranks like others; DeepSpeed is refused."""
+    if self.cp_enabled and accelerator.distributed_type == "DEEPSPEED":
+        raise ValueError(
+            f"deepspeed_plugin must be None with cp_size > 1, got cp_size {self.cp_size} and DeepSpeed, whose engine "
+            f"reduces gradients in code of its own: use DDP or FSDP2{see('stacks.md#deepspeed')}"
+        )
     if self.cp_enabled and accelerator.distributed_type == "MULTI_CPU":
         accelerator = SimpleNamespace(
             multi_device=True, is_fsdp2=False, distributed_type=accelerator.distributed_type,
@@ -204,6 +231,11 @@ def _patch_trainer(module: ModuleType) -> None:
     _patches.replace(trainer, "__init__", _init)
 
 
+def _patch_whole_rows(trainer: str, module: ModuleType) -> None:
+    """Let one of TRL's trainers, which takes whole rows, compute over the ranks of an accelerator."""
+    importlib.import_module(_WHOLE_ROWS_IN).patch_trainer(_patches, trainer, module)
+
+
 def _patch_sft_trainer(module: ModuleType) -> None:
     """Replace the methods of `trl.SFTTrainer` that refuse packing or that do not shard."""
     trainer = module.SFTTrainer
@@ -212,7 +244,7 @@ def _patch_sft_trainer(module: ModuleType) -> None:
     _patches.replace(trainer, "compute_loss", _sft_compute_loss)
 
 
-def _shards(trainer: Any) -> bool:
+def shards(trainer: Any) -> bool:
     config = getattr(trainer.accelerator, "parallelism_config", None)
     return config is not None and config.cp_enabled
 
@@ -222,9 +254,13 @@ def _shards(trainer: Any) -> bool:
 
 def _prepare_inputs(original: Any, self: Any, model: Any, inputs: dict[str, Any]) -> Any:
     """Trainer._prepare_context_parallel_inputs: a context, and this rank's shard of the batch."""
-    if not _shards(self):
+    if not shards(self):
         return original(self, model, inputs)
     ranks = ranks_of(self.accelerator)
+    if takes_whole_rows(self):
+        with checked_on_all_ranks(ranks.cp.comm, "Trainer"):
+            _check_trainer(self, model)
+        return nullcontext, inputs
     ranks.prepare(model)
     with checked_on_all_ranks(ranks.cp.comm, "Trainer"):
         _check_trainer(self, model)
@@ -238,12 +274,7 @@ def _prepare_inputs(original: Any, self: Any, model: Any, inputs: dict[str, Any]
 
 def _check_trainer(trainer: Any, model: nn.Module) -> None:
     """ValueError for a trainer whose loss is not a sum over tokens, or whose gradients are not reduced."""
-    others = {
-        base.__name__ for base in type(trainer).__mro__
-        if base.__module__.startswith("trl.") and not base.__name__.endswith(("BaseTrainer", "SFTTrainer"))
-    }  # fmt: skip
-    if others:
-        raise ValueError(f"the trainer must be Transformers' Trainer or TRL's SFTTrainer, got {sorted(others)[0]}")
+    check_kind(trainer)
     for name in ("neftune_noise_alpha", "use_liger_kernel"):
         if getattr(trainer.args, name, None):
             raise ValueError(f"{name} is not supported under context parallelism, got {getattr(trainer.args, name)}")
@@ -260,17 +291,37 @@ def _check_trainer(trainer: Any, model: nn.Module) -> None:
             f"the model must be wrapped by DDP or FSDP2 in training, which reduce gradients over ranks, got "
             f"{type(model).__name__}: create a new trainer"
         )
-    if _has_own_loss(trainer):
+    if _has_own_loss(trainer) and not takes_whole_rows(trainer):
         warn_caller(
             f"compute_loss of {type(trainer).__name__} is given this rank's tokens: inputs['shift_labels'] are its "
             f"labels, already shifted, and the loss must be a sum over them divided by num_items_in_batch"
         )
 
 
+def _trl_names(trainer: Any) -> set[str]:
+    """The names of TRL's trainers that a trainer is an instance of."""
+    return {base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl.")}
+
+
+def check_kind(trainer: Any) -> None:
+    """Raise ValueError for one of TRL's trainers that is not served."""
+    served = ("SFTTrainer", *WHOLE_ROWS)
+    others = _trl_names(trainer) - {"_BaseTrainer", "BaseTrainer", *served}
+    if others:
+        raise ValueError(
+            f"the trainer must be Transformers' Trainer or TRL's {', '.join(served)}, got {sorted(others)[0]}"
+        )
+
+
+def takes_whole_rows(trainer: Any) -> bool:
+    """Whether a trainer computes its loss from whole rows."""
+    return not _trl_names(trainer).isdisjoint(WHOLE_ROWS)
+
+
 def _has_own_loss(trainer: Any) -> bool:
     """Whether compute_loss is the user's."""
     module = getattr(trainer.compute_loss, "__module__", None) or ""
-    return module.split(".")[0] not in ("transformers", "trl", "attnmesh")
+    return module.split(".")[0] not in ("transformers", "trl", "axolotl", "attnmesh")
 
 
 def _compute_loss(original: Any, self: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -307,7 +358,7 @@ def _smoothed_loss(
 
 def _num_items(original: Any, self: Any, batch_samples: Any, device: Any) -> Any:
     """Trainer._get_num_items_in_batch: not rounded down where ranks do not add up their labels."""
-    if not _shards(self) or self.args.average_tokens_across_devices:
+    if not shards(self) or self.args.average_tokens_across_devices:
         return original(self, batch_samples, device)
     size = self.get_cp_size()
     self.get_cp_size = lambda: 1
@@ -326,7 +377,7 @@ def _prediction_step(
     ignore_keys: Any = None,
 ) -> Any:  # fmt: skip
     """Trainer.prediction_step: the loss and the logits of the whole batch on every rank."""
-    if not _shards(self):
+    if not shards(self) or takes_whole_rows(self):
         return original(self, model, inputs, prediction_loss_only, ignore_keys)
     ranks = ranks_of(self.accelerator)
     ranks.latest = None
@@ -341,7 +392,7 @@ def _sft_prediction_step(
     ignore_keys: Any = None,
 ) -> Any:  # fmt: skip
     """SFTTrainer.prediction_step with a sharded batch."""
-    if not _shards(self):
+    if not shards(self) or takes_whole_rows(self):
         return original(self, model, inputs, prediction_loss_only, ignore_keys)
     inputs = self._prepare_inputs(inputs)
     labels = inputs.get("labels")
@@ -381,10 +432,10 @@ def _whole(attention_pass: ShardedPass, logits: Any) -> Any:
 
 def _evaluation_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Trainer.evaluation_loop: results are gathered from one rank per batch."""
-    if _shards(self):
+    if shards(self):
         ranks = ranks_of(self.accelerator)
-        self.gather_function = partial(_gather_over_batches, self.accelerator, ranks)
-    first = _shards(self) and not self.accelerator._models
+        self.gather_function = partial(gather_over_batches, self.accelerator, ranks)
+    first = shards(self) and not self.accelerator._models
     result = original(self, *args, **kwargs)
     if first and self.model_wrapped is self.model and not self.is_fsdp_enabled:
         # Prepared for evaluation only: train() would take it for the model that DDP wraps, and not wrap it.
@@ -394,31 +445,42 @@ def _evaluation_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
     return result
 
 
-def _gather_over_batches(accelerator: Any, ranks: AcceleratorRanks, data: Any, use_gather_object: bool = False) -> Any:
+def gather_over_batches(accelerator: Any, ranks: AcceleratorRanks, data: Any, use_gather_object: bool = False) -> Any:
     """`Accelerator.gather_for_metrics` of values that all context-parallel ranks of a batch have."""
     operations = require("accelerate.utils.operations", extra="hf")
-    names = accelerator.parallelism_config.dp_dim_names
-    group = accelerator.torch_device_mesh["dp"].get_group() if names else None
-
-    def gathered(x: Tensor) -> Tensor:
-        x = x[None] if x.dim() == 0 else x.contiguous()
-        if group is None:
-            return x
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, x, group=group)
-        return torch.cat(parts)
-
+    group = data_group(accelerator)
     state = accelerator.gradient_state
     samples = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
     if state.end_of_dataloader and state.remainder < 0 and group is None and ranks.latest is not None:
         samples = len(ranks.latest.position_ids)  # a stream: the rows of its last batch
     if not use_gather_object:
-        return operations.recursively_apply(lambda x: gathered(x)[:samples], data)
-    objects = [data]
-    if group is not None:
-        objects = [None] * dist.get_world_size(group)
-        dist.all_gather_object(objects, data, group=group)
-    return [x for part in objects for x in part][:samples]
+        return operations.recursively_apply(lambda x: gather_over(group, x)[:samples], data)
+    return gather_objects_over(group, data)[:samples]
+
+
+def data_group(accelerator: Any) -> Any:
+    """The process group with one rank for each batch; None if all ranks have the same batch."""
+    names = accelerator.parallelism_config.dp_dim_names
+    return accelerator.torch_device_mesh["dp"].get_group() if names else None
+
+
+def gather_over(group: Any, x: Tensor) -> Tensor:
+    """The tensors of all ranks of a group in a row; a number is a row of one."""
+    x = x[None] if x.dim() == 0 else x.contiguous()
+    if group is None:
+        return x
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x, group=group)
+    return torch.cat(parts)
+
+
+def gather_objects_over(group: Any, objects: list[Any]) -> list[Any]:
+    """The lists of all ranks of a group in a row."""
+    if group is None:
+        return list(objects)
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, objects, group=group)
+    return [x for part in parts for x in part]
 
 
 # TRL's SFTTrainer.
@@ -427,7 +489,7 @@ def _gather_over_batches(accelerator: Any, ranks: AcceleratorRanks, data: Any, u
 def _init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Trainer.__init__; afterwards SFTTrainer looks at `args.packing` to refuse it, so it is hidden."""
     original(self, *args, **kwargs)
-    if hasattr(self, "_attnmesh_packing") and _shards(self):
+    if hasattr(self, "_attnmesh_packing") and shards(self):
         self._attnmesh_packing = self.args.packing, self.args.eval_packing
         self.args.packing = self.args.eval_packing = False
 
@@ -512,7 +574,8 @@ class AcceleratorRanks:
         self.cp = ContextParallel(mesh["cp"], **options)
         self._unwrap: Callable[[nn.Module], nn.Module] = accelerator.unwrap_model
         self._models: list[nn.Module] = []
-        self._pass: ShardedPass | None = None  # of the batch in `sharded`, or of the latest call in `shard_buffers`
+        self.current_pass: ShardedPass | None = None
+        """The pass of the batch in `sharded`, or of the latest call in `shard_buffers`."""
         self._buffers: _Buffers | None = None  # in `shard_buffers`
         self.latest: ShardedPass | None = None
         """The pass of the latest `shard_batch`."""
@@ -520,7 +583,7 @@ class AcceleratorRanks:
     @property
     def is_sharding(self) -> bool:
         """Whether a batch is sharded at the moment."""
-        return self._pass is not None or self._buffers is not None
+        return self.current_pass is not None or self._buffers is not None
 
     def __deepcopy__(self, memo: object) -> AcceleratorRanks:
         return self  # a copy of a prepared model attends over the same ranks
@@ -530,10 +593,14 @@ class AcceleratorRanks:
 
     # Models.
 
+    def model(self, module: nn.Module) -> Any:
+        """The model of Transformers inside of wrappers, such as DDP or PEFT."""
+        return _base_model(self._unwrap(module))
+
     def prepare(self, module: nn.Module) -> None:
         """Let a model of Transformers (or of PEFT around one) attend over the ranks. May be called again."""
-        model: Any = _base_model(self._unwrap(module))
-        if getattr(model, _ATTRIBUTE, None) is self:
+        model = self.model(module)
+        if self.has_prepared(model):
             return
 
         def check() -> tuple[None, SharedValues]:
@@ -556,8 +623,16 @@ class AcceleratorRanks:
         model.register_forward_pre_hook(partial(self._add_pass, names), with_kwargs=True)
         if text_backbone(model) is not None:
             serve_images(model)
-        setattr(model, _ATTRIBUTE, self)
+        self.mark_prepared(model)
         self._models.append(model)
+
+    def has_prepared(self, model: nn.Module) -> bool:
+        """Whether a model of Transformers was prepared for these ranks."""
+        return getattr(model, _ATTRIBUTE, None) is self
+
+    def mark_prepared(self, model: nn.Module) -> None:
+        """Note that a model of Transformers is prepared, so that `prepare` leaves it as it is."""
+        setattr(model, _ATTRIBUTE, self)
 
     def _add_pass(
         self, names: list[str], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -570,15 +645,17 @@ class AcceleratorRanks:
         if has_images and is_given_whole(model):
             return None
         attention_pass: ShardedPass | None = kwargs.get("attention_pass")
+        if attention_pass is not None and not isinstance(attention_pass, ShardedPass):
+            return None  # of a `Generator`, over a sharded KV cache
         buffers = self._buffers if attention_pass is None else None
-        attention_pass = attention_pass or self._pass
+        attention_pass = attention_pass or self.current_pass
         if attention_pass is None and buffers is None:
             self._check_whole(model)
             return None
         given = with_labels({**dict(zip(names, args, strict=False)), **kwargs})
         if buffers is not None:
             given = buffers.arguments(self.cp, given)
-            attention_pass = self._pass = given["attention_pass"]
+            attention_pass = self.current_pass = given["attention_pass"]
         assert attention_pass is not None
         mask = given.get("attention_mask")
         if isinstance(mask, Tensor):
@@ -593,11 +670,11 @@ class AcceleratorRanks:
 
     def _check_prepared(self, model: nn.Module, given: Sequence[Any]) -> None:
         """Raise ValueError for a model that was not prepared and is called with shards of the batch."""
-        if getattr(model, _ATTRIBUTE, None) is self:
+        if self.has_prepared(model):
             return
         shards = set() if self._buffers is None else self._buffers.shapes
-        if self._pass is not None:
-            shards = shards | {self._pass.position_ids.shape}
+        if self.current_pass is not None:
+            shards = shards | {self.current_pass.position_ids.shape}
         if any(isinstance(x, Tensor) and x.shape[:2] in shards for x in given):
             raise ValueError(
                 f"models that are called with a batch that is sharded over ranks must be prepared "
@@ -659,8 +736,8 @@ class AcceleratorRanks:
 
         `balance_share` is what the load-balancing loss of experts is multiplied by.
         """
-        with self._context(balance_share):
-            self._pass = attention_pass
+        with self.context(balance_share):
+            self.current_pass = attention_pass
             yield
 
     # Batches of a user's loop.
@@ -677,7 +754,7 @@ class AcceleratorRanks:
         The model finds position_ids, attention_mask and labels among the buffers. Its loss is scaled so that the mean
         over ranks is the loss of the whole batch, which data parallelism computes.
         """
-        with self._context():
+        with self.context():
             checks = batch_checks(self.cp, "buffers")
 
             def check() -> tuple[_Buffers, SharedValues]:
@@ -692,15 +769,15 @@ class AcceleratorRanks:
                 yield
 
     @contextmanager
-    def _context(self, balance_share: float = 1.0) -> Iterator[None]:
+    def context(self, balance_share: float = 1.0) -> Iterator[None]:
         """A context that ends the sharding of the batch and is not entered inside itself."""
         if self.is_sharding:
             raise ValueError("maybe_context_parallel must not be entered inside itself: the batch is sharded already")
-        with whole_balance(self._models, lambda: self._pass, balance_share), checked_calls(self._check_prepared):
+        with whole_balance(self._models, lambda: self.current_pass, balance_share), checked_calls(self._check_prepared):
             try:
                 yield
             finally:
-                self._pass = self._buffers = None
+                self.current_pass = self._buffers = None
 
 
 class _Buffers(ShardedBuffers):

@@ -20,12 +20,12 @@ from attnmesh.core.layouts import Aligned, Balanced
 from attnmesh.core.masks import Causal, Full, packing_of
 from attnmesh.core.ranges import as_tensor
 from attnmesh.integrations.multimodal import IMAGES
+from attnmesh.integrations.reproducible import LEAF, aligned, prepare_pass, token_losses
 from attnmesh.integrations.sharded_pass import ShardedMask, ShardedPass, watch_models
 from attnmesh.integrations.transformers_attention import check_gaps, document_starts
 from attnmesh.integrations.transformers_models import IGNORED_LABEL
 from attnmesh.parallel.checksums import ValueChecks
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.training.reproducible import LEAF, aligned, leaf_losses, prepare_pass
 from attnmesh.utils.text import explained_in
 from attnmesh.utils.validation import check_bool, check_tensor, check_type, shown
 
@@ -179,8 +179,7 @@ def gather_log_probs(inputs: Mapping[str, Any], logits: Tensor) -> Tensor:
             logits.float().flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction="none"
         )
     else:
-        rows, leaves = zip(logits.split(1), labels.split(1), strict=True), attention_pass.leaves
-        nll = torch.cat([part for row in rows for part in leaf_losses(*row, leaves)])
+        nll = token_losses(logits.flatten(0, 1), labels.flatten())
     return attention_pass.unshard(-nll.view(labels.shape))
 
 

@@ -19,10 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from attnmesh.comm import Comm, GroupComm, SoloComm
+from attnmesh.integrations.reproducible import TreeReduction
 from attnmesh.integrations.transformers_models import IGNORED_LABEL, modules_in_forward
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.node_groups import comm_named
-from attnmesh.training.reproducible import TreeReduction
 from attnmesh.utils.validation import check_choice, check_list, check_tensor, check_type, shown
 
 __all__ = ["GradientReduction"]

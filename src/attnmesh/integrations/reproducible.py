@@ -1,11 +1,12 @@
-"""Training whose bits do not depend on how tokens are divided among ranks: everything around attention.
+"""Models whose bits do not depend on how tokens are divided among ranks: everything around attention, and gradients.
 
 A leaf is a fixed number of consecutive positions of one row of the batch, and belongs to one rank as a whole. The
 modules of a model that compute every token by itself (linear layers, norms, MLPs, experts, adapters, ...) are called
-once per leaf, so that a leaf meets the same operations with the same shapes on whichever rank it is. Each call has
-weights of its own, by which the gradient of every leaf is known; these are summed in an aligned binary tree
-(`core.tree`) over positions, rows and data ranks. The loss is summed in the same tree. The gradient of an embedding is
-computed from the tokens of all ranks.
+once per leaf, so that a leaf meets the same operations with the same shapes on whichever rank it is. The last leaf of a
+row is padded: a token has its place in products of the same shape in rows of any length, and when it is generated
+(`generation.reproducible`). Each call has weights of its own, by which the gradient of every leaf is known; these are
+summed in an aligned binary tree (`core.tree`) over positions, rows and data ranks. The loss is summed in the same tree.
+The gradient of an embedding is computed from the tokens of all ranks.
 
 What a model computes between these modules must be exact elementwise operations and moves of data: the first call of a
 model is audited.
@@ -13,14 +14,15 @@ model is audited.
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -44,8 +46,15 @@ _BUCKET = 1 << 24  # elements of the gradients that ranks exchange at once
 _ATTENTION = "attention"
 _ALIGNMENT = 64  # bytes, of memory that torch allocates on a CPU
 
-_running: ContextVar[ShardedPass | None] = ContextVar("the reproducible pass whose model is running", default=None)
+_preparing = threading.Lock()  # virtual ranks may share a model
+_running: ContextVar[LeafwisePass | None] = ContextVar("the reproducible pass whose model is running", default=None)
 _unit: ContextVar[str | None] = ContextVar("the module that is computing one leaf, or attention", default=None)
+
+
+class LeafwisePass(Protocol):
+    """A pass of a model with `leaves`, which is `Leaves` where it may compute gradients."""
+
+    leaves: Any
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,10 @@ class Leaves:
     def tokens(self) -> list[int]:
         """The number of tokens in each leaf of a row that this rank has."""
         return [min(self.size, self.length - leaf * self.size) for run in self.runs() for leaf in run]
+
+    def computed_rows(self, module: nn.Module) -> Sequence[int]:
+        """The rows that a module computes: all of them."""
+        return range(self.rows)
 
     def numbers(self, row: int) -> list[int]:
         """The numbers in the tree of this rank's leaves of a row. Rows of all data ranks are counted."""
@@ -128,8 +141,13 @@ def _attention(attention_pass: ShardedPass) -> Iterator[None]:
             f"modules that attend must have Attention in the names of their types with a reproducible ContextParallel, "
             f"got {_unit.get()}"
         )
-    with _computing(_ATTENTION):
+    with attending():
         yield
+
+
+def attending() -> AbstractContextManager[None]:
+    """Entered around attention in a pass with leaves."""
+    return _computing(_ATTENTION)
 
 
 @contextmanager
@@ -195,6 +213,14 @@ class _Begin(torch.autograd.Function):
         return grad, None
 
 
+def _padded(x: Tensor, size: int, dim: int) -> Tensor:
+    """A whole leaf: the last token is repeated. Finite inputs give finite results, whose gradients are 0."""
+    if x.shape[dim] == size:
+        return x
+    last = x.detach().narrow(dim, x.shape[dim] - 1, 1)
+    return torch.cat([x, *[last] * (size - x.shape[dim])], dim)
+
+
 def _placed(x: Tensor) -> Tensor:
     found: Tensor = _InPlace.apply(x) if x.requires_grad else _in_place(x)  # type: ignore[no-untyped-call]
     return found
@@ -234,7 +260,7 @@ class LeafwiseModel:
         self._audited: set[object] = set()
 
     @contextmanager
-    def entered(self, attention_pass: ShardedPass, training: bool) -> Iterator[None]:
+    def entered(self, attention_pass: LeafwisePass, training: bool) -> Iterator[None]:
         """The model, or a part of it, is called with this pass."""
         if _running.get() is attention_pass:
             yield
@@ -269,6 +295,11 @@ class LeafwiseModel:
 
 def make_leafwise(model: nn.Module) -> LeafwiseModel:
     """Let the modules of a model compute leaf by leaf in reproducible passes. May be called more than once."""
+    with _preparing:
+        return _make_leafwise(model)
+
+
+def _make_leafwise(model: nn.Module) -> LeafwiseModel:
     forwards: list[Any] = [module.forward for module in model.modules()]
     state = next((each.state for each in forwards if isinstance(each, _Forward)), None) or LeafwiseModel()
     mixing = _modules_that_mix(model)
@@ -338,9 +369,9 @@ class _OuterForward(_Forward):
     """A module with attention in it, or attention itself. When it is recomputed, only its arguments tell the pass."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = (x if isinstance(x, ShardedPass) else None for x in (kwargs.get("attention_pass"), *args))
-        attention_pass = next((x for x in given if x is not None), None)
-        if attention_pass is None or attention_pass.leaves is None:
+        given = (kwargs.get("attention_pass"), *(x for x in args if isinstance(x, ShardedPass)))
+        attention_pass: Any = next((x for x in given if x is not None), None)
+        if getattr(attention_pass, "leaves", None) is None:
             return self.__wrapped__(*args, **kwargs)
         with self.state.entered(attention_pass, self.module.training):
             return self.__wrapped__(*args, **kwargs)
@@ -355,22 +386,26 @@ class _UnitForward(_Forward):
             return self.__wrapped__(*args, **kwargs)
         names, values = list(kwargs), [*args, *kwargs.values()]
         leaves = attention_pass.leaves
-        assert leaves is not None
         dims = {i: self._token_dim(x, leaves) for i, x in enumerate(values) if isinstance(x, Tensor)}
         self._check(values, dims)
         call, weights = self._weights(leaves)
-        tokens, rows, dim = leaves.tokens, leaves.rows, next(iter(dims.values()))
-        parts = {i: [_split(row, tokens, d) for row in _split(values[i], [1] * rows, 0)] for i, d in dims.items()}
+        tokens, dim = leaves.tokens, next(iter(dims.values()))
+        parts = {
+            i: [_split(row, tokens, d) for row in _split(values[i], [1] * leaves.rows, 0)] for i, d in dims.items()
+        }
         outputs: list[list[Any]] = []
         with _computing(self.name):
-            for row in range(rows):
+            for row in leaves.computed_rows(self.module):
                 numbers = leaves.numbers((0 if call is None else call.first_row) + row)
                 outputs.append([])
                 for at, number in enumerate(numbers):
-                    given = [_placed(parts[i][row][at]) if i in parts else x for i, x in enumerate(values)]
+                    given = [
+                        _placed(_padded(parts[i][row][at], leaves.size, dims[i])) if i in parts else x
+                        for i, x in enumerate(values)
+                    ]
                     with _swapped(weights, call, number):
                         out = self.__wrapped__(*given[: len(args)], **dict(zip(names, given[len(args) :], strict=True)))
-                    outputs[-1].append(self._checked_output(out, dim, tokens[at]))
+                    outputs[-1].append(self._checked_output(out, dim, leaves.size, tokens[at]))
         joined = [
             torch.cat([torch.cat([leaf[i] for leaf in row], dim) for row in outputs]) for i in range(len(outputs[0][0]))
         ]
@@ -402,7 +437,7 @@ class _UnitForward(_Forward):
                     f"{type(module).__name__} in {self.name}"
                 )
 
-    def _token_dim(self, x: Tensor, leaves: Leaves) -> int:
+    def _token_dim(self, x: Tensor, leaves: Any) -> int:
         """The dimension with one entry per token: 1, or 2 if heads come first."""
         tokens = sum(leaves.tokens)
         found = [dim for dim in (1, 2) if x.dim() > dim + (dim == 2) and x.shape[dim] == tokens]
@@ -414,7 +449,7 @@ class _UnitForward(_Forward):
             )
         return found[0]
 
-    def _weights(self, leaves: Leaves) -> tuple[Call | None, list[tuple[dict[str, Any], str, nn.Parameter]]]:
+    def _weights(self, leaves: Any) -> tuple[Call | None, list[tuple[dict[str, Any], str, nn.Parameter]]]:
         """Where the module has weights with gradients, and their sums."""
         if not torch.is_grad_enabled():
             return None, []
@@ -431,17 +466,18 @@ class _UnitForward(_Forward):
         sums = {weight: TreeSum() for _, _, weight in weights}
         return Call(self.name, leaves, self.state.first_row(leaves.rows), sums), weights
 
-    def _checked_output(self, out: Any, dim: int, tokens: int) -> list[Tensor]:
-        """The outputs for one leaf, with the tokens of the inputs in the same dimension."""
+    def _checked_output(self, out: Any, dim: int, size: int, tokens: int) -> list[Tensor]:
+        """The outputs for the tokens of a leaf of this size, in the same dimension as the inputs."""
         found = list(out) if isinstance(out, tuple) else [out]
         for x in found:
-            if not isinstance(x, Tensor) or x.dim() <= dim or x.shape[0] != 1 or x.shape[dim] != tokens:
+            if not isinstance(x, Tensor) or x.dim() <= dim or x.shape[0] != 1 or x.shape[dim] != size:
                 got = list(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
                 raise ValueError(
                     f"{self.name} must return tensors with one entry per token with a reproducible ContextParallel, "
-                    f"{tokens} in dimension {dim}, got {got}"
+                    f"{size} in dimension {dim}, got {got}"
                 )
-        return [_InPlace.apply(x) if x.requires_grad else x for x in found]  # type: ignore[no-untyped-call]
+        whole = [_InPlace.apply(x) if x.requires_grad else x for x in found]  # type: ignore[no-untyped-call]
+        return whole if tokens == size else [x.narrow(dim, 0, tokens) for x in whole]
 
 
 def _split(x: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
@@ -577,7 +613,7 @@ class _LeafwiseLoss:
         first_row = 0 if self.state.first_row is None else self.state.first_row(leaves.rows)
         sums, parts = TreeSum(), []
         for row, (row_logits, row_labels) in enumerate(zip(logits.split(1), labels.split(1), strict=True)):
-            losses = leaf_losses(row_logits, row_labels, leaves)
+            losses = _split(token_losses(row_logits[0], row_labels[0]), leaves.tokens, 0)
             for number, losses_of_leaf in zip(leaves.numbers(first_row + row), losses, strict=True):
                 parts.append(losses_of_leaf.sum())
                 sums.add(number, parts[-1].detach().clone())
@@ -587,13 +623,19 @@ class _LeafwiseLoss:
         return loss
 
 
-def leaf_losses(logits: Tensor, labels: Tensor, leaves: Leaves) -> list[Tensor]:
-    """The losses of the tokens of every leaf, from logits [1, n, vocabulary] and labels [1, n] of a row."""
-    found = []
-    for part, label in zip(_split(logits, leaves.tokens, 1), _split(labels, leaves.tokens, 1), strict=True):
-        scores, wanted = _placed(part).float()[0], label.to(part.device)[0].long()
-        found.append(F.cross_entropy(scores, wanted, ignore_index=IGNORED_LABEL, reduction="none"))
-    return found
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """The losses [n] of tokens, from logits [n, vocabulary] and labels [n]; one by one, for the same shapes."""
+    wanted = labels.to(logits.device).long().split(1)
+    losses = [
+        F.nll_loss(scores, label, ignore_index=IGNORED_LABEL, reduction="none")
+        for scores, label in zip(token_log_probs(logits), wanted, strict=True)
+    ]
+    return torch.cat(losses)
+
+
+def token_log_probs(logits: Tensor) -> list[Tensor]:
+    """The log-probabilities [1, vocabulary] of each token, float32, from logits [n, vocabulary]."""
+    return [torch.log_softmax(_placed(scores).float(), -1) for scores in logits.split(1)]
 
 
 # What is computed between modules.
