@@ -1,6 +1,7 @@
 """What every test shares: the kernels' interpreter, few threads, a device."""
 
 import argparse
+import faulthandler
 import functools
 import gc
 import importlib.util
@@ -8,7 +9,7 @@ import math
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 # One thread for each of pytest's processes: more would wait for one another. torch reads this when it is imported.
@@ -18,6 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import hypothesis
 import pytest
 import torch
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 # On a busy machine an example may take long; what hangs is ended by the timeout of the whole test.
 hypothesis.settings.register_profile("attnmesh", deadline=None)
@@ -107,7 +109,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def nccl_ranks() -> Callable[..., list[Any]]:
-    """Start NCCL ranks that share one GPU: `nccl_ranks(world, fn, *args, timeout=60)` as `run_processes`."""
+    """Start NCCL ranks that share one GPU: `nccl_ranks(world, fn, *args, timeout=200)` as `run_processes`."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     from helpers.processes import run_processes
@@ -144,6 +146,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         turns[function] += 1
     config.hook.pytest_deselected(items=left[False])
     items[:] = left[True]
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)  # after pytest's own, which ends every test after faulthandler_timeout
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """What a timeout of the test's own cannot interrupt is ended half a minute after it."""
+    mark, stderr = item.get_closest_marker("timeout"), item.config.stash.get(fault_handler_stderr_fd_key, None)
+    if mark is not None and stderr is not None:
+        faulthandler.dump_traceback_later(mark.args[0] + 30, file=stderr, exit=True)
+    return (yield)
 
 
 def pytest_collection_finish() -> None:

@@ -27,7 +27,7 @@ def run_example(name: str, *options: object, torchrun: int = 0) -> str:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(torchrun)) if torchrun else ()
     ran = subprocess.run(
         [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *map(str, options)],
-        capture_output=True, text=True, timeout=200,
+        capture_output=True, text=True, timeout=500,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr

@@ -260,7 +260,7 @@ def clean(built, tmp_path_factory):
         program, *arguments = command
         return subprocess.run(
             [str(python.parent / program), *arguments],
-            cwd=folder, env=environment, capture_output=True, text=True, timeout=280,
+            cwd=folder, env=environment, capture_output=True, text=True, timeout=500,
         )  # fmt: skip
 
     return run

@@ -306,7 +306,7 @@ def test_the_ranks_of_torchrun_are_joined_and_one_of_them_speaks(model):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     ran = subprocess.run(
         [*torchrun, *COMMAND, "--model", str(model), "--prompt", DOCUMENT, "--max-new-tokens", "12", "--check"],
-        capture_output=True, text=True, timeout=200,
+        capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("on 2 torchrun ranks") == 1

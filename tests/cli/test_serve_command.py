@@ -193,7 +193,7 @@ def test_a_sharded_model_answers(model):
             {"model": "m", "prompt": "a b c", "max_tokens": 9, "min_tokens": 9, "temperature": 0}
         ).encode()
         call = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
-        answer = json.loads(urllib.request.urlopen(call, timeout=60).read())
+        answer = json.loads(urllib.request.urlopen(call, timeout=200).read())
         command.signal(signal.SIGTERM)
         found = command.wait(60)
         assert (found.code, found.left) == (0, [])
@@ -217,7 +217,7 @@ def test_a_signal_ends_the_server_after_its_answers(model, number, how):
             f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         answers = []
-        thread = threading.Thread(target=lambda: answers.append(urllib.request.urlopen(call, timeout=60).read()))
+        thread = threading.Thread(target=lambda: answers.append(urllib.request.urlopen(call, timeout=200).read()))
         thread.start()
         health = f"{url.removesuffix('/v1')}/metrics"
         while "attnmesh_requests_in_progress 1.0" not in urllib.request.urlopen(health, timeout=60).read().decode():
@@ -242,7 +242,7 @@ def asked(url, answers, **changes):
 
     def ask():
         try:
-            with urllib.request.urlopen(call, timeout=60) as answer:
+            with urllib.request.urlopen(call, timeout=200) as answer:
                 answers.append((answer.status, answer.read().decode()))
         except urllib.error.HTTPError as error:
             answers.append((error.code, error.read().decode()))
@@ -266,11 +266,11 @@ def test_a_rank_that_is_killed_is_answered_with_an_error(model, ranks):
             text = urllib.request.urlopen(metrics, timeout=60).read().decode()
             tokens = float(re.search(r"^attnmesh_generated_tokens_total (\S+)", text, re.MULTILINE)[1])
         command.signal(signal.SIGKILL, command.ranks()[1])
-        found = command.wait(30)
+        found = command.wait(60)
         for thread in threads:
             thread.join()
     assert (found.code, found.left) == (1, [])
-    assert found.seconds < 15
+    assert found.seconds < 30
     assert sorted(status for status, _ in answers) == [200, 500]  # the stream had begun
     assert all("the server has failed: CommError" in text and "server_error" in text for _, text in answers)
     assert "rank 1 of 2 was killed (SIGKILL)" in " ".join(found.noise)
@@ -285,12 +285,12 @@ def test_a_second_signal_ends_it_at_once(model):
         call = urllib.request.Request(
             f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(call, timeout=60) as answer:
+        with urllib.request.urlopen(call, timeout=200) as answer:
             answer.readline()
             command.signal(signal.SIGTERM)
             for _ in range(40):  # two signals at the same time may be one
                 answer.readline()
             command.signal(signal.SIGTERM)
-            found = command.wait(30)
+            found = command.wait(60)
         assert (found.code, found.left) == (143, [])
         assert "attnmesh serve: terminated" in found.noise

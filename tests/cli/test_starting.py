@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnmesh.cli import errors, starting
+from helpers.commands import default_signals
 
 PYTHON = "/usr/bin/python3"
 ALONE = Path(starting.__file__).parent  # where the module is found without the package, which imports torch
@@ -17,7 +18,7 @@ ALONE = Path(starting.__file__).parent  # where the module is found without the 
 def run(code: str, *redirections: str) -> subprocess.CompletedProcess:
     whole = f"import sys; sys.path.insert(0, {str(ALONE)!r}); import starting; {code}"
     shell = ["sh", "-c", f'"$0" "$@" {" ".join(redirections)}', sys.executable, "-S", "-E", "-c", whole]
-    return subprocess.run(shell, text=True, capture_output=True, timeout=20, check=False)
+    return subprocess.run(shell, text=True, capture_output=True, timeout=60, check=False, preexec_fn=default_signals)
 
 
 @pytest.mark.parametrize(

@@ -257,18 +257,18 @@ def all_that_fails(comm: Comm) -> dict[str, tuple[str, float] | None]:
 
 @pytest.mark.sweep
 def test_ranks_that_come_late_or_not_at_all_raise_everywhere_in_time():
-    ranks = run_processes(3, all_that_fails, timeout=120)  # a busy machine takes its time
+    ranks = run_processes(3, all_that_fails)
 
     message, seconds = ranks[0]["late_in_exchange"]
     late = "rank 1 did not arrive within 1 s"
     assert message.startswith(f"{late} [rank 0 was in exchange (ring), receiving 12 bytes from rank 1: Timed out")
-    assert seconds < 4
+    assert seconds < 10
     assert ranks[1]["late_in_exchange"][0].startswith(f"{late} [rank 1 was in exchange (ring)")
 
     for rank in (0, 2):
         message, seconds = ranks[rank]["late_to_agree"]
         assert without_link(message) == f"{late} [rank {rank} was about to start ring(n=7)]"
-        assert seconds < 4
+        assert seconds < 10
     assert without_link(ranks[1]["late_to_agree"][0]) == f"{late} [rank 1 was about to start ring(n=7)]"
 
     for rank in (0, 2):
@@ -276,16 +276,16 @@ def test_ranks_that_come_late_or_not_at_all_raise_everywhere_in_time():
         assert "ranks are out of step at call 2: ring(n=" in message
         assert "ring(n=1) on rank" in message
         assert "ring(n=2) on rank 1" in message
-        assert seconds < 4
+        assert seconds < 10
     message, seconds = ranks[1]["remembered_and_new"]
     assert "ring(n=2)" in message
     assert "ring(n=1)" in message
-    assert seconds < 4
+    assert seconds < 10
 
     for rank in (0, 2):
         message, seconds = ranks[rank]["fails_out_loud"]
         assert without_link(message) == f"rank 1 failed: out of memory [rank {rank} was about to start ring(n=2)]"
-        assert seconds < 5
+        assert seconds < 10
 
 
 def one_leaves(comm: Comm, how: str) -> tuple[str, float]:

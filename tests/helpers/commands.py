@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+START = 150
+"""Seconds in which a command begins its work: imports take minutes on a busy machine."""
 ATTNMESH = [sys.executable, "-m", "attnmesh"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", "2"]
 
@@ -42,7 +44,7 @@ class Command:
             [str(part) for part in command],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._errors, text=True, start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            preexec_fn=_default_signals,
+            preexec_fn=default_signals,
         )  # fmt: skip
         self.pid = self._process.pid
         self._sessions = {self.pid}  # torchrun starts its ranks in sessions of their own
@@ -68,9 +70,9 @@ class Command:
 
     def wait_until_starting(self) -> None:
         """Wait until it handles SIGTERM: before its imports, which take seconds."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + START
         while not self._caught() >> (signal.SIGTERM - 1) & 1:
-            assert time.monotonic() < deadline, "the command did not begin within 60 s"
+            assert time.monotonic() < deadline, f"the command did not begin within {START} s"
             time.sleep(0.02)
 
     def _caught(self) -> int:
@@ -80,9 +82,9 @@ class Command:
 
     def wait_until_says(self, text: str) -> None:
         """Wait until it has printed a text on stderr."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + START
         while text not in self._said():
-            assert time.monotonic() < deadline, f"{text!r} was not printed within 60 s: {self._said()}"
+            assert time.monotonic() < deadline, f"{text!r} was not printed within {START} s: {self._said()}"
             time.sleep(0.02)
 
     def _said(self) -> str:
@@ -105,7 +107,7 @@ class Command:
 
     def ranks(self, count: int = 2) -> list[int]:
         """The processes of its ranks in rank order, as soon as all have been started."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + START
         while time.monotonic() < deadline:
             ranks = []
             for process in self.processes():
@@ -115,7 +117,7 @@ class Command:
             if len(ranks) == count:
                 return ranks
             time.sleep(0.02)
-        raise AssertionError(f"{count} ranks were not started within 60 s")
+        raise AssertionError(f"{count} ranks were not started within {START} s")
 
     def signal(self, number: signal.Signals, process: int | None = None) -> None:
         """Send a signal to the command itself, or to one of its processes."""
@@ -143,7 +145,7 @@ class Command:
         return Ended(128 - code if code < 0 else code, self._said().splitlines(), seconds, left)
 
 
-def _default_signals() -> None:
+def default_signals() -> None:
     """Undo what the tests were started with: nohup and a shell's `&` ignore signals, and processes inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -384,7 +384,7 @@ def check_cells(program: str, cells: list[Cell], setting: Setting, *, timeout: f
 
 
 def check_killed(
-    program: str, moment: str | int, setting: Setting, *, timeout: float, backend: str = "gloo", limit: float = 10
+    program: str, moment: str | int, setting: Setting, *, timeout: float = 200, backend: str = "gloo", limit: float = 10
 ) -> None:
     """Kill a rank: the others raise within so many seconds."""
     world, _ = PROGRAMS[program]

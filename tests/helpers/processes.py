@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
 import multiprocessing as mp
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -45,7 +48,7 @@ def run_processes(
     world: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout: float = 60,
+    timeout: float = 200,
     strict: bool = True,
     backend: str = "gloo",
     ends: bool = False,
@@ -55,16 +58,15 @@ def run_processes(
     With backend="nccl" the default group has gloo and NCCL, and all ranks share one GPU.
 
     `fn` lives at the top of a module. With `strict`, a rank that raises or dies fails the test at once, with
-    the rank's own traceback; without it, its result is `Raised` or `Died`. After `timeout` seconds all
-    processes are killed and TimeoutError is raised. With `ends`, processes destroy their groups and end by themselves
-    when all have a result; TimeoutError is raised if one does not.
+    the rank's own traceback; without it, its result is `Raised` or `Died`. After `timeout` seconds the stacks of
+    the others are printed, all processes are killed and TimeoutError is raised. With `ends`, processes destroy their
+    groups and end by themselves when all have a result; TimeoutError is raised if one does not.
     """
     # The test serves the store: it takes a free port for sure, and outlives every rank.
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     pipes: list[Connection] = []
     processes = []
     results: dict[int, Any] = {}
-    deadline = time.monotonic() + timeout
     try:
         for rank in range(world):
             ours, theirs = _context.Pipe(duplex=False)
@@ -75,10 +77,12 @@ def run_processes(
             theirs.close()
             pipes.append(ours)
             processes.append(process)
+        deadline = time.monotonic() + timeout  # from here: the first start waits for what the fork server imports
         while len(results) < world:
             waiting = {pipes[rank]: rank for rank in range(world) if rank not in results}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
+                _print_stacks([processes[rank].pid for rank in sorted(waiting.values())])
                 raise TimeoutError(f"ranks {sorted(waiting.values())} had no result after {timeout} s")
             for pipe in ready:
                 rank = waiting[pipe]
@@ -100,6 +104,14 @@ def run_processes(
     return [results[rank] for rank in range(world)]
 
 
+def _print_stacks(pids: list[int]) -> None:
+    """Let processes print what their threads do, to the test's captured stderr."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.3)  # one after the other
+
+
 def _result(pipe: Connection, process: Any) -> Any:
     try:
         return pipe.recv()
@@ -117,8 +129,10 @@ def _rank_main(
     args: tuple[Any, ...],
     backend: str,
     ends: bool = False,
+    limit: float = 30,
 ) -> None:
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
     gc.freeze()  # what was imported before the fork is no garbage: trainers look for it again and again
     if backend == "nccl":
         os.environ.update(share_gpu_environment(rank))
@@ -130,11 +144,11 @@ def _rank_main(
         backend = "cpu:gloo,cuda:nccl"
     try:
         store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
-        limit = timedelta(seconds=30)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+        patience = timedelta(seconds=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
         if store.add("connected", 1) == world:
             store.set("all are connected", "")
-        store.wait(["all are connected"], limit)  # a rank that still connects fails when a peer closes its connection
+        store.wait(["all are connected"], patience)  # who still connects fails when a peer closes its connection
         result = fn(comm_from(None), *args)
     except BaseException as error:
         pipe.send(Raised(type(error).__name__, str(error), traceback.format_exc()))

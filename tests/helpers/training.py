@@ -10,9 +10,8 @@ import os
 import pickle
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -35,14 +34,14 @@ TRAINERS = ("datasets", "peft", "transformers.trainer", "trl.trainer.sft_trainer
 
 
 def run_ranks(
-    world: int, fn: Callable[..., Any], *args: Any, imports: Sequence[str] = TRAINERS, timeout: float = 280
+    world: int, fn: Callable[..., Any], *args: Any, imports: Sequence[str] = TRAINERS, timeout: float = 500
 ) -> list[Any]:
     """Return `fn(comm, *args)` of every rank, as `run_processes`, after imports that take seconds.
 
     One process imports them, and the ranks are forks of it.
     """
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    ours, theirs = _context.Pipe(duplex=False)
+    ours, theirs = _context.Pipe()
     process = _context.Process(target=_fork_ranks, args=(theirs, world, store.port, fn, args, imports, timeout))
     process.start()
     theirs.close()
@@ -68,7 +67,8 @@ def _fork_ranks(pipe: Any, world: int, port: int, fn: Any, args: Any, imports: S
     pipes, processes, results, failed = [], [], [], []
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank_main, args=(theirs, rank, world, port, fn, args, "gloo"), daemon=True)
+        of_rank = theirs, rank, world, port, fn, args, "gloo"
+        process = context.Process(target=_rank_main, args=of_rank, kwargs={"limit": 200}, daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -87,7 +87,8 @@ def _fork_ranks(pipe: Any, world: int, port: int, fn: Any, args: Any, imports: S
             process.kill()
             process.join()
     pipe.send("\n".join(failed) if failed else results)
-    time.sleep(3600)  # the receiver asks this process for tensors, and ends it
+    with suppress(EOFError, ConnectionError):
+        pipe.recv()  # until the test ends this process: it serves the memory of the tensors among the results
 
 
 def shared_result(factory: Any, name: str, compute: Callable[[], Any]) -> Any:

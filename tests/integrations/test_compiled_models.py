@@ -146,4 +146,4 @@ def two_ranks(comm: Comm) -> None:
 def test_two_ranks():
     if not shutil.which("g++"):
         pytest.skip("inductor needs a C++ compiler")
-    run_processes(2, two_ranks, timeout=300)
+    run_processes(2, two_ranks, timeout=550)

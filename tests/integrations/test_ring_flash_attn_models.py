@@ -182,7 +182,7 @@ def one_of_processes(comm):
 
 @pytest.mark.sweep  # two processes that import Transformers
 def test_over_processes():
-    ranks = run_processes(2, one_of_processes, timeout=120)
+    ranks = run_processes(2, one_of_processes)
     assert_one_process("llama", [step for step, _ in ranks])
     for _, message in ranks:
         assert "process_group of update_ring_flash_attn_params must be the group of substitute_hf_flash_attn" in message

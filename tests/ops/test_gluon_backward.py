@@ -359,7 +359,6 @@ def expected_waits(
     return 2 * (3 * steps + 1 + (needs_q and paired))
 
 
-@pytest.mark.timeout(600)
 def test_the_kernel_of_a_whole_call_compiles():
     assert_sound(compiled_for_hopper(__file__, [("causal", "bfloat16", 128, 128, {"overwrite": True})]))
 
@@ -377,7 +376,6 @@ KERNELS = [
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("cases", [KERNELS[:6], KERNELS[6:]], ids=["narrow", "wide"])
 def test_every_kernel_compiles(cases):
     assert_sound(compiled_for_hopper(__file__, cases))

@@ -235,7 +235,6 @@ def test_dense_kernels_with_softcap_and_alibi_compile():
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(600)
 def test_the_memory_bound_kernels_compile():
     assert_compiles_for_hopper(
         "memory bound", [(64, "float16", 2), (80, "bfloat16", 3), (128, "bfloat16", 1), (256, "float32", 4)]
@@ -243,7 +242,6 @@ def test_the_memory_bound_kernels_compile():
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(600)
 def test_the_kernel_that_writes_the_cache_compiles():
     assert_compiles_for_hopper("cache write", [
         (128, "bfloat16", "bf16", 8, 1), (80, "float32", "fp8", 2, 256), (128, "bfloat16", "int8", 8, 1),
@@ -252,7 +250,6 @@ def test_the_kernel_that_writes_the_cache_compiles():
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(600)
 def test_the_kernel_between_projections_and_attention_compiles():
     assert_compiles_for_hopper("prepared", [
         (128, "bfloat16", "fp8", 8, 2, "halves", True), (80, "float32", "int8", 5, 1, "pairs", True),
@@ -266,7 +263,6 @@ TWO_HEADS = PAGED | {"kv_heads": 2}  # read by one program if they have few rows
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(600)
 def test_the_decode_kernels_compile():
     """Each tile with as many rows as it takes, and each option once."""
     tiles = [

@@ -128,7 +128,7 @@ def one_leaves_before_the_backward(comm: Comm) -> str:
 
 @pytest.mark.sweep
 def test_a_process_that_stays_away_from_the_backward_is_missed_in_time():
-    first, gone, third = run_processes(3, one_leaves_before_the_backward, timeout=40)
+    first, gone, third = run_processes(3, one_leaves_before_the_backward)
     assert gone == "gone"
     for message in (first, third):
         assert "rank 1 did not arrive within 4 s" in message
@@ -139,7 +139,7 @@ def run_example(*arguments: str, processes: int = 0) -> subprocess.CompletedProc
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
     return subprocess.run(
         [sys.executable, *start, str(EXAMPLE), *arguments],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=500, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 

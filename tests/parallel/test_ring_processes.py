@@ -96,7 +96,7 @@ def test_a_script_under_torchrun(tmp_path):
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1])))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=500, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert ran.returncode == 0, ran.stderr
     assert "rank 0 of 2 is right" in ran.stdout

@@ -148,12 +148,12 @@ def test_training_continues_on_the_ranks_that_are_left(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_training_continues_after_two_failures(tmp_path):
     """Four ranks; one is killed; of the three that are left one raises; two finish, with the losses of one process."""
-    results = results_after({4: (1, 2, "kill"), 3: (2, 4, "raise")}, tmp_path, timeout=20)
+    results = results_after({4: (1, 2, "kill"), 3: (2, 4, "raise")}, tmp_path, timeout=60)
     assert [result.exitcode for result in results if isinstance(result, Died)] == [-signal.SIGKILL]
     assert [result.message for result in results if isinstance(result, Raised)] == ["a bug of one rank"]
     finished = [result for result in results if isinstance(result, dict)]
     check_survivors(finished, train(tmp_path / "alone.pt", {})[0], ranks=2, groups=3)
-    assert max(result["seconds"] for result in finished) < 15  # nothing waited for the timeout
+    assert max(result["seconds"] for result in finished) < 40  # nothing waited for the timeout
 
 
 @pytest.mark.sweep
@@ -198,7 +198,7 @@ def continue_generating(comm: Comm, port: int) -> tuple[list[int], list[int]]:
 @pytest.mark.skipif(not installed("transformers"), reason="transformers is not installed")
 def test_a_new_generator_on_the_ranks_that_are_left_gives_the_same_tokens():
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    results = run_processes(3, continue_generating, store.port, strict=False, timeout=100)
+    results = run_processes(3, continue_generating, store.port, strict=False)
     assert isinstance(results[1], Died)
     for tokens, alone in (results[0], results[2]):
         assert tokens == alone

@@ -401,7 +401,7 @@ def is_reported(outcomes):
 
 
 def check_processes(world, names):
-    ranks = run_processes(world, every_case, names, timeout=60 + 5 * len(names))
+    ranks = run_processes(world, every_case, names, timeout=200 + 5 * len(names))
     found = {name: [rank[name] for rank in ranks] for name in names}
     wrong = {name: outcomes for name, outcomes in found.items() if not is_reported(outcomes)}
     assert not wrong, wrong

@@ -71,14 +71,14 @@ def test_the_rank_that_serves_the_store_is_stopped(waits):
         for process in ranks:
             process.start()
         for rank in range(1, world):
-            assert pipes[rank][0].poll(60), f"rank {rank} waits for ever"
+            assert pipes[rank][0].poll(200), f"rank {rank} waits for ever"
             message, seconds = pipes[rank][0].recv()
             if waits is fails_by_itself:
                 assert without_link(message) == "this comm has failed before: out of memory"
             else:
                 assert f"rank {rank}" in message
                 assert "did not answer within" in message or "rank 0" in message
-            assert seconds < TIMEOUT + 2 * GRACE + 2
+            assert seconds < TIMEOUT + 2 * GRACE + 8  # on a busy machine
         for process in ranks[1:]:
             process.join(20)
             assert process.exitcode == 0

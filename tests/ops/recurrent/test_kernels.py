@@ -119,7 +119,6 @@ def tolerated_spills(kernel):
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("delta", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_compile(dtype, delta):

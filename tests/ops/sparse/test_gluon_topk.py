@@ -87,7 +87,6 @@ def test_hostile_schedules(seed):
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", [
     # A row is selected from before it is scored.
     ("_wait_for(counters.scored + group, sizes.items)", "pass"),

@@ -183,9 +183,9 @@ def assert_sound(kernels: list[dict]) -> None:
         )
         if of_gluon or (kernel["kernel"] in ("scores_kernel", "grad_query_kernel") and heads >= 64):
             assert kernel["wgmma"] or dtype == "float32", kernel
-        if what == "forward gluon":  # waits where the source waits: others would be the compiler's
+        if what == "forward gluon" and of_gluon:  # waits where the source waits: others would be the compiler's
             assert count(kernel, "WARPGROUP.DEPBAR") == 9
-        if what == "distribution gluon":
+        if what == "distribution gluon" and of_gluon:
             # Its products are all under way at once (a wait for each would be the compiler's way out).
             consumers = 1 if heads <= 64 else 2
             assert count(kernel, "HGMMA") == consumers * d // 16
@@ -197,7 +197,6 @@ INDEXER = [f"indexer {what}" for what in ("topk", "scores", "atomic", "determini
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(600)
 def test_the_usual_kernels_compile():
     kernels = compiled_for_hopper(__file__, [
         ("forward gluon", "bfloat16", 128, 576, 512), ("distribution gluon", "bfloat16", 128, 576, 128),
