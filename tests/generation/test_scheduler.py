@@ -24,6 +24,7 @@ from attnmesh.generation.requests import (
     Request,
     RequestOptions,
 )
+from attnmesh.generation.sampling import log_probs
 from attnmesh.generation.scheduler import Scheduler, common_prefix
 from attnmesh.kv_cache import block_manager
 from attnmesh.kv_cache.block_manager import BlockLayout, max_window_blocks
@@ -85,7 +86,7 @@ class FakeEngine:
         self.prefill_chunk, self.position_ranks, self.shard = chunk, SimpleNamespace(world=shard.ranks), shard
         self.model = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCABULARY))
         self.device, self.exchange = torch.device("cpu"), lambda comm: nullcontext()
-        self.calls = SimpleNamespace(recurrent=())
+        self.calls, self.log_probs = SimpleNamespace(recurrent=()), log_probs
 
     def decode(self, sequences, ids, new):
         assert len({len(row) for row in ids}) == 1

@@ -762,6 +762,7 @@ NOT_FUZZED = {
         ("GradientReduction", *(f"GradientReduction.{name}" for name in ("num_items", "loss"))),
         "requires processes and a model that DDP or FSDP2 wraps: tests/training/test_data_parallel.py",
     ),
+    "enable": "requires verl: tests/stacks/test_verl.py",
     "GenerationStats": "a result",
     "Token": "a result",
     **dict.fromkeys(

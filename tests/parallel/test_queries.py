@@ -674,7 +674,7 @@ def test_after_a_refusal_all_goes_on():
 BAD_GATHERS = {
     "a row too many": (
         {"local_out": torch.ones(1, 2, 5, 3)},
-        "local_out must have 4 rows, .* rank 1 of 3 .*, got 5",
+        "local_out must have 4 rows for rank 1 of 3 .*, got 5",
     ),
     "two dimensions": ({"local_out": torch.ones(4, 3)}, r"local_out must be .* got shape \(4, 3\)"),
     "no tensor": ({"local_out": None}, r"local_out must be a tensor .* got NoneType"),

@@ -76,7 +76,7 @@ def names_of(target) -> list[str]:
 
 MOST_ARGUMENTS = 12
 RECORDS = {"GenerationStats": "a result", "Request": "made by a Generator: `submit` takes its arguments"}
-CONTRACT = {"attention": 13}  # arguments of ContextParallel.attention, positions, backend and reproducible
+CONTRACT = {"attention": 13, "Generator": 13, "generate": 13}  # with `reproducible`, which the contract names
 # `**options: Unpack[...]` is one argument: a TypedDict of what few calls need, whose names are known.
 WITH_OPTIONS = {
     "decode_attention": DecodeOptions, "paged_decode_attention": PagedDecodeOptions,

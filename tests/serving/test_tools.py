@@ -241,7 +241,7 @@ def scripted(monkeypatch, answer):
     """Let all requests answer with this text, by their tokens; its end is an eos token."""
     ids = [*byte_tokenizer()(answer)["input_ids"], 1]
     monkeypatch.setattr(Request, "takes_most_likely", False)
-    monkeypatch.setattr(Request, "choose", lambda self, logits: [ids[len(self.tokens)]])
+    monkeypatch.setattr(Request, "choose", lambda self, *_: [ids[len(self.tokens)]])
 
 
 def test_a_conversation_with_calls(client, server, monkeypatch):

@@ -167,7 +167,7 @@ class Tiles:
         """The logits [B, T, vocabulary] of the tokens that are wanted, from tiles."""
         places = self._kept
         if x.shape[0] != self.rows:  # only the tiles with these
-            tile = torch.searchsorted(torch.tensor(self._kept_tiles), places // self.size)
+            tile = torch.searchsorted(torch.tensor(self._kept_tiles, device=places.device), places // self.size)
             places = tile * self.size + places % self.size
         return x.flatten(0, 1)[places]
 

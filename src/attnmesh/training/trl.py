@@ -468,7 +468,7 @@ def _on_policy_outputs(trainer: Any, module: Any, inputs: dict[str, Tensor], con
     shape = len(answers), max(map(len, answers))
     ids, kept = prompts.new_full(shape, configuration.pad_token_id), torch.zeros_like(prompts[:1, :1]).repeat(shape)
     for row, answer in enumerate(answers):
-        ids[row, : len(answer)] = torch.tensor(answer)
+        ids[row, : len(answer)] = ids.new_tensor(answer)
         kept[row, : len(answer)] = 1
     labels = torch.cat([torch.full_like(prompts, IGNORED_LABEL), ids.masked_fill(kept == 0, IGNORED_LABEL)], 1)
     return torch.cat([prompts, ids], 1), torch.cat([inputs["prompt_attention_mask"], kept], 1), labels
@@ -493,9 +493,8 @@ def _distillation_loss(
     self.teacher_model.eval()
     with torch.no_grad():
         teacher = self.teacher_model(**local).logits
-    part = self.generalized_jsd_loss(
-        student, teacher, labels=labels, beta=self.beta, num_items_in_batch=torch.as_tensor(count).clamp(min=1)
-    )
+    items = torch.as_tensor(count, device=labels.device).clamp(min=1)
+    part = self.generalized_jsd_loss(student, teacher, labels=labels, beta=self.beta, num_items_in_batch=items)
     comm = ranks.cp.comm
     total = torch.stack(list(comm.all_gather(part.detach()[None], [(1,)] * comm.world))).sum()
     # The loss of the whole batch, with the gradient of this rank's part: DDP and FSDP2 divide by the number of ranks.
