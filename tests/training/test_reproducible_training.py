@@ -326,14 +326,3 @@ def test_models_have_the_bits_of_one_rank(kind):
     [one] = run_virtual(1, lambda comm: train(comm, template, Aligned(Striped(), 16)))
     for each in run_virtual(3, lambda comm: train(comm, template)):
         assert same_bits(each, one)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_on_a_gpu_do_not_depend_on_the_number_of_ranks(dtype):
-    template = model(hidden_size=256, intermediate_size=688, head_dim=64).to("cuda", dtype)
-    [one] = run_virtual(1, lambda comm: train(comm, template, steps=5))
-    for world, layout in ((2, Zigzag()), (3, Contiguous()), (4, Striped())):
-        for each in run_virtual(world, lambda comm, layout=layout: train(comm, template, Aligned(layout, 16), steps=5)):
-            assert same_bits(each, one)
