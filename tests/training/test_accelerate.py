@@ -100,7 +100,6 @@ SLOW = {
     "experts, tokens averaged on each device": (trainer_log, "mixtral", {"average_tokens_across_devices": False}),
     "experts in SFT": (sft_log, "mixtral", {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2}),
     "experts of GPT-OSS in SFT": (sft_log, "gpt_oss", {"router_aux_loss_coef": 0.5, "packing": False}),
-    "packed experts of GPT-OSS in SFT": (sft_log, "gpt_oss", {"router_aux_loss_coef": 0.5}),
     "experts of Qwen3-MoE in SFT": (sft_log, "qwen3_moe", {"router_aux_loss_coef": 0.5}),
     "experts in an own loop": (loop_log, "mixtral", {}),
     "streamed batches": (trainer_log, "mistral", {"streamed": True, "gradient_accumulation_steps": 2}),
