@@ -72,6 +72,7 @@ from attnmesh.ops.decode.gluon_common import (
     pool_descriptors,
     row_bounds,
     row_offsets,
+    scale_descriptor,
     shape_of,
     store_rows,
     update_raw_max,
@@ -80,15 +81,18 @@ from attnmesh.ops.decode.gluon_common import (
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
+from attnmesh.ops.gluon_widening import WORDS, widen, words_of
+from attnmesh.ops.storage import Quantized
 
 ROWS = 64  # of a tile: the rows of one matrix instruction
 TILES = DecodeTiles(rows=ROWS, keys=KEYS, warps=4, stages=2, resident=1)
 _ROWS, _KEYS, _QUARTER, _TAIL = gl.constexpr(ROWS), gl.constexpr(KEYS), gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
 _D_V = gl.constexpr(D_V)
-QUARTERS = 9  # of keys in shared memory
-_QUARTERS, _TAILS = gl.constexpr(QUARTERS), gl.constexpr(3)
+QUARTERS, WIDENED_QUARTERS = 9, 8  # of keys in shared memory, as they are stored or widened
+_CODES = gl.constexpr(2)  # quarters in 8 bits
+_TAILS = gl.constexpr(3)
 # Registers per thread; the score consumer has the rest of 512.
-_VALUE_CONSUMER, _PRODUCER = gl.constexpr(160), gl.constexpr(24)
+_VALUE_CONSUMER, _PRODUCER, _WIDENER = gl.constexpr(160), gl.constexpr(24), gl.constexpr(80)
 
 # A product leaves each lane two neighboring columns of a quarter at a time, so that an instruction that stores results
 # writes 16 bytes to each of eight rows. Lanes exchange such words until each has four of a row, and an instruction
@@ -138,16 +142,37 @@ class Barriers(NamedTuple):
     result_free: Any
 
 
+class Keys(NamedTuple):
+    """Where keys come from."""
+
+    main: Any
+    tail: Any
+    scales: Any
+    table: Any
+    table_stride: Any
+
+
+class Codes(NamedTuple):
+    """Shared memory of keys in 8 bits, and its barriers."""
+
+    quarters: Any
+    scales: Any  # of a tile
+    ready: Any
+    scales_ready: Any
+
+
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
     """Out and lse of a call whose `why_not` is None, in two launches."""
     shared = Schedule.of(call, state, TILES)
-    shape = shape_of(shared, ROWS, QUARTERS)
-    return launch_kernel(_attend_kernel, shared, pool_descriptors(call, shape.piece), shape, first_sequence)
+    scales = call.k.scales if isinstance(call.k, Quantized) else None
+    shape = shape_of(shared, ROWS, QUARTERS if scales is None else WIDENED_QUARTERS)
+    pools = (*pool_descriptors(call, shape.piece), None if scales is None else scale_descriptor(scales, shape.piece))
+    return launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def _attend_kernel(
-    k_main, k_tail, q, q_strides, table, table_stride, cur_pos, range_first, range_end,
+    k_main, k_tail, k_scales, q, q_strides, table, table_stride, cur_pos, range_first, range_end,
     out, out_strides, lse, lse_strides, part_out, part_lse, sinks,
     batch, kv_heads, capacity, window, partitions, max_splits, scale_log2,
     SHAPE: gl.constexpr, BATCH: gl.constexpr, EARLY: gl.constexpr,
@@ -160,13 +185,13 @@ def _attend_kernel(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_memory = gl.allocate_shared_memory(dtype, [3, _ROWS, _QUARTER], wide)
     q_tail = gl.allocate_shared_memory(dtype, [_ROWS, _TAIL], wide)
-    keys = gl.allocate_shared_memory(dtype, [_QUARTERS, 1, 1, _KEYS, _QUARTER], k_main.layout)
+    keys = gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, _QUARTER], gl.NVMMASharedLayout(128, 16, 4))
     tails = gl.allocate_shared_memory(dtype, [_TAILS, 1, 1, _KEYS, _TAIL], k_tail.layout)
     acc_scale = gl.allocate_shared_memory(gl.float32, [_TAILS, _ROWS], flat)
     weight = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
 
-    k_ready = allocate_barriers(_QUARTERS)
-    k_free = allocate_barriers(_QUARTERS)
+    k_ready = allocate_barriers(SHAPE.ring)
+    k_free = allocate_barriers(SHAPE.ring)
     tail_ready = allocate_barriers(_TAILS)
     scored = allocate_barriers(_TAILS)
     weights_ready = allocate_barriers(_TAILS)
@@ -189,42 +214,120 @@ def _attend_kernel(
     memory = Memory(q_memory, q_tail, keys, tails, acc_scale, weight)
     barriers = Barriers(k_ready, k_free, tail_ready, scored, weights_ready, result_ready, result_free)
     results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
-    gl.warp_specialize(
-        [
-            (_score, (q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE)),
-            (_add_values, (0, memory, barriers, sources, position, work, results, SHAPE)),
-            (_add_values, (1, memory, barriers, sources, position, work, results, SHAPE)),
-            (_load, (k_main, k_tail, table, table_stride, memory, barriers, sources, position, work, SHAPE)),
-        ],
-        [4, 4, 1],
-        [_VALUE_CONSUMER, _VALUE_CONSUMER, _PRODUCER],
-    )
+    source = Keys(k_main, k_tail, k_scales, table, table_stride)
+    if k_scales is None:
+        gl.warp_specialize(
+            [
+                (_score, (q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE)),
+                (_add_values, (0, memory, barriers, sources, position, work, results, SHAPE)),
+                (_add_values, (1, memory, barriers, sources, position, work, results, SHAPE)),
+                (_load, (source, memory, barriers, sources, position, work, SHAPE)),
+            ],
+            [4, 4, 1],
+            [_VALUE_CONSUMER, _VALUE_CONSUMER, _PRODUCER],
+        )
+    else:
+        codes_ready = allocate_barriers(_CODES)
+        scales_ready = allocate_barriers(1)
+        init_barriers(codes_ready, 1)
+        init_barriers(scales_ready, 1)
+        fence_async_shared()
+        codes = Codes(
+            gl.allocate_shared_memory(k_main.dtype, [_CODES, 1, 1, _KEYS, _QUARTER], k_main.layout),
+            gl.allocate_shared_memory(gl.float32, [1, 1, _KEYS, 4], k_scales.layout),
+            codes_ready,
+            scales_ready,
+        )
+        gl.warp_specialize(
+            [
+                (_score, (q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE)),
+                (_add_values, (0, memory, barriers, sources, position, work, results, SHAPE)),
+                (_add_values, (1, memory, barriers, sources, position, work, results, SHAPE)),
+                (_widen, (source, codes, memory, barriers, sources, position, work, SHAPE)),
+            ],
+            [4, 4, 4],
+            [_VALUE_CONSUMER, _VALUE_CONSUMER, _WIDENER],
+        )
+        invalidate_barriers((codes_ready, scales_ready))
     invalidate_barriers(barriers)
 
 
 @gluon.jit
-def _load(
-    k_main, k_tail, table, table_stride, memory, barriers, sources, position, work,
-    SHAPE: gl.constexpr,
-):  # fmt: skip
+def _load(source, memory, barriers, sources, position, work, SHAPE: gl.constexpr):
     """Lets the copy engine fetch the keys of every tile, as soon as there is room."""
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
         item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
-        table_row = table + position.sequence.to(gl.int64) * table_stride
+        table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
         for tile in range(item.tiles):
             key = item.begin + tile * _KEYS
             blocks = blocks_of(table_row, key, item, SHAPE)
             for quarter in gl.static_range(4):
-                slot = (4 * step + quarter) % _QUARTERS
-                mbarrier.wait(barriers.k_free.index(slot), ((4 * step + quarter) // _QUARTERS & 1) ^ 1)
+                slot = (4 * step + quarter) % SHAPE.ring
+                mbarrier.wait(barriers.k_free.index(slot), ((4 * step + quarter) // SHAPE.ring & 1) ^ 1)
                 ready = barriers.k_ready.index(slot)
-                fetch(k_main, memory.k.index(slot), ready, blocks, key, quarter * _QUARTER, work, SHAPE)
-            slot = step % _TAILS
-            ready = barriers.tail_ready.index(slot)
-            fetch(k_tail, memory.tails.index(slot), ready, blocks, key, 0, work, SHAPE)
+                fetch(source.main, memory.k.index(slot), ready, blocks, key, quarter * _QUARTER, work, SHAPE)
+            _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE)
             step += 1
         position = after(position, item)
+
+
+@gluon.jit
+def _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE: gl.constexpr):
+    slot = step % _TAILS
+    fetch(source.tail, memory.tails.index(slot), barriers.tail_ready.index(slot), blocks, key, 0, work, SHAPE)
+
+
+@gluon.jit
+def _widen(source, codes, memory, barriers, sources, position, work, SHAPE: gl.constexpr):
+    """Lets the copy engine fetch the keys of every tile in 8 bits, and writes them in 16 as soon as there is room."""
+    step = 0  # tiles so far, of all items
+    while position.at < position.stop:
+        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
+        key = item.begin
+        blocks = blocks_of(table_row, key, item, SHAPE)
+        if item.tiles > 0:
+            fetch(source.scales, codes.scales, codes.scales_ready.index(0), blocks, key, 0, work, SHAPE)
+            for quarter in gl.static_range(_CODES):
+                _fetch_codes(source, codes, 4 * step + quarter, blocks, key, quarter, work, SHAPE)
+            _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE)
+        for tile in range(item.tiles):
+            following = blocks_of(table_row, key + _KEYS, item, SHAPE)
+            more = tile + 1 < item.tiles
+            mbarrier.wait(codes.scales_ready.index(0), step & 1)
+            scale = codes.scales.reshape([_KEYS, 4])
+            scales = (
+                scale.slice(0, 1, dim=1).load(WORDS), scale.slice(1, 1, dim=1).load(WORDS),
+                scale.slice(2, 1, dim=1).load(WORDS), scale.slice(3, 1, dim=1).load(WORDS),
+            )  # fmt: skip
+            for quarter in gl.static_range(4):
+                at = 4 * step + quarter
+                mbarrier.wait(codes.ready.index(at % _CODES), at // _CODES & 1)
+                words = words_of(codes.quarters.index(at % _CODES)).load(WORDS)
+                group_barrier()  # all warps have read them
+                if quarter + _CODES < 4:
+                    _fetch_codes(source, codes, at + _CODES, blocks, key, quarter + _CODES, work, SHAPE)
+                elif more:
+                    if quarter + _CODES == 4:
+                        fetch(source.scales, codes.scales, codes.scales_ready.index(0), following, key + _KEYS, 0, work, SHAPE)
+                    _fetch_codes(source, codes, at + _CODES, following, key + _KEYS, quarter + _CODES - 4, work, SHAPE)
+                mbarrier.wait(barriers.k_free.index(at % SHAPE.ring), (at // SHAPE.ring & 1) ^ 1)
+                widen(words, scales[quarter], matrix(memory.k, at % SHAPE.ring))
+                fence_async_shared()
+                mbarrier.arrive(barriers.k_ready.index(at % SHAPE.ring), count=1)
+            step += 1
+            key += _KEYS
+            blocks = following
+            if more:  # the value consumers have read all of the tile before the last one
+                _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE)
+        position = after(position, item)
+
+
+@gluon.jit
+def _fetch_codes(source, codes, at, blocks, key, quarter: gl.constexpr, work, SHAPE: gl.constexpr):
+    slot = at % _CODES
+    fetch(source.main, codes.quarters.index(slot), codes.ready.index(slot), blocks, key, quarter * _QUARTER, work, SHAPE)
 
 
 @gluon.jit
@@ -245,7 +348,7 @@ def _score(
             raw_max = gl.zeros([_ROWS], gl.float32, down) + lowest_of(scale_log2)
             total = gl.full([_ROWS], 0.0, gl.float32, down)
             for tile in range(item.tiles):
-                scores = warpgroup_mma_wait(0, [_products(q_first, memory, barriers, step, grid)])
+                scores = warpgroup_mma_wait(0, [_products(q_first, memory, barriers, step, grid, SHAPE)])
                 mbarrier.arrive(barriers.scored.index(step % _TAILS), count=1)
                 key = item.begin + tile * _KEYS
                 raw_max, total = _weigh(
@@ -302,12 +405,12 @@ def _load_queries(q, q_strides, memory, sequence, work, grid: gl.constexpr, SHAP
 
 
 @gluon.jit
-def _products(q_first, memory, barriers, step, grid: gl.constexpr):
+def _products(q_first, memory, barriers, step, grid: gl.constexpr, SHAPE: gl.constexpr):
     """Starts the products of the queries with a tile of keys."""
     scores = gl.zeros([_ROWS, _KEYS], gl.float32, grid)
     for quarter in gl.static_range(4):
-        slot = (4 * step + quarter) % _QUARTERS
-        mbarrier.wait(barriers.k_ready.index(slot), (4 * step + quarter) // _QUARTERS & 1)
+        slot = (4 * step + quarter) % SHAPE.ring
+        mbarrier.wait(barriers.k_ready.index(slot), (4 * step + quarter) // SHAPE.ring & 1)
         queries = q_first if quarter == 0 else memory.q.index(quarter - 1)
         keys = matrix(memory.k, slot).permute([1, 0])
         scores = warpgroup_mma(queries, keys, scores, use_acc=quarter > 0, is_async=True)
@@ -365,7 +468,7 @@ def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, r
                     left = left * acc_scale[:, None]
                     right = right * acc_scale[:, None]
                 weights = matrix(memory.tails, slot)
-                near, far = (4 * step + PART) % _QUARTERS, (4 * step + PART + 2) % _QUARTERS
+                near, far = (4 * step + PART) % SHAPE.ring, (4 * step + PART + 2) % SHAPE.ring
                 left = warpgroup_mma(weights, matrix(memory.k, near), left, is_async=True)
                 left = warpgroup_mma_wait(0, [left])
                 mbarrier.arrive(barriers.k_free.index(near), count=1)
