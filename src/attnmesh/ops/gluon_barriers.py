@@ -29,6 +29,14 @@ def init_barriers(barriers, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def new_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers whose phases end with ARRIVALS arrivals. A fence must follow the last initialization."""
+    barriers = allocate_barriers(NUMBER)
+    init_barriers(barriers, ARRIVALS)
+    return barriers
+
+
+@gluon.jit
 def invalidate_barriers(barriers):
     """Invalidates every barrier of a tuple of their memories, when no group of warps uses any of them again."""
     for memory in gl.static_range(len(barriers)):

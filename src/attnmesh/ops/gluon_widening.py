@@ -1,4 +1,4 @@
-"""Widening latents from 8 bits (e4m3 with a scale per 128 of them, `fp8_ds_mla`) to 16 bits in shared memory, in Gluon."""
+"""Widening latents of `fp8_ds_mla`, e4m3 with a scale per 128 values, to 16 bits in shared memory, in Gluon."""
 
 # Kernels are written in Gluon's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -9,8 +9,8 @@ from triton.experimental.gluon import language as gl
 from attnmesh.ops.storage import LATENT_GROUP
 
 _KEYS, _GROUP = gl.constexpr(64), gl.constexpr(LATENT_GROUP)  # of a tile
-# Of the words of 64 keys, 128 columns each. A lane has 16 columns of a row; the eight that read or write together access
-# different banks.
+# Of the words of 64 keys, 128 columns each. A lane has 16 columns of a row. The eight lanes that access shared memory
+# together read different banks, and write to different banks.
 WORDS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [16, 0], [32, 0]], [[0, 4], [0, 8], [5, 0], [0, 16], [2, 0]], [[4, 0], [8, 0]], [],

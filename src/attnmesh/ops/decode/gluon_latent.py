@@ -55,6 +55,7 @@ from attnmesh.ops.decode.gluon_common import (
     D_V,
     KEYS,
     NOT_SPECIALIZED,
+    Keys,
     Results,
     Sources,
     after,
@@ -66,6 +67,7 @@ from attnmesh.ops.decode.gluon_common import (
     group_barrier,
     item_at,
     launch_kernel,
+    load_quarters,
     load_signed,
     locate_rows,
     matrix,
@@ -79,7 +81,7 @@ from attnmesh.ops.decode.gluon_common import (
     work_tile_of_program,
 )
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
 from attnmesh.ops.gluon_widening import WORDS, widen, words_of
 from attnmesh.ops.storage import Quantized
@@ -88,11 +90,10 @@ ROWS = 64  # of a tile: the rows of one matrix instruction
 TILES = DecodeTiles(rows=ROWS, keys=KEYS, warps=4, stages=2, resident=1)
 _ROWS, _KEYS, _QUARTER, _TAIL = gl.constexpr(ROWS), gl.constexpr(KEYS), gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
 _D_V = gl.constexpr(D_V)
-QUARTERS, WIDENED_QUARTERS = 9, 8  # of keys in shared memory, as they are stored or widened
-_CODES = gl.constexpr(2)  # quarters in 8 bits
+QUARTERS, WIDENED_QUARTERS = 9, 8  # of keys in shared memory, in 16 bits: as they are stored, or widened
 _TAILS = gl.constexpr(3)
 # Registers per thread; the score consumer has the rest of 512.
-_VALUE_CONSUMER, _PRODUCER, _WIDENER = gl.constexpr(160), gl.constexpr(24), gl.constexpr(80)
+_VALUE_CONSUMER, _PRODUCER, _WIDENING_PRODUCER = gl.constexpr(160), gl.constexpr(24), gl.constexpr(80)
 
 # A product leaves each lane two neighboring columns of a quarter at a time, so that an instruction that stores results
 # writes 16 bytes to each of eight rows. Lanes exchange such words until each has four of a row, and an instruction
@@ -128,6 +129,7 @@ class Memory(NamedTuple):
     tails: Any  # and then the weights [ROWS, KEYS]
     acc_scale: Any  # factor of the sums so far after a new maximum
     weight: Any  # of the sums at the end of an item
+    codes: Any  # where keys are widened
 
 
 class Barriers(NamedTuple):
@@ -142,20 +144,10 @@ class Barriers(NamedTuple):
     result_free: Any
 
 
-class Keys(NamedTuple):
-    """Where keys come from."""
-
-    main: Any
-    tail: Any
-    scales: Any
-    table: Any
-    table_stride: Any
-
-
 class Codes(NamedTuple):
     """Shared memory of keys in 8 bits, and its barriers."""
 
-    quarters: Any
+    quarters: Any  # two
     scales: Any  # of a tile
     ready: Any
     scales_ready: Any
@@ -190,132 +182,88 @@ def _attend_kernel(
     acc_scale = gl.allocate_shared_memory(gl.float32, [_TAILS, _ROWS], flat)
     weight = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
 
-    k_ready = allocate_barriers(SHAPE.ring)
-    k_free = allocate_barriers(SHAPE.ring)
-    tail_ready = allocate_barriers(_TAILS)
-    scored = allocate_barriers(_TAILS)
-    weights_ready = allocate_barriers(_TAILS)
-    result_ready = allocate_barriers(1)
-    result_free = allocate_barriers(1)
-    init_barriers(k_ready, 1)
-    init_barriers(k_free, 1)
-    init_barriers(tail_ready, 1)
-    init_barriers(scored, 1)
-    init_barriers(weights_ready, 1)
-    init_barriers(result_ready, 1)
-    init_barriers(result_free, 2)
+    barriers = Barriers(
+        k_ready=new_barriers(SHAPE.ring, 1),
+        k_free=new_barriers(SHAPE.ring, 1),
+        tail_ready=new_barriers(_TAILS, 1),
+        scored=new_barriers(_TAILS, 1),
+        weights_ready=new_barriers(_TAILS, 1),
+        result_ready=new_barriers(1, 1),
+        result_free=new_barriers(1, 2),
+    )
+    codes = None
+    if k_scales is not None:
+        codes = Codes(
+            gl.allocate_shared_memory(k_main.dtype, [2, 1, 1, _KEYS, _QUARTER], k_main.layout),
+            gl.allocate_shared_memory(gl.float32, [1, 1, 1, _KEYS, 4], k_scales.layout),
+            new_barriers(2, 1),
+            new_barriers(1, 1),
+        )
     fence_async_shared()
 
     sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
     work = work_tile_of_program(kv_heads, _ROWS, SHAPE)
-    position = first_position(
-        sources, work.partition.to(gl.int64), partitions, max_splits, SHAPE.tokens, SHAPE.unit, BATCH
-    )
-    memory = Memory(q_memory, q_tail, keys, tails, acc_scale, weight)
-    barriers = Barriers(k_ready, k_free, tail_ready, scored, weights_ready, result_ready, result_free)
-    results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
+    position = first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
+    memory = Memory(q_memory, q_tail, keys, tails, acc_scale, weight, codes)
     source = Keys(k_main, k_tail, k_scales, table, table_stride)
-    if k_scales is None:
-        gl.warp_specialize(
-            [
-                (_score, (q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE)),
-                (_add_values, (0, memory, barriers, sources, position, work, results, SHAPE)),
-                (_add_values, (1, memory, barriers, sources, position, work, results, SHAPE)),
-                (_load, (source, memory, barriers, sources, position, work, SHAPE)),
-            ],
-            [4, 4, 1],
-            [_VALUE_CONSUMER, _VALUE_CONSUMER, _PRODUCER],
-        )
-    else:
-        codes_ready = allocate_barriers(_CODES)
-        scales_ready = allocate_barriers(1)
-        init_barriers(codes_ready, 1)
-        init_barriers(scales_ready, 1)
-        fence_async_shared()
-        codes = Codes(
-            gl.allocate_shared_memory(k_main.dtype, [_CODES, 1, 1, _KEYS, _QUARTER], k_main.layout),
-            gl.allocate_shared_memory(gl.float32, [1, 1, _KEYS, 4], k_scales.layout),
-            codes_ready,
-            scales_ready,
-        )
-        gl.warp_specialize(
-            [
-                (_score, (q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE)),
-                (_add_values, (0, memory, barriers, sources, position, work, results, SHAPE)),
-                (_add_values, (1, memory, barriers, sources, position, work, results, SHAPE)),
-                (_widen, (source, codes, memory, barriers, sources, position, work, SHAPE)),
-            ],
-            [4, 4, 4],
-            [_VALUE_CONSUMER, _VALUE_CONSUMER, _WIDENER],
-        )
-        invalidate_barriers((codes_ready, scales_ready))
+    results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
+    WARPS: gl.constexpr = 1 if k_scales is None else 4
+    REGISTERS: gl.constexpr = _PRODUCER if k_scales is None else _WIDENING_PRODUCER
+    gl.warp_specialize(
+        [
+            (_score, (q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE)),
+            (_add_values, (0, memory, barriers, sources, position, work, results, SHAPE)),
+            (_add_values, (1, memory, barriers, sources, position, work, results, SHAPE)),
+            (
+                load_quarters if k_scales is None else _widen_quarters,
+                (source, memory, barriers, sources, position, work, SHAPE),
+            ),
+        ],
+        [4, 4, WARPS],
+        [_VALUE_CONSUMER, _VALUE_CONSUMER, REGISTERS],
+    )
     invalidate_barriers(barriers)
+    if k_scales is not None:
+        invalidate_barriers((codes.ready, codes.scales_ready))
 
 
 @gluon.jit
-def _load(source, memory, barriers, sources, position, work, SHAPE: gl.constexpr):
-    """Lets the copy engine fetch the keys of every tile, as soon as there is room."""
+def _widen_quarters(source, memory, barriers, sources, position, work, SHAPE: gl.constexpr):
+    """`load_quarters` of keys in 8 bits, two quarters ahead, which are widened as soon as there is room."""
+    RING: gl.constexpr = SHAPE.ring
+    codes = memory.codes
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
-        table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
-        for tile in range(item.tiles):
-            key = item.begin + tile * _KEYS
-            blocks = blocks_of(table_row, key, item, SHAPE)
-            for quarter in gl.static_range(4):
-                slot = (4 * step + quarter) % SHAPE.ring
-                mbarrier.wait(barriers.k_free.index(slot), ((4 * step + quarter) // SHAPE.ring & 1) ^ 1)
-                ready = barriers.k_ready.index(slot)
-                fetch(source.main, memory.k.index(slot), ready, blocks, key, quarter * _QUARTER, work, SHAPE)
-            _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE)
-            step += 1
-        position = after(position, item)
-
-
-@gluon.jit
-def _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE: gl.constexpr):
-    slot = step % _TAILS
-    fetch(source.tail, memory.tails.index(slot), barriers.tail_ready.index(slot), blocks, key, 0, work, SHAPE)
-
-
-@gluon.jit
-def _widen(source, codes, memory, barriers, sources, position, work, SHAPE: gl.constexpr):
-    """Lets the copy engine fetch the keys of every tile in 8 bits, and writes them in 16 as soon as there is room."""
-    step = 0  # tiles so far, of all items
-    while position.at < position.stop:
-        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        item = item_at(sources, position, SHAPE)
         table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
         key = item.begin
         blocks = blocks_of(table_row, key, item, SHAPE)
         if item.tiles > 0:
-            fetch(source.scales, codes.scales, codes.scales_ready.index(0), blocks, key, 0, work, SHAPE)
-            for quarter in gl.static_range(_CODES):
-                _fetch_codes(source, codes, 4 * step + quarter, blocks, key, quarter, work, SHAPE)
+            _fetch_codes(source, codes, 0, blocks, key, work, SHAPE)
+            _fetch_codes(source, codes, 1, blocks, key, work, SHAPE)
             _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE)
         for tile in range(item.tiles):
             following = blocks_of(table_row, key + _KEYS, item, SHAPE)
             more = tile + 1 < item.tiles
             mbarrier.wait(codes.scales_ready.index(0), step & 1)
-            scale = codes.scales.reshape([_KEYS, 4])
+            scale = matrix(codes.scales, 0)
             scales = (
                 scale.slice(0, 1, dim=1).load(WORDS), scale.slice(1, 1, dim=1).load(WORDS),
                 scale.slice(2, 1, dim=1).load(WORDS), scale.slice(3, 1, dim=1).load(WORDS),
             )  # fmt: skip
             for quarter in gl.static_range(4):
-                at = 4 * step + quarter
-                mbarrier.wait(codes.ready.index(at % _CODES), at // _CODES & 1)
-                words = words_of(codes.quarters.index(at % _CODES)).load(WORDS)
+                mbarrier.wait(codes.ready.index(quarter % 2), quarter // 2)
+                words = words_of(codes.quarters.index(quarter % 2)).load(WORDS)
                 group_barrier()  # all warps have read them
-                if quarter + _CODES < 4:
-                    _fetch_codes(source, codes, at + _CODES, blocks, key, quarter + _CODES, work, SHAPE)
+                if quarter < 2:
+                    _fetch_codes(source, codes, quarter + 2, blocks, key, work, SHAPE)
                 elif more:
-                    if quarter + _CODES == 4:
-                        fetch(source.scales, codes.scales, codes.scales_ready.index(0), following, key + _KEYS, 0, work, SHAPE)
-                    _fetch_codes(source, codes, at + _CODES, following, key + _KEYS, quarter + _CODES - 4, work, SHAPE)
-                mbarrier.wait(barriers.k_free.index(at % SHAPE.ring), (at // SHAPE.ring & 1) ^ 1)
-                widen(words, scales[quarter], matrix(memory.k, at % SHAPE.ring))
+                    _fetch_codes(source, codes, quarter - 2, following, key + _KEYS, work, SHAPE)
+                at = 4 * step + quarter
+                mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)
+                widen(words, scales[quarter], matrix(memory.k, at % RING))
                 fence_async_shared()
-                mbarrier.arrive(barriers.k_ready.index(at % SHAPE.ring), count=1)
+                mbarrier.arrive(barriers.k_ready.index(at % RING), count=1)
             step += 1
             key += _KEYS
             blocks = following
@@ -325,9 +273,18 @@ def _widen(source, codes, memory, barriers, sources, position, work, SHAPE: gl.c
 
 
 @gluon.jit
-def _fetch_codes(source, codes, at, blocks, key, quarter: gl.constexpr, work, SHAPE: gl.constexpr):
-    slot = at % _CODES
-    fetch(source.main, codes.quarters.index(slot), codes.ready.index(slot), blocks, key, quarter * _QUARTER, work, SHAPE)
+def _fetch_codes(source, codes, QUARTER: gl.constexpr, blocks, key, work, SHAPE: gl.constexpr):
+    """A quarter of a tile in 8 bits, and with the first the scales."""
+    if QUARTER == 0:
+        fetch(source.scales, codes.scales.index(0), codes.scales_ready.index(0), blocks, key, 0, work, SHAPE)
+    into, ready = codes.quarters.index(QUARTER % 2), codes.ready.index(QUARTER % 2)
+    fetch(source.main, into, ready, blocks, key, QUARTER * _QUARTER, work, SHAPE)
+
+
+@gluon.jit
+def _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE: gl.constexpr):
+    slot = step % _TAILS
+    fetch(source.tail, memory.tails.index(slot), barriers.tail_ready.index(slot), blocks, key, 0, work, SHAPE)
 
 
 @gluon.jit
@@ -341,7 +298,7 @@ def _score(
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        item = item_at(sources, position, SHAPE)
         if item.tiles > 0:
             row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
             q_first = _load_queries(q, q_strides, memory, position.sequence, work, grid, SHAPE)
@@ -454,7 +411,7 @@ def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, r
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        item = item_at(sources, position, SHAPE)
         if item.tiles > 0:
             left = gl.zeros([_ROWS, _QUARTER], gl.float32, grid)
             right = gl.zeros([_ROWS, _QUARTER], gl.float32, grid)
