@@ -427,24 +427,17 @@ def _grad_query_tile(
         begin, inner, edge, stop = key_phases(
             part_first, part_end, row_begin, tl.minimum(row_begin + ROWS, q_len), kv_len, CAUSAL, ROWS, KEYS
         )
-        before = 0
-        if ORDERED:  # masked tiles come before the others, too, not only after them
-            before = tl.cdiv(inner - begin, KEYS)
-            row_first, row_end = visible_keys(part_first, part_end, rows, q_len, kv_len, CAUSAL)
-            for index in range(before):
+        if ORDERED:  # one loop, and the same code for every tile
+            inner, edge = begin, begin
+        else:
+            for key_begin in range(inner, edge, KEYS):
                 acc = _add_key_tile(
                     acc, q_tile, grad_out_tile, row_lse, row_delta, k_head, k_strides[2], v_head, v_strides[2],
-                    begin + index * KEYS, kv_len, row_first, row_end,
-                    scale, softcap, slope, row_positions, k_positions, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
+                    key_begin, kv_len, None, None, scale, softcap, slope, row_positions, k_positions,
+                    KEYS, D, K_BLOCKS, DV, V_BLOCKS,
                 )  # fmt: skip
-        for key_begin in range(inner, edge, KEYS):
-            acc = _add_key_tile(
-                acc, q_tile, grad_out_tile, row_lse, row_delta, k_head, k_strides[2], v_head, v_strides[2],
-                key_begin, kv_len, None, None, scale, softcap, slope, row_positions, k_positions,
-                KEYS, D, K_BLOCKS, DV, V_BLOCKS,
-            )  # fmt: skip
         row_first, row_end = visible_keys(part_first, part_end, rows, q_len, kv_len, CAUSAL)
-        for index in range(before, edge_count(begin, inner, edge, stop, KEYS)):
+        for index in range(edge_count(begin, inner, edge, stop, KEYS)):
             acc = _add_key_tile(
                 acc, q_tile, grad_out_tile, row_lse, row_delta, k_head, k_strides[2], v_head, v_strides[2],
                 edge_tile(index, begin, inner, edge, KEYS), kv_len, row_first, row_end,
