@@ -36,6 +36,7 @@ from attnmesh.plan.shards import Piece, Shards, pieces
 class ReproducibleAllGather(AllGather):
     """The executor of "allgather" with reproducible=True. Its gradient of sinks is on rank 0, and 0 on other ranks."""
 
+    reproducible = True
     leaves: LeafPlan = field(kw_only=True)
     return_lse: bool = field(kw_only=True)
 
