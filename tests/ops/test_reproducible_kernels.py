@@ -68,13 +68,17 @@ def test_results_are_right_and_depend_neither_on_the_order_nor_on_the_rows_of_a_
     assert_same_bits(results(chunk, mask, at, **terms)[:3], [x[:, :, at] for x in whole[:3]])
 
 
-def test_nodes_of_the_tree_are_sums_of_their_leaves():
-    inputs = random_inputs(LENGTH, heads=(1, 1), batch=1)
-    dk, dv = results(inputs, Causal())[3:]
-    dk_first, dk_second, dv_first, dv_second = results(inputs, Causal(), nodes=(Node(0, 0), Node(0, 1)))[3:]
-    assert torch.equal(dk, dk_first + dk_second)
-    assert torch.equal(dv, dv_first + dv_second)
-    assert not dk_first[:, :, LEAF:].any()
+def test_nodes_of_the_tree_are_sums_of_the_leaves_of_a_call():
+    """The rows are the first and the third leaf: two nodes, of which the first sees fewer keys."""
+    inputs = random_inputs(2 * LEAF + 20, heads=(1, 1), batch=1)
+    at = torch.cat([torch.arange(LEAF), torch.arange(2 * LEAF, 2 * LEAF + 20)])
+    rows = [inputs[0][:, :, at], *inputs[1:3], *(x[:, :, at] for x in inputs[3:])]
+    dk, dv = results(rows, Causal(), at)[3:]
+    first_dk, third_dk, first_dv, third_dv = results(rows, Causal(), at, nodes=(Node(0, 0), Node(0, 2)))[3:]
+    assert torch.equal(dk, first_dk + third_dk)
+    assert torch.equal(dv, first_dv + third_dv)
+    assert not first_dk[:, :, LEAF:].any()
+    assert third_dk[:, :, LEAF:].any()
 
 
 def test_a_kernel_without_the_order_is_noticed(monkeypatch):

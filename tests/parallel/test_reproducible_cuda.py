@@ -12,7 +12,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.comm import Comm
 from attnmesh.core.tree import Node, TreeSum
-from attnmesh.ops.dense import reproducible, triton_backward, triton_forward
+from attnmesh.ops.dense import aligned_tiles, triton_backward, triton_forward
 from attnmesh.ops.dense.reproducible_kernels import KEYS
 from attnmesh.plan.leaves import leaf_size
 from attnmesh.testing.attention import (
@@ -200,7 +200,7 @@ def test_another_order_of_tiles_and_leaves_is_noticed(monkeypatch):
             assert_same_bits(results(inputs, mask, None), whole)
     whole = results(inputs, am.Full(), None)
     with monkeypatch.context() as patched:
-        patched.setattr(reproducible, "total", lambda nodes, root: chained(nodes))
+        patched.setattr(aligned_tiles, "total", lambda nodes, root: chained(nodes))
         patched.setattr(TreeSum, "add", lambda self, leaf, sums: self.nodes.update({Node(0, leaf): sums}))
         with pytest.raises(AssertionError, match="dk"):
             assert_same_bits(results(inputs, am.Full(), None), whole)

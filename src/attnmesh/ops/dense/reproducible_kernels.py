@@ -23,9 +23,9 @@ from attnmesh.core.state import State
 from attnmesh.core.tree import Node, TreeSum
 from attnmesh.core.visibility import Patch, Visibility, unseen_of
 from attnmesh.ops.dense import triton_backward, triton_forward
+from attnmesh.ops.dense.aligned_tiles import Gradients, Side, sum_of
 from attnmesh.ops.dense.call import Call, Result, Scores, loadable
 from attnmesh.ops.dense.gluon import Gluon
-from attnmesh.ops.dense.reproducible import Gradients, Side, sum_of
 from attnmesh.ops.dense.triton import Triton
 from attnmesh.ops.dense.triton_tiles import PLAIN, Bounds, ScoreTerms
 from attnmesh.ops.launch import Recent
