@@ -50,7 +50,7 @@ def forward(call: Call, sinks: Tensor | None) -> State:
     plan, scores = _plan(call), call.scores
     how: dict[str, Any] = {"terms": plan.terms(scores), "sinks": sinks, "out_dtype": call.q.dtype}
     kernel: Callable[..., State] = triton_forward.forward
-    if _GLUON.why_not(call) is None:
+    if _GLUON.why_not(call) is None and call.q.shape[3] <= 256:
         from attnmesh.ops.dense import gluon_forward
 
         kernel = gluon_forward.forward
