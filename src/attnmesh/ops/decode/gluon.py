@@ -17,8 +17,8 @@ _MANY_ROWS = range(64, 129)  # that `gluon_grouped` reads each key once for; mea
 class Gluon(Triton):
     """Backend for paged MLA: keys of 576 columns, of which the first 512 are the values.
 
-    `gluon_fp8` serves latents in 8 bits, `gluon_narrow` few rows (query heads and tokens of a KV head), `gluon_latent`
-    others.
+    `gluon_narrow` serves few rows (query heads and tokens of a KV head), `gluon_fp8` few rows over latents in 8 bits,
+    `gluon_latent` others.
     """
 
     name = "gluon"

@@ -1,4 +1,4 @@
-"""MLA decode on Hopper over latents in 8 bits (`fp8_ds_mla`): 512 values with four scales, and 64 of the rope part.
+"""MLA decode on Hopper for up to 32 rows over latents in 8 bits (`fp8_ds_mla`): 512 values, four scales, 64 of rope.
 
 As in `gluon_narrow`, keys are the rows of the matrix instructions and the queries their columns, 16 or 32. Keys stay in
 8 bits in shared memory, whose bandwidth is the limit when they are also written and read there in 16: each group of

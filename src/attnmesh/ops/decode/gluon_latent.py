@@ -15,6 +15,10 @@ items of its partition of the keys (see `gluon_common`), 64 keys at a time, by f
   shared memory;
 - two value consumers (four warps each) have two quarters of the output columns each, and add weights times values.
 
+Latents in 8 bits (`fp8_ds_mla`), of more than 32 rows, are widened once for the 64 rows of a tile: the producer then
+has four warps, fetches quarters in 8 bits and scales, and writes the quarters in 16 bits into a ring of eight. Products
+of values and scales are rounded to 16 bits, which is exact for scales that are powers of two.
+
 A group of warps cannot do anything else while it issues products, so that the tensor cores would be idle during every
 softmax. Therefore the value consumers multiply half of tile i at once, which makes room for the keys of tile i + 2, and
 the other half when the scores of tile i + 1 are done (`scored`): during the softmax of tile i + 1.
@@ -22,7 +26,7 @@ the other half when the scores of tile i + 1 are done (`scored`): during the sof
 Each tile of rows reads every key once. Tiles of the same KV head run at the same time, so that all but the first read
 keys from L2.
 
-Synchronization: a quarter (or tail) is `ready` when the copy engine has written it, and a quarter is `free` when the
+Synchronization: a quarter (or tail) is `ready` when the producer has written it, and a quarter is `free` when the
 value consumer that reads it last is done. When the quarters of tile i are free for tile i + 2, both
 value consumers are done with tile i - 1. So its tail, weights and `acc_scale` need no separate barriers.
 Barriers are waited for by the parity of their phase, counted over all items; waiting for the phase before the first
@@ -224,7 +228,7 @@ def _attend_kernel(
     )
     invalidate_barriers(barriers)
     if k_scales is not None:
-        invalidate_barriers((codes.ready, codes.scales_ready))
+        invalidate_barriers((memory.codes.ready, memory.codes.scales_ready))
 
 
 @gluon.jit
@@ -267,7 +271,7 @@ def _widen_quarters(source, memory, barriers, sources, position, work, SHAPE: gl
             step += 1
             key += _KEYS
             blocks = following
-            if more:  # the value consumers have read all of the tile before the last one
+            if more:  # whose slot was that of tile `step - 3`, which the value consumers are done with
                 _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE)
         position = after(position, item)
 
