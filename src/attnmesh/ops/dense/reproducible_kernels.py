@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attnmesh.core.state import State
 from attnmesh.core.tree import Node, TreeSum
-from attnmesh.core.visibility import Patch, Visibility, unseen_of
+from attnmesh.core.visibility import Visibility, unseen_of
 from attnmesh.ops.dense import triton_backward, triton_forward
 from attnmesh.ops.dense.aligned_tiles import Gradients, Side, sum_of
 from attnmesh.ops.dense.call import Call, Result, Scores, loadable
@@ -275,7 +275,7 @@ class _Given:
             yield number, _KeySums(grads[0], grads[1], keys.start)
 
 
-_known: Recent[tuple[Visibility, _Plan]] = Recent(32)
+_known: Recent[tuple[Visibility, _Plan]] = Recent(16)  # a forward, its backward, and the next layers
 
 
 def _plan(call: Call) -> _Plan:
@@ -284,10 +284,7 @@ def _plan(call: Call) -> _Plan:
     known = _known.get(key)
     if known is not None and known[0] is visibility:
         return known[1]
-    plan = _Plan.of(visibility, device)
-    if isinstance(visibility, Patch):
-        _known.add(key, (visibility, plan))
-    return plan
+    return _known.add(key, (visibility, _Plan.of(visibility, device)))[1]
 
 
 def _bounds(first: Tensor, end: Tensor, device: torch.device) -> Bounds:
