@@ -4,8 +4,7 @@ It does what `triton_select` does for rows with a summary. But every warp has a 
 number of an element among those that are taken needs no more than sums within its warp, and one exchange of the counts
 of all warps. A search exchanges one count of each warp per step, with one barrier.
 
-Rows that have too many candidates, because they are all alike, are
-selected from by `gluon_select`.
+Rows that have too many candidates, because they are all alike, are selected from by `gluon_select`.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
