@@ -37,8 +37,6 @@ class Gluon(Triton):
             return "triton is not installed (pip install 'attnmesh[triton]')"
         if not is_hopper(call.q.device):
             return "its kernels need a Hopper GPU (compute capability 9.0)"
-        if call.scores.alibi_slopes is not None:
-            return "its kernels do not take alibi_slopes"
         reason: str | None = _module(f"gluon_{part}").why_not(call.q, call.v)
         return reason
 
