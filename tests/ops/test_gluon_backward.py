@@ -134,6 +134,12 @@ def test_slopes(mask, how, tiles):
     Case(mask, alibi=True, **how).check(emulation(), tiles=tiles)
 
 
+def test_heads_run_in_sections():
+    torch.manual_seed(0)
+    Case("causal", 150, 300, (5, 5), batch=3).check(emulation(), tiles=BackwardTiles(section=4))
+    assert [gluon_backward._section(n) for n in (1, 16, 17, 64, 65, 192)] == [1, 16, 8, 8, 4, 4]
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "tiles",

@@ -26,6 +26,7 @@ _FULL_CAUSAL = 1.9  # programs per processor, which is idle when it has had a lo
 _FULL_CAUSAL_SHARED = 4.0  # of 64 keys
 _MOST_COLUMNS = 256  # of sums per key in registers, besides the scores of 64 rows
 _LONG = 16384  # rows, from which pairs of steps are not faster
+_CACHED = 40e6  # bytes of queries, grad_out and float32 gradients, which the L2 cache holds
 
 
 class BackwardTiles(NamedTuple):
@@ -34,7 +35,8 @@ class BackwardTiles(NamedTuple):
     `stages` of q and grad_out in shared memory. A program sums over `heads` query heads of a group (None: all of them;
     else programs add to grad_k and grad_v atomically). `paired`: ds is exchanged once in two steps, and a turn of the
     loop has two. `held`: keys and values stay in registers. `shared_keys`: a program has 64 keys, of which one
-    consumer has grad_v and the other grad_k, and `grad_out_stages`; for heads too wide for 128, always.
+    consumer has grad_v and the other grad_k, and `grad_out_stages`; for heads too wide for 128, always. Programs of
+    `section` KV heads, or shares of their groups, run together (None: of as many as the L2 cache serves).
     """
 
     stages: int = 2
@@ -43,6 +45,7 @@ class BackwardTiles(NamedTuple):
     held: bool = False
     shared_keys: bool = False
     grad_out_stages: int = 1
+    section: int | None = None
 
     @classmethod
     def pick(cls, q: Tensor, v: Tensor, *, causal: bool = False, slopes: Tensor | None = None) -> "BackwardTiles":
@@ -289,6 +292,9 @@ def _launch(
     members = tiles.heads or q_heads // kv_heads
     splits = q_heads // kv_heads // members
     streams = batch * kv_heads * splits
+    # Read twice in 16 bits; gradients are added in 32 bits.
+    cached = 2 * (q.numel() + grad_out.numel()) + 4 * q.numel() <= _CACHED
+    section = min(streams, tiles.section or (streams if cached else _section(streams)))
     needs_q, scores = grad_q is not None, grad_q is not None or grad_k is not None
     widths = _width(q), _width(v)
     shared_keys = scores and (tiles.shared_keys or _too_wide(*widths))
@@ -325,13 +331,18 @@ def _launch(
                 *blocks, lse, lse.stride(), delta, delta.stride(), part.first, part.end, part.strides[1], ranges,
                 grad_k, no_strides if grad_k is None else grad_k.stride()[:3],
                 grad_v, no_strides if grad_v is None else grad_v.stride()[:3],
-                q_len, kv_len, kv_heads, splits, members, streams, scale, *terms,
+                q_len, kv_len, kv_heads, splits, members, streams, section, scale, *terms,
             ),
             (q, k, v, grad_out, lse, delta, part.first, part.end, ranges, grad_q, grad_k, grad_v, *terms[1:]),
             SHAPE=shape, num_warps=4, launch_pdl=True,
         )  # fmt: skip
         launches.append(launch)
     return _Known(tuple(launches), keys, overwrite)
+
+
+def _section(streams: int) -> int:
+    """The KV heads, or shares of their groups, of which programs run together: no slower on an H200 than all."""
+    return streams if streams <= 16 else 8 if streams <= 64 else 4
 
 
 def _stages_of_values(key_width: int, value_width: int) -> int:

@@ -68,11 +68,11 @@ _TILE = gl.constexpr(TILE)
 _CONSUMER, _OTHER = gl.constexpr(240), gl.constexpr(24)  # registers per thread, of 504
 
 
-@gluon.jit(do_not_specialize=["q_len", "kv_len", "kv_heads", "splits", "members", "streams"])
+@gluon.jit(do_not_specialize=["q_len", "kv_len", "kv_heads", "splits", "members", "streams", "section"])
 def backward_kernel(
     q, grad_out, k, v, grad_q, lse, lse_strides, delta, delta_strides, first, end, bounds_stride, ranges,
     grad_k, grad_k_strides, grad_v, grad_v_strides,
-    q_len, kv_len, kv_heads, splits, members, streams, scale, softcap, slopes, q_positions, k_positions,
+    q_len, kv_len, kv_heads, splits, members, streams, section, scale, softcap, slopes, q_positions, k_positions,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """One program: the gradients of 64 or 128 keys, from one part of the mask."""
@@ -86,10 +86,13 @@ def backward_kernel(
     V_BLOCKS: gl.constexpr = SHAPE.v_blocks
     Q_BLOCK: gl.constexpr = SHAPE.q_block
     HALVES: gl.constexpr = 1 if SHAPE.shared_keys else 2  # tiles of 64 keys
-    # The tiles of all heads, longest first.
+    # The tiles of the heads of a section, longest first: programs of the same heads share rows in the L2 cache.
     tile_count = gl.cdiv(kv_len, HALVES * _TILE)
-    stream = gl.program_id(0) % streams
-    key_begin = gl.program_id(0) // streams * (HALVES * _TILE)
+    first_stream = gl.program_id(0) // (section * tile_count) * section
+    within = gl.program_id(0) % (section * tile_count)
+    together = gl.minimum(section, streams - first_stream)
+    stream = first_stream + within % together
+    key_begin = within // together * (HALVES * _TILE)
     kv_head = stream // splits % kv_heads
     batch = stream // splits // kv_heads
     head = stream % (splits * kv_heads) * members

@@ -122,7 +122,7 @@ class GluonTiles(NamedTuple):
     """Keys per tile, how many tiles of keys and of values are in flight, and the order of the work tiles.
 
     The work tiles of `section` KV heads come together, the longest first: they share keys in the L2 cache. None: the
-    work tiles of all heads, or of one head where the call is causal and long.
+    work tiles of all heads, or of one head where the call is causal and long, or has many heads or sequences.
     """
 
     keys: int
@@ -142,6 +142,7 @@ TILES = {
 _WIDTHS = sorted({width for widths in TILES for width in widths})
 _SHARED_BYTES = 226 * 1024  # for tiles; the rest of 227 KiB is for barriers and records
 _LONG = 32768  # rows, from which the keys of all heads do not stay in the L2 cache
+_CACHED = 100e6  # bytes of all keys and values, up to which the heads need not come one after another
 # Registers per thread; the first consumer has the rest.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(232), gl.constexpr(40)
 
@@ -241,7 +242,8 @@ def _first_launch(
     state_blocks = _descriptors(wide, pack, rows, value_blocks) if wide is not None and staged else [None, None]
     head_tiles = batch * (q_heads // pack)
     work_tiles = triton.cdiv(q_len, CONSUMERS * rows) * head_tiles
-    kv_section = tiles.section or (1 if causal and q_len >= _LONG else None)
+    apart = causal and (q_len >= _LONG or 2 * (k.numel() + v.numel()) > _CACHED)
+    kv_section = tiles.section or (1 if apart else None)
     section = head_tiles if kv_section is None else kv_section * (q_heads // kv_heads // pack)
     grid = (min(work_tiles, _processors(q)),)
     args = (
