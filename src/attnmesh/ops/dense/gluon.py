@@ -41,7 +41,7 @@ class Gluon(Triton):
             return "its kernels need a Hopper GPU (compute capability 9.0)"
         reason: str | None = _module(f"gluon_{part}").why_not(call.q, call.v)
         if reason is not None and part == "forward" and call.q.shape[3] >= _LATENT:
-            of_latents = _module("gluon_latent").why_not(call.q, call.k, call.v, softcap=call.scores.softcap)
+            of_latents = _module("gluon_latent").why_not(call.q, call.k, call.v, call.scores)
             reason = None if of_latents is None else f"{reason}, or latents, for which {of_latents}"
         return reason
 
