@@ -46,8 +46,7 @@ class Gluon(Triton):
         return reason
 
     def _forward(self, call: Call) -> Callable[..., State]:
-        is_tiled = _module("gluon_forward").why_not(call.q, call.v) is None
-        return _module("gluon_forward" if is_tiled else "gluon_latent").forward  # type: ignore[no-any-return]
+        return _module("gluon_latent" if call.q.shape[3] >= _LATENT else "gluon_forward").forward  # type: ignore[no-any-return]
 
     def _gradients(self) -> Callable[..., list[Tensor | None]]:
         gradients: Callable[..., list[Tensor | None]] = _module("gluon_backward").gradients

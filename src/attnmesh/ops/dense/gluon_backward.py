@@ -132,8 +132,9 @@ def backward(
     if grad_q is grad_k is grad_v is None:
         return
     visible = Bounds.of(bounds)
-    given = q, k, v, grad_out, lse, delta, visible.first, visible.end, *terms[1:]
-    how = scale, causal, overwrite, overwrite_keys, terms.softcap, tiles
+    given = q, k, v, grad_out, lse, delta, visible.first, visible.end
+    of_alibi = None if terms.slopes is None else signature(*terms[1:])
+    how = scale, causal, overwrite, overwrite_keys, terms.softcap, of_alibi, tiles
     key = signature(*given, grad_q, grad_k, grad_v), *how
     grads = grad_q, grad_k, grad_v
     known = _known.get(key)
@@ -187,7 +188,8 @@ def gradients(
     """The gradients of q, k and v, or None where they are not needed, in their dtype."""
     visible = Bounds.of(bounds)
     rows = q, k, v, grad_out, lse, delta
-    key = signature(*rows, visible.first, visible.end, *terms[1:]), needs, scale, causal, terms.softcap, tiles
+    of_alibi = None if terms.slopes is None else signature(*terms[1:])
+    key = signature(*rows, visible.first, visible.end), needs, scale, causal, terms.softcap, of_alibi, tiles
     known = None if deterministic else _known.get(key)
     once = False
     if known is not None:

@@ -187,8 +187,10 @@ def forward(
     in_place = state is not None and out_dtype == torch.float32
     state_out, state_lse = state or (None, None)
     sinks = None if sinks is None else sinks.contiguous()
-    given = q, k, v, visible.first, visible.end, state_out, state_lse, sinks, *terms[1:]
-    key = signature(*given), scale, causal, out_dtype, terms.softcap, tiles, pack
+    given = q, k, v, visible.first, visible.end, state_out, state_lse, sinks
+    alibi = terms[1:]
+    of_alibi = None if terms.slopes is None else signature(*alibi)
+    key = signature(*given), scale, causal, out_dtype, terms.softcap, of_alibi, tiles, pack
     launch = _known.get(key)
     if launch is None:
         loaded = loadable(q), loadable(k), loadable(v)
@@ -202,7 +204,7 @@ def forward(
             )  # fmt: skip
     result = state if state is not None and in_place else new_state(q, v.shape[3], out_dtype)
     if launch is not None:
-        launch(*given, *result)
+        launch(*given, *alibi, *result)
     elif result.out.numel():
         with torch.cuda.device_of(q):
             launch = _first_launch(

@@ -114,8 +114,8 @@ class ModelConfig:
     recurrent: RecurrentLayers | None = None
     attends: tuple[bool, ...] = ()  # whether a layer has attention; empty: all layers have
     attention_gate: bool = False  # whether outputs of attention are multiplied with a gate as wide as the queries
-    softcap: float | None = None  # of attention scores
-    sinks: bool = False  # whether heads have sinks
+    softcap: float | None = field(default=None, compare=False)  # of attention scores
+    sinks: bool = field(default=False, compare=False)  # whether heads have sinks
 
     def __post_init__(self) -> None:
         check_sizes(
@@ -387,8 +387,6 @@ def _model(fields: _Fields, name: str) -> ModelConfig:
         recurrent=recurrent,
         attends=() if all(attends) else attends,
         attention_gate=fields.text("model_type").startswith(_GATED),
-        softcap=fields.positive("attn_logit_softcapping"),
-        sinks=fields.text("model_type").startswith(_SINKS),
         latent=latent,
         experts=_experts(fields, heads.layers),
         weight_bits=_stored(fields),
@@ -420,6 +418,8 @@ def _heads(fields: _Fields, latent: LatentAttention | None = None) -> ModelConfi
         head_dim=latent.nope + latent.rope if latent else _head_dim(fields, q_heads, hidden),
         hidden=hidden,
         layers=fields.size("num_hidden_layers"),
+        softcap=fields.positive("attn_logit_softcapping"),
+        sinks=fields.text("model_type").startswith(_SINKS),
     )
 
 
