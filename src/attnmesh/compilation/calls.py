@@ -207,7 +207,7 @@ class Call:
         if layer.sinks:
             terms["sinks"] = torch.zeros(layer.q_heads, device=device, dtype=PLAIN[layer.dtype])
         if layer.alibi:
-            terms["alibi_slopes"] = torch.ones(layer.q_heads, device=device)
+            terms["alibi_slopes"] = torch.ones(layer.q_heads, device=device, dtype=torch.float32)
         return terms
 
     def _scale(self) -> float | None:
