@@ -305,6 +305,7 @@ def launch(visibility: str, dtype: str, head_dim: int, value_dim: int, how: dict
     """A case, in the process that compiles."""
     how = dict(how)
     softcap, needs_q, overwrite = how.pop("softcap", None), how.pop("needs_q", True), how.pop("overwrite", False)
+    ordered = how.pop("ordered", False)
     q, k = (torch.empty(1, heads, 256, head_dim, dtype=getattr(torch, dtype)) for heads in (8, 2))
     v, grad_out = (torch.empty(1, heads, 256, value_dim, dtype=getattr(torch, dtype)) for heads in (2, 8))
     rows = torch.empty(1, 8, 256, dtype=torch.float32)
@@ -313,7 +314,7 @@ def launch(visibility: str, dtype: str, head_dim: int, value_dim: int, how: dict
     gluon_backward.backward(
         q, k, v, grad_out, rows, rows, scale=0.1, causal=visibility == "causal", bounds=bounds,
         grad_q=grad_q if needs_q else None, grad_k=grad_k, grad_v=grad_v, overwrite=overwrite,
-        terms=ScoreTerms(softcap), tiles=BackwardTiles(**how),
+        terms=ScoreTerms(softcap), deterministic=ordered, tiles=BackwardTiles(**how),
     )  # fmt: skip
 
 
