@@ -461,7 +461,9 @@ class Machine:
         pace = {x: self.random.choice((0.02, 1.0, 1.0, 5.0)) for x in (*groups, self.land)}
         try:
             while not any(group.failure for group in groups):
-                able = [group for group in groups if not group.done and group.until()] + [self.land] * bool(self.landing)
+                able = [group for group in groups if not group.done and group.until()] + [self.land] * bool(
+                    self.landing
+                )
                 if not able:
                     break
                 chosen = self.random.choices(able, [pace[x] for x in able])[0]

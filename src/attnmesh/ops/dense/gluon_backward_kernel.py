@@ -317,8 +317,9 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                 products = finished[0]
                 mbarrier.arrive(barriers.q_free.index((step + STAGES - 1) % STAGES), count=1)
             weights, capped = weights_of(
-                products, row_lse, row_of(row, step, work, SHAPE), stage, my_keys, memory, work, scale, softcap, SHAPE, score_grid
-            )
+                products, row_lse, row_of(row, step, work, SHAPE), stage, my_keys, memory, work, scale, softcap,
+                SHAPE, score_grid,
+            )  # fmt: skip
             if SHAPE.values:
                 if not SHAPE.scores:
                     mbarrier.wait(barriers.grad_out_ready.index(stage), turn)

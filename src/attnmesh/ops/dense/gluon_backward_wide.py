@@ -59,8 +59,8 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
             row_lse = memory.lse.index(stage).slice(half * ROWS, ROWS).load(across)
             products = warpgroup_mma_wait(V_BLOCKS, [products])
             weights, capped = weights_of(
-                products, row_lse, row_of(row, step, work, SHAPE), stage, my_keys, memory, work, scale, softcap, SHAPE, score_grid,
-                half * ROWS, ROWS,
+                products, row_lse, row_of(row, step, work, SHAPE), stage, my_keys, memory, work, scale, softcap,
+                SHAPE, score_grid, half * ROWS, ROWS,
             )  # fmt: skip
             row_delta = memory.delta.index(stage).slice(half * ROWS, ROWS).load(across)
             grad_weights = warpgroup_mma_wait(0, [grad_weights])
@@ -155,8 +155,8 @@ def differentiate_values(memory, barriers, work, grads, scale, softcap, SHAPE: g
         products = warpgroup_mma_wait(1 if ROUNDS > 0 else 0, [products])
         weights, capped = weights_of(
             products, row_lse, row_of(row, step, work, SHAPE), stage, work.key_begin, memory, work, scale, softcap,
-            SHAPE, score_grid
-        )
+            SHAPE, score_grid,
+        )  # fmt: skip
         mbarrier.arrive(barriers.q_free.index(stage), count=1)
         # Weights are stored and loaded by threads, never by the matrix units or the copy engine: no fence is needed.
         # Stores come before loads: `arrive` is a barrier of this group's warps and then an arrival (release) of one
