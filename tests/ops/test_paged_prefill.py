@@ -297,3 +297,15 @@ def test_states_over_the_keys_of_every_rank_merge_to_the_whole(backend, monkeypa
 @pytest.mark.sweep
 def test_the_kernels_of_gpus():
     assert_exact([20, 13, 5], 13, window=11, sinks=True, backend="triton")
+
+
+def test_latents_are_read_once():
+    """Values that are features of the keys stay so: kernels may read them together."""
+    pool = torch.randn(4, 16, 1, 24)
+    kv = paged.PagedKV(pool, pool[..., :8], torch.tensor([[2, 0], [1, 3]], dtype=torch.int32))
+    keys, values = kv.read(range(3, 30), torch.float32)
+    assert values.data_ptr() == keys.data_ptr()
+    assert torch.equal(keys[1, 0], torch.cat([pool[1], pool[3]])[3:30, 0])
+    assert torch.equal(values, keys[..., :8])
+    apart = paged.PagedKV(pool, pool[..., :8].clone(), kv.block_table).read(range(3, 30), torch.float32)[1]
+    assert torch.equal(apart, values)

@@ -12,8 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
-from torch import Tensor
+
+class Sum(Protocol):
+    """A tensor, or what is added like one."""
+
+    def add_(self, other: Any, /) -> Any:
+        """Add in place, and return the sum."""
+
+
+T = TypeVar("T", bound=Sum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +60,23 @@ def cover(leaves: range) -> list[Node]:
     return nodes
 
 
-class TreeSum:
+class TreeSum(Generic[T]):
     """The sum of leaves that arrive in any order.
 
-    In ascending or descending order it holds one tensor per level of the tree at most, and one per gap between leaves.
+    In ascending or descending order it holds one value per level of the tree at most, and one per gap between leaves.
     """
 
     def __init__(self) -> None:
-        self.nodes: dict[Node, Tensor] = {}
+        self.nodes: dict[Node, T] = {}
 
-    def add(self, leaf: int, value: Tensor) -> None:
-        """Add a leaf. The tensor belongs to the sum from here on."""
+    def add(self, leaf: int, value: T) -> None:
+        """Add a leaf. The value belongs to the sum from here on."""
         node, nodes = Node(0, leaf), self.nodes
         while (neighbor := nodes.pop(Node(node.level, node.index ^ 1), None)) is not None:
             value, node = neighbor.add_(value), node.parent  # a + b has the bits of b + a
         nodes[node] = value
 
-    def covered(self, leaves: range) -> dict[Node, Tensor]:
+    def covered(self, leaves: range) -> dict[Node, T]:
         """The sums of the nodes that cover `leaves`, without those that have no leaf. All leaves must have arrived."""
         found = {}
         for node in cover(leaves):
@@ -77,8 +86,8 @@ class TreeSum:
         return found
 
 
-def total(nodes: Mapping[Node, Tensor], root: Node | None = None) -> Tensor:
-    """The sum of nodes that do not overlap: nodes of all ranks, or all that lie within `root`. Tensors may change."""
+def total(nodes: Mapping[Node, T], root: Node | None = None) -> T:
+    """The sum of nodes that do not overlap: nodes of all ranks, or all that lie within `root`. Values may change."""
     level, found = 0, dict(nodes)
     if not found:
         raise ValueError("nodes must not be empty")
@@ -88,13 +97,13 @@ def total(nodes: Mapping[Node, Tensor], root: Node | None = None) -> Tensor:
     return next(iter(found.values()))
 
 
-def _next_level(level: int, nodes: Iterable[tuple[Node, Tensor]]) -> dict[Node, Tensor]:
-    found: dict[Node, Tensor] = {}
+def _next_level(level: int, nodes: Iterable[tuple[Node, T]]) -> dict[Node, T]:
+    found: dict[Node, T] = {}
     for node, value in sorted(nodes, key=lambda item: item[0].leaves.start):
         if node.level > level:
             found[node] = value
         elif (left := found.get(node.parent)) is not None:
-            left.add_(value)
+            found[node.parent] = left.add_(value)
         else:
             found[node.parent] = value
     return found

@@ -172,7 +172,7 @@ class Engine:
             use_linear(model)
             self._forward = partial(run_in_one_call, _logits, model)
         self._forward_step: Callable[[Any, Tensor, Tensor], Tensor] = self._forward
-        if self.device.type == "cuda" and weights is None and not self.calls.recurrent:
+        if self.device.type == "cuda" and weights is None and not self.calls.recurrent and not reproducible:
             self.use_tensor_parallel()
             # What decides on the host, as the routing of experts may, cannot be captured. NCCL's messages can, but NCCL
             # does not destroy a communicator before the last graph with its messages: an engine that is still referred

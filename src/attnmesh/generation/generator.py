@@ -55,7 +55,7 @@ class Generator:
     it has the dtype of the model. All tokens, also tokens of the same prompt, attend to quantized keys and values, so
     the answers do not depend on ranks, chunks or prefix reuse. `prefill_chunk` is the most tokens of a prefill pass, by
     default a whole prompt; the first chunk of a prompt is divided over ranks by `layout`, and computed by `schedule`.
-    With `reproducible`, on a CPU, the logits of a token have the same bits on any number of ranks, in any chunks and
+    With `reproducible` the logits of a token have the same bits on any number of ranks, in any chunks and
     batches, and are those of reproducible training; see the page on reproducibility.
 
     `generate` answers prompts. `submit` takes one request at a time, and `step` computes the next tokens of all

@@ -39,9 +39,6 @@ def tile_size(layout: Layout) -> tuple[int, Layout]:
 
 def prepare(model: Any, calls: AttentionCalls, storage: str, size: int) -> None:
     """Let a model with whole weights compute tiles. Raises ValueError for a model that is not served."""
-    device = model.get_input_embeddings().weight.device
-    if device.type != "cpu":
-        raise ValueError(f"model must be on a CPU with reproducible=True, got {device}")
     if storage not in PLAIN:
         raise ValueError(
             f"storage must be None with reproducible=True, got {storage!r}: training has no quantized keys"
@@ -74,9 +71,10 @@ def prepare(model: Any, calls: AttentionCalls, storage: str, size: int) -> None:
 def _probed(model: Any, size: int, other: int) -> Tensor:
     """The logits of every second token of a tile without attention; the tokens between these are `other` ones."""
     config, at = text_config(model), torch.arange(size, device="cpu")
+    tiles = Tiles.of(at[None], size, 0, model.get_output_embeddings())
+    at = at.to(model.get_input_embeddings().weight.device)
     positions = (at % getattr(config, "max_position_embeddings", size))[None]
     ids = (at + other * (at % 2) * (1 + at)) % config.vocab_size
-    tiles = Tiles.of(at[None], size, 0, model.get_output_embeddings())
     return run_model(model, _Probe(tiles, positions), ids[None], positions)[0, ::2]
 
 

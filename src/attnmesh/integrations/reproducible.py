@@ -166,7 +166,7 @@ class _Leaf(torch.autograd.Function):
     """A weight for one leaf, whose gradient goes to the sum of that weight."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, sums: TreeSum, number: int) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, sums: TreeSum[Tensor], number: int) -> Tensor:
         ctx.sums, ctx.number = sums, number
         ctx.set_materialize_grads(False)
         return weight.view_as(weight)
@@ -233,7 +233,7 @@ class Call:
     name: str
     leaves: Leaves
     first_row: int
-    sums: dict[nn.Parameter, TreeSum]
+    sums: dict[nn.Parameter, TreeSum[Tensor]]
 
 
 @dataclass(eq=False)
@@ -463,7 +463,7 @@ class _UnitForward(_Forward):
             return None, []
         self.state.check_gradients(self.name)
         assert self.state.first_row is not None
-        sums = {weight: TreeSum() for _, _, weight in weights}
+        sums: dict[nn.Parameter, TreeSum[Tensor]] = {weight: TreeSum() for _, _, weight in weights}
         return Call(self.name, leaves, self.state.first_row(leaves.rows), sums), weights
 
     def _checked_output(self, out: Any, dim: int, size: int, tokens: int) -> list[Tensor]:
@@ -611,7 +611,8 @@ class _LeafwiseLoss:
 
     def _loss(self, logits: Tensor, labels: Tensor, items: Tensor | int, leaves: Leaves) -> Tensor:
         first_row = 0 if self.state.first_row is None else self.state.first_row(leaves.rows)
-        sums, parts = TreeSum(), []
+        sums: TreeSum[Tensor] = TreeSum()
+        parts: list[Tensor] = []
         for row, (row_logits, row_labels) in enumerate(zip(logits.split(1), labels.split(1), strict=True)):
             losses = _split(token_losses(row_logits[0], row_labels[0]), leaves.tokens, 0)
             for number, losses_of_leaf in zip(leaves.numbers(first_row + row), losses, strict=True):
@@ -695,7 +696,7 @@ class _Audit(TorchDispatchMode):
 # The sum over ranks.
 
 
-def covered(sums: TreeSum, nodes: Sequence[Node], like: Tensor) -> dict[Node, Tensor]:
+def covered(sums: TreeSum[Tensor], nodes: Sequence[Node], like: Tensor) -> dict[Node, Tensor]:
     """The sums of these nodes; zero where no leaf has arrived."""
     found = {}
     for node in nodes:

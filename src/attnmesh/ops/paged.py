@@ -101,10 +101,18 @@ class PagedKV:
         def gathered(pool: Stored) -> Tensor:
             return _gathered(pool, blocks, dtype)[:, begin : begin + len(keys)].transpose(1, 2)
 
-        if isinstance(self.v, Quantized) and self.v.rope is not None:  # latents, which have both
+        if self._has_latents:
             latents = gathered(self.k)
-            return latents, latents[..., : self.v.values.shape[-1]]
+            return latents, latents[..., : values_of(self.v).shape[-1]]
         return gathered(self.k), gathered(self.v)
+
+    @property
+    def _has_latents(self) -> bool:
+        """Whether values are features of the keys."""
+        if isinstance(self.k, Tensor) and isinstance(self.v, Tensor):
+            is_view = self.v.data_ptr() == self.k.data_ptr() and self.v.stride() == self.k.stride()
+            return is_view and self.v.shape[3] <= self.k.shape[3]
+        return isinstance(self.v, Quantized) and self.v.rope is not None
 
     def positions_per_part(self, dtype: torch.dtype) -> int:
         """The number of positions to read at a time: whole blocks."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from attnmesh.plan.allgather import GatherPlan, gather_plan, groups_that_fill, h
 class AllGather(Executor):
     """The executor of "allgather"."""
 
+    reproducible: ClassVar[bool] = False
     plan: GatherPlan
     backend: str
     comm: Comm
@@ -177,7 +178,9 @@ class _Program:
         self.patch, self._backend = plan.patch(comm.rank), executor.backend
         self._is_on_two_streams = q.is_cuda and not comm.shares_stream
         self._backends: dict[object, Backend | None] = {}
-        most = (groups_that_fill(plan.shards, q.shape[0], q.shape[1]),) if q.is_cuda else ()
+        most: tuple[int, ...] = ()
+        if q.is_cuda:
+            most = (groups_that_fill(plan.shards, q.shape[0], q.shape[1], reproducible=executor.reproducible),)
         groups = head_groups(k.shape[1], *most)
         self.layout, self.own_rows = RowLayout.of(k, v), k.shape[2]
         largest = self.layout.with_heads(max(map(len, groups)))

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,17 +25,18 @@ from attnmesh.ops.dense.call import Call, Grads, Result, Scores, contiguous_last
 from attnmesh.ops.dense.reproducible import gradients, sink_gradients, sum_of_sequences
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.parallel.allgather import AllGather, PendingRows, ReceivedRows, other_ranks, receive
-from attnmesh.parallel.executor import Executor, ExecutorConfig, RowLayout
+from attnmesh.parallel.executor import Executor, ExecutorConfig, RowLayout, copy_rows
 from attnmesh.parallel.ulysses import Ulysses, UlyssesAllGather
 from attnmesh.plan.allgather import gather_plan
 from attnmesh.plan.leaves import LeafPlan, leaf_plan, leaf_size
-from attnmesh.plan.shards import Shards, pieces
+from attnmesh.plan.shards import Piece, Shards, pieces
 
 
 @dataclass(frozen=True)
 class ReproducibleAllGather(AllGather):
     """The executor of "allgather" with reproducible=True. Its gradient of sinks is on rank 0, and 0 on other ranks."""
 
+    reproducible = True
     leaves: LeafPlan = field(kw_only=True)
     return_lse: bool = field(kw_only=True)
 
@@ -124,45 +128,69 @@ class ReproducibleAllGather(AllGather):
         self, call: Call, dk: Sequence[Tensor | None], dv: Sequence[Tensor | None], own_rows: int
     ) -> Tensor:  # fmt: skip
         """Send each node of this rank to the owners of the keys; the sum of the nodes of all ranks for own keys."""
-        plan, comm = self.leaves, self.comm
-        nodes, keys, rank = plan.nodes, plan.given.keys, comm.rank
+        comm, messages = self.comm, self._node_messages
         layout, dtype, device = RowLayout.of(call.k, call.v), accumulation_dtype(call.k.dtype), call.k.device
         sends, recvs, nbytes = [], [], 0
-        parts: dict[Node, Tensor] = {}
+        parts: list[dict[Node, Tensor]] = [{} for _ in messages.runs]  # for each run of own keys
 
         def add(node: Node, rows: range, value: Tensor) -> None:
-            if node not in parts:
-                parts[node] = torch.zeros(layout.shape(own_rows), dtype=dtype, device=device)
-            parts[node][rows.start : rows.stop] = value
+            for run, nodes in zip(messages.runs, parts, strict=True):
+                if rows == run:
+                    nodes[node] = value
+                elif rows.start in run:
+                    if node not in nodes:
+                        nodes[node] = torch.zeros(layout.shape(len(run)), dtype=dtype, device=device)
+                    nodes[node][rows.start - run.start : rows.stop - run.start] = value
 
-        for node, *sums in zip(nodes[rank], dk, dv, strict=True):
-            # Of the keys that were gathered, those that the node sees.
-            at = torch.cat([_indices(piece.to) for piece in pieces(plan.seen(node), self.plan.needed(rank))])
-            seen = torch.zeros(layout.shape(len(at)), dtype=dtype, device=device)
-            for view, x in zip(layout.parts(range(len(at))), sums, strict=True):
-                if x is not None:
-                    torch.as_strided(seen, *view).copy_(x[:, :, at.to(device)])
-            for target in range(comm.world):
-                for piece in pieces(keys[target], plan.seen(node)):
-                    value = torch.as_strided(seen, *layout.rows(piece.to))
-                    if target == rank:
-                        add(node, piece.rows, value)
-                    elif layout.elements:
-                        sends.append((value.contiguous(), target))
-                        nbytes += value.numel() * dtype.itemsize
+        for sent, *sums in zip(messages.sent, dk, dv, strict=True):
+            seen = torch.empty(layout.shape(sent.rows), dtype=dtype, device=device)
+            for view, x in zip(layout.parts(range(sent.rows)), sums, strict=True):
+                part, at = torch.as_strided(seen, *view), 0
+                if x is None:
+                    part.zero_()
+                    continue
+                for rows in sent.seen:
+                    copy_rows(part[:, :, at : at + len(rows)], x[:, :, rows.start : rows.stop : rows.step])
+                    at += len(rows)
+            for piece in sent.kept:
+                add(sent.node, piece.rows, torch.as_strided(seen, *layout.rows(piece.to)))
+            for piece, target in sent.pieces if layout.elements else ():
+                value = torch.as_strided(seen, *layout.rows(piece.to))
+                sends.append((value.contiguous(), target))
+                nbytes += value.numel() * dtype.itemsize
         arriving = []
-        for source in other_ranks(comm) if layout.elements else ():
-            for node in nodes[source]:
-                for piece in pieces(keys[rank], plan.seen(node)):
-                    buffer = comm.buffer(layout.shape(len(piece.rows)), dtype=dtype, device=device)
-                    recvs.append((buffer, source))
-                    arriving.append((node, piece.rows, buffer))
+        for node, rows, source in messages.received if layout.elements else ():
+            buffer = comm.buffer(layout.shape(len(rows)), dtype=dtype, device=device)
+            recvs.append((buffer, source))
+            arriving.append((node, rows, buffer))
         post(comm, sends, recvs, nbytes).wait()
         for node, rows, buffer in arriving:
             add(node, rows, buffer)
-        if not parts:
-            return torch.zeros(layout.shape(own_rows), dtype=dtype, device=device)
-        return total(parts).add_(0.0)  # 0.0 for -0.0, which depends on the nodes that have rows of zeros
+        found = torch.zeros(layout.shape(own_rows), dtype=dtype, device=device)
+        for run, nodes in zip(messages.runs, parts, strict=True):
+            if nodes:  # 0.0 for -0.0, which depends on the nodes that have rows of zeros
+                torch.add(total(nodes), 0.0, out=found[run.start : run.stop])
+        return found
+
+    @cached_property
+    def _node_messages(self) -> _NodeMessages:
+        plan, rank = self.leaves, self.comm.rank
+        keys, gathered = plan.given.keys, self.plan.needed(rank)
+        sent = []
+        for node in plan.nodes[rank]:
+            seen = plan.seen(node)
+            rows = ranges.merged(piece.to for piece in pieces(seen, gathered))
+            to = [(piece, target) for target in other_ranks(self.comm) for piece in pieces(keys[target], seen)]
+            sent.append(_SentNode(node, rows, pieces(keys[rank], seen), tuple(to)))
+        received = (
+            (node, piece.rows, source)
+            for source in other_ranks(self.comm)
+            for node in plan.nodes[source]
+            for piece in pieces(keys[rank], plan.seen(node))
+        )
+        ends = list(accumulate(map(len, keys[rank]), initial=0))
+        runs = tuple(range(start, stop) for start, stop in pairwise(ends))
+        return _NodeMessages(runs, tuple(sent), tuple(received))
 
     def _sink_gradient(self, saved: tuple[Tensor, ...], result: Result, scores: Scores, sinks: Tensor) -> Tensor:
         """The whole gradient on rank 0, and 0 on other ranks, so that any sum over ranks has the same bits."""
@@ -276,5 +304,23 @@ class ReproducibleUlyssesAllGather(ReproducibleUlysses, UlyssesAllGather):
     """The executor of "ulysses+allgather" with reproducible=True."""
 
 
-def _indices(rows: range) -> Tensor:
-    return torch.arange(rows.start, rows.stop, rows.step, device="cpu")
+class _SentNode(NamedTuple):
+    """A node of this rank: the gathered keys that its queries see, and which of them whom belong to."""
+
+    node: Node
+    seen: tuple[range, ...]
+    kept: tuple[Piece, ...]
+    pieces: tuple[tuple[Piece, int], ...]
+
+    @property
+    def rows(self) -> int:
+        """The number of keys."""
+        return sum(map(len, self.seen))
+
+
+class _NodeMessages(NamedTuple):
+    """The nodes that a rank sends, and the rows of its own keys, which are in runs, that it receives nodes for."""
+
+    runs: tuple[range, ...]
+    sent: tuple[_SentNode, ...]
+    received: tuple[tuple[Node, range, int], ...]

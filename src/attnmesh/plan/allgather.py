@@ -95,7 +95,11 @@ def head_groups(kv_heads: int, groups: int = _MAX_HEAD_GROUPS) -> list[range]:
     return [range(a, b) for a, b in pairwise(edges)]
 
 
-def groups_that_fill(shards: Shards, batch: int, q_heads: int) -> int:
-    """How many groups of heads keep a GPU busy in each; the same on every rank."""
+def groups_that_fill(shards: Shards, batch: int, q_heads: int, *, reproducible: bool = False) -> int:
+    """How many groups of heads keep a GPU busy in each; the same on every rank.
+
+    With reproducible=True every leaf of rows is a launch of its own, for which more groups leave too few heads.
+    """
     rows = sum(map(ranges.size, shards.queries)) // shards.world
-    return max(1, min(_MAX_HEAD_GROUPS, batch * q_heads * rows // (_TILE * _TILES_PER_GROUP)))
+    most = 2 if reproducible else _MAX_HEAD_GROUPS
+    return max(1, min(most, batch * q_heads * rows // (_TILE * _TILES_PER_GROUP)))

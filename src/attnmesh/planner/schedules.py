@@ -489,7 +489,8 @@ def workload_head_groups(workload: Workload, shards: Shards, shape: Shape) -> li
     """The groups of kv heads on the workload's device."""
     if workload.device == "cpu":
         return head_groups(shape.kv_heads)
-    return head_groups(shape.kv_heads, groups_that_fill(shards, shape.batch, shape.q_heads))
+    most = groups_that_fill(shards, shape.batch, shape.q_heads, reproducible=workload.reproducible)
+    return head_groups(shape.kv_heads, most)
 
 
 # Rounds: a group of kv heads per round, its keys one round ahead of its attention.

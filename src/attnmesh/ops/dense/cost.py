@@ -39,12 +39,14 @@ _FORWARD: dict[tuple[int, int], dict[int, Rates]] = {
     },
     (192, 128): {8192: Rates(0, 434, 623)},
     (256, 256): {8192: Rates(270, 499, 621)},  # aten: FlashAttention-2, as in the backward
+    (576, 512): {8192: Rates(0, 202, 603)},  # gluon: values that are features of the keys
 }
 _BACKWARD: dict[tuple[int, int], dict[int, Rates]] = {
     (64, 64): {8192: Rates(390, 244, 450)},
     (128, 128): {2048: Rates(322, 192, 355), 8192: Rates(478, 324, 497), 32768: Rates(535, 378, 521)},
     (192, 128): {8192: Rates(0, 296, 425)},
     (256, 256): {8192: Rates(234, 201, 380)},
+    (576, 512): {8192: Rates(0, 80, 0)},
 }
 _GLUON_WIDTHS = (64, 96, 128, 192, 256)  # of its tiles: other head dims take the next width
 _SHORT = 512  # queries and keys

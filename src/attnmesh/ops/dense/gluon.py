@@ -14,9 +14,11 @@ from attnmesh.ops.dense.triton import Triton, _module
 from attnmesh.ops.launch import is_hopper
 from attnmesh.utils.optional import installed
 
+_LATENT = 512  # features of a key, from which `gluon_latent` may serve it
+
 
 class Gluon(Triton):
-    """Backend on the kernels in `gluon_forward` and `gluon_backward`.
+    """Backend on the kernels in `gluon_forward`, `gluon_latent` and `gluon_backward`.
 
     The order in which gradients of queries are summed differs between runs, unless `torch.use_deterministic_algorithms`
     is on.
@@ -40,10 +42,14 @@ class Gluon(Triton):
         if call.scores.alibi_slopes is not None:
             return "its kernels do not take alibi_slopes"
         reason: str | None = _module(f"gluon_{part}").why_not(call.q, call.v)
+        if reason is not None and part == "forward" and call.q.shape[3] >= _LATENT:
+            of_latents = _module("gluon_latent").why_not(call.q, call.k, call.v, softcap=call.scores.softcap)
+            reason = None if of_latents is None else f"{reason}, or latents, for which {of_latents}"
         return reason
 
-    def _forward(self) -> Callable[..., State]:
-        return _module("gluon_forward").forward  # type: ignore[no-any-return]
+    def _forward(self, call: Call) -> Callable[..., State]:
+        is_tiled = _module("gluon_forward").why_not(call.q, call.v) is None
+        return _module("gluon_forward" if is_tiled else "gluon_latent").forward  # type: ignore[no-any-return]
 
     def _gradients(self) -> Callable[..., list[Tensor | None]]:
         gradients: Callable[..., list[Tensor | None]] = _module("gluon_backward").gradients

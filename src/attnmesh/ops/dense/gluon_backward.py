@@ -100,7 +100,7 @@ def backward(
     *,
     scale: float,
     causal: bool,
-    bounds: tuple[Tensor, Tensor] | None,
+    bounds: tuple[Tensor, Tensor] | Bounds | None,
     grad_q: Tensor | None = None,
     grad_k: Tensor | None = None,
     grad_v: Tensor | None = None,
@@ -167,7 +167,7 @@ def backward(
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, *, needs: tuple[bool, bool, bool],
-    scale: float, causal: bool, bounds: tuple[Tensor, Tensor] | None, terms: ScoreTerms = PLAIN,
+    scale: float, causal: bool, bounds: tuple[Tensor, Tensor] | Bounds | None, terms: ScoreTerms = PLAIN,
     deterministic: bool = False, tiles: BackwardTiles | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients of q, k and v, or None where they are not needed, in their dtype."""

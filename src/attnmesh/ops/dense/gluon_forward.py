@@ -159,7 +159,7 @@ def forward(
     *,
     scale: float,
     causal: bool,
-    bounds: tuple[Tensor, Tensor] | None,
+    bounds: tuple[Tensor, Tensor] | Bounds | None,
     state: State | None,
     out_dtype: torch.dtype,
     terms: ScoreTerms = PLAIN,

@@ -1,5 +1,7 @@
 """Attention whose bits do not depend on which rows and keys are in a call: on ranks, layouts, chunks or the batch.
 
+Here is what runs on a CPU, and the choice; `reproducible_kernels` runs on a GPU, with the same idea and other tiles.
+
 Rows and keys are cut into tiles that are aligned to their positions, absent ones are hidden zeros, and every product
 has the shape of whole tiles. A row reduces its keys in ascending tiles. A tile that it does not see changes nothing:
 its largest score stays, and zeros are added. Gradients of keys are sums over leaves of rows in the tree of `core.tree`.
@@ -11,25 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.core.tree import Node, TreeSum, total
+from attnmesh.core.state import State
+from attnmesh.core.tree import Node, TreeSum
 from attnmesh.core.visibility import unseen_of
+from attnmesh.ops.dense.aligned_tiles import Gradients, Side, sum_of
 from attnmesh.ops.dense.call import Call, Grads, Result, Scores
 from attnmesh.ops.merge import StateAccumulator
 from attnmesh.plan.leaves import leaf_size
+from attnmesh.utils.optional import require
 
 ROWS, KEYS = 32, 128
 """Query rows and keys of a tile on a CPU, for every head dim and dtype."""
 LEAF = leaf_size("cpu")
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_WIDTH = 16  # of which rows have a multiple: a product with one column would be summed in another order
 _MAX_SCORES = 1 << 20  # in memory at a time
 _WHOLE: tuple[None] = (None,)
 
@@ -41,8 +43,11 @@ class Reproducible:
 
     def why_not(self, call: Call) -> str | None:
         """The reason why this backend cannot serve the forward; None if it can."""
+        if call.q.is_cuda:
+            reason: str | None = _kernels().why_not(call)
+            return reason
         if call.q.device.type != "cpu":
-            return f"it runs on a CPU, not on {call.q.device}"
+            return f"it runs on a CPU and on CUDA, not on {call.q.device}"
         return None if call.q.dtype in _DTYPES else f"it takes fp16, bf16, fp32 and fp64, not {call.q.dtype}"
 
     def backward_why_not(self, call: Call, *, grad_lse: bool = False) -> str | None:
@@ -54,7 +59,7 @@ class Reproducible:
 
     def forward(self, call: Call, total: StateAccumulator) -> None:
         """Completes `total`, which must have no other part."""
-        total.complete(_forward(call, total.sinks))
+        total.complete(_kernels().forward(call, total.sinks) if call.q.is_cuda else _forward(call, total.sinks))
 
     def backward(self, call: Call, result: Result, grads: Grads) -> None:
         """Adds the gradients of this call to `grads`."""
@@ -65,18 +70,13 @@ class Reproducible:
                 grad.add(part)
 
 
-class Gradients(NamedTuple):
-    """dq, and for each node of the tree over rows what its rows add to dk and dv; None where not needed."""
-
-    q: Tensor | None
-    k: Sequence[Tensor | None]
-    v: Sequence[Tensor | None]
-
-
 def gradients(
     call: Call, result: Result, needs: Sequence[bool], nodes: Sequence[Node | None] = _WHOLE
 ) -> Gradients:  # fmt: skip
-    """The gradients of a call in the accumulation dtype. A node is of leaves of LEAF positions; None is all rows."""
+    """The gradients of a call in the accumulation dtype. A node is of leaves of `leaf_size`; None is all rows."""
+    if call.q.is_cuda:
+        found: Gradients = _kernels().gradients(call, result, needs, nodes)
+        return found
     problem = _Problem.of(call, LEAF)
     q, k, v = problem.tensors()
     out, grad_out = (problem.rows.pack(x) for x in (result.out, result.grad_out))
@@ -101,7 +101,7 @@ def gradients(
 
     with torch.autocast(q.device.type, enabled=False):
         for at in range(len(problem.keys.tiles)):
-            trees = TreeSum(), TreeSum()
+            trees: tuple[TreeSum[Tensor], TreeSum[Tensor]] = TreeSum(), TreeSum()
             for rows, hidden in problem.chunks_of(at, leaves):
                 tile_k, tile_v = k[:, :, at], v[:, :, at]
                 tiles_q, tiles_grad = q[:, :, rows], grad_out[:, :, rows]
@@ -126,7 +126,7 @@ def gradients(
                                 tree.add(number // leaves, parts[:, :, i].clone())
             for tree, per_node in zip(trees, sums, strict=True):
                 for node, target in zip(nodes, per_node, strict=True):
-                    added = _sum_of(tree, node)
+                    added = sum_of(tree, node)
                     if target is not None and added is not None:
                         target[:, :, at] = added
     # An absent row adds 0 to a sum, which changes the sign of a zero: -0.0 becomes 0.0.
@@ -143,25 +143,32 @@ def sink_gradients(
     call: Call, result: Result, sinks: Tensor, nodes: Sequence[Node | None] = _WHOLE
 ) -> list[Tensor]:  # fmt: skip
     """What the rows of each node add to the gradient of `sinks` [Hq], in the accumulation dtype: [B, Hq] each."""
-    rows = _Side.of(call.visibility.positions(_CPU)[0], LEAF, LEAF)
-    out, grad_out = (rows.pack(x) for x in (result.out, result.grad_out))
-    delta = (out * grad_out).sum(-1)
-    if result.grad_lse is not None:
-        delta -= rows.pack_column(result.grad_lse)
+    leaf = leaf_size(call.q.device.type)
+    rows = Side.of(call.visibility.positions(_CPU)[0], leaf, leaf)
+    if call.q.is_cuda:
+        delta = rows.pack_column(_kernels().deltas(result))
+    else:
+        out, grad_out = (rows.pack(x) for x in (result.out, result.grad_out))
+        delta = (out * grad_out).sum(-1)
+        if result.grad_lse is not None:
+            delta -= rows.pack_column(result.grad_lse)
     lse = rows.pack_column(result.lse, absent=torch.inf)
     weights = torch.exp(sinks.detach().to(lse.dtype)[:, None, None] - lse.masked_fill(lse.isinf(), 0.0))
-    by_leaf = (-(weights * delta)).masked_fill_(lse.isinf(), 0.0).sum(-1)  # whole leaves: always so many terms
-    tree = TreeSum()
+    terms = (-(weights * delta)).masked_fill_(lse.isinf(), 0.0)
+    by_leaf = _sum_of_halves(terms) if terms.is_cuda else terms.sum(-1)  # whole leaves: always so many terms
+    tree: TreeSum[Tensor] = TreeSum()
     for at, number in enumerate(rows.tiles):
         tree.add(number, by_leaf[:, :, at].clone())
-    sums = (_sum_of(tree, node) for node in nodes)
+    sums = (sum_of(tree, node) for node in nodes)
     return [by_leaf.new_zeros(by_leaf.shape[:2]) if x is None else x.add_(0.0) for x in sums]
 
 
-def _sum_of(tree: TreeSum, node: Node | None) -> Tensor | None:
-    """The sum of the leaves of a node, or of all; None if none has arrived."""
-    parts = {part: x for part, x in tree.nodes.items() if node is None or part.leaves.start in node.leaves}
-    return total(parts, node) if parts else None
+def _sum_of_halves(x: Tensor) -> Tensor:
+    """The sum over the last dimension, a power of two: a CUDA kernel's own order of sums depends on all dimensions."""
+    while x.shape[-1] > 1:
+        left, right = x.chunk(2, -1)
+        x = left + right
+    return x.squeeze(-1)
 
 
 def sum_of_sequences(parts: Tensor) -> Tensor:
@@ -208,51 +215,8 @@ def _forward(call: Call, sinks: Tensor | None) -> State:
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class _Side:
-    """Rows at ascending positions in tiles that are aligned to multiples of their size, with gaps for absent rows."""
-
-    tiles: tuple[int, ...]  # by number: positions `number * size` to `(number + 1) * size`
-    slots: Tensor  # of each row
-    size: int
-
-    @classmethod
-    def of(cls, positions: Tensor, size: int, unit: int) -> _Side:
-        """The tiles of positions on the host. `unit` is a multiple of the size: tiles come in whole units."""
-        if positions.numel() and bool((positions.diff() <= 0).any()):
-            raise ValueError("positions must be distinct with reproducible=True, got some of them twice")
-        positions = positions.long()
-        units, at = torch.unique_consecutive(positions.div(unit, rounding_mode="floor"), return_inverse=True)
-        tiles = [number * (unit // size) + i for number in units.tolist() for i in range(unit // size)]
-        return cls(tuple(tiles), at * unit + positions.remainder(unit), size)
-
-    @cached_property
-    def positions(self) -> Tensor:
-        """The position of each slot."""
-        first = torch.tensor(self.tiles, device="cpu") * self.size
-        return (first.view(-1, 1) + torch.arange(self.size, device="cpu")).flatten()
-
-    def pack(self, x: Tensor, absent: float = 0.0) -> Tensor:
-        """The rows of x [B, H, n, width] in tiles, in the accumulation dtype: [B, H, tiles, size, padded width]."""
-        width = x.shape[3]
-        shape = *x.shape[:2], len(self.tiles) * self.size, -(-width // _WIDTH) * _WIDTH
-        packed = torch.full(shape, absent, dtype=accumulation_dtype(x.dtype), device=x.device)
-        packed[:, :, self.slots.to(x.device), :width] = x.to(packed.dtype)
-        return packed.view(*shape[:2], len(self.tiles), self.size, shape[3])
-
-    def pack_column(self, x: Tensor, absent: float = 0.0) -> Tensor:
-        """A value per row, x [B, H, n]: [B, H, tiles, size]."""
-        packed = x.new_full((*x.shape[:2], len(self.tiles) * self.size), absent)
-        packed[:, :, self.slots.to(x.device)] = x
-        return packed.view(*x.shape[:2], len(self.tiles), self.size)
-
-    def unpack(self, x: Tensor, width: int) -> Tensor:
-        """The inverse of `pack`, without the dtype."""
-        return x.flatten(2, 3)[:, :, self.slots.to(x.device), :width]
-
-    def unpack_column(self, x: Tensor) -> Tensor:
-        """The inverse of `pack_column`."""
-        return x.flatten(2, 3)[:, :, self.slots.to(x.device)]
+def _kernels() -> Any:
+    return require("attnmesh.ops.dense.reproducible_kernels", extra="triton")
 
 
 @dataclass(frozen=True)
@@ -260,8 +224,8 @@ class _Problem:
     """A call whose rows and keys are in aligned tiles."""
 
     call: Call
-    rows: _Side
-    keys: _Side
+    rows: Side
+    keys: Side
     bounds: tuple[tuple[Tensor, Tensor], ...]  # slots of the first key and behind the last, [parts, B or 1, slots]
     present: Tensor  # whether a slot has a key
     score: Scores
@@ -271,7 +235,7 @@ class _Problem:
     def of(cls, call: Call, unit: int) -> _Problem:
         """The tiles of a call, in whole units of rows."""
         q_positions, k_positions = call.visibility.positions(_CPU)
-        rows, keys = _Side.of(q_positions, ROWS, unit), _Side.of(k_positions, KEYS, KEYS)
+        rows, keys = Side.of(q_positions, ROWS, unit), Side.of(k_positions, KEYS, KEYS)
         slots = len(rows.tiles) * ROWS
         # The slot of every key, and behind the last one of an interval.
         starts = torch.cat([keys.slots, keys.slots.new_full((1,), len(keys.tiles) * KEYS)])

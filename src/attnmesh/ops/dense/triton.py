@@ -43,7 +43,7 @@ class Triton:
         """The reason why this backend cannot serve the backward, with or without a gradient of lse; None if it can."""
         return self.why_not(call)
 
-    def _forward(self) -> Callable[..., State]:
+    def _forward(self, call: Call) -> Callable[..., State]:
         return _module("triton_forward").forward  # type: ignore[no-any-return]
 
     def _backward(self) -> Callable[..., None]:
@@ -56,7 +56,7 @@ class Triton:
         """Merges the attention of this call into `total`."""
         # The kernel continues the state it is given, so that partial results never round to bf16. It selects scores of
         # rows without keys away. The last call covers all rows: they are rounded, and have sinks.
-        kernel, scores = self._forward(), call.scores
+        kernel, scores = self._forward(call), call.scores
         for launch in _launches(call, zero_rows=False, all_rows=total.last_call):
             q, k, v = launch.inputs(call)
             if total.last_call:
@@ -82,7 +82,7 @@ class Triton:
         if len(launches) != 1:
             return None
         launch, scores = launches[0], call.scores
-        return self._forward()(
+        return self._forward(call)(
             *launch.inputs(call), scale=scores.scale, causal=launch.causal, bounds=launch.bounds, state=None,
             out_dtype=call.q.dtype, terms=launch.terms(scores), sinks=sinks,
         )  # fmt: skip

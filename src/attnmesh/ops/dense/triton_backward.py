@@ -104,7 +104,7 @@ def backward(
     *,
     scale: float,
     causal: bool,
-    bounds: tuple[Tensor, Tensor] | None,
+    bounds: tuple[Tensor, Tensor] | Bounds | None,
     grad_q: Tensor | None = None,
     grad_k: Tensor | None = None,
     grad_v: Tensor | None = None,
@@ -114,6 +114,7 @@ def backward(
     query_tiles: DenseTiles | None = None,
     key_tiles: DenseTiles | None = None,
     steps_per_split: int = 256,
+    ordered: bool = False,
 ) -> None:
     """Adds the gradients of attention to the float32 `grad_q`, `grad_k` and `grad_v`; None is not computed.
 
@@ -121,7 +122,8 @@ def backward(
     keys and values are. Shapes and visibility are the same as of `forward`. `lse` and `delta` [B, Hq, Sq] are of the
     whole softmax over all keys on all ranks. A row whose lse is -inf contributes nothing. With several parts, a key
     tile that more than `steps_per_split` row tiles attend to is split among programs, which add to its gradients in a
-    fixed order.
+    fixed order. If `ordered`, the gradient of a row is a sum over ascending tiles of keys, and of a key over
+    ascending tiles of rows, whatever other rows and keys there are.
     """
     overwrite_keys |= overwrite
     if q.numel() == 0 or k.numel() == 0:
@@ -130,7 +132,7 @@ def backward(
                 grad.zero_()
         return
     rows = q, k, v, grad_out, lse, delta
-    how = scale, causal, overwrite, overwrite_keys, terms.softcap, query_tiles, key_tiles, steps_per_split
+    how = scale, causal, overwrite, overwrite_keys, terms.softcap, query_tiles, key_tiles, steps_per_split, ordered
     if grad_q is not None:
         visible = Bounds.of(bounds)
         used = *rows, visible.first, visible.end, *terms[1:], grad_q
@@ -148,8 +150,8 @@ def backward(
                         *_inputs(*rows), visible.first, visible.end, visible.strides, grad_q, strides,
                         *_sizes(q, k, scale, terms),
                     ),
-                    used, **_options(q, v), PARTS=visible.parts, OVERWRITE=overwrite, CAUSAL=causal, ROWS=tiles.rows,
-                    KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+                    used, **_options(q, v), PARTS=visible.parts, OVERWRITE=overwrite, CAUSAL=causal, ORDERED=ordered,
+                    ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
                 )  # fmt: skip
             _known.add(key, launch)
     if grad_k is not None or grad_v is not None:
@@ -157,7 +159,7 @@ def backward(
         visible = _as_bounds(causal, q, k) if bounds is None else Bounds.of(bounds)
         tiles = key_tiles or pick_tiles(GRAD_KEY_TILES, q, v, held=("k", "v"))
         programs = triton.cdiv(k.shape[2], tiles.keys) * k.shape[0] * k.shape[1]
-        splits = _MAX_SPLITS if visible.parts > 1 else 1
+        splits = _MAX_SPLITS if visible.parts > 1 and not ordered else 1
         once = overwrite_keys and splits == 1
         sums = [grad_k, grad_v]
         if overwrite_keys and not once:  # splits add to float32
@@ -179,7 +181,7 @@ def backward(
                         keys, key_strides, values, value_strides, *_sizes(q, k, scale, terms),
                     ),
                     tensors, **_options(q, v), PARTS=visible.parts, OVERWRITE=once, SPLITS=splits,
-                    STEPS=steps_per_split, ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps,
+                    STEPS=steps_per_split, ORDERED=ordered, ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps,
                     num_stages=tiles.stages,
                 )  # fmt: skip
             _known.add(key, launch)
@@ -201,7 +203,7 @@ def gradients(
 
 def short_gradients(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, *, scale: float, causal: bool,
-    bounds: tuple[Tensor, Tensor] | None, terms: ScoreTerms = PLAIN,
+    bounds: tuple[Tensor, Tensor] | Bounds | None, terms: ScoreTerms = PLAIN,
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients of q, k and v by one launch, for calls bound by the host: deltas are computed where needed.
 
@@ -380,14 +382,14 @@ def _grad_query_kernel(
     lse, lse_strides, delta, delta_strides, first, end, bounds_strides,
     grad_q, grad_q_strides, q_len, kv_len, q_heads, group, scale, softcap, slopes, q_positions, k_positions,
     CAUSAL: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
-    V_BLOCKS: tl.constexpr, OVERWRITE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    V_BLOCKS: tl.constexpr, OVERWRITE: tl.constexpr, ORDERED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     tile, head, batch = locate(tl.cdiv(q_len, ROWS), q_heads)
     _grad_query_tile(
         tile, head, batch, q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
         lse, lse_strides, delta, delta_strides, first, end, bounds_strides, grad_q, grad_q_strides,
         q_len, kv_len, group, scale, softcap, slopes, q_positions, k_positions,
-        False, CAUSAL, PARTS, D, K_BLOCKS, DV, V_BLOCKS, OVERWRITE, ROWS, KEYS,
+        False, CAUSAL, PARTS, D, K_BLOCKS, DV, V_BLOCKS, OVERWRITE, ORDERED, ROWS, KEYS,
     )  # fmt: skip
 
 
@@ -397,7 +399,8 @@ def _grad_query_tile(
     lse, lse_strides, delta, delta_strides, first, end, bounds_strides, grad_q, grad_q_strides,
     q_len, kv_len, group, scale, softcap, slopes, q_positions, k_positions,
     FROM_OUT: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr,
-    DV: tl.constexpr, V_BLOCKS: tl.constexpr, OVERWRITE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    DV: tl.constexpr, V_BLOCKS: tl.constexpr, OVERWRITE: tl.constexpr, ORDERED: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradient of a tile of queries."""
     row_begin = (tl.cdiv(q_len, ROWS) - 1 - tile) * ROWS  # the longest tiles first, as in forward
@@ -424,12 +427,15 @@ def _grad_query_tile(
         begin, inner, edge, stop = key_phases(
             part_first, part_end, row_begin, tl.minimum(row_begin + ROWS, q_len), kv_len, CAUSAL, ROWS, KEYS
         )
-        for key_begin in range(inner, edge, KEYS):
-            acc = _add_key_tile(
-                acc, q_tile, grad_out_tile, row_lse, row_delta, k_head, k_strides[2], v_head, v_strides[2],
-                key_begin, kv_len, None, None, scale, softcap, slope, row_positions, k_positions,
-                KEYS, D, K_BLOCKS, DV, V_BLOCKS,
-            )  # fmt: skip
+        if ORDERED:  # one loop, and the same code for every tile
+            inner, edge = begin, begin
+        else:
+            for key_begin in range(inner, edge, KEYS):
+                acc = _add_key_tile(
+                    acc, q_tile, grad_out_tile, row_lse, row_delta, k_head, k_strides[2], v_head, v_strides[2],
+                    key_begin, kv_len, None, None, scale, softcap, slope, row_positions, k_positions,
+                    KEYS, D, K_BLOCKS, DV, V_BLOCKS,
+                )  # fmt: skip
         row_first, row_end = visible_keys(part_first, part_end, rows, q_len, kv_len, CAUSAL)
         for index in range(edge_count(begin, inner, edge, stop, KEYS)):
             acc = _add_key_tile(
@@ -478,7 +484,7 @@ def _grad_key_kernel(
     q_len, kv_len, q_heads, group, scale, softcap, slopes, q_positions, k_positions,
     PARTS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
     V_BLOCKS: tl.constexpr, OVERWRITE: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ORDERED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     # The first keys are visible to the most rows: in this order the longest tiles already run first.
     tile_count = tl.cdiv(kv_len, KEYS)
@@ -504,7 +510,7 @@ def _grad_key_kernel(
         q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
         lse, lse_strides, delta, delta_strides, first, end, bounds_strides,
         q_len, kv_len, group, scale, softcap, slopes, q_positions, k_positions,
-        False, grad_k is not None, grad_v is not None, PARTS, D, K_BLOCKS, DV, V_BLOCKS, ROWS, KEYS,
+        False, grad_k is not None, grad_v is not None, PARTS, D, K_BLOCKS, DV, V_BLOCKS, ORDERED, ROWS, KEYS,
     )  # fmt: skip
     if SPLITS > 1:
         # Additions are in the order of the splits. A program waits only for programs that started before it.
@@ -528,7 +534,8 @@ def _grad_key_tile(
     lse, lse_strides, delta, delta_strides, first, end, bounds_strides,
     q_len, kv_len, group, scale, softcap, slopes, q_positions, k_positions,
     FROM_OUT: tl.constexpr, NEEDS_K: tl.constexpr, NEEDS_V: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
-    K_BLOCKS: tl.constexpr, DV: tl.constexpr, V_BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    K_BLOCKS: tl.constexpr, DV: tl.constexpr, V_BLOCKS: tl.constexpr, ORDERED: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile of keys and values, from a split of the rows that attend to it."""
     k_head = at_head(k, k_strides, batch, kv_head)
@@ -549,6 +556,8 @@ def _grad_key_tile(
         part_first, part_end = at_part(first, bounds_strides, part, batch), at_part(end, bounds_strides, part, batch)
         # Keys beyond the last need no mask: each has its own row of the gradients, which is not stored.
         begin, inner, edge, stop = _row_phases(of_tile + part * part_stride, ROWS)
+        if ORDERED:
+            inner, edge = begin, begin  # every tile is masked, in one loop
         acc_k, acc_v = _sum_over_rows(
             acc_k, acc_v, k_tile, v_tile, q_head, q_strides, grad_out_head, grad_out_strides,
             lse_head, lse_strides, delta_head, delta_strides, begin, inner, edge, stop, part_first, part_end,
@@ -585,7 +594,7 @@ def _short_kernel(
             q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
             lse, lse_strides, out, out_strides, first, end, bounds_strides, grad_q, grad_q_strides,
             q_len, kv_len, group, scale, softcap, slopes, q_positions, k_positions,
-            True, False, 1, D, K_BLOCKS, DV, V_BLOCKS, True, ROWS, KEYS,
+            True, False, 1, D, K_BLOCKS, DV, V_BLOCKS, True, False, ROWS, KEYS,
         )  # fmt: skip
     else:
         program -= query_tiles * q_heads
@@ -596,7 +605,7 @@ def _short_kernel(
             q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
             lse, lse_strides, out, out_strides, first, end, bounds_strides,
             q_len, kv_len, group, scale, softcap, slopes, q_positions, k_positions,
-            True, True, True, 1, D, K_BLOCKS, DV, V_BLOCKS, ROWS, KEYS,
+            True, True, True, 1, D, K_BLOCKS, DV, V_BLOCKS, False, ROWS, KEYS,
         )  # fmt: skip
         grad_k_head = at_head(grad_k, grad_k_strides, batch, kv_head)
         grad_v_head = at_head(grad_v, grad_v_strides, batch, kv_head)

@@ -60,12 +60,13 @@ def forward(
     *,
     scale: float,
     causal: bool,
-    bounds: tuple[Tensor, Tensor] | None,
+    bounds: tuple[Tensor, Tensor] | Bounds | None,
     state: State | None,
     out_dtype: torch.dtype,
     terms: ScoreTerms = PLAIN,
     sinks: Tensor | None = None,
     tiles: DenseTiles | None = None,
+    ordered: bool = False,
 ) -> State:
     """Attention of q [B, Hq, Sq, D] over k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv], merged with `state`.
 
@@ -73,19 +74,20 @@ def forward(
     first[p, b, i] <= j < end[p, b, i] of every part p: int32 [parts, B or 1, Sq], both non-decreasing along the rows,
     the parts of a row disjoint. `state` is float32; it is overwritten with the result if `out_dtype` is float32, else
     the result is new. `sinks` [Hq] are scores of one more key per head, whose value is 0. A row that attends to no key
-    has out 0, and the sink or -inf as its lse.
+    has out 0, and the sink or -inf as its lse. If `ordered`, a row reduces its keys in ascending tiles of each part,
+    whatever other rows see.
     """
     visible = Bounds.of(bounds)
     state_out, state_lse = state or (None, None)
     sinks = None if sinks is None else sinks.contiguous()
     given = q, k, v, visible.first, visible.end, state_out, state_lse, sinks, *terms[1:]
-    key = signature(*given), scale, causal, out_dtype, terms.softcap, tiles
+    key = signature(*given), scale, causal, out_dtype, terms.softcap, tiles, ordered
     launch = _known.get(key)
     if launch is None and scale <= 0:  # the kernel takes the maximum before it scales
         q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
         return forward(
             q, k, v, scale=scale, causal=causal, bounds=bounds, state=state, out_dtype=out_dtype, terms=terms,
-            sinks=sinks, tiles=tiles,
+            sinks=sinks, tiles=tiles, ordered=ordered,
         )  # fmt: skip
     if state is not None and out_dtype == torch.float32:
         result = state
@@ -95,7 +97,8 @@ def forward(
         launch(*given, *result)
     elif result.out.numel():
         with torch.cuda.device_of(q):
-            _known.add(key, _first_launch(q, k, v, visible, state, sinks, terms, result, scale, causal, tiles))
+            launch = _first_launch(q, k, v, visible, state, sinks, terms, result, scale, causal, tiles, ordered)
+        _known.add(key, launch)
     return result
 
 
@@ -104,7 +107,7 @@ _known: Recent[Launch] = Recent()
 
 def _first_launch(
     q: Tensor, k: Tensor, v: Tensor, visible: Bounds, state: State | None, sinks: Tensor | None, terms: ScoreTerms,
-    result: State, scale: float, causal: bool, tiles: DenseTiles | None,
+    result: State, scale: float, causal: bool, tiles: DenseTiles | None, ordered: bool,
 ) -> Launch:  # fmt: skip
     batch, q_heads, q_len, key_dim = q.shape
     kv_heads, kv_len, value_dim = v.shape[1:]
@@ -125,7 +128,7 @@ def _first_launch(
         ),
         (q, k, v, visible.first, visible.end, state_out, state_lse, sinks, *terms[1:], *result),
         CAUSAL=causal, PARTS=visible.parts, D=key_dim, K_BLOCKS=blocks_of(key_dim), DV=value_dim,
-        V_BLOCKS=blocks_of(value_dim), ROWS=tiles.rows, KEYS=tiles.keys,
+        V_BLOCKS=blocks_of(value_dim), ORDERED=ordered, ROWS=tiles.rows, KEYS=tiles.keys,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
@@ -137,7 +140,7 @@ def _forward_kernel(
     out, out_strides, lse, lse_strides, sinks,
     q_len, kv_len, q_heads, group, scale, softcap, slopes, q_positions, k_positions,
     CAUSAL: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
-    V_BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    V_BLOCKS: tl.constexpr, ORDERED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     tile_count = tl.cdiv(q_len, ROWS)
     tile, head, batch = locate(tile_count, q_heads)
@@ -176,11 +179,15 @@ def _forward_kernel(
         begin, inner, edge, stop = key_phases(
             part_first, part_end, row_begin, tl.minimum(row_begin + ROWS, q_len), kv_len, CAUSAL, ROWS, KEYS
         )
-        for key_begin in range(inner, edge, KEYS):
-            acc, total, raw_max = _attend(
-                acc, total, raw_max, q_tile, k_head, k_strides[2], v_head, v_strides[2], key_begin, kv_len, None, None,
-                scale, factor, softcap, slope, row_positions, k_positions, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
-            )  # fmt: skip
+        if ORDERED:  # one loop, and the same code for every tile
+            inner, edge = begin, begin
+        else:
+            for key_begin in range(inner, edge, KEYS):
+                acc, total, raw_max = _attend(
+                    acc, total, raw_max, q_tile, k_head, k_strides[2], v_head, v_strides[2], key_begin, kv_len,
+                    None, None, scale, factor, softcap, slope, row_positions, k_positions,
+                    KEYS, D, K_BLOCKS, DV, V_BLOCKS,
+                )  # fmt: skip
         row_first, row_end = visible_keys(part_first, part_end, rows, q_len, kv_len, CAUSAL)
         for index in range(edge_count(begin, inner, edge, stop, KEYS)):
             acc, total, raw_max = _attend(

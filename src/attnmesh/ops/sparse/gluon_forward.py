@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnmesh.ops.gluon_barriers import invalidate_barriers
 from attnmesh.ops.launch import Launch, cdiv, is_hopper, prepare
-from attnmesh.ops.sparse.arguments import SparseCall
+from attnmesh.ops.sparse.arguments import RowBounds, SparseCall
 from attnmesh.ops.sparse.gluon_common import (
     D_TAIL,
     D_V,
@@ -86,12 +86,28 @@ def supports(call: SparseCall) -> bool:
 
 def launch(call: SparseCall, sinks: Tensor | None, results: tuple[Tensor, ...]) -> Launch:
     """The first launch of a `Forward`, of a call that the kernel supports."""
-    q, k, v, indices, (lo, hi, slots, k_offset), scale, *_ = call
+    q, k, v, indices, bounds, scale, *_ = call
+    return _launch(q, k, v, indices, bounds, scale, sinks, results)
+
+
+def launch_ranges(
+    q: Tensor, k: Tensor, bounds: RowBounds, scale: float, sinks: Tensor | None, results: tuple[Tensor, ...]
+) -> Launch:  # fmt: skip
+    """The first launch for rows that attend to all keys from `lo` to `hi`, of which there are `slots`."""
+    return _launch(q, k, None, None, bounds, scale, sinks, results)
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor | None, bounds: RowBounds, scale: float,
+    sinks: Tensor | None, results: tuple[Tensor, ...],
+) -> Launch:  # fmt: skip
+    lo, hi, slots, k_offset = bounds
     s_q, heads, d = q.shape
     items = s_q * cdiv(heads, HEADS)
+    row, topk = (0, k.shape[0]) if indices is None else (indices.stride(0), indices.shape[1])
     args = (
-        q, q.stride(0), q.stride(1), k, k.stride(0), indices, indices.stride(0), lo, hi, slots, sinks, *results,
-        *(None,) * (3 - len(results)), items, heads, indices.shape[1], k_offset, scale * LOG2_E,
+        q, q.stride(0), q.stride(1), k, k.stride(0), indices, row, lo, hi, slots, sinks, *results,
+        *(None,) * (3 - len(results)), items, heads, topk, k_offset, scale * LOG2_E,
     )  # fmt: skip
     return prepare(
         _forward_kernel, (min(items, processors(q)),), args, (q, k, v, indices, lo, hi, slots, sinks, *results),
@@ -228,9 +244,9 @@ def _produce(
         item = _item(number, work)
         first = gl.load(lo + item.row)
         end = gl.load(hi + item.row)
-        row_indices = indices + item.row * indices_row
+        row_indices = None if indices is None else indices + item.row * indices_row
         slot = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, grid))
-        key = gl.load(row_indices + slot, mask=slot < item.count, other=-2147483648)
+        key = _keys_of(row_indices, slot, first, item.count)
         head = item.head_begin + slot
         is_head = head < work.heads
         q_rows = q + item.row * q_row + head.to(gl.int64) * q_head
@@ -243,7 +259,7 @@ def _produce(
                 rows = k + (key.to(gl.int64) - k_offset) * k_row
                 # Load the next indices early, so that the copies do not wait for them.
                 slot = slot + _KEYS
-                key = gl.load(row_indices + slot, mask=slot < item.count, other=-2147483648)
+                key = _keys_of(row_indices, slot, first, item.count)
 
                 if tile == 0 and pair == 0:
                     _copy_half(memory.q.index(0), q_rows, 0, is_head, grid)
@@ -272,6 +288,16 @@ def _produce(
                 mbarrier.arrive(barriers.back_ready.index(tile), count=1)
             step += 1
         done += 1  # noqa: SIM113 - Gluon has no enumerate
+
+
+@gluon.jit
+def _keys_of(row_indices, slot, first, count):
+    """The indices in some slots of a row; without indices, all keys from the first one on."""
+    if row_indices is None:
+        key = first + slot
+    else:
+        key = gl.load(row_indices + slot, mask=slot < count, other=-2147483648)
+    return key
 
 
 @gluon.jit
