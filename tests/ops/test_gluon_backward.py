@@ -201,10 +201,8 @@ def test_deterministic_and_single_gradients(tiles):
     ("mask", "q_len", "heads", "widths", "tiles"),
     first(2, [
         ("causal", 150, (4, 2), (64, 64), None), ("random", 200, (3, 1), (64, 64), None),
-        ("union", 200, (2, 1), (64, 64), None), ("full", 70, (2, 2), (64, 64), BackwardTiles(paired=False)),
-        ("random", 200, (3, 1), (192, 128), None), ("random", 200, (2, 1), (256, 256), None),
-        ("causal", 200, (2, 1), (64, 64), BackwardTiles(shared_keys=True)),
-        ("causal", 200, (3, 1), (64, 64), BackwardTiles(stages=4, held=True)),
+        ("union", 200, (2, 1), (64, 64), None), ("full", 70, (2, 2), (128, 80), None),
+        ("slices", 200, (2, 1), (64, 64), None), ("causal", 200, (3, 1), (64, 64), BackwardTiles(held=True)),
     ]),
 )  # fmt: skip
 @pytest.mark.parametrize("seeds", ONE_AND_MANY, ids=["one", "many"])
@@ -442,8 +440,6 @@ KERNELS = [
     ("bounds", "bfloat16", 192, 128, {"overwrite": True}), ("full", "bfloat16", 192, 128, {"softcap": 30.0}),
     ("causal", "bfloat16", 256, 256, {"shared_keys": True}),
     ("bounds", "bfloat16", 192, 192, {"shared_keys": True, "grad_out_stages": 2}),
-    ("bounds", "bfloat16", 192, 128, {"ordered": True}),
-    ("causal", "bfloat16", 256, 256, {"shared_keys": True, "ordered": True}),
 ]  # fmt: skip
 
 
@@ -499,7 +495,7 @@ def test_the_kernel_on_hopper(device, mask, widths, dtype):
 @pytest.mark.parametrize("mask", ["causal", "full", "random", "union"])
 @pytest.mark.parametrize("widths", [(128, 128), (64, 64), (192, 128), (256, 256)])
 def test_deterministic_on_hopper(device, mask, widths):
-    """In every run, and with a part of the rows."""
+    """In every run; and with a part of the rows, if key tiles take turns."""
     torch.manual_seed(0)
     case = Case(mask, 2000, 2000, (8, 2), *widths, dtype=torch.bfloat16, device=device)
     expected = case.ordered(gluon_backward)
@@ -507,7 +503,7 @@ def test_deterministic_on_hopper(device, mask, widths):
     for _ in range(5):
         found = case.ordered(gluon_backward)
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-    if mask != "causal":
+    if mask != "causal" and max(widths) <= 128:
         rows = slice(500, 1900)
         assert torch.equal(case.ordered(gluon_backward, rows)[0], expected[0][:, :, rows])
 

@@ -5,7 +5,7 @@ The kernel is in `gluon_backward_kernel`. It adds to float32 gradients, or overw
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,7 +35,7 @@ class BackwardTiles(NamedTuple):
     else programs add to grad_k and grad_v atomically). `paired`: ds is exchanged once in two steps, and a turn of the
     loop has two. `held`: keys and values stay in registers. `shared_keys`: a program has 64 keys, of which one
     consumer has grad_v and the other grad_k, and `grad_out_stages`; for heads too wide for 128, always. `ordered`:
-    key tiles add to grad_q one after another.
+    key tiles add to grad_q one after another; only in pairs of steps.
     """
 
     stages: int = 2
@@ -112,9 +112,20 @@ def backward(
 ) -> None:
     """`triton_backward.backward` for arguments whose `why_not` is None, on Hopper.
 
-    Programs add to grad_q in the order in which they come or, if `deterministic`, in the order of keys.
+    Programs add to grad_q in the order in which they come or, if `deterministic`, in the order of keys. For heads wider
+    than 128, a second pass, in Triton, computes it then.
     """
     overwrite_keys |= overwrite
+    if deterministic and grad_q is not None and not _takes_turns(q, v, tiles):
+        common: dict[str, Any] = {
+            "scale": scale,
+            "causal": causal,
+            "bounds": bounds,
+            "overwrite": overwrite,
+            "terms": terms,
+        }
+        triton_backward.backward(q, k, v, grad_out, lse, delta, grad_q=grad_q, **common)
+        grad_q = None
     if grad_q is grad_k is grad_v is None:
         return
     visible = Bounds.of(bounds)
@@ -179,7 +190,8 @@ def gradients(
     if known is not None:
         once = known.once
     else:
-        apart = not q.numel() or not k.numel() or not all(is_loadable(x) for x in rows[:4])
+        apart = deterministic and not _takes_turns(q, v, tiles)
+        apart |= not q.numel() or not k.numel() or not all(is_loadable(x) for x in rows[:4])
         if apart or not any(needs):
             grads = [torch.empty_like(x) if need else None for x, need in zip(rows[:3], needs, strict=True)]
             grad_q, grad_k, grad_v = grads
@@ -201,8 +213,14 @@ def gradients(
 
 
 def _tiles(tiles: BackwardTiles | None, q: Tensor, v: Tensor, causal: bool, deterministic: bool) -> BackwardTiles:
+    """The tiles of a launch, in which, if `deterministic`, nothing is added in the order in which programs come."""
     tiles = tiles or BackwardTiles.pick(q, v, causal=causal)
-    return tiles._replace(heads=None, ordered=True) if deterministic else tiles
+    return tiles._replace(heads=None, paired=True, ordered=True) if deterministic else tiles
+
+
+def _takes_turns(q: Tensor, v: Tensor, tiles: BackwardTiles | None) -> bool:
+    """Whether key tiles can add to grad_q one after another."""
+    return max(q.shape[-1], v.shape[-1]) <= 2 * TILE and not (tiles and tiles.shared_keys)
 
 
 def _new_sums(
@@ -264,10 +282,10 @@ def _repeat(known: _Known, bounds: object, visible: Bounds, rows: Sequence[Tenso
 
 
 def _turns(q: Tensor, ordered: bool) -> Tensor | None:
-    """How many key tiles are done with each 64 rows, for one launch: none. See `gluon_backward_memory.Turns`."""
+    """The counters of a launch whose key tiles add to grad_q one after another; see `gluon_backward_memory.Turns`."""
     if not ordered:
         return None
-    return torch.zeros(*q.shape[:2], cdiv(q.shape[2], TILE), 2, dtype=torch.int32, device=q.device)
+    return torch.zeros(*q.shape[:2], cdiv(q.shape[2], TILE), dtype=torch.int32, device=q.device)
 
 
 def _sums(grad: Tensor, overwrite: bool, once: bool) -> Tensor:

@@ -60,7 +60,7 @@ from attnmesh.ops.dense.gluon_backward_memory import (
     add_rows,
     load,
     next_row,
-    row_of,
+    ordered_row,
 )
 from attnmesh.ops.dense.gluon_backward_steps import add_products, add_sums, finish, score, weights_of, zero_blocks
 from attnmesh.ops.dense.gluon_backward_wide import differentiate_by_half, differentiate_keys, differentiate_values
@@ -174,10 +174,10 @@ def backward_kernel(
 
     turns: gl.constexpr = None
     if SHAPE.ordered:
-        stride = 2 * gl.cdiv(q_len, _TILE)
-        of_batch = done + (batch * splits * kv_heads * members).to(gl.int64) * stride
-        before, before_stop = _tile_before(ranges, bounds_stride, work, tile_count, SHAPE)
-        turns = Turns(of_batch, stride, key_begin // (HALVES * _TILE), before, before_stop)
+        row_tiles = gl.cdiv(q_len, _TILE)
+        of_batch = done + (batch * kv_heads * members).to(gl.int64) * row_tiles
+        before, before_stop = _tile_before(ranges, bounds_stride, work, tile_count)
+        turns = Turns(of_batch, row_tiles, key_begin // (2 * _TILE), before, before_stop)
     row_terms = (lse, lse_strides, delta, delta_strides, first, end, bounds_stride)
     grads = (grad_k, grad_k_strides, grad_v, grad_v_strides)
     if SHAPE.shared_keys:
@@ -185,8 +185,8 @@ def backward_kernel(
             [(differentiate_values, (memory, barriers, work, grads, scale, softcap, SHAPE)),
              (differentiate_keys, (memory, barriers, work, grads, scale, SHAPE)),
              (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
-             (add_blocks, (0, grad_q, turns, memory, barriers, work, SHAPE)),
-             (add_blocks, (1, grad_q, turns, memory, barriers, work, SHAPE))],
+             (add_blocks, (0, grad_q, memory, barriers, work, SHAPE)),
+             (add_blocks, (1, grad_q, memory, barriers, work, SHAPE))],
             [4, 1, 1, 1], [_CONSUMER, _OTHER, _OTHER, _OTHER],
         )  # fmt: skip
     elif SHAPE.halved:
@@ -232,13 +232,12 @@ def _of_batch(ranges, bounds_stride, batch, tile_count):
 
 
 @gluon.jit
-def _tile_before(ranges, bounds_stride, work, tile_count, SHAPE: gl.constexpr):
+def _tile_before(ranges, bounds_stride, work, tile_count):
     """The number, plus 1, of the last earlier key tile that rows see, and where its rows end; or (0, 0).
 
     The keys of later rows do not begin or end earlier: so the rows of key tiles that rows see do not either.
     """
-    KEYS: gl.constexpr = _TILE if SHAPE.shared_keys else 2 * _TILE
-    before, stop = work.key_begin // KEYS, work.q_len
+    before, stop = work.key_begin // (2 * _TILE), work.q_len
     if ranges is not None:
         of_batch = _of_batch(ranges, bounds_stride, work.batch, tile_count)
         last, stop = before * 0, before * 0
@@ -316,10 +315,11 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                     acc_v = finished[1:]
                 products = finished[0]
                 mbarrier.arrive(barriers.q_free.index((step + STAGES - 1) % STAGES), count=1)
+            if SHAPE.ordered:
+                row = ordered_row(step, work)
             weights, capped = weights_of(
-                products, row_lse, row_of(row, step, work, SHAPE), stage, my_keys, memory, work, scale, softcap,
-                SHAPE, score_grid,
-            )  # fmt: skip
+                products, row_lse, row, stage, my_keys, memory, work, scale, softcap, SHAPE, score_grid
+            )
             if SHAPE.values:
                 if not SHAPE.scores:
                     mbarrier.wait(barriers.grad_out_ready.index(stage), turn)
@@ -383,7 +383,7 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                 )
                 if SHAPE.scores and SHAPE.values and SHAPE.needs_q:
                     acc_v = finish(2 * K_BLOCKS, acc_v)
-            row = next_row(row, work, SHAPE)
+            row = next_row(row, work)
         drift = drift * 2
         # The compiler would serialize products that are under way from one turn to the next.
         if SHAPE.scores:

@@ -7,11 +7,11 @@ first succeeds at once.
 
 If adds are `ordered`, key tiles add to each 64 rows of a head one after another, from the first to the last, so that
 every sum has one order. A counter in memory says which tiles have added (`Turns`). A program waits for programs of
-earlier key tiles only, which started before it. Programs begin with the last rows, and have all heads of a group before
-the rows above. Of a causal mask, programs that run together then begin with the same rows, and each is done with them
-as soon as the one before it: it is late by the time of one add. (With the heads one after another, all would begin each
-head together with the first key tile, which has the most rows. With the first rows first, a program would begin with
-rows that earlier key tiles reach after as many steps.)
+earlier key tiles only, which started before it. It begins with the last rows, and has all heads of a group before the
+rows above: with a causal mask, programs that start together all begin with the last rows, and each is late by one add
+per earlier tile. (Head by head, each head would begin with the last rows again, and programs of later key tiles, which
+have fewer rows, would wait there for the first. Rows in ascending order would let a program begin with rows that the
+programs before it have after some steps.)
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -83,8 +83,8 @@ class Work(NamedTuple):
 class Turns(NamedTuple):
     """Which key tiles have added to grad_q of a sequence, if they do so in their order."""
 
-    done: Any  # of each head, for each 64 rows, twice: the number of the last tile that has added to them, plus 1; or 0
-    stride: Any  # of a head
+    done: Any  # of each head, for each 64 rows: the number of the last tile that has added to them, plus 1; or 0
+    row_tiles: Any  # of a head
     tile: Any  # of this program
     before: Any  # the number of the last tile before it that rows see, plus 1; or 0
     stop: Any  # of the rows of that tile; no earlier tile has later rows
@@ -202,8 +202,7 @@ def add_rows(grad_q, turns, memory, barriers, work, SHAPE: gl.constexpr):
             other_head, other_row = (next_head, next_row) if SHAPE.paired else (head, row)
             if SHAPE.ordered:
                 _wait_for_turn(turns, head, row, work)
-                if SHAPE.paired:
-                    _wait_for_turn(turns, other_head, other_row, work)
+                _wait_for_turn(turns, other_head, other_row, work)
             for i in gl.static_range(ROUNDS):
                 column = i * WIDTH if SHAPE.paired else WIDTH
                 _add_block(grad_q, memory, barriers, work.batch, head, row, i * WIDTH, step * ROUNDS + i, 0)
@@ -213,8 +212,7 @@ def add_rows(grad_q, turns, memory, barriers, work, SHAPE: gl.constexpr):
             if SHAPE.ordered:
                 wait_for_adds()
                 _end_turn(turns, head, row, work)
-                if SHAPE.paired:
-                    _end_turn(turns, other_head, other_row, work)
+                _end_turn(turns, other_head, other_row, work)
             if SHAPE.paired:
                 head, row = next_rows(next_head, next_row, work, SHAPE)
             else:
@@ -222,7 +220,7 @@ def add_rows(grad_q, turns, memory, barriers, work, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def add_blocks(HALF: gl.constexpr, grad_q, turns, memory, barriers, work, SHAPE: gl.constexpr):
+def add_blocks(HALF: gl.constexpr, grad_q, memory, barriers, work, SHAPE: gl.constexpr):
     """Lets the copy engine add the blocks of grad_q of one consumer, where the consumers share keys."""
     WIDTH: gl.constexpr = SHAPE.q_block
     FIRST: gl.constexpr = HALF * (SHAPE.k_blocks // 2)
@@ -232,15 +230,10 @@ def add_blocks(HALF: gl.constexpr, grad_q, turns, memory, barriers, work, SHAPE:
         for step in range(work.steps + 1 - HALF):
             # The first has a step more: it begins with rows that do not exist.
             real = gl.where(step + HALF > 0, row, work.q_len)
-            if SHAPE.ordered:
-                _wait_for_turn(turns, head, real, work, HALF)
             for i in gl.static_range(ROUNDS):
                 column = (FIRST + i) * WIDTH
                 _add_block(grad_q, memory, barriers, work.batch, head, real, column, step * ROUNDS + i, HALF)
                 _release(barriers, HALF, 0)
-            if SHAPE.ordered:
-                wait_for_adds()
-                _end_turn(turns, head, real, work, HALF)
             if step + HALF > 0:
                 head, row = next_rows(head, row, work, SHAPE)
 
@@ -261,25 +254,25 @@ def _release(barriers, HALF: gl.constexpr, UNDER_WAY: gl.constexpr):
 
 
 @gluon.jit
-def _wait_for_turn(turns, head, row, work, HALF: gl.constexpr = 0):
+def _wait_for_turn(turns, head, row, work):
     """Waits until every earlier key tile with these rows has added to them."""
     if row < gl.minimum(turns.stop, work.q_len):
-        seen = gl.atomic_add(_done(turns, head, row, HALF), 0, sem="acquire")
+        seen = gl.atomic_add(_done(turns, head, row), 0, sem="acquire")
         while seen < turns.before:
-            seen = gl.atomic_add(_done(turns, head, row, HALF), 0, sem="acquire")
+            seen = gl.atomic_add(_done(turns, head, row), 0, sem="acquire")
 
 
 @gluon.jit
-def _done(turns, head, row, HALF: gl.constexpr):
-    """The counter of some rows. (There are two, for warps that add different columns.)"""
-    return turns.done + head * turns.stride + row // _TILE * 2 + HALF
+def _done(turns, head, row):
+    """The counter of some rows."""
+    return turns.done + head * turns.row_tiles + row // _TILE
 
 
 @gluon.jit
-def _end_turn(turns, head, row, work, HALF: gl.constexpr = 0):
+def _end_turn(turns, head, row, work):
     """Lets the next key tile with these rows add to them."""
     if row < work.q_len:
-        gl.atomic_xchg(_done(turns, head, row, HALF), turns.tile + 1, sem="release")
+        gl.atomic_xchg(_done(turns, head, row), turns.tile + 1, sem="release")
 
 
 @gluon.jit
@@ -302,18 +295,15 @@ def next_rows(head, row, work, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def row_of(row, step, work, SHAPE: gl.constexpr):
-    """The rows of a step; `row` unless adds are ordered: then no register is left for the rows and the head."""
-    if SHAPE.ordered:
-        row = work.start - step // (work.head_end - work.head) * _TILE
+def next_row(row, work):
+    """The next rows, or the first of the next head."""
+    row = row + _TILE
+    if row >= work.stop:
+        row = work.begin
     return row
 
 
 @gluon.jit
-def next_row(row, work, SHAPE: gl.constexpr):
-    """The next rows, or the first of the next head; `row`, if `row_of` computes the rows."""
-    if not SHAPE.ordered:
-        row = row + _TILE
-        if row >= work.stop:
-            row = work.begin
-    return row
+def ordered_row(step, work):
+    """The rows of a step, if adds are ordered. (No register is left in which consumers could count heads.)"""
+    return work.start - step // (work.head_end - work.head) * _TILE

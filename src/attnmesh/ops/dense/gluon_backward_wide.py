@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnmesh.ops.dense.gluon_backward_memory import TILE, next_row, row_of
+from attnmesh.ops.dense.gluon_backward_memory import TILE, next_row
 from attnmesh.ops.dense.gluon_backward_steps import add_products, add_sums, finish, score, weights_of, zero_blocks
 
 _TILE = gl.constexpr(TILE)
@@ -39,7 +39,7 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
     acc_k = zero_blocks(K_BLOCK, K_BLOCKS, k_grid)
     acc_v = zero_blocks(V_BLOCK, V_BLOCKS, v_grid)
     no_grad_q = gl.zeros([_TILE, K_BLOCK], gl.float32, k_grid)
-    row = work.start
+    row = work.begin
     # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
     origin = gl.minimum(work.q_len, 0)
     drift = origin
@@ -59,8 +59,8 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
             row_lse = memory.lse.index(stage).slice(half * ROWS, ROWS).load(across)
             products = warpgroup_mma_wait(V_BLOCKS, [products])
             weights, capped = weights_of(
-                products, row_lse, row_of(row, step, work, SHAPE), stage, my_keys, memory, work, scale, softcap,
-                SHAPE, score_grid, half * ROWS, ROWS,
+                products, row_lse, row, stage, my_keys, memory, work, scale, softcap, SHAPE, score_grid,
+                half * ROWS, ROWS,
             )  # fmt: skip
             row_delta = memory.delta.index(stage).slice(half * ROWS, ROWS).load(across)
             grad_weights = warpgroup_mma_wait(0, [grad_weights])
@@ -82,7 +82,7 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
             acc_k = finished[:K_BLOCKS]
             acc_v = finished[K_BLOCKS:]
         mbarrier.arrive(barriers.q_free.index(stage), count=1)
-        row = next_row(row, work, SHAPE)
+        row = next_row(row, work)
         if SHAPE.needs_q:  # noqa: SIM102 - known to the compiler, unlike the step
             if second == 1:
                 fence_async_shared()
@@ -137,7 +137,7 @@ def differentiate_values(memory, barriers, work, grads, scale, softcap, SHAPE: g
     across: gl.constexpr = gl.SliceLayout(0, score_grid)
 
     acc_v = zero_blocks(V_BLOCK, V_BLOCKS if SHAPE.values else 0, v_grid)
-    row = work.start
+    row = work.begin
     # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
     origin = gl.minimum(work.q_len, 0)
     drift = origin
@@ -154,9 +154,8 @@ def differentiate_values(memory, barriers, work, grads, scale, softcap, SHAPE: g
             parts = _start_grad_q(memory, drift, 0, 1, SHAPE)
         products = warpgroup_mma_wait(1 if ROUNDS > 0 else 0, [products])
         weights, capped = weights_of(
-            products, row_lse, row_of(row, step, work, SHAPE), stage, work.key_begin, memory, work, scale, softcap,
-            SHAPE, score_grid,
-        )  # fmt: skip
+            products, row_lse, row, stage, work.key_begin, memory, work, scale, softcap, SHAPE, score_grid
+        )
         mbarrier.arrive(barriers.q_free.index(stage), count=1)
         # Weights are stored and loaded by threads, never by the matrix units or the copy engine: no fence is needed.
         # Stores come before loads: `arrive` is a barrier of this group's warps and then an arrival (release) of one
@@ -185,7 +184,7 @@ def differentiate_values(memory, barriers, work, grads, scale, softcap, SHAPE: g
         if SHAPE.values:
             acc_v = finish(0, acc_v)
             mbarrier.arrive(barriers.grad_out_free.index(step % GRAD_OUT_STAGES), count=1)
-        row = next_row(row, work, SHAPE)
+        row = next_row(row, work)
         drift = drift * 2
     if ROUNDS > 0:
         mbarrier.wait(barriers.ds_ready.index(0), work.steps & 1)
