@@ -288,10 +288,10 @@ ON_GPU: dict[str, dict[str, Callable[[], None]]] = {
         "training, MLA": partial(check_dense_training, "gluon", "causal", 2500, (16, 16), (192, 128), batch=2),
     },
     "dense.gluon_backward_kernel.backward_kernel": {
-        "documents": partial(IN_TURNS, "documents", 2500, (32, 16), (128, 128), batch=3),
+        "documents": partial(IN_TURNS, "documents", 2500, (16, 8), (128, 128), batch=3),
         "causal": partial(IN_TURNS, "causal", 3300, (16, 8), (64, 64), batch=3),
-        "union": partial(IN_TURNS, "union", 2500, (32, 16), (96, 64), batch=3),
-        "window": partial(IN_TURNS, "window", 2500, (48, 16), (128, 80), batch=3),
+        "union": partial(IN_TURNS, "union", 2500, (16, 8), (96, 64), batch=3),
+        "window": partial(IN_TURNS, "window", 2500, (24, 8), (128, 80), batch=3),
     },
     "dense.triton_backward._grad_key_kernel": {
         "documents": partial(check_dense_training, "triton", "documents", 2500, (16, 8), (128, 128), batch=3),

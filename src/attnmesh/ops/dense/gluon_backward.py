@@ -274,17 +274,15 @@ _Three = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 def _repeat(known: _Known, bounds: object, visible: Bounds, rows: Sequence[Tensor], sums: _Three) -> None:
     if bounds is None:
-        known.launches[0](*rows, None, None, None, _turns(rows[0], known.ordered), *sums)
+        known.launches[0](*rows, None, None, None, _turns(rows[0]) if known.ordered else None, *sums)
         return
     for part, launch in zip(visible.each(), known.launches, strict=True):
         ranges = triton_backward.rows_per_key_tile(part, rows[0].shape[2], rows[1].shape[2], known.keys)
-        launch(*rows, part.first, part.end, ranges, _turns(rows[0], known.ordered), *sums)
+        launch(*rows, part.first, part.end, ranges, _turns(rows[0]) if known.ordered else None, *sums)
 
 
-def _turns(q: Tensor, ordered: bool) -> Tensor | None:
+def _turns(q: Tensor) -> Tensor:
     """The counters of a launch whose key tiles add to grad_q one after another; see `gluon_backward_memory.Turns`."""
-    if not ordered:
-        return None
     return torch.zeros(*q.shape[:2], cdiv(q.shape[2], TILE), dtype=torch.int32, device=q.device)
 
 
@@ -339,7 +337,7 @@ def _launch(
     launches = []
     for part in visible.each():
         ranges = triton_backward.rows_per_key_tile(part, q_len, kv_len, keys) if bounded else None
-        turns = _turns(q, ordered)
+        turns = _turns(q) if ordered else None
         launch = prepare(
             backward_kernel, (streams * triton.cdiv(kv_len, keys),),
             (
