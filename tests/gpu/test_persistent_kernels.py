@@ -332,13 +332,14 @@ ON_GPU: dict[str, dict[str, Callable[[], None]]] = {
         "128 heads": partial(DECODE, "gluon", 480, 190, group=128, **MLA),
         "two tokens, window": partial(DECODE, "gluon", 480, 190, group=64, tokens=2, window=70, **MLA),
         "splits": partial(DECODE, "gluon", 480, 190, group=32, split_size=64, sinks=True, **MLA),
+        "fp8, 128 heads": partial(DECODE, "gluon", 480, 190, group=128, **FP8_MLA),
     },
     "decode.gluon_narrow._attend_kernel": {
         "16 heads": partial(DECODE, "gluon", 480, 190, group=16, **MLA),
         "8 heads, two tokens": partial(DECODE, "gluon", 480, 190, group=8, tokens=2, sinks=True, **MLA),
     },
     "decode.gluon_fp8._attend_kernel": {
-        "128 heads": partial(DECODE, "gluon", 480, 190, group=128, **FP8_MLA),
+        "32 heads": partial(DECODE, "gluon", 480, 190, group=32, **FP8_MLA),
         "16 heads, window": partial(DECODE, "gluon", 480, 190, group=16, window=70, **FP8_MLA),
     },
     "decode.gluon_grouped._attend_kernel": {
@@ -449,7 +450,9 @@ EMULATED: dict[str, Callable[[int], None]] = {
     "sparse.gluon_topk._topk_kernel": emulated_topk,
     "sparse.gluon_distribution._distribution_kernel": emulated_distribution,
     "sparse.gluon_decode._attend_kernel": emulated_sparse_decode,
-    "decode.gluon_latent._attend_kernel": lambda seed: emulated_decode(gluon_latent, seed, group=20, **MLA),
+    "decode.gluon_latent._attend_kernel": lambda seed: emulated_decode(
+        gluon_latent, seed, group=20, **MLA if seed % 2 == 0 else FP8_MLA | {"dtype": torch.bfloat16}
+    ),
     "decode.gluon_narrow._attend_kernel": lambda seed: emulated_decode(gluon_narrow, seed, group=16, **MLA),
     "decode.gluon_fp8._attend_kernel": lambda seed: emulated_decode(
         gluon_fp8, seed, group=16, **FP8_MLA | {"dtype": torch.bfloat16}

@@ -2,8 +2,8 @@
 
 A barrier's memory is its own from its initialization to its invalidation, used or not: a GPU that interrupts a program
 for another process writes the words of all valid barriers again when it resumes the program, over whatever else lies
-there by then. Triton allocates memory again after its last use. So a kernel allocates all barriers before it
-initializes the first, and invalidates all of them at its end.
+there by then. Triton allocates memory again after its last use. So a kernel makes all barriers at its beginning, and
+invalidates all of them at its end.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -26,6 +26,14 @@ def init_barriers(barriers, ARRIVALS: gl.constexpr):
     NUMBER: gl.constexpr = barriers.shape[0]
     for i in gl.static_range(NUMBER):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
+
+
+@gluon.jit
+def new_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers whose phases end with ARRIVALS arrivals. A fence must follow the last initialization."""
+    barriers = allocate_barriers(NUMBER)
+    init_barriers(barriers, ARRIVALS)
+    return barriers
 
 
 @gluon.jit

@@ -10,15 +10,15 @@ from attnmesh.ops.decode.triton import DecodeTiles, Launches, Triton, rope_of
 from attnmesh.ops.launch import gpu_of
 from attnmesh.utils.optional import require
 
-_FEW_ROWS = 16
+_FEW_ROWS, _FEW_ROWS_FP8 = 16, 32
 _MANY_ROWS = range(64, 129)  # that `gluon_grouped` reads each key once for; measured with 64
 
 
 class Gluon(Triton):
     """Backend for paged MLA: keys of 576 columns, of which the first 512 are the values.
 
-    `gluon_fp8` serves latents in 8 bits, `gluon_narrow` few rows (query heads and tokens of a KV head), `gluon_latent`
-    others.
+    `gluon_narrow` serves few rows (query heads and tokens of a KV head), `gluon_fp8` few rows over latents in 8 bits,
+    `gluon_latent` others.
     """
 
     name = "gluon"
@@ -37,9 +37,9 @@ class Gluon(Triton):
 
     def launch(self, call: DecodeCall, state: State, tiles: DecodeTiles | None, first_sequence: int) -> Launches:
         """Launches the kernels for up to 1024 sequences."""
-        few = call.group * call.q.shape[2] <= _FEW_ROWS
-        kind = "fp8" if rope_of(call.k) is not None else "narrow" if few else "latent"
-        return _launched(kind, call, state, first_sequence)
+        rows = call.group * call.q.shape[2]
+        few, kind = (_FEW_ROWS, "narrow") if rope_of(call.k) is None else (_FEW_ROWS_FP8, "fp8")
+        return _launched(kind if rows <= few else "latent", call, state, first_sequence)
 
 
 class GluonGQA(Gluon):

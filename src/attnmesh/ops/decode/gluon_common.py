@@ -65,13 +65,12 @@ class Item(NamedTuple):
 
 
 @gluon.jit
-def first_position(
-    sources, partition, partitions, max_splits, TOKENS: gl.constexpr, UNIT: gl.constexpr, BATCH: gl.constexpr
-):
-    """The position of the first unit of a partition."""
+def first_position(sources, work, partitions, max_splits, SHAPE: gl.constexpr, BATCH: gl.constexpr):
+    """The position of the first unit of a program's partition."""
     index = gl.arange(0, BATCH, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    _, first, end = _key_range(sources, index, TOKENS)
-    count = _count_units(first, end, UNIT)
+    _, first, end = _key_range(sources, index, SHAPE.tokens)
+    count = _count_units(first, end, SHAPE.unit)
+    partition = work.partition.to(gl.int64)
     total, partitions = _partition_units(count, partitions, max_splits)
     at = partition * total // partitions
     stop = gl.minimum((partition + 1) * total // partitions, total)
@@ -124,26 +123,26 @@ def _count_units(first, end, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def item_at(sources, position, TOKENS: gl.constexpr, UNIT: gl.constexpr, FIXED: gl.constexpr):
+def item_at(sources, position, SHAPE: gl.constexpr):
     """The item that begins at a position."""
-    last, first, end = _key_range(sources, position.sequence, TOKENS)
-    units = _count_units(first, end, UNIT)
-    if FIXED:
+    last, first, end = _key_range(sources, position.sequence, SHAPE.tokens)
+    units = _count_units(first, end, SHAPE.unit)
+    if SHAPE.fixed:
         unit_end = gl.minimum(position.unit + 1, units)
     else:
         unit_end = gl.minimum(units, position.unit + (position.stop - position.at)).to(gl.int32)
-    first_unit = first // UNIT
-    stop = gl.minimum((first_unit + unit_end) * UNIT, end)
+    first_unit = first // SHAPE.unit
+    stop = gl.minimum((first_unit + unit_end) * SHAPE.unit, end)
     # Keys that all tokens see: the first token has the first end, the last token the last beginning.
     if sources.range_first is not None:
-        at = position.sequence * TOKENS
-        inner = gl.load(sources.range_first + (at + (TOKENS - 1))).to(gl.int32)
+        at = position.sequence * SHAPE.tokens
+        inner = gl.load(sources.range_first + (at + (SHAPE.tokens - 1))).to(gl.int32)
         edge = gl.minimum(gl.load(sources.range_end + at), last + 1).to(gl.int32)
     else:
-        inner, edge = last * 0, last - (TOKENS - 2)
+        inner, edge = last * 0, last - (SHAPE.tokens - 2)
         if sources.window is not None:
             inner = (last - (sources.window - 1)).to(gl.int32)
-    first = gl.maximum(first, (first_unit + position.unit) * UNIT)
+    first = gl.maximum(first, (first_unit + position.unit) * SHAPE.unit)
     begin = first // _KEYS * _KEYS
     tiles = gl.where(units > 0, (stop - begin + (_KEYS - 1)) // _KEYS, 0)
     return Item(
@@ -216,6 +215,16 @@ class WorkTile(NamedTuple):
     heads: Any
     row_begin: Any
     partition: Any
+
+
+class Keys(NamedTuple):
+    """Where keys come from."""
+
+    main: Any
+    tail: Any
+    scales: Any  # of latents in 8 bits
+    table: Any
+    table_stride: Any
 
 
 class Results(NamedTuple):
@@ -332,6 +341,29 @@ def fetch(pool, memory, ready, blocks, key, column, work, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def load_quarters(source, memory, barriers, sources, position, work, SHAPE: gl.constexpr):
+    """A producer: lets the copy engine fetch the quarters and the tail of every tile, as soon as there is room."""
+    RING: gl.constexpr = SHAPE.ring
+    TAILS: gl.constexpr = memory.tails.shape[0]
+    step = 0  # tiles so far, of all items
+    while position.at < position.stop:
+        item = item_at(sources, position, SHAPE)
+        table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
+        for tile in range(item.tiles):
+            key = item.begin + tile * _KEYS
+            blocks = blocks_of(table_row, key, item, SHAPE)
+            for quarter in gl.static_range(4):
+                at = 4 * step + quarter
+                mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)
+                into, ready = memory.k.index(at % RING), barriers.k_ready.index(at % RING)
+                fetch(source.main, into, ready, blocks, key, quarter * _QUARTER, work, SHAPE)
+            slot = step % TAILS
+            fetch(source.tail, memory.tails.index(slot), barriers.tail_ready.index(slot), blocks, key, 0, work, SHAPE)
+            step += 1
+        position = after(position, item)
+
+
+@gluon.jit
 def locate_rows(work, layout: gl.constexpr, SHAPE: gl.constexpr):
     """Whether the rows of this program exist, their query heads, and their tokens."""
     row = work.row_begin + gl.arange(0, SHAPE.tile, layout=layout)
@@ -430,3 +462,20 @@ def store_rows(
     else:
         row = (split_row(position, item, work, SHAPE) + FIRST + gl.arange(0, SHAPE.tile, layout=down)) * COLUMNS
         gl.store(results.part_out + row[:, None] + column, sums, mask=is_row[:, None])
+
+
+@gluon.jit
+def store_columns(
+    results, sums, FIRST: gl.constexpr, STEP: gl.constexpr, position, item, work, grid: gl.constexpr,
+    SHAPE: gl.constexpr,
+):  # fmt: skip
+    """`store_rows` of sums [columns, rows]: every STEP-th output column, from FIRST on."""
+    across: gl.constexpr = gl.SliceLayout(0, grid)
+    is_row, head, token = locate_rows(work, across, SHAPE)
+    column = FIRST + STEP * gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, grid))[:, None]
+    if item.starts & item.ends:
+        row = row_offsets(results.out_strides, position.sequence, head, token)
+        gl.store(results.out + row[None, :] + column, sums.to(results.out.dtype.element_ty), mask=is_row[None, :])
+    else:
+        row = (split_row(position, item, work, SHAPE) + gl.arange(0, SHAPE.tile, layout=across)) * (4 * _QUARTER)
+        gl.store(results.part_out + row[None, :] + column, sums, mask=is_row[None, :])

@@ -1,4 +1,4 @@
-"""MLA decode on Hopper over latents in 8 bits (`fp8_ds_mla`): 512 values with four scales, and 64 of the rope part.
+"""MLA decode on Hopper for up to 32 rows over latents in 8 bits (`fp8_ds_mla`): 512 values, four scales, 64 of rope.
 
 As in `gluon_narrow`, keys are the rows of the matrix instructions and the queries their columns, 16 or 32. Keys stay in
 8 bits in shared memory, whose bandwidth is the limit when they are also written and read there in 16: each group of
@@ -44,6 +44,7 @@ from attnmesh.ops.decode.gluon_common import (
     KEYS,
     NOT_SPECIALIZED,
     RESCALE_THRESHOLD,
+    Keys,
     Results,
     Sources,
     after,
@@ -62,11 +63,11 @@ from attnmesh.ops.decode.gluon_common import (
     row_offsets,
     scale_descriptor,
     shape_of,
-    split_row,
+    store_columns,
     work_tile_of_program,
 )
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import TIMES
 from attnmesh.ops.storage import Quantized
 
@@ -115,16 +116,6 @@ class Barriers(NamedTuple):
     result_free: Any
 
 
-class Keys(NamedTuple):
-    """Where keys come from."""
-
-    main: Any
-    tail: Any
-    scales: Any
-    table: Any
-    table_stride: Any
-
-
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
     """Out and lse of a call whose `why_not` is None, in two launches."""
     assert isinstance(call.k, Quantized)
@@ -162,21 +153,17 @@ def _attend_kernel(
         gl.allocate_shared_memory(gl.float32, [SHAPE.tile], flat),
     )
     barriers = Barriers(
-        allocate_barriers(RING), allocate_barriers(RING), allocate_barriers(RING), allocate_barriers(1),
-        allocate_barriers(1),
-    )  # fmt: skip
-    init_barriers(barriers.k_ready, _COPIES)
-    init_barriers(barriers.k_free, 2)
-    init_barriers(barriers.weights_ready, 1)
-    init_barriers(barriers.result_ready, 1)
-    init_barriers(barriers.result_free, 2)
+        k_ready=new_barriers(RING, _COPIES),
+        k_free=new_barriers(RING, 2),
+        weights_ready=new_barriers(RING, 1),
+        result_ready=new_barriers(1, 1),
+        result_free=new_barriers(1, 2),
+    )
     fence_async_shared()
 
     sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
     work = work_tile_of_program(kv_heads, SHAPE.rows, SHAPE)
-    position = first_position(
-        sources, work.partition.to(gl.int64), partitions, max_splits, SHAPE.tokens, SHAPE.unit, BATCH
-    )
+    position = first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
     source = Keys(k_main, k_tail, k_scales, table, table_stride)
     results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
     VALUE_CONSUMER: gl.constexpr = 112 if SHAPE.tile == 16 else 128
@@ -199,7 +186,7 @@ def _load(source, memory, barriers, sources, position, work, SHAPE: gl.constexpr
     RING: gl.constexpr = SHAPE.ring
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        item = item_at(sources, position, SHAPE)
         table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
         for tile in range(item.tiles):
             key = item.begin + tile * _KEYS
@@ -249,7 +236,7 @@ def _score(
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        item = item_at(sources, position, SHAPE)
         if item.tiles > 0:
             row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
             _load_queries(q, q_strides, memory, position.sequence, work, SHAPE)
@@ -378,7 +365,7 @@ def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, r
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        item = item_at(sources, position, SHAPE)
         if item.tiles > 0:
             even0 = gl.zeros([_PAIRS, N], gl.float32, grid)
             odd0 = gl.zeros([_PAIRS, N], gl.float32, grid)
@@ -408,22 +395,8 @@ def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, r
             weight = memory.weight.load(across)[None, :] * _HALF_BIAS
             mbarrier.arrive(barriers.result_free.index(0), count=1)
             done += 1
-            _store(results, even0 * weight, 2 * PART * _QUARTER, position, item, work, grid, SHAPE)
-            _store(results, odd0 * weight, 2 * PART * _QUARTER + 1, position, item, work, grid, SHAPE)
-            _store(results, even1 * weight, (2 * PART + 1) * _QUARTER, position, item, work, grid, SHAPE)
-            _store(results, odd1 * weight, (2 * PART + 1) * _QUARTER + 1, position, item, work, grid, SHAPE)
+            store_columns(results, even0 * weight, 2 * PART * _QUARTER, 2, position, item, work, grid, SHAPE)
+            store_columns(results, odd0 * weight, 2 * PART * _QUARTER + 1, 2, position, item, work, grid, SHAPE)
+            store_columns(results, even1 * weight, (2 * PART + 1) * _QUARTER, 2, position, item, work, grid, SHAPE)
+            store_columns(results, odd1 * weight, (2 * PART + 1) * _QUARTER + 1, 2, position, item, work, grid, SHAPE)
         position = after(position, item)
-
-
-@gluon.jit
-def _store(results, sums, FIRST: gl.constexpr, position, item, work, grid: gl.constexpr, SHAPE: gl.constexpr):
-    """Every other output column of a quarter, from FIRST on, of a whole sequence or of a split."""
-    across: gl.constexpr = gl.SliceLayout(0, grid)
-    is_row, head, token = locate_rows(work, across, SHAPE)
-    column = FIRST + 2 * gl.arange(0, _PAIRS, layout=gl.SliceLayout(1, grid))[:, None]
-    if item.starts & item.ends:
-        row = row_offsets(results.out_strides, position.sequence, head, token)
-        gl.store(results.out + row[None, :] + column, sums.to(results.out.dtype.element_ty), mask=is_row[None, :])
-    else:
-        row = (split_row(position, item, work, SHAPE) + gl.arange(0, SHAPE.tile, layout=across)) * (4 * _QUARTER)
-        gl.store(results.part_out + row[None, :] + column, sums, mask=is_row[None, :])

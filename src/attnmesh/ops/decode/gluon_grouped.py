@@ -59,7 +59,7 @@ from attnmesh.ops.decode.gluon_common import (
     work_tile_of_program,
 )
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
 from attnmesh.ops.storage import Quantized, values_of
 
@@ -144,29 +144,21 @@ def _attend_kernel(
     total = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
 
     RING: gl.constexpr = SHAPE.ring
-    k_ready = allocate_barriers(RING)
-    k_free = allocate_barriers(RING)
-    v_ready = allocate_barriers(RING)
-    v_free = allocate_barriers(RING)
-    cleared = allocate_barriers(1)
-    sums_ready = allocate_barriers(1)
-    sums_free = allocate_barriers(1)
-    init_barriers(k_ready, 1)
-    init_barriers(k_free, HALVES)
-    init_barriers(v_ready, 1)
-    init_barriers(v_free, HALVES)
-    init_barriers(cleared, 2)
-    init_barriers(sums_ready, 1)
-    init_barriers(sums_free, 1)
+    barriers = Barriers(
+        k_ready=new_barriers(RING, 1),
+        k_free=new_barriers(RING, HALVES),
+        v_ready=new_barriers(RING, 1),
+        v_free=new_barriers(RING, HALVES),
+        cleared=new_barriers(1, 2),
+        sums_ready=new_barriers(1, 1),
+        sums_free=new_barriers(1, 1),
+    )
     fence_async_shared()
 
     sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
     work = work_tile_of_program(kv_heads, HALVES * _ROWS, SHAPE)
-    position = first_position(
-        sources, work.partition.to(gl.int64), partitions, max_splits, SHAPE.tokens, SHAPE.unit, BATCH
-    )
+    position = first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
     memory = Memory(q_memory, keys, values, sums, row_max, total)
-    barriers = Barriers(k_ready, k_free, v_ready, v_free, cleared, sums_ready, sums_free)
     results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
     gl.warp_specialize(
         [
@@ -194,7 +186,7 @@ def _load(k_blocks, v_blocks, table, table_stride, memory, barriers, sources, po
     RING: gl.constexpr = SHAPE.ring
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        item = item_at(sources, position, SHAPE)
         table_row = table + position.sequence.to(gl.int64) * table_stride
         for tile in range(item.tiles):
             key = item.begin + tile * _KEYS
@@ -227,7 +219,7 @@ def _attend(
     done = 0  # items so far that have any tile
     clears = 0  # tiles so far that are partly outside of their item
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        item = item_at(sources, position, SHAPE)
         if item.tiles > 0:
             row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
             _load_queries(q, q_strides, memory.q.index(PART), position.sequence, work, SHAPE, D)

@@ -15,6 +15,10 @@ items of its partition of the keys (see `gluon_common`), 64 keys at a time, by f
   shared memory;
 - two value consumers (four warps each) have two quarters of the output columns each, and add weights times values.
 
+Latents in 8 bits (`fp8_ds_mla`), of more than 32 rows, are widened once for the 64 rows of a tile: the producer then
+has four warps, fetches quarters in 8 bits and scales, and writes the quarters in 16 bits into a ring of eight. Products
+of values and scales are rounded to 16 bits, which is exact for scales that are powers of two.
+
 A group of warps cannot do anything else while it issues products, so that the tensor cores would be idle during every
 softmax. Therefore the value consumers multiply half of tile i at once, which makes room for the keys of tile i + 2, and
 the other half when the scores of tile i + 1 are done (`scored`): during the softmax of tile i + 1.
@@ -22,7 +26,7 @@ the other half when the scores of tile i + 1 are done (`scored`): during the sof
 Each tile of rows reads every key once. Tiles of the same KV head run at the same time, so that all but the first read
 keys from L2.
 
-Synchronization: a quarter (or tail) is `ready` when the copy engine has written it, and a quarter is `free` when the
+Synchronization: a quarter (or tail) is `ready` when the producer has written it, and a quarter is `free` when the
 value consumer that reads it last is done. When the quarters of tile i are free for tile i + 2, both
 value consumers are done with tile i - 1. So its tail, weights and `acc_scale` need no separate barriers.
 Barriers are waited for by the parity of their phase, counted over all items; waiting for the phase before the first
@@ -55,6 +59,7 @@ from attnmesh.ops.decode.gluon_common import (
     D_V,
     KEYS,
     NOT_SPECIALIZED,
+    Keys,
     Results,
     Sources,
     after,
@@ -66,29 +71,33 @@ from attnmesh.ops.decode.gluon_common import (
     group_barrier,
     item_at,
     launch_kernel,
+    load_quarters,
     load_signed,
     locate_rows,
     matrix,
     pool_descriptors,
     row_bounds,
     row_offsets,
+    scale_descriptor,
     shape_of,
     store_rows,
     update_raw_max,
     work_tile_of_program,
 )
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
+from attnmesh.ops.gluon_widening import WORDS, widen, words_of
+from attnmesh.ops.storage import Quantized
 
 ROWS = 64  # of a tile: the rows of one matrix instruction
 TILES = DecodeTiles(rows=ROWS, keys=KEYS, warps=4, stages=2, resident=1)
 _ROWS, _KEYS, _QUARTER, _TAIL = gl.constexpr(ROWS), gl.constexpr(KEYS), gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
 _D_V = gl.constexpr(D_V)
-QUARTERS = 9  # of keys in shared memory
-_QUARTERS, _TAILS = gl.constexpr(QUARTERS), gl.constexpr(3)
+QUARTERS, WIDENED_QUARTERS = 9, 8  # of keys in shared memory, in 16 bits: as they are stored, or widened
+_TAILS = gl.constexpr(3)
 # Registers per thread; the score consumer has the rest of 512.
-_VALUE_CONSUMER, _PRODUCER = gl.constexpr(160), gl.constexpr(24)
+_VALUE_CONSUMER, _PRODUCER, _WIDENING_PRODUCER = gl.constexpr(160), gl.constexpr(24), gl.constexpr(80)
 
 # A product leaves each lane two neighboring columns of a quarter at a time, so that an instruction that stores results
 # writes 16 bytes to each of eight rows. Lanes exchange such words until each has four of a row, and an instruction
@@ -124,6 +133,7 @@ class Memory(NamedTuple):
     tails: Any  # and then the weights [ROWS, KEYS]
     acc_scale: Any  # factor of the sums so far after a new maximum
     weight: Any  # of the sums at the end of an item
+    codes: Any  # where keys are widened
 
 
 class Barriers(NamedTuple):
@@ -138,16 +148,27 @@ class Barriers(NamedTuple):
     result_free: Any
 
 
+class Codes(NamedTuple):
+    """Shared memory of keys in 8 bits, and its barriers."""
+
+    quarters: Any  # two
+    scales: Any  # of a tile
+    ready: Any
+    scales_ready: Any
+
+
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
     """Out and lse of a call whose `why_not` is None, in two launches."""
     shared = Schedule.of(call, state, TILES)
-    shape = shape_of(shared, ROWS, QUARTERS)
-    return launch_kernel(_attend_kernel, shared, pool_descriptors(call, shape.piece), shape, first_sequence)
+    scales = call.k.scales if isinstance(call.k, Quantized) else None
+    shape = shape_of(shared, ROWS, QUARTERS if scales is None else WIDENED_QUARTERS)
+    pools = (*pool_descriptors(call, shape.piece), None if scales is None else scale_descriptor(scales, shape.piece))
+    return launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def _attend_kernel(
-    k_main, k_tail, q, q_strides, table, table_stride, cur_pos, range_first, range_end,
+    k_main, k_tail, k_scales, q, q_strides, table, table_stride, cur_pos, range_first, range_end,
     out, out_strides, lse, lse_strides, part_out, part_lse, sinks,
     batch, kv_heads, capacity, window, partitions, max_splits, scale_log2,
     SHAPE: gl.constexpr, BATCH: gl.constexpr, EARLY: gl.constexpr,
@@ -160,71 +181,114 @@ def _attend_kernel(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_memory = gl.allocate_shared_memory(dtype, [3, _ROWS, _QUARTER], wide)
     q_tail = gl.allocate_shared_memory(dtype, [_ROWS, _TAIL], wide)
-    keys = gl.allocate_shared_memory(dtype, [_QUARTERS, 1, 1, _KEYS, _QUARTER], k_main.layout)
+    keys = gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, _QUARTER], gl.NVMMASharedLayout(128, 16, 4))
     tails = gl.allocate_shared_memory(dtype, [_TAILS, 1, 1, _KEYS, _TAIL], k_tail.layout)
     acc_scale = gl.allocate_shared_memory(gl.float32, [_TAILS, _ROWS], flat)
     weight = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
 
-    k_ready = allocate_barriers(_QUARTERS)
-    k_free = allocate_barriers(_QUARTERS)
-    tail_ready = allocate_barriers(_TAILS)
-    scored = allocate_barriers(_TAILS)
-    weights_ready = allocate_barriers(_TAILS)
-    result_ready = allocate_barriers(1)
-    result_free = allocate_barriers(1)
-    init_barriers(k_ready, 1)
-    init_barriers(k_free, 1)
-    init_barriers(tail_ready, 1)
-    init_barriers(scored, 1)
-    init_barriers(weights_ready, 1)
-    init_barriers(result_ready, 1)
-    init_barriers(result_free, 2)
+    barriers = Barriers(
+        k_ready=new_barriers(SHAPE.ring, 1),
+        k_free=new_barriers(SHAPE.ring, 1),
+        tail_ready=new_barriers(_TAILS, 1),
+        scored=new_barriers(_TAILS, 1),
+        weights_ready=new_barriers(_TAILS, 1),
+        result_ready=new_barriers(1, 1),
+        result_free=new_barriers(1, 2),
+    )
+    codes = None
+    if k_scales is not None:
+        codes = Codes(
+            gl.allocate_shared_memory(k_main.dtype, [2, 1, 1, _KEYS, _QUARTER], k_main.layout),
+            gl.allocate_shared_memory(gl.float32, [1, 1, 1, _KEYS, 4], k_scales.layout),
+            new_barriers(2, 1),
+            new_barriers(1, 1),
+        )
     fence_async_shared()
 
     sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
     work = work_tile_of_program(kv_heads, _ROWS, SHAPE)
-    position = first_position(
-        sources, work.partition.to(gl.int64), partitions, max_splits, SHAPE.tokens, SHAPE.unit, BATCH
-    )
-    memory = Memory(q_memory, q_tail, keys, tails, acc_scale, weight)
-    barriers = Barriers(k_ready, k_free, tail_ready, scored, weights_ready, result_ready, result_free)
+    position = first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
+    memory = Memory(q_memory, q_tail, keys, tails, acc_scale, weight, codes)
+    source = Keys(k_main, k_tail, k_scales, table, table_stride)
     results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
+    WARPS: gl.constexpr = 1 if k_scales is None else 4
+    REGISTERS: gl.constexpr = _PRODUCER if k_scales is None else _WIDENING_PRODUCER
     gl.warp_specialize(
         [
             (_score, (q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE)),
             (_add_values, (0, memory, barriers, sources, position, work, results, SHAPE)),
             (_add_values, (1, memory, barriers, sources, position, work, results, SHAPE)),
-            (_load, (k_main, k_tail, table, table_stride, memory, barriers, sources, position, work, SHAPE)),
+            (
+                load_quarters if k_scales is None else _widen_quarters,
+                (source, memory, barriers, sources, position, work, SHAPE),
+            ),
         ],
-        [4, 4, 1],
-        [_VALUE_CONSUMER, _VALUE_CONSUMER, _PRODUCER],
+        [4, 4, WARPS],
+        [_VALUE_CONSUMER, _VALUE_CONSUMER, REGISTERS],
     )
     invalidate_barriers(barriers)
+    if k_scales is not None:
+        invalidate_barriers((memory.codes.ready, memory.codes.scales_ready))
 
 
 @gluon.jit
-def _load(
-    k_main, k_tail, table, table_stride, memory, barriers, sources, position, work,
-    SHAPE: gl.constexpr,
-):  # fmt: skip
-    """Lets the copy engine fetch the keys of every tile, as soon as there is room."""
+def _widen_quarters(source, memory, barriers, sources, position, work, SHAPE: gl.constexpr):
+    """`load_quarters` of keys in 8 bits, two quarters ahead, which are widened as soon as there is room."""
+    RING: gl.constexpr = SHAPE.ring
+    codes = memory.codes
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
-        table_row = table + position.sequence.to(gl.int64) * table_stride
+        item = item_at(sources, position, SHAPE)
+        table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
+        key = item.begin
+        blocks = blocks_of(table_row, key, item, SHAPE)
+        if item.tiles > 0:
+            _fetch_codes(source, codes, 0, blocks, key, work, SHAPE)
+            _fetch_codes(source, codes, 1, blocks, key, work, SHAPE)
+            _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE)
         for tile in range(item.tiles):
-            key = item.begin + tile * _KEYS
-            blocks = blocks_of(table_row, key, item, SHAPE)
+            following = blocks_of(table_row, key + _KEYS, item, SHAPE)
+            more = tile + 1 < item.tiles
+            mbarrier.wait(codes.scales_ready.index(0), step & 1)
+            scale = matrix(codes.scales, 0)
+            scales = (
+                scale.slice(0, 1, dim=1).load(WORDS), scale.slice(1, 1, dim=1).load(WORDS),
+                scale.slice(2, 1, dim=1).load(WORDS), scale.slice(3, 1, dim=1).load(WORDS),
+            )  # fmt: skip
             for quarter in gl.static_range(4):
-                slot = (4 * step + quarter) % _QUARTERS
-                mbarrier.wait(barriers.k_free.index(slot), ((4 * step + quarter) // _QUARTERS & 1) ^ 1)
-                ready = barriers.k_ready.index(slot)
-                fetch(k_main, memory.k.index(slot), ready, blocks, key, quarter * _QUARTER, work, SHAPE)
-            slot = step % _TAILS
-            ready = barriers.tail_ready.index(slot)
-            fetch(k_tail, memory.tails.index(slot), ready, blocks, key, 0, work, SHAPE)
+                mbarrier.wait(codes.ready.index(quarter % 2), quarter // 2)
+                words = words_of(codes.quarters.index(quarter % 2)).load(WORDS)
+                group_barrier()  # all warps have read them
+                if quarter < 2:
+                    _fetch_codes(source, codes, quarter + 2, blocks, key, work, SHAPE)
+                elif more:
+                    _fetch_codes(source, codes, quarter - 2, following, key + _KEYS, work, SHAPE)
+                at = 4 * step + quarter
+                mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)
+                widen(words, scales[quarter], matrix(memory.k, at % RING))
+                fence_async_shared()
+                mbarrier.arrive(barriers.k_ready.index(at % RING), count=1)
             step += 1
+            key += _KEYS
+            blocks = following
+            if more:  # whose slot was that of tile `step - 3`, which the value consumers are done with
+                _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE)
         position = after(position, item)
+
+
+@gluon.jit
+def _fetch_codes(source, codes, QUARTER: gl.constexpr, blocks, key, work, SHAPE: gl.constexpr):
+    """A quarter of a tile in 8 bits, and with the first the scales."""
+    if QUARTER == 0:
+        fetch(source.scales, codes.scales.index(0), codes.scales_ready.index(0), blocks, key, 0, work, SHAPE)
+    into, ready = codes.quarters.index(QUARTER % 2), codes.ready.index(QUARTER % 2)
+    fetch(source.main, into, ready, blocks, key, QUARTER * _QUARTER, work, SHAPE)
+
+
+@gluon.jit
+def _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE: gl.constexpr):
+    slot = step % _TAILS
+    fetch(source.tail, memory.tails.index(slot), barriers.tail_ready.index(slot), blocks, key, 0, work, SHAPE)
 
 
 @gluon.jit
@@ -238,14 +302,14 @@ def _score(
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        item = item_at(sources, position, SHAPE)
         if item.tiles > 0:
             row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
             q_first = _load_queries(q, q_strides, memory, position.sequence, work, grid, SHAPE)
             raw_max = gl.zeros([_ROWS], gl.float32, down) + lowest_of(scale_log2)
             total = gl.full([_ROWS], 0.0, gl.float32, down)
             for tile in range(item.tiles):
-                scores = warpgroup_mma_wait(0, [_products(q_first, memory, barriers, step, grid)])
+                scores = warpgroup_mma_wait(0, [_products(q_first, memory, barriers, step, grid, SHAPE)])
                 mbarrier.arrive(barriers.scored.index(step % _TAILS), count=1)
                 key = item.begin + tile * _KEYS
                 raw_max, total = _weigh(
@@ -302,12 +366,12 @@ def _load_queries(q, q_strides, memory, sequence, work, grid: gl.constexpr, SHAP
 
 
 @gluon.jit
-def _products(q_first, memory, barriers, step, grid: gl.constexpr):
+def _products(q_first, memory, barriers, step, grid: gl.constexpr, SHAPE: gl.constexpr):
     """Starts the products of the queries with a tile of keys."""
     scores = gl.zeros([_ROWS, _KEYS], gl.float32, grid)
     for quarter in gl.static_range(4):
-        slot = (4 * step + quarter) % _QUARTERS
-        mbarrier.wait(barriers.k_ready.index(slot), (4 * step + quarter) // _QUARTERS & 1)
+        slot = (4 * step + quarter) % SHAPE.ring
+        mbarrier.wait(barriers.k_ready.index(slot), (4 * step + quarter) // SHAPE.ring & 1)
         queries = q_first if quarter == 0 else memory.q.index(quarter - 1)
         keys = matrix(memory.k, slot).permute([1, 0])
         scores = warpgroup_mma(queries, keys, scores, use_acc=quarter > 0, is_async=True)
@@ -351,7 +415,7 @@ def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, r
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        item = item_at(sources, position, SHAPE)
         if item.tiles > 0:
             left = gl.zeros([_ROWS, _QUARTER], gl.float32, grid)
             right = gl.zeros([_ROWS, _QUARTER], gl.float32, grid)
@@ -365,7 +429,7 @@ def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, r
                     left = left * acc_scale[:, None]
                     right = right * acc_scale[:, None]
                 weights = matrix(memory.tails, slot)
-                near, far = (4 * step + PART) % _QUARTERS, (4 * step + PART + 2) % _QUARTERS
+                near, far = (4 * step + PART) % SHAPE.ring, (4 * step + PART + 2) % SHAPE.ring
                 left = warpgroup_mma(weights, matrix(memory.k, near), left, is_async=True)
                 left = warpgroup_mma_wait(0, [left])
                 mbarrier.arrive(barriers.k_free.index(near), count=1)

@@ -38,17 +38,17 @@ from attnmesh.ops.decode.gluon_common import (
     D_V,
     KEYS,
     NOT_SPECIALIZED,
+    Keys,
     Results,
     Sources,
     after,
-    blocks_of,
     clear_outside,
-    fetch,
     finish_rows,
     first_position,
     group_barrier,
     item_at,
     launch_kernel,
+    load_quarters,
     load_signed,
     locate_rows,
     matrix,
@@ -56,12 +56,12 @@ from attnmesh.ops.decode.gluon_common import (
     row_bounds,
     row_offsets,
     shape_of,
-    split_row,
+    store_columns,
     update_raw_max,
     work_tile_of_program,
 )
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
 
 ROWS = 16  # of a tile, at most
@@ -93,15 +93,6 @@ class Barriers(NamedTuple):
     weights_ready: Any
     result_ready: Any
     result_free: Any
-
-
-class Keys(NamedTuple):
-    """Where keys come from."""
-
-    main: Any
-    tail: Any
-    table: Any
-    table_stride: Any
 
 
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
@@ -136,61 +127,32 @@ def _attend_kernel(
     weight = gl.allocate_shared_memory(gl.float32, [SHAPE.tile], flat)
 
     RING: gl.constexpr = SHAPE.ring
-    k_ready = allocate_barriers(RING)
-    k_free = allocate_barriers(RING)
-    tail_ready = allocate_barriers(_TAILS)
-    weights_ready = allocate_barriers(_TAILS)
-    result_ready = allocate_barriers(1)
-    result_free = allocate_barriers(1)
-    init_barriers(k_ready, 1)
-    init_barriers(k_free, 1)
-    init_barriers(tail_ready, 1)
-    init_barriers(weights_ready, 1)
-    init_barriers(result_ready, 1)
-    init_barriers(result_free, 1)
+    barriers = Barriers(
+        k_ready=new_barriers(RING, 1),
+        k_free=new_barriers(RING, 1),
+        tail_ready=new_barriers(_TAILS, 1),
+        weights_ready=new_barriers(_TAILS, 1),
+        result_ready=new_barriers(1, 1),
+        result_free=new_barriers(1, 1),
+    )
     fence_async_shared()
 
     sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
     work = work_tile_of_program(kv_heads, SHAPE.rows, SHAPE)
-    position = first_position(
-        sources, work.partition.to(gl.int64), partitions, max_splits, SHAPE.tokens, SHAPE.unit, BATCH
-    )
+    position = first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
     memory = Memory(q_memory, q_tail, keys, tails, weights, acc_scale, weight)
-    barriers = Barriers(k_ready, k_free, tail_ready, weights_ready, result_ready, result_free)
-    source = Keys(k_main, k_tail, table, table_stride)
+    source = Keys(k_main, k_tail, None, table, table_stride)
     results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
     gl.warp_specialize(
         [
             (_score, (q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE)),
             (_add_values, (memory, barriers, sources, position, work, results, SHAPE)),
-            (_load, (source, memory, barriers, sources, position, work, SHAPE)),
+            (load_quarters, (source, memory, barriers, sources, position, work, SHAPE)),
         ],
         [4, 1],
         [_VALUE_CONSUMER, _PRODUCER],
     )
     invalidate_barriers(barriers)
-
-
-@gluon.jit
-def _load(source, memory, barriers, sources, position, work, SHAPE: gl.constexpr):
-    """Lets the copy engine fetch the keys of every tile, as soon as there is room."""
-    RING: gl.constexpr = SHAPE.ring
-    step = 0  # tiles so far, of all items
-    while position.at < position.stop:
-        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
-        table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
-        for tile in range(item.tiles):
-            key = item.begin + tile * _KEYS
-            blocks = blocks_of(table_row, key, item, SHAPE)
-            slot = step % _TAILS
-            for quarter in gl.static_range(4):
-                at = 4 * step + quarter
-                mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)
-                into, ready = memory.k.index(at % RING), barriers.k_ready.index(at % RING)
-                fetch(source.main, into, ready, blocks, key, quarter * _QUARTER, work, SHAPE)
-            fetch(source.tail, memory.tails.index(slot), barriers.tail_ready.index(slot), blocks, key, 0, work, SHAPE)
-            step += 1
-        position = after(position, item)
 
 
 @gluon.jit
@@ -207,7 +169,7 @@ def _score(
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        item = item_at(sources, position, SHAPE)
         if item.tiles > 0:
             row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
             _load_queries(q, q_strides, memory, position.sequence, work, SHAPE)
@@ -280,7 +242,7 @@ def _add_values(memory, barriers, sources, position, work, results, SHAPE: gl.co
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE.tokens, SHAPE.unit, SHAPE.fixed)
+        item = item_at(sources, position, SHAPE)
         if item.tiles > 0:
             sums0 = gl.zeros([_QUARTER, N], gl.float32, grid)
             sums1 = gl.zeros([_QUARTER, N], gl.float32, grid)
@@ -309,10 +271,10 @@ def _add_values(memory, barriers, sources, position, work, results, SHAPE: gl.co
             weight = memory.weight.load(across)[None, :]
             mbarrier.arrive(barriers.result_free.index(0), count=1)
             done += 1
-            _store(results, sums0 * weight, 0, position, item, work, grid, SHAPE)
-            _store(results, sums1 * weight, 1, position, item, work, grid, SHAPE)
-            _store(results, sums2 * weight, 2, position, item, work, grid, SHAPE)
-            _store(results, sums3 * weight, 3, position, item, work, grid, SHAPE)
+            store_columns(results, sums0 * weight, 0, 1, position, item, work, grid, SHAPE)
+            store_columns(results, sums1 * weight, _QUARTER, 1, position, item, work, grid, SHAPE)
+            store_columns(results, sums2 * weight, 2 * _QUARTER, 1, position, item, work, grid, SHAPE)
+            store_columns(results, sums3 * weight, 3 * _QUARTER, 1, position, item, work, grid, SHAPE)
         position = after(position, item)
 
 
@@ -321,17 +283,3 @@ def _add(sums, QUARTER: gl.constexpr, weights, memory, step, SHAPE: gl.constexpr
     """Starts the product of a quarter of the values, transposed, and the weights."""
     values = matrix(memory.k, (4 * step + QUARTER) % SHAPE.ring).permute([1, 0])
     return warpgroup_mma(values, weights, sums, is_async=True)
-
-
-@gluon.jit
-def _store(results, sums, QUARTER: gl.constexpr, position, item, work, grid: gl.constexpr, SHAPE: gl.constexpr):
-    """A quarter of the output columns, of a whole sequence or of a split."""
-    across: gl.constexpr = gl.SliceLayout(0, grid)
-    is_row, head, token = locate_rows(work, across, SHAPE)
-    column = QUARTER * _QUARTER + gl.arange(0, _QUARTER, layout=gl.SliceLayout(1, grid))[:, None]
-    if item.starts & item.ends:
-        row = row_offsets(results.out_strides, position.sequence, head, token)
-        gl.store(results.out + row[None, :] + column, sums.to(results.out.dtype.element_ty), mask=is_row[None, :])
-    else:
-        row = (split_row(position, item, work, SHAPE) + gl.arange(0, SHAPE.tile, layout=across)) * (4 * _QUARTER)
-        gl.store(results.part_out + row[None, :] + column, sums, mask=is_row[None, :])

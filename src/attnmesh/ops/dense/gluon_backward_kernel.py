@@ -214,7 +214,7 @@ def _row_phases(ranges, bounds_stride, batch, key_begin, q_len, kv_len, tile_cou
     KEYS: gl.constexpr = _TILE if SHAPE.shared_keys else 2 * _TILE
     begin, full_begin, full_end, stop = 0, 0, q_len, q_len
     if ranges is not None:
-        of_tile = _of_batch(ranges, bounds_stride, batch, tile_count) + key_begin // KEYS * 4
+        of_tile = ranges + (gl.where(bounds_stride != 0, batch, 0) * tile_count + key_begin // KEYS) * 4
         begin, full_begin = gl.load(of_tile), gl.load(of_tile + 1)
         full_end, stop = gl.load(of_tile + 2), gl.load(of_tile + 3)
     elif SHAPE.causal:
@@ -227,11 +227,6 @@ def _row_phases(ranges, bounds_stride, batch, key_begin, q_len, kv_len, tile_cou
 
 
 @gluon.jit
-def _of_batch(ranges, bounds_stride, batch, tile_count):
-    return ranges + gl.where(bounds_stride != 0, batch, 0) * tile_count * 4
-
-
-@gluon.jit
 def _tile_before(ranges, bounds_stride, work, tile_count):
     """The number, plus 1, of the last earlier key tile that rows see, and where its rows end; or (0, 0).
 
@@ -239,7 +234,7 @@ def _tile_before(ranges, bounds_stride, work, tile_count):
     """
     before, stop = work.key_begin // (2 * _TILE), work.q_len
     if ranges is not None:
-        of_batch = _of_batch(ranges, bounds_stride, work.batch, tile_count)
+        of_batch = ranges + gl.where(bounds_stride != 0, work.batch, 0) * tile_count * 4
         last, stop = before * 0, before * 0
         for begin in range(0, before, _STOPS):
             tiles = begin + gl.arange(0, _STOPS, layout=gl.BlockedLayout([4], [32], [4], [0]))

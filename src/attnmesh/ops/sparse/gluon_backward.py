@@ -35,10 +35,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnmesh.ops.gluon_barriers import invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.launch import Launch, Recent, is_hopper, repeat
 from attnmesh.ops.sparse.arguments import RowBounds, SparseCall
-from attnmesh.ops.sparse.gluon_common import D_TAIL, D_V, HEADS, KEYS, new_barriers
+from attnmesh.ops.sparse.gluon_common import D_TAIL, D_V, HEADS, KEYS
 
 QUERY_HEADS = 2 * HEADS  # padded heads that `grad_query` takes: half of them for each group
 IN_CACHE = 32 << 20  # bytes of dk up to which the order of the programs does not matter: half of the L2 cache

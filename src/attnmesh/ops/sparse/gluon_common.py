@@ -14,8 +14,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers
-
 LOG2_E = 1.4426950408889634
 HEADS = 64  # per item: the rows of one matrix instruction
 KEYS = 64  # per tile
@@ -51,14 +49,6 @@ class Results(NamedTuple):
     lse: Any
     top: Any
     sinks: Any
-
-
-@gluon.jit
-def new_barriers(count: gl.constexpr, arrivals: gl.constexpr):
-    """Barriers whose phase ends after as many arrivals."""
-    barriers = allocate_barriers(count)
-    init_barriers(barriers, arrivals)
-    return barriers
 
 
 @gluon.jit

@@ -34,7 +34,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnmesh.ops.gluon_barriers import invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
+from attnmesh.ops.gluon_widening import widen
 from attnmesh.ops.launch import Launch, Recent, cdiv, is_hopper, repeat
 from attnmesh.ops.sparse.gluon_common import (
     D_TAIL,
@@ -45,7 +46,6 @@ from attnmesh.ops.sparse.gluon_common import (
     RESCALE_THRESHOLD,
     Results,
     add_sinks,
-    new_barriers,
     processors,
     write_columns,
 )
@@ -319,34 +319,8 @@ def _load(source, quarter: gl.constexpr, slot, BLOCK_SIZE: gl.constexpr):
 @gluon.jit
 def _convert(memory, stage, quarter: gl.constexpr, words):
     """Writes a quarter of a tile in 16 bits."""
-    first, second, third, fourth = _unpack(words)
     scale = memory.scales.index(stage).slice(quarter, 1, dim=1).load(_WORDS)
-    values = gl.join(gl.join(first * scale, third * scale), gl.join(second * scale, fourth * scale))
-    values = values.reshape([_KEYS, _QUARTER]).to(memory.k.dtype)
-    memory.k.index(4 * stage + quarter).store(values)
-
-
-_UNPACK = gl.constexpr("""{
-    .reg .b16 low, high, first, second, third, fourth;
-    .reg .b32 front, back;
-    mov.b32 {low, high}, $4;
-    cvt.rn.f16x2.e4m3x2 front, low;
-    cvt.rn.f16x2.e4m3x2 back, high;
-    mov.b32 {first, second}, front;
-    mov.b32 {third, fourth}, back;
-    cvt.f32.f16 $0, first;
-    cvt.f32.f16 $1, second;
-    cvt.f32.f16 $2, third;
-    cvt.f32.f16 $3, fourth;
-}""")
-
-
-@gluon.jit
-def _unpack(words):
-    """The four e4m3 values of each word, in float32. Values that are loaded as such would be a register each."""
-    return gl.inline_asm_elementwise(
-        _UNPACK, "=f,=f,=f,=f,r", [words], dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1
-    )
+    widen(words, scale, memory.k.index(4 * stage + quarter))
 
 
 @gluon.jit

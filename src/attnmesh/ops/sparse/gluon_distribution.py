@@ -40,10 +40,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnmesh.ops.gluon_barriers import invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.launch import Launch, Recent, is_hopper, repeat
 from attnmesh.ops.sparse.arguments import SparseCall
-from attnmesh.ops.sparse.gluon_common import new_barriers
 
 # Tuning.
 # Consumers -> registers per thread of consumer 1, of the producer (consumer 0 has the rest), and at launch.

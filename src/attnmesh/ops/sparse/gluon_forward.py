@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnmesh.ops.gluon_barriers import invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.launch import Launch, cdiv, is_hopper, prepare
 from attnmesh.ops.sparse.arguments import RowBounds, SparseCall
 from attnmesh.ops.sparse.gluon_common import (
@@ -50,7 +50,6 @@ from attnmesh.ops.sparse.gluon_common import (
     RESCALE_THRESHOLD,
     Results,
     add_sinks,
-    new_barriers,
     processors,
     write_columns,
 )

@@ -24,10 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnmesh.ops.decode.gluon_common import group_barrier
-from attnmesh.ops.gluon_barriers import invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.launch import is_hopper
-from attnmesh.ops.sparse.gluon_common import new_barriers
 from attnmesh.ops.sparse.gluon_topk import KEYS, final_score, score_layout
 from attnmesh.ops.sparse.indexer_tiles import NEIGHBORS
 from attnmesh.ops.storage import Quantized

@@ -42,11 +42,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnmesh.ops.decode.gluon_common import group_barrier
-from attnmesh.ops.gluon_barriers import invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.launch import Launch, Recent, is_hopper, repeat
 from attnmesh.ops.sparse.arguments import IndexerCall, TopKIndices, empty_topk
-from attnmesh.ops.sparse.gluon_common import new_barriers, processors
+from attnmesh.ops.sparse.gluon_common import processors
 from attnmesh.ops.sparse.gluon_select import select_row
 from attnmesh.ops.sparse.indexer_tiles import LONG_ROW, candidate_block, head_tile, padded, row_elements
 
