@@ -13,14 +13,14 @@ import attnmesh
 from attnmesh.utils.optional import installed, require
 
 SOURCE = Path(attnmesh.__file__).parent
-ROOT_FILES = {"__init__.py", "__main__.py", "py.typed", "decode.py", "recurrent.py", "sparse.py"}
+ROOT_FILES = {"__init__.py", "__main__.py", "py.typed", "decode.py", "recurrent.py", "sparse.py", "warmup.py"}
 
 # A package imports only itself and packages earlier in this list. The last entries are attnmesh/__init__.py and
 # attnmesh/__main__.py.
 PACKAGES = [
     "utils", "core", "trace", "plan", "ops", "planner", "comm", "launch", "kv_cache", "parallel", "integrations",
-    "models", "ring_flash_attn", "generation", "training", "serving", "calibration", "testing", "verify", "report",
-    "cli", "decode", "recurrent", "sparse", "attnmesh", "__main__",
+    "models", "ring_flash_attn", "generation", "training", "serving", "calibration", "compilation", "testing", "verify",
+    "report", "cli", "decode", "recurrent", "sparse", "warmup", "attnmesh", "__main__",
 ]  # fmt: skip
 PURE = ("utils", "core", "trace", "plan", "planner")  # without processes and kernels
 

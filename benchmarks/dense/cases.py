@@ -26,7 +26,7 @@ class Part(enum.StrEnum):
 
 
 class Case(NamedTuple):
-    """One call: bf16, batch 1, under a causal mask that may be narrower, as `attnmesh verify --mask` names it."""
+    """One call: bf16, under a causal mask that may be narrower, as `attnmesh verify --mask` names it."""
 
     part: Part
     mask: str
@@ -35,13 +35,15 @@ class Case(NamedTuple):
     kv_heads: int = 8
     key_dim: int = 128
     value_dim: int = 128
+    batch: int = 1
 
     @property
     def name(self) -> str:
         """For people and for `--only`."""
         dims = f"{self.key_dim}/{self.value_dim}" if self.key_dim != self.value_dim else str(self.key_dim)
         length = f"{self.length // _K}k" if self.length % _K == 0 else str(self.length)
-        return f"{self.part} {self.mask} {length} D{dims}"
+        batch = "" if self.batch == 1 else f"{self.batch}x"
+        return f"{self.part} {self.mask} {batch}{length} D{dims}"
 
     @property
     def causal(self) -> bool:
@@ -67,7 +69,7 @@ class Case(NamedTuple):
             Part.FORWARD: self.key_dim + self.value_dim,
             Part.BACKWARD: 3 * self.key_dim + 2 * self.value_dim,
         }
-        return 2 * self.q_heads * self.patch.pairs * columns[self.part]
+        return 2 * self.batch * self.q_heads * self.patch.pairs * columns[self.part]
 
     @property
     def patch(self) -> Patch:
@@ -101,12 +103,14 @@ AnyCase = Case | RingCase
 _F, _B = Part.FORWARD, Part.BACKWARD
 _D64 = {"key_dim": 64, "value_dim": 64}
 _MLA = {"q_heads": 16, "kv_heads": 16, "key_dim": 192, "value_dim": 128}
+_FA3 = {"q_heads": 48, "kv_heads": 48, "batch": 4}  # of FlashAttention-3's published figures
 _D256 = {"q_heads": 16, "kv_heads": 4, "key_dim": 256, "value_dim": 256}
 # A run that is cut off by its time limit has measured the first ones.
 CASES: tuple[AnyCase, ...] = (
     *(Case(part, "causal", length * _K) for length in (8, 32) for part in Part),
     *(Case(part, mask, 32 * _K) for part in Part for mask in ("window:4096", "documents:2048")),
     *(Case(part, "causal", 8 * _K, **dims) for dims in (_D64, _MLA, _D256) for part in Part),
+    *(Case(part, "causal", 8 * _K, **_FA3) for part in Part),
     *(RingCase(part, 32 * _K) for part in Part),
     *(Case(part, "causal", 2 * _K) for part in Part),
     *(Case(part, "causal", 128 * _K) for part in Part),
@@ -181,7 +185,7 @@ def random_inputs(case: Case, device: str, dtype: torch.dtype = torch.bfloat16) 
     """Normal numbers; scores are about normal, too."""
 
     def drawn(heads: int, width: int) -> Tensor:
-        return torch.randn(1, case.length, heads, width, device=device, dtype=dtype).transpose(1, 2)
+        return torch.randn(case.batch, case.length, heads, width, device=device, dtype=dtype).transpose(1, 2)
 
     first, end = case.patch.bounds(torch.device(device))
     return Inputs(

@@ -1,4 +1,4 @@
-"""Exact results in float64 at some rows and keys of a call, over all the keys and rows that they meet."""
+"""Exact results in float64 at some rows and keys of the last sequence, over all the keys and rows that they meet."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Expected(NamedTuple):
         largest, right = 0.0, bool(found)
         for name, x in found.items():
             at, exact = self.results[name]
-            got = x[0, :, at].double().view_as(exact)
+            got = x[-1, :, at].double().view_as(exact)
             lengths = exact.norm(dim=-1)
             errors = (got - exact).norm(dim=-1) / lengths.clamp(min=_SMALL * float(lengths.median()))
             mean = float(errors.square().mean().sqrt())
@@ -62,7 +62,7 @@ def expected_forward(x: Inputs) -> Expected:
     out, lse = [], []
     for head in range(x.q.shape[1]):
         k, v = _of_group(x, head)
-        scores = (x.q[0, head, rows].double() @ k.mT * x.scale).masked_fill(~_seen_by_rows(x, rows), -torch.inf)
+        scores = (x.q[-1, head, rows].double() @ k.mT * x.scale).masked_fill(~_seen_by_rows(x, rows), -torch.inf)
         out.append(scores.softmax(-1) @ v)
         lse.append(scores.logsumexp(-1, keepdim=True))
     return Expected({"out": (rows, torch.stack(out)), "lse": (rows, torch.stack(lse))})
@@ -78,8 +78,8 @@ def expected_backward(x: Inputs, saved: Saved) -> Expected:
     dv = torch.zeros(x.v.shape[1], len(keys), x.v.shape[3], dtype=torch.float64, device=x.v.device)
     for head in range(x.q.shape[1]):
         k, v = _of_group(x, head)
-        q, grad_out = x.q[0, head].double(), x.grad_out[0, head].double()
-        lse, delta = (t[0, head].double()[:, None] for t in (saved.lse, saved.delta))
+        q, grad_out = x.q[-1, head].double(), x.grad_out[-1, head].double()
+        lse, delta = (t[-1, head].double()[:, None] for t in (saved.lse, saved.delta))
         p = torch.where(seen_by_rows, (q[rows] @ k.mT * x.scale - lse[rows]).exp(), 0.0)
         dq.append(x.scale * (p * (grad_out[rows] @ v.mT - delta[rows])) @ k)
         p = torch.where(seen_keys, (q @ k[keys].mT * x.scale - lse).exp(), 0.0)
@@ -90,7 +90,7 @@ def expected_backward(x: Inputs, saved: Saved) -> Expected:
 
 def _of_group(x: Inputs, head: int) -> tuple[Tensor, Tensor]:
     kv_head = head // (x.q.shape[1] // x.k.shape[1])
-    return x.k[0, kv_head].double(), x.v[0, kv_head].double()
+    return x.k[-1, kv_head].double(), x.v[-1, kv_head].double()
 
 
 def _seen_by_rows(x: Inputs, rows: Tensor) -> Tensor:

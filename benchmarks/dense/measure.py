@@ -31,7 +31,7 @@ _BACKENDS = ("auto",)  # of the ring
 _TIMING = "timing"
 OK, WRONG, FAILED, CANNOT = "ok", "WRONG", "FAILED", "cannot"
 SUMMARY = "TFLOP/s of visible pairs; ratio: the best of Gluon over the peer that the goal refers to"
-METHOD = "bf16, batch 1, CUDA graphs replayed in turns for slices of 100 ms, medians"
+METHOD = "bf16, CUDA graphs replayed in turns for slices of 100 ms, medians"
 Message = tuple[str, Any]
 Timer = Callable[..., dict[Any, float]]
 

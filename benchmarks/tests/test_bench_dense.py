@@ -37,7 +37,9 @@ def run(*arguments: str):
 
 def test_the_cases_are_those_of_the_plan():
     for part in Part:
-        kernels = {x[1:] for x in CASES if isinstance(x, Case) and x.part is part}
+        found = [x for x in CASES if isinstance(x, Case) and x.part is part]
+        assert [x[1:] for x in found if x.batch > 1] == [("causal", 8 * K, 48, 48, 128, 128, 4)]  # FlashAttention-3's
+        kernels = {x[1:-1] for x in found if x.batch == 1}
         assert kernels == {
             ("causal", 8 * K, 32, 8, 128, 128), ("causal", 32 * K, 32, 8, 128, 128),
             ("causal", 128 * K, 32, 8, 128, 128), ("causal", 8 * K, 32, 8, 64, 64),
@@ -75,6 +77,9 @@ def test_operations_and_masks_equal_a_count_by_brute_force(mask):
 
 def test_operations_of_the_large_cases():
     assert Case(Part.FORWARD, "causal", 8 * K).flops == 4 * 32 * 128 * (8 * K * (8 * K + 1) // 2)
+    published = Case(Part.FORWARD, "causal", 8 * K, 48, 48, batch=4)
+    assert published.flops == 4 * 4 * 48 * 128 * (8 * K * (8 * K + 1) // 2)
+    assert published.name == "forward causal 4x8k D128"
     window = sum(min(row + 1, 4096) for row in range(32 * K))
     assert Case(Part.BACKWARD, "window:4096", 32 * K).flops == 10 * 32 * 128 * window
 
@@ -358,7 +363,7 @@ def test_programs_are_compiled_once_for_all_lengths():
     ours = [job for job in compiled if job.names == ("Gluon",) and job.case.part is Part.FORWARD]
     assert [job.case.name for job in ours] == [
         "forward causal 8k D128", "forward window:4096 8k D128", "forward documents:2048 8k D128",
-        "forward causal 8k D64", "forward causal 8k D192/128", "forward causal 8k D256",
+        "forward causal 8k D64", "forward causal 8k D192/128", "forward causal 8k D256", "forward causal 4x8k D128",
     ]  # fmt: skip
     assert {job.case.length for job in compiled if job.names == ("FlexAttention",)} == {32 * K}
     assert not any(job.names[0] in ("cuDNN", "FlashAttention-2") for job in compiled)

@@ -24,6 +24,7 @@ COMMANDS = [
     ("simulate",),
     ("report",),
     ("calibrate",),
+    ("warmup",),
 ]
 OLD_NAMES = ("--gpus", "--context", "--heads", "--node", "--world", "--devices", "--inner")
 

@@ -100,14 +100,21 @@ def mask_case(kind: str, q_len: int, kv_len: int, batch: int, device: torch.devi
     return {"causal": False, "bounds": (first, end)}, seen.any(0)[:, None]
 
 
-def score_terms(softcap: bool, alibi: bool, heads: int, q_len: int, kv_len: int, device: torch.device) -> ScoreTerms:
-    """Terms of the scores; positions with gaps, in an order of their own."""
+def score_terms(
+    softcap: bool, alibi: bool, heads: int, q_len: int, kv_len: int, device: torch.device, *, ascending: bool = False
+) -> ScoreTerms:  # fmt: skip
+    """Terms of the scores; positions with gaps, in an order of their own unless `ascending`, then a slope below 0."""
     slopes = positions = None
     if alibi:
         # The slopes of the ALiBi paper. Steeper ones over random positions make the lse so large that its float32
         # rounding, which no kernel can undo, is most of the error.
         slopes = 2.0 ** (-8 / heads * torch.arange(1, heads + 1, dtype=torch.float32, device=device))
         positions = [torch.randperm(2 * n)[:n].int().to(device) for n in (q_len, kv_len)]
+        if ascending:
+            slopes[0] *= -0.1
+            positions = [x.sort().values for x in positions]
+            if q_len == kv_len:  # self-attention: most keys that a causal row sees are before it
+                positions = positions[:1] * 2
     return ScoreTerms(2.0 if softcap else None, slopes, *(positions or (None, None)))
 
 

@@ -8,7 +8,7 @@ import torch
 from attnmesh import Causal, Documents, SlidingWindow, attention, explain_attention
 from attnmesh.core.masks import BlockCausal, Global, Prefix
 from attnmesh.core.visibility import Patch
-from attnmesh.ops.dense import cost, dispatch
+from attnmesh.ops.dense import cost, dispatch, gluon
 from attnmesh.ops.dense.call import Call, Scores
 from attnmesh.testing.attention import random_inputs
 
@@ -128,6 +128,16 @@ def test_a_mask_by_bounds_has_the_faster_kernel_that_serves_it(on_hopper):
     assert dispatch.choose_backward(window, "auto").why_not[0] == ("gluon", "too wide")
     with pytest.raises(ValueError, match="backend='gluon' cannot serve this backward: too wide"):
         dispatch.choose_backward(window, "gluon")
+
+
+def test_gluon_serves_slopes(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(gluon, "is_hopper", lambda device: True)
+    q = torch.empty(1, 32, 64, 128, device="meta", dtype=torch.bfloat16)
+    slopes = Scores(1.0, alibi_slopes=torch.ones(32, device="meta"))
+    found = Call(q, q, q, Patch(Causal(), (range(64),), (range(64),)), slopes)
+    assert gluon.Gluon().why_not(found) is None
+    assert gluon.Gluon().backward_why_not(found) is None
 
 
 @pytest.mark.parametrize("mask", [Documents([8] * 128), SlidingWindow(40), Causal() & SlidingWindow(700)], ids=str)

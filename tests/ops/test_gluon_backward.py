@@ -28,7 +28,7 @@ class Case:
 
     def __init__(
         self, mask, q_len=150, kv_len=150, heads=(4, 2), head_dim=64, value_dim=None, batch=1,
-        dtype=torch.float16, softcap=False, device=CPU,
+        dtype=torch.float16, softcap=False, device=CPU, alibi=False,
     ):  # fmt: skip
         value_dim = value_dim or head_dim
         sizes = [
@@ -37,7 +37,7 @@ class Case:
         ]  # fmt: skip
         self.q, self.k, self.v, self.grad_out = (_amid_nan(batch, *size, dtype, device) for size in sizes)
         self.scale = head_dim**-0.5
-        self.terms = score_terms(softcap, False, heads[0], q_len, kv_len, device)
+        self.terms = score_terms(softcap, alibi, heads[0], q_len, kv_len, device, ascending=True)
         self.seen, visible = mask_case(mask, q_len, kv_len, batch, device)
         leaves = [x.double().requires_grad_() for x in (self.q, self.k, self.v)]
         out, lse = dense(*leaves, self.scale, visible, torch.float64, self.terms)
@@ -129,6 +129,28 @@ def test_widths(mask, widths):
 def test_bf16_and_softcap():
     torch.manual_seed(0)
     Case("causal", heads=(2, 1), head_dim=128, dtype=torch.bfloat16, softcap=True).check(emulation())
+
+
+@pytest.mark.parametrize(
+    ("mask", "how", "tiles"),
+    [
+        ("causal", {"heads": (6, 2)}, None),
+        sweep("random", {"q_len": 70, "kv_len": 300, "softcap": True}, None),
+        sweep("union", {"head_dim": 192, "value_dim": 128}, None),
+        sweep("causal", {"head_dim": 256}, None),
+        sweep("slices", {}, BackwardTiles(heads=1, paired=False)),
+        sweep("sequences", {"batch": 2}, BackwardTiles(held=True, stages=4)),
+    ],
+)
+def test_slopes(mask, how, tiles):
+    torch.manual_seed(0)
+    Case(mask, alibi=True, **how).check(emulation(), tiles=tiles)
+
+
+def test_heads_run_in_sections():
+    torch.manual_seed(0)
+    Case("causal", 150, 300, (5, 5), batch=3).check(emulation(), tiles=BackwardTiles(section=4))
+    assert [gluon_backward._section(n) for n in (1, 16, 17, 64, 65, 192)] == [1, 16, 8, 8, 4, 4]
 
 
 @pytest.mark.sweep
@@ -371,6 +393,8 @@ def launch(visibility: str, dtype: str, head_dim: int, value_dim: int, how: dict
     how = dict(how)
     softcap, needs_q, overwrite = how.pop("softcap", None), how.pop("needs_q", True), how.pop("overwrite", False)
     ordered = how.pop("ordered", False)
+    positions = torch.zeros(256, dtype=torch.int32)
+    slopes = (torch.empty(8), positions, positions) if how.pop("alibi", False) else ()
     q, k = (torch.empty(1, heads, 256, head_dim, dtype=getattr(torch, dtype)) for heads in (8, 2))
     v, grad_out = (torch.empty(1, heads, 256, value_dim, dtype=getattr(torch, dtype)) for heads in (2, 8))
     rows = torch.empty(1, 8, 256, dtype=torch.float32)
@@ -379,7 +403,7 @@ def launch(visibility: str, dtype: str, head_dim: int, value_dim: int, how: dict
     gluon_backward.backward(
         q, k, v, grad_out, rows, rows, scale=0.1, causal=visibility == "causal", bounds=bounds,
         grad_q=grad_q if needs_q else None, grad_k=grad_k, grad_v=grad_v, overwrite=overwrite,
-        terms=ScoreTerms(softcap), deterministic=ordered, tiles=BackwardTiles(**how),
+        terms=ScoreTerms(softcap, *slopes), deterministic=ordered, tiles=BackwardTiles(**how),
     )  # fmt: skip
 
 
@@ -440,11 +464,14 @@ KERNELS = [
     ("bounds", "bfloat16", 192, 128, {"overwrite": True}), ("full", "bfloat16", 192, 128, {"softcap": 30.0}),
     ("causal", "bfloat16", 256, 256, {"shared_keys": True}),
     ("bounds", "bfloat16", 192, 192, {"shared_keys": True, "grad_out_stages": 2}),
+    ("bounds", "bfloat16", 128, 128, {"alibi": True, "paired": False}),
+    ("causal", "bfloat16", 64, 64, {"alibi": True, "stages": 4, "held": True}),
+    ("bounds", "bfloat16", 256, 256, {"alibi": True, "shared_keys": True}),
 ]  # fmt: skip
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("cases", [KERNELS[:8], KERNELS[8:]], ids=["narrow", "wide"])
+@pytest.mark.parametrize("cases", [KERNELS[:8], KERNELS[8:14], KERNELS[14:]], ids=["narrow", "wide", "slopes"])
 def test_every_kernel_compiles(cases):
     assert_sound(compiled_for_hopper(__file__, cases))
 
@@ -469,10 +496,9 @@ def is_of_its_own(mask: str, widths: tuple[int, int], dtype: torch.dtype) -> boo
 
 def test_what_it_refuses():
     q, v = (torch.empty(1, 1, 4, d, dtype=torch.bfloat16) for d in (256, 128))
-    assert gluon_backward.why_not(q, v, terms=ScoreTerms(softcap=2.0)) is None
+    assert gluon_backward.why_not(q, v) is None
     assert "fp16 and bf16" in gluon_backward.why_not(q.float(), v.float())
     assert "not 256 (keys) and 100 (values)" in gluon_backward.why_not(q, v[..., :100])
-    assert gluon_backward.why_not(q, v, terms=ScoreTerms(slopes=torch.ones(1))).endswith("alibi_slopes")
 
 
 @pytest.mark.cuda
@@ -483,11 +509,22 @@ def test_what_it_refuses():
 def test_the_kernel_on_hopper(device, mask, widths, dtype):
     torch.manual_seed(0)
     case = Case(mask, 777, 1001 if mask == "full" else 777, (8, 2), *widths, batch=2, dtype=dtype, device=device)
-    assert gluon_backward.why_not(case.q, case.v, terms=case.terms) is None
+    assert gluon_backward.why_not(case.q, case.v) is None
     narrow = (BackwardTiles(heads=1), BackwardTiles(paired=False)) if max(widths) <= 128 else ()
     for tiles in (None, BackwardTiles(shared_keys=True), *narrow):
         case.check(gluon_backward, tiles=tiles)
     case.check(gluon_backward, deterministic=True)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(
+    ("mask", "widths"),
+    [("causal", (128, 128)), ("union", (256, 256)), sweep("causal", (64, 64)), sweep("union", (192, 128))],
+)
+def test_slopes_on_hopper(device, mask, widths):
+    torch.manual_seed(0)
+    Case(mask, 777, 777, (8, 2), *widths, dtype=torch.bfloat16, device=device, alibi=True).check(gluon_backward)
 
 
 @pytest.mark.cuda

@@ -22,6 +22,7 @@ from helpers.dense_kernels import (
     make_scores_huge,
     mask_case,
     relative,
+    score_terms,
 )
 from helpers.gluon import emulated
 from helpers.triton_compile import assert_fit, compiled_for_hopper, count
@@ -45,11 +46,12 @@ def inputs(
 
 def assert_right(
     kernel: ModuleType, q: Tensor, k: Tensor, v: Tensor, mask: str, *, softcap: float | None = None,
-    sinks: Tensor | None = None, **how: object,
+    sinks: Tensor | None = None, alibi: bool = False, **how: object,
 ) -> State:  # fmt: skip
     """Against float64, with at most twice the error of the plain computation in the dtype of q."""
     seen, visible = mask_case(mask, q.shape[2], k.shape[2], q.shape[0], q.device)
-    terms = ScoreTerms(softcap)
+    terms = score_terms(False, alibi, q.shape[1], q.shape[2], k.shape[2], q.device, ascending=True)
+    terms = terms._replace(softcap=softcap)
     how |= {"terms": terms, "sinks": sinks}
     result = kernel.forward(q, k, v, scale=0.2, **seen, state=None, out_dtype=q.dtype, **how)
     truth, plain = (dense(q, k, v, 0.2, visible, dtype, terms, sinks) for dtype in (torch.float64, q.dtype))
@@ -107,6 +109,37 @@ def test_few_rows_are_packed():
 @pytest.mark.parametrize("mask", ["causal", sweep("random"), sweep("union")])
 def test_softcap(mask):
     assert_right(emulated(gluon_forward), *inputs((2, 1), 130, 130), mask, softcap=2.0, tiles=SMALL)
+
+
+@pytest.mark.parametrize(
+    ("mask", "heads", "lengths", "how"),
+    [
+        ("causal", (2, 1), (260, 260), {}),  # tiles before all rows of a work tile, and on the diagonal
+        sweep("union", (4, 1), (77, 200), {"softcap": 2.0}),
+        sweep("window", (8, 1), (45, 45), {"pack": 4}),  # rows of several heads in a tile
+        sweep("full", (2, 2), (70, 300), {}),  # keys after rows
+        sweep("slices", (2, 1), (150, 150), {"sinks": torch.tensor([0.5, -3.0])}),
+    ],
+)
+def test_slopes(mask, heads, lengths, how):
+    assert_right(emulated(gluon_forward), *inputs(heads, *lengths), mask, alibi=True, tiles=SMALL, **how)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seeds", [range(4)])
+def test_slopes_under_hostile_schedules(seeds):
+    for seed in seeds:
+        torch.manual_seed(seed)
+        assert_right(emulated(gluon_forward, seed), *inputs((2, 1), 260, 260), "causal", alibi=True, tiles=SMALL)
+
+
+def test_the_emulation_finds_distances_that_are_overwritten():
+    """With as many tiles of distances as of keys, the producer overwrites those of a softmax that is not over."""
+    planted = ("step % (SHAPE.stages + 1)).load", "step % SHAPE.stages).load")
+    with pytest.raises(AssertionError):
+        assert_right(
+            emulated(gluon_forward, 0, planted), *inputs((2, 1), 260, 260), "causal", alibi=True, tiles=SMALL
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
@@ -214,11 +247,12 @@ def test_an_infinite_sink_has_all_the_weight():
 
 def continued(
     kernel: ModuleType, q: Tensor, k: Tensor, v: Tensor, mask: str, stages: int, sinks: Tensor | None = None,
-    **how: object,
+    alibi: bool = False, **how: object,
 ) -> tuple[State, State]:  # fmt: skip
     """A launch per range of keys, from state to state, the last one in the dtype of q with sinks; and the truth."""
     seen, visible = mask_case(mask, q.shape[2], k.shape[2], q.shape[0], q.device)
     first, end = seen["bounds"]
+    terms = score_terms(False, alibi, q.shape[1], q.shape[2], k.shape[2], q.device, ascending=True)
     state = None
     for stage in range(stages):
         begin, stop = (k.shape[2] * n // stages for n in (stage, stage + 1))
@@ -226,11 +260,12 @@ def continued(
         last = stage == stages - 1
         state = kernel.forward(
             q, k[:, :, begin:stop], v[:, :, begin:stop], scale=0.2, causal=False, bounds=bounds, state=state,
-            out_dtype=q.dtype if last else torch.float32, sinks=sinks if last else None, **how,
+            out_dtype=q.dtype if last else torch.float32, sinks=sinks if last else None,
+            terms=terms._replace(k_positions=terms.k_positions[begin:stop]) if alibi else terms, **how,
         )  # fmt: skip
         if not last:
             state.out[state.lse.isneginf()] = torch.nan  # what is empty does not count
-    return state, dense(q, k, v, 0.2, visible, torch.float64, sinks=sinks)
+    return state, dense(q, k, v, 0.2, visible, torch.float64, terms, sinks)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +280,15 @@ def test_states_are_continued(mask, widths, stages):
     assert state.out.dtype == q.dtype
     # Weights are rounded relative to another maximum: the error moves a little, and does not grow with the stages.
     assert relative(state.out, truth.out) <= 1.1 * relative(once.out, truth.out)
+    assert relative(state.lse, truth.lse) <= 1e-6
+
+
+@pytest.mark.parametrize("widths", [(64, 64), sweep((192, 160))])
+def test_states_are_continued_with_slopes(widths):
+    """From shared memory and, at the end, or from registers at the beginning."""
+    q, k, v = inputs((4, 2), 140, 200, *widths)
+    state, truth = continued(emulated(gluon_forward), q, k, v, "random", 3, alibi=True, tiles=SMALL)
+    assert relative(state.out, truth.out) <= 5e-4
     assert relative(state.lse, truth.lse) <= 1e-6
 
 
@@ -413,6 +457,18 @@ def test_softcap_and_sinks_on_hopper():
 @pytest.mark.cuda
 @pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(
+    ("widths", "mask", "softcap"),
+    [((128, 128), "causal", None), ((256, 256), "union", 3.0), sweep((64, 64), "causal", None),
+     sweep((192, 128), "union", 3.0)],
+)  # fmt: skip
+def test_slopes_on_hopper(widths, mask, softcap):
+    q, k, v = inputs((8, 2), 777, 777, *widths, device="cuda", dtype=torch.bfloat16)
+    assert_right(gluon_forward, q, k, v, mask, softcap=softcap, alibi=True)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(
     ("widths", "stages"),
     else_sweep(  # with five there is a first launch, some in between and the last
         [(widths, n) for widths in WIDTHS for n in ((2, 3, 4, 5, 6, 7, 8) if widths == (128, 128) else (2, 5))],
@@ -450,7 +506,10 @@ def test_huge_scores_on_hopper(dtype, widths):
         check_huge_scores(gluon_forward, dtype, exponent, widths=widths, states=states, device="cuda")
 
 
-def launch(key_dim: int, value_dim: int, dtype: str, mask: str, stage: str, softcap: float | None, pack: int) -> None:
+def launch(
+    key_dim: int, value_dim: int, dtype: str, mask: str, stage: str, softcap: float | None, pack: int,
+    alibi: bool = False,
+) -> None:  # fmt: skip
     """A case, in the process that compiles. Launches that write the result have sinks, but for the usual one."""
     dtype = getattr(torch, dtype)
     q, k = (torch.empty(1, 300, heads, key_dim, dtype=dtype).transpose(1, 2) for heads in (8, 2))
@@ -459,15 +518,21 @@ def launch(key_dim: int, value_dim: int, dtype: str, mask: str, stage: str, soft
     bounds = None if parts is None else (torch.zeros(parts, 1, 300, dtype=torch.int32),) * 2
     state = None if stage == "only" else State(torch.empty(1, 8, 300, value_dim), torch.empty(1, 8, 300))
     sinks = None if stage == "middle" or mask == "causal" else torch.empty(8, dtype=dtype)
+    positions = torch.zeros(300, dtype=torch.int32)
+    slopes = (torch.empty(8), positions, positions) if alibi else ()
     gluon_forward.forward(
         q, k, v, scale=0.1, causal=mask == "causal", bounds=bounds, state=state,
-        out_dtype=torch.float32 if stage == "middle" else dtype, terms=ScoreTerms(softcap), sinks=sinks, pack=pack,
+        out_dtype=torch.float32 if stage == "middle" else dtype, terms=ScoreTerms(softcap, *slopes), sinks=sinks,
+        pack=pack,
     )  # fmt: skip
 
 
 def tolerated(kernel: dict) -> int:
-    """Bytes that may be spilled: arguments and addresses of the producer, read once per work tile, not per tile."""
-    return 136
+    """Bytes that may be spilled: arguments and addresses of the producer, read once per work tile, not per tile.
+
+    With slopes and a state at head_dim 256 also addresses of the consumers.
+    """
+    return 192 if kernel["case"][7:] == (True,) and kernel["case"][0] == 256 else 136
 
 
 USUAL = [(128, 128, "bfloat16", "causal", "only", None, 1)]
@@ -478,6 +543,7 @@ EVERY = [
         ((80, 80), "bfloat16", "union", "last"), ((72, 136), "float16", "bounds", "middle"),
     ]),
     (128, 128, "bfloat16", "causal", "only", 30.0, 1), (128, 128, "bfloat16", "full", "only", None, 8),
+    *((*widths, "bfloat16", "bounds", "middle", None, 1, True) for widths in ((64, 64), (128, 128), (256, 256))),
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from helpers.gluon import emulated
 pytest.importorskip("triton")
 
 from attnmesh.ops.dense import gluon_latent
+from attnmesh.ops.dense.call import Scores
 
 
 def inputs(batch: int, heads: int, rows: int, keys: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
@@ -74,11 +75,12 @@ def test_the_state_of_earlier_keys_is_continued():
 
 def test_what_is_not_served_has_a_reason():
     q, k, v = inputs(1, 64, 3, 20, torch.float16)
-    assert gluon_latent.why_not(q, k, v, softcap=None) is None
-    assert "v = k[..., :512]" in gluon_latent.why_not(q, k, v.clone(), softcap=None)
-    assert "fill half of a tile" in gluon_latent.why_not(q[:, :16], k, v, softcap=None)
-    assert "softcap" in gluon_latent.why_not(q, k, v, softcap=2.0)
-    assert "fp16 and bf16" in gluon_latent.why_not(q.float(), k.float(), v.float(), softcap=None)
+    assert gluon_latent.why_not(q, k, v, Scores(1.0)) is None
+    assert "v = k[..., :512]" in gluon_latent.why_not(q, k, v.clone(), Scores(1.0))
+    assert "fill half of a tile" in gluon_latent.why_not(q[:, :16], k, v, Scores(1.0))
+    assert "softcap" in gluon_latent.why_not(q, k, v, Scores(1.0, softcap=2.0))
+    assert "alibi_slopes" in gluon_latent.why_not(q, k, v, Scores(1.0, alibi_slopes=torch.ones(q.shape[1])))
+    assert "fp16 and bf16" in gluon_latent.why_not(q.float(), k.float(), v.float(), Scores(1.0))
 
 
 @pytest.mark.cuda

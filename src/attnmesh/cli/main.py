@@ -1,4 +1,4 @@
-"""The `attnmesh` command: generate, serve, verify, trace, plan, simulate, report and calibrate."""
+"""The `attnmesh` command: generate, serve, verify, trace, plan, simulate, report, calibrate and warmup."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from attnmesh.cli.serve import serve_command
 from attnmesh.cli.simulate import simulate_command
 from attnmesh.cli.trace import trace_command
 from attnmesh.cli.verify import verify_command
+from attnmesh.cli.warmup import warmup_command
 from attnmesh.launch import under_torchrun
 from attnmesh.utils.log import VERBOSE, show
 
@@ -62,6 +63,7 @@ app.add_typer(plan_app, name="plan")
 app.command("simulate")(simulate_command)
 app.command("report")(report_command)
 app.command("calibrate")(calibrate_command)
+app.command("warmup")(warmup_command)
 
 
 def main() -> NoReturn:

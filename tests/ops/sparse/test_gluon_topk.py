@@ -112,12 +112,16 @@ def test_calls_that_the_kernels_do_not_serve():
     ("batch", "tokens", "heads", "length", "block_size", "k"),
     [
         (2, 1, 64, 300, 64, 20),
+        (2, 1, 40, 2300, 64, 100),
         *(sweep(*case)
           for case in [(1, 2, 64, 500, 128, 33), (1, 4, 40, 400, 64, 10), (2, 1, 128, 300, 64, 400)]),
     ],
 )  # fmt: skip
 def test_a_decode_step_over_fp8_keys(batch, tokens, heads, length, block_size, k):
-    """Against the Triton kernel; a scale is NaN, bounds are inside of blocks, and blocks of others are NaN."""
+    """Against the Triton kernels; a scale is NaN, bounds are inside of blocks, and blocks of others are NaN.
+
+    From rows of more than 2,048 keys Gluon selects, too.
+    """
     draw = torch.Generator().manual_seed(length + heads)
     blocks = -(-length // block_size)
     pool = unpack_index_keys(torch.zeros(batch * blocks + 3, block_size * 132, dtype=torch.uint8), block_size)
@@ -133,7 +137,28 @@ def test_a_decode_step_over_fp8_keys(batch, tokens, heads, length, block_size, k
     end = torch.randint(length // 2, length + 1, (batch, tokens), generator=draw)
     found = []
     for gluon in (emulated(gluon_paged_scores, length), None):
-        how = {"scale": 0.5, "relu": True, "gluon": gluon, "block": 64}
+        how = {"scale": 0.5, "relu": True, "gluon": gluon, "block": 64 if length <= 2048 else 2048}
         found.append(paged_topk(iq, PagedKeys(pool, table), w, k, first, end, **how))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
     assert (found[0].lengths > 0).all()
+
+
+@pytest.mark.parametrize("kind", ["whole", sweep("large"), "not in fp16"])
+def test_a_decode_step_with_queries_in_bf16(kind):
+    """They are multiplied in fp16 where a power of two makes all of them fp16 numbers, and else as they are."""
+    draw = torch.Generator().manual_seed(1)
+    pool = unpack_index_keys(torch.zeros(6, 64 * 132, dtype=torch.uint8), 64)
+    pool.values.copy_(torch.randint(-1, 2, pool.values.shape, generator=draw).float())
+    pool.scales.fill_(1.0)
+    iq = torch.randint(-1, 2, (1, 1, 64, 128), generator=draw).float()
+    w = torch.randint(0, 3, (1, 1, 64), generator=draw).float()
+    if kind == "large":
+        iq *= 2.0**12
+    if kind == "not in fp16":  # one head, with a large weight
+        iq[..., 5, :], w[..., 5] = iq[..., 5, :] * 2.0**-40, 2.0**40
+    table, bounds = torch.randperm(6, generator=draw).int()[None], (torch.tensor([[9]]), torch.tensor([[350]]))
+    how = {"scale": 0.5, "relu": True, "span": 1024}
+    found = paged_topk(iq.bfloat16(), PagedKeys(pool, table), w, 20, *bounds, gluon=emulated(gluon_paged_scores), **how)
+    keys = pool.values.float()[table[0].long()].flatten(0, 2)
+    expected = definition(iq[0], keys, w[0], 20, bounds[0][0], bounds[1][0], True)
+    assert all(torch.equal(mine[0], theirs) for mine, theirs in zip(found, expected, strict=True))

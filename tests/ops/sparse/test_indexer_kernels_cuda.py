@@ -175,6 +175,34 @@ def test_scores_of_a_decode_step_for_hopper_have_the_same_bits(batch, tokens, le
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(("batch", "ties"), [(5, False), (5, True), (40, False)])
+def test_rows_of_any_length_are_selected_from_in_a_decode_step_for_hopper(batch, ties):
+    """Against the Triton kernels: long and short rows, an empty one, ties, and NaN where nothing is to be read."""
+    lengths = torch.tensor([70000, 9000, 3000, 100, 0] * (batch // 5), device="cuda")
+    blocks = 70000 // 64 + 1
+    table = torch.randperm(batch * blocks, device="cuda").int().view(batch, blocks)
+    pool = unpack_index_keys(torch.full((batch * blocks, 64 * 132), 127, dtype=torch.uint8, device="cuda"), 64)
+    pool.scales.fill_(torch.nan)
+    for row, length in zip(table.long(), lengths.tolist(), strict=True):
+        used = row[: -(-length // 64)]
+        keys = torch.randn(len(used), 64, 1, 128, device="cuda")
+        as_fp8 = (keys.sign() if ties else keys).to(torch.float8_e4m3fn)
+        pool.values.view(torch.uint8)[used] = as_fp8.view(torch.uint8)
+        pool.scales[used] = 1.0 if ties else torch.rand_like(pool.scales[used])
+    iq = torch.randn(batch, 1, 64, 128, device="cuda").bfloat16()
+    w = torch.rand(batch, 1, 64, device="cuda")
+    if ties:
+        iq, w = iq.sign() * (torch.arange(128, device="cuda") < 2), torch.ones_like(w)
+    end, first = lengths[:, None], torch.full((batch, 1), 5, device="cuda")
+    found, expected = (
+        paged_topk(iq, PagedKeys(pool, table), w, 2048, first, end, **HOW, gluon=gluon)
+        for gluon in (gluon_paged_scores, None)
+    )
+    assert found.lengths[:, 0].tolist() == (lengths - 5).clamp(0, 2048).tolist()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("s_kv", [32768, 131072])
 def test_the_topk_takes_a_tenth_of_its_inputs_and_outputs_or_64_mib_for_long_rows(s_kv):
     iq, ik, w = drawn(4096, s_kv)

@@ -156,7 +156,7 @@ def spills(kernel: dict) -> int:
     if what == "indexer gluon":
         return 64  # by two warps, which select
     if what == "paged gluon":
-        return 16
+        return 64  # of four tokens
     if "gluon" in what or "distribution" in what:
         return 0
     if what == "forward triton" or kernel["kernel"] == "_forward_kernel":
@@ -180,6 +180,7 @@ def assert_sound(kernels: list[dict]) -> None:
             "_locate_kernel",
             "_merge_kernel",
             "_select_kernel",
+            "select_kernel",
         )
         if of_gluon or (kernel["kernel"] in ("scores_kernel", "grad_query_kernel") and heads >= 64):
             assert kernel["wgmma"] or dtype == "float32", kernel
@@ -268,7 +269,7 @@ SWEEPS = {
             ("bfloat16", 64, 128, 2048), ("float16", 128, 64, 512), ("float16", 40, 96, 1),
         )),
         *(("paged gluon", dtype, heads, 128, 2048, tokens) for dtype, heads, tokens in (
-            ("bfloat16", 64, 1), ("float16", 64, 2), ("bfloat16", 128, 1),
+            ("bfloat16", 64, 1), ("float16", 64, 2), ("bfloat16", 64, 4), ("bfloat16", 128, 1),
         )),
     ],
     "forward": [

@@ -1,4 +1,7 @@
-"""The exact selection from a row of scores, with and without a summary of it: rows that are hard to select from."""
+"""The exact selection from a row of scores, with and without a summary of it: rows that are hard to select from.
+
+That of a decode step in Gluon is emulated, with the sizes that it has on a GPU.
+"""
 
 import pytest
 import torch
@@ -9,9 +12,11 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from attnmesh.ops.sparse import gluon_paged_select
 from attnmesh.ops.sparse.indexer_tiles import NEIGHBORS, row_elements
 from attnmesh.ops.sparse.triton_select import select_row
 from helpers.cases import in_turn, sweep
+from helpers.gluon import emulated
 
 CUDA = torch.cuda.is_available()
 SWEEP_HERE = () if CUDA else (pytest.mark.sweep,)
@@ -26,22 +31,28 @@ def _kernel(
     select_row(row, row_keys, row_len, begin, end, n, topk, groups, indices, scores, count, BLOCK, WIDE)
 
 
+def workspace(row: Tensor, at: int, begin: int, end: int, block: int, groups: int) -> tuple[Tensor, int]:
+    """Memory in which `row` starts at key `at` of [begin, end), with its summary; and the number of keys."""
+    row_len, device = end + 64, row.device
+    buffer = torch.full((row_elements(row_len, block, groups),), torch.nan, device=device)
+    buffer[begin:end] = -torch.inf
+    buffer[at : at + len(row)] = row
+    if groups:
+        summary = row_len + 3 * block
+        keys = torch.arange(len(row), device=device)
+        buffer[summary : summary + groups] = torch.full((groups,), -torch.inf, device=device).scatter_reduce(
+            0, keys % groups, row, "amax"
+        )
+        blocks = buffer[begin:end].view(-1, NEIGHBORS).amax(1)
+        buffer[summary + groups + begin // NEIGHBORS :][: len(blocks)] = blocks
+    return buffer, row_len
+
+
 def select(row: Tensor, groups: int, k: int) -> tuple[Tensor, Tensor, int]:
     """The selection from `row`, which starts at key BEGIN of a longer one. What must not be read is NaN."""
     n, device = len(row), row.device
     end = BEGIN + -(-n // 16) * 16
-    row_len = end + 32
-    buffer = torch.full((row_elements(row_len, BLOCK, groups),), torch.nan, device=device)
-    buffer[BEGIN:end] = -torch.inf
-    buffer[BEGIN : BEGIN + n] = row
-    if groups:
-        at = row_len + 3 * BLOCK
-        keys = torch.arange(n, device=device)
-        buffer[at : at + groups] = torch.full((groups,), -torch.inf, device=device).scatter_reduce(
-            0, keys % groups, row, "amax"
-        )
-        blocks = buffer[BEGIN:end].view(-1, NEIGHBORS).amax(1)
-        buffer[at + groups + BEGIN // NEIGHBORS :][: len(blocks)] = blocks
+    buffer, row_len = workspace(row, BEGIN, BEGIN, end, BLOCK, groups)
     indices, scores = torch.full((k + 3,), 99, device=device).int(), torch.full((k + 3,), 99.0, device=device)
     count = torch.zeros(1, dtype=torch.int32, device=device)
     _kernel[(1,)](
@@ -94,11 +105,55 @@ def test_a_topk_of_more_keys_than_groups(device):
 
 
 def check(row: Tensor, groups: int, k: int) -> None:
+    check_selected(row, k, BEGIN, *select(row, groups, k))
+
+
+def check_selected(row: Tensor, k: int, first: int, indices: Tensor, scores: Tensor, count: int) -> None:
     order = row.argsort(descending=True, stable=True)[:k]
     expected = order[row[order] > -torch.inf].sort().values
-    indices, scores, count = select(row, groups, k)
     assert count == len(expected)
-    assert (indices[:count] - BEGIN).tolist() == expected.tolist()
+    assert (indices[:count] - first).tolist() == expected.tolist()
     assert torch.equal(scores[:count], row[expected])
     assert (indices[count:] == -1).all()
     assert scores[count:].isneginf().all()
+
+
+MANY = torch.arange(9000)
+LONG = {  # of whose top 360 the maxima of 1024 groups tell much or little; 2,048 candidates fit
+    "random": torch.rand(9000, generator=torch.Generator().manual_seed(6)) - 0.5,
+    "ties among the candidates": (torch.rand(9000, generator=torch.Generator().manual_seed(7)) * 50).round(),
+    "more candidates than fit": torch.where(MANY % 1024 < 300, 100.0 + MANY, MANY % 7),
+    "fewer candidates than k": torch.where(MANY % 30 == 0, 1.0, 0.0),
+    "few that can be selected": torch.where(MANY % 31 == 0, MANY / 8, -torch.inf),
+    "infinite": torch.where(MANY % 50 == 0, torch.inf, torch.where(MANY % 3 == 0, -torch.inf, MANY * 1.0)),
+    "blocks in two parts": torch.rand(70000, generator=torch.Generator().manual_seed(10)),
+    "every score is a group": torch.rand(3000, generator=torch.Generator().manual_seed(8)),
+    "short": (torch.rand(1500, generator=torch.Generator().manual_seed(9)) * 50).round(),
+    "empty": torch.zeros(0),
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("ties among the candidates", "more candidates than fit", "short") else sweep(kind)
+        for kind in LONG
+    ],
+)
+def test_the_selection_of_a_decode_step_in_gluon(kind):
+    row, k, groups, first = LONG[kind], 360, 1024, 64 + 5
+    end = -(-(first + len(row)) // 64) * 64
+    buffer, row_len = workspace(row, first, 64, end, gluon_paged_select.MIN_BLOCK, groups)
+    buffer[row_len : row_len + gluon_paged_select.MIN_BLOCK] = torch.inf  # candidates of the row before
+    indices, scores = torch.full((k + 3,), 99, dtype=torch.int32), torch.full((k + 3,), 99.0)
+    count, errors = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    emulated(gluon_paged_select).select_kernel[(1,)](
+        torch.tensor([first]), torch.tensor([first + len(row)]), indices, scores.view(torch.int32), count, buffer,
+        buffer.view(torch.int32), errors, torch.zeros(3, dtype=torch.int32), 1, row_len, k, row_len, len(buffer),
+        groups, 0, 3, SHAPE=gluon_paged_select.Selection(1, gluon_paged_select.MIN_BLOCK, 4096),
+        num_warps=gluon_paged_select.WARPS, launch_pdl=True,
+    )  # fmt: skip
+    assert (indices[k:] == 99).all()
+    assert (scores[k:] == 99.0).all()
+    check_selected(row, k, first, indices[:k], scores[:k], int(count))
+    assert not errors.any()

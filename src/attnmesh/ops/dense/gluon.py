@@ -39,17 +39,14 @@ class Gluon(Triton):
             return "triton is not installed (pip install 'attnmesh[triton]')"
         if not is_hopper(call.q.device):
             return "its kernels need a Hopper GPU (compute capability 9.0)"
-        if call.scores.alibi_slopes is not None:
-            return "its kernels do not take alibi_slopes"
         reason: str | None = _module(f"gluon_{part}").why_not(call.q, call.v)
         if reason is not None and part == "forward" and call.q.shape[3] >= _LATENT:
-            of_latents = _module("gluon_latent").why_not(call.q, call.k, call.v, softcap=call.scores.softcap)
+            of_latents = _module("gluon_latent").why_not(call.q, call.k, call.v, call.scores)
             reason = None if of_latents is None else f"{reason}, or latents, for which {of_latents}"
         return reason
 
     def _forward(self, call: Call) -> Callable[..., State]:
-        is_tiled = _module("gluon_forward").why_not(call.q, call.v) is None
-        return _module("gluon_forward" if is_tiled else "gluon_latent").forward  # type: ignore[no-any-return]
+        return _module("gluon_latent" if call.q.shape[3] >= _LATENT else "gluon_forward").forward  # type: ignore[no-any-return]
 
     def _gradients(self) -> Callable[..., list[Tensor | None]]:
         gradients: Callable[..., list[Tensor | None]] = _module("gluon_backward").gradients

@@ -26,6 +26,7 @@ _FULL_CAUSAL = 1.9  # programs per processor, which is idle when it has had a lo
 _FULL_CAUSAL_SHARED = 4.0  # of 64 keys
 _MOST_COLUMNS = 256  # of sums per key in registers, besides the scores of 64 rows
 _LONG = 16384  # rows, from which pairs of steps are not faster
+_CACHED = 40e6  # bytes of queries, grad_out and float32 gradients, which the L2 cache holds
 
 
 class BackwardTiles(NamedTuple):
@@ -34,7 +35,8 @@ class BackwardTiles(NamedTuple):
     `stages` of q and grad_out in shared memory. A program sums over `heads` query heads of a group (None: all of them;
     else programs add to grad_k and grad_v atomically). `paired`: ds is exchanged once in two steps, and a turn of the
     loop has two. `held`: keys and values stay in registers. `shared_keys`: a program has 64 keys, of which one
-    consumer has grad_v and the other grad_k, and `grad_out_stages`; for heads too wide for 128, always. `ordered`:
+    consumer has grad_v and the other grad_k, and `grad_out_stages`; for heads too wide for 128, always. Programs of
+    `section` KV heads, or shares of their groups, run together (None: of as many as the L2 cache serves). `ordered`:
     key tiles add to grad_q one after another; only in pairs of steps.
     """
 
@@ -44,15 +46,18 @@ class BackwardTiles(NamedTuple):
     held: bool = False
     shared_keys: bool = False
     grad_out_stages: int = 1
+    section: int | None = None
     ordered: bool = False
 
     @classmethod
-    def pick(cls, q: Tensor, v: Tensor, *, causal: bool = False) -> "BackwardTiles":
-        """The fastest tiles on an H200 for the head dims and lengths."""
+    def pick(cls, q: Tensor, v: Tensor, *, causal: bool = False, slopes: Tensor | None = None) -> "BackwardTiles":
+        """The fastest tiles on an H200 for the head dims and lengths that leave room for the terms of slopes."""
         batch, q_heads, q_len, _ = q.shape
         kv_heads, kv_len, _ = v.shape[1:]
         key_width, value_width = _width(q), _width(v)
-        shared_keys = _too_wide(key_width, value_width)
+        columns = key_width + value_width
+        no_room = slopes is not None and not causal  # for slopes and bounds
+        shared_keys = _too_wide(key_width, value_width) or (no_room and columns > _MOST_COLUMNS)
         # Few keys: programs divide the heads of a group, until most processors have one, or two that are not equal.
         programs = batch * kv_heads * triton.cdiv(kv_len, TILE if shared_keys else 2 * TILE)
         full = (_FULL_CAUSAL_SHARED if shared_keys else _FULL_CAUSAL) if causal else _FULL
@@ -60,10 +65,10 @@ class BackwardTiles(NamedTuple):
         splits = next((n for n in range(1, group) if group % n == 0 and n * programs >= enough), group)
         heads = None if splits == 1 else group // splits
         if shared_keys:
-            return cls(heads=heads, shared_keys=True, grad_out_stages=2 if key_width + value_width <= 384 else 1)
+            return cls(heads=heads, shared_keys=True, grad_out_stages=2 if columns <= 384 else 1)
         if max(key_width, value_width) == 64:
             return cls(stages=4, heads=heads, held=True)
-        return cls(heads=heads, paired=q_len < _LONG or key_width > 128)
+        return cls(heads=heads, paired=(q_len < _LONG or key_width > 128) and not no_room)
 
 
 def _too_wide(key_width: int, value_width: int) -> bool:
@@ -76,8 +81,8 @@ def _processors(q: Tensor) -> int:
     return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
 
 
-def why_not(q: Tensor, v: Tensor, *, terms: ScoreTerms = PLAIN) -> str | None:
-    """The reason why the kernel cannot serve these queries, values and terms on a Hopper GPU; None if it can."""
+def why_not(q: Tensor, v: Tensor) -> str | None:
+    """The reason why the kernel cannot serve these queries and values on a Hopper GPU; None if it can."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"its backward kernel takes fp16 and bf16, not {q.dtype}"
     if any(x.shape[-1] % 8 or x.shape[-1] > MAX_WIDTH for x in (q, v)):
@@ -85,8 +90,6 @@ def why_not(q: Tensor, v: Tensor, *, terms: ScoreTerms = PLAIN) -> str | None:
             f"its backward kernel takes multiples of 8 up to {MAX_WIDTH} as head_dim, "
             f"not {q.shape[-1]} (keys) and {v.shape[-1]} (values)"
         )
-    if terms.slopes is not None:
-        return "its backward kernel does not take alibi_slopes"
     return None
 
 
@@ -112,11 +115,11 @@ def backward(
 ) -> None:
     """`triton_backward.backward` for arguments whose `why_not` is None, on Hopper.
 
-    Programs add to grad_q in the order in which they come or, if `deterministic`, in the order of keys. For heads wider
-    than 128, a second pass, in Triton, computes it then.
+    Programs add to grad_q in the order in which they come or, if `deterministic`, in the order of keys. With slopes,
+    and for heads wider than 128, a second pass, in Triton, computes it then.
     """
     overwrite_keys |= overwrite
-    if deterministic and grad_q is not None and not _takes_turns(q, v, tiles):
+    if deterministic and grad_q is not None and not _takes_turns(q, v, terms, tiles):
         common: dict[str, Any] = {
             "scale": scale,
             "causal": causal,
@@ -130,7 +133,8 @@ def backward(
         return
     visible = Bounds.of(bounds)
     given = q, k, v, grad_out, lse, delta, visible.first, visible.end
-    how = scale, causal, overwrite, overwrite_keys, terms.softcap, deterministic, tiles
+    of_alibi = None if terms.slopes is None else signature(*terms[1:])
+    how = scale, causal, overwrite, overwrite_keys, terms.softcap, of_alibi, deterministic, tiles
     key = signature(*given, grad_q, grad_k, grad_v), *how
     grads = grad_q, grad_k, grad_v
     known = _known.get(key)
@@ -139,7 +143,7 @@ def backward(
             grads[at].zero_()  # type: ignore[union-attr]
         if known.together is not None and grad_k is not None:
             torch.as_strided(grad_k, *known.together, grad_k.storage_offset()).zero_()
-        _repeat(known, bounds, visible, given[:6], grads)
+        _repeat(known, bounds, visible, given[:6], grads, terms)
         return
     written = overwrite, overwrite_keys, overwrite_keys
     if known is None:
@@ -149,7 +153,7 @@ def backward(
                     grad.zero_()
             return
         q, k, v, grad_out = (loadable(x) for x in given[:4])
-        tiles = _tiles(tiles, q, v, causal, deterministic)
+        tiles = _tiles(tiles, q, v, causal, terms, deterministic)
         once = overwrite_keys and tiles.heads is None and visible.parts == 1
     else:
         once = known.once
@@ -159,11 +163,11 @@ def backward(
         None if grad_v is None else _sums(grad_v, overwrite_keys, once),
     )
     if known is not None:
-        _repeat(known, bounds, visible, given[:6], sums)
+        _repeat(known, bounds, visible, given[:6], sums, terms)
     else:
         assert tiles is not None
         with torch.cuda.device_of(q):
-            known = _launch(q, k, v, grad_out, lse, delta, *sums, scale, causal, visible, terms.softcap, once, tiles)
+            known = _launch(q, k, v, grad_out, lse, delta, *sums, scale, causal, visible, terms, once, tiles)
         if all(x is y for x, y in zip((q, k, v, grad_out), given, strict=False)):
             if all(x is y for x, y in zip(grads, sums, strict=True)):
                 known = known.adding_in_place(grads, overwrite, overwrite_keys and not once)
@@ -184,13 +188,15 @@ def gradients(
     """The gradients of q, k and v, or None where they are not needed, in their dtype."""
     visible = Bounds.of(bounds)
     rows = q, k, v, grad_out, lse, delta
-    key = signature(*rows, visible.first, visible.end), needs, scale, causal, terms.softcap, deterministic, tiles
+    of_alibi = None if terms.slopes is None else signature(*terms[1:])
+    how = scale, causal, terms.softcap, of_alibi, deterministic, tiles
+    key = signature(*rows, visible.first, visible.end), needs, *how
     known = _known.get(key)
     once = False
     if known is not None:
         once = known.once
     else:
-        apart = deterministic and not _takes_turns(q, v, tiles)
+        apart = deterministic and not _takes_turns(q, v, terms, tiles)
         apart |= not q.numel() or not k.numel() or not all(is_loadable(x) for x in rows[:4])
         if apart or not any(needs):
             grads = [torch.empty_like(x) if need else None for x, need in zip(rows[:3], needs, strict=True)]
@@ -200,27 +206,32 @@ def gradients(
                 overwrite=True, terms=terms, deterministic=deterministic, tiles=tiles,
             )  # fmt: skip
             return grads
-        tiles = _tiles(tiles, q, v, causal, deterministic)
+        tiles = _tiles(tiles, q, v, causal, terms, deterministic)
         once = tiles.heads is None and visible.parts == 1
     sums = _new_sums(q, k, v, needs, once)
     if known is not None:
-        _repeat(known, bounds, visible, rows, sums)
+        _repeat(known, bounds, visible, rows, sums, terms)
     else:
         assert tiles is not None
         with torch.cuda.device_of(q):
-            _known.add(key, _launch(*rows, *sums, scale, causal, visible, terms.softcap, once, tiles))
+            _known.add(key, _launch(*rows, *sums, scale, causal, visible, terms, once, tiles))
     return [x if x is None or x.dtype == q.dtype else x.to(q.dtype) for x in sums]
 
 
-def _tiles(tiles: BackwardTiles | None, q: Tensor, v: Tensor, causal: bool, deterministic: bool) -> BackwardTiles:
+def _tiles(
+    tiles: BackwardTiles | None, q: Tensor, v: Tensor, causal: bool, terms: ScoreTerms, deterministic: bool
+) -> BackwardTiles:  # fmt: skip
     """The tiles of a launch, in which, if `deterministic`, nothing is added in the order in which programs come."""
-    tiles = tiles or BackwardTiles.pick(q, v, causal=causal)
-    return tiles._replace(heads=None, paired=True, ordered=True) if deterministic else tiles
+    tiles = tiles or BackwardTiles.pick(q, v, causal=causal, slopes=terms.slopes)
+    if not deterministic:
+        return tiles
+    tiles = tiles._replace(heads=None)
+    return tiles._replace(paired=True, ordered=True) if _takes_turns(q, v, terms, tiles) else tiles
 
 
-def _takes_turns(q: Tensor, v: Tensor, tiles: BackwardTiles | None) -> bool:
+def _takes_turns(q: Tensor, v: Tensor, terms: ScoreTerms, tiles: BackwardTiles | None) -> bool:
     """Whether key tiles can add to grad_q one after another."""
-    return max(q.shape[-1], v.shape[-1]) <= 2 * TILE and not (tiles and tiles.shared_keys)
+    return max(q.shape[-1], v.shape[-1]) <= 2 * TILE and terms.slopes is None and not (tiles and tiles.shared_keys)
 
 
 def _new_sums(
@@ -272,13 +283,15 @@ _known: Recent[_Known] = Recent()
 _Three = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def _repeat(known: _Known, bounds: object, visible: Bounds, rows: Sequence[Tensor], sums: _Three) -> None:
+def _repeat(
+    known: _Known, bounds: object, visible: Bounds, rows: Sequence[Tensor], sums: _Three, terms: ScoreTerms
+) -> None:  # fmt: skip
     if bounds is None:
-        known.launches[0](*rows, None, None, None, _turns(rows[0]) if known.ordered else None, *sums)
+        known.launches[0](*rows, None, None, None, _turns(rows[0]) if known.ordered else None, *sums, *terms[1:])
         return
     for part, launch in zip(visible.each(), known.launches, strict=True):
         ranges = triton_backward.rows_per_key_tile(part, rows[0].shape[2], rows[1].shape[2], known.keys)
-        launch(*rows, part.first, part.end, ranges, _turns(rows[0]) if known.ordered else None, *sums)
+        launch(*rows, part.first, part.end, ranges, _turns(rows[0]) if known.ordered else None, *sums, *terms[1:])
 
 
 def _turns(q: Tensor) -> Tensor:
@@ -298,7 +311,7 @@ def _sums(grad: Tensor, overwrite: bool, once: bool) -> Tensor:
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor,
     grad_q: Tensor | None, grad_k: Tensor | None, grad_v: Tensor | None,
-    scale: float, causal: bool, visible: Bounds, softcap: float | None, overwrite: bool,
+    scale: float, causal: bool, visible: Bounds, terms: ScoreTerms, overwrite: bool,
     tiles: BackwardTiles,
 ) -> _Known:  # fmt: skip
     """One launch for each part of the mask."""
@@ -307,6 +320,9 @@ def _launch(
     members = tiles.heads or q_heads // kv_heads
     splits = q_heads // kv_heads // members
     streams = batch * kv_heads * splits
+    # Read twice in 16 bits; gradients are added in 32 bits.
+    cached = 2 * (q.numel() + grad_out.numel()) + 4 * q.numel() <= _CACHED
+    section = min(streams, tiles.section or (streams if cached else _section(streams)))
     needs_q, scores = grad_q is not None, grad_q is not None or grad_k is not None
     widths = _width(q), _width(v)
     shared_keys = scores and (tiles.shared_keys or _too_wide(*widths))
@@ -344,13 +360,18 @@ def _launch(
                 *blocks, lse, lse.stride(), delta, delta.stride(), part.first, part.end, part.strides[1], ranges, turns,
                 grad_k, no_strides if grad_k is None else grad_k.stride()[:3],
                 grad_v, no_strides if grad_v is None else grad_v.stride()[:3],
-                q_len, kv_len, kv_heads, splits, members, streams, scale, softcap,
+                q_len, kv_len, kv_heads, splits, members, streams, section, scale, *terms,
             ),
-            (q, k, v, grad_out, lse, delta, part.first, part.end, ranges, turns, grad_q, grad_k, grad_v),
+            (q, k, v, grad_out, lse, delta, part.first, part.end, ranges, turns, grad_q, grad_k, grad_v, *terms[1:]),
             SHAPE=shape, num_warps=4, launch_pdl=True,
         )  # fmt: skip
         launches.append(launch)
     return _Known(tuple(launches), keys, overwrite, ordered)
+
+
+def _section(streams: int) -> int:
+    """The KV heads, or shares of their groups, of which programs run together: no slower on an H200 than all."""
+    return streams if streams <= 16 else 8 if streams <= 64 else 4
 
 
 def _stages_of_values(key_width: int, value_width: int) -> int:

@@ -71,11 +71,12 @@ _STOPS = gl.constexpr(512)  # of the rows of key tiles, read at once
 _CONSUMER, _OTHER = gl.constexpr(240), gl.constexpr(24)  # registers per thread, of 504
 
 
-@gluon.jit(do_not_specialize=["q_len", "kv_len", "kv_heads", "splits", "members", "streams"])
+@gluon.jit(do_not_specialize=["q_len", "kv_len", "kv_heads", "splits", "members", "streams", "section"])
 def backward_kernel(
     q, grad_out, k, v, grad_q, lse, lse_strides, delta, delta_strides, first, end, bounds_stride, ranges, done,
     grad_k, grad_k_strides, grad_v, grad_v_strides,
-    q_len, kv_len, kv_heads, splits, members, streams, scale, softcap, SHAPE: gl.constexpr,
+    q_len, kv_len, kv_heads, splits, members, streams, section, scale, softcap, slopes, q_positions, k_positions,
+    SHAPE: gl.constexpr,
 ):  # fmt: skip
     """One program: the gradients of 64 or 128 keys, from one part of the mask."""
     gdc_launch_dependents()  # the next kernel may be launched: if it reads these results, it waits for the end itself
@@ -88,10 +89,13 @@ def backward_kernel(
     V_BLOCKS: gl.constexpr = SHAPE.v_blocks
     Q_BLOCK: gl.constexpr = SHAPE.q_block
     HALVES: gl.constexpr = 1 if SHAPE.shared_keys else 2  # tiles of 64 keys
-    # The tiles of all heads, longest first.
+    # The tiles of the heads of a section, longest first: programs of the same heads share rows in the L2 cache.
     tile_count = gl.cdiv(kv_len, HALVES * _TILE)
-    stream = gl.program_id(0) % streams
-    key_begin = gl.program_id(0) // streams * (HALVES * _TILE)
+    first_stream = gl.program_id(0) // (section * tile_count) * section
+    within = gl.program_id(0) % (section * tile_count)
+    together = gl.minimum(section, streams - first_stream)
+    stream = first_stream + within % together
+    key_begin = within // together * (HALVES * _TILE)
     kv_head = stream // splits % kv_heads
     batch = stream // splits // kv_heads
     head = stream % (splits * kv_heads) * members
@@ -100,7 +104,14 @@ def backward_kernel(
     start = begin
     if SHAPE.ordered:
         start = (gl.cdiv(stop, _TILE) - 1) * _TILE
-    work = Work(batch, kv_head, key_begin, head, head + members, start, begin, inner, edge, stop, steps, q_len, kv_len)
+    alibi = None
+    if slopes is not None:
+        last_key = gl.load(k_positions + (gl.minimum(key_begin + HALVES * _TILE, kv_len) - 1))
+        later_keys = (last_key > gl.load(q_positions + gl.minimum(inner, q_len - 1))).to(gl.int32)
+        alibi = (q_positions, gl.load(k_positions + key_begin), later_keys)
+    work = Work(
+        batch, kv_head, key_begin, head, head + members, start, begin, inner, edge, stop, steps, q_len, kv_len, alibi
+    )  # fmt: skip
     if steps <= 0:
         if SHAPE.overwrite:
             grid: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
@@ -122,6 +133,11 @@ def backward_kernel(
     if SHAPE.shared_keys:
         quads: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])  # the eight columns that four threads hold
         weight_tile = gl.allocate_shared_memory(gl.float32, [1, _TILE, _TILE], quads)
+    distances: gl.constexpr = None
+    row_slopes: gl.constexpr = None
+    if slopes is not None:
+        distances = gl.allocate_shared_memory(gl.float32, [HALVES, _TILE], flat)
+        row_slopes = gl.allocate_shared_memory(gl.float32, [STAGES, _TILE], flat)
     ds_tiles: gl.constexpr = None
     grad_q_tiles: gl.constexpr = None
     if grad_q is not None:
@@ -140,6 +156,8 @@ def backward_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, _TILE], flat),
         gl.allocate_shared_memory(gl.float32, [STAGES, _TILE], flat),
         gl.allocate_shared_memory(gl.int32, [2 * STAGES, _TILE], flat),
+        distances,
+        row_slopes,
         weight_tile,
         ds_tiles,
         grad_q_tiles,
@@ -158,7 +176,7 @@ def backward_kernel(
         grad_q_ready=allocate_barriers(2),
         grad_q_free=allocate_barriers(2),
     )
-    init_barriers(barriers.k_ready, 1)
+    init_barriers(barriers.k_ready, 1 if slopes is None else 2)  # the copies, and the distances
     init_barriers(barriers.v_ready, 1)
     init_barriers(barriers.q_ready, 2)  # the copies and, once, the terms of the rows
     init_barriers(barriers.q_free, 2)
@@ -178,7 +196,7 @@ def backward_kernel(
         of_batch = done + (batch * kv_heads * members).to(gl.int64) * row_tiles
         before, before_stop = _tile_before(ranges, bounds_stride, work, tile_count)
         turns = Turns(of_batch, row_tiles, key_begin // (2 * _TILE), before, before_stop)
-    row_terms = (lse, lse_strides, delta, delta_strides, first, end, bounds_stride)
+    row_terms = (lse, lse_strides, delta, delta_strides, first, end, bounds_stride, slopes, q_positions, k_positions)
     grads = (grad_k, grad_k_strides, grad_v, grad_v_strides)
     if SHAPE.shared_keys:
         gl.warp_specialize(

@@ -40,6 +40,8 @@ class Memory(NamedTuple):
     lse: Any
     delta: Any
     bounds: Any
+    distances: Any  # of keys from the first key of the program; None without slopes, as `slopes`
+    slopes: Any  # of the head of each stage, once for every key of a consumer
     weights: Any  # if the consumers share keys
     ds: Any
     grad_q: Any
@@ -78,6 +80,7 @@ class Work(NamedTuple):
     steps: Any
     q_len: Any
     kv_len: Any
+    alibi: Any  # positions of rows, the first key's, and whether a key comes after a row that sees all; None without
 
 
 class Turns(NamedTuple):
@@ -122,7 +125,7 @@ class Shape(NamedTuple):
 def load(q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE: gl.constexpr):
     """Copies keys and values once, and then the rows of every step."""
     STAGES: gl.constexpr = SHAPE.stages
-    lse, lse_strides, delta, delta_strides, first, end, bounds_stride = row_terms
+    lse, lse_strides, delta, delta_strides, first, end, bounds_stride, slopes, q_positions, k_positions = row_terms
     near = gl.arange(0, _TILE, layout=gl.BlockedLayout([1], [32], [1], [0]))
     batch, head, row = work.batch, work.head, work.start
     lse_head = lse + batch.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
@@ -132,6 +135,13 @@ def load(q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE: gl.constex
     for half in gl.static_range(HALVES):
         keys = work.key_begin + half * _TILE
         _copy(k, batch, work.kv_head, keys, memory.k, half, barriers.k_ready.index(0), SHAPE.k_blocks)
+    if slopes is not None:
+        for half in gl.static_range(HALVES):
+            at_key = work.key_begin + half * _TILE + near
+            positions = gl.load(k_positions + at_key, mask=at_key < work.kv_len, other=0)
+            distances = positions - gl.load(k_positions + work.key_begin)
+            memory.distances.index(half).store(distances.to(gl.float32))
+        mbarrier.arrive(barriers.k_ready.index(0), count=1)
     for step in range(work.steps):
         stage = step % STAGES
         turn = (step // STAGES) & 1
@@ -144,7 +154,13 @@ def load(q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE: gl.constex
         mbarrier.expect(barriers.q_ready.index(stage), q.block_type.nbytes * SHAPE.k_blocks)
         _copy(q, batch, head, row, memory.q, stage, barriers.q_ready.index(stage), SHAPE.k_blocks)
         # Rows without keys have weights of 0.
-        memory.lse.index(stage).store(gl.where(empty, float("inf"), row_lse * _LOG2_E))
+        row_lse = gl.where(empty, float("inf"), row_lse * _LOG2_E)
+        if slopes is not None:
+            slope = near * 0.0 + gl.load(slopes + gl.minimum(head, work.head_end - 1)) * _LOG2_E
+            positions = gl.load(q_positions + rows, mask=real, other=0) - gl.load(k_positions + work.key_begin)
+            row_lse += slope * positions.to(gl.float32)
+            memory.slopes.index(stage).store(slope)
+        memory.lse.index(stage).store(row_lse)
         if SHAPE.bounded:
             row_first = gl.load(first + batch.to(gl.int64) * bounds_stride + rows, mask=real, other=0)
             row_end = gl.load(end + batch.to(gl.int64) * bounds_stride + rows, mask=real, other=0)

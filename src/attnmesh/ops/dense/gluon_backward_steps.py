@@ -25,9 +25,21 @@ def weights_of(
     capped = products
     if softcap is not None:
         capped = tanh(products * (scale / softcap))
-        weights = gl.exp2(capped * (softcap * _LOG2_E) - row_lse[None, :])
+        exponents = capped * (softcap * _LOG2_E) - row_lse[None, :]
     else:
-        weights = gl.exp2(products * (scale * _LOG2_E) - row_lse[None, :])
+        exponents = products * (scale * _LOG2_E) - row_lse[None, :]
+    if memory.slopes is not None:
+        # With the slope times the distance of the row, which is part of `row_lse`: see `gluon_online_softmax.softmax`.
+        q_positions, origin, later_keys = work.alibi
+        near = memory.distances.index((key_begin - work.key_begin) // _TILE).load(gl.SliceLayout(1, grid))
+        slopes = memory.slopes.index(stage).load(gl.SliceLayout(1, grid))
+        exponents += (slopes * near)[:, None]
+        if (row < work.inner) | (row >= work.edge) | (later_keys != 0):
+            rows = row + FIRST + gl.arange(0, ROWS, layout=across)
+            positions = gl.load(q_positions + rows, mask=rows < work.q_len, other=0)
+            later = gl.minimum((positions - origin).to(gl.float32)[None, :] - near[:, None], 0.0)
+            exponents += slopes[:, None] * (2.0 * later)
+    weights = gl.exp2(exponents)
     if (row < work.inner) | (row >= work.edge):
         key = key_begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, grid))[:, None]
         if SHAPE.bounded:

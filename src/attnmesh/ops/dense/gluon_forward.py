@@ -46,7 +46,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import is_loadable, loadable
-from attnmesh.ops.dense.gluon_online_softmax import ROWS, factor_of, initial, operand, rescale, softmax
+from attnmesh.ops.dense.gluon_online_softmax import (
+    ROWS,
+    factor_of,
+    has_later_keys,
+    initial,
+    key_distances,
+    operand,
+    rescale,
+    row_terms,
+    softmax,
+)
 from attnmesh.ops.dense.gluon_producer import load
 from attnmesh.ops.dense.gluon_state import IN_PLACE, NEW, OTHER, join_state, load_lse, load_state, release, store_state
 from attnmesh.ops.dense.gluon_tile_scheduler import CONSUMERS, RECORD, Sizes, read, visible_keys
@@ -89,6 +99,7 @@ class Memory(NamedTuple):
     v: Any
     state: Any  # None if not staged
     work: Any
+    distances: Any  # of keys from a work tile's first row; None without slopes
 
 
 class Barriers(NamedTuple):
@@ -111,7 +122,7 @@ class GluonTiles(NamedTuple):
     """Keys per tile, how many tiles of keys and of values are in flight, and the order of the work tiles.
 
     The work tiles of `section` KV heads come together, the longest first: they share keys in the L2 cache. None: the
-    work tiles of all heads, or of one head where the call is causal and long.
+    work tiles of all heads, or of one head where the call is causal and long, or has many heads or sequences.
     """
 
     keys: int
@@ -131,6 +142,7 @@ TILES = {
 _WIDTHS = sorted({width for widths in TILES for width in widths})
 _SHARED_BYTES = 226 * 1024  # for tiles; the rest of 227 KiB is for barriers and records
 _LONG = 32768  # rows, from which the keys of all heads do not stay in the L2 cache
+_CACHED = 100e6  # bytes of all keys and values, up to which the heads need not come one after another
 # Registers per thread; the first consumer has the rest.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(232), gl.constexpr(40)
 
@@ -167,7 +179,7 @@ def forward(
     tiles: GluonTiles | None = None,
     pack: int | None = None,
 ) -> State:
-    """`triton_forward.forward` for 16-bit inputs on Hopper, without slopes; see `why_not`.
+    """`triton_forward.forward` for 16-bit inputs on Hopper; see `why_not`.
 
     `pack` is the number of heads of a group that share a tile; by default 1, or more where rows are few.
     """
@@ -176,7 +188,9 @@ def forward(
     state_out, state_lse = state or (None, None)
     sinks = None if sinks is None else sinks.contiguous()
     given = q, k, v, visible.first, visible.end, state_out, state_lse, sinks
-    key = signature(*given), scale, causal, out_dtype, terms.softcap, tiles, pack
+    alibi = terms[1:]
+    of_alibi = None if terms.slopes is None else signature(*alibi)
+    key = signature(*given), scale, causal, out_dtype, terms.softcap, of_alibi, tiles, pack
     launch = _known.get(key)
     if launch is None:
         loaded = loadable(q), loadable(k), loadable(v)
@@ -190,12 +204,12 @@ def forward(
             )  # fmt: skip
     result = state if state is not None and in_place else new_state(q, v.shape[3], out_dtype)
     if launch is not None:
-        launch(*given, *result)
+        launch(*given, *alibi, *result)
     elif result.out.numel():
         with torch.cuda.device_of(q):
             launch = _first_launch(
-                q, k, v, visible, None if in_place else state, sinks, result, scale, causal, terms.softcap, in_place,
-                tiles, pack,
+                q, k, v, visible, None if in_place else state, sinks, result, scale, causal, terms, in_place, tiles,
+                pack,
             )  # fmt: skip
         if launch is not None:
             _known.add(key, launch)
@@ -207,12 +221,13 @@ _known: Recent[Launch] = Recent()
 
 def _first_launch(
     q: Tensor, k: Tensor, v: Tensor, visible: Bounds, state: State | None, sinks: Tensor | None, result: State,
-    scale: float, causal: bool, softcap: float | None, in_place: bool, tiles: GluonTiles | None, pack: int | None,
+    scale: float, causal: bool, terms: ScoreTerms, in_place: bool, tiles: GluonTiles | None, pack: int | None,
 ) -> Launch | None:  # fmt: skip
     """Launches the kernel, and returns what repeats it; None without keys."""
     batch, q_heads, q_len, key_dim = q.shape
     kv_heads, kv_len, value_dim = v.shape[1:]
-    tensors = (q, k, v, visible.first, visible.end, *(result if in_place else state or (None, None)), sinks, *result)
+    states = result if in_place else state or (None, None)
+    tensors = (q, k, v, visible.first, visible.end, *states, sinks, *terms[1:], *result)
     if kv_len == 0:  # the copy engine takes no empty tensor
         k, v = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (k, v))
     tiles = tiles or pick_tiles(key_dim, value_dim)
@@ -229,14 +244,15 @@ def _first_launch(
     state_blocks = _descriptors(wide, pack, rows, value_blocks) if wide is not None and staged else [None, None]
     head_tiles = batch * (q_heads // pack)
     work_tiles = triton.cdiv(q_len, CONSUMERS * rows) * head_tiles
-    kv_section = tiles.section or (1 if causal and q_len >= _LONG else None)
+    apart = causal and (q_len >= _LONG or 2 * (k.numel() + v.numel()) > _CACHED)
+    kv_section = tiles.section or (1 if apart else None)
     section = head_tiles if kv_section is None else kv_section * (q_heads // kv_heads // pack)
     grid = (min(work_tiles, _processors(q)),)
     args = (
         *q_blocks, *k_blocks, *v_blocks, *state_blocks, visible.first, visible.end, *visible.strides,
         state_out, state_strides, state_lse, *((0, 0, 0) if state_lse is None else state_lse.stride()),
         result.out, out_strides, result.lse, *result.lse.stride(), sinks,
-        q_len, kv_len, q_heads, q_heads // kv_heads, work_tiles, section, scale, softcap,
+        q_len, kv_len, q_heads, q_heads // kv_heads, work_tiles, section, scale, *terms,
     )  # fmt: skip
     shape = Shape(
         causal, 0 if visible.first is None else visible.parts, pack, tiles.keys, tiles.stages, *value_blocks,
@@ -281,7 +297,7 @@ def _forward_kernel(
     q_main, q_rest, k_main, k_rest, v_main, v_rest, state_main, state_rest, first, end, part_stride, sequence_stride,
     state_out, state_out_strides, state_lse, state_lse_batch, state_lse_head, state_lse_row,
     out, out_strides, lse, lse_batch, lse_head, lse_row, sinks,
-    q_len, kv_len, q_heads, group, work_tiles, section, scale, softcap,
+    q_len, kv_len, q_heads, group, work_tiles, section, scale, softcap, slopes, q_positions, k_positions,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()  # the next stage of a ring may be launched: it waits for the end of this stage itself
@@ -293,6 +309,11 @@ def _forward_kernel(
     if SHAPE.staged:
         states = _allocate(state_main, state_rest, _CONSUMERS)
     work = gl.allocate_shared_memory(gl.int32, [2, _RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    distances = None
+    if slopes is not None:
+        # One more than stages: keys of a stage are replaced before all consumers have computed their softmax.
+        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        distances = gl.allocate_shared_memory(gl.float32, [STAGES + 1, SHAPE.keys], flat)
     barriers = Barriers(
         work_ready=allocate_barriers(2),
         work_free=allocate_barriers(2),
@@ -311,7 +332,7 @@ def _forward_kernel(
     init_barriers(barriers.q_ready, 1)
     init_barriers(barriers.q_free, 1)
     init_barriers(barriers.turn, 1)
-    init_barriers(barriers.k_ready, 1)
+    init_barriers(barriers.k_ready, 1 if slopes is None else 2)  # the copies, and the distances
     init_barriers(barriers.k_free, _CONSUMERS)
     init_barriers(barriers.v_ready, 1)
     init_barriers(barriers.v_free, _CONSUMERS)
@@ -319,18 +340,19 @@ def _forward_kernel(
     init_barriers(barriers.state_free, 1)
     fence_async_shared()
 
-    memory = Memory(queries, keys, values, states, work)
+    memory = Memory(queries, keys, values, states, work, distances)
     mask = (first, end, (part_stride, sequence_stride))
     before = (state_out, state_out_strides, state_lse, (state_lse_batch, state_lse_head, state_lse_row))
     after = (out, out_strides, lse, (lse_batch, lse_head, lse_row), sinks)
     sizes = Sizes(q_len, kv_len, q_heads, group, work_tiles, section)
+    alibi = (slopes, q_positions, k_positions)
     q_blocks, k_blocks, v_blocks = (q_main, q_rest), (k_main, k_rest), (v_main, v_rest)
     state_blocks = (state_main, state_rest)
     gdc_wait()
     gl.warp_specialize(
-        [(_attend, (0, memory, barriers, mask, before, after, state_blocks, sizes, scale, softcap, SHAPE)),
-         (_attend, (1, memory, barriers, mask, before, after, state_blocks, sizes, scale, softcap, SHAPE)),
-         (load, (q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, sizes, SHAPE))],
+        [(_attend, (0, memory, barriers, mask, before, after, state_blocks, sizes, scale, softcap, alibi, SHAPE)),
+         (_attend, (1, memory, barriers, mask, before, after, state_blocks, sizes, scale, softcap, alibi, SHAPE)),
+         (load, (q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, sizes, alibi, SHAPE))],
         [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
     )  # fmt: skip
     invalidate_barriers(barriers)
@@ -354,7 +376,7 @@ def _allocate_block(block, STAGES: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    INDEX: gl.constexpr, memory, barriers, mask, before, after, state_blocks, sizes, scale, softcap,
+    INDEX: gl.constexpr, memory, barriers, mask, before, after, state_blocks, sizes, scale, softcap, alibi,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """A consumer: the attention of 64 rows of every work tile, from the earlier state to the new state."""
@@ -379,12 +401,17 @@ def _attend(
         row_begin = tile_begin + INDEX * APART
         within = gl.arange(0, _ROWS, layout=down)
         rows = row_begin + within % APART
+        slopes, row_distances = None, None
+        if memory.distances is not None:
+            slopes, row_distances = row_terms(alibi, factor, head, within, tile_begin, rows, sizes, SHAPE)
         acc, total, raw_max = initial(factor, SHAPE, down)
         state_lse = None
         if CONTINUES:
             acc, total, row_max = load_state(before, after, batch, head, row_begin, sizes, SHAPE, down)
             acc = rescale(acc, total, True)  # an empty state may hold NaN
             raw_max = gl.where(total == 0.0, lowest_of(factor), row_max / factor)
+            if memory.distances is not None:
+                raw_max += slopes * row_distances  # type: ignore[operator]
         elif SHAPE.state != _NEW:
             # Not needed before the end of the work tile.
             state_lse = load_lse(before, after, batch, head, row_begin, sizes, SHAPE, down)
@@ -398,6 +425,9 @@ def _attend(
             record += 1
             if stop > begin:
                 row_first, row_end = visible_keys(mask, part, batch, rows, sizes, SHAPE)
+                terms = None
+                if memory.distances is not None:
+                    terms = (slopes, row_distances, has_later_keys(alibi, tile_begin, edge))
                 mbarrier.wait(barriers.q_ready.index(INDEX), served & 1)
                 seen = served + 1
 
@@ -406,13 +436,15 @@ def _attend(
                 phase = step // STAGES & 1
                 mbarrier.wait(barriers.k_ready.index(stage), phase)
                 scores = _score(memory, INDEX, stage, KEYS, grid)
+                near = key_distances(memory.distances, step, SHAPE, grid)
                 if PARTS == 1:
                     release(barriers, INDEX, SHAPE)
                 scores = warpgroup_mma_wait(0, [scores])
                 mbarrier.arrive(barriers.k_free.index(stage), count=1)
                 weights, acc_scale, total, raw_max = softmax(
-                    scores, total, raw_max, begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
-                )
+                    scores, total, raw_max, begin, inner, edge, row_first, row_end, scale, softcap,
+                    terms, near, SHAPE, grid,
+                )  # fmt: skip
                 if PARTS > 1 or CONTINUES:
                     acc = rescale(acc, acc_scale)
                 weights = operand(weights, memory, wide)
@@ -425,11 +457,13 @@ def _attend(
                     sums = _add_values(acc, weights, memory, stage)
                     mbarrier.arrive(barriers.turn.index(1 - INDEX), count=1)
                     turns += 1
+                    next_near = key_distances(memory.distances, step + 1, SHAPE, grid)
                     scores = warpgroup_mma_wait(1 if SHAPE.v_rest == 0 else 2, [scores])
                     mbarrier.arrive(barriers.k_free.index(next_stage), count=1)
                     next_weights, acc_scale, total, raw_max = softmax(
-                        scores, total, raw_max, key_begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
-                    )
+                        scores, total, raw_max, key_begin, inner, edge, row_first, row_end, scale, softcap,
+                        terms, next_near, SHAPE, grid,
+                    )  # fmt: skip
                     # Succeeds at once. Without it, the compiler moves the softmax after the end of the products.
                     mbarrier.wait(barriers.v_ready.index(stage), phase)
                     acc = _finish(sums, weights)
@@ -451,6 +485,8 @@ def _attend(
             mbarrier.arrive(barriers.q_free.index(INDEX), count=1)
         served = seen
         row_max = row_max_of(raw_max, factor)
+        if memory.distances is not None:
+            row_max -= slopes * row_distances * factor  # type: ignore[operator]
         if SHAPE.state != _NEW and not CONTINUES:
             if SHAPE.staged:
                 mbarrier.wait(barriers.state_ready.index(INDEX), count & 1)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnmesh.core.state import State, add_sinks, merge_into
 from attnmesh.ops.dense import triton_forward
+from attnmesh.ops.dense.call import Scores
 from attnmesh.ops.dense.triton_tiles import PLAIN, Bounds, ScoreTerms
 from attnmesh.ops.launch import Launch, Recent, signature
 from attnmesh.ops.merge import stream_of
@@ -21,7 +22,7 @@ from attnmesh.ops.sparse.gluon_forward import launch_ranges
 _LEAST_FILLED = 0.5  # of the rows of a tile: with fewer heads the kernel in Triton is faster
 
 
-def why_not(q: Tensor, k: Tensor, v: Tensor, *, softcap: float | None) -> str | None:
+def why_not(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> str | None:
     """The reason why the kernel cannot serve these tensors on a Hopper GPU; None if it can."""
     heads, kv_heads = q.shape[1], k.shape[1]
     if q.dtype not in (torch.bfloat16, torch.float16) or v.shape[3] != D_V or q.shape[3] not in (D_V, D_V + D_TAIL):
@@ -30,7 +31,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, *, softcap: float | None) -> str | 
         return f"values must be the first {D_V} features of the keys, v = k[..., :{D_V}]"
     if kv_heads != 1 or heads < _LEAST_FILLED * HEADS * -(-heads // HEADS):
         return f"it takes one KV head and query heads that fill half of a tile of {HEADS}"
-    return None if softcap is None else "it takes no softcap"
+    return None if scores.plain else "it takes no softcap and no alibi_slopes"
 
 
 def forward(

@@ -21,14 +21,26 @@ _ROWS, _LOG2_E = gl.constexpr(ROWS), gl.constexpr(LOG2_E)
 
 @gluon.jit
 def softmax(
-    scores, total, raw_max, key_begin, inner, edge, row_first, row_end, scale, softcap,
+    scores, total, raw_max, key_begin, inner, edge, row_first, row_end, scale, softcap, terms, near,
     SHAPE: gl.constexpr, grid: gl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: the weights of a tile, the factor `acc_scale` of `acc`, total and raw_max."""
+    """One step of the online softmax: the weights of a tile, the factor `acc_scale` of `acc`, total and raw_max.
+
+    With `terms`, scores and raw_max have the slope times the distance of the row from the first row of its work tile
+    in them. The term of a key that is not after its row is then a slope times `near`, its distance from that row.
+    """
     factor = factor_of(scale, softcap)
     if softcap is not None:
         scores = tanh(scores * (scale / softcap))
-    if (key_begin < inner) | (key_begin >= edge):
+    is_edge = (key_begin < inner) | (key_begin >= edge)
+    if terms is not None:
+        slopes, row_distances, later_keys = terms
+        scores += slopes[:, None] * near[None, :]
+        is_edge |= later_keys
+    if is_edge:
+        if terms is not None:
+            later = gl.minimum(row_distances[:, None] - near[None, :], 0.0)
+            scores += slopes[:, None] * (2.0 * later)
         key = gl.arange(0, SHAPE.keys, layout=gl.SliceLayout(0, grid))[None, :]
         visible = key < (row_end - key_begin)[:, None]
         if SHAPE.parts > 0:
@@ -50,6 +62,31 @@ def factor_of(scale, softcap):
     else:
         factor = softcap * _LOG2_E
     return factor
+
+
+@gluon.jit
+def row_terms(alibi, factor, head, within, tile_begin, rows, sizes, SHAPE: gl.constexpr):
+    """The slopes of rows, divided by the factor, and their distances from the first row of the work tile."""
+    slopes, q_positions, _ = alibi
+    row_slopes = gl.load(slopes + (head + within // (_ROWS // SHAPE.pack))) * (_LOG2_E / factor)
+    positions = gl.load(q_positions + rows, mask=rows < sizes.q_len, other=0)
+    return row_slopes, (positions - gl.load(q_positions + tile_begin)).to(gl.float32)
+
+
+@gluon.jit
+def key_distances(distances, step, SHAPE: gl.constexpr, grid: gl.constexpr):
+    """The distances of a tile of keys from the first row of the work tile; None without slopes."""
+    near = None
+    if distances is not None:
+        near = distances.index(step % (SHAPE.stages + 1)).load(gl.SliceLayout(0, grid))
+    return near
+
+
+@gluon.jit
+def has_later_keys(alibi, tile_begin, edge):
+    """Whether some key before `edge` comes after the first row of the work tile. Positions are ascending."""
+    _, q_positions, k_positions = alibi
+    return gl.load(k_positions + gl.maximum(edge - 1, 0)) > gl.load(q_positions + tile_begin)
 
 
 @gluon.jit

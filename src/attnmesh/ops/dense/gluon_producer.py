@@ -19,7 +19,7 @@ _ROWS, _CONSUMERS, _NEW = gl.constexpr(ROWS), gl.constexpr(CONSUMERS), gl.conste
 
 
 @gluon.jit
-def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, sizes, SHAPE: gl.constexpr):
+def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, sizes, alibi, SHAPE: gl.constexpr):
     """Publishes a record for each work tile and each part of its mask, and fetches the keys and values of the part."""
     TILE: gl.constexpr = _CONSUMERS * _ROWS // SHAPE.pack
     KEYS: gl.constexpr = SHAPE.keys
@@ -29,20 +29,31 @@ def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, siz
     record = 0  # records so far
     served = 0  # work tiles so far that see any key
     count = 0  # work tiles so far
+    _, q_positions, k_positions = alibi
+    near = gl.arange(0, KEYS, layout=gl.BlockedLayout([1], [32], [1], [0]))
     program, programs = gl.program_id(0), gl.num_programs(0)
     wave, work_tile = 0, program
     while work_tile < sizes.work_tiles:
         row_begin, head, batch = locate(work_tile, sizes, SHAPE)
         row_stop = gl.minimum(row_begin + TILE, sizes.q_len)
         kv_head = head // sizes.group
+        if memory.distances is not None:
+            origin = gl.load(q_positions + row_begin)
         fetched = served  # and one more as soon as the queries are fetched, which needs a key to be seen
         for part in range(PARTS):
             begin, inner, edge, stop = key_phases(mask, part, batch, row_begin, row_stop, sizes, SHAPE)
             publish(memory.work, barriers, record, (row_begin, head, batch, begin, inner, edge, stop))
             record += 1
+            if memory.distances is not None:
+                positions = gl.load(k_positions + (begin + near), mask=begin + near < sizes.kv_len, other=0)
             for tile in range((stop - begin + KEYS - 1) // KEYS):
                 at = begin + tile * KEYS
                 _fetch(k_blocks, memory.k, barriers.k_ready, barriers.k_free, batch, kv_head, at, step, STAGES)
+                if memory.distances is not None:
+                    memory.distances.index(step % (STAGES + 1)).store((positions - origin).to(gl.float32))
+                    mbarrier.arrive(barriers.k_ready.index(step % STAGES), count=1)
+                    following = at + KEYS + near  # which arrive by the time they are needed
+                    positions = gl.load(k_positions + following, mask=following < sizes.kv_len, other=0)
                 # After the first keys, which may arrive while the last products still read the queries before.
                 if fetched == served:
                     _fetch_queries(q_blocks, memory.q, barriers, batch, head, row_begin, served, SHAPE)

@@ -50,7 +50,7 @@ def forward(call: Call, sinks: Tensor | None) -> State:
     plan, scores = _plan(call), call.scores
     how: dict[str, Any] = {"terms": plan.terms(scores), "sinks": sinks, "out_dtype": call.q.dtype}
     kernel: Callable[..., State] = triton_forward.forward
-    if _GLUON.why_not(call) is None and call.q.shape[3] <= 256:
+    if _has_gluon(_GLUON.why_not(call), call):
         from attnmesh.ops.dense import gluon_forward
 
         kernel = gluon_forward.forward
@@ -59,6 +59,14 @@ def forward(call: Call, sinks: Tensor | None) -> State:
     k, v = plan.keys_of(call.k), plan.keys_of(call.v)
     state = kernel(call.q, k, v, scale=scores.scale, causal=False, bounds=plan.bounds, state=None, **how)
     return State(state.out.add_(0.0), state.lse)  # a tile of hidden keys may make -0.0 of 0.0
+
+
+def _has_gluon(why_not: str | None, call: Call) -> bool:
+    """Whether a kernel in Gluon serves the call. Slopes and latents are left to Triton.
+
+    With slopes Gluon rounds distances from the first row or key of a tile, of which a call may have any.
+    """
+    return why_not is None and call.scores.alibi_slopes is None and call.q.shape[3] <= 256
 
 
 def gradients(call: Call, result: Result, needs: Sequence[bool], nodes: Sequence[Node | None]) -> Gradients:
@@ -256,7 +264,7 @@ class _Given:
         lse, delta = side.packed(self.result.lse, -torch.inf), side.packed(self._delta)
         kernel: Callable[..., None] = triton_backward.backward
         how: dict[str, Any] = {"ordered": True}
-        if _GLUON.backward_why_not(self.call) is None:
+        if _has_gluon(_GLUON.backward_why_not(self.call), self.call):
             from attnmesh.ops.dense import gluon_backward
 
             kernel = gluon_backward.backward

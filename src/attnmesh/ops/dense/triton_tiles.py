@@ -203,7 +203,7 @@ class ScoreTerms(NamedTuple):
     """The terms of a score besides the scaled product, as kernel arguments; None is not computed.
 
     `score = softcap * tanh(scale * q.k / softcap) - slopes[head] * |q_positions[row] - k_positions[key]|`, where slopes
-    are float32 [Hq] and positions int32 [Sq] and [Sk].
+    are float32 [Hq] and positions int32 [Sq] and [Sk], ascending for Gluon's kernels.
     """
 
     softcap: float | None = None

@@ -3,6 +3,9 @@
 A tile of 64 keys lies in one block, so that the copy engine (TMA) fetches it as a whole, a few tiles ahead. It is
 widened in registers, which are an operand of the matrix product as they are. Then its stage is free for another tile.
 Sums and scores have the order and the bits of the Triton kernel.
+
+Widening takes much of the time, and to bf16 more than to fp16. So queries in bf16 are multiplied by a power of two that
+makes all of them fp16 numbers, if there is one: then products and sums are the same, times that power.
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -27,15 +30,27 @@ from attnmesh.ops.decode.gluon_common import group_barrier
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.launch import is_hopper
+from attnmesh.ops.sparse.gluon_paged_select import MIN_BLOCK, Selection, select_kernel
 from attnmesh.ops.sparse.gluon_topk import KEYS, final_score, score_layout
 from attnmesh.ops.sparse.indexer_tiles import NEIGHBORS
 from attnmesh.ops.storage import Quantized
 
 WIDTH = 128
 STAGES = 4
+SPAN = 4096  # keys of a program, where there are enough: they share the time that loading queries takes
+_NARROW_KEYS = 1024  # of a program
 _KEYS, _WIDTH, _STAGES, _NEIGHBORS = (gl.constexpr(x) for x in (KEYS, WIDTH, STAGES, NEIGHBORS))
 _BLOCKS = gl.constexpr(KEYS // NEIGHBORS)
-_ROWWISE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+_ROWWISE = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
+# A tile as threads read it: four neighboring bytes at a time. An operand would have pairs of them.
+_BYTES = gl.constexpr(gl.DistributedLinearLayout(
+    [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]],
+    [], [KEYS, WIDTH],
+))  # fmt: skip
+
+
+# The kernels of both launches are one module to their launcher.
+__all__ = ["MIN_BLOCK", "SPAN", "Selection", "pool_descriptor", "score_kernel", "select_kernel", "shape_of", "supports"]
 
 
 class Shape(NamedTuple):
@@ -47,6 +62,7 @@ class Shape(NamedTuple):
     block: Any  # candidates of a selection
     block_size: Any  # of the cache
     parts: Any  # groups of the summary per key of a tile; 0 without a summary
+    narrow: Any  # whether to try queries in fp16, which takes as long as some tiles
     layout: Any  # of scores
     block_layout: Any  # of the maxima of blocks
 
@@ -72,9 +88,10 @@ def supports(iq: Tensor, pool: object) -> bool:
     )
 
 
-def shape_of(rows: int, heads: int, relu: bool, block: int, block_size: int, parts: int) -> Shape:
-    """The constants of a call."""
-    return Shape(rows, heads, relu, block, block_size, parts, score_layout(rows), block_layout(rows))
+def shape_of(rows: int, heads: int, relu: bool, block: int, block_size: int, parts: int, keys: int) -> Shape:
+    """The constants of a call whose programs have this many keys each."""
+    narrow = keys >= _NARROW_KEYS and rows * heads <= 64  # more columns would spill
+    return Shape(rows, heads, relu, block, block_size, parts, narrow, score_layout(rows), block_layout(rows))
 
 
 def block_layout(rows: int) -> Any:
@@ -88,6 +105,30 @@ def pool_descriptor(values: Tensor) -> Any:
     return descriptor(values[:, :, 0], [1, KEYS, WIDTH])
 
 
+class Keys(NamedTuple):
+    """The keys [lowest, end) of a sequence, of which a program has a tile in every `step` keys."""
+
+    pool: Any
+    scales: Any
+    scale_strides: Any
+    table_row: Any
+    table_stride: Any
+    num_blocks: Any
+    lowest: Any
+    end: Any
+    step: Any
+
+
+class Rows(NamedTuple):
+    """Where the scores of some rows go, and which keys each of them may select."""
+
+    out: Any
+    summary: Any  # of blocks of keys: where it begins
+    lows: Any
+    highs: Any
+    scale: Any
+
+
 @gluon.jit
 def _bound(at, mask):
     """Bounds of a row's keys as int32, at least 0."""
@@ -95,29 +136,30 @@ def _bound(at, mask):
 
 
 @gluon.jit
-def _entry(table_row, table_stride, key, end, SHAPE: gl.constexpr):
+def _entry(keys, key, SHAPE: gl.constexpr):
     """The block of a tile, -1 without a tile."""
-    return gl.load(table_row + (key // SHAPE.block_size).to(gl.int64) * table_stride, mask=key < end, other=-1)
+    at = keys.table_row + (key // SHAPE.block_size).to(gl.int64) * keys.table_stride
+    return gl.load(at, mask=key < keys.end, other=-1)
 
 
 @gluon.jit
-def _fetch(pool, block, key, end, memory, ready, step, SHAPE: gl.constexpr):
+def _fetch(keys, block, key, memory, ready, step, SHAPE: gl.constexpr):
     """Lets the copy engine fetch a tile; zeros if its block is not in the pool."""
     stage = step % _STAGES
-    there = key < end
-    mbarrier.expect(ready.index(stage), pool.block_type.nbytes, pred=there)
+    there = key < keys.end
+    mbarrier.expect(ready.index(stage), keys.pool.block_type.nbytes, pred=there)
     tma.async_copy_global_to_shared(
-        pool, [block, key % SHAPE.block_size, 0], ready.index(stage), memory.index(stage), pred=there
+        keys.pool, [block, key % SHAPE.block_size, 0], ready.index(stage), memory.index(stage), pred=there
     )
 
 
 @gluon.jit
-def _factors(key_scales, scale_strides, block, key, offset_in_tile, lowest, end, num_blocks, SHAPE: gl.constexpr):
+def _factors(keys, block, key, SHAPE: gl.constexpr):
     """The scales of the keys of a tile; 0 for those that are not read."""
-    at = key + offset_in_tile
-    read = (at >= lowest) & (at < end) & (block >= 0) & (block < num_blocks)
-    offset = block.to(gl.int64) * scale_strides[0] + (at % SHAPE.block_size).to(gl.int64) * scale_strides[1]
-    return gl.load(key_scales + offset, mask=read, other=0.0)
+    at = key + gl.arange(0, _KEYS, layout=gl.SliceLayout(1, SHAPE.layout))
+    read = (at >= keys.lowest) & (at < keys.end) & (block >= 0) & (block < keys.num_blocks)
+    offset = block.to(gl.int64) * keys.scale_strides[0] + (at % SHAPE.block_size).to(gl.int64) * keys.scale_strides[1]
+    return gl.load(keys.scales + offset, mask=read, other=0.0)
 
 
 _NOT_SPECIALIZED = ["tokens", "num_blocks", "s_q", "s_kv", "heads", "first_group", "items", "maxima"]
@@ -133,11 +175,10 @@ def score_kernel(
     gdc_launch_dependents()  # the selection may be launched: it waits for the end of this kernel itself
     ROWS: gl.constexpr = SHAPE.rows
     COLUMNS: gl.constexpr = SHAPE.rows * SHAPE.heads
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
     of_row: gl.constexpr = gl.SliceLayout(0, SHAPE.layout)
     memory = gl.allocate_shared_memory(pool.dtype, [_STAGES] + pool.block_type.shape, pool.layout)  # noqa: RUF005
-    queries = gl.allocate_shared_memory(iq.dtype.element_ty, [COLUMNS, _WIDTH], gl.NVMMASharedLayout(128, 16, rank=2))
+    rowwise: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    queries = gl.allocate_shared_memory(iq.dtype.element_ty, [COLUMNS, _WIDTH], rowwise)
     ready = new_barriers(_STAGES, 1)
     fence_async_shared()
     group_barrier()
@@ -150,74 +191,40 @@ def score_kernel(
     end = gl.max(gl.where(lows < highs, highs, 0), 0)
     begin = lowest // _KEYS
     begin = (begin + (items - begin % items + item) % items) * _KEYS
-    step_keys = items * _KEYS
     out = buffer + group.to(gl.int64) * ROWS * row_size + rows.to(gl.int64) * row_size
     summary = row_len + 3 * SHAPE.block
-    offset_in_tile = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, SHAPE.layout))
     best = gl.full([_KEYS, ROWS], float("-inf"), gl.float32, SHAPE.layout)
     other = gl.full([_KEYS, ROWS], float("-inf"), gl.float32, SHAPE.layout)  # not `best`: Triton would not carry it
     worst = (begin * 0).to(gl.int64)
     if begin < end:
         table_row = table + (row // tokens).to(gl.int64) * table_strides[0]
+        keys = Keys(
+            pool, key_scales, scale_strides, table_row, table_strides[1], num_blocks, lowest, end, items * _KEYS
+        )
         for i in gl.static_range(_STAGES):
-            key = begin + i * step_keys
-            _fetch(pool, _entry(table_row, table_strides[1], key, end, SHAPE), key, end, memory, ready, i, SHAPE)
-        _load_queries(iq, iq_strides, queries, row, s_q, heads, SHAPE)
-        column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, grid))
-        weight_row, head = row + column // SHAPE.heads, column % SHAPE.heads
-        weights = gl.load(
-            w + weight_row.to(gl.int64) * w_strides[0] + head * w_strides[1],
-            mask=(weight_row < s_q) & (head < heads), other=0.0,
-        ).to(gl.float32)  # fmt: skip
-        step = begin * 0  # tiles so far
-        block = _entry(table_row, table_strides[1], begin, end, SHAPE)
-        factor = _factors(key_scales, scale_strides, block, begin, offset_in_tile, lowest, end, num_blocks, SHAPE)
-        later = _entry(table_row, table_strides[1], begin + step_keys, end, SHAPE)
-        ahead = _entry(table_row, table_strides[1], begin + _STAGES * step_keys, end, SHAPE)
-        for key in range(begin, end, step_keys):
-            # Loaded for the tiles that come, long before they are needed.
-            next_factor = _factors(
-                key_scales, scale_strides, later, key + step_keys, offset_in_tile, lowest, end, num_blocks, SHAPE
-            )
-            next_later = _entry(table_row, table_strides[1], key + 2 * step_keys, end, SHAPE)
-            next_ahead = _entry(table_row, table_strides[1], key + (_STAGES + 1) * step_keys, end, SHAPE)
-            stage = step % _STAGES
-            mbarrier.wait(ready.index(stage), step // _STAGES & 1)
-            tile = memory.index(stage).reshape([_KEYS, _WIDTH]).load(operand)
-            tile = tile.to(gl.float16).to(iq.dtype.element_ty)
-            group_barrier()  # all have read it
-            _fetch(pool, ahead, key + _STAGES * step_keys, end, memory, ready, step, SHAPE)
-            dots = warpgroup_mma(
-                tile, queries.permute([1, 0]), gl.zeros([_KEYS, COLUMNS], gl.float32, grid), use_acc=False,
-                is_async=True,
-            )  # fmt: skip
-            dots = warpgroup_mma_wait(0, [dots])
-            there = (block >= 0) & (block < num_blocks)
-            word = ((key // SHAPE.block_size + 1).to(gl.int64) << 32) | (block.to(gl.int64) & 0xFFFFFFFF)
-            worst = gl.maximum(worst, gl.where(there, 0, word))
-            score = final_score(dots, weights, factor, scale, SHAPE)
-            at = key + offset_in_tile
-            seen = (at[:, None] >= lows[None, :]) & (at[:, None] < highs[None, :]) & there
-            score = gl.where(seen & (score == score), score, float("-inf"))
-            gl.store(out[None, :] + at[:, None], score)
-            if SHAPE.parts > 0:
-                best = gl.maximum(best, score)
-                if SHAPE.parts == 2:
-                    best, other = other, best
-                maxima_of_blocks = gl.max(score.reshape([_BLOCKS, _NEIGHBORS, ROWS]), 1)
-                number = key // _NEIGHBORS + gl.arange(0, _BLOCKS, layout=gl.SliceLayout(1, SHAPE.block_layout))
-                of_rows = gl.convert_layout(out, gl.SliceLayout(0, SHAPE.block_layout))
-                gl.store(
-                    of_rows[None, :] + (summary + maxima + number)[:, None],
-                    gl.convert_layout(maxima_of_blocks, SHAPE.block_layout),
-                )
-            block, later, ahead, factor = later, next_later, next_ahead, next_factor
-            step += 1
+            key = begin + i * keys.step
+            _fetch(keys, _entry(keys, key, SHAPE), key, memory, ready, i, SHAPE)
+        results = Rows(out, summary + maxima, lows, highs, scale)
+        found = _load_queries(iq, iq_strides, row, s_q, heads, SHAPE)
+        weights = _load_weights(w, w_strides, row, s_q, heads, SHAPE)
+        if iq.dtype.element_ty == gl.float16 or not SHAPE.narrow:
+            _write_queries(queries, found)
+            worst, best, other = _score(keys, begin, memory, ready, queries, weights, results, best, other, SHAPE)
+        else:
+            narrow, less, is_same = _narrowed(found, weights)
+            if is_same:
+                as_fp16 = queries._reinterpret(gl.float16, [COLUMNS, _WIDTH], rowwise)
+                _write_queries(as_fp16, narrow)
+                worst, best, other = _score(keys, begin, memory, ready, as_fp16, less, results, best, other, SHAPE)
+            else:
+                _write_queries(queries, found)
+                worst, best, other = _score(keys, begin, memory, ready, queries, weights, results, best, other, SHAPE)
         if worst != 0:
             gl.store(errors + 1 + (row // tokens).to(gl.int64), worst)
             gl.store(errors, (begin * 0 + 1).to(gl.int64))
     gl.store(faults + gl.program_id(0), gl.where(worst != 0, 1, 0))
     if SHAPE.parts > 0:
+        offset_in_tile = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, SHAPE.layout))
         of_groups = out[None, :] + (summary + item * SHAPE.parts * _KEYS + offset_in_tile)[:, None]
         gl.store(of_groups, best)
         if SHAPE.parts == 2:
@@ -227,13 +234,104 @@ def score_kernel(
 
 
 @gluon.jit
-def _load_queries(iq, iq_strides, queries, row, s_q, heads, SHAPE: gl.constexpr):
-    """Writes the heads of some rows to shared memory; 0 past the last row or head."""
+def _score(keys, begin, memory, ready, queries, weights, results, best, other, SHAPE: gl.constexpr):
+    """Writes the scores of a program's tiles. Returns a word for a fault, and the maxima of groups of keys."""
+    ROWS: gl.constexpr = SHAPE.rows
+    COLUMNS: gl.constexpr = SHAPE.rows * SHAPE.heads
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
+    offset_in_tile = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, SHAPE.layout))
+    worst = (begin * 0).to(gl.int64)
+    step = begin * 0  # tiles so far
+    block = _entry(keys, begin, SHAPE)
+    factor = _factors(keys, block, begin, SHAPE)
+    later = _entry(keys, begin + keys.step, SHAPE)
+    ahead = _entry(keys, begin + _STAGES * keys.step, SHAPE)
+    for key in range(begin, keys.end, keys.step):
+        # Loaded for the tiles that come, long before they are needed.
+        next_factor = _factors(keys, later, key + keys.step, SHAPE)
+        next_later = _entry(keys, key + 2 * keys.step, SHAPE)
+        next_ahead = _entry(keys, key + (_STAGES + 1) * keys.step, SHAPE)
+        stage = step % _STAGES
+        mbarrier.wait(ready.index(stage), step // _STAGES & 1)
+        tile = memory.index(stage).reshape([_KEYS, _WIDTH]).load(_BYTES)
+        tile = gl.convert_layout(_paired(tile.to(gl.float16).to(queries.dtype)), operand)
+        group_barrier()  # all have read it
+        _fetch(keys, ahead, key + _STAGES * keys.step, memory, ready, step, SHAPE)
+        dots = warpgroup_mma(
+            tile, queries.permute([1, 0]), gl.zeros([_KEYS, COLUMNS], gl.float32, grid), use_acc=False, is_async=True
+        )
+        dots = warpgroup_mma_wait(0, [dots])
+        there = (block >= 0) & (block < keys.num_blocks)
+        word = ((key // SHAPE.block_size + 1).to(gl.int64) << 32) | (block.to(gl.int64) & 0xFFFFFFFF)
+        worst = gl.maximum(worst, gl.where(there, 0, word))
+        score = final_score(dots, weights, factor, results.scale, SHAPE)
+        at = key + offset_in_tile
+        seen = (at[:, None] >= results.lows[None, :]) & (at[:, None] < results.highs[None, :]) & there
+        score = gl.where(seen & (score == score), score, float("-inf"))
+        gl.store(results.out[None, :] + at[:, None], score)
+        if SHAPE.parts > 0:
+            best = gl.maximum(best, score)
+            if SHAPE.parts == 2:
+                best, other = other, best
+            maxima_of_blocks = gl.max(score.reshape([_BLOCKS, _NEIGHBORS, ROWS]), 1)
+            number = key // _NEIGHBORS + gl.arange(0, _BLOCKS, layout=gl.SliceLayout(1, SHAPE.block_layout))
+            of_rows = gl.convert_layout(results.out, gl.SliceLayout(0, SHAPE.block_layout))
+            gl.store(
+                of_rows[None, :] + (results.summary + number)[:, None],
+                gl.convert_layout(maxima_of_blocks, SHAPE.block_layout),
+            )
+        block, later, ahead, factor = later, next_later, next_ahead, next_factor
+        step += 1
+    return worst, best, other
+
+
+@gluon.jit
+def _load_queries(iq, iq_strides, row, s_q, heads, SHAPE: gl.constexpr):
+    """The heads of some rows; 0 past the last row or head."""
     column = gl.arange(0, SHAPE.rows * SHAPE.heads, layout=gl.SliceLayout(1, _ROWWISE))
     dims = gl.arange(0, _WIDTH, layout=gl.SliceLayout(0, _ROWWISE))
     rows, head = row + column // SHAPE.heads, column % SHAPE.heads
     at = rows.to(gl.int64) * iq_strides[0] + head.to(gl.int64) * iq_strides[1]
     real = (rows < s_q) & (head < heads)
-    queries.store(gl.load(iq + at[:, None] + dims[None, :], mask=real[:, None], other=0.0))
+    return gl.load(iq + at[:, None] + dims[None, :], mask=real[:, None], other=0.0)
+
+
+@gluon.jit
+def _load_weights(w, w_strides, row, s_q, heads, SHAPE: gl.constexpr):
+    """The weights of the heads of some rows; 0 past the last row or head."""
+    COLUMNS: gl.constexpr = SHAPE.rows * SHAPE.heads
+    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, grid))
+    rows, head = row + column // SHAPE.heads, column % SHAPE.heads
+    at = rows.to(gl.int64) * w_strides[0] + head * w_strides[1]
+    return gl.load(w + at, mask=(rows < s_q) & (head < heads), other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _narrowed(queries, weights):
+    """Queries times a power of two in fp16, weights divided by it, and whether that changes no product of both."""
+    flat = queries.reshape([queries.shape[0] * _WIDTH]).to(gl.float32)
+    exponent = gl.cast(gl.max(gl.abs(flat), 0), gl.int32, bitcast=True) >> 23
+    exponent = gl.minimum(gl.maximum(exponent, 64), 141)  # a factor of at least 1: no query becomes 0
+    up = gl.cast((268 - exponent) << 23, gl.float32, bitcast=True)  # the largest is then between 2**14 and 2**15
+    down = gl.cast((exponent - 14) << 23, gl.float32, bitcast=True)
+    wide, less = flat * up, weights * down
+    narrow = wide.to(gl.float16)
+    # An infinite or NaN query remains one: its distance is NaN, which is not the maximum.
+    change = gl.max(gl.abs(narrow.to(gl.float32) - wide), 0) + gl.max(gl.abs(less * up - weights), 0)
+    return narrow.reshape([queries.shape[0], _WIDTH]), less, change == 0.0
+
+
+@gluon.jit
+def _paired(x):
+    """Columns in the order that makes pairs of `_BYTES`; sums stay equal: one instruction adds the 16 that move."""
+    return x.reshape([x.shape[0], _WIDTH // 16, 4, 2, 2]).permute([0, 1, 3, 2, 4]).reshape([x.shape[0], _WIDTH])
+
+
+@gluon.jit
+def _write_queries(memory, queries):
+    """Writes queries to shared memory as an operand."""
+    memory.store(gl.convert_layout(_paired(queries), _ROWWISE))
     fence_async_shared()
     group_barrier()

@@ -47,7 +47,7 @@ from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.launch import Launch, Recent, is_hopper, repeat
 from attnmesh.ops.sparse.arguments import IndexerCall, TopKIndices, empty_topk
 from attnmesh.ops.sparse.gluon_common import processors
-from attnmesh.ops.sparse.gluon_select import select_row
+from attnmesh.ops.sparse.gluon_select import FLAT, select_row
 from attnmesh.ops.sparse.indexer_tiles import LONG_ROW, candidate_block, head_tile, padded, row_elements
 
 CONSUMERS = 2
@@ -363,7 +363,7 @@ def _select(lo, hi, indices, scores, lengths, buffer, counters, sizes, SHAPE: gl
         out = row.to(gl.int64) * sizes.topk
         select_row(
             buffer + offset, sizes.row_len, first, stop, end - begin, sizes.topk,
-            indices + out, scores + out, lengths + row, SHAPE.block,
+            indices + out, scores + out, lengths + row, SHAPE.block, FLAT,
         )  # fmt: skip
         group_barrier()
         gl.atomic_add(counters.selected + group, 1, sem="release")

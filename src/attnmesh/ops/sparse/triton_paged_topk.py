@@ -4,7 +4,8 @@ The first scores. A program computes the scores of one token, or of some tokens 
 the sequence's keys, whose blocks its row of the block table names. It also writes a summary of the scores: the maxima
 of groups and of blocks of keys. A group is the keys at one offset in the program's tiles. They are far apart, so that
 similar neighbors are in different groups, and all programs have the same work whatever the length of a sequence. On
-Hopper, fp8 keys in blocks of 64 and more are scored in Gluon (`gluon_paged_scores`), with the same bits.
+Hopper, fp8 keys in blocks of 64 and more are scored in Gluon (`gluon_paged_scores`), with the same bits, and selected
+from in Gluon (`gluon_paged_select`) where rows have a summary.
 
 The second selects (`triton_select`), one program per token: with the summary it reads a few percent of the scores. It
 has many warps, because nothing else runs on the GPU where there are few tokens; for many tokens it is a small part of
@@ -82,9 +83,11 @@ def paged_topk(
     groups = batch * tokens // tiles.rows
     small = tiles.rows * head_tile(heads) <= 64 and tiles.warps == 4
     if span is None:  # of equal parts, so that all programs end at the same time
-        at_a_time = _PROGRAMS if small else 2
-        total, resident = groups * capacity, at_a_time * _multiprocessors(iq.device)
-        span = max(_MIN_SPAN, _ceil(total, max(1, _ceil(total, SPAN * resident)) * resident))
+        resident = (_PROGRAMS if small else 2) * _multiprocessors(iq.device)
+        # Longer spans in Gluon, but there must be two groups per selected key.
+        most = SPAN if gluon is None else max(SPAN, min(gluon.SPAN, capacity * tiles.keys // topk))
+        programs = max(1, _ceil(groups * capacity, most * resident)) * resident
+        span = max(_MIN_SPAN, _ceil(capacity, max(1, programs // groups)))
     items = max(1, _ceil(capacity, _ceil(span, tiles.keys) * tiles.keys))
     block = block or candidate_block(topk)
     # Every offset in a tile is a group; with half of the tiles each, where there would be few groups.
@@ -118,8 +121,8 @@ def paged_topk(
                         batch * tokens, capacity, heads, scale, first, items,
                     ),
                     SHAPE=gluon.shape_of(
-                        tiles.rows, head_tile(heads), relu, block, keys.block_size, parts if wide else 0
-                    ), num_warps=4,
+                        tiles.rows, head_tile(heads), relu, block, keys.block_size, parts if wide else 0, span
+                    ), num_warps=4, maxnreg=_REGISTERS if small else None,
                 )  # fmt: skip
             else:
                 repeat(
@@ -135,6 +138,17 @@ def paged_topk(
                     BLOCK_SIZE=keys.block_size, PARTS=parts if wide else 0, EARLY=early,
                     num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=_REGISTERS if small else None,
                 )  # fmt: skip
+            if gluon is not None and wide and block >= gluon.MIN_BLOCK:
+                indices, scores, lengths = found
+                repeat(
+                    _launches, gluon.select_kernel, (count * tiles.rows,),
+                    (
+                        lo, hi, indices, scores.view(torch.int32), lengths, buffer, buffer.view(torch.int32),
+                        errors, faults, tokens, capacity, topk, row_len, row_size, maxima, first * tiles.rows, items,
+                    ),
+                    SHAPE=gluon.Selection(tiles.rows, block, wide), num_warps=_SELECT_WARPS, launch_pdl=True,
+                )  # fmt: skip
+                continue
             repeat(
                 _launches, _select_kernel, (count * tiles.rows,),
                 (

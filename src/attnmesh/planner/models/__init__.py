@@ -15,7 +15,7 @@ from typing import NamedTuple
 from attnmesh.planner.catalog import unknown
 from attnmesh.utils.files import read_json
 from attnmesh.utils.sizes import check_model_sizes, check_sizes
-from attnmesh.utils.validation import check_count, check_path, check_type
+from attnmesh.utils.validation import check_count, check_number, check_path, check_type
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,8 @@ class ModelConfig:
     recurrent: RecurrentLayers | None = None
     attends: tuple[bool, ...] = ()  # whether a layer has attention; empty: all layers have
     attention_gate: bool = False  # whether outputs of attention are multiplied with a gate as wide as the queries
+    softcap: float | None = field(default=None, compare=False)  # of attention scores
+    sinks: bool = field(default=False, compare=False)  # whether heads have sinks
 
     def __post_init__(self) -> None:
         check_sizes(
@@ -327,6 +329,11 @@ class _Fields:
             raise ValueError(f"{name} in {self.path} must be true or false, got {value!r}")
         return otherwise if value is None else value
 
+    def positive(self, name: str) -> float | None:
+        """A number above 0 that may be missing or null."""
+        value = self.values.get(name)
+        return None if value is None else check_number(f"{name} in {self.path}", value, above=0)
+
     def text(self, name: str) -> str:
         """A string field; empty if missing."""
         value = self.values.get(name)
@@ -411,6 +418,8 @@ def _heads(fields: _Fields, latent: LatentAttention | None = None) -> ModelConfi
         head_dim=latent.nope + latent.rope if latent else _head_dim(fields, q_heads, hidden),
         hidden=hidden,
         layers=fields.size("num_hidden_layers"),
+        softcap=fields.positive("attn_logit_softcapping"),
+        sinks=fields.text("model_type").startswith(_SINKS),
     )
 
 
@@ -581,6 +590,7 @@ def _stored(fields: _Fields) -> WeightBits:
 
 
 _RECURRENT = ("linear_attention", "mamba", "conv")  # layer types
+_SINKS = ("gpt_oss",)
 _GATED = ("qwen3_next", "qwen3_5")
 _KINDS = {"full_attention": False, "attention": False, "sliding_attention": True} | dict.fromkeys(_RECURRENT, False)
 """Layer types, and whether they have a window."""

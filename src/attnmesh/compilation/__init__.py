@@ -1,0 +1,1 @@
+"""Kernels of a model compiled ahead: the calls that a program will make, made once, by several processes."""
