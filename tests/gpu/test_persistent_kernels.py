@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 import attnmesh as am
 from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_fp8, gluon_grouped, gluon_latent, gluon_narrow
-from attnmesh.ops.dense import gluon_forward
+from attnmesh.ops.dense import gluon_backward, gluon_forward
 from attnmesh.ops.sparse import gluon_decode, gluon_distribution, gluon_topk, triton_topk
 from attnmesh.ops.storage import Quantized, dequantize
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
@@ -30,7 +30,7 @@ from helpers import sparse_kernels
 from helpers.cases import first, sweep
 from helpers.chosen_keys import ChosenKeys, Indexer, assert_results, assert_topk, random_lengths
 from helpers.decode import assert_decode_close
-from helpers.dense_kernels import dense, mask_case
+from helpers.dense_kernels import dense, mask_case, relative
 from helpers.gluon import emulated
 from helpers.persistent import Launch, loops_over_items, signs_of_items, watched_launches
 
@@ -77,7 +77,7 @@ def unequal_documents(length: int) -> list[int]:
 
 def check_dense_training(
     backend: str, kind: str, length: int, heads: tuple[int, int], widths: tuple[int, int], *, batch: int = 1,
-    dtype: torch.dtype = torch.bfloat16, device: str = "cuda",
+    deterministic: bool = False, dtype: torch.dtype = torch.bfloat16, device: str = "cuda",
 ) -> None:  # fmt: skip
     """Out, lse and all gradients by the public function."""
     documents = am.Documents(unequal_documents(length)) & am.Causal()
@@ -89,7 +89,12 @@ def check_dense_training(
         length, heads=heads, dtype=dtype, batch=batch, head_dim=widths[0], value_dim=widths[1], device=device
     )
     attend = partial(am.attention, mask=mask, return_lse=True, backend=backend)
-    assert_attention_close(forward_backward(attend, inputs), inputs, mask)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        results = forward_backward(attend, inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_attention_close(results, inputs, mask)
 
 
 # Decode.
@@ -244,7 +249,8 @@ ITEMS: dict[str, Callable[[Launch], float]] = {
     "decode.gluon_fp8._attend_kernel": by_sequences,
     "decode.gluon_grouped._attend_kernel": by_sequences,
     "decode.triton_kernels.split_kernel": by_sequences,
-    # Its programs have one item and wait for others that add to the same keys.
+    # Their programs have one item and wait for others that add to the same keys, or the same rows.
+    "dense.gluon_backward_kernel.backward_kernel": lambda x: x.programs / processors(),
     "dense.triton_backward._grad_key_kernel": lambda x: x.programs / processors(),
 }
 ONE_ITEM = {
@@ -266,6 +272,7 @@ def topk_of(kernel: ModuleType, **how: object) -> Callable[[], None]:
 
 FORWARD, STATES = partial(check_dense_forward, gluon_forward), {"stages": 3, "sinks": True}
 DECODE = partial(check_decode, device="cuda")
+IN_TURNS = partial(check_dense_training, "gluon", deterministic=True)
 ON_GPU: dict[str, dict[str, Callable[[], None]]] = {
     "dense.gluon_forward._forward_kernel": {
         "slices": partial(FORWARD, "slices", (8, 2), (2100, 2100), (128, 128), batch=3),
@@ -280,6 +287,12 @@ ON_GPU: dict[str, dict[str, Callable[[], None]]] = {
         "training, union": partial(check_dense_training, "gluon", "union", 2500, (8, 2), (128, 128), batch=3),
         "training, wide": partial(check_dense_training, "gluon", "documents", 2500, (8, 2), (256, 256), batch=3),
         "training, MLA": partial(check_dense_training, "gluon", "causal", 2500, (16, 16), (192, 128), batch=2),
+    },
+    "dense.gluon_backward_kernel.backward_kernel": {
+        "documents": partial(IN_TURNS, "documents", 2500, (16, 8), (128, 128), batch=3),
+        "causal": partial(IN_TURNS, "causal", 3300, (16, 8), (64, 64), batch=3),
+        "union": partial(IN_TURNS, "union", 2500, (16, 8), (96, 64), batch=3),
+        "window": partial(IN_TURNS, "window", 2500, (24, 8), (128, 80), batch=3),
     },
     "dense.triton_backward._grad_key_kernel": {
         "documents": partial(check_dense_training, "triton", "documents", 2500, (16, 8), (128, 128), batch=3),
@@ -388,6 +401,20 @@ def test_on_hopper(kernel, case, monkeypatch):
 # Kernels in Gluon emulated, and the checks themselves where there is no GPU.
 
 
+def emulated_backward(seed: int) -> None:
+    """Programs run together, and wait for others."""
+    q, k, v, grad_out = (torch.randn(1, heads, n, 64).half() for heads, n in ((2, 130), (1, 400), (1, 400), (2, 130)))
+    seen, visible = mask_case("union", 130, 400, 1, q.device)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = dense(*leaves, 0.2, visible, torch.float64)
+    truth = torch.autograd.grad(out, leaves, grad_out.double())
+    delta = (out.detach() * grad_out).sum(-1).float()
+    found = emulated(gluon_backward, seed, together=3).gradients(
+        q, k, v, grad_out, lse.detach().float(), delta, needs=(True,) * 3, scale=0.2, **seen, deterministic=True
+    )
+    assert all(relative(x, exact) < 1e-3 for x, exact in zip(found, truth, strict=True))
+
+
 def emulated_topk(seed: int) -> None:
     how = {"dtype": torch.float16, "device": "cpu", "block": 32, "unit_tiles": 1, "workspace": 1, "programs": 1}
     check_topk(emulated(gluon_topk, seed, ("\nPART = 1024", "\nPART = 32")), 7, 200, 64, 64, 9, **how)
@@ -420,6 +447,7 @@ EMULATED: dict[str, Callable[[int], None]] = {
         emulated(gluon_forward, seed), "slices", (4, 2), (400, 300), (64, 64), stages=1 + seed % 2,
         dtype=torch.float16, device="cpu", tiles=gluon_forward.GluonTiles(keys=64, stages=2),
     ),
+    "dense.gluon_backward_kernel.backward_kernel": emulated_backward,
     "sparse.gluon_topk._topk_kernel": emulated_topk,
     "sparse.gluon_distribution._distribution_kernel": emulated_distribution,
     "sparse.gluon_decode._attend_kernel": emulated_sparse_decode,

@@ -9,6 +9,8 @@ the copy engine reads before it is waited for; to use its result earlier; to let
 read what no fence has shown them; to access memory outside of a tensor; to leave copies, stores or products behind, or
 a barrier with bytes that never come. What reads too early computes NaN. Layouts mean nothing here.
 
+Programs run one after another, or several `together`: for kernels whose programs wait for others, which started before.
+
 The source of a kernel runs, not what the compiler makes of it: `carried_values` looks for what Triton drops.
 """
 
@@ -19,6 +21,7 @@ import random
 import re
 import threading
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -26,10 +29,12 @@ import torch
 from torch import Tensor
 
 
-def emulated(module: ModuleType, seed: int = 0, planted: tuple[str, str] | None = None) -> ModuleType:
+def emulated(
+    module: ModuleType, seed: int = 0, planted: tuple[str, str] | None = None, together: int = 1
+) -> ModuleType:
     """The module once more, with kernels that run here, on a schedule of their own; `planted` replaces some source."""
     done: dict[str, tuple[ModuleType, int]] = {}
-    again = _rewritten(module, Machine(seed).names(), planted, done)
+    again = _rewritten(module, Machine(seed, together).names(), planted, done)
     found = sum(count for _, count in done.values())
     if found != (planted is not None):  # not an assertion, which tests of planted faults expect
         raise ValueError(f"the source to be replaced is there {found} times: {planted}")
@@ -334,7 +339,7 @@ class Product:
 
 
 class Kernel:
-    """Called by another, or launched on a grid: one program after another."""
+    """Called by another, or launched on a grid: see `Machine.launch`."""
 
     def __init__(self, machine, function):
         self.machine, self.function = machine, function
@@ -345,13 +350,7 @@ class Kernel:
     def __getitem__(self, grid):
         def launch(*args, num_warps, maxnreg=None, num_stages=None, launch_pdl=False, **constants):
             args = [Pointer.to(x) if isinstance(x, Tensor) else x for x in args]
-            for program in range(grid[0]):
-                self.machine.program, self.machine.programs = program, grid[0]
-                self.function(*args, **constants)
-                # Triton may have given the memory of a barrier to something else after its last use: the kernel must
-                # use it to its end, or a GPU that is shared with other processes writes to that memory.
-                assert not any(x.valid for x in self.machine.barriers), "a barrier is valid at the end of a program"
-                self.machine.barriers = []
+            self.machine.launch(grid[0], partial(self.function, *args, **constants))
 
         return launch
 
@@ -384,6 +383,11 @@ class Group:
         self.go.release()
         self.stopped.acquire()
 
+    def abandon(self):
+        if not self.done:
+            self.abandoned = True
+            self.step()
+
     def pause(self, until):
         self.until = until
         self.stopped.release()
@@ -395,15 +399,58 @@ class Group:
 class Machine:
     """What the kernels are given for Gluon."""
 
-    def __init__(self, seed: int):
-        self.random = random.Random(seed)
-        self.program = self.programs = 0
+    def __init__(self, seed: int, together: int):
+        self.random, self.together = random.Random(seed), together
+        self.programs = 0
+        self.begin(0)
+
+    def begin(self, program: int):
+        self.program = program
+        self.running: Group | None = None  # this program, if others run meanwhile
         self.current: Group | None = None
         self.unfenced: list[Tensor] = []
         self.barriers: list[Barrier] = []
         self.landing: list[tuple] = []  # copies on their way, and whom to tell
         self.polls = 0
         self.alone = SimpleNamespace(products=[])  # where a kernel has one group of warps
+
+    def launch(self, programs: int, function):
+        self.programs = programs
+        if self.together == 1:
+            for program in range(programs):
+                self.begin(program)
+                self.run(function)
+            return
+        shared, left, states = vars(self).copy(), iter(range(programs)), []
+        try:
+            while True:
+                for program in islice(left, self.together - len(states)):
+                    self.begin(program)
+                    self.running = Group(Kernel(self, self.run), (function,))
+                    states.append((self.random.choice((0.1, 1.0, 5.0)), vars(self).copy()))
+                if not states:
+                    return
+                chosen = self.random.choices(states, [pace for pace, _ in states])[0]
+                vars(self).update(chosen[1])
+                group = self.running
+                group.step()
+                if group.failure:
+                    raise group.failure
+                chosen[1].update(vars(self))
+                states = [state for state in states if state is not chosen or not group.done]
+        finally:
+            for _, state in states:
+                state["running"].abandon()
+            vars(self).update(shared)
+
+    def run(self, function):
+        """One program."""
+        function()
+        while self.landing:
+            self.land()
+        # Triton may have given the memory of a barrier to something else after its last use: the kernel must use it to
+        # its end, or a GPU that is shared with other processes writes to that memory.
+        assert not any(x.valid for x in self.barriers), "a barrier is valid at the end of a program"
 
     def warp_specialize(self, functions, warps, registers):
         assert len(warps) == len(registers) == len(functions) - 1
@@ -412,23 +459,28 @@ class Machine:
             group.threads = 32 * count
         # Each group, and the memory, has its own pace: now one runs ahead, now another.
         pace = {x: self.random.choice((0.02, 1.0, 1.0, 5.0)) for x in (*groups, self.land)}
-        while not any(group.failure for group in groups):
-            able = [group for group in groups if not group.done and group.until()] + [self.land] * bool(self.landing)
-            if not able:
-                break
-            chosen = self.random.choices(able, [pace[x] for x in able])[0]
-            if chosen == self.land:
-                self.land()
-            else:
-                self.current = chosen
-                chosen.step()
-        self.current = None
-        failures = [group.failure for group in groups if group.failure]
+        try:
+            while not any(group.failure for group in groups):
+                able = [group for group in groups if not group.done and group.until()] + [self.land] * bool(
+                    self.landing
+                )
+                if not able:
+                    break
+                chosen = self.random.choices(able, [pace[x] for x in able])[0]
+                if chosen == self.land:
+                    self.land()
+                else:
+                    self.current = chosen
+                    chosen.step()
+                    self.current = None
+                if self.running:
+                    self.running.pause(lambda: True)
+        finally:
+            stuck = [group for group in groups if not group.done]
+            for group in stuck:
+                group.abandon()
+        failures = [group.failure for group in groups if group.failure and not group.abandoned]
         self.landing = self.landing if not failures else []
-        stuck = [group for group in groups if not group.done]
-        for group in stuck:
-            group.abandoned = True
-            group.step()
         if failures:
             raise failures[0]
         assert not stuck, f"these wait for ever: {[group.name for group in stuck]}"
@@ -484,14 +536,24 @@ class Machine:
         self.current.stores.append((descriptor.add if adds else descriptor.write, coord, shared.x, shared.x.clone()))
 
     def wait_for_stores(self, outstanding):
+        """Until blocks are read; they are written later."""
         self.pause()
         while len(self.current.stores) > outstanding:
             write, coord, now, before = self.current.stores.pop(0)
             assert torch.equal(now.nan_to_num(7.0), before.nan_to_num(7.0)), "a block changed under a store"
-            write(coord, before)
+            self.landing.append((self.current, partial(write, coord, before)))
+
+    def wait_for_adds(self):
+        self.wait_for_stores(0)
+        mine = self.current
+        self.pause(lambda: all(each[0] is not mine or len(each) > 2 for each in self.landing))
 
     def land(self):
         at = self.random.randrange(len(self.landing))
+        if len(self.landing[at]) == 2:
+            _, write = self.landing.pop(at)
+            write()
+            return
         if len(self.landing[at]) == 4:
             descriptor, coord, shared, barrier = self.landing.pop(at)
             shared.x.copy_(descriptor.read(coord))  # the matrix units see it without a fence
@@ -509,6 +571,12 @@ class Machine:
         self.polls = self.polls + 1 if isinstance(x, int) and x == 0 else 0
         assert self.polls < 100_000, "a counter is waited for for ever"
         return pointer.add(x, mask)
+
+    def exchange(self, pointer: Pointer, x, mask=None, sem=None, scope=None):
+        self.pause()
+        before = pointer.read(mask)
+        pointer.write(x, mask)
+        return before
 
     def fence(self):
         """By whomever: a fence too few, or too early, shows where no other comes in between."""
@@ -578,6 +646,7 @@ class Machine:
             "load": lambda at, mask=None, other=0, cache_modifier="": at.read(mask, other),
             "store": Pointer.write,
             "atomic_add": self.add,
+            "atomic_xchg": self.exchange,
             "thread_barrier": self.pause,
             "allocate_shared_memory": self.allocate,
             "warp_specialize": self.warp_specialize,
@@ -605,6 +674,7 @@ class Machine:
                 store_wait=self.wait_for_stores,
             ),
             "async_add_shared_to_global": partial(self.store_block, adds=True),
+            "wait_for_adds": self.wait_for_adds,
             "TensorDescriptor": Descriptor,
             "async_copy": SimpleNamespace(
                 async_copy_global_to_shared=self.copy, mbarrier_arrive=self.arrive_when_copied

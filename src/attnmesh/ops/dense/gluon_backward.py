@@ -17,7 +17,7 @@ from attnmesh.ops.dense.gluon_backward_kernel import backward_kernel
 from attnmesh.ops.dense.gluon_backward_memory import TILE, Shape
 from attnmesh.ops.dense.triton_tiles import PLAIN, Bounds, ScoreTerms, padded
 from attnmesh.ops.gluon_descriptor import descriptor
-from attnmesh.ops.launch import Launch, Recent, prepare, signature
+from attnmesh.ops.launch import Launch, Recent, cdiv, prepare, signature
 
 MAX_WIDTH = 256  # of keys and values
 _SHARED_MEMORY = 220 * 1024  # bytes of a program, without the terms of rows
@@ -36,7 +36,8 @@ class BackwardTiles(NamedTuple):
     else programs add to grad_k and grad_v atomically). `paired`: ds is exchanged once in two steps, and a turn of the
     loop has two. `held`: keys and values stay in registers. `shared_keys`: a program has 64 keys, of which one
     consumer has grad_v and the other grad_k, and `grad_out_stages`; for heads too wide for 128, always. Programs of
-    `section` KV heads, or shares of their groups, run together (None: of as many as the L2 cache serves).
+    `section` KV heads, or shares of their groups, run together (None: of as many as the L2 cache serves). `ordered`:
+    key tiles add to grad_q one after another; only in pairs of steps.
     """
 
     stages: int = 2
@@ -46,6 +47,7 @@ class BackwardTiles(NamedTuple):
     shared_keys: bool = False
     grad_out_stages: int = 1
     section: int | None = None
+    ordered: bool = False
 
     @classmethod
     def pick(cls, q: Tensor, v: Tensor, *, causal: bool = False, slopes: Tensor | None = None) -> "BackwardTiles":
@@ -113,10 +115,11 @@ def backward(
 ) -> None:
     """`triton_backward.backward` for arguments whose `why_not` is None, on Hopper.
 
-    Programs add to grad_q in the order in which they come. If `deterministic`, a second pass, in Triton, computes it.
+    Programs add to grad_q in the order in which they come or, if `deterministic`, in the order of keys. With slopes,
+    and for heads wider than 128, a second pass, in Triton, computes it then.
     """
     overwrite_keys |= overwrite
-    if deterministic:
+    if deterministic and grad_q is not None and not _takes_turns(q, v, terms, tiles):
         common: dict[str, Any] = {
             "scale": scale,
             "causal": causal,
@@ -125,16 +128,13 @@ def backward(
             "terms": terms,
         }
         triton_backward.backward(q, k, v, grad_out, lse, delta, grad_q=grad_q, **common)
-        grad_q, tiles = (
-            None,
-            (tiles or BackwardTiles.pick(q, v, causal=causal, slopes=terms.slopes))._replace(heads=None),
-        )
+        grad_q = None
     if grad_q is grad_k is grad_v is None:
         return
     visible = Bounds.of(bounds)
     given = q, k, v, grad_out, lse, delta, visible.first, visible.end
     of_alibi = None if terms.slopes is None else signature(*terms[1:])
-    how = scale, causal, overwrite, overwrite_keys, terms.softcap, of_alibi, tiles
+    how = scale, causal, overwrite, overwrite_keys, terms.softcap, of_alibi, deterministic, tiles
     key = signature(*given, grad_q, grad_k, grad_v), *how
     grads = grad_q, grad_k, grad_v
     known = _known.get(key)
@@ -153,7 +153,7 @@ def backward(
                     grad.zero_()
             return
         q, k, v, grad_out = (loadable(x) for x in given[:4])
-        tiles = tiles or BackwardTiles.pick(q, v, causal=causal, slopes=terms.slopes)
+        tiles = _tiles(tiles, q, v, causal, terms, deterministic)
         once = overwrite_keys and tiles.heads is None and visible.parts == 1
     else:
         once = known.once
@@ -189,13 +189,15 @@ def gradients(
     visible = Bounds.of(bounds)
     rows = q, k, v, grad_out, lse, delta
     of_alibi = None if terms.slopes is None else signature(*terms[1:])
-    key = signature(*rows, visible.first, visible.end), needs, scale, causal, terms.softcap, of_alibi, tiles
-    known = None if deterministic else _known.get(key)
+    how = scale, causal, terms.softcap, of_alibi, deterministic, tiles
+    key = signature(*rows, visible.first, visible.end), needs, *how
+    known = _known.get(key)
     once = False
     if known is not None:
         once = known.once
     else:
-        apart = deterministic or not q.numel() or not k.numel() or not all(is_loadable(x) for x in rows[:4])
+        apart = deterministic and not _takes_turns(q, v, terms, tiles)
+        apart |= not q.numel() or not k.numel() or not all(is_loadable(x) for x in rows[:4])
         if apart or not any(needs):
             grads = [torch.empty_like(x) if need else None for x, need in zip(rows[:3], needs, strict=True)]
             grad_q, grad_k, grad_v = grads
@@ -204,7 +206,7 @@ def gradients(
                 overwrite=True, terms=terms, deterministic=deterministic, tiles=tiles,
             )  # fmt: skip
             return grads
-        tiles = tiles or BackwardTiles.pick(q, v, causal=causal, slopes=terms.slopes)
+        tiles = _tiles(tiles, q, v, causal, terms, deterministic)
         once = tiles.heads is None and visible.parts == 1
     sums = _new_sums(q, k, v, needs, once)
     if known is not None:
@@ -214,6 +216,22 @@ def gradients(
         with torch.cuda.device_of(q):
             _known.add(key, _launch(*rows, *sums, scale, causal, visible, terms, once, tiles))
     return [x if x is None or x.dtype == q.dtype else x.to(q.dtype) for x in sums]
+
+
+def _tiles(
+    tiles: BackwardTiles | None, q: Tensor, v: Tensor, causal: bool, terms: ScoreTerms, deterministic: bool
+) -> BackwardTiles:  # fmt: skip
+    """The tiles of a launch, in which, if `deterministic`, nothing is added in the order in which programs come."""
+    tiles = tiles or BackwardTiles.pick(q, v, causal=causal, slopes=terms.slopes)
+    if not deterministic:
+        return tiles
+    tiles = tiles._replace(heads=None)
+    return tiles._replace(paired=True, ordered=True) if _takes_turns(q, v, terms, tiles) else tiles
+
+
+def _takes_turns(q: Tensor, v: Tensor, terms: ScoreTerms, tiles: BackwardTiles | None) -> bool:
+    """Whether key tiles can add to grad_q one after another."""
+    return max(q.shape[-1], v.shape[-1]) <= 2 * TILE and terms.slopes is None and not (tiles and tiles.shared_keys)
 
 
 def _new_sums(
@@ -234,6 +252,8 @@ def _new_sums(
 class _Known(NamedTuple):
     """What a call launches: a kernel for each part of the mask, the keys of a program, and if it writes only once.
 
+    `ordered`: key tiles add to grad_q one after another.
+
     `in_place`: it adds to the gradients themselves, of which some are `zeroed` first, the gradients of keys and values
     `together` (the shape and strides of both) where they are columns of the same rows.
     """
@@ -241,6 +261,7 @@ class _Known(NamedTuple):
     launches: tuple[Launch, ...]
     keys: int
     once: bool
+    ordered: bool
     in_place: bool = False
     zeroed: tuple[int, ...] = ()
     together: tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -266,11 +287,16 @@ def _repeat(
     known: _Known, bounds: object, visible: Bounds, rows: Sequence[Tensor], sums: _Three, terms: ScoreTerms
 ) -> None:  # fmt: skip
     if bounds is None:
-        known.launches[0](*rows, None, None, None, *sums, *terms[1:])
+        known.launches[0](*rows, None, None, None, _turns(rows[0]) if known.ordered else None, *sums, *terms[1:])
         return
     for part, launch in zip(visible.each(), known.launches, strict=True):
         ranges = triton_backward.rows_per_key_tile(part, rows[0].shape[2], rows[1].shape[2], known.keys)
-        launch(*rows, part.first, part.end, ranges, *sums, *terms[1:])
+        launch(*rows, part.first, part.end, ranges, _turns(rows[0]) if known.ordered else None, *sums, *terms[1:])
+
+
+def _turns(q: Tensor) -> Tensor:
+    """The counters of a launch whose key tiles add to grad_q one after another; see `gluon_backward_memory.Turns`."""
+    return torch.zeros(*q.shape[:2], cdiv(q.shape[2], TILE), dtype=torch.int32, device=q.device)
 
 
 def _sums(grad: Tensor, overwrite: bool, once: bool) -> Tensor:
@@ -311,9 +337,9 @@ def _launch(
     stages = tiles.stages if scores else _stages_of_values(*widths)
     # With one use in a turn of the loop, ptxas 12.8 gives the registers of what is held to other values.
     held = tiles.held and tiles.paired and needs_q and not shared_keys and not halved
-    bounded = visible.first is not None
+    bounded, ordered = visible.first is not None, tiles.ordered and needs_q
     shape = Shape(
-        needs_q, scores, grad_v is not None, shared_keys, halved, bounded, causal,
+        needs_q, ordered, scores, grad_v is not None, shared_keys, halved, bounded, causal,
         splits > 1, overwrite,
         key_dim, key_block, key_blocks, value_dim, value_block, value_blocks, query_block, key_blocks,
         stages, tiles.grad_out_stages if shared_keys else stages, unrolled, paired, held,
@@ -327,19 +353,20 @@ def _launch(
     launches = []
     for part in visible.each():
         ranges = triton_backward.rows_per_key_tile(part, q_len, kv_len, keys) if bounded else None
+        turns = _turns(q) if ordered else None
         launch = prepare(
             backward_kernel, (streams * triton.cdiv(kv_len, keys),),
             (
-                *blocks, lse, lse.stride(), delta, delta.stride(), part.first, part.end, part.strides[1], ranges,
+                *blocks, lse, lse.stride(), delta, delta.stride(), part.first, part.end, part.strides[1], ranges, turns,
                 grad_k, no_strides if grad_k is None else grad_k.stride()[:3],
                 grad_v, no_strides if grad_v is None else grad_v.stride()[:3],
                 q_len, kv_len, kv_heads, splits, members, streams, section, scale, *terms,
             ),
-            (q, k, v, grad_out, lse, delta, part.first, part.end, ranges, grad_q, grad_k, grad_v, *terms[1:]),
+            (q, k, v, grad_out, lse, delta, part.first, part.end, ranges, turns, grad_q, grad_k, grad_v, *terms[1:]),
             SHAPE=shape, num_warps=4, launch_pdl=True,
         )  # fmt: skip
         launches.append(launch)
-    return _Known(tuple(launches), keys, overwrite)
+    return _Known(tuple(launches), keys, overwrite, ordered)
 
 
 def _section(streams: int) -> int:

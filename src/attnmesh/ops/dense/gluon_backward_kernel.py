@@ -54,23 +54,26 @@ from attnmesh.ops.dense.gluon_backward_memory import (
     TILE,
     Barriers,
     Memory,
+    Turns,
     Work,
     add_blocks,
     add_rows,
     load,
     next_row,
+    ordered_row,
 )
 from attnmesh.ops.dense.gluon_backward_steps import add_products, add_sums, finish, score, weights_of, zero_blocks
 from attnmesh.ops.dense.gluon_backward_wide import differentiate_by_half, differentiate_keys, differentiate_values
 from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
 
 _TILE = gl.constexpr(TILE)
+_STOPS = gl.constexpr(512)  # of the rows of key tiles, read at once
 _CONSUMER, _OTHER = gl.constexpr(240), gl.constexpr(24)  # registers per thread, of 504
 
 
 @gluon.jit(do_not_specialize=["q_len", "kv_len", "kv_heads", "splits", "members", "streams", "section"])
 def backward_kernel(
-    q, grad_out, k, v, grad_q, lse, lse_strides, delta, delta_strides, first, end, bounds_stride, ranges,
+    q, grad_out, k, v, grad_q, lse, lse_strides, delta, delta_strides, first, end, bounds_stride, ranges, done,
     grad_k, grad_k_strides, grad_v, grad_v_strides,
     q_len, kv_len, kv_heads, splits, members, streams, section, scale, softcap, slopes, q_positions, k_positions,
     SHAPE: gl.constexpr,
@@ -98,13 +101,16 @@ def backward_kernel(
     head = stream % (splits * kv_heads) * members
     begin, inner, edge, stop = _row_phases(ranges, bounds_stride, batch, key_begin, q_len, kv_len, tile_count, SHAPE)
     steps = gl.cdiv(gl.cdiv(stop - begin, _TILE) * members, UNROLLED) * UNROLLED
+    start = begin
+    if SHAPE.ordered:
+        start = (gl.cdiv(stop, _TILE) - 1) * _TILE
     alibi = None
     if slopes is not None:
         last_key = gl.load(k_positions + (gl.minimum(key_begin + HALVES * _TILE, kv_len) - 1))
         later_keys = (last_key > gl.load(q_positions + gl.minimum(inner, q_len - 1))).to(gl.int32)
         alibi = (q_positions, gl.load(k_positions + key_begin), later_keys)
     work = Work(
-        batch, kv_head, key_begin, head, head + members, begin, inner, edge, stop, steps, q_len, kv_len, alibi
+        batch, kv_head, key_begin, head, head + members, start, begin, inner, edge, stop, steps, q_len, kv_len, alibi
     )  # fmt: skip
     if steps <= 0:
         if SHAPE.overwrite:
@@ -184,6 +190,12 @@ def backward_kernel(
     init_barriers(barriers.grad_q_free, 1)
     fence_async_shared()
 
+    turns: gl.constexpr = None
+    if SHAPE.ordered:
+        row_tiles = gl.cdiv(q_len, _TILE)
+        of_batch = done + (batch * kv_heads * members).to(gl.int64) * row_tiles
+        before, before_stop = _tile_before(ranges, bounds_stride, work, tile_count)
+        turns = Turns(of_batch, row_tiles, key_begin // (2 * _TILE), before, before_stop)
     row_terms = (lse, lse_strides, delta, delta_strides, first, end, bounds_stride, slopes, q_positions, k_positions)
     grads = (grad_k, grad_k_strides, grad_v, grad_v_strides)
     if SHAPE.shared_keys:
@@ -200,7 +212,7 @@ def backward_kernel(
             [(differentiate_by_half, (0, memory, barriers, work, grads, scale, softcap, SHAPE)),
              (differentiate_by_half, (1, memory, barriers, work, grads, scale, softcap, SHAPE)),
              (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
-             (add_rows, (grad_q, memory, barriers, work, SHAPE))],
+             (add_rows, (grad_q, turns, memory, barriers, work, SHAPE))],
             [4, 1, 1], [_CONSUMER, _OTHER, _OTHER],
         )  # fmt: skip
     else:
@@ -208,7 +220,7 @@ def backward_kernel(
             [(_differentiate, (0, memory, barriers, work, grads, scale, softcap, SHAPE)),
              (_differentiate, (1, memory, barriers, work, grads, scale, softcap, SHAPE)),
              (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
-             (add_rows, (grad_q, memory, barriers, work, SHAPE))],
+             (add_rows, (grad_q, turns, memory, barriers, work, SHAPE))],
             [4, 1, 1], [_CONSUMER, _OTHER, _OTHER],
         )  # fmt: skip
     invalidate_barriers(barriers)
@@ -230,6 +242,25 @@ def _row_phases(ranges, bounds_stride, batch, key_begin, q_len, kv_len, tile_cou
     edge = gl.where(full_end >= q_len, q_len, full_end // _TILE * _TILE)  # rows beyond the last have no weights
     edge = gl.where(key_begin + KEYS > kv_len, 0, edge)
     return begin, inner, edge, stop
+
+
+@gluon.jit
+def _tile_before(ranges, bounds_stride, work, tile_count):
+    """The number, plus 1, of the last earlier key tile that rows see, and where its rows end; or (0, 0).
+
+    The keys of later rows do not begin or end earlier: so the rows of key tiles that rows see do not either.
+    """
+    before, stop = work.key_begin // (2 * _TILE), work.q_len
+    if ranges is not None:
+        of_batch = ranges + gl.where(bounds_stride != 0, work.batch, 0) * tile_count * 4
+        last, stop = before * 0, before * 0
+        for begin in range(0, before, _STOPS):
+            tiles = begin + gl.arange(0, _STOPS, layout=gl.BlockedLayout([4], [32], [4], [0]))
+            stops = gl.load(of_batch + tiles * 4 + 3, mask=tiles < before, other=0)
+            last = gl.maximum(last, gl.max(gl.where(stops > 0, tiles + 1, 0), 0))
+            stop = gl.maximum(stop, gl.max(stops, 0))
+        before = last
+    return before, stop
 
 
 @gluon.jit
@@ -257,7 +288,7 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
     acc_k = zero_blocks(K_BLOCK, K_BLOCKS if SHAPE.scores else 0, k_grid)
     acc_v = zero_blocks(V_BLOCK, V_BLOCKS if SHAPE.values else 0, v_grid)
     no_grad_q = gl.zeros([_TILE, Q_BLOCK], gl.float32, q_grid)
-    row = work.begin
+    row = work.start
     # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
     origin = gl.minimum(work.q_len, 0)
     drift = origin
@@ -297,6 +328,8 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                     acc_v = finished[1:]
                 products = finished[0]
                 mbarrier.arrive(barriers.q_free.index((step + STAGES - 1) % STAGES), count=1)
+            if SHAPE.ordered:
+                row = ordered_row(step, work)
             weights, capped = weights_of(
                 products, row_lse, row, stage, my_keys, memory, work, scale, softcap, SHAPE, score_grid
             )

@@ -4,6 +4,14 @@ The producer copies keys and values, and then a tile of q and grad_out and the t
 steps ahead. The store warp lets the copy engine (TMA) add finished tiles of grad_q to memory. Stage `step % STAGES` is
 used for the `step // STAGES`-th time; warps wait for the parity of that number, and waiting for the phase before the
 first succeeds at once.
+
+If adds are `ordered`, key tiles add to each 64 rows of a head one after another, from the first to the last, so that
+every sum has one order. A counter in memory says which tiles have added (`Turns`). A program waits for programs of
+earlier key tiles only, which started before it. It begins with the last rows, and has all heads of a group before the
+rows above: with a causal mask, programs that start together all begin with the last rows, and each is late by one add
+per earlier tile. (Head by head, each head would begin with the last rows again, and programs of later key tiles, which
+have fewer rows, would wait there for the first. Rows in ascending order would let a program begin with rows that the
+programs before it have after some steps.)
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -15,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from attnmesh.ops.dense.gluon_tma import async_add_shared_to_global
+from attnmesh.ops.dense.gluon_tma import async_add_shared_to_global, wait_for_adds
 from attnmesh.ops.dense.triton_tiles import LOG2_E
 
 TILE = 64  # rows of a step, and keys of a consumer: the rows of one matrix instruction
@@ -64,6 +72,7 @@ class Work(NamedTuple):
     key_begin: Any
     head: Any  # the first of the query heads
     head_end: Any
+    start: Any  # the rows of the first step
     begin: Any  # rows [begin, stop) see some key; rows [inner, edge) see all keys, and need no mask
     inner: Any
     edge: Any
@@ -74,10 +83,21 @@ class Work(NamedTuple):
     alibi: Any  # positions of rows, the first key's, and whether a key comes after a row that sees all; None without
 
 
+class Turns(NamedTuple):
+    """Which key tiles have added to grad_q of a sequence, if they do so in their order."""
+
+    done: Any  # of each head, for each 64 rows: the number of the last tile that has added to them, plus 1; or 0
+    row_tiles: Any  # of a head
+    tile: Any  # of this program
+    before: Any  # the number of the last tile before it that rows see, plus 1; or 0
+    stop: Any  # of the rows of that tile; no earlier tile has later rows
+
+
 class Shape(NamedTuple):
     """The constants of a kernel."""
 
     needs_q: Any
+    ordered: Any  # key tiles add to grad_q one after another
     scores: Any  # the gradient of the scores is needed, for grad_q or grad_k
     values: Any  # grad_v is needed
     shared_keys: Any  # by both consumers
@@ -107,7 +127,7 @@ def load(q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE: gl.constex
     STAGES: gl.constexpr = SHAPE.stages
     lse, lse_strides, delta, delta_strides, first, end, bounds_stride, slopes, q_positions, k_positions = row_terms
     near = gl.arange(0, _TILE, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    batch, head, row = work.batch, work.head, work.begin
+    batch, head, row = work.batch, work.head, work.start
     lse_head = lse + batch.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
     delta_head = delta + batch.to(gl.int64) * delta_strides[0] + head.to(gl.int64) * delta_strides[1]
     HALVES: gl.constexpr = 1 if SHAPE.shared_keys else 2
@@ -160,13 +180,19 @@ def load(q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE: gl.constex
         _copy(grad_out, batch, head, row, memory.grad_out, at, ready, SHAPE.v_blocks)
         memory.delta.index(at).store(gl.where(empty, 0.0, row_delta))
         mbarrier.arrive(ready, count=1)
-        # The next rows, or the first rows of the next head.
-        row = row + _TILE
-        if row >= work.stop:
-            head = head + 1
-            row = gl.where(head < work.head_end, work.begin, work.q_len)  # no rows, to make the steps even
-            lse_head += lse_strides[1]
-            delta_head += delta_strides[1]
+        if SHAPE.ordered:
+            before = head
+            head, row = next_rows(head, row, work, SHAPE)
+            lse_head += (head - before).to(gl.int64) * lse_strides[1]
+            delta_head += (head - before).to(gl.int64) * delta_strides[1]
+        else:
+            # The next rows, or the first rows of the next head.
+            row = row + _TILE
+            if row >= work.stop:
+                head = head + 1
+                row = gl.where(head < work.head_end, work.begin, work.q_len)  # no rows, to make the steps even
+                lse_head += lse_strides[1]
+                delta_head += delta_strides[1]
 
 
 @gluon.jit
@@ -180,24 +206,31 @@ def _copy(x, batch, head, row, memory, tile, ready, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def add_rows(grad_q, memory, barriers, work, SHAPE: gl.constexpr):
+def add_rows(grad_q, turns, memory, barriers, work, SHAPE: gl.constexpr):
     """Lets the copy engine add the tiles of grad_q that the consumers leave in shared memory."""
     WIDTH: gl.constexpr = SHAPE.q_block
     ROUNDS: gl.constexpr = SHAPE.q_rounds
     if grad_q is not None:
-        head, row = work.head, work.begin
+        head, row = work.head, work.start
         for step in range(work.steps // 2 if SHAPE.paired else work.steps):
             # The rows of both halves: of two steps, or the same.
-            next_head, next_row = next_rows(head, row, work)
+            next_head, next_row = next_rows(head, row, work, SHAPE)
             other_head, other_row = (next_head, next_row) if SHAPE.paired else (head, row)
+            if SHAPE.ordered:
+                _wait_for_turn(turns, head, row, work)
+                _wait_for_turn(turns, other_head, other_row, work)
             for i in gl.static_range(ROUNDS):
                 column = i * WIDTH if SHAPE.paired else WIDTH
                 _add_block(grad_q, memory, barriers, work.batch, head, row, i * WIDTH, step * ROUNDS + i, 0)
                 _add_block(grad_q, memory, barriers, work.batch, other_head, other_row, column, step * ROUNDS + i, 1)
                 _release(barriers, 0, 1)
                 _release(barriers, 1, 0)
+            if SHAPE.ordered:
+                wait_for_adds()
+                _end_turn(turns, head, row, work)
+                _end_turn(turns, other_head, other_row, work)
             if SHAPE.paired:
-                head, row = next_rows(next_head, next_row, work)
+                head, row = next_rows(next_head, next_row, work, SHAPE)
             else:
                 head, row = next_head, next_row
 
@@ -209,7 +242,7 @@ def add_blocks(HALF: gl.constexpr, grad_q, memory, barriers, work, SHAPE: gl.con
     FIRST: gl.constexpr = HALF * (SHAPE.k_blocks // 2)
     ROUNDS: gl.constexpr = SHAPE.k_blocks - FIRST if HALF == 1 else SHAPE.k_blocks // 2
     if grad_q is not None and ROUNDS > 0:
-        head, row = work.head, work.begin
+        head, row = work.head, work.start
         for step in range(work.steps + 1 - HALF):
             # The first has a step more: it begins with rows that do not exist.
             real = gl.where(step + HALF > 0, row, work.q_len)
@@ -218,7 +251,7 @@ def add_blocks(HALF: gl.constexpr, grad_q, memory, barriers, work, SHAPE: gl.con
                 _add_block(grad_q, memory, barriers, work.batch, head, real, column, step * ROUNDS + i, HALF)
                 _release(barriers, HALF, 0)
             if step + HALF > 0:
-                head, row = next_rows(head, row, work)
+                head, row = next_rows(head, row, work, SHAPE)
 
 
 @gluon.jit
@@ -237,12 +270,43 @@ def _release(barriers, HALF: gl.constexpr, UNDER_WAY: gl.constexpr):
 
 
 @gluon.jit
-def next_rows(head, row, work):
-    """The next rows, or the first of the next head; after the last head, rows that do not exist."""
-    row = row + _TILE
-    if row >= work.stop:
+def _wait_for_turn(turns, head, row, work):
+    """Waits until every earlier key tile with these rows has added to them."""
+    if row < gl.minimum(turns.stop, work.q_len):
+        seen = gl.atomic_add(_done(turns, head, row), 0, sem="acquire")
+        while seen < turns.before:
+            seen = gl.atomic_add(_done(turns, head, row), 0, sem="acquire")
+
+
+@gluon.jit
+def _done(turns, head, row):
+    """The counter of some rows."""
+    return turns.done + head * turns.row_tiles + row // _TILE
+
+
+@gluon.jit
+def _end_turn(turns, head, row, work):
+    """Lets the next key tile with these rows add to them."""
+    if row < work.q_len:
+        gl.atomic_xchg(_done(turns, head, row), turns.tile + 1, sem="release")
+
+
+@gluon.jit
+def next_rows(head, row, work, SHAPE: gl.constexpr):
+    """The next rows, or the first of the next head; after the last head, rows that do not exist.
+
+    If adds are ordered: the same rows of the next head, or the rows before; in the end, rows that do not exist.
+    """
+    if SHAPE.ordered:
         head = head + 1
-        row = gl.where(head < work.head_end, work.begin, work.q_len)
+        if head == work.head_end:
+            head = work.head
+            row = gl.where(row > work.begin, row - _TILE, work.q_len)
+    else:
+        row = row + _TILE
+        if row >= work.stop:
+            head = head + 1
+            row = gl.where(head < work.head_end, work.begin, work.q_len)
     return head, row
 
 
@@ -253,3 +317,9 @@ def next_row(row, work):
     if row >= work.stop:
         row = work.begin
     return row
+
+
+@gluon.jit
+def ordered_row(step, work):
+    """The rows of a step, if adds are ordered. (No register is left in which consumers could count heads.)"""
+    return work.start - step // (work.head_end - work.head) * _TILE
