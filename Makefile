@@ -41,8 +41,9 @@ demo: $(READY_DEMO)
 verify: $(READY)
 	$(VENV)/bin/attnmesh verify --ranks 4
 
+# Three workers for two cores: tests of several ranks often wait for one another.
 test: $(READY)
-	$(VENV)/bin/python -m pytest -m "not sweep" -n 2 --dist worksteal
+	$(VENV)/bin/python -m pytest -m "not sweep" -n 3 --dist worksteal
 
 test-stacks: $(STACKS)/.ready
 	$(STACKS)/bin/python -m pytest tests/stacks tests/serving/test_tools.py::test_langchain
